@@ -1,0 +1,30 @@
+"""Convolutional networks on tensors cut over many processes, with the numbers of the serial ones."""
+
+from distconv import ops as _ops  # registers what torch functions mean on DistTensors
+from distconv.grid import ProcessGrid
+from distconv.layout import Box, Layout
+from distconv.ledger import Redistribution, redistributions
+from distconv.parallelize import no_sync, parallelize
+from distconv.tensor import (
+    DistTensor,
+    UnsupportedOperation,
+    default_layout,
+    distribute_tensor,
+    local_box,
+)
+
+__all__ = [
+    "Box",
+    "DistTensor",
+    "Layout",
+    "ProcessGrid",
+    "Redistribution",
+    "UnsupportedOperation",
+    "default_layout",
+    "distribute_tensor",
+    "local_box",
+    "no_sync",
+    "parallelize",
+    "redistributions",
+]
+del _ops

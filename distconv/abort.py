@@ -1,0 +1,43 @@
+"""A rank that raises ends the whole job, instead of leaving the others waiting for its messages."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+
+from mpi4py import MPI
+
+_GRACE = 1.0
+"""Seconds that another rank waits for rank 0 to report, so that an error all ranks share is
+printed once."""
+
+
+def abort_when_a_rank_raises() -> None:
+    """Make an uncaught exception print its traceback and abort all ranks of MPI.COMM_WORLD.
+
+    Errors raised on all ranks together are reported by the first rank to come out of its grace
+    period, which is rank 0 where it is among them. Does nothing on a single rank.
+    """
+    if MPI.COMM_WORLD.size == 1 or isinstance(sys.excepthook, _Abort):
+        return
+    sys.excepthook = _Abort(sys.excepthook)
+
+
+class _Abort:
+    def __init__(self, report: object):
+        self._report = report
+
+    def __call__(
+        self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
+        rank = MPI.COMM_WORLD.rank
+        if rank:
+            time.sleep(_GRACE + min(0.1 * rank, 2.0))
+        try:
+            sys.stdout.flush()
+            print(f"distconv: rank {rank} of {MPI.COMM_WORLD.size} raised", file=sys.stderr)
+            self._report(kind, error, traceback)  # type: ignore[operator]
+            sys.stderr.flush()
+        finally:
+            MPI.COMM_WORLD.Abort(1)

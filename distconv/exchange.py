@@ -1,0 +1,198 @@
+"""Movements of data between ranks, each with its adjoint, as autograd functions.
+
+The adjoints follow one rule: the gradient of a replicated value is the sum over its replicas. So a
+gather is undone by accumulation, a sum over ranks by the same sum, and a value that leaves the
+distributed world is shared out equally over its replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from distconv.grid import ProcessGrid
+from distconv.plan import Plan, Route
+from distconv.transport import mpi
+
+
+def gather(local: Tensor, plan: Plan, grid: ProcessGrid, fill: float = 0.0) -> Tensor:
+    """The buffer of `plan`, with `fill` where it reaches outside the tensor.
+
+    All ranks of the grid call it, with their own block and their own plan of one movement. Where
+    the buffer is the rank's own block, that block itself is returned, uncopied.
+    """
+    tag = grid.transport.ticket()
+    if plan.local and plan.buffer_is_block:
+        return local
+    result: Tensor = _Gather.apply(local, plan, grid, tag, fill)
+    return result
+
+
+def sum_over(local: Tensor, grid: ProcessGrid, axes: Iterable[str]) -> Tensor:
+    """The sum of `local` over the ranks along `axes`, on each of them; those ranks call it."""
+    axes = tuple(axes)
+    if grid.topology.parts(axes) == 1:
+        return local
+    result: Tensor = _SumOver.apply(local, grid, axes)
+    return result
+
+
+def share(local: Tensor, replicas: int) -> Tensor:
+    """A replicated value handed out as a plain tensor: its gradient is divided by the replicas."""
+    if replicas == 1:
+        return local
+    result: Tensor = _Share.apply(local, replicas)
+    return result
+
+
+def replicate(local: Tensor, grid: ProcessGrid, axes: Iterable[str]) -> Tensor:
+    """A plain tensor, equal along `axes`, as a replicated value: its gradients are added up."""
+    axes = tuple(axes)
+    if grid.topology.parts(axes) == 1:
+        return local
+    result: Tensor = _Replicate.apply(local, grid, axes)
+    return result
+
+
+def reduced(local: Tensor, grid: ProcessGrid, axes: Iterable[str]) -> Tensor:
+    """A new tensor with the sum of `local` over the ranks along `axes`, outside autograd."""
+    total = local.detach().clone(memory_format=torch.contiguous_format)
+    mpi.all_reduce(total, grid.communicator(axes)).wait()
+    return total
+
+
+class _Gather(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, local: Tensor, plan: Plan, grid: ProcessGrid, tag: int, fill: float
+    ) -> Tensor:
+        ctx.movement = plan, grid, tag
+        if plan.buffer_is_block:
+            _finish(*_start(local, plan.sends, grid, tag))
+            return local.view_as(local)
+        buffer = local.new_empty(plan.buffer_shape)
+        if not plan.covered:
+            buffer.fill_(fill)
+        arrivals = [(r, _landing(buffer, r)) for r in plan.receives]
+        under_way = _start(local, plan.sends, grid, tag, arrivals)
+        for source, target in plan.own:
+            buffer[target] = local[source]
+        _finish(*under_way)
+        for route, packed in arrivals:
+            for place, part in _parts(buffer, route, packed):
+                if part.data_ptr() != place.data_ptr():
+                    place.copy_(part)
+        return buffer
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        plan, grid, tag = ctx.movement
+        return _Accumulate.apply(grads[0], plan, grid, tag), None, None, None, None
+
+
+class _Accumulate(Function):
+    """The adjoint of `_Gather`: what was gathered goes back to its owner and is added up."""
+
+    @staticmethod
+    def forward(ctx: Any, buffer: Tensor, plan: Plan, grid: ProcessGrid, tag: int) -> Tensor:
+        ctx.movement = plan, grid, tag
+        block = buffer.new_empty(plan.block_shape)
+        arrivals = [(r, buffer.new_empty(r.size)) for r in plan.sends]
+        under_way = _start(buffer, plan.receives, grid, tag, arrivals)
+        whole = tuple(slice(0, n) for n in plan.block_shape)
+        rest = plan.own
+        if rest and rest[0][0] == whole:
+            block.copy_(buffer[rest[0][1]])
+            rest = rest[1:]
+        else:
+            block.zero_()
+        for source, target in rest:
+            block[source] += buffer[target]
+        _finish(*under_way)
+        for route, packed in arrivals:
+            for place, part in _parts(block, route, packed):
+                place += part
+        return block
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        plan, grid, tag = ctx.movement
+        return _Gather.apply(grads[0], plan, grid, tag, 0.0), None, None, None
+
+
+class _SumOver(Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, grid: ProcessGrid, axes: tuple[str, ...]) -> Tensor:
+        ctx.movement = grid, axes
+        return reduced(local, grid, axes)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _SumOver.apply(grads[0], *ctx.movement), None, None
+
+
+class _Share(Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, replicas: int) -> Tensor:
+        ctx.replicas = replicas
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0] / ctx.replicas, None
+
+
+class _Replicate(Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, grid: ProcessGrid, axes: tuple[str, ...]) -> Tensor:
+        ctx.movement = grid, axes
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _SumOver.apply(grads[0], *ctx.movement), None, None
+
+
+def _start(
+    outgoing: Tensor,
+    sends: tuple[Route, ...],
+    grid: ProcessGrid,
+    tag: int,
+    arrivals: list[tuple[Route, Tensor]] | None = None,
+) -> tuple[list[mpi.Request], list[mpi.Request]]:
+    """Post the receives, then the sends."""
+    transport = grid.transport
+    coming = [transport.receive(packed, r.peer, tag) for r, packed in arrivals or ()]
+    return coming, [transport.send(_pack(outgoing, r), r.peer, tag) for r in sends]
+
+
+def _finish(coming: list[mpi.Request], going: list[mpi.Request]) -> None:
+    for request in coming + going:
+        request.wait()
+
+
+def _pack(tensor: Tensor, route: Route) -> Tensor:
+    """The boxes of a route as one contiguous message; a contiguous box travels uncopied."""
+    if len(route.boxes) == 1:
+        return tensor[route.boxes[0]].contiguous()
+    return torch.cat([tensor[box].reshape(-1) for box in route.boxes])
+
+
+def _landing(buffer: Tensor, route: Route) -> Tensor:
+    """Memory for a message: its place in the buffer where that is contiguous."""
+    if len(route.boxes) == 1 and (place := buffer[route.boxes[0]]).is_contiguous():
+        return place
+    return buffer.new_empty(route.size)
+
+
+def _parts(tensor: Tensor, route: Route, packed: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """The boxes of a route in `tensor`, each with its part of the message."""
+    start = 0
+    for box in route.boxes:
+        place = tensor[box]
+        yield place, packed.view(-1)[start : start + place.numel()].view(place.shape)
+        start += place.numel()

@@ -1,0 +1,160 @@
+"""The ranks of an MPI communicator as a grid with named axes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NoReturn
+
+from mpi4py import MPI
+
+from distconv import communicators
+from distconv.abort import abort_when_a_rank_raises
+from distconv.topology import AXES, Topology
+from distconv.transport.mpi import MPITransport
+
+abort_when_a_rank_raises()
+
+
+class ProcessGrid:
+    """P_N x P_S ranks: `sample` cuts the mini-batch, the other axes cut each sample.
+
+    Ranks are numbered row-major over (sample, channel, filter, depth, height, width), so the ranks
+    that share a sample are neighbours, on one node where they fit.
+
+    Parameters
+    ----------
+    comm: mpi4py communicator, MPI.COMM_WORLD when not given. All its ranks construct the grid.
+    sample, channel, filter, depth, height, width: ranks along each axis; their product is the
+        number of ranks. One may be -1 and is inferred.
+    transport: how bytes travel; "mpi", the only one so far, when not given.
+
+    Raises
+    ------
+    ValueError
+        On every rank, when the extents do not fit the number of ranks.
+    """
+
+    def __init__(
+        self,
+        comm: MPI.Intracomm | None = None,
+        *,
+        sample: int = 1,
+        channel: int = 1,
+        filter: int = 1,
+        depth: int = 1,
+        height: int = 1,
+        width: int = 1,
+        transport: str | None = None,
+    ):
+        comm = MPI.COMM_WORLD if comm is None else comm
+        if transport not in (None, "mpi"):
+            raise ValueError(f"ProcessGrid: transport={transport!r} is not known; choose 'mpi'")
+        extents = dict(
+            zip(AXES, (sample, channel, filter, depth, height, width), strict=True)
+        )
+        self._topology = _fit(extents, comm.size)
+        self._ranks = communicators.world_ranks(comm)
+        self._transport = communicators.transport(comm, self._ranks)
+        self._comm = communicators.communicator(comm, self._ranks, "user")
+
+    @property
+    def comm(self) -> MPI.Intracomm:
+        """The communicator of all ranks of the grid, in grid order; a duplicate of the one given."""
+        return self._comm
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in the grid."""
+        return self._comm.rank  # type: ignore[no-any-return]
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self._topology.size
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """Ranks along each axis."""
+        return dict(zip(AXES, self._topology.extents, strict=True))
+
+    @property
+    def coords(self) -> dict[str, int]:
+        """This rank's position along each axis."""
+        return self._topology.coordinates(self.rank)
+
+    @property
+    def topology(self) -> Topology:
+        """The arithmetic of rank numbers and coordinates."""
+        return self._topology
+
+    @property
+    def transport(self) -> MPITransport:
+        """What carries this grid's point-to-point messages."""
+        return self._transport
+
+    def communicator(self, axes: Iterable[str], purpose: str = "reductions") -> MPI.Intracomm:
+        """The communicator of the ranks that differ from this one along `axes` only.
+
+        Made when first asked for, by all ranks of it together, and kept for every grid on the same
+        ranks. Reductions that may be under way at the same time need different purposes.
+        """
+        peers = self._topology.peers(self.rank, axes)
+        return communicators.communicator(self._comm, tuple(self._ranks[r] for r in peers), purpose)
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, ProcessGrid)
+            and self._topology == other._topology
+            and self._ranks == other._ranks
+        )
+
+    def __hash__(self) -> int:
+        return hash((self._topology, self._ranks))
+
+    def __deepcopy__(self, memo: dict[int, object]) -> ProcessGrid:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a ProcessGrid belongs to its MPI job and cannot be pickled; make it anew")
+
+    def __repr__(self) -> str:
+        axes = ", ".join(f"{axis}={n}" for axis, n in self.shape.items() if n > 1)
+        return f"ProcessGrid({axes}) on {self.size} rank{'s' if self.size > 1 else ''}"
+
+
+def _fit(extents: dict[str, int], ranks: int) -> Topology:
+    """The topology with these extents, one of which may be -1, on this number of ranks."""
+    for axis, n in extents.items():
+        if isinstance(n, bool) or not isinstance(n, int) or (n < 1 and n != -1):
+            raise ValueError(
+                f"ProcessGrid: {axis}={n!r} is not a number of ranks; give an integer from 1, or -1"
+            )
+    inferred = [axis for axis, n in extents.items() if n == -1]
+    if len(inferred) > 1:
+        raise ValueError(f"ProcessGrid: only one axis can be -1, not {' and '.join(inferred)}")
+    given = {axis: n for axis, n in extents.items() if n > 1}
+    product = 1
+    for axis, n in given.items():
+        if ranks % (product * n):
+            left = ranks // product
+            choices = [str(d) for d in range(1, left + 1) if left % d == 0]
+            beside = f" beside {', '.join(f'{a}={given[a]}' for a in _before(given, axis))}"
+            raise ValueError(
+                f"ProcessGrid: {axis}={n} does not divide {ranks} ranks"
+                f"{beside if product > 1 else ''}; choose {', '.join(choices)}, or -1"
+            )
+        product *= n
+    if inferred:
+        extents = extents | {inferred[0]: ranks // product}
+    elif product != ranks:
+        axes = ", ".join(f"{axis}={n}" for axis, n in given.items()) or "all axes 1"
+        raise ValueError(
+            f"ProcessGrid: {axes} makes {product} of {ranks} ranks; set one axis to -1 "
+            f"to take the rest, or start {product} rank{'s' if product > 1 else ''}"
+        )
+    return Topology(tuple(extents[axis] for axis in AXES))
+
+
+def _before(given: dict[str, int], axis: str) -> list[str]:
+    names = list(given)
+    return names[: names.index(axis)]

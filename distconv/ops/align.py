@@ -1,0 +1,133 @@
+"""Bringing the operands of an operator to layouts that fit together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from distconv.grid import ProcessGrid
+from distconv.layout import Cuts, cutting_axes, rank_box
+from distconv.tensor import DistTensor, recut
+
+Shape: TypeAlias = tuple[int, ...]
+
+
+def common_grid(operator: str, operands: Iterable[Any]) -> ProcessGrid:
+    """The one grid of all distributed operands."""
+    grids = [x.grid for x in operands if isinstance(x, DistTensor)]
+    for grid in grids[1:]:
+        if grid is not grids[0] and grid != grids[0]:
+            raise ValueError(
+                f"{operator}: the tensors live on different grids, {grids[0]} and {grid}; "
+                "make them on one"
+            )
+    return grids[0]
+
+
+def distributed(x: Tensor, grid: ProcessGrid) -> DistTensor:
+    """`x` itself, or a plain tensor, equal on all ranks, as a DistTensor that is whole on each."""
+    if isinstance(x, DistTensor):
+        return x
+    return DistTensor(x, x.shape, ((),) * x.dim(), grid)
+
+
+def whole(x: Any, operator: str) -> Any:
+    """A tensor operand in full on this rank; what is not a DistTensor passes unchanged."""
+    if not isinstance(x, DistTensor):
+        return x
+    return recut(x, ((),) * x.dim(), operator).shard
+
+
+def uncut(x: DistTensor, dimensions: Iterable[int], operator: str) -> DistTensor:
+    """`x` with these dimensions whole on every rank."""
+    chosen = set(dimensions)
+    return recut(x, tuple(() if d in chosen else a for d, a in enumerate(x.cuts)), operator)
+
+
+def block_of(x: Any, shape: Shape, cuts: Cuts, grid: ProcessGrid, operator: str) -> Any:
+    """This rank's part of an operand that is broadcast to a result of `shape` cut by `cuts`.
+
+    Numbers pass unchanged, plain tensors (equal on all ranks) are sliced, DistTensors are
+    redistributed where their cuts differ.
+    """
+    if not isinstance(x, Tensor):
+        return x
+    own = operand_cuts(tuple(x.shape), shape, cuts)
+    if isinstance(x, DistTensor):
+        return x.shard if x.cuts == own else recut(x, own, operator).shard
+    if not cutting_axes(own):
+        return x
+    return x[rank_box(tuple(x.shape), own, grid.topology, grid.rank).slices]
+
+
+def broadcast_shape(name: str, tensors: Sequence[Tensor]) -> Shape:
+    """The shape of the broadcast of all operands, from their global shapes."""
+    try:
+        return tuple(torch.broadcast_shapes(*(x.shape for x in tensors)))
+    except RuntimeError as error:
+        shapes = ", ".join(str(tuple(x.shape)) for x in tensors)
+        raise RuntimeError(
+            f"{name}: the global shapes {shapes} do not broadcast. A plain tensor takes part with "
+            "the global shape, equal on all ranks; a rank's own block becomes distributed by "
+            "DistTensor.from_local"
+        ) from error
+
+
+def operand_cuts(operand: Shape, shape: Shape, cuts: Cuts) -> Cuts:
+    """The cuts with which an operand meets a result of `shape` and `cuts` it is broadcast to."""
+    lead = len(shape) - len(operand)
+    return tuple(
+        axes if n == m else ()
+        for n, m, axes in zip(operand, shape[lead:], cuts[lead:], strict=True)
+    )
+
+
+def broadcast_cuts(operands: Sequence[DistTensor], shape: Shape) -> Cuts:
+    """The layout of a result broadcast from several operands: that of the largest, first on ties.
+
+    A dimension along which the largest is itself broadcast is cut as the first operand that has it
+    in full, as far as those grid axes are still free.
+    """
+    ranked = sorted(operands, key=lambda x: -x.numel())
+    cuts: list[tuple[str, ...]] = [()] * len(shape)
+    settled = [False] * len(shape)
+    for x in ranked:
+        lead = len(shape) - x.dim()
+        for d, axes in enumerate(x.cuts, lead):
+            if not settled[d] and x.shape[d - lead] == shape[d]:
+                used = {a for cut in cuts for a in cut}
+                cuts[d] = axes if not used.intersection(axes) else ()
+                settled[d] = True
+    return tuple(cuts)
+
+
+def dimensions_of(dim: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
+    """Dimension numbers from 0; all of them for None or ()."""
+    if dim is None or (not isinstance(dim, int) and len(dim) == 0):
+        return tuple(range(ndim))
+    chosen = (dim,) if isinstance(dim, int) else tuple(dim)
+    for d in chosen:
+        if not -max(ndim, 1) <= d < max(ndim, 1):
+            raise IndexError(
+                f"Dimension out of range (expected to be in range of [{-max(ndim, 1)}, "
+                f"{max(ndim, 1) - 1}], but got {d})"
+            )
+    numbers = tuple(d % ndim for d in chosen) if ndim else ()
+    if len(set(numbers)) < len(numbers):
+        raise RuntimeError(f"a dimension appears more than once in dim={dim!r}")
+    return numbers
+
+
+def local_shape(shape: Sequence[int], cuts: Cuts, grid: ProcessGrid) -> Shape:
+    """The shape of this rank's block."""
+    return rank_box(tuple(shape), cuts, grid.topology, grid.rank).shape
+
+
+def meta(x: Any) -> Any:
+    """A tensor of the same global shape and type without data, for torch's own checks."""
+    if isinstance(x, Tensor):
+        return torch.empty(tuple(x.shape), dtype=x.dtype, device="meta")
+    return x

@@ -1,0 +1,26 @@
+"""Fully connected layers: the last dimension has to be whole, the others may be cut."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from distconv.ops.align import common_grid, distributed, uncut, whole
+from distconv.tensor import DistTensor, implements
+
+
+@implements(F.linear)
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> DistTensor:
+    """x A^T + b over the last dimension, which is redistributed to be whole where it is cut."""
+    grid = common_grid("linear", (input, weight, bias))
+    x = distributed(input, grid)
+    if x.shape[-1] != weight.shape[-1]:
+        raise RuntimeError(
+            f"linear: the input {tuple(x.shape)} ends in {x.shape[-1]} features, the weight "
+            f"{tuple(weight.shape)} takes {weight.shape[-1]}"
+        )
+    x = uncut(x, [x.dim() - 1], "linear")
+    shard = F.linear(x.shard, whole(weight, "linear"), whole(bias, "linear"))
+    features = tuple(weight.shape[:-1])
+    cuts = (*x.cuts[:-1], *((),) * len(features))
+    return DistTensor(shard, (*x.shape[:-1], *features), cuts, grid)

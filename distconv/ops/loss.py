@@ -1,0 +1,212 @@
+"""Losses: each rank adds up its own elements, and one or two numbers per rank are reduced."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from distconv.exchange import sum_over
+from distconv.grid import ProcessGrid
+from distconv.layout import Cuts, cutting_axes
+from distconv.ops.align import (
+    block_of,
+    broadcast_cuts,
+    broadcast_shape,
+    common_grid,
+    distributed,
+    uncut,
+    whole,
+)
+from distconv.tensor import DistTensor, implements, refuse
+
+
+def _reduction(
+    size_average: bool | None, reduce: bool | None, reduction: str, operator: str
+) -> str:
+    if size_average is not None or reduce is not None:
+        reduction = F._Reduction.legacy_get_string(size_average, reduce)
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(
+            f"{operator}: reduction={reduction!r} is not valid; choose 'none', 'mean' or 'sum'"
+        )
+    return reduction
+
+
+def _total(local: Tensor, over: Any, cuts: Cuts, grid: ProcessGrid) -> DistTensor:
+    """The sum of the ranks' `local`, over a number, or over the sum of a tensor of theirs."""
+    axes = cutting_axes(cuts)
+    if isinstance(over, Tensor):
+        both = sum_over(torch.stack([local, over.to(local.dtype)]), grid, axes)
+        return DistTensor(both[0] / both[1], (), (), grid)
+    return DistTensor(sum_over(local, grid, axes) / over, (), (), grid)
+
+
+def _weight_that_torch_drops(function: Callable[..., Any]) -> Tensor | None:
+    """The weight given to `function` by its caller.
+
+    Some releases of torch (2.13 among them) do not hand the weight of l1_loss on to a tensor
+    subclass. Ignoring it would be a wrong number, so it is taken from the caller's frame.
+    """
+    frame = sys._getframe(1)
+    for _ in range(8):
+        if frame.f_code is function.__code__:
+            weight: Tensor | None = frame.f_locals.get("weight")
+            return weight
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return None
+
+
+def _regression(function: Callable[..., Tensor]) -> None:
+    """A loss of the difference of input and target, optionally weighted element by element."""
+    name = function.__name__
+
+    @implements(function)
+    def rule(
+        input: Tensor,
+        target: Tensor,
+        size_average: bool | None = None,
+        reduce: bool | None = None,
+        reduction: str = "mean",
+        weight: Tensor | None = None,
+        **arguments: float,
+    ) -> DistTensor:
+        reduction = _reduction(size_average, reduce, reduction, name)
+        weight = _weight_that_torch_drops(function) if weight is None else weight
+        grid = common_grid(name, (input, target, weight))
+        shape = broadcast_shape(name, (input, target))
+        cuts = broadcast_cuts([x for x in (input, target) if isinstance(x, DistTensor)], shape)
+        if weight is not None and weight.shape != input.shape:
+            raise ValueError(
+                f"{name}: weight has shape {tuple(weight.shape)}, expected that of the input, "
+                f"{tuple(input.shape)}"
+            )
+        if weight is not None and tuple(weight.shape) != shape:
+            refuse(
+                name,
+                "a weighted input is broadcast to the target",
+                input,
+                target,
+                way_out="Expand the input to the target's shape first",
+            )
+        x, y, w = (block_of(t, shape, cuts, grid, name) for t in (input, target, weight))
+        summed = reduction != "none" and w is None
+        local = function(x, y, reduction="sum" if summed else "none", **arguments)
+        if w is not None:
+            local = local * w
+        if reduction == "none":
+            return DistTensor(local, shape, cuts, grid)
+        over: Any = 1
+        if reduction == "mean":
+            over = torch.Size(shape).numel() if w is None else w.sum()
+        return _total(local if summed else local.sum(), over, cuts, grid)
+
+
+def _cross_entropy_of_bits(function: Callable[..., Tensor]) -> None:
+    """Binary cross entropy, of probabilities or of logits."""
+    name = function.__name__
+
+    @implements(function)
+    def rule(
+        input: Tensor,
+        target: Tensor,
+        weight: Tensor | None = None,
+        size_average: bool | None = None,
+        reduce: bool | None = None,
+        reduction: str = "mean",
+        **pos_weight: Tensor | None,
+    ) -> DistTensor:
+        reduction = _reduction(size_average, reduce, reduction, name)
+        weights = {"weight": weight, **pos_weight}
+        grid = common_grid(name, (input, target, *weights.values()))
+        if target.shape != input.shape:
+            raise ValueError(
+                f"{name}: target has shape {tuple(target.shape)} and input {tuple(input.shape)}; "
+                "they must be the same"
+            )
+        shape = broadcast_shape(name, [t for t in (input, *weights.values()) if t is not None])
+        if shape != tuple(input.shape):
+            raise ValueError(f"{name}: weights of shape {shape} for input {tuple(input.shape)}")
+        cuts = broadcast_cuts([t for t in (input, target) if isinstance(t, DistTensor)]
+                              or [distributed(input, grid)], shape)
+        local = function(
+            block_of(input, shape, cuts, grid, name),
+            block_of(target, shape, cuts, grid, name),
+            reduction="none" if reduction == "none" else "sum",
+            **{k: block_of(w, shape, cuts, grid, name) for k, w in weights.items()},
+        )
+        if reduction == "none":
+            return DistTensor(local, shape, cuts, grid)
+        return _total(
+            local, torch.Size(shape).numel() if reduction == "mean" else 1, cuts, grid
+        )
+
+
+def _classification(function: Callable[..., Tensor]) -> None:
+    """A loss over classes, which are dimension 1; every rank needs all classes of its elements."""
+    name = function.__name__
+
+    @implements(function)
+    def rule(
+        input: Tensor,
+        target: Tensor,
+        weight: Tensor | None = None,
+        size_average: bool | None = None,
+        ignore_index: int = -100,
+        reduce: bool | None = None,
+        reduction: str = "mean",
+        **smoothing: float,
+    ) -> DistTensor:
+        reduction = _reduction(size_average, reduce, reduction, name)
+        grid = common_grid(name, (input, target, weight))
+        x = distributed(input, grid)
+        classes = 1 if x.dim() > 1 else 0
+        x = uncut(x, [classes], name)
+        weight = whole(weight, name)
+        shape = tuple(n for d, n in enumerate(x.shape) if d != classes)
+        cuts = tuple(a for d, a in enumerate(x.cuts) if d != classes)
+        probabilities = target.shape == x.shape and target.is_floating_point()
+        if not probabilities and tuple(target.shape) != shape:
+            raise ValueError(
+                f"{name}: target has shape {tuple(target.shape)}, expected {shape} for input "
+                f"{tuple(x.shape)}"
+            )
+        if probabilities:
+            labels = block_of(target, tuple(x.shape), x.cuts, grid, name)
+        else:
+            labels = block_of(target, shape, cuts, grid, name)
+        local = function(
+            x.shard,
+            labels,
+            weight,
+            ignore_index=ignore_index,
+            reduction="none" if reduction == "none" else "sum",
+            **smoothing,
+        )
+        if reduction == "none":
+            return DistTensor(local, shape, cuts, grid)
+        over: Any = 1
+        if reduction == "mean" and probabilities:
+            over = torch.Size(shape).numel()
+        elif reduction == "mean":
+            counted = labels[labels != ignore_index]
+            over = weight[counted].sum() if weight is not None else labels.new_tensor(
+                counted.numel()
+            )
+        return _total(local, over, cuts, grid)
+
+
+_regression(F.mse_loss)
+_regression(F.l1_loss)
+_regression(F.smooth_l1_loss)
+_regression(F.huber_loss)
+_cross_entropy_of_bits(F.binary_cross_entropy)
+_cross_entropy_of_bits(F.binary_cross_entropy_with_logits)
+_classification(F.cross_entropy)
+_classification(F.nll_loss)

@@ -1,0 +1,202 @@
+"""Batch normalisation with statistics over the whole mini-batch, or over a part of the ranks.
+
+Each rank's mean and sum of squared deviations are combined by the pairwise update of Chan, Golub and
+LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances" (1979), which
+does not cancel as E[x^2] - E[x]^2 does.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from distconv.exchange import reduced
+from distconv.grid import ProcessGrid
+from distconv.layout import cutting_axes, rank_box
+from distconv.ops.align import common_grid, distributed, uncut, whole
+from distconv.tensor import DistTensor, implements
+from distconv.transport import mpi
+
+SPATIAL = ("depth", "height", "width")
+
+
+@implements(F.batch_norm)
+def batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> DistTensor:
+    """Batch normalisation with the statistics of the global batch, as serial torch takes them."""
+    return batch_norm_over(
+        None, input, running_mean, running_var, weight, bias, training, momentum, eps
+    )
+
+
+def batch_norm_over(
+    axes: tuple[str, ...] | None,
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> DistTensor:
+    """Batch normalisation with statistics over the ranks along `axes` that share this rank's others.
+
+    All ranks call it. None means all axes that cut the input: the global batch. With fewer axes
+    each group of ranks has statistics of its own, and the running ones take their mean over the
+    groups, so that they are the same on every rank.
+    """
+    grid = common_grid("batch_norm", (input, running_mean, running_var, weight, bias))
+    x = distributed(input, grid)
+    if x.dim() < 2:
+        raise ValueError(f"batch_norm: expected at least 2 dimensions, got {x.dim()}")
+    x = uncut(x, [1], "batch_norm")
+    weight, bias = whole(weight, "batch_norm"), whole(bias, "batch_norm")
+    if not training:
+        shard = F.batch_norm(
+            x.shard, running_mean, running_var, weight, bias, False, momentum, eps
+        )
+        return DistTensor(shard, x.shape, x.cuts, grid)
+    cutting = cutting_axes(x.cuts)
+    group = cutting if axes is None else tuple(a for a in cutting if a in axes)
+    counts = _counts(x, group)
+    smallest = _smallest_group(x, group)
+    if smallest < 2:
+        raise ValueError(
+            "batch_norm: expected more than 1 value per channel when training, got input size "
+            f"{tuple(x.shape)}" + (f" with {smallest} in a group of ranks" if group != cutting else
+                                   "")
+        )
+    shard, mean, variance = _BatchNorm.apply(x.shard, weight, bias, grid, group, counts, eps)
+    if running_mean is not None and running_var is not None:
+        n = sum(counts)
+        statistics = torch.stack([mean, variance * (n / (n - 1))])
+        rest = tuple(a for a in cutting if a not in group)
+        if rest:
+            statistics = reduced(statistics, grid, rest) / grid.topology.parts(rest)
+        with torch.no_grad():
+            running_mean.lerp_(statistics[0].to(running_mean.dtype), momentum)
+            running_var.lerp_(statistics[1].to(running_var.dtype), momentum)
+    return DistTensor(shard, x.shape, x.cuts, grid)
+
+
+def _counts(x: DistTensor, group: tuple[str, ...]) -> tuple[int, ...]:
+    """Elements per channel on each rank of this rank's group, in rank order."""
+    topology = x.grid.topology
+    boxes = (
+        rank_box(tuple(x.shape), x.cuts, topology, peer).shape
+        for peer in topology.peers(x.grid.rank, group)
+    )
+    return tuple(prod(box[:1] + box[2:]) for box in boxes)
+
+
+def _smallest_group(x: DistTensor, group: tuple[str, ...]) -> int:
+    """Elements per channel in the smallest of all groups; the same number on every rank."""
+    sizes = [x.shape[0], *x.shape[2:]]
+    cuts = [x.cuts[0], *x.cuts[2:]]
+    apart = [x.grid.topology.parts(a for a in axes if a not in group) for axes in cuts]
+    return prod(n // parts for n, parts in zip(sizes, apart, strict=True))
+
+
+def _per_channel(statistic: Tensor, like: Tensor) -> Tensor:
+    return statistic.to(like.dtype).view(1, -1, *(1,) * (like.dim() - 2))
+
+
+def _statistics(
+    x: Tensor, grid: ProcessGrid, group: tuple[str, ...], counts: tuple[int, ...]
+) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance per channel over the ranks along `group`, in float64."""
+    over = [0, *range(2, x.dim())]
+    if x.numel():
+        local = torch.stack(torch.var_mean(_accumulated(x), over, correction=0)).double()
+    else:
+        local = x.new_zeros((2, x.shape[1]), dtype=torch.float64)
+    if not group:
+        return local[1], local[0]
+    variances, means = mpi.all_gather(local, grid.communicator(group)).unbind(1)
+    share = torch.tensor(counts, dtype=torch.float64, device=x.device).unsqueeze(1) / sum(counts)
+    reference = means[max(range(len(counts)), key=counts.__getitem__)]
+    mean = reference + (share * (means - reference)).sum(0)
+    return mean, (share * (variances + (means - mean) ** 2)).sum(0)
+
+
+def _accumulated(x: Tensor) -> Tensor:
+    """`x` in a type in which sums over many elements are accurate."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+class _BatchNorm(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        grid: ProcessGrid,
+        group: tuple[str, ...],
+        counts: tuple[int, ...],
+        eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        mean, variance = _statistics(x, grid, group, counts)
+        kind = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+        mean, variance = mean.to(kind), variance.to(kind)
+        if x.numel():
+            y = F.batch_norm(x, mean, variance, weight, bias, False, 0.0, eps)
+        else:
+            y = x.clone()
+        ctx.save_for_backward(x, weight, mean, variance)
+        ctx.context = grid, group, sum(counts), eps, bias is not None
+        ctx.mark_non_differentiable(mean, variance)
+        return y, mean, variance
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, variance = ctx.saved_tensors
+        grid, group, count, eps, has_bias = ctx.context
+        dx, of_weight, of_bias = _backward_of_constants(grads[0], x, weight, mean, variance, eps)
+        total = torch.stack([of_weight, of_bias])
+        if group:
+            total = reduced(total, grid, group)
+        scale = torch.rsqrt(variance + eps)
+        gain = scale if weight is None else scale * weight
+        slope = -gain * scale * total[0] / count
+        offset = -gain * total[1] / count - slope * mean
+        dx.add_(_per_channel(offset, dx)).addcmul_(x, _per_channel(slope, dx))
+        return (
+            dx,
+            of_weight if weight is not None else None,
+            of_bias if has_bias else None,
+            *(None,) * 4,
+        )
+
+
+def _backward_of_constants(
+    dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, variance: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The input gradient as if the statistics were constant, and the two sums that correct it.
+
+    Those are the sums per channel of dy * (x - mean) / deviation and of dy, over this rank's
+    elements; they are its parts of the gradients of weight and bias as well.
+    """
+    if not x.numel():
+        nothing = torch.zeros_like(mean)
+        return torch.zeros_like(x), nothing, nothing
+    arguments = (dy, x, weight, mean, variance, None, None, False, eps, [True, True, True])
+    gradients: tuple[Tensor, Tensor, Tensor]
+    gradients = torch.ops.aten.native_batch_norm_backward(*arguments)
+    return gradients

@@ -1,0 +1,57 @@
+"""Padding of cut planes, in all modes: the outside comes from whichever rank owns what it repeats."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from distconv.layout import rank_box
+from distconv.ops.align import meta
+from distconv.tensor import DistTensor, gathered, implements
+from distconv.window import IndexMap, Pad, Same
+
+
+@implements(F.pad, torch._C._nn.pad)
+def pad(
+    input: DistTensor, pad: Sequence[int], mode: str = "constant", value: float | None = None
+) -> DistTensor:
+    """Pad by pairs of (before, after), last dimension first; negative amounts crop."""
+    shape = tuple(F.pad(meta(input), list(pad), mode, value).shape)
+    amounts = [(0, 0)] * input.dim()
+    for i in range(len(pad) // 2):
+        amounts[input.dim() - 1 - i] = (int(pad[2 * i]), int(pad[2 * i + 1]))
+    needs: list[IndexMap] = [
+        Pad(*amount, mode) if axes and any(amount) else Same()
+        for amount, axes in zip(amounts, input.cuts, strict=True)
+    ]
+    buffer = gathered(input, needs, input.cuts, "pad", value or 0.0)
+    box = rank_box(shape, input.cuts, input.grid.topology, input.grid.rank)
+    for d, need in enumerate(needs):
+        if isinstance(need, Pad) and box.start[d] < box.stop[d]:
+            order = need.order(input.shape[d], box.start[d], box.stop[d])
+            if order is not None:
+                buffer = buffer.index_select(d, torch.tensor(order, device=buffer.device))
+    buffer = _pad_whole_dimensions(buffer, amounts, needs, mode, value, box.shape)
+    return DistTensor(buffer, shape, input.cuts, input.grid)
+
+
+def _pad_whole_dimensions(
+    buffer: Tensor,
+    amounts: Sequence[tuple[int, int]],
+    needs: Sequence[IndexMap],
+    mode: str,
+    value: float | None,
+    shape: tuple[int, ...],
+) -> Tensor:
+    """Pad along the dimensions that are whole on every rank, where torch does it."""
+    rest = [(0, 0) if isinstance(n, Pad) else a for n, a in zip(needs, amounts, strict=True)]
+    if not any(map(any, rest)):
+        return buffer
+    if 0 in shape:
+        return buffer.reshape(-1)[:0].reshape(shape)
+    last = max(i for i, amount in enumerate(reversed(amounts)) if any(amount))
+    flat = [n for amount in reversed(rest[len(rest) - 1 - last :]) for n in amount]
+    return F.pad(buffer, flat, mode, value)

@@ -1,0 +1,189 @@
+"""Element-wise functions: every element alone, operands broadcast against each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from distconv.ops.align import block_of, broadcast_cuts, broadcast_shape, common_grid
+from distconv.tensor import RULES, DistTensor, implements, refuse
+
+# Functions of one tensor and numbers, and n-ary ones that broadcast. Each name is looked up in
+# torch, torch.special, torch.Tensor and torch.nn.functional, with its in-place form.
+_NAMES = """
+    abs absolute acos acosh add addcdiv addcmul angle arccos arccosh arcsin arcsinh arctan arctan2
+    arctanh asin asinh atan atan2 atanh bitwise_and bitwise_left_shift bitwise_not bitwise_or
+    bitwise_right_shift bitwise_xor ceil clamp clamp_max clamp_min clip clone conj conj_physical
+    copysign cos cosh deg2rad detach digamma div divide entr eq erf erfc erfcinv erfcx erfinv exp
+    exp2 expit expm1 fix float_power floor floor_divide fmax fmin fmod frac ge gcd greater
+    greater_equal gt heaviside hypot i0 i0e i1 i1e igamma igammac imag isclose isfinite isinf isnan
+    isneginf isposinf isreal lcm ldexp le lerp less less_equal lgamma log log10 log1p log2 log_ndtr
+    logaddexp logaddexp2 logical_and logical_not logical_or logical_xor logit lt masked_fill maximum
+    minimum mul multiply mvlgamma nan_to_num ndtr ndtri ne neg negative nextafter not_equal
+    polygamma positive pow psi rad2deg real reciprocal remainder resolve_conj resolve_neg round
+    rsqrt rsub sgn sigmoid sign signbit sin sinc sinh sqrt square sub subtract tan tanh threshold
+    true_divide trunc xlog1py xlogy zeta
+    celu elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu logsigmoid mish relu relu6
+    selu silu softplus softshrink softsign tanhshrink
+    float double half bfloat16 int long short char byte bool cpu contiguous
+""".split()
+
+_DUNDERS = """
+    add radd iadd sub rsub isub mul rmul imul truediv rtruediv itruediv floordiv rfloordiv
+    ifloordiv mod rmod imod pow rpow ipow neg pos abs invert and rand iand or ror ior xor rxor ixor
+    lshift rlshift ilshift rshift rrshift irshift eq ne lt le gt ge
+""".split()
+
+
+def _pointwise(function: Callable[..., Any]) -> Callable[..., Any]:
+    name = getattr(function, "__name__", str(function))
+    in_place = (name.endswith("_") and not name.endswith("__")) or (
+        name.startswith("__i") and name != "__invert__"
+    )
+
+    def rule(*args: Any, **kwargs: Any) -> Any:
+        operands = [x for x in (*args, *kwargs.values()) if isinstance(x, DistTensor)]
+        if kwargs.get("out") is not None:
+            refuse(name, "out= is not supported", *operands, way_out="Use the returned tensor")
+        first = operands[0]
+        if in_place or kwargs.get("inplace"):
+            if not isinstance(args[0], DistTensor):
+                refuse(
+                    name,
+                    "a plain tensor cannot take a distributed one in place",
+                    *operands,
+                    way_out="Use the function that returns a new tensor",
+                )
+            first = args[0]
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        if len(tensors) == 1 or all(
+            isinstance(x, DistTensor)
+            and x.cuts == first.cuts
+            and x.shape == first.shape
+            and x.grid is first.grid
+            for x in tensors
+        ):
+            shape, cuts, grid = tuple(first.shape), first.cuts, first.grid
+        else:
+            grid = common_grid(name, operands)
+            shape = broadcast_shape(name, tensors)
+            cuts = broadcast_cuts(operands, shape)
+            if in_place:
+                if shape != tuple(first.shape):
+                    raise RuntimeError(
+                        f"{name}: output with shape {tuple(first.shape)} doesn't match the "
+                        f"broadcast shape {shape}"
+                    )
+                cuts = first.cuts
+        result = function(
+            *(block_of(x, shape, cuts, grid, name) for x in args),
+            **{k: block_of(x, shape, cuts, grid, name) for k, x in kwargs.items()},
+        )
+        if in_place or (kwargs.get("inplace") and result is first.shard):
+            return first
+        return DistTensor(result, shape, cuts, grid)
+
+    return rule
+
+
+def _register() -> None:
+    names = [*_NAMES, *(f"{n}_" for n in _NAMES), *(f"__{n}__" for n in _DUNDERS)]
+    for home in (torch, torch.special, torch.Tensor, F):
+        for name in names:
+            function = getattr(home, name, None)
+            if callable(function) and function not in RULES:
+                RULES[function] = _pointwise(function)
+    RULES[torch.Tensor.data.__get__] = _pointwise(torch.Tensor.detach)  # type: ignore[attr-defined]
+
+
+_register()
+
+
+@implements(torch.where, torch.Tensor.where)
+def where(condition: Tensor, *values: Any) -> DistTensor:
+    """Choice between two values, element by element."""
+    if not values:
+        refuse(
+            "where",
+            "the positions of true elements are not distributed",
+            condition,
+            way_out="Call it on x.full_tensor()",
+        )
+    result: DistTensor = _pointwise(torch.where)(condition, *values)
+    return result
+
+
+@implements(torch.Tensor.to)
+def to(input: DistTensor, *args: Any, **kwargs: Any) -> DistTensor:
+    """Another type, device or memory format; `other` may be a tensor, which only lends these."""
+    args = tuple(_like(x) for x in args)
+    kwargs = {k: _like(x) for k, x in kwargs.items()}
+    return DistTensor(input.shard.to(*args, **kwargs), input.shape, input.cuts, input.grid)
+
+
+@implements(torch.Tensor.type_as)
+def type_as(input: Tensor, other: Tensor) -> Tensor:
+    """The type of another tensor."""
+    return input.type(other.dtype)
+
+
+@implements(torch.Tensor.type)
+def type_(input: DistTensor, dtype: Any = None, non_blocking: bool = False) -> Any:
+    """The name of the type, or a tensor of another type."""
+    result = input.shard.type(dtype, non_blocking) if dtype is not None else input.shard.type()
+    if isinstance(result, str):
+        return result
+    return DistTensor(result, input.shape, input.cuts, input.grid)
+
+
+def _like(x: Any) -> Any:
+    return x.shard if isinstance(x, DistTensor) else x
+
+
+def _constant(function: Callable[..., Any]) -> Callable[..., Any]:
+    def rule(input: DistTensor, *args: Any, requires_grad: bool = False, **kwargs: Any) -> Any:
+        shard = function(input.shard, *args, **kwargs)
+        result = DistTensor(shard, input.shape, input.cuts, input.grid)
+        return result.requires_grad_() if requires_grad else result
+
+    return rule
+
+
+for _function in (torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like):
+    RULES[_function] = _constant(_function)
+
+
+@implements(F.prelu, torch.prelu, torch.Tensor.prelu)
+def prelu(input: DistTensor, weight: Tensor) -> DistTensor:
+    """PReLU: one slope, or one for each channel."""
+    if not isinstance(input, DistTensor) or isinstance(weight, DistTensor):
+        refuse("prelu", "the slopes have to be a plain tensor", input, weight,
+               way_out="Use weight.full_tensor()")
+    if weight.numel() not in (1, input.shape[1] if input.dim() > 1 else 1):
+        raise RuntimeError(
+            f"prelu: {weight.numel()} slopes for an input of shape {tuple(input.shape)}; "
+            "give 1, or one for each channel"
+        )
+    slopes = weight.reshape(-1, *(1,) * (input.dim() - 2)) if weight.numel() > 1 else weight
+    local = block_of(slopes, tuple(input.shape), input.cuts, input.grid, "prelu")
+    shard = torch.where(input.shard >= 0, input.shard, input.shard * local)
+    return DistTensor(shard, input.shape, input.cuts, input.grid)
+
+
+@implements(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout)
+def dropout(
+    input: DistTensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> DistTensor:
+    """Dropout in evaluation mode, or with p = 0, which is the identity."""
+    if training and p > 0:
+        refuse(
+            "dropout",
+            "random masks that do not depend on the grid are not there yet",
+            input,
+            way_out="Set p = 0, or model.eval()",
+        )
+    return input

@@ -1,0 +1,278 @@
+"""Pooling on cut planes: maximum, average, and their adaptive forms.
+
+Windows may overlap, so the backward pass sends the gradients of halo elements back to their owner,
+where they are added up: the reverse halo exchange.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import product
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from distconv.layout import Cuts, rank_box
+from distconv.ops.reduction import mean
+from distconv.ops.windowed import apply_windows, output_shape, tuple_of
+from distconv.tensor import DistTensor, gathered, implements, refuse
+from distconv.window import AdaptiveWindow, Same, Window
+
+Sizes = int | Sequence[int]
+
+
+def _batched(name: str, input: DistTensor, spatial: int) -> None:
+    if input.dim() != spatial + 2:
+        refuse(
+            name,
+            f"the input has {input.dim()} dimensions, expected {spatial + 2}",
+            input,
+            way_out="Give it a batch dimension, x.unsqueeze(0) before it is distributed",
+        )
+
+
+def _windows(
+    kernel: Sizes, stride: Sizes | None, padding: Sizes, dilation: Sizes, ceil: bool, n: int
+) -> list[Window]:
+    kernels = tuple_of(kernel, n, "kernel_size")
+    strides = kernels if stride is None or stride == () or stride == [] else tuple_of(
+        stride, n, "stride"
+    )
+    paddings, dilations = tuple_of(padding, n, "padding"), tuple_of(dilation, n, "dilation")
+    return [
+        Window(k, s, d, (p, p), ceil)
+        for k, s, p, d in zip(kernels, strides, paddings, dilations, strict=True)
+    ]
+
+
+@lru_cache(maxsize=4096)
+def _check(function: Callable[..., Tensor], shape: tuple[int, ...], *arguments: Any) -> None:
+    """torch's own checks of the arguments, on the global shape."""
+    function(torch.empty(shape, device="meta"), *arguments)
+
+
+def _max_pool(local: Callable[..., Tensor], functions: Sequence[Any], n: int) -> None:
+    name = f"max_pool{n}d"
+
+    @implements(*functions)
+    def rule(
+        input: DistTensor,
+        kernel_size: Sizes,
+        stride: Sizes | None = None,
+        padding: Sizes = 0,
+        dilation: Sizes = 1,
+        ceil_mode: bool = False,
+        return_indices: bool = False,
+    ) -> DistTensor:
+        _batched(name, input, n)
+        if return_indices:
+            refuse(
+                name,
+                "return_indices=True is not supported",
+                input,
+                way_out="Pool x.full_tensor() where the indices are needed",
+            )
+        windows = _windows(kernel_size, stride, padding, dilation, ceil_mode, n)
+        kernels = tuple(w.kernel for w in windows)
+        strides = tuple(w.stride for w in windows)
+        dilations = tuple(w.dilation for w in windows)
+        paddings = tuple(w.padding[0] for w in windows)
+        _check(local, tuple(input.shape), kernels, strides, paddings, dilations, ceil_mode)
+
+        def compute(buffer: Tensor, left: tuple[int, ...]) -> Tensor:
+            return local(buffer, kernels, strides, left, dilations, ceil_mode)
+
+        shape = output_shape(input.shape[1], input, windows)
+        lowest = -torch.inf if input.dtype.is_floating_point else torch.iinfo(input.dtype).min
+        return apply_windows(input, windows, shape, name, compute, fill=lowest)
+
+
+def _avg_pool(local: Callable[..., Tensor], n: int) -> None:
+    name = f"avg_pool{n}d"
+
+    def rule(
+        input: DistTensor,
+        kernel_size: Sizes,
+        stride: Sizes | None = None,
+        padding: Sizes = 0,
+        ceil_mode: bool = False,
+        count_include_pad: bool = True,
+        divisor_override: int | None = None,
+    ) -> DistTensor:
+        _batched(name, input, n)
+        windows = _windows(kernel_size, stride, padding, 1, ceil_mode, n)
+        kernels = tuple(w.kernel for w in windows)
+        strides = tuple(w.stride for w in windows)
+        paddings = tuple(w.padding[0] for w in windows)
+        override = () if n == 1 else (divisor_override,)
+        arguments = (kernels, strides, paddings, ceil_mode, count_include_pad, *override)
+        _check(local, tuple(input.shape), *arguments)
+        shape = output_shape(input.shape[1], input, windows)
+        if not any(input.cuts[2:]):
+            return DistTensor(
+                local(input.shard, *arguments),
+                (*shape[:2], *shape[2:]),
+                input.cuts,
+                input.grid,
+            )
+        box = rank_box(shape, input.cuts, input.grid.topology, input.grid.rank)
+        counts = [
+            _counts(window, size, start, stop, count_include_pad)
+            for window, size, start, stop in zip(
+                windows, input.shape[2:], box.start[2:], box.stop[2:], strict=True
+            )
+        ]
+
+        def compute(buffer: Tensor, left: tuple[int, ...]) -> Tensor:
+            sums = _sum_pool(buffer, kernels, strides, left, ceil_mode)
+            if not buffer.numel():
+                return sums
+            return sums / (divisor_override or _divisor(counts, sums))
+
+        return apply_windows(input, windows, shape, name, compute)
+
+    if n == 1:  # torch's one-dimensional form has no divisor_override
+        implements(local)(
+            lambda input, kernel_size, stride=None, padding=0, ceil_mode=False,
+            count_include_pad=True: rule(
+                input, kernel_size, stride, padding, ceil_mode, count_include_pad
+            )
+        )
+    else:
+        implements(local)(rule)
+
+
+def _sum_pool(
+    x: Tensor, kernel: Sizes, stride: Sizes, padding: Sizes, ceil_mode: bool
+) -> Tensor:
+    """The sums over windows; in one dimension by way of two, where torch can sum."""
+    if x.dim() == 3:
+        kernel, stride, padding = (1, *kernel), (1, *stride), (0, *padding)  # type: ignore[misc]
+        return F.avg_pool2d(
+            x.unsqueeze(2), kernel, stride, padding, ceil_mode, divisor_override=1
+        ).squeeze(2)
+    pool = F.avg_pool2d if x.dim() == 4 else F.avg_pool3d
+    return pool(x, kernel, stride, padding, ceil_mode, divisor_override=1)
+
+
+def _counts(window: Window, size: int, start: int, stop: int, include_pad: bool) -> list[int]:
+    """Elements along one dimension that count in the averages start to stop."""
+    counts = []
+    for o in range(start, stop):
+        first = o * window.stride - window.padding[0]
+        last = min(first + window.kernel, size + window.padding[1])
+        counts.append(last - first if include_pad else min(last, size) - max(first, 0))
+    return counts
+
+
+def _divisor(counts: list[list[int]], like: Tensor) -> Tensor | int:
+    """What each sum is divided by; one number where all windows have as many elements."""
+    if all(min(c) == max(c) for c in counts):
+        return prod(c[0] for c in counts)
+    divisor = like.new_ones(())
+    for c in counts:
+        divisor = divisor.unsqueeze(-1) * like.new_tensor(c)
+    return divisor
+
+
+def _adaptive(
+    name: str, input: DistTensor, output_size: Any, pool: Callable[..., Tensor], n: int
+) -> DistTensor:
+    """Adaptive pooling with windows that differ from output to output.
+
+    A dimension with fewer outputs than parts becomes whole on every rank, which are thereby spared
+    empty blocks; in the heads of networks it is about to be flattened anyway.
+    """
+    windows = [
+        AdaptiveWindow(m) for m in _adaptive_sizes(output_size, tuple(input.shape[2:]), n)
+    ]
+    shape = output_shape(input.shape[1], input, windows)
+    cuts: Cuts = tuple(
+        axes if m >= input.grid.topology.parts(axes) else ()
+        for m, axes in zip(shape, input.cuts, strict=True)
+    )
+    buffer = gathered(input, (Same(), Same(), *windows), cuts, name)
+    box = rank_box(shape, cuts, input.grid.topology, input.grid.rank)
+    if 0 in box.shape:
+        return DistTensor(buffer.reshape(box.shape), shape, cuts, input.grid)
+    steps = [
+        _cells(window, size, start, stop)
+        for window, size, start, stop in zip(
+            windows, input.shape[2:], box.start[2:], box.stop[2:], strict=True
+        )
+    ]
+    cells = [pool(buffer[:, :, *cell], 1).flatten(2) for cell in product(*steps)]
+    return DistTensor(torch.cat(cells, 2).reshape(box.shape), shape, cuts, input.grid)
+
+
+def _cells(window: AdaptiveWindow, size: int, start: int, stop: int) -> list[slice]:
+    """Where the buffer holds the inputs of each of the outputs start to stop."""
+    bounds = [window.window(size, o) for o in range(start, stop)]
+    return [slice(a - bounds[0][0], b - bounds[0][0]) for a, b in bounds]
+
+
+def _adaptive_sizes(output_size: Any, sizes: tuple[int, ...], n: int) -> tuple[int, ...]:
+    if output_size is None or isinstance(output_size, int):
+        output_size = (output_size,) * n
+    if len(output_size) != n:
+        raise RuntimeError(f"output_size={tuple(output_size)} should have {n} values")
+    outputs = tuple(size if m is None else m for m, size in zip(output_size, sizes, strict=True))
+    if min(outputs) < 1 or min(sizes) < 1:
+        raise RuntimeError(f"output_size={outputs} of a plane of {sizes}: both must be from 1")
+    return outputs
+
+
+def _adaptive_avg_pool(local: Callable[..., Tensor], n: int) -> None:
+    name = f"adaptive_avg_pool{n}d"
+
+    @implements(local)
+    def rule(input: DistTensor, output_size: Any) -> DistTensor:
+        _batched(name, input, n)
+        outputs = _adaptive_sizes(output_size, tuple(input.shape[2:]), n)
+        if not any(input.cuts[2:]):
+            shape = (*input.shape[:2], *outputs)
+            return DistTensor(local(input.shard, outputs), shape, input.cuts, input.grid)
+        # An average over a whole dimension is a sum over ranks, with no gathering at all.
+        over = [d for d, m in enumerate(outputs, 2) if m == 1]
+        pooled = mean(input, over, keepdim=True) if over else input
+        if outputs == tuple(pooled.shape[2:]):
+            return pooled
+        return _adaptive(name, pooled, outputs, local, n)
+
+
+def _adaptive_max_pool(local: Callable[..., Any], functions: Sequence[Any], n: int) -> None:
+    name = f"adaptive_max_pool{n}d"
+
+    def pool(x: Tensor, output_size: Any) -> Tensor:
+        values: Tensor = local(x, (output_size,) * n)[0]
+        return values
+
+    @implements(*functions)
+    def rule(input: DistTensor, output_size: Any, return_indices: bool = False) -> DistTensor:
+        _batched(name, input, n)
+        if return_indices:
+            refuse(
+                name,
+                "return_indices=True is not supported",
+                input,
+                way_out="Pool x.full_tensor() where the indices are needed",
+            )
+        return _adaptive(name, input, output_size, pool, n)
+
+
+_max_pool(torch.max_pool1d, (F.max_pool1d, torch.max_pool1d), 1)
+_max_pool(torch.max_pool2d, (F.max_pool2d, torch.max_pool2d), 2)
+_max_pool(torch.max_pool3d, (F.max_pool3d, torch.max_pool3d), 3)
+_avg_pool(F.avg_pool1d, 1)
+_avg_pool(F.avg_pool2d, 2)
+_avg_pool(F.avg_pool3d, 3)
+_adaptive_avg_pool(F.adaptive_avg_pool1d, 1)
+_adaptive_avg_pool(F.adaptive_avg_pool2d, 2)
+_adaptive_avg_pool(F.adaptive_avg_pool3d, 3)
+_adaptive_max_pool(torch.adaptive_max_pool1d, (F.adaptive_max_pool1d, torch.adaptive_max_pool1d), 1)
+_adaptive_max_pool(torch._C._nn.adaptive_max_pool2d, (F.adaptive_max_pool2d,), 2)
+_adaptive_max_pool(torch._C._nn.adaptive_max_pool3d, (F.adaptive_max_pool3d,), 3)

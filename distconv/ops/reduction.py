@@ -1,0 +1,47 @@
+"""Sums and means over any dimensions: local sums, added up over the ranks that share a result."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+
+from distconv.exchange import sum_over
+from distconv.layout import cutting_axes
+from distconv.ops.align import dimensions_of
+from distconv.tensor import DistTensor, implements
+
+Dims = int | Sequence[int] | None
+
+
+@implements(torch.sum, torch.Tensor.sum)
+def sum(
+    input: DistTensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> DistTensor:
+    """Sum over dimensions; the result is whole along them and replicated where they were cut."""
+    over = dimensions_of(dim, input.dim())
+    local = input.shard.sum(over, keepdim, dtype=dtype) if over else input.shard.sum(dtype=dtype)
+    axes = cutting_axes(input.cuts[d] for d in over)
+    kept = [d for d in range(input.dim()) if keepdim or d not in over]
+    return DistTensor(
+        sum_over(local, input.grid, axes),
+        [1 if d in over else input.shape[d] for d in kept],
+        tuple(() if d in over else input.cuts[d] for d in kept),
+        input.grid,
+    )
+
+
+@implements(torch.mean, torch.Tensor.mean)
+def mean(
+    input: DistTensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> DistTensor:
+    """Mean over dimensions, of as many elements as the global shape has there."""
+    kind = dtype or input.dtype
+    if not (kind.is_floating_point or kind.is_complex):
+        raise RuntimeError(
+            f"mean(): the result type of {kind} is not floating; convert the input, or pass dtype="
+        )
+    count = prod(input.shape[d] for d in dimensions_of(dim, input.dim()))
+    total: DistTensor = sum(input, dim, keepdim, dtype=dtype)
+    return total / count if count else total * torch.nan

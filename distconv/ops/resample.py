@@ -1,0 +1,45 @@
+"""Resampling: rearrangement of channels into space and back."""
+
+from __future__ import annotations
+
+import torch
+
+from distconv.layout import rank_box
+from distconv.ops.align import meta, uncut
+from distconv.tensor import DistTensor, gathered, implements
+from distconv.window import Grouped, Same, Window
+
+
+@implements(torch.pixel_shuffle)
+def pixel_shuffle(input: DistTensor, upscale_factor: int) -> DistTensor:
+    """Channels into space: (N, C r^2, H, W) to (N, C, H r, W r)."""
+    r = upscale_factor
+    shape = tuple(torch.pixel_shuffle(meta(input), r).shape)
+    x = uncut(input, [input.dim() - 3], "pixel_shuffle")
+    lead = x.dim() - 2
+    needs = [Same()] * lead + [Grouped(r) if axes else Same() for axes in x.cuts[lead:]]
+    buffer = gathered(x, needs, x.cuts, "pixel_shuffle")
+    box = rank_box(shape, x.cuts, x.grid.topology, x.grid.rank)
+    if 0 in box.shape:
+        shard = buffer.reshape(-1)[:0].reshape(box.shape)
+    else:
+        shard = torch.pixel_shuffle(buffer, r)
+        for d in (lead, lead + 1):
+            first = box.start[d] % r if x.cuts[d] else 0
+            shard = shard.narrow(d, first, box.shape[d])
+    return DistTensor(shard, shape, x.cuts, x.grid)
+
+
+@implements(torch.pixel_unshuffle)
+def pixel_unshuffle(input: DistTensor, downscale_factor: int) -> DistTensor:
+    """Space into channels: (N, C, H r, W r) to (N, C r^2, H, W)."""
+    r = downscale_factor
+    shape = tuple(torch.pixel_unshuffle(meta(input), r).shape)
+    x = uncut(input, [input.dim() - 3], "pixel_unshuffle")
+    lead = x.dim() - 2
+    needs = [Same()] * lead + [Window(r, r) if axes else Same() for axes in x.cuts[lead:]]
+    buffer = gathered(x, needs, x.cuts, "pixel_unshuffle")
+    box = rank_box(shape, x.cuts, x.grid.topology, x.grid.rank)
+    if 0 in box.shape:
+        return DistTensor(buffer.reshape(-1)[:0].reshape(box.shape), shape, x.cuts, x.grid)
+    return DistTensor(torch.pixel_unshuffle(buffer, r), shape, x.cuts, x.grid)

@@ -1,0 +1,42 @@
+"""Values handed to Python: only of tensors that every rank holds in full."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from distconv.layout import cutting_axes
+from distconv.tensor import RULES, DistTensor, implements, refuse
+
+
+def _value(name: str) -> Callable[..., Any]:
+    function = getattr(torch.Tensor, name)
+
+    def rule(input: DistTensor, *args: Any, **kwargs: Any) -> Any:
+        if cutting_axes(input.cuts):
+            refuse(
+                name,
+                "no rank holds the whole tensor",
+                input,
+                way_out=f"Use x.full_tensor().{name}(), on all ranks together",
+            )
+        return function(input.shard, *args, **kwargs)
+
+    return rule
+
+
+for _name in (
+    *("item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__index__", "__complex__"),
+    *("__array__", "__contains__", "__format__"),
+):
+    RULES[getattr(torch.Tensor, _name)] = _value(_name)
+
+
+@implements(torch.Tensor.is_contiguous)
+def is_contiguous(
+    input: DistTensor, memory_format: torch.memory_format = torch.contiguous_format
+) -> bool:
+    """Whether this rank's block lies contiguous in memory."""
+    return input.shard.is_contiguous(memory_format=memory_format)

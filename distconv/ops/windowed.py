@@ -1,0 +1,73 @@
+"""What convolution and pooling share: buffers of needed inputs, and empty blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+
+from torch import Tensor
+
+from distconv.layout import Cuts
+from distconv.ops.align import local_shape
+from distconv.tensor import DistTensor, gathered
+from distconv.window import IndexMap, Same, Window
+
+
+def tuple_of(value: int | Sequence[int], n: int, what: str) -> tuple[int, ...]:
+    """One number for each of `n` spatial dimensions."""
+    if isinstance(value, int):
+        return (value,) * n
+    if len(value) == 1:
+        return tuple(value) * n
+    if len(value) != n:
+        raise RuntimeError(f"{what}={tuple(value)} has {len(value)} values, expected {n}")
+    return tuple(value)
+
+
+def output_shape(
+    channels: int, x: DistTensor, windows: Sequence[IndexMap], lead: int = 2
+) -> tuple[int, ...]:
+    """The global shape that windows over the last dimensions of `x` make."""
+    spatial = zip(windows, x.shape[lead:], strict=True)
+    return (x.shape[0], channels, *(w.output_size(n) for w, n in spatial))
+
+
+def apply_windows(
+    x: DistTensor,
+    windows: Sequence[Window],
+    shape: tuple[int, ...],
+    operator: str,
+    compute: Callable[[Tensor, tuple[int, ...]], Tensor],
+    *,
+    fill: float = 0.0,
+    channels_whole: bool = False,
+) -> DistTensor:
+    """A windowed operator over the spatial dimensions of `x`, assembled.
+
+    Each rank gathers the inputs that its block of outputs needs, with `fill` where they are
+    padding, and runs the local operator on them. Along a dimension that is whole on every rank
+    and padded alike on both sides the local operator pads by itself, which saves a copy.
+
+    Parameters
+    ----------
+    shape: the global shape of the result.
+    compute: takes the buffer and the padding, per dimension, that is left to it.
+    channels_whole: whether an output needs all channels, as in convolution.
+    """
+    cuts: Cuts = (x.cuts[0], () if channels_whole else x.cuts[1], *x.cuts[2:])
+    needs: list[IndexMap] = [Same(), Same()]
+    left: list[int] = []
+    for window, axes in zip(windows, cuts[2:], strict=True):
+        by_itself = not axes and window.padding[0] == window.padding[1]
+        needs.append(Same() if by_itself else window)
+        left.append(window.padding[0] if by_itself else 0)
+    buffer = gathered(x, needs, cuts, operator, fill)
+    block = local_shape(shape, cuts, x.grid)
+    if prod(block) == 0:
+        # The local operator refuses empty planes, but not an empty batch.
+        extents = [w.extent + w.stride for w in windows]
+        buffer = buffer.reshape(0, buffer.shape[1], *extents)
+        shard = compute(buffer, tuple(left)).reshape(block)
+    else:
+        shard = compute(buffer, tuple(left))
+    return DistTensor(shard, shape, cuts, x.grid)

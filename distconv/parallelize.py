@@ -1,0 +1,222 @@
+"""A whole model on a grid: equal parameters everywhere, and gradients added up during backward.
+
+Every rank holds all parameters, and computes its part of their gradients; the gradient is the sum of
+the parts. The parts travel in buckets, in an order fixed from the start, each as one non-blocking
+all-reduce that begins as soon as the bucket and all before it are full (Li et al., "PyTorch
+Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+from distconv.grid import ProcessGrid
+from distconv.tensor import DistTensor, tensors_in
+from distconv.topology import AXES
+from distconv.transport import mpi
+
+_ATTRIBUTE = "_distconv_gradient_reduction"
+
+
+def parallelize(
+    module: nn.Module, grid: ProcessGrid, *, bucket_bytes: int = 4 * 2**20
+) -> nn.Module:
+    """Make `module` compute on DistTensors of `grid` what it computes serially; returns it.
+
+    Parameters and buffers become those of rank 0. From then on, when `backward()` returns, the
+    gradients of the parameters are, on every rank, those of the serial program. Parameters that
+    take no part in a backward pass keep their gradient, or None. The state_dict stays that of the
+    plain module. All ranks of the grid call it together, and run the same forward and backward
+    passes.
+
+    Parameters
+    ----------
+    module: any torch.nn.Module with CPU parameters; its inputs are then DistTensors.
+    bucket_bytes: how much of the gradient travels in one message.
+
+    Raises
+    ------
+    ValueError
+        On every rank, when the ranks' modules differ in the names, shapes or types of their
+        parameters and buffers, or the module is parallelized already.
+    """
+    if _ATTRIBUTE in module.__dict__:
+        raise ValueError("parallelize: the module is parallelized already; do it once")
+    state = dict(module.named_parameters()) | dict(module.named_buffers())
+    _compare_modules(state, grid)
+    for tensor in state.values():
+        _broadcast(tensor.detach(), grid)
+    module.__dict__[_ATTRIBUTE] = _GradientReduction(module, grid, bucket_bytes)
+    return module
+
+
+@contextmanager
+def no_sync(module: nn.Module) -> Iterator[None]:
+    """Within it, backward passes leave every rank its own part of the gradients.
+
+    The next backward pass outside adds all parts up: accumulation over several mini-batches for the
+    price of one reduction. All ranks enter it together; `module` has been parallelized.
+    """
+    reduction = module.__dict__.get(_ATTRIBUTE)
+    if reduction is None:
+        raise ValueError("no_sync: the module is not parallelized; call parallelize(module, grid)")
+    before, reduction.enabled = reduction.enabled, False
+    try:
+        yield
+    finally:
+        reduction.enabled = before
+
+
+def _compare_modules(state: dict[str, Tensor], grid: ProcessGrid) -> None:
+    mine = {n: (tuple(t.shape), str(t.dtype), t.requires_grad) for n, t in state.items()}
+    everyone = grid.comm.allgather(mine)
+    for rank, theirs in enumerate(everyone):
+        for name in sorted(everyone[0].keys() | theirs.keys()):
+            first, other = everyone[0].get(name, "nothing"), theirs.get(name, "nothing")
+            if first != other:
+                raise ValueError(
+                    f"parallelize: {name} is {other} on rank {rank} and {first} on rank 0; "
+                    "build the same module on every rank"
+                )
+
+
+def _broadcast(tensor: Tensor, grid: ProcessGrid) -> None:
+    if not tensor.numel():
+        return
+    dense = tensor.contiguous()
+    mpi.broadcast(dense, grid.comm)
+    if dense.data_ptr() != tensor.data_ptr():
+        tensor.copy_(dense)
+
+
+class _Bucket:
+    """Parameters whose gradients travel together, and a number for each that says if it has one."""
+
+    def __init__(self, parameters: list[nn.Parameter]):
+        self.parameters = parameters
+        sizes = [p.numel() for p in parameters]
+        self.flat = parameters[0].new_zeros(sum(sizes) + len(parameters)).detach()
+        *views, self.used = self.flat.split([*sizes, len(parameters)])
+        self.views = [v.view_as(p) for v, p in zip(views, parameters, strict=True)]
+        self.request: mpi.Request | None = None
+
+
+class _GradientReduction:
+    """Hooks on the parameters of one module that add up their gradients over a grid."""
+
+    def __init__(self, module: nn.Module, grid: ProcessGrid, bucket_bytes: int):
+        self.enabled = True
+        self._grid = grid
+        self._comm = grid.communicator(AXES, "gradients")
+        self._bucket_bytes = bucket_bytes
+        self._parameters = list(module.parameters())
+        self._buckets: list[_Bucket] = []
+        self._place: dict[nn.Parameter, tuple[_Bucket, int]] = {}
+        self._hooked: set[nn.Parameter] = set()
+        self._summed: set[nn.Parameter] = set()
+        """Parameters whose .grad is the sum over the ranks, not this rank's part."""
+        self._parts: set[nn.Parameter] = set()
+        """Parameters whose .grad holds this rank's part, still to be added up."""
+        self._fired: set[nn.Parameter] = set()
+        """Parameters that have got their gradient in the present backward pass."""
+        self._pass = -1
+        self._started = 0
+        self._prepare()
+        module.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _GradientReduction:
+        return self
+
+    def _prepare(self) -> None:
+        """Hook the trainable parameters and lay out the buckets, last parameters first."""
+        trainable = [p for p in self._parameters if p.requires_grad]
+        if trainable == [p for bucket in reversed(self._buckets) for p in reversed(bucket.parameters)]:
+            return
+        self._buckets, self._place = [], {}
+        chosen: list[nn.Parameter] = []
+        for i, p in enumerate(reversed(trainable)):
+            chosen.append(p)
+            following = trainable[-2 - i] if i + 1 < len(trainable) else None
+            size = sum(q.numel() * q.element_size() for q in chosen)
+            if following is None or size >= self._bucket_bytes or following.dtype != p.dtype:
+                bucket = _Bucket(chosen)
+                self._buckets.append(bucket)
+                self._place |= {q: (bucket, j) for j, q in enumerate(chosen)}
+                chosen = []
+        for p in trainable:
+            if p not in self._hooked:
+                self._hooked.add(p)
+                p.register_hook(lambda grad, p=p: self._before_accumulation(p))
+                p.register_post_accumulate_grad_hook(self._after_accumulation)
+
+    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        self._prepare()
+        inputs = list(tensors_in((args, kwargs)))
+        if inputs and self._buckets and not any(isinstance(x, DistTensor) for x in inputs):
+            raise TypeError(
+                "a parallelized module was called on plain tensors only, of which every rank would "
+                "count the gradient once; pass distconv.distribute_tensor(x, grid), or call it "
+                "under torch.no_grad()"
+            )
+
+    def _before_accumulation(self, p: nn.Parameter) -> None:
+        # What an earlier backward pass has summed becomes parts again, of the same sum.
+        if p in self._summed:
+            self._summed.discard(p)
+            if p.grad is not None:
+                p.grad.div_(self._grid.size)
+        self._parts.add(p)
+
+    def _after_accumulation(self, p: Tensor) -> None:
+        assert isinstance(p, nn.Parameter)
+        if not self.enabled:
+            return
+        backward_pass = torch._C._current_graph_task_id()
+        if backward_pass != self._pass:
+            self._pass, self._started = backward_pass, 0
+            self._fired.clear()
+            Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
+        self._fired.add(p)
+        while self._started < len(self._buckets) and all(
+            q in self._fired for q in self._buckets[self._started].parameters
+        ):
+            self._start(self._buckets[self._started])
+
+    def _start(self, bucket: _Bucket) -> None:
+        """Fill a bucket and start adding it up."""
+        for i, (p, view) in enumerate(zip(bucket.parameters, bucket.views, strict=True)):
+            bucket.used[i] = float(p in self._parts and p.grad is not None)
+            if p.grad is None:
+                view.zero_()
+            else:
+                torch.div(p.grad, self._grid.size if p in self._summed else 1, out=view)
+        bucket.request = mpi.all_reduce(bucket.flat, self._comm)
+        self._started += 1
+
+    def _finish(self) -> None:
+        """At the end of backward: start what is left, and give every parameter its sum."""
+        while self._started < len(self._buckets):
+            self._start(self._buckets[self._started])
+        for bucket in self._buckets:
+            assert bucket.request is not None
+            bucket.request.wait()
+            bucket.request = None
+            for p, view, used in zip(
+                bucket.parameters, bucket.views, bucket.used.tolist(), strict=True
+            ):
+                if used:
+                    if p.grad is None:
+                        p.grad = view.clone()
+                    else:
+                        p.grad.copy_(view)
+                    self._summed.add(p)
+        self._parts.clear()
+        self._pass = -1

@@ -1,0 +1,469 @@
+"""DistTensor: a tensor of global shape of which every rank holds one box."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import Tensor
+from torch.overrides import resolve_name
+
+from distconv import exchange
+from distconv.grid import ProcessGrid
+from distconv.layout import (
+    Box,
+    Cuts,
+    Layout,
+    block,
+    cutting_axes,
+    default_cuts,
+    effective_cuts,
+    rank_box,
+    replicating_axes,
+)
+from distconv.ledger import record
+from distconv.plan import Plan, make_plan
+from distconv.window import IndexMap, Same
+
+Rule = TypeVar("Rule", bound=Callable[..., Any])
+
+RULES: dict[Callable[..., Any], Callable[..., Any]] = {}
+"""What each torch function means on DistTensors: a function of the same arguments."""
+
+
+def implements(*functions: Callable[..., Any]) -> Callable[[Rule], Rule]:
+    """Register the decorated rule as the meaning of torch functions on DistTensors.
+
+    The rule is called on every rank of the grid with the arguments of the torch function, at least
+    one of which is or contains a DistTensor. It decides from global metadata alone whether it
+    supports them, and raises `UnsupportedOperation` before any message where it does not.
+    """
+
+    def register(rule: Rule) -> Rule:
+        for function in functions:
+            RULES[function] = rule
+        return rule
+
+    return register
+
+
+class UnsupportedOperation(NotImplementedError):
+    """An operator, or an argument of it, that is not supported on these layouts.
+
+    Raised on every rank before any message is sent. The message names the operator, the layouts,
+    and the way out.
+    """
+
+
+def refuse(operator: str, reason: str, *operands: Any, way_out: str) -> NoReturn:
+    """Raise `UnsupportedOperation` for `operator` on these operands."""
+    tensors = [x for x in operands if isinstance(x, DistTensor)]
+    where = "; ".join(f"{tuple(x.shape)} {x.layout} on {x.grid}" for x in tensors)
+    raise UnsupportedOperation(f"{operator}: {reason} [{where}]. {way_out}")
+
+
+class DistTensor(torch.Tensor):
+    """A tensor that is cut over the ranks of a grid; `.shape` is the global shape.
+
+    Made by `distribute_tensor`, `DistTensor.from_local` and by operators on DistTensors. Operators
+    without a rule raise `UnsupportedOperation`. Autograd records the operations on the shards.
+
+    Attributes
+    ----------
+    grid: the grid over whose ranks it is cut.
+    cuts: for each dimension, the grid axes it is cut over.
+    shard: this rank's block as the autograd graph knows it. Gradients of a replicated shard are
+        parts of the whole, which is their sum over the replicas; `to_local` accounts for that.
+    """
+
+    grid: ProcessGrid
+    cuts: Cuts
+    shard: Tensor
+
+    @staticmethod
+    def __new__(
+        cls, shard: Tensor, shape: Sequence[int], cuts: Cuts, grid: ProcessGrid
+    ) -> DistTensor:
+        self: DistTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, torch.Size(shape), dtype=shard.dtype, device=shard.device
+        )
+        self.shard, self.cuts, self.grid = shard, cuts, grid
+        return self
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__()
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        rule = RULES.get(func)
+        if rule is not None:
+            return rule(*args, **(kwargs or {}))
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        refuse(
+            resolve_name(func) or repr(func),
+            "there is no rule for this function on distributed tensors",
+            *tensors_in((args, kwargs)),
+            way_out="Compute it on the whole tensor, x.full_tensor(), or, where it treats every "
+            "element alone, on x.to_local()",
+        )
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> NoReturn:
+        refuse(
+            str(func),
+            "a distributed tensor has reached torch below its functions",
+            *tensors_in((args, kwargs)),
+            way_out="Pass x.full_tensor() or x.to_local() to code that does not use torch functions",
+        )
+
+    # What it is
+
+    @property
+    def layout(self) -> Layout:  # type: ignore[override]
+        """How it is cut."""
+        return Layout.of(self.cuts)
+
+    @property
+    def box(self) -> Box:
+        """The box of global indices that this rank holds."""
+        return rank_box(tuple(self.shape), self.cuts, self.grid.topology, self.grid.rank)
+
+    @property
+    def replicas(self) -> int:
+        """The number of ranks that hold the same box."""
+        return self.grid.size // self.grid.topology.parts(cutting_axes(self.cuts))
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        value = f"{self.shard.item()!r}, " if self.dim() == 0 else ""
+        gradient = f", grad_fn={self.grad_fn.name()}" if self.grad_fn is not None else ""
+        return (
+            f"DistTensor({value}shape={tuple(self.shape)}, "
+            f"dtype={str(self.dtype).removeprefix('torch.')}, layout={self.layout}, "
+            f"local={tuple(self.shard.shape)} on rank {self.grid.rank} of {self.grid}{gradient})"
+        )
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __len__(self) -> int:
+        if not self.dim():
+            raise TypeError("len() of a 0-d tensor")
+        return self.shape[0]
+
+    # Into and out of the distributed world
+
+    @classmethod
+    def from_local(
+        cls, local: Tensor, grid: ProcessGrid, layout: Layout | None = None
+    ) -> DistTensor:
+        """The global tensor of which every rank passes its own box.
+
+        All ranks of the grid call it together; their shapes are compared. The gradient of `local`
+        is that of the global tensor's box, also where several ranks hold the same box.
+
+        Parameters
+        ----------
+        local: this rank's block, of the shape that the canonical cut gives it.
+        layout: how the global tensor is cut; every dimension over the grid axis of its own name
+            when not given.
+
+        Raises
+        ------
+        ValueError
+            On every rank, naming the rank whose block is off and what it should hold.
+        """
+        cuts = _cuts(layout, grid, local.dim())
+        shape = _global_shape(local, grid, cuts)
+        _check_batch(shape, cuts, grid)
+        return cls(
+            exchange.replicate(local, grid, replicating_axes(cuts, grid.topology)),
+            shape,
+            cuts,
+            grid,
+        )
+
+    def to_local(self) -> Tensor:
+        """This rank's box as a plain tensor, sharing memory; no communication.
+
+        Where several ranks hold the box, its gradient is shared out equally among them.
+        """
+        return exchange.share(self.shard, self.replicas)
+
+    def full_tensor(self) -> Tensor:
+        """The whole tensor as a plain tensor, on every rank; all ranks call it together."""
+        return recut(self, ((),) * self.dim(), "full_tensor").to_local()
+
+    def redistribute(self, layout: Layout) -> DistTensor:
+        """The same tensor in another layout on the same grid; all ranks call it together."""
+        return recut(self, _cuts(layout, self.grid, self.dim()), "redistribute")
+
+    # Autograd, which lives on the shard
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        """Whether operations on it are recorded."""
+        return self.shard.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> DistTensor:
+        """Record operations on this leaf; `.grad` is then the gradient, also on replicas."""
+        fresh = requires_grad and not self.shard.requires_grad
+        self.shard.requires_grad_(requires_grad)
+        axes = replicating_axes(self.cuts, self.grid.topology)
+        if fresh and axes:
+            grid = self.grid
+            self.shard.register_hook(lambda gradient: exchange.sum_over(gradient, grid, axes))
+        return self
+
+    @property
+    def is_leaf(self) -> bool:  # type: ignore[override]
+        """Whether it is a leaf of the autograd graph."""
+        return self.shard.is_leaf
+
+    @property
+    def grad_fn(self) -> Any:  # type: ignore[override]
+        """The autograd node that has made the shard."""
+        return self.shard.grad_fn
+
+    @property
+    def grad(self) -> DistTensor | None:  # type: ignore[override]
+        """The gradient of a leaf, in the tensor's own layout."""
+        gradient = self.shard.grad
+        if gradient is None:
+            return None
+        return DistTensor(gradient, self.shape, self.cuts, self.grid)
+
+    @grad.setter
+    def grad(self, value: DistTensor | None) -> None:
+        if value is not None and (value.shape != self.shape or value.cuts != self.cuts):
+            raise ValueError(
+                f"the gradient of {tuple(self.shape)} {self.layout} cannot be set to "
+                f"{tuple(value.shape)} {value.layout}; redistribute it first"
+            )
+        self.shard.grad = None if value is None else value.shard
+
+    def backward(  # type: ignore[override]
+        self,
+        gradient: Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Sequence[Tensor] | None = None,
+    ) -> None:
+        """Accumulate the gradients of the leaves; all ranks call it together.
+
+        Parameters
+        ----------
+        gradient: of the same global shape, as a DistTensor or a plain tensor equal on all ranks;
+            1 when not given, for a tensor of one element only.
+        """
+        if gradient is None:
+            if self.numel() != 1:
+                raise RuntimeError(
+                    "grad can be implicitly created only for scalar outputs, not for shape "
+                    f"{tuple(self.shape)}; pass gradient="
+                )
+            seed = torch.ones_like(self.shard)
+        elif gradient.shape != self.shape:
+            raise RuntimeError(
+                f"backward: gradient has shape {tuple(gradient.shape)}, expected "
+                f"{tuple(self.shape)}"
+            )
+        elif isinstance(gradient, DistTensor):
+            seed = recut(gradient, self.cuts, "backward").shard
+        else:
+            seed = gradient[self.box.slices]
+        torch.autograd.backward(
+            self.shard,
+            seed / self.replicas,
+            retain_graph,
+            create_graph,
+            inputs=None if inputs is None else [_leaf(x) for x in inputs],
+        )
+
+
+def distribute_tensor(x: Tensor, grid: ProcessGrid, layout: Layout | None = None) -> DistTensor:
+    """Cut a tensor that every rank holds in full; each rank keeps its own box.
+
+    All ranks of the grid call it together, with equal tensors; their shapes are compared. The
+    gradient of `x` is that of the whole tensor, on every rank.
+
+    Parameters
+    ----------
+    x: the global tensor.
+    layout: how to cut it; every dimension over the grid axis of its own name when not given.
+
+    Raises
+    ------
+    ValueError
+        On every rank, when the ranks' shapes or types differ, or the batch has fewer samples than
+        the grid's `sample` axis has ranks.
+    """
+    if isinstance(x, DistTensor):
+        raise TypeError("distribute_tensor: x is distributed already; use x.redistribute(layout)")
+    cuts = _cuts(layout, grid, x.dim())
+    _global_shape(x, grid, ((),) * x.dim())
+    _check_batch(tuple(x.shape), cuts, grid)
+    box = rank_box(tuple(x.shape), cuts, grid.topology, grid.rank)
+    whole = exchange.replicate(x, grid, replicating_axes((), grid.topology))
+    return DistTensor(whole[box.slices].clone(), x.shape, cuts, grid)
+
+
+def default_layout(grid: ProcessGrid, ndim: int) -> Layout:
+    """The layout of a tensor when none is given: each dimension over the axis of its own name."""
+    return Layout.of(default_cuts(ndim, grid.topology))
+
+
+def local_box(shape: Sequence[int], grid: ProcessGrid, layout: Layout | None = None) -> Box:
+    """The box of a tensor of global `shape` that this rank holds; no communication."""
+    return rank_box(tuple(shape), _cuts(layout, grid, len(shape)), grid.topology, grid.rank)
+
+
+def gathered(
+    x: DistTensor, needs: Sequence[IndexMap], cuts: Cuts, operator: str, fill: float = 0.0
+) -> Tensor:
+    """The inputs that this rank's block of an output cut by `cuts` needs, in one buffer.
+
+    All ranks call it. Where the output is cut otherwise than `x`, that is a redistribution and
+    recorded under `operator`.
+    """
+    plan = plan_of(x, needs, cuts)
+    if cuts != x.cuts:
+        received = sum(route.size for route in plan.receives) * x.shard.element_size()
+        record(operator, x.layout, Layout.of(cuts), received)
+    return exchange.gather(x.shard, plan, x.grid, fill)
+
+
+def plan_of(x: DistTensor, needs: Sequence[IndexMap], cuts: Cuts) -> Plan:
+    """This rank's plan of bringing to every rank the inputs that its block of outputs needs."""
+    return make_plan(x.grid.topology, x.grid.rank, tuple(x.shape), x.cuts, cuts, tuple(needs))
+
+
+def recut(x: DistTensor, cuts: Cuts, operator: str) -> DistTensor:
+    """`x` with other cuts, recorded as a redistribution on behalf of `operator`."""
+    if cuts == x.cuts:
+        return x
+    shard = gathered(x, (Same(),) * x.dim(), cuts, operator)
+    return DistTensor(shard, x.shape, cuts, x.grid)
+
+
+def _cuts(layout: Layout | None, grid: ProcessGrid, ndim: int) -> Cuts:
+    if layout is None:
+        return default_cuts(ndim, grid.topology)
+    return effective_cuts(layout.cuts(ndim), grid.topology)
+
+
+def _leaf(x: Tensor) -> Tensor:
+    return x.shard if isinstance(x, DistTensor) else x
+
+
+def tensors_in(arguments: Any) -> Iterator[Tensor]:
+    if isinstance(arguments, Tensor):
+        yield arguments
+    elif isinstance(arguments, (tuple, list)):
+        for item in arguments:
+            yield from tensors_in(item)
+    elif isinstance(arguments, dict):
+        yield from tensors_in(list(arguments.values()))
+
+
+def _check_batch(shape: tuple[int, ...], cuts: Cuts, grid: ProcessGrid) -> None:
+    ranks = grid.topology.extent("sample")
+    if cuts and "sample" in cuts[0] and shape[0] < ranks:
+        raise ValueError(
+            f"a batch of {shape[0]} samples leaves ranks of sample={ranks} without a sample; "
+            f"use at least {ranks} samples (drop a smaller last batch) or a smaller sample axis"
+        )
+
+
+def _global_shape(local: Tensor, grid: ProcessGrid, cuts: Cuts) -> tuple[int, ...]:
+    """The shape whose canonical cut gives every rank the block it passes; collective."""
+    held = grid.comm.allgather((tuple(local.shape), str(local.dtype), local.requires_grad, cuts))
+    for what, i in (("type", 1), ("requires_grad", 2), ("layout", 3)):
+        if len({meta[i] for meta in held}) > 1:
+            usual, _ = Counter(meta[i] for meta in held).most_common(1)[0]
+            odd = next(r for r, meta in enumerate(held) if meta[i] != usual)
+            raise ValueError(
+                f"the ranks' blocks differ in {what}: rank {odd} has {held[odd][i]}, the others "
+                f"{usual}; pass the same on every rank"
+            )
+    shapes = [meta[0] for meta in held]
+    if len({len(s) for s in shapes}) > 1:
+        raise ValueError(f"the ranks' blocks differ in their number of dimensions: {shapes}")
+    shape = tuple(_global_size(shapes, d, cuts[d], grid) for d in range(len(cuts)))
+    expected = [rank_box(shape, cuts, grid.topology, r).shape for r in range(grid.size)]
+    off = [r for r in range(grid.size) if shapes[r] != expected[r]]
+    if off:
+        listed = "; ".join(
+            f"rank {r} holds {shapes[r]} and should hold {expected[r]}" for r in off[:8]
+        )
+        more = f"; and {len(off) - 8} more" if len(off) > 8 else ""
+        raise ValueError(
+            f"the blocks do not make a tensor of shape {shape} in {Layout.of(cuts)}: "
+            f"{listed}{more}. A dimension of size n over p parts gives the first n mod p parts "
+            "one element more; distconv.local_box(shape, grid, layout) tells each rank its box"
+        )
+    return shape
+
+
+def _global_size(
+    shapes: list[tuple[int, ...]], dimension: int, axes: tuple[str, ...], grid: ProcessGrid
+) -> int:
+    """The size of one dimension that fits the blocks of the most ranks."""
+    topology = grid.topology
+    parts = topology.parts(axes)
+    part = [topology.part(topology.coordinates(r), axes) for r in range(grid.size)]
+    held = [shape[dimension] for shape in shapes]
+    total = sum(Counter(h for h, p in zip(held, part) if p == j).most_common(1)[0][0]
+                for j in range(parts))
+
+    def misfits(size: int) -> int:
+        bounds = [block(size, parts, j) for j in range(parts)]
+        return sum(h != bounds[p][1] - bounds[p][0] for h, p in zip(held, part, strict=True))
+
+    if not misfits(total):
+        return total
+    near = {n for h in set(held) for n in range(max(0, (h - 1) * parts), (h + 1) * parts)}
+    return min(sorted(near), key=misfits)
+
+
+_METADATA: set[Any] = {
+    torch.Tensor.shape.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.dtype.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.device.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.ndim.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.is_cuda.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.is_sparse.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.is_quantized.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.is_meta.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.itemsize.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.nbytes.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.size,
+    torch.Tensor.dim,
+    torch.Tensor.ndimension,
+    torch.Tensor.numel,
+    torch.Tensor.nelement,
+    torch.Tensor.element_size,
+    torch.Tensor.get_device,
+    torch.Tensor.is_floating_point,
+    torch.Tensor.is_complex,
+    torch.Tensor.is_signed,
+    torch.is_floating_point,
+    torch.is_complex,
+    torch.is_signed,
+    torch.numel,
+}

@@ -1,0 +1,73 @@
+"""Ranks arranged as a grid with named axes: arithmetic only, no communication."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from math import prod
+
+AXES = ("sample", "channel", "filter", "depth", "height", "width")
+"""Grid axes from slowest to fastest: the ranks that share a sample are neighbours in rank order."""
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The extents of the six grid axes, in the order of `AXES`; ranks are numbered row-major."""
+
+    extents: tuple[int, ...]
+    _extent: dict[str, int] = field(init=False, repr=False, compare=False)
+    _stride: dict[str, int] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        strides = [1] * len(AXES)
+        for i in reversed(range(len(AXES) - 1)):
+            strides[i] = strides[i + 1] * self.extents[i + 1]
+        object.__setattr__(self, "_extent", dict(zip(AXES, self.extents, strict=True)))
+        object.__setattr__(self, "_stride", dict(zip(AXES, strides, strict=True)))
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return prod(self.extents)
+
+    def extent(self, axis: str) -> int:
+        """Number of ranks along one axis."""
+        return self._extent[axis]
+
+    def parts(self, axes: Iterable[str]) -> int:
+        """Number of parts into which a dimension falls when it is cut over `axes`."""
+        return prod(self._extent[axis] for axis in axes)
+
+    def coordinate(self, rank: int, axis: str) -> int:
+        """Position of `rank` along `axis`."""
+        return rank // self._stride[axis] % self._extent[axis]
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Position of `rank` along every axis."""
+        return {axis: self.coordinate(rank, axis) for axis in AXES}
+
+    def rank(self, coordinates: Mapping[str, int]) -> int:
+        """The rank at `coordinates`, one for every axis."""
+        return sum(coordinates[axis] * self._stride[axis] for axis in AXES)
+
+    def part(self, coordinates: Mapping[str, int], axes: Iterable[str]) -> int:
+        """Index of the part held at `coordinates` of a dimension cut over `axes`, first slowest."""
+        index = 0
+        for axis in axes:
+            index = index * self.extent(axis) + coordinates[axis]
+        return index
+
+    def unravel(self, part: int, axes: tuple[str, ...]) -> dict[str, int]:
+        """The coordinates along `axes` at which part number `part` is held (inverse of `part`)."""
+        coordinates = {}
+        for axis in reversed(axes):
+            part, coordinates[axis] = divmod(part, self.extent(axis))
+        return coordinates
+
+    def peers(self, rank: int, axes: Iterable[str]) -> tuple[int, ...]:
+        """The ranks reached from `rank` by moving along `axes` only, in rank order."""
+        ranks = [rank]
+        for axis in axes:
+            stride, extent = self._stride[axis], self._extent[axis]
+            ranks = [r + (i - self.coordinate(r, axis)) * stride for r in ranks for i in range(extent)]
+        return tuple(sorted(ranks))

@@ -1,0 +1,100 @@
+"""Transport over MPI: tensor memory handed to MPI as it is, without pickling."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from mpi4py import MPI
+
+_DATATYPES = {
+    torch.float32: MPI.FLOAT,
+    torch.float64: MPI.DOUBLE,
+    torch.int8: MPI.INT8_T,
+    torch.int16: MPI.INT16_T,
+    torch.int32: MPI.INT32_T,
+    torch.int64: MPI.INT64_T,
+    torch.uint8: MPI.UINT8_T,
+    torch.complex64: MPI.C_FLOAT_COMPLEX,
+    torch.complex128: MPI.C_DOUBLE_COMPLEX,
+}
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class Request:
+    """A message or reduction under way; it keeps the memory alive that MPI works on."""
+
+    def __init__(self, request: MPI.Request, buffer: torch.Tensor, into: torch.Tensor | None = None):
+        self._request = request
+        self._buffer = buffer
+        self._into = into
+
+    def wait(self) -> None:
+        """Return when it is complete and its tensor may be used."""
+        self._request.Wait()
+        if self._into is not None:
+            self._into.copy_(self._buffer)
+
+
+class MPITransport:
+    """Messages between the ranks of one communicator, which nothing else uses.
+
+    `ticket` numbers the exchanges. All ranks start them in the order of the program, so an exchange
+    has one number everywhere, and its messages cannot be taken for those of another in flight.
+    """
+
+    name = "mpi"
+
+    def __init__(self, comm: MPI.Intracomm):
+        self._comm = comm
+        bound = comm.Get_attr(MPI.TAG_UB)
+        self._tags = bound if isinstance(bound, int) else 32767
+        self._tickets = 0
+
+    def ticket(self) -> int:
+        """The tag of the next exchange."""
+        self._tickets = (self._tickets + 1) % self._tags
+        return self._tickets
+
+    def send(self, tensor: torch.Tensor, rank: int, tag: int) -> Request:
+        """Start sending a contiguous tensor."""
+        return Request(self._comm.Isend(_bytes(tensor), rank, tag), tensor)
+
+    def receive(self, tensor: torch.Tensor, rank: int, tag: int) -> Request:
+        """Start receiving into a contiguous tensor."""
+        return Request(self._comm.Irecv(_bytes(tensor), rank, tag), tensor)
+
+
+def all_reduce(tensor: torch.Tensor, comm: MPI.Intracomm) -> Request:
+    """Start adding up a contiguous tensor in place over the ranks of `comm`, which all call it.
+
+    Half types and booleans are added up in float32 and int32, and rounded once.
+    """
+    if tensor.dtype in _DATATYPES:
+        return Request(comm.Iallreduce(MPI.IN_PLACE, _typed(tensor), MPI.SUM), tensor)
+    wide = tensor.to(torch.float32 if tensor.dtype in _HALF else torch.int32)
+    return Request(comm.Iallreduce(MPI.IN_PLACE, _typed(wide), MPI.SUM), wide, tensor)
+
+
+def all_gather(tensor: torch.Tensor, comm: MPI.Intracomm) -> torch.Tensor:
+    """The contiguous tensors of all ranks of `comm`, which all call it, stacked in rank order."""
+    gathered = tensor.new_empty((comm.size, *tensor.shape))
+    comm.Allgather(_bytes(tensor), _bytes(gathered))
+    return gathered
+
+
+def broadcast(tensor: torch.Tensor, comm: MPI.Intracomm) -> None:
+    """Overwrite a contiguous tensor by that of rank 0 of `comm`; all ranks call it."""
+    comm.Bcast(_bytes(tensor), root=0)
+
+
+def _memory(tensor: torch.Tensor) -> MPI.buffer:
+    return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+
+
+def _bytes(tensor: torch.Tensor) -> list[Any]:
+    return [_memory(tensor), MPI.BYTE]
+
+
+def _typed(tensor: torch.Tensor) -> list[Any]:
+    return [_memory(tensor), tensor.numel(), _DATATYPES[tensor.dtype]]

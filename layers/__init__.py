@@ -1,0 +1,44 @@
+"""Drop-in torch.nn layers, for plain and distributed tensors.
+
+They take the constructor arguments of their torch.nn namesakes, compute the same on plain tensors,
+and have the same state_dict keys; what only a parallel layer can choose comes on top. A torch.nn layer that is
+given a DistTensor exchanges its halos by itself, so where there is nothing to choose it is the
+drop-in.
+"""
+
+from torch.nn import (
+    AdaptiveAvgPool1d,
+    AdaptiveAvgPool2d,
+    AdaptiveAvgPool3d,
+    AvgPool1d,
+    AvgPool2d,
+    AvgPool3d,
+    Conv1d,
+    Conv2d,
+    Conv3d,
+    Linear,
+    MaxPool1d,
+    MaxPool2d,
+    MaxPool3d,
+)
+
+from distconv.layers.norm import BatchNorm1d, BatchNorm2d, BatchNorm3d
+
+__all__ = [
+    "AdaptiveAvgPool1d",
+    "AdaptiveAvgPool2d",
+    "AdaptiveAvgPool3d",
+    "AvgPool1d",
+    "AvgPool2d",
+    "AvgPool3d",
+    "BatchNorm1d",
+    "BatchNorm2d",
+    "BatchNorm3d",
+    "Conv1d",
+    "Conv2d",
+    "Conv3d",
+    "Linear",
+    "MaxPool1d",
+    "MaxPool2d",
+    "MaxPool3d",
+]

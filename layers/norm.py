@@ -1,0 +1,78 @@
+"""Batch normalisation that chooses over which ranks it takes its statistics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from distconv.ops.norm import SPATIAL, batch_norm_over
+from distconv.tensor import DistTensor
+
+_STATISTICS: dict[str, tuple[str, ...] | None] = {
+    "global": None,
+    "sample": ("channel", "filter", *SPATIAL),
+    "local": (),
+}
+
+
+class _DistributedBatchNorm(_BatchNorm):
+    """Batch normalisation over (sample, channel, *spatial); see torch.nn.BatchNorm2d.
+
+    Parameters
+    ----------
+    statistics: over which elements the training statistics are taken.
+        "global": the whole mini-batch, as serial torch does.
+        "sample": the samples that this rank's group of P_S ranks shares, in full.
+        "local": this rank's own elements; without communication in the forward pass but for the
+        running statistics.
+        The running statistics of "sample" and "local" are the mean over the groups, and so the same
+        on every rank. On plain tensors all three are alike.
+    """
+
+    def __init__(self, *args: Any, statistics: str = "global", **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        if statistics not in _STATISTICS:
+            raise ValueError(
+                f"{type(self).__name__}: statistics={statistics!r} is not known; choose "
+                "'global', 'sample' or 'local'"
+            )
+        self.statistics = statistics
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not isinstance(input, DistTensor) or self.statistics == "global":
+            return super().forward(input)
+        self._check_input_dim(input)
+        momentum = 0.0 if self.momentum is None else self.momentum
+        if self.training and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:
+                momentum = 1.0 / float(self.num_batches_tracked)
+        tracking = not self.training or self.track_running_stats
+        return batch_norm_over(
+            _STATISTICS[self.statistics],
+            input,
+            self.running_mean if tracking else None,
+            self.running_var if tracking else None,
+            self.weight,
+            self.bias,
+            self.training or self.running_mean is None,
+            momentum,
+            self.eps,
+        )
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, statistics={self.statistics}"
+
+
+class BatchNorm1d(_DistributedBatchNorm, nn.BatchNorm1d):
+    """torch.nn.BatchNorm1d with a choice of `statistics`: "global", "sample" or "local"."""
+
+
+class BatchNorm2d(_DistributedBatchNorm, nn.BatchNorm2d):
+    """torch.nn.BatchNorm2d with a choice of `statistics`: "global", "sample" or "local"."""
+
+
+class BatchNorm3d(_DistributedBatchNorm, nn.BatchNorm3d):
+    """torch.nn.BatchNorm3d with a choice of `statistics`: "global", "sample" or "local"."""

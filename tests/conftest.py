@@ -1,0 +1,31 @@
+"""Tests on several ranks are started as `mpiexec -n N pytest -m "parallel[match]"`; see Makefile."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+import torch
+from mpi4py import MPI
+
+torch.set_num_threads(1)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Let rank 0 report; another rank's report is shown when it has seen a failure."""
+    if MPI.COMM_WORLD.rank:
+        reporter = config.pluginmanager.getplugin("terminalreporter")
+        reporter._tw._file = io.StringIO()
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """A failure on any rank is a failure of the run on all of them."""
+    failed = MPI.COMM_WORLD.allreduce(session.testsfailed, MPI.SUM)
+    if MPI.COMM_WORLD.rank and session.testsfailed:
+        reporter = session.config.pluginmanager.getplugin("terminalreporter")
+        reporter.summary_failures()
+        sys.stderr.write(reporter._tw._file.getvalue())
+    if failed and not session.testsfailed:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
