@@ -1,4 +1,4 @@
-"""Convolutional networks on tensors cut over many processes, with the numbers of the serial ones."""
+"""Convolutional networks on tensors cut over many processes, with the serial numbers."""
 
 from distconv import ops as _ops  # registers what torch functions mean on DistTensors
 from distconv.grid import ProcessGrid

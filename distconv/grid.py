@@ -49,9 +49,7 @@ class ProcessGrid:
         comm = MPI.COMM_WORLD if comm is None else comm
         if transport not in (None, "mpi"):
             raise ValueError(f"ProcessGrid: transport={transport!r} is not known; choose 'mpi'")
-        extents = dict(
-            zip(AXES, (sample, channel, filter, depth, height, width), strict=True)
-        )
+        extents = dict(zip(AXES, (sample, channel, filter, depth, height, width), strict=True))
         self._topology = _fit(extents, comm.size)
         self._ranks = communicators.world_ranks(comm)
         self._transport = communicators.transport(comm, self._ranks)
@@ -59,7 +57,7 @@ class ProcessGrid:
 
     @property
     def comm(self) -> MPI.Intracomm:
-        """The communicator of all ranks of the grid, in grid order; a duplicate of the one given."""
+        """The communicator of all ranks, in grid order, for use by the program."""
         return self._comm
 
     @property

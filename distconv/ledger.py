@@ -24,9 +24,7 @@ _LEDGER: dict[tuple[str, Layout, Layout], Redistribution] = {}
 
 def record(operator: str, source: Layout, target: Layout, received: int) -> None:
     """Count one redistribution that brought this rank `received` bytes."""
-    entry = _LEDGER.setdefault(
-        (operator, source, target), Redistribution(operator, source, target)
-    )
+    entry = _LEDGER.setdefault((operator, source, target), Redistribution(operator, source, target))
     entry.times += 1
     entry.bytes += received
 

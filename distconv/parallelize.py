@@ -1,9 +1,9 @@
 """A whole model on a grid: equal parameters everywhere, and gradients added up during backward.
 
-Every rank holds all parameters, and computes its part of their gradients; the gradient is the sum of
-the parts. The parts travel in buckets, in an order fixed from the start, each as one non-blocking
-all-reduce that begins as soon as the bucket and all before it are full (Li et al., "PyTorch
-Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020).
+Every rank holds all parameters, and computes its part of their gradients; the gradient is the sum
+of the parts. The parts travel in buckets, in an order fixed from the start, each as one
+non-blocking all-reduce that begins as soon as the bucket and all before it are full (Li et al.,
+"PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020).
 """
 
 from __future__ import annotations
@@ -136,7 +136,9 @@ class _GradientReduction:
     def _prepare(self) -> None:
         """Hook the trainable parameters and lay out the buckets, last parameters first."""
         trainable = [p for p in self._parameters if p.requires_grad]
-        if trainable == [p for bucket in reversed(self._buckets) for p in reversed(bucket.parameters)]:
+        if trainable == [
+            p for bucket in reversed(self._buckets) for p in reversed(bucket.parameters)
+        ]:
             return
         self._buckets, self._place = [], {}
         chosen: list[nn.Parameter] = []

@@ -12,7 +12,7 @@ Index arithmetic only. Read backwards, a plan is the adjoint: the accumulation o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
@@ -144,7 +144,9 @@ def make_plan(
 
     own: tuple[tuple[Slices, Slices], ...] = ()
     receives = []
-    for parts in product(*(sorted(d.sources(j)) for d, j in zip(dimensions, target_here))):
+    for parts in product(
+        *(sorted(d.sources(j)) for d, j in zip(dimensions, target_here, strict=True))
+    ):
         boxes = _boxes(dimensions, parts, target_here)
         peer = topology.rank(here | _coordinates(topology, source, parts))
         if peer == rank:
@@ -162,11 +164,13 @@ def make_plan(
         block_shape=tuple(
             b - a
             for a, b in (
-                block(d.size, d.source_parts, i) for d, i in zip(dimensions, source_here)
+                block(d.size, d.source_parts, i)
+                for d, i in zip(dimensions, source_here, strict=True)
             )
         ),
         buffer_shape=tuple(
-            sum(b - a for a, b in d.intervals(j)) for d, j in zip(dimensions, target_here)
+            sum(b - a for a, b in d.intervals(j))
+            for d, j in zip(dimensions, target_here, strict=True)
         ),
         own=own,
         sends=tuple(sends),
@@ -206,14 +210,14 @@ def _targets(
                 parts.append(j)
         candidates.append(parts)
     free = [axis for axis in cutting_axes(source) if axis not in cutting_axes(target)]
-    for parts in product(*candidates):
-        where = here | _coordinates(topology, target, parts)
+    for chosen in product(*candidates):
+        where = here | _coordinates(topology, target, chosen)
         for position in product(*(range(topology.extent(axis)) for axis in free)):
-            yield topology.rank(where | dict(zip(free, position, strict=True))), parts
+            yield topology.rank(where | dict(zip(free, position, strict=True))), chosen
 
 
 def _boxes(
-    dimensions: list[_Dimension], source: tuple[int, ...] | list[int], target: tuple[int, ...] | list[int]
+    dimensions: list[_Dimension], source: Sequence[int], target: Sequence[int]
 ) -> tuple[tuple[Slices, Slices], ...]:
     """What moves from source parts to target parts: boxes of the block and boxes of the buffer."""
     runs = [d.links(i, j) for d, i, j in zip(dimensions, source, target, strict=True)]

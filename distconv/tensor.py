@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, TypeVar
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor
@@ -64,6 +65,19 @@ def refuse(operator: str, reason: str, *operands: Any, way_out: str) -> NoReturn
     raise UnsupportedOperation(f"{operator}: {reason} [{where}]. {way_out}")
 
 
+class _Memory:
+    """What tensors that are views of each other share, to know which views have become copies."""
+
+    __slots__ = ("__weakref__", "copies", "origin")
+
+    def __init__(self, origin: _Memory | None = None):
+        self.origin = None if origin is None else ref(origin)
+        self.copies: WeakSet[_Memory] | None = None
+        if origin is not None:
+            origin.copies = origin.copies or WeakSet()
+            origin.copies.add(self)
+
+
 class DistTensor(torch.Tensor):
     """A tensor that is cut over the ranks of a grid; `.shape` is the global shape.
 
@@ -81,15 +95,19 @@ class DistTensor(torch.Tensor):
     grid: ProcessGrid
     cuts: Cuts
     shard: Tensor
+    _shape: torch.Size
+    _memory: _Memory
 
     @staticmethod
     def __new__(
         cls, shard: Tensor, shape: Sequence[int], cuts: Cuts, grid: ProcessGrid
     ) -> DistTensor:
         self: DistTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, torch.Size(shape), dtype=shard.dtype, device=shard.device
+            cls, shape, dtype=shard.dtype, device=shard.device
         )
+        self._shape = torch.Size(shape)
         self.shard, self.cuts, self.grid = shard, cuts, grid
+        self._memory = _Memory()
         return self
 
     def __init__(self, *args: Any) -> None:
@@ -118,17 +136,22 @@ class DistTensor(torch.Tensor):
         )
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> NoReturn:
         refuse(
             str(func),
             "a distributed tensor has reached torch below its functions",
             *tensors_in((args, kwargs)),
-            way_out="Pass x.full_tensor() or x.to_local() to code that does not use torch functions",
+            way_out="Pass x.full_tensor() or x.to_local() to code below torch's functions",
         )
 
     # What it is
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        """The global shape."""
+        return self._shape
 
     @property
     def layout(self) -> Layout:  # type: ignore[override]
@@ -241,7 +264,7 @@ class DistTensor(torch.Tensor):
         return self.shard.grad_fn
 
     @property
-    def grad(self) -> DistTensor | None:  # type: ignore[override]
+    def grad(self) -> Tensor | None:  # type: ignore[override]
         """The gradient of a leaf, in the tensor's own layout."""
         gradient = self.shard.grad
         if gradient is None:
@@ -249,13 +272,19 @@ class DistTensor(torch.Tensor):
         return DistTensor(gradient, self.shape, self.cuts, self.grid)
 
     @grad.setter
-    def grad(self, value: DistTensor | None) -> None:
-        if value is not None and (value.shape != self.shape or value.cuts != self.cuts):
+    def grad(self, value: Tensor | None) -> None:
+        if value is None:
+            self.shard.grad = None
+            return
+        if not isinstance(value, DistTensor) or (value.shape, value.cuts) != (
+            self.shape,
+            self.cuts,
+        ):
             raise ValueError(
-                f"the gradient of {tuple(self.shape)} {self.layout} cannot be set to "
-                f"{tuple(value.shape)} {value.layout}; redistribute it first"
+                f"the gradient of {tuple(self.shape)} {self.layout} cannot be set to {value!r}; "
+                "set it to a DistTensor of the same shape and layout"
             )
-        self.shard.grad = None if value is None else value.shard
+        self.shard.grad = value.shard
 
     def backward(  # type: ignore[override]
         self,
@@ -361,6 +390,32 @@ def recut(x: DistTensor, cuts: Cuts, operator: str) -> DistTensor:
     return DistTensor(shard, x.shape, cuts, x.grid)
 
 
+def view_of(
+    x: DistTensor, shard: Tensor, shape: Sequence[int], cuts: Cuts, *, copied: bool
+) -> DistTensor:
+    """What torch makes a view of `x`; `copied` where its elements may lie elsewhere.
+
+    Whether they may has to follow from global metadata. Writing to one of the two is then refused
+    for as long as the other is in use (`check_writable`).
+    """
+    view = DistTensor(shard, shape, cuts, x.grid)
+    view._memory = _Memory(x._memory) if copied else x._memory
+    return view
+
+
+def check_writable(x: DistTensor, operator: str) -> None:
+    """Refuse an in-place operation that serial torch would let a view, here a copy, see as well."""
+    origin = x._memory.origin
+    if x._memory.copies or (origin is not None and origin() is not None):
+        refuse(
+            operator,
+            "the tensor is written in place while a view of it, or the tensor that it is a view "
+            "of, is in use; their elements lie on different ranks",
+            x,
+            way_out="Use the function that returns a new tensor, or .clone() the view",
+        )
+
+
 def _cuts(layout: Layout | None, grid: ProcessGrid, ndim: int) -> Cuts:
     if layout is None:
         return default_cuts(ndim, grid.topology)
@@ -428,8 +483,10 @@ def _global_size(
     parts = topology.parts(axes)
     part = [topology.part(topology.coordinates(r), axes) for r in range(grid.size)]
     held = [shape[dimension] for shape in shapes]
-    total = sum(Counter(h for h, p in zip(held, part) if p == j).most_common(1)[0][0]
-                for j in range(parts))
+    total = sum(
+        Counter(h for h, p in zip(held, part, strict=True) if p == j).most_common(1)[0][0]
+        for j in range(parts)
+    )
 
     def misfits(size: int) -> int:
         bounds = [block(size, parts, j) for j in range(parts)]

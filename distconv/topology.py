@@ -69,5 +69,7 @@ class Topology:
         ranks = [rank]
         for axis in axes:
             stride, extent = self._stride[axis], self._extent[axis]
-            ranks = [r + (i - self.coordinate(r, axis)) * stride for r in ranks for i in range(extent)]
+            ranks = [
+                r + (i - self.coordinate(r, axis)) * stride for r in ranks for i in range(extent)
+            ]
         return tuple(sorted(ranks))

@@ -68,7 +68,7 @@ class Window:
 
 @dataclass(frozen=True)
 class AdaptiveWindow:
-    """Adaptive pooling: output o covers the inputs [o*n // m, ceil((o+1)*n / m)) of n, m outputs."""
+    """Adaptive pooling to m outputs: output o covers the inputs [o*n // m, ceil((o+1)*n / m))."""
 
     outputs: int
 
@@ -155,7 +155,7 @@ class Pad:
         return tuple(piece for piece in pieces if piece[0] < piece[1])
 
     def order(self, size: int, start: int, stop: int) -> list[int] | None:
-        """For each output in [start, stop) its position in the buffer; None where it is the same."""
+        """For each output in [start, stop) its place in the buffer; None where it is the same."""
         if self.mode in ("constant", "circular"):
             return None
         first, last = start - self.before, stop - self.before

@@ -1,4 +1,4 @@
-"""Tests on several ranks are started as `mpiexec -n N pytest -m "parallel[match]"`; see Makefile."""
+"""Tests on N ranks are started as `mpiexec -n N pytest -m "parallel[match]"`; see Makefile."""
 
 from __future__ import annotations
 

@@ -24,12 +24,18 @@ def random_case(rng: random.Random, n: int) -> tuple:
         padding = rng.choice(["same", "valid"])
         stride = [1] * n if padding == "same" else stride
     need = [d * (k - 1) + 1 for d, k in zip(dilation, kernel, strict=True)]
-    plane = [max(rng.randrange(1, 13), k if padding == "valid" else k - 2 * p if isinstance(
-        padding, list) else 1) for k, p in zip(need, padding if isinstance(padding, list) else need,
-                                               strict=True)]
+    plane = [
+        max(
+            rng.randrange(1, 13),
+            k if padding == "valid" else k - 2 * p if isinstance(padding, list) else 1,
+        )
+        for k, p in zip(need, padding if isinstance(padding, list) else need, strict=True)
+    ]
     batch = rng.choice([1, 2, 3, 5])
-    return (batch, channels, *plane), (filters, channels // groups, *kernel), dict(
-        stride=stride, padding=padding, dilation=dilation, groups=groups
+    return (
+        (batch, channels, *plane),
+        (filters, channels // groups, *kernel),
+        dict(stride=stride, padding=padding, dilation=dilation, groups=groups),
     )
 
 
@@ -62,8 +68,14 @@ def test_all_padding_modes_of_convolution_modules(mode: str, n: int) -> None:
     for _ in range(5):
         grid = random_grid(rng)
         make = {1: torch.nn.Conv1d, 2: torch.nn.Conv2d, 3: torch.nn.Conv3d}[n]
-        conv = make(2, 3, rng.choice([2, 3, 4]), padding=rng.choice([1, 2, "same"]),
-                    dilation=rng.choice([1, 2]), padding_mode=mode).double()
+        conv = make(
+            2,
+            3,
+            rng.choice([2, 3, 4]),
+            padding=rng.choice([1, 2, "same"]),
+            dilation=rng.choice([1, 2]),
+            padding_mode=mode,
+        ).double()
         shape = (2, 2, *(rng.randrange(4, 11) for _ in range(n)))
         x = random_tensor(rng, shape)
 
@@ -78,6 +90,13 @@ def test_all_padding_modes_of_convolution_modules(mode: str, n: int) -> None:
 def test_a_plane_with_fewer_rows_than_ranks() -> None:
     rng = random.Random(0)
     import distconv as dc
+
     grid = dc.ProcessGrid(height=-1)
-    agrees(lambda x, w: F.conv2d(x, w, padding=1), [random_tensor(rng, (1, 2, 2, 5))],
-           [random_tensor(rng, (3, 2, 3, 3))], grid, rng, [None])
+    agrees(
+        lambda x, w: F.conv2d(x, w, padding=1),
+        [random_tensor(rng, (1, 2, 2, 5))],
+        [random_tensor(rng, (3, 2, 3, 3))],
+        grid,
+        rng,
+        [None],
+    )

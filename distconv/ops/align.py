@@ -55,6 +55,8 @@ def block_of(x: Any, shape: Shape, cuts: Cuts, grid: ProcessGrid, operator: str)
     """
     if not isinstance(x, Tensor):
         return x
+    if isinstance(x, DistTensor) and x.cuts == cuts and tuple(x.shape) == shape:
+        return x.shard
     own = operand_cuts(tuple(x.shape), shape, cuts)
     if isinstance(x, DistTensor):
         return x.shard if x.cuts == own else recut(x, own, operator).shard

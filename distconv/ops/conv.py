@@ -43,8 +43,14 @@ def _convolution(function: Callable[..., Tensor], spatial: int) -> None:
         dilations = tuple_of(dilation, spatial, "dilation")
         padding = padding if isinstance(padding, str) else tuple_of(padding, spatial, "padding")
         shape = _output_shape(
-            function, tuple(x.shape), tuple(weight.shape), None if bias is None else
-            tuple(bias.shape), strides, padding, dilations, groups
+            function,
+            tuple(x.shape),
+            tuple(weight.shape),
+            None if bias is None else tuple(bias.shape),
+            strides,
+            padding,
+            dilations,
+            groups,
         )
         kernel = tuple(weight.shape[2:])
         windows = [

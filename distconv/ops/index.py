@@ -14,7 +14,7 @@ from torch import Tensor
 
 from distconv.ops.align import common_grid, dimensions_of, distributed
 from distconv.ops.shape import unsqueeze
-from distconv.tensor import DistTensor, gathered, implements, refuse
+from distconv.tensor import DistTensor, gathered, implements, refuse, view_of
 from distconv.window import IndexMap, Same, Span, Strided
 
 
@@ -40,8 +40,13 @@ def getitem(input: DistTensor, index: Any) -> DistTensor:
         single = isinstance(pick, int)
         if not axes:
             needs.append(Same())
-            local.append(pick if single else slice(first, first + (outputs - 1) * step + 1, step)
-                         if outputs else slice(0, 0))
+            local.append(
+                pick
+                if single
+                else slice(first, first + (outputs - 1) * step + 1, step)
+                if outputs
+                else slice(0, 0)
+            )
         elif (first, step, outputs) == (0, 1, size) and not single:
             needs.append(Same())
             local.append(slice(None))
@@ -53,7 +58,8 @@ def getitem(input: DistTensor, index: Any) -> DistTensor:
             shape.append(outputs)
             kept.append(axes)
     buffer = gathered(input, needs, tuple(cuts), "indexing")
-    return DistTensor(buffer[tuple(local)], shape, tuple(kept), input.grid)
+    moved = any(isinstance(need, Strided) for need in needs)
+    return view_of(input, buffer[tuple(local)], shape, tuple(kept), copied=moved)
 
 
 def _per_dimension(input: DistTensor, index: tuple[Any, ...]) -> list[Any]:

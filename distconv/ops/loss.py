@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import _reduction as _Reduction
 
 from distconv.exchange import sum_over
 from distconv.grid import ProcessGrid
@@ -29,7 +30,7 @@ def _reduction(
     size_average: bool | None, reduce: bool | None, reduction: str, operator: str
 ) -> str:
     if size_average is not None or reduce is not None:
-        reduction = F._Reduction.legacy_get_string(size_average, reduce)
+        reduction = _Reduction.legacy_get_string(size_average, reduce)
     if reduction not in ("none", "mean", "sum"):
         raise ValueError(
             f"{operator}: reduction={reduction!r} is not valid; choose 'none', 'mean' or 'sum'"
@@ -133,8 +134,10 @@ def _cross_entropy_of_bits(function: Callable[..., Tensor]) -> None:
         shape = broadcast_shape(name, [t for t in (input, *weights.values()) if t is not None])
         if shape != tuple(input.shape):
             raise ValueError(f"{name}: weights of shape {shape} for input {tuple(input.shape)}")
-        cuts = broadcast_cuts([t for t in (input, target) if isinstance(t, DistTensor)]
-                              or [distributed(input, grid)], shape)
+        cuts = broadcast_cuts(
+            [t for t in (input, target) if isinstance(t, DistTensor)] or [distributed(input, grid)],
+            shape,
+        )
         local = function(
             block_of(input, shape, cuts, grid, name),
             block_of(target, shape, cuts, grid, name),
@@ -143,9 +146,7 @@ def _cross_entropy_of_bits(function: Callable[..., Tensor]) -> None:
         )
         if reduction == "none":
             return DistTensor(local, shape, cuts, grid)
-        return _total(
-            local, torch.Size(shape).numel() if reduction == "mean" else 1, cuts, grid
-        )
+        return _total(local, torch.Size(shape).numel() if reduction == "mean" else 1, cuts, grid)
 
 
 def _classification(function: Callable[..., Tensor]) -> None:
@@ -196,8 +197,8 @@ def _classification(function: Callable[..., Tensor]) -> None:
             over = torch.Size(shape).numel()
         elif reduction == "mean":
             counted = labels[labels != ignore_index]
-            over = weight[counted].sum() if weight is not None else labels.new_tensor(
-                counted.numel()
+            over = (
+                weight[counted].sum() if weight is not None else labels.new_tensor(counted.numel())
             )
         return _total(local, over, cuts, grid)
 

@@ -1,8 +1,8 @@
 """Batch normalisation with statistics over the whole mini-batch, or over a part of the ranks.
 
-Each rank's mean and sum of squared deviations are combined by the pairwise update of Chan, Golub and
-LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances" (1979), which
-does not cancel as E[x^2] - E[x]^2 does.
+Each rank's mean and sum of squared deviations are combined by the pairwise update of Chan, Golub
+and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances" (1979),
+which does not cancel as E[x^2] - E[x]^2 does.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def batch_norm_over(
     momentum: float,
     eps: float,
 ) -> DistTensor:
-    """Batch normalisation with statistics over the ranks along `axes` that share this rank's others.
+    """Batch normalisation with statistics over the ranks that differ from this one along `axes`.
 
     All ranks call it. None means all axes that cut the input: the global batch. With fewer axes
     each group of ranks has statistics of its own, and the running ones take their mean over the
@@ -67,9 +67,7 @@ def batch_norm_over(
     x = uncut(x, [1], "batch_norm")
     weight, bias = whole(weight, "batch_norm"), whole(bias, "batch_norm")
     if not training:
-        shard = F.batch_norm(
-            x.shard, running_mean, running_var, weight, bias, False, momentum, eps
-        )
+        shard = F.batch_norm(x.shard, running_mean, running_var, weight, bias, False, momentum, eps)
         return DistTensor(shard, x.shape, x.cuts, grid)
     cutting = cutting_axes(x.cuts)
     group = cutting if axes is None else tuple(a for a in cutting if a in axes)
@@ -78,8 +76,8 @@ def batch_norm_over(
     if smallest < 2:
         raise ValueError(
             "batch_norm: expected more than 1 value per channel when training, got input size "
-            f"{tuple(x.shape)}" + (f" with {smallest} in a group of ranks" if group != cutting else
-                                   "")
+            f"{tuple(x.shape)}"
+            + (f" with {smallest} in a group of ranks" if group != cutting else "")
         )
     shard, mean, variance = _BatchNorm.apply(x.shard, weight, bias, grid, group, counts, eps)
     if running_mean is not None and running_var is not None:

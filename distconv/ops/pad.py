@@ -1,4 +1,4 @@
-"""Padding of cut planes, in all modes: the outside comes from whichever rank owns what it repeats."""
+"""Padding of cut planes, in all modes: the outside comes from the rank that owns what it repeats."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distconv.ops.align import block_of, broadcast_cuts, broadcast_shape, common_grid
-from distconv.tensor import RULES, DistTensor, implements, refuse
+from distconv.tensor import RULES, DistTensor, check_writable, implements, refuse, view_of
 
 # Functions of one tensor and numbers, and n-ary ones that broadcast. Each name is looked up in
 # torch, torch.special, torch.Tensor and torch.nn.functional, with its in-place form.
@@ -18,18 +18,18 @@ _NAMES = """
     abs absolute acos acosh add addcdiv addcmul angle arccos arccosh arcsin arcsinh arctan arctan2
     arctanh asin asinh atan atan2 atanh bitwise_and bitwise_left_shift bitwise_not bitwise_or
     bitwise_right_shift bitwise_xor ceil clamp clamp_max clamp_min clip clone conj conj_physical
-    copysign cos cosh deg2rad detach digamma div divide entr eq erf erfc erfcinv erfcx erfinv exp
-    exp2 expit expm1 fix float_power floor floor_divide fmax fmin fmod frac ge gcd greater
+    copysign cos cosh deg2rad digamma div divide entr eq erf erfc erfcinv erfcx erfinv exp
+    exp2 expit expm1 fill fix float_power floor floor_divide fmax fmin fmod frac ge gcd greater
     greater_equal gt heaviside hypot i0 i0e i1 i1e igamma igammac imag isclose isfinite isinf isnan
     isneginf isposinf isreal lcm ldexp le lerp less less_equal lgamma log log10 log1p log2 log_ndtr
     logaddexp logaddexp2 logical_and logical_not logical_or logical_xor logit lt masked_fill maximum
     minimum mul multiply mvlgamma nan_to_num ndtr ndtri ne neg negative nextafter not_equal
     polygamma positive pow psi rad2deg real reciprocal remainder resolve_conj resolve_neg round
     rsqrt rsub sgn sigmoid sign signbit sin sinc sinh sqrt square sub subtract tan tanh threshold
-    true_divide trunc xlog1py xlogy zeta
+    true_divide trunc xlog1py xlogy zero zeta
     celu elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu logsigmoid mish relu relu6
     selu silu softplus softshrink softsign tanhshrink
-    float double half bfloat16 int long short char byte bool cpu contiguous
+    float double half bfloat16 int long short char byte bool cpu contiguous copy
 """.split()
 
 _DUNDERS = """
@@ -46,48 +46,50 @@ def _pointwise(function: Callable[..., Any]) -> Callable[..., Any]:
     )
 
     def rule(*args: Any, **kwargs: Any) -> Any:
-        operands = [x for x in (*args, *kwargs.values()) if isinstance(x, DistTensor)]
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        operands = [x for x in tensors if isinstance(x, DistTensor)]
         if kwargs.get("out") is not None:
             refuse(name, "out= is not supported", *operands, way_out="Use the returned tensor")
-        first = operands[0]
-        if in_place or kwargs.get("inplace"):
-            if not isinstance(args[0], DistTensor):
+        written = args[0] if in_place or kwargs.get("inplace") else None
+        if written is not None:
+            if not isinstance(written, DistTensor):
                 refuse(
                     name,
                     "a plain tensor cannot take a distributed one in place",
                     *operands,
                     way_out="Use the function that returns a new tensor",
                 )
-            first = args[0]
-        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-        if len(tensors) == 1 or all(
-            isinstance(x, DistTensor)
-            and x.cuts == first.cuts
-            and x.shape == first.shape
-            and x.grid is first.grid
-            for x in tensors
-        ):
-            shape, cuts, grid = tuple(first.shape), first.cuts, first.grid
-        else:
+            check_writable(written, name)
+        first = operands[0]
+        shape, cuts, grid = tuple(first.shape), first.cuts, first.grid
+        if len(tensors) > 1 and not _alike(tensors):
             grid = common_grid(name, operands)
             shape = broadcast_shape(name, tensors)
-            cuts = broadcast_cuts(operands, shape)
-            if in_place:
-                if shape != tuple(first.shape):
-                    raise RuntimeError(
-                        f"{name}: output with shape {tuple(first.shape)} doesn't match the "
-                        f"broadcast shape {shape}"
-                    )
-                cuts = first.cuts
+            cuts = broadcast_cuts(operands, shape) if written is None else written.cuts
+            if written is not None and shape != tuple(written.shape):
+                raise RuntimeError(
+                    f"{name}: output with shape {tuple(written.shape)} doesn't match the "
+                    f"broadcast shape {shape}"
+                )
         result = function(
-            *(block_of(x, shape, cuts, grid, name) for x in args),
+            *[block_of(x, shape, cuts, grid, name) for x in args],
             **{k: block_of(x, shape, cuts, grid, name) for k, x in kwargs.items()},
         )
-        if in_place or (kwargs.get("inplace") and result is first.shard):
-            return first
-        return DistTensor(result, shape, cuts, grid)
+        return DistTensor(result, shape, cuts, grid) if written is None else written
 
     return rule
+
+
+def _alike(tensors: list[Tensor]) -> bool:
+    """Whether all are DistTensors of one shape and layout, so that their blocks fit as they are."""
+    first = tensors[0]
+    return isinstance(first, DistTensor) and all(
+        isinstance(x, DistTensor)
+        and x.shape == first.shape
+        and x.cuts == first.cuts
+        and x.grid is first.grid
+        for x in tensors
+    )
 
 
 def _register() -> None:
@@ -97,10 +99,15 @@ def _register() -> None:
             function = getattr(home, name, None)
             if callable(function) and function not in RULES:
                 RULES[function] = _pointwise(function)
-    RULES[torch.Tensor.data.__get__] = _pointwise(torch.Tensor.detach)  # type: ignore[attr-defined]
 
 
 _register()
+
+
+@implements(torch.detach, torch.Tensor.detach, torch.Tensor.data.__get__)  # type: ignore[attr-defined]
+def detach(input: DistTensor) -> DistTensor:
+    """The same memory, outside the autograd graph."""
+    return view_of(input, input.shard.detach(), input.shape, input.cuts, copied=False)
 
 
 @implements(torch.where, torch.Tensor.where)
@@ -161,8 +168,13 @@ for _function in (torch.zeros_like, torch.ones_like, torch.full_like, torch.empt
 def prelu(input: DistTensor, weight: Tensor) -> DistTensor:
     """PReLU: one slope, or one for each channel."""
     if not isinstance(input, DistTensor) or isinstance(weight, DistTensor):
-        refuse("prelu", "the slopes have to be a plain tensor", input, weight,
-               way_out="Use weight.full_tensor()")
+        refuse(
+            "prelu",
+            "the slopes have to be a plain tensor",
+            input,
+            weight,
+            way_out="Use weight.full_tensor()",
+        )
     if weight.numel() not in (1, input.shape[1] if input.dim() > 1 else 1):
         raise RuntimeError(
             f"prelu: {weight.numel()} slopes for an input of shape {tuple(input.shape)}; "

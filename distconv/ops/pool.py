@@ -39,8 +39,8 @@ def _windows(
     kernel: Sizes, stride: Sizes | None, padding: Sizes, dilation: Sizes, ceil: bool, n: int
 ) -> list[Window]:
     kernels = tuple_of(kernel, n, "kernel_size")
-    strides = kernels if stride is None or stride == () or stride == [] else tuple_of(
-        stride, n, "stride"
+    strides = (
+        kernels if stride is None or stride == () or stride == [] else tuple_of(stride, n, "stride")
     )
     paddings, dilations = tuple_of(padding, n, "padding"), tuple_of(dilation, n, "dilation")
     return [
@@ -94,6 +94,7 @@ def _max_pool(local: Callable[..., Tensor], functions: Sequence[Any], n: int) ->
 def _avg_pool(local: Callable[..., Tensor], n: int) -> None:
     name = f"avg_pool{n}d"
 
+    @implements(local)
     def rule(
         input: DistTensor,
         kernel_size: Sizes,
@@ -108,6 +109,7 @@ def _avg_pool(local: Callable[..., Tensor], n: int) -> None:
         kernels = tuple(w.kernel for w in windows)
         strides = tuple(w.stride for w in windows)
         paddings = tuple(w.padding[0] for w in windows)
+        # torch's one-dimensional form takes no divisor.
         override = () if n == 1 else (divisor_override,)
         arguments = (kernels, strides, paddings, ceil_mode, count_include_pad, *override)
         _check(local, tuple(input.shape), *arguments)
@@ -135,27 +137,19 @@ def _avg_pool(local: Callable[..., Tensor], n: int) -> None:
 
         return apply_windows(input, windows, shape, name, compute)
 
-    if n == 1:  # torch's one-dimensional form has no divisor_override
-        implements(local)(
-            lambda input, kernel_size, stride=None, padding=0, ceil_mode=False,
-            count_include_pad=True: rule(
-                input, kernel_size, stride, padding, ceil_mode, count_include_pad
-            )
-        )
-    else:
-        implements(local)(rule)
-
 
 def _sum_pool(
-    x: Tensor, kernel: Sizes, stride: Sizes, padding: Sizes, ceil_mode: bool
+    x: Tensor,
+    kernel: tuple[int, ...],
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+    ceil_mode: bool,
 ) -> Tensor:
     """The sums over windows; in one dimension by way of two, where torch can sum."""
-    if x.dim() == 3:
-        kernel, stride, padding = (1, *kernel), (1, *stride), (0, *padding)  # type: ignore[misc]
-        return F.avg_pool2d(
-            x.unsqueeze(2), kernel, stride, padding, ceil_mode, divisor_override=1
-        ).squeeze(2)
-    pool = F.avg_pool2d if x.dim() == 4 else F.avg_pool3d
+    if len(kernel) == 1:
+        flat = _sum_pool(x.unsqueeze(2), (1, *kernel), (1, *stride), (0, *padding), ceil_mode)
+        return flat.squeeze(2)
+    pool = F.avg_pool2d if len(kernel) == 2 else F.avg_pool3d
     return pool(x, kernel, stride, padding, ceil_mode, divisor_override=1)
 
 
@@ -187,9 +181,7 @@ def _adaptive(
     A dimension with fewer outputs than parts becomes whole on every rank, which are thereby spared
     empty blocks; in the heads of networks it is about to be flattened anyway.
     """
-    windows = [
-        AdaptiveWindow(m) for m in _adaptive_sizes(output_size, tuple(input.shape[2:]), n)
-    ]
+    windows = [AdaptiveWindow(m) for m in _adaptive_sizes(output_size, tuple(input.shape[2:]), n)]
     shape = output_shape(input.shape[1], input, windows)
     cuts: Cuts = tuple(
         axes if m >= input.grid.topology.parts(axes) else ()

@@ -43,5 +43,6 @@ def mean(
             f"mean(): the result type of {kind} is not floating; convert the input, or pass dtype="
         )
     count = prod(input.shape[d] for d in dimensions_of(dim, input.dim()))
-    total: DistTensor = sum(input, dim, keepdim, dtype=dtype)
-    return total / count if count else total * torch.nan
+    total = sum(input, dim, keepdim, dtype=dtype)
+    shard = total.shard / count if count else total.shard * torch.nan
+    return DistTensor(shard, total.shape, total.cuts, total.grid)

@@ -11,7 +11,7 @@ import torch
 from distconv.grid import ProcessGrid
 from distconv.layout import Cuts
 from distconv.ops.align import Shape, dimensions_of, local_shape, uncut
-from distconv.tensor import DistTensor, implements, recut, refuse
+from distconv.tensor import DistTensor, implements, recut, refuse, view_of
 
 
 def _sizes(arguments: tuple[Any, ...]) -> tuple[int, ...]:
@@ -76,7 +76,7 @@ def _reshape(input: DistTensor, shape: Shape, operator: str) -> DistTensor:
         asked, made = _reshaped_cuts(before, input.cuts, shape, input.grid)
     x = recut(input, asked, operator)
     shard = x.shard.reshape(local_shape(shape, made, input.grid))
-    return DistTensor(shard, shape, made, input.grid)
+    return view_of(input, shard, shape, made, copied=True)
 
 
 @implements(torch.reshape, torch.Tensor.reshape)
@@ -120,7 +120,8 @@ def squeeze(input: DistTensor, dim: int | Sequence[int] | None = None) -> DistTe
     x = uncut(input, gone, "squeeze")
     kept = [d for d in range(x.dim()) if d not in gone]
     shard = x.shard.squeeze(tuple(gone)) if gone else x.shard
-    return DistTensor(shard, [x.shape[d] for d in kept], tuple(x.cuts[d] for d in kept), x.grid)
+    shape, cuts = [x.shape[d] for d in kept], tuple(x.cuts[d] for d in kept)
+    return view_of(input, shard, shape, cuts, copied=x is not input)
 
 
 @implements(torch.unsqueeze, torch.Tensor.unsqueeze)
@@ -130,7 +131,7 @@ def unsqueeze(input: DistTensor, dim: int) -> DistTensor:
     shape, cuts = list(input.shape), list(input.cuts)
     shape.insert(d, 1)
     cuts.insert(d, ())
-    return DistTensor(input.shard.unsqueeze(d), shape, tuple(cuts), input.grid)
+    return view_of(input, input.shard.unsqueeze(d), shape, tuple(cuts), copied=False)
 
 
 @implements(torch.permute, torch.Tensor.permute)
@@ -139,12 +140,8 @@ def permute(input: DistTensor, *dims: Any) -> DistTensor:
     order = dimensions_of(_sizes(dims), input.dim())
     if len(order) != input.dim():
         raise RuntimeError(f"permute: {_sizes(dims)} does not name all {input.dim()} dimensions")
-    return DistTensor(
-        input.shard.permute(order),
-        [input.shape[d] for d in order],
-        tuple(input.cuts[d] for d in order),
-        input.grid,
-    )
+    shape, cuts = [input.shape[d] for d in order], tuple(input.cuts[d] for d in order)
+    return view_of(input, input.shard.permute(order), shape, cuts, copied=False)
 
 
 @implements(torch.transpose, torch.Tensor.transpose, torch.swapaxes, torch.Tensor.swapaxes)
@@ -164,4 +161,5 @@ def expand(input: DistTensor, *sizes: Any) -> DistTensor:
     grown = [d for d in range(input.dim()) if input.shape[d] != shape[d + lead]]
     x = uncut(input, grown, "expand")
     cuts = ((),) * lead + x.cuts
-    return DistTensor(x.shard.expand(local_shape(shape, cuts, x.grid)), shape, cuts, x.grid)
+    shard = x.shard.expand(local_shape(shape, cuts, x.grid))
+    return view_of(input, shard, shape, cuts, copied=x is not input)

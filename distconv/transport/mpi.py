@@ -24,7 +24,9 @@ _HALF = (torch.float16, torch.bfloat16)
 class Request:
     """A message or reduction under way; it keeps the memory alive that MPI works on."""
 
-    def __init__(self, request: MPI.Request, buffer: torch.Tensor, into: torch.Tensor | None = None):
+    def __init__(
+        self, request: MPI.Request, buffer: torch.Tensor, into: torch.Tensor | None = None
+    ):
         self._request = request
         self._buffer = buffer
         self._into = into

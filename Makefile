@@ -1,0 +1,39 @@
+# Two commands do everything on a fresh machine with Python: `make demo` and `make test`.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+RANKS  := 8 6 4 3 2
+# More ranks than cores have to yield to each other; each computes on one thread.
+RUN    := MPIR_CVAR_POLLS_BEFORE_YIELD=1 OMP_NUM_THREADS=1
+LIMIT  := timeout -k 10
+
+.PHONY: demo test lint clean
+
+$(VENV)/ready: setup.cfg constraints.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q -c constraints.txt torch
+	$(BIN)/pip install -q -c constraints.txt -e '.[mpich,test,data,dev]'
+	touch $@
+
+demo: $(VENV)/ready
+	$(RUN) $(BIN)/python -m examples.mesh_tangling.demo
+
+# One launch for each number of ranks; the last one, on a single rank, closes with the summary.
+test: $(VENV)/ready
+	@status=0; \
+	for n in $(RANKS); do \
+	  echo "== $$n ranks"; \
+	  $(RUN) $(LIMIT) 900 $(BIN)/mpiexec -n $$n $(BIN)/python -m pytest -q -m "parallel[match]" || status=1; \
+	done; \
+	echo "== 1 rank"; \
+	$(RUN) $(LIMIT) 900 $(BIN)/python -m pytest -q -m "parallel[match]" || status=1; \
+	exit $$status
+
+lint: $(VENV)/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) build *.egg-info runs data
