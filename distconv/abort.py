@@ -8,9 +8,12 @@ from types import TracebackType
 
 from mpi4py import MPI
 
-_GRACE = 1.0
+_GRACE = 1.5
 """Seconds that another rank waits for rank 0 to report, so that an error all ranks share is
 printed once."""
+
+_FORWARDING = 0.5
+"""Seconds that the launcher is given to forward the report, which an abort may cut off."""
 
 
 def abort_when_a_rank_raises() -> None:
@@ -39,5 +42,6 @@ class _Abort:
             print(f"distconv: rank {rank} of {MPI.COMM_WORLD.size} raised", file=sys.stderr)
             self._report(kind, error, traceback)  # type: ignore[operator]
             sys.stderr.flush()
+            time.sleep(_FORWARDING)
         finally:
             MPI.COMM_WORLD.Abort(1)

@@ -23,10 +23,11 @@ def gather(local: Tensor, plan: Plan, grid: ProcessGrid, fill: float = 0.0) -> T
     """The buffer of `plan`, with `fill` where it reaches outside the tensor.
 
     All ranks of the grid call it, with their own block and their own plan of one movement. Where
-    the buffer is the rank's own block, that block itself is returned, uncopied.
+    every rank's buffer is its own block, that block itself is returned. Otherwise all ranks record
+    the movement: with other graphs, their backward passes would communicate in other orders.
     """
     tag = grid.transport.ticket()
-    if plan.local and plan.buffer_is_block:
+    if plan.identity:
         return local
     result: Tensor = _Gather.apply(local, plan, grid, tag, fill)
     return result
@@ -41,11 +42,21 @@ def sum_over(local: Tensor, grid: ProcessGrid, axes: Iterable[str]) -> Tensor:
     return result
 
 
-def share(local: Tensor, replicas: int) -> Tensor:
-    """A replicated value handed out as a plain tensor: its gradient is divided by the replicas."""
-    if replicas == 1:
+def parts_of(local: Tensor, grid: ProcessGrid, axes: Iterable[str]) -> Tensor:
+    """The `local` of all ranks along `axes`, stacked in rank order; those ranks call it."""
+    axes = tuple(axes)
+    if grid.topology.parts(axes) == 1:
+        return local.unsqueeze(0)
+    result: Tensor = _Parts.apply(local, grid, axes)
+    return result
+
+
+def share(local: Tensor, grid: ProcessGrid, axes: Iterable[str]) -> Tensor:
+    """A value replicated along `axes` as a plain tensor; its gradient is divided among them."""
+    axes = tuple(axes)
+    if grid.topology.parts(axes) == 1:
         return local
-    result: Tensor = _Share.apply(local, replicas)
+    result: Tensor = _Share.apply(local, grid, axes)
     return result
 
 
@@ -135,15 +146,29 @@ class _SumOver(Function):
         return _SumOver.apply(grads[0], *ctx.movement), None, None
 
 
+class _Parts(Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, grid: ProcessGrid, axes: tuple[str, ...]) -> Tensor:
+        ctx.movement = grid, axes
+        return mpi.all_gather(local.contiguous(), grid.communicator(axes))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grid, axes = ctx.movement
+        return _SumOver.apply(grads[0], grid, axes)[grid.communicator(axes).rank], None, None
+
+
 class _Share(Function):
     @staticmethod
-    def forward(ctx: Any, local: Tensor, replicas: int) -> Tensor:
-        ctx.replicas = replicas
+    def forward(ctx: Any, local: Tensor, grid: ProcessGrid, axes: tuple[str, ...]) -> Tensor:
+        ctx.movement = grid, axes
         return local.view_as(local)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return grads[0] / ctx.replicas, None
+        # The gradient comes from the plain world, which matters to second derivatives.
+        grid, axes = ctx.movement
+        return _Replicate.apply(grads[0], grid, axes) / grid.topology.parts(axes), None, None
 
 
 class _Replicate(Function):
@@ -154,7 +179,9 @@ class _Replicate(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _SumOver.apply(grads[0], *ctx.movement), None, None
+        # The gradient goes to the plain world.
+        total = _SumOver.apply(grads[0], *ctx.movement)
+        return _Share.apply(total, *ctx.movement), None, None
 
 
 def _start(
@@ -178,7 +205,8 @@ def _finish(coming: list[mpi.Request], going: list[mpi.Request]) -> None:
 def _pack(tensor: Tensor, route: Route) -> Tensor:
     """The boxes of a route as one contiguous message; a contiguous box travels uncopied."""
     if len(route.boxes) == 1:
-        return tensor[route.boxes[0]].contiguous()
+        # Conjugation and negation may still be pending, which the bytes do not show.
+        return tensor[route.boxes[0]].contiguous().resolve_conj().resolve_neg()
     return torch.cat([tensor[box].reshape(-1) for box in route.boxes])
 
 

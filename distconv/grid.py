@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from numbers import Integral
 from typing import NoReturn
 
 from mpi4py import MPI
@@ -47,6 +48,11 @@ class ProcessGrid:
         transport: str | None = None,
     ):
         comm = MPI.COMM_WORLD if comm is None else comm
+        if comm == MPI.COMM_NULL:
+            raise ValueError(
+                "ProcessGrid: this rank is not a member of comm, which is MPI.COMM_NULL here; make "
+                "the grid on its members only"
+            )
         if transport not in (None, "mpi"):
             raise ValueError(f"ProcessGrid: transport={transport!r} is not known; choose 'mpi'")
         extents = dict(zip(AXES, (sample, channel, filter, depth, height, width), strict=True))
@@ -109,6 +115,9 @@ class ProcessGrid:
     def __hash__(self) -> int:
         return hash((self._topology, self._ranks))
 
+    def __copy__(self) -> ProcessGrid:
+        return self
+
     def __deepcopy__(self, memo: dict[int, object]) -> ProcessGrid:
         return self
 
@@ -123,7 +132,7 @@ class ProcessGrid:
 def _fit(extents: dict[str, int], ranks: int) -> Topology:
     """The topology with these extents, one of which may be -1, on this number of ranks."""
     for axis, n in extents.items():
-        if isinstance(n, bool) or not isinstance(n, int) or (n < 1 and n != -1):
+        if isinstance(n, bool) or not isinstance(n, Integral) or (n < 1 and n != -1):
             raise ValueError(
                 f"ProcessGrid: {axis}={n!r} is not a number of ranks; give an integer from 1, or -1"
             )
@@ -150,7 +159,7 @@ def _fit(extents: dict[str, int], ranks: int) -> Topology:
             f"ProcessGrid: {axes} makes {product} of {ranks} ranks; set one axis to -1 "
             f"to take the rest, or start {product} rank{'s' if product > 1 else ''}"
         )
-    return Topology(tuple(extents[axis] for axis in AXES))
+    return Topology(tuple(int(extents[axis]) for axis in AXES))
 
 
 def _before(given: dict[str, int], axis: str) -> list[str]:

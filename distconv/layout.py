@@ -7,7 +7,7 @@ more, so the box that a rank holds follows from (shape, layout, grid) and nothin
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -84,7 +84,7 @@ class Layout:
     __slots__ = ("_cut",)
     _cut: tuple[tuple[str, tuple[str, ...]], ...]
 
-    def __init__(self, **dimensions: str | Sequence[str] | None) -> None:
+    def __init__(self, **dimensions: str | tuple[str, ...] | list[str] | None) -> None:
         cut = {}
         used: dict[str, str] = {}
         for name, axes in dimensions.items():
@@ -93,7 +93,9 @@ class Layout:
                     f"Layout: {name!r} is not a tensor dimension; choose from {', '.join(AXES)}, "
                     "or dim2, dim3, ... beyond five dimensions"
                 )
-            axes = (axes,) if isinstance(axes, str) else tuple(axes or ())
+            if axes is None:
+                continue
+            axes = tuple(axes) if isinstance(axes, (tuple, list)) else (axes,)
             for axis in axes:
                 if axis not in AXES:
                     raise ValueError(
@@ -133,6 +135,9 @@ class Layout:
         return tuple(cuts)
 
     def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError("a Layout is immutable; make a new one")
+
+    def __delattr__(self, name: str) -> None:
         raise AttributeError("a Layout is immutable; make a new one")
 
     def __eq__(self, other: object) -> bool:

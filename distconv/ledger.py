@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from distconv.layout import Layout
 
@@ -35,7 +35,7 @@ def redistributions(*, reset: bool = False) -> list[Redistribution]:
     Every rank keeps its own count of the bytes it has received in forward passes. `reset` empties
     the list after it has been read. No communication.
     """
-    entries = list(_LEDGER.values())
+    entries = [replace(entry) for entry in _LEDGER.values()]
     if reset:
         _LEDGER.clear()
     return entries

@@ -10,23 +10,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.autograd.graph import Node, get_gradient_edge
 
 from distconv.grid import ProcessGrid
-from distconv.tensor import DistTensor, tensors_in
+from distconv.tensor import IN_MODULE, DistTensor, tensors_in
 from distconv.topology import AXES
 from distconv.transport import mpi
+
+Module = TypeVar("Module", bound=nn.Module)
 
 _ATTRIBUTE = "_distconv_gradient_reduction"
 
 
-def parallelize(
-    module: nn.Module, grid: ProcessGrid, *, bucket_bytes: int = 4 * 2**20
-) -> nn.Module:
+def parallelize(module: Module, grid: ProcessGrid, *, bucket_bytes: int = 4 * 2**20) -> Module:
     """Make `module` compute on DistTensors of `grid` what it computes serially; returns it.
 
     Parameters and buffers become those of rank 0. From then on, when `backward()` returns, the
@@ -46,13 +48,20 @@ def parallelize(
         On every rank, when the ranks' modules differ in the names, shapes or types of their
         parameters and buffers, or the module is parallelized already.
     """
-    if _ATTRIBUTE in module.__dict__:
-        raise ValueError("parallelize: the module is parallelized already; do it once")
+    if any(_reduction_of(m) for m in module.modules()) or any(
+        _ATTRIBUTE in p.__dict__ for p in module.parameters()
+    ):
+        raise ValueError(
+            "parallelize: the module, or a part of it, is parallelized already; do it once, for "
+            "all modules that share parameters together"
+        )
     state = dict(module.named_parameters()) | dict(module.named_buffers())
     _compare_modules(state, grid)
     for tensor in state.values():
         _broadcast(tensor.detach(), grid)
-    module.__dict__[_ATTRIBUTE] = _GradientReduction(module, grid, bucket_bytes)
+    reduction = _GradientReduction(module, grid, bucket_bytes)
+    for part in module.modules():
+        part.__dict__[_ATTRIBUTE] = reduction
     return module
 
 
@@ -63,7 +72,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     The next backward pass outside adds all parts up: accumulation over several mini-batches for the
     price of one reduction. All ranks enter it together; `module` has been parallelized.
     """
-    reduction = module.__dict__.get(_ATTRIBUTE)
+    reduction = _reduction_of(module)
     if reduction is None:
         raise ValueError("no_sync: the module is not parallelized; call parallelize(module, grid)")
     before, reduction.enabled = reduction.enabled, False
@@ -71,6 +80,12 @@ def no_sync(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         reduction.enabled = before
+
+
+def _reduction_of(module: nn.Module) -> _GradientReduction | None:
+    """What adds up the gradients of `module`; None for a copy of a parallelized module."""
+    reduction: _GradientReduction | None = module.__dict__.get(_ATTRIBUTE)
+    return reduction if reduction is not None and reduction.covers(module) else None
 
 
 def _compare_modules(state: dict[str, Tensor], grid: ProcessGrid) -> None:
@@ -84,6 +99,11 @@ def _compare_modules(state: dict[str, Tensor], grid: ProcessGrid) -> None:
                     f"parallelize: {name} is {other} on rank {rank} and {first} on rank 0; "
                     "build the same module on every rank"
                 )
+        if list(theirs) != list(everyone[0]):
+            raise ValueError(
+                f"parallelize: parameters and buffers come in the order {list(theirs)} on rank "
+                f"{rank} and {list(everyone[0])} on rank 0; build the same module on every rank"
+            )
 
 
 def _broadcast(tensor: Tensor, grid: ProcessGrid) -> None:
@@ -115,66 +135,93 @@ class _GradientReduction:
         self._grid = grid
         self._comm = grid.communicator(AXES, "gradients")
         self._bucket_bytes = bucket_bytes
+        self._module = ref(module)
         self._parameters = list(module.parameters())
         self._buckets: list[_Bucket] = []
-        self._place: dict[nn.Parameter, tuple[_Bucket, int]] = {}
-        self._hooked: set[nn.Parameter] = set()
-        self._summed: set[nn.Parameter] = set()
-        """Parameters whose .grad is the sum over the ranks, not this rank's part."""
+        self._laid_out: list[int] = []
+        self._hooked: dict[nn.Parameter, Node] = {}
         self._parts: set[nn.Parameter] = set()
-        """Parameters whose .grad holds this rank's part, still to be added up."""
+        """Parameters whose .grad holds this rank's part of a sum; others have the same on all."""
         self._fired: set[nn.Parameter] = set()
         """Parameters that have got their gradient in the present backward pass."""
         self._pass = -1
         self._started = 0
         self._prepare()
         module.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        module.register_forward_hook(self._after_forward, always_call=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _GradientReduction:
         return self
 
+    def covers(self, module: nn.Module) -> bool:
+        """Whether `module` is the one it was made for, or a part of that."""
+        whole = self._module()
+        return whole is not None and any(part is module for part in whole.modules())
+
     def _prepare(self) -> None:
         """Hook the trainable parameters and lay out the buckets, last parameters first."""
         trainable = [p for p in self._parameters if p.requires_grad]
-        if trainable == [
-            p for bucket in reversed(self._buckets) for p in reversed(bucket.parameters)
-        ]:
+        if [id(p) for p in trainable] == self._laid_out:
             return
-        self._buckets, self._place = [], {}
+        self._laid_out = [id(p) for p in trainable]
+        self._buckets = []
         chosen: list[nn.Parameter] = []
         for i, p in enumerate(reversed(trainable)):
             chosen.append(p)
             following = trainable[-2 - i] if i + 1 < len(trainable) else None
             size = sum(q.numel() * q.element_size() for q in chosen)
             if following is None or size >= self._bucket_bytes or following.dtype != p.dtype:
-                bucket = _Bucket(chosen)
-                self._buckets.append(bucket)
-                self._place |= {q: (bucket, j) for j, q in enumerate(chosen)}
+                self._buckets.append(_Bucket(chosen))
                 chosen = []
         for p in trainable:
             if p not in self._hooked:
-                self._hooked.add(p)
-                p.register_hook(lambda grad, p=p: self._before_accumulation(p))
+                # The node that accumulates: hooks of the tensor would run in autograd.grad as well.
+                self._hooked[p] = node = get_gradient_edge(p).node
+                node.register_prehook(lambda grads, p=p: self._before_accumulation(p, *grads))
                 p.register_post_accumulate_grad_hook(self._after_accumulation)
+                p.__dict__[_ATTRIBUTE] = True
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if module is not self._module():
+            return
+        IN_MODULE.set(True)
         if not torch.is_grad_enabled():
             return
+        if [id(p) for p in module.parameters()] != [id(p) for p in self._parameters]:
+            raise RuntimeError(
+                "the module has got other parameters since it was parallelized, whose gradients "
+                "nobody adds up; call parallelize after the last change of its structure"
+            )
         self._prepare()
         inputs = list(tensors_in((args, kwargs)))
-        if inputs and self._buckets and not any(isinstance(x, DistTensor) for x in inputs):
+        grids = [x.grid for x in inputs if isinstance(x, DistTensor)]
+        if inputs and not grids and self._buckets:
             raise TypeError(
                 "a parallelized module was called on plain tensors only, of which every rank would "
                 "count the gradient once; pass distconv.distribute_tensor(x, grid), or call it "
                 "under torch.no_grad()"
             )
+        for grid in grids:
+            if grid != self._grid:
+                raise ValueError(
+                    f"the module is parallelized on {self._grid}, its input lives on {grid}; "
+                    "use one grid for both"
+                )
 
-    def _before_accumulation(self, p: nn.Parameter) -> None:
+    def _after_forward(self, *_: Any) -> None:
+        IN_MODULE.set(False)
+
+    def _before_accumulation(self, p: nn.Parameter, gradient: Tensor | None) -> None:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "backward(create_graph=True): the sum of parameter gradients over the ranks cannot "
+                "be differentiated; differentiate with respect to inputs, backward(inputs=[x])"
+            )
+        if gradient is None or p in self._parts:
+            return
         # What an earlier backward pass has summed becomes parts again, of the same sum.
-        if p in self._summed:
-            self._summed.discard(p)
-            if p.grad is not None:
-                p.grad.div_(self._grid.size)
+        if p.grad is not None:
+            p.grad.div_(self._grid.size)
         self._parts.add(p)
 
     def _after_accumulation(self, p: Tensor) -> None:
@@ -183,14 +230,22 @@ class _GradientReduction:
             return
         backward_pass = torch._C._current_graph_task_id()
         if backward_pass != self._pass:
-            self._pass, self._started = backward_pass, 0
-            self._fired.clear()
-            Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
+            self._begin(backward_pass)
         self._fired.add(p)
         while self._started < len(self._buckets) and all(
             q in self._fired for q in self._buckets[self._started].parameters
         ):
             self._start(self._buckets[self._started])
+
+    def _begin(self, backward_pass: int) -> None:
+        # A pass that has failed may have left reductions under way.
+        for bucket in self._buckets:
+            if bucket.request is not None:
+                bucket.request.wait()
+                bucket.request = None
+        self._pass, self._started = backward_pass, 0
+        self._fired.clear()
+        Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
 
     def _start(self, bucket: _Bucket) -> None:
         """Fill a bucket and start adding it up."""
@@ -199,7 +254,7 @@ class _GradientReduction:
             if p.grad is None:
                 view.zero_()
             else:
-                torch.div(p.grad, self._grid.size if p in self._summed else 1, out=view)
+                torch.div(p.grad, 1 if p in self._parts else self._grid.size, out=view)
         bucket.request = mpi.all_reduce(bucket.flat, self._comm)
         self._started += 1
 
@@ -219,6 +274,5 @@ class _GradientReduction:
                         p.grad = view.clone()
                     else:
                         p.grad.copy_(view)
-                    self._summed.add(p)
         self._parts.clear()
         self._pass = -1

@@ -18,7 +18,7 @@ from functools import lru_cache
 from itertools import product
 from math import prod
 
-from distconv.layout import Cuts, block, cutting_axes, owner
+from distconv.layout import Cuts, block, cutting_axes, owner, rank_box
 from distconv.topology import Topology
 from distconv.window import IndexMap, Interval
 
@@ -49,7 +49,8 @@ class Plan:
     """One rank's part in moving a tensor's elements into the ranks' buffers.
 
     `sends` index the rank's own block, `receives` its buffer; `own` pairs boxes of the block with
-    boxes of the buffer that stay on the rank.
+    boxes of the buffer that stay on the rank. `identity` says, alike on all ranks, whether every
+    rank's buffer is its own block.
     """
 
     block_shape: tuple[int, ...]
@@ -57,6 +58,7 @@ class Plan:
     own: tuple[tuple[Slices, Slices], ...]
     sends: tuple[Route, ...]
     receives: tuple[Route, ...]
+    identity: bool
 
     @property
     def buffer_is_block(self) -> bool:
@@ -71,11 +73,6 @@ class Plan:
         """Whether every element of the buffer is written, so that none is left to the padding."""
         own = sum(prod(s.stop - s.start for s in source) for source, _ in self.own)
         return own + sum(r.size for r in self.receives) == prod(self.buffer_shape)
-
-    @property
-    def local(self) -> bool:
-        """Whether this rank sends nothing and receives nothing."""
-        return not self.sends and not self.receives
 
 
 @dataclass(frozen=True)
@@ -94,6 +91,14 @@ class _Dimension:
         """The unclipped input intervals that target part number `part` needs."""
         start, stop = block(self.outputs, self.target_parts, part)
         return self.needs.intervals(self.size, start, stop) if start < stop else ()
+
+    @property
+    def identity(self) -> bool:
+        """Whether every target part needs the source part of the same number, and has its ranks."""
+        return (self.source_axes, self.size) == (self.target_axes, self.outputs) and all(
+            self.intervals(j) == (block(self.size, self.source_parts, j),)
+            for j in range(min(self.source_parts, self.size))
+        )
 
     def links(self, source: int, target: int) -> tuple[Link, ...]:
         """The runs of elements that target part `target` takes from source part `source`."""
@@ -144,9 +149,8 @@ def make_plan(
 
     own: tuple[tuple[Slices, Slices], ...] = ()
     receives = []
-    for parts in product(
-        *(sorted(d.sources(j)) for d, j in zip(dimensions, target_here, strict=True))
-    ):
+    owners = [sorted(d.sources(j)) for d, j in zip(dimensions, target_here, strict=True)]
+    for parts in product(*owners):
         boxes = _boxes(dimensions, parts, target_here)
         peer = topology.rank(here | _coordinates(topology, source, parts))
         if peer == rank:
@@ -161,20 +165,15 @@ def make_plan(
             sends.append(_route(peer, tuple(a for a, _ in boxes)))
 
     return Plan(
-        block_shape=tuple(
-            b - a
-            for a, b in (
-                block(d.size, d.source_parts, i)
-                for d, i in zip(dimensions, source_here, strict=True)
-            )
-        ),
+        block_shape=rank_box(shape, source, topology, rank).shape,
         buffer_shape=tuple(
-            sum(b - a for a, b in d.intervals(j))
+            sum(stop - start for start, stop in d.intervals(j))
             for d, j in zip(dimensions, target_here, strict=True)
         ),
         own=own,
         sends=tuple(sends),
         receives=tuple(receives),
+        identity=all(d.identity for d in dimensions),
     )
 
 

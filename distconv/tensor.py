@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any, NoReturn, TypeVar
 from weakref import WeakSet, ref
 
@@ -29,6 +30,9 @@ from distconv.plan import Plan, make_plan
 from distconv.window import IndexMap, Same
 
 Rule = TypeVar("Rule", bound=Callable[..., Any])
+
+IN_MODULE: ContextVar[bool] = ContextVar("distconv_in_module", default=False)
+"""Whether a parallelized module is computing, whose parameters get parts of their gradients."""
 
 RULES: dict[Callable[..., Any], Callable[..., Any]] = {}
 """What each torch function means on DistTensors: a function of the same arguments."""
@@ -97,6 +101,8 @@ class DistTensor(torch.Tensor):
     shard: Tensor
     _shape: torch.Size
     _memory: _Memory
+    _summing: bool
+    """Whether a hook adds up the gradients of the leaf's replicas."""
 
     @staticmethod
     def __new__(
@@ -108,6 +114,7 @@ class DistTensor(torch.Tensor):
         self._shape = torch.Size(shape)
         self.shard, self.cuts, self.grid = shard, cuts, grid
         self._memory = _Memory()
+        self._summing = False
         return self
 
     def __init__(self, *args: Any) -> None:
@@ -128,7 +135,7 @@ class DistTensor(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         refuse(
-            resolve_name(func) or repr(func),
+            resolve_name(func) or getattr(func, "__name__", repr(func)),
             "there is no rule for this function on distributed tensors",
             *tensors_in((args, kwargs)),
             way_out="Compute it on the whole tensor, x.full_tensor(), or, where it treats every "
@@ -208,7 +215,7 @@ class DistTensor(torch.Tensor):
             On every rank, naming the rank whose block is off and what it should hold.
         """
         cuts = _cuts(layout, grid, local.dim())
-        shape = _global_shape(local, grid, cuts)
+        shape = _global_shape(local, grid, cuts, Layout.of(cuts))
         _check_batch(shape, cuts, grid)
         return cls(
             exchange.replicate(local, grid, replicating_axes(cuts, grid.topology)),
@@ -222,7 +229,16 @@ class DistTensor(torch.Tensor):
 
         Where several ranks hold the box, its gradient is shared out equally among them.
         """
-        return exchange.share(self.shard, self.replicas)
+        if IN_MODULE.get() and self.requires_grad and self.replicas > 1:
+            refuse(
+                "to_local",
+                "within a parallelized module a replicated value that requires gradients has to "
+                "stay distributed, or parameters would count their gradients once a rank",
+                self,
+                way_out="Use x.redistribute(Layout()) to have it whole on every rank, or detach it",
+            )
+        axes = replicating_axes(self.cuts, self.grid.topology)
+        return exchange.share(self.shard, self.grid, axes)
 
     def full_tensor(self) -> Tensor:
         """The whole tensor as a plain tensor, on every rank; all ranks call it together."""
@@ -248,9 +264,10 @@ class DistTensor(torch.Tensor):
         fresh = requires_grad and not self.shard.requires_grad
         self.shard.requires_grad_(requires_grad)
         axes = replicating_axes(self.cuts, self.grid.topology)
-        if fresh and axes:
+        if fresh and axes and not self._summing:
             grid = self.grid
             self.shard.register_hook(lambda gradient: exchange.sum_over(gradient, grid, axes))
+            self._summing = True
         return self
 
     @property
@@ -276,13 +293,14 @@ class DistTensor(torch.Tensor):
         if value is None:
             self.shard.grad = None
             return
-        if not isinstance(value, DistTensor) or (value.shape, value.cuts) != (
+        if not isinstance(value, DistTensor) or (value.shape, value.cuts, value.grid) != (
             self.shape,
             self.cuts,
+            self.grid,
         ):
             raise ValueError(
                 f"the gradient of {tuple(self.shape)} {self.layout} cannot be set to {value!r}; "
-                "set it to a DistTensor of the same shape and layout"
+                "set it to a DistTensor of the same shape, layout and grid"
             )
         self.shard.grad = value.shard
 
@@ -313,6 +331,11 @@ class DistTensor(torch.Tensor):
                 f"{tuple(self.shape)}"
             )
         elif isinstance(gradient, DistTensor):
+            if gradient.grid != self.grid:
+                raise ValueError(
+                    f"backward: the gradient lives on {gradient.grid}, the tensor on {self.grid}; "
+                    "make them on one grid"
+                )
             seed = recut(gradient, self.cuts, "backward").shard
         else:
             seed = gradient[self.box.slices]
@@ -345,7 +368,7 @@ def distribute_tensor(x: Tensor, grid: ProcessGrid, layout: Layout | None = None
     if isinstance(x, DistTensor):
         raise TypeError("distribute_tensor: x is distributed already; use x.redistribute(layout)")
     cuts = _cuts(layout, grid, x.dim())
-    _global_shape(x, grid, ((),) * x.dim())
+    _global_shape(x, grid, ((),) * x.dim(), Layout.of(cuts))
     _check_batch(tuple(x.shape), cuts, grid)
     box = rank_box(tuple(x.shape), cuts, grid.topology, grid.rank)
     whole = exchange.replicate(x, grid, replicating_axes((), grid.topology))
@@ -370,6 +393,8 @@ def gathered(
     All ranks call it. Where the output is cut otherwise than `x`, that is a redistribution and
     recorded under `operator`.
     """
+    if cuts == x.cuts and all(isinstance(need, Same) for need in needs):
+        return x.shard
     plan = plan_of(x, needs, cuts)
     if cuts != x.cuts:
         received = sum(route.size for route in plan.receives) * x.shard.element_size()
@@ -387,6 +412,9 @@ def recut(x: DistTensor, cuts: Cuts, operator: str) -> DistTensor:
     if cuts == x.cuts:
         return x
     shard = gathered(x, (Same(),) * x.dim(), cuts, operator)
+    if shard.untyped_storage().data_ptr() == x.shard.untyped_storage().data_ptr():
+        # Written in place it would change x, and on this rank only.
+        shard = shard.clone()
     return DistTensor(shard, x.shape, cuts, x.grid)
 
 
@@ -445,9 +473,15 @@ def _check_batch(shape: tuple[int, ...], cuts: Cuts, grid: ProcessGrid) -> None:
         )
 
 
-def _global_shape(local: Tensor, grid: ProcessGrid, cuts: Cuts) -> tuple[int, ...]:
-    """The shape whose canonical cut gives every rank the block it passes; collective."""
-    held = grid.comm.allgather((tuple(local.shape), str(local.dtype), local.requires_grad, cuts))
+def _global_shape(local: Tensor, grid: ProcessGrid, cuts: Cuts, layout: Layout) -> tuple[int, ...]:
+    """The shape whose cut by `cuts` gives every rank the tensor it passes; collective.
+
+    `layout` is what the ranks intend, and compared with the rest.
+    """
+    held = grid.comm.allgather((tuple(local.shape), str(local.dtype), local.requires_grad, layout))
+    shapes = [meta[0] for meta in held]
+    if len({len(s) for s in shapes}) > 1:
+        raise ValueError(f"the ranks' blocks differ in their number of dimensions: {shapes}")
     for what, i in (("type", 1), ("requires_grad", 2), ("layout", 3)):
         if len({meta[i] for meta in held}) > 1:
             usual, _ = Counter(meta[i] for meta in held).most_common(1)[0]
@@ -456,9 +490,6 @@ def _global_shape(local: Tensor, grid: ProcessGrid, cuts: Cuts) -> tuple[int, ..
                 f"the ranks' blocks differ in {what}: rank {odd} has {held[odd][i]}, the others "
                 f"{usual}; pass the same on every rank"
             )
-    shapes = [meta[0] for meta in held]
-    if len({len(s) for s in shapes}) > 1:
-        raise ValueError(f"the ranks' blocks differ in their number of dimensions: {shapes}")
     shape = tuple(_global_size(shapes, d, cuts[d], grid) for d in range(len(cuts)))
     expected = [rank_box(shape, cuts, grid.topology, r).shape for r in range(grid.size)]
     off = [r for r in range(grid.size) if shapes[r] != expected[r]]
@@ -483,10 +514,8 @@ def _global_size(
     parts = topology.parts(axes)
     part = [topology.part(topology.coordinates(r), axes) for r in range(grid.size)]
     held = [shape[dimension] for shape in shapes]
-    total = sum(
-        Counter(h for h, p in zip(held, part, strict=True) if p == j).most_common(1)[0][0]
-        for j in range(parts)
-    )
+    by_part = [Counter(h for h, p in zip(held, part, strict=True) if p == j) for j in range(parts)]
+    total = sum(sizes.most_common(1)[0][0] for sizes in by_part)
 
     def misfits(size: int) -> int:
         bounds = [block(size, parts, j) for j in range(parts)]

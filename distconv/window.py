@@ -134,8 +134,8 @@ class Pad:
     """Padding by `before` and `after` positions (negative ones crop).
 
     mode "constant" leaves the outside to the fill value; "reflect" mirrors about the border
-    element, "replicate" repeats it, "circular" wraps around. `positions` tells which input each
-    needed position of the buffer stands for.
+    element, "replicate" repeats it, "circular" wraps around what is not cropped. `order` tells
+    where in the buffer each output lies.
     """
 
     before: int
@@ -143,41 +143,87 @@ class Pad:
     mode: str = "constant"
 
     def output_size(self, size: int) -> int:
+        start, stop = self._source_range(size)
+        if start >= stop and size:
+            raise ValueError(
+                f"circular padding by ({self.before}, {self.after}) crops all of {size} positions "
+                "and leaves none to wrap around"
+            )
         return size + self.before + self.after
 
     def intervals(self, size: int, start: int, stop: int) -> tuple[Interval, ...]:
         first, last = start - self.before, stop - self.before
         if self.mode == "constant":
             return ((first, last),)
+        inputs = self._source_range(size)
         low, high = (min(first, 0), min(last, 0)), (max(first, size), max(last, size))
         inside = (max(first, 0), min(last, size))
-        pieces = [_mirror(self.mode, size, *low), inside, _mirror(self.mode, size, *high)]
+        pieces = [_mirror(self.mode, inputs, *low), inside, _mirror(self.mode, inputs, *high)]
         return tuple(piece for piece in pieces if piece[0] < piece[1])
 
     def order(self, size: int, start: int, stop: int) -> list[int] | None:
         """For each output in [start, stop) its place in the buffer; None where it is the same."""
-        if self.mode in ("constant", "circular"):
+        if self.mode == "constant":
             return None
         first, last = start - self.before, stop - self.before
         buffer = [i for a, b in self.intervals(size, start, stop) for i in range(a, b)]
-        wanted = [_source(self.mode, size, i) for i in range(first, last)]
+        wanted = [_source(self.mode, self._source_range(size), i) for i in range(first, last)]
         where = {position: i for i, position in enumerate(buffer)}
         order = [where[position] for position in wanted]
         return None if order == list(range(len(buffer))) else order
 
+    def _source_range(self, size: int) -> Interval:
+        """The inputs that the outside repeats: what wraps around goes round what is not cropped."""
+        if self.mode == "circular":
+            return max(-self.before, 0), size + min(self.after, 0)
+        return 0, size
 
-def _source(mode: str, size: int, position: int) -> int:
-    """The input that an output position outside [0, size) repeats."""
+
+def _source(mode: str, inputs: Interval, position: int) -> int:
+    """The input that an output takes, which stands at `position` counted from the first input."""
+    start, stop = inputs
     if mode == "circular":
-        return position % size
+        return start + (position - start) % (stop - start)
     if mode == "replicate":
-        return min(max(position, 0), size - 1)
-    return -position if position < 0 else min(position, 2 * (size - 1) - position)
+        return min(max(position, start), stop - 1)
+    return -position if position < 0 else min(position, 2 * (stop - 1) - position)
 
 
-def _mirror(mode: str, size: int, start: int, stop: int) -> Interval:
+def _mirror(mode: str, inputs: Interval, start: int, stop: int) -> Interval:
     """The input interval that the outside positions [start, stop), all on one side, repeat."""
     if start >= stop:
         return (0, 0)
-    ends = _source(mode, size, start), _source(mode, size, stop - 1)
+    ends = _source(mode, inputs, start), _source(mode, inputs, stop - 1)
     return min(ends), max(ends) + 1
+
+
+@dataclass(frozen=True)
+class Transposed:
+    """The transpose of a `Window`: input i reaches the outputs from i*stride - padding on."""
+
+    kernel: int
+    stride: int = 1
+    dilation: int = 1
+    padding: int = 0
+    output_padding: int = 0
+
+    def output_size(self, size: int) -> int:
+        reach = (size - 1) * self.stride + self.dilation * (self.kernel - 1) + 1
+        return reach - 2 * self.padding + self.output_padding
+
+    def intervals(self, size: int, start: int, stop: int) -> tuple[Interval, ...]:
+        reach = self.dilation * (self.kernel - 1)
+        last = (stop - 1 + self.padding) // self.stride + 1
+        first = -((reach - start - self.padding) // self.stride)
+        # Where stride exceeds the kernel the first outputs may take from no input; the buffer
+        # starts no later all the same.
+        return ((min(first, (start + self.padding) // self.stride), last),)
+
+    def written(self, size: int, start: int, stop: int) -> Interval:
+        """The outputs that the inputs needed for [start, stop) reach, from first to last."""
+        ((first, last),) = self.intervals(size, start, stop)
+        offset = -self.padding
+        return (
+            first * self.stride + offset,
+            (last - 1) * self.stride + offset + self.dilation * (self.kernel - 1) + 1,
+        )

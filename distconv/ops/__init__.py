@@ -2,7 +2,9 @@
 
 from distconv.ops import (
     conv,
+    extrema,
     index,
+    interpolate,
     linear,
     loss,
     norm,
@@ -11,13 +13,17 @@ from distconv.ops import (
     pool,
     reduction,
     resample,
+    samplenorm,
     scalar,
     shape,
+    transposed,
 )
 
 __all__ = [
     "conv",
+    "extrema",
     "index",
+    "interpolate",
     "linear",
     "loss",
     "norm",
@@ -26,6 +32,8 @@ __all__ = [
     "pool",
     "reduction",
     "resample",
+    "samplenorm",
     "scalar",
     "shape",
+    "transposed",
 ]

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import lru_cache
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from distconv.ops.align import common_grid, distributed, whole
-from distconv.ops.windowed import apply_windows, tuple_of
-from distconv.tensor import DistTensor, implements, refuse
+from distconv.ops.windowed import Sizes, apply_windows, batched, checked_shape, tuple_of
+from distconv.tensor import DistTensor, implements
 from distconv.window import Window
-
-Sizes = int | Sequence[int]
 
 
 def _convolution(function: Callable[..., Tensor], spatial: int) -> None:
@@ -32,26 +28,12 @@ def _convolution(function: Callable[..., Tensor], spatial: int) -> None:
     ) -> DistTensor:
         grid = common_grid(name, (input, weight, bias))
         x = distributed(input, grid)
-        if x.dim() != spatial + 2:
-            refuse(
-                name,
-                f"the input has {x.dim()} dimensions, expected {spatial + 2}",
-                x,
-                way_out="Give it a batch dimension, x.unsqueeze(0) before it is distributed",
-            )
+        batched(name, x, spatial)
         strides = tuple_of(stride, spatial, "stride")
         dilations = tuple_of(dilation, spatial, "dilation")
         padding = padding if isinstance(padding, str) else tuple_of(padding, spatial, "padding")
-        shape = _output_shape(
-            function,
-            tuple(x.shape),
-            tuple(weight.shape),
-            None if bias is None else tuple(bias.shape),
-            strides,
-            padding,
-            dilations,
-            groups,
-        )
+        sizes = x.shape, weight.shape, None if bias is None else bias.shape
+        shape = checked_shape(function, *sizes, strides, padding, dilations, groups)
         kernel = tuple(weight.shape[2:])
         windows = [
             Window(k, s, d, p)
@@ -77,22 +59,6 @@ def _sides(
         totals = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
         return [(total // 2, total - total // 2) for total in totals]
     return [(int(p), int(p)) for p in padding]
-
-
-@lru_cache(maxsize=4096)
-def _output_shape(
-    function: Callable[..., Tensor],
-    input: tuple[int, ...],
-    weight: tuple[int, ...],
-    bias: tuple[int, ...] | None,
-    *arguments: Any,
-) -> tuple[int, ...]:
-    """The shape of the result, with torch's own checks of the arguments, on the global shapes."""
-
-    def empty(shape: tuple[int, ...] | None) -> Tensor | None:
-        return None if shape is None else torch.empty(shape, device="meta")
-
-    return tuple(function(empty(input), empty(weight), empty(bias), *arguments).shape)
 
 
 _convolution(torch.conv1d, 1)

@@ -105,7 +105,9 @@ def _regression(function: Callable[..., Tensor]) -> None:
             return DistTensor(local, shape, cuts, grid)
         over: Any = 1
         if reduction == "mean":
-            over = torch.Size(shape).numel() if w is None else w.sum()
+            # torch divides a weighted Huber loss by the number of elements, unlike the others.
+            by_weight = w is not None and function is not F.huber_loss
+            over = w.sum() if by_weight else torch.Size(shape).numel()
         return _total(local if summed else local.sum(), over, cuts, grid)
 
 
@@ -149,6 +151,29 @@ def _cross_entropy_of_bits(function: Callable[..., Tensor]) -> None:
         return _total(local, torch.Size(shape).numel() if reduction == "mean" else 1, cuts, grid)
 
 
+def _check_without_samples(
+    function: Callable[..., Tensor],
+    input: Tensor,
+    classes: int,
+    target: Tensor,
+    probabilities: bool,
+    weight: Tensor | None,
+    options: dict[str, Any],
+) -> None:
+    """torch's own checks of types, weight and options, on a batch of no samples."""
+
+    def empty(like: Tensor, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=like.dtype, device=like.device)
+
+    function(
+        empty(input, 0, classes),
+        empty(target, 0, classes) if probabilities else empty(target, 0),
+        None if weight is None else empty(weight, *weight.shape),
+        reduction="sum",
+        **options,
+    )
+
+
 def _classification(function: Callable[..., Tensor]) -> None:
     """A loss over classes, which are dimension 1; every rank needs all classes of its elements."""
     name = function.__name__
@@ -168,8 +193,6 @@ def _classification(function: Callable[..., Tensor]) -> None:
         grid = common_grid(name, (input, target, weight))
         x = distributed(input, grid)
         classes = 1 if x.dim() > 1 else 0
-        x = uncut(x, [classes], name)
-        weight = whole(weight, name)
         shape = tuple(n for d, n in enumerate(x.shape) if d != classes)
         cuts = tuple(a for d, a in enumerate(x.cuts) if d != classes)
         probabilities = target.shape == x.shape and target.is_floating_point()
@@ -178,6 +201,12 @@ def _classification(function: Callable[..., Tensor]) -> None:
                 f"{name}: target has shape {tuple(target.shape)}, expected {shape} for input "
                 f"{tuple(x.shape)}"
             )
+        options: Any = {"ignore_index": ignore_index, **smoothing}
+        _check_without_samples(
+            function, x, x.shape[classes], target, probabilities, weight, options
+        )
+        x = uncut(x, [classes], name)
+        weight = whole(weight, name)
         if probabilities:
             labels = block_of(target, tuple(x.shape), x.cuts, grid, name)
         else:
@@ -186,9 +215,8 @@ def _classification(function: Callable[..., Tensor]) -> None:
             x.shard,
             labels,
             weight,
-            ignore_index=ignore_index,
             reduction="none" if reduction == "none" else "sum",
-            **smoothing,
+            **options,
         )
         if reduction == "none":
             return DistTensor(local, shape, cuts, grid)

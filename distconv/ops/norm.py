@@ -1,14 +1,10 @@
-"""Batch normalisation with statistics over the whole mini-batch, or over a part of the ranks.
-
-Each rank's mean and sum of squared deviations are combined by the pairwise update of Chan, Golub
-and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances" (1979),
-which does not cancel as E[x^2] - E[x]^2 does.
-"""
+"""Batch normalisation with statistics over the whole mini-batch, or over a part of the ranks."""
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import prod
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -18,12 +14,14 @@ from torch.autograd.function import once_differentiable
 
 from distconv.exchange import reduced
 from distconv.grid import ProcessGrid
-from distconv.layout import cutting_axes, rank_box
+from distconv.layout import cutting_axes
 from distconv.ops.align import common_grid, distributed, uncut, whole
+from distconv.ops.moments import moments, peer_counts
 from distconv.tensor import DistTensor, implements
-from distconv.transport import mpi
 
 SPATIAL = ("depth", "height", "width")
+Kind: TypeAlias = tuple[tuple[int, ...], torch.dtype]
+"""Shape and type of a tensor."""
 
 
 @implements(F.batch_norm)
@@ -64,21 +62,24 @@ def batch_norm_over(
     x = distributed(input, grid)
     if x.dim() < 2:
         raise ValueError(f"batch_norm: expected at least 2 dimensions, got {x.dim()}")
-    x = uncut(x, [1], "batch_norm")
-    weight, bias = whole(weight, "batch_norm"), whole(bias, "batch_norm")
-    if not training:
-        shard = F.batch_norm(x.shard, running_mean, running_var, weight, bias, False, momentum, eps)
-        return DistTensor(shard, x.shape, x.cuts, grid)
-    cutting = cutting_axes(x.cuts)
+    plain = (running_mean, running_var, weight, bias)
+    kinds = [None if t is None else (tuple(t.shape), t.dtype) for t in plain]
+    _check(x.device, training, eps, ((2, x.shape[1]), x.dtype), *kinds)
+    cutting = cutting_axes((x.cuts[0], *x.cuts[2:]))
     group = cutting if axes is None else tuple(a for a in cutting if a in axes)
-    counts = _counts(x, group)
     smallest = _smallest_group(x, group)
-    if smallest < 2:
+    if training and smallest < 2:
         raise ValueError(
             "batch_norm: expected more than 1 value per channel when training, got input size "
             f"{tuple(x.shape)}"
             + (f" with {smallest} in a group of ranks" if group != cutting else "")
         )
+    x = uncut(x, [1], "batch_norm")
+    weight, bias = whole(weight, "batch_norm"), whole(bias, "batch_norm")
+    if not training:
+        shard = F.batch_norm(x.shard, running_mean, running_var, weight, bias, False, momentum, eps)
+        return DistTensor(shard, x.shape, x.cuts, grid)
+    counts = peer_counts(x, (0, *range(2, x.dim())), group)
     shard, mean, variance = _BatchNorm.apply(x.shard, weight, bias, grid, group, counts, eps)
     if running_mean is not None and running_var is not None:
         n = sum(counts)
@@ -92,14 +93,12 @@ def batch_norm_over(
     return DistTensor(shard, x.shape, x.cuts, grid)
 
 
-def _counts(x: DistTensor, group: tuple[str, ...]) -> tuple[int, ...]:
-    """Elements per channel on each rank of this rank's group, in rank order."""
-    topology = x.grid.topology
-    boxes = (
-        rank_box(tuple(x.shape), x.cuts, topology, peer).shape
-        for peer in topology.peers(x.grid.rank, group)
-    )
-    return tuple(prod(box[:1] + box[2:]) for box in boxes)
+@lru_cache(maxsize=4096)
+def _check(device: torch.device, training: bool, eps: float, *kinds: Kind | None) -> None:
+    """torch's own checks of sizes and types, on two samples of the same channels."""
+    ones = [k and torch.ones(k[0], dtype=k[1], device=device) for k in kinds]
+    serial: Any = F.batch_norm
+    serial(*ones, training, 0.0, eps)
 
 
 def _smallest_group(x: DistTensor, group: tuple[str, ...]) -> int:
@@ -114,29 +113,6 @@ def _per_channel(statistic: Tensor, like: Tensor) -> Tensor:
     return statistic.to(like.dtype).view(1, -1, *(1,) * (like.dim() - 2))
 
 
-def _statistics(
-    x: Tensor, grid: ProcessGrid, group: tuple[str, ...], counts: tuple[int, ...]
-) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance per channel over the ranks along `group`, in float64."""
-    over = [0, *range(2, x.dim())]
-    if x.numel():
-        local = torch.stack(torch.var_mean(_accumulated(x), over, correction=0)).double()
-    else:
-        local = x.new_zeros((2, x.shape[1]), dtype=torch.float64)
-    if not group:
-        return local[1], local[0]
-    variances, means = mpi.all_gather(local, grid.communicator(group)).unbind(1)
-    share = torch.tensor(counts, dtype=torch.float64, device=x.device).unsqueeze(1) / sum(counts)
-    reference = means[max(range(len(counts)), key=counts.__getitem__)]
-    mean = reference + (share * (means - reference)).sum(0)
-    return mean, (share * (variances + (means - mean) ** 2)).sum(0)
-
-
-def _accumulated(x: Tensor) -> Tensor:
-    """`x` in a type in which sums over many elements are accurate."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-
-
 class _BatchNorm(Function):
     @staticmethod
     def forward(
@@ -149,9 +125,10 @@ class _BatchNorm(Function):
         counts: tuple[int, ...],
         eps: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        mean, variance = _statistics(x, grid, group, counts)
         kind = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
-        mean, variance = mean.to(kind), variance.to(kind)
+        over = (0, *range(2, x.dim()))
+        statistics = moments(x, over, grid, group, counts)
+        mean, variance = (m.flatten().to(kind) for m in statistics)
         if x.numel():
             y = F.batch_norm(x, mean, variance, weight, bias, False, 0.0, eps)
         else:

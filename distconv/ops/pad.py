@@ -1,4 +1,4 @@
-"""Padding of cut planes, in all modes: the outside comes from the rank that owns what it repeats."""
+"""Padding of cut planes, in all modes: the outside comes from the owner of what it repeats."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def pad(
             order = need.order(input.shape[d], box.start[d], box.stop[d])
             if order is not None:
                 buffer = buffer.index_select(d, torch.tensor(order, device=buffer.device))
-    buffer = _pad_whole_dimensions(buffer, amounts, needs, mode, value, box.shape)
+    buffer = _pad_whole_dimensions(buffer, amounts, needs, len(pad) // 2, mode, value, box.shape)
     return DistTensor(buffer, shape, input.cuts, input.grid)
 
 
@@ -42,6 +42,7 @@ def _pad_whole_dimensions(
     buffer: Tensor,
     amounts: Sequence[tuple[int, int]],
     needs: Sequence[IndexMap],
+    named: int,
     mode: str,
     value: float | None,
     shape: tuple[int, ...],
@@ -52,6 +53,6 @@ def _pad_whole_dimensions(
         return buffer
     if 0 in shape:
         return buffer.reshape(-1)[:0].reshape(shape)
-    last = max(i for i, amount in enumerate(reversed(amounts)) if any(amount))
-    flat = [n for amount in reversed(rest[len(rest) - 1 - last :]) for n in amount]
+    # torch pads as many dimensions at a time as the caller has named, also by nothing.
+    flat = [n for amount in reversed(rest[len(rest) - named :]) for n in amount]
     return F.pad(buffer, flat, mode, value)

@@ -75,6 +75,8 @@ def _pointwise(function: Callable[..., Any]) -> Callable[..., Any]:
             *[block_of(x, shape, cuts, grid, name) for x in args],
             **{k: block_of(x, shape, cuts, grid, name) for k, x in kwargs.items()},
         )
+        if result is NotImplemented:  # Python then asks the other operand
+            return result
         return DistTensor(result, shape, cuts, grid) if written is None else written
 
     return rule
@@ -93,9 +95,10 @@ def _alike(tensors: list[Tensor]) -> bool:
 
 
 def _register() -> None:
-    names = [*_NAMES, *(f"{n}_" for n in _NAMES), *(f"__{n}__" for n in _DUNDERS)]
+    names = [*_NAMES, *(f"{n}_" for n in _NAMES)]
+    dunders = [f"__{n}__" for n in _DUNDERS]
     for home in (torch, torch.special, torch.Tensor, F):
-        for name in names:
+        for name in [*names, *dunders] if home is torch.Tensor else names:
             function = getattr(home, name, None)
             if callable(function) and function not in RULES:
                 RULES[function] = _pointwise(function)
@@ -110,7 +113,13 @@ def detach(input: DistTensor) -> DistTensor:
     return view_of(input, input.shard.detach(), input.shape, input.cuts, copied=False)
 
 
-@implements(torch.where, torch.Tensor.where)
+@implements(torch.Tensor.where)
+def where_method(input: Tensor, condition: Tensor, other: Any) -> DistTensor:
+    """`input` where the condition holds, `other` elsewhere."""
+    return where(condition, input, other)
+
+
+@implements(torch.where)
 def where(condition: Tensor, *values: Any) -> DistTensor:
     """Choice between two values, element by element."""
     if not values:
@@ -175,15 +184,15 @@ def prelu(input: DistTensor, weight: Tensor) -> DistTensor:
             weight,
             way_out="Use weight.full_tensor()",
         )
-    if weight.numel() not in (1, input.shape[1] if input.dim() > 1 else 1):
+    if weight.dim() > 1 or weight.numel() not in (1, input.shape[1] if input.dim() > 1 else 1):
         raise RuntimeError(
-            f"prelu: {weight.numel()} slopes for an input of shape {tuple(input.shape)}; "
-            "give 1, or one for each channel"
+            f"prelu: slopes of shape {tuple(weight.shape)} for an input of shape "
+            f"{tuple(input.shape)}; give 1, or one for each channel"
         )
-    slopes = weight.reshape(-1, *(1,) * (input.dim() - 2)) if weight.numel() > 1 else weight
-    local = block_of(slopes, tuple(input.shape), input.cuts, input.grid, "prelu")
-    shard = torch.where(input.shard >= 0, input.shard, input.shard * local)
-    return DistTensor(shard, input.shape, input.cuts, input.grid)
+    if weight.numel() > 1:
+        slopes = weight.reshape(-1, *(1,) * (input.dim() - 2))
+        weight = block_of(slopes, tuple(input.shape), input.cuts, input.grid, "prelu").flatten()
+    return DistTensor(torch.prelu(input.shard, weight), input.shape, input.cuts, input.grid)
 
 
 @implements(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout)
@@ -191,6 +200,8 @@ def dropout(
     input: DistTensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> DistTensor:
     """Dropout in evaluation mode, or with p = 0, which is the identity."""
+    if not 0 <= p <= 1:
+        raise ValueError(f"dropout: p={p} is not a probability; choose from 0 to 1")
     if training and p > 0:
         refuse(
             "dropout",

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distconv.layout import Cuts, rank_box
+from distconv.ops.align import local_shape
 from distconv.ops.reduction import mean
 from distconv.ops.windowed import apply_windows, output_shape, tuple_of
 from distconv.tensor import DistTensor, gathered, implements, refuse
@@ -55,6 +56,11 @@ def _check(function: Callable[..., Tensor], shape: tuple[int, ...], *arguments: 
     function(torch.empty(shape, device="meta"), *arguments)
 
 
+def _some_channel(x: Tensor) -> Tensor:
+    """`x` itself, or its empty batch with one channel: torch pools nothing without channels."""
+    return x if x.shape[1] else x.reshape(0, 1, *x.shape[2:])
+
+
 def _max_pool(local: Callable[..., Tensor], functions: Sequence[Any], n: int) -> None:
     name = f"max_pool{n}d"
 
@@ -84,7 +90,7 @@ def _max_pool(local: Callable[..., Tensor], functions: Sequence[Any], n: int) ->
         _check(local, tuple(input.shape), kernels, strides, paddings, dilations, ceil_mode)
 
         def compute(buffer: Tensor, left: tuple[int, ...]) -> Tensor:
-            return local(buffer, kernels, strides, left, dilations, ceil_mode)
+            return local(_some_channel(buffer), kernels, strides, left, dilations, ceil_mode)
 
         shape = output_shape(input.shape[1], input, windows)
         lowest = -torch.inf if input.dtype.is_floating_point else torch.iinfo(input.dtype).min
@@ -114,26 +120,23 @@ def _avg_pool(local: Callable[..., Tensor], n: int) -> None:
         arguments = (kernels, strides, paddings, ceil_mode, count_include_pad, *override)
         _check(local, tuple(input.shape), *arguments)
         shape = output_shape(input.shape[1], input, windows)
-        if not any(input.cuts[2:]):
-            return DistTensor(
-                local(input.shard, *arguments),
-                (*shape[:2], *shape[2:]),
-                input.cuts,
-                input.grid,
-            )
         box = rank_box(shape, input.cuts, input.grid.topology, input.grid.rank)
-        counts = [
-            _counts(window, size, start, stop, count_include_pad)
-            for window, size, start, stop in zip(
-                windows, input.shape[2:], box.start[2:], box.stop[2:], strict=True
-            )
-        ]
 
         def compute(buffer: Tensor, left: tuple[int, ...]) -> Tensor:
-            sums = _sum_pool(buffer, kernels, strides, left, ceil_mode)
+            if not any(input.cuts[2:]):
+                return local(_some_channel(buffer), *arguments)
+            sums = _sum_pool(_some_channel(buffer), kernels, strides, left, ceil_mode)
             if not buffer.numel():
                 return sums
-            return sums / (divisor_override or _divisor(counts, sums))
+            counts = [
+                _counts(window, size, start, stop, count_include_pad)
+                for window, size, start, stop in zip(
+                    windows, input.shape[2:], box.start[2:], box.stop[2:], strict=True
+                )
+            ]
+            rounding = None if sums.is_floating_point() else "trunc"
+            divisor = divisor_override or _divisor(counts, sums)
+            return torch.div(sums, divisor, rounding_mode=rounding)
 
         return apply_windows(input, windows, shape, name, compute)
 
@@ -227,7 +230,11 @@ def _adaptive_avg_pool(local: Callable[..., Tensor], n: int) -> None:
         outputs = _adaptive_sizes(output_size, tuple(input.shape[2:]), n)
         if not any(input.cuts[2:]):
             shape = (*input.shape[:2], *outputs)
-            return DistTensor(local(input.shard, outputs), shape, input.cuts, input.grid)
+            if input.shard.numel():
+                shard = local(input.shard, outputs)
+            else:
+                shard = input.shard.reshape(local_shape(shape, input.cuts, input.grid))
+            return DistTensor(shard, shape, input.cuts, input.grid)
         # An average over a whole dimension is a sum over ranks, with no gathering at all.
         over = [d for d, m in enumerate(outputs, 2) if m == 1]
         pooled = mean(input, over, keepdim=True) if over else input

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from math import prod
 
 import torch
+from torch import Tensor
 
 from distconv.exchange import sum_over
 from distconv.layout import cutting_axes
@@ -15,21 +16,26 @@ from distconv.tensor import DistTensor, implements
 Dims = int | Sequence[int] | None
 
 
+def result_of(input: DistTensor, shard: Tensor, over: tuple[int, ...], keepdim: bool) -> DistTensor:
+    """The result of a reduction of `input` over dimensions, which `shard` has with one element."""
+    kept = [d for d in range(input.dim()) if keepdim or d not in over]
+    return DistTensor(
+        shard if keepdim or not over else shard.squeeze(over),
+        [1 if d in over else input.shape[d] for d in kept],
+        tuple(() if d in over else input.cuts[d] for d in kept),
+        input.grid,
+    )
+
+
 @implements(torch.sum, torch.Tensor.sum)
 def sum(
     input: DistTensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> DistTensor:
     """Sum over dimensions; the result is whole along them and replicated where they were cut."""
     over = dimensions_of(dim, input.dim())
-    local = input.shard.sum(over, keepdim, dtype=dtype) if over else input.shard.sum(dtype=dtype)
+    local = input.shard.sum(over, True, dtype=dtype) if over else input.shard.sum(dtype=dtype)
     axes = cutting_axes(input.cuts[d] for d in over)
-    kept = [d for d in range(input.dim()) if keepdim or d not in over]
-    return DistTensor(
-        sum_over(local, input.grid, axes),
-        [1 if d in over else input.shape[d] for d in kept],
-        tuple(() if d in over else input.cuts[d] for d in kept),
-        input.grid,
-    )
+    return result_of(input, sum_over(local, input.grid, axes), over, keepdim)
 
 
 @implements(torch.mean, torch.Tensor.mean)
@@ -43,6 +49,8 @@ def mean(
             f"mean(): the result type of {kind} is not floating; convert the input, or pass dtype="
         )
     count = prod(input.shape[d] for d in dimensions_of(dim, input.dim()))
-    total = sum(input, dim, keepdim, dtype=dtype)
+    # The sum of many half numbers may exceed their range where the mean does not.
+    wide = torch.float32 if kind in (torch.float16, torch.bfloat16) else dtype
+    total = sum(input, dim, keepdim, dtype=wide)
     shard = total.shard / count if count else total.shard * torch.nan
-    return DistTensor(shard, total.shape, total.cuts, total.grid)
+    return DistTensor(shard.to(kind), total.shape, total.cuts, total.grid)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from math import prod
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from distconv.layout import Cuts
 from distconv.ops.align import local_shape
-from distconv.tensor import DistTensor, gathered
+from distconv.tensor import DistTensor, gathered, refuse
 from distconv.window import IndexMap, Same, Window
 
+Sizes = int | Sequence[int]
 
-def tuple_of(value: int | Sequence[int], n: int, what: str) -> tuple[int, ...]:
+
+def tuple_of(value: Sizes, n: int, what: str) -> tuple[int, ...]:
     """One number for each of `n` spatial dimensions."""
     if isinstance(value, int):
         return (value,) * n
@@ -22,6 +27,28 @@ def tuple_of(value: int | Sequence[int], n: int, what: str) -> tuple[int, ...]:
     if len(value) != n:
         raise RuntimeError(f"{what}={tuple(value)} has {len(value)} values, expected {n}")
     return tuple(value)
+
+
+def batched(name: str, input: DistTensor, spatial: int) -> None:
+    """Refuse an input without a batch dimension, whose layout would name other dimensions."""
+    if input.dim() != spatial + 2:
+        refuse(
+            name,
+            f"the input has {input.dim()} dimensions, expected {spatial + 2}",
+            input,
+            way_out="Give it a batch dimension, x.unsqueeze(0) before it is distributed",
+        )
+
+
+@lru_cache(maxsize=4096)
+def checked_shape(function: Callable[..., Any], *arguments: Any) -> tuple[int, ...]:
+    """The global shape of a result, with torch's own checks of the arguments.
+
+    The shapes among `arguments`, given as `torch.Size`, stand for tensors.
+    """
+    empty = [torch.empty(a, device="meta") if isinstance(a, torch.Size) else a for a in arguments]
+    result = function(*empty)
+    return tuple(result.shape)
 
 
 def output_shape(

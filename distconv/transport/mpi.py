@@ -18,7 +18,7 @@ _DATATYPES = {
     torch.complex64: MPI.C_FLOAT_COMPLEX,
     torch.complex128: MPI.C_DOUBLE_COMPLEX,
 }
-_HALF = (torch.float16, torch.bfloat16)
+_WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.bool: torch.int32}
 
 
 class Request:
@@ -74,7 +74,9 @@ def all_reduce(tensor: torch.Tensor, comm: MPI.Intracomm) -> Request:
     """
     if tensor.dtype in _DATATYPES:
         return Request(comm.Iallreduce(MPI.IN_PLACE, _typed(tensor), MPI.SUM), tensor)
-    wide = tensor.to(torch.float32 if tensor.dtype in _HALF else torch.int32)
+    if tensor.dtype not in _WIDER:
+        raise TypeError(f"MPI cannot add up {tensor.dtype}; convert to one that it can, x.float()")
+    wide = tensor.to(_WIDER[tensor.dtype])
     return Request(comm.Iallreduce(MPI.IN_PLACE, _typed(wide), MPI.SUM), wide, tensor)
 
 

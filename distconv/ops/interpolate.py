@@ -1,0 +1,81 @@
+"""Interpolation on cut planes: outputs are weighted sums of inputs, one dimension after another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from distconv.layout import rank_box
+from distconv.ops.align import meta
+from distconv.taps import Resampled
+from distconv.tensor import DistTensor, gathered, implements
+from distconv.window import Same
+
+_MODES = {"linear": "linear", "bilinear": "linear", "trilinear": "linear", "bicubic": "cubic"}
+
+
+@implements(F.interpolate, F.upsample)
+def interpolate(
+    input: DistTensor,
+    size: int | Sequence[int] | None = None,
+    scale_factor: float | Sequence[float] | None = None,
+    mode: str = "nearest",
+    align_corners: bool | None = None,
+    recompute_scale_factor: bool | None = None,
+    antialias: bool = False,
+) -> DistTensor:
+    """Resampling of the spatial dimensions to a size, or by a factor, in all of torch's modes."""
+    arguments: Any = (mode, align_corners, recompute_scale_factor, antialias)
+    shape = tuple(F.interpolate(meta(input), size, scale_factor, *arguments).shape)
+    if mode == "area":
+        pool: Any = {3: F.adaptive_avg_pool1d, 4: F.adaptive_avg_pool2d, 5: F.adaptive_avg_pool3d}
+        averaged: DistTensor = pool[input.dim()](input, shape[2:])
+        return averaged
+    box = rank_box(shape, input.cuts, input.grid.topology, input.grid.rank)
+    if not any(input.cuts[2:]) and 0 not in box.shape:
+        shard = F.interpolate(input.shard, size, scale_factor, *arguments)
+        return DistTensor(shard, shape, input.cuts, input.grid)
+    spatial = len(shape) - 2
+    if scale_factor is None or recompute_scale_factor:
+        scales: list[float | None] = [None] * spatial
+    elif isinstance(scale_factor, Sequence):
+        scales = list(scale_factor)
+    else:
+        scales = [scale_factor] * spatial
+    precision = "float64" if input.dtype == torch.float64 else "float32"
+    maps = [
+        Resampled(n, s, _MODES.get(mode, mode), bool(align_corners), antialias, precision)
+        for n, s in zip(shape[2:], scales, strict=True)
+    ]
+    needs = [m if axes else Same() for m, axes in zip(maps, input.cuts[2:], strict=True)]
+    buffer = gathered(input, (Same(), Same(), *needs), input.cuts, "interpolate")
+    if 0 in box.shape:
+        return DistTensor(buffer.reshape(-1)[:0].reshape(box.shape), shape, input.cuts, input.grid)
+    for d, resampled in enumerate(maps, 2):
+        buffer = _resample(
+            buffer, d, resampled, input.shape[d], box.start[d], box.stop[d], bool(input.cuts[d])
+        )
+    return DistTensor(buffer, shape, input.cuts, input.grid)
+
+
+def _resample(
+    buffer: Tensor, d: int, resampled: Resampled, size: int, start: int, stop: int, cut: bool
+) -> Tensor:
+    """The outputs [start, stop) along dimension `d`, from a buffer of the inputs they need."""
+    positions, weights = resampled.taps(size, start, stop)
+    first = resampled.intervals(size, start, stop)[0][0] if cut else 0
+    if resampled.mode.startswith("nearest"):
+        return buffer.index_select(d, torch.from_numpy(positions[:, 0] - first).to(buffer.device))
+    column = (1,) * d + (-1,) + (1,) * (buffer.dim() - d - 1)
+    total: Tensor | None = None
+    for tap in range(positions.shape[1]):
+        index = torch.from_numpy(positions[:, tap] - first).to(buffer.device)
+        weight = torch.from_numpy(weights[:, tap]).to(buffer).view(column)
+        term = buffer.index_select(d, index) * weight
+        total = term if total is None else total + term
+    assert total is not None
+    return total

@@ -1,0 +1,104 @@
+"""Mean and variance over dimensions that may be cut, and standardisation by them.
+
+Each rank's mean and sum of squared deviations are combined by the pairwise update of Chan, Golub
+and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances" (1979),
+which does not cancel as E[x^2] - E[x]^2 does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from distconv.exchange import reduced
+from distconv.grid import ProcessGrid
+from distconv.layout import rank_box
+from distconv.tensor import DistTensor
+from distconv.transport import mpi
+
+
+def peer_counts(
+    x: DistTensor, over: Sequence[int], group: tuple[str, ...], block: int = 1
+) -> tuple[int, ...]:
+    """For each rank along `group`, in rank order: how many elements of `x` a statistic takes there.
+
+    `block` multiplies the extents along the dimensions `over`.
+    """
+    topology, shape = x.grid.topology, tuple(x.shape)
+    boxes = (
+        rank_box(shape, x.cuts, topology, peer).shape for peer in topology.peers(x.grid.rank, group)
+    )
+    return tuple(block * prod(box[d] for d in over) for box in boxes)
+
+
+def accumulated(x: Tensor) -> Tensor:
+    """`x` in a type in which sums over many elements are accurate."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def moments(
+    x: Tensor, over: Sequence[int], grid: ProcessGrid, group: tuple[str, ...], counts: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance over dimensions and over the ranks along `group`, in float64.
+
+    Those ranks call it; `counts` tells how many elements each of them contributes. The dimensions
+    stay, with one element each.
+    """
+    if x.numel():
+        pair = torch.var_mean(accumulated(x), tuple(over), correction=0, keepdim=True)
+        local = torch.stack(pair).double()
+    else:
+        shape = [1 if d in over else n for d, n in enumerate(x.shape)]
+        local = x.new_zeros((2, *shape), dtype=torch.float64)
+    if not group:
+        return local[1], local[0]
+    variances, means = mpi.all_gather(local, grid.communicator(group)).unbind(1)
+    share = torch.tensor(counts, dtype=torch.float64, device=x.device) / max(sum(counts), 1)
+    share = share.view(-1, *(1,) * x.dim())
+    reference = means[max(range(len(counts)), key=counts.__getitem__)]
+    mean = reference + (share * (means - reference)).sum(0)
+    return mean, (share * (variances + (means - mean) ** 2)).sum(0)
+
+
+class Standardize(Function):
+    """(x - mean) / sqrt(variance + eps), with the moments over dimensions and ranks.
+
+    Returns the result, and mean and variance in the type in which they are accumulated.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        over: tuple[int, ...],
+        grid: ProcessGrid,
+        group: tuple[str, ...],
+        counts: tuple[int, ...],
+        eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        wide = accumulated(x)
+        mean, variance = (m.to(wide.dtype) for m in moments(x, over, grid, group, counts))
+        scale = torch.rsqrt(variance + eps)
+        ctx.save_for_backward(x, mean, scale)
+        ctx.context = over, grid, group, sum(counts)
+        ctx.mark_non_differentiable(mean, variance)
+        return ((wide - mean) * scale).to(x.dtype), mean, variance
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, mean, scale = ctx.saved_tensors
+        over, grid, group, count = ctx.context
+        dy = accumulated(grads[0])
+        standard = (accumulated(x) - mean) * scale
+        sums = torch.stack([dy.sum(over, keepdim=True), (dy * standard).sum(over, keepdim=True)])
+        if group:
+            sums = reduced(sums, grid, group)
+        dx = scale * (dy - (sums[0] + standard * sums[1]) / count)
+        return dx.to(x.dtype), None, None, None, None, None

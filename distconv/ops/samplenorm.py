@@ -1,0 +1,146 @@
+"""Normalisations of each sample by itself: group, instance, layer and root-mean-square norm."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from distconv.exchange import reduced
+from distconv.layout import cutting_axes
+from distconv.ops.align import block_of, common_grid, distributed, meta, uncut
+from distconv.ops.moments import Standardize, peer_counts
+from distconv.ops.norm import batch_norm
+from distconv.ops.reduction import mean as mean_of
+from distconv.tensor import DistTensor, implements, recut
+
+
+def _affine(
+    x: DistTensor, shard: Tensor, weight: Tensor | None, bias: Tensor | None, name: str
+) -> DistTensor:
+    """`shard`, a block like those of x, times weight plus bias, which are broadcast to x."""
+    arguments = tuple(x.shape), x.cuts, x.grid, name
+    if weight is not None:
+        shard = shard * block_of(weight, *arguments)
+    if bias is not None:
+        shard = shard + block_of(bias, *arguments)
+    return DistTensor(shard.to(x.dtype), x.shape, x.cuts, x.grid)
+
+
+def _per_channel(statistic: Tensor | None, ndim: int) -> Tensor | None:
+    return None if statistic is None else statistic.reshape(-1, *(1,) * (ndim - 2))
+
+
+@implements(F.group_norm, torch.group_norm)
+def group_norm(
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> DistTensor:
+    """Statistics of each sample and group of channels, over the whole plane."""
+    x = distributed(input, common_grid("group_norm", (input, weight, bias)))
+    F.group_norm(meta(x), num_groups, meta(weight), meta(bias), eps)
+    x = uncut(x, [1], "group_norm")
+    spatial = tuple(range(2, x.dim()))
+    group = cutting_axes(x.cuts[2:])
+    counts = peer_counts(x, spatial, group, block=x.shape[1] // num_groups)
+    grouped = x.shard.unflatten(1, (num_groups, -1))
+    over = tuple(range(2, grouped.dim()))
+    shard, _, _ = Standardize.apply(grouped, over, x.grid, group, counts, eps)
+    weight, bias = _per_channel(weight, x.dim()), _per_channel(bias, x.dim())
+    return _affine(x, shard.flatten(1, 2), weight, bias, "group_norm")
+
+
+@implements(F.instance_norm)
+def instance_norm(
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> DistTensor:
+    """Statistics of each sample and channel over the whole plane; running ones on request."""
+    x = distributed(input, common_grid("instance_norm", (input, weight, bias)))
+    if not use_input_stats:
+        return batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
+    elements = prod(x.shape[2:])
+    if elements < 2:
+        raise ValueError(
+            "instance_norm: expected more than 1 spatial element when training, got input size "
+            f"{tuple(x.shape)}"
+        )
+    if running_mean is not None:
+        x = uncut(x, [1], "instance_norm")
+    spatial = tuple(range(2, x.dim()))
+    group = cutting_axes(x.cuts[2:])
+    counts = peer_counts(x, spatial, group)
+    shard, mean, variance = Standardize.apply(x.shard, spatial, x.grid, group, counts, eps)
+    if running_mean is not None and running_var is not None:
+        # The running statistics take the mean over the samples.
+        unbiased = variance * (elements / (elements - 1))
+        sums = torch.stack([mean.flatten(1).sum(0), unbiased.flatten(1).sum(0)])
+        axes = cutting_axes(x.cuts[:1])
+        total = reduced(sums, x.grid, axes) if axes else sums
+        with torch.no_grad():
+            for running, batch in zip((running_mean, running_var), total, strict=True):
+                running.lerp_((batch / x.shape[0]).to(running.dtype), momentum)
+    weight, bias = _per_channel(weight, x.dim()), _per_channel(bias, x.dim())
+    return _affine(x, shard, weight, bias, "instance_norm")
+
+
+@implements(F.layer_norm, torch.layer_norm)
+def layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> DistTensor:
+    """Statistics over the last dimensions, cut or not."""
+    x = distributed(input, common_grid("layer_norm", (input, weight, bias)))
+    F.layer_norm(meta(x), normalized_shape, meta(weight), meta(bias), eps)
+    over = tuple(range(x.dim() - len(normalized_shape), x.dim()))
+    group = cutting_axes(x.cuts[d] for d in over)
+    counts = peer_counts(x, over, group)
+    shard, _, _ = Standardize.apply(x.shard, over, x.grid, group, counts, eps)
+    return _affine(x, shard, weight, bias, "layer_norm")
+
+
+@implements(F.rms_norm, torch.rms_norm)
+def rms_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> DistTensor:
+    """Division by the root of the mean square over the last dimensions, cut or not."""
+    x = distributed(input, common_grid("rms_norm", (input, weight)))
+    F.rms_norm(meta(x), list(normalized_shape), meta(weight), eps)
+    over = list(range(x.dim() - len(normalized_shape), x.dim()))
+    wide: Any = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    eps = torch.finfo(wide.dtype).eps if eps is None else eps
+    scale = torch.rsqrt(mean_of(wide * wide, over, keepdim=True) + eps)
+    return _affine(x, recut(wide * scale, x.cuts, "rms_norm").shard, weight, None, "rms_norm")
+
+
+@implements(F.local_response_norm)
+def local_response_norm(
+    input: DistTensor, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0
+) -> DistTensor:
+    """Division by a power of the mean square over neighbouring channels."""
+    F.local_response_norm(meta(input), size, alpha, beta, k)
+    x = uncut(input, [1], "local_response_norm")
+    if not x.shard.numel():
+        return DistTensor(x.shard.clone(), x.shape, x.cuts, x.grid)
+    shard = F.local_response_norm(x.shard, size, alpha, beta, k)
+    return DistTensor(shard, x.shape, x.cuts, x.grid)

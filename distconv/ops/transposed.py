@@ -1,0 +1,76 @@
+"""Transposed convolution on cut planes: every rank computes its own block of the output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+
+import torch
+from torch import Tensor
+
+from distconv.layout import rank_box
+from distconv.ops.align import common_grid, distributed, whole
+from distconv.ops.windowed import Sizes, batched, checked_shape, tuple_of
+from distconv.tensor import DistTensor, gathered, implements
+from distconv.window import Same, Transposed
+
+
+def _transposed_convolution(function: Callable[..., Tensor], spatial: int) -> None:
+    name = f"conv_transpose{spatial}d"
+
+    @implements(function)
+    def rule(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Sizes = 1,
+        padding: Sizes = 0,
+        output_padding: Sizes = 0,
+        groups: int = 1,
+        dilation: Sizes = 1,
+    ) -> DistTensor:
+        grid = common_grid(name, (input, weight, bias))
+        x = distributed(input, grid)
+        batched(name, x, spatial)
+        strides = tuple_of(stride, spatial, "stride")
+        paddings = tuple_of(padding, spatial, "padding")
+        extras = tuple_of(output_padding, spatial, "output_padding")
+        dilations = tuple_of(dilation, spatial, "dilation")
+        sizes = x.shape, weight.shape, None if bias is None else bias.shape
+        shape = checked_shape(function, *sizes, strides, paddings, extras, groups, dilations)
+        kernel = tuple(weight.shape[2:])
+        maps = [
+            Transposed(*arguments)
+            for arguments in zip(kernel, strides, dilations, paddings, extras, strict=True)
+        ]
+        cuts = (x.cuts[0], (), *x.cuts[2:])
+        cut = [bool(axes) for axes in cuts[2:]]
+        needs = [m if c else Same() for m, c in zip(maps, cut, strict=True)]
+        buffer = gathered(x, (Same(), Same(), *needs), cuts, name)
+        weight, bias = whole(weight, name), whole(bias, name)
+
+        box = rank_box(shape, cuts, grid.topology, grid.rank)
+        if not prod(box.shape):
+            # The local operator refuses empty planes, but not an empty batch.
+            buffer = buffer.reshape(0, buffer.shape[1], *(max(n, 2) for n in kernel))
+            result = function(buffer, weight, bias, strides, 0, 0, groups, dilations)
+            return DistTensor(result.reshape(box.shape), shape, cuts, grid)
+        # Along a cut dimension the local result starts where its first input writes first, and
+        # ends where its last input writes last, unless more outputs follow that no input reaches.
+        own = list(zip(maps, x.shape[2:], box.start[2:], box.stop[2:], strict=True))
+        written = [m.written(n, a, b) for m, n, a, b in own]
+        left = [0 if c else p for c, p in zip(cut, paddings, strict=True)]
+        beyond = [
+            max(0, b - last) if c else extra
+            for c, extra, (_, _, _, b), (_, last) in zip(cut, extras, own, written, strict=True)
+        ]
+        result = function(buffer, weight, bias, strides, left, beyond, groups, dilations)
+        for d, ((_, _, a, b), (first, _)) in enumerate(zip(own, written, strict=True), 2):
+            if cut[d - 2]:
+                result = result.narrow(d, a - first, b - a)
+        return DistTensor(result, shape, cuts, grid)
+
+
+_transposed_convolution(torch.conv_transpose1d, 1)
+_transposed_convolution(torch.conv_transpose2d, 2)
+_transposed_convolution(torch.conv_transpose3d, 3)
