@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from math import prod
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 from mpi4py import MPI
 from torch import Tensor
 
 import distconv as dc
 from distconv.topology import AXES
+from distconv.transport import mpi
 
 TOLERANCE = 1e-10
 """Largest deviation from serial in float64, relative to the largest entry."""
@@ -51,12 +55,17 @@ def random_tensor(rng: random.Random, shape: Sequence[int], dtype: Any = torch.f
 
 
 def deviation(actual: Tensor, expected: Tensor) -> float:
-    """The largest difference, relative to the largest entry of what is expected."""
+    """The largest difference, relative to the largest entry of what is expected; nan equals nan."""
     assert actual.shape == expected.shape, (actual.shape, expected.shape)
     if not expected.numel():
         return 0.0
-    if not expected.dtype.is_floating_point:
+    if not (expected.dtype.is_floating_point or expected.dtype.is_complex):
         return float(not torch.equal(actual, expected))
+    finite = expected.isfinite()
+    if not finite.all():
+        if not torch.equal(actual[~finite].nan_to_num(7.0), expected[~finite].nan_to_num(7.0)):
+            return torch.inf
+        return deviation(actual[finite], expected[finite])
     difference = (actual - expected).abs().max().item()
     return difference / max(expected.abs().max().item(), 1e-30) if difference else 0.0
 
@@ -103,6 +112,8 @@ def agrees(
     differentiable = [(g, w) for g, w in pairs if w.requires_grad]
     if not differentiable:
         return
+    # Gradients enter in the type of the result, and are shared out over its replicas there.
+    tolerance = max(tolerance, *(8 * torch.finfo(w.dtype).eps for _, w in differentiable))
     seeds = [random_tensor(rng, w.shape, w.dtype) for _, w in differentiable]
     torch.autograd.backward([w for _, w in differentiable], seeds)
     for i, ((got, _), seed) in enumerate(zip(differentiable, seeds, strict=True)):
@@ -124,3 +135,61 @@ def _flat(result: Any) -> list[Tensor]:
 def elements(shape: Sequence[int]) -> int:
     """Number of elements."""
     return prod(shape)
+
+
+def raises_alike(
+    function: Callable[..., Any],
+    inputs: Sequence[Tensor],
+    parameters: Sequence[Tensor],
+    grid: dc.ProcessGrid,
+    rng: random.Random,
+    layouts: Sequence[dc.Layout | None] | None = None,
+) -> None:
+    """Assert that the serial function raises, and the distributed one on all ranks, in silence."""
+    with pytest.raises((RuntimeError, ValueError, IndexError, TypeError, ZeroDivisionError)):
+        function(*inputs, *parameters)
+    refused(function, inputs, parameters, grid, rng, layouts)
+
+
+def refused(
+    function: Callable[..., Any],
+    inputs: Sequence[Tensor],
+    parameters: Sequence[Tensor],
+    grid: dc.ProcessGrid,
+    rng: random.Random,
+    layouts: Sequence[dc.Layout | None] | None = None,
+    error: type[Exception] | tuple[type[Exception], ...] = Exception,
+) -> None:
+    """Assert that the distributed function raises on all ranks before it sends anything."""
+    if layouts is None:
+        layouts = [random_layout(rng, grid, x.shape) for x in inputs]
+    distributed = [
+        dc.distribute_tensor(x, grid, layout) for x, layout in zip(inputs, layouts, strict=True)
+    ]
+    raised = None
+    with ExitStack() as stack:
+        sends = [
+            stack.enter_context(mock.patch.object(owner, name, wraps=getattr(owner, name)))
+            for owner, name in (
+                (grid.transport, "send"),
+                (mpi, "all_reduce"),
+                (mpi, "all_gather"),
+            )
+        ]
+        try:
+            function(*distributed, *parameters)
+        except error as caught:
+            raised = caught
+    everywhere = MPI.COMM_WORLD.allgather((repr(raised)[:200], any(s.called for s in sends)))
+    assert all(text != "None" for text, _ in everywhere), f"raised on some ranks: {everywhere}"
+    assert not any(sent for _, sent in everywhere), f"raised after sending: {everywhere}"
+
+
+@contextmanager
+def noted(*what: Any) -> Iterator[None]:
+    """Name the case in whatever is raised within."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(" ".join(map(str, what)))
+        raise

@@ -1,0 +1,134 @@
+"""A rank that fails ends the whole job, with one traceback, instead of leaving the others waiting.
+
+These tests launch jobs of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LIMIT = 20
+"""Seconds after which a job counts as hanging."""
+
+SCRIPT = """
+import os, signal, sys
+import torch, distconv as dc
+
+grid = dc.ProcessGrid(height=-1)
+x = dc.distribute_tensor(torch.arange(2.0 ** 20).reshape(1, 1, -1, 2 ** 10), grid)
+
+def exchange():
+    print("waiting", flush=True)
+    while True:
+        torch.nn.functional.avg_pool2d(x, 3, 1, 1).sum().item()
+
+{body}
+"""
+
+
+def mpiexec() -> str:
+    """The launcher beside the interpreter, or on PATH."""
+    beside = Path(sys.executable).with_name("mpiexec")
+    launcher = str(beside) if beside.exists() else shutil.which("mpiexec")
+    if launcher is None:
+        pytest.skip("no mpiexec beside the interpreter or on PATH")
+    return launcher
+
+
+def job(tmp_path: Path, body: str, ranks: int = 4) -> subprocess.CompletedProcess[str]:
+    """The end of a job of several ranks; a job that does not end is an error."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(body=body))
+    # The job has to take no notice of the MPI that this process may run under.
+    foreign = ("PMI", "MPI", "HYD", "OMPI", "PYTEST")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
+    environment |= {"OMP_NUM_THREADS": "1", "MPIR_CVAR_POLLS_BEFORE_YIELD": "1"}
+    process = subprocess.Popen(
+        [mpiexec(), "-n", str(ranks), sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    )
+    try:
+        output, errors = process.communicate(timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        output, errors = process.communicate(timeout=LIMIT)
+        pytest.fail(f"the job hangs\n{output}\n{errors}")
+    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+
+
+def test_a_job_that_does_not_fail_ends_in_silence(tmp_path: Path) -> None:
+    end = job(tmp_path, "assert x.sum().item() > 0")
+    assert (end.returncode, end.stdout, end.stderr) == (0, "", "")
+
+
+def test_one_rank_that_raises_ends_the_job_while_others_wait(tmp_path: Path) -> None:
+    end = job(tmp_path, "if grid.rank == 2: raise ValueError('lost my data')\nexchange()")
+    assert end.returncode != 0
+    assert end.stdout.count("waiting") == 3
+    assert end.stderr.count("Traceback (most recent call last)") == 1
+    assert end.stderr.count("ValueError: lost my data") == 1
+    assert "distconv: rank 2 of 4 raised" in end.stderr
+
+
+def test_an_error_in_the_middle_of_a_backward_pass_ends_the_job(tmp_path: Path) -> None:
+    body = """
+x.requires_grad_()
+y = torch.nn.functional.avg_pool2d(x, 3, 1, 1)
+if grid.rank == 1:
+    def fail(gradient): raise ValueError('bad gradient')
+    y.shard.register_hook(fail)
+(y * y).sum().backward()
+exchange()
+"""
+    end = job(tmp_path, body)
+    assert end.returncode != 0
+    assert end.stderr.count("Traceback (most recent call last)") == 1
+    assert "ValueError: bad gradient" in end.stderr and "rank 1 of 4" in end.stderr
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("dc.ProcessGrid(height=3)", "ValueError: ProcessGrid: height=3 does not divide 4 ranks"),
+        (
+            "dc.DistTensor.from_local(torch.zeros(1, 1, 3 - (grid.rank == 1), 1), grid)",
+            "rank 1 holds (1, 1, 2, 1) and should hold (1, 1, 3, 1)",
+        ),
+    ],
+)
+def test_an_error_that_all_ranks_share_is_printed_once(
+    tmp_path: Path, body: str, message: str
+) -> None:
+    end = job(tmp_path, body)
+    assert end.returncode != 0
+    assert end.stderr.count("Traceback (most recent call last)") == 1
+    assert end.stderr.count(message) == 1
+    assert "distconv: rank 0 of 4 raised" in end.stderr
+
+
+def test_an_interrupted_rank_ends_the_job(tmp_path: Path) -> None:
+    body = "if grid.rank == 1: os.kill(os.getpid(), signal.SIGINT)\nexchange()"
+    end = job(tmp_path, body)
+    assert end.returncode != 0
+    assert end.stderr.count("KeyboardInterrupt") == 1
+
+
+def test_a_killed_rank_ends_the_job(tmp_path: Path) -> None:
+    end = job(tmp_path, "if grid.rank == 3: os.kill(os.getpid(), signal.SIGKILL)\nexchange()")
+    assert end.returncode != 0
+
+
+def test_one_rank_alone_fails_as_any_python_program(tmp_path: Path) -> None:
+    end = job(tmp_path, "raise ValueError('alone')", ranks=1)
+    assert end.returncode == 1
+    assert end.stderr.count("ValueError: alone") == 1 and "distconv: rank" not in end.stderr
