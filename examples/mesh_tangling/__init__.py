@@ -1,0 +1,1 @@
+"""Predict which zones of a Lagrangian mesh will tangle, from the state of the simulation."""

@@ -1,0 +1,70 @@
+"""The main job from start to end: generate samples, then train on four ranks, 2 x 2.
+
+python -m examples.mesh_tangling.demo
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from .generate import generate
+
+SIZE = 128
+TRAINING = 192
+VALIDATION = 32
+TRAIN = {
+    "network": "2k",
+    "width": "0.25",
+    "grid": "sample=2,height=2",
+    "epochs": "12",
+    "batch-size": "8",
+    "learning-rate": "0.003",
+}
+
+
+def main() -> None:
+    """Generate what is missing in the output folder and train there, from the start."""
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.mesh_tangling.demo",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs/demo"), help="folder (default %(default)s)"
+    )
+    output = parser.parse_args().output
+    files = {"data": (TRAINING, 0), "validation": (VALIDATION, 1)}
+    for name, (samples, seed) in files.items():
+        path = output / f"{name}.h5"
+        if not path.exists():
+            print(f"generating {samples} samples of {SIZE} x {SIZE} zones in {path}", flush=True)
+            generate(path, samples, SIZE, seed)
+    (output / "checkpoint.pt").unlink(missing_ok=True)
+    options = TRAIN | {name: str(output / f"{name}.h5") for name in files} | {"output": str(output)}
+    command = [mpiexec(), "-n", "4", sys.executable, "-m", "examples.mesh_tangling.train"]
+    command += [word for name, value in options.items() for word in (f"--{name}", value)]
+    print(" ".join(command), flush=True)
+    threads = max(1, (os.cpu_count() or 4) // 4)
+    environment = {"OMP_NUM_THREADS": str(threads), "MPIR_CVAR_POLLS_BEFORE_YIELD": "1"}
+    status = subprocess.run(command, env=environment | os.environ).returncode
+    if status:
+        sys.exit(status)
+    print(f"look at {output / 'prediction.png'}, {output / 'loss.png'}, {output / 'metrics.json'}")
+
+
+def mpiexec() -> str:
+    """The launcher beside the running Python, as the wheels install it, or that on the path."""
+    beside = Path(sys.executable).with_name("mpiexec")
+    found = str(beside) if beside.exists() else shutil.which("mpiexec")
+    if found is None:
+        sys.exit("error: there is no mpiexec; pip install mpich, or load the cluster's MPI")
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""The mesh-tangling networks: plain `torch.nn` modules that know nothing of distconv.
+
+From the 18 channels of a simulation's state on an S x S mesh they predict, zone by zone, the
+probability that the mesh is about to tangle there. Both are one chain of blocks of convolutions
+that shrink the mesh, and a head that brings it back to full size.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+STATE_CHANNELS = 18
+BOTTOM = 32
+"""Both published networks shrink the mesh to 32 x 32 positions."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A row of the table: one opening convolution, then 3x3 convolutions of stride 1.
+
+    `filters` lists the output channels of every convolution of the block, `kernel` and
+    `stride` belong to the opening one.
+    """
+
+    filters: tuple[int, ...]
+    kernel: int = 3
+    stride: int = 2
+
+
+BLOCKS_1K = (
+    Block((128, 256, 256, 256, 256), kernel=5),
+    Block((384,) * 5),
+    Block((512,) * 5),
+    Block((384,) * 5),
+    Block((384,) * 5),
+    Block((128,) * 5, stride=1),
+)
+
+BLOCKS_2K = (
+    Block((128,) * 3, kernel=5),
+    Block((256,) * 3),
+    Block((256,) * 3),
+    Block((384,) * 3),
+    Block((384,) * 3),
+    Block((128,) * 3),
+)
+
+
+class MeshTanglingNet(nn.Module):
+    """Predicts the probability of tangling in every zone of a mesh.
+
+    The network is fully convolutional: any mesh whose sides are multiples of `total_stride`
+    will do. Input (samples, 18, S, S), output (samples, 1, S, S) in [0, 1].
+
+    Args:
+        blocks: the table of the network, top row first.
+        width: multiplies the channels of every block (rounded, at least one).
+    """
+
+    def __init__(self, blocks: tuple[Block, ...], width: float = 1.0) -> None:
+        super().__init__()
+        if not width > 0:
+            raise ValueError(f"width={width} must be positive; 1.0 is the published network")
+        self.total_stride = math.prod(block.stride for block in blocks)
+        channels = STATE_CHANNELS
+        layers = []
+        for block in blocks:
+            filters = [max(1, round(width * count)) for count in block.filters]
+            layers.append(_block(channels, filters, block.kernel, block.stride))
+            channels = filters[-1]
+        self.blocks = nn.Sequential(*layers)
+        # Every position of the small mesh answers for a patch of total_stride^2 zones. Shuffling
+        # its channels into that patch keeps a zone on the rank that computed it; the published
+        # reshape in memory order would scatter neighbours over the whole mesh.
+        self.head = nn.Conv2d(channels, self.total_stride**2, kernel_size=1, bias=False)
+        self.shuffle = nn.PixelShuffle(self.total_stride)
+
+    def check_mesh(self, height: int, width: int) -> None:
+        """Raise `ValueError` unless this network can take a mesh of height x width zones."""
+        stride = self.total_stride
+        if height % stride or width % stride or not height or not width:
+            nearest = [max(1, round(side / stride)) * stride for side in (height, width)]
+            raise ValueError(
+                f"a mesh of {height} x {width} zones does not fit this network: both sides must "
+                f"be multiples of its total stride {stride}; the nearest is "
+                f"{nearest[0]} x {nearest[1]}"
+            )
+
+    def forward(self, state: torch.Tensor) -> torch.Tensor:
+        """Map normalised states (samples, 18, S, S) to probabilities (samples, 1, S, S)."""
+        self.check_mesh(*state.shape[2:])
+        return torch.sigmoid(self.shuffle(self.head(self.blocks(state))))
+
+
+def mesh_tangling_1k(width: float = 1.0, size: int = 1024) -> MeshTanglingNet:
+    """The network for 1024 x 1024 meshes: 31 convolutions, 34.4 M weights, total stride 32.
+
+    `width` multiplies its channels; `size` scales it down to smaller meshes (see `scaled`).
+    """
+    return MeshTanglingNet(scaled(BLOCKS_1K, size), width)
+
+
+def mesh_tangling_2k(width: float = 1.0, size: int = 2048) -> MeshTanglingNet:
+    """The network for 2048 x 2048 meshes: 19 convolutions, 12.4 M weights, total stride 64.
+
+    `width` multiplies its channels; `size` scales it down to smaller meshes (see `scaled`).
+    """
+    return MeshTanglingNet(scaled(BLOCKS_2K, size), width)
+
+
+NETWORKS = {"1k": mesh_tangling_1k, "2k": mesh_tangling_2k}
+
+
+def scaled(blocks: tuple[Block, ...], size: int) -> tuple[Block, ...]:
+    """The table for meshes of `size` x `size` zones, which is `blocks` from the published size on.
+
+    On a smaller mesh the last blocks open with stride 1, so that the mesh shrinks to no fewer
+    than the published 32 x 32 positions: each of them answers for the same fraction of the
+    domain, in a patch of fewer zones.
+    """
+    stride, fitting = 1, []
+    for block in blocks:
+        opens = block.stride if BOTTOM * stride * block.stride <= size else 1
+        stride *= opens
+        fitting.append(replace(block, stride=opens))
+    return tuple(fitting)
+
+
+def _block(channels: int, filters: list[int], kernel: int, stride: int) -> nn.Sequential:
+    """Convolution, ReLU and batch norm, once per entry of `filters`."""
+    layers: list[nn.Module] = []
+    for count in filters:
+        layers += [
+            nn.Conv2d(channels, count, kernel, stride, padding=kernel // 2, bias=False),
+            nn.ReLU(),
+            nn.BatchNorm2d(count, eps=1e-5, momentum=0.1),
+        ]
+        channels, kernel, stride = count, 3, 1
+    return nn.Sequential(*layers)

@@ -1,0 +1,109 @@
+"""Two pictures of a training run: how the loss fell, and what the network predicts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import Colormap, ListedColormap
+from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
+
+from .store import CHANNELS
+
+CHANNELS_SHOWN = ("density", "pressure", "scaled Jacobian")
+"""The inputs in the picture of a prediction: the flow, and how far the mesh has sheared."""
+
+BLUE, RED, GREEN, PALE = "#1b6ca8", "#d1495b", "#3a7d44", "#f2f2f2"
+
+
+def plot_loss(path: Path, history: list[dict[str, Any]]) -> None:
+    """Draw the loss of every step and epoch, and the intersection over union, into `path`.
+
+    `history` holds the metrics of every epoch: `step_losses`, and the fields of a `Score`.
+    """
+    epochs = np.arange(1, len(history) + 1)
+    steps = [np.asarray(entry["step_losses"]) for entry in history]
+    # A step stands at its fraction of the epoch, and the mean of an epoch in the middle of it.
+    places = [epoch + (np.arange(len(s)) + 0.5) / len(s) for epoch, s in enumerate(steps)]
+    means = [s.mean() for s in steps]
+    score = {name: [entry[name] for entry in history] for name in ("loss", "iou", "trivial_iou")}
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    left.plot(np.concatenate(places), np.concatenate(steps), color="0.75", lw=1, label="every step")
+    left.plot(epochs - 0.5, means, "o-", ms=3, color=BLUE, label="training")
+    left.plot(epochs, score["loss"], "o-", ms=3, color=RED, label="validation")
+    left.set(yscale="log", ylabel="mean squared error", title="Loss")
+    right.plot(epochs, score["iou"], "o-", ms=3, color=RED, label="network")
+    right.plot(epochs, score["trivial_iou"], "--", color="0.4", label="best trivial predictor")
+    right.set(ylim=(0, 1), ylabel="intersection over union", title="Validation")
+    for axes in (left, right):
+        axes.set(xlim=(0, len(history)), xlabel="epoch")
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False)
+    figure.savefig(path, dpi=150)
+
+
+def plot_prediction(
+    path: Path, inputs: dict[str, np.ndarray], truth: np.ndarray, probability: np.ndarray
+) -> None:
+    """Draw one sample into `path`: three of its inputs, the truth, the prediction, the outcome.
+
+    Args:
+        inputs: three channels of the state by name, (S, S) each, in the units of `store`.
+        truth: 1 where the mesh tangles and 0 elsewhere, (S, S).
+        probability: what the network predicts, (S, S) in [0, 1].
+    """
+    figure = Figure(figsize=(13, 8), layout="constrained")
+    axes = figure.subplots(2, 3, sharex=True, sharey=True)
+    units = {channel.name: channel.unit for channel in CHANNELS}
+    for place, (name, values) in zip(axes[0], inputs.items(), strict=True):
+        unit = "" if units[name] == "1" else f" ({units[name]})"
+        # The extremes belong to a few zones; without them the rest would be one colour.
+        low, high = np.percentile(values, (1, 99))
+        image = _map(place, f"{name}{unit}", values, "viridis", low, high)
+        figure.colorbar(image, ax=place, extend="both")
+
+    _map(axes[1, 0], f"truth: {truth.mean():.1%} of the zones tangle", truth, _colours(PALE, BLUE))
+    image = _map(axes[1, 1], "predicted probability", probability, "magma")
+    figure.colorbar(image, ax=axes[1, 1])
+    _plot_outcome(axes[1, 2], truth > 0.5, probability > 0.5)
+    for place in axes[:, 0]:
+        place.set_ylabel("zone")
+    for place in axes[1]:
+        place.set_xlabel("zone")
+    figure.savefig(path, dpi=150)
+
+
+def _plot_outcome(axes: Axes, truth: np.ndarray, called: np.ndarray) -> None:
+    """Colour every zone by whether the network is right about it, and how it is wrong."""
+    union = np.count_nonzero(truth | called)
+    iou = np.count_nonzero(truth & called) / union if union else 1.0
+    outcome = np.select([truth & called, truth, called], [1, 2, 3])
+    title = f"outcome: intersection over union {iou:.2f}"
+    _map(axes, title, outcome, _colours(PALE, GREEN, BLUE, RED), high=3)
+    for name, colour in (("found", GREEN), ("missed", BLUE), ("false alarm", RED)):
+        axes.plot([], [], "s", color=colour, label=name)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=3, frameon=False)
+
+
+def _map(
+    axes: Axes,
+    title: str,
+    values: np.ndarray,
+    colours: Colormap | str,
+    low: float = 0.0,
+    high: float = 1.0,
+) -> AxesImage:
+    """One value per zone as an image, with the first row of zones at the bottom."""
+    axes.set_title(title)
+    return axes.imshow(
+        values, origin="lower", cmap=colours, vmin=low, vmax=high, interpolation="nearest"
+    )
+
+
+def _colours(*names: str) -> ListedColormap:
+    return ListedColormap(list(names))

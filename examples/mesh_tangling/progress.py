@@ -1,0 +1,42 @@
+"""The course of one epoch: a progress bar on rank 0, and the record that is kept of it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from tqdm import tqdm
+
+
+class Progress:
+    """Counts the steps of one epoch; a context manager, entered by every rank.
+
+    Args:
+        title: what stands before the bar.
+        batches: the sample numbers of every mini-batch of the epoch.
+        shown: whether this rank draws the bar.
+    """
+
+    def __init__(self, title: str, batches: list[list[int]], shown: bool) -> None:
+        self._bar = tqdm(total=sum(map(len, batches)), desc=title, unit="sample", disable=not shown)
+        self._begin = time.perf_counter()
+        self._samples = 0
+        self._losses: list[float] = []
+
+    def step(self, loss: float, samples: int) -> None:
+        """Record a training step: its loss, and the samples of its mini-batch over all ranks."""
+        self._losses.append(loss)
+        self._samples += samples
+        self._bar.set_postfix(loss=f"{loss:.4g}", refresh=False)
+        self._bar.update(samples)
+
+    def record(self) -> dict[str, Any]:
+        """The loss of every step, and samples per second, from the beginning until now."""
+        seconds = time.perf_counter() - self._begin
+        return {"step_losses": self._losses, "samples_per_second": self._samples / seconds}
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._bar.close()

@@ -1,0 +1,191 @@
+"""Mesh states from an HDF5 file laid out as `store`, every rank reading its own box."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import h5py
+import numpy as np
+import torch
+
+import distconv as dc
+
+from .prefetch import prefetched
+from .store import CHANNELS
+from .together import together
+
+LIMIT = 5.0
+"""Normalised states are clipped to this many deviations: a zone that has folded over can be
+hundreds of them away, and would drown all others in a batch norm's statistics."""
+
+Batch = tuple[dc.DistTensor, dc.DistTensor]
+
+
+class MeshTanglingData:
+    """The samples of one file, as distributed mini-batches. Opening it is collective.
+
+    Args:
+        path: the HDF5 file; every rank of the grid opens it.
+        grid: the process grid; its axes of the same name cut the dimensions of a mini-batch.
+        dtype: the type of the tensors that `batches` yields.
+        normalise_as: take the mean and deviation of each channel from these data. A validation
+            set has to be normalised as its training set was.
+
+    Attributes:
+        samples: number of samples in the file.
+        size: zones along each side of the mesh.
+        bytes_read: bytes this rank has read of states and targets so far.
+
+    Raises:
+        InvalidInput: on every rank, for a file that is missing, truncated or mis-shaped on any.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        grid: dc.ProcessGrid,
+        dtype: torch.dtype = torch.float32,
+        normalise_as: MeshTanglingData | None = None,
+    ) -> None:
+        self.path = Path(path)
+        self.grid = grid
+        self.dtype = dtype
+        self.bytes_read = 0
+        self._file = together(grid.comm, lambda: _open(self.path))
+        self.samples, _, self.size, _ = self._file["state"].shape
+        statistics = normalise_as._file if normalise_as else self._file
+        self._mean = _per_channel(statistics["channel_mean"], dtype)
+        self._deviation = _per_channel(statistics["channel_deviation"], dtype)
+
+    def batches(self, samples_of_batches: Iterable[Sequence[int]]) -> Iterator[Batch]:
+        """Yield a mini-batch for every sequence of sample numbers, reading ahead of its use.
+
+        Yields (states, targets): normalised states (batch, 18, S, S), and targets
+        (batch, 1, S, S) that are 1 where the mesh tangles and 0 elsewhere. All ranks must ask for
+        the same samples in the same order; each reads its own box and nothing else. A mini-batch
+        of fewer samples than the grid's `sample` axis has ranks is not cut along that axis but
+        held by each of its ranks.
+        """
+        for states, targets, layout in prefetched(self._read, samples_of_batches):
+            yield (
+                dc.DistTensor.from_local(states, self.grid, layout),
+                dc.DistTensor.from_local(targets, self.grid, layout),
+            )
+
+    def channel(self, sample: int, name: str) -> np.ndarray:
+        """One channel of one state, whole and as it is in the file: (S, S). Not collective."""
+        names = [channel.name for channel in CHANNELS]
+        return self._file["state"][sample, names.index(name)]
+
+    def _read(self, samples: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, dc.Layout]:
+        """This rank's box of the states, normalised, and of the targets; and their layout."""
+        layout = self._layout(len(samples))
+        states, box = self._read_box("state", samples, layout)
+        channels = box.slices[1]
+        states.sub_(self._mean[channels]).div_(self._deviation[channels]).clamp_(-LIMIT, LIMIT)
+        targets, _ = self._read_box("tangled", samples, layout)
+        return states, targets, layout
+
+    def _layout(self, samples: int) -> dc.Layout:
+        spatial = dc.Layout(channel="channel", height="height", width="width")
+        return dc.default_layout(self.grid, 4) if samples >= self.grid.shape["sample"] else spatial
+
+    def _read_box(
+        self, name: str, samples: Sequence[int], layout: dc.Layout
+    ) -> tuple[torch.Tensor, dc.Box]:
+        """This rank's box of some samples of a dataset."""
+        dataset = self._file[name]
+        box = dc.local_box((len(samples), *dataset.shape[1:]), self.grid, layout)
+        in_batch, *in_sample = box.slices
+        values = np.empty(box.shape, dataset.dtype)
+        # One by one: the order is shuffled, and HDF5 selects in increasing order only.
+        for place, sample in enumerate(samples[in_batch] if values.size else ()):
+            try:
+                dataset.read_direct(values, (sample, *in_sample), place)
+            except OSError as error:
+                raise OSError(f"{self.path}: cannot read sample {sample}: {error}") from error
+        self.bytes_read += values.nbytes
+        return torch.from_numpy(values).to(self.dtype), box
+
+
+def check_batch_size(batch_size: int, data: MeshTanglingData) -> None:
+    """Raise `ValueError` unless `data` can be trained on in mini-batches of this size."""
+    if batch_size > data.samples:
+        raise ValueError(
+            f"batch size {batch_size} is larger than the {data.samples} samples of {data.path}; "
+            f"choose at most {data.samples}, or generate more samples"
+        )
+    parts = data.grid.shape["sample"]
+    if batch_size < parts:
+        raise ValueError(
+            f"batch size {batch_size} leaves some of the sample={parts} parts of the grid without "
+            f"a sample; choose at least {parts}, or cut over fewer samples and more rows or columns"
+        )
+
+
+def shuffled_batches(samples: int, batch_size: int, seed: int, epoch: int) -> list[list[int]]:
+    """The sample numbers of every training mini-batch of an epoch.
+
+    They follow from the arguments alone, so they are the same on all ranks and on any grid, and
+    an epoch can be repeated after an interruption. All mini-batches are full: the samples left
+    over sit out this epoch.
+    """
+    order = np.random.default_rng((seed, epoch)).permutation(samples)
+    batches = samples // batch_size
+    return order[: batches * batch_size].reshape(batches, batch_size).tolist()
+
+
+def ordered_batches(samples: int, batch_size: int, parts: int = 1) -> list[list[int]]:
+    """The sample numbers of every validation mini-batch: each sample exactly once, in order.
+
+    The last mini-batch is smaller if need be. What cannot fill the `parts` of a grid's sample axis
+    comes one by one, because every part then holds the whole mini-batch (see `batches`) and has
+    memory for one sample at least.
+    """
+    batches = [
+        list(range(start, min(start + batch_size, samples)))
+        for start in range(0, samples, batch_size)
+    ]
+    if len(batches[-1]) < parts:
+        batches += [[sample] for sample in batches.pop()]
+    return batches
+
+
+def _open(path: Path) -> h5py.File:
+    """Open a file of mesh states and check what it holds against the layout of this module."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file")
+    try:
+        file = h5py.File(path, "r")
+    except OSError as error:
+        raise OSError(
+            f"{path}: not a whole HDF5 file; generate or copy it again ({error})"
+        ) from error
+    samples, size = _shape(file, path, "state")[:1], _shape(file, path, "state")[-1:]
+    expected = {
+        "state": (*samples, len(CHANNELS), *size, *size),
+        "tangled": (*samples, 1, *size, *size),
+        "channel_mean": (len(CHANNELS),),
+        "channel_deviation": (len(CHANNELS),),
+    }
+    for name, shape in expected.items():
+        found = _shape(file, path, name)
+        if found != shape:
+            raise ValueError(f"{path}: dataset {name!r} has shape {found}, expected {shape}")
+    if not samples[0]:
+        raise ValueError(f"{path}: the file holds no samples")
+    if not (file["channel_deviation"][:] > 0).all():
+        raise ValueError(f"{path}: channel_deviation must be positive in every channel")
+    return file
+
+
+def _shape(file: h5py.File, path: Path, name: str) -> tuple[int, ...]:
+    if name not in file:
+        raise ValueError(f"{path}: no dataset {name!r}; the file has {sorted(file)}")
+    return file[name].shape
+
+
+def _per_channel(statistic: h5py.Dataset, dtype: torch.dtype) -> torch.Tensor:
+    """A statistic of every channel as (18, 1, 1), to be applied to (samples, 18, S, S)."""
+    return torch.from_numpy(statistic[:]).to(dtype).reshape(-1, 1, 1)

@@ -1,0 +1,54 @@
+"""How well a model finds the tangled zones, counted on all ranks together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from .reader import Batch
+
+
+@dataclass(frozen=True)
+class Score:
+    """The quality of the predictions for a set of samples.
+
+    Attributes:
+        loss: mean squared error of the probabilities, per zone.
+        iou: intersection over union of the zones called tangled (probability above a half) and
+            those that are; 1 where neither has any.
+        trivial_iou: the same for the better of two predictors that ignore the state, calling all
+            zones tangled or none.
+    """
+
+    loss: float
+    iou: float
+    trivial_iou: float
+
+    def __str__(self) -> str:
+        return (
+            f"loss {self.loss:.4g}, intersection over union {self.iou:.3f} "
+            f"(best trivial predictor {self.trivial_iou:.3f})"
+        )
+
+
+def evaluate(model: nn.Module, batches: Iterable[Batch]) -> Score:
+    """Score `model` on all zones of all `batches`, in evaluation mode. Collective."""
+    model.eval()
+    zones = squared_error = intersection = union = tangled = 0.0
+    with torch.no_grad():
+        for states, targets in batches:
+            probabilities = model(states)
+            called, true = probabilities > 0.5, targets > 0.5
+            zones += targets.numel()
+            squared_error += ((probabilities - targets) ** 2).sum().item()
+            intersection += (called & true).sum().item()
+            union += (called | true).sum().item()
+            tangled += true.sum().item()
+    return Score(
+        loss=squared_error / zones,
+        iou=intersection / union if union else 1.0,
+        trivial_iou=tangled / zones if tangled else 1.0,
+    )

@@ -1,0 +1,138 @@
+"""The file of samples: HDF5, with the state and the label of each sample in separate datasets.
+
+    state              (samples, 18, S, S) float32   the channels at the snapshot, in SI units
+    tangled            (samples, 1, S, S)  uint8     1 for the zones that tangle, else 0
+    channel_mean       (18,)               float64   over all samples and zones
+    channel_deviation  (18,)               float64   likewise; 1 for a channel that is constant
+
+Attributes of the file: format_version, samples, size (S), seed, horizon (s). Attributes of
+`state`: names and units, one string a channel. The values are physical, not normalised: readers
+may use (state - channel_mean) / channel_deviation.
+
+A chunk holds all channels of a tile of at most 32 x 32 zones of one sample, so a rank that owns a
+box of a sample reads that box and little more. There is no compression: it saves little on
+floating point fields and would make every reader unpack whole chunks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+Field = NDArray[np.floating[Any]]
+
+FORMAT_VERSION = 1
+
+TILE = 32
+"""Longest side of a chunk, in zones."""
+
+
+@dataclass(frozen=True)
+class Channel:
+    """One field of the state: its name, and its unit ("1" if it has no dimension)."""
+
+    name: str
+    unit: str
+
+
+CHANNELS = (
+    Channel("density", "kg/m^3"),
+    Channel("pressure", "Pa"),
+    Channel("radial velocity", "m/s"),
+    Channel("bubble volume fraction", "1"),
+    Channel("aspect ratio", "1"),
+    Channel("condition number", "1"),
+    Channel("distortion", "1"),
+    Channel("Jacobian", "m^2"),
+    Channel("largest angle", "degree"),
+    Channel("oddy", "1"),
+    Channel("scaled Jacobian", "1"),
+    Channel("shape", "1"),
+    Channel("shear", "1"),
+    Channel("skew", "1"),
+    Channel("smallest angle", "degree"),
+    Channel("stretch", "1"),
+    Channel("taper", "1"),
+    Channel("volume", "m^2"),
+)
+"""The channels of `state`, in order."""
+
+
+class Writer:
+    """Writes the samples of a file made by `create`."""
+
+    def __init__(self, file: h5py.File, samples: int, size: int) -> None:
+        channels, tile = len(CHANNELS), min(size, TILE)
+        self._state = file.create_dataset(
+            "state",
+            shape=(samples, channels, size, size),
+            dtype=np.float32,
+            chunks=(1, channels, tile, tile),
+        )
+        self._state.attrs["names"] = [channel.name for channel in CHANNELS]
+        self._state.attrs["units"] = [channel.unit for channel in CHANNELS]
+        self._tangled = file.create_dataset(
+            "tangled", shape=(samples, 1, size, size), dtype=np.uint8, chunks=(1, 1, tile, tile)
+        )
+        self._means = np.full((samples, channels), np.nan)
+        self._variances = np.full((samples, channels), np.nan)
+
+    def write(self, index: int, fields: Mapping[str, Field], tangled: NDArray[np.bool_]) -> None:
+        """Store sample `index`: its fields by channel name and its label, each of shape (S, S)."""
+        for place, channel in enumerate(CHANNELS):
+            field = fields[channel.name]
+            self._state[index, place] = field
+            self._means[index, place] = field.mean()
+            self._variances[index, place] = field.var()
+        self._tangled[index, 0] = tangled
+
+    def statistics(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Mean and standard deviation of every channel over all samples and zones."""
+        missing = np.flatnonzero(np.isnan(self._means).any(axis=1))
+        if missing.size:
+            raise ValueError(
+                f"samples {missing.tolist()} were never written, of {len(self._means)}; "
+                "write every index before leaving create()"
+            )
+        # Samples are of one size, so the variance is the mean within plus that of the means.
+        variance = self._variances.mean(axis=0) + self._means.var(axis=0)
+        deviation = np.sqrt(variance)
+        return self._means.mean(axis=0), np.where(deviation > 0.0, deviation, 1.0)
+
+
+@contextmanager
+def create(
+    path: str | os.PathLike[str], samples: int, size: int, *, seed: int, horizon: float
+) -> Iterator[Writer]:
+    """Make the file at `path`, of `samples` samples of `size` x `size` zones, in a `with` block.
+
+    The file gets its name, replacing one that is there, when the block ends without an error;
+    until then it has the suffix ".partial", and an error removes it.
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder; name a file in it: {path / 'data.h5'}")
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with h5py.File(partial, "w") as file:
+            file.attrs.update(
+                format_version=FORMAT_VERSION,
+                samples=samples,
+                size=size,
+                seed=seed,
+                horizon=horizon,
+            )
+            writer = Writer(file, samples, size)
+            yield writer
+            file["channel_mean"], file["channel_deviation"] = writer.statistics()
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)

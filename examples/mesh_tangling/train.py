@@ -1,0 +1,205 @@
+"""Train a mesh-tangling network on samples cut over many ranks.
+
+    mpiexec -n 4 python -m examples.mesh_tangling.train \\
+        --data train.h5 --validation validation.h5 --grid sample=2,height=2 --output run
+
+Interrupted at any moment, it continues after the last whole epoch, on the same grid or another:
+
+    mpiexec -n 2 python -m examples.mesh_tangling.train \\
+        --data train.h5 --validation validation.h5 --grid height=2 --output run \\
+        --resume run/checkpoint.pt
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from itertools import count, islice
+from typing import Any
+
+import numpy as np
+import torch
+from mpi4py import MPI
+from torch import nn
+from torch.nn import functional as F
+
+import distconv as dc
+
+from .arguments import parse_arguments
+from .checkpoint import load_checkpoint, save_checkpoint, write_atomically
+from .compare import compare_with_serial
+from .network import NETWORKS, MeshTanglingNet
+from .plots import CHANNELS_SHOWN, plot_loss, plot_prediction
+from .progress import Progress
+from .reader import MeshTanglingData, check_batch_size, ordered_batches, shuffled_batches
+from .score import evaluate
+from .together import InvalidInput, rank_zero, together
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": partial(torch.optim.SGD, momentum=0.9),
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+}
+PRECISIONS = {"float32": torch.float32, "float64": torch.float64}
+DECISIVE = (
+    "network",
+    "size",
+    "width",
+    "batch_size",
+    "optimizer",
+    "learning_rate",
+    "seed",
+    "precision",
+)
+"""The arguments that determine the numbers of a run: it can be continued only with the same."""
+
+
+def train(args: argparse.Namespace, comm: MPI.Intracomm) -> None:
+    """Train, validate and save epoch by epoch, then draw and write the results. Collective."""
+    grid = together(comm, lambda: dc.ProcessGrid(comm, **args.grid))
+    training = MeshTanglingData(args.data, grid, PRECISIONS[args.precision])
+    validation = MeshTanglingData(args.validation, grid, training.dtype, normalise_as=training)
+    args.size = args.size or training.size
+    network = build_model(args)
+    together(comm, lambda: check(args, network, training, validation))
+    rank_zero(comm, lambda: prepare_output(args))
+
+    model = dc.parallelize(network, grid)
+    optimizer = build_optimizer(args, model)
+    settings = {name: getattr(args, name) for name in DECISIVE}
+    history: list[dict[str, Any]] = []
+    if args.resume:
+        history = load_checkpoint(args.resume, comm, model, optimizer, settings)
+    metrics: dict[str, Any] = {"grid": grid.shape, **settings}
+    if args.compare_serial:
+        metrics["compare_serial"] = compare_serial(args, grid)
+
+    for epoch in range(len(history), args.epochs):
+        model.train()
+        batches = shuffled_batches(training.samples, args.batch_size, args.seed, epoch)
+        with Progress(f"epoch {epoch + 1}/{args.epochs}", batches, grid.rank == 0) as progress:
+            for x, y in training.batches(batches):
+                loss = F.mse_loss(model(x), y)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                progress.step(loss.item(), len(x))
+
+        batches = ordered_batches(validation.samples, args.batch_size, grid.shape["sample"])
+        score = evaluate(model, validation.batches(batches))
+        history.append(progress.record() | asdict(score))
+        state = model, optimizer, settings, history
+        rank_zero(comm, partial(save_checkpoint, args.output / "checkpoint.pt", *state))
+        if grid.rank == 0:
+            print(f"validation: {score}", flush=True)
+
+    metrics["bytes_read_by_rank"] = comm.gather(training.bytes_read + validation.bytes_read)
+    metrics["history"] = history
+    truth, probability = predict(model, validation, sample=0)
+    rank_zero(comm, lambda: write_results(args, metrics, validation, truth, probability))
+
+
+def build_model(args: argparse.Namespace) -> MeshTanglingNet:
+    """The untrained model, the same on every rank and every grid."""
+    torch.manual_seed(args.seed)
+    return NETWORKS[args.network](args.width, args.size).to(PRECISIONS[args.precision])
+
+
+def build_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.Optimizer:
+    """torch's own optimizer: after `backward()` the gradients on every rank are the serial ones."""
+    return OPTIMIZERS[args.optimizer](model.parameters(), lr=args.learning_rate)
+
+
+def check(
+    args: argparse.Namespace,
+    model: MeshTanglingNet,
+    training: MeshTanglingData,
+    validation: MeshTanglingData,
+) -> None:
+    """Raise `ValueError` for data that this model cannot be trained on with these arguments."""
+    for data in (training, validation):
+        try:
+            model.check_mesh(data.size, data.size)
+        except ValueError as error:
+            raise ValueError(f"{data.path}: {error}") from error
+    check_batch_size(args.batch_size, training)
+
+
+def prepare_output(args: argparse.Namespace) -> None:
+    """Make the output folder, and protect the checkpoint of another run that it may hold."""
+    args.output.mkdir(parents=True, exist_ok=True)
+    checkpoint = args.output / "checkpoint.pt"
+    if checkpoint.exists() and not args.resume:
+        raise ValueError(
+            f"{checkpoint} exists; continue it with --resume {checkpoint}, remove it, or choose "
+            "another --output"
+        )
+
+
+def compare_serial(args: argparse.Namespace, grid: dc.ProcessGrid) -> dict[str, Any]:
+    """Take the first steps of the run on the grid and on one rank, and print how they differ."""
+    data = MeshTanglingData(args.data, grid, PRECISIONS[args.precision])
+    every_batch = (
+        batch
+        for epoch in count()
+        for batch in shuffled_batches(data.samples, args.batch_size, args.seed, epoch)
+    )
+    comparison = compare_with_serial(
+        partial(build_model, args),
+        partial(build_optimizer, args),
+        data,
+        list(islice(every_batch, args.compare_serial)),
+    )
+    if grid.rank == 0:
+        print(
+            f"largest relative difference over the first {args.compare_serial} steps:\n"
+            f"  {grid} and one rank: {comparison.grid}\n"
+            f"  one rank, mini-batches as they are and reversed: {comparison.rounding}",
+            flush=True,
+        )
+    return asdict(comparison)
+
+
+def predict(model: nn.Module, data: MeshTanglingData, sample: int) -> tuple[np.ndarray, np.ndarray]:
+    """The truth and the predicted probability of one sample, (S, S) each. Collective."""
+    model.eval()
+    with torch.no_grad():
+        [(x, y)] = data.batches([[sample]])
+        truth, probability = y.full_tensor(), model(x).full_tensor()
+    return truth[0, 0].numpy(), probability[0, 0].numpy()
+
+
+def write_results(
+    args: argparse.Namespace,
+    metrics: dict[str, Any],
+    validation: MeshTanglingData,
+    truth: np.ndarray,
+    probability: np.ndarray,
+) -> None:
+    """Write metrics.json, loss.png and prediction.png into the output folder."""
+    least, most = min(metrics["bytes_read_by_rank"]), max(metrics["bytes_read_by_rank"])
+    print(f"read by each rank: {least / 1e6:.1f} to {most / 1e6:.1f} MB")
+    text = json.dumps(metrics, indent=1)
+    write_atomically(args.output / "metrics.json", lambda file: file.write(text.encode()))
+    plot_loss(args.output / "loss.png", metrics["history"])
+    inputs = {name: validation.channel(0, name) for name in CHANNELS_SHOWN}
+    plot_prediction(args.output / "prediction.png", inputs, truth, probability)
+
+
+def main(arguments: Sequence[str] | None = None, comm: MPI.Intracomm = MPI.COMM_WORLD) -> None:
+    """Train on the ranks of `comm`; what is wrong is one line on rank 0, and exit status 2."""
+    args = parse_arguments(comm.rank, arguments, __doc__, NETWORKS, OPTIMIZERS, PRECISIONS)
+    try:
+        train(args, comm)
+    except InvalidInput as error:
+        if comm.rank == 0:
+            print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()
