@@ -266,7 +266,9 @@ class DistTensor(torch.Tensor):
         axes = replicating_axes(self.cuts, self.grid.topology)
         if fresh and axes and not self._summing:
             grid = self.grid
-            self.shard.register_hook(lambda gradient: exchange.sum_over(gradient, grid, axes))
+            self.shard.register_hook(
+                lambda part: None if part is None else exchange.sum_over(part, grid, axes)
+            )
             self._summing = True
         return self
 

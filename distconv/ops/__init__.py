@@ -1,6 +1,8 @@
 """What torch functions mean on DistTensors, one file per family; importing this registers them."""
 
 from distconv.ops import (
+    aggregate,
+    along,
     conv,
     extrema,
     index,
@@ -11,6 +13,8 @@ from distconv.ops import (
     pad,
     pointwise,
     pool,
+    product,
+    random,
     reduction,
     resample,
     samplenorm,
@@ -20,6 +24,8 @@ from distconv.ops import (
 )
 
 __all__ = [
+    "aggregate",
+    "along",
     "conv",
     "extrema",
     "index",
@@ -30,6 +36,8 @@ __all__ = [
     "pad",
     "pointwise",
     "pool",
+    "product",
+    "random",
     "reduction",
     "resample",
     "samplenorm",

@@ -193,20 +193,3 @@ def prelu(input: DistTensor, weight: Tensor) -> DistTensor:
         slopes = weight.reshape(-1, *(1,) * (input.dim() - 2))
         weight = block_of(slopes, tuple(input.shape), input.cuts, input.grid, "prelu").flatten()
     return DistTensor(torch.prelu(input.shard, weight), input.shape, input.cuts, input.grid)
-
-
-@implements(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout)
-def dropout(
-    input: DistTensor, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> DistTensor:
-    """Dropout in evaluation mode, or with p = 0, which is the identity."""
-    if not 0 <= p <= 1:
-        raise ValueError(f"dropout: p={p} is not a probability; choose from 0 to 1")
-    if training and p > 0:
-        refuse(
-            "dropout",
-            "random masks that do not depend on the grid are not there yet",
-            input,
-            way_out="Set p = 0, or model.eval()",
-        )
-    return input

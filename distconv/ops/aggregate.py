@@ -1,0 +1,165 @@
+"""Reductions of which the ranks' results are reduced alike, such as products and norms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod as product
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from distconv.exchange import parts_of
+from distconv.layout import cutting_axes
+from distconv.ops.align import dimensions_of
+from distconv.ops.reduction import Dims, mean, result_of
+from distconv.ops.reduction import sum as sum_of
+from distconv.tensor import DistTensor, implements, refuse
+
+
+def _aggregate(
+    input: DistTensor,
+    dim: Dims,
+    keepdim: bool,
+    local: Callable[[Tensor, tuple[int, ...]], Tensor],
+    among: Callable[[Tensor], Tensor] | None = None,
+) -> DistTensor:
+    """Reduce the block over dimensions, which stay, and then the ranks' results over the first."""
+    over = dimensions_of(dim, input.dim())
+    parts = parts_of(
+        local(input.shard, over), input.grid, cutting_axes(input.cuts[d] for d in over)
+    )
+    combined = among(parts) if among is not None else local(parts, (0,)).squeeze(0)
+    return result_of(input, combined, over, keepdim)
+
+
+def _prod(x: Tensor, over: tuple[int, ...]) -> Tensor:
+    for d in over:
+        x = x.prod(d, keepdim=True)
+    return x
+
+
+@implements(torch.prod, torch.Tensor.prod)
+def prod(
+    input: DistTensor,
+    dim: int | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> DistTensor:
+    """The product over one dimension, or over all."""
+    x = input if dtype is None else input.to(dtype)
+    assert isinstance(x, DistTensor)
+    return _aggregate(x, dim, keepdim, _prod)
+
+
+@implements(torch.logsumexp, torch.Tensor.logsumexp, torch.special.logsumexp)
+def logsumexp(input: DistTensor, dim: Dims, keepdim: bool = False) -> DistTensor:
+    """The logarithm of the sum of exponentials, over dimensions."""
+    return _aggregate(input, dim, keepdim, lambda x, over: torch.logsumexp(x, over, keepdim=True))
+
+
+@implements(torch.all, torch.Tensor.all)
+def all_(input: DistTensor, dim: Dims = None, keepdim: bool = False) -> DistTensor:
+    """Whether all elements along dimensions are true."""
+    return _aggregate(input, dim, keepdim, lambda x, over: torch.all(x, over, keepdim=True))
+
+
+@implements(torch.any, torch.Tensor.any)
+def any_(input: DistTensor, dim: Dims = None, keepdim: bool = False) -> DistTensor:
+    """Whether any element along dimensions is true."""
+    return _aggregate(input, dim, keepdim, lambda x, over: torch.any(x, over, keepdim=True))
+
+
+@implements(torch.linalg.vector_norm)
+def vector_norm(
+    input: DistTensor,
+    ord: float = 2,
+    dim: Dims = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> DistTensor:
+    """The norm of given order over dimensions; the norm of the ranks' norms is the norm."""
+    if ord == float("-inf") or ord < 0:
+        refuse(
+            "vector_norm",
+            f"the order {ord} is not supported",
+            input,
+            way_out="Use an order from 0, or x.full_tensor()",
+        )
+
+    def local(x: Tensor, over: tuple[int, ...]) -> Tensor:
+        if ord == float("inf") and not x.numel():
+            return x.sum(over, keepdim=True, dtype=dtype)
+        return torch.linalg.vector_norm(x, ord, over, True, dtype=dtype)
+
+    if ord == 0:
+        return _aggregate(input, dim, keepdim, local, lambda parts: parts.sum(0))
+    return _aggregate(input, dim, keepdim, local)
+
+
+@implements(torch.norm, torch.Tensor.norm, torch.functional.norm)
+def norm(
+    input: DistTensor,
+    p: Any = "fro",
+    dim: Dims = None,
+    keepdim: bool = False,
+    out: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> DistTensor:
+    """The norm of all elements over dimensions; of matrices only the Frobenius norm."""
+    if out is not None or p == "nuc":
+        what = "out=" if out is not None else "the nuclear norm"
+        refuse("norm", f"{what} is not supported", input, way_out="Use x.full_tensor()")
+    return vector_norm(input, 2.0 if p in ("fro", None) else p, dim, keepdim, dtype=dtype)
+
+
+@implements(F.normalize)
+def normalize(
+    input: DistTensor, p: float = 2.0, dim: Dims = 1, eps: float = 1e-12, out: Tensor | None = None
+) -> Tensor:
+    """Division by the norm along dimensions, or by `eps` where that is larger."""
+    if out is not None:
+        refuse("normalize", "out= is not supported", input, way_out="Use the returned tensor")
+    return input / vector_norm(input, p, dim, keepdim=True).clamp_min(eps)
+
+
+def _variance(
+    input: DistTensor, dim: Any, unbiased: Any, correction: Any, keepdim: bool
+) -> tuple[Tensor, Tensor]:
+    """Variance and mean over dimensions, from squared deviations, so that nothing cancels."""
+    if isinstance(dim, bool):  # var(input, unbiased)
+        dim, unbiased = None, dim
+    if correction is None:
+        correction = 1 if unbiased is None else int(unbiased)
+    over = dimensions_of(dim, input.dim())
+    count = product(input.shape[d] for d in over)
+    center = mean(input, over, keepdim=True)
+    deviation = input - center
+    squares = sum_of(deviation * deviation, over, keepdim)  # type: ignore[arg-type]
+    shard = squares.shard / max(count - correction, 0)
+    variance = DistTensor(shard, squares.shape, squares.cuts, squares.grid)
+    return variance, result_of(input, center.shard, over, keepdim)
+
+
+def _spread(name: str, root: bool, pair: bool) -> None:
+    @implements(getattr(torch, name), *([] if pair else [getattr(torch.Tensor, name)]))
+    def rule(
+        input: DistTensor,
+        dim: Any = None,
+        unbiased: bool | None = None,
+        keepdim: bool = False,
+        *,
+        correction: float | None = None,
+    ) -> Any:
+        variance, center = _variance(input, dim, unbiased, correction, keepdim)
+        spread = variance.sqrt() if root else variance
+        return (spread, center) if pair else spread
+
+
+_spread("var", root=False, pair=False)
+_spread("std", root=True, pair=False)
+_spread("var_mean", root=False, pair=True)
+_spread("std_mean", root=True, pair=True)

@@ -1,0 +1,100 @@
+"""Functions that need one dimension in full and treat all the others element by element.
+
+Where that dimension is cut it is made whole first, which is recorded as a redistribution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from distconv.ops.align import dimensions_of, meta, uncut
+from distconv.tensor import RULES, DistTensor, implements
+
+
+def _applied(
+    function: Callable[..., Any],
+    name: str,
+    input: DistTensor,
+    dims: Sequence[int],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """`function(input, *args, **kwargs)`, which works along `dims`."""
+    expected = function(meta(input), *args, **kwargs)
+    x = uncut(input, dims, name)
+    result = function(x.shard, *args, **kwargs)
+    if isinstance(result, Tensor):
+        return DistTensor(result, expected.shape, x.cuts, x.grid)
+    wrapped = [
+        DistTensor(part, like.shape, x.cuts, x.grid)
+        for part, like in zip(result, expected, strict=True)
+    ]
+    return type(result)(wrapped)
+
+
+def _implicit(ndim: int) -> int:
+    """The dimension that torch takes for a softmax without one."""
+    return 0 if ndim in (0, 1, 3) else 1
+
+
+def _softmax(function: Callable[..., Tensor], *others: Callable[..., Tensor]) -> None:
+    name = function.__name__
+
+    @implements(function, *others)
+    def rule(
+        input: DistTensor,
+        dim: int | None = None,
+        _stacklevel: int = 3,
+        dtype: torch.dtype | None = None,
+    ) -> DistTensor:
+        if isinstance(_stacklevel, torch.dtype):  # torch.softmax(input, dim, dtype)
+            dtype = _stacklevel
+        (d,) = dimensions_of(_implicit(input.dim()) if dim is None else dim, input.dim())
+        result: DistTensor = _applied(function, name, input, [d], d, dtype=dtype)
+        return result
+
+
+_softmax(F.softmax, torch.softmax, torch.Tensor.softmax)
+_softmax(F.log_softmax, torch.log_softmax, torch.Tensor.log_softmax)
+_softmax(F.softmin)
+
+
+def _first(name: str, default: int | None = None) -> None:
+    """A function of (input, dim, ...)."""
+    function: Any = getattr(torch, name)
+
+    def rule(input: DistTensor, *args: Any, **kwargs: Any) -> Any:
+        arguments = list(args)
+        dim = arguments.pop(0) if arguments else kwargs.pop("dim", default)
+        (d,) = dimensions_of(dim, input.dim())
+        return _applied(function, name, input, [d], *arguments, dim=d, **kwargs)
+
+    RULES[function] = RULES[getattr(torch.Tensor, name)] = rule
+
+
+for _name in ("cummax", "cummin", "cumprod", "cumsum", "logcumsumexp"):
+    _first(_name)
+for _name in ("argsort", "sort"):
+    _first(_name, -1)
+
+
+@implements(torch.topk, torch.Tensor.topk)
+def topk(
+    input: DistTensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
+) -> Any:
+    """The k largest or smallest elements along one dimension, and their indices."""
+    (d,) = dimensions_of(dim, input.dim())
+    return _applied(torch.topk, "topk", input, [d], k, d, largest, sorted)
+
+
+@implements(F.glu)
+def glu(input: DistTensor, dim: int = -1) -> DistTensor:
+    """One half of a dimension, gated by the sigmoid of the other."""
+    (d,) = dimensions_of(dim, input.dim())
+    result: DistTensor = _applied(F.glu, "glu", input, [d], d)
+    return result

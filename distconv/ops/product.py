@@ -1,0 +1,181 @@
+"""Products of matrices and tensors: a sum over shared dimensions, which may be cut or not.
+
+Everything is an Einstein sum. Each index is cut as in the largest operand that has it cut, the
+other operands follow, and an index that is summed away while cut adds up the ranks' partial sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from string import ascii_letters
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from distconv.exchange import sum_over
+from distconv.layout import cutting_axes
+from distconv.ops.align import block_of, common_grid, distributed, local_shape, uncut
+from distconv.tensor import DistTensor, implements, refuse
+
+
+@implements(torch.einsum, torch.functional.einsum)
+def einsum(equation: str, *operands: Any) -> DistTensor:
+    """An Einstein sum in torch's notation; an ellipsis is refused."""
+    if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
+        operands = tuple(operands[0])
+    if "." in equation:
+        refuse(
+            "einsum", "an ellipsis is not supported", *operands, way_out="Name all its dimensions"
+        )
+    left, arrow, result = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    if not arrow:
+        letters = sorted(set(left) - {","})
+        result = "".join(c for c in letters if left.count(c) == 1)
+    return _contract("einsum", terms, result, operands)
+
+
+def _contract(
+    name: str, terms: Sequence[str], result: str, operands: Sequence[Tensor]
+) -> DistTensor:
+    grid = common_grid(name, operands)
+    sizes: dict[str, int] = {}
+    for term, x in zip(terms, operands, strict=True):
+        if len(term) != x.dim():
+            raise RuntimeError(f"{name}: {term!r} for a tensor of {x.dim()} dimensions")
+        for letter, n in zip(term, x.shape, strict=True):
+            if sizes.setdefault(letter, n) != n and 1 not in (n, sizes[letter]):
+                raise RuntimeError(
+                    f"{name}: dimension {letter!r} has {sizes[letter]} elements in one operand "
+                    f"and {n} in another, {tuple(x.shape)}"
+                )
+            sizes[letter] = max(sizes[letter], n)
+    cuts: dict[str, tuple[str, ...]] = dict.fromkeys(sizes, ())
+    # A letter that occurs twice in a term is a diagonal, which no block contains.
+    fixed = {c for term in terms for c in term if term.count(c) > 1}
+    ranked = sorted(zip(terms, operands, strict=True), key=lambda pair: -pair[1].numel())
+    for term, x in ranked:
+        for d, letter in enumerate(term):
+            if isinstance(x, DistTensor) and x.shape[d] == sizes[letter] and letter not in fixed:
+                if not set(x.cuts[d]) & set(cutting_axes(cuts.values())) and not cuts[letter]:
+                    cuts[letter] = x.cuts[d]
+    blocks = [
+        block_of(x, tuple(sizes[c] for c in term), tuple(cuts[c] for c in term), grid, name)
+        for term, x in zip(terms, operands, strict=True)
+    ]
+    local = torch.einsum(f"{','.join(terms)}->{result}", *blocks)
+    summed = cutting_axes(cuts[c] for c in sizes if c not in result)
+    return DistTensor(
+        sum_over(local, grid, summed),
+        [sizes[c] for c in result],
+        tuple(cuts[c] for c in result),
+        grid,
+    )
+
+
+@implements(torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
+def matmul(input: Tensor, other: Tensor) -> DistTensor:
+    """The matrix product over the last two dimensions, broadcast over those in front."""
+    if not input.dim() or not other.dim():
+        raise RuntimeError("matmul: both arguments need at least 1 dimension")
+    batch = max(input.dim(), other.dim(), 2) - 2
+    lead = ascii_letters[:batch]
+    rows, inner, columns = (ascii_letters[batch + i] for i in range(3))
+    left = inner if input.dim() == 1 else lead[batch - input.dim() + 2 :] + rows + inner
+    right = inner if other.dim() == 1 else lead[batch - other.dim() + 2 :] + inner + columns
+    k = input.shape[-1], other.shape[-1 if other.dim() == 1 else -2]
+    if k[0] != k[1]:
+        raise RuntimeError(
+            f"matmul: {tuple(input.shape)} and {tuple(other.shape)} cannot be multiplied, "
+            f"{k[0]} against {k[1]}"
+        )
+    result = lead + (rows if input.dim() > 1 else "") + (columns if other.dim() > 1 else "")
+    return _contract("matmul", [left, right], result, [input, other])
+
+
+@implements(torch.Tensor.__rmatmul__)
+def rmatmul(input: Tensor, other: Tensor) -> DistTensor:
+    """The matrix product with the operands exchanged."""
+    return matmul(other, input)
+
+
+def _matrices(*functions: Any, dims: tuple[int, int]) -> None:
+    name = functions[0].__name__
+
+    @implements(*functions)
+    def rule(input: Tensor, other: Tensor) -> DistTensor:
+        if (input.dim(), other.dim()) != dims:
+            raise RuntimeError(
+                f"{name}: expected tensors of {dims[0]} and {dims[1]} dimensions, got "
+                f"{input.dim()} and {other.dim()}"
+            )
+        if dims == (3, 3) and input.shape[0] != other.shape[0]:
+            raise RuntimeError(
+                f"{name}: batches of {input.shape[0]} and {other.shape[0]} matrices differ"
+            )
+        return matmul(input, other)
+
+
+_matrices(torch.mm, torch.Tensor.mm, dims=(2, 2))
+_matrices(torch.bmm, torch.Tensor.bmm, dims=(3, 3))
+_matrices(torch.mv, torch.Tensor.mv, dims=(2, 1))
+_matrices(torch.dot, torch.Tensor.dot, dims=(1, 1))
+
+
+@implements(torch.outer, torch.Tensor.outer)
+def outer(input: Tensor, other: Tensor) -> DistTensor:
+    """All products of the elements of two vectors."""
+    return _contract("outer", ["a", "b"], "ab", [input, other])
+
+
+@implements(F.scaled_dot_product_attention)
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> DistTensor:
+    """Attention of (..., L, E) queries to (..., S, E) keys; the keys are gathered, not the queries.
+
+    The leading dimensions keep the cuts of the query.
+    """
+    name = "scaled_dot_product_attention"
+    grid = common_grid(name, (query, key, value, attn_mask))
+    if dropout_p or enable_gqa:
+        what = "dropout_p" if dropout_p else "enable_gqa"
+        refuse(name, f"{what} is not supported", query, key, value, way_out="Leave it out")
+    q = distributed(query, grid)
+    q = uncut(q, [q.dim() - 1], name)
+    lead = tuple(q.shape[:-2])
+    if tuple(key.shape[:-2]) != lead or tuple(value.shape[:-2]) != lead:
+        refuse(
+            name,
+            "the leading dimensions differ",
+            query,
+            key,
+            value,
+            way_out="Expand them to one shape",
+        )
+    whole = (*q.cuts[:-2], (), ())
+    keys = block_of(key, tuple(key.shape), whole, grid, name)
+    values = block_of(value, tuple(value.shape), whole, grid, name)
+    rows, columns = q.shape[-2], key.shape[-2]
+    box = q.box
+    mask: Tensor | None = None
+    if is_causal:
+        mask = torch.ones(rows, columns, dtype=torch.bool, device=q.device).tril()
+        mask = mask[box.start[-2] : box.stop[-2]]
+    elif attn_mask is not None:
+        mask = block_of(attn_mask, (*lead, rows, columns), (*q.cuts[:-1], ()), grid, name)
+    shape = (*lead, rows, value.shape[-1])
+    if not q.shard.numel():
+        shard = (q.shard.sum() + keys.sum() + values.sum()).expand(local_shape(shape, q.cuts, grid))
+    else:
+        shard = F.scaled_dot_product_attention(q.shard, keys, values, mask, scale=scale)
+    return DistTensor(shard, shape, q.cuts, grid)

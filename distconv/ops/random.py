@@ -1,0 +1,253 @@
+"""Random numbers that do not depend on the grid.
+
+Every element hashes its position in the global tensor with a key, so that any grid, and a single
+rank, draw the same tensor. The key of a call comes from torch's default generator on rank 0: the
+numbers follow `torch.manual_seed` there, and `torch.utils.checkpoint` repeats them. They are not
+the numbers that serial torch draws from the same seed.
+
+The hash is the output function of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom
+number generators", OOPSLA 2014) on its Weyl sequence, entered at the position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import sqrt
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from distconv.grid import ProcessGrid
+from distconv.ops.align import block_of
+from distconv.tensor import DistTensor, check_writable, implements, refuse
+from distconv.topology import AXES
+from distconv.transport import mpi
+
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+_MIX = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
+
+
+def _key(grid: ProcessGrid) -> Tensor:
+    """A fresh key, the same on every rank; all ranks of the grid call it."""
+    key = torch.randint(-(2**63), 2**63 - 1, ())
+    if grid.size > 1:
+        mpi.broadcast(key, grid.communicator(AXES))
+    return key
+
+
+def _uniform(x: DistTensor, dims: int | None = None) -> Tensor:
+    """Uniform random numbers in [0, 1), float64, for this rank's block; all ranks call it.
+
+    With `dims` given they differ along the first `dims` dimensions only.
+    """
+    dims = x.dim() if dims is None else min(dims, x.dim())
+    box = x.box
+    position = torch.zeros((), dtype=torch.int64, device=x.device)
+    for d in range(dims):
+        along = torch.arange(box.start[d], box.stop[d], device=x.device)
+        position = position.unsqueeze(-1) * x.shape[d] + along
+    # Integer arithmetic wraps around modulo 2^64, as the generator wants it.
+    bits = (position + 1) * _GOLDEN + _key(x.grid).to(x.device)
+    for shift, factor in _MIX:
+        bits = (bits ^ _right(bits, shift)) * factor
+    bits = bits ^ _right(bits, 31)
+    return (_right(bits, 11).double() * 2.0**-53).reshape(*bits.shape, *(1,) * (x.dim() - dims))
+
+
+def _right(bits: Tensor, shift: int) -> Tensor:
+    """Shift right, filling with zeros."""
+    return (bits >> shift) & ((1 << (64 - shift)) - 1)
+
+
+def _normal(x: DistTensor) -> Tensor:
+    """Standard normal random numbers, float64, by inversion; all ranks call it."""
+    return torch.special.ndtri(_uniform(x) + 2.0**-54)
+
+
+def _integers(x: DistTensor, low: int, high: int) -> Tensor:
+    """Random integers from `low` to `high` (exclusive); all ranks call it."""
+    return (_uniform(x) * (high - low)).floor() + low
+
+
+def _to_zero(x: Tensor, kept: Tensor, p: float) -> Tensor:
+    return x * (kept / (1 - p) if p < 1 else kept)
+
+
+def _to_saturation(x: Tensor, kept: Tensor, p: float) -> Tensor:
+    """Keeps mean and variance of SELU's output (Klambauer et al., NeurIPS 2017)."""
+    if p == 1:
+        return x * kept
+    saturation = -1.7580993408473766
+    a = 1 / sqrt((1 - p) * (1 + p * saturation**2))
+    return (x * kept + saturation * (1 - kept)) * a - a * saturation * p
+
+
+def _dropout(
+    function: Callable[..., Tensor],
+    drop: Callable[[Tensor, Tensor, float], Tensor],
+    dims: int | None,
+) -> None:
+    name = function.__name__
+
+    @implements(function)
+    def rule(
+        input: DistTensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> DistTensor:
+        if not 0 <= p <= 1:
+            raise ValueError(f"{name}: p={p} is not a probability; choose from 0 to 1")
+        if dims is not None and input.dim() < 3:
+            refuse(
+                name,
+                f"an input of {input.dim()} dimensions has no planes to drop",
+                input,
+                way_out="Use dropout, or give it batch and channel dimensions",
+            )
+        if not training or p == 0:
+            return input
+        shard = drop(input.shard, (_uniform(input, dims) >= p).to(input.dtype), p)
+        if inplace:
+            check_writable(input, name)
+            input.shard.copy_(shard)
+            return input
+        return DistTensor(shard, input.shape, input.cuts, input.grid)
+
+
+_dropout(F.dropout, _to_zero, None)
+_dropout(F.dropout1d, _to_zero, 2)
+_dropout(F.dropout2d, _to_zero, 2)
+_dropout(F.dropout3d, _to_zero, 2)
+_dropout(F.alpha_dropout, _to_saturation, None)
+_dropout(F.feature_alpha_dropout, _to_saturation, 2)
+
+
+def _new(
+    input: DistTensor, values: Tensor, dtype: torch.dtype | None, requires_grad: bool
+) -> DistTensor:
+    shard = values.to(input.dtype if dtype is None else dtype)
+    result = DistTensor(shard, input.shape, input.cuts, input.grid)
+    return result.requires_grad_() if requires_grad else result
+
+
+@implements(torch.rand_like)
+def rand_like(
+    input: DistTensor, *, dtype: torch.dtype | None = None, requires_grad: bool = False
+) -> DistTensor:
+    """Uniform in [0, 1), in the layout of `input`."""
+    kind = input.dtype if dtype is None else dtype
+    # Rounding to a shorter type must not reach 1.
+    uniform = _uniform(input).to(kind).clamp_(max=1 - torch.finfo(kind).eps / 2)
+    return _new(input, uniform, kind, requires_grad)
+
+
+@implements(torch.randn_like)
+def randn_like(
+    input: DistTensor, *, dtype: torch.dtype | None = None, requires_grad: bool = False
+) -> DistTensor:
+    """Standard normal, in the layout of `input`."""
+    return _new(input, _normal(input), dtype, requires_grad)
+
+
+@implements(torch.randint_like)
+def randint_like(
+    input: DistTensor,
+    low: int,
+    high: int | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    requires_grad: bool = False,
+) -> DistTensor:
+    """Integers from `low`, or 0 when only one bound is given, up to the other, exclusive."""
+    low, high = (0, low) if high is None else (low, high)
+    return _new(input, _integers(input, low, high), dtype, requires_grad)
+
+
+@implements(torch.bernoulli, torch.Tensor.bernoulli)
+def bernoulli(input: DistTensor, p: float | None = None) -> DistTensor:
+    """1 with the probability that the element, or `p`, gives."""
+    limit = input.shard.detach() if p is None else p
+    return _new(input, (_uniform(input) < limit), None, False)
+
+
+def _written(input: DistTensor, values: Tensor, name: str) -> DistTensor:
+    check_writable(input, name)
+    input.shard.copy_(values)
+    return input
+
+
+@implements(torch.Tensor.uniform_)
+def uniform_(
+    input: DistTensor, a: float = 0.0, b: float = 1.0, generator: Any = None
+) -> DistTensor:
+    """Fill with uniform random numbers from `a` to `b`."""
+    _only_default("uniform_", generator, input)
+    return _written(input, _uniform(input) * (b - a) + a, "uniform_")
+
+
+@implements(torch.Tensor.normal_)
+def normal_(
+    input: DistTensor, mean: float = 0.0, std: float = 1.0, *, generator: Any = None
+) -> DistTensor:
+    """Fill with normal random numbers."""
+    _only_default("normal_", generator, input)
+    return _written(input, _normal(input) * std + mean, "normal_")
+
+
+@implements(torch.Tensor.bernoulli_)
+def bernoulli_(input: DistTensor, p: Any = 0.5, *, generator: Any = None) -> DistTensor:
+    """Fill with 1 with probability `p`, a number or a tensor that is broadcast, else 0."""
+    _only_default("bernoulli_", generator, input)
+    limit = block_of(p, tuple(input.shape), input.cuts, input.grid, "bernoulli_")
+    return _written(input, (_uniform(input) < limit).to(input.dtype), "bernoulli_")
+
+
+@implements(nn.init.uniform_)
+@torch.no_grad()
+def init_uniform_(
+    tensor: DistTensor, a: float = 0.0, b: float = 1.0, generator: Any = None
+) -> DistTensor:
+    """torch.nn.init.uniform_."""
+    return uniform_(tensor, a, b, generator)
+
+
+@implements(nn.init.normal_)
+@torch.no_grad()
+def init_normal_(
+    tensor: DistTensor, mean: float = 0.0, std: float = 1.0, generator: Any = None
+) -> DistTensor:
+    """torch.nn.init.normal_."""
+    return normal_(tensor, mean, std, generator=generator)
+
+
+@implements(nn.init.constant_)
+@torch.no_grad()
+def init_constant_(tensor: DistTensor, val: float) -> Tensor:
+    """torch.nn.init.constant_."""
+    return tensor.fill_(val)
+
+
+@implements(nn.init.kaiming_uniform_)
+@torch.no_grad()
+def init_kaiming_uniform_(
+    tensor: DistTensor,
+    a: float = 0,
+    mode: str = "fan_in",
+    nonlinearity: str = "leaky_relu",
+    generator: Any = None,
+) -> DistTensor:
+    """torch.nn.init.kaiming_uniform_ (He et al., ICCV 2015), with the fan of the global shape."""
+    inward, outward = nn.init._calculate_fan_in_and_fan_out(tensor)
+    fan = {"fan_in": inward, "fan_out": outward}[mode]
+    bound = nn.init.calculate_gain(nonlinearity, a) * sqrt(3.0 / fan)  # type: ignore[arg-type]
+    return uniform_(tensor, -bound, bound, generator)
+
+
+def _only_default(name: str, generator: Any, input: DistTensor) -> None:
+    if generator is not None:
+        refuse(
+            name,
+            "a generator of its own would have to be the same on every rank",
+            input,
+            way_out="Leave generator out; the numbers follow torch.manual_seed on rank 0",
+        )
