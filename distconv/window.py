@@ -130,6 +130,32 @@ class Grouped:
 
 
 @dataclass(frozen=True)
+class Reversed:
+    """Output i is input n - 1 - i; the buffer is in input order."""
+
+    def output_size(self, size: int) -> int:
+        return size
+
+    def intervals(self, size: int, start: int, stop: int) -> tuple[Interval, ...]:
+        return ((size - stop, size - start),)
+
+
+@dataclass(frozen=True)
+class Rolled:
+    """Output i is input (i - shift) mod n."""
+
+    shift: int
+
+    def output_size(self, size: int) -> int:
+        return size
+
+    def intervals(self, size: int, start: int, stop: int) -> tuple[Interval, ...]:
+        first = (start - self.shift) % size
+        last = first + stop - start
+        return ((first, last),) if last <= size else ((first, size), (0, last - size))
+
+
+@dataclass(frozen=True)
 class Pad:
     """Padding by `before` and `after` positions (negative ones crop).
 

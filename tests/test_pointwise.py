@@ -351,9 +351,9 @@ def test_an_operand_of_another_kind_is_left_to_python() -> None:
         lambda x: torch.ones(4, 6).add_(x),
         lambda x: operator.iadd(torch.ones(4, 6), x),
         lambda x: torch.where(x > 0),
-                            lambda x: x.unsqueeze_(0),
-    lambda x: torch.histc(x),
-    lambda x: torch.kthvalue(x, 1),
+        lambda x: x.unsqueeze_(0),
+        lambda x: torch.histc(x),
+        lambda x: torch.kthvalue(x, 1),
     ],
 )
 def test_what_depends_on_other_elements_or_memory_is_refused_on_all_ranks(function: Any) -> None:

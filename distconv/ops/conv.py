@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from distconv.ops.align import common_grid, distributed, whole
-from distconv.ops.windowed import Sizes, apply_windows, batched, checked_shape, tuple_of
+from distconv.ops.windowed import Sizes, apply_windows, batched, checked_shape, same_types, tuple_of
 from distconv.tensor import DistTensor, implements
 from distconv.window import Window
 
@@ -29,6 +29,7 @@ def _convolution(function: Callable[..., Tensor], spatial: int) -> None:
         grid = common_grid(name, (input, weight, bias))
         x = distributed(input, grid)
         batched(name, x, spatial)
+        same_types(name, x, weight, bias)
         strides = tuple_of(stride, spatial, "stride")
         dilations = tuple_of(dilation, spatial, "dilation")
         padding = padding if isinstance(padding, str) else tuple_of(padding, spatial, "padding")

@@ -21,7 +21,7 @@ from distconv.window import IndexMap, Same, Span, Strided
 @implements(torch.Tensor.__getitem__)
 def getitem(input: DistTensor, index: Any) -> DistTensor:
     """Indexing by integers, slices with positive steps, None and an ellipsis."""
-    picks = _per_dimension(input, index if isinstance(index, tuple) else (index,))
+    picks = per_dimension(input, index if isinstance(index, tuple) else (index,))
     needs: list[IndexMap] = []
     cuts: list[tuple[str, ...]] = []
     local: list[Any] = []
@@ -36,7 +36,7 @@ def getitem(input: DistTensor, index: Any) -> DistTensor:
             continue
         size, axes = input.shape[d], input.cuts[d]
         d += 1
-        first, step, outputs = _run(pick, size, d - 1)
+        first, step, outputs = run_of(pick, size, d - 1)
         single = isinstance(pick, int)
         if not axes:
             needs.append(Same())
@@ -62,7 +62,7 @@ def getitem(input: DistTensor, index: Any) -> DistTensor:
     return view_of(input, buffer[tuple(local)], shape, tuple(kept), copied=moved)
 
 
-def _per_dimension(input: DistTensor, index: tuple[Any, ...]) -> list[Any]:
+def per_dimension(input: DistTensor, index: tuple[Any, ...]) -> list[Any]:
     """One integer or slice for each dimension in order, with None for each new one."""
     for item in index:
         if not (item is None or item is Ellipsis or isinstance(item, slice) or _is_integer(item)):
@@ -88,7 +88,7 @@ def _is_integer(item: Any) -> bool:
     return hasattr(item, "__index__") and not isinstance(item, (bool, Tensor))
 
 
-def _run(pick: Any, size: int, dimension: int) -> tuple[int, int, int]:
+def run_of(pick: Any, size: int, dimension: int) -> tuple[int, int, int]:
     """First position, step and number of positions of an integer or slice."""
     if isinstance(pick, int):
         if not -size <= pick < size:
@@ -176,8 +176,9 @@ def cat(tensors: Sequence[Tensor], dim: int = 0, *, out: Tensor | None = None) -
     grid = common_grid("cat", tensors)
     # torch skips tensors of shape (0,), whatever the other shapes.
     tensors = [t for t in tensors if tuple(t.shape) != (0,)] or tensors
-    largest = max((t for t in tensors if isinstance(t, DistTensor)), key=DistTensor.numel)
     pieces = [distributed(t, grid) for t in tensors]
+    given = [t for t in tensors if isinstance(t, DistTensor)] or pieces
+    largest = max(given, key=DistTensor.numel)
     (d,) = dimensions_of(dim, largest.dim())
     rest = {tuple(n for i, n in enumerate(x.shape) if i != d) for x in pieces}
     if len(rest) > 1:

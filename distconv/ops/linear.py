@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distconv.ops.align import common_grid, distributed, uncut, whole
+from distconv.ops.windowed import same_types
 from distconv.tensor import DistTensor, implements
 
 
@@ -18,6 +19,11 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> DistTen
         raise RuntimeError(
             f"linear: the input {tuple(x.shape)} ends in {x.shape[-1]} features, the weight "
             f"{tuple(weight.shape)} takes {weight.shape[-1]}"
+        )
+    same_types("linear", x, weight, bias)
+    if bias is not None and tuple(bias.shape) != tuple(weight.shape[:-1]):
+        raise RuntimeError(
+            f"linear: the bias has shape {tuple(bias.shape)}, expected {tuple(weight.shape[:-1])}"
         )
     x = uncut(x, [x.dim() - 1], "linear")
     shard = F.linear(x.shard, whole(weight, "linear"), whole(bias, "linear"))

@@ -14,7 +14,8 @@ from distconv.ops.align import Shape, dimensions_of, local_shape, uncut
 from distconv.tensor import DistTensor, implements, recut, refuse, view_of
 
 
-def _sizes(arguments: tuple[Any, ...]) -> tuple[int, ...]:
+def sizes_of(arguments: tuple[Any, ...]) -> tuple[int, ...]:
+    """Numbers given one by one, or as one sequence."""
     if len(arguments) == 1 and isinstance(arguments[0], (tuple, list, torch.Size)):
         arguments = tuple(arguments[0])
     return tuple(int(n) for n in arguments)
@@ -82,7 +83,7 @@ def _reshape(input: DistTensor, shape: Shape, operator: str) -> DistTensor:
 @implements(torch.reshape, torch.Tensor.reshape)
 def reshape(input: DistTensor, *shape: Any) -> DistTensor:
     """Another shape of the same elements in row-major order."""
-    return _reshape(input, _inferred(_sizes(shape), tuple(input.shape)), "reshape")
+    return _reshape(input, _inferred(sizes_of(shape), tuple(input.shape)), "reshape")
 
 
 @implements(torch.Tensor.view)
@@ -90,7 +91,7 @@ def view(input: DistTensor, *shape: Any) -> DistTensor:
     """Another shape of the same elements; a type instead of a shape is refused."""
     if shape and isinstance(shape[0], torch.dtype):
         refuse("view", "the bits cannot be read as another type", input, way_out="Use x.to(dtype)")
-    return _reshape(input, _inferred(_sizes(shape), tuple(input.shape)), "view")
+    return _reshape(input, _inferred(sizes_of(shape), tuple(input.shape)), "view")
 
 
 @implements(torch.Tensor.view_as, torch.Tensor.reshape_as)
@@ -137,9 +138,9 @@ def unsqueeze(input: DistTensor, dim: int) -> DistTensor:
 @implements(torch.permute, torch.Tensor.permute)
 def permute(input: DistTensor, *dims: Any) -> DistTensor:
     """The dimensions in another order, each with its cut."""
-    order = dimensions_of(_sizes(dims), input.dim())
+    order = dimensions_of(sizes_of(dims), input.dim())
     if len(order) != input.dim():
-        raise RuntimeError(f"permute: {_sizes(dims)} does not name all {input.dim()} dimensions")
+        raise RuntimeError(f"permute: {sizes_of(dims)} does not name all {input.dim()} dimensions")
     shape, cuts = [input.shape[d] for d in order], tuple(input.cuts[d] for d in order)
     return view_of(input, input.shard.permute(order), shape, cuts, copied=False)
 
@@ -156,7 +157,7 @@ def transpose(input: DistTensor, dim0: int, dim1: int) -> DistTensor:
 @implements(torch.Tensor.expand)
 def expand(input: DistTensor, *sizes: Any) -> DistTensor:
     """Dimensions of one element repeated, whole on every rank; new ones in front."""
-    shape = tuple(torch.empty(tuple(input.shape), device="meta").expand(_sizes(sizes)).shape)
+    shape = tuple(torch.empty(tuple(input.shape), device="meta").expand(sizes_of(sizes)).shape)
     lead = len(shape) - input.dim()
     grown = [d for d in range(input.dim()) if input.shape[d] != shape[d + lead]]
     x = uncut(input, grown, "expand")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from distconv.layout import rank_box
 from distconv.ops.align import common_grid, distributed, whole
-from distconv.ops.windowed import Sizes, batched, checked_shape, tuple_of
+from distconv.ops.windowed import Sizes, batched, checked_shape, same_types, tuple_of
 from distconv.tensor import DistTensor, gathered, implements
 from distconv.window import Same, Transposed
 
@@ -32,6 +32,7 @@ def _transposed_convolution(function: Callable[..., Tensor], spatial: int) -> No
         grid = common_grid(name, (input, weight, bias))
         x = distributed(input, grid)
         batched(name, x, spatial)
+        same_types(name, x, weight, bias)
         strides = tuple_of(stride, spatial, "stride")
         paddings = tuple_of(padding, spatial, "padding")
         extras = tuple_of(output_padding, spatial, "output_padding")

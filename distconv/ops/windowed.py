@@ -40,6 +40,17 @@ def batched(name: str, input: DistTensor, spatial: int) -> None:
         )
 
 
+def same_types(name: str, *tensors: Tensor | None) -> None:
+    """Raise on every rank where torch would on those with elements: for types that differ."""
+    given = [t for t in tensors if t is not None]
+    kinds = {t.dtype for t in given}
+    if len(kinds) > 1 and not torch.is_autocast_enabled(given[0].device.type):
+        raise RuntimeError(
+            f"{name}: input, weight and bias have the types "
+            f"{', '.join(str(t.dtype) for t in given)}; convert them to one"
+        )
+
+
 @lru_cache(maxsize=4096)
 def checked_shape(function: Callable[..., Any], *arguments: Any) -> tuple[int, ...]:
     """The global shape of a result, with torch's own checks of the arguments.
