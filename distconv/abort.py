@@ -20,7 +20,8 @@ def abort_when_a_rank_raises() -> None:
     """Make an uncaught exception print its traceback and abort all ranks of MPI.COMM_WORLD.
 
     Errors raised on all ranks together are reported by the first rank to come out of its grace
-    period, which is rank 0 where it is among them. Does nothing on a single rank.
+    period, which is rank 0 where it is among them. Does nothing on a single rank. `sys.exit` is no
+    uncaught exception to Python, and so does not end the other ranks.
     """
     if MPI.COMM_WORLD.size == 1 or isinstance(sys.excepthook, _Abort):
         return

@@ -84,7 +84,7 @@ class _Gather(Function):
         ctx.movement = plan, grid, tag
         if plan.buffer_is_block:
             _finish(*_start(local, plan.sends, grid, tag))
-            return local.view_as(local)
+            return local.clone()
         buffer = local.new_empty(plan.buffer_shape)
         if not plan.covered:
             buffer.fill_(fill)

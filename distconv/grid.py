@@ -60,6 +60,8 @@ class ProcessGrid:
         self._ranks = communicators.world_ranks(comm)
         self._transport = communicators.transport(comm, self._ranks)
         self._comm = communicators.communicator(comm, self._ranks, "user")
+        self._rank = int(self._comm.rank)
+        self._communicators: dict[tuple[frozenset[str], str], MPI.Intracomm] = {}
 
     @property
     def comm(self) -> MPI.Intracomm:
@@ -69,7 +71,7 @@ class ProcessGrid:
     @property
     def rank(self) -> int:
         """This rank's number in the grid."""
-        return self._comm.rank  # type: ignore[no-any-return]
+        return self._rank
 
     @property
     def size(self) -> int:
@@ -102,8 +104,12 @@ class ProcessGrid:
         Made when first asked for, by all ranks of it together, and kept for every grid on the same
         ranks. Reductions that may be under way at the same time need different purposes.
         """
-        peers = self._topology.peers(self.rank, axes)
-        return communicators.communicator(self._comm, tuple(self._ranks[r] for r in peers), purpose)
+        key = (frozenset(axes), purpose)
+        if key not in self._communicators:
+            peers = self._topology.peers(self.rank, key[0])
+            ranks = tuple(self._ranks[r] for r in peers)
+            self._communicators[key] = communicators.communicator(self._comm, ranks, purpose)
+        return self._communicators[key]
 
     def __eq__(self, other: object) -> bool:
         return (

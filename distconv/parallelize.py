@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from contextvars import Token
+from typing import Any, NoReturn, TypeVar
 from weakref import ref
 
 import torch
@@ -146,12 +147,16 @@ class _GradientReduction:
         """Parameters that have got their gradient in the present backward pass."""
         self._pass = -1
         self._started = 0
+        self._scopes: list[Token[bool]] = []
         self._prepare()
         module.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         module.register_forward_hook(self._after_forward, always_call=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _GradientReduction:
         return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a parallelized module belongs to its MPI job; save its state_dict()")
 
     def covers(self, module: nn.Module) -> bool:
         """Whether `module` is the one it was made for, or a part of that."""
@@ -184,7 +189,7 @@ class _GradientReduction:
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if module is not self._module():
             return
-        IN_MODULE.set(True)
+        self._scopes.append(IN_MODULE.set(True))
         if not torch.is_grad_enabled():
             return
         if [id(p) for p in module.parameters()] != [id(p) for p in self._parameters]:
@@ -208,8 +213,17 @@ class _GradientReduction:
                     "use one grid for both"
                 )
 
-    def _after_forward(self, *_: Any) -> None:
-        IN_MODULE.set(False)
+    def _after_forward(self, module: nn.Module, _: Any, result: Any) -> None:
+        if module is not self._module():
+            return
+        IN_MODULE.reset(self._scopes.pop())
+        plain = (x for x in tensors_in(result) if not isinstance(x, DistTensor))
+        if any(x.requires_grad for x in plain):
+            raise TypeError(
+                "a parallelized module has returned a plain tensor that requires gradients; every "
+                "rank would count them once. Keep it distributed within the module, and take "
+                "full_tensor() of what it returns"
+            )
 
     def _before_accumulation(self, p: nn.Parameter, gradient: Tensor | None) -> None:
         if torch.is_grad_enabled():

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import product
 from math import prod
 
@@ -60,7 +60,7 @@ class Plan:
     receives: tuple[Route, ...]
     identity: bool
 
-    @property
+    @cached_property
     def buffer_is_block(self) -> bool:
         """Whether the buffer equals the rank's own block, element for element."""
         return self.buffer_shape == self.block_shape and (
@@ -68,7 +68,7 @@ class Plan:
             or (not self.receives and len(self.own) == 1 and self.own[0][0] == self.own[0][1])
         )
 
-    @property
+    @cached_property
     def covered(self) -> bool:
         """Whether every element of the buffer is written, so that none is left to the padding."""
         own = sum(prod(s.stop - s.start for s in source) for source, _ in self.own)

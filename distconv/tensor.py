@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, NoReturn, TypeVar
-from weakref import WeakSet, ref
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -70,16 +70,17 @@ def refuse(operator: str, reason: str, *operands: Any, way_out: str) -> NoReturn
 
 
 class _Memory:
-    """What tensors that are views of each other share, to know which views have become copies."""
+    """What tensors that share memory share, to know which views of them have become copies.
 
-    __slots__ = ("__weakref__", "copies", "origin")
+    `family` holds the memories in use of which serial torch would have made a single one.
+    """
 
-    def __init__(self, origin: _Memory | None = None):
-        self.origin = None if origin is None else ref(origin)
-        self.copies: WeakSet[_Memory] | None = None
-        if origin is not None:
-            origin.copies = origin.copies or WeakSet()
-            origin.copies.add(self)
+    __slots__ = ("__weakref__", "family")
+
+    def __init__(self, family: WeakSet[_Memory] | None = None):
+        self.family = family
+        if family is not None:
+            family.add(self)
 
 
 class DistTensor(torch.Tensor):
@@ -130,7 +131,9 @@ class DistTensor(torch.Tensor):
     ) -> Any:
         rule = RULES.get(func)
         if rule is not None:
-            return rule(*args, **(kwargs or {}))
+            if not kwargs:
+                return rule(*args)
+            return rule(*args, **{_ALIASES.get(name, name): x for name, x in kwargs.items()})
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -217,32 +220,37 @@ class DistTensor(torch.Tensor):
         cuts = _cuts(layout, grid, local.dim())
         shape = _global_shape(local, grid, cuts, Layout.of(cuts))
         _check_batch(shape, cuts, grid)
-        return cls(
-            exchange.replicate(local, grid, replicating_axes(cuts, grid.topology)),
-            shape,
-            cuts,
-            grid,
-        )
+        shard = exchange.replicate(local, grid, replicating_axes(cuts, grid.topology))
+        # The caller's tensor keeps its own requires_grad.
+        return cls(shard.view_as(shard) if shard is local else shard, shape, cuts, grid)
 
     def to_local(self) -> Tensor:
         """This rank's box as a plain tensor, sharing memory; no communication.
 
         Where several ranks hold the box, its gradient is shared out equally among them.
         """
-        if IN_MODULE.get() and self.requires_grad and self.replicas > 1:
-            refuse(
-                "to_local",
-                "within a parallelized module a replicated value that requires gradients has to "
-                "stay distributed, or parameters would count their gradients once a rank",
-                self,
-                way_out="Use x.redistribute(Layout()) to have it whole on every rank, or detach it",
-            )
+        if self.replicas > 1:
+            self._stay_distributed("to_local")
         axes = replicating_axes(self.cuts, self.grid.topology)
         return exchange.share(self.shard, self.grid, axes)
 
     def full_tensor(self) -> Tensor:
         """The whole tensor as a plain tensor, on every rank; all ranks call it together."""
+        if self.grid.size > 1:
+            self._stay_distributed("full_tensor")
         return recut(self, ((),) * self.dim(), "full_tensor").to_local()
+
+    def _stay_distributed(self, operator: str) -> None:
+        """Refuse to hand a replicated value to the plain world within a parallelized module."""
+        if IN_MODULE.get() and torch.is_grad_enabled():
+            refuse(
+                operator,
+                "within a parallelized module a replicated value has to stay distributed, or "
+                "parameters that meet it would count their gradients once for every rank",
+                self,
+                way_out="Use x.redistribute(Layout()) to have it whole on every rank, or take it "
+                "under torch.no_grad() to look at it",
+            )
 
     def redistribute(self, layout: Layout) -> DistTensor:
         """The same tensor in another layout on the same grid; all ranks call it together."""
@@ -266,9 +274,14 @@ class DistTensor(torch.Tensor):
         axes = replicating_axes(self.cuts, self.grid.topology)
         if fresh and axes and not self._summing:
             grid = self.grid
-            self.shard.register_hook(
-                lambda part: None if part is None else exchange.sum_over(part, grid, axes)
-            )
+
+            def add_up(part: Tensor | None, like: Tensor = self.shard) -> Tensor | None:
+                # A rank without a part takes part in the sum, for the sake of the others.
+                own = torch.zeros_like(like) if part is None else part
+                total = exchange.sum_over(own, grid, axes)
+                return None if part is None else total
+
+            self.shard.register_hook(add_up)
             self._summing = True
         return self
 
@@ -414,9 +427,6 @@ def recut(x: DistTensor, cuts: Cuts, operator: str) -> DistTensor:
     if cuts == x.cuts:
         return x
     shard = gathered(x, (Same(),) * x.dim(), cuts, operator)
-    if shard.untyped_storage().data_ptr() == x.shard.untyped_storage().data_ptr():
-        # Written in place it would change x, and on this rank only.
-        shard = shard.clone()
     return DistTensor(shard, x.shape, cuts, x.grid)
 
 
@@ -429,18 +439,22 @@ def view_of(
     for as long as the other is in use (`check_writable`).
     """
     view = DistTensor(shard, shape, cuts, x.grid)
-    view._memory = _Memory(x._memory) if copied else x._memory
+    if not copied:
+        view._memory = x._memory
+        return view
+    if x._memory.family is None:
+        x._memory.family = WeakSet([x._memory])
+    view._memory = _Memory(x._memory.family)
     return view
 
 
 def check_writable(x: DistTensor, operator: str) -> None:
     """Refuse an in-place operation that serial torch would let a view, here a copy, see as well."""
-    origin = x._memory.origin
-    if x._memory.copies or (origin is not None and origin() is not None):
+    if any(memory is not x._memory for memory in x._memory.family or ()):
         refuse(
             operator,
-            "the tensor is written in place while a view of it, or the tensor that it is a view "
-            "of, is in use; their elements lie on different ranks",
+            "the tensor is written in place while a view of it, or a tensor that it is a view of, "
+            "is in use; their elements lie on different ranks",
             x,
             way_out="Use the function that returns a new tensor, or .clone() the view",
         )
@@ -480,11 +494,14 @@ def _global_shape(local: Tensor, grid: ProcessGrid, cuts: Cuts, layout: Layout) 
 
     `layout` is what the ranks intend, and compared with the rest.
     """
-    held = grid.comm.allgather((tuple(local.shape), str(local.dtype), local.requires_grad, layout))
+    device = local.device.type
+    held = grid.comm.allgather(
+        (tuple(local.shape), str(local.dtype), local.requires_grad, layout, device)
+    )
     shapes = [meta[0] for meta in held]
     if len({len(s) for s in shapes}) > 1:
         raise ValueError(f"the ranks' blocks differ in their number of dimensions: {shapes}")
-    for what, i in (("type", 1), ("requires_grad", 2), ("layout", 3)):
+    for what, i in (("type", 1), ("requires_grad", 2), ("layout", 3), ("device", 4)):
         if len({meta[i] for meta in held}) > 1:
             usual, _ = Counter(meta[i] for meta in held).most_common(1)[0]
             odd = next(r for r, meta in enumerate(held) if meta[i] != usual)
@@ -492,6 +509,10 @@ def _global_shape(local: Tensor, grid: ProcessGrid, cuts: Cuts, layout: Layout) 
                 f"the ranks' blocks differ in {what}: rank {odd} has {held[odd][i]}, the others "
                 f"{usual}; pass the same on every rank"
             )
+    if device != "cpu":
+        raise ValueError(
+            f"the tensor lives on {device}; this version works on CPU tensors, x.cpu()"
+        )
     shape = tuple(_global_size(shapes, d, cuts[d], grid) for d in range(len(cuts)))
     expected = [rank_box(shape, cuts, grid.topology, r).shape for r in range(grid.size)]
     off = [r for r in range(grid.size) if shapes[r] != expected[r]]
@@ -516,7 +537,9 @@ def _global_size(
     parts = topology.parts(axes)
     part = [topology.part(topology.coordinates(r), axes) for r in range(grid.size)]
     held = [shape[dimension] for shape in shapes]
-    by_part = [Counter(h for h, p in zip(held, part, strict=True) if p == j) for j in range(parts)]
+    by_part: list[Counter[int]] = [Counter() for _ in range(parts)]
+    for p, n in zip(part, held, strict=True):
+        by_part[p][n] += 1
     total = sum(sizes.most_common(1)[0][0] for sizes in by_part)
 
     def misfits(size: int) -> int:
@@ -529,8 +552,10 @@ def _global_size(
     return min(sorted(near), key=misfits)
 
 
+_ALIASES = {"axis": "dim", "keepdims": "keepdim"}
+"""numpy's names, which torch takes for its own."""
+
 _METADATA: set[Any] = {
-    torch.Tensor.shape.__get__,  # type: ignore[attr-defined]
     torch.Tensor.dtype.__get__,  # type: ignore[attr-defined]
     torch.Tensor.device.__get__,  # type: ignore[attr-defined]
     torch.Tensor.ndim.__get__,  # type: ignore[attr-defined]

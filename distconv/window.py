@@ -118,7 +118,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Grouped:
-    """Output i is computed from input i // factor (pixel shuffle, nearest upsampling)."""
+    """Output i is computed from input i // factor, as in pixel shuffle."""
 
     factor: int
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from distconv.exchange import parts_of
 from distconv.layout import cutting_axes
 from distconv.ops.align import dimensions_of
+from distconv.ops.moments import accumulated
 from distconv.ops.reduction import Dims, mean, result_of
 from distconv.ops.reduction import sum as sum_of
 from distconv.tensor import DistTensor, implements, refuse
@@ -90,9 +91,13 @@ def vector_norm(
             way_out="Use an order from 0, or x.full_tensor()",
         )
 
+    if ord == float("inf"):
+        x = input.abs() if dtype is None else input.to(dtype).abs()
+        amax: Any = torch.amax
+        largest: DistTensor = amax(x, () if dim is None else dim, keepdim)
+        return largest
+
     def local(x: Tensor, over: tuple[int, ...]) -> Tensor:
-        if ord == float("inf") and not x.numel():
-            return x.sum(over, keepdim=True, dtype=dtype)
         return torch.linalg.vector_norm(x, ord, over, True, dtype=dtype)
 
     if ord == 0:
@@ -137,10 +142,14 @@ def _variance(
     over = dimensions_of(dim, input.dim())
     count = product(input.shape[d] for d in over)
     center = mean(input, over, keepdim=True)
-    deviation = input - center
-    squares = sum_of(deviation * deviation, over, keepdim)  # type: ignore[arg-type]
-    shard = squares.shard / max(count - correction, 0)
-    variance = DistTensor(shard, squares.shape, squares.cuts, squares.grid)
+    deviation = accumulated(input.shard) - accumulated(center.shard)
+    squares = deviation.abs() ** 2 if deviation.is_complex() else deviation * deviation
+    block = DistTensor(squares, input.shape, input.cuts, input.grid)
+    total = sum_of(block, over, keepdim)
+    shard = total.shard / max(count - correction, 0)
+    if not input.is_complex():
+        shard = shard.to(input.dtype)
+    variance = DistTensor(shard, total.shape, total.cuts, total.grid)
     return variance, result_of(input, center.shard, over, keepdim)
 
 

@@ -126,10 +126,3 @@ def dimensions_of(dim: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]
 def local_shape(shape: Sequence[int], cuts: Cuts, grid: ProcessGrid) -> Shape:
     """The shape of this rank's block."""
     return rank_box(tuple(shape), cuts, grid.topology, grid.rank).shape
-
-
-def meta(x: Any) -> Any:
-    """A tensor of the same global shape and type without data, for torch's own checks."""
-    if isinstance(x, Tensor):
-        return torch.empty(tuple(x.shape), dtype=x.dtype, device="meta")
-    return x

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distconv.ops.align import dimensions_of, meta, uncut
+from distconv.ops.align import dimensions_of, uncut
+from distconv.ops.checked import checked
 from distconv.tensor import RULES, DistTensor, implements
 
 
@@ -25,14 +26,13 @@ def _applied(
     **kwargs: Any,
 ) -> Any:
     """`function(input, *args, **kwargs)`, which works along `dims`."""
-    expected = function(meta(input), *args, **kwargs)
+    shapes = checked(function, input, *args, **kwargs)
     x = uncut(input, dims, name)
     result = function(x.shard, *args, **kwargs)
     if isinstance(result, Tensor):
-        return DistTensor(result, expected.shape, x.cuts, x.grid)
+        return DistTensor(result, shapes, x.cuts, x.grid)
     wrapped = [
-        DistTensor(part, like.shape, x.cuts, x.grid)
-        for part, like in zip(result, expected, strict=True)
+        DistTensor(part, shape, x.cuts, x.grid) for part, shape in zip(result, shapes, strict=True)
     ]
     return type(result)(wrapped)
 
@@ -71,8 +71,10 @@ def _first(name: str, default: int | None = None) -> None:
     def rule(input: DistTensor, *args: Any, **kwargs: Any) -> Any:
         arguments = list(args)
         dim = arguments.pop(0) if arguments else kwargs.pop("dim", default)
+        if dim is None:
+            raise TypeError(f"{name}: dim is missing; name the dimension to work along")
         (d,) = dimensions_of(dim, input.dim())
-        return _applied(function, name, input, [d], *arguments, dim=d, **kwargs)
+        return _applied(function, name, input, [d], d, *arguments, **kwargs)
 
     RULES[function] = RULES[getattr(torch.Tensor, name)] = rule
 

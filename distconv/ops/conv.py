@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from distconv.ops.align import common_grid, distributed, whole
-from distconv.ops.windowed import Sizes, apply_windows, batched, checked_shape, same_types, tuple_of
+from distconv.ops.checked import checked
+from distconv.ops.windowed import Sizes, apply_windows, batched, same_types, tuple_of
 from distconv.tensor import DistTensor, implements
 from distconv.window import Window
 
@@ -34,7 +35,7 @@ def _convolution(function: Callable[..., Tensor], spatial: int) -> None:
         dilations = tuple_of(dilation, spatial, "dilation")
         padding = padding if isinstance(padding, str) else tuple_of(padding, spatial, "padding")
         sizes = x.shape, weight.shape, None if bias is None else bias.shape
-        shape = checked_shape(function, *sizes, strides, padding, dilations, groups)
+        shape = checked(function, *sizes, strides, padding, dilations, groups)
         kernel = tuple(weight.shape[2:])
         windows = [
             Window(k, s, d, p)

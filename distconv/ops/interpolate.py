@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distconv.layout import rank_box
-from distconv.ops.align import meta
+from distconv.ops.checked import checked
+from distconv.ops.moments import accumulated
 from distconv.taps import Resampled
-from distconv.tensor import DistTensor, gathered, implements
+from distconv.tensor import DistTensor, gathered, implements, refuse
 from distconv.window import Same
 
 _MODES = {"linear": "linear", "bilinear": "linear", "trilinear": "linear", "bicubic": "cubic"}
@@ -30,7 +31,7 @@ def interpolate(
 ) -> DistTensor:
     """Resampling of the spatial dimensions to a size, or by a factor, in all of torch's modes."""
     arguments: Any = (mode, align_corners, recompute_scale_factor, antialias)
-    shape = tuple(F.interpolate(meta(input), size, scale_factor, *arguments).shape)
+    shape = checked(F.interpolate, input.shape, size, scale_factor, *arguments)
     if mode == "area":
         pool: Any = {3: F.adaptive_avg_pool1d, 4: F.adaptive_avg_pool2d, 5: F.adaptive_avg_pool3d}
         averaged: DistTensor = pool[input.dim()](input, shape[2:])
@@ -39,6 +40,13 @@ def interpolate(
     if not any(input.cuts[2:]) and 0 not in box.shape:
         shard = F.interpolate(input.shard, size, scale_factor, *arguments)
         return DistTensor(shard, shape, input.cuts, input.grid)
+    if not (input.is_floating_point() or mode.startswith("nearest")):
+        refuse(
+            "interpolate",
+            f"mode={mode!r} of {input.dtype} on a cut plane is not supported",
+            input,
+            way_out="Convert it, x.float(), and round the result",
+        )
     spatial = len(shape) - 2
     if scale_factor is None or recompute_scale_factor:
         scales: list[float | None] = [None] * spatial
@@ -55,11 +63,13 @@ def interpolate(
     buffer = gathered(input, (Same(), Same(), *needs), input.cuts, "interpolate")
     if 0 in box.shape:
         return DistTensor(buffer.reshape(-1)[:0].reshape(box.shape), shape, input.cuts, input.grid)
+    if not mode.startswith("nearest"):
+        buffer = accumulated(buffer)
     for d, resampled in enumerate(maps, 2):
         buffer = _resample(
             buffer, d, resampled, input.shape[d], box.start[d], box.stop[d], bool(input.cuts[d])
         )
-    return DistTensor(buffer, shape, input.cuts, input.grid)
+    return DistTensor(buffer.to(input.dtype), shape, input.cuts, input.grid)
 
 
 def _resample(

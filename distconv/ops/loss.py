@@ -23,6 +23,7 @@ from distconv.ops.align import (
     uncut,
     whole,
 )
+from distconv.ops.moments import accumulated
 from distconv.tensor import DistTensor, implements, refuse
 
 
@@ -38,13 +39,29 @@ def _reduction(
     return reduction
 
 
-def _total(local: Tensor, over: Any, cuts: Cuts, grid: ProcessGrid) -> DistTensor:
-    """The sum of the ranks' `local`, over a number, or over the sum of a tensor of theirs."""
+def _total(
+    local: Tensor, over: Any, cuts: Cuts, grid: ProcessGrid, kind: torch.dtype
+) -> DistTensor:
+    """The sum of the ranks' `local`, over a number, or over the sum of a tensor of theirs.
+
+    It is rounded to the type `kind` in the end, unless autocast asks for the longer type.
+    """
     axes = cutting_axes(cuts)
     if isinstance(over, Tensor):
         both = sum_over(torch.stack([local, over.to(local.dtype)]), grid, axes)
-        return DistTensor(both[0] / both[1], (), (), grid)
-    return DistTensor(sum_over(local, grid, axes) / over, (), (), grid)
+        total = both[0] / both[1]
+    else:
+        total = sum_over(local, grid, axes) / over
+    if not torch.is_autocast_enabled(local.device.type):
+        total = total.to(kind)
+    return DistTensor(total, (), (), grid)
+
+
+def _terms(reduction: str, *tensors: Any) -> list[Any]:
+    """The tensors in a type in which their losses can be added up, where they will be."""
+    if reduction == "none":
+        return list(tensors)
+    return [t if t is None else accumulated(t) for t in tensors]
 
 
 def _weight_that_torch_drops(function: Callable[..., Any]) -> Tensor | None:
@@ -96,7 +113,8 @@ def _regression(function: Callable[..., Tensor]) -> None:
                 target,
                 way_out="Expand the input to the target's shape first",
             )
-        x, y, w = (block_of(t, shape, cuts, grid, name) for t in (input, target, weight))
+        blocks = [block_of(t, shape, cuts, grid, name) for t in (input, target, weight)]
+        x, y, w = _terms(reduction, *blocks)
         summed = reduction != "none" and w is None
         local = function(x, y, reduction="sum" if summed else "none", **arguments)
         if w is not None:
@@ -108,7 +126,8 @@ def _regression(function: Callable[..., Tensor]) -> None:
             # torch divides a weighted Huber loss by the number of elements, unlike the others.
             by_weight = w is not None and function is not F.huber_loss
             over = w.sum() if by_weight else torch.Size(shape).numel()
-        return _total(local if summed else local.sum(), over, cuts, grid)
+        kind = torch.promote_types(input.dtype, target.dtype)
+        return _total(local if summed else local.sum(), over, cuts, grid, kind)
 
 
 def _cross_entropy_of_bits(function: Callable[..., Tensor]) -> None:
@@ -140,15 +159,19 @@ def _cross_entropy_of_bits(function: Callable[..., Tensor]) -> None:
             [t for t in (input, target) if isinstance(t, DistTensor)] or [distributed(input, grid)],
             shape,
         )
+        operands = (input, target, *weights.values())
+        blocks = [block_of(t, shape, cuts, grid, name) for t in operands]
+        x, y, *scales = _terms(reduction, *blocks)
         local = function(
-            block_of(input, shape, cuts, grid, name),
-            block_of(target, shape, cuts, grid, name),
+            x,
+            y,
             reduction="none" if reduction == "none" else "sum",
-            **{k: block_of(w, shape, cuts, grid, name) for k, w in weights.items()},
+            **dict(zip(weights, scales, strict=True)),
         )
         if reduction == "none":
             return DistTensor(local, shape, cuts, grid)
-        return _total(local, torch.Size(shape).numel() if reduction == "mean" else 1, cuts, grid)
+        over = torch.Size(shape).numel() if reduction == "mean" else 1
+        return _total(local, over, cuts, grid, input.dtype)
 
 
 def _check_without_samples(
@@ -211,8 +234,9 @@ def _classification(function: Callable[..., Tensor]) -> None:
             labels = block_of(target, tuple(x.shape), x.cuts, grid, name)
         else:
             labels = block_of(target, shape, cuts, grid, name)
+        scores, labels, weight = _terms(reduction, x.shard, labels, weight)
         local = function(
-            x.shard,
+            scores,
             labels,
             weight,
             reduction="none" if reduction == "none" else "sum",
@@ -228,7 +252,7 @@ def _classification(function: Callable[..., Tensor]) -> None:
             over = (
                 weight[counted].sum() if weight is not None else labels.new_tensor(counted.numel())
             )
-        return _total(local, over, cuts, grid)
+        return _total(local, over, cuts, grid, input.dtype)
 
 
 _regression(F.mse_loss)

@@ -8,6 +8,7 @@ which does not cancel as E[x^2] - E[x]^2 does.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -18,8 +19,9 @@ from torch.autograd.function import once_differentiable
 
 from distconv.exchange import reduced
 from distconv.grid import ProcessGrid
-from distconv.layout import rank_box
+from distconv.layout import Cuts, rank_box
 from distconv.tensor import DistTensor
+from distconv.topology import Topology
 from distconv.transport import mpi
 
 
@@ -30,10 +32,20 @@ def peer_counts(
 
     `block` multiplies the extents along the dimensions `over`.
     """
-    topology, shape = x.grid.topology, tuple(x.shape)
-    boxes = (
-        rank_box(shape, x.cuts, topology, peer).shape for peer in topology.peers(x.grid.rank, group)
-    )
+    return _counts(x.grid.topology, x.grid.rank, tuple(x.shape), x.cuts, tuple(over), group, block)
+
+
+@lru_cache(maxsize=4096)
+def _counts(
+    topology: Topology,
+    rank: int,
+    shape: tuple[int, ...],
+    cuts: Cuts,
+    over: tuple[int, ...],
+    group: tuple[str, ...],
+    block: int,
+) -> tuple[int, ...]:
+    boxes = (rank_box(shape, cuts, topology, peer).shape for peer in topology.peers(rank, group))
     return tuple(block * prod(box[d] for d in over) for box in boxes)
 
 

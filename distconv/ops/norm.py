@@ -79,6 +79,9 @@ def batch_norm_over(
     if not training:
         shard = F.batch_norm(x.shard, running_mean, running_var, weight, bias, False, momentum, eps)
         return DistTensor(shard, x.shape, x.cuts, grid)
+    if not cutting:
+        shard = F.batch_norm(x.shard, running_mean, running_var, weight, bias, True, momentum, eps)
+        return DistTensor(shard, x.shape, x.cuts, grid)
     counts = peer_counts(x, (0, *range(2, x.dim())), group)
     shard, mean, variance = _BatchNorm.apply(x.shard, weight, bias, grid, group, counts, eps)
     if running_mean is not None and running_var is not None:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distconv.layout import rank_box
-from distconv.ops.align import meta
+from distconv.ops.checked import checked
 from distconv.tensor import DistTensor, gathered, implements
 from distconv.window import IndexMap, Pad, Same
 
@@ -19,7 +19,7 @@ def pad(
     input: DistTensor, pad: Sequence[int], mode: str = "constant", value: float | None = None
 ) -> DistTensor:
     """Pad by pairs of (before, after), last dimension first; negative amounts crop."""
-    shape = tuple(F.pad(meta(input), list(pad), mode, value).shape)
+    shape = checked(F.pad, input.shape, tuple(pad), mode, value)
     amounts = [(0, 0)] * input.dim()
     for i in range(len(pad) // 2):
         amounts[input.dim() - 1 - i] = (int(pad[2 * i]), int(pad[2 * i + 1]))
@@ -35,7 +35,9 @@ def pad(
             if order is not None:
                 buffer = buffer.index_select(d, torch.tensor(order, device=buffer.device))
     buffer = _pad_whole_dimensions(buffer, amounts, needs, len(pad) // 2, mode, value, box.shape)
-    return DistTensor(buffer, shape, input.cuts, input.grid)
+    # What pads by nothing copies all the same.
+    shard = buffer.clone() if buffer is input.shard else buffer
+    return DistTensor(shard, shape, input.cuts, input.grid)
 
 
 def _pad_whole_dimensions(

@@ -29,7 +29,7 @@ _NAMES = """
     true_divide trunc xlog1py xlogy zero zeta
     celu elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu logsigmoid mish relu relu6
     selu silu softplus softshrink softsign tanhshrink
-    float double half bfloat16 int long short char byte bool cpu contiguous copy
+    float double half bfloat16 int long short char byte bool cpu copy
 """.split()
 
 _DUNDERS = """
@@ -77,7 +77,10 @@ def _pointwise(function: Callable[..., Any]) -> Callable[..., Any]:
         )
         if result is NotImplemented:  # Python then asks the other operand
             return result
-        return DistTensor(result, shape, cuts, grid) if written is None else written
+        if written is not None:
+            return written
+        # A conversion to what the tensor is already returns the tensor itself, as in torch.
+        return first if result is first.shard else DistTensor(result, shape, cuts, grid)
 
     return rule
 
@@ -133,12 +136,22 @@ def where(condition: Tensor, *values: Any) -> DistTensor:
     return result
 
 
+@implements(torch.Tensor.contiguous)
+def contiguous(
+    input: DistTensor, memory_format: torch.memory_format = torch.contiguous_format
+) -> DistTensor:
+    """The blocks contiguous in memory; those that are so already are not copied."""
+    shard = input.shard.contiguous(memory_format=memory_format)
+    return view_of(input, shard, input.shape, input.cuts, copied=True)
+
+
 @implements(torch.Tensor.to)
 def to(input: DistTensor, *args: Any, **kwargs: Any) -> DistTensor:
     """Another type, device or memory format; `other` may be a tensor, which only lends these."""
     args = tuple(_like(x) for x in args)
     kwargs = {k: _like(x) for k, x in kwargs.items()}
-    return DistTensor(input.shard.to(*args, **kwargs), input.shape, input.cuts, input.grid)
+    shard = input.shard.to(*args, **kwargs)
+    return input if shard is input.shard else DistTensor(shard, input.shape, input.cuts, input.grid)
 
 
 @implements(torch.Tensor.type_as)
@@ -153,6 +166,8 @@ def type_(input: DistTensor, dtype: Any = None, non_blocking: bool = False) -> A
     result = input.shard.type(dtype, non_blocking) if dtype is not None else input.shard.type()
     if isinstance(result, str):
         return result
+    if result is input.shard:
+        return input
     return DistTensor(result, input.shape, input.cuts, input.grid)
 
 

@@ -7,10 +7,9 @@ where they are added up: the reverse halo exchange.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from itertools import product
 from math import prod
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -18,22 +17,12 @@ from torch import Tensor
 
 from distconv.layout import Cuts, rank_box
 from distconv.ops.align import local_shape
+from distconv.ops.checked import checked
+from distconv.ops.moments import accumulated
 from distconv.ops.reduction import mean
-from distconv.ops.windowed import apply_windows, output_shape, tuple_of
+from distconv.ops.windowed import Sizes, apply_windows, batched, output_shape, tuple_of
 from distconv.tensor import DistTensor, gathered, implements, refuse
 from distconv.window import AdaptiveWindow, Same, Window
-
-Sizes = int | Sequence[int]
-
-
-def _batched(name: str, input: DistTensor, spatial: int) -> None:
-    if input.dim() != spatial + 2:
-        refuse(
-            name,
-            f"the input has {input.dim()} dimensions, expected {spatial + 2}",
-            input,
-            way_out="Give it a batch dimension, x.unsqueeze(0) before it is distributed",
-        )
 
 
 def _windows(
@@ -50,15 +39,18 @@ def _windows(
     ]
 
 
-@lru_cache(maxsize=4096)
-def _check(function: Callable[..., Tensor], shape: tuple[int, ...], *arguments: Any) -> None:
-    """torch's own checks of the arguments, on the global shape."""
-    function(torch.empty(shape, device="meta"), *arguments)
-
-
 def _some_channel(x: Tensor) -> Tensor:
     """`x` itself, or its empty batch with one channel: torch pools nothing without channels."""
     return x if x.shape[1] else x.reshape(0, 1, *x.shape[2:])
+
+
+def _refuse_indices(name: str, input: DistTensor) -> NoReturn:
+    refuse(
+        name,
+        "return_indices=True is not supported",
+        input,
+        way_out="Pool x.full_tensor() where the indices are needed",
+    )
 
 
 def _max_pool(local: Callable[..., Tensor], functions: Sequence[Any], n: int) -> None:
@@ -74,20 +66,15 @@ def _max_pool(local: Callable[..., Tensor], functions: Sequence[Any], n: int) ->
         ceil_mode: bool = False,
         return_indices: bool = False,
     ) -> DistTensor:
-        _batched(name, input, n)
+        batched(name, input, n)
         if return_indices:
-            refuse(
-                name,
-                "return_indices=True is not supported",
-                input,
-                way_out="Pool x.full_tensor() where the indices are needed",
-            )
+            _refuse_indices(name, input)
         windows = _windows(kernel_size, stride, padding, dilation, ceil_mode, n)
         kernels = tuple(w.kernel for w in windows)
         strides = tuple(w.stride for w in windows)
         dilations = tuple(w.dilation for w in windows)
         paddings = tuple(w.padding[0] for w in windows)
-        _check(local, tuple(input.shape), kernels, strides, paddings, dilations, ceil_mode)
+        checked(local, input.shape, kernels, strides, paddings, dilations, ceil_mode)
 
         def compute(buffer: Tensor, left: tuple[int, ...]) -> Tensor:
             return local(_some_channel(buffer), kernels, strides, left, dilations, ceil_mode)
@@ -110,7 +97,7 @@ def _avg_pool(local: Callable[..., Tensor], n: int) -> None:
         count_include_pad: bool = True,
         divisor_override: int | None = None,
     ) -> DistTensor:
-        _batched(name, input, n)
+        batched(name, input, n)
         windows = _windows(kernel_size, stride, padding, 1, ceil_mode, n)
         kernels = tuple(w.kernel for w in windows)
         strides = tuple(w.stride for w in windows)
@@ -118,16 +105,16 @@ def _avg_pool(local: Callable[..., Tensor], n: int) -> None:
         # torch's one-dimensional form takes no divisor.
         override = () if n == 1 else (divisor_override,)
         arguments = (kernels, strides, paddings, ceil_mode, count_include_pad, *override)
-        _check(local, tuple(input.shape), *arguments)
+        checked(local, input.shape, *arguments)
         shape = output_shape(input.shape[1], input, windows)
         box = rank_box(shape, input.cuts, input.grid.topology, input.grid.rank)
 
         def compute(buffer: Tensor, left: tuple[int, ...]) -> Tensor:
             if not any(input.cuts[2:]):
                 return local(_some_channel(buffer), *arguments)
-            sums = _sum_pool(_some_channel(buffer), kernels, strides, left, ceil_mode)
+            sums = _sum_pool(accumulated(_some_channel(buffer)), kernels, strides, left, ceil_mode)
             if not buffer.numel():
-                return sums
+                return sums.to(buffer.dtype)
             counts = [
                 _counts(window, size, start, stop, count_include_pad)
                 for window, size, start, stop in zip(
@@ -136,7 +123,7 @@ def _avg_pool(local: Callable[..., Tensor], n: int) -> None:
             ]
             rounding = None if sums.is_floating_point() else "trunc"
             divisor = divisor_override or _divisor(counts, sums)
-            return torch.div(sums, divisor, rounding_mode=rounding)
+            return torch.div(sums, divisor, rounding_mode=rounding).to(buffer.dtype)
 
         return apply_windows(input, windows, shape, name, compute)
 
@@ -226,7 +213,7 @@ def _adaptive_avg_pool(local: Callable[..., Tensor], n: int) -> None:
 
     @implements(local)
     def rule(input: DistTensor, output_size: Any) -> DistTensor:
-        _batched(name, input, n)
+        batched(name, input, n)
         outputs = _adaptive_sizes(output_size, tuple(input.shape[2:]), n)
         if not any(input.cuts[2:]):
             shape = (*input.shape[:2], *outputs)
@@ -239,7 +226,11 @@ def _adaptive_avg_pool(local: Callable[..., Tensor], n: int) -> None:
         over = [d for d, m in enumerate(outputs, 2) if m == 1]
         pooled = mean(input, over, keepdim=True) if over else input
         if outputs == tuple(pooled.shape[2:]):
-            return pooled
+            return (
+                pooled
+                if over
+                else DistTensor(pooled.shard.clone(), pooled.shape, pooled.cuts, pooled.grid)
+            )
         return _adaptive(name, pooled, outputs, local, n)
 
 
@@ -252,14 +243,9 @@ def _adaptive_max_pool(local: Callable[..., Any], functions: Sequence[Any], n: i
 
     @implements(*functions)
     def rule(input: DistTensor, output_size: Any, return_indices: bool = False) -> DistTensor:
-        _batched(name, input, n)
+        batched(name, input, n)
         if return_indices:
-            refuse(
-                name,
-                "return_indices=True is not supported",
-                input,
-                way_out="Pool x.full_tensor() where the indices are needed",
-            )
+            _refuse_indices(name, input)
         return _adaptive(name, input, output_size, pool, n)
 
 

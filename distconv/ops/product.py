@@ -147,8 +147,9 @@ def scaled_dot_product_attention(
     """
     name = "scaled_dot_product_attention"
     grid = common_grid(name, (query, key, value, attn_mask))
-    if dropout_p or enable_gqa:
-        what = "dropout_p" if dropout_p else "enable_gqa"
+    both = is_causal and attn_mask is not None
+    if dropout_p or enable_gqa or both:
+        what = "a mask beside is_causal" if both else "dropout_p" if dropout_p else "enable_gqa"
         refuse(name, f"{what} is not supported", query, key, value, way_out="Leave it out")
     q = distributed(query, grid)
     q = uncut(q, [q.dim() - 1], name)
@@ -169,8 +170,8 @@ def scaled_dot_product_attention(
     box = q.box
     mask: Tensor | None = None
     if is_causal:
-        mask = torch.ones(rows, columns, dtype=torch.bool, device=q.device).tril()
-        mask = mask[box.start[-2] : box.stop[-2]]
+        own = torch.arange(box.start[-2], box.stop[-2], device=q.device)
+        mask = own.unsqueeze(1) >= torch.arange(columns, device=q.device)
     elif attn_mask is not None:
         mask = block_of(attn_mask, (*lead, rows, columns), (*q.cuts[:-1], ()), grid, name)
     shape = (*lead, rows, value.shape[-1])

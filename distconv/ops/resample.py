@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from distconv.layout import rank_box
-from distconv.ops.align import meta, uncut
+from distconv.ops.align import uncut
+from distconv.ops.checked import checked
 from distconv.tensor import DistTensor, gathered, implements
 from distconv.window import Grouped, Same, Window
 
@@ -14,7 +15,7 @@ from distconv.window import Grouped, Same, Window
 def pixel_shuffle(input: DistTensor, upscale_factor: int) -> DistTensor:
     """Channels into space: (N, C r^2, H, W) to (N, C, H r, W r)."""
     r = upscale_factor
-    shape = tuple(torch.pixel_shuffle(meta(input), r).shape)
+    shape = checked(torch.pixel_shuffle, input.shape, r)
     x = uncut(input, [input.dim() - 3], "pixel_shuffle")
     lead = x.dim() - 2
     needs = [Same()] * lead + [Grouped(r) if axes else Same() for axes in x.cuts[lead:]]
@@ -34,7 +35,7 @@ def pixel_shuffle(input: DistTensor, upscale_factor: int) -> DistTensor:
 def pixel_unshuffle(input: DistTensor, downscale_factor: int) -> DistTensor:
     """Space into channels: (N, C, H r, W r) to (N, C r^2, H, W)."""
     r = downscale_factor
-    shape = tuple(torch.pixel_unshuffle(meta(input), r).shape)
+    shape = checked(torch.pixel_unshuffle, input.shape, r)
     x = uncut(input, [input.dim() - 3], "pixel_unshuffle")
     lead = x.dim() - 2
     needs = [Same()] * lead + [Window(r, r) if axes else Same() for axes in x.cuts[lead:]]

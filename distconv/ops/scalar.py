@@ -38,5 +38,8 @@ for _name in (
 def is_contiguous(
     input: DistTensor, memory_format: torch.memory_format = torch.contiguous_format
 ) -> bool:
-    """Whether this rank's block lies contiguous in memory."""
-    return input.shard.is_contiguous(memory_format=memory_format)
+    """Whether it is in torch's default order, as far as the program can tell: it always is.
+
+    How the blocks lie in memory may differ from rank to rank, and view works on all of them.
+    """
+    return memory_format == torch.contiguous_format

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from distconv.layout import rank_box
 from distconv.ops.align import common_grid, distributed, whole
-from distconv.ops.windowed import Sizes, batched, checked_shape, same_types, tuple_of
+from distconv.ops.checked import checked
+from distconv.ops.windowed import Sizes, batched, same_types, tuple_of
 from distconv.tensor import DistTensor, gathered, implements
 from distconv.window import Same, Transposed
 
@@ -38,7 +39,7 @@ def _transposed_convolution(function: Callable[..., Tensor], spatial: int) -> No
         extras = tuple_of(output_padding, spatial, "output_padding")
         dilations = tuple_of(dilation, spatial, "dilation")
         sizes = x.shape, weight.shape, None if bias is None else bias.shape
-        shape = checked_shape(function, *sizes, strides, paddings, extras, groups, dilations)
+        shape = checked(function, *sizes, strides, paddings, extras, groups, dilations)
         kernel = tuple(weight.shape[2:])
         maps = [
             Transposed(*arguments)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,22 +49,9 @@ def same_types(name: str, *tensors: Tensor | None) -> None:
         )
 
 
-@lru_cache(maxsize=4096)
-def checked_shape(function: Callable[..., Any], *arguments: Any) -> tuple[int, ...]:
-    """The global shape of a result, with torch's own checks of the arguments.
-
-    The shapes among `arguments`, given as `torch.Size`, stand for tensors.
-    """
-    empty = [torch.empty(a, device="meta") if isinstance(a, torch.Size) else a for a in arguments]
-    result = function(*empty)
-    return tuple(result.shape)
-
-
-def output_shape(
-    channels: int, x: DistTensor, windows: Sequence[IndexMap], lead: int = 2
-) -> tuple[int, ...]:
+def output_shape(channels: int, x: DistTensor, windows: Sequence[IndexMap]) -> tuple[int, ...]:
     """The global shape that windows over the last dimensions of `x` make."""
-    spatial = zip(windows, x.shape[lead:], strict=True)
+    spatial = zip(windows, x.shape[2:], strict=True)
     return (x.shape[0], channels, *(w.output_size(n) for w, n in spatial))
 
 

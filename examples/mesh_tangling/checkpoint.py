@@ -93,10 +93,10 @@ def _checked_content(path: Path, settings: dict[str, Any]) -> bytes:
     except Exception as error:  # torch raises whatever its unpickler stumbles over
         raise ValueError(f"{path}: not a complete checkpoint: {error}") from error
     for name, value in settings.items():
-        if saved[name] != value:
+        if saved.get(name) != value:
             option = name.replace("_", "-")
             raise ValueError(
-                f"{path} was written with --{option} {saved[name]}, this run has --{option} "
+                f"{path} was written with --{option} {saved.get(name)}, this run has --{option} "
                 f"{value}; continue with the former, or start anew without --resume"
             )
     return content

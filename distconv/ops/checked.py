@@ -1,0 +1,57 @@
+"""torch's own checks of arguments, made on global shapes without data, and remembered.
+
+An error is thereby raised on every rank, before any message, in torch's words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class _Like(NamedTuple):
+    """What matters of a tensor."""
+
+    shape: torch.Size
+    dtype: torch.dtype | None
+
+
+def checked(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+    """The shape of `function(*arguments, **keywords)`, or the shapes of its several results.
+
+    Tensors stand for their global shape and type; a `torch.Size` stands for a tensor of that shape
+    whose type does not matter.
+    """
+    return _shapes(
+        function,
+        tuple(_key(a) for a in arguments),
+        tuple((name, _key(a)) for name, a in keywords.items()),
+    )
+
+
+def _key(argument: Any) -> Any:
+    if isinstance(argument, Tensor):
+        return _Like(argument.shape, argument.dtype)
+    if isinstance(argument, torch.Size):
+        return _Like(argument, None)
+    return tuple(argument) if isinstance(argument, list) else argument
+
+
+def _empty(argument: Any) -> Any:
+    if isinstance(argument, _Like):
+        return torch.empty(argument.shape, dtype=argument.dtype, device="meta")
+    return argument
+
+
+@lru_cache(maxsize=4096)
+def _shapes(
+    function: Callable[..., Any], arguments: tuple[Any, ...], keywords: tuple[Any, ...]
+) -> Any:
+    result = function(*map(_empty, arguments), **{name: _empty(a) for name, a in keywords})
+    if isinstance(result, Tensor):
+        return tuple(result.shape)
+    return tuple(tuple(part.shape) for part in result)
