@@ -18,6 +18,7 @@ def _convolution(function: Callable[..., Tensor], spatial: int) -> None:
     name = f"conv{spatial}d"
 
     @implements(function)
+    @batched(name, spatial)
     def rule(
         input: Tensor,
         weight: Tensor,
@@ -29,7 +30,6 @@ def _convolution(function: Callable[..., Tensor], spatial: int) -> None:
     ) -> DistTensor:
         grid = common_grid(name, (input, weight, bias))
         x = distributed(input, grid)
-        batched(name, x, spatial)
         same_types(name, x, weight, bias)
         strides = tuple_of(stride, spatial, "stride")
         dilations = tuple_of(dilation, spatial, "dilation")

@@ -153,8 +153,9 @@ class _BatchNorm(Function):
         scale = torch.rsqrt(variance + eps)
         gain = scale if weight is None else scale * weight
         slope = -gain * scale * total[0] / count
-        offset = -gain * total[1] / count - slope * mean
-        dx.add_(_per_channel(offset, dx)).addcmul_(x, _per_channel(slope, dx))
+        offset = -gain * total[1] / count
+        dx.add_(_per_channel(offset, dx))
+        dx.addcmul_(x - _per_channel(mean, x), _per_channel(slope, dx))
         return (
             dx,
             of_weight if weight is not None else None,

@@ -57,6 +57,7 @@ def _max_pool(local: Callable[..., Tensor], functions: Sequence[Any], n: int) ->
     name = f"max_pool{n}d"
 
     @implements(*functions)
+    @batched(name, n)
     def rule(
         input: DistTensor,
         kernel_size: Sizes,
@@ -66,7 +67,6 @@ def _max_pool(local: Callable[..., Tensor], functions: Sequence[Any], n: int) ->
         ceil_mode: bool = False,
         return_indices: bool = False,
     ) -> DistTensor:
-        batched(name, input, n)
         if return_indices:
             _refuse_indices(name, input)
         windows = _windows(kernel_size, stride, padding, dilation, ceil_mode, n)
@@ -88,6 +88,7 @@ def _avg_pool(local: Callable[..., Tensor], n: int) -> None:
     name = f"avg_pool{n}d"
 
     @implements(local)
+    @batched(name, n)
     def rule(
         input: DistTensor,
         kernel_size: Sizes,
@@ -97,7 +98,6 @@ def _avg_pool(local: Callable[..., Tensor], n: int) -> None:
         count_include_pad: bool = True,
         divisor_override: int | None = None,
     ) -> DistTensor:
-        batched(name, input, n)
         windows = _windows(kernel_size, stride, padding, 1, ceil_mode, n)
         kernels = tuple(w.kernel for w in windows)
         strides = tuple(w.stride for w in windows)
@@ -212,8 +212,8 @@ def _adaptive_avg_pool(local: Callable[..., Tensor], n: int) -> None:
     name = f"adaptive_avg_pool{n}d"
 
     @implements(local)
+    @batched(name, n)
     def rule(input: DistTensor, output_size: Any) -> DistTensor:
-        batched(name, input, n)
         outputs = _adaptive_sizes(output_size, tuple(input.shape[2:]), n)
         if not any(input.cuts[2:]):
             shape = (*input.shape[:2], *outputs)
@@ -242,8 +242,8 @@ def _adaptive_max_pool(local: Callable[..., Any], functions: Sequence[Any], n: i
         return values
 
     @implements(*functions)
+    @batched(name, n)
     def rule(input: DistTensor, output_size: Any, return_indices: bool = False) -> DistTensor:
-        batched(name, input, n)
         if return_indices:
             _refuse_indices(name, input)
         return _adaptive(name, input, output_size, pool, n)

@@ -20,6 +20,7 @@ def _transposed_convolution(function: Callable[..., Tensor], spatial: int) -> No
     name = f"conv_transpose{spatial}d"
 
     @implements(function)
+    @batched(name, spatial)
     def rule(
         input: Tensor,
         weight: Tensor,
@@ -32,7 +33,6 @@ def _transposed_convolution(function: Callable[..., Tensor], spatial: int) -> No
     ) -> DistTensor:
         grid = common_grid(name, (input, weight, bias))
         x = distributed(input, grid)
-        batched(name, x, spatial)
         same_types(name, x, weight, bias)
         strides = tuple_of(stride, spatial, "stride")
         paddings = tuple_of(padding, spatial, "padding")

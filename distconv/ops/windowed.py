@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import wraps
 from math import prod
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from distconv.layout import Cuts
 from distconv.ops.align import local_shape
-from distconv.tensor import DistTensor, gathered, refuse
+from distconv.tensor import DistTensor, gathered
 from distconv.window import IndexMap, Same, Window
 
 Sizes = int | Sequence[int]
@@ -27,15 +29,30 @@ def tuple_of(value: Sizes, n: int, what: str) -> tuple[int, ...]:
     return tuple(value)
 
 
-def batched(name: str, input: DistTensor, spatial: int) -> None:
-    """Refuse an input without a batch dimension, whose layout would name other dimensions."""
-    if input.dim() != spatial + 2:
-        refuse(
-            name,
-            f"the input has {input.dim()} dimensions, expected {spatial + 2}",
-            input,
-            way_out="Give it a batch dimension, x.unsqueeze(0) before it is distributed",
-        )
+Rule = TypeVar("Rule", bound=Callable[..., Any])
+
+
+def batched(name: str, spatial: int) -> Callable[[Rule], Rule]:
+    """Let a rule for (sample, channel, *spatial) take a single sample without the first dimension.
+
+    As in torch, that is a mini-batch of one; its dimensions are cut as they are.
+    """
+
+    def decorate(rule: Rule) -> Rule:
+        @wraps(rule)
+        def either(input: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if input.dim() == spatial + 2:
+                return rule(input, *args, **kwargs)
+            if input.dim() != spatial + 1:
+                raise RuntimeError(
+                    f"{name}: expected {spatial + 1} or {spatial + 2} dimensions, got the input "
+                    f"{tuple(input.shape)}"
+                )
+            return rule(input.unsqueeze(0), *args, **kwargs).squeeze(0)
+
+        return cast(Rule, either)
+
+    return decorate
 
 
 def same_types(name: str, *tensors: Tensor | None) -> None:
