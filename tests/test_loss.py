@@ -255,3 +255,53 @@ def test_bad_arguments_are_refused_on_all_ranks(function: Any) -> None:
     x = [random_tensor(rng, (2, 3, 4, 1))]
     for layout in (dc.Layout(), dc.Layout(width="width"), dc.Layout(channel="width")):
         raises_alike(function, x, [], grid, rng, [layout])
+
+
+@pytest.mark.parallel([1, 2, 3, 4])
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum", "batchmean"])
+def test_divergence_of_log_probabilities(reduction: str) -> None:
+    rng = random.Random(reduction)
+    for log_target in (False, True):
+        x, y = random_tensor(rng, (3, 5, 4)), random_tensor(rng, (3, 5, 4))
+
+        def function(x, y, log_target=log_target):
+            target = y if log_target else y.softmax(1)
+            return F.kl_div(x, target, reduction=reduction, log_target=log_target)
+
+        agrees(function, [x, y], [], random_grid(rng), rng)
+        agrees(function, [x], [y], random_grid(rng), rng)
+
+
+@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_gaussian_likelihood(reduction: str) -> None:
+    rng = random.Random(reduction)
+    for shape in ((4, 3, 5), (4, 3), (4, 3, 1)):
+        x, y = random_tensor(rng, (4, 3, 5)), random_tensor(rng, (4, 3, 5))
+        var = random_tensor(rng, shape).abs()
+
+        def function(x, y, var):
+            return F.gaussian_nll_loss(x, y, var, full=True, eps=0.1, reduction=reduction)
+
+        agrees(function, [x, y, var], [], random_grid(rng), rng)
+
+
+@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_cosine_similarity(dim: int) -> None:
+    rng = random.Random(dim)
+    x, y = random_tensor(rng, (4, 3, 5)), random_tensor(rng, (4, 3, 5))
+    agrees(lambda x, y: F.cosine_similarity(x, y, dim), [x, y], [], random_grid(rng), rng)
+
+
+@pytest.mark.parallel([1, 2, 4])
+def test_a_dice_loss_written_with_sums() -> None:
+    rng = random.Random(8)
+    x, y = random_tensor(rng, (2, 3, 7, 5)), random_tensor(rng, (2, 3, 7, 5)).abs()
+
+    def dice(x, y):
+        p = x.softmax(1)
+        over = (0, 2, 3)
+        return (1 - 2 * (p * y).sum(over) / ((p + y).sum(over) + 1e-5)).mean()
+
+    agrees(dice, [x, y], [], random_grid(rng), rng)

@@ -131,6 +131,13 @@ def normalize(
     return input / vector_norm(input, p, dim, keepdim=True).clamp_min(eps)
 
 
+@implements(F.cosine_similarity)
+def cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
+    """The cosine of the angle between vectors along one dimension."""
+    lengths = [torch.linalg.vector_norm(x, 2, dim, keepdim=True).clamp_min(eps) for x in (x1, x2)]
+    return (x1 / lengths[0] * (x2 / lengths[1])).sum(dim)
+
+
 def _variance(
     input: DistTensor, dim: Any, unbiased: Any, correction: Any, keepdim: bool
 ) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -253,6 +254,65 @@ def _classification(function: Callable[..., Tensor]) -> None:
                 weight[counted].sum() if weight is not None else labels.new_tensor(counted.numel())
             )
         return _total(local, over, cuts, grid, input.dtype)
+
+
+@implements(F.kl_div)
+def kl_div(
+    input: Tensor,
+    target: Tensor,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    log_target: bool = False,
+) -> DistTensor:
+    """The Kullback-Leibler divergence of log-probabilities from a target."""
+    by_batch = reduction == "batchmean"
+    reduction = _reduction(size_average, reduce, "sum" if by_batch else reduction, "kl_div")
+    grid = common_grid("kl_div", (input, target))
+    shape = broadcast_shape("kl_div", (input, target))
+    cuts = broadcast_cuts([x for x in (input, target) if isinstance(x, DistTensor)], shape)
+    blocks = [block_of(t, shape, cuts, grid, "kl_div") for t in (input, target)]
+    x, y = _terms(reduction, *blocks)
+    local = F.kl_div(
+        x, y, reduction="none" if reduction == "none" else "sum", log_target=log_target
+    )
+    if reduction == "none":
+        return DistTensor(local, shape, cuts, grid)
+    over = input.shape[0] if by_batch else torch.Size(shape).numel() if reduction == "mean" else 1
+    return _total(local, over, cuts, grid, torch.promote_types(input.dtype, target.dtype))
+
+
+@implements(F.gaussian_nll_loss)
+def gaussian_nll_loss(
+    input: Tensor,
+    target: Tensor,
+    var: Any,
+    full: bool = False,
+    eps: float = 1e-6,
+    reduction: str = "mean",
+) -> Tensor:
+    """The negative logarithm of a Gaussian density of given variance, which is at least `eps`.
+
+    A negative variance, which depends on the data, is not looked for.
+    """
+    reduction = _reduction(None, None, reduction, "gaussian_nll_loss")
+    if isinstance(var, Tensor) and var.shape != input.shape:
+        if var.shape == input.shape[:-1]:
+            var = var.unsqueeze(-1)
+        elif var.shape[:-1] != input.shape[:-1] or var.shape[-1] != 1:
+            raise ValueError(
+                f"gaussian_nll_loss: var has shape {tuple(var.shape)}, expected that of the input, "
+                f"{tuple(input.shape)}, or one without its last dimension"
+            )
+    var = var.clone() if isinstance(var, Tensor) else torch.full_like(input, var)
+    with torch.no_grad():
+        var.clamp_(min=eps)
+    terms = 0.5 * (torch.log(var) + (input - target) ** 2 / var)
+    if full:
+        terms = terms + 0.5 * math.log(2 * math.pi)
+    if reduction == "none":
+        return terms
+    return terms.mean() if reduction == "mean" else terms.sum()
 
 
 _regression(F.mse_loss)
