@@ -34,9 +34,9 @@ def parallelize(module: Module, grid: ProcessGrid, *, bucket_bytes: int = 4 * 2*
 
     Parameters and buffers become those of rank 0. From then on, when `backward()` returns, the
     gradients of the parameters are, on every rank, those of the serial program. Parameters that
-    take no part in a backward pass keep their gradient, or None. The state_dict stays that of the
-    plain module. All ranks of the grid call it together, and run the same forward and backward
-    passes.
+    take no part in a backward pass keep their gradient, or None. Hooks on parameters see this
+    rank's part, before the sum. The state_dict stays that of the plain module. All ranks of the
+    grid call it together, and run the same forward and backward passes.
 
     Parameters
     ----------
@@ -49,6 +49,8 @@ def parallelize(module: Module, grid: ProcessGrid, *, bucket_bytes: int = 4 * 2*
         On every rank, when the ranks' modules differ in the names, shapes or types of their
         parameters and buffers, or the module is parallelized already.
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"parallelize: {type(module).__name__} is not a torch.nn.Module")
     if any(_reduction_of(m) for m in module.modules()) or any(
         _ATTRIBUTE in p.__dict__ for p in module.parameters()
     ):
@@ -139,7 +141,7 @@ class _GradientReduction:
         self._module = ref(module)
         self._parameters = list(module.parameters())
         self._buckets: list[_Bucket] = []
-        self._laid_out: list[int] = []
+        self._laid_out: list[tuple[int, torch.dtype]] = []
         self._hooked: dict[nn.Parameter, Node] = {}
         self._parts: set[nn.Parameter] = set()
         """Parameters whose .grad holds this rank's part of a sum; others have the same on all."""
@@ -166,9 +168,17 @@ class _GradientReduction:
     def _prepare(self) -> None:
         """Hook the trainable parameters and lay out the buckets, last parameters first."""
         trainable = [p for p in self._parameters if p.requires_grad]
-        if [id(p) for p in trainable] == self._laid_out:
+        for p in trainable:
+            self._hook(p)
+        layout = [(id(p), p.dtype) for p in trainable]
+        if layout == self._laid_out:
             return
-        self._laid_out = [id(p) for p in trainable]
+        if any(p.grad is not None and not p.requires_grad for p in self._parts):
+            raise RuntimeError(
+                "parameters were frozen while their gradients are still parts, after no_sync; "
+                "run a backward pass outside no_sync first, or zero the gradients before"
+            )
+        self._laid_out = layout
         self._buckets = []
         chosen: list[nn.Parameter] = []
         for i, p in enumerate(reversed(trainable)):
@@ -178,16 +188,28 @@ class _GradientReduction:
             if following is None or size >= self._bucket_bytes or following.dtype != p.dtype:
                 self._buckets.append(_Bucket(chosen))
                 chosen = []
-        for p in trainable:
-            if p not in self._hooked:
-                # The node that accumulates: hooks of the tensor would run in autograd.grad as well.
-                self._hooked[p] = node = get_gradient_edge(p).node
-                node.register_prehook(lambda grads, p=p: self._before_accumulation(p, *grads))
-                p.register_post_accumulate_grad_hook(self._after_accumulation)
-                p.__dict__[_ATTRIBUTE] = True
+
+    def _hook(self, p: nn.Parameter) -> None:
+        """Watch a parameter; again where a change of its type has given it another node."""
+        # The node that accumulates: hooks of the tensor would run in autograd.grad as well.
+        node = get_gradient_edge(p).node
+        if self._hooked.get(p) is node:
+            return
+        if p not in self._hooked:
+            p.register_post_accumulate_grad_hook(self._after_accumulation)
+            p.__dict__[_ATTRIBUTE] = True
+        self._hooked[p] = node
+        node.register_prehook(lambda grads, p=p: self._before_accumulation(p, *grads))
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        inputs = list(tensors_in((args, kwargs)))
+        grids = [x.grid for x in inputs if isinstance(x, DistTensor)]
         if module is not self._module():
+            if grids and torch.is_grad_enabled() and _reduction_of(module) is None:
+                raise RuntimeError(
+                    "a copy of a parallelized module is not parallelized: its gradients would stay "
+                    "parts; call parallelize(copy, grid), or run it under torch.no_grad()"
+                )
             return
         self._scopes.append(IN_MODULE.set(True))
         if not torch.is_grad_enabled():
@@ -198,8 +220,6 @@ class _GradientReduction:
                 "nobody adds up; call parallelize after the last change of its structure"
             )
         self._prepare()
-        inputs = list(tensors_in((args, kwargs)))
-        grids = [x.grid for x in inputs if isinstance(x, DistTensor)]
         if inputs and not grids and self._buckets:
             raise TypeError(
                 "a parallelized module was called on plain tensors only, of which every rank would "

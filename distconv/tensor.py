@@ -110,7 +110,7 @@ class DistTensor(torch.Tensor):
         cls, shard: Tensor, shape: Sequence[int], cuts: Cuts, grid: ProcessGrid
     ) -> DistTensor:
         self: DistTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, shape, dtype=shard.dtype, device=shard.device
+            cls, shape, dtype=shard.dtype, device=shard.device, requires_grad=shard.requires_grad
         )
         self._shape = torch.Size(shape)
         self.shard, self.cuts, self.grid = shard, cuts, grid
@@ -131,6 +131,7 @@ class DistTensor(torch.Tensor):
     ) -> Any:
         rule = RULES.get(func)
         if rule is not None:
+            _check_recorded(func, args)
             if not kwargs:
                 return rule(*args)
             return rule(*args, **{_ALIASES.get(name, name): x for name, x in kwargs.items()})
@@ -141,8 +142,11 @@ class DistTensor(torch.Tensor):
             resolve_name(func) or getattr(func, "__name__", repr(func)),
             "there is no rule for this function on distributed tensors",
             *tensors_in((args, kwargs)),
-            way_out="Compute it on the whole tensor, x.full_tensor(), or, where it treats every "
-            "element alone, on x.to_local()",
+            way_out=_WAYS_OUT.get(
+                func,
+                "Compute it on the whole tensor, x.full_tensor(), or, where it treats every "
+                "element alone, on x.to_local()",
+            ),
         )
 
     @classmethod
@@ -271,6 +275,7 @@ class DistTensor(torch.Tensor):
         """Record operations on this leaf; `.grad` is then the gradient, also on replicas."""
         fresh = requires_grad and not self.shard.requires_grad
         self.shard.requires_grad_(requires_grad)
+        self._follow_shard()
         axes = replicating_axes(self.cuts, self.grid.topology)
         if fresh and axes and not self._summing:
             grid = self.grid
@@ -284,6 +289,11 @@ class DistTensor(torch.Tensor):
             self.shard.register_hook(add_up)
             self._summing = True
         return self
+
+    def _follow_shard(self) -> None:
+        """Let torch know, below its functions, whether the shard requires gradients."""
+        with torch._C.DisableTorchFunctionSubclass():
+            torch._C.TensorBase.requires_grad_(self, self.shard.requires_grad)
 
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]
@@ -333,6 +343,7 @@ class DistTensor(torch.Tensor):
         gradient: of the same global shape, as a DistTensor or a plain tensor equal on all ranks;
             1 when not given, for a tensor of one element only.
         """
+        _check_recorded(DistTensor.backward, [self])
         if gradient is None:
             if self.numel() != 1:
                 raise RuntimeError(
@@ -382,6 +393,8 @@ def distribute_tensor(x: Tensor, grid: ProcessGrid, layout: Layout | None = None
     """
     if isinstance(x, DistTensor):
         raise TypeError("distribute_tensor: x is distributed already; use x.redistribute(layout)")
+    if not isinstance(x, Tensor):
+        raise TypeError(f"distribute_tensor: x is a {type(x).__name__}; pass torch.as_tensor(x)")
     cuts = _cuts(layout, grid, x.dim())
     _global_shape(x, grid, ((),) * x.dim(), Layout.of(cuts))
     _check_batch(tuple(x.shape), cuts, grid)
@@ -420,6 +433,25 @@ def gathered(
 def plan_of(x: DistTensor, needs: Sequence[IndexMap], cuts: Cuts) -> Plan:
     """This rank's plan of bringing to every rank the inputs that its block of outputs needs."""
     return make_plan(x.grid.topology, x.grid.rank, tuple(x.shape), x.cuts, cuts, tuple(needs))
+
+
+def _check_recorded(func: Callable[..., Any], args: Sequence[Any]) -> None:
+    """Refuse what a torch.autograd.Function has returned: it saw no shards, and recorded nothing.
+
+    Autograd lives on the shards; below them the wrapper only remembers that they require gradients,
+    so that torch marks the results of a Function applied to it.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        for x in args:
+            if isinstance(x, DistTensor) and _GRAD_FN(x) is not None:
+                refuse(
+                    resolve_name(func) or getattr(func, "__name__", repr(func)),
+                    "a torch.autograd.Function was applied to a distributed tensor, which loses "
+                    "its gradients",
+                    x,
+                    way_out="Apply it to x.shard within a rule (distconv.tensor.implements), or "
+                    "use torch functions; in torch.utils.checkpoint set use_reentrant=False",
+                )
 
 
 def recut(x: DistTensor, cuts: Cuts, operator: str) -> DistTensor:
@@ -463,6 +495,8 @@ def check_writable(x: DistTensor, operator: str) -> None:
 def _cuts(layout: Layout | None, grid: ProcessGrid, ndim: int) -> Cuts:
     if layout is None:
         return default_cuts(ndim, grid.topology)
+    if not isinstance(layout, Layout):
+        raise TypeError(f"layout={layout!r} is not a Layout; write Layout(height='height'), say")
     return effective_cuts(layout.cuts(ndim), grid.topology)
 
 
@@ -551,6 +585,20 @@ def _global_size(
     near = {n for h in set(held) for n in range(max(0, (h - 1) * parts), (h + 1) * parts)}
     return min(sorted(near), key=misfits)
 
+
+_GRAD_FN: Any = vars(torch._C.TensorBase)["grad_fn"].__get__
+
+_SAVE = "Save x.full_tensor(), or every rank its x.to_local()"
+_BACKWARD = "Add the losses up and call backward() on the sum; gradients are then in .grad"
+_WAYS_OUT: dict[Any, str] = {
+    torch.autograd.grad: _BACKWARD,
+    torch.autograd.backward: _BACKWARD,
+    torch.Tensor.register_hook: "Hooks see shards: x.shard.register_hook gets this rank's part",
+    torch.Tensor.retain_grad: "Shards retain theirs: x.shard.retain_grad(), each rank its part",
+    torch.Tensor.__deepcopy__: "Use x.clone(), or x.detach().clone() for a leaf",
+    torch.Tensor.__reduce_ex__: _SAVE,
+}
+"""What to do instead of functions for which the whole tensor is no way out."""
 
 _ALIASES = {"axis": "dim", "keepdims": "keepdim"}
 """numpy's names, which torch takes for its own."""

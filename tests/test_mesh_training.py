@@ -158,7 +158,7 @@ def test_a_truncated_file_is_an_error_on_every_rank(file):
     [
         ("tangled", None, "no dataset 'tangled'; the file has"),
         ("state", (5, 17, 64, 64), "'state' has shape (5, 17, 64, 64), expected (5, 18, 64, 64)"),
-        ("state", (5, 18, 64), "'state' has shape (5, 18, 64), expected (5, 18, 64, 64)"),
+        ("state", (5, 18, 64), "'state' has shape (5, 18, 64), expected (samples, 18, S, S)"),
         ("state", (0, 18, 64, 64), "'tangled' has shape (5, 1, 64, 64), expected (0, 1, 64, 64)"),
         ("tangled", (4, 1, 64, 64), "'tangled' has shape (4, 1, 64, 64), expected (5, 1, 64, 64)"),
         ("channel_mean", (1,), "'channel_mean' has shape (1,), expected (18,)"),

@@ -349,7 +349,6 @@ def test_a_layout_that_the_tensor_does_not_have_is_refused() -> None:
     [
         ("fft", torch.fft.fft),
         ("svd", torch.linalg.svd),
-        ("grad", lambda x: torch.autograd.grad(x, x)),
         ("data_ptr", lambda x: x.data_ptr()),
         ("aten.add.Tensor", lambda x: torch.ops.aten.add.Tensor(x, x)),
     ],

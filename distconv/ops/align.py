@@ -69,13 +69,13 @@ def broadcast_shape(name: str, tensors: Sequence[Tensor]) -> Shape:
     """The shape of the broadcast of all operands, from their global shapes."""
     try:
         return tuple(torch.broadcast_shapes(*(x.shape for x in tensors)))
-    except RuntimeError as error:
+    except RuntimeError:
         shapes = ", ".join(str(tuple(x.shape)) for x in tensors)
         raise RuntimeError(
             f"{name}: the global shapes {shapes} do not broadcast. A plain tensor takes part with "
             "the global shape, equal on all ranks; a rank's own block becomes distributed by "
             "DistTensor.from_local"
-        ) from error
+        ) from None
 
 
 def operand_cuts(operand: Shape, shape: Shape, cuts: Cuts) -> Cuts:

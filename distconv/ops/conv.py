@@ -34,6 +34,11 @@ def _convolution(function: Callable[..., Tensor], spatial: int) -> None:
         strides = tuple_of(stride, spatial, "stride")
         dilations = tuple_of(dilation, spatial, "dilation")
         padding = padding if isinstance(padding, str) else tuple_of(padding, spatial, "padding")
+        if x.shape[1] != weight.shape[1] * groups:
+            raise RuntimeError(
+                f"{name}: the weight {tuple(weight.shape)} in {groups} groups takes "
+                f"{weight.shape[1] * groups} channels, the input {tuple(x.shape)} has {x.shape[1]}"
+            )
         sizes = x.shape, weight.shape, None if bias is None else bias.shape
         shape = checked(function, *sizes, strides, padding, dilations, groups)
         kernel = tuple(weight.shape[2:])

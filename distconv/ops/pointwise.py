@@ -78,6 +78,8 @@ def _pointwise(function: Callable[..., Any]) -> Callable[..., Any]:
         if result is NotImplemented:  # Python then asks the other operand
             return result
         if written is not None:
+            if written.shard.requires_grad:
+                written._follow_shard()
             return written
         # A conversion to what the tensor is already returns the tensor itself, as in torch.
         return first if result is first.shard else DistTensor(result, shape, cuts, grid)

@@ -89,9 +89,13 @@ def _checked_content(path: Path, settings: dict[str, Any]) -> bytes:
         raise FileNotFoundError(f"{path}: no such checkpoint")
     content = path.read_bytes()
     try:
-        saved = torch.load(io.BytesIO(content), map_location="cpu")["settings"]
+        state = torch.load(io.BytesIO(content), map_location="cpu")
     except Exception as error:  # torch raises whatever its unpickler stumbles over
         raise ValueError(f"{path}: not a complete checkpoint: {error}") from error
+    missing = {"settings", "model", "optimizer", "history"}.difference(state)
+    if missing:
+        raise ValueError(f"{path}: not a checkpoint of this program: it lacks {sorted(missing)}")
+    saved = state["settings"]
     for name, value in settings.items():
         if saved.get(name) != value:
             option = name.replace("_", "-")

@@ -162,7 +162,12 @@ def _open(path: Path) -> h5py.File:
         raise OSError(
             f"{path}: not a whole HDF5 file; generate or copy it again ({error})"
         ) from error
-    samples, size = _shape(file, path, "state")[:1], _shape(file, path, "state")[-1:]
+    state = _shape(file, path, "state")
+    if len(state) != 4:
+        raise ValueError(
+            f"{path}: dataset 'state' has shape {state}, expected (samples, {len(CHANNELS)}, S, S)"
+        )
+    samples, size = state[:1], state[-1:]
     expected = {
         "state": (*samples, len(CHANNELS), *size, *size),
         "tangled": (*samples, 1, *size, *size),
@@ -183,6 +188,8 @@ def _open(path: Path) -> h5py.File:
 def _shape(file: h5py.File, path: Path, name: str) -> tuple[int, ...]:
     if name not in file:
         raise ValueError(f"{path}: no dataset {name!r}; the file has {sorted(file)}")
+    if not isinstance(file[name], h5py.Dataset):
+        raise ValueError(f"{path}: {name!r} is a group; expected a dataset")
     return file[name].shape
 
 

@@ -1,0 +1,156 @@
+"""What would silently lose or misplace gradients is recorded right, or refused on every rank."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import distconv as dc
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return 2 * ctx.saved_tensors[0] * grads[0]
+
+
+class Between(nn.Module):
+    """A convolution, some function of its result, and a mean."""
+
+    def __init__(self, function: Any):
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv2d(2, 3, 3, padding=1, dtype=torch.float64)
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(self, x).mean()
+
+
+def checkpointed(module: Between, x: torch.Tensor, reentrant: bool) -> torch.Tensor:
+    result = checkpoint(lambda t: module.conv(t).relu(), x, use_reentrant=reentrant)
+    assert isinstance(result, torch.Tensor)
+    return result
+
+
+FUNCTIONS = {
+    "custom": lambda m, x: Square.apply(m.conv(x)),
+    "custom in the middle": lambda m, x: Square.apply(m.conv(x)) * 2,
+    "custom on a leaf": lambda m, x: m.conv(Square.apply(x)),
+    "reentrant": lambda m, x: checkpointed(m, x, True),
+}
+
+
+def case() -> tuple[torch.Tensor, dc.ProcessGrid]:
+    torch.manual_seed(1)
+    return torch.randn(2, 2, 7, 5, dtype=torch.float64), dc.ProcessGrid(height=-1)
+
+
+@pytest.mark.parallel([1, 2, 3])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_that_autograd_cannot_see_through_are_refused(name: str) -> None:
+    x, grid = case()
+    model = dc.parallelize(Between(FUNCTIONS[name]), grid)
+    with pytest.raises(dc.UnsupportedOperation, match="autograd.Function was applied"):
+        model(dc.distribute_tensor(x, grid).requires_grad_()).backward()
+
+
+@pytest.mark.parallel([1, 2, 3])
+def test_checkpointing_that_is_not_reentrant_gives_the_serial_gradients() -> None:
+    x, grid = case()
+    serial = Between(lambda m, x: checkpointed(m, x, False))
+    model = dc.parallelize(copy.deepcopy(serial), grid)
+    serial(x).backward()
+    model(dc.distribute_tensor(x, grid)).backward()
+    torch.testing.assert_close(model.conv.weight.grad, serial.conv.weight.grad, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parallel([2, 3])
+def test_gradients_are_still_added_up_when_the_parameters_change_their_type() -> None:
+    x, grid = case()
+    serial = nn.Conv2d(2, 3, 3)
+    model = dc.parallelize(copy.deepcopy(serial), grid)
+    serial.load_state_dict(model.state_dict())
+    serial.double()
+    model.double()
+    for _ in range(2):
+        serial(x).pow(2).mean().backward()
+        model(dc.distribute_tensor(x, grid)).pow(2).mean().backward()
+    torch.testing.assert_close(model.weight.grad, serial.weight.grad, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parallel([1, 2])
+def test_a_copy_has_to_be_parallelized_before_it_is_trained() -> None:
+    x, grid = case()
+    model = dc.parallelize(nn.Conv2d(2, 3, 3, dtype=torch.float64), grid)
+    twin = copy.deepcopy(model)
+    y = dc.distribute_tensor(x, grid)
+    with pytest.raises(RuntimeError, match="copy of a parallelized module"):
+        twin(y)
+    with torch.no_grad():
+        assert torch.equal(twin(y).full_tensor(), model(y).full_tensor())
+    dc.parallelize(twin, grid)
+    twin(y).mean().backward()
+    model(y).mean().backward()
+    assert torch.equal(twin.weight.grad, model.weight.grad)
+
+
+@pytest.mark.parallel([2])
+def test_parts_are_not_forgotten_when_their_parameter_is_frozen() -> None:
+    x, grid = case()
+    model = dc.parallelize(nn.Conv2d(2, 3, 3, dtype=torch.float64), grid)
+    y = dc.distribute_tensor(x, grid)
+    with dc.no_sync(model):
+        model(y).mean().backward()
+    model.bias.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="frozen while their gradients are still parts"):
+        model(y)
+
+
+@pytest.mark.parallel([2])
+def test_within_a_module_replicated_values_stay_distributed() -> None:
+    x, grid = case()
+
+    class Head(nn.Module):
+        def __init__(self, leaks: bool):
+            super().__init__()
+            self.fc = nn.Linear(70, 1, dtype=torch.float64)
+            self.leaks = leaks
+
+        def forward(self, x: Any) -> torch.Tensor:
+            if self.leaks:
+                return self.fc.weight.sum() + 0 * x.shard.sum()
+            return self.fc(x.full_tensor().flatten(1))
+
+    y = dc.distribute_tensor(x, grid)
+    with pytest.raises(dc.UnsupportedOperation, match="has to stay distributed"):
+        dc.parallelize(Head(False), grid)(y)
+    with pytest.raises(TypeError, match="returned a plain tensor that requires gradients"):
+        dc.parallelize(Head(True), grid)(y)
+
+
+@pytest.mark.parallel([2])
+def test_what_to_do_instead_is_said_of_functions_that_need_more_than_the_whole_tensor() -> None:
+    x, grid = case()
+    y = dc.distribute_tensor(x, grid).requires_grad_()
+    loss = (y * y).mean()
+    with pytest.raises(dc.UnsupportedOperation, match="call backward"):
+        torch.autograd.grad(loss, [y])
+    with pytest.raises(dc.UnsupportedOperation, match="x.shard.register_hook"):
+        loss.register_hook(print)
+    with pytest.raises(TypeError, match="pass torch.as_tensor"):
+        dc.distribute_tensor([1.0], grid)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="is not a Layout"):
+        y.redistribute("height")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"is not a torch.nn.Module"):
+        dc.parallelize(print, grid)  # type: ignore[type-var]
