@@ -35,11 +35,17 @@ def gather(local: Tensor, plan: Plan, grid: ProcessGrid, fill: float = 0.0) -> T
 
 def sum_over(local: Tensor, grid: ProcessGrid, axes: Iterable[str]) -> Tensor:
     """The sum of `local` over the ranks along `axes`, on each of them; those ranks call it."""
-    axes = tuple(axes)
-    if grid.topology.parts(axes) == 1:
-        return local
-    result: Tensor = _SumOver.apply(local, grid, axes)
-    return result
+    return _among(_SumOver, local, grid, axes)
+
+
+def share(local: Tensor, grid: ProcessGrid, axes: Iterable[str]) -> Tensor:
+    """A value replicated along `axes` as a plain tensor: its gradient is shared out equally."""
+    return _among(_Share, local, grid, axes)
+
+
+def replicate(local: Tensor, grid: ProcessGrid, axes: Iterable[str]) -> Tensor:
+    """A plain tensor, equal along `axes`, as a replicated value: its gradients are added up."""
+    return _among(_Replicate, local, grid, axes)
 
 
 def parts_of(local: Tensor, grid: ProcessGrid, axes: Iterable[str]) -> Tensor:
@@ -47,25 +53,17 @@ def parts_of(local: Tensor, grid: ProcessGrid, axes: Iterable[str]) -> Tensor:
     axes = tuple(axes)
     if grid.topology.parts(axes) == 1:
         return local.unsqueeze(0)
-    result: Tensor = _Parts.apply(local, grid, axes)
-    return result
+    return _among(_Parts, local, grid, axes)
 
 
-def share(local: Tensor, grid: ProcessGrid, axes: Iterable[str]) -> Tensor:
-    """A value replicated along `axes` as a plain tensor; its gradient is divided among them."""
+def _among(
+    function: type[Function], local: Tensor, grid: ProcessGrid, axes: Iterable[str]
+) -> Tensor:
+    """`function` of `local` over the ranks along `axes`; `local` itself where that is one rank."""
     axes = tuple(axes)
     if grid.topology.parts(axes) == 1:
         return local
-    result: Tensor = _Share.apply(local, grid, axes)
-    return result
-
-
-def replicate(local: Tensor, grid: ProcessGrid, axes: Iterable[str]) -> Tensor:
-    """A plain tensor, equal along `axes`, as a replicated value: its gradients are added up."""
-    axes = tuple(axes)
-    if grid.topology.parts(axes) == 1:
-        return local
-    result: Tensor = _Replicate.apply(local, grid, axes)
+    result: Tensor = function.apply(local, grid, axes)
     return result
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, NoReturn, TypeVar
@@ -13,12 +12,12 @@ from torch import Tensor
 from torch.overrides import resolve_name
 
 from distconv import exchange
+from distconv.blocks import check_batch, global_shape
 from distconv.grid import ProcessGrid
 from distconv.layout import (
     Box,
     Cuts,
     Layout,
-    block,
     cutting_axes,
     default_cuts,
     effective_cuts,
@@ -222,8 +221,8 @@ class DistTensor(torch.Tensor):
             On every rank, naming the rank whose block is off and what it should hold.
         """
         cuts = _cuts(layout, grid, local.dim())
-        shape = _global_shape(local, grid, cuts, Layout.of(cuts))
-        _check_batch(shape, cuts, grid)
+        shape = global_shape(local, grid, cuts, Layout.of(cuts))
+        check_batch(shape, cuts, grid)
         shard = exchange.replicate(local, grid, replicating_axes(cuts, grid.topology))
         # The caller's tensor keeps its own requires_grad.
         return cls(shard.view_as(shard) if shard is local else shard, shape, cuts, grid)
@@ -396,8 +395,8 @@ def distribute_tensor(x: Tensor, grid: ProcessGrid, layout: Layout | None = None
     if not isinstance(x, Tensor):
         raise TypeError(f"distribute_tensor: x is a {type(x).__name__}; pass torch.as_tensor(x)")
     cuts = _cuts(layout, grid, x.dim())
-    _global_shape(x, grid, ((),) * x.dim(), Layout.of(cuts))
-    _check_batch(tuple(x.shape), cuts, grid)
+    global_shape(x, grid, ((),) * x.dim(), Layout.of(cuts))
+    check_batch(tuple(x.shape), cuts, grid)
     box = rank_box(tuple(x.shape), cuts, grid.topology, grid.rank)
     whole = exchange.replicate(x, grid, replicating_axes((), grid.topology))
     return DistTensor(whole[box.slices].clone(), x.shape, cuts, grid)
@@ -512,78 +511,6 @@ def tensors_in(arguments: Any) -> Iterator[Tensor]:
             yield from tensors_in(item)
     elif isinstance(arguments, dict):
         yield from tensors_in(list(arguments.values()))
-
-
-def _check_batch(shape: tuple[int, ...], cuts: Cuts, grid: ProcessGrid) -> None:
-    ranks = grid.topology.extent("sample")
-    if cuts and "sample" in cuts[0] and shape[0] < ranks:
-        raise ValueError(
-            f"a batch of {shape[0]} samples leaves ranks of sample={ranks} without a sample; "
-            f"use at least {ranks} samples (drop a smaller last batch) or a smaller sample axis"
-        )
-
-
-def _global_shape(local: Tensor, grid: ProcessGrid, cuts: Cuts, layout: Layout) -> tuple[int, ...]:
-    """The shape whose cut by `cuts` gives every rank the tensor it passes; collective.
-
-    `layout` is what the ranks intend, and compared with the rest.
-    """
-    device = local.device.type
-    held = grid.comm.allgather(
-        (tuple(local.shape), str(local.dtype), local.requires_grad, layout, device)
-    )
-    shapes = [meta[0] for meta in held]
-    if len({len(s) for s in shapes}) > 1:
-        raise ValueError(f"the ranks' blocks differ in their number of dimensions: {shapes}")
-    for what, i in (("type", 1), ("requires_grad", 2), ("layout", 3), ("device", 4)):
-        if len({meta[i] for meta in held}) > 1:
-            usual, _ = Counter(meta[i] for meta in held).most_common(1)[0]
-            odd = next(r for r, meta in enumerate(held) if meta[i] != usual)
-            raise ValueError(
-                f"the ranks' blocks differ in {what}: rank {odd} has {held[odd][i]}, the others "
-                f"{usual}; pass the same on every rank"
-            )
-    if device != "cpu":
-        raise ValueError(
-            f"the tensor lives on {device}; this version works on CPU tensors, x.cpu()"
-        )
-    shape = tuple(_global_size(shapes, d, cuts[d], grid) for d in range(len(cuts)))
-    expected = [rank_box(shape, cuts, grid.topology, r).shape for r in range(grid.size)]
-    off = [r for r in range(grid.size) if shapes[r] != expected[r]]
-    if off:
-        listed = "; ".join(
-            f"rank {r} holds {shapes[r]} and should hold {expected[r]}" for r in off[:8]
-        )
-        more = f"; and {len(off) - 8} more" if len(off) > 8 else ""
-        raise ValueError(
-            f"the blocks do not make a tensor of shape {shape} in {Layout.of(cuts)}: "
-            f"{listed}{more}. A dimension of size n over p parts gives the first n mod p parts "
-            "one element more; distconv.local_box(shape, grid, layout) tells each rank its box"
-        )
-    return shape
-
-
-def _global_size(
-    shapes: list[tuple[int, ...]], dimension: int, axes: tuple[str, ...], grid: ProcessGrid
-) -> int:
-    """The size of one dimension that fits the blocks of the most ranks."""
-    topology = grid.topology
-    parts = topology.parts(axes)
-    part = [topology.part(topology.coordinates(r), axes) for r in range(grid.size)]
-    held = [shape[dimension] for shape in shapes]
-    by_part: list[Counter[int]] = [Counter() for _ in range(parts)]
-    for p, n in zip(part, held, strict=True):
-        by_part[p][n] += 1
-    total = sum(sizes.most_common(1)[0][0] for sizes in by_part)
-
-    def misfits(size: int) -> int:
-        bounds = [block(size, parts, j) for j in range(parts)]
-        return sum(h != bounds[p][1] - bounds[p][0] for h, p in zip(held, part, strict=True))
-
-    if not misfits(total):
-        return total
-    near = {n for h in set(held) for n in range(max(0, (h - 1) * parts), (h + 1) * parts)}
-    return min(sorted(near), key=misfits)
 
 
 _GRAD_FN: Any = vars(torch._C.TensorBase)["grad_fn"].__get__

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from distconv.grid import ProcessGrid
-from distconv.layout import Cuts, cutting_axes, rank_box
+from distconv.layout import Box, Cuts, cutting_axes, rank_box
 from distconv.tensor import DistTensor, recut
 
 Shape: TypeAlias = tuple[int, ...]
@@ -62,7 +62,7 @@ def block_of(x: Any, shape: Shape, cuts: Cuts, grid: ProcessGrid, operator: str)
         return x.shard if x.cuts == own else recut(x, own, operator).shard
     if not cutting_axes(own):
         return x
-    return x[rank_box(tuple(x.shape), own, grid.topology, grid.rank).slices]
+    return x[box_of(x.shape, own, grid).slices]
 
 
 def broadcast_shape(name: str, tensors: Sequence[Tensor]) -> Shape:
@@ -123,6 +123,11 @@ def dimensions_of(dim: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]
     return numbers
 
 
-def local_shape(shape: Sequence[int], cuts: Cuts, grid: ProcessGrid) -> Shape:
-    """The shape of this rank's block."""
-    return rank_box(tuple(shape), cuts, grid.topology, grid.rank).shape
+def box_of(shape: Sequence[int], cuts: Cuts, grid: ProcessGrid) -> Box:
+    """The box that this rank holds of a tensor of global `shape` cut by `cuts`."""
+    return rank_box(tuple(shape), cuts, grid.topology, grid.rank)
+
+
+def nothing(buffer: Tensor, shape: Shape) -> Tensor:
+    """An empty block of `shape` that hangs on `buffer` in the autograd graph."""
+    return buffer.reshape(-1)[:0].reshape(shape)

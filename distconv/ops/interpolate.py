@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distconv.layout import rank_box
+from distconv.ops.align import box_of, nothing
 from distconv.ops.checked import checked
 from distconv.ops.moments import accumulated
 from distconv.taps import Resampled
@@ -36,7 +36,7 @@ def interpolate(
         pool: Any = {3: F.adaptive_avg_pool1d, 4: F.adaptive_avg_pool2d, 5: F.adaptive_avg_pool3d}
         averaged: DistTensor = pool[input.dim()](input, shape[2:])
         return averaged
-    box = rank_box(shape, input.cuts, input.grid.topology, input.grid.rank)
+    box = box_of(shape, input.cuts, input.grid)
     if not any(input.cuts[2:]) and 0 not in box.shape:
         shard = F.interpolate(input.shard, size, scale_factor, *arguments)
         return DistTensor(shard, shape, input.cuts, input.grid)
@@ -62,7 +62,7 @@ def interpolate(
     needs = [m if axes else Same() for m, axes in zip(maps, input.cuts[2:], strict=True)]
     buffer = gathered(input, (Same(), Same(), *needs), input.cuts, "interpolate")
     if 0 in box.shape:
-        return DistTensor(buffer.reshape(-1)[:0].reshape(box.shape), shape, input.cuts, input.grid)
+        return DistTensor(nothing(buffer, box.shape), shape, input.cuts, input.grid)
     if not mode.startswith("nearest"):
         buffer = accumulated(buffer)
     for d, resampled in enumerate(maps, 2):

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distconv.layout import rank_box
+from distconv.ops.align import box_of, nothing
 from distconv.ops.checked import checked
 from distconv.tensor import DistTensor, gathered, implements
 from distconv.window import IndexMap, Pad, Same
@@ -28,7 +28,7 @@ def pad(
         for amount, axes in zip(amounts, input.cuts, strict=True)
     ]
     buffer = gathered(input, needs, input.cuts, "pad", value or 0.0)
-    box = rank_box(shape, input.cuts, input.grid.topology, input.grid.rank)
+    box = box_of(shape, input.cuts, input.grid)
     for d, need in enumerate(needs):
         if isinstance(need, Pad) and box.start[d] < box.stop[d]:
             order = need.order(input.shape[d], box.start[d], box.stop[d])
@@ -54,7 +54,7 @@ def _pad_whole_dimensions(
     if not any(map(any, rest)):
         return buffer
     if 0 in shape:
-        return buffer.reshape(-1)[:0].reshape(shape)
+        return nothing(buffer, shape)
     # torch pads as many dimensions at a time as the caller has named, also by nothing.
     flat = [n for amount in reversed(rest[len(rest) - named :]) for n in amount]
     return F.pad(buffer, flat, mode, value)

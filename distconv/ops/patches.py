@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distconv.layout import rank_box
-from distconv.ops.align import uncut
+from distconv.ops.align import box_of, nothing, uncut
 from distconv.ops.checked import checked
 from distconv.ops.shape import flatten
 from distconv.ops.windowed import Sizes, apply_windows, batched, output_shape, tuple_of
@@ -64,9 +63,9 @@ def fold(
     shape = checked(F.fold, input.shape, *arguments)
     x = uncut(input, [input.dim() - 2, input.dim() - 1], "fold")
     cuts = (*x.cuts[:-2], (), (), ())
-    box = rank_box(shape, cuts, x.grid.topology, x.grid.rank)
+    box = box_of(shape, cuts, x.grid)
     if 0 in box.shape:
-        shard = x.shard.reshape(-1)[:0].reshape(box.shape)
+        shard = nothing(x.shard, box.shape)
     else:
         shard = F.fold(x.shard, *arguments)
     return DistTensor(shard, shape, cuts, x.grid)

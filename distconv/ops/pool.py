@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distconv.layout import Cuts, rank_box
-from distconv.ops.align import local_shape
+from distconv.layout import Cuts
+from distconv.ops.align import box_of
 from distconv.ops.checked import checked
 from distconv.ops.moments import accumulated
 from distconv.ops.reduction import mean
@@ -107,7 +107,7 @@ def _avg_pool(local: Callable[..., Tensor], n: int) -> None:
         arguments = (kernels, strides, paddings, ceil_mode, count_include_pad, *override)
         checked(local, input.shape, *arguments)
         shape = output_shape(input.shape[1], input, windows)
-        box = rank_box(shape, input.cuts, input.grid.topology, input.grid.rank)
+        box = box_of(shape, input.cuts, input.grid)
 
         def compute(buffer: Tensor, left: tuple[int, ...]) -> Tensor:
             if not any(input.cuts[2:]):
@@ -178,7 +178,7 @@ def _adaptive(
         for m, axes in zip(shape, input.cuts, strict=True)
     )
     buffer = gathered(input, (Same(), Same(), *windows), cuts, name)
-    box = rank_box(shape, cuts, input.grid.topology, input.grid.rank)
+    box = box_of(shape, cuts, input.grid)
     if 0 in box.shape:
         return DistTensor(buffer.reshape(box.shape), shape, cuts, input.grid)
     steps = [
@@ -220,7 +220,7 @@ def _adaptive_avg_pool(local: Callable[..., Tensor], n: int) -> None:
             if input.shard.numel():
                 shard = local(input.shard, outputs)
             else:
-                shard = input.shard.reshape(local_shape(shape, input.cuts, input.grid))
+                shard = input.shard.reshape(box_of(shape, input.cuts, input.grid).shape)
             return DistTensor(shard, shape, input.cuts, input.grid)
         # An average over a whole dimension is a sum over ranks, with no gathering at all.
         over = [d for d, m in enumerate(outputs, 2) if m == 1]

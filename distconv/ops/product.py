@@ -16,7 +16,7 @@ from torch import Tensor
 
 from distconv.exchange import sum_over
 from distconv.layout import cutting_axes
-from distconv.ops.align import block_of, common_grid, distributed, local_shape, uncut
+from distconv.ops.align import block_of, box_of, common_grid, distributed, uncut
 from distconv.tensor import DistTensor, implements, refuse
 
 
@@ -176,7 +176,9 @@ def scaled_dot_product_attention(
         mask = block_of(attn_mask, (*lead, rows, columns), (*q.cuts[:-1], ()), grid, name)
     shape = (*lead, rows, value.shape[-1])
     if not q.shard.numel():
-        shard = (q.shard.sum() + keys.sum() + values.sum()).expand(local_shape(shape, q.cuts, grid))
+        shard = (q.shard.sum() + keys.sum() + values.sum()).expand(
+            box_of(shape, q.cuts, grid).shape
+        )
     else:
         shard = F.scaled_dot_product_attention(q.shard, keys, values, mask, scale=scale)
     return DistTensor(shard, shape, q.cuts, grid)

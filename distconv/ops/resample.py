@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from distconv.layout import rank_box
-from distconv.ops.align import uncut
+from distconv.ops.align import box_of, nothing, uncut
 from distconv.ops.checked import checked
 from distconv.tensor import DistTensor, gathered, implements
 from distconv.window import Grouped, Same, Window
@@ -20,9 +19,9 @@ def pixel_shuffle(input: DistTensor, upscale_factor: int) -> DistTensor:
     lead = x.dim() - 2
     needs = [Same()] * lead + [Grouped(r) if axes else Same() for axes in x.cuts[lead:]]
     buffer = gathered(x, needs, x.cuts, "pixel_shuffle")
-    box = rank_box(shape, x.cuts, x.grid.topology, x.grid.rank)
+    box = box_of(shape, x.cuts, x.grid)
     if 0 in box.shape:
-        shard = buffer.reshape(-1)[:0].reshape(box.shape)
+        shard = nothing(buffer, box.shape)
     else:
         shard = torch.pixel_shuffle(buffer, r)
         for d in (lead, lead + 1):
@@ -40,7 +39,7 @@ def pixel_unshuffle(input: DistTensor, downscale_factor: int) -> DistTensor:
     lead = x.dim() - 2
     needs = [Same()] * lead + [Window(r, r) if axes else Same() for axes in x.cuts[lead:]]
     buffer = gathered(x, needs, x.cuts, "pixel_unshuffle")
-    box = rank_box(shape, x.cuts, x.grid.topology, x.grid.rank)
+    box = box_of(shape, x.cuts, x.grid)
     if 0 in box.shape:
-        return DistTensor(buffer.reshape(-1)[:0].reshape(box.shape), shape, x.cuts, x.grid)
+        return DistTensor(nothing(buffer, box.shape), shape, x.cuts, x.grid)
     return DistTensor(torch.pixel_unshuffle(buffer, r), shape, x.cuts, x.grid)

@@ -10,7 +10,7 @@ import torch
 
 from distconv.grid import ProcessGrid
 from distconv.layout import Cuts
-from distconv.ops.align import Shape, dimensions_of, local_shape, uncut
+from distconv.ops.align import Shape, box_of, dimensions_of, uncut
 from distconv.tensor import DistTensor, implements, recut, refuse, view_of
 
 
@@ -76,7 +76,7 @@ def _reshape(input: DistTensor, shape: Shape, operator: str) -> DistTensor:
     else:
         asked, made = _reshaped_cuts(before, input.cuts, shape, input.grid)
     x = recut(input, asked, operator)
-    shard = x.shard.reshape(local_shape(shape, made, input.grid))
+    shard = x.shard.reshape(box_of(shape, made, input.grid).shape)
     return view_of(input, shard, shape, made, copied=True)
 
 
@@ -162,5 +162,5 @@ def expand(input: DistTensor, *sizes: Any) -> DistTensor:
     grown = [d for d in range(input.dim()) if input.shape[d] != shape[d + lead]]
     x = uncut(input, grown, "expand")
     cuts = ((),) * lead + x.cuts
-    shard = x.shard.expand(local_shape(shape, cuts, x.grid))
+    shard = x.shard.expand(box_of(shape, cuts, x.grid).shape)
     return view_of(input, shard, shape, cuts, copied=x is not input)

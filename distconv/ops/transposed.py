@@ -8,8 +8,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from distconv.layout import rank_box
-from distconv.ops.align import common_grid, distributed, whole
+from distconv.ops.align import box_of, common_grid, distributed, whole
 from distconv.ops.checked import checked
 from distconv.ops.windowed import Sizes, batched, same_types, tuple_of
 from distconv.tensor import DistTensor, gathered, implements
@@ -51,7 +50,7 @@ def _transposed_convolution(function: Callable[..., Tensor], spatial: int) -> No
         buffer = gathered(x, (Same(), Same(), *needs), cuts, name)
         weight, bias = whole(weight, name), whole(bias, name)
 
-        box = rank_box(shape, cuts, grid.topology, grid.rank)
+        box = box_of(shape, cuts, grid)
         if not prod(box.shape):
             # The local operator refuses empty planes, but not an empty batch.
             buffer = buffer.reshape(0, buffer.shape[1], *(max(n, 2) for n in kernel))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from distconv.layout import Cuts
-from distconv.ops.align import local_shape
+from distconv.ops.align import box_of
 from distconv.tensor import DistTensor, gathered
 from distconv.window import IndexMap, Same, Window
 
@@ -102,7 +102,7 @@ def apply_windows(
         needs.append(Same() if by_itself else window)
         left.append(window.padding[0] if by_itself else 0)
     buffer = gathered(x, needs, cuts, operator, fill)
-    block = local_shape(shape, cuts, x.grid)
+    block = box_of(shape, cuts, x.grid).shape
     if prod(block) == 0:
         # The local operator refuses empty planes, but not an empty batch.
         extents = [w.extent + w.stride for w in windows]

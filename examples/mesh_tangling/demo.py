@@ -21,7 +21,7 @@ TRAIN = {
     "network": "2k",
     "width": "0.25",
     "grid": "sample=2,height=2",
-    "epochs": "12",
+    "epochs": "18",
     "batch-size": "8",
     "learning-rate": "0.003",
 }
