@@ -13,18 +13,22 @@ import torch
 from torch import Tensor
 
 
-class _Like(NamedTuple):
-    """What matters of a tensor."""
+class Like(NamedTuple):
+    """What matters of a tensor: its global shape, and its type, or None where any will do."""
 
-    shape: torch.Size
-    dtype: torch.dtype | None
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None = None
+
+
+def shape_of(x: Tensor | None) -> Like | None:
+    """A tensor whose type does not matter, for `checked`."""
+    return None if x is None else Like(tuple(x.shape))
 
 
 def checked(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
     """The shape of `function(*arguments, **keywords)`, or the shapes of its several results.
 
-    Tensors stand for their global shape and type; a `torch.Size` stands for a tensor of that shape
-    whose type does not matter.
+    Tensors stand for their global shape and type; `shape_of` leaves the type out.
     """
     return _shapes(
         function,
@@ -35,14 +39,12 @@ def checked(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> A
 
 def _key(argument: Any) -> Any:
     if isinstance(argument, Tensor):
-        return _Like(argument.shape, argument.dtype)
-    if isinstance(argument, torch.Size):
-        return _Like(argument, None)
+        return Like(tuple(argument.shape), argument.dtype)
     return tuple(argument) if isinstance(argument, list) else argument
 
 
 def _empty(argument: Any) -> Any:
-    if isinstance(argument, _Like):
+    if isinstance(argument, Like):
         return torch.empty(argument.shape, dtype=argument.dtype, device="meta")
     return argument
 

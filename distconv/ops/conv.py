@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from distconv.ops.align import common_grid, distributed, whole
-from distconv.ops.checked import checked
+from distconv.ops.checked import checked, shape_of
 from distconv.ops.windowed import Sizes, apply_windows, batched, same_types, tuple_of
 from distconv.tensor import DistTensor, implements
 from distconv.window import Window
@@ -39,7 +39,7 @@ def _convolution(function: Callable[..., Tensor], spatial: int) -> None:
                 f"{name}: the weight {tuple(weight.shape)} in {groups} groups takes "
                 f"{weight.shape[1] * groups} channels, the input {tuple(x.shape)} has {x.shape[1]}"
             )
-        sizes = x.shape, weight.shape, None if bias is None else bias.shape
+        sizes = shape_of(x), shape_of(weight), shape_of(bias)
         shape = checked(function, *sizes, strides, padding, dilations, groups)
         kernel = tuple(weight.shape[2:])
         windows = [

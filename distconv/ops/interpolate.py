@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distconv.ops.align import box_of, nothing
-from distconv.ops.checked import checked
+from distconv.ops.checked import checked, shape_of
 from distconv.ops.moments import accumulated
 from distconv.taps import Resampled
 from distconv.tensor import DistTensor, gathered, implements, refuse
@@ -31,7 +31,7 @@ def interpolate(
 ) -> DistTensor:
     """Resampling of the spatial dimensions to a size, or by a factor, in all of torch's modes."""
     arguments: Any = (mode, align_corners, recompute_scale_factor, antialias)
-    shape = checked(F.interpolate, input.shape, size, scale_factor, *arguments)
+    shape = checked(F.interpolate, shape_of(input), size, scale_factor, *arguments)
     if mode == "area":
         pool: Any = {3: F.adaptive_avg_pool1d, 4: F.adaptive_avg_pool2d, 5: F.adaptive_avg_pool3d}
         averaged: DistTensor = pool[input.dim()](input, shape[2:])

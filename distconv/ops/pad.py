@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distconv.ops.align import box_of, nothing
-from distconv.ops.checked import checked
+from distconv.ops.checked import checked, shape_of
 from distconv.tensor import DistTensor, gathered, implements
 from distconv.window import IndexMap, Pad, Same
 
@@ -19,7 +19,7 @@ def pad(
     input: DistTensor, pad: Sequence[int], mode: str = "constant", value: float | None = None
 ) -> DistTensor:
     """Pad by pairs of (before, after), last dimension first; negative amounts crop."""
-    shape = checked(F.pad, input.shape, tuple(pad), mode, value)
+    shape = checked(F.pad, shape_of(input), tuple(pad), mode, value)
     amounts = [(0, 0)] * input.dim()
     for i in range(len(pad) // 2):
         amounts[input.dim() - 1 - i] = (int(pad[2 * i]), int(pad[2 * i + 1]))

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distconv.ops.align import box_of, nothing, uncut
-from distconv.ops.checked import checked
+from distconv.ops.checked import checked, shape_of
 from distconv.ops.shape import flatten
 from distconv.ops.windowed import Sizes, apply_windows, batched, output_shape, tuple_of
 from distconv.tensor import DistTensor, implements
@@ -27,7 +27,7 @@ def unfold(
     stride: Sizes = 1,
 ) -> DistTensor:
     """Every window of (N, C, H, W) as a column: (N, C * prod(kernel), windows)."""
-    checked(F.unfold, input.shape, kernel_size, dilation, padding, stride)
+    checked(F.unfold, shape_of(input), kernel_size, dilation, padding, stride)
     names = ("kernel_size", "dilation", "padding", "stride")
     kernels, dilations, paddings, strides = (
         tuple_of(value, 2, name)
@@ -60,7 +60,7 @@ def fold(
 ) -> DistTensor:
     """Columns added up into the windows they stand for; the columns are made whole first."""
     arguments: Any = (output_size, kernel_size, dilation, padding, stride)
-    shape = checked(F.fold, input.shape, *arguments)
+    shape = checked(F.fold, shape_of(input), *arguments)
     x = uncut(input, [input.dim() - 2, input.dim() - 1], "fold")
     cuts = (*x.cuts[:-2], (), (), ())
     box = box_of(shape, cuts, x.grid)

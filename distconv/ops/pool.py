@@ -17,7 +17,7 @@ from torch import Tensor
 
 from distconv.layout import Cuts
 from distconv.ops.align import box_of
-from distconv.ops.checked import checked
+from distconv.ops.checked import checked, shape_of
 from distconv.ops.moments import accumulated
 from distconv.ops.reduction import mean
 from distconv.ops.windowed import Sizes, apply_windows, batched, output_shape, tuple_of
@@ -74,7 +74,7 @@ def _max_pool(local: Callable[..., Tensor], functions: Sequence[Any], n: int) ->
         strides = tuple(w.stride for w in windows)
         dilations = tuple(w.dilation for w in windows)
         paddings = tuple(w.padding[0] for w in windows)
-        checked(local, input.shape, kernels, strides, paddings, dilations, ceil_mode)
+        checked(local, shape_of(input), kernels, strides, paddings, dilations, ceil_mode)
 
         def compute(buffer: Tensor, left: tuple[int, ...]) -> Tensor:
             return local(_some_channel(buffer), kernels, strides, left, dilations, ceil_mode)
@@ -105,7 +105,7 @@ def _avg_pool(local: Callable[..., Tensor], n: int) -> None:
         # torch's one-dimensional form takes no divisor.
         override = () if n == 1 else (divisor_override,)
         arguments = (kernels, strides, paddings, ceil_mode, count_include_pad, *override)
-        checked(local, input.shape, *arguments)
+        checked(local, shape_of(input), *arguments)
         shape = output_shape(input.shape[1], input, windows)
         box = box_of(shape, input.cuts, input.grid)
 

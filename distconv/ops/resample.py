@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from distconv.ops.align import box_of, nothing, uncut
-from distconv.ops.checked import checked
+from distconv.ops.checked import checked, shape_of
 from distconv.tensor import DistTensor, gathered, implements
 from distconv.window import Grouped, Same, Window
 
@@ -14,7 +14,7 @@ from distconv.window import Grouped, Same, Window
 def pixel_shuffle(input: DistTensor, upscale_factor: int) -> DistTensor:
     """Channels into space: (N, C r^2, H, W) to (N, C, H r, W r)."""
     r = upscale_factor
-    shape = checked(torch.pixel_shuffle, input.shape, r)
+    shape = checked(torch.pixel_shuffle, shape_of(input), r)
     x = uncut(input, [input.dim() - 3], "pixel_shuffle")
     lead = x.dim() - 2
     needs = [Same()] * lead + [Grouped(r) if axes else Same() for axes in x.cuts[lead:]]
@@ -34,7 +34,7 @@ def pixel_shuffle(input: DistTensor, upscale_factor: int) -> DistTensor:
 def pixel_unshuffle(input: DistTensor, downscale_factor: int) -> DistTensor:
     """Space into channels: (N, C, H r, W r) to (N, C r^2, H, W)."""
     r = downscale_factor
-    shape = checked(torch.pixel_unshuffle, input.shape, r)
+    shape = checked(torch.pixel_unshuffle, shape_of(input), r)
     x = uncut(input, [input.dim() - 3], "pixel_unshuffle")
     lead = x.dim() - 2
     needs = [Same()] * lead + [Window(r, r) if axes else Same() for axes in x.cuts[lead:]]

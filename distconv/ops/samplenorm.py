@@ -13,7 +13,7 @@ from torch import Tensor
 from distconv.exchange import reduced
 from distconv.layout import cutting_axes
 from distconv.ops.align import block_of, common_grid, distributed, uncut, whole
-from distconv.ops.checked import checked
+from distconv.ops.checked import checked, shape_of
 from distconv.ops.moments import Standardize, peer_counts
 from distconv.ops.norm import batch_norm
 from distconv.ops.reduction import mean as mean_of
@@ -32,10 +32,6 @@ def _affine(
     return DistTensor(shard.to(x.dtype), x.shape, x.cuts, x.grid)
 
 
-def _size(x: Tensor | None) -> torch.Size | None:
-    return None if x is None else x.shape
-
-
 def _per_channel(statistic: Tensor | None, ndim: int) -> Tensor | None:
     return None if statistic is None else statistic.reshape(-1, *(1,) * (ndim - 2))
 
@@ -51,7 +47,7 @@ def group_norm(
     """Statistics of each sample and group of channels, over the whole plane."""
     x = distributed(input, common_grid("group_norm", (input, weight, bias)))
     weight, bias = whole(weight, "group_norm"), whole(bias, "group_norm")
-    checked(F.group_norm, x.shape, num_groups, _size(weight), _size(bias), eps)
+    checked(F.group_norm, shape_of(x), num_groups, shape_of(weight), shape_of(bias), eps)
     x = uncut(x, [1], "group_norm")
     spatial = tuple(range(2, x.dim()))
     group = cutting_axes(x.cuts[2:])
@@ -81,8 +77,8 @@ def instance_norm(
     x = distributed(input, common_grid("instance_norm", (input, weight, bias)))
     if not use_input_stats:
         return batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
-    sizes = [_size(t) for t in (running_mean, running_var, weight, bias)]
-    checked(F.instance_norm, x.shape, *sizes)
+    sizes = [shape_of(t) for t in (running_mean, running_var, weight, bias)]
+    checked(F.instance_norm, shape_of(x), *sizes)
     elements = prod(x.shape[2:])
     if elements < 2:
         raise ValueError(
@@ -120,7 +116,9 @@ def layer_norm(
     """Statistics over the last dimensions, cut or not."""
     x = distributed(input, common_grid("layer_norm", (input, weight, bias)))
     weight, bias = whole(weight, "layer_norm"), whole(bias, "layer_norm")
-    checked(F.layer_norm, x.shape, tuple(normalized_shape), _size(weight), _size(bias), eps)
+    checked(
+        F.layer_norm, shape_of(x), tuple(normalized_shape), shape_of(weight), shape_of(bias), eps
+    )
     over = tuple(range(x.dim() - len(normalized_shape), x.dim()))
     group = cutting_axes(x.cuts[d] for d in over)
     if not group and x.shard.numel():
@@ -140,7 +138,7 @@ def rms_norm(
 ) -> DistTensor:
     """Division by the root of the mean square over the last dimensions, cut or not."""
     x = distributed(input, common_grid("rms_norm", (input, weight)))
-    checked(F.rms_norm, x.shape, tuple(normalized_shape), _size(weight), eps)
+    checked(F.rms_norm, shape_of(x), tuple(normalized_shape), shape_of(weight), eps)
     over = list(range(x.dim() - len(normalized_shape), x.dim()))
     wide: Any = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
     eps = torch.finfo(wide.dtype).eps if eps is None else eps
@@ -153,7 +151,7 @@ def local_response_norm(
     input: DistTensor, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0
 ) -> DistTensor:
     """Division by a power of the mean square over neighbouring channels."""
-    checked(F.local_response_norm, input.shape, size, alpha, beta, k)
+    checked(F.local_response_norm, shape_of(input), size, alpha, beta, k)
     x = uncut(input, [1], "local_response_norm")
     if not x.shard.numel():
         return DistTensor(x.shard.clone(), x.shape, x.cuts, x.grid)

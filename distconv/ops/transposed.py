@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from distconv.ops.align import box_of, common_grid, distributed, whole
-from distconv.ops.checked import checked
+from distconv.ops.checked import checked, shape_of
 from distconv.ops.windowed import Sizes, batched, same_types, tuple_of
 from distconv.tensor import DistTensor, gathered, implements
 from distconv.window import Same, Transposed
@@ -37,7 +37,7 @@ def _transposed_convolution(function: Callable[..., Tensor], spatial: int) -> No
         paddings = tuple_of(padding, spatial, "padding")
         extras = tuple_of(output_padding, spatial, "output_padding")
         dilations = tuple_of(dilation, spatial, "dilation")
-        sizes = x.shape, weight.shape, None if bias is None else bias.shape
+        sizes = shape_of(x), shape_of(weight), shape_of(bias)
         shape = checked(function, *sizes, strides, paddings, extras, groups, dilations)
         kernel = tuple(weight.shape[2:])
         maps = [
