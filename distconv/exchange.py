@@ -16,6 +16,7 @@ from torch.autograd import Function
 
 from distconv.grid import ProcessGrid
 from distconv.plan import Plan, Route
+from distconv.topology import AXES
 from distconv.transport import mpi
 
 
@@ -72,6 +73,21 @@ def reduced(local: Tensor, grid: ProcessGrid, axes: Iterable[str]) -> Tensor:
     total = local.detach().clone(memory_format=torch.contiguous_format)
     mpi.all_reduce(total, grid.communicator(axes)).wait()
     return total
+
+
+def stacked(local: Tensor, grid: ProcessGrid, axes: Iterable[str]) -> Tensor:
+    """The `local` of all ranks along `axes`, stacked in rank order, outside autograd."""
+    return mpi.all_gather(local.detach().contiguous(), grid.communicator(axes))
+
+
+def broadcast(tensor: Tensor, grid: ProcessGrid) -> None:
+    """Overwrite a tensor by that of rank 0; all ranks of the grid call it."""
+    if not tensor.numel() or grid.size == 1:
+        return
+    dense = tensor.detach().contiguous()
+    mpi.broadcast(dense, grid.communicator(AXES))
+    if dense.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(dense)
 
 
 class _Gather(Function):
@@ -148,7 +164,7 @@ class _Parts(Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, grid: ProcessGrid, axes: tuple[str, ...]) -> Tensor:
         ctx.movement = grid, axes
-        return mpi.all_gather(local.contiguous(), grid.communicator(axes))
+        return stacked(local, grid, axes)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

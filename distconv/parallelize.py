@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.graph import Node, get_gradient_edge
 
+from distconv.exchange import broadcast
 from distconv.grid import ProcessGrid
 from distconv.tensor import IN_MODULE, DistTensor, tensors_in
 from distconv.topology import AXES
@@ -61,7 +62,7 @@ def parallelize(module: Module, grid: ProcessGrid, *, bucket_bytes: int = 4 * 2*
     state = dict(module.named_parameters()) | dict(module.named_buffers())
     _compare_modules(state, grid)
     for tensor in state.values():
-        _broadcast(tensor.detach(), grid)
+        broadcast(tensor, grid)
     reduction = _GradientReduction(module, grid, bucket_bytes)
     for part in module.modules():
         part.__dict__[_ATTRIBUTE] = reduction
@@ -107,15 +108,6 @@ def _compare_modules(state: dict[str, Tensor], grid: ProcessGrid) -> None:
                 f"parallelize: parameters and buffers come in the order {list(theirs)} on rank "
                 f"{rank} and {list(everyone[0])} on rank 0; build the same module on every rank"
             )
-
-
-def _broadcast(tensor: Tensor, grid: ProcessGrid) -> None:
-    if not tensor.numel():
-        return
-    dense = tensor.contiguous()
-    mpi.broadcast(dense, grid.comm)
-    if dense.data_ptr() != tensor.data_ptr():
-        tensor.copy_(dense)
 
 
 class _Bucket:

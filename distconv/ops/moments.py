@@ -17,12 +17,11 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from distconv.exchange import reduced
+from distconv.exchange import reduced, stacked
 from distconv.grid import ProcessGrid
 from distconv.layout import Cuts, rank_box
 from distconv.tensor import DistTensor
 from distconv.topology import Topology
-from distconv.transport import mpi
 
 
 def peer_counts(
@@ -70,7 +69,7 @@ def moments(
         local = x.new_zeros((2, *shape), dtype=torch.float64)
     if not group:
         return local[1], local[0]
-    variances, means = mpi.all_gather(local, grid.communicator(group)).unbind(1)
+    variances, means = stacked(local, grid, group).unbind(1)
     share = torch.tensor(counts, dtype=torch.float64, device=x.device) / max(sum(counts), 1)
     share = share.view(-1, *(1,) * x.dim())
     reference = means[max(range(len(counts)), key=counts.__getitem__)]

@@ -19,11 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from distconv.exchange import broadcast
 from distconv.grid import ProcessGrid
 from distconv.ops.align import block_of
 from distconv.tensor import DistTensor, check_writable, implements, refuse
-from distconv.topology import AXES
-from distconv.transport import mpi
 
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _MIX = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
@@ -32,8 +31,7 @@ _MIX = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
 def _key(grid: ProcessGrid) -> Tensor:
     """A fresh key, the same on every rank; all ranks of the grid call it."""
     key = torch.randint(-(2**63), 2**63 - 1, ())
-    if grid.size > 1:
-        mpi.broadcast(key, grid.communicator(AXES))
+    broadcast(key, grid)
     return key
 
 
