@@ -530,16 +530,13 @@ _WAYS_OUT: dict[Any, str] = {
 _ALIASES = {"axis": "dim", "keepdims": "keepdim"}
 """numpy's names, which torch takes for its own."""
 
+_PROPERTIES = (
+    *("dtype", "device", "ndim", "itemsize", "nbytes"),
+    *("is_cpu", "is_cuda", "is_meta", "is_mps", "is_nested", "is_quantized", "is_sparse", "is_xpu"),
+)
+
 _METADATA: set[Any] = {
-    torch.Tensor.dtype.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.device.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.ndim.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.is_cuda.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.is_sparse.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.is_quantized.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.is_meta.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.itemsize.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.nbytes.__get__,  # type: ignore[attr-defined]
+    *(getattr(torch.Tensor, name).__get__ for name in _PROPERTIES),
     torch.Tensor.size,
     torch.Tensor.dim,
     torch.Tensor.ndimension,

@@ -23,6 +23,7 @@ from distconv.ops import (
     scalar,
     shape,
     transposed,
+    unpool,
 )
 
 __all__ = [
@@ -48,4 +49,5 @@ __all__ = [
     "scalar",
     "shape",
     "transposed",
+    "unpool",
 ]

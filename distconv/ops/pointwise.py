@@ -118,6 +118,18 @@ def detach(input: DistTensor) -> DistTensor:
     return view_of(input, input.shard.detach(), input.shape, input.cuts, copied=False)
 
 
+@implements(vars(torch._C.TensorBase)["real"].__get__)
+def real(input: DistTensor) -> Tensor:
+    """The real part; the tensor itself where it is real."""
+    return torch.real(input)
+
+
+@implements(vars(torch._C.TensorBase)["imag"].__get__)
+def imag(input: DistTensor) -> Tensor:
+    """The imaginary part."""
+    return torch.imag(input)
+
+
 @implements(torch.Tensor.where)
 def where_method(input: Tensor, condition: Tensor, other: Any) -> DistTensor:
     """`input` where the condition holds, `other` elsewhere."""

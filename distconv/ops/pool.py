@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import product
 from math import prod
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,11 +21,11 @@ from distconv.ops.checked import checked, shape_of
 from distconv.ops.moments import accumulated
 from distconv.ops.reduction import mean
 from distconv.ops.windowed import Sizes, apply_windows, batched, output_shape, tuple_of
-from distconv.tensor import DistTensor, gathered, implements, refuse
+from distconv.tensor import DistTensor, gathered, implements
 from distconv.window import AdaptiveWindow, Same, Window
 
 
-def _windows(
+def windows_of(
     kernel: Sizes, stride: Sizes | None, padding: Sizes, dilation: Sizes, ceil: bool, n: int
 ) -> list[Window]:
     kernels = tuple_of(kernel, n, "kernel_size")
@@ -39,18 +39,14 @@ def _windows(
     ]
 
 
-def _some_channel(x: Tensor) -> Tensor:
+def some_channel(x: Tensor) -> Tensor:
     """`x` itself, or its empty batch with one channel: torch pools nothing without channels."""
     return x if x.shape[1] else x.reshape(0, 1, *x.shape[2:])
 
 
-def _refuse_indices(name: str, input: DistTensor) -> NoReturn:
-    refuse(
-        name,
-        "return_indices=True is not supported",
-        input,
-        way_out="Pool x.full_tensor() where the indices are needed",
-    )
+def lowest(x: Tensor) -> float:
+    """What no element of the type of `x` is smaller than."""
+    return -torch.inf if x.dtype.is_floating_point else torch.iinfo(x.dtype).min
 
 
 def _max_pool(local: Callable[..., Tensor], functions: Sequence[Any], n: int) -> None:
@@ -65,11 +61,9 @@ def _max_pool(local: Callable[..., Tensor], functions: Sequence[Any], n: int) ->
         padding: Sizes = 0,
         dilation: Sizes = 1,
         ceil_mode: bool = False,
-        return_indices: bool = False,
+        return_indices: bool = False,  # torch asks for indices by another function
     ) -> DistTensor:
-        if return_indices:
-            _refuse_indices(name, input)
-        windows = _windows(kernel_size, stride, padding, dilation, ceil_mode, n)
+        windows = windows_of(kernel_size, stride, padding, dilation, ceil_mode, n)
         kernels = tuple(w.kernel for w in windows)
         strides = tuple(w.stride for w in windows)
         dilations = tuple(w.dilation for w in windows)
@@ -77,11 +71,10 @@ def _max_pool(local: Callable[..., Tensor], functions: Sequence[Any], n: int) ->
         checked(local, shape_of(input), kernels, strides, paddings, dilations, ceil_mode)
 
         def compute(buffer: Tensor, left: tuple[int, ...]) -> Tensor:
-            return local(_some_channel(buffer), kernels, strides, left, dilations, ceil_mode)
+            return local(some_channel(buffer), kernels, strides, left, dilations, ceil_mode)
 
         shape = output_shape(input.shape[1], input, windows)
-        lowest = -torch.inf if input.dtype.is_floating_point else torch.iinfo(input.dtype).min
-        return apply_windows(input, windows, shape, name, compute, fill=lowest)
+        return apply_windows(input, windows, shape, name, compute, fill=lowest(input))
 
 
 def _avg_pool(local: Callable[..., Tensor], n: int) -> None:
@@ -98,7 +91,7 @@ def _avg_pool(local: Callable[..., Tensor], n: int) -> None:
         count_include_pad: bool = True,
         divisor_override: int | None = None,
     ) -> DistTensor:
-        windows = _windows(kernel_size, stride, padding, 1, ceil_mode, n)
+        windows = windows_of(kernel_size, stride, padding, 1, ceil_mode, n)
         kernels = tuple(w.kernel for w in windows)
         strides = tuple(w.stride for w in windows)
         paddings = tuple(w.padding[0] for w in windows)
@@ -111,8 +104,8 @@ def _avg_pool(local: Callable[..., Tensor], n: int) -> None:
 
         def compute(buffer: Tensor, left: tuple[int, ...]) -> Tensor:
             if not any(input.cuts[2:]):
-                return local(_some_channel(buffer), *arguments)
-            sums = _sum_pool(accumulated(_some_channel(buffer)), kernels, strides, left, ceil_mode)
+                return local(some_channel(buffer), *arguments)
+            sums = _sum_pool(accumulated(some_channel(buffer)), kernels, strides, left, ceil_mode)
             if not buffer.numel():
                 return sums.to(buffer.dtype)
             counts = [
@@ -244,8 +237,6 @@ def _adaptive_max_pool(local: Callable[..., Any], functions: Sequence[Any], n: i
     @implements(*functions)
     @batched(name, n)
     def rule(input: DistTensor, output_size: Any, return_indices: bool = False) -> DistTensor:
-        if return_indices:
-            _refuse_indices(name, input)
         return _adaptive(name, input, output_size, pool, n)
 
 

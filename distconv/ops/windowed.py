@@ -48,7 +48,10 @@ def batched(name: str, spatial: int) -> Callable[[Rule], Rule]:
                     f"{name}: expected {spatial + 1} or {spatial + 2} dimensions, got the input "
                     f"{tuple(input.shape)}"
                 )
-            return rule(input.unsqueeze(0), *args, **kwargs).squeeze(0)
+            result = rule(input.unsqueeze(0), *args, **kwargs)
+            if isinstance(result, tuple):
+                return tuple(part.squeeze(0) for part in result)
+            return result.squeeze(0)
 
         return cast(Rule, either)
 
