@@ -64,6 +64,9 @@ def _taps(r: Resampled, size: int, start: int, stop: int) -> tuple[NDArray, NDAr
         return _nearest(r, size, outputs)[:, None], np.ones((len(outputs), 1))
     if r.antialias:
         return _antialiased(r, size, outputs)
+    if r.mode == "linear" and r.outputs == size:
+        # torch takes the same input twice, which tells where that is infinite.
+        return np.stack([outputs, outputs], 1), np.tile([1.0, 0.0], (len(outputs), 1))
     real = np.dtype(r.precision).type
     step, half = r.step(size), real(0.5)
     source = step * outputs.astype(real)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import prod as product
 from typing import Any
 
@@ -12,7 +12,8 @@ from torch import Tensor
 
 from distconv.exchange import parts_of
 from distconv.layout import cutting_axes
-from distconv.ops.align import dimensions_of
+from distconv.ops.align import broadcast_shape, dimensions_of
+from distconv.ops.extrema import extreme
 from distconv.ops.moments import accumulated
 from distconv.ops.reduction import Dims, mean, result_of
 from distconv.ops.reduction import sum as sum_of
@@ -28,11 +29,22 @@ def _aggregate(
 ) -> DistTensor:
     """Reduce the block over dimensions, which stay, and then the ranks' results over the first."""
     over = dimensions_of(dim, input.dim())
-    parts = parts_of(
-        local(input.shard, over), input.grid, cutting_axes(input.cuts[d] for d in over)
-    )
+    axes = cutting_axes(input.cuts[d] for d in over)
+    own = local(input.shard, over)
+    if not axes:
+        return result_of(input, own, over, keepdim)
+    parts = parts_of(own, input.grid, axes)
     combined = among(parts) if among is not None else local(parts, (0,)).squeeze(0)
     return result_of(input, combined, over, keepdim)
+
+
+def _names_nothing(dim: Any) -> bool:
+    """Whether `dim` is an empty sequence, which for some functions is not all dimensions."""
+    return isinstance(dim, Sequence) and not dim
+
+
+def _as_booleans(input: DistTensor) -> DistTensor:
+    return DistTensor(input.shard != 0, input.shape, input.cuts, input.grid)
 
 
 def _prod(x: Tensor, over: tuple[int, ...]) -> Tensor:
@@ -58,18 +70,33 @@ def prod(
 @implements(torch.logsumexp, torch.Tensor.logsumexp, torch.special.logsumexp)
 def logsumexp(input: DistTensor, dim: Dims, keepdim: bool = False) -> DistTensor:
     """The logarithm of the sum of exponentials, over dimensions."""
-    return _aggregate(input, dim, keepdim, lambda x, over: torch.logsumexp(x, over, keepdim=True))
+    if _names_nothing(dim):
+        raise RuntimeError("logsumexp: dim names no dimension")
+    over = dimensions_of(dim, input.dim())
+    x = input.shard if input.is_floating_point() else input.shard.to(torch.get_default_dtype())
+    # A block that is -inf throughout adds nothing, and its gradient is 0.
+    largest = torch.zeros((), dtype=x.dtype, device=x.device)
+    if all(input.shape[d] for d in over):
+        largest = extreme("logsumexp", input.detach(), over, True, True).shard.to(x.dtype)
+        largest = torch.where(largest.isfinite(), largest, 0)
+    terms = DistTensor((x - largest).exp(), input.shape, input.cuts, input.grid)
+    total = sum_of(terms, over, True)
+    return result_of(input, total.shard.log() + largest, over, keepdim)
 
 
 @implements(torch.all, torch.Tensor.all)
 def all_(input: DistTensor, dim: Dims = None, keepdim: bool = False) -> DistTensor:
     """Whether all elements along dimensions are true."""
+    if _names_nothing(dim):
+        return _as_booleans(input)
     return _aggregate(input, dim, keepdim, lambda x, over: torch.all(x, over, keepdim=True))
 
 
 @implements(torch.any, torch.Tensor.any)
 def any_(input: DistTensor, dim: Dims = None, keepdim: bool = False) -> DistTensor:
     """Whether any element along dimensions is true."""
+    if _names_nothing(dim):
+        return _as_booleans(input)
     return _aggregate(input, dim, keepdim, lambda x, over: torch.any(x, over, keepdim=True))
 
 
@@ -128,14 +155,22 @@ def normalize(
     """Division by the norm along dimensions, or by `eps` where that is larger."""
     if out is not None:
         refuse("normalize", "out= is not supported", input, way_out="Use the returned tensor")
-    return input / vector_norm(input, p, dim, keepdim=True).clamp_min(eps)
+    return input / norm(input, p, dim, keepdim=True).clamp_min(eps)
 
 
 @implements(F.cosine_similarity)
 def cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
     """The cosine of the angle between vectors along one dimension."""
-    lengths = [torch.linalg.vector_norm(x, 2, dim, keepdim=True).clamp_min(eps) for x in (x1, x2)]
-    return (x1 / lengths[0] * (x2 / lengths[1])).sum(dim)
+    shape = broadcast_shape("cosine_similarity", (x1, x2))
+    directions = []
+    for x in (x1.expand(shape), x2.expand(shape)):
+        length = torch.linalg.vector_norm(x, 2, dim, keepdim=True)
+        # As in torch, the limit is not seen by the gradient.
+        bounded = length.clone()
+        with torch.no_grad():
+            bounded.clamp_(min=eps)
+        directions.append(x / bounded)
+    return (directions[0] * directions[1]).sum(dim)
 
 
 def _variance(
@@ -148,6 +183,13 @@ def _variance(
         correction = 1 if unbiased is None else int(unbiased)
     over = dimensions_of(dim, input.dim())
     count = product(input.shape[d] for d in over)
+    if _names_nothing(dim) or count < correction:
+        refuse(
+            "var",
+            f"dim={dim!r} with correction={correction} of {count} elements is not supported",
+            input,
+            way_out="Name the dimensions, and take no more correction than there are elements",
+        )
     center = mean(input, over, keepdim=True)
     deviation = accumulated(input.shard) - accumulated(center.shard)
     squares = deviation.abs() ** 2 if deviation.is_complex() else deviation * deviation
@@ -158,6 +200,12 @@ def _variance(
         shard = shard.to(input.dtype)
     variance = DistTensor(shard, total.shape, total.cuts, total.grid)
     return variance, result_of(input, center.shard, over, keepdim)
+
+
+def _root(variance: Tensor) -> Tensor:
+    """The square root, whose gradient is 0 where the variance is 0, as torch has it for std."""
+    zero = variance == 0
+    return torch.where(zero, 0.0, torch.where(zero, 1.0, variance).sqrt())
 
 
 def _spread(name: str, root: bool, pair: bool) -> None:
@@ -171,7 +219,7 @@ def _spread(name: str, root: bool, pair: bool) -> None:
         correction: float | None = None,
     ) -> Any:
         variance, center = _variance(input, dim, unbiased, correction, keepdim)
-        spread = variance.sqrt() if root else variance
+        spread = _root(variance) if root else variance
         return (spread, center) if pair else spread
 
 

@@ -54,6 +54,8 @@ def _softmax(function: Callable[..., Tensor], *others: Callable[..., Tensor]) ->
     ) -> DistTensor:
         if isinstance(_stacklevel, torch.dtype):  # torch.softmax(input, dim, dtype)
             dtype = _stacklevel
+        if dtype is None and not input.is_floating_point():
+            raise RuntimeError(f"{name}: not implemented for {input.dtype}; pass dtype=")
         (d,) = dimensions_of(_implicit(input.dim()) if dim is None else dim, input.dim())
         result: DistTensor = _applied(function, name, input, [d], d, dtype=dtype)
         return result

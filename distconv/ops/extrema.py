@@ -76,7 +76,8 @@ def _require_elements(name: str, input: DistTensor, over: tuple[int, ...]) -> No
             raise IndexError(f"{name}: dimension {d} of {tuple(input.shape)} has no elements")
 
 
-def _extreme(name: str, input: DistTensor, dim: Dims, keepdim: bool, largest: bool) -> DistTensor:
+def extreme(name: str, input: Any, dim: Dims, keepdim: bool, largest: bool) -> DistTensor:
+    """The largest or smallest elements of a DistTensor over dimensions."""
     over = dimensions_of(dim, input.dim())
     _require_elements(name, input, over)
     axes = cutting_axes(input.cuts[d] for d in over)
@@ -157,7 +158,7 @@ def _register(largest: bool, short: str, arg: str, full: str) -> None:
         if out is not None:
             refuse(short, "out= is not supported", input, way_out="Use the returned tensor")
         if dim is None:
-            return _extreme(short, input, None, False, largest)
+            return extreme(short, input, None, False, largest)
         return _along(short, input, dim, keepdim, largest)
 
     def all_of(
@@ -165,7 +166,7 @@ def _register(largest: bool, short: str, arg: str, full: str) -> None:
     ) -> DistTensor:
         if out is not None:
             refuse(full, "out= is not supported", input, way_out="Use the returned tensor")
-        return _extreme(full, input, dim, keepdim, largest)
+        return extreme(full, input, dim, keepdim, largest)
 
     def where(input: DistTensor, dim: int | None = None, keepdim: bool = False) -> DistTensor:
         return _arg(arg, input, dim, keepdim, largest)

@@ -37,7 +37,9 @@ def interpolate(
         averaged: DistTensor = pool[input.dim()](input, shape[2:])
         return averaged
     box = box_of(shape, input.cuts, input.grid)
-    if not any(input.cuts[2:]) and 0 not in box.shape:
+    if not any(input.cuts[2:]):
+        if 0 in box.shape:
+            return DistTensor(nothing(input.shard, box.shape), shape, input.cuts, input.grid)
         shard = F.interpolate(input.shard, size, scale_factor, *arguments)
         return DistTensor(shard, shape, input.cuts, input.grid)
     if not (input.is_floating_point() or mode.startswith("nearest")):
@@ -86,6 +88,8 @@ def _resample(
         index = torch.from_numpy(positions[:, tap] - first).to(buffer.device)
         weight = torch.from_numpy(weights[:, tap]).to(buffer).view(column)
         term = buffer.index_select(d, index) * weight
+        if resampled.antialias:  # some filters are shorter than the longest
+            term = torch.where(weight == 0, 0, term)
         total = term if total is None else total + term
     assert total is not None
     return total

@@ -76,6 +76,7 @@ def batch_norm_over(
         )
     x = uncut(x, [1], "batch_norm")
     weight, bias = whole(weight, "batch_norm"), whole(bias, "batch_norm")
+    running_mean, running_var = whole(running_mean, "batch_norm"), whole(running_var, "batch_norm")
     if not training:
         shard = F.batch_norm(x.shard, running_mean, running_var, weight, bias, False, momentum, eps)
         return DistTensor(shard, x.shape, x.cuts, grid)

@@ -59,6 +59,8 @@ def fold(
     stride: Sizes = 1,
 ) -> DistTensor:
     """Columns added up into the windows they stand for; the columns are made whole first."""
+    if not (input.is_floating_point() or input.is_complex()):
+        raise RuntimeError(f"fold: not implemented for {input.dtype}; convert it, x.float()")
     arguments: Any = (output_size, kernel_size, dilation, padding, stride)
     shape = checked(F.fold, shape_of(input), *arguments)
     x = uncut(input, [input.dim() - 2, input.dim() - 1], "fold")

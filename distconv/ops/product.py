@@ -16,7 +16,8 @@ from torch import Tensor
 
 from distconv.exchange import sum_over
 from distconv.layout import cutting_axes
-from distconv.ops.align import block_of, box_of, common_grid, distributed, uncut
+from distconv.ops.align import block_of, box_of, broadcast_shape, common_grid, distributed, uncut
+from distconv.ops.windowed import same_types
 from distconv.tensor import DistTensor, implements, refuse
 
 
@@ -41,6 +42,7 @@ def _contract(
     name: str, terms: Sequence[str], result: str, operands: Sequence[Tensor]
 ) -> DistTensor:
     grid = common_grid(name, operands)
+    same_types(name, *operands)
     sizes: dict[str, int] = {}
     for term, x in zip(terms, operands, strict=True):
         if len(term) != x.dim():
@@ -152,7 +154,14 @@ def scaled_dot_product_attention(
         what = "a mask beside is_causal" if both else "dropout_p" if dropout_p else "enable_gqa"
         refuse(name, f"{what} is not supported", query, key, value, way_out="Leave it out")
     q = distributed(query, grid)
-    q = uncut(q, [q.dim() - 1], name)
+    same_types(name, query, key, value)
+    rows, columns = q.shape[-2], key.shape[-2]
+    if q.shape[-1] != key.shape[-1] or columns != value.shape[-2]:
+        raise RuntimeError(
+            f"{name}: query {tuple(q.shape)}, key {tuple(key.shape)} and value "
+            f"{tuple(value.shape)} do not fit: query and key share the last dimension, key and "
+            "value the one before"
+        )
     lead = tuple(q.shape[:-2])
     if tuple(key.shape[:-2]) != lead or tuple(value.shape[:-2]) != lead:
         refuse(
@@ -163,10 +172,18 @@ def scaled_dot_product_attention(
             value,
             way_out="Expand them to one shape",
         )
+    if attn_mask is not None:
+        full = (*lead, rows, columns)
+        fits = broadcast_shape(name, (torch.empty(full, device="meta"), attn_mask)) == full
+        if attn_mask.dim() < 2 or not fits or attn_mask.dtype not in (torch.bool, q.dtype):
+            raise RuntimeError(
+                f"{name}: a mask {tuple(attn_mask.shape)} of {attn_mask.dtype}; expected one of "
+                f"bool or {q.dtype} that is broadcast to {full}"
+            )
+    q = uncut(q, [q.dim() - 1], name)
     whole = (*q.cuts[:-2], (), ())
     keys = block_of(key, tuple(key.shape), whole, grid, name)
     values = block_of(value, tuple(value.shape), whole, grid, name)
-    rows, columns = q.shape[-2], key.shape[-2]
     box = q.box
     mask: Tensor | None = None
     if is_causal:
@@ -175,7 +192,7 @@ def scaled_dot_product_attention(
     elif attn_mask is not None:
         mask = block_of(attn_mask, (*lead, rows, columns), (*q.cuts[:-1], ()), grid, name)
     shape = (*lead, rows, value.shape[-1])
-    if not q.shard.numel():
+    if 0 in box_of(shape, q.cuts, grid).shape:
         shard = (q.shard.sum() + keys.sum() + values.sum()).expand(
             box_of(shape, q.cuts, grid).shape
         )

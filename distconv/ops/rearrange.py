@@ -79,7 +79,7 @@ def repeat(input: DistTensor, *sizes: Any) -> DistTensor:
             x = x.narrow(d, 0, 0)  # type: ignore[assignment]
         elif n > 1:
             x = cat([x] * n, d)
-    return x.clone() if x is input else x  # type: ignore[return-value]
+    return x if max(times, default=1) > 1 else x.clone()  # type: ignore[return-value]
 
 
 @implements(torch.movedim, torch.Tensor.movedim, torch.moveaxis, torch.Tensor.moveaxis)
@@ -149,6 +149,8 @@ def setitem(input: DistTensor, index: Any, value: Any) -> None:
 def _part(value: Tensor, shape: list[int], taken: list[slice]) -> Tensor:
     """What this rank writes of a value that is broadcast to `shape`, where -1 are absent."""
     kept = [n for n in shape if n >= 0]
+    while value.dim() > len(kept) and value.shape[0] == 1:
+        value = value.squeeze(0)
     value = value.expand(kept)
     for d, n in enumerate(shape):
         if n < 0:

@@ -17,6 +17,7 @@ from distconv.ops.checked import checked, shape_of
 from distconv.ops.moments import Standardize, peer_counts
 from distconv.ops.norm import batch_norm
 from distconv.ops.reduction import mean as mean_of
+from distconv.ops.windowed import same_types
 from distconv.tensor import DistTensor, implements, recut
 
 
@@ -30,6 +31,13 @@ def _affine(
     if bias is not None:
         shard = shard + block_of(bias, *arguments)
     return DistTensor(shard.to(x.dtype), x.shape, x.cuts, x.grid)
+
+
+def _parameter_types(name: str, x: DistTensor, *parameters: Tensor | None) -> None:
+    """Raise on every rank for types that differ, but for float32 parameters of half inputs."""
+    half = x.dtype in (torch.float16, torch.bfloat16)
+    if not (half and all(p is None or p.dtype == torch.float32 for p in parameters)):
+        same_types(name, x, *parameters)
 
 
 def _per_channel(statistic: Tensor | None, ndim: int) -> Tensor | None:
@@ -46,6 +54,7 @@ def group_norm(
 ) -> DistTensor:
     """Statistics of each sample and group of channels, over the whole plane."""
     x = distributed(input, common_grid("group_norm", (input, weight, bias)))
+    _parameter_types("group_norm", x, weight, bias)
     weight, bias = whole(weight, "group_norm"), whole(bias, "group_norm")
     checked(F.group_norm, shape_of(x), num_groups, shape_of(weight), shape_of(bias), eps)
     x = uncut(x, [1], "group_norm")
@@ -75,6 +84,7 @@ def instance_norm(
 ) -> DistTensor:
     """Statistics of each sample and channel over the whole plane; running ones on request."""
     x = distributed(input, common_grid("instance_norm", (input, weight, bias)))
+    _parameter_types("instance_norm", x, weight, bias)
     if not use_input_stats:
         return batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
     sizes = [shape_of(t) for t in (running_mean, running_var, weight, bias)]
@@ -115,6 +125,7 @@ def layer_norm(
 ) -> DistTensor:
     """Statistics over the last dimensions, cut or not."""
     x = distributed(input, common_grid("layer_norm", (input, weight, bias)))
+    _parameter_types("layer_norm", x, weight, bias)
     weight, bias = whole(weight, "layer_norm"), whole(bias, "layer_norm")
     checked(
         F.layer_norm, shape_of(x), tuple(normalized_shape), shape_of(weight), shape_of(bias), eps

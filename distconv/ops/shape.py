@@ -117,7 +117,8 @@ def unflatten(input: DistTensor, dim: int, sizes: Sequence[int]) -> DistTensor:
 @implements(torch.squeeze, torch.Tensor.squeeze)
 def squeeze(input: DistTensor, dim: int | Sequence[int] | None = None) -> DistTensor:
     """Drop dimensions of one element."""
-    gone = [d for d in dimensions_of(dim, input.dim()) if input.shape[d] == 1]
+    named = () if isinstance(dim, Sequence) and not dim else dimensions_of(dim, input.dim())
+    gone = [d for d in named if input.shape[d] == 1]
     x = uncut(input, gone, "squeeze")
     kept = [d for d in range(x.dim()) if d not in gone]
     shard = x.shard.squeeze(tuple(gone)) if gone else x.shard
