@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from math import prod
 from typing import Any
 from unittest import mock
 
@@ -130,11 +129,6 @@ def agrees(
 
 def _flat(result: Any) -> list[Tensor]:
     return list(result) if isinstance(result, (tuple, list)) else [result]
-
-
-def elements(shape: Sequence[int]) -> int:
-    """Number of elements."""
-    return prod(shape)
 
 
 def raises_alike(

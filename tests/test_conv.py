@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
-from serial import agrees, random_grid, random_layout, random_tensor
+from serial import agrees, noted, random_grid, random_layout, random_tensor
 
 RANKS = [1, 2, 3, 4, 6, 8]
 FUNCTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
@@ -53,11 +53,8 @@ def test_random_convolutions_equal_serial(n: int) -> None:
             return FUNCTIONS[n](x, w, b, **arguments)
 
         layout = random_layout(rng, grid, shape)
-        try:
+        with noted(shape, kernel, arguments, layout, grid):
             agrees(function, [x], parameters, grid, rng, [layout])
-        except BaseException as error:
-            error.add_note(f"{shape} {kernel} {arguments} {layout} {grid}")
-            raise
 
 
 @pytest.mark.parallel([1, 2, 4])

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
-from serial import agrees, random_grid, random_layout, random_tensor
+from serial import agrees, noted, random_grid, random_layout, random_tensor
 
 MODES = {
     1: ["nearest", "nearest-exact", "linear", "area"],
@@ -44,11 +44,8 @@ def test_random_interpolations_equal_serial(n: int) -> None:
         def function(x, arguments=arguments):
             return F.interpolate(x, **arguments)
 
-        try:
+        with noted(shape, arguments, layout, grid):
             agrees(function, [random_tensor(rng, shape)], [], grid, rng, [layout])
-        except BaseException as error:
-            error.add_note(f"{shape} {arguments} {layout} {grid}")
-            raise
 
 
 @pytest.mark.parallel([4])

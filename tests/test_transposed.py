@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch.nn.functional as F
-from serial import agrees, random_grid, random_layout, random_tensor
+from serial import agrees, noted, random_grid, random_layout, random_tensor
 
 FUNCTIONS = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 
@@ -44,8 +44,5 @@ def test_random_transposed_convolutions_equal_serial(n: int) -> None:
             return FUNCTIONS[n](x, w, b, **arguments)
 
         layout = random_layout(rng, grid, shape)
-        try:
+        with noted(shape, kernel, arguments, layout, grid):
             agrees(function, [x], parameters, grid, rng, [layout])
-        except BaseException as error:
-            error.add_note(f"{shape} {kernel} {arguments} {layout} {grid}")
-            raise

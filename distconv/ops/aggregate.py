@@ -110,7 +110,7 @@ def vector_norm(
     dtype: torch.dtype | None = None,
 ) -> DistTensor:
     """The norm of given order over dimensions; the norm of the ranks' norms is the norm."""
-    if ord == float("-inf") or ord < 0:
+    if ord < 0:
         refuse(
             "vector_norm",
             f"the order {ord} is not supported",
@@ -195,7 +195,7 @@ def _variance(
     squares = deviation.abs() ** 2 if deviation.is_complex() else deviation * deviation
     block = DistTensor(squares, input.shape, input.cuts, input.grid)
     total = sum_of(block, over, keepdim)
-    shard = total.shard / max(count - correction, 0)
+    shard = total.shard / (count - correction)
     if not input.is_complex():
         shard = shard.to(input.dtype)
     variance = DistTensor(shard, total.shape, total.cuts, total.grid)

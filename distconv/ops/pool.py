@@ -39,6 +39,12 @@ def windows_of(
     ]
 
 
+def arguments_of(windows: Sequence[Window]) -> tuple[tuple[int, ...], ...]:
+    """Kernels, strides, paddings and dilations, as torch's pooling functions take them."""
+    rows = [(w.kernel, w.stride, w.padding[0], w.dilation) for w in windows]
+    return tuple(zip(*rows, strict=True))
+
+
 def some_channel(x: Tensor) -> Tensor:
     """`x` itself, or its empty batch with one channel: torch pools nothing without channels."""
     return x if x.shape[1] else x.reshape(0, 1, *x.shape[2:])
@@ -64,10 +70,7 @@ def _max_pool(local: Callable[..., Tensor], functions: Sequence[Any], n: int) ->
         return_indices: bool = False,  # torch asks for indices by another function
     ) -> DistTensor:
         windows = windows_of(kernel_size, stride, padding, dilation, ceil_mode, n)
-        kernels = tuple(w.kernel for w in windows)
-        strides = tuple(w.stride for w in windows)
-        dilations = tuple(w.dilation for w in windows)
-        paddings = tuple(w.padding[0] for w in windows)
+        kernels, strides, paddings, dilations = arguments_of(windows)
         checked(local, shape_of(input), kernels, strides, paddings, dilations, ceil_mode)
 
         def compute(buffer: Tensor, left: tuple[int, ...]) -> Tensor:
@@ -92,9 +95,7 @@ def _avg_pool(local: Callable[..., Tensor], n: int) -> None:
         divisor_override: int | None = None,
     ) -> DistTensor:
         windows = windows_of(kernel_size, stride, padding, 1, ceil_mode, n)
-        kernels = tuple(w.kernel for w in windows)
-        strides = tuple(w.stride for w in windows)
-        paddings = tuple(w.padding[0] for w in windows)
+        kernels, strides, paddings, _ = arguments_of(windows)
         # torch's one-dimensional form takes no divisor.
         override = () if n == 1 else (divisor_override,)
         arguments = (kernels, strides, paddings, ceil_mode, count_include_pad, *override)

@@ -14,7 +14,7 @@ from distconv.exchange import reduced
 from distconv.layout import cutting_axes
 from distconv.ops.align import block_of, common_grid, distributed, uncut, whole
 from distconv.ops.checked import checked, shape_of
-from distconv.ops.moments import Standardize, peer_counts
+from distconv.ops.moments import Standardize, accumulated, peer_counts
 from distconv.ops.norm import batch_norm
 from distconv.ops.reduction import mean as mean_of
 from distconv.ops.windowed import same_types
@@ -151,7 +151,7 @@ def rms_norm(
     x = distributed(input, common_grid("rms_norm", (input, weight)))
     checked(F.rms_norm, shape_of(x), tuple(normalized_shape), shape_of(weight), eps)
     over = list(range(x.dim() - len(normalized_shape), x.dim()))
-    wide: Any = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    wide: Any = DistTensor(accumulated(x.shard), x.shape, x.cuts, x.grid)
     eps = torch.finfo(wide.dtype).eps if eps is None else eps
     scale = torch.rsqrt(mean_of(wide * wide, over, keepdim=True) + eps)
     return _affine(x, recut(wide * scale, x.cuts, "rms_norm").shard, weight, None, "rms_norm")

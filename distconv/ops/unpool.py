@@ -12,7 +12,7 @@ from torch import Tensor
 
 from distconv.ops.align import box_of, distributed, nothing, uncut
 from distconv.ops.checked import checked, shape_of
-from distconv.ops.pool import lowest, some_channel, windows_of
+from distconv.ops.pool import arguments_of, lowest, some_channel, windows_of
 from distconv.ops.windowed import Sizes, apply_windows, batched, output_shape, tuple_of
 from distconv.tensor import DistTensor, implements, recut
 
@@ -49,10 +49,7 @@ def _with_indices(function: Callable[..., Any], local: Callable[..., Any], n: in
         return_indices: bool = True,
     ) -> tuple[DistTensor, DistTensor]:
         windows = windows_of(kernel_size, stride, padding, dilation, ceil_mode, n)
-        kernels = tuple(w.kernel for w in windows)
-        strides = tuple(w.stride for w in windows)
-        dilations = tuple(w.dilation for w in windows)
-        paddings = tuple(w.padding[0] for w in windows)
+        kernels, strides, paddings, dilations = arguments_of(windows)
         checked(local, shape_of(input), kernels, strides, paddings, dilations, ceil_mode)
         shape = output_shape(input.shape[1], input, windows)
         box = box_of(shape, input.cuts, input.grid)
