@@ -54,7 +54,7 @@ def communicator(parent: MPI.Intracomm, ranks: tuple[int, ...], purpose: str) ->
 
 
 def transport(parent: MPI.Intracomm, ranks: tuple[int, ...]) -> MPITransport:
-    """The point-to-point transport among `ranks`; collective over them at the first call."""
+    """The transport among `ranks`; collective over them at the first call."""
     made = _store().transports
     if ranks not in made:
         made[ranks] = MPITransport(communicator(parent, ranks, "exchange"))

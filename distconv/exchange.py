@@ -17,7 +17,7 @@ from torch.autograd import Function
 from distconv.grid import ProcessGrid
 from distconv.plan import Plan, Route
 from distconv.topology import AXES
-from distconv.transport import mpi
+from distconv.transport import Request
 
 
 def gather(local: Tensor, plan: Plan, grid: ProcessGrid, fill: float = 0.0) -> Tensor:
@@ -71,13 +71,13 @@ def _among(
 def reduced(local: Tensor, grid: ProcessGrid, axes: Iterable[str]) -> Tensor:
     """A new tensor with the sum of `local` over the ranks along `axes`, outside autograd."""
     total = local.detach().clone(memory_format=torch.contiguous_format)
-    mpi.all_reduce(total, grid.communicator(axes)).wait()
+    grid.transport.all_reduce(total, grid.communicator(axes)).wait()
     return total
 
 
 def stacked(local: Tensor, grid: ProcessGrid, axes: Iterable[str]) -> Tensor:
     """The `local` of all ranks along `axes`, stacked in rank order, outside autograd."""
-    return mpi.all_gather(local.detach().contiguous(), grid.communicator(axes))
+    return grid.transport.all_gather(local.detach().contiguous(), grid.communicator(axes))
 
 
 def broadcast(tensor: Tensor, grid: ProcessGrid) -> None:
@@ -85,7 +85,7 @@ def broadcast(tensor: Tensor, grid: ProcessGrid) -> None:
     if not tensor.numel() or grid.size == 1:
         return
     dense = tensor.detach().contiguous()
-    mpi.broadcast(dense, grid.communicator(AXES))
+    grid.transport.broadcast(dense, grid.communicator(AXES))
     if dense.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(dense)
 
@@ -204,14 +204,14 @@ def _start(
     grid: ProcessGrid,
     tag: int,
     arrivals: list[tuple[Route, Tensor]] | None = None,
-) -> tuple[list[mpi.Request], list[mpi.Request]]:
+) -> tuple[list[Request], list[Request]]:
     """Post the receives, then the sends."""
     transport = grid.transport
     coming = [transport.receive(packed, r.peer, tag) for r, packed in arrivals or ()]
     return coming, [transport.send(_pack(outgoing, r), r.peer, tag) for r in sends]
 
 
-def _finish(coming: list[mpi.Request], going: list[mpi.Request]) -> None:
+def _finish(coming: list[Request], going: list[Request]) -> None:
     for request in coming + going:
         request.wait()
 

@@ -11,7 +11,7 @@ from mpi4py import MPI
 from distconv import communicators
 from distconv.abort import abort_when_a_rank_raises
 from distconv.topology import AXES, Topology
-from distconv.transport.mpi import MPITransport
+from distconv.transport import Transport
 
 abort_when_a_rank_raises()
 
@@ -58,7 +58,7 @@ class ProcessGrid:
         extents = dict(zip(AXES, (sample, channel, filter, depth, height, width), strict=True))
         self._topology = _fit(extents, comm.size)
         self._ranks = communicators.world_ranks(comm)
-        self._transport = communicators.transport(comm, self._ranks)
+        self._transport: Transport = communicators.transport(comm, self._ranks)
         self._comm = communicators.communicator(comm, self._ranks, "user")
         self._rank = int(self._comm.rank)
         self._communicators: dict[tuple[frozenset[str], str], MPI.Intracomm] = {}
@@ -94,8 +94,8 @@ class ProcessGrid:
         return self._topology
 
     @property
-    def transport(self) -> MPITransport:
-        """What carries this grid's point-to-point messages."""
+    def transport(self) -> Transport:
+        """What carries this grid's messages."""
         return self._transport
 
     def communicator(self, axes: Iterable[str], purpose: str = "reductions") -> MPI.Intracomm:

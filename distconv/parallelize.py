@@ -23,7 +23,7 @@ from distconv.exchange import broadcast
 from distconv.grid import ProcessGrid
 from distconv.tensor import IN_MODULE, DistTensor, tensors_in
 from distconv.topology import AXES
-from distconv.transport import mpi
+from distconv.transport import Request
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -119,7 +119,7 @@ class _Bucket:
         self.flat = parameters[0].new_zeros(sum(sizes) + len(parameters)).detach()
         *views, self.used = self.flat.split([*sizes, len(parameters)])
         self.views = [v.view_as(p) for v, p in zip(views, parameters, strict=True)]
-        self.request: mpi.Request | None = None
+        self.request: Request | None = None
 
 
 class _GradientReduction:
@@ -281,7 +281,7 @@ class _GradientReduction:
                 view.zero_()
             else:
                 torch.div(p.grad, 1 if p in self._parts else self._grid.size, out=view)
-        bucket.request = mpi.all_reduce(bucket.flat, self._comm)
+        bucket.request = self._grid.transport.all_reduce(bucket.flat, self._comm)
         self._started += 1
 
     def _finish(self) -> None:

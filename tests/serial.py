@@ -15,7 +15,6 @@ from torch import Tensor
 
 import distconv as dc
 from distconv.topology import AXES
-from distconv.transport import mpi
 
 TOLERANCE = 1e-10
 """Largest deviation from serial in float64, relative to the largest entry."""
@@ -160,15 +159,11 @@ def refused(
     distributed = [
         dc.distribute_tensor(x, grid, layout) for x, layout in zip(inputs, layouts, strict=True)
     ]
-    raised = None
+    raised, carrier = None, grid.transport
     with ExitStack() as stack:
         sends = [
-            stack.enter_context(mock.patch.object(owner, name, wraps=getattr(owner, name)))
-            for owner, name in (
-                (grid.transport, "send"),
-                (mpi, "all_reduce"),
-                (mpi, "all_gather"),
-            )
+            stack.enter_context(mock.patch.object(carrier, name, wraps=getattr(carrier, name)))
+            for name in ("send", "all_reduce", "all_gather", "broadcast")
         ]
         try:
             function(*distributed, *parameters)

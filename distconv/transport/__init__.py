@@ -1,1 +1,47 @@
-"""Bytes between ranks, and nothing else."""
+"""Bytes between ranks, and nothing else: one small interface, and a file for each carrier."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+
+class Request(Protocol):
+    """A message or reduction under way."""
+
+    def wait(self) -> None:
+        """Return when it is complete and its tensor may be used."""
+
+
+class Transport(Protocol):
+    """What carries the messages of the ranks of one grid.
+
+    `ticket` numbers the exchanges. All ranks start them in the order of the program, so an exchange
+    has one number everywhere, and its messages cannot be taken for those of another in flight.
+    Groups are what `ProcessGrid.communicator` returns; all their ranks call a collective together.
+    Tensors are contiguous.
+    """
+
+    name: str
+
+    def ticket(self) -> int:
+        """The tag of the next exchange."""
+
+    def send(self, tensor: Tensor, rank: int, tag: int) -> Request:
+        """Start sending a tensor."""
+
+    def receive(self, tensor: Tensor, rank: int, tag: int) -> Request:
+        """Start receiving into a tensor."""
+
+    def all_reduce(self, tensor: Tensor, group: Any) -> Request:
+        """Start adding up a tensor in place over the ranks of `group`.
+
+        Half types and booleans are added up in float32 and int32, and rounded once.
+        """
+
+    def all_gather(self, tensor: Tensor, group: Any) -> Tensor:
+        """The tensors of all ranks of `group`, stacked in rank order."""
+
+    def broadcast(self, tensor: Tensor, group: Any) -> None:
+        """Overwrite a tensor by that of the first rank of `group`."""

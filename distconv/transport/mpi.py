@@ -21,7 +21,7 @@ _DATATYPES = {
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.bool: torch.int32}
 
 
-class Request:
+class MPIRequest:
     """A message or reduction under way; it keeps the memory alive that MPI works on."""
 
     def __init__(
@@ -39,11 +39,7 @@ class Request:
 
 
 class MPITransport:
-    """Messages between the ranks of one communicator, which nothing else uses.
-
-    `ticket` numbers the exchanges. All ranks start them in the order of the program, so an exchange
-    has one number everywhere, and its messages cannot be taken for those of another in flight.
-    """
+    """Messages over one communicator, which nothing else uses; see `Transport`."""
 
     name = "mpi"
 
@@ -58,38 +54,34 @@ class MPITransport:
         self._tickets = (self._tickets + 1) % self._tags
         return self._tickets
 
-    def send(self, tensor: torch.Tensor, rank: int, tag: int) -> Request:
-        """Start sending a contiguous tensor."""
-        return Request(self._comm.Isend(_bytes(tensor), rank, tag), tensor)
+    def send(self, tensor: torch.Tensor, rank: int, tag: int) -> MPIRequest:
+        """Start sending a tensor."""
+        return MPIRequest(self._comm.Isend(_bytes(tensor), rank, tag), tensor)
 
-    def receive(self, tensor: torch.Tensor, rank: int, tag: int) -> Request:
-        """Start receiving into a contiguous tensor."""
-        return Request(self._comm.Irecv(_bytes(tensor), rank, tag), tensor)
+    def receive(self, tensor: torch.Tensor, rank: int, tag: int) -> MPIRequest:
+        """Start receiving into a tensor."""
+        return MPIRequest(self._comm.Irecv(_bytes(tensor), rank, tag), tensor)
 
+    def all_reduce(self, tensor: torch.Tensor, group: MPI.Intracomm) -> MPIRequest:
+        """Start adding up a tensor in place over the ranks of `group`."""
+        if tensor.dtype in _DATATYPES:
+            return MPIRequest(group.Iallreduce(MPI.IN_PLACE, _typed(tensor), MPI.SUM), tensor)
+        if tensor.dtype not in _WIDER:
+            raise TypeError(
+                f"MPI cannot add up {tensor.dtype}; convert to one that it can, x.float()"
+            )
+        wide = tensor.to(_WIDER[tensor.dtype])
+        return MPIRequest(group.Iallreduce(MPI.IN_PLACE, _typed(wide), MPI.SUM), wide, tensor)
 
-def all_reduce(tensor: torch.Tensor, comm: MPI.Intracomm) -> Request:
-    """Start adding up a contiguous tensor in place over the ranks of `comm`, which all call it.
+    def all_gather(self, tensor: torch.Tensor, group: MPI.Intracomm) -> torch.Tensor:
+        """The tensors of all ranks of `group`, stacked in rank order."""
+        gathered = tensor.new_empty((group.size, *tensor.shape))
+        group.Allgather(_bytes(tensor), _bytes(gathered))
+        return gathered
 
-    Half types and booleans are added up in float32 and int32, and rounded once.
-    """
-    if tensor.dtype in _DATATYPES:
-        return Request(comm.Iallreduce(MPI.IN_PLACE, _typed(tensor), MPI.SUM), tensor)
-    if tensor.dtype not in _WIDER:
-        raise TypeError(f"MPI cannot add up {tensor.dtype}; convert to one that it can, x.float()")
-    wide = tensor.to(_WIDER[tensor.dtype])
-    return Request(comm.Iallreduce(MPI.IN_PLACE, _typed(wide), MPI.SUM), wide, tensor)
-
-
-def all_gather(tensor: torch.Tensor, comm: MPI.Intracomm) -> torch.Tensor:
-    """The contiguous tensors of all ranks of `comm`, which all call it, stacked in rank order."""
-    gathered = tensor.new_empty((comm.size, *tensor.shape))
-    comm.Allgather(_bytes(tensor), _bytes(gathered))
-    return gathered
-
-
-def broadcast(tensor: torch.Tensor, comm: MPI.Intracomm) -> None:
-    """Overwrite a contiguous tensor by that of rank 0 of `comm`; all ranks call it."""
-    comm.Bcast(_bytes(tensor), root=0)
+    def broadcast(self, tensor: torch.Tensor, group: MPI.Intracomm) -> None:
+        """Overwrite a tensor by that of the first rank of `group`."""
+        group.Bcast(_bytes(tensor), root=0)
 
 
 def _memory(tensor: torch.Tensor) -> MPI.buffer:
