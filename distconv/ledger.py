@@ -1,10 +1,14 @@
-"""What has been redistributed on the way, so that nobody is surprised by hidden communication."""
+"""What has been moved between ranks on the way, so that nobody is surprised by communication."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 
 from distconv.layout import Layout
+from distconv.plan import Plan
 
 
 @dataclass
@@ -19,14 +23,57 @@ class Redistribution:
     """Bytes received from other ranks."""
 
 
+@dataclass(frozen=True)
+class Movement:
+    """One gathering of the inputs that an operator needs: a redistribution, or halos."""
+
+    operator: str
+    source: Layout
+    target: Layout
+    plan: Plan
+    itemsize: int
+
+    @property
+    def redistributes(self) -> bool:
+        """Whether the layout changes."""
+        return self.source != self.target
+
+    @property
+    def bytes(self) -> int:
+        """Bytes received from other ranks."""
+        return self.itemsize * sum(route.size for route in self.plan.receives)
+
+
 _LEDGER: dict[tuple[str, Layout, Layout], Redistribution] = {}
+_TRACE: ContextVar[list[Movement] | None] = ContextVar("distconv_trace", default=None)
 
 
-def record(operator: str, source: Layout, target: Layout, received: int) -> None:
-    """Count one redistribution that brought this rank `received` bytes."""
-    entry = _LEDGER.setdefault((operator, source, target), Redistribution(operator, source, target))
-    entry.times += 1
-    entry.bytes += received
+def tracing() -> bool:
+    """Whether somebody listens to every movement, not to redistributions only."""
+    return _TRACE.get() is not None
+
+
+def record(movement: Movement) -> None:
+    """Note a movement: in the trace that is being taken, and as a redistribution if it is one."""
+    trace = _TRACE.get()
+    if trace is not None:
+        trace.append(movement)
+    if movement.redistributes:
+        key = movement.operator, movement.source, movement.target
+        entry = _LEDGER.setdefault(key, Redistribution(*key))
+        entry.times += 1
+        entry.bytes += movement.bytes
+
+
+@contextmanager
+def traced() -> Iterator[list[Movement]]:
+    """The movements of forward passes within, in order, as the list that this yields."""
+    movements: list[Movement] = []
+    token = _TRACE.set(movements)
+    try:
+        yield movements
+    finally:
+        _TRACE.reset(token)
 
 
 def redistributions(*, reset: bool = False) -> list[Redistribution]:

@@ -24,7 +24,7 @@ from distconv.layout import (
     rank_box,
     replicating_axes,
 )
-from distconv.ledger import record
+from distconv.ledger import Movement, record, tracing
 from distconv.plan import Plan, make_plan
 from distconv.window import IndexMap, Same
 
@@ -423,9 +423,9 @@ def gathered(
     if cuts == x.cuts and all(isinstance(need, Same) for need in needs):
         return x.shard
     plan = plan_of(x, needs, cuts)
-    if cuts != x.cuts:
-        received = sum(route.size for route in plan.receives) * x.shard.element_size()
-        record(operator, x.layout, Layout.of(cuts), received)
+    if cuts != x.cuts or tracing():
+        itemsize = x.shard.element_size()
+        record(Movement(operator, x.layout, Layout.of(cuts), plan, itemsize))
     return exchange.gather(x.shard, plan, x.grid, fill)
 
 

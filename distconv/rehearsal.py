@@ -1,0 +1,106 @@
+"""A rank of a grid that is not there: tensors without elements, messages that nobody receives.
+
+Operators decide from global metadata alone, so on torch's "meta" device they run as on a real grid
+of any size, and what they would move can be read off (`ledger.traced`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from distconv.grid import ProcessGrid
+from distconv.layout import Cuts, rank_box
+from distconv.tensor import DistTensor
+from distconv.topology import AXES, Topology
+
+
+class _Group(NamedTuple):
+    """The size of a communicator, and this rank's number in it."""
+
+    size: int
+    rank: int
+
+
+class _Done:
+    """A message that takes no time."""
+
+    def wait(self) -> None:
+        """It is complete."""
+
+
+class _Counted:
+    """A transport that carries nothing, and counts what it would have carried."""
+
+    name = "rehearsal"
+
+    def __init__(self) -> None:
+        self.reduced = 0
+        """Bytes given to reductions."""
+
+    def ticket(self) -> int:
+        return 0
+
+    def send(self, tensor: Tensor, rank: int, tag: int) -> _Done:
+        return _Done()
+
+    def receive(self, tensor: Tensor, rank: int, tag: int) -> _Done:
+        return _Done()
+
+    def all_reduce(self, tensor: Tensor, group: _Group) -> _Done:
+        self.reduced += tensor.nbytes
+        return _Done()
+
+    def all_gather(self, tensor: Tensor, group: _Group) -> Tensor:
+        self.reduced += tensor.nbytes
+        return tensor.new_empty((group.size, *tensor.shape))
+
+    def broadcast(self, tensor: Tensor, group: _Group) -> None:
+        pass
+
+
+class Rehearsal(ProcessGrid):
+    """The grid with these extents as `rank` sees it, in a single process without MPI.
+
+    Its tensors are those of `tensor`, and have no elements.
+    """
+
+    def __init__(self, extents: dict[str, int], rank: int = 0):
+        self._topology = Topology(tuple(extents.get(axis, 1) for axis in AXES))
+        self._ranks = tuple(range(self.size))
+        self._rank = rank
+        self._counted = _Counted()
+        self._transport = self._counted
+
+    @property
+    def comm(self) -> NoReturn:
+        """There is none."""
+        raise RuntimeError(
+            "a rehearsal has no other ranks to talk to; make its tensors by rehearsal.tensor(shape)"
+        )
+
+    @property
+    def reduced(self) -> int:
+        """Bytes that this rank has given to reductions so far."""
+        return self._counted.reduced
+
+    def communicator(self, axes: Iterable[str], purpose: str = "reductions") -> Any:
+        """Size and rank of the communicator along `axes`."""
+        peers = self._topology.peers(self.rank, axes)
+        return _Group(len(peers), peers.index(self.rank))
+
+    def tensor(
+        self, shape: tuple[int, ...], cuts: Cuts, dtype: torch.dtype | None = None
+    ) -> DistTensor:
+        """A tensor of global `shape` without elements."""
+        box = rank_box(shape, cuts, self._topology, self._rank)
+        return DistTensor(torch.empty(box.shape, dtype=dtype, device="meta"), shape, cuts, self)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
