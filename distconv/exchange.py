@@ -44,6 +44,20 @@ def share(local: Tensor, grid: ProcessGrid, axes: Iterable[str]) -> Tensor:
     return _among(_Share, local, grid, axes)
 
 
+def handed_out(x: Tensor) -> bool:
+    """Whether the graph of a plain tensor holds a replicated value that was shared out."""
+    seen, waiting = set(), [x.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        if node.name() == "_ShareBackward":
+            return True
+        seen.add(node)
+        waiting.extend(following for following, _ in node.next_functions)
+    return False
+
+
 def replicate(local: Tensor, grid: ProcessGrid, axes: Iterable[str]) -> Tensor:
     """A plain tensor, equal along `axes`, as a replicated value: its gradients are added up."""
     return _among(_Replicate, local, grid, axes)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, NoReturn, TypeVar
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -25,6 +24,7 @@ from distconv.layout import (
     replicating_axes,
 )
 from distconv.ledger import Movement, record, tracing
+from distconv.memory import Memory
 from distconv.plan import Plan, make_plan
 from distconv.window import IndexMap, Same
 
@@ -68,20 +68,6 @@ def refuse(operator: str, reason: str, *operands: Any, way_out: str) -> NoReturn
     raise UnsupportedOperation(f"{operator}: {reason} [{where}]. {way_out}")
 
 
-class _Memory:
-    """What tensors that share memory share, to know which views of them have become copies.
-
-    `family` holds the memories in use of which serial torch would have made a single one.
-    """
-
-    __slots__ = ("__weakref__", "family")
-
-    def __init__(self, family: WeakSet[_Memory] | None = None):
-        self.family = family
-        if family is not None:
-            family.add(self)
-
-
 class DistTensor(torch.Tensor):
     """A tensor that is cut over the ranks of a grid; `.shape` is the global shape.
 
@@ -100,9 +86,12 @@ class DistTensor(torch.Tensor):
     cuts: Cuts
     shard: Tensor
     _shape: torch.Size
-    _memory: _Memory
+    _memory: Memory
     _summing: bool
     """Whether a hook adds up the gradients of the leaf's replicas."""
+    _retains: bool
+    """Whether it is no leaf and keeps its gradient, which is then `_retained`."""
+    _retained: Tensor | None
 
     @staticmethod
     def __new__(
@@ -113,8 +102,10 @@ class DistTensor(torch.Tensor):
         )
         self._shape = torch.Size(shape)
         self.shard, self.cuts, self.grid = shard, cuts, grid
-        self._memory = _Memory()
+        self._memory = Memory()
         self._summing = False
+        self._retains = False
+        self._retained = None
         return self
 
     def __init__(self, *args: Any) -> None:
@@ -130,7 +121,7 @@ class DistTensor(torch.Tensor):
     ) -> Any:
         rule = RULES.get(func)
         if rule is not None:
-            _check_recorded(func, args)
+            check_recorded(func, *args)
             if not kwargs:
                 return rule(*args)
             return rule(*args, **{_ALIASES.get(name, name): x for name, x in kwargs.items()})
@@ -138,7 +129,7 @@ class DistTensor(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         refuse(
-            resolve_name(func) or getattr(func, "__name__", repr(func)),
+            _name_of(func),
             "there is no rule for this function on distributed tensors",
             *tensors_in((args, kwargs)),
             way_out=_WAYS_OUT.get(
@@ -302,11 +293,14 @@ class DistTensor(torch.Tensor):
     @property
     def grad_fn(self) -> Any:  # type: ignore[override]
         """The autograd node that has made the shard."""
+        check_recorded("grad_fn", self)
         return self.shard.grad_fn
 
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]
-        """The gradient of a leaf, in the tensor's own layout."""
+        """The gradient of a leaf, or a retained one, in the tensor's own layout."""
+        if self._retains:
+            return self._retained
         gradient = self.shard.grad
         if gradient is None:
             return None
@@ -315,7 +309,7 @@ class DistTensor(torch.Tensor):
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         if value is None:
-            self.shard.grad = None
+            self.shard.grad = self._retained = None
             return
         if not isinstance(value, DistTensor) or (value.shape, value.cuts, value.grid) != (
             self.shape,
@@ -342,31 +336,9 @@ class DistTensor(torch.Tensor):
         gradient: of the same global shape, as a DistTensor or a plain tensor equal on all ranks;
             1 when not given, for a tensor of one element only.
         """
-        _check_recorded(DistTensor.backward, [self])
-        if gradient is None:
-            if self.numel() != 1:
-                raise RuntimeError(
-                    "grad can be implicitly created only for scalar outputs, not for shape "
-                    f"{tuple(self.shape)}; pass gradient="
-                )
-            seed = torch.ones_like(self.shard)
-        elif gradient.shape != self.shape:
-            raise RuntimeError(
-                f"backward: gradient has shape {tuple(gradient.shape)}, expected "
-                f"{tuple(self.shape)}"
-            )
-        elif isinstance(gradient, DistTensor):
-            if gradient.grid != self.grid:
-                raise ValueError(
-                    f"backward: the gradient lives on {gradient.grid}, the tensor on {self.grid}; "
-                    "make them on one grid"
-                )
-            seed = recut(gradient, self.cuts, "backward").shard
-        else:
-            seed = gradient[self.box.slices]
         torch.autograd.backward(
             self.shard,
-            seed / self.replicas,
+            seed_of(self, gradient, "backward"),
             retain_graph,
             create_graph,
             inputs=None if inputs is None else [_leaf(x) for x in inputs],
@@ -434,23 +406,70 @@ def plan_of(x: DistTensor, needs: Sequence[IndexMap], cuts: Cuts) -> Plan:
     return make_plan(x.grid.topology, x.grid.rank, tuple(x.shape), x.cuts, cuts, tuple(needs))
 
 
-def _check_recorded(func: Callable[..., Any], args: Sequence[Any]) -> None:
-    """Refuse what a torch.autograd.Function has returned: it saw no shards, and recorded nothing.
+def _name_of(function: Any) -> str:
+    return resolve_name(function) or getattr(function, "__name__", repr(function))
 
-    Autograd lives on the shards; below them the wrapper only remembers that they require gradients,
-    so that torch marks the results of a Function applied to it.
+
+def check_recorded(operator: Callable[..., Any] | str, *operands: Any) -> None:
+    """Refuse operands whose gradients would be lost, or shared out over the ranks twice.
+
+    A torch.autograd.Function sees no shards, and so records nothing. Autograd lives on the shards;
+    below torch's functions the wrapper only remembers that they require gradients, so that torch
+    marks what a Function has returned. A value that was handed out to the plain world, where every
+    rank computes the same with it, is no parameter, of which every rank computes a part.
     """
-    with torch._C.DisableTorchFunctionSubclass():
-        for x in args:
-            if isinstance(x, DistTensor) and _GRAD_FN(x) is not None:
+    for x in operands:
+        if isinstance(x, DistTensor):
+            with torch._C.DisableTorchFunctionSubclass():
+                lost = _GRAD_FN(x) is not None
+            if lost:
                 refuse(
-                    resolve_name(func) or getattr(func, "__name__", repr(func)),
+                    operator if isinstance(operator, str) else _name_of(operator),
                     "a torch.autograd.Function was applied to a distributed tensor, which loses "
                     "its gradients",
                     x,
-                    way_out="Apply it to x.shard within a rule (distconv.tensor.implements), or "
-                    "use torch functions; in torch.utils.checkpoint set use_reentrant=False",
+                    way_out="Wrap it in a function with a rule (distconv.elementwise, .windowed, "
+                    ".implements), or use torch functions; in torch.utils.checkpoint set "
+                    "use_reentrant=False; instead of a full backward hook register a forward hook "
+                    "that calls register_hook on the module's output",
                 )
+        elif isinstance(x, Tensor) and x.grad_fn is not None and exchange.handed_out(x):
+            refuse(
+                operator if isinstance(operator, str) else _name_of(operator),
+                f"the plain tensor {tuple(x.shape)} depends on what to_local() or full_tensor() "
+                "has handed out, and meets distributed tensors again",
+                *operands,
+                way_out="Use x.redistribute(Layout()) to have it whole on every rank, or bring it "
+                "back by distribute_tensor or DistTensor.from_local",
+            )
+
+
+def seed_of(x: DistTensor, gradient: Tensor | None, operator: str) -> Tensor:
+    """This rank's share of the gradient with which a backward pass starts at `x`.
+
+    A replicated value's gradient is the sum over its replicas. All ranks call it.
+    """
+    check_recorded(operator, x)
+    if gradient is None:
+        if x.numel() != 1:
+            raise RuntimeError(
+                f"{operator}: grad can be implicitly created only for scalar outputs, not for "
+                f"shape {tuple(x.shape)}; pass the gradient"
+            )
+        return torch.ones_like(x.shard) / x.replicas
+    if gradient.shape != x.shape:
+        raise RuntimeError(
+            f"{operator}: gradient has shape {tuple(gradient.shape)}, expected {tuple(x.shape)}"
+        )
+    if not isinstance(gradient, DistTensor):
+        axes = replicating_axes((), x.grid.topology)
+        return exchange.replicate(gradient, x.grid, axes)[x.box.slices] / x.replicas
+    if gradient.grid != x.grid:
+        raise ValueError(
+            f"{operator}: the gradient lives on {gradient.grid}, the tensor on {x.grid}; make "
+            "them on one grid"
+        )
+    return recut(gradient, x.cuts, operator).shard / x.replicas
 
 
 def recut(x: DistTensor, cuts: Cuts, operator: str) -> DistTensor:
@@ -470,18 +489,13 @@ def view_of(
     for as long as the other is in use (`check_writable`).
     """
     view = DistTensor(shard, shape, cuts, x.grid)
-    if not copied:
-        view._memory = x._memory
-        return view
-    if x._memory.family is None:
-        x._memory.family = WeakSet([x._memory])
-    view._memory = _Memory(x._memory.family)
+    view._memory = x._memory.copy() if copied else x._memory
     return view
 
 
 def check_writable(x: DistTensor, operator: str) -> None:
     """Refuse an in-place operation that serial torch would let a view, here a copy, see as well."""
-    if any(memory is not x._memory for memory in x._memory.family or ()):
+    if not x._memory.alone:
         refuse(
             operator,
             "the tensor is written in place while a view of it, or a tensor that it is a view of, "
@@ -516,13 +530,7 @@ def tensors_in(arguments: Any) -> Iterator[Tensor]:
 _GRAD_FN: Any = vars(torch._C.TensorBase)["grad_fn"].__get__
 
 _SAVE = "Save x.full_tensor(), or every rank its x.to_local()"
-_BACKWARD = "Add the losses up and call backward() on the sum; gradients are then in .grad"
 _WAYS_OUT: dict[Any, str] = {
-    torch.autograd.grad: _BACKWARD,
-    torch.autograd.backward: _BACKWARD,
-    torch.Tensor.register_hook: "Hooks see shards: x.shard.register_hook gets this rank's part",
-    torch.Tensor.retain_grad: "Shards retain theirs: x.shard.retain_grad(), each rank its part",
-    torch.Tensor.__deepcopy__: "Use x.clone(), or x.detach().clone() for a leaf",
     torch.Tensor.__reduce_ex__: _SAVE,
 }
 """What to do instead of functions for which the whole tensor is no way out."""
@@ -547,6 +555,8 @@ _METADATA: set[Any] = {
     torch.Tensor.is_floating_point,
     torch.Tensor.is_complex,
     torch.Tensor.is_signed,
+    torch.Tensor.is_inference,
+    torch.is_inference,
     torch.is_floating_point,
     torch.is_complex,
     torch.is_signed,

@@ -3,6 +3,7 @@
 from distconv.ops import (
     aggregate,
     along,
+    autograd,
     conv,
     extrema,
     index,
@@ -29,6 +30,7 @@ from distconv.ops import (
 __all__ = [
     "aggregate",
     "along",
+    "autograd",
     "conv",
     "extrema",
     "index",

@@ -1,0 +1,213 @@
+"""Gradients on demand, and hooks: autograd lives on the shards, its users see whole tensors.
+
+The gradient of a replicated value, plain tensors included, is the sum over its replicas. What is
+handed out here is that sum, so these functions communicate in the backward pass where something is
+replicated, in the order of the graph, which is the same on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from distconv.exchange import sum_over
+from distconv.grid import ProcessGrid
+from distconv.layout import Cuts, replicating_axes
+from distconv.ops.align import common_grid
+from distconv.tensor import DistTensor, implements, refuse, seed_of
+
+Tensors = Tensor | Sequence[Tensor]
+Gradients = Tensor | Sequence[Tensor | None] | None
+
+
+def _listed(tensors: Tensors) -> list[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def _seeds(
+    tensors: Sequence[Tensor], gradients: Gradients, operator: str
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """The shards at which a backward pass starts, and the gradients that it starts with."""
+    given: Sequence[Tensor | None]
+    if gradients is None:
+        given = [None] * len(tensors)
+    else:
+        given = [gradients] if isinstance(gradients, Tensor) else list(gradients)
+    if len(given) != len(tensors):
+        raise RuntimeError(
+            f"{operator}: got {len(tensors)} tensors and {len(given)} gradients; give one for each"
+        )
+    seeds = [
+        seed_of(x, gradient, operator) if isinstance(x, DistTensor) else gradient
+        for x, gradient in zip(tensors, given, strict=True)
+    ]
+    return _shards(tensors), seeds
+
+
+def _shards(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [x.shard if isinstance(x, DistTensor) else x for x in tensors]
+
+
+@implements(torch.autograd.backward)
+def backward(
+    tensors: Tensors,
+    grad_tensors: Gradients = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    grad_variables: Gradients = None,
+    inputs: Tensors | None = None,
+) -> None:
+    """Accumulate the gradients of the leaves; all ranks call it together."""
+    gradients = grad_variables if grad_tensors is None else grad_tensors
+    shards, seeds = _seeds(_listed(tensors), gradients, "backward")
+    leaves = None if inputs is None else _shards(_listed(inputs))
+    torch.autograd.backward(shards, seeds, retain_graph, create_graph, inputs=leaves)
+
+
+@implements(torch.autograd.grad)
+def grad(
+    outputs: Tensors,
+    inputs: Tensors,
+    grad_outputs: Gradients = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    only_inputs: bool = True,
+    allow_unused: bool | None = None,
+    is_grads_batched: bool = False,
+    materialize_grads: bool = False,
+) -> tuple[Tensor | None, ...]:
+    """The gradients of the sum of outputs, as the serial program has them; all ranks call it.
+
+    That of a DistTensor is a DistTensor of its layout. That of a plain tensor, equal on all ranks,
+    is the sum over them: a plain tensor, or with `create_graph` a DistTensor that is whole on every
+    rank, so that it can be differentiated again.
+    """
+    roots, wanted = _listed(outputs), _listed(inputs)
+    grid = common_grid("grad", [*roots, *wanted])
+    if is_grads_batched:
+        refuse(
+            "grad",
+            "is_grads_batched is not supported",
+            *roots,
+            way_out="Call it once for each of the gradients",
+        )
+    plain = [x for x in wanted if not isinstance(x, DistTensor)]
+    if plain and not all(isinstance(x, DistTensor) for x in roots):
+        refuse(
+            "grad",
+            "of a plain output, the gradient of a plain tensor may be a part of a sum over the "
+            "ranks or the sum itself",
+            *wanted,
+            way_out="Compute the output on DistTensors, x.redistribute(Layout()) if need be",
+        )
+    shards, seeds = _seeds(roots, grad_outputs, "grad")
+    gradients = torch.autograd.grad(
+        shards,
+        _shards(wanted),
+        seeds,
+        retain_graph,
+        create_graph,
+        allow_unused=materialize_grads if allow_unused is None else allow_unused,
+    )
+
+    def whole(x: Tensor, part: Tensor | None) -> Tensor | None:
+        if part is None:
+            return torch.zeros_like(x) if materialize_grads else None
+        if isinstance(x, DistTensor):
+            # A replicated leaf adds up its gradient by itself.
+            total = part if x._summing else _total(part, x.cuts, grid)
+            return DistTensor(total, x.shape, x.cuts, grid)
+        cuts = ((),) * x.dim()
+        total = _total(part, cuts, grid)
+        return DistTensor(total, x.shape, cuts, grid) if create_graph else total
+
+    return tuple(whole(x, part) for x, part in zip(wanted, gradients, strict=True))
+
+
+def _total(part: Tensor, cuts: Cuts, grid: ProcessGrid) -> Tensor:
+    """The gradient of a tensor cut by `cuts`, of which every replica has a part."""
+    return sum_over(part, grid, replicating_axes(cuts, grid.topology))
+
+
+@implements(torch.Tensor.register_hook)
+def register_hook(self: DistTensor, hook: Callable[[DistTensor], Tensor | None]) -> RemovableHandle:
+    """Call `hook` with the gradient of the tensor, which it may replace; on all ranks together."""
+    shape, cuts, grid, replicas = self.shape, self.cuts, self.grid, self.replicas
+    # A replicated leaf adds up its gradient by itself, before.
+    leaf = self._summing
+
+    def on_shard(part: Tensor) -> Tensor | None:
+        total = part if leaf else _total(part, cuts, grid)
+        changed = hook(DistTensor(total, shape, cuts, grid))
+        if changed is None:
+            return None
+        if not isinstance(changed, DistTensor) or (changed.shape, changed.grid) != (shape, grid):
+            raise TypeError(
+                f"register_hook: the hook returned {changed!r}; return a DistTensor of shape "
+                f"{tuple(shape)} on {grid}, or None"
+            )
+        shard = changed.redistribute(self.layout).shard
+        return shard if leaf else shard / replicas
+
+    handle: RemovableHandle = self.shard.register_hook(on_shard)
+    return handle
+
+
+@implements(torch.Tensor.register_post_accumulate_grad_hook)
+def register_post_accumulate_grad_hook(
+    self: DistTensor, hook: Callable[[DistTensor], None]
+) -> RemovableHandle:
+    """Call `hook` with the leaf when its gradient has been accumulated."""
+    shape, cuts, grid = self.shape, self.cuts, self.grid
+    handle: RemovableHandle = self.shard.register_post_accumulate_grad_hook(
+        lambda shard: hook(DistTensor(shard, shape, cuts, grid))
+    )
+    return handle
+
+
+@implements(torch.Tensor.retain_grad)
+def retain_grad(self: DistTensor) -> None:
+    """Keep the gradient of what is no leaf in `.grad`."""
+    if not self.requires_grad:
+        raise RuntimeError("retain_grad: the tensor does not require gradients")
+    if self.is_leaf or self._retains:
+        return
+    # The graph must not keep the tensor alive that keeps the graph alive.
+    keeper = ref(self)
+
+    def keep(gradient: DistTensor) -> None:
+        x = keeper()
+        if x is not None:
+            x._retained = gradient.clone() if x._retained is None else x._retained + gradient
+
+    self.register_hook(keep)
+    self._retains = True
+
+
+@implements(torch.Tensor.retains_grad.__get__)  # type: ignore[attr-defined]
+def retains_grad(self: DistTensor) -> bool:
+    """Whether it is no leaf and keeps its gradient."""
+    return self._retains
+
+
+@implements(torch.Tensor.__deepcopy__)
+def deep_copy(self: DistTensor, memo: dict[int, Any]) -> DistTensor:
+    """A leaf with the same elements, gradient and layout, on the same grid; no communication."""
+    if id(self) in memo:
+        twin: DistTensor = memo[id(self)]
+        return twin
+    if not self.is_leaf:
+        raise RuntimeError(
+            "deepcopy: only leaves of the autograd graph can be copied deeply; use x.detach()"
+        )
+    twin = DistTensor(self.shard.detach().clone(), self.shape, self.cuts, self.grid)
+    twin.requires_grad_(self.requires_grad)
+    twin.shard.grad = deepcopy(self.shard.grad, memo)
+    memo[id(self)] = twin
+    return twin
