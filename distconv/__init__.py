@@ -1,6 +1,7 @@
 """Convolutional networks on tensors cut over many processes, with the serial numbers."""
 
 from distconv import ops as _ops  # registers what torch functions mean on DistTensors
+from distconv.extend import elementwise, windowed
 from distconv.grid import ProcessGrid
 from distconv.layout import Box, Layout
 from distconv.ledger import Redistribution, redistributions
@@ -10,6 +11,7 @@ from distconv.tensor import (
     UnsupportedOperation,
     default_layout,
     distribute_tensor,
+    implements,
     local_box,
 )
 
@@ -22,9 +24,12 @@ __all__ = [
     "UnsupportedOperation",
     "default_layout",
     "distribute_tensor",
+    "elementwise",
+    "implements",
     "local_box",
     "no_sync",
     "parallelize",
     "redistributions",
+    "windowed",
 ]
 del _ops

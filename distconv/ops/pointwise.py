@@ -39,7 +39,8 @@ _DUNDERS = """
 """.split()
 
 
-def _pointwise(function: Callable[..., Any]) -> Callable[..., Any]:
+def pointwise_rule(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What a function that treats every element alone means on DistTensors."""
     name = getattr(function, "__name__", str(function))
     in_place = (name.endswith("_") and not name.endswith("__")) or (
         name.startswith("__i") and name != "__invert__"
@@ -106,7 +107,7 @@ def _register() -> None:
         for name in [*names, *dunders] if home is torch.Tensor else names:
             function = getattr(home, name, None)
             if callable(function) and function not in RULES:
-                RULES[function] = _pointwise(function)
+                RULES[function] = pointwise_rule(function)
 
 
 _register()
@@ -146,7 +147,7 @@ def where(condition: Tensor, *values: Any) -> DistTensor:
             condition,
             way_out="Call it on x.full_tensor()",
         )
-    result: DistTensor = _pointwise(torch.where)(condition, *values)
+    result: DistTensor = pointwise_rule(torch.where)(condition, *values)
     return result
 
 
