@@ -113,7 +113,7 @@ class _Gather(Function):
         if plan.buffer_is_block:
             _finish(*_start(local, plan.sends, grid, tag))
             return local.clone()
-        buffer = local.new_empty(plan.buffer_shape)
+        buffer = _empty(plan.buffer_shape, local)
         if not plan.covered:
             buffer.fill_(fill)
         arrivals = [(r, _landing(buffer, r)) for r in plan.receives]
@@ -139,7 +139,7 @@ class _Accumulate(Function):
     @staticmethod
     def forward(ctx: Any, buffer: Tensor, plan: Plan, grid: ProcessGrid, tag: int) -> Tensor:
         ctx.movement = plan, grid, tag
-        block = buffer.new_empty(plan.block_shape)
+        block = _empty(plan.block_shape, buffer)
         arrivals = [(r, buffer.new_empty(r.size)) for r in plan.sends]
         under_way = _start(buffer, plan.receives, grid, tag, arrivals)
         whole = tuple(slice(0, n) for n in plan.block_shape)
@@ -210,6 +210,15 @@ class _Replicate(Function):
         # The gradient goes to the plain world.
         total = _SumOver.apply(grads[0], *ctx.movement)
         return _Share.apply(total, *ctx.movement), None, None
+
+
+def _empty(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """Memory for `shape`, with the channels last where those of `like` are."""
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(like.dim())
+    # Strides tell it of a cropped tensor as well.
+    if last is None or like.stride(1) != 1 or like.stride(-1) != like.shape[1]:
+        last = torch.contiguous_format
+    return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=last)
 
 
 def _start(
