@@ -5,6 +5,7 @@ from distconv.extend import elementwise, windowed
 from distconv.grid import ProcessGrid
 from distconv.layout import Box, Layout
 from distconv.ledger import Redistribution, redistributions
+from distconv.method import method
 from distconv.parallelize import no_sync, parallelize
 from distconv.tensor import (
     DistTensor,
@@ -27,6 +28,7 @@ __all__ = [
     "elementwise",
     "implements",
     "local_box",
+    "method",
     "no_sync",
     "parallelize",
     "redistributions",

@@ -17,7 +17,6 @@ from torch.autograd import Function
 from distconv.grid import ProcessGrid
 from distconv.plan import Plan, Route
 from distconv.topology import AXES
-from distconv.transport import Request
 
 
 def gather(local: Tensor, plan: Plan, grid: ProcessGrid, fill: float = 0.0) -> Tensor:
@@ -31,6 +30,15 @@ def gather(local: Tensor, plan: Plan, grid: ProcessGrid, fill: float = 0.0) -> T
     if plan.identity:
         return local
     result: Tensor = _Gather.apply(local, plan, grid, tag, fill)
+    return result
+
+
+def accumulate(buffer: Tensor, plan: Plan, grid: ProcessGrid) -> Tensor:
+    """The adjoint of `gather`: what was gathered goes back to its owner and is added up."""
+    tag = grid.transport.ticket()
+    if plan.identity:
+        return buffer
+    result: Tensor = _Accumulate.apply(buffer, plan, grid, tag)
     return result
 
 
@@ -111,18 +119,18 @@ class _Gather(Function):
     ) -> Tensor:
         ctx.movement = plan, grid, tag
         if plan.buffer_is_block:
-            _finish(*_start(local, plan.sends, grid, tag))
+            Messages((), packed(local, plan.sends), grid, tag).finish()
             return local.clone()
-        buffer = _empty(plan.buffer_shape, local)
+        buffer = empty(plan.buffer_shape, local)
         if not plan.covered:
             buffer.fill_(fill)
-        arrivals = [(r, _landing(buffer, r)) for r in plan.receives]
-        under_way = _start(local, plan.sends, grid, tag, arrivals)
+        landings = [(r.peer, _landing(buffer, r)) for r in plan.receives]
+        messages = Messages(landings, packed(local, plan.sends), grid, tag)
         for source, target in plan.own:
             buffer[target] = local[source]
-        _finish(*under_way)
-        for route, packed in arrivals:
-            for place, part in _parts(buffer, route, packed):
+        messages.finish()
+        for route, (_, message) in zip(plan.receives, landings, strict=True):
+            for place, part in _parts(buffer, route, message):
                 if part.data_ptr() != place.data_ptr():
                     place.copy_(part)
         return buffer
@@ -134,14 +142,12 @@ class _Gather(Function):
 
 
 class _Accumulate(Function):
-    """The adjoint of `_Gather`: what was gathered goes back to its owner and is added up."""
-
     @staticmethod
     def forward(ctx: Any, buffer: Tensor, plan: Plan, grid: ProcessGrid, tag: int) -> Tensor:
         ctx.movement = plan, grid, tag
-        block = _empty(plan.block_shape, buffer)
-        arrivals = [(r, buffer.new_empty(r.size)) for r in plan.sends]
-        under_way = _start(buffer, plan.receives, grid, tag, arrivals)
+        block = empty(plan.block_shape, buffer)
+        landings = landings_of(plan.sends, buffer)
+        messages = Messages(landings, packed(buffer, plan.receives), grid, tag)
         whole = tuple(slice(0, n) for n in plan.block_shape)
         rest = plan.own
         if rest and rest[0][0] == whole:
@@ -151,10 +157,8 @@ class _Accumulate(Function):
             block.zero_()
         for source, target in rest:
             block[source] += buffer[target]
-        _finish(*under_way)
-        for route, packed in arrivals:
-            for place, part in _parts(block, route, packed):
-                place += part
+        messages.finish()
+        add_arrived(block, plan.sends, landings)
         return block
 
     @staticmethod
@@ -212,7 +216,7 @@ class _Replicate(Function):
         return _Share.apply(total, *ctx.movement), None, None
 
 
-def _empty(shape: tuple[int, ...], like: Tensor) -> Tensor:
+def empty(shape: tuple[int, ...], like: Tensor) -> Tensor:
     """Memory for `shape`, with the channels last where those of `like` are."""
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(like.dim())
     # Strides tell it of a cropped tensor as well.
@@ -221,22 +225,48 @@ def _empty(shape: tuple[int, ...], like: Tensor) -> Tensor:
     return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=last)
 
 
-def _start(
-    outgoing: Tensor,
-    sends: tuple[Route, ...],
-    grid: ProcessGrid,
-    tag: int,
-    arrivals: list[tuple[Route, Tensor]] | None = None,
-) -> tuple[list[Request], list[Request]]:
-    """Post the receives, then the sends."""
-    transport = grid.transport
-    coming = [transport.receive(packed, r.peer, tag) for r, packed in arrivals or ()]
-    return coming, [transport.send(_pack(outgoing, r), r.peer, tag) for r in sends]
+class Messages:
+    """Messages under way between this rank and others; made when they start.
+
+    Parameters
+    ----------
+    arriving, leaving: rank and contiguous tensor of each message. Receives are posted first.
+    """
+
+    def __init__(
+        self,
+        arriving: Iterable[tuple[int, Tensor]],
+        leaving: Iterable[tuple[int, Tensor]],
+        grid: ProcessGrid,
+        tag: int,
+    ):
+        transport = grid.transport
+        self._requests = [transport.receive(tensor, peer, tag) for peer, tensor in arriving]
+        self._requests += [transport.send(tensor, peer, tag) for peer, tensor in leaving]
+
+    def finish(self) -> None:
+        """Return when all have arrived, and what was sent may be overwritten."""
+        for request in self._requests:
+            request.wait()
 
 
-def _finish(coming: list[Request], going: list[Request]) -> None:
-    for request in coming + going:
-        request.wait()
+def packed(tensor: Tensor, routes: Iterable[Route]) -> list[tuple[int, Tensor]]:
+    """For each route its rank, and its boxes of `tensor` as one contiguous message."""
+    return [(route.peer, _pack(tensor, route)) for route in routes]
+
+
+def landings_of(routes: Iterable[Route], like: Tensor) -> list[tuple[int, Tensor]]:
+    """For each route its rank, and memory for its message."""
+    return [(route.peer, like.new_empty(route.size)) for route in routes]
+
+
+def add_arrived(
+    tensor: Tensor, routes: Iterable[Route], landings: Iterable[tuple[int, Tensor]]
+) -> None:
+    """Add messages that have arrived to their boxes of `tensor`."""
+    for route, (_, message) in zip(routes, landings, strict=True):
+        for place, part in _parts(tensor, route, message):
+            place += part
 
 
 def _pack(tensor: Tensor, route: Route) -> Tensor:
@@ -254,10 +284,10 @@ def _landing(buffer: Tensor, route: Route) -> Tensor:
     return buffer.new_empty(route.size)
 
 
-def _parts(tensor: Tensor, route: Route, packed: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _parts(tensor: Tensor, route: Route, message: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """The boxes of a route in `tensor`, each with its part of the message."""
     start = 0
     for box in route.boxes:
         place = tensor[box]
-        yield place, packed.view(-1)[start : start + place.numel()].view(place.shape)
+        yield place, message.view(-1)[start : start + place.numel()].view(place.shape)
         start += place.numel()

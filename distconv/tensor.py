@@ -394,16 +394,16 @@ def gathered(
     """
     if cuts == x.cuts and all(isinstance(need, Same) for need in needs):
         return x.shard
-    plan = plan_of(x, needs, cuts)
-    if cuts != x.cuts or tracing():
-        itemsize = x.shard.element_size()
-        record(Movement(operator, x.layout, Layout.of(cuts), plan, itemsize))
+    plan = make_plan(x.grid.topology, x.grid.rank, tuple(x.shape), x.cuts, cuts, tuple(needs))
+    note(x, plan, cuts, operator)
     return exchange.gather(x.shard, plan, x.grid, fill)
 
 
-def plan_of(x: DistTensor, needs: Sequence[IndexMap], cuts: Cuts) -> Plan:
-    """This rank's plan of bringing to every rank the inputs that its block of outputs needs."""
-    return make_plan(x.grid.topology, x.grid.rank, tuple(x.shape), x.cuts, cuts, tuple(needs))
+def note(x: DistTensor, plan: Plan, cuts: Cuts, operator: str) -> None:
+    """Let the ledger know what `operator` moves of `x` to an output cut by `cuts`."""
+    if cuts != x.cuts or tracing():
+        itemsize = x.shard.element_size()
+        record(Movement(operator, x.layout, Layout.of(cuts), plan, itemsize))
 
 
 def _name_of(function: Any) -> str:

@@ -7,8 +7,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from distconv.ops.align import common_grid, distributed, whole
+from distconv.boundary import reaches
+from distconv.method import forced
+from distconv.ops.align import common_grid, distributed, uncut, whole
 from distconv.ops.checked import checked, shape_of
+from distconv.ops.overlap import overlapped_convolution
 from distconv.ops.windowed import Sizes, apply_windows, batched, same_types, tuple_of
 from distconv.tensor import DistTensor, implements
 from distconv.window import Window
@@ -49,6 +52,15 @@ def _convolution(function: Callable[..., Tensor], spatial: int) -> None:
             )
         ]
         weight, bias = whole(weight, name), whole(bias, name)
+
+        x = uncut(x, [1], name)
+        parts = tuple(grid.topology.parts(axes) for axes in x.cuts[2:])
+        if (
+            forced() != "assembled"
+            and any(x.cuts[2:])
+            and reaches(tuple(windows), tuple(x.shape[2:]), parts)
+        ):
+            return overlapped_convolution(x, weight, bias, windows, shape, groups, name)
 
         def compute(buffer: Tensor, left: tuple[int, ...]) -> Tensor:
             return function(buffer, weight, bias, strides, left, dilations, groups)

@@ -1,0 +1,32 @@
+"""The choice between the two ways to compute a windowed operator on a cut plane."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+METHODS = ("assembled", "overlapped")
+_FORCED: ContextVar[str | None] = ContextVar("distconv_method", default=None)
+
+
+@contextmanager
+def method(name: str) -> Iterator[None]:
+    """Compute windowed operators within by one method, where both apply; for debugging.
+
+    "assembled" copies a rank's block and its halos into one buffer and computes on that.
+    "overlapped" computes on the block as it is while the halos travel, and mends the boundary.
+    Results are equal to rounding. Without a choice the faster is taken. All ranks choose alike.
+    """
+    if name not in METHODS:
+        raise ValueError(f"method={name!r} is not known; choose from {', '.join(METHODS)}")
+    token = _FORCED.set(name)
+    try:
+        yield
+    finally:
+        _FORCED.reset(token)
+
+
+def forced() -> str | None:
+    """The method that has been chosen, if any."""
+    return _FORCED.get()

@@ -1,0 +1,99 @@
+"""Overlapped convolution equals serial, saves halos only, and can be differentiated again."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from serial import TOLERANCE, agrees, deviation, noted, random_grid, random_tensor
+from torch import Tensor
+
+import distconv as dc
+from distconv.ops import conv
+
+RANKS = [2, 3, 4, 6, 8]
+FUNCTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+
+
+def random_case(rng: random.Random, n: int) -> tuple[list[int], list[int], dict[str, Any]]:
+    """Planes that are large beside the windows, and padded so that blocks line up."""
+    stride = [rng.choice([1, 1, 2, 3]) for _ in range(n)]
+    kernel = [rng.choice([1, 2, 3, 5]) if s > 1 else rng.choice([1, 3, 5]) for s in stride]
+    dilation = [rng.choice([1, 1, 2]) for _ in range(n)]
+    padding = [d * (k - 1) // 2 for k, d in zip(kernel, dilation, strict=True)]
+    groups = rng.choice([1, 1, 2])
+    plane = [rng.randrange(*((40, 90), (16, 40), (12, 20))[n - 1]) for _ in range(n)]
+    arguments = dict(stride=stride, padding=padding, dilation=dilation, groups=groups)
+    return [rng.choice([1, 2, 3]), 2 * groups, *plane], [2 * groups, 2, *kernel], arguments
+
+
+@pytest.mark.parallel(RANKS)
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_overlapped_convolutions_equal_serial(n: int) -> None:
+    rng = random.Random(n)
+    with mock.patch.object(
+        conv, "overlapped_convolution", wraps=conv.overlapped_convolution
+    ) as overlapped:
+        for i in range(12):
+            grid = random_grid(rng, ("depth", "height", "width")[3 - n :])
+            shape, kernel, arguments = random_case(rng, n)
+            x, w = random_tensor(rng, shape), random_tensor(rng, kernel)
+            parameters = [w, random_tensor(rng, kernel[:1])] if i % 2 else [w]
+
+            def function(x: Tensor, w: Tensor, b: Any = None, a: Any = arguments) -> Tensor:
+                with dc.method("overlapped"):
+                    return FUNCTIONS[n](x, w, b, **a)
+
+            with noted(shape, kernel, arguments, grid):
+                agrees(function, [x], parameters, grid, rng, [None])
+    assert overlapped.call_count >= 3
+
+
+@pytest.mark.parallel([2, 4])
+def test_only_halos_are_saved_beside_the_input() -> None:
+    grid = dc.ProcessGrid(height=-1)
+    x = dc.distribute_tensor(torch.randn(1, 4, 64, 16), grid).requires_grad_()
+    w = torch.randn(4, 4, 3, 3, requires_grad=True)
+    kept: dict[int, int] = {}
+
+    def keep(t: Tensor) -> Tensor:
+        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with dc.method("overlapped"), torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        F.conv2d(x, w, padding=1)
+    for t in (x.shard, w):
+        del kept[t.untyped_storage().data_ptr()]
+    sides = 1 + (0 < grid.rank < grid.size - 1)
+    assert sum(kept.values()) == sides * 4 * 16 * 4
+
+
+@pytest.mark.parallel([2, 3, 4])
+def test_second_derivatives_are_the_serial_ones() -> None:
+    rng = random.Random(5)
+    for _ in range(3):
+        grid = random_grid(rng, ("height", "width"))
+        x, w = random_tensor(rng, (2, 2, 16, 14)), random_tensor(rng, (3, 2, 3, 3))
+
+        def product(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+            with dc.method("overlapped"):
+                loss = F.conv2d(x, w, padding=1).tanh().square().sum()
+                g, h = torch.autograd.grad(loss, [x, w], create_graph=True)
+                return torch.autograd.grad((g * x).sum() + (h * w).sum(), [x, w])
+
+        expected = product(x.requires_grad_(), w.requires_grad_())
+        actual = product(dc.distribute_tensor(x.detach(), grid).requires_grad_(), w)
+        for got, wanted in zip(actual, expected, strict=True):
+            if isinstance(got, dc.DistTensor):
+                got = got.full_tensor()
+            assert deviation(got.detach(), wanted) <= TOLERANCE
+
+
+@pytest.mark.parallel([2, 3])
+def test_an_unknown_method_is_refused() -> None:
+    with pytest.raises(ValueError, match="choose from assembled, overlapped"), dc.method("fast"):
+        pass
