@@ -8,7 +8,7 @@ RANKS  := 8 6 4 3 2
 RUN    := MPIR_CVAR_POLLS_BEFORE_YIELD=1 OMP_NUM_THREADS=1
 LIMIT  := timeout -k 10
 
-.PHONY: demo test lint clean
+.PHONY: demo test coverage lint clean
 
 $(VENV)/ready: setup.cfg constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -29,6 +29,10 @@ test: $(VENV)/ready
 	echo "== 1 rank"; \
 	$(RUN) $(LIMIT) 900 $(BIN)/python -m pytest -q -m "parallel[match]" || status=1; \
 	exit $$status
+
+# Which torch functions are supported, as docs/coverage.md has it.
+coverage: $(VENV)/ready
+	$(RUN) $(BIN)/mpiexec -n 2 $(BIN)/python tests/supported.py
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

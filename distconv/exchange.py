@@ -92,24 +92,24 @@ def _among(
 
 def reduced(local: Tensor, grid: ProcessGrid, axes: Iterable[str]) -> Tensor:
     """A new tensor with the sum of `local` over the ranks along `axes`, outside autograd."""
-    total = local.detach().clone(memory_format=torch.contiguous_format)
+    total = dense(local.detach()).clone(memory_format=torch.contiguous_format)
     grid.transport.all_reduce(total, grid.communicator(axes)).wait()
     return total
 
 
 def stacked(local: Tensor, grid: ProcessGrid, axes: Iterable[str]) -> Tensor:
     """The `local` of all ranks along `axes`, stacked in rank order, outside autograd."""
-    return grid.transport.all_gather(local.detach().contiguous(), grid.communicator(axes))
+    return grid.transport.all_gather(dense(local.detach()), grid.communicator(axes))
 
 
 def broadcast(tensor: Tensor, grid: ProcessGrid) -> None:
     """Overwrite a tensor by that of rank 0; all ranks of the grid call it."""
     if not tensor.numel() or grid.size == 1:
         return
-    dense = tensor.detach().contiguous()
-    grid.transport.broadcast(dense, grid.communicator(AXES))
-    if dense.data_ptr() != tensor.data_ptr():
-        tensor.detach().copy_(dense)
+    message = dense(tensor.detach())
+    grid.transport.broadcast(message, grid.communicator(AXES))
+    if message.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(message)
 
 
 class _Gather(Function):
@@ -216,6 +216,13 @@ class _Replicate(Function):
         return _Share.apply(total, *ctx.movement), None, None
 
 
+def dense(tensor: Tensor) -> Tensor:
+    """A tensor whose memory holds just its elements, in order: itself, where that is so."""
+    if tensor._is_zerotensor():
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return tensor.contiguous().resolve_conj().resolve_neg()
+
+
 def empty(shape: tuple[int, ...], like: Tensor) -> Tensor:
     """Memory for `shape`, with the channels last where those of `like` are."""
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(like.dim())
@@ -272,9 +279,8 @@ def add_arrived(
 def _pack(tensor: Tensor, route: Route) -> Tensor:
     """The boxes of a route as one contiguous message; a contiguous box travels uncopied."""
     if len(route.boxes) == 1:
-        # Conjugation and negation may still be pending, which the bytes do not show.
-        return tensor[route.boxes[0]].contiguous().resolve_conj().resolve_neg()
-    return torch.cat([tensor[box].reshape(-1) for box in route.boxes])
+        return dense(tensor[route.boxes[0]])
+    return dense(torch.cat([tensor[box].reshape(-1) for box in route.boxes]))
 
 
 def _landing(buffer: Tensor, route: Route) -> Tensor:
