@@ -1,6 +1,7 @@
 """Convolutional networks on tensors cut over many processes, with the serial numbers."""
 
 from distconv import ops as _ops  # registers what torch functions mean on DistTensors
+from distconv.explain import explain
 from distconv.extend import elementwise, windowed
 from distconv.grid import ProcessGrid
 from distconv.layout import Box, Layout
@@ -15,6 +16,7 @@ from distconv.tensor import (
     implements,
     local_box,
 )
+from distconv.verify import verify
 
 __all__ = [
     "Box",
@@ -26,12 +28,14 @@ __all__ = [
     "default_layout",
     "distribute_tensor",
     "elementwise",
+    "explain",
     "implements",
     "local_box",
     "method",
     "no_sync",
     "parallelize",
     "redistributions",
+    "verify",
     "windowed",
 ]
 del _ops

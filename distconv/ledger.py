@@ -46,6 +46,7 @@ class Movement:
 
 _LEDGER: dict[tuple[str, Layout, Layout], Redistribution] = {}
 _TRACE: ContextVar[list[Movement] | None] = ContextVar("distconv_trace", default=None)
+_COUNTING: ContextVar[bool] = ContextVar("distconv_counting", default=True)
 
 
 def tracing() -> bool:
@@ -58,11 +59,21 @@ def record(movement: Movement) -> None:
     trace = _TRACE.get()
     if trace is not None:
         trace.append(movement)
-    if movement.redistributes:
+    if movement.redistributes and _COUNTING.get():
         key = movement.operator, movement.source, movement.target
         entry = _LEDGER.setdefault(key, Redistribution(*key))
         entry.times += 1
         entry.bytes += movement.bytes
+
+
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """Keep what is moved within, by tools and not by the program, out of `redistributions`."""
+    token = _COUNTING.set(False)
+    try:
+        yield
+    finally:
+        _COUNTING.reset(token)
 
 
 @contextmanager

@@ -6,15 +6,17 @@ of any size, and what they would move can be read off (`ledger.traced`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from numbers import Integral
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
+from distconv.blocks import check_batch
 from distconv.grid import ProcessGrid
-from distconv.layout import Cuts, rank_box
-from distconv.tensor import DistTensor
+from distconv.layout import Layout, effective_cuts, rank_box
+from distconv.tensor import DistTensor, default_layout
 from distconv.topology import AXES, Topology
 
 
@@ -63,15 +65,32 @@ class _Counted:
 
 
 class Rehearsal(ProcessGrid):
-    """The grid with these extents as `rank` sees it, in a single process without MPI.
+    """The grid with these extents as one rank sees it, in a single process without MPI.
 
     Its tensors are those of `tensor`, and have no elements.
+
+    Parameters
+    ----------
+    extents: ranks along the axes; 1 along those that are not named.
+    rank: whose part is rehearsed; the rank in the middle of every axis when not given.
     """
 
-    def __init__(self, extents: dict[str, int], rank: int = 0):
-        self._topology = Topology(tuple(extents.get(axis, 1) for axis in AXES))
-        self._ranks = tuple(range(self.size))
-        self._rank = rank
+    def __init__(self, extents: Mapping[str, int], rank: int | None = None):
+        for axis, n in extents.items():
+            if axis not in AXES:
+                raise ValueError(
+                    f"{axis!r} is not an axis of a grid; choose from {', '.join(AXES)}"
+                )
+            if isinstance(n, bool) or not isinstance(n, Integral) or n < 1:
+                raise ValueError(
+                    f"{axis}={n!r}: no ranks have been started whose number could tell; give "
+                    "every axis its number of ranks, from 1"
+                )
+        self._topology = Topology(tuple(int(extents.get(axis, 1)) for axis in AXES))
+        middle = {axis: self._topology.extent(axis) // 2 for axis in AXES}
+        self._rank = self._topology.rank(middle) if rank is None else rank
+        if not 0 <= self._rank < self.size:
+            raise ValueError(f"rank={rank} is not on a grid of {self.size}; count from 0")
         self._counted = _Counted()
         self._transport = self._counted
 
@@ -93,9 +112,12 @@ class Rehearsal(ProcessGrid):
         return _Group(len(peers), peers.index(self.rank))
 
     def tensor(
-        self, shape: tuple[int, ...], cuts: Cuts, dtype: torch.dtype | None = None
+        self, shape: tuple[int, ...], layout: Layout | None = None, dtype: torch.dtype | None = None
     ) -> DistTensor:
-        """A tensor of global `shape` without elements."""
+        """A tensor of global `shape` without elements, cut as `distribute_tensor` would cut it."""
+        given = default_layout(self, len(shape)) if layout is None else layout
+        cuts = effective_cuts(given.cuts(len(shape)), self._topology)
+        check_batch(shape, cuts, self)
         box = rank_box(shape, cuts, self._topology, self._rank)
         return DistTensor(torch.empty(box.shape, dtype=dtype, device="meta"), shape, cuts, self)
 

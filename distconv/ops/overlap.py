@@ -92,7 +92,8 @@ def _geometry(
 def _as_autocast(*operands: Tensor | None) -> list[Tensor | None]:
     """The operands of a convolution in the type that autocast would give them."""
     device = next(t for t in operands if t is not None).device.type
-    if not torch.is_autocast_enabled(device):
+    # torch has no autocast for tensors without elements.
+    if device == "meta" or not torch.is_autocast_enabled(device):
         return list(operands)
     kind = torch.get_autocast_dtype(device)
     return [

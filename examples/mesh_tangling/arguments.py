@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+
+from distconv.arguments import RankParser, grid_axes
 
 AXES = ("sample", "channel", "filter", "height", "width")
+"""Meshes have no depth."""
 
 
 def parse_arguments(
@@ -19,7 +22,7 @@ def parse_arguments(
     precisions: Iterable[str],
 ) -> argparse.Namespace:
     """Parse the command line on every rank; help and complaints come from rank 0 alone."""
-    parser = _Parser(
+    parser = RankParser(
         rank,
         prog="python -m examples.mesh_tangling.train",
         description=description,
@@ -37,7 +40,7 @@ def parse_arguments(
     add(
         "--grid",
         "ranks along the axes of the process grid; one may be -1, for all that remain",
-        type=grid_axes,
+        type=partial(grid_axes, axes=AXES),
         default="sample=-1",
         metavar="AXIS=RANKS,...",
     )
@@ -64,23 +67,6 @@ def parse_arguments(
     return parser.parse_args(arguments)
 
 
-def grid_axes(text: str) -> dict[str, int]:
-    """`sample=2,height=-1` as the keyword arguments of a `ProcessGrid`."""
-    axes: dict[str, int] = {}
-    for part in text.split(","):
-        axis, equals, ranks = part.strip().partition("=")
-        if axis not in AXES or axis in axes or not equals:
-            raise argparse.ArgumentTypeError(
-                f"{part!r} is not an axis with its ranks; write AXIS=RANKS once for each axis, "
-                f"separated by commas, with an axis of {', '.join(AXES)}"
-            )
-        try:
-            axes[axis] = int(ranks)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{part!r}: {ranks!r} is not a whole number") from None
-    return axes
-
-
 def natural(text: str) -> int:
     """A whole number from 0."""
     if not text.isdecimal():
@@ -101,13 +87,3 @@ def positive(kind: type[int] | type[float]) -> Callable[[str], int | float]:
         return number
 
     return convert
-
-
-class _Parser(argparse.ArgumentParser):
-    def __init__(self, rank: int, **keywords: Any) -> None:
-        super().__init__(**keywords)
-        self._rank = rank
-
-    def _print_message(self, message: str, file: Any = None) -> None:
-        if self._rank == 0:
-            super()._print_message(message, file)

@@ -1,0 +1,174 @@
+"""What can be asked of a module from the command line: `python -m distconv COMMAND`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from mpi4py import MPI
+from torch import nn
+
+from distconv.arguments import RankParser, grid_axes, layout, shape
+from distconv.explain import explain
+from distconv.grid import ProcessGrid
+from distconv.verify import verify
+
+DTYPES = ("float32", "float64", "bfloat16", "float16")
+
+
+class BadArguments(Exception):
+    """What the command line asks for cannot be done; alike on every rank."""
+
+
+class Command(NamedTuple):
+    """A subcommand: what it does, its own options, and how it is run, to an exit status."""
+
+    purpose: str
+    options: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command; every rank that MPI has started calls it. Returns the exit status."""
+    parser = RankParser(prog="python -m distconv", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, command in COMMANDS.items():
+        of_command = commands.add_parser(name, help=command.purpose, description=command.purpose)
+        _module_options(of_command)
+        command.options(of_command)
+        of_command.set_defaults(command=command, complain=of_command.error)
+    parsed = parser.parse_args(arguments)
+    try:
+        status: int = parsed.command.run(parsed)
+    except BadArguments as error:
+        parsed.complain(str(error))
+    return status
+
+
+def _module_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "factory",
+        metavar="PACKAGE.MODULE:FACTORY",
+        help="what makes the torch module when called without arguments: a function or a class",
+    )
+    parser.add_argument(
+        "--shape",
+        type=shape,
+        action="append",
+        required=True,
+        metavar="N,C,...",
+        help="global shape of the input; once for each input",
+    )
+    parser.add_argument(
+        "--grid",
+        type=grid_axes,
+        required=True,
+        metavar="AXIS=RANKS,...",
+        help="ranks along the axes of the grid",
+    )
+    parser.add_argument(
+        "--layout",
+        type=layout,
+        metavar="DIMENSION=AXIS+AXIS,...",
+        help="how the inputs are cut; by default every dimension over the axis of its name",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of parameters and input (%(default)s)")
+
+
+def _made(factory: str, seed: int) -> nn.Module:
+    """The module that the factory of this name makes."""
+    path, colon, name = factory.partition(":")
+    if not colon or not name:
+        raise BadArguments(f"{factory!r} names no factory; write package.module:factory")
+    try:
+        make: Any = importlib.import_module(path)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{path}.".startswith(f"{error.name}."):
+            raise
+        raise BadArguments(
+            f"there is no module {error.name!r}; start from the folder it is in, or install it"
+        ) from None
+    for part in name.split("."):
+        make = getattr(make, part, None)
+    if not callable(make):
+        raise BadArguments(f"{path} has no function or class {name!r}")
+    torch.manual_seed(seed)
+    try:
+        module = make()
+    except TypeError as error:
+        raise BadArguments(f"{factory} raised TypeError without arguments: {error}") from error
+    if not isinstance(module, nn.Module):
+        raise BadArguments(f"{factory} makes a {type(module).__name__}, not a torch.nn.Module")
+    return module
+
+
+def _explain_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dtype", choices=DTYPES, help="of the input (default: as the parameters)")
+    parser.add_argument(
+        "--rank", type=int, help="whose part is told (default: in the middle of every axis)"
+    )
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    module = _made(arguments.factory, arguments.seed)
+    dtype = None if arguments.dtype is None else getattr(torch, arguments.dtype)
+    options = {"dtype": dtype, "layout": arguments.layout, "rank": arguments.rank}
+    try:
+        plan = explain(module, arguments.shape, arguments.grid, **options)
+    except ValueError as error:
+        raise BadArguments(str(error)) from None
+    return int(plan.refusal is not None)
+
+
+def _verify_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--float64", action="store_true", help="module and input in float64")
+    parser.add_argument("--tolerance", type=float, help="largest difference that is rounding")
+    parser.add_argument("--no-backward", action="store_true", help="compare no gradients")
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    ranks = prod(arguments.grid.values())
+    if ranks > 0 and ranks != MPI.COMM_WORLD.size:
+        raise BadArguments(
+            f"the grid has {ranks} ranks, but MPI has started {MPI.COMM_WORLD.size}; start it "
+            f"with mpiexec -n {ranks} python -m distconv verify ..."
+        )
+    try:
+        grid = ProcessGrid(**arguments.grid)
+    except ValueError as error:
+        raise BadArguments(str(error)) from None
+    module = _made(arguments.factory, arguments.seed)
+    if arguments.float64:
+        module = module.double()
+    floating = (p.dtype for p in module.parameters() if p.is_floating_point())
+    dtype = next(floating, torch.float64 if arguments.float64 else torch.get_default_dtype())
+    generator = torch.Generator().manual_seed(arguments.seed)
+    inputs = [torch.randn(s, generator=generator, dtype=dtype) for s in arguments.shape]
+    verification = verify(
+        module,
+        inputs,
+        grid,
+        layout=arguments.layout,
+        tolerance=arguments.tolerance,
+        backward=not arguments.no_backward,
+        seed=arguments.seed,
+    )
+    return int(not verification.ok)
+
+
+COMMANDS = {
+    "explain": Command(
+        "tell what each layer would do on a grid, without running it", _explain_options, _explain
+    ),
+    "verify": Command(
+        "compare every layer on a grid with the serial program", _verify_options, _verify
+    ),
+}
+
+if __name__ == "__main__":
+    sys.exit(main())
