@@ -56,6 +56,21 @@ class Resampled:
             return real(1.0 / self.scale)
         return real(size) / real(self.outputs)
 
+    def ambiguous(self, size: int) -> bool:
+        """Whether torch's kernels take different inputs for the nearest.
+
+        Some take the ratio of the sizes where that is 1 or 2, whatever the scale, and some compute
+        in the precision of the data. Forward and backward pass may differ in that, as may memory
+        formats; all agree in two dimensions.
+        """
+        if not self.mode.startswith("nearest"):
+            return False
+        outputs = np.arange(self.outputs)
+        kernels = [_nearest(self, size, outputs)]
+        reals = np.float32, np.dtype(self.precision).type
+        kernels += [_scaled(self, size, outputs, real) for real in reals]
+        return any((kernel != kernels[0]).any() for kernel in kernels)
+
 
 @lru_cache(maxsize=1024)
 def _taps(r: Resampled, size: int, start: int, stop: int) -> tuple[NDArray, NDArray]:
@@ -86,17 +101,16 @@ def _taps(r: Resampled, size: int, start: int, stop: int) -> tuple[NDArray, NDAr
 
 def _nearest(r: Resampled, size: int, outputs: NDArray) -> NDArray:
     """torch computes these positions in float32 whatever the type of the data."""
-    single = np.float32
-    if r.outputs == size:
-        return outputs
-    step = (
-        single(1.0 / r.scale)
-        if r.scale is not None and r.scale > 0
-        else single(size) / single(r.outputs)
-    )
-    offset = single(0.5) if r.mode == "nearest-exact" else single(0)
-    source = np.floor((outputs.astype(single) + offset) * step).astype(np.int64)
-    return np.minimum(source, size - 1)
+    if r.mode == "nearest" and r.outputs in (size, 2 * size):
+        return outputs // (r.outputs // size)
+    return _scaled(r, size, outputs, np.float32)
+
+
+def _scaled(r: Resampled, size: int, outputs: NDArray, real: type[np.floating]) -> NDArray:
+    step = real(1.0 / r.scale) if r.scale and r.scale > 0 else real(size) / real(r.outputs)
+    offset = real(0.5) if r.mode == "nearest-exact" else real(0)
+    source = np.floor(((outputs.astype(real) + offset) * step).astype(np.float32))
+    return np.minimum(source.astype(np.int64), size - 1)
 
 
 def _antialiased(r: Resampled, size: int, outputs: NDArray) -> tuple[NDArray, NDArray]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from mpi4py import MPI
-from serial import agrees, random_grid, random_tensor
+from serial import agrees, raises_alike, random_grid, random_tensor
 
 import distconv as dc
 
@@ -20,10 +20,152 @@ ONE: dict[str, tuple[Callable, list]] = {
     "std of equal elements": (lambda x: x.std(1), [[1.0, 1.0], [2.0, 2.0], [1.0, 3.0]]),
     "amax beside a nan": (lambda x: x.amax(1), [[1.0, 7.0, 2.0], [4.0, 4.0, 1.0]]),
     "prod with an infinity": (lambda x: x.prod(1), [[2.0, 3.0, INF], [1.0, 2.0, 3.0]]),
+    "prod with an infinity beside a number": (lambda x: x.prod(1), [[2.0, INF, 3.0, 4.0]]),
+    "prod with a zero and an infinity": (lambda x: x.prod(0), [[0.0], [2.0], [INF], [3.0]]),
+    "prod with a zero": (lambda x: x.prod(1), [[2.0, 0.0, 3.0, 4.0], [1.0, 2.0, 3.0, 4.0]]),
+    "prod with two zeros": (lambda x: x.prod(1, True), [[2.0, 0.0, 0.0, 4.0]]),
+    "prod of all with a zero": (lambda x: x.prod(), [[2.0, 0.0], [3.0, 4.0]]),
+    "prod of all with two zeros": (lambda x: x.prod(), [[2.0, 0.0], [0.0, INF]]),
+    "prod as another type": (lambda x: x.prod(1, dtype=torch.float32), [[2.0, 3.0], [1.0, 2.0]]),
+    "sgn": (lambda x: x.roll(1, 0).sgn(), [[-2.0], [0.0], [3.0]]),
     "squeeze of no dimension": (lambda x: x.squeeze(()), [[1.0], [2.0], [3.0]]),
     "any over no dimension": (lambda x: torch.any(x, ()), [[1.0, 0.0], [0.0, 0.0]]),
     "normalize by the default norm": (lambda x: F.normalize(x, "fro"), [[3.0, 4.0], [0.0, 1.0]]),
 }
+
+
+NUMBER: dict[str, Callable] = {
+    "softmax": lambda x: x.softmax(0),
+    "log_softmax": lambda x: F.log_softmax(x, -1),
+    "cumsum": lambda x: x.cumsum(0),
+    "cummax": lambda x: tuple(x.cummax(0)),
+    "sort": lambda x: tuple(x.sort()),
+    "topk": lambda x: tuple(x.topk(1)),
+    "max": lambda x: tuple(x.max(0)),
+    "min": lambda x: tuple(x.min(-1, keepdim=True)),
+    "argmax": lambda x: x.argmax(0),
+    "argmin": lambda x: x.argmin(-1, keepdim=True),
+    "prod": lambda x: x.prod(0),
+    "logsumexp": lambda x: x.logsumexp(0),
+    "transpose": lambda x: x.transpose(0, -1),
+    "batch mean of a divergence": lambda x: F.kl_div(x, x.exp(), reduction="batchmean"),
+}
+
+
+@pytest.mark.parallel([1, 2])
+@pytest.mark.parametrize("name", NUMBER)
+def test_a_tensor_without_dimensions_counts_as_a_vector(name: str) -> None:
+    rng = random.Random(name)
+    agrees(NUMBER[name], [random_tensor(rng, ())], [], random_grid(rng), rng)
+
+
+RAISED: dict[str, Callable] = {
+    "uniform_ upside down": lambda x: x.clone().uniform_(2, 1),
+    "uniform_ of integers": lambda x: x.long().uniform_(),
+    "normal_ with a negative deviation": lambda x: x.clone().normal_(0, -1),
+    "normal_ of integers": lambda x: x.long().normal_(),
+    "bernoulli beyond 1": lambda x: torch.bernoulli(x, 1.5),
+    "bernoulli_ beyond 1": lambda x: x.clone().bernoulli_(1.5),
+    "bernoulli_ of another shape": lambda x: x.clone().bernoulli_(torch.ones(4) / 2),
+    "bernoulli of integers": lambda x: torch.bernoulli(x.long()),
+    "randint_like of nothing": lambda x: torch.randint_like(x, 5, 5),
+    "randn_like of integers": lambda x: torch.randn_like(x, dtype=torch.int64),
+    "argmax of bool": lambda x: (x > 0).argmax(),
+    "argmin of bool": lambda x: (x > 0).argmin(0),
+    "batch_norm without momentum": lambda x: F.batch_norm(
+        x, None, None, training=True, momentum=None
+    ),
+    "batch_norm with one running statistic": lambda x: F.batch_norm(
+        x, torch.zeros(3), None, training=True
+    ),
+    "instance_norm without momentum": lambda x: F.instance_norm(x, momentum=None),
+    "instance_norm with one running statistic": lambda x: F.instance_norm(x, torch.zeros(3)),
+    "flipud of a number": lambda x: torch.flipud(x[0, 0, 0]),
+    "narrow from a boolean": lambda x: x.narrow(0, torch.tensor(True), 1),
+    "split with negative sizes": lambda x: x.split([3, -1]),
+    "repeat of too few dimensions": lambda x: x.repeat(2),
+    "repeat a negative number of times": lambda x: x.repeat(-1, 1, 1),
+    "permute of no dimension": lambda x: x.permute(()),
+    "cat of numbers": lambda x: torch.cat([x[0, 0, 0], x[0, 0, 0]]),
+    "negative variance": lambda x: F.gaussian_nll_loss(x, x, -1.0),
+    "adaptive pooling to less than nothing": lambda x: F.adaptive_avg_pool1d(x, -1),
+}
+
+
+@pytest.mark.parallel([1, 2, 3])
+@pytest.mark.parametrize("name", RAISED)
+def test_what_torch_does_not_accept_raises_on_all_ranks(name: str) -> None:
+    rng = random.Random(name)
+    x = random_tensor(rng, (2, 3, 5))
+    raises_alike(RAISED[name], [x], [], random_grid(rng), rng, [dc.Layout()])
+
+
+@pytest.mark.parallel([2])
+def test_the_rank_that_meets_it_raises() -> None:
+    x = dc.distribute_tensor(torch.tensor([0.5, 2.0]), dc.ProcessGrid(sample=2))
+    for function in (
+        torch.bernoulli,
+        lambda x: x.clone().bernoulli_(x),
+        lambda x: F.gaussian_nll_loss(x, x, 1 - x, reduction="none"),
+    ):
+        raised = False
+        try:
+            function(x)
+        except (RuntimeError, ValueError):
+            raised = True
+        assert MPI.COMM_WORLD.allgather(raised) == [False, True]
+
+
+ACCEPTED: dict[str, tuple[Callable, tuple[int, ...]]] = {
+    "batch_norm of no samples": (lambda x: F.batch_norm(x, None, None, training=True), (0, 3, 4)),
+    "batch_norm of no plane": (lambda x: F.batch_norm(x, None, None, training=True), (2, 3, 0)),
+    "batch_norm without statistics": (lambda x: F.batch_norm(x, None, None), (0, 3, 4)),
+    "batch_norm of nothing": (lambda x: F.batch_norm(x, x, x, training=True), (0,)),
+    "instance_norm of no plane": (lambda x: F.instance_norm(x), (2, 3, 0)),
+    "interpolation of no samples": (lambda x: F.interpolate(x, size=3), (0, 2, 4)),
+    "split of nothing": (lambda x: x.split(0), (0, 3)),
+    "flip by name": (lambda x: x.flip(dims=(0,)), (4, 3)),
+    "permute by name": (lambda x: x.permute(dims=(1, 0)), (4, 3)),
+    "reshape by name": (lambda x: torch.reshape(x, shape=(3, 4)), (4, 3)),
+    "view by name": (lambda x: x.view(size=(2, 2, 3)), (4, 3)),
+    "expand by name": (lambda x: x.expand(size=(2, 4, 3)), (4, 3)),
+    "repeat by name": (lambda x: x.repeat(repeats=(2, 2)), (4, 3)),
+    "tile by name": (lambda x: torch.tile(x, dims=(2,)), (4, 3)),
+    "stable sort": (lambda x: tuple(x.sort(stable=True, descending=True)), (4, 3)),
+    "stable argsort": (lambda x: torch.argsort(x, dim=0, stable=True), (4, 3)),
+    "narrow from a number in a tensor": (lambda x: x.narrow(0, torch.tensor(1), 2), (4, 3)),
+    "cat of nothing with something": (lambda x: torch.cat([x[:, 0][:0], x]), (4, 3)),
+}
+
+
+@pytest.mark.parallel([1, 2, 3])
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_what_torch_accepts(name: str) -> None:
+    function, shape = ACCEPTED[name]
+    rng = random.Random(name)
+    for _ in range(3):
+        grid = random_grid(rng, ("channel", "height", "width"))
+        agrees(function, [random_tensor(rng, shape)], [], grid, rng)
+
+
+@pytest.mark.parallel([1, 2])
+def test_an_empty_piece_of_a_concatenation_has_a_gradient() -> None:
+    grid = dc.ProcessGrid(sample=-1)
+    empty, x = (dc.distribute_tensor(torch.zeros(n), grid, dc.Layout()) for n in (0, 3))
+    torch.cat([empty.requires_grad_(), x.requires_grad_()]).sum().backward()
+    assert empty.grad is not None and empty.grad.shape == (0,)
+
+
+@pytest.mark.parallel([1, 2, 3])
+def test_types_of_results_on_ranks_without_elements() -> None:
+    rng = random.Random(0)
+    x = torch.arange(12).reshape(1, 4, 3)
+    grid = random_grid(rng, ["height"])
+    agrees(lambda x: F.local_response_norm(x, 2), [x], [], grid, rng, [dc.Layout(sample="height")])
+    z = torch.complex(random_tensor(rng, (4, 3)), random_tensor(rng, (4, 3)))
+    agrees(lambda x: F.l1_loss(x, z), [z * 2], [], grid, rng)
+    agrees(lambda x: x.logsumexp(1), [z], [], grid, rng)
+    agrees(lambda x: x.prod(0, dtype=torch.bool), [x[0] > 4], [], grid, rng)
 
 
 @pytest.mark.parallel([1, 2, 3, 4])

@@ -161,3 +161,25 @@ def test_average_pooling_of_integers_equals_serial() -> None:
 def test_bad_arguments_are_refused_on_all_ranks(function: Any) -> None:
     rng = random.Random(2)
     raises_alike(function, [random_tensor(rng, (2, 2, 5, 5))], [], random_grid(rng), rng)
+
+
+@pytest.mark.parallel([1, 2, 3, 4])
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("indices", [False, True])
+def test_windows_of_nothing_but_the_lowest_value_take_their_first_element(
+    n: int, indices: bool
+) -> None:
+    rng = random.Random(n)
+    for _ in range(20):
+        grid, x, arguments = random_grid(rng), random_plane(rng, n, 7), random_windows(rng, n, True)
+        x = torch.where(random_tensor(rng, x.shape) > rng.choice([-9, 0, 1]), -torch.inf, x)
+        layout = random_layout(rng, grid, x.shape)
+        with noted(tuple(x.shape), arguments, layout, grid):
+            agrees(
+                lambda x, a=arguments: MAX[n](x, return_indices=indices, **a),
+                [x],
+                [],
+                grid,
+                rng,
+                [layout],
+            )

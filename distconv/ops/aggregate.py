@@ -12,12 +12,12 @@ from torch import Tensor
 
 from distconv.exchange import parts_of
 from distconv.layout import cutting_axes
-from distconv.ops.align import broadcast_shape, dimensions_of
+from distconv.ops.align import broadcast_shape, dimension_of, dimensions_of, uncut
 from distconv.ops.extrema import extreme
 from distconv.ops.moments import accumulated
 from distconv.ops.reduction import Dims, mean, result_of
 from distconv.ops.reduction import sum as sum_of
-from distconv.tensor import DistTensor, implements, refuse
+from distconv.tensor import DistTensor, implements, recut, refuse
 
 
 def _aggregate(
@@ -47,12 +47,6 @@ def _as_booleans(input: DistTensor) -> DistTensor:
     return DistTensor(input.shard != 0, input.shape, input.cuts, input.grid)
 
 
-def _prod(x: Tensor, over: tuple[int, ...]) -> Tensor:
-    for d in over:
-        x = x.prod(d, keepdim=True)
-    return x
-
-
 @implements(torch.prod, torch.Tensor.prod)
 def prod(
     input: DistTensor,
@@ -61,10 +55,19 @@ def prod(
     *,
     dtype: torch.dtype | None = None,
 ) -> DistTensor:
-    """The product over one dimension, or over all."""
-    x = input if dtype is None else input.to(dtype)
-    assert isinstance(x, DistTensor)
-    return _aggregate(x, dim, keepdim, _prod)
+    """The product over one dimension, or over all, which become whole on every rank.
+
+    Where an element is 0 or infinite its gradient is the product of all others, on other ranks too.
+    """
+    if dim is None:
+        x = recut(input, ((),) * input.dim(), "prod")
+        return DistTensor(torch.prod(x.shard, dtype=dtype), (), (), x.grid)
+    d = dimension_of(dim, input.dim())
+    x = uncut(input, [d], "prod")
+    shard = torch.prod(x.shard, d, keepdim, dtype=dtype)
+    if not input.dim():
+        return DistTensor(shard, (), (), x.grid)
+    return result_of(x, shard if keepdim else shard.unsqueeze(d), (d,), keepdim)
 
 
 @implements(torch.logsumexp, torch.Tensor.logsumexp, torch.special.logsumexp)
@@ -73,11 +76,15 @@ def logsumexp(input: DistTensor, dim: Dims, keepdim: bool = False) -> DistTensor
     if _names_nothing(dim):
         raise RuntimeError("logsumexp: dim names no dimension")
     over = dimensions_of(dim, input.dim())
-    x = input.shard if input.is_floating_point() else input.shard.to(torch.get_default_dtype())
+    x = input.shard
+    if not (input.is_floating_point() or input.is_complex()):
+        x = x.to(torch.get_default_dtype())
     # A block that is -inf throughout adds nothing, and its gradient is 0.
     largest = torch.zeros((), dtype=x.dtype, device=x.device)
     if all(input.shape[d] for d in over):
-        largest = extreme("logsumexp", input.detach(), over, True, True).shard.to(x.dtype)
+        # torch.real is the tensor itself where it is real.
+        real = torch.real(input.detach())
+        largest = extreme("logsumexp", real, over, True, True).shard.to(x.dtype)
         largest = torch.where(largest.isfinite(), largest, 0)
     terms = DistTensor((x - largest).exp(), input.shape, input.cuts, input.grid)
     total = sum_of(terms, over, True)

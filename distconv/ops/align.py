@@ -123,6 +123,11 @@ def dimensions_of(dim: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]
     return numbers
 
 
+def dimension_of(dim: int, ndim: int) -> int:
+    """The number from 0 of one dimension; 0 for a tensor without any, which counts as a vector."""
+    return next(iter(dimensions_of(dim, ndim)), 0)
+
+
 def box_of(shape: Sequence[int], cuts: Cuts, grid: ProcessGrid) -> Box:
     """The box that this rank holds of a tensor of global `shape` cut by `cuts`."""
     return rank_box(tuple(shape), cuts, grid.topology, grid.rank)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distconv.ops.align import dimensions_of, uncut
+from distconv.ops.align import dimension_of, uncut
 from distconv.ops.checked import checked
 from distconv.tensor import RULES, DistTensor, implements
 
@@ -56,7 +56,7 @@ def _softmax(function: Callable[..., Tensor], *others: Callable[..., Tensor]) ->
             dtype = _stacklevel
         if dtype is None and not input.is_floating_point():
             raise RuntimeError(f"{name}: not implemented for {input.dtype}; pass dtype=")
-        (d,) = dimensions_of(_implicit(input.dim()) if dim is None else dim, input.dim())
+        d = dimension_of(_implicit(input.dim()) if dim is None else dim, input.dim())
         result: DistTensor = _applied(function, name, input, [d], d, dtype=dtype)
         return result
 
@@ -66,16 +66,16 @@ _softmax(F.log_softmax, torch.log_softmax, torch.Tensor.log_softmax)
 _softmax(F.softmin)
 
 
-def _first(name: str, default: int | None = None) -> None:
+def _first(name: str) -> None:
     """A function of (input, dim, ...)."""
     function: Any = getattr(torch, name)
 
     def rule(input: DistTensor, *args: Any, **kwargs: Any) -> Any:
         arguments = list(args)
-        dim = arguments.pop(0) if arguments else kwargs.pop("dim", default)
+        dim = arguments.pop(0) if arguments else kwargs.pop("dim", None)
         if dim is None:
             raise TypeError(f"{name}: dim is missing; name the dimension to work along")
-        (d,) = dimensions_of(dim, input.dim())
+        d = dimension_of(dim, input.dim())
         return _applied(function, name, input, [d], d, *arguments, **kwargs)
 
     RULES[function] = RULES[getattr(torch.Tensor, name)] = rule
@@ -83,8 +83,22 @@ def _first(name: str, default: int | None = None) -> None:
 
 for _name in ("cummax", "cummin", "cumprod", "cumsum", "logcumsumexp"):
     _first(_name)
-for _name in ("argsort", "sort"):
-    _first(_name, -1)
+
+
+def _sort(name: str) -> None:
+    function: Any = getattr(torch, name)
+
+    @implements(function, getattr(torch.Tensor, name))
+    def rule(
+        input: DistTensor, dim: int = -1, descending: bool = False, stable: bool | None = False
+    ) -> Any:
+        d = dimension_of(dim, input.dim())
+        order: Any = dict(dim=d, descending=descending, stable=stable)
+        return _applied(function, name, input, [d], **order)
+
+
+_sort("argsort")
+_sort("sort")
 
 
 @implements(torch.topk, torch.Tensor.topk)
@@ -92,13 +106,13 @@ def topk(
     input: DistTensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
 ) -> Any:
     """The k largest or smallest elements along one dimension, and their indices."""
-    (d,) = dimensions_of(dim, input.dim())
+    d = dimension_of(dim, input.dim())
     return _applied(torch.topk, "topk", input, [d], k, d, largest, sorted)
 
 
 @implements(F.glu)
 def glu(input: DistTensor, dim: int = -1) -> DistTensor:
     """One half of a dimension, gated by the sigmoid of the other."""
-    (d,) = dimensions_of(dim, input.dim())
+    d = dimension_of(dim, input.dim())
     result: DistTensor = _applied(F.glu, "glu", input, [d], d)
     return result

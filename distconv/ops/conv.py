@@ -9,10 +9,10 @@ from torch import Tensor
 
 from distconv.boundary import reaches
 from distconv.method import forced
-from distconv.ops.align import common_grid, distributed, uncut, whole
+from distconv.ops.align import uncut, whole
 from distconv.ops.checked import checked, shape_of
 from distconv.ops.overlap import overlapped_convolution
-from distconv.ops.windowed import Sizes, apply_windows, batched, same_types, tuple_of
+from distconv.ops.windowed import Sizes, apply_windows, batched, input_of, tuple_of
 from distconv.tensor import DistTensor, implements
 from distconv.window import Window
 
@@ -31,9 +31,7 @@ def _convolution(function: Callable[..., Tensor], spatial: int) -> None:
         dilation: Sizes = 1,
         groups: int = 1,
     ) -> DistTensor:
-        grid = common_grid(name, (input, weight, bias))
-        x = distributed(input, grid)
-        same_types(name, x, weight, bias)
+        x = input_of(name, input, weight, bias)
         strides = tuple_of(stride, spatial, "stride")
         dilations = tuple_of(dilation, spatial, "dilation")
         padding = padding if isinstance(padding, str) else tuple_of(padding, spatial, "padding")
@@ -51,21 +49,23 @@ def _convolution(function: Callable[..., Tensor], spatial: int) -> None:
                 kernel, strides, dilations, _sides(padding, kernel, dilations), strict=True
             )
         ]
-        weight, bias = whole(weight, name), whole(bias, name)
-
         x = uncut(x, [1], name)
-        parts = tuple(grid.topology.parts(axes) for axes in x.cuts[2:])
-        if (
-            forced() != "assembled"
-            and any(x.cuts[2:])
-            and reaches(tuple(windows), tuple(x.shape[2:]), parts)
-        ):
+        weight, bias = whole(weight, name), whole(bias, name)
+        if _overlaps(x, tuple(windows)):
             return overlapped_convolution(x, weight, bias, windows, shape, groups, name)
 
         def compute(buffer: Tensor, left: tuple[int, ...]) -> Tensor:
             return function(buffer, weight, bias, strides, left, dilations, groups)
 
         return apply_windows(x, windows, shape, name, compute, channels_whole=True)
+
+
+def _overlaps(x: DistTensor, windows: tuple[Window, ...]) -> bool:
+    """Whether halos are exchanged, and the convolution can be computed meanwhile."""
+    if not any(x.cuts[2:]) or forced() == "assembled":
+        return False
+    parts = tuple(x.grid.topology.parts(axes) for axes in x.cuts[2:])
+    return bool(reaches(windows, tuple(x.shape[2:]), parts))
 
 
 def _sides(

@@ -13,8 +13,9 @@ from torch.autograd.function import once_differentiable
 from distconv.exchange import parts_of, reduced, sum_over
 from distconv.grid import ProcessGrid
 from distconv.layout import cutting_axes
-from distconv.ops.align import dimensions_of
+from distconv.ops.align import dimension_of, dimensions_of
 from distconv.ops.reduction import Dims, result_of
+from distconv.ops.shape import unsqueeze
 from distconv.tensor import RULES, DistTensor, refuse
 
 
@@ -106,7 +107,9 @@ def _indices_along(input: DistTensor, d: int, largest: bool) -> Tensor:
 
 
 def _along(name: str, input: DistTensor, dim: int, keepdim: bool, largest: bool) -> Values:
-    (d,) = dimensions_of(dim, input.dim())
+    d = dimension_of(dim, input.dim())
+    if not input.dim():
+        return _along(name, unsqueeze(input, 0), d, False, largest)
     _require_elements(name, input, (d,))
     index = _indices_along(input, d, largest)
     # The rank that holds the element gives it, the others nothing.
@@ -123,8 +126,12 @@ def _along(name: str, input: DistTensor, dim: int, keepdim: bool, largest: bool)
 
 
 def _arg(name: str, input: DistTensor, dim: int | None, keepdim: bool, largest: bool) -> DistTensor:
+    if input.dtype == torch.bool:
+        raise RuntimeError(f"{name}: not implemented for {input.dtype}; convert it, x.int()")
     if dim is not None:
-        (d,) = dimensions_of(dim, input.dim())
+        d = dimension_of(dim, input.dim())
+        if not input.dim():
+            return _arg(name, unsqueeze(input, 0), d, False, largest)
         _require_elements(name, input, (d,))
         return result_of(input, _indices_along(input, d, largest), (d,), keepdim)
     over = tuple(range(input.dim()))

@@ -12,16 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distconv.ops.align import common_grid, dimensions_of, distributed
-from distconv.ops.shape import unsqueeze
+from distconv.ops.align import common_grid, dimension_of, distributed
+from distconv.ops.lookup import from_end, index_select
+from distconv.ops.shape import unflatten, unsqueeze
 from distconv.tensor import DistTensor, gathered, implements, refuse, view_of
 from distconv.window import IndexMap, Same, Span, Strided
 
 
 @implements(torch.Tensor.__getitem__)
 def getitem(input: DistTensor, index: Any) -> DistTensor:
-    """Indexing by integers, slices with positive steps, None and an ellipsis."""
-    picks = per_dimension(input, index if isinstance(index, tuple) else (index,))
+    """Indexing by integers, slices with positive steps, None, an ellipsis and one tensor."""
+    items = index if isinstance(index, tuple) else (index,)
+    tensors = [i for i, item in enumerate(items) if _is_lookup(item)]
+    if len(tensors) == 1:
+        return _looked_up(input, items, tensors[0])
+    picks = per_dimension(input, items)
     needs: list[IndexMap] = []
     cuts: list[tuple[str, ...]] = []
     local: list[Any] = []
@@ -40,13 +45,7 @@ def getitem(input: DistTensor, index: Any) -> DistTensor:
         single = isinstance(pick, int)
         if not axes:
             needs.append(Same())
-            local.append(
-                pick
-                if single
-                else slice(first, first + (outputs - 1) * step + 1, step)
-                if outputs
-                else slice(0, 0)
-            )
+            local.append(pick if single else _slice(first, step, outputs))
         elif (first, step, outputs) == (0, 1, size) and not single:
             needs.append(Same())
             local.append(slice(None))
@@ -70,7 +69,8 @@ def per_dimension(input: DistTensor, index: tuple[Any, ...]) -> list[Any]:
                 "indexing",
                 f"an index of type {type(item).__name__} is not supported",
                 input,
-                way_out="Use integers and slices, or index x.full_tensor()",
+                way_out="Use integers, slices and at most one tensor of integers, torch.where for "
+                "a mask, or index x.full_tensor()",
             )
     named = sum(item is not None and item is not Ellipsis for item in index)
     if named > input.dim():
@@ -78,14 +78,35 @@ def per_dimension(input: DistTensor, index: tuple[Any, ...]) -> list[Any]:
     rest: list[Any] = [slice(None)] * (input.dim() - named)
     ellipses = [i for i, item in enumerate(index) if item is Ellipsis]
     if len(ellipses) > 1:
-        raise IndexError("an index can only have a single ellipsis ('...')")
+        refuse("indexing", "several ellipses are not supported", input, way_out="Write one")
     at = ellipses[0] if ellipses else len(index)
     items = [*index[:at], *rest, *index[at + 1 :]]
     return [int(item) if _is_integer(item) else item for item in items]
 
 
+def _is_lookup(item: Any) -> bool:
+    return isinstance(item, Tensor) and item.dim() > 0 and item.dtype in (torch.int32, torch.int64)
+
+
+def _looked_up(input: DistTensor, items: tuple[Any, ...], at: int) -> DistTensor:
+    """Indexing by a tensor of positions at place `at`, by integers, slices and so on elsewhere."""
+    index, marker = items[at], slice(None)
+    picks = per_dimension(input, (*items[:at], marker, *items[at + 1 :]))
+    place = next(i for i, pick in enumerate(picks) if pick is marker)
+    d = sum(not isinstance(pick, int) for pick in picks[:place])
+    x = getitem(input, tuple(picks))
+    picked = index_select(x, d, from_end(index.flatten(), x.shape[d]))
+    return picked if index.dim() == 1 else unflatten(picked, d, tuple(index.shape))
+
+
+def _is_integral(x: Tensor) -> bool:
+    return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+
+
 def _is_integer(item: Any) -> bool:
-    return hasattr(item, "__index__") and not isinstance(item, (bool, Tensor))
+    if isinstance(item, Tensor):
+        return not item.dim() and _is_integral(item)
+    return hasattr(item, "__index__") and not isinstance(item, bool)
 
 
 def run_of(pick: Any, size: int, dimension: int) -> tuple[int, int, int]:
@@ -102,15 +123,27 @@ def run_of(pick: Any, size: int, dimension: int) -> tuple[int, int, int]:
     return start, step, len(range(start, stop, step))
 
 
+def _slice(first: int, step: int, outputs: int) -> slice:
+    """The slice of so many positions, which may be none."""
+    return slice(first, first + (outputs - 1) * step + 1, step) if outputs else slice(0, 0)
+
+
 def _slice_of(input: DistTensor, dim: int, start: int, stop: int) -> DistTensor:
-    (d,) = dimensions_of(dim, input.dim())
+    d = dimension_of(dim, input.dim())
     return getitem(input, (*(slice(None),) * d, slice(start, stop)))
 
 
 @implements(torch.narrow, torch.Tensor.narrow)
-def narrow(input: DistTensor, dim: int, start: int, length: int) -> DistTensor:
+def narrow(input: DistTensor, dim: int, start: int | Tensor, length: int) -> DistTensor:
     """`length` positions along one dimension."""
-    (d,) = dimensions_of(dim, input.dim())
+    if isinstance(start, Tensor):
+        if not _is_integer(start):
+            raise RuntimeError(
+                f"narrow: start is a {start.dtype} tensor of shape {tuple(start.shape)}; expected "
+                "an integer, or a 0-d tensor of one"
+            )
+        start = int(start)
+    d = dimension_of(dim, input.dim())
     start = start + input.shape[d] if start < 0 else start
     if not 0 <= start <= start + length <= input.shape[d]:
         raise RuntimeError(
@@ -123,7 +156,7 @@ def narrow(input: DistTensor, dim: int, start: int, length: int) -> DistTensor:
 @implements(torch.select, torch.Tensor.select)
 def select(input: DistTensor, dim: int, index: int) -> DistTensor:
     """One position along one dimension, which disappears."""
-    (d,) = dimensions_of(dim, input.dim())
+    d = dimension_of(dim, input.dim())
     return getitem(input, (*(slice(None),) * d, index))
 
 
@@ -132,17 +165,19 @@ def split(
     tensor: DistTensor, split_size_or_sections: int | Sequence[int], dim: int = 0
 ) -> tuple[DistTensor, ...]:
     """Consecutive pieces of given sizes along one dimension."""
-    (d,) = dimensions_of(dim, tensor.dim())
+    d = dimension_of(dim, tensor.dim())
     size = tensor.shape[d]
     if isinstance(split_size_or_sections, int):
         step = split_size_or_sections
-        if step < 1:
+        if step < 1 and (step or size):
             raise RuntimeError(f"split: split_size={step} has to be positive")
-        sections = [min(step, size - a) for a in range(0, size, step)] or [0]
+        sections = [min(step, size - a) for a in range(0, size, max(step, 1))] or [0]
     else:
         sections = list(split_size_or_sections)
-        if sum(sections) != size:
-            raise RuntimeError(f"split: sizes {sections} do not add up to dimension {d}, {size}")
+        if sum(sections) != size or min(sections, default=0) < 0:
+            raise RuntimeError(
+                f"split: sizes {sections} have to be from 0 and add up to {size}, dimension {d}"
+            )
     pieces, start = [], 0
     for length in sections:
         pieces.append(_slice_of(tensor, d, start, start + length))
@@ -155,7 +190,7 @@ def chunk(input: DistTensor, chunks: int, dim: int = 0) -> tuple[DistTensor, ...
     """At most `chunks` pieces of equal size, the last one perhaps smaller."""
     if chunks < 1:
         raise RuntimeError(f"chunk: chunks={chunks} has to be positive")
-    (d,) = dimensions_of(dim, input.dim())
+    d = dimension_of(dim, input.dim())
     if input.shape[d] == 0:
         return split(input, [0] * chunks, d)
     return split(input, -(-input.shape[d] // chunks), d)
@@ -164,7 +199,7 @@ def chunk(input: DistTensor, chunks: int, dim: int = 0) -> tuple[DistTensor, ...
 @implements(torch.unbind, torch.Tensor.unbind, torch.Tensor.__iter__)
 def unbind(input: DistTensor, dim: int = 0) -> tuple[DistTensor, ...]:
     """Every position along one dimension, which disappears."""
-    (d,) = dimensions_of(dim, input.dim())
+    d = dimension_of(dim, input.dim())
     return tuple(select(input, d, i) for i in range(input.shape[d]))
 
 
@@ -174,19 +209,24 @@ def cat(tensors: Sequence[Tensor], dim: int = 0, *, out: Tensor | None = None) -
     if out is not None:
         refuse("cat", "out= is not supported", *tensors, way_out="Use the returned tensor")
     grid = common_grid("cat", tensors)
-    # torch skips tensors of shape (0,), whatever the other shapes.
-    tensors = [t for t in tensors if tuple(t.shape) != (0,)] or tensors
+    # torch skips tensors of shape (0,), whatever the other shapes, but not in the backward pass.
     pieces = [distributed(t, grid) for t in tensors]
-    given = [t for t in tensors if isinstance(t, DistTensor)] or pieces
+    skipped = [x for x in pieces if tuple(x.shape) == (0,)]
+    pieces = [x for x in pieces if tuple(x.shape) != (0,)]
+    if not pieces:
+        pieces, skipped = skipped, []
+    given = [x for x in pieces if any(x is t for t in tensors)] or pieces
     largest = max(given, key=DistTensor.numel)
-    (d,) = dimensions_of(dim, largest.dim())
+    d = dimension_of(dim, largest.dim())
     rest = {tuple(n for i, n in enumerate(x.shape) if i != d) for x in pieces}
     if len(rest) > 1:
         shapes = ", ".join(str(tuple(x.shape)) for x in pieces)
         raise RuntimeError(f"cat: the shapes {shapes} have to agree except in dimension {d}")
     cuts = largest.cuts
+    if not largest.dim():
+        raise RuntimeError("cat: tensors without dimensions cannot be concatenated; use stack")
     total = sum(x.shape[d] for x in pieces)
-    buffers, offset = [], 0
+    buffers, offset = [x.shard for x in skipped], 0
     for x in pieces:
         needs: list[IndexMap] = [Same()] * x.dim()
         if cuts[d]:

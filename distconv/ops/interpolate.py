@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distconv.ops.align import box_of, nothing
-from distconv.ops.checked import checked, shape_of
+from distconv.ops.checked import Like, checked
 from distconv.ops.moments import accumulated
 from distconv.taps import Resampled
 from distconv.tensor import DistTensor, gathered, implements, refuse
@@ -31,11 +31,32 @@ def interpolate(
 ) -> DistTensor:
     """Resampling of the spatial dimensions to a size, or by a factor, in all of torch's modes."""
     arguments: Any = (mode, align_corners, recompute_scale_factor, antialias)
-    shape = checked(F.interpolate, shape_of(input), size, scale_factor, *arguments)
+    # The check stumbles over a batch of none.
+    sample = Like((1, *input.shape[1:]))
+    shape = (input.shape[0], *checked(F.interpolate, sample, size, scale_factor, *arguments)[1:])
     if mode == "area":
         pool: Any = {3: F.adaptive_avg_pool1d, 4: F.adaptive_avg_pool2d, 5: F.adaptive_avg_pool3d}
         averaged: DistTensor = pool[input.dim()](input, shape[2:])
         return averaged
+    spatial = len(shape) - 2
+    if scale_factor is None or recompute_scale_factor:
+        scales: list[float | None] = [None] * spatial
+    elif isinstance(scale_factor, Sequence):
+        scales = list(scale_factor)
+    else:
+        scales = [scale_factor] * spatial
+    precision = "float64" if input.dtype == torch.float64 else "float32"
+    maps = [
+        Resampled(n, s, _MODES.get(mode, mode), bool(align_corners), antialias, precision)
+        for n, s in zip(shape[2:], scales, strict=True)
+    ]
+    if spatial != 2 and any(m.ambiguous(n) for m, n in zip(maps, input.shape[2:], strict=True)):
+        refuse(
+            "interpolate",
+            f"with scale_factor={scale_factor!r} torch's kernels disagree about what is nearest",
+            input,
+            way_out="Pass size=, or recompute_scale_factor=True",
+        )
     box = box_of(shape, input.cuts, input.grid)
     if not any(input.cuts[2:]):
         if 0 in box.shape:
@@ -49,18 +70,6 @@ def interpolate(
             input,
             way_out="Convert it, x.float(), and round the result",
         )
-    spatial = len(shape) - 2
-    if scale_factor is None or recompute_scale_factor:
-        scales: list[float | None] = [None] * spatial
-    elif isinstance(scale_factor, Sequence):
-        scales = list(scale_factor)
-    else:
-        scales = [scale_factor] * spatial
-    precision = "float64" if input.dtype == torch.float64 else "float32"
-    maps = [
-        Resampled(n, s, _MODES.get(mode, mode), bool(align_corners), antialias, precision)
-        for n, s in zip(shape[2:], scales, strict=True)
-    ]
     needs = [m if axes else Same() for m, axes in zip(maps, input.cuts[2:], strict=True)]
     buffer = gathered(input, (Same(), Same(), *needs), input.cuts, "interpolate")
     if 0 in box.shape:

@@ -54,7 +54,7 @@ def _total(
     else:
         total = sum_over(local, grid, axes) / over
     if not torch.is_autocast_enabled(local.device.type):
-        total = total.to(kind)
+        total = total.to(kind.to_real())
     return DistTensor(total, (), (), grid)
 
 
@@ -278,7 +278,8 @@ def kl_div(
     )
     if reduction == "none":
         return DistTensor(local, shape, cuts, grid)
-    over = input.shape[0] if by_batch else torch.Size(shape).numel() if reduction == "mean" else 1
+    batch = input.shape[0] if input.dim() else 1
+    over = batch if by_batch else torch.Size(shape).numel() if reduction == "mean" else 1
     return _total(local, over, cuts, grid, torch.promote_types(input.dtype, target.dtype))
 
 
@@ -293,7 +294,7 @@ def gaussian_nll_loss(
 ) -> Tensor:
     """The negative logarithm of a Gaussian density of given variance, which is at least `eps`.
 
-    A negative variance, which depends on the data, is not looked for.
+    The rank that holds a negative variance raises.
     """
     reduction = _reduction(None, None, reduction, "gaussian_nll_loss")
     if isinstance(var, Tensor) and var.shape != input.shape:
@@ -304,6 +305,9 @@ def gaussian_nll_loss(
                 f"gaussian_nll_loss: var has shape {tuple(var.shape)}, expected that of the input, "
                 f"{tuple(input.shape)}, or one without its last dimension"
             )
+    own = var.shard if isinstance(var, DistTensor) else torch.as_tensor(var)
+    if (own < 0).any():
+        raise ValueError("gaussian_nll_loss: var has negative elements; expected such from 0")
     var = var.clone() if isinstance(var, Tensor) else torch.full_like(input, var)
     with torch.no_grad():
         var.clamp_(min=eps)

@@ -48,9 +48,14 @@ def _counts(
     return tuple(block * prod(box[d] for d in over) for box in boxes)
 
 
+def accumulation_type(dtype: torch.dtype) -> torch.dtype:
+    """The type in which sums over many elements are accurate."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
 def accumulated(x: Tensor) -> Tensor:
     """`x` in a type in which sums over many elements are accurate."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    return x.to(accumulation_type(x.dtype))
 
 
 def moments(

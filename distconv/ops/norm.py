@@ -16,7 +16,7 @@ from distconv.exchange import reduced
 from distconv.grid import ProcessGrid
 from distconv.layout import cutting_axes
 from distconv.ops.align import common_grid, distributed, uncut, whole
-from distconv.ops.moments import moments, peer_counts
+from distconv.ops.moments import accumulation_type, moments, peer_counts
 from distconv.tensor import DistTensor, implements
 
 SPATIAL = ("depth", "height", "width")
@@ -58,30 +58,31 @@ def batch_norm_over(
     each group of ranks has statistics of its own, and the running ones take their mean over the
     groups, so that they are the same on every rank.
     """
-    grid = common_grid("batch_norm", (input, running_mean, running_var, weight, bias))
-    x = distributed(input, grid)
-    if x.dim() < 2:
-        raise ValueError(f"batch_norm: expected at least 2 dimensions, got {x.dim()}")
     plain = (running_mean, running_var, weight, bias)
-    kinds = [None if t is None else (tuple(t.shape), t.dtype) for t in plain]
-    _check(x.device, training, eps, ((2, x.shape[1]), x.dtype), *kinds)
+    grid = common_grid("batch_norm", (input, *plain))
+    x = distributed(input, grid)
+    if x.dim() < 2 and x.numel():
+        raise ValueError(f"batch_norm: expected at least 2 dimensions, got {x.dim()}")
     cutting = cutting_axes((x.cuts[0], *x.cuts[2:]))
     group = cutting if axes is None else tuple(a for a in cutting if a in axes)
     smallest = _smallest_group(x, group)
-    if training and smallest < 2:
+    if training and (smallest == 1 or (smallest == 0 and x.numel())):
         raise ValueError(
             "batch_norm: expected more than 1 value per channel when training, got input size "
             f"{tuple(x.shape)}"
             + (f" with {smallest} in a group of ranks" if group != cutting else "")
         )
+    if x.numel():
+        kinds = [None if t is None else (tuple(t.shape), t.dtype) for t in plain]
+        _check(x.device, training, momentum is None, eps, ((2, x.shape[1]), x.dtype), *kinds)
     x = uncut(x, [1], "batch_norm")
-    weight, bias = whole(weight, "batch_norm"), whole(bias, "batch_norm")
-    running_mean, running_var = whole(running_mean, "batch_norm"), whole(running_var, "batch_norm")
-    if not training:
-        shard = F.batch_norm(x.shard, running_mean, running_var, weight, bias, False, momentum, eps)
-        return DistTensor(shard, x.shape, x.cuts, grid)
-    if not cutting:
-        shard = F.batch_norm(x.shard, running_mean, running_var, weight, bias, True, momentum, eps)
+    running_mean, running_var, weight, bias = (whole(t, "batch_norm") for t in plain)
+    # torch takes no statistics of nothing, and leaves the running ones alone.
+    training = training and x.numel() > 0
+    if not training or not cutting:
+        shard = F.batch_norm(
+            x.shard, running_mean, running_var, weight, bias, training, momentum, eps
+        )
         return DistTensor(shard, x.shape, x.cuts, grid)
     counts = peer_counts(x, (0, *range(2, x.dim())), group)
     shard, mean, variance = _BatchNorm.apply(x.shard, weight, bias, grid, group, counts, eps)
@@ -98,11 +99,13 @@ def batch_norm_over(
 
 
 @lru_cache(maxsize=4096)
-def _check(device: torch.device, training: bool, eps: float, *kinds: Kind | None) -> None:
+def _check(
+    device: torch.device, training: bool, without_momentum: bool, eps: float, *kinds: Kind | None
+) -> None:
     """torch's own checks of sizes and types, on two samples of the same channels."""
     ones = [k and torch.ones(k[0], dtype=k[1], device=device) for k in kinds]
     serial: Any = F.batch_norm
-    serial(*ones, training, 0.0, eps)
+    serial(*ones, training, None if without_momentum else 0.0, eps)
 
 
 def _smallest_group(x: DistTensor, group: tuple[str, ...]) -> int:
@@ -129,7 +132,7 @@ class _BatchNorm(Function):
         counts: tuple[int, ...],
         eps: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        kind = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+        kind = accumulation_type(x.dtype)
         over = (0, *range(2, x.dim()))
         statistics = moments(x, over, grid, group, counts)
         mean, variance = (m.flatten().to(kind) for m in statistics)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distconv.layout import Cuts
+from distconv.layout import Box, Cuts
 from distconv.ops.align import box_of
 from distconv.ops.checked import checked, shape_of
 from distconv.ops.moments import accumulated
@@ -55,6 +55,34 @@ def lowest(x: Tensor) -> float:
     return -torch.inf if x.dtype.is_floating_point else torch.iinfo(x.dtype).min
 
 
+def starts_of(input: DistTensor, windows: Sequence[Window], box: Box) -> list[int]:
+    """Where in the plane the buffer of inputs for the block `box` of outputs starts.
+
+    Along a dimension that is not cut the local operator pads by itself, outside the buffer.
+    """
+    return [
+        w.intervals(n, a, b)[0][0] if axes else 0
+        for w, n, a, b, axes in zip(
+            windows, input.shape[2:], box.start[2:], box.stop[2:], input.cuts[2:], strict=True
+        )
+    ]
+
+
+def inner_border(buffer: Tensor, windows: Sequence[Window], starts: Sequence[int]) -> Tensor:
+    """The buffer with elements of the plane in place of the padding before it.
+
+    A position there repeats the first one in the plane of the windows that it begins. Maxima are
+    the same, and a window of nothing but `lowest` finds its own in the plane, as in torch.
+    """
+    for d, (window, start) in enumerate(zip(windows, starts, strict=True), 2):
+        if start < 0:
+            last = buffer.shape[d] - 1
+            first = [min(p % window.dilation - start, last) for p in range(start, 0)]
+            border = buffer.index_select(d, torch.tensor(first, device=buffer.device))
+            buffer = torch.cat([border, buffer.narrow(d, -start, last + 1 + start)], d)
+    return buffer
+
+
 def _max_pool(local: Callable[..., Tensor], functions: Sequence[Any], n: int) -> None:
     name = f"max_pool{n}d"
 
@@ -72,11 +100,14 @@ def _max_pool(local: Callable[..., Tensor], functions: Sequence[Any], n: int) ->
         windows = windows_of(kernel_size, stride, padding, dilation, ceil_mode, n)
         kernels, strides, paddings, dilations = arguments_of(windows)
         checked(local, shape_of(input), kernels, strides, paddings, dilations, ceil_mode)
+        shape = output_shape(input.shape[1], input, windows)
+        box = box_of(shape, input.cuts, input.grid)
 
         def compute(buffer: Tensor, left: tuple[int, ...]) -> Tensor:
+            if prod(box.shape):
+                buffer = inner_border(buffer, windows, starts_of(input, windows, box))
             return local(some_channel(buffer), kernels, strides, left, dilations, ceil_mode)
 
-        shape = output_shape(input.shape[1], input, windows)
         return apply_windows(input, windows, shape, name, compute, fill=lowest(input))
 
 

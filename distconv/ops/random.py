@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from distconv.exchange import broadcast
 from distconv.grid import ProcessGrid
-from distconv.ops.align import block_of
+from distconv.ops.align import block_of, broadcast_shape
 from distconv.tensor import DistTensor, check_writable, implements, refuse
 
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
@@ -51,7 +51,7 @@ def _uniform(x: DistTensor, dims: int | None = None) -> Tensor:
     for shift, factor in _MIX:
         bits = (bits ^ _right(bits, shift)) * factor
     bits = bits ^ _right(bits, 31)
-    return (_right(bits, 11).double() * 2.0**-53).reshape(*bits.shape, *(1,) * (x.dim() - dims))
+    return (_right(bits, 11).double() * 2.0**-53).reshape((*bits.shape, *(1,) * (x.dim() - dims)))
 
 
 def _right(bits: Tensor, shift: int) -> Tensor:
@@ -67,6 +67,21 @@ def _normal(x: DistTensor) -> Tensor:
 def _integers(x: DistTensor, low: int, high: int) -> Tensor:
     """Random integers from `low` to `high` (exclusive); all ranks call it."""
     return (_uniform(x) * (high - low)).floor() + low
+
+
+def _check(function: Callable[..., Any], dtype: torch.dtype, *args: Any) -> None:
+    """torch's own checks of type and arguments, on one element and a generator of its own."""
+    function(torch.zeros(1, dtype=dtype), *args, generator=torch.Generator())
+
+
+def _require_real(name: str, input: DistTensor, dtype: torch.dtype) -> None:
+    if dtype.is_complex:
+        refuse(
+            name,
+            "complex random numbers are not supported",
+            input,
+            way_out="Draw the real and the imaginary part, and use torch.complex",
+        )
 
 
 def _to_zero(x: Tensor, kept: Tensor, p: float) -> Tensor:
@@ -121,30 +136,47 @@ _dropout(F.feature_alpha_dropout, _to_saturation, 2)
 
 
 def _new(
-    input: DistTensor, values: Tensor, dtype: torch.dtype | None, requires_grad: bool
+    input: DistTensor,
+    values: Tensor,
+    dtype: torch.dtype,
+    device: Any = None,
+    requires_grad: bool = False,
 ) -> DistTensor:
-    shard = values.to(input.dtype if dtype is None else dtype)
+    shard = values.to(device, dtype)
     result = DistTensor(shard, input.shape, input.cuts, input.grid)
     return result.requires_grad_() if requires_grad else result
 
 
 @implements(torch.rand_like)
 def rand_like(
-    input: DistTensor, *, dtype: torch.dtype | None = None, requires_grad: bool = False
+    input: DistTensor,
+    *,
+    dtype: torch.dtype | None = None,
+    device: Any = None,
+    requires_grad: bool = False,
 ) -> DistTensor:
     """Uniform in [0, 1), in the layout of `input`."""
-    kind = input.dtype if dtype is None else dtype
+    kind = dtype or input.dtype
+    _require_real("rand_like", input, kind)
+    _check(torch.Tensor.uniform_, kind)
     # Rounding to a shorter type must not reach 1.
     uniform = _uniform(input).to(kind).clamp_(max=1 - torch.finfo(kind).eps / 2)
-    return _new(input, uniform, kind, requires_grad)
+    return _new(input, uniform, kind, device, requires_grad)
 
 
 @implements(torch.randn_like)
 def randn_like(
-    input: DistTensor, *, dtype: torch.dtype | None = None, requires_grad: bool = False
+    input: DistTensor,
+    *,
+    dtype: torch.dtype | None = None,
+    device: Any = None,
+    requires_grad: bool = False,
 ) -> DistTensor:
     """Standard normal, in the layout of `input`."""
-    return _new(input, _normal(input), dtype, requires_grad)
+    kind = dtype or input.dtype
+    _require_real("randn_like", input, kind)
+    _check(torch.Tensor.normal_, kind)
+    return _new(input, _normal(input), kind, device, requires_grad)
 
 
 @implements(torch.randint_like)
@@ -154,18 +186,33 @@ def randint_like(
     high: int | None = None,
     *,
     dtype: torch.dtype | None = None,
+    device: Any = None,
     requires_grad: bool = False,
 ) -> DistTensor:
     """Integers from `low`, or 0 when only one bound is given, up to the other, exclusive."""
     low, high = (0, low) if high is None else (low, high)
-    return _new(input, _integers(input, low, high), dtype, requires_grad)
+    kind = dtype or input.dtype
+    _check(torch.Tensor.random_, kind, low, high)
+    return _new(input, _integers(input, low, high), kind, device, requires_grad)
+
+
+def _probabilities(p: Any, name: str) -> Any:
+    """`p` itself; the rank that holds an element from outside [0, 1] raises."""
+    if isinstance(p, Tensor) and not ((p >= 0) & (p <= 1)).all():
+        raise RuntimeError(f"{name}: not all elements are probabilities; choose from 0 to 1")
+    return p
 
 
 @implements(torch.bernoulli, torch.Tensor.bernoulli)
 def bernoulli(input: DistTensor, p: float | None = None) -> DistTensor:
     """1 with the probability that the element, or `p`, gives."""
-    limit = input.shard.detach() if p is None else p
-    return _new(input, (_uniform(input) < limit), None, False)
+    if p is None:
+        _check(torch.bernoulli, input.dtype)
+        limit: Any = _probabilities(input.shard.detach(), "bernoulli")
+    else:
+        _check(torch.bernoulli, input.dtype, p)
+        limit = p
+    return _new(input, (_uniform(input) < limit), input.dtype)
 
 
 def _written(input: DistTensor, values: Tensor, name: str) -> DistTensor:
@@ -180,6 +227,8 @@ def uniform_(
 ) -> DistTensor:
     """Fill with uniform random numbers from `a` to `b`."""
     _only_default("uniform_", generator, input)
+    _require_real("uniform_", input, input.dtype)
+    _check(torch.Tensor.uniform_, input.dtype, a, b)
     return _written(input, _uniform(input) * (b - a) + a, "uniform_")
 
 
@@ -189,6 +238,8 @@ def normal_(
 ) -> DistTensor:
     """Fill with normal random numbers."""
     _only_default("normal_", generator, input)
+    _require_real("normal_", input, input.dtype)
+    _check(torch.Tensor.normal_, input.dtype, mean, std)
     return _written(input, _normal(input) * std + mean, "normal_")
 
 
@@ -196,7 +247,12 @@ def normal_(
 def bernoulli_(input: DistTensor, p: Any = 0.5, *, generator: Any = None) -> DistTensor:
     """Fill with 1 with probability `p`, a number or a tensor that is broadcast, else 0."""
     _only_default("bernoulli_", generator, input)
-    limit = block_of(p, tuple(input.shape), input.cuts, input.grid, "bernoulli_")
+    shape = tuple(input.shape)
+    if not isinstance(p, Tensor):
+        _check(torch.Tensor.bernoulli_, input.dtype, p)
+    elif broadcast_shape("bernoulli_", (input, p)) != shape:
+        raise RuntimeError(f"bernoulli_: p of shape {tuple(p.shape)} does not broadcast to {shape}")
+    limit = _probabilities(block_of(p, shape, input.cuts, input.grid, "bernoulli_"), "bernoulli_")
     return _written(input, (_uniform(input) < limit).to(input.dtype), "bernoulli_")
 
 

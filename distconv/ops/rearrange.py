@@ -8,14 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distconv.ops.align import dimensions_of, whole
+from distconv.ops.align import dimension_of, dimensions_of, whole
+from distconv.ops.checked import checked, shape_of
 from distconv.ops.index import cat, per_dimension, run_of
-from distconv.ops.shape import permute, sizes_of, unsqueeze
+from distconv.ops.shape import listed, permute, sizes_of, unsqueeze
 from distconv.tensor import DistTensor, check_writable, gathered, implements
 from distconv.window import IndexMap, Reversed, Rolled, Same
 
 
 @implements(torch.flip, torch.Tensor.flip)
+@listed("dims")
 def flip(input: DistTensor, *dims: Any) -> DistTensor:
     """The order along dimensions reversed."""
     named = sizes_of(dims)
@@ -34,6 +36,8 @@ def fliplr(input: DistTensor) -> DistTensor:
 @implements(torch.flipud, torch.Tensor.flipud)
 def flipud(input: DistTensor) -> DistTensor:
     """Dimension 0 reversed."""
+    if not input.dim():
+        raise RuntimeError("flipud: the tensor has no dimensions; expected at least 1")
     return flip(input, 0)
 
 
@@ -54,7 +58,7 @@ def roll(
         raise RuntimeError(f"roll: {len(amounts)} shifts for {len(chosen)} dimensions")
     total = [0] * input.dim()
     for shift, d in zip(amounts, chosen, strict=True):
-        total[dimensions_of(d, input.dim())[0]] += shift
+        total[dimension_of(d, input.dim())] += shift
     needs: list[IndexMap] = [
         Rolled(shift) if shift and axes and n else Same()
         for shift, axes, n in zip(total, input.cuts, input.shape, strict=True)
@@ -65,12 +69,20 @@ def roll(
     return DistTensor(buffer, input.shape, input.cuts, input.grid)
 
 
-@implements(torch.Tensor.repeat, torch.tile, torch.Tensor.tile)
-def repeat(input: DistTensor, *sizes: Any) -> DistTensor:
+@implements(torch.tile, torch.Tensor.tile)
+@listed("dims")
+def tile(input: DistTensor, *dims: Any) -> DistTensor:
+    """The tensor side by side with itself, so many times along each of the last dimensions."""
+    times = sizes_of(dims)
+    return repeat(input, (1,) * (input.dim() - len(times)) + times)
+
+
+@implements(torch.Tensor.repeat)
+@listed("repeats")
+def repeat(input: DistTensor, *repeats: Any) -> DistTensor:
     """The tensor side by side with itself, so many times along each dimension."""
-    times = sizes_of(sizes)
-    if len(times) < input.dim():
-        times = (1,) * (input.dim() - len(times)) + times
+    times = sizes_of(repeats)
+    checked(torch.Tensor.repeat, shape_of(input), times)
     x = input
     while x.dim() < len(times):
         x = unsqueeze(x, 0)

@@ -11,6 +11,7 @@ from torch import Tensor
 from distconv.exchange import sum_over
 from distconv.layout import cutting_axes
 from distconv.ops.align import dimensions_of
+from distconv.ops.moments import accumulation_type
 from distconv.tensor import DistTensor, implements
 
 Dims = int | Sequence[int] | None
@@ -50,7 +51,6 @@ def mean(
         )
     count = prod(input.shape[d] for d in dimensions_of(dim, input.dim()))
     # The sum of many half numbers may exceed their range where the mean does not.
-    wide = torch.float32 if kind in (torch.float16, torch.bfloat16) else dtype
-    total = sum(input, dim, keepdim, dtype=wide)
+    total = sum(input, dim, keepdim, dtype=accumulation_type(kind))
     shard = total.shard / count if count else total.shard * torch.nan
     return DistTensor(shard.to(kind), total.shape, total.cuts, total.grid)

@@ -14,7 +14,7 @@ from distconv.exchange import reduced
 from distconv.layout import cutting_axes
 from distconv.ops.align import block_of, common_grid, distributed, uncut, whole
 from distconv.ops.checked import checked, shape_of
-from distconv.ops.moments import Standardize, accumulated, peer_counts
+from distconv.ops.moments import Standardize, accumulated, accumulation_type, peer_counts
 from distconv.ops.norm import batch_norm
 from distconv.ops.reduction import mean as mean_of
 from distconv.ops.windowed import same_types
@@ -35,7 +35,7 @@ def _affine(
 
 def _parameter_types(name: str, x: DistTensor, *parameters: Tensor | None) -> None:
     """Raise on every rank for types that differ, but for float32 parameters of half inputs."""
-    half = x.dtype in (torch.float16, torch.bfloat16)
+    half = accumulation_type(x.dtype) != x.dtype
     if not (half and all(p is None or p.dtype == torch.float32 for p in parameters)):
         same_types(name, x, *parameters)
 
@@ -88,9 +88,13 @@ def instance_norm(
     if not use_input_stats:
         return batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
     sizes = [shape_of(t) for t in (running_mean, running_var, weight, bias)]
-    checked(F.instance_norm, shape_of(x), *sizes)
+    checked(F.instance_norm, shape_of(x), *sizes, True, momentum)
+    if (running_mean is None) != (running_var is None):
+        raise ValueError(
+            "instance_norm: running_mean and running_var must either both be None or neither"
+        )
     elements = prod(x.shape[2:])
-    if elements < 2:
+    if elements == 1:
         raise ValueError(
             "instance_norm: expected more than 1 spatial element when training, got input size "
             f"{tuple(x.shape)}"
@@ -101,7 +105,7 @@ def instance_norm(
     group = cutting_axes(x.cuts[2:])
     counts = peer_counts(x, spatial, group)
     shard, mean, variance = Standardize.apply(x.shard, spatial, x.grid, group, counts, eps)
-    if running_mean is not None and running_var is not None:
+    if running_mean is not None and running_var is not None and elements:
         # The running statistics take the mean over the samples.
         unbiased = variance * (elements / (elements - 1))
         sums = torch.stack([mean.flatten(1).sum(0), unbiased.flatten(1).sum(0)])
@@ -165,6 +169,8 @@ def local_response_norm(
     checked(F.local_response_norm, shape_of(input), size, alpha, beta, k)
     x = uncut(input, [1], "local_response_norm")
     if not x.shard.numel():
-        return DistTensor(x.shard.clone(), x.shape, x.cuts, x.grid)
+        # torch has integers divided, unless there are none.
+        shard = x.shard / 1 if x.numel() else x.shard.clone()
+        return DistTensor(shard, x.shape, x.cuts, x.grid)
     shard = F.local_response_norm(x.shard, size, alpha, beta, k)
     return DistTensor(shard, x.shape, x.cuts, x.grid)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from distconv.grid import ProcessGrid
 from distconv.layout import Cuts
-from distconv.ops.align import Shape, box_of, dimensions_of, uncut
-from distconv.tensor import DistTensor, implements, recut, refuse, view_of
+from distconv.ops.align import Shape, box_of, dimension_of, dimensions_of, uncut
+from distconv.tensor import DistTensor, Rule, implements, recut, refuse, view_of
 
 
 def sizes_of(arguments: tuple[Any, ...]) -> tuple[int, ...]:
@@ -19,6 +20,19 @@ def sizes_of(arguments: tuple[Any, ...]) -> tuple[int, ...]:
     if len(arguments) == 1 and isinstance(arguments[0], (tuple, list, torch.Size)):
         arguments = tuple(arguments[0])
     return tuple(int(n) for n in arguments)
+
+
+def listed(name: str) -> Callable[[Rule], Rule]:
+    """Let a rule of one sequence, or of its members one by one, take the sequence by its name."""
+
+    def decorate(rule: Rule) -> Rule:
+        @wraps(rule)
+        def either(input: DistTensor, *members: Any, **named: Any) -> Any:
+            return rule(input, *members, *(named.pop(n) for n in (name,) if n in named), **named)
+
+        return cast(Rule, either)
+
+    return decorate
 
 
 def _inferred(sizes: Shape, shape: Shape) -> Shape:
@@ -81,12 +95,14 @@ def _reshape(input: DistTensor, shape: Shape, operator: str) -> DistTensor:
 
 
 @implements(torch.reshape, torch.Tensor.reshape)
+@listed("shape")
 def reshape(input: DistTensor, *shape: Any) -> DistTensor:
     """Another shape of the same elements in row-major order."""
     return _reshape(input, _inferred(sizes_of(shape), tuple(input.shape)), "reshape")
 
 
 @implements(torch.Tensor.view)
+@listed("size")
 def view(input: DistTensor, *shape: Any) -> DistTensor:
     """Another shape of the same elements; a type instead of a shape is refused."""
     if shape and isinstance(shape[0], torch.dtype):
@@ -129,7 +145,7 @@ def squeeze(input: DistTensor, dim: int | Sequence[int] | None = None) -> DistTe
 @implements(torch.unsqueeze, torch.Tensor.unsqueeze)
 def unsqueeze(input: DistTensor, dim: int) -> DistTensor:
     """Insert a dimension of one element, whole on every rank."""
-    (d,) = dimensions_of(dim, input.dim() + 1)
+    d = dimension_of(dim, input.dim() + 1)
     shape, cuts = list(input.shape), list(input.cuts)
     shape.insert(d, 1)
     cuts.insert(d, ())
@@ -137,11 +153,13 @@ def unsqueeze(input: DistTensor, dim: int) -> DistTensor:
 
 
 @implements(torch.permute, torch.Tensor.permute)
+@listed("dims")
 def permute(input: DistTensor, *dims: Any) -> DistTensor:
     """The dimensions in another order, each with its cut."""
-    order = dimensions_of(sizes_of(dims), input.dim())
-    if len(order) != input.dim():
-        raise RuntimeError(f"permute: {sizes_of(dims)} does not name all {input.dim()} dimensions")
+    named = sizes_of(dims)
+    if len(named) != input.dim():
+        raise RuntimeError(f"permute: {named} does not name all {input.dim()} dimensions")
+    order = dimensions_of(named, input.dim())
     shape, cuts = [input.shape[d] for d in order], tuple(input.cuts[d] for d in order)
     return view_of(input, input.shard.permute(order), shape, cuts, copied=False)
 
@@ -149,13 +167,12 @@ def permute(input: DistTensor, *dims: Any) -> DistTensor:
 @implements(torch.transpose, torch.Tensor.transpose, torch.swapaxes, torch.Tensor.swapaxes)
 def transpose(input: DistTensor, dim0: int, dim1: int) -> DistTensor:
     """Two dimensions exchanged."""
-    (a,), (b,) = dimensions_of(dim0, input.dim()), dimensions_of(dim1, input.dim())
-    order = list(range(input.dim()))
-    order[a], order[b] = order[b], order[a]
-    return permute(input, order)
+    numbered = torch.empty(tuple(range(input.dim())), device="meta")
+    return permute(input, tuple(numbered.transpose(dim0, dim1).shape))
 
 
 @implements(torch.Tensor.expand)
+@listed("size")
 def expand(input: DistTensor, *sizes: Any) -> DistTensor:
     """Dimensions of one element repeated, whole on every rank; new ones in front."""
     shape = tuple(torch.empty(tuple(input.shape), device="meta").expand(sizes_of(sizes)).shape)

@@ -8,9 +8,9 @@ from math import prod
 import torch
 from torch import Tensor
 
-from distconv.ops.align import box_of, common_grid, distributed, whole
+from distconv.ops.align import box_of, whole
 from distconv.ops.checked import checked, shape_of
-from distconv.ops.windowed import Sizes, batched, same_types, tuple_of
+from distconv.ops.windowed import Sizes, batched, input_of, tuple_of
 from distconv.tensor import DistTensor, gathered, implements
 from distconv.window import Same, Transposed
 
@@ -30,9 +30,7 @@ def _transposed_convolution(function: Callable[..., Tensor], spatial: int) -> No
         groups: int = 1,
         dilation: Sizes = 1,
     ) -> DistTensor:
-        grid = common_grid(name, (input, weight, bias))
-        x = distributed(input, grid)
-        same_types(name, x, weight, bias)
+        x = input_of(name, input, weight, bias)
         strides = tuple_of(stride, spatial, "stride")
         paddings = tuple_of(padding, spatial, "padding")
         extras = tuple_of(output_padding, spatial, "output_padding")
@@ -50,12 +48,12 @@ def _transposed_convolution(function: Callable[..., Tensor], spatial: int) -> No
         buffer = gathered(x, (Same(), Same(), *needs), cuts, name)
         weight, bias = whole(weight, name), whole(bias, name)
 
-        box = box_of(shape, cuts, grid)
+        box = box_of(shape, cuts, x.grid)
         if not prod(box.shape):
             # The local operator refuses empty planes, but not an empty batch.
             buffer = buffer.reshape(0, buffer.shape[1], *(max(n, 2) for n in kernel))
             result = function(buffer, weight, bias, strides, 0, 0, groups, dilations)
-            return DistTensor(result.reshape(box.shape), shape, cuts, grid)
+            return DistTensor(result.reshape(box.shape), shape, cuts, x.grid)
         # Along a cut dimension the local result starts where its first input writes first, and
         # ends where its last input writes last, unless more outputs follow that no input reaches.
         own = list(zip(maps, x.shape[2:], box.start[2:], box.stop[2:], strict=True))
@@ -69,7 +67,7 @@ def _transposed_convolution(function: Callable[..., Tensor], spatial: int) -> No
         for d, ((_, _, a, b), (first, _)) in enumerate(zip(own, written, strict=True), 2):
             if cut[d - 2]:
                 result = result.narrow(d, a - first, b - a)
-        return DistTensor(result, shape, cuts, grid)
+        return DistTensor(result, shape, cuts, x.grid)
 
 
 _transposed_convolution(torch.conv_transpose1d, 1)

@@ -12,7 +12,14 @@ from torch import Tensor
 
 from distconv.ops.align import box_of, distributed, nothing, uncut
 from distconv.ops.checked import checked, shape_of
-from distconv.ops.pool import arguments_of, lowest, some_channel, windows_of
+from distconv.ops.pool import (
+    arguments_of,
+    inner_border,
+    lowest,
+    some_channel,
+    starts_of,
+    windows_of,
+)
 from distconv.ops.windowed import Sizes, apply_windows, batched, output_shape, tuple_of
 from distconv.tensor import DistTensor, implements, recut
 
@@ -57,23 +64,20 @@ def _with_indices(function: Callable[..., Any], local: Callable[..., Any], n: in
         found: list[Tensor] = []
 
         def compute(buffer: Tensor, left: tuple[int, ...]) -> Tensor:
-            values, index = local(
-                some_channel(buffer), kernels, strides, left, dilations, ceil_mode
-            )
+            arguments = kernels, strides, left, dilations, ceil_mode
             if not prod(box.shape):
+                values, index = local(some_channel(buffer), *arguments)
                 found.append(nothing(index, box.shape))
                 return values
-            # Where this rank's buffer starts in the global plane; padding that the local operator
-            # adds by itself does not count.
-            starts = [
-                w.intervals(size, a, b)[0][0] if axes else 0
-                for w, size, a, b, axes in zip(
-                    windows, plane, box.start[2:], box.stop[2:], input.cuts[2:], strict=True
-                )
-            ]
+            starts = starts_of(input, windows, box)
+            values, index = local(inner_border(buffer, windows, starts), *arguments)
             local_plane = _unravel(index, tuple(buffer.shape[2:]))
             global_plane = [c + start for c, start in zip(local_plane, starts, strict=True)]
-            found.append(_ravel(global_plane, plane))
+            # What lies before the plane repeats elements of it.
+            inside = [
+                torch.where(c < 0, c % d, c) for c, d in zip(global_plane, dilations, strict=True)
+            ]
+            found.append(_ravel(inside, plane))
             return values
 
         values = apply_windows(input, windows, shape, name, compute, fill=lowest(input))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from distconv.layout import Cuts
-from distconv.ops.align import box_of
+from distconv.ops.align import box_of, common_grid, distributed
 from distconv.tensor import DistTensor, gathered
 from distconv.window import IndexMap, Same, Window
 
@@ -67,6 +67,13 @@ def same_types(name: str, *tensors: Tensor | None) -> None:
             f"{name}: input, weight and bias have the types "
             f"{', '.join(str(t.dtype) for t in given)}; convert them to one"
         )
+
+
+def input_of(name: str, input: Tensor, *parameters: Tensor | None) -> DistTensor:
+    """The input, distributed on one grid with its parameters, and of the same type as they."""
+    x = distributed(input, common_grid(name, (input, *parameters)))
+    same_types(name, x, *parameters)
+    return x
 
 
 def output_shape(channels: int, x: DistTensor, windows: Sequence[IndexMap]) -> tuple[int, ...]:
