@@ -8,7 +8,7 @@ RANKS  := 8 6 4 3 2
 RUN    := MPIR_CVAR_POLLS_BEFORE_YIELD=1 OMP_NUM_THREADS=1
 LIMIT  := timeout -k 10
 
-.PHONY: demo test coverage lint clean
+.PHONY: demo test nightly coverage lint clean
 
 $(VENV)/ready: setup.cfg constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -33,6 +33,17 @@ test: $(VENV)/ready
 # Which torch functions are supported, as docs/coverage.md has it.
 coverage: $(VENV)/ready
 	$(RUN) $(BIN)/mpiexec -n 2 $(BIN)/python tests/supported.py
+
+# The properties with 50 times as many examples. Where every rank waits in MPI, a thread ends the run.
+nightly: $(VENV)/ready
+	@status=0; \
+	for n in $(RANKS) 1; do \
+	  echo "== $$n ranks"; \
+	  $(RUN) $(LIMIT) 14400 $(BIN)/mpiexec -n $$n $(BIN)/python -m pytest -q \
+	    -m "hypothesis and parallel[match]" --hypothesis-profile=nightly \
+	    --timeout 3600 --timeout-method=thread || status=1; \
+	done; \
+	exit $$status
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

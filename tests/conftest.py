@@ -7,9 +7,24 @@ import sys
 
 import pytest
 import torch
+from hypothesis import HealthCheck, Phase, settings
 from mpi4py import MPI
 
 torch.set_num_threads(1)
+
+# Every rank has to draw the same examples: nothing may depend on time, or on earlier runs.
+settings.register_profile(
+    "default",
+    derandomize=True,
+    database=None,
+    deadline=None,
+    max_examples=100,
+    phases=[Phase.explicit, Phase.generate, Phase.shrink],
+    report_multiple_bugs=False,
+    suppress_health_check=list(HealthCheck),
+)
+settings.register_profile("nightly", settings.get_profile("default"), max_examples=5000)
+settings.load_profile("default")
 
 
 @pytest.hookimpl(trylast=True)

@@ -190,18 +190,6 @@ def _like(x: Any) -> Any:
     return x.shard if isinstance(x, DistTensor) else x
 
 
-@implements(torch.sgn, torch.Tensor.sgn)
-def sgn(input: DistTensor) -> Any:
-    """The sign; torch's gradient of real sgn has no memory, and cannot be sent to other ranks."""
-    return _pointwise(torch.sgn if input.is_complex() else torch.sign)(input)
-
-
-@implements(torch.Tensor.sgn_)
-def sgn_(input: DistTensor) -> Any:
-    """`sgn` in place."""
-    return _pointwise(torch.Tensor.sgn_ if input.is_complex() else torch.Tensor.sign_)(input)
-
-
 def _constant(function: Callable[..., Any]) -> Callable[..., Any]:
     def rule(input: DistTensor, *args: Any, requires_grad: bool = False, **kwargs: Any) -> Any:
         shard = function(input.shard, *args, **kwargs)
