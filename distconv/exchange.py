@@ -227,7 +227,7 @@ def empty(shape: tuple[int, ...], like: Tensor) -> Tensor:
     """Memory for `shape`, with the channels last where those of `like` are."""
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(like.dim())
     # Strides tell it of a cropped tensor as well.
-    if last is None or like.stride(1) != 1 or like.stride(-1) != like.shape[1]:
+    if last is None or like.is_contiguous() or like.stride(1) != 1 or like.stride(-1) == 1:
         last = torch.contiguous_format
     return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=last)
 

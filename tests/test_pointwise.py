@@ -63,7 +63,7 @@ DOMAIN: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def registered() -> list[Callable[..., Any]]:
-    return [f for f, rule in RULES.items() if rule.__qualname__.startswith("_pointwise")]
+    return [f for f, rule in RULES.items() if rule.__qualname__.startswith("pointwise_rule")]
 
 
 def base_name(function: Callable[..., Any]) -> str:
