@@ -1,10 +1,9 @@
 """Convolution that computes while its halos travel, and copies nothing of the input's size.
 
-The local convolution runs on the rank's own block as it is, with padding in place of what other
-ranks hold. When their halos have arrived, the outputs whose windows reach into them are computed
-anew from thin pieces (`boundary`), and replace the wrong ones. Backward, the gradients of the halos
-come first and travel while the full local pass runs; the weight gradient is the local one and that
-of the pieces. Only the halos are saved beside the input.
+The local convolution runs on the rank's own block as it is, with zeros in place of what other ranks
+hold. When their halos have arrived, what these contribute is added, side by side (`boundary`).
+Backward, the gradients of the halos come first and travel while the full local pass runs; the
+weight gradient is the local one and that of the sides. Only the halos are saved beside the input.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from distconv.boundary import Boundary, Piece, boundary
+from distconv.boundary import Boundary, Slab, boundary
 from distconv.exchange import (
     Messages,
     accumulate,
@@ -46,7 +45,48 @@ class _Geometry(NamedTuple):
 
     def arguments(self, padding: tuple[int, ...]) -> tuple[Any, ...]:
         """Those of torch.convolution after the bias; it is not a transposed one."""
-        return self.stride, padding, self.dilation, False, (0,) * len(padding), self.groups
+        return _arguments(self.stride, padding, self.dilation, self.groups)
+
+    def side(self, slab: Slab, halos: Sequence[Tensor], y: Tensor, weight: Tensor) -> _Side:
+        """The convolution of one side's halos."""
+        if slab.whole:
+            inputs = slab.halo[0].of(halos)
+        else:
+            inputs = empty(slab.shape, halos[0]).zero_()
+            for part in slab.halo:
+                inputs[part.place] = part.of(halos)[part.box]
+        outputs, taps = y[slab.outputs], weight[slab.taps]
+        stride, padding, dilation = self.stride, slab.padding, self.dilation
+        d = slab.dimension
+        flat = len(self.stride) == 3 and inputs.shape[d] == outputs.shape[d] == taps.shape[d] == 1
+        if flat:
+            # One plane of a volume: two-dimensional convolution is several times as fast.
+            inputs, outputs, taps = (t.squeeze(d) for t in (inputs, outputs, taps))
+            stride, padding, dilation = (
+                (*a[: d - 2], *a[d - 1 :]) for a in (stride, padding, dilation)
+            )
+        arguments = _arguments(stride, padding, dilation, self.groups)
+        return _Side(inputs, outputs, taps, arguments, d if flat else None)
+
+
+class _Side(NamedTuple):
+    """Operands of the convolution of one side, without the dimension `squeezed`."""
+
+    inputs: Tensor
+    outputs: Tensor
+    taps: Tensor
+    arguments: tuple[Any, ...]
+    squeezed: int | None
+
+    def restored(self, x: Tensor) -> Tensor:
+        """A result with all dimensions."""
+        return x if self.squeezed is None else x.unsqueeze(self.squeezed)
+
+
+def _arguments(
+    stride: tuple[int, ...], padding: tuple[int, ...], dilation: tuple[int, ...], groups: int
+) -> tuple[Any, ...]:
+    return stride, padding, dilation, False, (0,) * len(stride), groups
 
 
 def overlapped_convolution(
@@ -119,12 +159,9 @@ class _Convolution(Function):
         y = torch.convolution(x, weight, bias, *geometry.arguments(edge.padding))
         messages.finish()
         halos = [halo for _, halo in landings]
-        arguments = geometry.arguments(edge.piece_padding)
-        for piece in edge.pieces:
-            inputs = _halo_inputs(piece, halos, x)
-            for taken, place in piece.own:
-                inputs[place] = x[taken]
-            y[piece.outputs] = torch.convolution(inputs, weight, bias, *arguments)
+        for slab in edge.slabs:
+            side = geometry.side(slab, halos, y, weight)
+            side.outputs.add_(torch.convolution(side.inputs, side.taps, None, *side.arguments))
         ctx.save_for_backward(x, weight, *halos)
         ctx.context = geometry, grid, tag, None if bias is None else bias.shape
         return y
@@ -138,7 +175,7 @@ class _Convolution(Function):
         of_input, of_weight, of_bias = ctx.needs_input_grad[:3]
         if torch.is_grad_enabled():
             inputs = gather(x, plan, grid)
-            arguments = geometry.arguments(edge.piece_padding)
+            arguments = geometry.arguments(edge.buffer_padding)
             mask = [of_input, of_weight, of_bias]
             dx, dw, db = _backward(dy, inputs, weight, bias_shape, *arguments, mask)
             if of_input:
@@ -146,17 +183,20 @@ class _Convolution(Function):
             return dx, dw, db, None, None, None
 
         # Gradients of halos first: they travel while the rest is computed.
-        arguments = geometry.arguments(edge.piece_padding)
         leaving = [torch.zeros_like(halo) for halo in halos] if of_input else []
-        weights = []
-        for piece in edge.pieces:
-            inputs = _halo_inputs(piece, halos, x)
+        of_taps = []
+        for slab in edge.slabs:
+            side = geometry.side(slab, halos, dy, weight)
             mask = [of_input, of_weight, False]
-            d, dw, _ = _backward(dy[piece.outputs], inputs, weight, None, *arguments, mask)
-            weights.append(dw)
+            dhalo, dtaps, _ = _backward(
+                side.outputs, side.inputs, side.taps, None, *side.arguments, mask
+            )
+            if of_weight:
+                of_taps.append((slab.taps, side.restored(dtaps)))
             if of_input:
-                for part in piece.halo:
-                    part.of(leaving)[part.box] += d[part.place]
+                dhalo = side.restored(dhalo)
+                for part in slab.halo:
+                    part.of(leaving)[part.box] += dhalo[part.place]
         if of_input:
             landings = landings_of(plan.sends, x)
             routes = zip(plan.receives, leaving, strict=True)
@@ -165,8 +205,8 @@ class _Convolution(Function):
         mask = [of_input, of_weight, of_bias]
         dx, dw, db = _backward(dy, x, weight, bias_shape, *arguments, mask)
         if of_weight:
-            for part in weights:
-                dw += part
+            for taps, dtaps in of_taps:
+                dw[taps] += dtaps
         if of_input:
             messages.finish()
             add_arrived(dx, plan.sends, landings)
@@ -174,11 +214,3 @@ class _Convolution(Function):
 
 
 _backward: Any = torch.ops.aten.convolution_backward
-
-
-def _halo_inputs(piece: Piece, halos: Sequence[Tensor], like: Tensor) -> Tensor:
-    """The inputs of a piece that other ranks hold, with zeros in the place of the rest."""
-    inputs = empty(piece.shape, like).zero_()
-    for part in piece.halo:
-        inputs[part.place] = part.of(halos)[part.box]
-    return inputs
