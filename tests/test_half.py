@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -32,3 +34,25 @@ def test_many_elements_are_added_up_in_single_precision(name: str, dtype: torch.
     error = (y.full_tensor().float() - expected).abs().max()
     scale = max(expected.abs().max().item(), 1.0)
     assert error <= 64 * torch.finfo(dtype).eps * scale
+
+
+@pytest.mark.parallel([1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_batch_norm_in_half_precision_throughout_trains(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = (100 + torch.randn(2, 3, 12, 5, generator=generator)).to(dtype)
+    dy = torch.randn(2, 3, 12, 5, generator=generator).to(dtype)
+    exact = torch.nn.BatchNorm2d(3)
+    torch.nn.init.normal_(exact.weight, generator=generator)
+    norm = copy.deepcopy(exact).to(dtype)
+    exact.load_state_dict(norm.state_dict())
+    leaf = x.float().requires_grad_()
+    expected = exact(leaf)
+    expected.backward(dy.float())
+    d = dc.distribute_tensor(x, dc.ProcessGrid(height=-1)).requires_grad_()
+    y = norm(d)
+    y.backward(dy)
+    assert (y.dtype, d.grad.dtype, norm.weight.grad.dtype) == (dtype,) * 3
+    for got, wanted in ((y.detach(), expected.detach()), (d.grad, leaf.grad)):
+        error = (got.full_tensor().float() - wanted).abs().max()
+        assert error <= 16 * torch.finfo(dtype).eps * wanted.abs().max()

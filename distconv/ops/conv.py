@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from distconv.boundary import reaches
+from distconv.layout import cutting_axes
 from distconv.method import forced
 from distconv.ops.align import uncut, whole
 from distconv.ops.checked import checked, shape_of
@@ -51,7 +52,7 @@ def _convolution(function: Callable[..., Tensor], spatial: int) -> None:
         ]
         x = uncut(x, [1], name)
         weight, bias = whole(weight, name), whole(bias, name)
-        if _overlaps(x, tuple(windows)):
+        if _overlaps(x, weight, tuple(windows)):
             return overlapped_convolution(x, weight, bias, windows, shape, groups, name)
 
         def compute(buffer: Tensor, left: tuple[int, ...]) -> Tensor:
@@ -60,11 +61,19 @@ def _convolution(function: Callable[..., Tensor], spatial: int) -> None:
         return apply_windows(x, windows, shape, name, compute, channels_whole=True)
 
 
-def _overlaps(x: DistTensor, windows: tuple[Window, ...]) -> bool:
-    """Whether halos are exchanged, and the convolution can be computed meanwhile."""
-    if not any(x.cuts[2:]) or forced() == "assembled":
+def _overlaps(x: DistTensor, weight: Tensor, windows: tuple[Window, ...]) -> bool:
+    """Whether to compute while halos travel; the same on all ranks.
+
+    Every side of the block costs another convolution, which handles the weights once more. Where
+    a rank has fewer inputs than there are weights, assembling its inputs was measured to cost less.
+    """
+    method = forced()
+    if not any(x.cuts[2:]) or method == "assembled":
         return False
-    parts = tuple(x.grid.topology.parts(axes) for axes in x.cuts[2:])
+    topology = x.grid.topology
+    if method is None and x.numel() < weight.numel() * topology.parts(cutting_axes(x.cuts)):
+        return False
+    parts = tuple(topology.parts(axes) for axes in x.cuts[2:])
     return bool(reaches(windows, tuple(x.shape[2:]), parts))
 
 

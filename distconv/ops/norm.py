@@ -116,10 +116,6 @@ def _smallest_group(x: DistTensor, group: tuple[str, ...]) -> int:
     return prod(n // parts for n, parts in zip(sizes, apart, strict=True))
 
 
-def _per_channel(statistic: Tensor, like: Tensor) -> Tensor:
-    return statistic.to(like.dtype).view(1, -1, *(1,) * (like.dim() - 2))
-
-
 class _BatchNorm(Function):
     @staticmethod
     def forward(
@@ -137,11 +133,13 @@ class _BatchNorm(Function):
         statistics = moments(x, over, grid, group, counts)
         mean, variance = (m.flatten().to(kind) for m in statistics)
         if x.numel():
-            y = F.batch_norm(x, mean, variance, weight, bias, False, 0.0, eps)
+            # torch takes parameters in the type of the statistics, or all in that of a half input.
+            wide, shift = (p if p is None else p.to(kind) for p in (weight, bias))
+            y = F.batch_norm(x, mean, variance, wide, shift, False, 0.0, eps)
         else:
             y = x.clone()
         ctx.save_for_backward(x, weight, mean, variance)
-        ctx.context = grid, group, sum(counts), eps, bias is not None
+        ctx.context = grid, group, sum(counts), eps, None if bias is None else bias.dtype
         ctx.mark_non_differentiable(mean, variance)
         return y, mean, variance
 
@@ -149,37 +147,41 @@ class _BatchNorm(Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, variance = ctx.saved_tensors
-        grid, group, count, eps, has_bias = ctx.context
-        dx, of_weight, of_bias = _backward_of_constants(grads[0], x, weight, mean, variance, eps)
+        grid, group, count, eps, bias_dtype = ctx.context
+        (dy,) = grads[:1]
+        of_weight, of_bias = _sums(dy, x, mean, variance, eps)
         total = torch.stack([of_weight, of_bias])
         if group:
             total = reduced(total, grid, group)
         scale = torch.rsqrt(variance + eps)
         gain = scale if weight is None else scale * weight
+        # dx = gain * (dy - mean(dy) - standardised x * mean(dy * standardised x)), in two passes.
         slope = -gain * scale * total[0] / count
         offset = -gain * total[1] / count
-        dx.add_(_per_channel(offset, dx))
-        dx.addcmul_(x - _per_channel(mean, x), _per_channel(slope, dx))
+        if x.numel():
+            ones = torch.ones_like(variance)
+            dx = F.batch_norm(x, mean, ones, slope, offset, False, 0.0, 0.0)
+            dx.addcmul_(dy, gain.view(1, -1, *(1,) * (dy.dim() - 2)))
+        else:
+            dx = torch.zeros_like(x)
         return (
             dx,
-            of_weight if weight is not None else None,
-            of_bias if has_bias else None,
+            None if weight is None else of_weight.to(weight.dtype),
+            None if bias_dtype is None else of_bias.to(bias_dtype),
             *(None,) * 4,
         )
 
 
-def _backward_of_constants(
-    dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, variance: Tensor, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The input gradient as if the statistics were constant, and the two sums that correct it.
+def _sums(
+    dy: Tensor, x: Tensor, mean: Tensor, variance: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Per channel, the sums of dy * (x - mean) / deviation and of dy over this rank's elements.
 
-    Those are the sums per channel of dy * (x - mean) / deviation and of dy, over this rank's
-    elements; they are its parts of the gradients of weight and bias as well.
+    They are its parts of the gradients of weight and bias.
     """
     if not x.numel():
         nothing = torch.zeros_like(mean)
-        return torch.zeros_like(x), nothing, nothing
-    arguments = (dy, x, weight, mean, variance, None, None, False, eps, [True, True, True])
-    gradients: tuple[Tensor, Tensor, Tensor]
-    gradients = torch.ops.aten.native_batch_norm_backward(*arguments)
-    return gradients
+        return nothing, nothing
+    arguments = (dy, x, None, mean, variance, None, None, False, eps, [False, True, True])
+    _, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(*arguments)
+    return of_weight, of_bias
