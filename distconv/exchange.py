@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.graph import get_gradient_edge
 
 from distconv.grid import ProcessGrid
 from distconv.plan import Plan, Route
@@ -54,21 +55,57 @@ def share(local: Tensor, grid: ProcessGrid, axes: Iterable[str]) -> Tensor:
 
 def handed_out(x: Tensor) -> bool:
     """Whether the graph of a plain tensor holds a replicated value that was shared out."""
-    seen, waiting = set(), [x.grad_fn]
+    seen: set[Any] = set()
+    waiting: list[Any] = [x.grad_fn]
     while waiting:
         node = waiting.pop()
-        if node is None or node in seen:
+        if node is None or node in seen or _PLAIN in node.metadata:
             continue
-        if node.name() == "_ShareBackward":
+        if isinstance(node, _Share._backward_cls):
             return True
         seen.add(node)
         waiting.extend(following for following, _ in node.next_functions)
+    for node in seen:
+        node.metadata[_PLAIN] = True
     return False
 
 
+_PLAIN = "distconv_plain"
+"""Notes on a node of the graph that nothing before it was shared out."""
+
+
+def brought_in(roots: Iterable[Tensor], x: Tensor) -> set[bool]:
+    """For the paths from `roots` to a plain tensor, whether `replicate` lies on them.
+
+    What it has made of the tensor has a gradient that is whole on every rank already.
+    """
+    edge = get_gradient_edge(x)
+    found, seen = set(), set()
+    waiting: list[tuple[Any, bool]] = [
+        (root.grad_fn, False) for root in roots if root.grad_fn is not None
+    ]
+    while waiting:
+        node, replicated = step = waiting.pop()
+        if step in seen:
+            continue
+        seen.add(step)
+        replicated |= isinstance(node, _Replicate._backward_cls)
+        for following, output in node.next_functions:
+            if following is edge.node and output == edge.output_nr:
+                found.add(replicated)
+            elif following is not None:
+                waiting.append((following, replicated))
+    return found
+
+
 def replicate(local: Tensor, grid: ProcessGrid, axes: Iterable[str]) -> Tensor:
-    """A plain tensor, equal along `axes`, as a replicated value: its gradients are added up."""
-    return _among(_Replicate, local, grid, axes)
+    """A plain tensor, equal along `axes`, as a replicated value: its gradients are added up.
+
+    What requires a gradient gets a node in the graph also where there is nothing to add, by which
+    `brought_in` knows it.
+    """
+    result: Tensor = _Replicate.apply(local, grid, tuple(axes))
+    return result
 
 
 def parts_of(local: Tensor, grid: ProcessGrid, axes: Iterable[str]) -> Tensor:
@@ -200,7 +237,7 @@ class _Share(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         # The gradient comes from the plain world, which matters to second derivatives.
         grid, axes = ctx.movement
-        return _Replicate.apply(grads[0], grid, axes) / grid.topology.parts(axes), None, None
+        return replicate(grads[0], grid, axes) / grid.topology.parts(axes), None, None
 
 
 class _Replicate(Function):
@@ -212,8 +249,7 @@ class _Replicate(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         # The gradient goes to the plain world.
-        total = _SumOver.apply(grads[0], *ctx.movement)
-        return _Share.apply(total, *ctx.movement), None, None
+        return share(sum_over(grads[0], *ctx.movement), *ctx.movement), None, None
 
 
 def dense(tensor: Tensor) -> Tensor:

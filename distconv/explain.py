@@ -228,9 +228,9 @@ def _without_elements(module: nn.Module) -> nn.Module:
 def _rehearse(module: nn.Module, inputs: Sequence[Tensor], grid: Rehearsal) -> list[LayerPlan]:
     """The plan of a module without elements on the rank that `grid` rehearses."""
     within = IN_MODULE.set(True)
+    accounts = _Accounts(module, grid)
     try:
-        with traced() as movements, uncounted():
-            accounts = _Accounts(module, grid, movements)
+        with traced() as accounts.movements, uncounted():
             keeping = saved_tensors_hooks(accounts.keep, lambda x: x)
             # What a forward makes without naming a device has no elements either.
             with torch.random.fork_rng(devices=[]), torch.device("meta"):
@@ -270,11 +270,11 @@ def _first_of(result: Any) -> _Output | None:
 class _Accounts(Calls):
     """Writes down, call by call, what has been moved, reduced and kept since the one before."""
 
-    def __init__(self, module: nn.Module, grid: Rehearsal, movements: list[Movement]):
+    def __init__(self, module: nn.Module, grid: Rehearsal):
         super().__init__(module)
         self.layers: list[LayerPlan] = []
+        self.movements: list[Movement] = []
         self._grid = grid
-        self._movements = movements
         self._reduced = 0
         self._kept = 0
         state = (*module.parameters(), *module.buffers())
@@ -298,15 +298,15 @@ class _Accounts(Calls):
     def left(self, name: str, module: nn.Module, output: Any) -> None:
         own = set(module.parameters(recurse=False)) - self._parameters
         self._parameters |= own
-        size = sum(p.nbytes for p in own)
+        weight = sum(p.nbytes for p in own)
         result = _first_of(output)
         # The last line is that of the module's result.
         always = is_layer(module) or (not self.stack and result != self._last)
-        self.close(name, type(module).__name__, result, size, always=always)
+        self.close(name, type(module).__name__, result, weight, always=always)
 
     def between(self, name: str, module: nn.Module) -> None:
         """Write down what has happened in a module since its last layer or function."""
-        operators = {moved.operator: None for moved in self._movements}
+        operators = {moved.operator: None for moved in self.movements}
         self.close(name, ", ".join(operators) or type(module).__name__)
 
     def refuse(self, text: str) -> None:
@@ -327,8 +327,8 @@ class _Accounts(Calls):
         """Write down what has happened since this was last called, if anything has, or `always`."""
         reduced, self._reduced = self._grid.reduced - self._reduced, self._grid.reduced
         kept, self._kept = self._kept, 0
-        moved = [m for m in self._movements if m.redistributes or not m.plan.identity]
-        self._movements.clear()
+        moved = [m for m in self.movements if m.redistributes or not m.plan.identity]
+        self.movements.clear()
         if not (always or moved or reduced or kept or parameters):
             return
         self._last = output

@@ -101,9 +101,11 @@ def windowed(
                 result = function(buffer, *args, **kwargs)
                 _check_shape(function, result, block)
             else:
-                # Empty, but part of the graph of all operands: its backward pass communicates.
-                operands = [buffer, *tensors_in((args, kwargs))]
-                result = torch.cat([t.reshape(-1)[:0] for t in operands]).reshape(block)
+                # Of a single window, for the type and the graph, which all ranks have alike.
+                window = (1, max(buffer.shape[1], 1), *(w.extent for w in windows))
+                zeros = torch.cat([buffer.reshape(-1)[:0], buffer.new_zeros(prod(window))])
+                result = function(zeros.reshape(window), *args, **kwargs).reshape(-1)[:0]
+                result = result.reshape(block)
             return DistTensor(result, shape, cuts, x.grid)
 
         return either

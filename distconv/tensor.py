@@ -28,6 +28,7 @@ from distconv.memory import Memory
 from distconv.plan import Plan, make_plan
 from distconv.window import IndexMap, Same
 
+Tensors = Tensor | Sequence[Tensor]
 Rule = TypeVar("Rule", bound=Callable[..., Any])
 
 IN_MODULE: ContextVar[bool] = ContextVar("distconv_in_module", default=False)
@@ -89,8 +90,8 @@ class DistTensor(torch.Tensor):
     _memory: Memory
     _summing: bool
     """Whether a hook adds up the gradients of the leaf's replicas."""
-    _retains: bool
-    """Whether it is no leaf and keeps its gradient, which is then `_retained`."""
+    _keeper: Any
+    """The hook that keeps the gradient of what is no leaf in `_retained`; None where none does."""
     _retained: Tensor | None
 
     @staticmethod
@@ -104,7 +105,7 @@ class DistTensor(torch.Tensor):
         self.shard, self.cuts, self.grid = shard, cuts, grid
         self._memory = Memory()
         self._summing = False
-        self._retains = False
+        self._keeper = None
         self._retained = None
         return self
 
@@ -121,7 +122,8 @@ class DistTensor(torch.Tensor):
     ) -> Any:
         rule = RULES.get(func)
         if rule is not None:
-            check_recorded(func, *args)
+            if func not in _UNCHECKED:
+                check_recorded(func, *tensors_in(args), *tensors_in(kwargs))
             if not kwargs:
                 return rule(*args)
             return rule(*args, **{_ALIASES.get(name, name): x for name, x in kwargs.items()})
@@ -174,7 +176,8 @@ class DistTensor(torch.Tensor):
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         value = f"{self.shard.item()!r}, " if self.dim() == 0 else ""
-        gradient = f", grad_fn={self.grad_fn.name()}" if self.grad_fn is not None else ""
+        node = self.shard.grad_fn
+        gradient = f", grad_fn={node.name()}" if node is not None else ""
         return (
             f"DistTensor({value}shape={tuple(self.shape)}, "
             f"dtype={str(self.dtype).removeprefix('torch.')}, layout={self.layout}, "
@@ -215,8 +218,8 @@ class DistTensor(torch.Tensor):
         shape = global_shape(local, grid, cuts, Layout.of(cuts))
         check_batch(shape, cuts, grid)
         shard = exchange.replicate(local, grid, replicating_axes(cuts, grid.topology))
-        # The caller's tensor keeps its own requires_grad.
-        return cls(shard.view_as(shard) if shard is local else shard, shape, cuts, grid)
+        # Autograd forbids to write in place to what a Function has passed on.
+        return cls(shard.clone() if shard.requires_grad else shard, shape, cuts, grid)
 
     def to_local(self) -> Tensor:
         """This rank's box as a plain tensor, sharing memory; no communication.
@@ -299,7 +302,7 @@ class DistTensor(torch.Tensor):
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]
         """The gradient of a leaf, or a retained one, in the tensor's own layout."""
-        if self._retains:
+        if self._keeper is not None:
             return self._retained
         gradient = self.shard.grad
         if gradient is None:
@@ -320,14 +323,17 @@ class DistTensor(torch.Tensor):
                 f"the gradient of {tuple(self.shape)} {self.layout} cannot be set to {value!r}; "
                 "set it to a DistTensor of the same shape, layout and grid"
             )
-        self.shard.grad = value.shard
+        if self._keeper is not None:
+            self._retained = value
+        else:
+            self.shard.grad = value.shard
 
     def backward(  # type: ignore[override]
         self,
         gradient: Tensor | None = None,
         retain_graph: bool | None = None,
         create_graph: bool = False,
-        inputs: Sequence[Tensor] | None = None,
+        inputs: Tensors | None = None,
     ) -> None:
         """Accumulate the gradients of the leaves; all ranks call it together.
 
@@ -341,7 +347,7 @@ class DistTensor(torch.Tensor):
             seed_of(self, gradient, "backward"),
             retain_graph,
             create_graph,
-            inputs=None if inputs is None else [_leaf(x) for x in inputs],
+            inputs=None if inputs is None else shards_of(inputs),
         )
 
 
@@ -513,11 +519,18 @@ def _cuts(layout: Layout | None, grid: ProcessGrid, ndim: int) -> Cuts:
     return effective_cuts(layout.cuts(ndim), grid.topology)
 
 
-def _leaf(x: Tensor) -> Tensor:
-    return x.shard if isinstance(x, DistTensor) else x
+def listed(tensors: Tensors) -> list[Tensor]:
+    """One tensor or several as a list."""
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def shards_of(tensors: Tensors) -> list[Tensor]:
+    """The tensors that autograd knows."""
+    return [x.shard if isinstance(x, DistTensor) else x for x in listed(tensors)]
 
 
 def tensors_in(arguments: Any) -> Iterator[Tensor]:
+    """The tensors in arguments, also within lists, tuples and dictionaries of them."""
     if isinstance(arguments, Tensor):
         yield arguments
     elif isinstance(arguments, (tuple, list)):
@@ -534,6 +547,9 @@ _WAYS_OUT: dict[Any, str] = {
     torch.Tensor.__reduce_ex__: _SAVE,
 }
 """What to do instead of functions for which the whole tensor is no way out."""
+
+_UNCHECKED = {torch.autograd.grad, torch.autograd.backward}
+"""Functions that take plain tensors as plain ones."""
 
 _ALIASES = {"axis": "dim", "keepdims": "keepdim"}
 """numpy's names, which torch takes for its own."""

@@ -170,7 +170,8 @@ def verify(
         rows, notes, dtypes = _compare(module, inputs, layouts, grid)
     allowance = 0.0
     if tolerance is None:
-        tolerance = max((_TOLERANCE.get(d, _HALF * torch.finfo(d).eps) for d in dtypes), default=0)
+        kinds = {d.to_real() if d.is_complex else d for d in dtypes}
+        tolerance = max((_TOLERANCE.get(d, _HALF * torch.finfo(d).eps) for d in kinds), default=0)
         allowance = _AMPLIFIED
     everywhere = grid.comm.allgather([(row.difference, row.rounding) for row in rows])
     judged = []
@@ -225,7 +226,8 @@ def _agreed_inputs(module: Any, input: Any, grid: ProcessGrid, options: Any) -> 
 
 
 def _fingerprint(x: Tensor) -> tuple[Any, ...]:
-    elements: Any = x.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    dense = x.detach().cpu().contiguous().resolve_conj().resolve_neg()
+    elements: Any = dense.reshape(-1).view(torch.uint8).numpy()
     return tuple(x.shape), str(x.dtype), hashlib.blake2b(elements).digest()
 
 
@@ -290,7 +292,7 @@ class _Serial:
             seeded = [results[i] for i in self._seeds]
             torch.autograd.backward(seeded, list(self._seeds.values()))
         present = (*inputs, *module.parameters())
-        self.dtypes = self.calls.dtypes | {x.dtype for x in present if x.is_floating_point()}
+        self.dtypes = self.calls.dtypes | {x.dtype for x in present if _is_continuous(x)}
 
     def against(
         self, model: nn.Module, inputs: Sequence[Tensor], *, last: bool
@@ -325,9 +327,14 @@ class _Serial:
         return rows
 
 
+def _is_continuous(x: Tensor) -> bool:
+    """Whether its numbers are rounded, and may have gradients."""
+    return x.is_floating_point() or x.is_complex()
+
+
 def _shaken(x: Tensor, generator: torch.Generator) -> Tensor:
     """`x` with every element changed in its last place, up or down."""
-    if not x.is_floating_point():
+    if not _is_continuous(x):
         return x.clone()
     up = torch.rand(x.shape, generator=generator) < 0.5
     return x * (1 + torch.finfo(x.dtype).eps * torch.where(up, 1, -1).to(x.dtype))
@@ -339,7 +346,7 @@ def _state(module: nn.Module) -> dict[str, Tensor]:
 
 def _leaf(x: Tensor) -> Tensor:
     """`x`, with a gradient where it can have one."""
-    return x.requires_grad_(x.is_floating_point() and torch.is_grad_enabled())
+    return x.requires_grad_(_is_continuous(x) and torch.is_grad_enabled())
 
 
 def _without_dropout(module: nn.Module) -> list[str]:
@@ -379,7 +386,7 @@ class _Recorded(Calls):
             self.outputs[name] = None
             return
         self.outputs[name] = [x.detach().clone() for x in tensors]
-        self.dtypes |= {x.dtype for x in tensors if x.is_floating_point()}
+        self.dtypes |= {x.dtype for x in tensors if _is_continuous(x)}
 
     def _look_for_random_numbers(self, name: str) -> None:
         state = torch.get_rng_state()
@@ -474,7 +481,7 @@ def _difference(actual: Tensor, expected: Tensor, scale: float) -> float:
     """Relative to the largest entry; of numbers that are not floating, how many differ."""
     if not expected.numel():
         return 0.0
-    if not (expected.is_floating_point() or expected.is_complex()):
+    if not _is_continuous(expected):
         return (actual != expected).double().mean().item()
     finite = expected.isfinite()
     if not finite.all():

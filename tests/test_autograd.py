@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
+import weakref
 from typing import Any
 
 import pytest
@@ -218,3 +220,90 @@ def test_what_was_handed_out_comes_back_only_as_a_distributed_tensor() -> None:
         weight = F.conv2d(d, v).mean((0, 2, 3)).full_tensor()
         with pytest.raises(dc.UnsupportedOperation, match="has handed out"):
             torch.sub(d.mean(), weight[0])
+
+
+@pytest.mark.parallel(RANKS)
+def test_grad_of_plain_tensors_that_were_distributed_is_the_serial_one() -> None:
+    for rng, x, d, _w, _v in cases(14, 6):
+        p, layout = random_tensor(rng, x.shape).requires_grad_(), d.layout
+        seed = random_tensor(rng, x.shape)
+        (expected,) = torch.autograd.grad((p * 2).sin() * x, p, seed)
+        (whole,) = torch.autograd.grad(
+            dc.distribute_tensor(p * 2, d.grid, layout).sin() * d, p, seed
+        )
+        assert close(whole, expected)
+        box = dc.local_box(x.shape, d.grid, layout)
+        q = p.detach()[box.slices].clone().requires_grad_()
+        (mine,) = torch.autograd.grad(
+            dc.DistTensor.from_local(q * 2, d.grid, layout).sin() * d, q, seed
+        )
+        assert close(mine, expected[box.slices])
+        with pytest.raises(dc.UnsupportedOperation, match="Distribute it once"):
+            torch.autograd.grad(dc.distribute_tensor(p, d.grid, layout) * p, p, seed)
+
+
+@pytest.mark.parallel([2, 3])
+def test_what_would_lose_gradients_is_found_in_keywords_and_lists() -> None:
+    for _, _x, d, _w, _v in cases(15, 3):
+        whole = d.full_tensor()
+        with pytest.raises(dc.UnsupportedOperation, match="has handed out"):
+            torch.add(d, other=whole)
+        with pytest.raises(dc.UnsupportedOperation, match="has handed out"):
+            torch.cat([d, whole])
+        with pytest.raises(dc.UnsupportedOperation, match="has handed out"):
+            F.layer_norm(d, d.shape[-1:], whole[0, 0, 0])
+
+
+@pytest.mark.parallel(RANKS)
+def test_backward_takes_a_single_input() -> None:
+    _, x, d, _w, _v = next(cases(16))
+    (d * d).sum().backward(inputs=d)
+    assert close(d.grad, 2 * x)
+
+
+@pytest.mark.parallel(RANKS)
+def test_a_gradient_is_retained_as_the_last_hook_leaves_it() -> None:
+    for _, _x, d, _w, _v in cases(17, 3):
+        y = d * 2
+        y.retain_grad()
+        y.register_hook(lambda g: g * 10)
+        y.sum().backward()
+        assert bool((y.grad == 10).all())
+        y.grad = y.grad * 2
+        assert bool((y.grad == 20).all())
+
+
+@pytest.mark.parallel([1, 2])
+def test_hooks_do_not_keep_the_graph_alive() -> None:
+    _, _x, d, _w, _v = next(cases(18))
+    y = d * 2
+    y.register_hook(lambda g: g)
+    y.retain_grad()
+    gone = weakref.ref(y)
+    del y
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parallel([1, 2])
+def test_a_leaf_hook_gets_the_leaf_itself() -> None:
+    _, _x, d, _w, _v = next(cases(19))
+    seen = []
+    d.register_post_accumulate_grad_hook(seen.append)
+    (d * d).sum().backward()
+    assert seen[0] is d
+
+
+@pytest.mark.parallel([1, 2])
+def test_what_a_custom_function_has_returned_can_be_printed() -> None:
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Tensor:
+            return grads[0]
+
+    _, _x, d, _w, _v = next(cases(20))
+    assert repr(Twice.apply(d)).startswith("DistTensor(shape=")

@@ -103,3 +103,11 @@ def test_a_function_that_does_not_keep_to_its_rule_is_told_so() -> None:
 
 def no_stride(x: Tensor) -> Tensor:
     return F.max_pool2d(x, 2, 1)
+
+
+@pytest.mark.parallel([3, 4, 6])
+def test_ranks_without_outputs_have_the_same_type_and_graph() -> None:
+    x = dc.distribute_tensor(torch.randn(1, 2, 2, 5), dc.ProcessGrid(height=-1)).requires_grad_()
+    above = dc.windowed(kernel=1)(lambda t: t > 0)(x)
+    assert above.dtype == torch.bool and not above.requires_grad
+    assert int(above.sum()) == int((x.detach().full_tensor() > 0).sum())

@@ -9,7 +9,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from serial import TOLERANCE, agrees, deviation, noted, random_grid, random_tensor
+from mpi4py import MPI
+from serial import TOLERANCE, agrees, deviation, noted, random_grid, random_tensor, summed
 from torch import Tensor
 
 import distconv as dc
@@ -97,3 +98,53 @@ def test_second_derivatives_are_the_serial_ones() -> None:
 def test_an_unknown_method_is_refused() -> None:
     with pytest.raises(ValueError, match="choose from assembled, overlapped"), dc.method("fast"):
         pass
+
+
+@pytest.mark.parallel([2, 3])
+@pytest.mark.parametrize("needed", [(True, False), (False, True), (False, False)])
+def test_gradients_that_nobody_needs_are_not_computed(needed: tuple[bool, bool]) -> None:
+    rng = random.Random(6)
+    grid = dc.ProcessGrid(height=-1)
+    x, w = random_tensor(rng, (2, 2, 16, 5)), random_tensor(rng, (3, 2, 3, 3))
+    b = random_tensor(rng, (3,)).requires_grad_()
+    x.requires_grad_(needed[0])
+    w.requires_grad_(needed[1])
+    d = dc.distribute_tensor(x.detach(), grid)
+    d.requires_grad_(needed[0])
+    F.conv2d(x, w, b, padding=1).sin().sum().backward()
+    expected = [t.grad for t in (w, b)]
+    w.grad = b.grad = None
+    with dc.method("overlapped"):
+        F.conv2d(d, w, b, padding=1).sin().sum().backward()
+    for t, wanted in zip((w, b), expected, strict=True):
+        assert (t.grad is None) == (wanted is None)
+        assert wanted is None or deviation(summed(t.grad, t.detach()), wanted) <= TOLERANCE
+    assert (d.grad is None) == (x.grad is None)
+    assert x.grad is None or deviation(d.grad.full_tensor(), x.grad) <= TOLERANCE
+
+
+@pytest.mark.parallel([2, 3])
+def test_complex_convolutions_equal_serial() -> None:
+    rng = random.Random(7)
+    x, w = ((random_tensor(rng, s), random_tensor(rng, s)) for s in ((1, 2, 16, 5), (3, 2, 3, 3)))
+    x, w = torch.complex(*x), torch.complex(*w)
+    d = dc.distribute_tensor(x, dc.ProcessGrid(height=-1))
+    with dc.method("overlapped"):
+        y = F.conv2d(d, w, padding=1).full_tensor()
+    torch.testing.assert_close(y, F.conv2d(x, w, padding=1))
+
+
+@pytest.mark.parallel([3, 4])
+def test_ranks_without_samples_take_part() -> None:
+    rng = random.Random(8)
+    grid = (
+        dc.ProcessGrid(depth=-1) if MPI.COMM_WORLD.size == 3 else dc.ProcessGrid(depth=2, height=2)
+    )
+    x, w = random_tensor(rng, (1, 2, 24, 5)), random_tensor(rng, (3, 2, 3, 3))
+    for layout in (dc.Layout(sample="depth", height="height"), dc.Layout(sample="height")):
+
+        def function(x: Tensor, w: Tensor) -> Tensor:
+            with dc.method("overlapped"):
+                return F.conv2d(x, w, padding=1)
+
+        agrees(function, [x], [w], grid, rng, [layout])

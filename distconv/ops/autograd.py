@@ -16,18 +16,22 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from distconv.exchange import sum_over
+from distconv.exchange import brought_in, sum_over
 from distconv.grid import ProcessGrid
 from distconv.layout import Cuts, replicating_axes
 from distconv.ops.align import common_grid
-from distconv.tensor import DistTensor, implements, refuse, seed_of
+from distconv.tensor import (
+    DistTensor,
+    Tensors,
+    implements,
+    listed,
+    recut,
+    refuse,
+    seed_of,
+    shards_of,
+)
 
-Tensors = Tensor | Sequence[Tensor]
 Gradients = Tensor | Sequence[Tensor | None] | None
-
-
-def _listed(tensors: Tensors) -> list[Tensor]:
-    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 
 def _seeds(
@@ -47,11 +51,7 @@ def _seeds(
         seed_of(x, gradient, operator) if isinstance(x, DistTensor) else gradient
         for x, gradient in zip(tensors, given, strict=True)
     ]
-    return _shards(tensors), seeds
-
-
-def _shards(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [x.shard if isinstance(x, DistTensor) else x for x in tensors]
+    return shards_of(tensors), seeds
 
 
 @implements(torch.autograd.backward)
@@ -65,8 +65,8 @@ def backward(
 ) -> None:
     """Accumulate the gradients of the leaves; all ranks call it together."""
     gradients = grad_variables if grad_tensors is None else grad_tensors
-    shards, seeds = _seeds(_listed(tensors), gradients, "backward")
-    leaves = None if inputs is None else _shards(_listed(inputs))
+    shards, seeds = _seeds(listed(tensors), gradients, "backward")
+    leaves = None if inputs is None else shards_of(inputs)
     torch.autograd.backward(shards, seeds, retain_graph, create_graph, inputs=leaves)
 
 
@@ -88,7 +88,7 @@ def grad(
     is the sum over them: a plain tensor, or with `create_graph` a DistTensor that is whole on every
     rank, so that it can be differentiated again.
     """
-    roots, wanted = _listed(outputs), _listed(inputs)
+    roots, wanted = listed(outputs), listed(inputs)
     grid = common_grid("grad", [*roots, *wanted])
     if is_grads_batched:
         refuse(
@@ -107,18 +107,28 @@ def grad(
             way_out="Compute the output on DistTensors, x.redistribute(Layout()) if need be",
         )
     shards, seeds = _seeds(roots, grad_outputs, "grad")
+    ways = [set() if isinstance(x, DistTensor) else brought_in(shards, x) for x in wanted]
+    if {True, False} in ways:
+        refuse(
+            "grad",
+            "a plain tensor takes part both as it is and by distribute_tensor or from_local",
+            *roots,
+            way_out="Distribute it once, and use that",
+        )
     gradients = torch.autograd.grad(
         shards,
-        _shards(wanted),
+        shards_of(wanted),
         seeds,
         retain_graph,
         create_graph,
         allow_unused=materialize_grads if allow_unused is None else allow_unused,
     )
 
-    def whole(x: Tensor, part: Tensor | None) -> Tensor | None:
+    def whole(x: Tensor, part: Tensor | None, brought: set[bool]) -> Tensor | None:
         if part is None:
             return torch.zeros_like(x) if materialize_grads else None
+        if brought == {True}:
+            return part
         if isinstance(x, DistTensor):
             # A replicated leaf adds up its gradient by itself.
             total = part if x._summing else _total(part, x.cuts, grid)
@@ -127,7 +137,7 @@ def grad(
         total = _total(part, cuts, grid)
         return DistTensor(total, x.shape, cuts, grid) if create_graph else total
 
-    return tuple(whole(x, part) for x, part in zip(wanted, gradients, strict=True))
+    return tuple(map(whole, wanted, gradients, ways))
 
 
 def _total(part: Tensor, cuts: Cuts, grid: ProcessGrid) -> Tensor:
@@ -136,15 +146,21 @@ def _total(part: Tensor, cuts: Cuts, grid: ProcessGrid) -> Tensor:
 
 
 @implements(torch.Tensor.register_hook)
-def register_hook(self: DistTensor, hook: Callable[[DistTensor], Tensor | None]) -> RemovableHandle:
+def register_hook(
+    self: DistTensor, hook: Callable[[DistTensor | None], Tensor | None]
+) -> RemovableHandle:
     """Call `hook` with the gradient of the tensor, which it may replace; on all ranks together."""
+    # No reference to the tensor itself: the graph that it keeps alive would keep it alive.
     shape, cuts, grid, replicas = self.shape, self.cuts, self.grid, self.replicas
+    block, dtype, device = self.shard.shape, self.dtype, self.device
     # A replicated leaf adds up its gradient by itself, before.
     leaf = self._summing
 
-    def on_shard(part: Tensor) -> Tensor | None:
-        total = part if leaf else _total(part, cuts, grid)
-        changed = hook(DistTensor(total, shape, cuts, grid))
+    def on_shard(part: Tensor | None) -> Tensor | None:
+        # A rank without a part takes part in the sum, for the sake of the others.
+        own = torch.zeros(block, dtype=dtype, device=device) if part is None else part
+        total = own if leaf else _total(own, cuts, grid)
+        changed = hook(None if part is None else DistTensor(total, shape, cuts, grid))
         if changed is None:
             return None
         if not isinstance(changed, DistTensor) or (changed.shape, changed.grid) != (shape, grid):
@@ -152,10 +168,15 @@ def register_hook(self: DistTensor, hook: Callable[[DistTensor], Tensor | None])
                 f"register_hook: the hook returned {changed!r}; return a DistTensor of shape "
                 f"{tuple(shape)} on {grid}, or None"
             )
-        shard = changed.redistribute(self.layout).shard
+        shard = recut(changed, cuts, "register_hook").shard
         return shard if leaf else shard / replicas
 
     handle: RemovableHandle = self.shard.register_hook(on_shard)
+    if self._keeper is not None:
+        # A gradient is retained as the last hook leaves it.
+        self._keeper.remove()
+        self._keeper = None
+        self._keeper = _keep(self)
     return handle
 
 
@@ -164,10 +185,13 @@ def register_post_accumulate_grad_hook(
     self: DistTensor, hook: Callable[[DistTensor], None]
 ) -> RemovableHandle:
     """Call `hook` with the leaf when its gradient has been accumulated."""
-    shape, cuts, grid = self.shape, self.cuts, self.grid
-    handle: RemovableHandle = self.shard.register_post_accumulate_grad_hook(
-        lambda shard: hook(DistTensor(shard, shape, cuts, grid))
-    )
+    leaf, shape, cuts, grid = ref(self), self.shape, self.cuts, self.grid
+
+    def on_shard(shard: Tensor) -> None:
+        x = leaf()
+        hook(DistTensor(shard, shape, cuts, grid) if x is None else x)
+
+    handle: RemovableHandle = self.shard.register_post_accumulate_grad_hook(on_shard)
     return handle
 
 
@@ -176,24 +200,26 @@ def retain_grad(self: DistTensor) -> None:
     """Keep the gradient of what is no leaf in `.grad`."""
     if not self.requires_grad:
         raise RuntimeError("retain_grad: the tensor does not require gradients")
-    if self.is_leaf or self._retains:
-        return
-    # The graph must not keep the tensor alive that keeps the graph alive.
-    keeper = ref(self)
+    if not self.is_leaf and self._keeper is None:
+        self._keeper = _keep(self)
 
-    def keep(gradient: DistTensor) -> None:
+
+def _keep(x: DistTensor) -> RemovableHandle:
+    """Keep the gradient of what is no leaf, from now on."""
+    keeper = ref(x)
+
+    def keep(gradient: DistTensor | None) -> None:
         x = keeper()
-        if x is not None:
+        if x is not None and gradient is not None:
             x._retained = gradient.clone() if x._retained is None else x._retained + gradient
 
-    self.register_hook(keep)
-    self._retains = True
+    return register_hook(x, keep)
 
 
 @implements(torch.Tensor.retains_grad.__get__)  # type: ignore[attr-defined]
 def retains_grad(self: DistTensor) -> bool:
     """Whether it is no leaf and keeps its gradient."""
-    return self._retains
+    return self._keeper is not None
 
 
 @implements(torch.Tensor.__deepcopy__)

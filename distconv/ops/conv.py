@@ -68,7 +68,8 @@ def _overlaps(x: DistTensor, weight: Tensor, windows: tuple[Window, ...]) -> boo
     a rank has fewer inputs than there are weights, assembling its inputs was measured to cost less.
     """
     method = forced()
-    if not any(x.cuts[2:]) or method == "assembled":
+    # torch breaks complex convolutions up above the level at which they overlap.
+    if not any(x.cuts[2:]) or method == "assembled" or x.is_complex():
         return False
     topology = x.grid.topology
     if method is None and x.numel() < weight.numel() * topology.parts(cutting_axes(x.cuts)):

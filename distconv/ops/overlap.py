@@ -21,7 +21,6 @@ from distconv.exchange import (
     Messages,
     accumulate,
     add_arrived,
-    empty,
     gather,
     landings_of,
     packed,
@@ -52,7 +51,7 @@ class _Geometry(NamedTuple):
         if slab.whole:
             inputs = slab.halo[0].of(halos)
         else:
-            inputs = empty(slab.shape, halos[0]).zero_()
+            inputs = halos[0].new_zeros(slab.shape)
             for part in slab.halo:
                 inputs[part.place] = part.of(halos)[part.box]
         outputs, taps = y[slab.outputs], weight[slab.taps]
