@@ -126,7 +126,15 @@ class DistTensor(torch.Tensor):
                 check_recorded(func, *tensors_in(args), *tensors_in(kwargs))
             if not kwargs:
                 return rule(*args)
-            return rule(*args, **{_ALIASES.get(name, name): x for name, x in kwargs.items()})
+            named = {_ALIASES.get(name, name): x for name, x in kwargs.items()}
+            if named.pop("out", None) is not None:
+                refuse(
+                    _name_of(func),
+                    "out= is not supported",
+                    *tensors_in((args, kwargs)),
+                    way_out="Use the returned tensor",
+                )
+            return rule(*args, **named)
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))

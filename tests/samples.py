@@ -197,6 +197,7 @@ CHANNELS = Operand((4,), plain=True)
 POSITIVE_CHANNELS = Operand((4,), _unit, plain=True)
 LABELS = Operand((3, 5, 7), _integers)
 ROWS, COLUMNS = Operand((5, 7)), Operand((7, 4))
+BATCHES = Operand((3, 5, 7)), Operand((3, 7, 4))
 DIM = Dim(1)
 
 PLANES = {1: SEQUENCE, 2: X, 3: VOLUME}
@@ -339,6 +340,10 @@ _POINTWISE: Table = {
     **_each("type_as", of(X, Operand(X.shape, _single))),
     **_each("where", of(BOOLEANS, X, X)),
     **_each("torch.Tensor.where", of(X, BOOLEANS, X)),
+    **_each("new_zeros new_ones", of(X, (3, 4, 5, 2)), of(X, 2)),
+    **_each("new_full", of(X, (3, 4, 5, 2), 2.5)),
+    **_each("new_empty", of(X, through=lambda function, x: function(x, 3, 4, 5, 2).zero_())),
+    **_each("embedding", of(INTEGERS, Operand((5, 3), plain=True), 1)),
     **_each("empty_like", of(X, through=lambda function, x: function(x).zero_())),
     **_dunders(
         """
@@ -377,8 +382,14 @@ _PRODUCTS: Table = {
     **_each("matmul __matmul__", of(X, Operand((3, 4, 7, 6))), of(X, Operand((7, 6), plain=True))),
     **_each("__rmatmul__", of(COLUMNS, ROWS)),
     **_each("mm", of(ROWS, COLUMNS)),
-    **_each("bmm", of(Operand((3, 5, 7)), Operand((3, 7, 4)))),
+    **_each("bmm", of(*BATCHES)),
     **_each("mv", of(ROWS, Operand((7,)))),
+    **_each(
+        "addmm", of(Operand((5, 4)), ROWS, COLUMNS, beta=2, alpha=3), of(NUMBER, ROWS, COLUMNS)
+    ),
+    **_each("addmv", of(Operand((5,)), ROWS, Operand((7,)), alpha=0.5)),
+    **_each("baddbmm", of(Operand((3, 5, 4)), *BATCHES)),
+    **_each("addbmm", of(Operand((5, 4)), *BATCHES, beta=0)),
     **_each("dot", of(Operand((7,)), Operand((7,)))),
     **_each("outer", of(Operand((5,)), Operand((7,)))),
     **_each("einsum", of("bchw,ck->bkhw", X, Operand((4, 6), plain=True))),
@@ -408,6 +419,9 @@ _SHAPES: Table = {
     **_each("__setitem__", of(X, (..., slice(1, None, 2), 2), 2.5, through=_assigned)),
     **_each("narrow", of(X, DIM, 1, 2)),
     **_each("select", of(X, DIM, 2)),
+    **_each("index_select", of(X, DIM, Operand((6,), _integers, plain=True))),
+    **_each("gather", of(X, DIM, INTEGERS)),
+    **_each("take_along_dim", of(X, INTEGERS, DIM)),
     **_each("split chunk", of(X, 3, DIM)),
     **_each("unbind", of(X, DIM)),
     **_each("cat concat concatenate", of([X, X], DIM)),

@@ -75,6 +75,17 @@ def test_a_gradient_penalty_has_the_serial_gradients() -> None:
 
 
 @pytest.mark.parallel(RANKS)
+def test_the_second_derivative_of_a_variance_is_the_serial_one() -> None:
+    for _, x, d, _, _ in cases(4):
+
+        def curvature(x: Tensor) -> tuple[Tensor, ...]:
+            (g,) = torch.autograd.grad(x.var((0, 2, 3)).exp().sum(), x, create_graph=True)
+            return torch.autograd.grad((g * x.sin()).sum(), x)
+
+        assert close(*curvature(d), *curvature(x))
+
+
+@pytest.mark.parallel(RANKS)
 def test_gradients_of_plain_tensors_can_be_differentiated_again() -> None:
     for _, x, d, w, v in cases(2):
 

@@ -78,20 +78,8 @@ def _agrees(name: str, sample: Sample, grid: dc.ProcessGrid, rng: random.Random)
         assert repr(call(*whole)) == repr(expected)
 
 
-DEFECTS = {
-    "adaptive_max_pool1d": "torch.adaptive_max_pool1d returns no indices",
-}
-
-
-def _without_defects() -> list[Any]:
-    def marks(key: str) -> Any:
-        return pytest.mark.xfail(run=False, reason=DEFECTS[key]) if key in DEFECTS else ()
-
-    return [pytest.param(key, marks=marks(key)) for key in SAMPLED]
-
-
 @pytest.mark.parallel([1, 2, 3, 4])
-@pytest.mark.parametrize("key", _without_defects())
+@pytest.mark.parametrize("key", SAMPLED)
 @pytest.mark.filterwarnings("ignore")
 def test_a_sample_equals_serial(key: str) -> None:
     rng = random.Random(key)

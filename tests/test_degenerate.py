@@ -13,12 +13,19 @@ from serial import agrees, raises_alike, random_grid, random_tensor
 
 import distconv as dc
 
-INF = float("inf")
+INF, NAN = float("inf"), float("nan")
 
 ONE: dict[str, tuple[Callable, list]] = {
     "logsumexp of a masked block": (lambda x: x.logsumexp(0), [[2.0], [-INF], [3.0], [4.0]]),
     "std of equal elements": (lambda x: x.std(1), [[1.0, 1.0], [2.0, 2.0], [1.0, 3.0]]),
     "amax beside a nan": (lambda x: x.amax(1), [[1.0, 7.0, 2.0], [4.0, 4.0, 1.0]]),
+    "amax of a nan": (lambda x: x.amax(1), [[1.0, NAN, 2.0], [4.0, 4.0, 1.0]]),
+    "amin of nan": (lambda x: x.amin(0), [[NAN, 1.0], [NAN, 2.0], [3.0, 0.0]]),
+    "max of all with nan": (lambda x: x.max(), [[NAN, 1.0], [NAN, 2.0], [3.0, 0.0]]),
+    "largest norm of nan": (lambda x: x.norm(INF, 1), [[NAN, 1.0], [-5.0, 2.0], [3.0, 0.0]]),
+    "var of too few": (lambda x: x.var(0, correction=2), [[1.0, 5.0], [3.0, 5.0]]),
+    "std of too few": (lambda x: x.std(0, correction=2), [[1.0, 5.0], [3.0, 5.0]]),
+    "var beside an infinity": (lambda x: x.var(1), [[1.0, INF, 2.0], [4.0, 3.0, 1.0]]),
     "prod with an infinity": (lambda x: x.prod(1), [[2.0, 3.0, INF], [1.0, 2.0, 3.0]]),
     "prod with an infinity beside a number": (lambda x: x.prod(1), [[2.0, INF, 3.0, 4.0]]),
     "prod with a zero and an infinity": (lambda x: x.prod(0), [[0.0], [2.0], [INF], [3.0]]),
@@ -87,6 +94,22 @@ RAISED: dict[str, Callable] = {
     "repeat a negative number of times": lambda x: x.repeat(-1, 1, 1),
     "permute of no dimension": lambda x: x.permute(()),
     "cat of numbers": lambda x: torch.cat([x[0, 0, 0], x[0, 0, 0]]),
+    "more output padding than stride": lambda x: F.conv_transpose1d(
+        x, torch.ones(3, 1, 1).double(), output_padding=1
+    ),
+    "transposed convolution to nothing": lambda x: F.conv_transpose1d(
+        x, torch.ones(3, 1, 1).double(), padding=3
+    ),
+    "interpolation to nothing": lambda x: F.interpolate(x, scale_factor=0.1, mode="linear"),
+    "interpolation of integers": lambda x: F.interpolate(x.long(), size=3),
+    "replicated booleans": lambda x: F.pad(x > 0, (1, 1), mode="replicate"),
+    "mirrored booleans": lambda x: F.pad(x > 0, (1, 1), mode="reflect"),
+    "half averages of volumes": lambda x: F.avg_pool3d(x.bfloat16()[None], 1),
+    "averages of bytes": lambda x: F.avg_pool1d(x.byte(), 2),
+    "adaptive maxima of integers": lambda x: F.adaptive_max_pool1d(x.long(), 2),
+    "Frobenius norm over three dimensions": lambda x: x.norm(dim=(0, 1, 2)),
+    "power average over a tuple": lambda x: F.lp_pool1d(x, 2, (2,)),
+    "softmax to integers": lambda x: x.softmax(0, dtype=torch.int64),
     "negative variance": lambda x: F.gaussian_nll_loss(x, x, -1.0),
     "adaptive pooling to less than nothing": lambda x: F.adaptive_avg_pool1d(x, -1),
 }
@@ -131,6 +154,28 @@ ACCEPTED: dict[str, tuple[Callable, tuple[int, ...]]] = {
     "expand by name": (lambda x: x.expand(size=(2, 4, 3)), (4, 3)),
     "repeat by name": (lambda x: x.repeat(repeats=(2, 2)), (4, 3)),
     "tile by name": (lambda x: torch.tile(x, dims=(2,)), (4, 3)),
+    "swapaxes by name": (lambda x: torch.swapaxes(x, axis0=0, axis1=1), (4, 3)),
+    "mm by name": (lambda x: x.mm(mat2=x.t()), (4, 3)),
+    "bmm by name": (lambda x: torch.bmm(x, mat2=x.mT), (2, 4, 3)),
+    "mv by name": (lambda x: torch.mv(input=x, vec=x[0]), (4, 3)),
+    "dot by name": (lambda x: torch.dot(x, tensor=x), (4,)),
+    "outer by name": (lambda x: x.outer(vec2=x), (4,)),
+    "addmm by name": (lambda x: torch.addmm(x, mat1=x, mat2=x), (3, 3)),
+    "where by name": (lambda x: torch.where(condition=x > 0, input=x, other=-x), (4, 3)),
+    "softmax of no integers": (lambda x: F.softmax(x.long(), 1), (0, 3)),
+    "var of nothing": (lambda x: x.var(0), (0, 3)),
+    "std of all of nothing": (lambda x: x.std(), (0, 3)),
+    "var of nothings": (lambda x: x.var(1), (0, 3)),
+    "adaptive average to nothing": (
+        lambda x: F.adaptive_avg_pool2d(x.detach(), (0, 2)),
+        (2, 3, 4, 5),
+    ),
+    "adaptive maximum to nothing": (lambda x: F.adaptive_max_pool1d(x.detach(), 0), (2, 3, 4)),
+    "two ellipses": (lambda x: x[..., 1, ...], (2, 3, 4)),
+    "two ellipses of nothing": (lambda x: x[..., 1, ..., 1], (3, 4)),
+    "three ellipses": (lambda x: x[..., None, ..., ...], (3, 4)),
+    "no classes": (lambda x: F.cross_entropy(x, x), (1, 0)),
+    "out of None": (lambda x: torch.sum(x, 0, out=None), (4, 3)),
     "stable sort": (lambda x: tuple(x.sort(stable=True, descending=True)), (4, 3)),
     "stable argsort": (lambda x: torch.argsort(x, dim=0, stable=True), (4, 3)),
     "narrow from a number in a tensor": (lambda x: x.narrow(0, torch.tensor(1), 2), (4, 3)),
@@ -140,6 +185,7 @@ ACCEPTED: dict[str, tuple[Callable, tuple[int, ...]]] = {
 
 @pytest.mark.parallel([1, 2, 3])
 @pytest.mark.parametrize("name", ACCEPTED)
+@pytest.mark.filterwarnings("ignore:.*degrees of freedom")
 def test_what_torch_accepts(name: str) -> None:
     function, shape = ACCEPTED[name]
     rng = random.Random(name)
@@ -170,6 +216,7 @@ def test_types_of_results_on_ranks_without_elements() -> None:
 
 @pytest.mark.parallel([1, 2, 3, 4])
 @pytest.mark.parametrize("name", ONE)
+@pytest.mark.filterwarnings("ignore:.*degrees of freedom")
 def test_degenerate_values(name: str) -> None:
     function, values = ONE[name]
     rng = random.Random(name)
@@ -235,3 +282,11 @@ def test_wrong_arguments_are_an_error_on_ranks_without_elements_too(name: str) -
     except RuntimeError:
         raised = True
     assert MPI.COMM_WORLD.allgather(raised) == [True] * MPI.COMM_WORLD.size
+
+
+@pytest.mark.parallel([1, 2, 3])
+def test_a_plain_tensor_takes_the_shape_of_a_distributed_one() -> None:
+    x = dc.distribute_tensor(torch.zeros(4, 3), dc.ProcessGrid(sample=-1), dc.Layout())
+    for name in ("view_as", "reshape_as"):
+        y = getattr(torch.arange(12), name)(x)
+        assert type(y) is torch.Tensor and torch.equal(y, torch.arange(12).reshape(4, 3))

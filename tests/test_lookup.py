@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from serial import agrees, noted, raises_alike, random_grid, random_tensor, refused
 from torch import Tensor
 
@@ -114,7 +115,7 @@ def test_wrong_positions_are_an_error_on_all_ranks(function: Callable) -> None:
         lambda x: x[x > 0],
         lambda x: x[torch.ones(4, dtype=torch.bool)],
         lambda x: x[torch.tensor([0]), torch.tensor([1])],
-        lambda x: x[..., 0, ...],
+        lambda x: x[..., ..., 0],
         lambda x: x.__setitem__(torch.tensor([0]), 1.0),
     ],
 )
@@ -122,3 +123,48 @@ def test_what_cannot_be_looked_up_is_refused(function: Callable) -> None:
     rng = random.Random(6)
     x = random_tensor(rng, (4, 5))
     refused(function, [x], [], random_grid(rng), rng, error=dc.UnsupportedOperation)
+
+
+@pytest.mark.parallel(RANKS)
+def test_embedding() -> None:
+    rng = random.Random(7)
+    for padding in (None, 2, -1):
+        for shape in ([5], [3, 4], [2, 3, 4], [0, 3]):
+            rows = random_tensor(rng, [6, 3])
+            index = positions(rng, shape, 6)
+
+            def function(index: Tensor, rows: Tensor, padding: int | None = padding) -> Tensor:
+                return F.embedding(index, rows, padding)
+
+            with noted(shape, padding):
+                agrees(function, [index], [rows], random_grid(rng), rng)
+                agrees(function, [index, rows], [], random_grid(rng), rng)
+
+
+@pytest.mark.parallel([1, 2, 3])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda i: F.embedding(i.float(), torch.ones(4, 5)),
+        lambda i: F.embedding(i, torch.ones(4)),
+    ],
+)
+def test_wrong_embeddings_are_an_error_on_all_ranks(function: Callable) -> None:
+    rng = random.Random(8)
+    raises_alike(function, [torch.zeros(4, 5).long()], [], random_grid(rng), rng)
+
+
+@pytest.mark.parallel([1, 2, 3])
+@pytest.mark.parametrize(
+    "options", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}]
+)
+def test_options_of_embeddings_are_refused(options: dict) -> None:
+    rng, rows = random.Random(9), torch.ones(4, 5)
+    refused(
+        lambda i: F.embedding(i, rows, **options),
+        [torch.zeros(4, 5).long()],
+        [],
+        random_grid(rng),
+        rng,
+        error=dc.UnsupportedOperation,
+    )

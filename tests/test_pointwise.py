@@ -348,6 +348,11 @@ def test_an_operand_of_another_kind_is_left_to_python() -> None:
     [
         lambda x: torch.exp(x, out=torch.empty(4, 6)),
         lambda x: torch.add(x, x, out=x),
+        lambda x: torch.add(torch.ones(4, 6), 1, out=x),
+        lambda x: torch.sum(x, 0, out=torch.empty(6)),
+        lambda x: torch.mm(x, x.t(), out=torch.empty(4, 4)),
+        lambda x: torch.amax(x, 0, out=torch.empty(6)),
+        lambda x: F.normalize(x, out=torch.empty(4, 6)),
         lambda x: torch.ones(4, 6).add_(x),
         lambda x: operator.iadd(torch.ones(4, 6), x),
         lambda x: torch.where(x > 0),
@@ -368,11 +373,7 @@ def test_what_depends_on_other_elements_or_memory_is_refused_on_all_ranks(functi
         lambda x: x + torch.ones(4, 5),
         lambda x: x + torch.ones(5, 6, 4),
         lambda x: x.add_(torch.ones(2, 4, 6)),
-        lambda x: (
-            x[:1]
-            .clone()
-            .add_(x[:1].new_ones(4, 6) if not isinstance(x, dc.DistTensor) else torch.ones(4, 6))
-        ),
+        lambda x: x[:1].clone().add_(x[:1].new_ones(4, 6)),
         lambda x: torch.bitwise_and(x, x),
         lambda x: x.detach().requires_grad_().add_(1),
         lambda x: F.dropout(x, -0.5, training=False),
@@ -383,9 +384,26 @@ def test_what_depends_on_other_elements_or_memory_is_refused_on_all_ranks(functi
         lambda x: x.clamp(),
         lambda x: x.to("no type"),
         lambda x: torch.where(x, x, x),
+        lambda x: x.new_zeros(3, -1),
     ],
 )
 def test_bad_arguments_are_refused_on_all_ranks(function: Any) -> None:
     rng = random.Random(8)
     grid = random_grid(rng)
     raises_alike(function, [torch.ones(4, 6)], [], grid, rng, [dc.Layout()])
+
+
+@pytest.mark.parallel([2, 3])
+@pytest.mark.parametrize("shape", [(4, 6), (4, 5), (1, 6), (6,), ()])
+def test_new_tensors_are_cut_as_the_old_one_where_they_are_as_large(shape: tuple) -> None:
+    grid = dc.ProcessGrid(height=-1)
+    x = dc.distribute_tensor(torch.ones(4, 6), grid, dc.Layout(sample="height"))
+    made = {
+        0: [x.new_zeros(shape), x.new_zeros(size=shape), x.new_empty(shape).zero_()],
+        1: [x.new_ones(*shape or [()]), x.new_ones(shape, requires_grad=True).detach()],
+        2: [x.new_full(shape, 2), x.new_full(size=shape, fill_value=2, dtype=torch.int64)],
+    }
+    for value, tensors in made.items():
+        for y in tensors:
+            assert y.layout == (dc.Layout(sample="height") if shape[:-1] == (4,) else dc.Layout())
+            assert torch.equal(y.full_tensor(), torch.full(shape, value, dtype=y.dtype))

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
-from serial import agrees, random_grid, random_layout, random_tensor
+from serial import agrees, raises_alike, random_grid, random_layout, random_tensor, refused
 
 import distconv as dc
 
@@ -49,6 +49,64 @@ def test_named_products(function, left: tuple, right: tuple) -> None:
     for _ in range(3):
         a, b = random_tensor(rng, left), random_tensor(rng, right)
         agrees(function, [a, b], [], random_grid(rng), rng)
+
+
+ADDED = {
+    "addmm": [(4, 3), (4, 5), (5, 3)],
+    "addmv": [(4,), (4, 5), (5,)],
+    "baddbmm": [(2, 4, 3), (2, 4, 5), (2, 5, 3)],
+    "addbmm": [(4, 3), (2, 4, 5), (2, 5, 3)],
+}
+
+
+@pytest.mark.parallel(RANKS)
+@pytest.mark.parametrize("name", ADDED)
+def test_a_tensor_plus_a_product(name: str) -> None:
+    rng, function = random.Random(name), getattr(torch, name)
+    for beta, alpha in ((1, 1), (0.5, -2), (0, 1)):
+        for start in (ADDED[name][0], ADDED[name][0][-1:], ()):
+            x, a, b = (random_tensor(rng, s) for s in (start, *ADDED[name][1:]))
+            if beta == 0:
+                x = x * torch.nan
+
+            def added(x, a, b, beta=beta, alpha=alpha):
+                return function(x, a, b, beta=beta, alpha=alpha)
+
+            cut = rng.randrange(1, 4)
+            agrees(added, [x, a, b][:cut], [x, a, b][cut:], random_grid(rng), rng)
+            agrees(lambda b, a, x: added(x, a, b), [b], [a, x], random_grid(rng), rng)
+
+
+@pytest.mark.parallel([1, 2, 3])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: torch.addmm(torch.ones(4, 3), x, x),
+        lambda x: torch.addmm(torch.ones(3, 4), x, x.t()),
+        lambda x: torch.addmm(torch.ones(2, 4, 4), x, x.t()),
+        lambda x: torch.addmm(torch.ones(4, 4).double(), x, x.t()),
+        lambda x: x.addmv(x, x),
+        lambda x: x.addmm(x),
+        lambda x: x.addmm(x, mat1=x, mat2=x),
+    ],
+)
+def test_what_cannot_be_added_is_an_error_on_all_ranks(function) -> None:
+    rng = random.Random(4)
+    raises_alike(function, [torch.ones(4, 5)], [], random_grid(rng), rng)
+
+
+@pytest.mark.parallel([1, 2, 3])
+@pytest.mark.parametrize("factor", ["alpha", "beta"])
+def test_a_broken_multiple_of_integers_is_refused(factor: str) -> None:
+    rng = random.Random(5)
+    refused(
+        lambda x: torch.addmm(x, x, x, **{factor: 0.5}),
+        [torch.ones(4, 4).long()],
+        [],
+        random_grid(rng),
+        rng,
+        error=dc.UnsupportedOperation,
+    )
 
 
 @pytest.mark.parallel(RANKS)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import Function
 
 from distconv.exchange import parts_of
 from distconv.layout import cutting_axes
@@ -127,9 +128,7 @@ def vector_norm(
 
     if ord == float("inf"):
         x = input.abs() if dtype is None else input.to(dtype).abs()
-        amax: Any = torch.amax
-        largest: DistTensor = amax(x, () if dim is None else dim, keepdim)
-        return largest
+        return extreme("vector_norm", x, dim, keepdim, True)
 
     def local(x: Tensor, over: tuple[int, ...]) -> Tensor:
         return torch.linalg.vector_norm(x, ord, over, True, dtype=dtype)
@@ -145,23 +144,19 @@ def norm(
     p: Any = "fro",
     dim: Dims = None,
     keepdim: bool = False,
-    out: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> DistTensor:
     """The norm of all elements over dimensions; of matrices only the Frobenius norm."""
-    if out is not None or p == "nuc":
-        what = "out=" if out is not None else "the nuclear norm"
-        refuse("norm", f"{what} is not supported", input, way_out="Use x.full_tensor()")
+    if p == "nuc":
+        refuse("norm", "the nuclear norm is not supported", input, way_out="Use x.full_tensor()")
+    if p == "fro" and isinstance(dim, Sequence) and len(dim) > 2:
+        raise RuntimeError(f"norm: a matrix has two dimensions, not dim={tuple(dim)}; pass p=2")
     return vector_norm(input, 2.0 if p in ("fro", None) else p, dim, keepdim, dtype=dtype)
 
 
 @implements(F.normalize)
-def normalize(
-    input: DistTensor, p: float = 2.0, dim: Dims = 1, eps: float = 1e-12, out: Tensor | None = None
-) -> Tensor:
+def normalize(input: DistTensor, p: float = 2.0, dim: Dims = 1, eps: float = 1e-12) -> Tensor:
     """Division by the norm along dimensions, or by `eps` where that is larger."""
-    if out is not None:
-        refuse("normalize", "out= is not supported", input, way_out="Use the returned tensor")
     return input / norm(input, p, dim, keepdim=True).clamp_min(eps)
 
 
@@ -180,6 +175,24 @@ def cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -
     return (directions[0] * directions[1]).sum(dim)
 
 
+class _Squares(Function):
+    """Squared deviations from the mean, as a function of which their sum is stationary.
+
+    Leaving out its gradient spares the sum of deviations, which are 0 or, beside infinities, nan.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, center: Tensor) -> Tensor:
+        ctx.save_for_backward(x, center)
+        deviation = x - center
+        return (deviation * deviation.conj()).real if x.is_complex() else deviation * deviation
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, center = ctx.saved_tensors
+        return 2 * grads[0] * (x - center), None
+
+
 def _variance(
     input: DistTensor, dim: Any, unbiased: Any, correction: Any, keepdim: bool
 ) -> tuple[Tensor, Tensor]:
@@ -190,7 +203,9 @@ def _variance(
         correction = 1 if unbiased is None else int(unbiased)
     over = dimensions_of(dim, input.dim())
     count = product(input.shape[d] for d in over)
-    if _names_nothing(dim) or count < correction:
+    # Of all elements, and of less than none, the gradients of torch do not fit the infinite values.
+    infinite = count == correction > 1 and (dim is None or not input.dim())
+    if _names_nothing(dim) or infinite or 0 < count < correction:
         refuse(
             "var",
             f"dim={dim!r} with correction={correction} of {count} elements is not supported",
@@ -198,11 +213,10 @@ def _variance(
             way_out="Name the dimensions, and take no more correction than there are elements",
         )
     center = mean(input, over, keepdim=True)
-    deviation = accumulated(input.shard) - accumulated(center.shard)
-    squares = deviation.abs() ** 2 if deviation.is_complex() else deviation * deviation
+    squares = _Squares.apply(accumulated(input.shard), accumulated(center.shard))
     block = DistTensor(squares, input.shape, input.cuts, input.grid)
     total = sum_of(block, over, keepdim)
-    shard = total.shard / (count - correction)
+    shard = total.shard / max(count - correction, 0)
     if not input.is_complex():
         shard = shard.to(input.dtype)
     variance = DistTensor(shard, total.shape, total.cuts, total.grid)

@@ -57,3 +57,15 @@ def _shapes(
     if isinstance(result, Tensor):
         return tuple(result.shape)
     return tuple(tuple(part.shape) for part in result)
+
+
+def autocast_type(x: Tensor) -> torch.dtype | None:
+    """The type that autocast now gives the operands of a convolution; None where it is off.
+
+    torch has no autocast for tensors without elements.
+    """
+    device = x.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return None
+    kind: torch.dtype = torch.get_autocast_dtype(device)
+    return kind

@@ -16,7 +16,7 @@ from distconv.layout import cutting_axes
 from distconv.ops.align import dimension_of, dimensions_of
 from distconv.ops.reduction import Dims, result_of
 from distconv.ops.shape import unsqueeze
-from distconv.tensor import RULES, DistTensor, refuse
+from distconv.tensor import RULES, DistTensor
 
 
 class Values(NamedTuple):
@@ -47,6 +47,7 @@ class _Extremum(Function):
         over: tuple[int, ...],
         grid: ProcessGrid,
         axes: tuple[str, ...],
+        nan_attains: bool = True,
     ) -> Tensor:
         function = torch.amax if largest else torch.amin
         if x.numel():
@@ -56,19 +57,21 @@ class _Extremum(Function):
             local = x.new_full(shape, _worst(x, largest))
         value = function(parts_of(local, grid, axes), 0)
         ctx.save_for_backward(x, value)
-        ctx.movement = over, grid, axes
+        ctx.movement = over, grid, axes, nan_attains
         return value
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, value = ctx.saved_tensors
-        over, grid, axes = ctx.movement
-        attained = (x == value) | (x.isnan() & value.isnan())
+        over, grid, axes, nan_attains = ctx.movement
+        attained = x == value
+        if nan_attains:
+            attained |= x.isnan() & value.isnan()
         sums = torch.stack([grads[0], attained.sum(over, keepdim=True).to(x.dtype)])
         if axes:
             sums = reduced(sums, grid, axes)
-        return attained * (sums[0] / sums[1]), None, None, None, None
+        return attained * (sums[0] / sums[1]), None, None, None, None, None
 
 
 def _require_elements(name: str, input: DistTensor, over: tuple[int, ...]) -> None:
@@ -77,12 +80,17 @@ def _require_elements(name: str, input: DistTensor, over: tuple[int, ...]) -> No
             raise IndexError(f"{name}: dimension {d} of {tuple(input.shape)} has no elements")
 
 
-def extreme(name: str, input: Any, dim: Dims, keepdim: bool, largest: bool) -> DistTensor:
-    """The largest or smallest elements of a DistTensor over dimensions."""
+def extreme(
+    name: str, input: Any, dim: Dims, keepdim: bool, largest: bool, nan_attains: bool = True
+) -> DistTensor:
+    """The largest or smallest elements of a DistTensor over dimensions.
+
+    The gradient of a nan goes to the elements that are nan, or, unless `nan_attains`, is nan.
+    """
     over = dimensions_of(dim, input.dim())
     _require_elements(name, input, over)
     axes = cutting_axes(input.cuts[d] for d in over)
-    value = _Extremum.apply(input.shard, largest, over, input.grid, axes)
+    value = _Extremum.apply(input.shard, largest, over, input.grid, axes, nan_attains)
     return result_of(input, value, over, keepdim)
 
 
@@ -159,21 +167,14 @@ def _register(largest: bool, short: str, arg: str, full: str) -> None:
             return (torch.maximum if largest else torch.minimum)(input, other)
         return reduce(input, *args, **kwargs)
 
-    def reduce(
-        input: DistTensor, dim: int | None = None, keepdim: bool = False, *, out: Any = None
-    ) -> Any:
-        if out is not None:
-            refuse(short, "out= is not supported", input, way_out="Use the returned tensor")
+    def reduce(input: DistTensor, dim: int | None = None, keepdim: bool = False) -> Any:
         if dim is None:
             return extreme(short, input, None, False, largest)
         return _along(short, input, dim, keepdim, largest)
 
-    def all_of(
-        input: DistTensor, dim: Dims = (), keepdim: bool = False, *, out: Any = None
-    ) -> DistTensor:
-        if out is not None:
-            refuse(full, "out= is not supported", input, way_out="Use the returned tensor")
-        return extreme(full, input, dim, keepdim, largest)
+    def all_of(input: DistTensor, dim: Dims = (), keepdim: bool = False) -> DistTensor:
+        # To torch a nan is the maximum of its group here, but not an element that attains it.
+        return extreme(full, input, dim, keepdim, largest, nan_attains=False)
 
     def where(input: DistTensor, dim: int | None = None, keepdim: bool = False) -> DistTensor:
         return _arg(arg, input, dim, keepdim, largest)

@@ -77,10 +77,16 @@ def per_dimension(input: DistTensor, index: tuple[Any, ...]) -> list[Any]:
         raise IndexError(f"too many indices for tensor of dimension {input.dim()}")
     rest: list[Any] = [slice(None)] * (input.dim() - named)
     ellipses = [i for i, item in enumerate(index) if item is Ellipsis]
-    if len(ellipses) > 1:
-        refuse("indexing", "several ellipses are not supported", input, way_out="Write one")
     at = ellipses[0] if ellipses else len(index)
-    items = [*index[:at], *rest, *index[at + 1 :]]
+    items = [*index[:at], *rest, *(item for item in index[at:] if item is not Ellipsis)]
+    # torch takes each ellipsis for as many dimensions.
+    if rest and len(ellipses) > 1 and ellipses[1] < len(index) - len(ellipses) + 1:
+        refuse(
+            "indexing",
+            "something follows a second ellipsis that is not empty",
+            input,
+            way_out="Write one",
+        )
     return [int(item) if _is_integer(item) else item for item in items]
 
 
@@ -204,10 +210,8 @@ def unbind(input: DistTensor, dim: int = 0) -> tuple[DistTensor, ...]:
 
 
 @implements(torch.cat, torch.concat, torch.concatenate)
-def cat(tensors: Sequence[Tensor], dim: int = 0, *, out: Tensor | None = None) -> DistTensor:
+def cat(tensors: Sequence[Tensor], dim: int = 0) -> DistTensor:
     """Concatenation along one dimension, in the layout of the largest tensor."""
-    if out is not None:
-        refuse("cat", "out= is not supported", *tensors, way_out="Use the returned tensor")
     grid = common_grid("cat", tensors)
     # torch skips tensors of shape (0,), whatever the other shapes, but not in the backward pass.
     pieces = [distributed(t, grid) for t in tensors]
@@ -238,10 +242,10 @@ def cat(tensors: Sequence[Tensor], dim: int = 0, *, out: Tensor | None = None) -
 
 
 @implements(torch.stack)
-def stack(tensors: Sequence[Tensor], dim: int = 0, *, out: Tensor | None = None) -> DistTensor:
+def stack(tensors: Sequence[Tensor], dim: int = 0) -> DistTensor:
     """Tensors of one shape along a new dimension, which is whole on every rank."""
     grid = common_grid("stack", tensors)
     if len({tuple(t.shape) for t in tensors}) > 1:
         shapes = ", ".join(str(tuple(t.shape)) for t in tensors)
         raise RuntimeError(f"stack expects each tensor to be equal size, but got {shapes}")
-    return cat([unsqueeze(distributed(t, grid), dim) for t in tensors], dim, out=out)
+    return cat([unsqueeze(distributed(t, grid), dim) for t in tensors], dim)

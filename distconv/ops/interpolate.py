@@ -31,6 +31,12 @@ def interpolate(
 ) -> DistTensor:
     """Resampling of the spatial dimensions to a size, or by a factor, in all of torch's modes."""
     arguments: Any = (mode, align_corners, recompute_scale_factor, antialias)
+    of_bytes = mode.startswith("nearest") or mode in ("bilinear", "bicubic")
+    if not (input.is_floating_point() or (input.dtype == torch.uint8 and of_bytes)):
+        raise NotImplementedError(
+            f"interpolate: mode={mode!r} is not implemented for {input.dtype}; convert it, "
+            "x.float()"
+        )
     # The check stumbles over a batch of none.
     sample = Like((1, *input.shape[1:]))
     shape = (input.shape[0], *checked(F.interpolate, sample, size, scale_factor, *arguments)[1:])
@@ -38,6 +44,10 @@ def interpolate(
         pool: Any = {3: F.adaptive_avg_pool1d, 4: F.adaptive_avg_pool2d, 5: F.adaptive_avg_pool3d}
         averaged: DistTensor = pool[input.dim()](input, shape[2:])
         return averaged
+    if 0 in shape[2:]:
+        raise RuntimeError(
+            f"interpolate: the result {shape} has no elements; expected from 1 in every dimension"
+        )
     spatial = len(shape) - 2
     if scale_factor is None or recompute_scale_factor:
         scales: list[float | None] = [None] * spatial

@@ -7,9 +7,10 @@ that meets a position out of range raises.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from distconv.ops.align import block_of, common_grid, dimension_of, distributed, uncut
+from distconv.ops.align import block_of, common_grid, dimension_of, distributed, uncut, whole
 from distconv.ops.checked import checked
 from distconv.tensor import DistTensor, implements, refuse
 
@@ -74,3 +75,31 @@ def take_along_dim(input: Tensor, indices: Tensor, dim: int | None = None) -> Di
     rest = torch.broadcast_shapes(*shapes)
     x, index = (t.expand(*rest[:d], t.shape[d], *rest[d + 1 :]) for t in (input, indices))
     return gather(x, d, from_end(index, x.shape[d]))
+
+
+@implements(F.embedding)
+def embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> DistTensor:
+    """A row of the weight, which is whole on every rank, for each position."""
+    grid = common_grid("embedding", (input, weight))
+    if max_norm is not None or scale_grad_by_freq or sparse:
+        refuse(
+            "embedding",
+            "max_norm, scale_grad_by_freq and sparse are not supported",
+            input,
+            weight,
+            way_out="Leave them out",
+        )
+    if input.dtype not in (torch.int32, torch.int64):
+        raise RuntimeError(f"embedding: positions of {input.dtype}; expected int32 or int64")
+    shape = checked(F.embedding, input, weight, padding_idx)
+    x = distributed(input, grid)
+    shard = F.embedding(x.shard, whole(weight, "embedding"), padding_idx)
+    return DistTensor(shard, shape, (*x.cuts, ()), grid)

@@ -24,6 +24,7 @@ from distconv.ops.align import (
     uncut,
     whole,
 )
+from distconv.ops.checked import autocast_type
 from distconv.ops.moments import accumulated
 from distconv.tensor import DistTensor, implements, refuse
 
@@ -53,7 +54,7 @@ def _total(
         total = both[0] / both[1]
     else:
         total = sum_over(local, grid, axes) / over
-    if not torch.is_autocast_enabled(local.device.type):
+    if autocast_type(local) is None:
         total = total.to(kind.to_real())
     return DistTensor(total, (), (), grid)
 
@@ -247,7 +248,7 @@ def _classification(function: Callable[..., Tensor]) -> None:
             return DistTensor(local, shape, cuts, grid)
         over: Any = 1
         if reduction == "mean" and probabilities:
-            over = torch.Size(shape).numel()
+            over = torch.Size(shape).numel() if x.shape[classes] else math.nan
         elif reduction == "mean":
             counted = labels[labels != ignore_index]
             over = (

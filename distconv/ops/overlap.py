@@ -27,6 +27,7 @@ from distconv.exchange import (
 )
 from distconv.grid import ProcessGrid
 from distconv.layout import Cuts, rank_box
+from distconv.ops.checked import autocast_type
 from distconv.plan import Plan, make_plan
 from distconv.tensor import DistTensor, note
 from distconv.topology import Topology
@@ -130,11 +131,9 @@ def _geometry(
 
 def _as_autocast(*operands: Tensor | None) -> list[Tensor | None]:
     """The operands of a convolution in the type that autocast would give them."""
-    device = next(t for t in operands if t is not None).device.type
-    # torch has no autocast for tensors without elements.
-    if device == "meta" or not torch.is_autocast_enabled(device):
+    kind = next(autocast_type(t) for t in operands if t is not None)
+    if kind is None:
         return list(operands)
-    kind = torch.get_autocast_dtype(device)
     return [
         t.to(kind) if t is not None and t.is_floating_point() and t.dtype != torch.float64 else t
         for t in operands

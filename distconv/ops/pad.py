@@ -20,6 +20,10 @@ def pad(
 ) -> DistTensor:
     """Pad by pairs of (before, after), last dimension first; negative amounts crop."""
     shape = checked(F.pad, shape_of(input), tuple(pad), mode, value)
+    if input.dtype == torch.bool and mode in ("reflect", "replicate"):
+        raise NotImplementedError(
+            f"pad: mode={mode!r} is not implemented for {input.dtype}; convert it, x.int()"
+        )
     amounts = [(0, 0)] * input.dim()
     for i in range(len(pad) // 2):
         amounts[input.dim() - 1 - i] = (int(pad[2 * i]), int(pad[2 * i + 1]))

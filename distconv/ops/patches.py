@@ -83,6 +83,9 @@ def _power_average(spatial: int, function: Any, average: Any) -> None:
         ceil_mode: bool = False,
     ) -> Tensor:
         """The p-norm over windows, by way of an average, as torch computes it."""
+        if not isinstance(kernel_size, int) and (spatial == 1 or len(kernel_size) != spatial):
+            expected = "a number" if spatial == 1 else f"a number or {spatial} of them"
+            raise TypeError(f"lp_pool{spatial}d: kernel_size={kernel_size!r}; expected {expected}")
         mean: Any = average(input.pow(norm_type), kernel_size, stride, 0, ceil_mode)
         total = torch.sign(mean) * F.relu(torch.abs(mean))
         return total.mul(prod(tuple_of(kernel_size, spatial, "kernel_size"))).pow(1.0 / norm_type)

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distconv.ops.align import block_of, broadcast_cuts, broadcast_shape, common_grid
+from distconv.layout import Cuts
+from distconv.ops.align import (
+    block_of,
+    box_of,
+    broadcast_cuts,
+    broadcast_shape,
+    common_grid,
+    operand_cuts,
+)
+from distconv.ops.shape import listed, sizes_of
 from distconv.tensor import RULES, DistTensor, check_writable, implements, refuse, view_of
 
 # Functions of one tensor and numbers, and n-ary ones that broadcast. Each name is looked up in
@@ -49,8 +58,6 @@ def pointwise_rule(function: Callable[..., Any]) -> Callable[..., Any]:
     def rule(*args: Any, **kwargs: Any) -> Any:
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         operands = [x for x in tensors if isinstance(x, DistTensor)]
-        if kwargs.get("out") is not None:
-            refuse(name, "out= is not supported", *operands, way_out="Use the returned tensor")
         written = args[0] if in_place or kwargs.get("inplace") else None
         if written is not None:
             if not isinstance(written, DistTensor):
@@ -138,16 +145,16 @@ def where_method(input: Tensor, condition: Tensor, other: Any) -> DistTensor:
 
 
 @implements(torch.where)
-def where(condition: Tensor, *values: Any) -> DistTensor:
+def where(condition: Tensor, input: Any = None, other: Any = None) -> DistTensor:
     """Choice between two values, element by element."""
-    if not values:
+    if input is None:
         refuse(
             "where",
             "the positions of true elements are not distributed",
             condition,
             way_out="Call it on x.full_tensor()",
         )
-    result: DistTensor = pointwise_rule(torch.where)(condition, *values)
+    result: DistTensor = pointwise_rule(torch.where)(condition, input, other)
     return result
 
 
@@ -201,6 +208,44 @@ def _constant(function: Callable[..., Any]) -> Callable[..., Any]:
 
 for _function in (torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like):
     RULES[_function] = _constant(_function)
+
+
+def _made(
+    function: Callable[..., Tensor],
+    input: DistTensor,
+    shape: tuple[int, ...],
+    *args: Any,
+    requires_grad: bool = False,
+    **kwargs: Any,
+) -> DistTensor:
+    """A new tensor, cut as `input` where it is as large, if it has as many dimensions."""
+    torch.empty(shape, device="meta")  # raises for negative sizes
+    cuts: Cuts = ((),) * len(shape)
+    if len(shape) == input.dim():
+        cuts = operand_cuts(shape, tuple(input.shape), input.cuts)
+    shard = function(input.shard, box_of(shape, cuts, input.grid).shape, *args, **kwargs)
+    result = DistTensor(shard, shape, cuts, input.grid)
+    return result.requires_grad_() if requires_grad else result
+
+
+def _new(function: Callable[..., Tensor]) -> None:
+    @implements(function)
+    @listed("size")
+    def rule(input: DistTensor, *size: Any, **kwargs: Any) -> DistTensor:
+        return _made(function, input, sizes_of(size), **kwargs)
+
+
+_new(torch.Tensor.new_zeros)
+_new(torch.Tensor.new_ones)
+_new(torch.Tensor.new_empty)
+
+
+@implements(torch.Tensor.new_full)
+def new_full(
+    input: DistTensor, size: Sequence[int], fill_value: float, **kwargs: Any
+) -> DistTensor:
+    """A new tensor of one value throughout."""
+    return _made(torch.Tensor.new_full, input, tuple(size), fill_value, **kwargs)
 
 
 @implements(F.prelu, torch.prelu, torch.Tensor.prelu)

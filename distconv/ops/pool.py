@@ -111,6 +111,19 @@ def _max_pool(local: Callable[..., Tensor], functions: Sequence[Any], n: int) ->
         return apply_windows(input, windows, shape, name, compute, fill=lowest(input))
 
 
+def _require(name: str, input: DistTensor, implemented: bool) -> None:
+    """Raise for a type that torch does not pool, on ranks without elements too."""
+    if not implemented:
+        raise NotImplementedError(
+            f"{name}: not implemented for {input.dtype}; convert it, x.float()"
+        )
+
+
+_AVERAGED = (torch.float64, torch.float32, torch.int64)
+_HALF = (torch.float16, torch.bfloat16)
+"""Types of which torch has averages, the latter in up to two dimensions."""
+
+
 def _avg_pool(local: Callable[..., Tensor], n: int) -> None:
     name = f"avg_pool{n}d"
 
@@ -125,6 +138,7 @@ def _avg_pool(local: Callable[..., Tensor], n: int) -> None:
         count_include_pad: bool = True,
         divisor_override: int | None = None,
     ) -> DistTensor:
+        _require(name, input, input.dtype in (*_AVERAGED, *(_HALF if n < 3 else ())))
         windows = windows_of(kernel_size, stride, padding, 1, ceil_mode, n)
         kernels, strides, paddings, _ = arguments_of(windows)
         # torch's one-dimensional form takes no divisor.
@@ -228,8 +242,11 @@ def _adaptive_sizes(output_size: Any, sizes: tuple[int, ...], n: int) -> tuple[i
     if len(output_size) != n:
         raise RuntimeError(f"output_size={tuple(output_size)} should have {n} values")
     outputs = tuple(size if m is None else m for m, size in zip(output_size, sizes, strict=True))
-    if min(outputs) < 1 or min(sizes) < 1:
-        raise RuntimeError(f"output_size={outputs} of a plane of {sizes}: both must be from 1")
+    if min(outputs) < 0 or min(sizes) < 1:
+        raise RuntimeError(
+            f"output_size={outputs} of a plane of {sizes}: the plane must have elements, and no "
+            "output size be negative"
+        )
     return outputs
 
 
@@ -239,6 +256,7 @@ def _adaptive_avg_pool(local: Callable[..., Tensor], n: int) -> None:
     @implements(local)
     @batched(name, n)
     def rule(input: DistTensor, output_size: Any) -> DistTensor:
+        _require(name, input, input.is_floating_point() or input.is_complex())
         outputs = _adaptive_sizes(output_size, tuple(input.shape[2:]), n)
         if not any(input.cuts[2:]):
             shape = (*input.shape[:2], *outputs)
@@ -259,16 +277,17 @@ def _adaptive_avg_pool(local: Callable[..., Tensor], n: int) -> None:
         return _adaptive(name, pooled, outputs, local, n)
 
 
-def _adaptive_max_pool(local: Callable[..., Any], functions: Sequence[Any], n: int) -> None:
+def _adaptive_max_pool(local: Callable[..., Any], function: Any, n: int) -> None:
     name = f"adaptive_max_pool{n}d"
 
     def pool(x: Tensor, output_size: Any) -> Tensor:
         values: Tensor = local(x, (output_size,) * n)[0]
         return values
 
-    @implements(*functions)
+    @implements(function)
     @batched(name, n)
     def rule(input: DistTensor, output_size: Any, return_indices: bool = False) -> DistTensor:
+        _require(name, input, input.is_floating_point())
         return _adaptive(name, input, output_size, pool, n)
 
 
@@ -281,6 +300,6 @@ _avg_pool(F.avg_pool3d, 3)
 _adaptive_avg_pool(F.adaptive_avg_pool1d, 1)
 _adaptive_avg_pool(F.adaptive_avg_pool2d, 2)
 _adaptive_avg_pool(F.adaptive_avg_pool3d, 3)
-_adaptive_max_pool(torch.adaptive_max_pool1d, (F.adaptive_max_pool1d, torch.adaptive_max_pool1d), 1)
-_adaptive_max_pool(torch._C._nn.adaptive_max_pool2d, (F.adaptive_max_pool2d,), 2)
-_adaptive_max_pool(torch._C._nn.adaptive_max_pool3d, (F.adaptive_max_pool3d,), 3)
+_adaptive_max_pool(torch.adaptive_max_pool1d, F.adaptive_max_pool1d, 1)
+_adaptive_max_pool(torch._C._nn.adaptive_max_pool2d, F.adaptive_max_pool2d, 2)
+_adaptive_max_pool(torch._C._nn.adaptive_max_pool3d, F.adaptive_max_pool3d, 3)

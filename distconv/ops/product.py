@@ -6,7 +6,7 @@ other operands follow, and an index that is summed away while cut adds up the ra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from string import ascii_letters
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from distconv.exchange import sum_over
 from distconv.layout import cutting_axes
 from distconv.ops.align import block_of, box_of, broadcast_shape, common_grid, distributed, uncut
+from distconv.ops.checked import checked
 from distconv.ops.windowed import same_types
 from distconv.tensor import DistTensor, implements, refuse
 
@@ -103,33 +104,85 @@ def rmatmul(input: Tensor, other: Tensor) -> DistTensor:
     return matmul(other, input)
 
 
-def _matrices(*functions: Any, dims: tuple[int, int]) -> None:
-    name = functions[0].__name__
-
-    @implements(*functions)
-    def rule(input: Tensor, other: Tensor) -> DistTensor:
-        if (input.dim(), other.dim()) != dims:
-            raise RuntimeError(
-                f"{name}: expected tensors of {dims[0]} and {dims[1]} dimensions, got "
-                f"{input.dim()} and {other.dim()}"
-            )
-        if dims == (3, 3) and input.shape[0] != other.shape[0]:
-            raise RuntimeError(
-                f"{name}: batches of {input.shape[0]} and {other.shape[0]} matrices differ"
-            )
-        return matmul(input, other)
+def _product(name: str, input: Tensor, other: Tensor, dims: tuple[int, int]) -> DistTensor:
+    """The matrix product of tensors that have to have so many dimensions."""
+    if (input.dim(), other.dim()) != dims:
+        raise RuntimeError(
+            f"{name}: expected tensors of {dims[0]} and {dims[1]} dimensions, got "
+            f"{input.dim()} and {other.dim()}"
+        )
+    if dims == (3, 3) and input.shape[0] != other.shape[0]:
+        raise RuntimeError(
+            f"{name}: batches of {input.shape[0]} and {other.shape[0]} matrices differ"
+        )
+    return matmul(input, other)
 
 
-_matrices(torch.mm, torch.Tensor.mm, dims=(2, 2))
-_matrices(torch.bmm, torch.Tensor.bmm, dims=(3, 3))
-_matrices(torch.mv, torch.Tensor.mv, dims=(2, 1))
-_matrices(torch.dot, torch.Tensor.dot, dims=(1, 1))
+@implements(torch.mm, torch.Tensor.mm)
+def mm(input: Tensor, mat2: Tensor) -> DistTensor:
+    """The product of two matrices."""
+    return _product("mm", input, mat2, (2, 2))
+
+
+@implements(torch.bmm, torch.Tensor.bmm)
+def bmm(input: Tensor, mat2: Tensor) -> DistTensor:
+    """The products of two batches of matrices."""
+    return _product("bmm", input, mat2, (3, 3))
+
+
+@implements(torch.mv, torch.Tensor.mv)
+def mv(input: Tensor, vec: Tensor) -> DistTensor:
+    """The product of a matrix and a vector."""
+    return _product("mv", input, vec, (2, 1))
+
+
+@implements(torch.dot, torch.Tensor.dot)
+def dot(input: Tensor, tensor: Tensor) -> DistTensor:
+    """The product of two vectors."""
+    return _product("dot", input, tensor, (1, 1))
 
 
 @implements(torch.outer, torch.Tensor.outer)
-def outer(input: Tensor, other: Tensor) -> DistTensor:
+def outer(input: Tensor, vec2: Tensor) -> DistTensor:
     """All products of the elements of two vectors."""
-    return _contract("outer", ["a", "b"], "ab", [input, other])
+    return _contract("outer", ["a", "b"], "ab", [input, vec2])
+
+
+def _added(
+    function: Any, product: Callable[[Tensor, Tensor], Tensor], first: str, second: str
+) -> None:
+    """A function of (input, first, second), as in beta * input + alpha * product(first, second)."""
+    name = function.__name__
+
+    @implements(function, getattr(torch.Tensor, name))
+    def rule(
+        input: Tensor, *factors: Tensor, beta: float = 1, alpha: float = 1, **named: Tensor
+    ) -> Tensor:
+        factors = (*factors, *(named.pop(n) for n in (first, second) if n in named))
+        same_types(name, input, *factors)
+        shape = checked(product, *factors, **named)
+        if broadcast_shape(name, (input, torch.empty(shape, device="meta"))) != shape:
+            raise RuntimeError(
+                f"{name}: the input {tuple(input.shape)} is not broadcast to the product {shape}"
+            )
+        whole_numbers = not (input.is_floating_point() or input.is_complex())
+        if whole_numbers and not (isinstance(beta, int) and isinstance(alpha, int)):
+            refuse(
+                name,
+                f"beta={beta} and alpha={alpha} of {input.dtype} are not supported",
+                input,
+                *factors,
+                way_out="Use whole numbers, or convert the tensors",
+            )
+        # What is multiplied by 0 is left out, nan included.
+        start = input * beta if beta else input.masked_fill(torch.tensor(True), 0)
+        return torch.add(start, product(*factors), alpha=alpha)
+
+
+_added(torch.addmm, torch.mm, "mat1", "mat2")
+_added(torch.addmv, torch.mv, "mat", "vec")
+_added(torch.baddbmm, torch.bmm, "batch1", "batch2")
+_added(torch.addbmm, lambda x, y: torch.bmm(x, y).sum(0), "batch1", "batch2")
 
 
 @implements(F.scaled_dot_product_attention)

@@ -223,13 +223,13 @@ def _written(input: DistTensor, values: Tensor, name: str) -> DistTensor:
 
 @implements(torch.Tensor.uniform_)
 def uniform_(
-    input: DistTensor, a: float = 0.0, b: float = 1.0, generator: Any = None
+    input: DistTensor, a: float = 0.0, to: float = 1.0, generator: Any = None
 ) -> DistTensor:
-    """Fill with uniform random numbers from `a` to `b`."""
+    """Fill with uniform random numbers from `a` to `to`."""
     _only_default("uniform_", generator, input)
     _require_real("uniform_", input, input.dtype)
-    _check(torch.Tensor.uniform_, input.dtype, a, b)
-    return _written(input, _uniform(input) * (b - a) + a, "uniform_")
+    _check(torch.Tensor.uniform_, input.dtype, a, to)
+    return _written(input, _uniform(input) * (to - a) + a, "uniform_")
 
 
 @implements(torch.Tensor.normal_)

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+from torch import Tensor
 
 from distconv.ops.align import box_of, nothing, uncut
 from distconv.ops.checked import checked, shape_of
 from distconv.tensor import DistTensor, gathered, implements
 from distconv.window import Grouped, Same, Window
+
+
+def _planes(function: Callable[..., Tensor], buffer: Tensor, r: int) -> Tensor:
+    """A rearrangement of the last three dimensions.
+
+    One of volumes depends on the order of the dimensions in memory, which is each rank's own.
+    """
+    result = function(buffer.reshape(-1, *buffer.shape[-3:]), r)
+    return result.reshape(*buffer.shape[:-3], *result.shape[1:])
 
 
 @implements(torch.pixel_shuffle)
@@ -23,7 +35,7 @@ def pixel_shuffle(input: DistTensor, upscale_factor: int) -> DistTensor:
     if 0 in box.shape:
         shard = nothing(buffer, box.shape)
     else:
-        shard = torch.pixel_shuffle(buffer, r)
+        shard = _planes(torch.pixel_shuffle, buffer, r)
         for d in (lead, lead + 1):
             first = box.start[d] % r if x.cuts[d] else 0
             shard = shard.narrow(d, first, box.shape[d])
@@ -42,4 +54,4 @@ def pixel_unshuffle(input: DistTensor, downscale_factor: int) -> DistTensor:
     box = box_of(shape, x.cuts, x.grid)
     if 0 in box.shape:
         return DistTensor(nothing(buffer, box.shape), shape, x.cuts, x.grid)
-    return DistTensor(torch.pixel_unshuffle(buffer, r), shape, x.cuts, x.grid)
+    return DistTensor(_planes(torch.pixel_unshuffle, buffer, r), shape, x.cuts, x.grid)

@@ -110,10 +110,16 @@ def view(input: DistTensor, *shape: Any) -> DistTensor:
     return _reshape(input, _inferred(sizes_of(shape), tuple(input.shape)), "view")
 
 
-@implements(torch.Tensor.view_as, torch.Tensor.reshape_as)
-def view_as(input: DistTensor, other: torch.Tensor) -> DistTensor:
+@implements(torch.Tensor.view_as)
+def view_as(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """The shape of another tensor."""
-    return _reshape(input, _inferred(tuple(other.shape), tuple(input.shape)), "view_as")
+    return input.view(tuple(other.shape))
+
+
+@implements(torch.Tensor.reshape_as)
+def reshape_as(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """The shape of another tensor."""
+    return input.reshape(tuple(other.shape))
 
 
 @implements(torch.flatten, torch.Tensor.flatten)
@@ -164,11 +170,17 @@ def permute(input: DistTensor, *dims: Any) -> DistTensor:
     return view_of(input, input.shard.permute(order), shape, cuts, copied=False)
 
 
-@implements(torch.transpose, torch.Tensor.transpose, torch.swapaxes, torch.Tensor.swapaxes)
+@implements(torch.transpose, torch.Tensor.transpose)
 def transpose(input: DistTensor, dim0: int, dim1: int) -> DistTensor:
     """Two dimensions exchanged."""
     numbered = torch.empty(tuple(range(input.dim())), device="meta")
     return permute(input, tuple(numbered.transpose(dim0, dim1).shape))
+
+
+@implements(torch.swapaxes, torch.Tensor.swapaxes)
+def swapaxes(input: DistTensor, axis0: int, axis1: int) -> DistTensor:
+    """Two dimensions exchanged."""
+    return transpose(input, axis0, axis1)
 
 
 @implements(torch.Tensor.expand)

@@ -37,6 +37,16 @@ def _transposed_convolution(function: Callable[..., Tensor], spatial: int) -> No
         dilations = tuple_of(dilation, spatial, "dilation")
         sizes = shape_of(x), shape_of(weight), shape_of(bias)
         shape = checked(function, *sizes, strides, paddings, extras, groups, dilations)
+        # The check does not look at these, nor do ranks whose block is empty.
+        if any(e >= max(s, d) for e, s, d in zip(extras, strides, dilations, strict=True)):
+            raise RuntimeError(
+                f"{name}: output_padding={extras} has to be smaller than stride={strides} or "
+                f"dilation={dilations}"
+            )
+        if 0 in shape[2:]:
+            raise RuntimeError(
+                f"{name}: the result {shape} has no elements; expected from 1 in every dimension"
+            )
         kernel = tuple(weight.shape[2:])
         maps = [
             Transposed(*arguments)

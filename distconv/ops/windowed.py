@@ -7,11 +7,11 @@ from functools import wraps
 from math import prod
 from typing import Any, TypeVar, cast
 
-import torch
 from torch import Tensor
 
 from distconv.layout import Cuts
 from distconv.ops.align import box_of, common_grid, distributed
+from distconv.ops.checked import autocast_type
 from distconv.tensor import DistTensor, gathered
 from distconv.window import IndexMap, Same, Window
 
@@ -62,7 +62,7 @@ def same_types(name: str, *tensors: Tensor | None) -> None:
     """Raise on every rank where torch would on those with elements: for types that differ."""
     given = [t for t in tensors if t is not None]
     kinds = {t.dtype for t in given}
-    if len(kinds) > 1 and not torch.is_autocast_enabled(given[0].device.type):
+    if len(kinds) > 1 and autocast_type(given[0]) is None:
         raise RuntimeError(
             f"{name}: input, weight and bias have the types "
             f"{', '.join(str(t.dtype) for t in given)}; convert them to one"
