@@ -206,13 +206,11 @@ def _probabilities(p: Any, name: str) -> Any:
 @implements(torch.bernoulli, torch.Tensor.bernoulli)
 def bernoulli(input: DistTensor, p: float | None = None) -> DistTensor:
     """1 with the probability that the element, or `p`, gives."""
-    if p is None:
-        _check(torch.bernoulli, input.dtype)
-        limit: Any = _probabilities(input.shard.detach(), "bernoulli")
-    else:
-        _check(torch.bernoulli, input.dtype, p)
-        limit = p
-    return _new(input, (_uniform(input) < limit), input.dtype)
+    _check(torch.bernoulli, input.dtype, *([] if p is None else [p]))
+    # All ranks draw before one of them may raise, and stay in step.
+    drawn = _uniform(input)
+    limit = _probabilities(input.shard.detach() if p is None else p, "bernoulli")
+    return _new(input, drawn < limit, input.dtype)
 
 
 def _written(input: DistTensor, values: Tensor, name: str) -> DistTensor:
@@ -252,8 +250,10 @@ def bernoulli_(input: DistTensor, p: Any = 0.5, *, generator: Any = None) -> Dis
         _check(torch.Tensor.bernoulli_, input.dtype, p)
     elif broadcast_shape("bernoulli_", (input, p)) != shape:
         raise RuntimeError(f"bernoulli_: p of shape {tuple(p.shape)} does not broadcast to {shape}")
-    limit = _probabilities(block_of(p, shape, input.cuts, input.grid, "bernoulli_"), "bernoulli_")
-    return _written(input, (_uniform(input) < limit).to(input.dtype), "bernoulli_")
+    block = block_of(p, shape, input.cuts, input.grid, "bernoulli_")
+    drawn = _uniform(input)
+    limit = _probabilities(block, "bernoulli_")
+    return _written(input, (drawn < limit).to(input.dtype), "bernoulli_")
 
 
 @implements(nn.init.uniform_)
