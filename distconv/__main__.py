@@ -107,6 +107,20 @@ def _made(factory: str, seed: int) -> nn.Module:
     return module
 
 
+def _made_everywhere(factory: str, seed: int) -> nn.Module:
+    """The module, which every rank makes; all ranks complain where one cannot."""
+    module, problem = None, None
+    try:
+        module = _made(factory, seed)
+    except BadArguments as error:
+        problem = error
+    for found in MPI.COMM_WORLD.allgather(problem):
+        if found is not None:
+            raise found
+    assert module is not None
+    return module
+
+
 def _explain_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, help="of the input (default: as the parameters)")
     parser.add_argument(
@@ -133,7 +147,7 @@ def _verify_options(parser: argparse.ArgumentParser) -> None:
 
 def _verify(arguments: argparse.Namespace) -> int:
     ranks = prod(arguments.grid.values())
-    if ranks > 0 and ranks != MPI.COMM_WORLD.size:
+    if min(arguments.grid.values()) > 0 and ranks != MPI.COMM_WORLD.size:
         raise BadArguments(
             f"the grid has {ranks} ranks, but MPI has started {MPI.COMM_WORLD.size}; start it "
             f"with mpiexec -n {ranks} python -m distconv verify ..."
@@ -142,7 +156,7 @@ def _verify(arguments: argparse.Namespace) -> int:
         grid = ProcessGrid(**arguments.grid)
     except ValueError as error:
         raise BadArguments(str(error)) from None
-    module = _made(arguments.factory, arguments.seed)
+    module = _made_everywhere(arguments.factory, arguments.seed)
     if arguments.float64:
         module = module.double()
     floating = (p.dtype for p in module.parameters() if p.is_floating_point())

@@ -33,7 +33,8 @@ def elementwise(function: Function) -> Function:
 
     Parameters
     ----------
-    function: takes tensors and other values, and returns one tensor of the broadcast shape.
+    function: takes tensors and other values, writes to none of them, and returns one tensor of the
+        broadcast shape.
     """
     rule = pointwise_rule(function)
 
@@ -122,6 +123,14 @@ def _windows(
             f"{name}: the input {tuple(input.shape)} has no spatial dimensions; pass "
             "(sample, channel, *spatial)"
         )
+    for what, given, least in (
+        ("kernel", kernel, 1),
+        ("stride", stride, 1),
+        ("dilation", dilation, 1),
+        ("padding", padding, 0),
+    ):
+        if min(tuple_of(given, n, what)) < least:
+            raise ValueError(f"{name}: {what}={given} is too small; choose from {least} up")
     windows = [
         Window(k, s, d, (p, p))
         for k, s, d, p in zip(

@@ -162,6 +162,12 @@ class _GradientReduction:
         trainable = [p for p in self._parameters if p.requires_grad]
         for p in trainable:
             self._hook(p)
+            hooks: Any = p._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+            if len(hooks) > 1:
+                raise RuntimeError(
+                    "a parameter has a post-accumulate-gradient hook, which would get this rank's "
+                    "part of the gradient; use the gradient when backward() has returned"
+                )
         layout = [(id(p), p.dtype) for p in trainable]
         if layout == self._laid_out:
             return

@@ -28,6 +28,9 @@ missing halo or a wrong count does not."""
 _AMPLIFIED = 100
 """Rounding enters at every addition, and is measured as if it entered at inputs and parameters."""
 
+_UNTELLING = 0.2
+"""What is never taken for rounding, however much the serial program amplifies it."""
+
 _HALF = 64
 """The same for shorter types, in units of their rounding."""
 
@@ -166,8 +169,7 @@ def verify(
     if len(layouts) != len(inputs):
         raise ValueError(f"verify: {len(layouts)} layouts for {len(inputs)} inputs")
     with torch.random.fork_rng(devices=[]), torch.set_grad_enabled(backward), uncounted():
-        torch.manual_seed(seed)
-        rows, notes, dtypes = _compare(module, inputs, layouts, grid)
+        rows, notes, dtypes = _compare(module, inputs, layouts, grid, seed)
     allowance = 0.0
     if tolerance is None:
         kinds = {d.to_real() if d.is_complex else d for d in dtypes}
@@ -178,13 +180,20 @@ def verify(
     for row, *each in zip(rows, *everywhere, strict=True):
         difference = max(math.inf if math.isnan(d) else d for d, _ in each)
         rounding = max(r if math.isfinite(r) else 0.0 for _, r in each)
-        ok = difference <= max(tolerance, allowance * rounding)
+        ok = difference <= max(tolerance, min(allowance * rounding, _UNTELLING))
         judged.append(replace(row, difference=difference, rounding=rounding, ok=ok))
     amplified = sum(row.ok and row.difference > tolerance for row in judged)
     if amplified:
         notes.append(
             f"{amplified} differences are beyond the tolerance and within {_AMPLIFIED} times what "
             "rounding does to the serial program itself; float64, or a larger input, tells more"
+        )
+    blurred = sum(allowance * row.rounding > _UNTELLING for row in judged)
+    if blurred:
+        notes.append(
+            f"rounding changes {blurred} of the serial tensors by more than "
+            f"{_UNTELLING / _AMPLIFIED:.0e}, which leaves little to compare; use float64, or a "
+            "larger input"
         )
     name = type(module).__name__
     verification = Verification(name, str(grid), tolerance, tuple(judged), tuple(notes))
@@ -206,7 +215,10 @@ def _agreed_inputs(module: Any, input: Any, grid: ProcessGrid, options: Any) -> 
             problem = "the input is distributed; pass the whole plain tensor, x.full_tensor()"
         elif not isinstance(x, Tensor):
             problem = f"the input is a {type(x).__name__}; pass tensors, torch.as_tensor(x)"
-    mine = None if problem else ([_fingerprint(x) for x in inputs], options)
+    mine = None
+    if not problem:
+        modes = [part.training for part in module.modules()]
+        mine = [_fingerprint(x) for x in inputs], repr(options), (repr(module), modes)
     everyone = grid.comm.allgather((problem, mine))
     for rank, (theirs, _) in enumerate(everyone):
         if theirs:
@@ -222,6 +234,11 @@ def _agreed_inputs(module: Any, input: Any, grid: ProcessGrid, options: Any) -> 
                 f"verify: layout, tolerance, backward and seed are {theirs[1]} on rank {rank} and "
                 f"{everyone[0][1][1]} on rank 0; pass the same on every rank"
             )
+        if theirs[2] != everyone[0][1][2]:
+            raise ValueError(
+                f"verify: the module of rank {rank} is built otherwise than that of rank 0, or in "
+                "another mode; build the same on every rank"
+            )
     return [x.detach() for x in inputs]
 
 
@@ -232,7 +249,11 @@ def _fingerprint(x: Tensor) -> tuple[Any, ...]:
 
 
 def _compare(
-    module: nn.Module, inputs: list[Tensor], layouts: list[Layout | None], grid: ProcessGrid
+    module: nn.Module,
+    inputs: list[Tensor],
+    layouts: list[Layout | None],
+    grid: ProcessGrid,
+    seed: int,
 ) -> tuple[list[Comparison], list[str], set[torch.dtype]]:
     """All comparisons, not yet judged; what to know; and the floating types that occur."""
     plain, model = copy.deepcopy(module), copy.deepcopy(module)
@@ -244,12 +265,14 @@ def _compare(
             mine.copy_(theirs)
     for x in (*plain.parameters(), *model.parameters()):
         x.grad = None
-    generator = torch.Generator().manual_seed(torch.initial_seed())
+    generator = torch.Generator().manual_seed(seed)
     shaken = copy.deepcopy(plain)
     for x in shaken.parameters():
         x.data = _shaken(x.data, generator)
 
+    torch.manual_seed(seed)
     serial = _Serial(plain, inputs, generator)
+    torch.manual_seed(seed)
     rounding = {
         (row.layer, row.kind): row.difference
         for row in serial.against(shaken, [_shaken(x, generator) for x in inputs], last=False)

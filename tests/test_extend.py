@@ -111,3 +111,22 @@ def test_ranks_without_outputs_have_the_same_type_and_graph() -> None:
     above = dc.windowed(kernel=1)(lambda t: t > 0)(x)
     assert above.dtype == torch.bool and not above.requires_grad
     assert int(above.sum()) == int((x.detach().full_tensor() > 0).sum())
+
+
+@pytest.mark.parallel([1, 2])
+def test_a_function_is_not_taken_to_write_because_of_its_name() -> None:
+    def more_(x: Tensor, inplace: bool = False) -> Tensor:
+        return x + 1
+
+    x = torch.arange(8.0).reshape(1, 1, 8, 1)
+    d = dc.distribute_tensor(x, dc.ProcessGrid(height=-1))
+    for arguments in ({}, {"inplace": True}):
+        y = dc.elementwise(more_)(d, **arguments)
+        assert torch.equal(y.full_tensor(), x + 1) and torch.equal(d.full_tensor(), x)
+
+
+@pytest.mark.parallel([1, 2])
+def test_impossible_windows_are_refused() -> None:
+    for arguments in ({"kernel": 0}, {"kernel": 2, "stride": 0}, {"kernel": 2, "dilation": -1}):
+        with pytest.raises(ValueError, match="is too small; choose from 1 up"):
+            dc.windowed(**arguments)(no_stride)(torch.zeros(1, 1, 8, 8))

@@ -63,7 +63,8 @@ DOMAIN: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def registered() -> list[Callable[..., Any]]:
-    return [f for f, rule in RULES.items() if rule.__qualname__.startswith("pointwise_rule")]
+    made = ("pointwise_rule", "_torch_rule")
+    return [f for f, rule in RULES.items() if rule.__qualname__.startswith(made)]
 
 
 def base_name(function: Callable[..., Any]) -> str:

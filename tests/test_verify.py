@@ -131,7 +131,7 @@ def test_a_network_that_amplifies_rounding_is_not_mistaken_for_a_wrong_one() -> 
                 nn.ReLU(),
                 distconv.layers.BatchNorm2d(8, statistics=statistics),
             )
-            for _ in range(30)
+            for _ in range(14)
         ]
         return nn.Sequential(*blocks)
 
@@ -277,3 +277,28 @@ def test_an_error_on_the_grid_alone_names_the_layer() -> None:
 
     with pytest.raises(RuntimeError, match=r"1 \(Unready\) raised on the grid.*KeyError"):
         dc.verify(nn.Sequential(nn.ReLU(), Unready()), torch.zeros(2, 2), {"sample": 2})
+
+
+@pytest.mark.parallel([2])
+def test_what_rounding_blurs_is_not_a_licence_for_anything() -> None:
+    class Sensitive(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = (x * 1e9).sin()
+            return y * 1.5 if isinstance(y, dc.DistTensor) else y
+
+    module = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), Sensitive())
+    generator = torch.Generator().manual_seed(0)
+    result = dc.verify(
+        module, torch.randn(2, 3, 8, 8, generator=generator), {"height": 2}, show=False
+    )
+    assert not result.ok
+
+
+@pytest.mark.parallel([2])
+def test_modules_that_differ_between_ranks_are_refused_on_all() -> None:
+    grid = dc.ProcessGrid(height=2)
+    x = torch.ones(2, 4, 8, 8)
+    with pytest.raises(ValueError, match="built otherwise"):
+        dc.verify(nn.BatchNorm2d(4).train(grid.rank == 0), x, grid)
+    with pytest.raises(ValueError, match="built otherwise"):
+        dc.verify(nn.Conv2d(4, 4, 3, stride=1 + grid.rank), x, grid)

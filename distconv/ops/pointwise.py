@@ -48,17 +48,37 @@ _DUNDERS = """
 """.split()
 
 
-def pointwise_rule(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What a function that treats every element alone means on DistTensors."""
+def _writes(name: str) -> bool:
+    """Whether a torch function of this name writes to its first argument."""
+    if name.startswith("__"):
+        return name.startswith("__i") and name != "__invert__"
+    return name.endswith("_")
+
+
+def _torch_rule(function: Callable[..., Any]) -> Callable[..., Any]:
+    rule = pointwise_rule(function, _writes(getattr(function, "__name__", "")))
+    code = getattr(function, "__code__", None)
+    if code is None or "inplace" not in code.co_varnames:
+        return rule
+    writing = pointwise_rule(function, True)
+
+    def either(*args: Any, **kwargs: Any) -> Any:
+        return (writing if kwargs.get("inplace") else rule)(*args, **kwargs)
+
+    return either
+
+
+def pointwise_rule(function: Callable[..., Any], in_place: bool = False) -> Callable[..., Any]:
+    """What a function that treats every element alone means on DistTensors.
+
+    `in_place` tells that it writes to its first argument, and returns that.
+    """
     name = getattr(function, "__name__", str(function))
-    in_place = (name.endswith("_") and not name.endswith("__")) or (
-        name.startswith("__i") and name != "__invert__"
-    )
 
     def rule(*args: Any, **kwargs: Any) -> Any:
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         operands = [x for x in tensors if isinstance(x, DistTensor)]
-        written = args[0] if in_place or kwargs.get("inplace") else None
+        written = (args[0] if args else kwargs["input"]) if in_place else None
         if written is not None:
             if not isinstance(written, DistTensor):
                 refuse(
@@ -114,7 +134,7 @@ def _register() -> None:
         for name in [*names, *dunders] if home is torch.Tensor else names:
             function = getattr(home, name, None)
             if callable(function) and function not in RULES:
-                RULES[function] = pointwise_rule(function)
+                RULES[function] = _torch_rule(function)
 
 
 _register()
