@@ -34,13 +34,16 @@ test: $(VENV)/ready
 coverage: $(VENV)/ready
 	$(RUN) $(BIN)/mpiexec -n 2 $(BIN)/python tests/supported.py
 
-# The properties with 50 times as many examples. Where every rank waits in MPI, a thread ends the run.
+# The properties with 50 times as many examples, others each time, and the same on all ranks. Where
+# every rank waits in MPI, a thread ends the run. SEED repeats an earlier run.
+SEED ?= $(shell date +%s)
+nightly: SEED := $(SEED)
 nightly: $(VENV)/ready
-	@status=0; \
+	@status=0; echo "SEED=$(SEED)"; \
 	for n in $(RANKS) 1; do \
 	  echo "== $$n ranks"; \
 	  $(RUN) $(LIMIT) 14400 $(BIN)/mpiexec -n $$n $(BIN)/python -m pytest -q \
-	    -m "hypothesis and parallel[match]" --hypothesis-profile=nightly \
+	    -m "hypothesis and parallel[match]" --hypothesis-profile=nightly --hypothesis-seed=$(SEED) \
 	    --timeout 3600 --timeout-method=thread || status=1; \
 	done; \
 	exit $$status

@@ -23,7 +23,9 @@ settings.register_profile(
     report_multiple_bugs=False,
     suppress_health_check=list(HealthCheck),
 )
-settings.register_profile("nightly", settings.get_profile("default"), max_examples=5000)
+settings.register_profile(
+    "nightly", settings.get_profile("default"), derandomize=False, max_examples=5000
+)
 settings.load_profile("default")
 
 

@@ -91,11 +91,11 @@ def test_max_pooling_equals_serial_with_and_without_indices(case: Case) -> None:
     arguments = windows(case, n, 2)
     dilation = case.one_of(1, 2)
     arguments |= dict(dilation=dilation, return_indices=case.flag())
-    # Of -inf at a border the gradient differs, as README says, and of windows that lie in the
-    # padding throughout, as dilated ones may on a smaller plane.
+    # Of windows that lie in the padding throughout, as dilated ones may on a smaller plane, the
+    # gradient differs.
     x = case.tensor(
         unbatched(case, case.plane(n, smallest=dilation)),
-        *("normal", "negative", "ties", "equal", "nan"),
+        *("normal", "negative", "ties", "equal", "nan", "infinite"),
         dtype=case.one_of(torch.float64, torch.float64, torch.float32, *INTEGER),
     )
     case.agrees(lambda x: MAX[n](x, **arguments), x)

@@ -69,7 +69,7 @@ def starts_of(input: DistTensor, windows: Sequence[Window], box: Box) -> list[in
 
 
 def inner_border(buffer: Tensor, windows: Sequence[Window], starts: Sequence[int]) -> Tensor:
-    """The buffer with elements of the plane in place of the padding before it.
+    """The fresh buffer with elements of the plane in place of the padding before it.
 
     A position there repeats the first one in the plane of the windows that it begins. Maxima are
     the same, and a window of nothing but `lowest` finds its own in the plane, as in torch.
@@ -78,8 +78,8 @@ def inner_border(buffer: Tensor, windows: Sequence[Window], starts: Sequence[int
         if start < 0:
             last = buffer.shape[d] - 1
             first = [min(p % window.dilation - start, last) for p in range(start, 0)]
-            border = buffer.index_select(d, torch.tensor(first, device=buffer.device))
-            buffer = torch.cat([border, buffer.narrow(d, -start, last + 1 + start)], d)
+            inner = buffer.index_select(d, torch.tensor(first, device=buffer.device))
+            buffer.narrow(d, 0, -start).copy_(inner)
     return buffer
 
 
