@@ -37,7 +37,7 @@ FLOATING = (torch.float64, torch.float32, *HALF)
 INTEGER = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 _VERDICTS = MPI.COMM_WORLD.Dup()
-_PATIENCE = 30.0
+_PATIENCE = 90.0
 """Seconds that a rank which has judged an example waits for the others."""
 
 
