@@ -153,3 +153,21 @@ def test_attention_with_cut_queries_and_keys() -> None:
             grid = random_grid(rng)
             layouts = [random_layout(rng, grid, x.shape) for x in (q, k, v)]
             agrees(function, [q, k, v], [] if mask is None else [mask], grid, rng, layouts)
+
+
+@pytest.mark.parallel([3, 4])
+def test_an_additive_mask_has_its_gradient_where_ranks_have_no_queries() -> None:
+    rng = random.Random(11)
+    grid = dc.ProcessGrid(height=-1)
+    q, k, v = (random_tensor(rng, (2, n, 3)) for n in (2, 5, 5))
+    cut, whole = dc.Layout(channel="height"), dc.Layout()
+    for layout in (cut, dc.Layout(width="height"), whole):
+        mask = random_tensor(rng, (2, 2, 5))
+        agrees(
+            F.scaled_dot_product_attention,
+            [q, k, v, mask],
+            [],
+            grid,
+            rng,
+            [cut, whole, whole, layout],
+        )

@@ -245,10 +245,12 @@ def scaled_dot_product_attention(
     elif attn_mask is not None:
         mask = block_of(attn_mask, (*lead, rows, columns), (*q.cuts[:-1], ()), grid, name)
     shape = (*lead, rows, value.shape[-1])
-    if 0 in box_of(shape, q.cuts, grid).shape:
-        shard = (q.shard.sum() + keys.sum() + values.sum()).expand(
-            box_of(shape, q.cuts, grid).shape
-        )
+    block = box_of(shape, q.cuts, grid).shape
+    if 0 in block:
+        # Part of the graph of all operands, as on the ranks that have elements.
+        operands = [q.shard, keys, values, *([] if mask is None or is_causal else [mask])]
+        sums = [t.sum() for t in operands if t.is_floating_point()]
+        shard = torch.stack(sums).sum().expand(block)
     else:
         shard = F.scaled_dot_product_attention(q.shard, keys, values, mask, scale=scale)
     return DistTensor(shard, shape, q.cuts, grid)
