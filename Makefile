@@ -8,7 +8,7 @@ RANKS  := 8 6 4 3 2
 RUN    := MPIR_CVAR_POLLS_BEFORE_YIELD=1 OMP_NUM_THREADS=1
 LIMIT  := timeout -k 10
 
-.PHONY: demo test nightly coverage lint clean
+.PHONY: demo test nightly bench coverage lint clean
 
 $(VENV)/ready: setup.cfg constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -47,6 +47,11 @@ nightly: $(VENV)/ready
 	    --timeout 3600 --timeout-method=thread || status=1; \
 	done; \
 	exit $$status
+
+# Every benchmark beside its bound, into benchmarks/results/cpu.md. Nothing else should run meanwhile.
+bench: $(VENV)/ready
+	$(RUN) KINETO_LOG_LEVEL=99 $(LIMIT) 1200 $(BIN)/mpiexec -n 2 \
+	  $(BIN)/python -m benchmarks.record benchmarks/results/cpu.md
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

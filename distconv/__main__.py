@@ -7,6 +7,7 @@ import importlib
 import sys
 from collections.abc import Callable
 from math import prod
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from mpi4py import MPI
 from torch import nn
 
 from distconv.arguments import RankParser, grid_axes, layout, shape
+from distconv.bench import BENCHMARKS, Settings, as_table, plot
 from distconv.explain import explain
 from distconv.grid import ProcessGrid
 from distconv.verify import verify
@@ -39,7 +41,6 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
         of_command = commands.add_parser(name, help=command.purpose, description=command.purpose)
-        _module_options(of_command)
         command.options(of_command)
         of_command.set_defaults(command=command, complain=of_command.error)
     parsed = parser.parse_args(arguments)
@@ -122,6 +123,7 @@ def _made_everywhere(factory: str, seed: int) -> nn.Module:
 
 
 def _explain_options(parser: argparse.ArgumentParser) -> None:
+    _module_options(parser)
     parser.add_argument("--dtype", choices=DTYPES, help="of the input (default: as the parameters)")
     parser.add_argument(
         "--rank", type=int, help="whose part is told (default: in the middle of every axis)"
@@ -140,22 +142,28 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 
 def _verify_options(parser: argparse.ArgumentParser) -> None:
+    _module_options(parser)
     parser.add_argument("--float64", action="store_true", help="module and input in float64")
     parser.add_argument("--tolerance", type=float, help="largest difference that is rounding")
     parser.add_argument("--no-backward", action="store_true", help="compare no gradients")
 
 
-def _verify(arguments: argparse.Namespace) -> int:
-    ranks = prod(arguments.grid.values())
-    if min(arguments.grid.values()) > 0 and ranks != MPI.COMM_WORLD.size:
+def _grid(extents: dict[str, Any], command: str) -> ProcessGrid:
+    """The grid of all ranks with these extents."""
+    ranks = prod(extents.values())
+    if min(extents.values()) > 0 and ranks != MPI.COMM_WORLD.size:
         raise BadArguments(
             f"the grid has {ranks} ranks, but MPI has started {MPI.COMM_WORLD.size}; start it "
-            f"with mpiexec -n {ranks} python -m distconv verify ..."
+            f"with mpiexec -n {ranks} python -m distconv {command} ..."
         )
     try:
-        grid = ProcessGrid(**arguments.grid)
+        return ProcessGrid(**extents)
     except ValueError as error:
         raise BadArguments(str(error)) from None
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    grid = _grid(arguments.grid, "verify")
     module = _made_everywhere(arguments.factory, arguments.seed)
     if arguments.float64:
         module = module.double()
@@ -175,12 +183,53 @@ def _verify(arguments: argparse.Namespace) -> int:
     return int(not verification.ok)
 
 
+def _bench_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("benchmark", choices=BENCHMARKS, help="what is measured")
+    parser.add_argument(
+        "--grid",
+        type=grid_axes,
+        metavar="AXIS=RANKS,...",
+        help="of layer, model and memory; by default all ranks along the first spatial dimension",
+    )
+    parser.add_argument("--threads", type=int, default=1, help="of every rank (%(default)s)")
+    parser.add_argument(
+        "--seconds", type=float, default=5.0, help="about how long one case takes (%(default)s)"
+    )
+    parser.add_argument("--json", action="store_true", help="one line of JSON for every row")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the rows into a picture")
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    if arguments.grid is not None:
+        _grid(arguments.grid, "bench")
+    if arguments.benchmark == "halo" and MPI.COMM_WORLD.size == 1:
+        raise BadArguments("one rank has no halos; start it with mpiexec -n 2 or more")
+    torch.set_num_threads(arguments.threads)
+    settings = Settings(arguments.grid, arguments.threads, arguments.seconds)
+    first = MPI.COMM_WORLD.rank == 0
+    rows = []
+    for row in BENCHMARKS[arguments.benchmark](settings):
+        rows.append(row)
+        if first and arguments.json:
+            print(row.json(), flush=True)
+    if first and not arguments.json:
+        print(as_table(rows))
+    if first and arguments.plot is not None:
+        plot(rows, arguments.plot)
+    return 0
+
+
 COMMANDS = {
     "explain": Command(
         "tell what each layer would do on a grid, without running it", _explain_options, _explain
     ),
     "verify": Command(
         "compare every layer on a grid with the serial program", _verify_options, _verify
+    ),
+    "bench": Command(
+        "measure layers, halos, models, memory or overheads beside their bounds",
+        _bench_options,
+        _bench,
     ),
 }
 

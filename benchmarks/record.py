@@ -1,0 +1,71 @@
+"""Runs all benchmarks and writes down their results, with what they were measured on.
+
+`make bench` calls it: `mpiexec -n 2 python -m benchmarks.record benchmarks/results/cpu.md`. Why a
+target is missed stands in benchmarks/README.md, which is written by hand.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from mpi4py import MPI
+
+from distconv.bench import BENCHMARKS, Settings, as_table
+
+
+def record(path: Path, settings: Settings) -> None:
+    """Write the tables of all benchmarks to `path`; all ranks call it."""
+    torch.set_num_threads(settings.threads)
+    start = time.perf_counter()
+    sections = []
+    for name, benchmark in BENCHMARKS.items():
+        rows = list(benchmark(settings))
+        sections.append(f"## {name}\n\n```\n{as_table(rows)}\n```\n")
+        _say(f"{name}: {len(rows)} rows after {time.perf_counter() - start:.0f} s")
+    if MPI.COMM_WORLD.rank == 0:
+        title = f"# Benchmarks on {MPI.COMM_WORLD.size} ranks, CPU\n"
+        note = "Written by `make bench`; what the columns mean is in `benchmarks/README.md`.\n"
+        taken = f"{machine()}\ntime      {time.perf_counter() - start:.0f} s"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n".join([title, note, f"```\n{taken}\n```\n", *sections]))
+
+
+def machine() -> str:
+    """What the results were measured on."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    models = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    facts = {
+        "distconv": f"{version('distconv')}, commit {_commit()}",
+        "torch": torch.__version__,
+        "MPI": MPI.Get_library_version().splitlines()[0].strip(),
+        "Python": platform.python_version(),
+        "system": platform.platform(),
+        "CPU": models[0] if models else platform.processor(),
+        "cores": str(os.cpu_count()),
+        "date": datetime.date.today().isoformat(),
+    }
+    return "\n".join(f"{name:<9} {fact}" for name, fact in facts.items())
+
+
+def _commit() -> str:
+    """The commit that is measured, marked where files differ from it."""
+    command = ["git", "describe", "--always", "--dirty"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
+
+
+def _say(text: str) -> None:
+    if MPI.COMM_WORLD.rank == 0:
+        print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    record(Path(sys.argv[1]), Settings(seconds=5.0))

@@ -1,0 +1,94 @@
+"""The exchange of halos alone, with packing, against MPI's own Sendrecv of as many bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from mpi4py import MPI
+
+from distconv.bench.pairs import Side, alternate
+from distconv.bench.report import Row, over
+from distconv.bench.settings import Settings, by, chain
+from distconv.exchange import Messages, landings_of, packed
+from distconv.grid import ProcessGrid
+from distconv.plan import Plan, make_plan
+from distconv.table import size
+from distconv.tensor import DistTensor
+from distconv.window import Same, Window
+
+ROW = 16 * 2**10
+"""The target holds for messages of this many elements, 64 KiB, and more."""
+
+CASES = tuple(
+    (axis, channels, extent)
+    for axis in ("height", "width")
+    for channels, extent in ((1, 1024), (16, 1024), (64, 1024), (256, 1024), (512, 2048))
+)
+"""The axis along which the plane is cut, its channels, and its extent along the other."""
+
+THICKNESS = 8
+"""Rows or columns of every rank's block."""
+
+
+def halos(settings: Settings, cases: Sequence[tuple[str, int, int]] = CASES) -> Iterator[Row]:
+    """One row for each case; all ranks call it. Its grids are chains, whatever the settings."""
+    for axis, channels, extent in cases:
+        grid = chain(axis)
+        cut = THICKNESS * grid.size
+        plane = (cut, extent) if axis == "height" else (extent, cut)
+        x = DistTensor.from_local(torch.randn(_block(axis, channels, extent)), grid)
+        plan = plan_of(x)
+        subject = Side(exchange(x, plan), settings.threads)
+        bound = Side(sendrecv(plan, grid), settings.threads)
+        times = alternate(grid.comm, (subject, bound), settings.seconds)
+        elements = channels * extent
+        case = f"{size(4 * elements)} each way, {axis} cut"
+        configuration = settings.configuration(grid, f"{by((1, channels, *plane))}, 3x3")
+        target = 1.3 if elements >= ROW else None
+        yield over(("halo", case, configuration), "over Sendrecv", times[0], times[1], target)
+
+
+def _block(axis: str, channels: int, extent: int) -> tuple[int, ...]:
+    plane = (THICKNESS, extent) if axis == "height" else (extent, THICKNESS)
+    return 1, channels, *plane
+
+
+def plan_of(x: DistTensor) -> Plan:
+    """What a 3x3 convolution of `x` with padding 1 exchanges."""
+    window = Window(3, padding=(1, 1))
+    needs = tuple(window if axes else Same() for axes in x.cuts)
+    return make_plan(x.grid.topology, x.grid.rank, tuple(x.shape), x.cuts, x.cuts, needs)
+
+
+def exchange(x: DistTensor, plan: Plan) -> Callable[[], None]:
+    """What an overlapped convolution does of it: pack, send, receive, wait."""
+    grid = x.grid
+
+    def run() -> None:
+        landings = landings_of(plan.receives, x.shard)
+        tag = grid.transport.ticket()
+        Messages(landings, packed(x.shard, plan.sends), grid, tag).finish()
+
+    return run
+
+
+def sendrecv(plan: Plan, grid: ProcessGrid) -> Callable[[], None]:
+    """The same bytes between the same ranks, from memory that is packed and always the same.
+
+    On a chain of ranks, pairs whose lower rank is even go first, so that nobody waits in line.
+    """
+    sends = {r.peer: r.size for r in plan.sends}
+    receives = {r.peer: r.size for r in plan.receives}
+    pairs = sorted(sends.keys() | receives.keys(), key=lambda peer: min(peer, grid.rank) % 2)
+    messages = [
+        (peer, torch.ones(sends[peer]).numpy(), torch.ones(receives[peer]).numpy())
+        for peer in pairs
+    ]
+    comm: MPI.Intracomm = grid.comm
+
+    def run() -> None:
+        for peer, leaving, arriving in messages:
+            comm.Sendrecv(leaving, peer, 0, arriving, peer, 0)
+
+    return run
