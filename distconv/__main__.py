@@ -16,7 +16,7 @@ from torch import nn
 
 from distconv.arguments import RankParser, grid_axes, layout, shape
 from distconv.bench import BENCHMARKS, Settings, as_table, plot
-from distconv.explain import explain
+from distconv.explain import dtype_of, explain
 from distconv.grid import ProcessGrid
 from distconv.verify import verify
 
@@ -167,8 +167,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     module = _made_everywhere(arguments.factory, arguments.seed)
     if arguments.float64:
         module = module.double()
-    floating = (p.dtype for p in module.parameters() if p.is_floating_point())
-    dtype = next(floating, torch.float64 if arguments.float64 else torch.get_default_dtype())
+    dtype = dtype_of(module, torch.float64 if arguments.float64 else torch.get_default_dtype())
     generator = torch.Generator().manual_seed(arguments.seed)
     inputs = [torch.randn(s, generator=generator, dtype=dtype) for s in arguments.shape]
     verification = verify(

@@ -158,7 +158,7 @@ class _Gather(Function):
         if plan.buffer_is_block:
             Messages((), packed(local, plan.sends), grid, tag).finish()
             return local.clone()
-        buffer = empty(plan.buffer_shape, local)
+        buffer = _empty(plan.buffer_shape, local)
         if not plan.covered:
             buffer.fill_(fill)
         landings = [(r.peer, _landing(buffer, r)) for r in plan.receives]
@@ -182,7 +182,7 @@ class _Accumulate(Function):
     @staticmethod
     def forward(ctx: Any, buffer: Tensor, plan: Plan, grid: ProcessGrid, tag: int) -> Tensor:
         ctx.movement = plan, grid, tag
-        block = empty(plan.block_shape, buffer)
+        block = _empty(plan.block_shape, buffer)
         landings = landings_of(plan.sends, buffer)
         messages = Messages(landings, packed(buffer, plan.receives), grid, tag)
         whole = tuple(slice(0, n) for n in plan.block_shape)
@@ -259,7 +259,7 @@ def dense(tensor: Tensor) -> Tensor:
     return tensor.contiguous().resolve_conj().resolve_neg()
 
 
-def empty(shape: tuple[int, ...], like: Tensor) -> Tensor:
+def _empty(shape: tuple[int, ...], like: Tensor) -> Tensor:
     """Memory for `shape`, with the channels last where those of `like` are."""
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(like.dim())
     # Strides tell it of a cropped tensor as well.

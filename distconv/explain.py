@@ -158,8 +158,7 @@ def explain(
         raise TypeError(f"explain: {type(module).__name__} is not a torch.nn.Module")
     shapes = _shapes(input_shape)
     if dtype is None:
-        floating = (p.dtype for p in module.parameters() if p.is_floating_point())
-        dtype = next(floating, torch.get_default_dtype())
+        dtype = dtype_of(module, torch.get_default_dtype())
     layouts = _each(layout, len(shapes), "layout")
     dtypes = _each(dtype, len(shapes), "dtype")
     extents = grid.shape if isinstance(grid, ProcessGrid) else grid
@@ -182,6 +181,12 @@ def explain(
     if show and (grid.rank if isinstance(grid, ProcessGrid) else MPI.COMM_WORLD.rank) == 0:
         print(explanation, flush=True)
     return explanation
+
+
+def dtype_of(module: nn.Module, otherwise: torch.dtype) -> torch.dtype:
+    """The type of a module's parameters, or `otherwise` where it has none."""
+    floating = (p.dtype for p in module.parameters() if p.is_floating_point())
+    return next(floating, otherwise)
 
 
 def _shapes(given: Any) -> list[tuple[int, ...]]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from distconv.ops.align import box_of, common_grid, distributed, whole
 from distconv.ops.pointwise import pointwise_rule
-from distconv.ops.windowed import Sizes, tuple_of
+from distconv.ops.windowed import Sizes, tuple_of, windows_of
 from distconv.tensor import DistTensor, check_recorded, gathered, tensors_in
 from distconv.window import Same, Window
 
@@ -131,16 +131,7 @@ def _windows(
     ):
         if min(tuple_of(given, n, what)) < least:
             raise ValueError(f"{name}: {what}={given} is too small; choose from {least} up")
-    windows = [
-        Window(k, s, d, (p, p))
-        for k, s, d, p in zip(
-            tuple_of(kernel, n, "kernel"),
-            tuple_of(stride, n, "stride"),
-            tuple_of(dilation, n, "dilation"),
-            tuple_of(padding, n, "padding"),
-            strict=True,
-        )
-    ]
+    windows = windows_of(kernel, stride, padding, dilation, False, n)
     if any(w.output_size(m) < 1 for w, m in zip(windows, input.shape[2:], strict=True)):
         raise ValueError(
             f"{name}: no window of kernel={kernel}, dilation={dilation}, padding={padding} lies "

@@ -420,8 +420,10 @@ def note(x: DistTensor, plan: Plan, cuts: Cuts, operator: str) -> None:
         record(Movement(operator, x.layout, Layout.of(cuts), plan, itemsize))
 
 
-def _name_of(function: Any) -> str:
-    return resolve_name(function) or getattr(function, "__name__", repr(function))
+def _name_of(operator: Callable[..., Any] | str) -> str:
+    if isinstance(operator, str):
+        return operator
+    return resolve_name(operator) or getattr(operator, "__name__", repr(operator))
 
 
 def check_recorded(operator: Callable[..., Any] | str, *operands: Any) -> None:
@@ -438,7 +440,7 @@ def check_recorded(operator: Callable[..., Any] | str, *operands: Any) -> None:
                 lost = _GRAD_FN(x) is not None
             if lost:
                 refuse(
-                    operator if isinstance(operator, str) else _name_of(operator),
+                    _name_of(operator),
                     "a torch.autograd.Function was applied to a distributed tensor, which loses "
                     "its gradients",
                     x,
@@ -449,7 +451,7 @@ def check_recorded(operator: Callable[..., Any] | str, *operands: Any) -> None:
                 )
         elif isinstance(x, Tensor) and x.grad_fn is not None and exchange.handed_out(x):
             refuse(
-                operator if isinstance(operator, str) else _name_of(operator),
+                _name_of(operator),
                 f"the plain tensor {tuple(x.shape)} depends on what to_local() or full_tensor() "
                 "has handed out, and meets distributed tensors again",
                 *operands,

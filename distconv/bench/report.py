@@ -64,8 +64,7 @@ def over(
 ) -> Row:
     """The subject's times over the bound's. `row` is benchmark, case and configuration."""
     ratios = [s / b for s, b in zip(subject, bound, strict=True)]
-    middle = spread(subject).median, spread(bound).median
-    return Row(*row, measure, "", *spread(ratios), len(ratios), *middle, target)
+    return _row(row, measure, "", ratios, subject, bound, target)
 
 
 def speedup(
@@ -77,8 +76,7 @@ def speedup(
 ) -> Row:
     """How many times as fast as the bound the subject is."""
     ratios = [b / s for s, b in zip(subject, bound, strict=True)]
-    middle = spread(subject).median, spread(bound).median
-    return Row(*row, measure, "", *spread(ratios), len(ratios), *middle, target, at_least=True)
+    return _row(row, measure, "", ratios, subject, bound, target, at_least=True)
 
 
 def minus(
@@ -90,8 +88,21 @@ def minus(
 ) -> Row:
     """The microseconds by which the subject takes longer than the bound."""
     differences = [(s - b) * 1e6 for s, b in zip(subject, bound, strict=True)]
+    return _row(row, measure, "us", differences, subject, bound, target)
+
+
+def _row(
+    row: tuple[str, str, str],
+    measure: str,
+    unit: str,
+    values: Sequence[float],
+    subject: Sequence[float],
+    bound: Sequence[float],
+    target: float | None,
+    at_least: bool = False,
+) -> Row:
     middle = spread(subject).median, spread(bound).median
-    return Row(*row, measure, "us", *spread(differences), len(differences), *middle, target)
+    return Row(*row, measure, unit, *spread(values), len(values), *middle, target, at_least)
 
 
 _HEADING = (

@@ -12,9 +12,16 @@ from torch import Tensor
 from distconv.ops.align import box_of, nothing, uncut
 from distconv.ops.checked import checked, shape_of
 from distconv.ops.shape import flatten
-from distconv.ops.windowed import Sizes, apply_windows, batched, output_shape, tuple_of
+from distconv.ops.windowed import (
+    Sizes,
+    apply_windows,
+    arguments_of,
+    batched,
+    output_shape,
+    tuple_of,
+    windows_of,
+)
 from distconv.tensor import DistTensor, implements
-from distconv.window import Window
 
 
 @implements(F.unfold)
@@ -28,15 +35,8 @@ def unfold(
 ) -> DistTensor:
     """Every window of (N, C, H, W) as a column: (N, C * prod(kernel), windows)."""
     checked(F.unfold, shape_of(input), kernel_size, dilation, padding, stride)
-    names = ("kernel_size", "dilation", "padding", "stride")
-    kernels, dilations, paddings, strides = (
-        tuple_of(value, 2, name)
-        for value, name in zip((kernel_size, dilation, padding, stride), names, strict=True)
-    )
-    windows = [
-        Window(k, s, d, (p, p))
-        for k, s, d, p in zip(kernels, strides, dilations, paddings, strict=True)
-    ]
+    windows = windows_of(kernel_size, stride, padding, dilation, False, 2)
+    kernels, strides, _, dilations = arguments_of(windows)
 
     def compute(buffer: Tensor, left: tuple[int, ...]) -> Tensor:
         columns = F.unfold(buffer, kernels, dilations, left, strides)

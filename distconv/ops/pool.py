@@ -20,29 +20,16 @@ from distconv.ops.align import box_of
 from distconv.ops.checked import checked, shape_of
 from distconv.ops.moments import accumulated
 from distconv.ops.reduction import mean
-from distconv.ops.windowed import Sizes, apply_windows, batched, output_shape, tuple_of
+from distconv.ops.windowed import (
+    Sizes,
+    apply_windows,
+    arguments_of,
+    batched,
+    output_shape,
+    windows_of,
+)
 from distconv.tensor import DistTensor, gathered, implements
 from distconv.window import AdaptiveWindow, Same, Window
-
-
-def windows_of(
-    kernel: Sizes, stride: Sizes | None, padding: Sizes, dilation: Sizes, ceil: bool, n: int
-) -> list[Window]:
-    kernels = tuple_of(kernel, n, "kernel_size")
-    strides = (
-        kernels if stride is None or stride == () or stride == [] else tuple_of(stride, n, "stride")
-    )
-    paddings, dilations = tuple_of(padding, n, "padding"), tuple_of(dilation, n, "dilation")
-    return [
-        Window(k, s, d, (p, p), ceil)
-        for k, s, p, d in zip(kernels, strides, paddings, dilations, strict=True)
-    ]
-
-
-def arguments_of(windows: Sequence[Window]) -> tuple[tuple[int, ...], ...]:
-    """Kernels, strides, paddings and dilations, as torch's pooling functions take them."""
-    rows = [(w.kernel, w.stride, w.padding[0], w.dilation) for w in windows]
-    return tuple(zip(*rows, strict=True))
 
 
 def some_channel(x: Tensor) -> Tensor:

@@ -12,15 +12,16 @@ from torch import Tensor
 
 from distconv.ops.align import box_of, distributed, nothing, uncut
 from distconv.ops.checked import checked, shape_of
-from distconv.ops.pool import (
+from distconv.ops.pool import inner_border, lowest, some_channel, starts_of
+from distconv.ops.windowed import (
+    Sizes,
+    apply_windows,
     arguments_of,
-    inner_border,
-    lowest,
-    some_channel,
-    starts_of,
+    batched,
+    output_shape,
+    tuple_of,
     windows_of,
 )
-from distconv.ops.windowed import Sizes, apply_windows, batched, output_shape, tuple_of
 from distconv.tensor import DistTensor, implements, recut
 
 

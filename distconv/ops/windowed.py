@@ -29,6 +29,27 @@ def tuple_of(value: Sizes, n: int, what: str) -> tuple[int, ...]:
     return tuple(value)
 
 
+def windows_of(
+    kernel: Sizes, stride: Sizes | None, padding: Sizes, dilation: Sizes, ceil: bool, n: int
+) -> list[Window]:
+    """The windows over the last `n` dimensions, padded on both sides alike."""
+    kernels = tuple_of(kernel, n, "kernel_size")
+    strides = (
+        kernels if stride is None or stride == () or stride == [] else tuple_of(stride, n, "stride")
+    )
+    paddings, dilations = tuple_of(padding, n, "padding"), tuple_of(dilation, n, "dilation")
+    return [
+        Window(k, s, d, (p, p), ceil)
+        for k, s, p, d in zip(kernels, strides, paddings, dilations, strict=True)
+    ]
+
+
+def arguments_of(windows: Sequence[Window]) -> tuple[tuple[int, ...], ...]:
+    """Kernels, strides, paddings and dilations, as torch's functions take them."""
+    rows = [(w.kernel, w.stride, w.padding[0], w.dilation) for w in windows]
+    return tuple(zip(*rows, strict=True))
+
+
 Rule = TypeVar("Rule", bound=Callable[..., Any])
 
 
