@@ -155,14 +155,15 @@ class _Gather(Function):
         ctx: Any, local: Tensor, plan: Plan, grid: ProcessGrid, tag: int, fill: float
     ) -> Tensor:
         ctx.movement = plan, grid, tag
+        leaving = packed(local, plan.sends, grid)
         if plan.buffer_is_block:
-            Messages((), packed(local, plan.sends), grid, tag).finish()
+            Messages((), leaving, grid, tag).finish()
             return local.clone()
         buffer = _empty(plan.buffer_shape, local)
         if not plan.covered:
             buffer.fill_(fill)
-        landings = [(r.peer, _landing(buffer, r)) for r in plan.receives]
-        messages = Messages(landings, packed(local, plan.sends), grid, tag)
+        landings = [(r.peer, _landing(buffer, r, grid)) for r in plan.receives]
+        messages = Messages(landings, leaving, grid, tag)
         for source, target in plan.own:
             buffer[target] = local[source]
         messages.finish()
@@ -183,8 +184,8 @@ class _Accumulate(Function):
     def forward(ctx: Any, buffer: Tensor, plan: Plan, grid: ProcessGrid, tag: int) -> Tensor:
         ctx.movement = plan, grid, tag
         block = _empty(plan.block_shape, buffer)
-        landings = landings_of(plan.sends, buffer)
-        messages = Messages(landings, packed(buffer, plan.receives), grid, tag)
+        landings = landings_of(plan.sends, buffer, grid)
+        messages = Messages(landings, packed(buffer, plan.receives, grid), grid, tag)
         whole = tuple(slice(0, n) for n in plan.block_shape)
         rest = plan.own
         if rest and rest[0][0] == whole:
@@ -254,9 +255,9 @@ class _Replicate(Function):
 
 def dense(tensor: Tensor) -> Tensor:
     """A tensor whose memory holds just its elements, in order: itself, where that is so."""
-    if tensor._is_zerotensor():
-        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-    return tensor.contiguous().resolve_conj().resolve_neg()
+    if _is_plain(tensor):
+        return tensor
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format).copy_(tensor)
 
 
 def _empty(shape: tuple[int, ...], like: Tensor) -> Tensor:
@@ -293,14 +294,16 @@ class Messages:
             request.wait()
 
 
-def packed(tensor: Tensor, routes: Iterable[Route]) -> list[tuple[int, Tensor]]:
+def packed(tensor: Tensor, routes: Iterable[Route], grid: ProcessGrid) -> list[tuple[int, Tensor]]:
     """For each route its rank, and its boxes of `tensor` as one contiguous message."""
-    return [(route.peer, _pack(tensor, route)) for route in routes]
+    return [(route.peer, _pack(tensor, route, grid)) for route in routes]
 
 
-def landings_of(routes: Iterable[Route], like: Tensor) -> list[tuple[int, Tensor]]:
+def landings_of(
+    routes: Iterable[Route], like: Tensor, grid: ProcessGrid
+) -> list[tuple[int, Tensor]]:
     """For each route its rank, and memory for its message."""
-    return [(route.peer, like.new_empty(route.size)) for route in routes]
+    return [(r.peer, grid.transport.empty((r.size,), like)) for r in routes]
 
 
 def add_arrived(
@@ -312,18 +315,34 @@ def add_arrived(
             place += part
 
 
-def _pack(tensor: Tensor, route: Route) -> Tensor:
+def _pack(tensor: Tensor, route: Route, grid: ProcessGrid) -> Tensor:
     """The boxes of a route as one contiguous message; a contiguous box travels uncopied."""
     if len(route.boxes) == 1:
-        return dense(tensor[route.boxes[0]])
-    return dense(torch.cat([tensor[box].reshape(-1) for box in route.boxes]))
+        place = tensor[route.boxes[0]]
+        if _is_plain(place):
+            return place
+        return grid.transport.empty(place.shape, place).copy_(place)
+    message = grid.transport.empty((route.size,), tensor)
+    for place, part in _parts(tensor, route, message):
+        part.copy_(place)
+    return message
 
 
-def _landing(buffer: Tensor, route: Route) -> Tensor:
+def _landing(buffer: Tensor, route: Route, grid: ProcessGrid) -> Tensor:
     """Memory for a message: its place in the buffer where that is contiguous."""
     if len(route.boxes) == 1 and (place := buffer[route.boxes[0]]).is_contiguous():
         return place
-    return buffer.new_empty(route.size)
+    return grid.transport.empty((route.size,), buffer)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether the memory of a tensor holds just its elements, in order."""
+    return (
+        tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and not tensor._is_zerotensor()
+    )
 
 
 def _parts(tensor: Tensor, route: Route, message: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -66,9 +66,9 @@ def exchange(x: DistTensor, plan: Plan) -> Callable[[], None]:
     grid = x.grid
 
     def run() -> None:
-        landings = landings_of(plan.receives, x.shard)
+        landings = landings_of(plan.receives, x.shard, grid)
         tag = grid.transport.ticket()
-        Messages(landings, packed(x.shard, plan.sends), grid, tag).finish()
+        Messages(landings, packed(x.shard, plan.sends, grid), grid, tag).finish()
 
     return run
 

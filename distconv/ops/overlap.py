@@ -152,8 +152,8 @@ class _Convolution(Function):
         tag: int,
     ) -> Tensor:
         plan, edge = geometry.plan, geometry.boundary
-        landings = landings_of(plan.receives, x)
-        messages = Messages(landings, packed(x, plan.sends), grid, tag)
+        landings = landings_of(plan.receives, x, grid)
+        messages = Messages(landings, packed(x, plan.sends, grid), grid, tag)
         y = torch.convolution(x, weight, bias, *geometry.arguments(edge.padding))
         messages.finish()
         halos = [halo for _, halo in landings]
@@ -196,7 +196,7 @@ class _Convolution(Function):
                 for part in slab.halo:
                     part.of(leaving)[part.box] += dhalo[part.place]
         if of_input:
-            landings = landings_of(plan.sends, x)
+            landings = landings_of(plan.sends, x, grid)
             routes = zip(plan.receives, leaving, strict=True)
             messages = Messages(landings, [(r.peer, d) for r, d in routes], grid, tag)
         arguments = geometry.arguments(edge.padding)

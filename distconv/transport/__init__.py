@@ -28,6 +28,9 @@ class Transport(Protocol):
     def ticket(self) -> int:
         """The tag of the next exchange."""
 
+    def empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """Memory for a message, of the type of `like` and on its device, with anything in it."""
+
     def send(self, tensor: Tensor, rank: int, tag: int) -> Request:
         """Start sending a tensor."""
 

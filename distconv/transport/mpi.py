@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
+from distconv.transport.buffers import Buffers
+
 _DATATYPES = {
     torch.float32: MPI.FLOAT,
     torch.float64: MPI.DOUBLE,
@@ -48,11 +50,16 @@ class MPITransport:
         bound = comm.Get_attr(MPI.TAG_UB)
         self._tags = bound if isinstance(bound, int) else 32767
         self._tickets = 0
+        self._buffers = Buffers()
 
     def ticket(self) -> int:
         """The tag of the next exchange."""
         self._tickets = (self._tickets + 1) % self._tags
         return self._tickets
+
+    def empty(self, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+        """Memory for a message."""
+        return self._buffers.empty(shape, like)
 
     def send(self, tensor: torch.Tensor, rank: int, tag: int) -> MPIRequest:
         """Start sending a tensor."""

@@ -1,0 +1,55 @@
+"""Memory of messages, used again for later messages of the same size.
+
+Fresh memory costs page faults when it is first written, up to several times what the message costs.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from math import prod
+from weakref import ref
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Memory = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
+
+LIMIT = 64 * 2**20
+"""Bytes that are kept for later."""
+
+
+class Buffers:
+    """Tensors whose memory comes back by itself when nothing refers to it any more."""
+
+    def __init__(self) -> None:
+        self._idle: defaultdict[int, list[Memory]] = defaultdict(list)
+        self._idle_bytes = 0
+        self._lent: dict[int, tuple[ref[Memory], Memory]] = {}
+
+    def empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """A contiguous CPU tensor of `shape` in the type of `like`, with anything in it."""
+        size = prod(shape) * like.element_size()
+        if not size:
+            return like.new_empty(shape)
+        stack = self._idle[size]
+        if stack:
+            memory = stack.pop()
+            self._idle_bytes -= size
+        else:
+            memory = torch.empty(size, dtype=torch.uint8).numpy()
+        # The tensor and all that share its memory keep this view alive.
+        view = memory[:]
+        use = ref(view, self._take_back)
+        self._lent[id(use)] = use, memory
+        message = torch.frombuffer(view, dtype=like.dtype)
+        return message if len(shape) == 1 else message.view(shape)
+
+    def _take_back(self, use: ref[Memory]) -> None:
+        _, memory = self._lent.pop(id(use))
+        if self._idle_bytes + memory.nbytes > LIMIT:
+            self._idle.clear()
+            self._idle_bytes = 0
+        if memory.nbytes <= LIMIT:
+            self._idle[memory.nbytes].append(memory)
+            self._idle_bytes += memory.nbytes
