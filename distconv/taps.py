@@ -40,8 +40,7 @@ class Resampled:
         return self.outputs
 
     def intervals(self, size: int, start: int, stop: int) -> tuple[Interval, ...]:
-        positions, _ = self.taps(size, start, stop)
-        return ((int(positions.min()), int(positions.max()) + 1),)
+        return _intervals(self, size, start, stop)
 
     def taps(self, size: int, start: int, stop: int) -> tuple[NDArray, NDArray]:
         """Input positions and weights of the outputs [start, stop), each (stop - start, taps)."""
@@ -63,13 +62,22 @@ class Resampled:
         in the precision of the data. Forward and backward pass may differ in that, as may memory
         formats; all agree in two dimensions.
         """
-        if not self.mode.startswith("nearest"):
-            return False
-        outputs = np.arange(self.outputs)
-        kernels = [_nearest(self, size, outputs)]
-        reals = np.float32, np.dtype(self.precision).type
-        kernels += [_scaled(self, size, outputs, real) for real in reals]
-        return any((kernel != kernels[0]).any() for kernel in kernels)
+        return self.mode.startswith("nearest") and _ambiguous(self, size)
+
+
+@lru_cache(maxsize=1024)
+def _ambiguous(r: Resampled, size: int) -> bool:
+    outputs = np.arange(r.outputs)
+    kernels = [_nearest(r, size, outputs)]
+    reals = np.float32, np.dtype(r.precision).type
+    kernels += [_scaled(r, size, outputs, real) for real in reals]
+    return any((kernel != kernels[0]).any() for kernel in kernels)
+
+
+@lru_cache(maxsize=1024)
+def _intervals(r: Resampled, size: int, start: int, stop: int) -> tuple[Interval, ...]:
+    positions, _ = _taps(r, size, start, stop)
+    return ((int(positions.min()), int(positions.max()) + 1),)
 
 
 @lru_cache(maxsize=1024)
