@@ -1,9 +1,9 @@
 """A whole model on a grid: equal parameters everywhere, and gradients added up during backward.
 
 Every rank holds all parameters, and computes its part of their gradients; the gradient is the sum
-of the parts. The parts travel in buckets, in an order fixed from the start, each as one
-non-blocking all-reduce that begins as soon as the bucket and all before it are full (Li et al.,
-"PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020).
+of the parts. The parts live in buckets and travel in them, in an order fixed from the start, each
+as one non-blocking all-reduce that begins as soon as the bucket and all before it are full (Li et
+al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020).
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import Token
 from typing import Any, NoReturn, TypeVar
-from weakref import ref
+from weakref import finalize, ref
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd import Function, Variable
+from torch.autograd.graph import Node
 
+from distconv.buckets import Bucket
 from distconv.exchange import broadcast
 from distconv.grid import ProcessGrid
 from distconv.tensor import IN_MODULE, DistTensor, tensors_in
 from distconv.topology import AXES
-from distconv.transport import Request
 
 Module = TypeVar("Module", bound=nn.Module)
 
 _ATTRIBUTE = "_distconv_gradient_reduction"
 
 
-def parallelize(module: Module, grid: ProcessGrid, *, bucket_bytes: int = 4 * 2**20) -> Module:
+def parallelize(module: Module, grid: ProcessGrid, *, bucket_bytes: int = 2**20) -> Module:
     """Make `module` compute on DistTensors of `grid` what it computes serially; returns it.
 
     Parameters and buffers become those of rank 0. From then on, when `backward()` returns, the
@@ -47,8 +47,8 @@ def parallelize(module: Module, grid: ProcessGrid, *, bucket_bytes: int = 4 * 2*
     Raises
     ------
     ValueError
-        On every rank, when the ranks' modules differ in the names, shapes or types of their
-        parameters and buffers, or the module is parallelized already.
+        On every rank, when the ranks' modules differ in the names, shapes, types or strides of
+        their parameters and buffers, or the module is parallelized already.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"parallelize: {type(module).__name__} is not a torch.nn.Module")
@@ -74,7 +74,8 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     """Within it, backward passes leave every rank its own part of the gradients.
 
     The next backward pass outside adds all parts up: accumulation over several mini-batches for the
-    price of one reduction. All ranks enter it together; `module` has been parallelized.
+    price of one reduction. Until then a gradient that the program sets is a part, too. All ranks
+    enter it together; `module` has been parallelized.
     """
     reduction = _reduction_of(module)
     if reduction is None:
@@ -93,7 +94,9 @@ def _reduction_of(module: nn.Module) -> _GradientReduction | None:
 
 
 def _compare_modules(state: dict[str, Tensor], grid: ProcessGrid) -> None:
-    mine = {n: (tuple(t.shape), str(t.dtype), t.requires_grad) for n, t in state.items()}
+    mine = {
+        n: (tuple(t.shape), str(t.dtype), t.requires_grad, t.stride()) for n, t in state.items()
+    }
     everyone = grid.comm.allgather(mine)
     for rank, theirs in enumerate(everyone):
         for name in sorted(everyone[0].keys() | theirs.keys()):
@@ -110,18 +113,6 @@ def _compare_modules(state: dict[str, Tensor], grid: ProcessGrid) -> None:
             )
 
 
-class _Bucket:
-    """Parameters whose gradients travel together, and a number for each that says if it has one."""
-
-    def __init__(self, parameters: list[nn.Parameter]):
-        self.parameters = parameters
-        sizes = [p.numel() for p in parameters]
-        self.flat = parameters[0].new_zeros(sum(sizes) + len(parameters)).detach()
-        *views, self.used = self.flat.split([*sizes, len(parameters)])
-        self.views = [v.view_as(p) for v, p in zip(views, parameters, strict=True)]
-        self.request: Request | None = None
-
-
 class _GradientReduction:
     """Hooks on the parameters of one module that add up their gradients over a grid."""
 
@@ -132,13 +123,16 @@ class _GradientReduction:
         self._bucket_bytes = bucket_bytes
         self._module = ref(module)
         self._parameters = list(module.parameters())
-        self._buckets: list[_Bucket] = []
-        self._laid_out: list[tuple[int, torch.dtype]] = []
+        self._buckets: list[Bucket] = []
+        self._bucket_of: dict[Tensor, tuple[Bucket, int]] = {}
+        self._laid_out: list[Any] = []
         self._hooked: dict[nn.Parameter, Node] = {}
-        self._parts: set[nn.Parameter] = set()
+        self._parts: set[Tensor] = set()
         """Parameters whose .grad holds this rank's part of a sum; others have the same on all."""
-        self._fired: set[nn.Parameter] = set()
+        self._fired: set[Tensor] = set()
         """Parameters that have got their gradient in the present backward pass."""
+        self._new = False
+        """Whether autograd is making the first gradient of a parameter, not adding to one."""
         self._pass = -1
         self._started = 0
         self._scopes: list[Token[bool]] = []
@@ -160,15 +154,15 @@ class _GradientReduction:
     def _prepare(self) -> None:
         """Hook the trainable parameters and lay out the buckets, last parameters first."""
         trainable = [p for p in self._parameters if p.requires_grad]
-        for p in trainable:
-            self._hook(p)
+        for p, node in zip(trainable, _accumulating(trainable), strict=True):
+            self._hook(p, node)
             hooks: Any = p._post_accumulate_grad_hooks  # type: ignore[attr-defined]
             if len(hooks) > 1:
                 raise RuntimeError(
                     "a parameter has a post-accumulate-gradient hook, which would get this rank's "
                     "part of the gradient; use the gradient when backward() has returned"
                 )
-        layout = [(id(p), p.dtype) for p in trainable]
+        layout = [(id(p), p.dtype, p.shape, p.stride()) for p in trainable]
         if layout == self._laid_out:
             return
         if any(p.grad is not None and not p.requires_grad for p in self._parts):
@@ -184,19 +178,19 @@ class _GradientReduction:
             following = trainable[-2 - i] if i + 1 < len(trainable) else None
             size = sum(q.numel() * q.element_size() for q in chosen)
             if following is None or size >= self._bucket_bytes or following.dtype != p.dtype:
-                self._buckets.append(_Bucket(chosen))
+                self._buckets.append(Bucket(chosen))
                 chosen = []
+        self._bucket_of = {p: (b, i) for b in self._buckets for i, p in enumerate(b.parameters)}
 
-    def _hook(self, p: nn.Parameter) -> None:
+    def _hook(self, p: nn.Parameter, node: Node) -> None:
         """Watch a parameter; again where a change of its type has given it another node."""
-        # The node that accumulates: hooks of the tensor would run in autograd.grad as well.
-        node = get_gradient_edge(p).node
         if self._hooked.get(p) is node:
             return
         if p not in self._hooked:
             p.register_post_accumulate_grad_hook(self._after_accumulation)
             p.__dict__[_ATTRIBUTE] = True
         self._hooked[p] = node
+        # Hooks of the tensor would run in autograd.grad as well.
         node.register_prehook(lambda grads, p=p: self._before_accumulation(p, *grads))
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -249,62 +243,76 @@ class _GradientReduction:
                 "backward(create_graph=True): the sum of parameter gradients over the ranks cannot "
                 "be differentiated; differentiate with respect to inputs, backward(inputs=[x])"
             )
-        if gradient is None or p in self._parts:
+        if gradient is None or self._grid.size == 1:
             return
-        # What an earlier backward pass has summed becomes parts again, of the same sum.
-        if p.grad is not None:
-            p.grad.div_(self._grid.size)
+        self._new = p.grad is None
+        if p.grad is not None and p not in self._parts and self._grid.rank:
+            # What an earlier backward pass has summed becomes parts again, all of it on rank 0.
+            p.grad.zero_()
         self._parts.add(p)
 
     def _after_accumulation(self, p: Tensor) -> None:
-        assert isinstance(p, nn.Parameter)
-        if not self.enabled:
+        if self._grid.size == 1:
             return
         backward_pass = torch._C._current_graph_task_id()
         if backward_pass != self._pass:
             self._begin(backward_pass)
+        bucket, i = self._bucket_of[p]
+        bucket.prepare(backward_pass)
+        if self._new:
+            bucket.move_in(i)
+        if not self.enabled:
+            return
         self._fired.add(p)
         while self._started < len(self._buckets) and all(
             q in self._fired for q in self._buckets[self._started].parameters
         ):
-            self._start(self._buckets[self._started])
+            self._start_next()
 
     def _begin(self, backward_pass: int) -> None:
-        # A pass that has failed may have left reductions under way.
-        for bucket in self._buckets:
-            if bucket.request is not None:
-                bucket.request.wait()
-                bucket.request = None
+        self._settle()
         self._pass, self._started = backward_pass, 0
         self._fired.clear()
-        Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
+        if self.enabled:
 
-    def _start(self, bucket: _Bucket) -> None:
-        """Fill a bucket and start adding it up."""
-        for i, (p, view) in enumerate(zip(bucket.parameters, bucket.views, strict=True)):
-            bucket.used[i] = float(p in self._parts and p.grad is not None)
-            if p.grad is None:
-                view.zero_()
-            else:
-                torch.div(p.grad, 1 if p in self._parts else self._grid.size, out=view)
-        bucket.request = self._grid.transport.all_reduce(bucket.flat, self._comm)
+            def finish() -> None:
+                self._finish()
+
+            # A pass that fails leaves reductions under way; autograd drops what it would call.
+            finalize(finish, self._settle).atexit = False
+            Variable._execution_engine.queue_callback(finish)  # type: ignore[attr-defined]
+
+    def _start_next(self) -> None:
+        bucket = self._buckets[self._started]
+        bucket.prepare(self._pass)
+        bucket.start(self._parts, self._grid, self._comm)
         self._started += 1
 
     def _finish(self) -> None:
         """At the end of backward: start what is left, and give every parameter its sum."""
         while self._started < len(self._buckets):
-            self._start(self._buckets[self._started])
-        for bucket in self._buckets:
-            assert bucket.request is not None
-            bucket.request.wait()
-            bucket.request = None
-            for p, view, used in zip(
-                bucket.parameters, bucket.views, bucket.used.tolist(), strict=True
-            ):
-                if used:
-                    if p.grad is None:
-                        p.grad = view.clone()
-                    else:
-                        p.grad.copy_(view)
-        self._parts.clear()
+            self._start_next()
+        self._settle()
         self._pass = -1
+
+    def _settle(self) -> None:
+        """Wait for the reductions under way: what they have added up is no part any more."""
+        for bucket in self._buckets:
+            if bucket.finish():
+                self._parts.difference_update(bucket.parameters)
+
+
+class _Edges(Function):
+    """Leads to all its inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Tensor) -> Tensor:
+        return inputs[0].new_empty(())
+
+
+def _accumulating(parameters: list[nn.Parameter]) -> list[Node]:
+    """The nodes that accumulate gradients; one by one torch takes several times as long."""
+    if not parameters:
+        return []
+    with torch.enable_grad():
+        return [node for node, _ in _Edges.apply(*parameters).grad_fn.next_functions]

@@ -39,6 +39,18 @@ class Net(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
+class Branching(nn.Module):
+    """One of two convolutions, by choice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList([nn.Conv2d(3, 2, 3, padding=1) for _ in range(2)])
+        self.choice = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.branches[self.choice](x).mean((2, 3))
+
+
 def net(seed: int = 0) -> Net:
     torch.manual_seed(seed)
     return Net().double()
@@ -181,15 +193,6 @@ def test_planes_smaller_than_the_grid_leave_ranks_empty_and_gradients_right() ->
 
 @pytest.mark.parallel(RANKS)
 def test_a_layer_that_only_some_passes_use_keeps_its_gradient_otherwise() -> None:
-    class Branching(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.branches = nn.ModuleList([nn.Conv2d(3, 2, 3, padding=1) for _ in range(2)])
-            self.choice = 0
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.branches[self.choice](x).mean((2, 3))
-
     def make(seed: int = 0) -> nn.Module:
         torch.manual_seed(seed)
         return Branching().double()
@@ -460,6 +463,7 @@ class Frozen(nn.Conv2d):
         (lambda: nn.Conv2d(3, 4, 3, bias=False), "bias"),
         (lambda: nn.Conv2d(3, 4, 3).double(), "bias"),
         (lambda: Frozen(3, 4, 3), "bias"),
+        (lambda: nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last), "weight"),
         (lambda: nn.Sequential(nn.Conv2d(3, 4, 3)), "0.bias"),
     ],
 )

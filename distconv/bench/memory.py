@@ -35,7 +35,7 @@ _STEP = "distconv.bench.step"
 class Peak(NamedTuple):
     """Bytes of tensors at their most in a step: in all, and on top of what lives all through it.
 
-    Parameters do, and the memory in which their gradients are added up; gradients do not.
+    Parameters do; gradients do not.
     """
 
     whole: int
