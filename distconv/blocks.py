@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import lru_cache
 
 from torch import Tensor
 
 from distconv.grid import ProcessGrid
 from distconv.layout import Cuts, Layout, block, rank_box
+from distconv.topology import Topology
 
 
 def check_batch(shape: tuple[int, ...], cuts: Cuts, grid: ProcessGrid) -> None:
@@ -44,9 +46,17 @@ def global_shape(local: Tensor, grid: ProcessGrid, cuts: Cuts, layout: Layout) -
         raise ValueError(
             f"the tensor lives on {device}; this version works on CPU tensors, x.cpu()"
         )
-    shape = tuple(_global_size(shapes, d, cuts[d], grid) for d in range(len(cuts)))
-    expected = [rank_box(shape, cuts, grid.topology, r).shape for r in range(grid.size)]
-    off = [r for r in range(grid.size) if shapes[r] != expected[r]]
+    return _fitting_shape(tuple(shapes), cuts, grid.topology)
+
+
+@lru_cache(maxsize=1024)
+def _fitting_shape(
+    shapes: tuple[tuple[int, ...], ...], cuts: Cuts, topology: Topology
+) -> tuple[int, ...]:
+    """The shape whose cut gives the ranks blocks of these shapes."""
+    shape = tuple(_global_size(shapes, d, cuts[d], topology) for d in range(len(cuts)))
+    expected = [rank_box(shape, cuts, topology, r).shape for r in range(topology.size)]
+    off = [r for r in range(topology.size) if shapes[r] != expected[r]]
     if off:
         listed = "; ".join(
             f"rank {r} holds {shapes[r]} and should hold {expected[r]}" for r in off[:8]
@@ -61,12 +71,11 @@ def global_shape(local: Tensor, grid: ProcessGrid, cuts: Cuts, layout: Layout) -
 
 
 def _global_size(
-    shapes: list[tuple[int, ...]], dimension: int, axes: tuple[str, ...], grid: ProcessGrid
+    shapes: tuple[tuple[int, ...], ...], dimension: int, axes: tuple[str, ...], topology: Topology
 ) -> int:
     """The size of one dimension that fits the blocks of the most ranks."""
-    topology = grid.topology
     parts = topology.parts(axes)
-    part = [topology.part(topology.coordinates(r), axes) for r in range(grid.size)]
+    part = [topology.part(topology.coordinates(r), axes) for r in range(topology.size)]
     held = [shape[dimension] for shape in shapes]
     by_part: list[Counter[int]] = [Counter() for _ in range(parts)]
     for p, n in zip(part, held, strict=True):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from math import prod
 from typing import Any, TypeAlias
 
 import torch
@@ -68,7 +70,7 @@ def block_of(x: Any, shape: Shape, cuts: Cuts, grid: ProcessGrid, operator: str)
 def broadcast_shape(name: str, tensors: Sequence[Tensor]) -> Shape:
     """The shape of the broadcast of all operands, from their global shapes."""
     try:
-        return tuple(torch.broadcast_shapes(*(x.shape for x in tensors)))
+        return _broadcast(tuple(x.shape for x in tensors))
     except RuntimeError:
         shapes = ", ".join(str(tuple(x.shape)) for x in tensors)
         raise RuntimeError(
@@ -76,6 +78,11 @@ def broadcast_shape(name: str, tensors: Sequence[Tensor]) -> Shape:
             "the global shape, equal on all ranks; a rank's own block becomes distributed by "
             "DistTensor.from_local"
         ) from None
+
+
+@lru_cache(maxsize=4096)
+def _broadcast(shapes: tuple[Shape, ...]) -> Shape:
+    return tuple(torch.broadcast_shapes(*shapes))
 
 
 def operand_cuts(operand: Shape, shape: Shape, cuts: Cuts) -> Cuts:
@@ -93,13 +100,17 @@ def broadcast_cuts(operands: Sequence[DistTensor], shape: Shape) -> Cuts:
     A dimension along which the largest is itself broadcast is cut as the first operand that has it
     in full, as far as those grid axes are still free.
     """
-    ranked = sorted(operands, key=lambda x: -x.numel())
+    return _broadcast_cuts(tuple((tuple(x.shape), x.cuts) for x in operands), shape)
+
+
+@lru_cache(maxsize=4096)
+def _broadcast_cuts(operands: tuple[tuple[Shape, Cuts], ...], shape: Shape) -> Cuts:
     cuts: list[tuple[str, ...]] = [()] * len(shape)
     settled = [False] * len(shape)
-    for x in ranked:
-        lead = len(shape) - x.dim()
-        for d, axes in enumerate(x.cuts, lead):
-            if not settled[d] and x.shape[d - lead] == shape[d]:
+    for sizes, own in sorted(operands, key=lambda x: -prod(x[0])):
+        lead = len(shape) - len(sizes)
+        for d, axes in enumerate(own, lead):
+            if not settled[d] and sizes[d - lead] == shape[d]:
                 used = {a for cut in cuts for a in cut}
                 cuts[d] = axes if not used.intersection(axes) else ()
                 settled[d] = True
