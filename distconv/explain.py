@@ -405,9 +405,9 @@ _HEADING = (
 def _cells(layer: LayerPlan) -> tuple[str, ...]:
     """The row of the table."""
     moved = [
-        f"{_cut(r.source)} -> {_cut(r.target)}"
-        + ("" if r.operator in layer.kind.lower() else f" by {r.operator}")
+        f"{_cut(r.source)} -> {_cut(r.target)}" + (f" by {how}" if how else "")
         for r in layer.redistributions
+        for how in (_beside(layer.kind.lower(), r.operator),)
     ]
     halos = [
         " ".join(f"{name} {before}+{after}" for name, (before, after) in widths if before + after)
@@ -427,6 +427,11 @@ def _cells(layer: LayerPlan) -> tuple[str, ...]:
         _size(layer.kept_bytes),
         _size(layer.parameter_bytes),
     )
+
+
+def _beside(kind: str, operator: str) -> str:
+    """What the name of an operator says that the kind of its layer does not."""
+    return "" if operator in kind else operator.removeprefix(f"{kind}, ")
 
 
 def _layout_of(layer: LayerPlan) -> str:

@@ -25,13 +25,15 @@ class Redistribution:
 
 @dataclass(frozen=True)
 class Movement:
-    """One gathering of the inputs that an operator needs: a redistribution, or halos."""
+    """What an operator moves: inputs that are redistributed, or halos, or sums of results."""
 
     operator: str
     source: Layout
     target: Layout
     plan: Plan
     itemsize: int
+    adjoint: bool = False
+    """Whether the plan is read backwards, so that sums are scattered."""
 
     @property
     def redistributes(self) -> bool:
@@ -41,7 +43,8 @@ class Movement:
     @property
     def bytes(self) -> int:
         """Bytes received from other ranks."""
-        return self.itemsize * sum(route.size for route in self.plan.receives)
+        routes = self.plan.sends if self.adjoint else self.plan.receives
+        return self.itemsize * sum(route.size for route in routes)
 
 
 _LEDGER: dict[tuple[str, Layout, Layout], Redistribution] = {}

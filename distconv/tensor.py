@@ -413,6 +413,27 @@ def gathered(
     return exchange.gather(x.shard, plan, x.grid, fill)
 
 
+def reduce_scattered(
+    partial: Tensor,
+    shape: tuple[int, ...],
+    source: Cuts,
+    target: Cuts,
+    grid: ProcessGrid,
+    operator: str,
+) -> Tensor:
+    """This rank's block, cut by `target`, of the sum of blocks of `shape` cut by `source`.
+
+    All ranks call it, each with its summand. The sum is over the ranks along the axes that only
+    `target` cuts; `partial` itself where there are none.
+    """
+    if source == target:
+        return partial
+    plan = make_plan(grid.topology, grid.rank, shape, target, source, (Same(),) * len(shape))
+    layouts = Layout.of(source), Layout.of(target)
+    record(Movement(operator, *layouts, plan, partial.element_size(), adjoint=True))
+    return exchange.accumulate(partial, plan, grid)
+
+
 def note(x: DistTensor, plan: Plan, cuts: Cuts, operator: str) -> None:
     """Let the ledger know what `operator` moves of `x` to an output cut by `cuts`."""
     if cuts != x.cuts or tracing():

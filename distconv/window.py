@@ -118,15 +118,20 @@ class Span:
 
 @dataclass(frozen=True)
 class Grouped:
-    """Output i is computed from input i // factor, as in pixel shuffle."""
+    """Each `factor` outputs are computed from the next `inputs` inputs.
+
+    So do pixel shuffle, and the groups of grouped convolution.
+    """
 
     factor: int
+    inputs: int = 1
 
     def output_size(self, size: int) -> int:
-        return size * self.factor
+        return size // self.inputs * self.factor
 
     def intervals(self, size: int, start: int, stop: int) -> tuple[Interval, ...]:
-        return ((start // self.factor, (stop - 1) // self.factor + 1),)
+        first, last = start // self.factor, (stop - 1) // self.factor + 1
+        return ((first * self.inputs, last * self.inputs),)
 
 
 @dataclass(frozen=True)

@@ -13,15 +13,20 @@ from torch.nn import (
     AvgPool1d,
     AvgPool2d,
     AvgPool3d,
-    Conv1d,
-    Conv2d,
-    Conv3d,
-    Linear,
     MaxPool1d,
     MaxPool2d,
     MaxPool3d,
 )
 
+from distconv.layers.channels import (
+    Conv1d,
+    Conv2d,
+    Conv3d,
+    ConvTranspose1d,
+    ConvTranspose2d,
+    ConvTranspose3d,
+    Linear,
+)
 from distconv.layers.norm import BatchNorm1d, BatchNorm2d, BatchNorm3d
 
 __all__ = [
@@ -37,6 +42,9 @@ __all__ = [
     "Conv1d",
     "Conv2d",
     "Conv3d",
+    "ConvTranspose1d",
+    "ConvTranspose2d",
+    "ConvTranspose3d",
     "Linear",
     "MaxPool1d",
     "MaxPool2d",

@@ -1,4 +1,4 @@
-"""Convolution on cut planes, with any stride, dilation, groups and padding."""
+"""Convolution on cut planes and channels, with any stride, dilation, groups and padding."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 from distconv.boundary import reaches
 from distconv.layout import cutting_axes
 from distconv.method import forced
-from distconv.ops.align import uncut, whole
+from distconv.ops.channels import Part, at, part_of
 from distconv.ops.checked import checked, shape_of
 from distconv.ops.overlap import overlapped_convolution
-from distconv.ops.windowed import Sizes, apply_windows, batched, input_of, tuple_of
-from distconv.tensor import DistTensor, implements
-from distconv.window import Window
+from distconv.ops.windowed import Sizes, batched, input_of, needs_of, tuple_of, windowed_block
+from distconv.tensor import DistTensor, gathered, implements
+from distconv.window import Same, Window
 
 
 def _convolution(function: Callable[..., Tensor], spatial: int) -> None:
@@ -50,18 +50,27 @@ def _convolution(function: Callable[..., Tensor], spatial: int) -> None:
                 kernel, strides, dilations, _sides(padding, kernel, dilations), strict=True
             )
         ]
-        x = uncut(x, [1], name)
-        weight, bias = whole(weight, name), whole(bias, name)
-        if _overlaps(x, weight, tuple(windows)):
-            return overlapped_convolution(x, weight, bias, windows, shape, groups, name)
+        needs = (Same(), Same(), *needs_of(windows, x.cuts))
+        part = part_of(name, x, weight, bias, shape, needs, groups=groups)
+        if _overlaps(x, part, weight.numel(), tuple(windows)):
+            # Ranks of one block of channels convolve it as if it were the tensor.
+            own = x.shape[0], x.shard.shape[1], *x.shape[2:]
+            made = shape[0], part.box.shape[1], *shape[2:]
+            block = DistTensor(x.shard, own, at(x.cuts, 1, ()), x.grid)
+            operands = block, part.weight, part.bias, windows, made, part.groups, part.operator
+            return part.finish(overlapped_convolution(*operands).shard)
 
         def compute(buffer: Tensor, left: tuple[int, ...]) -> Tensor:
-            return function(buffer, weight, bias, strides, left, dilations, groups)
+            operands = buffer, part.weight, part.bias
+            return function(*operands, strides, left, dilations, part.groups)
 
-        return apply_windows(x, windows, shape, name, compute, channels_whole=True)
+        buffer = gathered(x, part.needs, part.cuts, part.operator)
+        if not part.weight.numel():
+            return part.finish(part.nothing(buffer))
+        return part.finish(windowed_block(buffer, windows, x.cuts, part.box.shape, compute))
 
 
-def _overlaps(x: DistTensor, weight: Tensor, windows: tuple[Window, ...]) -> bool:
+def _overlaps(x: DistTensor, part: Part, weights: int, windows: tuple[Window, ...]) -> bool:
     """Whether to compute while halos travel; the same on all ranks.
 
     Every side of the block costs another convolution, which handles the weights once more. Where
@@ -69,10 +78,11 @@ def _overlaps(x: DistTensor, weight: Tensor, windows: tuple[Window, ...]) -> boo
     """
     method = forced()
     # torch breaks complex convolutions up above the level at which they overlap.
-    if not any(x.cuts[2:]) or method == "assembled" or x.is_complex():
+    if not any(x.cuts[2:]) or not part.stays or method == "assembled" or x.is_complex():
         return False
     topology = x.grid.topology
-    if method is None and x.numel() < weight.numel() * topology.parts(cutting_axes(x.cuts)):
+    inputs = x.numel() * part.blocks
+    if method is None and inputs < weights * topology.parts(cutting_axes(x.cuts)):
         return False
     parts = tuple(topology.parts(axes) for axes in x.cuts[2:])
     return bool(reaches(windows, tuple(x.shape[2:]), parts))

@@ -1,18 +1,19 @@
-"""Fully connected layers: the last dimension has to be whole, the others may be cut."""
+"""Fully connected layers: 1x1 convolutions whose channels are the last dimension."""
 
 from __future__ import annotations
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from distconv.ops.align import uncut, whole
+from distconv.ops.channels import part_of
 from distconv.ops.windowed import input_of
-from distconv.tensor import DistTensor, implements, refuse
+from distconv.tensor import gathered, implements, refuse
+from distconv.window import Same
 
 
 @implements(F.linear)
-def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> DistTensor:
-    """x A^T + b over the last dimension, which is redistributed to be whole where it is cut."""
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x A^T + b over the last dimension."""
     x = input_of("linear", input, weight, bias)
     if x.shape[-1] != weight.shape[-1]:
         raise RuntimeError(
@@ -26,8 +27,11 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> DistTen
             x,
             way_out="Expand it",
         )
-    x = uncut(x, [x.dim() - 1], "linear")
-    shard = F.linear(x.shard, whole(weight, "linear"), whole(bias, "linear"))
-    features = tuple(weight.shape[:-1])
-    cuts = (*x.cuts[:-1], *((),) * len(features))
-    return DistTensor(shard, (*x.shape[:-1], *features), cuts, x.grid)
+    if weight.dim() == 1:
+        row = None if bias is None else bias.unsqueeze(0)
+        return linear(x, weight.unsqueeze(0), row).squeeze(-1)
+    shape = (*x.shape[:-1], weight.shape[0])
+    needs = (Same(),) * x.dim()
+    part = part_of("linear", x, weight, bias, shape, needs, dimension=x.dim() - 1)
+    buffer = gathered(x, part.needs, part.cuts, part.operator)
+    return part.finish(F.linear(buffer, part.weight, part.bias))

@@ -45,7 +45,8 @@ def unfold(
         return columns.view(*columns.shape[:2], rows, width)
 
     shape = output_shape(input.shape[1] * prod(kernels), input, windows)
-    planes = apply_windows(input, windows, shape, "unfold", compute, channels_whole=True)
+    x = uncut(input, [1], "unfold")
+    planes = apply_windows(x, windows, shape, "unfold", compute)
     return flatten(planes, 2)
 
 

@@ -8,7 +8,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from distconv.ops.align import box_of, whole
+from distconv.ops.channels import part_of
 from distconv.ops.checked import checked, shape_of
 from distconv.ops.windowed import Sizes, batched, input_of, tuple_of
 from distconv.tensor import DistTensor, gathered, implements
@@ -52,18 +52,18 @@ def _transposed_convolution(function: Callable[..., Tensor], spatial: int) -> No
             Transposed(*arguments)
             for arguments in zip(kernel, strides, dilations, paddings, extras, strict=True)
         ]
-        cuts = (x.cuts[0], (), *x.cuts[2:])
-        cut = [bool(axes) for axes in cuts[2:]]
-        needs = [m if c else Same() for m, c in zip(maps, cut, strict=True)]
-        buffer = gathered(x, (Same(), Same(), *needs), cuts, name)
-        weight, bias = whole(weight, name), whole(bias, name)
-
-        box = box_of(shape, cuts, x.grid)
+        cut = [bool(axes) for axes in x.cuts[2:]]
+        needs = (Same(), Same(), *(m if c else Same() for m, c in zip(maps, cut, strict=True)))
+        part = part_of(name, x, weight, bias, shape, needs, groups=groups, transposed=True)
+        buffer = gathered(x, part.needs, part.cuts, part.operator)
+        weight, bias, groups, box = part.weight, part.bias, part.groups, part.box
+        if not weight.numel():
+            return part.finish(part.nothing(buffer))
         if not prod(box.shape):
             # The local operator refuses empty planes, but not an empty batch.
             buffer = buffer.reshape(0, buffer.shape[1], *(max(n, 2) for n in kernel))
             result = function(buffer, weight, bias, strides, 0, 0, groups, dilations)
-            return DistTensor(result.reshape(box.shape), shape, cuts, x.grid)
+            return part.finish(result.reshape(box.shape))
         # Along a cut dimension the local result starts where its first input writes first, and
         # ends where its last input writes last, unless more outputs follow that no input reaches.
         own = list(zip(maps, x.shape[2:], box.start[2:], box.stop[2:], strict=True))
@@ -77,7 +77,7 @@ def _transposed_convolution(function: Callable[..., Tensor], spatial: int) -> No
         for d, ((_, _, a, b), (first, _)) in enumerate(zip(own, written, strict=True), 2):
             if cut[d - 2]:
                 result = result.narrow(d, a - first, b - a)
-        return DistTensor(result, shape, cuts, x.grid)
+        return part.finish(result)
 
 
 _transposed_convolution(torch.conv_transpose1d, 1)

@@ -111,34 +111,55 @@ def apply_windows(
     compute: Callable[[Tensor, tuple[int, ...]], Tensor],
     *,
     fill: float = 0.0,
-    channels_whole: bool = False,
 ) -> DistTensor:
     """A windowed operator over the spatial dimensions of `x`, assembled.
 
     Each rank gathers the inputs that its block of outputs needs, with `fill` where they are
-    padding, and runs the local operator on them. Along a dimension that is whole on every rank
-    and padded alike on both sides the local operator pads by itself, which saves a copy.
+    padding, and runs the local operator on them.
 
     Parameters
     ----------
     shape: the global shape of the result.
     compute: takes the buffer and the padding, per dimension, that is left to it.
-    channels_whole: whether an output needs all channels, as in convolution.
     """
-    cuts: Cuts = (x.cuts[0], () if channels_whole else x.cuts[1], *x.cuts[2:])
-    needs: list[IndexMap] = [Same(), Same()]
-    left: list[int] = []
-    for window, axes in zip(windows, cuts[2:], strict=True):
-        by_itself = not axes and window.padding[0] == window.padding[1]
-        needs.append(Same() if by_itself else window)
-        left.append(window.padding[0] if by_itself else 0)
-    buffer = gathered(x, needs, cuts, operator, fill)
-    block = box_of(shape, cuts, x.grid).shape
+    needs = (Same(), Same(), *needs_of(windows, x.cuts))
+    buffer = gathered(x, needs, x.cuts, operator, fill)
+    block = box_of(shape, x.cuts, x.grid).shape
+    return DistTensor(
+        windowed_block(buffer, windows, x.cuts, block, compute), shape, x.cuts, x.grid
+    )
+
+
+def needs_of(windows: Sequence[Window], cuts: Cuts) -> list[IndexMap]:
+    """The inputs to gather for windows over the last dimensions, which are cut by the last `cuts`.
+
+    Along a dimension that is whole on every rank and padded alike on both sides the local operator
+    pads by itself, which saves a copy.
+    """
+    return [Same() if by_itself else w for w, by_itself in _padding(windows, cuts)]
+
+
+def windowed_block(
+    buffer: Tensor,
+    windows: Sequence[Window],
+    cuts: Cuts,
+    block: tuple[int, ...],
+    compute: Callable[[Tensor, tuple[int, ...]], Tensor],
+) -> Tensor:
+    """What the local operator makes of inputs that were gathered by `needs_of`: a block."""
+    left = tuple(w.padding[0] if by_itself else 0 for w, by_itself in _padding(windows, cuts))
     if prod(block) == 0:
         # The local operator refuses empty planes, but not an empty batch.
         extents = [w.extent + w.stride for w in windows]
         buffer = buffer.reshape(0, buffer.shape[1], *extents)
-        shard = compute(buffer, tuple(left)).reshape(block)
-    else:
-        shard = compute(buffer, tuple(left))
-    return DistTensor(shard, shape, cuts, x.grid)
+        return compute(buffer, left).reshape(block)
+    return compute(buffer, left)
+
+
+def _padding(windows: Sequence[Window], cuts: Cuts) -> list[tuple[Window, bool]]:
+    """Each window, and whether the local operator pads by itself there."""
+    last = cuts[len(cuts) - len(windows) :]
+    return [
+        (w, not axes and w.padding[0] == w.padding[1])
+        for w, axes in zip(windows, last, strict=True)
+    ]

@@ -1,0 +1,76 @@
+"""Convolutions and fully connected layers that choose how their channels are divided over ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from distconv.ops.channels import ALGORITHMS, parallel
+
+
+class _ChannelParallel(nn.Module):
+    """A layer whose input may be cut in its channels; see its torch.nn namesake.
+
+    Parameters
+    ----------
+    parallel: which algorithm of Dryden et al., "Channel and Filter Parallelism for Large-Scale CNN
+        Training" (SC'19), divides the layer where the channels of its input are cut.
+        "x": the input stays where it is; each rank computes what its channels contribute to all
+        filters, and the sums are scattered. For layers with fewer filters than channels.
+        "y": the input is gathered; each rank computes its own filters of all channels. For layers
+        with more filters than channels.
+        "w": both, for channels that are cut over two grid axes: the input is gathered over the
+        last of them, and the sums are scattered over the first. Where the channels are cut over one
+        axis and the input is replicated along "filter" (or "channel"), that is the other. The
+        output is cut over the same axes in the other order, as the next such layer wants it.
+        "auto": the one that moves the fewest elements, forward and backward.
+        Where it does not apply, as on a single grid axis for "w", the choice is that of "auto".
+        The cuts of a weight that is itself distributed come first. In groups every rank takes the
+        channels that its own filters need.
+    """
+
+    def __init__(self, *args: Any, parallel: str = "auto", **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        if parallel not in ALGORITHMS:
+            raise ValueError(
+                f"{type(self).__name__}: parallel={parallel!r} is not known; choose from "
+                f"{', '.join(ALGORITHMS)}"
+            )
+        self.parallel = parallel
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        with parallel(self.parallel):
+            result: Tensor = super().forward(*args, **kwargs)
+        return result
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, parallel={self.parallel}"
+
+
+class Conv1d(_ChannelParallel, nn.Conv1d):
+    """torch.nn.Conv1d with a choice of `parallel`: "x", "y", "w" or "auto"."""
+
+
+class Conv2d(_ChannelParallel, nn.Conv2d):
+    """torch.nn.Conv2d with a choice of `parallel`: "x", "y", "w" or "auto"."""
+
+
+class Conv3d(_ChannelParallel, nn.Conv3d):
+    """torch.nn.Conv3d with a choice of `parallel`: "x", "y", "w" or "auto"."""
+
+
+class ConvTranspose1d(_ChannelParallel, nn.ConvTranspose1d):
+    """torch.nn.ConvTranspose1d with a choice of `parallel`: "x", "y", "w" or "auto"."""
+
+
+class ConvTranspose2d(_ChannelParallel, nn.ConvTranspose2d):
+    """torch.nn.ConvTranspose2d with a choice of `parallel`: "x", "y", "w" or "auto"."""
+
+
+class ConvTranspose3d(_ChannelParallel, nn.ConvTranspose3d):
+    """torch.nn.ConvTranspose3d with a choice of `parallel`: "x", "y", "w" or "auto"."""
+
+
+class Linear(_ChannelParallel, nn.Linear):
+    """torch.nn.Linear with a choice of `parallel`: "x", "y", "w" or "auto"."""
