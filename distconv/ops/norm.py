@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
 from typing import Any, TypeAlias
@@ -15,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from distconv.exchange import reduced
 from distconv.grid import ProcessGrid
 from distconv.layout import cutting_axes
-from distconv.ops.align import common_grid, distributed, uncut, whole
+from distconv.ops.align import block_of, common_grid, distributed, whole
 from distconv.ops.moments import accumulation_type, moments, peer_counts
 from distconv.tensor import DistTensor, implements
 
@@ -75,14 +76,23 @@ def batch_norm_over(
     if x.numel():
         kinds = [None if t is None else (tuple(t.shape), t.dtype) for t in plain]
         _check(x.device, training, momentum is None, eps, ((2, x.shape[1]), x.dtype), *kinds)
-    x = uncut(x, [1], "batch_norm")
-    running_mean, running_var, weight, bias = (whole(t, "batch_norm") for t in plain)
+    running = [whole(t, "batch_norm") for t in (running_mean, running_var)]
+    running_mean, running_var = (own_channels(t, x, "batch_norm") for t in running)
+    if any(x.cuts[1:2]) and running_mean is not None and running_var is not None:
+        # The backward pass wants them as they are now.
+        running_mean, running_var = running_mean.clone(), running_var.clone()
+    weight, bias = (own_channels(t, x, "batch_norm") for t in (weight, bias))
     # torch takes no statistics of nothing, and leaves the running ones alone.
     training = training and x.numel() > 0
     if not training or not cutting:
-        shard = F.batch_norm(
-            x.shard, running_mean, running_var, weight, bias, training, momentum, eps
-        )
+        if x.shard.numel() or not x.numel():
+            shard = F.batch_norm(
+                x.shard, running_mean, running_var, weight, bias, training, momentum, eps
+            )
+        else:
+            shard = _nothing(x.shard, weight, bias)
+        if training:
+            share_channels(x, running, (running_mean, running_var), "batch_norm")
         return DistTensor(shard, x.shape, x.cuts, grid)
     counts = peer_counts(x, (0, *range(2, x.dim())), group)
     shard, mean, variance = _BatchNorm.apply(x.shard, weight, bias, grid, group, counts, eps)
@@ -95,7 +105,39 @@ def batch_norm_over(
         with torch.no_grad():
             running_mean.lerp_(statistics[0].to(running_mean.dtype), momentum)
             running_var.lerp_(statistics[1].to(running_var.dtype), momentum)
+        share_channels(x, running, (running_mean, running_var), "batch_norm")
     return DistTensor(shard, x.shape, x.cuts, grid)
+
+
+def own_channels(values: Tensor | None, x: DistTensor, operator: str) -> Tensor | None:
+    """Of one value for each channel of `x`, those for the channels that this rank holds."""
+    axes = x.cuts[1] if x.dim() > 1 else ()
+    if not axes:
+        everything: Tensor | None = whole(values, operator)
+        return everything
+    own: Tensor | None = block_of(values, (x.shape[1],), (axes,), x.grid, operator)
+    return own
+
+
+@torch.no_grad()
+def share_channels(
+    x: DistTensor, running: Sequence[Tensor | None], own: Sequence[Tensor | None], operator: str
+) -> None:
+    """Let all ranks have the running statistics that each has updated for its own channels."""
+    pairs = [(t, o) for t, o in zip(running, own, strict=True) if t is not None and o is not None]
+    if x.cuts[1] and pairs:
+        shape = len(pairs), x.shape[1]
+        rows = DistTensor(torch.stack([o for _, o in pairs]), shape, ((), x.cuts[1]), x.grid)
+        for (t, _), row in zip(pairs, whole(rows, operator), strict=True):
+            t.copy_(row)
+
+
+def _nothing(x: Tensor, *parameters: Tensor | None) -> Tensor:
+    """What torch does not normalise, in the graph of all parameters."""
+    block = x.clone()
+    for p in parameters:
+        block = block if p is None else block + p.sum().to(x.dtype)
+    return block
 
 
 @lru_cache(maxsize=4096)

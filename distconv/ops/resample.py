@@ -7,10 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from distconv.ops.align import box_of, nothing, uncut
+from distconv.ops.align import box_of, nothing
 from distconv.ops.checked import checked, shape_of
 from distconv.tensor import DistTensor, gathered, implements
-from distconv.window import Grouped, Same, Window
+from distconv.window import Grouped, IndexMap, Same, Window
 
 
 def _planes(function: Callable[..., Tensor], buffer: Tensor, r: int) -> Tensor:
@@ -27,9 +27,9 @@ def pixel_shuffle(input: DistTensor, upscale_factor: int) -> DistTensor:
     """Channels into space: (N, C r^2, H, W) to (N, C, H r, W r)."""
     r = upscale_factor
     shape = checked(torch.pixel_shuffle, shape_of(input), r)
-    x = uncut(input, [input.dim() - 3], "pixel_shuffle")
-    lead = x.dim() - 2
-    needs = [Same()] * lead + [Grouped(r) if axes else Same() for axes in x.cuts[lead:]]
+    x, lead = input, input.dim() - 2
+    needs: list[IndexMap] = [Same()] * (lead - 1) + [Grouped(1, r * r)]
+    needs += [Grouped(r) if axes else Same() for axes in x.cuts[lead:]]
     buffer = gathered(x, needs, x.cuts, "pixel_shuffle")
     box = box_of(shape, x.cuts, x.grid)
     if 0 in box.shape:
@@ -47,11 +47,14 @@ def pixel_unshuffle(input: DistTensor, downscale_factor: int) -> DistTensor:
     """Space into channels: (N, C, H r, W r) to (N, C r^2, H, W)."""
     r = downscale_factor
     shape = checked(torch.pixel_unshuffle, shape_of(input), r)
-    x = uncut(input, [input.dim() - 3], "pixel_unshuffle")
-    lead = x.dim() - 2
-    needs = [Same()] * lead + [Window(r, r) if axes else Same() for axes in x.cuts[lead:]]
+    x, lead = input, input.dim() - 2
+    needs: list[IndexMap] = [Same()] * (lead - 1) + [Grouped(r * r)]
+    needs += [Window(r, r) if axes else Same() for axes in x.cuts[lead:]]
     buffer = gathered(x, needs, x.cuts, "pixel_unshuffle")
     box = box_of(shape, x.cuts, x.grid)
     if 0 in box.shape:
         return DistTensor(nothing(buffer, box.shape), shape, x.cuts, x.grid)
-    return DistTensor(_planes(torch.pixel_unshuffle, buffer, r), shape, x.cuts, x.grid)
+    shard = _planes(torch.pixel_unshuffle, buffer, r)
+    first = box.start[lead - 1] % (r * r)
+    shard = shard.narrow(lead - 1, first, box.shape[lead - 1])
+    return DistTensor(shard, shape, x.cuts, x.grid)

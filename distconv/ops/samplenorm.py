@@ -15,7 +15,7 @@ from distconv.layout import cutting_axes
 from distconv.ops.align import block_of, common_grid, distributed, uncut, whole
 from distconv.ops.checked import checked, shape_of
 from distconv.ops.moments import Standardize, accumulated, accumulation_type, peer_counts
-from distconv.ops.norm import batch_norm
+from distconv.ops.norm import batch_norm, own_channels, share_channels
 from distconv.ops.reduction import mean as mean_of
 from distconv.ops.windowed import same_types
 from distconv.tensor import DistTensor, implements, recut
@@ -26,10 +26,15 @@ def _affine(
 ) -> DistTensor:
     """`shard`, a block like those of x, times weight plus bias, which are broadcast to x."""
     arguments = tuple(x.shape), x.cuts, x.grid, name
+    return _scaled(x, shard, *(block_of(t, *arguments) for t in (weight, bias)))
+
+
+def _scaled(x: DistTensor, shard: Tensor, weight: Tensor | None, bias: Tensor | None) -> DistTensor:
+    """The same with the blocks of weight and bias that meet the rank's own."""
     if weight is not None:
-        shard = shard * block_of(weight, *arguments)
+        shard = shard * weight
     if bias is not None:
-        shard = shard + block_of(bias, *arguments)
+        shard = shard + bias
     return DistTensor(shard.to(x.dtype), x.shape, x.cuts, x.grid)
 
 
@@ -53,22 +58,27 @@ def group_norm(
     eps: float = 1e-5,
 ) -> DistTensor:
     """Statistics of each sample and group of channels, over the whole plane."""
+    name = "group_norm"
     x = distributed(input, common_grid("group_norm", (input, weight, bias)))
     _parameter_types("group_norm", x, weight, bias)
-    weight, bias = whole(weight, "group_norm"), whole(bias, "group_norm")
     checked(F.group_norm, shape_of(x), num_groups, shape_of(weight), shape_of(bias), eps)
-    x = uncut(x, [1], "group_norm")
+    channels, cuts = x.shape[1] // num_groups, x.cuts
+    if num_groups % x.grid.topology.parts(cuts[1]) and channels != 1:
+        # Some groups lie on several ranks.
+        return recut(group_norm(uncut(x, [1], name), num_groups, weight, bias, eps), cuts, name)
+    weight, bias = own_channels(weight, x, name), own_channels(bias, x, name)
+    groups = x.shard.shape[1] // max(channels, 1)
     spatial = tuple(range(2, x.dim()))
-    group = cutting_axes(x.cuts[2:])
+    group = cutting_axes(cuts[2:])
     if not group and x.shard.numel():
-        shard = F.group_norm(x.shard, num_groups, weight, bias, eps)
-        return DistTensor(shard, x.shape, x.cuts, x.grid)
-    counts = peer_counts(x, spatial, group, block=x.shape[1] // num_groups)
-    grouped = x.shard.unflatten(1, (num_groups, -1))
+        shard = F.group_norm(x.shard, groups, weight, bias, eps)
+        return DistTensor(shard, x.shape, cuts, x.grid)
+    counts = peer_counts(x, spatial, group, block=channels)
+    grouped = x.shard.unflatten(1, (groups, channels))
     over = tuple(range(2, grouped.dim()))
     shard, _, _ = Standardize.apply(grouped, over, x.grid, group, counts, eps)
     weight, bias = _per_channel(weight, x.dim()), _per_channel(bias, x.dim())
-    return _affine(x, shard.flatten(1, 2), weight, bias, "group_norm")
+    return _scaled(x, shard.flatten(1, 2), weight, bias)
 
 
 @implements(F.instance_norm)
@@ -99,8 +109,6 @@ def instance_norm(
             "instance_norm: expected more than 1 spatial element when training, got input size "
             f"{tuple(x.shape)}"
         )
-    if running_mean is not None:
-        x = uncut(x, [1], "instance_norm")
     spatial = tuple(range(2, x.dim()))
     group = cutting_axes(x.cuts[2:])
     counts = peer_counts(x, spatial, group)
@@ -111,9 +119,13 @@ def instance_norm(
         sums = torch.stack([mean.flatten(1).sum(0), unbiased.flatten(1).sum(0)])
         axes = cutting_axes(x.cuts[:1])
         total = reduced(sums, x.grid, axes) if axes else sums
+        running = running_mean, running_var
+        own = [own_channels(t, x, "instance_norm") for t in running]
         with torch.no_grad():
-            for running, batch in zip((running_mean, running_var), total, strict=True):
-                running.lerp_((batch / x.shape[0]).to(running.dtype), momentum)
+            for t, batch in zip(own, total, strict=True):
+                assert t is not None
+                t.lerp_((batch / x.shape[0]).to(t.dtype), momentum)
+        share_channels(x, running, own, "instance_norm")
     weight, bias = _per_channel(weight, x.dim()), _per_channel(bias, x.dim())
     return _affine(x, shard, weight, bias, "instance_norm")
 
@@ -168,9 +180,10 @@ def local_response_norm(
     """Division by a power of the mean square over neighbouring channels."""
     checked(F.local_response_norm, shape_of(input), size, alpha, beta, k)
     x = uncut(input, [1], "local_response_norm")
-    if not x.shard.numel():
+    if x.shard.numel():
+        shard = F.local_response_norm(x.shard, size, alpha, beta, k)
+    else:
         # torch has integers divided, unless there are none.
         shard = x.shard / 1 if x.numel() else x.shard.clone()
-        return DistTensor(shard, x.shape, x.cuts, x.grid)
-    shard = F.local_response_norm(x.shard, size, alpha, beta, k)
-    return DistTensor(shard, x.shape, x.cuts, x.grid)
+    y = DistTensor(shard, x.shape, x.cuts, x.grid)
+    return recut(y, input.cuts, "local_response_norm")
