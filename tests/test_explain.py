@@ -22,7 +22,7 @@ GRIDS = {
     1: [{}],
     2: [{"height": 2}, {"channel": 2}],
     3: [{"width": 3}],
-    4: [{"sample": 2, "height": 2}, {"height": 2, "width": 2}],
+    4: [{"sample": 2, "height": 2}, {"height": 2, "width": 2}, {"channel": 2, "filter": 2}],
 }
 
 SLACK = {"DeepLab": 0.02, "SegResNet": 0.02}

@@ -17,17 +17,25 @@ import distconv as dc
 
 GRIDS = {
     1: [{}],
-    2: [{"height": 2}, {"sample": 2}],
-    3: [{"width": 3}],
+    2: [{"height": 2}, {"sample": 2}, {"channel": 2}],
+    3: [{"width": 3}, {"channel": 3}],
     4: [
         {"sample": 4},
         {"sample": 2, "height": 2},
         {"height": 4},
         {"height": 2, "width": 2},
+        {"channel": 4},
         {"channel": 2, "width": 2},
+        {"channel": 2, "filter": 2},
+        {"sample": 2, "channel": 2},
     ],
-    6: [{"height": 3, "width": 2}],
-    8: [{"depth": 2, "height": 2, "width": 2}, {"sample": 2, "depth": 2, "width": 2}],
+    6: [{"height": 3, "width": 2}, {"channel": 3, "height": 2}],
+    8: [
+        {"depth": 2, "height": 2, "width": 2},
+        {"sample": 2, "depth": 2, "width": 2},
+        {"channel": 2, "filter": 2, "height": 2},
+        {"sample": 2, "channel": 2, "width": 2},
+    ],
 }
 
 

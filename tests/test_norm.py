@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 
 import distconv as dc
 from distconv import layers
+from distconv.ledger import traced
 
 RANKS = [1, 2, 3, 4, 6, 8]
 TORCH = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
@@ -242,3 +244,37 @@ def test_a_group_with_one_value_per_channel_is_refused_on_all_ranks(statistics: 
     x = torch.rand(2 * grid.size - 1, 2, 1, 1, dtype=torch.float64)
     layer = layers.BatchNorm2d(2, statistics=statistics).double()
     refused(layer, [x], [], grid, random.Random(9), [None], ValueError)
+
+
+@pytest.mark.parallel([2, 3, 4])
+@pytest.mark.parametrize("training", [True, False])
+def test_norms_of_cut_channels_move_statistics_alone(training: bool) -> None:
+    grid = dc.ProcessGrid(channel=-1)
+    channels = 2 * grid.size + 1
+    torch.manual_seed(0)
+    x = torch.randn(3, channels, 6, 5).double()
+    d = dc.distribute_tensor(x, grid)
+    for serial in (
+        nn.BatchNorm2d(channels),
+        nn.InstanceNorm2d(channels, affine=True, track_running_stats=True),
+        nn.GroupNorm(channels, channels),
+    ):
+        serial = serial.double().train(training)
+        norm = copy.deepcopy(serial)
+        with traced() as movements:
+            y = norm(d)
+        assert y.layout == d.layout
+        assert deviation(y.full_tensor().detach(), serial(x).detach()) <= TOLERANCE
+        buffers_agree(norm, serial)
+        assert sum(m.bytes for m in movements) <= 8 * 2 * channels
+
+
+@pytest.mark.parallel([2, 3, 4])
+def test_groups_of_channels_on_several_ranks_keep_the_cuts() -> None:
+    rng = random.Random(12)
+    grid = dc.ProcessGrid(channel=-1)
+    for groups, channels in ((2, 6), (3, 12), (5, 10), (1, 3), (4, 16)):
+        x, w = random_tensor(rng, (2, channels, 5)), random_tensor(rng, (channels,))
+        agrees(lambda x, w, g=groups: F.group_norm(x, g, w), [x], [w], grid, rng, [None])
+        y = F.group_norm(dc.distribute_tensor(x, grid), groups)
+        assert y.layout == dc.Layout(channel="channel")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
 from strategies import FLOATING, INTEGER, Case, each, on_any_grid, sizes
+from torch import Tensor
+
+from distconv.ops.channels import parallel
 
 CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
@@ -24,6 +28,19 @@ ADAPTIVE = {
 def unbatched(case: Case, shape: list[int]) -> list[int]:
     """The shape, or now and then that of a single sample."""
     return shape if case.draw(st.integers(0, 4)) else shape[1:]
+
+
+def divided(
+    case: Case, function: Callable[..., Tensor], arguments: dict[str, Any]
+) -> Callable[..., Tensor]:
+    """The function, whose channels are divided by any of the algorithms where they are cut."""
+    algorithm = case.one_of("auto", "x", "y", "w")
+
+    def call(*tensors: Tensor) -> Tensor:
+        with parallel(algorithm):
+            return function(*tensors, **arguments)
+
+    return call
 
 
 @on_any_grid(18)
@@ -46,8 +63,7 @@ def test_convolution_equals_serial_for_all_arguments(case: Case) -> None:
     ]
     if case.flag():
         tensors.append(case.tensor([filters], dtype=dtype))
-    cut = case.one_of(None, [0])
-    case.agrees(lambda x, w, b=None: CONV[n](x, w, b, **arguments), *tensors, cut=cut)
+    case.agrees(divided(case, CONV[n], arguments), *tensors, cut=case.one_of(None, [0]))
 
 
 @on_any_grid(14)
@@ -72,8 +88,7 @@ def test_transposed_convolution_equals_serial_for_all_arguments(case: Case) -> N
     ]
     if case.flag():
         tensors.append(case.tensor([filters * groups]))
-    cut = case.one_of(None, [0])
-    case.agrees(lambda x, w, b=None: TRANSPOSED[n](x, w, b, **arguments), *tensors, cut=cut)
+    case.agrees(divided(case, TRANSPOSED[n], arguments), *tensors, cut=case.one_of(None, [0]))
 
 
 def windows(case: Case, n: int, padding: int = 1) -> dict[str, Any]:
