@@ -12,17 +12,34 @@ first window does, in the padding if need be.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from math import prod
 from typing import Any
 
-from distconv.layout import block
-from distconv.plan import Plan, Slices
-from distconv.window import Window
+from distconv.layout import Cuts, block, rank_box
+from distconv.plan import Plan, Slices, make_plan
+from distconv.topology import Topology
+from distconv.window import Interval, Same, Window
 
-Interval = tuple[int, int]
+
+@dataclass(frozen=True)
+class Piece:
+    """Some of the inputs, and how the local operator runs on them.
+
+    `padding` is on both sides of each spatial dimension; of a transposed convolution, it and
+    `extra` are what torch calls padding and output padding.
+    """
+
+    shape: tuple[int, ...]
+    kernel: tuple[int, ...]
+    padding: tuple[int, ...]
+    extra: tuple[int, ...]
+    crop: tuple[Interval, ...] | None = None
+    """How many of the results are too many, before and after; None where there are none."""
+    flat: int | None = None
+    """A dimension of a volume that has one element in inputs, outputs and kernel alike."""
 
 
 @dataclass(frozen=True)
@@ -44,43 +61,61 @@ class Part:
 class Slab:
     """Halos along one side of the block, as an input of the operator, and what they contribute to.
 
-    The taps are slices of the kernel, after its first two dimensions; with `padding` they make of
-    the inputs just the outputs. What `halo` does not fill of the inputs is zero.
+    The taps are slices of the kernel, after its first two dimensions; with them the piece makes
+    just the outputs. What `halo` does not fill of the inputs is zero.
     """
 
-    dimension: int
+    piece: Piece
     outputs: Slices
-    shape: tuple[int, ...]
     taps: Slices
-    padding: tuple[int, ...]
     halo: tuple[Part, ...]
 
     @cached_property
     def whole(self) -> bool:
         """Whether one message is the inputs as they are."""
+        shape = self.piece.shape
         return (
             len(self.halo) == 1
-            and self.halo[0].shape == self.shape
-            and all(
-                s.stop - s.start == n for s, n in zip(self.halo[0].place, self.shape, strict=True)
-            )
+            and self.halo[0].shape == shape
+            and all(s.stop - s.start == n for s, n in zip(self.halo[0].place, shape, strict=True))
         )
 
 
 @dataclass(frozen=True)
 class Boundary:
-    """How an operator runs on a rank's own block, and the slabs that then are missing."""
+    """What a rank exchanges, how an operator runs on its block, and the slabs that are missing."""
 
-    padding: tuple[int, ...]
-    """What the operator pads the block with, on both sides of each spatial dimension."""
-    buffer_padding: tuple[int, ...]
-    """What it would pad the plan's buffer with: nothing along a cut dimension."""
+    plan: Plan
+    own: Piece
+    buffer: Piece
+    """The inputs assembled, from which the operator makes the same outputs by itself."""
     slabs: tuple[Slab, ...]
+    crop: tuple[Interval, ...] | None = None
+    """What is too much of what the operator makes of the block, as in a piece."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """One dimension of a piece: its inputs in the buffer, and how the operator runs along it."""
+
+    inputs: Interval
+    halo: Interval
+    """Of the inputs, those that are not left to be zero."""
+    outputs: Interval
+    taps: Interval
+    padding: int = 0
+    extra: int = 0
+    crop: Interval = (0, 0)
 
 
 @lru_cache(maxsize=4096)
 def reaches(
-    windows: tuple[Window, ...], sizes: tuple[int, ...], parts: tuple[int, ...]
+    windows: tuple[Window, ...],
+    sizes: tuple[int, ...],
+    parts: tuple[int, ...],
+    *,
+    pooled: bool = False,
+    ceil_mode: bool = False,
 ) -> bool | None:
     """Whether any part's windows reach beyond its own inputs; None where that is not the question.
 
@@ -90,37 +125,45 @@ def reaches(
     Parameters
     ----------
     sizes, parts: inputs along each spatial dimension, and how many parts they are cut into.
+    pooled: whether the local operator is one of torch's poolings, which pad by no more than half
+        the kernel.
+    ceil_mode: whether it makes outputs of windows that begin before the padded inputs end.
     """
     found = False
     for window, size, n in zip(windows, sizes, parts, strict=True):
+        outputs = window.output_size(size)
         if n == 1:
-            if window.padding[0] != window.padding[1] or window.ceil_mode:
+            own_window = replace(window, ceil_mode=ceil_mode)
+            if window.padding[0] != window.padding[1] or own_window.output_size(size) != outputs:
                 return None
             continue
-        outputs = window.output_size(size)
         for j in range(n):
             own, made = block(size, n, j), block(outputs, n, j)
-            count = made[1] - made[0]
-            padding = _own_padding(window, own, made)
-            room = own[1] - own[0] + 2 * padding - window.extent
-            if padding < 0 or room < 0 or room // window.stride + 1 != count:
+            count, held = made[1] - made[0], own[1] - own[0]
+            padding = own_padding(window, own, made)
+            if padding < 0 or held + 2 * padding < window.extent:
                 return None
-            low, high = _inner(window, size, own, made)
+            if pooled and (padding > window.kernel // 2 or held < window.dilation):
+                return None
+            own_window = replace(window, padding=(padding, padding), ceil_mode=ceil_mode)
+            if own_window.output_size(held) != count:
+                return None
+            low, high = inner(window, size, own, made)
             if 2 * (high - low) < count:
                 return None
             found |= high - low < count
     return found
 
 
-def _own_padding(window: Window, own: Interval, made: Interval) -> int:
+def own_padding(window: Window, own: Interval, made: Interval) -> int:
     """How far the first window begins before the own inputs."""
     return window.padding[0] + own[0] - made[0] * window.stride
 
 
-def _inner(window: Window, size: int, own: Interval, made: Interval) -> Interval:
+def inner(window: Window, size: int, own: Interval, made: Interval) -> Interval:
     """The outputs that need no halo, counted from the first that is made of the own inputs."""
     count = made[1] - made[0]
-    padding = _own_padding(window, own, made)
+    padding = own_padding(window, own, made)
     low = min(-(-padding // window.stride), count) if own[0] > 0 else 0
     if own[1] == size:
         return low, count
@@ -128,112 +171,142 @@ def _inner(window: Window, size: int, own: Interval, made: Interval) -> Interval
     return low, min(max(low, high), count)
 
 
-@dataclass(frozen=True)
-class _Side:
-    """One dimension of a slab: its inputs in the buffer, outputs, taps and padding."""
-
-    inputs: Interval
-    halo: Interval
-    """Of the inputs, those that are not left to be zero."""
-    outputs: Interval
-    taps: Interval
-    padding: int = 0
-
-
+@lru_cache(maxsize=4096)
 def boundary(
-    plan: Plan,
+    topology: Topology,
+    rank: int,
+    shape: tuple[int, ...],
+    made: tuple[int, ...],
+    cuts: Cuts,
     windows: tuple[Window, ...],
-    sizes: tuple[int, ...],
-    inputs: tuple[Interval, ...],
-    outputs: tuple[Interval, ...],
-    cut: tuple[bool, ...],
 ) -> Boundary:
     """The boundary of one rank's block, of which `reaches` is not None.
 
     Parameters
     ----------
-    plan: of gathering what the outputs need, cut dimensions by their windows.
-    sizes: of the input's spatial dimensions.
-    inputs, outputs: the intervals that the rank holds, per spatial dimension.
-    cut: which spatial dimensions are.
+    shape, made: the global shapes of input and output, both cut by `cuts`.
+    windows: one for each spatial dimension.
     """
-    rows = list(zip(windows, sizes, inputs, outputs, cut, strict=True))
-    own: list[_Side] = []
-    """Of every dimension: the own inputs, with padding around."""
-    every: list[_Side] = []
-    """All inputs that there are, halos too."""
-    for w, n, held, made, c in rows:
-        count, taps = made[1] - made[0], (0, w.kernel)
+    plan, rows = placed(topology, rank, shape, made, cuts, windows)
+    own, every, sides = [], [], []
+    for w, n, held, outputs, c in rows:
+        count, taps = outputs[1] - outputs[0], (0, w.kernel)
         if c:
-            padding = _own_padding(w, held, made)
+            padding = own_padding(w, held, outputs)
             reach = (count - 1) * w.stride + w.extent
             inside = padding, min(padding + held[1] - held[0], reach)
         else:
             padding, reach, inside = w.padding[0], n, (0, n)
-        own.append(_Side(inside, inside, (0, count), taps, padding))
-        every.append(_Side((0, reach), (0, reach), (0, count), taps, 0 if c else padding))
-    slabs = []
-    for e, (w, n, held, made, c) in enumerate(rows):
-        for side in _sides(w, n, held, made, own[e].inputs) if c else ():
-            sides = [*own[:e], side, *every[e + 1 :]]
-            slab = _slab(plan, e + 2, sides)
-            if slab.halo:
-                slabs.append(slab)
+        own.append(Side(inside, inside, (0, count), taps, padding))
+        every.append(Side((0, reach), (0, reach), (0, count), taps, 0 if c else padding))
+        sides.append(_sides(w, n, held, outputs, inside) if c else [])
     return Boundary(
-        padding=tuple(side.padding for side in own),
-        buffer_padding=tuple(side.padding for side in every),
-        slabs=tuple(slabs),
+        plan,
+        replace(piece(plan, own), shape=plan.block_shape),
+        piece(plan, every),
+        slabs(plan, own, every, sides),
     )
 
 
-def _sides(w: Window, size: int, held: Interval, made: Interval, own: Interval) -> list[_Side]:
+Row = tuple[Any, int, Interval, Interval, bool]
+"""Of one dimension: its map, size, the inputs and outputs that a rank holds, whether it is cut."""
+
+
+def placed(
+    topology: Topology,
+    rank: int,
+    shape: tuple[int, ...],
+    made: tuple[int, ...],
+    cuts: Cuts,
+    maps: Sequence[Any],
+) -> tuple[Plan, list[Row]]:
+    """The plan of what a rank needs along the dimensions that are cut, and every spatial one."""
+    cut = [bool(axes) for axes in cuts[2:]]
+    needs = (m if c else Same() for m, c in zip(maps, cut, strict=True))
+    plan = make_plan(topology, rank, shape, cuts, cuts, (Same(), Same(), *needs))
+    own, out = (rank_box(s, cuts, topology, rank) for s in (shape, made))
+    inputs, outputs = (zip(b.start[2:], b.stop[2:], strict=True) for b in (own, out))
+    return plan, list(zip(maps, shape[2:], inputs, outputs, cut, strict=True))
+
+
+def _sides(w: Window, size: int, held: Interval, made: Interval, own: Interval) -> list[Side]:
     """The halos before and after the own inputs of one dimension."""
-    low, high = _inner(w, size, held, made)
+    low, high = inner(w, size, held, made)
     count = made[1] - made[0]
     sides = []
     if low:
         taps = min(-(-own[0] // w.dilation), w.kernel)
         stop = (low - 1) * w.stride + (taps - 1) * w.dilation + 1
-        sides.append(_Side((0, stop), (0, own[0]), (0, low), (0, taps)))
+        sides.append(Side((0, stop), (0, own[0]), (0, low), (0, taps)))
     if high < count:
         first = max(-(-(own[1] - (count - 1) * w.stride) // w.dilation), 0)
         start = high * w.stride + first * w.dilation
         reach = (count - 1) * w.stride + w.extent
-        sides.append(_Side((start, reach), (own[1], reach), (high, count), (first, w.kernel)))
+        sides.append(Side((start, reach), (own[1], reach), (high, count), (first, w.kernel)))
     return sides
 
 
-def _slab(plan: Plan, dimension: int, sides: Sequence[_Side]) -> Slab:
-    lead = [(0, n) for n in plan.buffer_shape[:2]]
-    covered = lead + [side.inputs for side in sides]
-    filled = lead + [side.halo for side in sides]
-    halo = []
+def slabs(
+    plan: Plan, own: Sequence[Side], every: Sequence[Side], sides: Sequence[Sequence[Side]]
+) -> tuple[Slab, ...]:
+    """The slabs on each of the sides of each dimension.
+
+    Along the dimensions before theirs they are as long as the own inputs, along those that follow
+    they have corners.
+    """
+    everything = (slice(None), slice(None))
+    found = []
+    for d, of_dimension in enumerate(sides):
+        for side in of_dimension:
+            across = [*own[:d], side, *every[d + 1 :]]
+            halo = parts_of(plan, [s.halo for s in across], [s.inputs for s in across])
+            single = all(b - a == 1 for a, b in (side.inputs, side.outputs, side.taps))
+            flat = d + 2 if len(across) == 3 and single else None
+            if halo:
+                outputs, taps = (
+                    (*everything, *(slice(*i) for i in intervals))
+                    for intervals in ([s.outputs for s in across], [s.taps for s in across])
+                )
+                found.append(Slab(replace(piece(plan, across), flat=flat), outputs, taps, halo))
+    return tuple(found)
+
+
+def piece(plan: Plan, sides: Sequence[Side]) -> Piece:
+    """The piece with these sides, and all channels and samples of the rank."""
+    return Piece(
+        shape=(*plan.buffer_shape[:2], *(s.inputs[1] - s.inputs[0] for s in sides)),
+        kernel=tuple(s.taps[1] - s.taps[0] for s in sides),
+        padding=tuple(s.padding for s in sides),
+        extra=tuple(s.extra for s in sides),
+        crop=tuple(s.crop for s in sides) if any(s.crop != (0, 0) for s in sides) else None,
+    )
+
+
+def parts_of(
+    plan: Plan, filled: Sequence[Interval], covered: Sequence[Interval]
+) -> tuple[Part, ...]:
+    """The elements of messages that are to be `filled` of what is `covered` of the buffer."""
+    found = []
     for message, route in enumerate(plan.receives):
         shapes = [tuple(s.stop - s.start for s in box) for box in route.boxes]
         starts = accumulate((prod(shape) for shape in shapes), initial=0)
         for box, shape, start in zip(route.boxes, shapes, starts, strict=False):
-            meeting = _meeting(box, filled, covered)
+            meeting = meeting_of(box, filled, covered)
             if meeting is not None:
-                halo.append(Part(message, start, shape, *meeting))
-    everything = (slice(None), slice(None))
-    return Slab(
-        dimension=dimension,
-        outputs=(*everything, *(slice(*side.outputs) for side in sides)),
-        shape=tuple(b - a for a, b in covered),
-        taps=(*everything, *(slice(*side.taps) for side in sides)),
-        padding=tuple(side.padding for side in sides),
-        halo=tuple(halo),
-    )
+                found.append(Part(message, start, shape, *meeting))
+    return tuple(found)
 
 
-def _meeting(
+def meeting_of(
     box: Slices, filled: Sequence[Interval], covered: Sequence[Interval]
 ) -> tuple[Slices, Slices] | None:
     """What of a box is to be filled: as a place in the box, and in what is covered."""
-    pairs = zip(box, filled, covered, strict=True)
+    lead = [(s.start, s.stop) for s in box[:2]]
+    pairs = zip(box, [*lead, *filled], [*lead, *covered], strict=True)
     both = [(max(s.start, a, c), min(s.stop, b, e)) for s, (a, b), (c, e) in pairs]
     if any(a >= b for a, b in both):
         return None
+    starts = [0, 0, *(a for a, _ in covered)]
     inside = (slice(a - s.start, b - s.start) for (a, b), s in zip(both, box, strict=True))
-    place = (slice(a - c, b - c) for (a, b), (c, _) in zip(both, covered, strict=True))
+    place = (slice(a - c, b - c) for (a, b), c in zip(both, starts, strict=True))
     return tuple(inside), tuple(place)

@@ -1,4 +1,4 @@
-"""The choice between the two ways to compute a convolution on a cut plane."""
+"""The choice between the two ways to compute a convolution, or to pool, on a cut plane."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _FORCED: ContextVar[str | None] = ContextVar("distconv_method", default=None)
 
 @contextmanager
 def method(name: str) -> Iterator[None]:
-    """Compute convolutions within by one method, where both apply; for debugging.
+    """Compute convolutions and pooling within by one method, where both apply; for debugging.
 
     "assembled" copies a rank's block and its halos into one buffer and computes on that.
     "overlapped" computes on the block as it is while the halos travel, and mends the boundary.

@@ -11,36 +11,36 @@ from hypothesis import strategies as st
 
 from distconv.boundary import boundary, reaches
 from distconv.layout import default_cuts, rank_box
-from distconv.plan import make_plan
 from distconv.topology import AXES, Topology
-from distconv.window import Same, Window
+from distconv.window import Window
 
 windows = st.builds(
-    lambda k, s, d, p: Window(k, s, d, (p, p)),
+    lambda k, s, d, p, c: Window(k, s, d, (p, p), c),
     st.sampled_from([1, 2, 3, 5]),
     st.integers(1, 3),
     st.integers(1, 2),
     st.integers(0, 4),
+    st.booleans(),
 )
+rows = st.lists(st.tuples(windows, st.integers(4, 20), st.integers(1, 4)), min_size=2, max_size=2)
 
 
-@given(st.lists(st.tuples(windows, st.integers(4, 20), st.integers(1, 4)), min_size=2, max_size=2))
-def test_every_tap_of_every_output_counts_once(rows: list) -> None:
+@given(rows, st.booleans())
+def test_every_tap_of_every_output_counts_once(rows: list, ceil_mode: bool) -> None:
     window, sizes, parts = (tuple(column) for column in zip(*rows, strict=True))
     made = tuple(w.output_size(n) for w, n in zip(window, sizes, strict=True))
-    if min(made) < 1 or reaches(window, sizes, parts) is None:
+    reached = reaches(window, sizes, parts, ceil_mode=ceil_mode)
+    if min(made) < 1 or reached is None:
         return
     topology = Topology(tuple({"height": parts[0], "width": parts[1]}.get(a, 1) for a in AXES))
     shape, outputs = (1, 1, *sizes), (1, 1, *made)
     cuts = default_cuts(4, topology)
     cut = tuple(bool(axes) for axes in cuts[2:])
-    needs = tuple(w if c else Same() for w, c in zip(window, cut, strict=True))
     found = False
     for rank in range(topology.size):
-        plan = make_plan(topology, rank, shape, cuts, cuts, (Same(), Same(), *needs))
         own, out = (rank_box(s, cuts, topology, rank) for s in (shape, outputs))
-        spans = [tuple(zip(b.start[2:], b.stop[2:], strict=True)) for b in (own, out)]
-        edge = boundary(plan, window, sizes, *spans, cut)
+        edge = boundary(topology, rank, shape, outputs, cuts, window)
+        plan = edge.plan
         found |= bool(edge.slabs)
         counted: Counter[tuple[Any, ...]] = Counter()
 
@@ -62,7 +62,7 @@ def test_every_tap_of_every_output_counts_once(rows: list) -> None:
         every = [(0, w.kernel) for w in window]
         whole = [(0, n) for n in out.shape[2:]]
         block = set(product(*(range(n) for n in own.shape[2:])))
-        operate(block, edge.padding, whole, every, own.start[2:])
+        operate(block, edge.own.padding, whole, every, own.start[2:])
         # Where the buffer, and a dimension that is not cut, begin in the plane.
         origin = [
             b * w.stride - w.padding[0] if c else 0
@@ -85,7 +85,7 @@ def test_every_tap_of_every_output_counts_once(rows: list) -> None:
                 )
             ]
             spans = [[(s.start, s.stop) for s in x[2:]] for x in (slab.outputs, slab.taps)]
-            operate(held, slab.padding, *spans, starts)
+            operate(held, slab.piece.padding, *spans, starts)
         expected = {
             (o, t, at)
             for o in product(*(range(n) for n in out.shape[2:]))
@@ -99,4 +99,4 @@ def test_every_tap_of_every_output_counts_once(rows: list) -> None:
             if all(0 <= i < n for i, n in zip(at, sizes, strict=True))
         }
         assert set(counted) == expected and set(counted.values()) <= {1}
-    assert found == bool(reaches(window, sizes, parts))
+    assert found == reached

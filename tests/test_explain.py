@@ -44,14 +44,8 @@ def kept_by(module: nn.Module, x: Tensor) -> tuple[int, Tensor]:
     return sum(s.nbytes() for s in storages.values()), result
 
 
-@pytest.mark.parallel(list(GRIDS))
-@pytest.mark.parametrize("name", NETWORKS)
-def test_halos_bytes_layouts_and_kept_memory_are_those_of_a_real_run(name: str) -> None:
-    make, sample = NETWORKS[name]
-    torch.manual_seed(0)
-    module = make()
-    x = random_tensor(random.Random(name), (2, *sample), torch.float32)
-    module(x)  # gives lazy layers their shape
+def told_as_it_runs(module: nn.Module, x: Tensor, slack: float) -> None:
+    """Assert that what `explain` tells of a module on several grids is what a real run does."""
     for extents in GRIDS[MPI.COMM_WORLD.size]:
         grid = dc.ProcessGrid(**extents)
         plan = dc.explain(module, tuple(x.shape), grid, rank=grid.rank, show=False)
@@ -59,7 +53,7 @@ def test_halos_bytes_layouts_and_kept_memory_are_those_of_a_real_run(name: str) 
         model = dc.parallelize(copy.deepcopy(module), grid)
         with noted(extents), traced() as movements:
             kept, result = kept_by(model, dc.distribute_tensor(x, grid))
-            assert kept == pytest.approx(plan.kept_bytes, rel=SLACK.get(name, 0))
+            assert kept == pytest.approx(plan.kept_bytes, rel=slack)
             own = [m for m in movements if not m.redistributes and not m.plan.identity]
             assert [m.bytes for m in own] == [h.bytes for row in plan.layers for h in row.halos]
             moved = [
@@ -75,6 +69,31 @@ def test_halos_bytes_layouts_and_kept_memory_are_those_of_a_real_run(name: str) 
             assert last.local_shape == tuple(result.shard.shape)
             assert kept_by(module, x)[0] == plan.serial_kept_bytes
             assert plan.parameter_bytes == sum(p.nbytes for p in module.parameters())
+
+
+@pytest.mark.parallel(list(GRIDS))
+@pytest.mark.parametrize("name", NETWORKS)
+def test_halos_bytes_layouts_and_kept_memory_are_those_of_a_real_run(name: str) -> None:
+    make, sample = NETWORKS[name]
+    torch.manual_seed(0)
+    module = make()
+    x = random_tensor(random.Random(name), (2, *sample), torch.float32)
+    module(x)  # gives lazy layers their shape
+    told_as_it_runs(module, x, SLACK.get(name, 0))
+
+
+@pytest.mark.parallel(list(GRIDS))
+@pytest.mark.parametrize("method", ["assembled", "overlapped"])
+def test_both_methods_are_told_as_they_run(method: str) -> None:
+    module = nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1),
+        nn.MaxPool2d(3, 2, 1),
+        nn.ConvTranspose2d(4, 4, 4, 2, 1),
+        nn.AvgPool2d(3, 1, 1, count_include_pad=False),
+    )
+    x = random_tensor(random.Random(0), (2, 2, 32, 24), torch.float32)
+    with dc.method(method):
+        told_as_it_runs(module, x, 0)
 
 
 def test_halo_widths_are_those_of_the_kernel() -> None:

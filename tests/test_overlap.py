@@ -1,4 +1,4 @@
-"""Overlapped convolution equals serial, saves halos only, and can be differentiated again."""
+"""Overlapped convolutions equal serial, save halos only, and can be differentiated again."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from serial import TOLERANCE, agrees, deviation, noted, random_grid, random_tens
 from torch import Tensor
 
 import distconv as dc
-from distconv.ops import conv
+from distconv.ops import conv, transposed
 
 RANKS = [2, 3, 4, 6, 8]
 FUNCTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 
 
 def random_case(rng: random.Random, n: int) -> tuple[list[int], list[int], dict[str, Any]]:
@@ -54,6 +55,49 @@ def test_overlapped_convolutions_equal_serial(n: int) -> None:
     assert overlapped.call_count >= 3
 
 
+def random_transposed_case(
+    rng: random.Random, n: int
+) -> tuple[list[int], list[int], dict[str, Any]]:
+    """Planes that are mostly upsampled by a whole factor, and evenly or unevenly cut."""
+    stride = [rng.choice([1, 2, 2, 3]) for _ in range(n)]
+    kernel = [s + rng.choice([0, 1, 2, 2, 3]) for s in stride]
+    dilation = [rng.choice([1, 1, 1, 2]) for _ in range(n)]
+    reach = [d * (k - 1) + 1 - s for k, d, s in zip(kernel, dilation, stride, strict=True)]
+    padding = [max(r, 0) // 2 for r in reach]
+    extra = [r % 2 if s > 1 else 0 for r, s in zip(reach, stride, strict=True)]
+    groups = rng.choice([1, 1, 2])
+    plane = [rng.randrange(*((40, 80), (16, 33), (8, 17))[n - 1]) for _ in range(n)]
+    arguments = dict(
+        stride=stride, padding=padding, output_padding=extra, dilation=dilation, groups=groups
+    )
+    return [rng.choice([1, 2, 3]), 2 * groups, *plane], [2 * groups, 2, *kernel], arguments
+
+
+@pytest.mark.parallel(RANKS)
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_overlapped_transposed_convolutions_equal_serial(n: int) -> None:
+    rng = random.Random(n)
+    with mock.patch.object(
+        transposed,
+        "overlapped_transposed_convolution",
+        wraps=transposed.overlapped_transposed_convolution,
+    ) as overlapped:
+        for i in range(16):
+            grid = random_grid(rng, ("depth", "height", "width")[3 - n :])
+            shape, kernel, arguments = random_transposed_case(rng, n)
+            x, w = random_tensor(rng, shape), random_tensor(rng, kernel)
+            filters = 2 * arguments["groups"]
+            parameters = [w, random_tensor(rng, [filters])] if i % 2 else [w]
+
+            def function(x: Tensor, w: Tensor, b: Any = None, a: Any = arguments) -> Tensor:
+                with dc.method("overlapped"):
+                    return TRANSPOSED[n](x, w, b, **a).relu_()
+
+            with noted(shape, kernel, arguments, grid):
+                agrees(function, [x], parameters, grid, rng, [None])
+    assert overlapped.call_count >= 3
+
+
 @pytest.mark.parallel([2, 4])
 def test_only_halos_are_saved_beside_the_input() -> None:
     grid = dc.ProcessGrid(height=-1)
@@ -74,15 +118,23 @@ def test_only_halos_are_saved_beside_the_input() -> None:
 
 
 @pytest.mark.parallel([2, 3, 4])
-def test_second_derivatives_are_the_serial_ones() -> None:
+@pytest.mark.parametrize(
+    "convolve",
+    [
+        lambda x, w: F.conv2d(x, w, padding=1),
+        lambda x, w: F.conv_transpose2d(x, w, stride=2, padding=1, output_padding=1),
+    ],
+    ids=["convolution", "transposed"],
+)
+def test_second_derivatives_are_the_serial_ones(convolve: Any) -> None:
     rng = random.Random(5)
     for _ in range(3):
         grid = random_grid(rng, ("height", "width"))
-        x, w = random_tensor(rng, (2, 2, 16, 14)), random_tensor(rng, (3, 2, 3, 3))
+        x, w = random_tensor(rng, (2, 2, 16, 14)), random_tensor(rng, (2, 2, 3, 3))
 
         def product(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
             with dc.method("overlapped"):
-                loss = F.conv2d(x, w, padding=1).tanh().square().sum()
+                loss = convolve(x, w).tanh().square().sum()
                 g, h = torch.autograd.grad(loss, [x, w], create_graph=True)
                 return torch.autograd.grad((g * x).sum() + (h * w).sum(), [x, w])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from strategies import FLOATING, INTEGER, Case, each, on_any_grid, sizes
 from torch import Tensor
 
+import distconv as dc
 from distconv.ops.channels import parallel
 
 CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
@@ -30,15 +32,20 @@ def unbatched(case: Case, shape: list[int]) -> list[int]:
     return shape if case.draw(st.integers(0, 4)) else shape[1:]
 
 
-def divided(
-    case: Case, function: Callable[..., Tensor], arguments: dict[str, Any]
-) -> Callable[..., Tensor]:
-    """The function, whose channels are divided by any of the algorithms where they are cut."""
+def by_any_method(case: Case, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, by one of the methods or the one that is chosen for it.
+
+    Where channels are cut, they are divided by any of the algorithms.
+    """
+    method = case.one_of(None, "overlapped", "overlapped", "assembled")
     algorithm = case.one_of("auto", "x", "y", "w")
 
-    def call(*tensors: Tensor) -> Tensor:
-        with parallel(algorithm):
-            return function(*tensors, **arguments)
+    def call(*operands: Tensor) -> Any:
+        with ExitStack() as choices:
+            choices.enter_context(parallel(algorithm))
+            if method is not None:
+                choices.enter_context(dc.method(method))
+            return function(*operands)
 
     return call
 
@@ -63,7 +70,9 @@ def test_convolution_equals_serial_for_all_arguments(case: Case) -> None:
     ]
     if case.flag():
         tensors.append(case.tensor([filters], dtype=dtype))
-    case.agrees(divided(case, CONV[n], arguments), *tensors, cut=case.one_of(None, [0]))
+    cut = case.one_of(None, [0])
+    function = by_any_method(case, lambda x, w, b=None: CONV[n](x, w, b, **arguments))
+    case.agrees(function, *tensors, cut=cut)
 
 
 @on_any_grid(14)
@@ -88,7 +97,9 @@ def test_transposed_convolution_equals_serial_for_all_arguments(case: Case) -> N
     ]
     if case.flag():
         tensors.append(case.tensor([filters * groups]))
-    case.agrees(divided(case, TRANSPOSED[n], arguments), *tensors, cut=case.one_of(None, [0]))
+    cut = case.one_of(None, [0])
+    function = by_any_method(case, lambda x, w, b=None: TRANSPOSED[n](x, w, b, **arguments))
+    case.agrees(function, *tensors, cut=cut)
 
 
 def windows(case: Case, n: int, padding: int = 1) -> dict[str, Any]:
@@ -113,7 +124,7 @@ def test_max_pooling_equals_serial_with_and_without_indices(case: Case) -> None:
         *("normal", "negative", "ties", "equal", "nan", "infinite"),
         dtype=case.one_of(torch.float64, torch.float64, torch.float32, *INTEGER),
     )
-    case.agrees(lambda x: MAX[n](x, **arguments), x)
+    case.agrees(by_any_method(case, lambda x: MAX[n](x, **arguments)), x)
 
 
 @on_any_grid(9)
@@ -145,7 +156,7 @@ def test_average_pooling_equals_serial_for_every_divisor(case: Case) -> None:
         *("normal", "negative", "ties", "nan"),
         dtype=case.one_of(torch.float64, *FLOATING, *INTEGER),
     )
-    case.agrees(lambda x: AVERAGE[n](x, **arguments), x)
+    case.agrees(by_any_method(case, lambda x: AVERAGE[n](x, **arguments)), x)
 
 
 @on_any_grid(14)

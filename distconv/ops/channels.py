@@ -103,6 +103,16 @@ class Part:
         block = zero.squeeze().expand(self.box.shape)
         return block if self.bias is None else block + _along(self._dimension, self.bias, block)
 
+    def alone(self, x: DistTensor, shape: tuple[int, ...]) -> tuple[DistTensor, tuple[int, ...]]:
+        """This rank's channels of `x`, if they stay, as a tensor of their own; and its outputs.
+
+        Ranks that share a block of channels compute it as if there were no others.
+        """
+        d = self._dimension
+        own = at(tuple(x.shape), d, x.shard.shape[d])
+        block = DistTensor(x.shard, own, at(x.cuts, d, ()), x.grid)
+        return block, at(shape, d, self.box.shape[d])
+
     def finish(self, block: Tensor) -> DistTensor:
         """The layer's output, to which this rank contributes `block`; all ranks call it."""
         return self._finish(block)

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from distconv.boundary import reaches
-from distconv.layout import cutting_axes
-from distconv.method import forced
-from distconv.ops.channels import Part, at, part_of
+from distconv.ops.channels import Part, part_of
 from distconv.ops.checked import checked, shape_of
-from distconv.ops.overlap import overlapped_convolution
+from distconv.ops.convolve import overlapped_convolution
+from distconv.ops.overlap import may_overlap
 from distconv.ops.windowed import Sizes, batched, input_of, needs_of, tuple_of, windowed_block
 from distconv.tensor import DistTensor, gathered, implements
 from distconv.window import Same, Window
@@ -53,10 +52,7 @@ def _convolution(function: Callable[..., Tensor], spatial: int) -> None:
         needs = (Same(), Same(), *needs_of(windows, x.cuts))
         part = part_of(name, x, weight, bias, shape, needs, groups=groups)
         if _overlaps(x, part, weight.numel(), tuple(windows)):
-            # Ranks of one block of channels convolve it as if it were the tensor.
-            own = x.shape[0], x.shard.shape[1], *x.shape[2:]
-            made = shape[0], part.box.shape[1], *shape[2:]
-            block = DistTensor(x.shard, own, at(x.cuts, 1, ()), x.grid)
+            block, made = part.alone(x, shape)
             operands = block, part.weight, part.bias, windows, made, part.groups, part.operator
             return part.finish(overlapped_convolution(*operands).shard)
 
@@ -76,15 +72,9 @@ def _overlaps(x: DistTensor, part: Part, weights: int, windows: tuple[Window, ..
     Every side of the block costs another convolution, which handles the weights once more. Where
     a rank has fewer inputs than there are weights, assembling its inputs was measured to cost less.
     """
-    method = forced()
-    # torch breaks complex convolutions up above the level at which they overlap.
-    if not any(x.cuts[2:]) or not part.stays or method == "assembled" or x.is_complex():
+    if not part.stays or not may_overlap(x, weights // part.blocks):
         return False
-    topology = x.grid.topology
-    inputs = x.numel() * part.blocks
-    if method is None and inputs < weights * topology.parts(cutting_axes(x.cuts)):
-        return False
-    parts = tuple(topology.parts(axes) for axes in x.cuts[2:])
+    parts = tuple(x.grid.topology.parts(axes) for axes in x.cuts[2:])
     return bool(reaches(windows, tuple(x.shape[2:]), parts))
 
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
+from distconv.boundary import reaches
 from distconv.layout import Cuts
 from distconv.ops.align import box_of, common_grid, distributed
 from distconv.ops.checked import autocast_type
@@ -101,6 +102,35 @@ def output_shape(channels: int, x: DistTensor, windows: Sequence[IndexMap]) -> t
     """The global shape that windows over the last dimensions of `x` make."""
     spatial = zip(windows, x.shape[2:], strict=True)
     return (x.shape[0], channels, *(w.output_size(n) for w, n in spatial))
+
+
+def pooled_type(name: str, input: DistTensor, implemented: bool) -> None:
+    """Raise for a type that torch does not pool, on ranks without elements too."""
+    if not implemented:
+        raise NotImplementedError(
+            f"{name}: not implemented for {input.dtype}; convert it, x.float()"
+        )
+
+
+def some_channel(x: Tensor) -> Tensor:
+    """`x` itself, or its empty batch with one channel: torch pools nothing without channels."""
+    return x if x.shape[1] else x.reshape(0, 1, *x.shape[2:])
+
+
+POOLED = 2**16
+"""Elements of a rank's block from which pooling while halos travel was measured to cost less."""
+
+
+def ceil_mode_of(x: DistTensor, windows: Sequence[Window]) -> bool | None:
+    """With which ceil mode pooling a block of `x` makes just its outputs; None with neither.
+
+    None also where no block needs a halo.
+    """
+    sizes, parts = tuple(x.shape[2:]), tuple(map(x.grid.topology.parts, x.cuts[2:]))
+    for ceil_mode in (False, True):
+        if reaches(tuple(windows), sizes, parts, pooled=True, ceil_mode=ceil_mode):
+            return ceil_mode
+    return None
 
 
 def apply_windows(

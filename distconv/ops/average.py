@@ -1,0 +1,181 @@
+"""Average pooling on cut planes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from distconv.boundary import Piece, boundary
+from distconv.ops.align import box_of
+from distconv.ops.checked import checked, shape_of
+from distconv.ops.overlap import Gradients, may_overlap, overlapped
+from distconv.ops.windowed import (
+    POOLED,
+    Sizes,
+    apply_windows,
+    arguments_of,
+    batched,
+    ceil_mode_of,
+    output_shape,
+    pooled_type,
+    some_channel,
+    windows_of,
+)
+from distconv.tensor import DistTensor, implements
+from distconv.window import Window
+
+_AVERAGED = (torch.float64, torch.float32, torch.int64)
+_HALF = (torch.float16, torch.bfloat16)
+"""Types of which torch has averages, the latter in up to two dimensions."""
+
+
+def _avg_pool(local: Callable[..., Tensor], n: int) -> None:
+    name = f"avg_pool{n}d"
+
+    @implements(local)
+    @batched(name, n)
+    def rule(
+        input: DistTensor,
+        kernel_size: Sizes,
+        stride: Sizes | None = None,
+        padding: Sizes = 0,
+        ceil_mode: bool = False,
+        count_include_pad: bool = True,
+        divisor_override: int | None = None,
+    ) -> DistTensor:
+        pooled_type(name, input, input.dtype in (*_AVERAGED, *(_HALF if n < 3 else ())))
+        windows = windows_of(kernel_size, stride, padding, 1, ceil_mode, n)
+        kernels, strides, paddings, _ = arguments_of(windows)
+        # torch's one-dimensional form takes no divisor.
+        override = () if n == 1 else (divisor_override,)
+        arguments = (kernels, strides, paddings, ceil_mode, count_include_pad, *override)
+        checked(local, shape_of(input), *arguments)
+        shape = output_shape(input.shape[1], input, windows)
+        box = box_of(shape, input.cuts, input.grid)
+        if not any(input.cuts[2:]):
+            shard = local(some_channel(input.shard), *arguments).reshape(box.shape)
+            return DistTensor(shard, shape, input.cuts, input.grid)
+        sizes = zip(windows, input.shape[2:], box.start[2:], box.stop[2:], strict=True)
+        counts = [_counts(*row, count_include_pad) for row in sizes]
+        divisor = divisor_override or _divisor(counts, input.shard)
+        # As much as the pooling can divide by itself, so that sums of small types stay in range.
+        first = divisor if isinstance(divisor, int) else prod(kernels)
+        if not input.is_floating_point():
+            first = 1
+        ceil = ceil_mode_of(input, windows)
+        if ceil is not None and may_overlap(input, POOLED):
+            topology, rank, pool = input.grid.topology, input.grid.rank, _Pool(strides, ceil, first)
+            edge = boundary(topology, rank, tuple(input.shape), shape, input.cuts, tuple(windows))
+            pooled = overlapped(input, (input.shard, None, None), pool, edge, shape, name)
+        else:
+
+            def compute(buffer: Tensor, left: tuple[int, ...]) -> Tensor:
+                return _average(some_channel(buffer), kernels, strides, left, ceil_mode, first)
+
+            pooled = apply_windows(input, windows, shape, name, compute)
+        shard = pooled.shard
+        if not shard.is_floating_point():
+            shard = torch.div(shard, divisor, rounding_mode="trunc")
+        elif isinstance(divisor, Tensor) and shard.numel():
+            shard = shard.mul_((first / divisor.double()).to(shard.dtype))
+        return DistTensor(shard, shape, input.cuts, input.grid)
+
+
+@lru_cache(maxsize=4096)
+def _counts(window: Window, size: int, start: int, stop: int, include_pad: bool) -> tuple[int, ...]:
+    """Elements along one dimension that count in the averages start to stop."""
+    counts = []
+    for o in range(start, stop):
+        first = o * window.stride - window.padding[0]
+        last = min(first + window.kernel, size + window.padding[1])
+        counts.append(last - first if include_pad else min(last, size) - max(first, 0))
+    return tuple(counts)
+
+
+def _divisor(counts: Sequence[tuple[int, ...]], like: Tensor) -> Tensor | int:
+    """What each sum is divided by; one number where all windows have as many elements."""
+    if all(min(c, default=1) == max(c, default=1) for c in counts):
+        return prod(c[0] for c in counts if c)
+    divisor = torch.ones((), dtype=torch.int64, device=like.device)
+    for c in counts:
+        divisor = divisor.unsqueeze(-1) * torch.tensor(c, device=like.device)
+    return divisor
+
+
+def _average(
+    x: Tensor,
+    kernel: tuple[int, ...],
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+    ceil_mode: bool,
+    divisor: int,
+) -> Tensor:
+    """The sums over windows, divided; in one dimension by way of two, where torch has a divisor."""
+    if len(kernel) == 1:
+        flat = (1, *kernel), (1, *stride), (0, *padding)
+        # In place, as no autograd function may return a view that others are to change in place.
+        return _average(x.unsqueeze(2), *flat, ceil_mode, divisor).squeeze_(2)
+    pool = F.avg_pool2d if len(kernel) == 2 else F.avg_pool3d
+    return pool(x, kernel, stride, padding, ceil_mode, divisor_override=divisor)
+
+
+def _average_backward(
+    dy: Tensor,
+    shape: tuple[int, ...],
+    kernel: tuple[int, ...],
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+    ceil_mode: bool,
+    divisor: int,
+) -> Tensor:
+    """The gradient of the inputs, of `shape`."""
+    if len(kernel) == 1:
+        flat = (*shape[:2], 1, *shape[2:]), (1, *kernel), (1, *stride), (0, *padding)
+        return _average_backward(dy.unsqueeze(2), *flat, ceil_mode, divisor).squeeze(2)
+    # Of the inputs it takes the shape alone.
+    inputs = dy.new_empty(()).expand(shape)
+    aten = torch.ops.aten
+    backward: Any = aten.avg_pool2d_backward if len(kernel) == 2 else aten.avg_pool3d_backward
+    dx: Tensor = backward(dy, inputs, kernel, stride, padding, ceil_mode, True, divisor)
+    return dx
+
+
+@dataclass(frozen=True)
+class _Pool:
+    """The sums over windows of a piece, divided by one number."""
+
+    stride: tuple[int, ...]
+    ceil_mode: bool
+    divisor: int
+    bilinear = False
+
+    def forward(self, piece: Piece, x: Tensor, weight: Any, bias: Any) -> Tensor:
+        arguments = piece.kernel, self.stride, piece.padding, self.ceil_mode, self.divisor
+        y = _average(some_channel(x), *arguments)
+        return y if x.shape[1] else y.new_empty(*x.shape[:2], *y.shape[2:])
+
+    def backward(
+        self,
+        piece: Piece,
+        dy: Tensor,
+        x: Any,
+        weight: Any,
+        bias: Sequence[int] | None,
+        mask: Sequence[bool],
+    ) -> Gradients:
+        arguments = piece.kernel, self.stride, piece.padding, self.ceil_mode, self.divisor
+        shape = piece.shape if piece.shape[1] else (0, 1, *piece.shape[2:])
+        dx = _average_backward(some_channel(dy), shape, *arguments)
+        return dx.reshape(piece.shape), None, None
+
+
+_avg_pool(F.avg_pool1d, 1)
+_avg_pool(F.avg_pool2d, 2)
+_avg_pool(F.avg_pool3d, 3)

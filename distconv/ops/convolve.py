@@ -1,0 +1,124 @@
+"""Convolutions and transposed ones that compute while their halos travel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from distconv import boundary, spread
+from distconv.boundary import Piece
+from distconv.ops.checked import autocast_type
+from distconv.ops.overlap import Gradients, cropped, overlapped
+from distconv.tensor import DistTensor
+from distconv.window import Transposed, Window
+
+
+def overlapped_convolution(
+    x: DistTensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    windows: Sequence[Window],
+    shape: tuple[int, ...],
+    groups: int,
+    operator: str,
+) -> DistTensor:
+    """The convolution of `x`, which is whole along its channels; `boundary.reaches` allows it."""
+    grid = x.grid
+    edge = boundary.boundary(
+        grid.topology, grid.rank, tuple(x.shape), shape, x.cuts, tuple(windows)
+    )
+    local = _Convolution.of(windows, groups, transposed=False)
+    return overlapped(x, _as_autocast(x.shard, weight, bias), local, edge, shape, operator)
+
+
+def overlapped_transposed_convolution(
+    x: DistTensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    maps: Sequence[Transposed],
+    shape: tuple[int, ...],
+    groups: int,
+    operator: str,
+) -> DistTensor:
+    """The transposed one of `x`, which is whole along its channels; `spread.spreads` allows it."""
+    place = x.grid.topology, x.grid.rank, tuple(x.shape), shape, x.cuts
+    edge = spread.boundary(*place, tuple(maps))
+    local = _Convolution.of(maps, groups, transposed=True)
+    return overlapped(x, _as_autocast(x.shard, weight, bias), local, edge, shape, operator)
+
+
+def _as_autocast(*operands: Tensor | None) -> list[Tensor | None]:
+    """The operands of a convolution in the type that autocast would give them."""
+    kind = next(autocast_type(t) for t in operands if t is not None)
+    if kind is None:
+        return list(operands)
+    return [
+        t.to(kind) if t is not None and t.is_floating_point() and t.dtype != torch.float64 else t
+        for t in operands
+    ]
+
+
+@dataclass(frozen=True)
+class _Convolution:
+    """The convolution of a piece, or the transposed one."""
+
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+    transposed: bool
+    bilinear = True
+
+    @classmethod
+    def of(
+        cls, maps: Sequence[Window] | Sequence[Transposed], groups: int, *, transposed: bool
+    ) -> _Convolution:
+        """The one with these strides and dilations."""
+        strides, dilations = zip(*((m.stride, m.dilation) for m in maps), strict=True)
+        return cls(strides, dilations, groups, transposed)
+
+    def forward(self, piece: Piece, x: Tensor, weight: Any, bias: Any) -> Tensor:
+        d = piece.flat
+        if d is not None:
+            # One plane of a volume: two-dimensional convolution is several times as fast.
+            x, weight = x.squeeze(d), weight.squeeze(d)
+        y = torch.convolution(x, weight, bias, *self._arguments(piece))
+        if d is not None:
+            y = y.unsqueeze(d)
+        return cropped(y, piece.crop)
+
+    def backward(
+        self,
+        piece: Piece,
+        dy: Tensor,
+        x: Any,
+        weight: Any,
+        bias: Sequence[int] | None,
+        mask: Sequence[bool],
+    ) -> Gradients:
+        d = piece.flat
+        if piece.crop is not None:
+            dy = F.pad(dy, [n for crop in reversed(piece.crop) for n in crop])
+        if d is not None:
+            dy, x, weight = (t.squeeze(d) for t in (dy, x, weight))
+        dx, dw, db = _backward(dy, x, weight, bias, *self._arguments(piece), mask)
+        if d is not None:
+            dx, dw = (None if t is None else t.unsqueeze(d) for t in (dx, dw))
+        return dx, dw, db
+
+    def _arguments(self, piece: Piece) -> tuple[Any, ...]:
+        """Those of torch.convolution after the bias."""
+        stride, padding, dilation, extra = self.stride, piece.padding, self.dilation, piece.extra
+        if piece.flat is not None:
+            d = piece.flat - 2
+            stride, padding, dilation, extra = (
+                (*a[:d], *a[d + 1 :]) for a in (stride, padding, dilation, extra)
+            )
+        return stride, padding, dilation, self.transposed, extra, self.groups
+
+
+_backward: Any = torch.ops.aten.convolution_backward

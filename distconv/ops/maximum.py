@@ -1,0 +1,114 @@
+"""Max pooling on cut planes, with and without telling where in the global plane the maxima are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from distconv.ops.align import box_of, nothing
+from distconv.ops.checked import checked, shape_of
+from distconv.ops.overlap import may_overlap
+from distconv.ops.overlap_max import overlapped_maxima
+from distconv.ops.places import inner_border, lowest, renumbered, starts_of
+from distconv.ops.windowed import (
+    POOLED,
+    Sizes,
+    apply_windows,
+    arguments_of,
+    batched,
+    ceil_mode_of,
+    output_shape,
+    some_channel,
+    windows_of,
+)
+from distconv.tensor import DistTensor, implements
+from distconv.window import Window
+
+
+def _max_pool(local: Callable[..., Tensor], functions: Sequence[Any], n: int) -> None:
+    name = f"max_pool{n}d"
+
+    @implements(*functions)
+    @batched(name, n)
+    def rule(
+        input: DistTensor,
+        kernel_size: Sizes,
+        stride: Sizes | None = None,
+        padding: Sizes = 0,
+        dilation: Sizes = 1,
+        ceil_mode: bool = False,
+        return_indices: bool = False,  # torch asks for indices by another function
+    ) -> DistTensor:
+        windows = windows_of(kernel_size, stride, padding, dilation, ceil_mode, n)
+        kernels, strides, paddings, dilations = arguments_of(windows)
+        checked(local, shape_of(input), kernels, strides, paddings, dilations, ceil_mode)
+        shape = output_shape(input.shape[1], input, windows)
+        if (ceil := _overlaps(input, windows)) is not None:
+            return overlapped_maxima(input, windows, shape, ceil, name, places=False)[0]
+        box = box_of(shape, input.cuts, input.grid)
+
+        def compute(buffer: Tensor, left: tuple[int, ...]) -> Tensor:
+            if prod(box.shape):
+                buffer = inner_border(buffer, windows, starts_of(input, windows, box))
+            return local(some_channel(buffer), kernels, strides, left, dilations, ceil_mode)
+
+        return apply_windows(input, windows, shape, name, compute, fill=lowest(input))
+
+
+def _with_indices(function: Callable[..., Any], local: Callable[..., Any], n: int) -> None:
+    name = f"max_pool{n}d"
+
+    @implements(function)
+    @batched(name, n)
+    def rule(
+        input: DistTensor,
+        kernel_size: Sizes,
+        stride: Sizes | None = None,
+        padding: Sizes = 0,
+        dilation: Sizes = 1,
+        ceil_mode: bool = False,
+        return_indices: bool = True,
+    ) -> tuple[DistTensor, DistTensor]:
+        windows = windows_of(kernel_size, stride, padding, dilation, ceil_mode, n)
+        kernels, strides, paddings, dilations = arguments_of(windows)
+        checked(local, shape_of(input), kernels, strides, paddings, dilations, ceil_mode)
+        shape = output_shape(input.shape[1], input, windows)
+        if (ceil := _overlaps(input, windows)) is not None:
+            return overlapped_maxima(input, windows, shape, ceil, name, places=True)
+        box = box_of(shape, input.cuts, input.grid)
+        found: list[Tensor] = []
+
+        def compute(buffer: Tensor, left: tuple[int, ...]) -> Tensor:
+            arguments = kernels, strides, left, dilations, ceil_mode
+            if not prod(box.shape):
+                values, index = local(some_channel(buffer), *arguments)
+                found.append(nothing(index, box.shape))
+                return values
+            starts = starts_of(input, windows, box)
+            values, index = local(inner_border(buffer, windows, starts), *arguments)
+            searched = buffer.shape[2:]
+            found.append(renumbered(index, searched, starts, windows, input.shape[2:]))
+            return values
+
+        values = apply_windows(input, windows, shape, name, compute, fill=lowest(input))
+        return values, DistTensor(found[0], shape, values.cuts, input.grid)
+
+
+def _overlaps(x: DistTensor, windows: Sequence[Window]) -> bool | None:
+    """With which ceil mode to compute while halos travel, if at all; the same on all ranks."""
+    if x.is_floating_point() and may_overlap(x, POOLED):
+        return ceil_mode_of(x, windows)
+    return None
+
+
+_max_pool(torch.max_pool1d, (F.max_pool1d, torch.max_pool1d), 1)
+_max_pool(torch.max_pool2d, (F.max_pool2d, torch.max_pool2d), 2)
+_max_pool(torch.max_pool3d, (F.max_pool3d, torch.max_pool3d), 3)
+_with_indices(F.max_pool1d_with_indices, torch.max_pool1d_with_indices, 1)
+_with_indices(F.max_pool2d_with_indices, torch._C._nn.max_pool2d_with_indices, 2)
+_with_indices(F.max_pool3d_with_indices, torch._C._nn.max_pool3d_with_indices, 3)
