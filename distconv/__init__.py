@@ -1,6 +1,7 @@
 """Convolutional networks on tensors cut over many processes, with the serial numbers."""
 
 from distconv import ops as _ops  # registers what torch functions mean on DistTensors
+from distconv.clip import clip_grad_norm_
 from distconv.explain import explain
 from distconv.extend import elementwise, windowed
 from distconv.grid import ProcessGrid
@@ -8,6 +9,7 @@ from distconv.layout import Box, Layout
 from distconv.ledger import Redistribution, redistributions
 from distconv.method import method
 from distconv.parallelize import no_sync, parallelize
+from distconv.state import full_state_dict, load_full_state_dict
 from distconv.tensor import (
     DistTensor,
     UnsupportedOperation,
@@ -25,11 +27,14 @@ __all__ = [
     "ProcessGrid",
     "Redistribution",
     "UnsupportedOperation",
+    "clip_grad_norm_",
     "default_layout",
     "distribute_tensor",
     "elementwise",
     "explain",
+    "full_state_dict",
     "implements",
+    "load_full_state_dict",
     "local_box",
     "method",
     "no_sync",

@@ -226,7 +226,7 @@ COMMANDS = {
         "compare every layer on a grid with the serial program", _verify_options, _verify
     ),
     "bench": Command(
-        "measure layers, halos, models, memory or overheads beside their bounds",
+        "measure layers, channels, halos, models, memory or overheads beside their bounds",
         _bench_options,
         _bench,
     ),

@@ -10,7 +10,7 @@ from weakref import ReferenceType, ref
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from distconv.grid import ProcessGrid
 from distconv.transport import Request
@@ -25,7 +25,7 @@ class _Place:
     is known whether anybody still uses it, or any view of it, when the parameter has dropped it.
     """
 
-    def __init__(self, p: nn.Parameter, start: int):
+    def __init__(self, p: Tensor, start: int):
         self.shape, self.strides, self.dtype = p.shape, _strides(p), p.dtype
         self.start = start
         self.bytes = slice(start, start + p.numel() * p.element_size())
@@ -52,8 +52,10 @@ class Bucket:
     does one that the program has set itself.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter]):
+    def __init__(self, parameters: Sequence[Tensor], comm: Any):
         self.parameters = parameters
+        self.comm = comm
+        """The ranks over which the gradients are added up."""
         starts = accumulate((p.numel() * p.element_size() for p in parameters), initial=0)
         self._places = [_Place(p, start) for p, start in zip(parameters, starts, strict=False)]
         # A number for each parameter, behind all of them, says how many ranks have a gradient.
@@ -91,22 +93,22 @@ class Bucket:
         place.slice, place.here = ref(memory), True
         p.grad = _tensor(memory, place).copy_(gradient)
 
-    def start(self, parts: Collection[Tensor], grid: ProcessGrid, comm: Any) -> None:
+    def start(self, parts: Collection[Tensor], grid: ProcessGrid) -> None:
         """Start adding up; `parts` are the parameters of whose gradients this rank has a part.
 
-        A gradient that is no part is the same on all ranks, and counted on rank 0 only.
+        A gradient that is no part is the same on all ranks, and counted on the first only.
         """
         used = []
         for p, place in zip(self.parameters, self._places, strict=True):
             gradient, part = p.grad, p in parts
             used.append(part and gradient is not None)
-            if gradient is None or not (part or grid.rank == 0):
+            if gradient is None or not (part or self.comm.rank == 0):
                 self._view(place).zero_()
             elif not self._inside(p, place):
                 self._view(place).copy_(gradient)
         flat = self._flat()
         flat[-len(used) :] = torch.tensor(used)
-        self._request = grid.transport.all_reduce(flat, comm)
+        self._request = grid.transport.all_reduce(flat, self.comm)
 
     def finish(self) -> bool:
         """Wait for the sum, and give it to gradients outside; whether it was under way."""
@@ -125,7 +127,7 @@ class Bucket:
         self._request = self._memory = None
         return True
 
-    def _inside(self, p: nn.Parameter, place: _Place) -> bool:
+    def _inside(self, p: Tensor, place: _Place) -> bool:
         gradient = p.grad
         return (
             gradient is not None
@@ -145,7 +147,7 @@ class Bucket:
         return _tensor(self._slice(place), place)
 
 
-def _strides(p: nn.Parameter) -> tuple[int, ...]:
+def _strides(p: Tensor) -> tuple[int, ...]:
     """Those of a gradient: the parameter's own where they leave no gaps, else row by row."""
     own = p.stride()
     dense: Tensor = torch.empty_like(p, device="meta")

@@ -134,6 +134,15 @@ class Layout:
             cuts[position[name]] = axes
         return tuple(cuts)
 
+    def axes(self, name: str) -> tuple[str, ...]:
+        """The grid axes over which the dimension of this name is cut."""
+        return dict(self._cut).get(name, ())
+
+    @property
+    def cutting_axes(self) -> tuple[str, ...]:
+        """All grid axes that cut some dimension."""
+        return cutting_axes(axes for _, axes in self._cut)
+
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError("a Layout is immutable; make a new one")
 

@@ -8,7 +8,7 @@ al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import Token
 from typing import Any, NoReturn, TypeVar
@@ -22,15 +22,24 @@ from torch.autograd.graph import Node
 from distconv.buckets import Bucket
 from distconv.exchange import broadcast
 from distconv.grid import ProcessGrid
+from distconv.layout import Layout, replicating_axes
+from distconv.layouts import layouts_of, take_inputs
+from distconv.sharding import shard
 from distconv.tensor import IN_MODULE, DistTensor, tensors_in
-from distconv.topology import AXES
 
 Module = TypeVar("Module", bound=nn.Module)
 
 _ATTRIBUTE = "_distconv_gradient_reduction"
 
 
-def parallelize(module: Module, grid: ProcessGrid, *, bucket_bytes: int = 2**20) -> Module:
+def parallelize(
+    module: Module,
+    grid: ProcessGrid,
+    *,
+    layouts: Mapping[str, Layout] | None = None,
+    shard_parameters: bool = False,
+    bucket_bytes: int = 2**20,
+) -> Module:
     """Make `module` compute on DistTensors of `grid` what it computes serially; returns it.
 
     Parameters and buffers become those of rank 0. From then on, when `backward()` returns, the
@@ -42,27 +51,39 @@ def parallelize(module: Module, grid: ProcessGrid, *, bucket_bytes: int = 2**20)
     Parameters
     ----------
     module: any torch.nn.Module with CPU parameters; its inputs are then DistTensors.
+    layouts: for patterns of module names, as "block5.*" ("" is the module itself), the layout in
+        which the modules take their inputs; the last pattern that matches counts. Where a tensor
+        has another layout it is redistributed, once for all that take it in the same one. Other
+        modules take their inputs as they come.
+    shard_parameters: whether every rank keeps only its blocks of the weights of convolutions and
+        fully connected layers whose layout cuts channels. They become DistTensors, new parameters
+        for which optimizers are made afterwards.
     bucket_bytes: how much of the gradient travels in one message.
 
     Raises
     ------
     ValueError
         On every rank, when the ranks' modules differ in the names, shapes, types or strides of
-        their parameters and buffers, or the module is parallelized already.
+        their parameters and buffers, the module is parallelized already, or a pattern matches
+        nothing.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"parallelize: {type(module).__name__} is not a torch.nn.Module")
     if any(_reduction_of(m) for m in module.modules()) or any(
-        _ATTRIBUTE in p.__dict__ for p in module.parameters()
+        _ATTRIBUTE in p.__dict__ for p in map(_leaf, module.parameters())
     ):
         raise ValueError(
             "parallelize: the module, or a part of it, is parallelized already; do it once, for "
             "all modules that share parameters together"
         )
+    chosen = layouts_of(module, layouts or {})
     state = dict(module.named_parameters()) | dict(module.named_buffers())
     _compare_modules(state, grid)
     for tensor in state.values():
         broadcast(tensor, grid)
+    if shard_parameters:
+        shard(module, chosen, grid)
+    take_inputs(module, chosen)
     reduction = _GradientReduction(module, grid, bucket_bytes)
     for part in module.modules():
         part.__dict__[_ATTRIBUTE] = reduction
@@ -119,14 +140,17 @@ class _GradientReduction:
     def __init__(self, module: nn.Module, grid: ProcessGrid, bucket_bytes: int):
         self.enabled = True
         self._grid = grid
-        self._comm = grid.communicator(AXES, "gradients")
         self._bucket_bytes = bucket_bytes
         self._module = ref(module)
         self._parameters = list(module.parameters())
+        # Of a sharded parameter autograd knows this rank's block.
+        self._leaves = list(map(_leaf, self._parameters))
+        self._axes = [_replicated_over(p, grid) for p in self._parameters]
+        """For each parameter, along which its gradient is summed."""
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[Tensor, tuple[Bucket, int]] = {}
         self._laid_out: list[Any] = []
-        self._hooked: dict[nn.Parameter, Node] = {}
+        self._hooked: dict[Tensor, Node] = {}
         self._parts: set[Tensor] = set()
         """Parameters whose .grad holds this rank's part of a sum; others have the same on all."""
         self._fired: set[Tensor] = set()
@@ -153,7 +177,7 @@ class _GradientReduction:
 
     def _prepare(self) -> None:
         """Hook the trainable parameters and lay out the buckets, last parameters first."""
-        trainable = [p for p in self._parameters if p.requires_grad]
+        trainable = [p for p in self._leaves if p.requires_grad]
         for p, node in zip(trainable, _accumulating(trainable), strict=True):
             self._hook(p, node)
             hooks: Any = p._post_accumulate_grad_hooks  # type: ignore[attr-defined]
@@ -171,18 +195,29 @@ class _GradientReduction:
                 "run a backward pass outside no_sync first, or zero the gradients before"
             )
         self._laid_out = layout
-        self._buckets = []
-        chosen: list[nn.Parameter] = []
-        for i, p in enumerate(reversed(trainable)):
-            chosen.append(p)
-            following = trainable[-2 - i] if i + 1 < len(trainable) else None
-            size = sum(q.numel() * q.element_size() for q in chosen)
-            if following is None or size >= self._bucket_bytes or following.dtype != p.dtype:
-                self._buckets.append(Bucket(chosen))
-                chosen = []
+        self._buckets = self._filled()
         self._bucket_of = {p: (b, i) for b in self._buckets for i, p in enumerate(b.parameters)}
 
-    def _hook(self, p: nn.Parameter, node: Node) -> None:
+    def _filled(self) -> list[Bucket]:
+        """Buckets in the order in which backward passes are to fill them."""
+        buckets = []
+        filling: dict[tuple[tuple[str, ...], torch.dtype], list[Tensor]] = {}
+
+        def close(axes: tuple[str, ...], dtype: torch.dtype) -> None:
+            comm = self._grid.communicator(axes, "gradients")
+            buckets.append(Bucket(filling.pop((axes, dtype)), comm))
+
+        for p, axes in reversed(list(zip(self._leaves, self._axes, strict=True))):
+            if p.requires_grad:
+                chosen = filling.setdefault((axes, p.dtype), [])
+                chosen.append(p)
+                if sum(q.numel() * q.element_size() for q in chosen) >= self._bucket_bytes:
+                    close(axes, p.dtype)
+        for kind in list(filling):
+            close(*kind)
+        return buckets
+
+    def _hook(self, p: Tensor, node: Node) -> None:
         """Watch a parameter; again where a change of its type has given it another node."""
         if self._hooked.get(p) is node:
             return
@@ -237,7 +272,7 @@ class _GradientReduction:
                 "full_tensor() of what it returns"
             )
 
-    def _before_accumulation(self, p: nn.Parameter, gradient: Tensor | None) -> None:
+    def _before_accumulation(self, p: Tensor, gradient: Tensor | None) -> None:
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "backward(create_graph=True): the sum of parameter gradients over the ranks cannot "
@@ -246,8 +281,8 @@ class _GradientReduction:
         if gradient is None or self._grid.size == 1:
             return
         self._new = p.grad is None
-        if p.grad is not None and p not in self._parts and self._grid.rank:
-            # What an earlier backward pass has summed becomes parts again, all of it on rank 0.
+        if p.grad is not None and p not in self._parts and self._bucket_of[p][0].comm.rank:
+            # What an earlier backward pass has summed becomes parts again, all of it on one rank.
             p.grad.zero_()
         self._parts.add(p)
 
@@ -285,7 +320,7 @@ class _GradientReduction:
     def _start_next(self) -> None:
         bucket = self._buckets[self._started]
         bucket.prepare(self._pass)
-        bucket.start(self._parts, self._grid, self._comm)
+        bucket.start(self._parts, self._grid)
         self._started += 1
 
     def _finish(self) -> None:
@@ -302,6 +337,16 @@ class _GradientReduction:
                 self._parts.difference_update(bucket.parameters)
 
 
+def _leaf(p: Tensor) -> Tensor:
+    """What autograd accumulates the gradient of a parameter in."""
+    return p.shard if isinstance(p, DistTensor) else p
+
+
+def _replicated_over(p: Tensor, grid: ProcessGrid) -> tuple[str, ...]:
+    """The axes along which ranks hold the same block of a parameter."""
+    return replicating_axes(p.cuts if isinstance(p, DistTensor) else (), grid.topology)
+
+
 class _Edges(Function):
     """Leads to all its inputs."""
 
@@ -310,7 +355,7 @@ class _Edges(Function):
         return inputs[0].new_empty(())
 
 
-def _accumulating(parameters: list[nn.Parameter]) -> list[Node]:
+def _accumulating(parameters: list[Tensor]) -> list[Node]:
     """The nodes that accumulate gradients; one by one torch takes several times as long."""
     if not parameters:
         return []

@@ -86,6 +86,7 @@ class DistTensor(torch.Tensor):
     grid: ProcessGrid
     cuts: Cuts
     shard: Tensor
+    _is_param: bool
     _shape: torch.Size
     _memory: Memory
     _summing: bool
@@ -93,6 +94,8 @@ class DistTensor(torch.Tensor):
     _keeper: Any
     """The hook that keeps the gradient of what is no leaf in `_retained`; None where none does."""
     _retained: Tensor | None
+    _recuts: dict[Cuts, tuple[Any, DistTensor]]
+    """What `recut_once` has made of it, and in which state of the tensor."""
 
     @staticmethod
     def __new__(
@@ -107,6 +110,7 @@ class DistTensor(torch.Tensor):
         self._summing = False
         self._keeper = None
         self._retained = None
+        self._recuts = {}
         return self
 
     def __init__(self, *args: Any) -> None:
@@ -127,13 +131,14 @@ class DistTensor(torch.Tensor):
             if not kwargs:
                 return rule(*args)
             named = {_ALIASES.get(name, name): x for name, x in kwargs.items()}
-            if named.pop("out", None) is not None:
-                refuse(
-                    _name_of(func),
-                    "out= is not supported",
-                    *tensors_in((args, kwargs)),
-                    way_out="Use the returned tensor",
-                )
+            out = named.pop("out", None)
+            if out is not None:
+                operands = list(tensors_in((args, named)))
+                _check_out(func, out, out, *operands)
+                result = rule(*args, **named)
+                _check_out(func, out, result, *operands)
+                out.shard.copy_(result.shard)
+                return out
             return rule(*args, **named)
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
@@ -359,6 +364,12 @@ class DistTensor(torch.Tensor):
         )
 
 
+def as_parameter(x: DistTensor) -> DistTensor:
+    """A leaf as what torch.nn takes for a Parameter."""
+    x._is_param = True
+    return x
+
+
 def distribute_tensor(x: Tensor, grid: ProcessGrid, layout: Layout | None = None) -> DistTensor:
     """Cut a tensor that every rank holds in full; each rank keeps its own box.
 
@@ -441,6 +452,26 @@ def note(x: DistTensor, plan: Plan, cuts: Cuts, operator: str) -> None:
         record(Movement(operator, x.layout, Layout.of(cuts), plan, itemsize))
 
 
+def _check_out(operator: Callable[..., Any], out: Any, result: Any, *operands: Tensor) -> None:
+    """Refuse an `out` that cannot take the result of an operator."""
+    if not (
+        isinstance(out, DistTensor)
+        and isinstance(result, DistTensor)
+        and any(isinstance(x, DistTensor) for x in operands)
+        and (out.shape, out.cuts, out.grid) == (result.shape, result.cuts, result.grid)
+        and out.dtype == result.dtype
+        and not any(x.requires_grad for x in (out, *operands) if torch.is_grad_enabled())
+    ):
+        refuse(
+            _name_of(operator),
+            "out= has to be a distributed tensor of the shape, layout and type of the result, "
+            "outside autograd",
+            *tensors_in((out, *operands)),
+            way_out="Use the returned tensor",
+        )
+    check_writable(out, _name_of(operator))
+
+
 def _name_of(operator: Callable[..., Any] | str) -> str:
     if isinstance(operator, str):
         return operator
@@ -517,6 +548,24 @@ def recut(x: DistTensor, cuts: Cuts, operator: str) -> DistTensor:
     return DistTensor(shard, x.shape, cuts, x.grid)
 
 
+def recut_once(x: DistTensor, cuts: Cuts, operator: str) -> DistTensor:
+    """`x` with other cuts for one of several consumers, who share what has been made for the first.
+
+    To the program the result is `x` itself, so it counts as a view of it.
+    """
+    if cuts == x.cuts:
+        return x
+    # Tensors of the inference mode count no versions, and what is made without gradients has none.
+    state = torch.is_grad_enabled(), None if x.shard.is_inference() else x.shard._version
+    made = x._recuts.get(cuts)
+    if made is not None and made[0] == state:
+        return made[1]
+    twin = view_of(x, recut(x, cuts, operator).shard, x.shape, cuts, copied=True)
+    if not x.shard.is_inference():
+        x._recuts[cuts] = state, twin
+    return twin
+
+
 def view_of(
     x: DistTensor, shard: Tensor, shape: Sequence[int], cuts: Cuts, *, copied: bool
 ) -> DistTensor:
@@ -532,6 +581,7 @@ def view_of(
 
 def check_writable(x: DistTensor, operator: str) -> None:
     """Refuse an in-place operation that serial torch would let a view, here a copy, see as well."""
+    x._recuts.clear()
     if not x._memory.alone:
         refuse(
             operator,
@@ -573,7 +623,10 @@ def tensors_in(arguments: Any) -> Iterator[Tensor]:
 
 _GRAD_FN: Any = vars(torch._C.TensorBase)["grad_fn"].__get__
 
-_SAVE = "Save x.full_tensor(), or every rank its x.to_local()"
+_SAVE = (
+    "Save x.full_tensor(), or every rank its x.to_local(); of sharded parameters and their "
+    "optimizers distconv.full_state_dict(...)"
+)
 _WAYS_OUT: dict[Any, str] = {
     torch.Tensor.__reduce_ex__: _SAVE,
 }

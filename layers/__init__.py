@@ -28,6 +28,7 @@ from distconv.layers.channels import (
     Linear,
 )
 from distconv.layers.norm import BatchNorm1d, BatchNorm2d, BatchNorm3d
+from distconv.layers.redistribute import Redistribute
 
 __all__ = [
     "AdaptiveAvgPool1d",
@@ -49,4 +50,5 @@ __all__ = [
     "MaxPool1d",
     "MaxPool2d",
     "MaxPool3d",
+    "Redistribute",
 ]

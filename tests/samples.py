@@ -148,7 +148,8 @@ def names() -> dict[Any, list[str]]:
     for home, owner in HOMES.items():
         for name in (f"{home}.{attribute}" for attribute in dir(owner)):
             attribute = getattr(owner, bare(name), None)
-            if callable(attribute) or hasattr(attribute, "__get__"):
+            listwise = bare(name).startswith("_foreach")
+            if not listwise and (callable(attribute) or hasattr(attribute, "__get__")):
                 found.setdefault(function_of(name), []).append(name)
     return found
 

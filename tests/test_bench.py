@@ -17,6 +17,8 @@ import distconv as dc
 from benchmarks.record import record
 from distconv.__main__ import main
 from distconv.bench import BENCHMARKS, Row, Settings, as_table, plot
+from distconv.bench.channels import Case as ChannelCase
+from distconv.bench.channels import channels
 from distconv.bench.halo import exchange, halos, plan_of, sendrecv
 from distconv.bench.layer import Case, layers
 from distconv.bench.memory import memory, peak_of
@@ -25,6 +27,7 @@ from distconv.bench.networks import NETWORKS, Network
 from distconv.bench.overhead import cut_convolution, kernels, overheads
 from distconv.bench.pairs import Side, alternate
 from distconv.bench.report import minus, over, speedup
+from distconv.layers import Conv2d
 
 QUICK = Settings(seconds=0.0)
 TINY: tuple[Network, ...] = tuple(
@@ -72,6 +75,18 @@ def test_a_layer_that_makes_another_block_without_communication_is_no_bound() ->
     case = Case("valid", lambda: nn.Conv2d(2, 3, 3), (1, 2, 8, 6))
     with pytest.raises(ValueError, match="a rank makes 1x3x2x4, .* 1x3x3x4"):
         list(layers(QUICK, [case]))
+
+
+@pytest.mark.parallel([2, 4])
+def test_algorithms_for_channels_are_told_beside_the_cut_of_rows() -> None:
+    def make(algorithm: str) -> nn.Module:
+        return Conv2d(4, 8, 3, padding=1, bias=False, parallel=algorithm)
+
+    rows = list(channels(QUICK, [ChannelCase("tiny", make, (2, 4, 8, 6))]))
+    check(rows, "channels")
+    algorithms = "xy" if MPI.COMM_WORLD.size == 2 else "xyw"
+    assert [row.case for row in rows[::2]] == [f"tiny, stationary-{a}" for a in algorithms]
+    assert {row.measure for row in rows[::2]} == {"over rows cut"}
 
 
 @pytest.mark.parallel(2)

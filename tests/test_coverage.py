@@ -25,7 +25,7 @@ from torch.overrides import get_overridable_functions
 
 import distconv as dc
 
-NAMELESS = {torch._C._nn.pad}
+NAMELESS = {torch._C._nn.pad, *(getattr(torch, n) for n in dir(torch) if n.startswith("_foreach"))}
 """What only torch itself calls."""
 
 SAMPLED: dict[str, list[str]] = {}

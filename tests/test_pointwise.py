@@ -348,7 +348,6 @@ def test_an_operand_of_another_kind_is_left_to_python() -> None:
     "function",
     [
         lambda x: torch.exp(x, out=torch.empty(4, 6)),
-        lambda x: torch.add(x, x, out=x),
         lambda x: torch.add(torch.ones(4, 6), 1, out=x),
         lambda x: torch.sum(x, 0, out=torch.empty(6)),
         lambda x: torch.mm(x, x.t(), out=torch.empty(4, 4)),
@@ -365,6 +364,22 @@ def test_an_operand_of_another_kind_is_left_to_python() -> None:
 def test_what_depends_on_other_elements_or_memory_is_refused_on_all_ranks(function: Any) -> None:
     rng = random.Random(7)
     refused(function, [torch.ones(4, 6)], [], random_grid(rng), rng, None, dc.UnsupportedOperation)
+
+
+@pytest.mark.parallel([1, 2, 4])
+def test_a_result_is_written_to_an_out_of_its_own_shape_layout_and_type() -> None:
+    rng = random.Random(8)
+    grid = random_grid(rng)
+    whole = random_tensor(rng, (4, 6))
+    x = dc.distribute_tensor(whole, grid)
+    out = torch.empty_like(x)
+    assert torch.maximum(x, -x, out=out) is out
+    assert torch.equal(out.full_tensor(), whole.abs())
+    torch.add(x, x, out=x)
+    assert torch.equal(x.full_tensor(), 2 * whole)
+    for wrong in (x.float(), x[:2], x.clone().requires_grad_()):
+        with pytest.raises(dc.UnsupportedOperation, match="out= has to be"):
+            torch.exp(x, out=wrong)
 
 
 @pytest.mark.parallel([1, 2, 4])

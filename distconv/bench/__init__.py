@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from distconv.bench.channels import channels
 from distconv.bench.halo import halos
 from distconv.bench.layer import layers
 from distconv.bench.memory import memory
@@ -14,6 +15,7 @@ from distconv.bench.settings import Settings
 
 BENCHMARKS: dict[str, Callable[[Settings], Iterator[Row]]] = {
     "layer": layers,
+    "channels": channels,
     "halo": halos,
     "model": models,
     "memory": memory,

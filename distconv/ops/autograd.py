@@ -23,6 +23,7 @@ from distconv.ops.align import common_grid
 from distconv.tensor import (
     DistTensor,
     Tensors,
+    as_parameter,
     implements,
     listed,
     recut,
@@ -235,5 +236,7 @@ def deep_copy(self: DistTensor, memo: dict[int, Any]) -> DistTensor:
     twin = DistTensor(self.shard.detach().clone(), self.shape, self.cuts, self.grid)
     twin.requires_grad_(self.requires_grad)
     twin.shard.grad = deepcopy(self.shard.grad, memo)
+    if isinstance(self, torch.nn.Parameter):
+        as_parameter(twin)
     memo[id(self)] = twin
     return twin

@@ -278,7 +278,7 @@ def _division(
         "y": [Division(channels, (*filters, *rest))],
         "w": [Division((*channels, *rest[:i]), (*filters, *rest[i:])) for i in range(1, n)],
     }
-    idle = _idle(x)
+    idle = idle_axes(cutting_axes(x.cuts), topology)
     if idle and rest == x.cuts[d] and n == 1:
         choices["w"].append(Division(rest, idle))
     wanted = choices.get(_CHOSEN.get()) or [c for some in choices.values() for c in some]
@@ -288,9 +288,8 @@ def _division(
     return min(wanted, key=lambda division: _moved(*geometry, division))
 
 
-def _idle(x: DistTensor) -> Axes:
-    """The axes for channels and filters along which `x` is replicated."""
-    used, topology = cutting_axes(x.cuts), x.grid.topology
+def idle_axes(used: Axes, topology: Topology) -> Axes:
+    """The axes for channels and filters that cut nothing yet."""
     return tuple(a for a in ("channel", "filter") if a not in used and topology.extent(a) > 1)
 
 

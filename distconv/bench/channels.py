@@ -1,0 +1,83 @@
+"""One convolution with its channels cut, against the same with its rows cut, and against one rank.
+
+A step is forward, backward to input and weights, and the sum of weight gradients over the ranks,
+of which there is none where the weights are sharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from distconv.bench.layer import step_of
+from distconv.bench.pairs import Side, alternate
+from distconv.bench.report import Row, over, speedup
+from distconv.bench.settings import Settings, by, chain
+from distconv.grid import ProcessGrid
+from distconv.layers import Conv2d
+from distconv.layout import Layout
+from distconv.parallelize import parallelize
+from distconv.tensor import distribute_tensor
+
+
+class Case(NamedTuple):
+    """A layer and its global input."""
+
+    name: str
+    make: Callable[[str], nn.Module]
+    """Makes the layer for an algorithm, as it is given to `distconv.layers`."""
+    shape: tuple[int, ...]
+
+
+CASES = (
+    Case(
+        "384 -> 384, 3x3, 16^2",
+        lambda algorithm: Conv2d(384, 384, 3, padding=1, bias=False, parallel=algorithm),
+        (4, 384, 16, 16),
+    ),
+    Case(
+        "512 -> 128, 1x1, 28^2",
+        lambda algorithm: Conv2d(512, 128, 1, bias=False, parallel=algorithm),
+        (4, 512, 28, 28),
+    ),
+)
+
+
+def channels(settings: Settings, cases: Sequence[Case] = CASES) -> Iterator[Row]:
+    """Two rows for each case and algorithm; all ranks call it."""
+    rows = chain("height")
+    grids: dict[str, tuple[ProcessGrid, tuple[str, ...]]] = {
+        algorithm: (chain("channel"), ("channel",)) for algorithm in ("x", "y")
+    }
+    if rows.size % 2 == 0 and rows.size > 2:
+        both = ProcessGrid(channel=2, filter=-1)
+        grids["w"] = both, ("channel", "filter")
+    for case in cases:
+        torch.manual_seed(0)
+        x = torch.randn(case.shape)
+        serial = case.make("auto")
+        with torch.no_grad():
+            dy = torch.randn(serial(x).shape)
+
+        def cut(
+            grid: ProcessGrid, layout: Layout, algorithm: str, case: Case = case, **options: bool
+        ) -> Callable[[], None]:
+            layer = parallelize(case.make(algorithm), grid, layouts={"": layout}, **options)
+            operands = (distribute_tensor(t, grid, layout) for t in (x, dy))  # noqa: B023
+            return step_of(layer, *operands)
+
+        threads = settings.threads * rows.size
+        spatial = Side(cut(rows, Layout(height="height"), "auto"), settings.threads)
+        alone = Side(step_of(serial, x, dy), threads, alone=True)
+        for algorithm, (grid, axes) in grids.items():
+            run = cut(grid, Layout(channel=axes), algorithm, shard_parameters=True)
+            subject = Side(run, settings.threads)
+            times = alternate(rows.comm, (subject, spatial, alone), settings.seconds)
+            name = f"{case.name}, stationary-{algorithm}"
+            row = "channels", name, settings.configuration(grid, by(case.shape))
+            yield over(row, "over rows cut", times[0], times[1], None)
+            measure = f"speed-up over serial torch, {threads} threads"
+            yield speedup(row, measure, times[0], times[2], None)

@@ -1,0 +1,46 @@
+"""Functions of lists of tensors, as optimizers and averages of weights call them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distconv.tensor import RULES
+
+_NAMES = (
+    *("add", "sub", "mul", "div", "pow", "neg", "abs", "sign", "sqrt", "reciprocal"),
+    *("maximum", "minimum", "clamp_min", "clamp_max", "lerp", "addcmul", "addcdiv"),
+)
+_IN_PLACE = (*(f"{name}_" for name in _NAMES), "copy_", "zero_")
+
+
+def _one_by_one(name: str) -> Callable[..., list[Tensor]]:
+    """Tensor's method of each tensor in the first list, with its operands from the others."""
+    method = getattr(Tensor, name, None) or _in_place(getattr(Tensor, name.rstrip("_")))
+    scaled = name.rstrip("_") in ("addcmul", "addcdiv")
+
+    def rule(tensors: list[Tensor], *operands: Any, **options: Any) -> list[Tensor]:
+        if scaled and len(operands) == 3:
+            *operands, options["value"] = operands  # type: ignore[assignment]
+        return [
+            method(x, *(_of(o, i) for o in operands), **{k: _of(o, i) for k, o in options.items()})
+            for i, x in enumerate(tensors)
+        ]
+
+    return rule
+
+
+def _in_place(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """What has no form that writes in place."""
+    return lambda x, *operands: x.copy_(method(x, *operands))
+
+
+def _of(operand: Any, i: int) -> Any:
+    return operand[i] if isinstance(operand, (list, tuple)) else operand
+
+
+for _name in (*_NAMES, *_IN_PLACE):
+    RULES[getattr(torch, f"_foreach_{_name}")] = _one_by_one(_name)

@@ -1,0 +1,34 @@
+"""A change of layout written as a layer."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from distconv.layout import Layout
+from distconv.tensor import DistTensor
+
+
+class Redistribute(nn.Module):
+    """Gives its input another layout; plain tensors pass unchanged.
+
+    All ranks of the grid take part.
+
+    Parameters
+    ----------
+    layout: of the output, by the names of the input's dimensions.
+    """
+
+    def __init__(self, layout: Layout):
+        super().__init__()
+        if not isinstance(layout, Layout):
+            raise TypeError(
+                f"Redistribute: layout={layout!r} is not a Layout; write "
+                "Layout(channel='height'), say"
+            )
+        self.layout = layout
+
+    def forward(self, input: Tensor) -> Tensor:
+        return input.redistribute(self.layout) if isinstance(input, DistTensor) else input
+
+    def extra_repr(self) -> str:
+        return repr(self.layout)

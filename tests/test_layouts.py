@@ -1,0 +1,182 @@
+"""Modules that take their inputs in a layout of their own compute and train as serially."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from mpi4py import MPI
+from serial import deviation, random_tensor
+from torch import Tensor, nn
+
+import distconv as dc
+from distconv.layers import Redistribute
+from distconv.ledger import traced
+from examples.mesh_tangling.network import mesh_tangling_1k
+
+WORLD = MPI.COMM_WORLD
+CHANNELS = dc.Layout(channel="height")
+ROWS = dc.Layout(height="height")
+
+
+class Block(nn.Module):
+    """A residual block, whose input has two consumers."""
+
+    def __init__(self, channels: int, filters: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels, filters, 3, padding=1)
+        self.norm = nn.BatchNorm2d(filters)
+        self.skip = nn.Conv2d(channels, filters, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.norm(self.conv(x))) + self.skip(x)
+
+
+class Net(nn.Module):
+    """Two blocks and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Block(3, 5), Block(5, 7)
+        self.head = nn.Linear(7, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.second(self.first(x)).mean((2, 3)))
+
+
+def made(make: Callable[[], nn.Module] = Net, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return make().double()
+
+
+def trained(model: nn.Module, x: Tensor, steps: int = 2) -> Tensor:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        output = model(x)
+        output.square().mean().backward()
+        optimizer.step()
+    return output.detach()
+
+
+def alike(model: nn.Module, serial: nn.Module) -> None:
+    state = dc.full_state_dict(model)
+    for name, value in serial.state_dict().items():
+        assert deviation(state[name], value) <= 1e-10, name
+
+
+@pytest.mark.parallel([1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        {"second": CHANNELS},
+        {"second.*": CHANNELS, "head": dc.Layout()},
+        {"first": CHANNELS, "second": ROWS},
+        {"*": CHANNELS, "second.skip": ROWS, "first.norm": dc.Layout(width="height")},
+    ],
+)
+@pytest.mark.parametrize("shard", [False, True])
+def test_a_model_with_layouts_of_its_layers_trains_as_serially(
+    layouts: dict[str, dc.Layout], shard: bool
+) -> None:
+    x = random_tensor(random.Random(0), (2, 3, 9, 7))
+    serial = made()
+    expected = trained(serial, x)
+    grid = dc.ProcessGrid(height=-1)
+    model = dc.parallelize(made(), grid, layouts=layouts, shard_parameters=shard)
+    assert deviation(trained(model, dc.distribute_tensor(x, grid)).full_tensor(), expected) <= 1e-10
+    alike(model, serial)
+
+
+@pytest.mark.parallel([2, 4])
+def test_the_mesh_network_trains_with_rows_cut_first_and_channels_later() -> None:
+    def make() -> nn.Module:
+        return mesh_tangling_1k(width=1 / 16, size=64)
+
+    x = random_tensor(random.Random(1), (1, 18, 64, 64))
+    serial = made(make)
+    expected = trained(serial, x)
+    grid = dc.ProcessGrid(height=-1)
+    layouts = {"blocks.[45]": CHANNELS, "head": ROWS}
+    model = dc.parallelize(made(make), grid, layouts=layouts, shard_parameters=True)
+    assert deviation(trained(model, dc.distribute_tensor(x, grid)).full_tensor(), expected) <= 1e-10
+    alike(model, serial)
+
+
+@pytest.mark.parallel([2, 3])
+def test_several_consumers_share_one_redistribution() -> None:
+    grid = dc.ProcessGrid(height=-1)
+    layouts = {"second.conv": CHANNELS, "second.skip": CHANNELS}
+    model = dc.parallelize(made(), grid, layouts=layouts)
+    x = dc.distribute_tensor(random_tensor(random.Random(2), (2, 3, 9, 7)), grid)
+    with traced() as movements:
+        model(x)
+    moved = [m for m in movements if m.operator.startswith("layouts") and m.bytes]
+    assert [m.operator for m in moved] == ["layouts, second.conv"]
+
+
+@pytest.mark.parallel([1, 2, 3])
+def test_a_shared_redistribution_follows_its_tensor() -> None:
+    grid = dc.ProcessGrid(height=-1)
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Identity(), nn.Conv2d(3, 3, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x * 1
+            with torch.no_grad():
+                y = self.b(x)
+            y = y + self.a(x).clone()
+            x += 1
+            return y + self.b(x)
+
+    x = random_tensor(random.Random(3), (2, 3, 9, 7))
+    serial = made(Twice)
+    expected = serial(x)
+    expected.sum().backward()
+    model = dc.parallelize(made(Twice), grid, layouts={"?": CHANNELS})
+    output = model(dc.distribute_tensor(x, grid))
+    output.sum().backward()
+    assert deviation(output.detach().full_tensor(), expected.detach()) <= 1e-10
+    for p, q in zip(model.parameters(), serial.parameters(), strict=True):
+        assert deviation(p.grad, q.grad) <= 1e-10
+
+
+@pytest.mark.parallel([2, 3])
+def test_a_module_may_not_write_to_what_is_in_use_in_another_layout() -> None:
+    grid = dc.ProcessGrid(height=-1)
+    model = dc.parallelize(nn.ReLU(inplace=True), grid, layouts={"": CHANNELS})
+    x = dc.distribute_tensor(torch.ones(2, 3, 4, 4), grid)
+    with pytest.raises(dc.UnsupportedOperation, match="written in place"):
+        model(x)
+
+
+@pytest.mark.parallel([1, 2])
+def test_wrong_layouts_are_refused_by_name() -> None:
+    grid = dc.ProcessGrid(height=-1)
+    with pytest.raises(ValueError, match=r"no module's name matches 'third\.\*'"):
+        dc.parallelize(made(), grid, layouts={"third.*": CHANNELS})
+    with pytest.raises(TypeError, match=r"layouts\['first'\]='height' is not a Layout"):
+        dc.parallelize(made(), grid, layouts={"first": "height"})
+    model = dc.parallelize(made(), grid, layouts={"head": ROWS})
+    with pytest.raises(ValueError, match="a tensor of 2 dimensions has"):
+        model(dc.distribute_tensor(torch.ones(2, 3, 4, 4, dtype=torch.float64), grid))
+
+
+@pytest.mark.parallel([1, 2, 3, 4])
+def test_redistribute_is_a_layer() -> None:
+    grid = dc.ProcessGrid(height=-1)
+    x = random_tensor(random.Random(4), (2, 3, 9, 7))
+    layer = Redistribute(CHANNELS)
+    assert layer(x) is x
+    cut = layer(dc.distribute_tensor(x, grid))
+    assert cut.layout == (CHANNELS if grid.size > 1 else dc.Layout())
+    assert torch.equal(cut.full_tensor(), x)
+    assert "channel='height'" in repr(layer)
+    with pytest.raises(TypeError, match="'height' is not a Layout"):
+        Redistribute("height")

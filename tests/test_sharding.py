@@ -1,0 +1,264 @@
+"""Sharded parameters: each rank keeps its blocks, and everything is as with whole ones."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from mpi4py import MPI
+from serial import deviation, random_grid, random_tensor
+from torch import Tensor, nn
+
+import distconv as dc
+from distconv import DistTensor
+from distconv.tensor import RULES
+
+WORLD = MPI.COMM_WORLD
+
+
+class Net(nn.Module):
+    """Every kind of layer that has weights to cut, a tied weight and one without gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # A bias before a norm has no gradient but rounding errors.
+        self.conv = nn.Conv2d(3, 6, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(6)
+        self.down = nn.Conv2d(6, 7, 3, stride=2, padding=1, bias=False)
+        self.grouped = nn.Conv2d(7, 7, 3, padding=1, groups=7)
+        self.up = nn.ConvTranspose2d(7, 5, 2, stride=2)
+        self.tied = nn.Conv2d(3, 6, 3, padding=1)
+        self.tied.weight = self.conv.weight
+        self.frozen = nn.Conv2d(5, 5, 1).requires_grad_(False)
+        self.head = nn.Linear(5, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.norm(self.conv(x))) + self.tied(x)
+        x = self.frozen(self.up(self.grouped(self.down(x))))
+        return self.head(x.mean((2, 3)))
+
+
+def net(seed: int = 0) -> Net:
+    torch.manual_seed(seed)
+    return Net().double()
+
+
+def grids(seed: int, n: int = 3) -> list[dc.ProcessGrid]:
+    """Grids that cut channels, among others."""
+    rng = random.Random(seed)
+    axes = ("channel", "sample", "channel", "height")
+    return [dc.ProcessGrid(channel=-1), *(random_grid(rng, axes) for _ in range(n - 1))]
+
+
+def sharded(grid: dc.ProcessGrid, **options: Any) -> nn.Module:
+    return dc.parallelize(net(WORLD.rank), grid, shard_parameters=True, **options)
+
+
+def batch(seed: int) -> Tensor:
+    return random_tensor(random.Random(seed), (4, 3, 8, 6))
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, clip: Any = None) -> Any:
+    optimizer.zero_grad()
+    F.log_softmax(model(x), 1).square().mean().backward()
+    norm = clip(model.parameters(), 0.05) if clip is not None else None
+    optimizer.step()
+    return norm
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.1),
+    "AdamW": lambda p: torch.optim.AdamW(p, 0.01),
+    "Adam": lambda p: torch.optim.Adam(p, 0.01, amsgrad=True),
+    "SGD on lists": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, foreach=True),
+    "AdamW on lists": lambda p: torch.optim.AdamW(p, 0.01, amsgrad=True, foreach=True),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, 0.01, momentum=0.9),
+}
+
+
+def check(model: nn.Module, serial: nn.Module, tolerance: float = 1e-10) -> None:
+    state = dc.full_state_dict(model)
+    assert list(state) == list(serial.state_dict())
+    for name, value in serial.state_dict().items():
+        assert type(state[name]) is Tensor
+        assert deviation(state[name], value) <= tolerance, name
+
+
+@pytest.mark.parallel([1, 2, 3, 4, 6])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_sharded_parameters_train_as_serially(name: str) -> None:
+    make = OPTIMIZERS[name]
+    for grid in grids(0):
+        model, serial = sharded(grid), net()
+        check(model, serial, 0.0)
+        mine, its = make(model.parameters()), make(serial.parameters())
+        for seed in range(3):
+            step(model, mine, dc.distribute_tensor(batch(seed), grid))
+            step(serial, its, batch(seed))
+        check(model, serial)
+
+
+@pytest.mark.parallel([2, 3, 4])
+def test_a_rank_holds_its_share_of_weights_gradients_and_optimizer_state() -> None:
+    grid = dc.ProcessGrid(channel=-1)
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(12, 12, 3, padding=1, bias=False) for _ in range(3)]
+    model = dc.parallelize(nn.Sequential(*layers), grid, shard_parameters=True)
+    optimizer = torch.optim.Adam(model.parameters())
+    step(model, optimizer, dc.distribute_tensor(torch.randn(2, 12, 4, 4), grid))
+    whole = 3 * 12 * 12 * 9 * 4
+    weights = [p.shard for p in model.parameters()]
+    gradients = [p.grad.shard for p in model.parameters()]
+    moments = [optimizer.state[p][name].shard for p in model.parameters() for name in MOMENTS]
+    for blocks, copies in ((weights, 1), (gradients, 1), (moments, 2)):
+        memory = {b.untyped_storage().data_ptr(): b.untyped_storage().nbytes() for b in blocks}
+        # A bucket of gradients has a number more for each.
+        assert sum(memory.values()) <= copies * whole // grid.size + 3 * 4
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@pytest.mark.parallel([1, 2, 3, 4])
+def test_states_go_from_any_grid_to_any_other_and_to_serial_torch() -> None:
+    make = OPTIMIZERS["Adam"]
+    first, second, *_ = grids(1)
+    model = sharded(first)
+    optimizer = make(model.parameters())
+    step(model, optimizer, dc.distribute_tensor(batch(0), first))
+    states = dc.full_state_dict(model), dc.full_state_dict(optimizer)
+
+    serial, other, whole = net(1), sharded(second), dc.parallelize(net(1), second)
+    optimizers = []
+    for target in (serial, other, whole):
+        its = make(target.parameters())
+        dc.load_full_state_dict(target, copy.deepcopy(states[0]))
+        dc.load_full_state_dict(its, copy.deepcopy(states[1]))
+        check(target, serial, 0.0)
+        optimizers.append(its)
+    step(serial, optimizers[0], batch(1))
+    step(other, optimizers[1], dc.distribute_tensor(batch(1), second))
+    step(whole, optimizers[2], dc.distribute_tensor(batch(1), second))
+    check(other, serial)
+    check(whole, serial)
+
+
+@pytest.mark.parallel([1, 2])
+def test_a_module_takes_the_plain_state_by_torch_s_own_method() -> None:
+    model, serial = sharded(dc.ProcessGrid(channel=-1)), net(5)
+    model.load_state_dict(serial.state_dict())
+    check(model, serial, 0.0)
+    state = dc.full_state_dict(model)
+    state["down.weight"] = state["down.weight"][:3]
+    with pytest.raises(RuntimeError, match="size mismatch for down.weight"):
+        dc.load_full_state_dict(model, state)
+
+
+@pytest.mark.parallel([1, 2, 3, 4])
+@pytest.mark.parametrize("order", [2.0, 1.0, float("inf")])
+def test_gradients_are_clipped_by_their_true_norm(order: float) -> None:
+    def clip(parameters: Any, limit: float) -> Tensor:
+        return dc.clip_grad_norm_(parameters, limit, order)
+
+    def torch_s(parameters: Any, limit: float) -> Tensor:
+        return nn.utils.clip_grad_norm_(parameters, limit, order)
+
+    for grid in grids(2):
+        model, serial = sharded(grid), net()
+        mine, its = OPTIMIZERS["SGD"](model.parameters()), OPTIMIZERS["SGD"](serial.parameters())
+        for seed in range(2):
+            norm = step(model, mine, dc.distribute_tensor(batch(seed), grid), clip)
+            expected = step(serial, its, batch(seed), torch_s)
+            assert deviation(norm, expected.detach()) <= 1e-10
+        check(model, serial)
+
+
+@pytest.mark.parallel([1, 2])
+def test_norms_that_are_not_finite_are_refused_where_asked() -> None:
+    model = sharded(dc.ProcessGrid(channel=-1))
+    for p in model.parameters():
+        p.grad = torch.full_like(p, torch.nan).detach()
+    with pytest.raises(RuntimeError, match="is nan; pass error_if_nonfinite=False"):
+        dc.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+    assert dc.clip_grad_norm_([], 1.0) == 0
+
+
+@pytest.mark.parallel([1, 2, 4])
+def test_gradients_of_several_passes_accumulate_also_without_sync() -> None:
+    for grid in grids(3):
+        model, serial = sharded(grid), net()
+        for seed in range(4):
+            F.log_softmax(serial(batch(seed)), 1).square().mean().backward()
+        x = [dc.distribute_tensor(batch(seed), grid) for seed in range(4)]
+        F.log_softmax(model(x[0]), 1).square().mean().backward()
+        with dc.no_sync(model):
+            for each in x[1:3]:
+                F.log_softmax(model(each), 1).square().mean().backward()
+        F.log_softmax(model(x[3]), 1).square().mean().backward()
+        for (name, p), q in zip(model.named_parameters(), serial.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None), name
+            if p.grad is not None:
+                gradient = p.grad.full_tensor() if isinstance(p, DistTensor) else p.grad
+                assert deviation(gradient, q.grad) <= 1e-10, name
+
+
+@pytest.mark.parallel([2, 3])
+def test_a_sharded_parameter_is_the_whole_tensor_to_the_program() -> None:
+    model, serial = sharded(dc.ProcessGrid(channel=-1)), net()
+    weight = model.conv.weight
+    assert isinstance(weight, nn.Parameter) and isinstance(weight, DistTensor)
+    assert weight.shape == (6, 3, 3, 3) and model.tied.weight is weight
+    penalty = sum((p.square().sum() for p in model.parameters()), torch.zeros(()).double())
+    expected = sum((p.square().sum() for p in serial.parameters()), torch.zeros(()).double())
+    assert deviation(penalty.detach().full_tensor(), expected.detach()) <= 1e-12
+    twin = copy.deepcopy(model)
+    assert isinstance(twin.conv.weight, nn.Parameter)
+    with pytest.raises(dc.UnsupportedOperation, match="full_state_dict"):
+        torch.save(model.state_dict(), "/dev/null")
+
+
+@pytest.mark.parallel([1, 2])
+@pytest.mark.parametrize("name", [f.__name__ for f in RULES if "_foreach" in f.__name__])
+def test_functions_of_lists_take_sharded_and_whole_tensors_together(name: str) -> None:
+    grid, rng = dc.ProcessGrid(channel=-1), random.Random(4)
+    lists = [[random_tensor(rng, shape).abs() for shape in SHAPES] for _ in range(3)]
+    cut = [[dc.distribute_tensor(a, grid), dc.distribute_tensor(b, grid), c] for a, b, c in lists]
+    others = 0 if name in ALONE else 2 if "addc" in name or "lerp" in name else 1
+    options = {"value": 2} if "addc" in name else {}
+    function = getattr(torch, name)
+    expected, actual = (
+        function(first, *rest[:others], **options) or first for first, *rest in (lists, cut)
+    )
+    for x, y in zip(actual, expected, strict=True):
+        x = x.full_tensor() if isinstance(x, DistTensor) else x
+        assert deviation(x, y) <= 1e-12
+
+
+SHAPES = ((3, 5), (4, 4), (2,))
+ALONE = [
+    f"_foreach_{name}{place}"
+    for name in ("neg", "abs", "sign", "sqrt", "reciprocal", "zero")
+    for place in ("", "_")
+]
+
+
+@pytest.mark.parallel([2, 3])
+def test_weights_are_averaged_in_a_copy() -> None:
+    grid = dc.ProcessGrid(channel=-1)
+    model = sharded(grid)
+    average = torch.optim.swa_utils.AveragedModel(
+        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+    )
+    average.update_parameters(model)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(2)
+    average.update_parameters(model)
+    for p, q in zip(average.module.parameters(), model.parameters(), strict=True):
+        p, q = (t.detach().full_tensor() if isinstance(t, DistTensor) else t for t in (p, q))
+        assert deviation(p, 0.9 * q / 2 + 0.1 * q) <= 1e-10
