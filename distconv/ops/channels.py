@@ -205,7 +205,8 @@ def _part_of_groups(
     first, last = same.intervals(shape[d], *filters)[0] if own.shape[d] else filters
 
     def finish(block: Tensor) -> DistTensor:
-        return DistTensor(block.narrow(d, filters[0] - first, own.shape[d]), shape, made, grid)
+        kept = block if aligned else block.narrow(d, filters[0] - first, own.shape[d])
+        return DistTensor(kept, shape, made, grid)
 
     return Part(
         cuts=made,
