@@ -13,17 +13,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distconv.boundary import Piece, boundary
+from distconv.layout import Box
 from distconv.ops.align import box_of
 from distconv.ops.checked import checked, shape_of
-from distconv.ops.overlap import Gradients, may_overlap, overlapped
+from distconv.ops.overlap import Gradients, overlapped
 from distconv.ops.windowed import (
-    POOLED,
     Sizes,
     apply_windows,
     arguments_of,
     batched,
-    ceil_mode_of,
     output_shape,
+    overlapping_ceil_mode,
     pooled_type,
     some_channel,
     windows_of,
@@ -62,15 +62,12 @@ def _avg_pool(local: Callable[..., Tensor], n: int) -> None:
         if not any(input.cuts[2:]):
             shard = local(some_channel(input.shard), *arguments).reshape(box.shape)
             return DistTensor(shard, shape, input.cuts, input.grid)
-        sizes = zip(windows, input.shape[2:], box.start[2:], box.stop[2:], strict=True)
-        counts = [_counts(*row, count_include_pad) for row in sizes]
-        divisor = divisor_override or _divisor(counts, input.shard)
+        divisor = divisor_override or _divisor(input, windows, box, count_include_pad)
         # As much as the pooling can divide by itself, so that sums of small types stay in range.
         first = divisor if isinstance(divisor, int) else prod(kernels)
         if not input.is_floating_point():
             first = 1
-        ceil = ceil_mode_of(input, windows)
-        if ceil is not None and may_overlap(input, POOLED):
+        if (ceil := overlapping_ceil_mode(input, windows)) is not None:
             topology, rank, pool = input.grid.topology, input.grid.rank, _Pool(strides, ceil, first)
             edge = boundary(topology, rank, tuple(input.shape), shape, input.cuts, tuple(windows))
             pooled = overlapped(input, (input.shard, None, None), pool, edge, shape, name)
@@ -83,7 +80,7 @@ def _avg_pool(local: Callable[..., Tensor], n: int) -> None:
         shard = pooled.shard
         if not shard.is_floating_point():
             shard = torch.div(shard, divisor, rounding_mode="trunc")
-        elif isinstance(divisor, Tensor) and shard.numel():
+        elif isinstance(divisor, Tensor):
             shard = shard.mul_((first / divisor.double()).to(shard.dtype))
         return DistTensor(shard, shape, input.cuts, input.grid)
 
@@ -99,13 +96,16 @@ def _counts(window: Window, size: int, start: int, stop: int, include_pad: bool)
     return tuple(counts)
 
 
-def _divisor(counts: Sequence[tuple[int, ...]], like: Tensor) -> Tensor | int:
-    """What each sum is divided by; one number where all windows have as many elements."""
-    if all(min(c, default=1) == max(c, default=1) for c in counts):
-        return prod(c[0] for c in counts if c)
-    divisor = torch.ones((), dtype=torch.int64, device=like.device)
-    for c in counts:
-        divisor = divisor.unsqueeze(-1) * torch.tensor(c, device=like.device)
+def _divisor(x: DistTensor, windows: Sequence[Window], box: Box, include_pad: bool) -> Tensor | int:
+    """What each sum is divided by; one number where all windows, of all ranks, have as many."""
+    rows = list(zip(windows, x.shape[2:], box.start[2:], box.stop[2:], strict=True))
+    every = [_counts(w, n, 0, w.output_size(n), include_pad) for w, n, _, _ in rows]
+    if all(min(c) == max(c) for c in every):
+        return prod(c[0] for c in every)
+    divisor = torch.ones((), dtype=torch.int64, device=x.shard.device)
+    for row in rows:
+        counts = torch.tensor(_counts(*row, include_pad), dtype=torch.int64, device=divisor.device)
+        divisor = divisor.unsqueeze(-1) * counts
     return divisor
 
 

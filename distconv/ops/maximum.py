@@ -12,17 +12,15 @@ from torch import Tensor
 
 from distconv.ops.align import box_of, nothing
 from distconv.ops.checked import checked, shape_of
-from distconv.ops.overlap import may_overlap
 from distconv.ops.overlap_max import overlapped_maxima
 from distconv.ops.places import inner_border, lowest, renumbered, starts_of
 from distconv.ops.windowed import (
-    POOLED,
     Sizes,
     apply_windows,
     arguments_of,
     batched,
-    ceil_mode_of,
     output_shape,
+    overlapping_ceil_mode,
     some_channel,
     windows_of,
 )
@@ -100,10 +98,11 @@ def _with_indices(function: Callable[..., Any], local: Callable[..., Any], n: in
 
 
 def _overlaps(x: DistTensor, windows: Sequence[Window]) -> bool | None:
-    """With which ceil mode to compute while halos travel, if at all; the same on all ranks."""
-    if x.is_floating_point() and may_overlap(x, POOLED):
-        return ceil_mode_of(x, windows)
-    return None
+    """With which ceil mode to compute while halos travel, if at all; the same on all ranks.
+
+    Integers are assembled: torch refuses them with and without places in different cases.
+    """
+    return overlapping_ceil_mode(x, windows) if x.is_floating_point() else None
 
 
 _max_pool(torch.max_pool1d, (F.max_pool1d, torch.max_pool1d), 1)

@@ -13,6 +13,7 @@ from distconv.boundary import reaches
 from distconv.layout import Cuts
 from distconv.ops.align import box_of, common_grid, distributed
 from distconv.ops.checked import autocast_type
+from distconv.ops.overlap import may_overlap
 from distconv.tensor import DistTensor, gathered
 from distconv.window import IndexMap, Same, Window
 
@@ -117,15 +118,17 @@ def some_channel(x: Tensor) -> Tensor:
     return x if x.shape[1] else x.reshape(0, 1, *x.shape[2:])
 
 
-POOLED = 2**16
+_POOLED = 2**16
 """Elements of a rank's block from which pooling while halos travel was measured to cost less."""
 
 
-def ceil_mode_of(x: DistTensor, windows: Sequence[Window]) -> bool | None:
-    """With which ceil mode pooling a block of `x` makes just its outputs; None with neither.
+def overlapping_ceil_mode(x: DistTensor, windows: Sequence[Window]) -> bool | None:
+    """With which ceil mode to pool a block of `x` while halos travel; None where it is assembled.
 
-    None also where no block needs a halo.
+    The same on all ranks: that with which the local operator makes just the outputs of each block.
     """
+    if not may_overlap(x, _POOLED):
+        return None
     sizes, parts = tuple(x.shape[2:]), tuple(map(x.grid.topology.parts, x.cuts[2:]))
     for ceil_mode in (False, True):
         if reaches(tuple(windows), sizes, parts, pooled=True, ceil_mode=ceil_mode):
