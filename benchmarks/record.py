@@ -51,6 +51,8 @@ def machine() -> str:
         "system": platform.platform(),
         "CPU": models[0] if models else platform.processor(),
         "cores": str(os.cpu_count()),
+        "malloc": " ".join(f"{k}={v}" for k, v in sorted(os.environ.items()) if "MALLOC_" in k)
+        or "as it comes",
         "date": datetime.date.today().isoformat(),
     }
     return "\n".join(f"{name:<9} {fact}" for name, fact in facts.items())

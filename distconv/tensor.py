@@ -537,7 +537,8 @@ def seed_of(x: DistTensor, gradient: Tensor | None, operator: str) -> Tensor:
             f"{operator}: the gradient lives on {gradient.grid}, the tensor on {x.grid}; make "
             "them on one grid"
         )
-    return recut(gradient, x.cuts, operator).shard / x.replicas
+    own = recut(gradient, x.cuts, operator).shard
+    return own / x.replicas if x.replicas > 1 else own
 
 
 def recut(x: DistTensor, cuts: Cuts, operator: str) -> DistTensor:
