@@ -28,12 +28,16 @@ def clip_grad_norm_(
     Parameters
     ----------
     parameters: with gradients, or without, which do not count.
-    max_norm, norm_type, error_if_nonfinite: as torch's.
+    max_norm, norm_type, error_if_nonfinite: as torch's; orders are positive.
 
     Returns
     -------
     The norm of all gradients before, the same on all ranks.
     """
+    if not norm_type > 0:
+        raise ValueError(
+            f"clip_grad_norm_: norm_type={norm_type} is not positive; choose 2.0, 1.0 or inf, say"
+        )
     gradients = [p.grad for p in _several(parameters) if p.grad is not None]
     blocks: dict[tuple[ProcessGrid, tuple[str, ...]], list[Tensor]] = defaultdict(list)
     whole: list[Tensor] = []
@@ -65,4 +69,5 @@ def _several(parameters: Tensor | Iterable[Tensor]) -> Iterable[Tensor]:
 
 
 def _norms(tensors: Iterable[Tensor], order: float) -> list[Tensor]:
-    return [torch.linalg.vector_norm(t, order) for t in tensors]
+    # Blocks may be empty, of which torch takes no maximum.
+    return [torch.linalg.vector_norm(t, order) if t.numel() else t.new_zeros(()) for t in tensors]

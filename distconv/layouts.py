@@ -22,7 +22,11 @@ def layouts_of(module: nn.Module, layouts: Mapping[str, Layout]) -> dict[str, La
     TypeError
         For what is not a layout.
     """
-    names = [name for name, _ in module.named_modules()]
+    if not isinstance(layouts, Mapping):
+        raise TypeError(
+            f"layouts={layouts!r} is not a dictionary; write {{'block5.*': Layout(...)}}, say"
+        )
+    names = [name for name, _ in module.named_modules(remove_duplicate=False)]
     found: dict[str, Layout] = {}
     for pattern, layout in layouts.items():
         if not isinstance(layout, Layout):
@@ -42,9 +46,12 @@ def layouts_of(module: nn.Module, layouts: Mapping[str, Layout]) -> dict[str, La
 
 def take_inputs(module: nn.Module, layouts: Mapping[str, Layout]) -> None:
     """Let the modules of these names redistribute the tensors that they are called with."""
-    for name, part in module.named_modules():
-        if name in layouts:
-            part.register_forward_pre_hook(_Redistribution(name, layouts[name]), with_kwargs=True)
+    # A module that has several names takes the layout of the last.
+    named = {
+        part: name for name, part in module.named_modules(remove_duplicate=False) if name in layouts
+    }
+    for part, name in named.items():
+        part.register_forward_pre_hook(_Redistribution(name, layouts[name]), with_kwargs=True)
 
 
 class _Redistribution:

@@ -56,8 +56,8 @@ def parallelize(
         has another layout it is redistributed, once for all that take it in the same one. Other
         modules take their inputs as they come.
     shard_parameters: whether every rank keeps only its blocks of the weights of convolutions and
-        fully connected layers whose layout cuts channels. They become DistTensors, new parameters
-        for which optimizers are made afterwards.
+        fully connected layers whose layout cuts channels. They become DistTensors; optimizers that
+        have no state yet may have been made before.
     bucket_bytes: how much of the gradient travels in one message.
 
     Raises
@@ -75,6 +75,11 @@ def parallelize(
         raise ValueError(
             "parallelize: the module, or a part of it, is parallelized already; do it once, for "
             "all modules that share parameters together"
+        )
+    if any(isinstance(p, DistTensor) for p in module.parameters()):
+        raise ValueError(
+            "parallelize: parameters of the module are sharded already; build it anew and load "
+            "distconv.full_state_dict of this one"
         )
     chosen = layouts_of(module, layouts or {})
     state = dict(module.named_parameters()) | dict(module.named_buffers())

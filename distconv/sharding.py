@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import prod
-from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.utils import swap_tensors
 
 from distconv.grid import ProcessGrid
 from distconv.layout import Cuts, Layout, effective_cuts, rank_box
@@ -31,18 +31,16 @@ def shard(module: nn.Module, layouts: Mapping[str, Layout], grid: ProcessGrid) -
     layouts: of the inputs of modules, by name, which hold for the parts of a module too. Others
         have the grid's default layout.
     """
-    sharded: dict[Tensor, Any] = {}
+    done: set[int] = set()
     for name, part in module.named_modules():
         weight = part._parameters.get("weight")
-        if weight is None or weight in sharded or not isinstance(part, (_ConvNd, nn.Linear)):
+        if weight is None or id(weight) in done or not isinstance(part, (_ConvNd, nn.Linear)):
             continue
         cuts = _cuts(part, weight, _layout_of(name, layouts, grid), grid.topology)
         if any(cuts):
-            sharded[weight] = _sharded(weight, cuts, grid)
-    for part in module.modules():
-        for name, parameter in part._parameters.items():
-            if parameter in sharded:
-                part._parameters[name] = sharded[parameter]
+            done.add(id(weight))
+            # Whoever holds the parameter, as an optimizer may, holds its block from now on.
+            swap_tensors(weight, _sharded(weight, cuts, grid))
 
 
 def _layout_of(name: str, layouts: Mapping[str, Layout], grid: ProcessGrid) -> Layout:

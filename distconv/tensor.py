@@ -589,7 +589,8 @@ def check_writable(x: DistTensor, operator: str) -> None:
             "the tensor is written in place while a view of it, or a tensor that it is a view of, "
             "is in use; their elements lie on different ranks",
             x,
-            way_out="Use the function that returns a new tensor, or .clone() the view",
+            way_out="Use the function that returns a new tensor, or .clone() the view; where "
+            "parallelize(layouts=...) has made it, let the layout begin one module later",
         )
 
 
@@ -628,8 +629,12 @@ _SAVE = (
     "Save x.full_tensor(), or every rank its x.to_local(); of sharded parameters and their "
     "optimizers distconv.full_state_dict(...)"
 )
+_CONVERT = "Convert a module before parallelize, or a tensor by x.to(...)"
 _WAYS_OUT: dict[Any, str] = {
     torch.Tensor.__reduce_ex__: _SAVE,
+    torch._has_compatible_shallow_copy_type: _CONVERT,
+    torch.Tensor.data.__set__: _CONVERT,  # type: ignore[attr-defined]
+    torch._foreach_norm: "Use distconv.clip_grad_norm_ for sharded parameters",
 }
 """What to do instead of functions for which the whole tensor is no way out."""
 

@@ -148,7 +148,7 @@ def names() -> dict[Any, list[str]]:
     for home, owner in HOMES.items():
         for name in (f"{home}.{attribute}" for attribute in dir(owner)):
             attribute = getattr(owner, bare(name), None)
-            listwise = bare(name).startswith("_foreach")
+            listwise = bare(name).startswith(("_foreach", "_amp"))
             if not listwise and (callable(attribute) or hasattr(attribute, "__get__")):
                 found.setdefault(function_of(name), []).append(name)
     return found

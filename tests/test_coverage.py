@@ -25,7 +25,10 @@ from torch.overrides import get_overridable_functions
 
 import distconv as dc
 
-NAMELESS = {torch._C._nn.pad, *(getattr(torch, n) for n in dir(torch) if n.startswith("_foreach"))}
+NAMELESS = {
+    torch._C._nn.pad,
+    *(getattr(torch, n) for n in dir(torch) if n.startswith(("_foreach", "_amp"))),
+}
 """What only torch itself calls."""
 
 SAMPLED: dict[str, list[str]] = {}

@@ -163,6 +163,8 @@ def test_wrong_layouts_are_refused_by_name() -> None:
         dc.parallelize(made(), grid, layouts={"third.*": CHANNELS})
     with pytest.raises(TypeError, match=r"layouts\['first'\]='height' is not a Layout"):
         dc.parallelize(made(), grid, layouts={"first": "height"})
+    with pytest.raises(TypeError, match="is not a dictionary"):
+        dc.parallelize(made(), grid, layouts=[CHANNELS])
     model = dc.parallelize(made(), grid, layouts={"head": ROWS})
     with pytest.raises(ValueError, match="a tensor of 2 dimensions has"):
         model(dc.distribute_tensor(torch.ones(2, 3, 4, 4, dtype=torch.float64), grid))

@@ -178,6 +178,58 @@ def test_gradients_are_clipped_by_their_true_norm(order: float) -> None:
         check(model, serial)
 
 
+@pytest.mark.parallel([1, 4])
+def test_blocks_without_elements_have_no_norm(order: float = float("inf")) -> None:
+    grid = dc.ProcessGrid(channel=-1)
+    torch.manual_seed(0)
+    serial = nn.Sequential(nn.Conv2d(3, 2, 1), nn.Conv2d(2, 3, 1)).double()
+    model = dc.parallelize(copy.deepcopy(serial), grid, shard_parameters=True)
+    serial(batch(0)).square().mean().backward()
+    model(dc.distribute_tensor(batch(0), grid)).square().mean().backward()
+    expected = nn.utils.clip_grad_norm_(serial.parameters(), 1.0, order)
+    norm = dc.clip_grad_norm_(model.parameters(), 1.0, order)
+    assert deviation(norm, expected.detach()) <= 1e-10
+    with pytest.raises(ValueError, match="norm_type=0 is not positive"):
+        dc.clip_grad_norm_(model.parameters(), 1.0, 0)
+
+
+@pytest.mark.parallel([1, 2, 3])
+def test_an_optimizer_made_before_trains_sharded_parameters() -> None:
+    grid = dc.ProcessGrid(channel=-1)
+    model, serial = net(), net()
+    mine, its = (OPTIMIZERS["Adam"](m.parameters()) for m in (model, serial))
+    dc.parallelize(model, grid, shard_parameters=True)
+    for seed in range(2):
+        step(model, mine, dc.distribute_tensor(batch(seed), grid))
+        step(serial, its, batch(seed))
+    check(model, serial)
+    if grid.size == 1:
+        return
+    with pytest.raises(ValueError, match="sharded already"):
+        dc.parallelize(copy.deepcopy(model), grid)
+
+
+@pytest.mark.parallel([1, 2, 3])
+def test_all_ranks_leave_out_a_step_whose_scaled_gradient_is_infinite_on_one() -> None:
+    grid = dc.ProcessGrid(channel=-1)
+    model, serial = sharded(grid), net()
+    mine, its = OPTIMIZERS["SGD"](model.parameters()), OPTIMIZERS["SGD"](serial.parameters())
+    scalers = [torch.amp.GradScaler("cpu", init_scale=4.0) for _ in range(2)]
+    for seed in range(3):
+        whole = batch(seed)
+        if seed == 1:
+            whole[0, 0, 0, 0] = torch.inf
+        pairs = (model, dc.distribute_tensor(whole, grid), mine), (serial, whole, its)
+        for (m, x, optimizer), scaler in zip(pairs, scalers, strict=True):
+            m.eval()
+            optimizer.zero_grad()
+            scaler.scale(m(x).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        check(model, serial)
+    assert scalers[0].get_scale() == scalers[1].get_scale() == 2.0
+
+
 @pytest.mark.parallel([1, 2])
 def test_norms_that_are_not_finite_are_refused_where_asked() -> None:
     model = sharded(dc.ProcessGrid(channel=-1))
@@ -223,7 +275,7 @@ def test_a_sharded_parameter_is_the_whole_tensor_to_the_program() -> None:
 
 
 @pytest.mark.parallel([1, 2])
-@pytest.mark.parametrize("name", [f.__name__ for f in RULES if "_foreach" in f.__name__])
+@pytest.mark.parametrize("name", [f.__name__ for f in RULES if f.__name__.startswith("_foreach")])
 def test_functions_of_lists_take_sharded_and_whole_tensors_together(name: str) -> None:
     grid, rng = dc.ProcessGrid(channel=-1), random.Random(4)
     lists = [[random_tensor(rng, shape).abs() for shape in SHAPES] for _ in range(3)]

@@ -8,7 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distconv.tensor import RULES
+from distconv.exchange import reduced
+from distconv.ops.align import common_grid
+from distconv.tensor import RULES, implements, shards_of
+from distconv.topology import AXES
 
 _NAMES = (
     *("add", "sub", "mul", "div", "pow", "neg", "abs", "sign", "sqrt", "reciprocal"),
@@ -31,6 +34,17 @@ def _one_by_one(name: str) -> Callable[..., list[Tensor]]:
         ]
 
     return rule
+
+
+@implements(torch._amp_foreach_non_finite_check_and_unscale_)
+def unscale(gradients: list[Tensor], found: Tensor, inverse: Tensor) -> None:
+    """Multiply by `inverse`; all ranks find what is not finite, where any of them has it."""
+    shards = shards_of(gradients)
+    torch._amp_foreach_non_finite_check_and_unscale_(
+        [shard for shard in shards if shard.numel()], found, inverse
+    )
+    grid = common_grid("GradScaler", gradients)
+    found.copy_(reduced(found, grid, AXES).clamp(max=1.0))
 
 
 def _in_place(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
