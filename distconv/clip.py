@@ -11,7 +11,7 @@ from torch import Tensor
 from distconv.exchange import stacked
 from distconv.grid import ProcessGrid
 from distconv.layout import cutting_axes
-from distconv.tensor import DistTensor
+from distconv.tensor import DistTensor, listed
 
 
 def clip_grad_norm_(
@@ -38,7 +38,7 @@ def clip_grad_norm_(
         raise ValueError(
             f"clip_grad_norm_: norm_type={norm_type} is not positive; choose 2.0, 1.0 or inf, say"
         )
-    gradients = [p.grad for p in _several(parameters) if p.grad is not None]
+    gradients = [p.grad for p in listed(parameters) if p.grad is not None]
     blocks: dict[tuple[ProcessGrid, tuple[str, ...]], list[Tensor]] = defaultdict(list)
     whole: list[Tensor] = []
     for gradient in gradients:
@@ -62,10 +62,6 @@ def clip_grad_norm_(
         for block in (*whole, *(shard for shards in blocks.values() for shard in shards)):
             block.mul_(factor)
     return total
-
-
-def _several(parameters: Tensor | Iterable[Tensor]) -> Iterable[Tensor]:
-    return [parameters] if isinstance(parameters, Tensor) else parameters
 
 
 def _norms(tensors: Iterable[Tensor], order: float) -> list[Tensor]:

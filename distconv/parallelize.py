@@ -25,7 +25,7 @@ from distconv.grid import ProcessGrid
 from distconv.layout import Layout, replicating_axes
 from distconv.layouts import layouts_of, take_inputs
 from distconv.sharding import shard
-from distconv.tensor import IN_MODULE, DistTensor, tensors_in
+from distconv.tensor import IN_MODULE, DistTensor, shards_of, tensors_in
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -70,7 +70,7 @@ def parallelize(
     if not isinstance(module, nn.Module):
         raise TypeError(f"parallelize: {type(module).__name__} is not a torch.nn.Module")
     if any(_reduction_of(m) for m in module.modules()) or any(
-        _ATTRIBUTE in p.__dict__ for p in map(_leaf, module.parameters())
+        _ATTRIBUTE in p.__dict__ for p in shards_of(module.parameters())
     ):
         raise ValueError(
             "parallelize: the module, or a part of it, is parallelized already; do it once, for "
@@ -149,7 +149,7 @@ class _GradientReduction:
         self._module = ref(module)
         self._parameters = list(module.parameters())
         # Of a sharded parameter autograd knows this rank's block.
-        self._leaves = list(map(_leaf, self._parameters))
+        self._leaves = shards_of(self._parameters)
         self._axes = [_replicated_over(p, grid) for p in self._parameters]
         """For each parameter, along which its gradient is summed."""
         self._buckets: list[Bucket] = []
@@ -340,11 +340,6 @@ class _GradientReduction:
         for bucket in self._buckets:
             if bucket.finish():
                 self._parts.difference_update(bucket.parameters)
-
-
-def _leaf(p: Tensor) -> Tensor:
-    """What autograd accumulates the gradient of a parameter in."""
-    return p.shard if isinstance(p, DistTensor) else p
 
 
 def _replicated_over(p: Tensor, grid: ProcessGrid) -> tuple[str, ...]:

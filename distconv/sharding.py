@@ -31,14 +31,15 @@ def shard(module: nn.Module, layouts: Mapping[str, Layout], grid: ProcessGrid) -
     layouts: of the inputs of modules, by name, which hold for the parts of a module too. Others
         have the grid's default layout.
     """
-    done: set[int] = set()
     for name, part in module.named_modules():
         weight = part._parameters.get("weight")
-        if weight is None or id(weight) in done or not isinstance(part, (_ConvNd, nn.Linear)):
+        if weight is None or not isinstance(part, (_ConvNd, nn.Linear)):
+            continue
+        if isinstance(weight, DistTensor):
+            # Another layer shares it, and has come first.
             continue
         cuts = _cuts(part, weight, _layout_of(name, layouts, grid), grid.topology)
         if any(cuts):
-            done.add(id(weight))
             # Whoever holds the parameter, as an optimizer may, holds its block from now on.
             swap_tensors(weight, _sharded(weight, cuts, grid))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, NoReturn, TypeVar
 
@@ -602,12 +602,12 @@ def _cuts(layout: Layout | None, grid: ProcessGrid, ndim: int) -> Cuts:
     return effective_cuts(layout.cuts(ndim), grid.topology)
 
 
-def listed(tensors: Tensors) -> list[Tensor]:
+def listed(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:
     """One tensor or several as a list."""
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 
-def shards_of(tensors: Tensors) -> list[Tensor]:
+def shards_of(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:
     """The tensors that autograd knows."""
     return [x.shard if isinstance(x, DistTensor) else x for x in listed(tensors)]
 

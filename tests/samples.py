@@ -33,6 +33,9 @@ HOMES: dict[str, Any] = {
 }
 """Where programs find functions."""
 
+LISTWISE = ("_foreach", "_amp")
+"""How functions of lists of tensors begin, which have tests of their own."""
+
 Values = Callable[[random.Random, Sequence[int]], Tensor]
 
 
@@ -143,13 +146,13 @@ def bare(name: str) -> str:
 
 @lru_cache
 def names() -> dict[Any, list[str]]:
-    """The qualified names of every function that the homes hold, properties included."""
+    """The qualified names of functions that the homes hold, properties included."""
     found: dict[Any, list[str]] = {}
     for home, owner in HOMES.items():
-        for name in (f"{home}.{attribute}" for attribute in dir(owner)):
+        attributes = (a for a in dir(owner) if not a.startswith(LISTWISE))
+        for name in (f"{home}.{attribute}" for attribute in attributes):
             attribute = getattr(owner, bare(name), None)
-            listwise = bare(name).startswith(("_foreach", "_amp"))
-            if not listwise and (callable(attribute) or hasattr(attribute, "__get__")):
+            if callable(attribute) or hasattr(attribute, "__get__"):
                 found.setdefault(function_of(name), []).append(name)
     return found
 

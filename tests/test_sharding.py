@@ -179,7 +179,8 @@ def test_gradients_are_clipped_by_their_true_norm(order: float) -> None:
 
 
 @pytest.mark.parallel([1, 4])
-def test_blocks_without_elements_have_no_norm(order: float = float("inf")) -> None:
+def test_blocks_without_elements_have_no_norm() -> None:
+    order = float("inf")
     grid = dc.ProcessGrid(channel=-1)
     torch.manual_seed(0)
     serial = nn.Sequential(nn.Conv2d(3, 2, 1), nn.Conv2d(2, 3, 1)).double()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from distconv.bench.layer import step_of
 from distconv.bench.pairs import Side, alternate
@@ -55,25 +55,18 @@ def channels(settings: Settings, cases: Sequence[Case] = CASES) -> Iterator[Row]
     if rows.size % 2 == 0 and rows.size > 2:
         both = ProcessGrid(channel=2, filter=-1)
         grids["w"] = both, ("channel", "filter")
+    threads = settings.threads * rows.size
     for case in cases:
         torch.manual_seed(0)
         x = torch.randn(case.shape)
         serial = case.make("auto")
         with torch.no_grad():
             dy = torch.randn(serial(x).shape)
-
-        def cut(
-            grid: ProcessGrid, layout: Layout, algorithm: str, case: Case = case, **options: bool
-        ) -> Callable[[], None]:
-            layer = parallelize(case.make(algorithm), grid, layouts={"": layout}, **options)
-            operands = (distribute_tensor(t, grid, layout) for t in (x, dy))  # noqa: B023
-            return step_of(layer, *operands)
-
-        threads = settings.threads * rows.size
-        spatial = Side(cut(rows, Layout(height="height"), "auto"), settings.threads)
+        by_rows = _cut(case.make("auto"), x, dy, rows, Layout(height="height"))
+        spatial = Side(by_rows, settings.threads)
         alone = Side(step_of(serial, x, dy), threads, alone=True)
         for algorithm, (grid, axes) in grids.items():
-            run = cut(grid, Layout(channel=axes), algorithm, shard_parameters=True)
+            run = _cut(case.make(algorithm), x, dy, grid, Layout(channel=axes), shard=True)
             subject = Side(run, settings.threads)
             times = alternate(rows.comm, (subject, spatial, alone), settings.seconds)
             name = f"{case.name}, stationary-{algorithm}"
@@ -81,3 +74,11 @@ def channels(settings: Settings, cases: Sequence[Case] = CASES) -> Iterator[Row]
             yield over(row, "over rows cut", times[0], times[1], None)
             measure = f"speed-up over serial torch, {threads} threads"
             yield speedup(row, measure, times[0], times[2], None)
+
+
+def _cut(
+    layer: nn.Module, x: Tensor, dy: Tensor, grid: ProcessGrid, layout: Layout, shard: bool = False
+) -> Callable[[], None]:
+    """A step of a layer on a tensor in this layout, with sharded weights or whole ones."""
+    parallel = parallelize(layer, grid, layouts={"": layout}, shard_parameters=shard)
+    return step_of(parallel, *(distribute_tensor(t, grid, layout) for t in (x, dy)))

@@ -85,25 +85,32 @@ def _avg_pool(local: Callable[..., Tensor], n: int) -> None:
         return DistTensor(shard, shape, input.cuts, input.grid)
 
 
-@lru_cache(maxsize=4096)
-def _counts(window: Window, size: int, start: int, stop: int, include_pad: bool) -> tuple[int, ...]:
+def _counts(window: Window, size: int, start: int, stop: int, include_pad: bool) -> list[int]:
     """Elements along one dimension that count in the averages start to stop."""
     counts = []
     for o in range(start, stop):
         first = o * window.stride - window.padding[0]
         last = min(first + window.kernel, size + window.padding[1])
         counts.append(last - first if include_pad else min(last, size) - max(first, 0))
-    return tuple(counts)
+    return counts
+
+
+@lru_cache(maxsize=4096)
+def _uniform(windows: tuple[Window, ...], sizes: tuple[int, ...], include_pad: bool) -> int | None:
+    """How many elements count in every average of the plane; None where that differs."""
+    every = [
+        _counts(w, n, 0, w.output_size(n), include_pad) for w, n in zip(windows, sizes, strict=True)
+    ]
+    return prod(c[0] for c in every) if all(min(c) == max(c) for c in every) else None
 
 
 def _divisor(x: DistTensor, windows: Sequence[Window], box: Box, include_pad: bool) -> Tensor | int:
     """What each sum is divided by; one number where all windows, of all ranks, have as many."""
-    rows = list(zip(windows, x.shape[2:], box.start[2:], box.stop[2:], strict=True))
-    every = [_counts(w, n, 0, w.output_size(n), include_pad) for w, n, _, _ in rows]
-    if all(min(c) == max(c) for c in every):
-        return prod(c[0] for c in every)
+    uniform = _uniform(tuple(windows), tuple(x.shape[2:]), include_pad)
+    if uniform is not None:
+        return uniform
     divisor = torch.ones((), dtype=torch.int64, device=x.shard.device)
-    for row in rows:
+    for row in zip(windows, x.shape[2:], box.start[2:], box.stop[2:], strict=True):
         counts = torch.tensor(_counts(*row, include_pad), dtype=torch.int64, device=divisor.device)
         divisor = divisor.unsqueeze(-1) * counts
     return divisor

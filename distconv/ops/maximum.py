@@ -28,7 +28,8 @@ from distconv.tensor import DistTensor, implements
 from distconv.window import Window
 
 
-def _max_pool(local: Callable[..., Tensor], functions: Sequence[Any], n: int) -> None:
+def _max_pool(local: Callable[..., Any], functions: Sequence[Any], n: int, *, places: bool) -> None:
+    """Register maxima, by what torch calls locally; with `places` it returns their places too."""
     name = f"max_pool{n}d"
 
     @implements(*functions)
@@ -40,60 +41,37 @@ def _max_pool(local: Callable[..., Tensor], functions: Sequence[Any], n: int) ->
         padding: Sizes = 0,
         dilation: Sizes = 1,
         ceil_mode: bool = False,
-        return_indices: bool = False,  # torch asks for indices by another function
-    ) -> DistTensor:
+        return_indices: bool = places,  # torch asks for indices by another function
+    ) -> Any:
         windows = windows_of(kernel_size, stride, padding, dilation, ceil_mode, n)
         kernels, strides, paddings, dilations = arguments_of(windows)
         checked(local, shape_of(input), kernels, strides, paddings, dilations, ceil_mode)
         shape = output_shape(input.shape[1], input, windows)
         if (ceil := _overlaps(input, windows)) is not None:
-            return overlapped_maxima(input, windows, shape, ceil, name, places=False)[0]
+            results = overlapped_maxima(input, windows, shape, ceil, name, places=places)
+            return results if places else results[0]
         box = box_of(shape, input.cuts, input.grid)
-
-        def compute(buffer: Tensor, left: tuple[int, ...]) -> Tensor:
-            if prod(box.shape):
-                buffer = inner_border(buffer, windows, starts_of(input, windows, box))
-            return local(some_channel(buffer), kernels, strides, left, dilations, ceil_mode)
-
-        return apply_windows(input, windows, shape, name, compute, fill=lowest(input))
-
-
-def _with_indices(function: Callable[..., Any], local: Callable[..., Any], n: int) -> None:
-    name = f"max_pool{n}d"
-
-    @implements(function)
-    @batched(name, n)
-    def rule(
-        input: DistTensor,
-        kernel_size: Sizes,
-        stride: Sizes | None = None,
-        padding: Sizes = 0,
-        dilation: Sizes = 1,
-        ceil_mode: bool = False,
-        return_indices: bool = True,
-    ) -> tuple[DistTensor, DistTensor]:
-        windows = windows_of(kernel_size, stride, padding, dilation, ceil_mode, n)
-        kernels, strides, paddings, dilations = arguments_of(windows)
-        checked(local, shape_of(input), kernels, strides, paddings, dilations, ceil_mode)
-        shape = output_shape(input.shape[1], input, windows)
-        if (ceil := _overlaps(input, windows)) is not None:
-            return overlapped_maxima(input, windows, shape, ceil, name, places=True)
-        box = box_of(shape, input.cuts, input.grid)
+        starts = starts_of(input, windows, box) if prod(box.shape) else None
         found: list[Tensor] = []
 
         def compute(buffer: Tensor, left: tuple[int, ...]) -> Tensor:
-            arguments = kernels, strides, left, dilations, ceil_mode
-            if not prod(box.shape):
-                values, index = local(some_channel(buffer), *arguments)
-                found.append(nothing(index, box.shape))
+            if starts is not None:
+                buffer = inner_border(buffer, windows, starts)
+            result = local(some_channel(buffer), kernels, strides, left, dilations, ceil_mode)
+            if not places:
+                values: Tensor = result
                 return values
-            starts = starts_of(input, windows, box)
-            values, index = local(inner_border(buffer, windows, starts), *arguments)
-            searched = buffer.shape[2:]
-            found.append(renumbered(index, searched, starts, windows, input.shape[2:]))
+            values, index = result
+            if starts is None:
+                found.append(nothing(index, box.shape))
+            else:
+                plane = input.shape[2:]
+                found.append(renumbered(index, buffer.shape[2:], starts, windows, plane))
             return values
 
         values = apply_windows(input, windows, shape, name, compute, fill=lowest(input))
+        if not places:
+            return values
         return values, DistTensor(found[0], shape, values.cuts, input.grid)
 
 
@@ -105,9 +83,9 @@ def _overlaps(x: DistTensor, windows: Sequence[Window]) -> bool | None:
     return overlapping_ceil_mode(x, windows) if x.is_floating_point() else None
 
 
-_max_pool(torch.max_pool1d, (F.max_pool1d, torch.max_pool1d), 1)
-_max_pool(torch.max_pool2d, (F.max_pool2d, torch.max_pool2d), 2)
-_max_pool(torch.max_pool3d, (F.max_pool3d, torch.max_pool3d), 3)
-_with_indices(F.max_pool1d_with_indices, torch.max_pool1d_with_indices, 1)
-_with_indices(F.max_pool2d_with_indices, torch._C._nn.max_pool2d_with_indices, 2)
-_with_indices(F.max_pool3d_with_indices, torch._C._nn.max_pool3d_with_indices, 3)
+_max_pool(torch.max_pool1d, (F.max_pool1d, torch.max_pool1d), 1, places=False)
+_max_pool(torch.max_pool2d, (F.max_pool2d, torch.max_pool2d), 2, places=False)
+_max_pool(torch.max_pool3d, (F.max_pool3d, torch.max_pool3d), 3, places=False)
+_max_pool(torch.max_pool1d_with_indices, (F.max_pool1d_with_indices,), 1, places=True)
+_max_pool(torch._C._nn.max_pool2d_with_indices, (F.max_pool2d_with_indices,), 2, places=True)
+_max_pool(torch._C._nn.max_pool3d_with_indices, (F.max_pool3d_with_indices,), 3, places=True)
