@@ -78,9 +78,7 @@ def random_transposed_case(
 def test_overlapped_transposed_convolutions_equal_serial(n: int) -> None:
     rng = random.Random(n)
     with mock.patch.object(
-        transposed,
-        "overlapped_transposed_convolution",
-        wraps=transposed.overlapped_transposed_convolution,
+        transposed, "overlapped_convolution", wraps=transposed.overlapped_convolution
     ) as overlapped:
         for i in range(16):
             grid = random_grid(rng, ("depth", "height", "width")[3 - n :])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from math import prod
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,8 +13,25 @@ from torch import Tensor
 from distconv.grid import ProcessGrid
 from distconv.layout import Box, Cuts, cutting_axes, rank_box
 from distconv.tensor import DistTensor, recut
+from distconv.topology import Topology
 
 Shape: TypeAlias = tuple[int, ...]
+
+
+class Placement(NamedTuple):
+    """How a tensor lies on a grid, as one rank sees it: what decisions about it may rest on."""
+
+    shape: Shape
+    cuts: Cuts
+    topology: Topology
+    rank: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, x: DistTensor) -> Placement:
+        """That of `x`."""
+        grid = x.grid
+        return cls(tuple(x.shape), x.cuts, grid.topology, grid.rank, x.shard.dtype)
 
 
 def common_grid(operator: str, operands: Iterable[Any]) -> ProcessGrid:

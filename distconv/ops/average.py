@@ -70,14 +70,13 @@ def _avg_pool(local: Callable[..., Tensor], n: int) -> None:
         if (ceil := overlapping_ceil_mode(input, windows)) is not None:
             topology, rank, pool = input.grid.topology, input.grid.rank, _Pool(strides, ceil, first)
             edge = boundary(topology, rank, tuple(input.shape), shape, input.cuts, tuple(windows))
-            pooled = overlapped(input, (input.shard, None, None), pool, edge, shape, name)
+            shard = overlapped(input, (input.shard, None, None), pool, edge, name)
         else:
 
             def compute(buffer: Tensor, left: tuple[int, ...]) -> Tensor:
                 return _average(some_channel(buffer), kernels, strides, left, ceil_mode, first)
 
-            pooled = apply_windows(input, windows, shape, name, compute)
-        shard = pooled.shard
+            shard = apply_windows(input, windows, shape, name, compute).shard
         if not shard.is_floating_point():
             shard = torch.div(shard, divisor, rounding_mode="trunc")
         elif isinstance(divisor, Tensor):

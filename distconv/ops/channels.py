@@ -11,18 +11,20 @@ cut there is nothing to reduce (stationary-y), and over several axes the weights
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
-from distconv.layout import Box, Cuts, cutting_axes
-from distconv.ops.align import block_of, box_of
-from distconv.plan import make_plan
+from distconv.grid import ProcessGrid
+from distconv.layout import Box, Cuts, cutting_axes, rank_box
+from distconv.ops.align import Placement
+from distconv.ops.checked import Like
+from distconv.plan import Slices, make_plan
 from distconv.tensor import DistTensor, gathered, reduce_scattered
 from distconv.topology import AXES, Topology
 from distconv.window import Grouped, IndexMap, Interval, Same
@@ -68,175 +70,242 @@ class Division:
 
 
 @dataclass(frozen=True)
+class _Rows:
+    """What a rank takes of a weight or bias: of a plain one, which every rank holds, `slices`."""
+
+    needs: tuple[IndexMap, ...]
+    cuts: Cuts
+    slices: Slices | None
+    """None where that is everything."""
+
+    def of(self, operand: Tensor, operator: str) -> Tensor:
+        """They; all ranks call it, as distributed operands are gathered."""
+        if isinstance(operand, DistTensor):
+            return gathered(operand, self.needs, self.cuts, operator)
+        return operand if self.slices is None else operand[self.slices]
+
+
+@dataclass(frozen=True)
 class Part:
-    """This rank's part of a layer: what it gathers and computes, and where the result goes.
+    """A rank's part of a layer: what it gathers and computes, and where the result goes.
 
     Attributes
     ----------
+    operator: the name under which movements are recorded.
     cuts, needs: how its inputs are gathered.
     stays: whether they are its own, with halos at most, and no rank is without channels or filters;
         the same on all ranks.
     blocks: into how many blocks the weights are cut.
     box: the box of outputs to compute; with all filters of groups of which it has some.
-    weight, bias, groups: for the local operator; without bias where the result is not final.
-    operator: the name under which movements are recorded.
+    groups: those of the local operator.
     """
 
+    operator: str
     cuts: Cuts
     needs: tuple[IndexMap, ...]
     stays: bool
     blocks: int
     box: Box
-    weight: Tensor
-    bias: Tensor | None
     groups: int
-    operator: str
-    _finish: Callable[[Tensor], DistTensor]
+    _summed: bool
+    """Whether results are sums over channels of which other ranks hold some."""
+    _weight: _Rows
+    _bias: _Rows
+    _shape: tuple[int, ...]
+    _computed: Cuts
+    _made: Cuts
     _dimension: int
+    _kept: slice | None = None
+    """The filters to keep of those computed; None for all."""
 
-    def nothing(self, buffer: Tensor) -> Tensor:
-        """The result without channels or filters, which torch's operators refuse.
+    def operands(
+        self, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """This rank's weight, the bias for its computation, and that for `finish`.
 
-        It hangs on all operands in the autograd graph and has the type that autocast gives it.
+        All ranks call it.
         """
-        zero = buffer[:0].reshape(1, 0) @ self.weight[:0].reshape(0, 1)
-        block = zero.squeeze().expand(self.box.shape)
-        return block if self.bias is None else block + _along(self._dimension, self.bias, block)
+        own = self._weight.of(weight, self.operator)
+        if bias is None:
+            return own, None, None
+        bias = self._bias.of(bias, self.operator)
+        return (own, None, bias) if self._summed else (own, bias, None)
 
-    def alone(self, x: DistTensor, shape: tuple[int, ...]) -> tuple[DistTensor, tuple[int, ...]]:
-        """This rank's channels of `x`, if they stay, as a tensor of their own; and its outputs.
+    def alone(self, x: Placement) -> tuple[tuple[int, ...], tuple[int, ...], Cuts]:
+        """Shapes of this rank's channels of inputs that stay, and of its outputs; and their cuts.
 
         Ranks that share a block of channels compute it as if there were no others.
         """
         d = self._dimension
-        own = at(tuple(x.shape), d, x.shard.shape[d])
-        block = DistTensor(x.shard, own, at(x.cuts, d, ()), x.grid)
-        return block, at(shape, d, self.box.shape[d])
+        own = rank_box(x.shape, x.cuts, x.topology, x.rank).shape
+        return at(x.shape, d, own[d]), at(self._shape, d, self.box.shape[d]), at(x.cuts, d, ())
 
-    def finish(self, block: Tensor) -> DistTensor:
-        """The layer's output, to which this rank contributes `block`; all ranks call it."""
-        return self._finish(block)
+    def nothing(self, buffer: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The result without channels or filters, which torch's operators refuse.
 
+        It hangs on all operands in the autograd graph and has the type that autocast gives it.
+        """
+        zero = buffer[:0].reshape(1, 0) @ weight[:0].reshape(0, 1)
+        block = zero.squeeze().expand(self.box.shape)
+        return block if bias is None else block + self._along(bias, block)
 
-def part_of(
-    operator: str,
-    x: DistTensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    shape: tuple[int, ...],
-    needs: Sequence[IndexMap],
-    *,
-    dimension: int = 1,
-    groups: int = 1,
-    transposed: bool = False,
-) -> Part:
-    """This rank's part of a layer that makes of `x` an output of global `shape`; all ranks call it.
+    def finish(self, block: Tensor, bias: Tensor | None, grid: ProcessGrid) -> DistTensor:
+        """The layer's output, to which this rank contributes `block`; all ranks call it.
 
-    The cuts of a distributed weight say how the layer is divided. Where it is whole, or is not cut
-    over all axes that cut the channels of `x`, that is as `parallel` says.
-
-    Parameters
-    ----------
-    needs: the inputs that outputs need, for every dimension of `x`; `Same` for the channels.
-    dimension: that of channels in `x`, and of filters in the output.
-    transposed: whether the weight is (channel, filter, *kernel).
-    """
-    if groups > 1:
-        return _part_of_groups(
-            operator, x, weight, bias, shape, needs, dimension, groups, transposed
-        )
-    grid, d = x.grid, dimension
-    of_filters, of_channels = (1, 0) if transposed else (0, 1)
-    division = _division(x, weight, of_filters, of_channels, shape, tuple(needs), d)
-    if division.algorithm:
-        operator = f"{operator}, stationary-{division.algorithm}"
-    computed, made = (at(x.cuts, d, axes) for axes in (division.filters, division.output))
-    cuts = at(((),) * weight.dim(), of_filters, division.filters)
-    cuts = at(cuts, of_channels, division.channels)
-    weight = block_of(weight, tuple(weight.shape), cuts, grid, operator)
-    bias = block_of(bias, (shape[d],), (division.output,), grid, operator)
-    rows, columns = map(grid.topology.parts, (division.filters, division.channels))
-
-    def finish(block: Tensor) -> DistTensor:
-        y = reduce_scattered(block, shape, computed, made, grid, operator)
-        if bias is not None and division.channels:
-            y.add_(_along(d, bias, y))
+        A bias that is left for this is added.
+        """
+        shape, made, operator = self._shape, self._made, self.operator
+        y = reduce_scattered(block, shape, self._computed, made, grid, operator)
+        if bias is not None:
+            y.add_(self._along(bias, y))
+        if self._kept is not None:
+            y = y[(*(slice(None),) * self._dimension, self._kept)]
         return DistTensor(y, shape, made, grid)
 
+    def _along(self, bias: Tensor, block: Tensor) -> Tensor:
+        """A bias as it is broadcast to `block`."""
+        return bias.view(-1, *(1,) * (block.dim() - 1 - self._dimension))
+
+
+class Weights(NamedTuple):
+    """Of the weight of a layer its global shape and how it is cut, and the shape of the bias."""
+
+    shape: tuple[int, ...]
+    cuts: Cuts
+    bias: tuple[int, ...] | None
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None) -> Weights:
+        """Those of a layer, distributed or whole."""
+        cuts = weight.cuts if isinstance(weight, DistTensor) else ((),) * weight.dim()
+        return cls(tuple(weight.shape), cuts, None if bias is None else tuple(bias.shape))
+
+    def like(self) -> tuple[Like, Like | None]:
+        """Weight and bias for torch's checks of shapes."""
+        return Like(self.shape), None if self.bias is None else Like(self.bias)
+
+
+class Layer(NamedTuple):
+    """What decides how a layer is divided: global metadata, which rank, and the algorithm.
+
+    Attributes
+    ----------
+    x: its inputs.
+    outputs: their global shape.
+    needs: the inputs that outputs need, for every dimension; `Same` for the channels.
+    algorithm: what `parallel` has chosen.
+    dimension: that of channels in the inputs, and of filters in the outputs.
+    transposed: whether the weight is (channel, filter, *kernel).
+    """
+
+    operator: str
+    x: Placement
+    weights: Weights
+    outputs: tuple[int, ...]
+    needs: tuple[IndexMap, ...]
+    algorithm: str
+    dimension: int = 1
+    groups: int = 1
+    transposed: bool = False
+
+    def weight_axes(self, of: int) -> Axes:
+        """The axes that cut the weight along its dimension `of`, and of the inputs no more than
+        channels.
+        """
+        taken = cutting_axes(at(self.x.cuts, self.dimension, ()))
+        return tuple(a for a in self.weights.cuts[of] if a not in taken)
+
+    def block(self, shape: tuple[int, ...], cuts: Cuts) -> _Rows:
+        """The block of a weight or bias of this shape."""
+        box = rank_box(shape, cuts, self.x.topology, self.x.rank)
+        return _Rows((Same(),) * len(shape), cuts, box.slices if cutting_axes(cuts) else None)
+
+
+def algorithm() -> str:
+    """That of `parallel`."""
+    return _CHOSEN.get()
+
+
+@lru_cache(maxsize=4096)
+def part_of(layer: Layer) -> Part:
+    """A rank's part of a layer.
+
+    The cuts of a distributed weight say how the layer is divided. Where it is whole, or is not cut
+    over all axes that cut the channels of the inputs, that is as `parallel` says.
+    """
+    if layer.groups > 1:
+        return _part_of_groups(layer)
+    d, outputs, operator = layer.dimension, layer.outputs, layer.operator
+    of_filters, of_channels = (1, 0) if layer.transposed else (0, 1)
+    division = _division(layer, of_filters, of_channels)
+    if division.algorithm:
+        operator = f"{operator}, stationary-{division.algorithm}"
+    computed, made = (at(layer.x.cuts, d, axes) for axes in (division.filters, division.output))
+    cuts = at(((),) * len(layer.weights.shape), of_filters, division.filters)
+    cuts = at(cuts, of_channels, division.channels)
+    rows, columns = map(layer.x.topology.parts, (division.filters, division.channels))
+    own = layer.x.cuts[d] == division.channels
     return Part(
-        cuts=at(x.cuts, d, division.channels),
-        needs=tuple(needs),
-        stays=x.cuts[d] == division.channels and x.shape[d] >= columns and shape[d] >= rows,
-        blocks=rows * columns,
-        box=box_of(shape, computed, grid),
-        weight=weight,
-        bias=None if division.channels else bias,
-        groups=1,
         operator=operator,
-        _finish=finish,
+        cuts=at(layer.x.cuts, d, division.channels),
+        needs=layer.needs,
+        stays=own and layer.x.shape[d] >= columns and outputs[d] >= rows,
+        blocks=rows * columns,
+        box=rank_box(outputs, computed, layer.x.topology, layer.x.rank),
+        groups=1,
+        _summed=bool(division.channels),
+        _weight=layer.block(layer.weights.shape, cuts),
+        _bias=layer.block((outputs[d],), (division.output,)),
+        _shape=outputs,
+        _computed=computed,
+        _made=made,
         _dimension=d,
     )
 
 
-def _part_of_groups(
-    operator: str,
-    x: DistTensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    shape: tuple[int, ...],
-    needs: Sequence[IndexMap],
-    d: int,
-    groups: int,
-    transposed: bool,
-) -> Part:
+def _part_of_groups(layer: Layer) -> Part:
     """Own filters take the channels of their groups; those of groups on several ranks travel.
 
     Each of these ranks then computes all filters of the group, and keeps its own.
     """
-    grid, axes = x.grid, _over_groups(x, weight, d)
-    made = at(x.cuts, d, axes)
-    inputs, outputs = x.shape[d] // groups, shape[d] // groups
-    blocks = grid.topology.parts(axes)
-    aligned = groups % blocks == 0 or inputs == outputs == 1
-    together, own = Grouped(outputs, inputs), box_of(shape, made, grid)
-    needed = at(tuple(needs), d, Same() if aligned else together)
+    d, axes = layer.dimension, _over_groups(layer)
+    made = at(layer.x.cuts, d, axes)
+    inputs, outputs = layer.x.shape[d] // layer.groups, layer.outputs[d] // layer.groups
+    blocks = layer.x.topology.parts(axes)
+    aligned = layer.groups % blocks == 0 or inputs == outputs == 1
+    together, same = Grouped(outputs, inputs), Grouped(outputs, outputs)
+    own = rank_box(layer.outputs, made, layer.x.topology, layer.x.rank)
     filters = own.start[d], own.stop[d]
-    same = Grouped(outputs, outputs)
-    first, last = same.intervals(shape[d], *filters)[0] if own.shape[d] else filters
+    first, last = _interval(same, filters)
+    rest = len(layer.weights.shape) - 1
 
-    def finish(block: Tensor) -> DistTensor:
-        kept = block if aligned else block.narrow(d, filters[0] - first, own.shape[d])
-        return DistTensor(kept, shape, made, grid)
+    def rows(needs: IndexMap, others: int) -> _Rows:
+        cuts = axes, *((),) * others
+        return _Rows((needs, *(Same(),) * others), cuts, (slice(*_interval(needs, filters)),))
 
     return Part(
+        operator=layer.operator,
         cuts=made,
-        needs=needed,
-        stays=aligned and x.cuts[d] == axes and groups >= blocks,
+        needs=at(layer.needs, d, Same() if aligned else together),
+        stays=aligned and layer.x.cuts[d] == axes and layer.groups >= blocks,
         blocks=blocks,
         box=Box(at(own.start, d, first), at(own.stop, d, last)),
-        weight=_rows(weight, together if transposed else same, axes, filters, operator),
-        bias=None if bias is None else _rows(bias, same, axes, filters, operator),
         groups=(last - first) // outputs,
-        operator=operator,
-        _finish=finish,
+        _summed=False,
+        _weight=rows(together if layer.transposed else same, rest),
+        _bias=rows(same, 0),
+        _shape=layer.outputs,
+        _computed=made,
+        _made=made,
         _dimension=d,
+        _kept=None if aligned else slice(filters[0] - first, filters[1] - first),
     )
 
 
-def _rows(weight: Tensor, rows: IndexMap, axes: Axes, filters: Interval, operator: str) -> Tensor:
-    """The rows of a weight that this rank's `filters`, of those cut over `axes`, need."""
-    if isinstance(weight, DistTensor):
-        rest = weight.dim() - 1
-        return gathered(weight, (rows, *(Same(),) * rest), (axes, *((),) * rest), operator)
-    (start, stop), *_ = (
-        rows.intervals(weight.shape[0], *filters) if filters[0] < filters[1] else [(0, 0)]
-    )
-    return weight[start:stop]
-
-
-def _along(dimension: int, bias: Tensor, block: Tensor) -> Tensor:
-    """A bias as it is broadcast to `block` along this dimension."""
-    return bias.view(-1, *(1,) * (block.dim() - 1 - dimension))
+def _interval(needs: IndexMap, outputs: Interval) -> Interval:
+    """The inputs, in one piece, that some outputs need."""
+    start, stop = outputs
+    return next(iter(needs.intervals(0, start, stop))) if start < stop else (0, 0)
 
 
 def at(values: tuple[T, ...], dimension: int, value: T) -> tuple[T, ...]:
@@ -244,49 +313,31 @@ def at(values: tuple[T, ...], dimension: int, value: T) -> tuple[T, ...]:
     return (*values[:dimension], value, *values[dimension + 1 :])
 
 
-def _weight_axes(x: DistTensor, weight: Tensor, of: int, d: int) -> Axes:
-    """The axes that cut the weight along its dimension `of`, and nothing but channels in `x`."""
-    taken = cutting_axes(at(x.cuts, d, ()))
-    cuts = weight.cuts[of] if isinstance(weight, DistTensor) else ()
-    return tuple(a for a in cuts if a not in taken)
-
-
-def _over_groups(x: DistTensor, weight: Tensor, d: int) -> Axes:
+def _over_groups(layer: Layer) -> Axes:
     """The axes over which the filters of a grouped layer are cut, and its groups with them."""
-    given = _weight_axes(x, weight, 0, d)
-    axes = (*given, *(a for a in x.cuts[d] if a not in given))
-    return x.cuts[d] if len(axes) == len(x.cuts[d]) else axes
+    given, cut = layer.weight_axes(0), layer.x.cuts[layer.dimension]
+    axes = (*given, *(a for a in cut if a not in given))
+    return cut if len(axes) == len(cut) else axes
 
 
-def _division(
-    x: DistTensor,
-    weight: Tensor,
-    of_filters: int,
-    of_channels: int,
-    shape: tuple[int, ...],
-    needs: tuple[IndexMap, ...],
-    d: int,
-) -> Division:
-    """How a layer without groups is divided; follows from global metadata alone."""
-    filters = _weight_axes(x, weight, of_filters, d)
-    channels = _weight_axes(x, weight, of_channels, d)
-    rest = tuple(a for a in x.cuts[d] if a not in (*filters, *channels))
+def _division(layer: Layer, of_filters: int, of_channels: int) -> Division:
+    """How a layer without groups is divided; the same on all ranks."""
+    filters, channels = layer.weight_axes(of_filters), layer.weight_axes(of_channels)
+    topology, cut = layer.x.topology, layer.x.cuts[layer.dimension]
+    rest = tuple(a for a in cut if a not in (*filters, *channels))
     if not rest:
         return Division(channels, filters)
-    topology, n = x.grid.topology, len(rest)
+    n = len(rest)
     choices = {
         "x": [Division((*channels, *rest), filters)],
         "y": [Division(channels, (*filters, *rest))],
         "w": [Division((*channels, *rest[:i]), (*filters, *rest[i:])) for i in range(1, n)],
     }
-    idle = idle_axes(cutting_axes(x.cuts), topology)
-    if idle and rest == x.cuts[d] and n == 1:
+    idle = idle_axes(cutting_axes(layer.x.cuts), topology)
+    if idle and rest == cut and n == 1:
         choices["w"].append(Division(rest, idle))
-    wanted = choices.get(_CHOSEN.get()) or [c for some in choices.values() for c in some]
-    if len(wanted) == 1:
-        return wanted[0]
-    geometry = topology, tuple(x.shape), x.cuts, shape, needs, d
-    return min(wanted, key=lambda division: _moved(*geometry, division))
+    wanted = choices.get(layer.algorithm) or [c for some in choices.values() for c in some]
+    return min(wanted, key=lambda division: _moved(layer, division))
 
 
 def idle_axes(used: Axes, topology: Topology) -> Axes:
@@ -294,24 +345,14 @@ def idle_axes(used: Axes, topology: Topology) -> Axes:
     return tuple(a for a in ("channel", "filter") if a not in used and topology.extent(a) > 1)
 
 
-@lru_cache(maxsize=4096)
-def _moved(
-    topology: Topology,
-    inputs: tuple[int, ...],
-    cuts: Cuts,
-    outputs: tuple[int, ...],
-    needs: tuple[IndexMap, ...],
-    d: int,
-    division: Division,
-) -> int:
+def _moved(layer: Layer, division: Division) -> int:
     """`volume` of all ranks that share one place in the batch and in space, in the middle."""
+    topology, d = layer.x.topology, layer.dimension
     middle = topology.rank({axis: topology.extent(axis) // 2 for axis in AXES})
-    elsewhere = cutting_axes(at(cuts, d, ()))
-    among = [a for a in {*cuts[d], "channel", "filter"} if a not in elsewhere]
-    return sum(
-        volume(topology, rank, inputs, cuts, outputs, needs, d, division)
-        for rank in topology.peers(middle, among)
-    )
+    elsewhere = cutting_axes(at(layer.x.cuts, d, ()))
+    among = [a for a in {*layer.x.cuts[d], "channel", "filter"} if a not in elsewhere]
+    geometry = layer.x.shape, layer.x.cuts, layer.outputs, layer.needs, d, division
+    return sum(volume(topology, rank, *geometry) for rank in topology.peers(middle, among))
 
 
 def volume(

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
+from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from distconv.boundary import reaches
-from distconv.ops.channels import Part, part_of
-from distconv.ops.checked import checked, shape_of
-from distconv.ops.convolve import overlapped_convolution
+from distconv.boundary import boundary, reaches
+from distconv.method import forced
+from distconv.ops.align import Placement
+from distconv.ops.channels import Layer, Weights, algorithm, part_of
+from distconv.ops.checked import Like, checked
+from distconv.ops.convolve import Convolution, Decision, overlapped_convolution
 from distconv.ops.overlap import may_overlap
 from distconv.ops.windowed import Sizes, batched, input_of, needs_of, tuple_of, windowed_block
 from distconv.tensor import DistTensor, gathered, implements
@@ -35,47 +40,51 @@ def _convolution(function: Callable[..., Tensor], spatial: int) -> None:
         strides = tuple_of(stride, spatial, "stride")
         dilations = tuple_of(dilation, spatial, "dilation")
         padding = padding if isinstance(padding, str) else tuple_of(padding, spatial, "padding")
-        if x.shape[1] != weight.shape[1] * groups:
-            raise RuntimeError(
-                f"{name}: the weight {tuple(weight.shape)} in {groups} groups takes "
-                f"{weight.shape[1] * groups} channels, the input {tuple(x.shape)} has {x.shape[1]}"
-            )
-        sizes = shape_of(x), shape_of(weight), shape_of(bias)
-        shape = checked(function, *sizes, strides, padding, dilations, groups)
-        kernel = tuple(weight.shape[2:])
-        windows = [
-            Window(k, s, d, p)
-            for k, s, d, p in zip(
-                kernel, strides, dilations, _sides(padding, kernel, dilations), strict=True
-            )
-        ]
-        needs = (Same(), Same(), *needs_of(windows, x.cuts))
-        part = part_of(name, x, weight, bias, shape, needs, groups=groups)
-        if _overlaps(x, part, weight.numel(), tuple(windows)):
-            block, made = part.alone(x, shape)
-            operands = block, part.weight, part.bias, windows, made, part.groups, part.operator
-            return part.finish(overlapped_convolution(*operands).shard)
+        arguments = strides, padding, dilations, groups
+        part, windows, overlap = decide(
+            Placement.of(x), Weights.of(weight, bias), arguments, algorithm(), forced()
+        )
+        weight, bias, summed = part.operands(weight, bias)
+        if overlap is not None:
+            block = overlapped_convolution(x, weight, bias, *overlap, part.operator)
+            return part.finish(block, summed, x.grid)
 
         def compute(buffer: Tensor, left: tuple[int, ...]) -> Tensor:
-            operands = buffer, part.weight, part.bias
-            return function(*operands, strides, left, dilations, part.groups)
+            return function(buffer, weight, bias, strides, left, dilations, part.groups)
 
         buffer = gathered(x, part.needs, part.cuts, part.operator)
-        if not part.weight.numel():
-            return part.finish(part.nothing(buffer))
-        return part.finish(windowed_block(buffer, windows, x.cuts, part.box.shape, compute))
+        if not weight.numel():
+            block = part.nothing(buffer, weight, bias)
+        else:
+            block = windowed_block(buffer, windows, x.cuts, part.box.shape, compute)
+        return part.finish(block, summed, x.grid)
 
-
-def _overlaps(x: DistTensor, part: Part, weights: int, windows: tuple[Window, ...]) -> bool:
-    """Whether to compute while halos travel; the same on all ranks.
-
-    Every side of the block costs another convolution, which handles the weights once more. Where
-    a rank has fewer inputs than there are weights, assembling its inputs was measured to cost less.
-    """
-    if not part.stays or not may_overlap(x, weights // part.blocks):
-        return False
-    parts = tuple(x.grid.topology.parts(axes) for axes in x.cuts[2:])
-    return bool(reaches(windows, tuple(x.shape[2:]), parts))
+    @lru_cache(maxsize=4096)
+    def decide(
+        x: Placement, weights: Weights, arguments: Any, algorithm: str, method: str | None
+    ) -> Decision:
+        strides, padding, dilations, groups = arguments
+        weight = weights.shape
+        if x.shape[1] != weight[1] * groups:
+            raise RuntimeError(
+                f"{name}: the weight {weight} in {groups} groups takes {weight[1] * groups} "
+                f"channels, the input {x.shape} has {x.shape[1]}"
+            )
+        made = checked(function, Like(x.shape), *weights.like(), *arguments)
+        sides = _sides(padding, weight[2:], dilations)
+        windows = tuple(map(Window, weight[2:], strides, dilations, sides))
+        needs = (Same(), Same(), *needs_of(windows, x.cuts))
+        part = part_of(Layer(name, x, weights, made, needs, algorithm, groups=groups))
+        # Every side of the block costs another convolution, which handles the weights once more.
+        # Where a rank has fewer inputs than there are weights, assembling them was measured to cost
+        # less.
+        if not part.stays or not may_overlap(x, method, prod(weight) // part.blocks):
+            return Decision(part, windows, None)
+        parts = tuple(map(x.topology.parts, x.cuts[2:]))
+        if not reaches(windows, x.shape[2:], parts):
+            return Decision(part, windows, None)
+        edge = boundary(x.topology, x.rank, *part.alone(x), windows)
+        return Decision(part, windows, (Convolution(strides, dilations, part.groups), edge))
 
 
 def _sides(

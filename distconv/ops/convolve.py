@@ -4,52 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distconv import boundary, spread
-from distconv.boundary import Piece
+from distconv.boundary import Boundary, Piece
+from distconv.ops.channels import Part
 from distconv.ops.checked import autocast_type
 from distconv.ops.overlap import Gradients, cropped, overlapped
 from distconv.tensor import DistTensor
-from distconv.window import Transposed, Window
+
+
+class Decision(NamedTuple):
+    """How a rank computes a convolution or transposed one; remembered, as metadata decide it."""
+
+    part: Part
+    maps: tuple[Any, ...]
+    """From outputs to inputs, for each spatial dimension."""
+    overlap: tuple[Convolution, Boundary] | None
+    """How to compute while halos travel; None where inputs are assembled."""
 
 
 def overlapped_convolution(
     x: DistTensor,
     weight: Tensor,
     bias: Tensor | None,
-    windows: Sequence[Window],
-    shape: tuple[int, ...],
-    groups: int,
+    local: Convolution,
+    edge: Boundary,
     operator: str,
-) -> DistTensor:
-    """The convolution of `x`, which is whole along its channels; `boundary.reaches` allows it."""
-    grid = x.grid
-    edge = boundary.boundary(
-        grid.topology, grid.rank, tuple(x.shape), shape, x.cuts, tuple(windows)
-    )
-    local = _Convolution.of(windows, groups, transposed=False)
-    return overlapped(x, _as_autocast(x.shard, weight, bias), local, edge, shape, operator)
-
-
-def overlapped_transposed_convolution(
-    x: DistTensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    maps: Sequence[Transposed],
-    shape: tuple[int, ...],
-    groups: int,
-    operator: str,
-) -> DistTensor:
-    """The transposed one of `x`, which is whole along its channels; `spread.spreads` allows it."""
-    place = x.grid.topology, x.grid.rank, tuple(x.shape), shape, x.cuts
-    edge = spread.boundary(*place, tuple(maps))
-    local = _Convolution.of(maps, groups, transposed=True)
-    return overlapped(x, _as_autocast(x.shard, weight, bias), local, edge, shape, operator)
+) -> Tensor:
+    """This rank's block of the convolution of `x`; all ranks call it."""
+    return overlapped(x, _as_autocast(x.shard, weight, bias), local, edge, operator)
 
 
 def _as_autocast(*operands: Tensor | None) -> list[Tensor | None]:
@@ -64,22 +51,14 @@ def _as_autocast(*operands: Tensor | None) -> list[Tensor | None]:
 
 
 @dataclass(frozen=True)
-class _Convolution:
+class Convolution:
     """The convolution of a piece, or the transposed one."""
 
     stride: tuple[int, ...]
     dilation: tuple[int, ...]
     groups: int
-    transposed: bool
+    transposed: bool = False
     bilinear = True
-
-    @classmethod
-    def of(
-        cls, maps: Sequence[Window] | Sequence[Transposed], groups: int, *, transposed: bool
-    ) -> _Convolution:
-        """The one with these strides and dilations."""
-        strides, dilations = zip(*((m.stride, m.dilation) for m in maps), strict=True)
-        return cls(strides, dilations, groups, transposed)
 
     def forward(self, piece: Piece, x: Tensor, weight: Any, bias: Any) -> Tensor:
         d = piece.flat

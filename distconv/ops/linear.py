@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from distconv.ops.channels import part_of
+from distconv.ops.align import Placement
+from distconv.ops.channels import Layer, Weights, algorithm, part_of
 from distconv.ops.windowed import input_of
 from distconv.tensor import gathered, implements, refuse
 from distconv.window import Same
@@ -32,6 +33,16 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return linear(x, weight.unsqueeze(0), row).squeeze(-1)
     shape = (*x.shape[:-1], weight.shape[0])
     needs = (Same(),) * x.dim()
-    part = part_of("linear", x, weight, bias, shape, needs, dimension=x.dim() - 1)
+    layer = Layer(
+        "linear",
+        Placement.of(x),
+        Weights.of(weight, bias),
+        shape,
+        needs,
+        algorithm(),
+        dimension=x.dim() - 1,
+    )
+    part = part_of(layer)
+    weight, bias, summed = part.operands(weight, bias)
     buffer = gathered(x, part.needs, part.cuts, part.operator)
-    return part.finish(F.linear(buffer, part.weight, part.bias))
+    return part.finish(F.linear(buffer, weight, bias), summed, x.grid)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from math import prod
 from typing import Any, Protocol
 
 from torch import Tensor, is_grad_enabled
@@ -26,7 +27,7 @@ from distconv.exchange import (
 )
 from distconv.grid import ProcessGrid
 from distconv.layout import cutting_axes
-from distconv.method import forced
+from distconv.ops.align import Placement
 from distconv.plan import Plan
 from distconv.tensor import DistTensor, note
 
@@ -56,38 +57,33 @@ class Local(Protocol):
         """The gradients that `mask` asks for; `bias` is its shape."""
 
 
-def may_overlap(x: DistTensor, smallest: int) -> bool:
+def may_overlap(x: Placement, method: str | None, smallest: int) -> bool:
     """Whether to compute while halos travel, if blocks line up; the same on all ranks.
 
     Parameters
     ----------
+    method: what has been chosen, if anything.
     smallest: the elements of a rank's block from which that is faster, where nobody has chosen.
     """
-    method = forced()
     # torch breaks complex convolutions up above the level at which they overlap.
-    if method == "assembled" or not any(x.cuts[2:]) or x.is_complex():
+    if method == "assembled" or not any(x.cuts[2:]) or x.dtype.is_complex:
         return False
-    ranks = x.grid.topology.parts(cutting_axes(x.cuts))
-    return method == "overlapped" or x.numel() >= smallest * ranks
+    ranks = x.topology.parts(cutting_axes(x.cuts))
+    return method == "overlapped" or prod(x.shape) >= smallest * ranks
 
 
 def overlapped(
-    x: DistTensor,
-    operands: Sequence[Tensor | None],
-    local: Local,
-    edge: Boundary,
-    shape: tuple[int, ...],
-    operator: str,
-) -> DistTensor:
-    """The result, of global `shape`, of a linear operator on `x`; all ranks call it.
+    x: DistTensor, operands: Sequence[Tensor | None], local: Local, edge: Boundary, operator: str
+) -> Tensor:
+    """This rank's block of the result of a linear operator on `x`; all ranks call it.
 
     Parameters
     ----------
     operands: the block of `x`, as the operator takes it, weight and bias.
     """
     note(x, edge.plan, x.cuts, operator)
-    made = _Linear.apply(*operands, local, edge, x.grid, x.grid.transport.ticket())
-    return DistTensor(cropped(made, edge.crop), shape, x.cuts, x.grid)
+    made: Tensor = _Linear.apply(*operands, local, edge, x.grid, x.grid.transport.ticket())
+    return cropped(made, edge.crop)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import lru_cache, wraps
 from math import prod
 from typing import Any, TypeVar, cast
 
@@ -11,7 +11,8 @@ from torch import Tensor
 
 from distconv.boundary import reaches
 from distconv.layout import Cuts
-from distconv.ops.align import box_of, common_grid, distributed
+from distconv.method import forced
+from distconv.ops.align import Placement, box_of, common_grid, distributed
 from distconv.ops.checked import autocast_type
 from distconv.ops.overlap import may_overlap
 from distconv.tensor import DistTensor, gathered
@@ -127,11 +128,18 @@ def overlapping_ceil_mode(x: DistTensor, windows: Sequence[Window]) -> bool | No
 
     The same on all ranks: that with which the local operator makes just the outputs of each block.
     """
-    if not may_overlap(x, _POOLED):
+    return _overlapping_ceil_mode(Placement.of(x), tuple(windows), forced())
+
+
+@lru_cache(maxsize=4096)
+def _overlapping_ceil_mode(
+    x: Placement, windows: tuple[Window, ...], method: str | None
+) -> bool | None:
+    if not may_overlap(x, method, _POOLED):
         return None
-    sizes, parts = tuple(x.shape[2:]), tuple(map(x.grid.topology.parts, x.cuts[2:]))
+    parts = tuple(map(x.topology.parts, x.cuts[2:]))
     for ceil_mode in (False, True):
-        if reaches(tuple(windows), sizes, parts, pooled=True, ceil_mode=ceil_mode):
+        if reaches(windows, x.shape[2:], parts, pooled=True, ceil_mode=ceil_mode):
             return ceil_mode
     return None
 
