@@ -130,8 +130,13 @@ def _among(
 def reduced(local: Tensor, grid: ProcessGrid, axes: Iterable[str]) -> Tensor:
     """A new tensor with the sum of `local` over the ranks along `axes`, outside autograd."""
     total = dense(local.detach()).clone(memory_format=torch.contiguous_format)
-    grid.transport.all_reduce(total, grid.communicator(axes)).wait()
+    add_up(total, grid, axes)
     return total
+
+
+def add_up(tensor: Tensor, grid: ProcessGrid, axes: Iterable[str]) -> None:
+    """Add up a contiguous tensor in place over the ranks along `axes`, outside autograd."""
+    grid.transport.all_reduce(tensor, grid.communicator(axes)).wait()
 
 
 def stacked(local: Tensor, grid: ProcessGrid, axes: Iterable[str]) -> Tensor:

@@ -153,13 +153,14 @@ class _GradientReduction:
         self._axes = [_replicated_over(p, grid) for p in self._parameters]
         """For each parameter, along which its gradient is summed."""
         self._buckets: list[Bucket] = []
-        self._bucket_of: dict[Tensor, tuple[Bucket, int]] = {}
+        self._place_of: dict[Tensor, tuple[int, int]] = {}
+        """For each parameter its bucket, and its number there."""
         self._laid_out: list[Any] = []
         self._hooked: dict[Tensor, Node] = {}
         self._parts: set[Tensor] = set()
         """Parameters whose .grad holds this rank's part of a sum; others have the same on all."""
-        self._fired: set[Tensor] = set()
-        """Parameters that have got their gradient in the present backward pass."""
+        self._missing: list[int] = []
+        """For each bucket, how many gradients the present backward pass still has to make."""
         self._new = False
         """Whether autograd is making the first gradient of a parameter, not adding to one."""
         self._pass = -1
@@ -201,7 +202,11 @@ class _GradientReduction:
             )
         self._laid_out = layout
         self._buckets = self._filled()
-        self._bucket_of = {p: (b, i) for b in self._buckets for i, p in enumerate(b.parameters)}
+        self._place_of = {
+            p: (b, i)
+            for b, bucket in enumerate(self._buckets)
+            for i, p in enumerate(bucket.parameters)
+        }
 
     def _filled(self) -> list[Bucket]:
         """Buckets in the order in which backward passes are to fill them."""
@@ -286,9 +291,11 @@ class _GradientReduction:
         if gradient is None or self._grid.size == 1:
             return
         self._new = p.grad is None
-        if p.grad is not None and p not in self._parts and self._bucket_of[p][0].comm.rank:
+        if p.grad is not None and p not in self._parts:
             # What an earlier backward pass has summed becomes parts again, all of it on one rank.
-            p.grad.zero_()
+            bucket = self._buckets[self._place_of[p][0]]
+            if bucket.comm.rank:
+                p.grad.zero_()
         self._parts.add(p)
 
     def _after_accumulation(self, p: Tensor) -> None:
@@ -297,22 +304,21 @@ class _GradientReduction:
         backward_pass = torch._C._current_graph_task_id()
         if backward_pass != self._pass:
             self._begin(backward_pass)
-        bucket, i = self._bucket_of[p]
+        b, i = self._place_of[p]
+        bucket = self._buckets[b]
         bucket.prepare(backward_pass)
         if self._new:
             bucket.move_in(i)
         if not self.enabled:
             return
-        self._fired.add(p)
-        while self._started < len(self._buckets) and all(
-            q in self._fired for q in self._buckets[self._started].parameters
-        ):
+        self._missing[b] -= 1
+        while self._started < len(self._buckets) and not self._missing[self._started]:
             self._start_next()
 
     def _begin(self, backward_pass: int) -> None:
         self._settle()
         self._pass, self._started = backward_pass, 0
-        self._fired.clear()
+        self._missing = [len(bucket.parameters) for bucket in self._buckets]
         if self.enabled:
 
             def finish() -> None:

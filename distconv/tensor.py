@@ -172,6 +172,21 @@ class DistTensor(torch.Tensor):
         """The global shape."""
         return self._shape
 
+    # Asked for so often that torch's way to them would tell.
+
+    def dim(self) -> int:
+        """The number of dimensions."""
+        return len(self._shape)
+
+    def numel(self) -> int:
+        """The number of elements of the global tensor."""
+        return self._shape.numel()
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        """The type of its elements."""
+        return self.shard.dtype
+
     @property
     def layout(self) -> Layout:  # type: ignore[override]
         """How it is cut."""

@@ -19,32 +19,20 @@ from torch.autograd.function import once_differentiable
 
 from distconv.exchange import reduced, stacked
 from distconv.grid import ProcessGrid
-from distconv.layout import Cuts, rank_box
-from distconv.tensor import DistTensor
-from distconv.topology import Topology
+from distconv.layout import rank_box
+from distconv.ops.align import Placement
 
 
+@lru_cache(maxsize=4096)
 def peer_counts(
-    x: DistTensor, over: Sequence[int], group: tuple[str, ...], block: int = 1
+    x: Placement, over: tuple[int, ...], group: tuple[str, ...], block: int = 1
 ) -> tuple[int, ...]:
     """For each rank along `group`, in rank order: how many elements of `x` a statistic takes there.
 
     `block` multiplies the extents along the dimensions `over`.
     """
-    return _counts(x.grid.topology, x.grid.rank, tuple(x.shape), x.cuts, tuple(over), group, block)
-
-
-@lru_cache(maxsize=4096)
-def _counts(
-    topology: Topology,
-    rank: int,
-    shape: tuple[int, ...],
-    cuts: Cuts,
-    over: tuple[int, ...],
-    group: tuple[str, ...],
-    block: int,
-) -> tuple[int, ...]:
-    boxes = (rank_box(shape, cuts, topology, peer).shape for peer in topology.peers(rank, group))
+    peers = x.topology.peers(x.rank, group)
+    boxes = (rank_box(x.shape, x.cuts, x.topology, peer).shape for peer in peers)
     return tuple(block * prod(box[d] for d in over) for box in boxes)
 
 
@@ -66,26 +54,37 @@ def moments(
     Those ranks call it; `counts` tells how many elements each of them contributes. The dimensions
     stay, with one element each.
     """
-    if x.numel():
-        kept = next((d for d in range(x.dim()) if d not in over), None)
-        if kept is None:
-            local = _variance_and_mean(x, over)
-        else:
-            # In pieces, whose differences from the mean fit into memory that is used again.
-            run = max(1, _PIECE * x.shape[kept] // x.numel())
-            pieces = [_variance_and_mean(piece, over) for piece in x.split(run, kept)]
-            local = torch.cat(pieces, kept + 1)
-    else:
-        shape = [1 if d in over else n for d, n in enumerate(x.shape)]
-        local = x.new_zeros((2, *shape), dtype=torch.float64)
+    local = _variances_and_means(x, over)
     if not group:
         return local[1], local[0]
-    variances, means = stacked(local, grid, group).unbind(1)
-    share = torch.tensor(counts, dtype=torch.float64, device=x.device) / max(sum(counts), 1)
-    share = share.view(-1, *(1,) * x.dim())
+    kept = local.shape[1:]
+    variances, means = stacked(local, grid, group).flatten(2).unbind(1)
+    share = _share(tuple(counts), x.device)
     reference = means[max(range(len(counts)), key=counts.__getitem__)]
-    mean = reference + (share * (means - reference)).sum(0)
-    return mean, (share * (variances + (means - mean) ** 2)).sum(0)
+    deviations = means - reference
+    shift = share @ deviations
+    deviations -= shift
+    variance = share @ torch.addcmul(variances, deviations, deviations)
+    return (reference + shift).view(kept), variance.view(kept)
+
+
+@lru_cache(maxsize=256)
+def _share(counts: tuple[int, ...], device: torch.device) -> Tensor:
+    """What part of all elements each rank contributes."""
+    return torch.tensor(counts, dtype=torch.float64, device=device) / max(sum(counts), 1)
+
+
+def _variances_and_means(x: Tensor, over: Sequence[int]) -> Tensor:
+    """Both of this rank's elements, in float64."""
+    if not x.numel():
+        shape = [1 if d in over else n for d, n in enumerate(x.shape)]
+        return x.new_zeros((2, *shape), dtype=torch.float64)
+    kept = next((d for d in range(x.dim()) if d not in over), None)
+    if kept is None or x.numel() <= _PIECE:
+        return _variance_and_mean(x, over)
+    # In pieces, whose differences from the mean fit into memory that is used again.
+    run = max(1, _PIECE * x.shape[kept] // x.numel())
+    return torch.cat([_variance_and_mean(piece, over) for piece in x.split(run, kept)], kept + 1)
 
 
 _PIECE = 2**19

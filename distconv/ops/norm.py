@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from distconv.exchange import reduced
+from distconv.exchange import add_up, reduced
 from distconv.grid import ProcessGrid
 from distconv.layout import cutting_axes
-from distconv.ops.align import block_of, common_grid, distributed, whole
+from distconv.ops.align import Placement, block_of, common_grid, distributed, whole
 from distconv.ops.moments import accumulation_type, moments, peer_counts
 from distconv.tensor import DistTensor, implements
 
@@ -62,29 +62,16 @@ def batch_norm_over(
     plain = (running_mean, running_var, weight, bias)
     grid = common_grid("batch_norm", (input, *plain))
     x = distributed(input, grid)
-    if x.dim() < 2 and x.numel():
-        raise ValueError(f"batch_norm: expected at least 2 dimensions, got {x.dim()}")
-    cutting = cutting_axes((x.cuts[0], *x.cuts[2:]))
-    group = cutting if axes is None else tuple(a for a in cutting if a in axes)
-    smallest = _smallest_group(x, group)
-    if training and (smallest == 1 or (smallest == 0 and x.numel())):
-        raise ValueError(
-            "batch_norm: expected more than 1 value per channel when training, got input size "
-            f"{tuple(x.shape)}"
-            + (f" with {smallest} in a group of ranks" if group != cutting else "")
-        )
-    if x.numel():
-        kinds = [None if t is None else (tuple(t.shape), t.dtype) for t in plain]
-        _check(x.device, training, momentum is None, eps, ((2, x.shape[1]), x.dtype), *kinds)
+    kinds = tuple(None if t is None else (tuple(t.shape), t.dtype) for t in plain)
+    options = training, momentum is None, eps
+    training, group, rest, counts = _decide(Placement.of(x), axes, x.device, *options, kinds)
     running = [whole(t, "batch_norm") for t in (running_mean, running_var)]
     running_mean, running_var = (own_channels(t, x, "batch_norm") for t in running)
     if any(x.cuts[1:2]) and running_mean is not None and running_var is not None:
         # The backward pass wants them as they are now.
         running_mean, running_var = running_mean.clone(), running_var.clone()
     weight, bias = (own_channels(t, x, "batch_norm") for t in (weight, bias))
-    # torch takes no statistics of nothing, and leaves the running ones alone.
-    training = training and x.numel() > 0
-    if not training or not cutting:
+    if not training or not (group or rest):
         if x.shard.numel() or not x.numel():
             shard = F.batch_norm(
                 x.shard, running_mean, running_var, weight, bias, training, momentum, eps
@@ -94,19 +81,63 @@ def batch_norm_over(
         if training:
             share_channels(x, running, (running_mean, running_var), "batch_norm")
         return DistTensor(shard, x.shape, x.cuts, grid)
-    counts = peer_counts(x, (0, *range(2, x.dim())), group)
     shard, mean, variance = _BatchNorm.apply(x.shard, weight, bias, grid, group, counts, eps)
     if running_mean is not None and running_var is not None:
         n = sum(counts)
-        statistics = torch.stack([mean, variance * (n / (n - 1))])
-        rest = tuple(a for a in cutting if a not in group)
+        variance = variance * (n / (n - 1))
         if rest:
-            statistics = reduced(statistics, grid, rest) / grid.topology.parts(rest)
+            total = reduced(torch.stack([mean, variance]), grid, rest)
+            mean, variance = total / grid.topology.parts(rest)
         with torch.no_grad():
-            running_mean.lerp_(statistics[0].to(running_mean.dtype), momentum)
-            running_var.lerp_(statistics[1].to(running_var.dtype), momentum)
+            running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+            running_var.lerp_(variance.to(running_var.dtype), momentum)
         share_channels(x, running, (running_mean, running_var), "batch_norm")
     return DistTensor(shard, x.shape, x.cuts, grid)
+
+
+class _Statistics(NamedTuple):
+    """How a rank normalises a batch; remembered, as it follows from metadata."""
+
+    training: bool
+    """Whether by the statistics of the batch: torch takes none of nothing."""
+    group: tuple[str, ...]
+    """The axes over which they are taken."""
+    rest: tuple[str, ...]
+    """Other axes that cut the input."""
+    counts: tuple[int, ...]
+    """Elements of each channel on each rank along `group`."""
+
+
+@lru_cache(maxsize=4096)
+def _decide(
+    x: Placement,
+    axes: tuple[str, ...] | None,
+    device: torch.device,
+    training: bool,
+    without_momentum: bool,
+    eps: float,
+    kinds: tuple[Kind | None, ...],
+) -> _Statistics:
+    elements = prod(x.shape)
+    if len(x.shape) < 2 and elements:
+        raise ValueError(f"batch_norm: expected at least 2 dimensions, got {len(x.shape)}")
+    cutting = cutting_axes((x.cuts[0], *x.cuts[2:]))
+    group = cutting if axes is None else tuple(a for a in cutting if a in axes)
+    smallest = _smallest_group(x, group)
+    if training and (smallest == 1 or (smallest == 0 and elements)):
+        raise ValueError(
+            f"batch_norm: expected more than 1 value per channel when training, got input size "
+            f"{x.shape}" + (f" with {smallest} in a group of ranks" if group != cutting else "")
+        )
+    if elements:
+        # torch's own checks of sizes and types, on two samples of the same channels.
+        like = ((2, x.shape[1]), x.dtype), *kinds
+        ones = [k and torch.ones(k[0], dtype=k[1], device=device) for k in like]
+        serial: Any = F.batch_norm
+        serial(*ones, training, None if without_momentum else 0.0, eps)
+    rest = tuple(a for a in cutting if a not in group)
+    counts = peer_counts(x, (0, *range(2, len(x.shape))), group)
+    return _Statistics(training and elements > 0, group, rest, counts)
 
 
 def own_channels(values: Tensor | None, x: DistTensor, operator: str) -> Tensor | None:
@@ -140,21 +171,11 @@ def _nothing(x: Tensor, *parameters: Tensor | None) -> Tensor:
     return block
 
 
-@lru_cache(maxsize=4096)
-def _check(
-    device: torch.device, training: bool, without_momentum: bool, eps: float, *kinds: Kind | None
-) -> None:
-    """torch's own checks of sizes and types, on two samples of the same channels."""
-    ones = [k and torch.ones(k[0], dtype=k[1], device=device) for k in kinds]
-    serial: Any = F.batch_norm
-    serial(*ones, training, None if without_momentum else 0.0, eps)
-
-
-def _smallest_group(x: DistTensor, group: tuple[str, ...]) -> int:
+def _smallest_group(x: Placement, group: tuple[str, ...]) -> int:
     """Elements per channel in the smallest of all groups; the same number on every rank."""
     sizes = [x.shape[0], *x.shape[2:]]
     cuts = [x.cuts[0], *x.cuts[2:]]
-    apart = [x.grid.topology.parts(a for a in axes if a not in group) for axes in cuts]
+    apart = [x.topology.parts(a for a in axes if a not in group) for axes in cuts]
     return prod(n // parts for n, parts in zip(sizes, apart, strict=True))
 
 
@@ -173,7 +194,7 @@ class _BatchNorm(Function):
         kind = accumulation_type(x.dtype)
         over = (0, *range(2, x.dim()))
         statistics = moments(x, over, grid, group, counts)
-        mean, variance = (m.flatten().to(kind) for m in statistics)
+        mean, variance = (m.view(-1).to(kind) for m in statistics)
         if x.numel():
             # torch takes parameters in the type of the statistics, or all in that of a half input.
             wide, shift = (p if p is None else p.to(kind) for p in (weight, bias))
@@ -194,12 +215,12 @@ class _BatchNorm(Function):
         of_weight, of_bias = _sums(dy, x, mean, variance, eps)
         total = torch.stack([of_weight, of_bias])
         if group:
-            total = reduced(total, grid, group)
+            add_up(total, grid, group)
         scale = torch.rsqrt(variance + eps)
         gain = scale if weight is None else scale * weight
         # dx = gain * (dy - mean(dy) - standardised x * mean(dy * standardised x)), in two passes.
-        slope = -gain * scale * total[0] / count
-        offset = -gain * total[1] / count
+        slope, offset = (total * (gain / -count)).unbind()
+        slope = slope * scale
         if x.numel():
             ones = torch.ones_like(variance)
             dx = F.batch_norm(x, mean, ones, slope, offset, False, 0.0, 0.0)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from distconv.exchange import reduced
 from distconv.layout import cutting_axes
-from distconv.ops.align import block_of, common_grid, distributed, uncut, whole
+from distconv.ops.align import Placement, block_of, common_grid, distributed, uncut, whole
 from distconv.ops.checked import checked, shape_of
 from distconv.ops.moments import Standardize, accumulated, accumulation_type, peer_counts
 from distconv.ops.norm import batch_norm, own_channels, share_channels
@@ -73,7 +73,7 @@ def group_norm(
     if not group and x.shard.numel():
         shard = F.group_norm(x.shard, groups, weight, bias, eps)
         return DistTensor(shard, x.shape, cuts, x.grid)
-    counts = peer_counts(x, spatial, group, block=channels)
+    counts = peer_counts(Placement.of(x), spatial, group, block=channels)
     grouped = x.shard.unflatten(1, (groups, channels))
     over = tuple(range(2, grouped.dim()))
     shard, _, _ = Standardize.apply(grouped, over, x.grid, group, counts, eps)
@@ -111,7 +111,7 @@ def instance_norm(
         )
     spatial = tuple(range(2, x.dim()))
     group = cutting_axes(x.cuts[2:])
-    counts = peer_counts(x, spatial, group)
+    counts = peer_counts(Placement.of(x), spatial, group)
     shard, mean, variance = Standardize.apply(x.shard, spatial, x.grid, group, counts, eps)
     if running_mean is not None and running_var is not None and elements:
         # The running statistics take the mean over the samples.
@@ -151,7 +151,7 @@ def layer_norm(
     if not group and x.shard.numel():
         shard = F.layer_norm(x.shard, tuple(normalized_shape), weight, bias, eps)
         return DistTensor(shard, x.shape, x.cuts, x.grid)
-    counts = peer_counts(x, over, group)
+    counts = peer_counts(Placement.of(x), over, group)
     shard, _, _ = Standardize.apply(x.shard, over, x.grid, group, counts, eps)
     return _affine(x, shard, weight, bias, "layer_norm")
 
