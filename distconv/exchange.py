@@ -18,6 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 from distconv.grid import ProcessGrid
 from distconv.plan import Plan, Route
 from distconv.topology import AXES
+from distconv.transport import Message
 
 
 def gather(local: Tensor, plan: Plan, grid: ProcessGrid, fill: float = 0.0) -> Tensor:
@@ -162,16 +163,16 @@ class _Gather(Function):
         ctx.movement = plan, grid, tag
         leaving = packed(local, plan.sends, grid)
         if plan.buffer_is_block:
-            Messages((), leaving, grid, tag).finish()
+            grid.transport.exchange((), leaving, tag).wait()
             return local.clone()
         buffer = _empty(plan.buffer_shape, local)
         if not plan.covered:
             buffer.fill_(fill)
         landings = [(r.peer, _landing(buffer, r, grid)) for r in plan.receives]
-        messages = Messages(landings, leaving, grid, tag)
+        messages = grid.transport.exchange(landings, leaving, tag)
         for source, target in plan.own:
             buffer[target] = local[source]
-        messages.finish()
+        messages.wait()
         for route, (_, message) in zip(plan.receives, landings, strict=True):
             for place, part in _parts(buffer, route, message):
                 if part.data_ptr() != place.data_ptr():
@@ -190,7 +191,8 @@ class _Accumulate(Function):
         ctx.movement = plan, grid, tag
         block = _empty(plan.block_shape, buffer)
         landings = landings_of(plan.sends, buffer, grid)
-        messages = Messages(landings, packed(buffer, plan.receives, grid), grid, tag)
+        leaving = packed(buffer, plan.receives, grid)
+        messages = grid.transport.exchange(landings, leaving, tag)
         whole = tuple(slice(0, n) for n in plan.block_shape)
         rest = plan.own
         if rest and rest[0][0] == whole:
@@ -200,7 +202,7 @@ class _Accumulate(Function):
             block.zero_()
         for source, target in rest:
             block[source] += buffer[target]
-        messages.finish()
+        messages.wait()
         add_arrived(block, plan.sends, landings)
         return block
 
@@ -274,46 +276,17 @@ def _empty(shape: tuple[int, ...], like: Tensor) -> Tensor:
     return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=last)
 
 
-class Messages:
-    """Messages under way between this rank and others; made when they start.
-
-    Parameters
-    ----------
-    arriving, leaving: rank and contiguous tensor of each message. Receives are posted first.
-    """
-
-    def __init__(
-        self,
-        arriving: Iterable[tuple[int, Tensor]],
-        leaving: Iterable[tuple[int, Tensor]],
-        grid: ProcessGrid,
-        tag: int,
-    ):
-        transport = grid.transport
-        self._requests = [transport.receive(tensor, peer, tag) for peer, tensor in arriving]
-        self._requests += [transport.send(tensor, peer, tag) for peer, tensor in leaving]
-
-    def finish(self) -> None:
-        """Return when all have arrived, and what was sent may be overwritten."""
-        for request in self._requests:
-            request.wait()
-
-
-def packed(tensor: Tensor, routes: Iterable[Route], grid: ProcessGrid) -> list[tuple[int, Tensor]]:
+def packed(tensor: Tensor, routes: Iterable[Route], grid: ProcessGrid) -> list[Message]:
     """For each route its rank, and its boxes of `tensor` as one contiguous message."""
     return [(route.peer, _pack(tensor, route, grid)) for route in routes]
 
 
-def landings_of(
-    routes: Iterable[Route], like: Tensor, grid: ProcessGrid
-) -> list[tuple[int, Tensor]]:
+def landings_of(routes: Iterable[Route], like: Tensor, grid: ProcessGrid) -> list[Message]:
     """For each route its rank, and memory for its message."""
     return [(r.peer, grid.transport.empty((r.size,), like)) for r in routes]
 
 
-def add_arrived(
-    tensor: Tensor, routes: Iterable[Route], landings: Iterable[tuple[int, Tensor]]
-) -> None:
+def add_arrived(tensor: Tensor, routes: Iterable[Route], landings: Iterable[Message]) -> None:
     """Add messages that have arrived to their boxes of `tensor`."""
     for route, (_, message) in zip(routes, landings, strict=True):
         for place, part in _parts(tensor, route, message):

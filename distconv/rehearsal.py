@@ -6,7 +6,7 @@ of any size, and what they would move can be read off (`ledger.traced`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any, NamedTuple, NoReturn
 
@@ -18,6 +18,7 @@ from distconv.grid import ProcessGrid
 from distconv.layout import Layout, effective_cuts, rank_box
 from distconv.tensor import DistTensor, default_layout
 from distconv.topology import AXES, Topology
+from distconv.transport import Message
 
 
 class _Group(NamedTuple):
@@ -28,10 +29,10 @@ class _Group(NamedTuple):
 
 
 class _Done:
-    """A message that takes no time."""
+    """Messages that take no time."""
 
     def wait(self) -> None:
-        """It is complete."""
+        """All is complete."""
 
 
 class _Counted:
@@ -50,10 +51,7 @@ class _Counted:
         # Nothing will arrive there, and kernels are slow on what happens to be a denormal number.
         return like.new_zeros(shape)
 
-    def send(self, tensor: Tensor, rank: int, tag: int) -> _Done:
-        return _Done()
-
-    def receive(self, tensor: Tensor, rank: int, tag: int) -> _Done:
+    def exchange(self, arriving: Sequence[Message], leaving: Sequence[Message], tag: int) -> _Done:
         return _Done()
 
     def all_reduce(self, tensor: Tensor, group: _Group) -> _Done:

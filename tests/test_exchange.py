@@ -276,19 +276,24 @@ def ring(grid: dc.ProcessGrid, n: int) -> tuple[Plan, Cuts]:
 
 
 @pytest.mark.parallel([2, 3, 4])
-def test_messages_of_two_exchanges_do_not_mix_whatever_the_order_they_are_sent_in() -> None:
+def test_messages_of_two_exchanges_do_not_mix_whatever_their_order() -> None:
     grid = dc.ProcessGrid(height=-1)
     transport = grid.transport
     after, before = (grid.rank + 1) % grid.size, (grid.rank - 1) % grid.size
     tags = [transport.ticket() for _ in range(5)]
     assert len(set(tags)) == 5 and WORLD.allgather(tags) == [tags] * grid.size
     landed = [torch.zeros(3) for _ in tags]
-    coming = [transport.receive(x, before, tag) for x, tag in zip(landed, tags, strict=True)]
     order = list(range(5))
     random.Random(grid.rank).shuffle(order)
-    going = [transport.send(torch.full((3,), 10.0 * grid.rank + i), after, tags[i]) for i in order]
-    for request in coming + going:
-        request.wait()
+    under_way = [
+        transport.exchange(
+            [(before, landed[i])], [(after, torch.full((3,), 10.0 * grid.rank + i))], tags[i]
+        )
+        for i in order
+    ]
+    random.Random(-grid.rank).shuffle(under_way)
+    for messages in under_way:
+        messages.wait()
     assert [x.tolist() for x in landed] == [[10.0 * before + i] * 3 for i in range(5)]
 
 

@@ -15,7 +15,7 @@ from mpi4py import MPI
 from distconv.bench.pairs import Side, alternate
 from distconv.bench.report import Row, over
 from distconv.bench.settings import Settings, by, chain
-from distconv.exchange import Messages, landings_of, packed
+from distconv.exchange import landings_of, packed
 from distconv.grid import ProcessGrid
 from distconv.plan import Plan, make_plan
 from distconv.table import size
@@ -75,7 +75,8 @@ def exchange(x: DistTensor, plan: Plan) -> Callable[[], None]:
     def run() -> None:
         landings = landings_of(plan.receives, x.shard, grid)
         tag = grid.transport.ticket()
-        Messages(landings, packed(x.shard, plan.sends, grid), grid, tag).finish()
+        leaving = packed(x.shard, plan.sends, grid)
+        grid.transport.exchange(landings, leaving, tag).wait()
 
     return run
 

@@ -18,7 +18,6 @@ from torch.autograd import Function
 
 from distconv.boundary import Boundary, Piece, Slab
 from distconv.exchange import (
-    Messages,
     accumulate,
     add_arrived,
     gather,
@@ -90,9 +89,9 @@ def overlapped(
 def halos_travel(x: Tensor, plan: Plan, grid: ProcessGrid, tag: int) -> Iterator[list[Tensor]]:
     """The halos of a block, which have arrived when this ends."""
     landings = landings_of(plan.receives, x, grid)
-    messages = Messages(landings, packed(x, plan.sends, grid), grid, tag)
+    messages = grid.transport.exchange(landings, packed(x, plan.sends, grid), tag)
     yield [halo for _, halo in landings]
-    messages.finish()
+    messages.wait()
 
 
 def send_back(
@@ -104,10 +103,10 @@ def send_back(
     """
     landings = landings_of(plan.sends, dy, grid)
     leaving = [(r.peer, d) for r, d in zip(plan.receives, gradients, strict=True)]
-    messages = Messages(landings, leaving, grid, tag)
+    messages = grid.transport.exchange(landings, leaving, tag)
 
     def add_to(dx: Tensor) -> None:
-        messages.finish()
+        messages.wait()
         add_arrived(dx, plan.sends, landings)
 
     return add_to

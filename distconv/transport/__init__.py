@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor
 
+Message: TypeAlias = tuple[int, Tensor]
+"""The other rank, and the contiguous tensor that leaves for it or arrives from it."""
+
 
 class Request(Protocol):
-    """A message or reduction under way."""
+    """Messages or a reduction under way."""
 
     def wait(self) -> None:
-        """Return when it is complete and its tensor may be used."""
+        """Return when all is complete and the tensors may be used."""
 
 
 class Transport(Protocol):
@@ -31,11 +35,10 @@ class Transport(Protocol):
     def empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """Memory for a message, of the type of `like` and on its device, with anything in it."""
 
-    def send(self, tensor: Tensor, rank: int, tag: int) -> Request:
-        """Start sending a tensor."""
-
-    def receive(self, tensor: Tensor, rank: int, tag: int) -> Request:
-        """Start receiving into a tensor."""
+    def exchange(
+        self, arriving: Sequence[Message], leaving: Sequence[Message], tag: int
+    ) -> Request:
+        """Start the messages of one exchange; receives are posted before anything is sent."""
 
     def all_reduce(self, tensor: Tensor, group: Any) -> Request:
         """Start adding up a tensor in place over the ranks of `group`.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from mpi4py import MPI
 
+from distconv.transport import Message
 from distconv.transport.buffers import Buffers
 
 _DATATYPES = {
@@ -23,8 +25,21 @@ _DATATYPES = {
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.bool: torch.int32}
 
 
-class MPIRequest:
-    """A message or reduction under way; it keeps the memory alive that MPI works on."""
+class MPIMessages:
+    """Messages under way; it keeps the memory alive that MPI works on."""
+
+    def __init__(self, requests: list[MPI.Request], *messages: Sequence[Message]):
+        self._requests = requests
+        self._messages = messages
+
+    def wait(self) -> None:
+        """Return when all have arrived, and what was sent may be overwritten."""
+        for request in self._requests:
+            request.Wait()
+
+
+class MPIReduction:
+    """A reduction under way, in memory of its own where MPI does not add up the type itself."""
 
     def __init__(
         self, request: MPI.Request, buffer: torch.Tensor, into: torch.Tensor | None = None
@@ -61,24 +76,25 @@ class MPITransport:
         """Memory for a message."""
         return self._buffers.empty(shape, like)
 
-    def send(self, tensor: torch.Tensor, rank: int, tag: int) -> MPIRequest:
-        """Start sending a tensor."""
-        return MPIRequest(self._comm.Isend(_bytes(tensor), rank, tag), tensor)
+    def exchange(
+        self, arriving: Sequence[Message], leaving: Sequence[Message], tag: int
+    ) -> MPIMessages:
+        """Start the messages of one exchange."""
+        comm = self._comm
+        requests = [comm.Irecv(_bytes(tensor), rank, tag) for rank, tensor in arriving]
+        requests += [comm.Isend(_bytes(tensor), rank, tag) for rank, tensor in leaving]
+        return MPIMessages(requests, arriving, leaving)
 
-    def receive(self, tensor: torch.Tensor, rank: int, tag: int) -> MPIRequest:
-        """Start receiving into a tensor."""
-        return MPIRequest(self._comm.Irecv(_bytes(tensor), rank, tag), tensor)
-
-    def all_reduce(self, tensor: torch.Tensor, group: MPI.Intracomm) -> MPIRequest:
+    def all_reduce(self, tensor: torch.Tensor, group: MPI.Intracomm) -> MPIReduction:
         """Start adding up a tensor in place over the ranks of `group`."""
         if tensor.dtype in _DATATYPES:
-            return MPIRequest(group.Iallreduce(MPI.IN_PLACE, _typed(tensor), MPI.SUM), tensor)
+            return MPIReduction(group.Iallreduce(MPI.IN_PLACE, _typed(tensor), MPI.SUM), tensor)
         if tensor.dtype not in _WIDER:
             raise TypeError(
                 f"MPI cannot add up {tensor.dtype}; convert to one that it can, x.float()"
             )
         wide = tensor.to(_WIDER[tensor.dtype])
-        return MPIRequest(group.Iallreduce(MPI.IN_PLACE, _typed(wide), MPI.SUM), wide, tensor)
+        return MPIReduction(group.Iallreduce(MPI.IN_PLACE, _typed(wide), MPI.SUM), wide, tensor)
 
     def all_gather(self, tensor: torch.Tensor, group: MPI.Intracomm) -> torch.Tensor:
         """The tensors of all ranks of `group`, stacked in rank order."""
@@ -92,7 +108,7 @@ class MPITransport:
 
 
 def _memory(tensor: torch.Tensor) -> MPI.buffer:
-    return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+    return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
 
 
 def _bytes(tensor: torch.Tensor) -> list[Any]:
