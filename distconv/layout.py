@@ -72,8 +72,9 @@ class Layout:
 
     `Layout(sample="sample", height=("height", "width"))` cuts the samples over the grid axis
     "sample" and the rows over "height" and "width" together. A dimension that is not named is
-    whole on every rank. Dimensions are named by position (see `dimension_names`); for weights,
-    (filter, channel, *kernel), `filter` names dimension 0. Immutable and hashable.
+    whole on every rank, as is one cut over axes of one rank. Dimensions are named by position (see
+    `dimension_names`); for weights, (filter, channel, *kernel), `filter` names dimension 0.
+    Immutable and hashable.
 
     Raises
     ------

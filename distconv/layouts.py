@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from distconv.layout import Cuts, Layout, effective_cuts
-from distconv.tensor import DistTensor, recut_once
+from distconv.layout import Layout
+from distconv.tensor import DistTensor, cuts_of, recut_once
 
 
 def layouts_of(module: nn.Module, layouts: Mapping[str, Layout]) -> dict[str, Layout]:
@@ -20,7 +20,7 @@ def layouts_of(module: nn.Module, layouts: Mapping[str, Layout]) -> dict[str, La
     ValueError
         For a pattern that matches nothing.
     TypeError
-        For what is not a layout.
+        For what is no pattern, or not a layout.
     """
     if not isinstance(layouts, Mapping):
         raise TypeError(
@@ -29,6 +29,10 @@ def layouts_of(module: nn.Module, layouts: Mapping[str, Layout]) -> dict[str, La
     names = [name for name, _ in module.named_modules(remove_duplicate=False)]
     found: dict[str, Layout] = {}
     for pattern, layout in layouts.items():
+        if not isinstance(pattern, str):
+            raise TypeError(
+                f"layouts: {pattern!r} is not a pattern of module names; write 'block5.*', say"
+            )
         if not isinstance(layout, Layout):
             raise TypeError(
                 f"layouts[{pattern!r}]={layout!r} is not a Layout; write "
@@ -65,13 +69,11 @@ class _Redistribution:
 
     def _recut(self, x: Any) -> Any:
         if isinstance(x, DistTensor):
-            return recut_once(x, self._cuts(x), f"layouts, {self._name or 'the module'}")
+            cuts = cuts_of(self._layout, x.grid, x.dim())
+            return recut_once(x, cuts, f"layouts, {self._name or 'the module'}")
         if isinstance(x, (tuple, list)):
             parts = [self._recut(part) for part in x]
             return type(x)(*parts) if hasattr(x, "_fields") else type(x)(parts)
         if isinstance(x, dict):
             return {key: self._recut(part) for key, part in x.items()}
         return x
-
-    def _cuts(self, x: DistTensor) -> Cuts:
-        return effective_cuts(self._layout.cuts(x.dim()), x.grid.topology)

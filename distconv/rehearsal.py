@@ -15,8 +15,8 @@ from torch import Tensor
 
 from distconv.blocks import check_batch
 from distconv.grid import ProcessGrid
-from distconv.layout import Layout, effective_cuts, rank_box
-from distconv.tensor import DistTensor, default_layout
+from distconv.layout import Layout, rank_box
+from distconv.tensor import DistTensor, cuts_of
 from distconv.topology import AXES, Topology
 from distconv.transport import Message
 
@@ -117,8 +117,7 @@ class Rehearsal(ProcessGrid):
         self, shape: tuple[int, ...], layout: Layout | None = None, dtype: torch.dtype | None = None
     ) -> DistTensor:
         """A tensor of global `shape` without elements, cut as `distribute_tensor` would cut it."""
-        given = default_layout(self, len(shape)) if layout is None else layout
-        cuts = effective_cuts(given.cuts(len(shape)), self._topology)
+        cuts = cuts_of(layout, self, len(shape))
         check_batch(shape, cuts, self)
         box = rank_box(shape, cuts, self._topology, self._rank)
         return DistTensor(torch.empty(box.shape, dtype=dtype, device="meta"), shape, cuts, self)

@@ -242,7 +242,7 @@ class DistTensor(torch.Tensor):
         ValueError
             On every rank, naming the rank whose block is off and what it should hold.
         """
-        cuts = _cuts(layout, grid, local.dim())
+        cuts = cuts_of(layout, grid, local.dim())
         shape = global_shape(local, grid, cuts, Layout.of(cuts))
         check_batch(shape, cuts, grid)
         shard = exchange.replicate(local, grid, replicating_axes(cuts, grid.topology))
@@ -279,7 +279,7 @@ class DistTensor(torch.Tensor):
 
     def redistribute(self, layout: Layout) -> DistTensor:
         """The same tensor in another layout on the same grid; all ranks call it together."""
-        return recut(self, _cuts(layout, self.grid, self.dim()), "redistribute")
+        return recut(self, cuts_of(layout, self.grid, self.dim()), "redistribute")
 
     # Autograd, which lives on the shard
 
@@ -406,7 +406,7 @@ def distribute_tensor(x: Tensor, grid: ProcessGrid, layout: Layout | None = None
         raise TypeError("distribute_tensor: x is distributed already; use x.redistribute(layout)")
     if not isinstance(x, Tensor):
         raise TypeError(f"distribute_tensor: x is a {type(x).__name__}; pass torch.as_tensor(x)")
-    cuts = _cuts(layout, grid, x.dim())
+    cuts = cuts_of(layout, grid, x.dim())
     global_shape(x, grid, ((),) * x.dim(), Layout.of(cuts))
     check_batch(tuple(x.shape), cuts, grid)
     box = rank_box(tuple(x.shape), cuts, grid.topology, grid.rank)
@@ -421,7 +421,7 @@ def default_layout(grid: ProcessGrid, ndim: int) -> Layout:
 
 def local_box(shape: Sequence[int], grid: ProcessGrid, layout: Layout | None = None) -> Box:
     """The box of a tensor of global `shape` that this rank holds; no communication."""
-    return rank_box(tuple(shape), _cuts(layout, grid, len(shape)), grid.topology, grid.rank)
+    return rank_box(tuple(shape), cuts_of(layout, grid, len(shape)), grid.topology, grid.rank)
 
 
 def gathered(
@@ -609,7 +609,8 @@ def check_writable(x: DistTensor, operator: str) -> None:
         )
 
 
-def _cuts(layout: Layout | None, grid: ProcessGrid, ndim: int) -> Cuts:
+def cuts_of(layout: Layout | None, grid: ProcessGrid, ndim: int) -> Cuts:
+    """How a tensor of `ndim` dimensions is cut in a layout, or in the default one for None."""
     if layout is None:
         return default_cuts(ndim, grid.topology)
     if not isinstance(layout, Layout):

@@ -163,11 +163,58 @@ def test_wrong_layouts_are_refused_by_name() -> None:
         dc.parallelize(made(), grid, layouts={"third.*": CHANNELS})
     with pytest.raises(TypeError, match=r"layouts\['first'\]='height' is not a Layout"):
         dc.parallelize(made(), grid, layouts={"first": "height"})
+    with pytest.raises(TypeError, match="3 is not a pattern of module names"):
+        dc.parallelize(made(), grid, layouts={3: CHANNELS})
     with pytest.raises(TypeError, match="is not a dictionary"):
         dc.parallelize(made(), grid, layouts=[CHANNELS])
     model = dc.parallelize(made(), grid, layouts={"head": ROWS})
     with pytest.raises(ValueError, match="a tensor of 2 dimensions has"):
         model(dc.distribute_tensor(torch.ones(2, 3, 4, 4, dtype=torch.float64), grid))
+
+
+@pytest.mark.parallel([1, 2])
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda grid, layout: dc.distribute_tensor(torch.ones(2, 3), grid, layout),
+        lambda grid, layout: dc.DistTensor.from_local(torch.ones(2, 3), grid, layout),
+        lambda grid, layout: dc.distribute_tensor(torch.ones(2, 3), grid).redistribute(layout),
+        lambda grid, layout: dc.local_box((2, 3), grid, layout),
+        lambda grid, layout: dc.parallelize(made(), grid, layouts={"": layout}),
+        lambda grid, layout: Redistribute(layout),
+        lambda grid, layout: dc.explain(nn.ReLU(), (2, 3), grid, layout=layout),
+        lambda grid, layout: dc.verify(nn.ReLU(), torch.ones(2, 3), grid, layout=layout),
+    ],
+)
+def test_whatever_takes_a_layout_refuses_what_is_none(take: Callable[..., object]) -> None:
+    grid = dc.ProcessGrid(height=-1)
+    with pytest.raises(TypeError, match=r"'chanel' is not a Layout; write Layout\("):
+        take(grid, "chanel")
+    with pytest.raises(ValueError, match="channel='chanel' is not a grid axis; choose from"):
+        take(grid, dc.Layout(channel="chanel"))
+
+
+@pytest.mark.parallel([1, 2, 3, 4])
+def test_an_axis_of_one_rank_cuts_nothing_so_that_scripts_run_on_any_grid() -> None:
+    grid = dc.ProcessGrid(height=-1)
+    named = dc.Layout(height="height", channel="channel", width=("filter", "depth"))
+    effective = ROWS if grid.size > 1 else dc.Layout()
+    x = random_tensor(random.Random(5), (2, 3, 9, 7))
+    cut = dc.distribute_tensor(x, grid, named)
+    several = (
+        cut,
+        dc.DistTensor.from_local(cut.to_local(), grid, named),
+        dc.distribute_tensor(x, grid, dc.Layout()).redistribute(named),
+        Redistribute(named)(dc.distribute_tensor(x, grid, CHANNELS)),
+    )
+    for each in several:
+        assert each.layout == effective and torch.equal(each.full_tensor(), x)
+    serial = made()
+    expected = trained(serial, x)
+    layouts = {"first": named, "second": dc.Layout(channel=("channel", "height"))}
+    model = dc.parallelize(made(), grid, layouts=layouts, shard_parameters=True)
+    assert deviation(trained(model, cut).full_tensor(), expected) <= 1e-10
+    alike(model, serial)
 
 
 @pytest.mark.parallel([1, 2, 3, 4])
