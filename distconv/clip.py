@@ -20,10 +20,11 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """torch.nn.utils.clip_grad_norm_ where parameters may be sharded.
+    """torch.nn.utils.clip_grad_norm_ in few messages, where parameters are sharded.
 
     All ranks of the grid call it together, after `backward()`. Of sharded parameters every rank
-    adds its blocks, in one message for all that are cut over the same axes.
+    adds its blocks, in one message for all that are cut over the same axes; torch's own function
+    sends one for each, and returns a DistTensor.
 
     Parameters
     ----------

@@ -650,7 +650,6 @@ _WAYS_OUT: dict[Any, str] = {
     torch.Tensor.__reduce_ex__: _SAVE,
     torch._has_compatible_shallow_copy_type: _CONVERT,
     torch.Tensor.data.__set__: _CONVERT,  # type: ignore[attr-defined]
-    torch._foreach_norm: "Use distconv.clip_grad_norm_ for sharded parameters",
 }
 """What to do instead of functions for which the whole tensor is no way out."""
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from mpi4py import MPI
 from serial import (
     agrees,
+    deviation,
     noted,
     raises_alike,
     random_grid,
@@ -353,8 +354,9 @@ def test_an_operand_of_another_kind_is_left_to_python() -> None:
         lambda x: torch.mm(x, x.t(), out=torch.empty(4, 4)),
         lambda x: torch.amax(x, 0, out=torch.empty(6)),
         lambda x: F.normalize(x, out=torch.empty(4, 6)),
-        lambda x: torch.ones(4, 6).add_(x),
-        lambda x: operator.iadd(torch.ones(4, 6), x),
+        lambda x: torch.ones(4, 6).add_(x.requires_grad_()),
+        lambda x: operator.iadd(torch.ones(4, 6), x.requires_grad_()),
+        lambda x: torch.ones(4, 6).requires_grad_().mul(1).copy_(x),
         lambda x: torch.where(x > 0),
         lambda x: x.unsqueeze_(0),
         lambda x: torch.histc(x),
@@ -364,6 +366,30 @@ def test_an_operand_of_another_kind_is_left_to_python() -> None:
 def test_what_depends_on_other_elements_or_memory_is_refused_on_all_ranks(function: Any) -> None:
     rng = random.Random(7)
     refused(function, [torch.ones(4, 6)], [], random_grid(rng), rng, None, dc.UnsupportedOperation)
+
+
+@pytest.mark.parallel([1, 2, 3, 4])
+def test_a_plain_tensor_takes_in_place_what_every_rank_has_in_full() -> None:
+    rng = random.Random(7)
+    grid = dc.ProcessGrid(height=-1)
+    whole = random_tensor(rng, (4, 6, 5))
+    x = dc.distribute_tensor(whole, grid, dc.Layout(channel="height"))
+
+    def written(y: Tensor, row: Tensor) -> Tensor:
+        buffer = torch.ones(3, 5, dtype=torch.float64)
+        assert buffer.mul_(y.square().mean()) is buffer
+        buffer += row.detach()
+        with torch.no_grad():
+            buffer[1:].copy_(row)
+        buffer[0].masked_fill_(row > 0, 7.0)
+        return buffer
+
+    expected = written(whole, whole[:, 0].sum(0).requires_grad_())
+    actual = written(x, x.redistribute(dc.Layout())[:, 0].sum(0).requires_grad_())
+    assert type(actual) is Tensor and deviation(actual, expected) <= 1e-12
+    if grid.size > 1:
+        with pytest.raises(dc.UnsupportedOperation, match="only where that is whole"):
+            torch.ones(4, 6, 5).copy_(x)
 
 
 @pytest.mark.parallel([1, 2, 4])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -159,11 +160,19 @@ def test_a_module_takes_the_plain_state_by_torch_s_own_method() -> None:
         dc.load_full_state_dict(model, state)
 
 
+CLIPS: dict[str, Callable[..., Tensor]] = {
+    "distconv": dc.clip_grad_norm_,
+    "torch": nn.utils.clip_grad_norm_,
+    "torch on lists": partial(nn.utils.clip_grad_norm_, foreach=True),
+}
+
+
 @pytest.mark.parallel([1, 2, 3, 4])
 @pytest.mark.parametrize("order", [2.0, 1.0, float("inf")])
-def test_gradients_are_clipped_by_their_true_norm(order: float) -> None:
+@pytest.mark.parametrize("name", CLIPS)
+def test_gradients_are_clipped_by_their_true_norm(name: str, order: float) -> None:
     def clip(parameters: Any, limit: float) -> Tensor:
-        return dc.clip_grad_norm_(parameters, limit, order)
+        return CLIPS[name](parameters, limit, order)
 
     def torch_s(parameters: Any, limit: float) -> Tensor:
         return nn.utils.clip_grad_norm_(parameters, limit, order)
@@ -174,8 +183,33 @@ def test_gradients_are_clipped_by_their_true_norm(order: float) -> None:
         for seed in range(2):
             norm = step(model, mine, dc.distribute_tensor(batch(seed), grid), clip)
             expected = step(serial, its, batch(seed), torch_s)
-            assert deviation(norm, expected.detach()) <= 1e-10
+            assert abs(norm.item() / expected.item() - 1) <= 1e-10
         check(model, serial)
+
+
+@pytest.mark.parallel([1, 2, 3, 4])
+@pytest.mark.parametrize("lists", [None, True])
+def test_torch_s_functions_of_all_gradients_take_sharded_ones(lists: bool | None) -> None:
+    for grid in grids(5):
+        model, serial = sharded(grid), net()
+        for m, x in ((model, dc.distribute_tensor(batch(0), grid)), (serial, batch(0))):
+            F.log_softmax(m(x), 1).square().mean().backward()
+        mine, its = (
+            [p.grad for p in m.parameters() if p.grad is not None] for m in (model, serial)
+        )
+        for order in (0.0, 0.5, 3.0):
+            norms = [nn.utils.get_total_norm(g, order, foreach=lists) for g in (mine, its)]
+            assert abs(norms[0].item() / norms[1].item() - 1) <= 1e-10
+        middle = torch.cat([g.flatten().abs() for g in its]).median().item()
+        for m in (model, serial):
+            nn.utils.clip_grad_value_(m.parameters(), middle, lists)
+        for p, q in zip(model.parameters(), serial.parameters(), strict=True):
+            if q.grad is not None:
+                gradient = p.grad.full_tensor() if isinstance(p, DistTensor) else p.grad
+                assert deviation(gradient, q.grad) <= 1e-10
+        next(p for p in model.parameters() if p.grad is not None).grad.fill_(torch.nan)
+        with pytest.raises(RuntimeError, match="is non-finite"):
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0, 2.0, True, lists)
 
 
 @pytest.mark.parallel([1, 4])
@@ -295,7 +329,7 @@ def test_functions_of_lists_take_sharded_and_whole_tensors_together(name: str) -
 SHAPES = ((3, 5), (4, 4), (2,))
 ALONE = [
     f"_foreach_{name}{place}"
-    for name in ("neg", "abs", "sign", "sqrt", "reciprocal", "zero")
+    for name in ("neg", "abs", "sign", "sqrt", "reciprocal", "zero", "norm")
     for place in ("", "_")
 ]
 

@@ -36,6 +36,12 @@ def _one_by_one(name: str) -> Callable[..., list[Tensor]]:
     return rule
 
 
+@implements(torch._foreach_norm)
+def norm(tensors: list[Tensor], ord: float = 2, dtype: torch.dtype | None = None) -> list[Tensor]:
+    """The norm of each tensor."""
+    return [torch.linalg.vector_norm(x, ord, dtype=dtype) for x in tensors]
+
+
 @implements(torch._amp_foreach_non_finite_check_and_unscale_)
 def unscale(gradients: list[Tensor], found: Tensor, inverse: Tensor) -> None:
     """Multiply by `inverse`; all ranks find what is not finite, where any of them has it."""

@@ -71,7 +71,8 @@ def _torch_rule(function: Callable[..., Any]) -> Callable[..., Any]:
 def pointwise_rule(function: Callable[..., Any], in_place: bool = False) -> Callable[..., Any]:
     """What a function that treats every element alone means on DistTensors.
 
-    `in_place` tells that it writes to its first argument, and returns that.
+    `in_place` tells that it writes to its first argument, and returns that. A plain one, equal on
+    all ranks, takes what is whole on every rank, outside autograd.
     """
     name = getattr(function, "__name__", str(function))
 
@@ -79,21 +80,24 @@ def pointwise_rule(function: Callable[..., Any], in_place: bool = False) -> Call
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         operands = [x for x in tensors if isinstance(x, DistTensor)]
         written = (args[0] if args else kwargs["input"]) if in_place else None
-        if written is not None:
-            if not isinstance(written, DistTensor):
-                refuse(
-                    name,
-                    "a plain tensor cannot take a distributed one in place",
-                    *operands,
-                    way_out="Use the function that returns a new tensor",
-                )
+        if isinstance(written, DistTensor):
             check_writable(written, name)
+        elif written is not None and not _is_constant(tensors):
+            refuse(
+                name,
+                "a plain tensor takes a distributed one in place only where that is whole on every "
+                "rank, and outside autograd",
+                *operands,
+                way_out="Use the function that returns a new tensor",
+            )
         first = operands[0]
         shape, cuts, grid = tuple(first.shape), first.cuts, first.grid
         if len(tensors) > 1 and not _alike(tensors):
             grid = common_grid(name, operands)
             shape = broadcast_shape(name, tensors)
-            cuts = broadcast_cuts(operands, shape) if written is None else written.cuts
+            cuts = broadcast_cuts(operands, shape)
+            if isinstance(written, DistTensor):
+                cuts = written.cuts
             if written is not None and shape != tuple(written.shape):
                 raise RuntimeError(
                     f"{name}: output with shape {tuple(written.shape)} doesn't match the "
@@ -106,7 +110,7 @@ def pointwise_rule(function: Callable[..., Any], in_place: bool = False) -> Call
         if result is NotImplemented:  # Python then asks the other operand
             return result
         if written is not None:
-            if written.shard.requires_grad:
+            if isinstance(written, DistTensor) and written.shard.requires_grad:
                 written._follow_shard()
             return written
         # A conversion to what the tensor is already returns the tensor itself, as in torch.
@@ -125,6 +129,12 @@ def _alike(tensors: list[Tensor]) -> bool:
         and x.grid is first.grid
         for x in tensors
     )
+
+
+def _is_constant(tensors: list[Tensor]) -> bool:
+    """Whether every rank has the same of all tensors, in full, and records nothing."""
+    recorded = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    return not recorded and not any(isinstance(x, DistTensor) and any(x.cuts) for x in tensors)
 
 
 def _register() -> None:
