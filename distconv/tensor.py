@@ -650,6 +650,10 @@ _WAYS_OUT: dict[Any, str] = {
     torch.Tensor.__reduce_ex__: _SAVE,
     torch._has_compatible_shallow_copy_type: _CONVERT,
     torch.Tensor.data.__set__: _CONVERT,  # type: ignore[attr-defined]
+    **{
+        getattr(torch, f"_fused_{name}_"): "Make the optimizer with fused=False"
+        for name in ("adam", "adamw", "adagrad", "sgd")
+    },
 }
 """What to do instead of functions for which the whole tensor is no way out."""
 

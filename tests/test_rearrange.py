@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from serial import agrees, random_grid, random_tensor
+from serial import agrees, raises_alike, random_grid, random_tensor, refused
 
 import distconv as dc
 
@@ -110,8 +110,54 @@ def test_assignment_of_numbers_and_tensors_to_slices() -> None:
             agrees(tensor, [x, value], [], random_grid(rng), rng)
 
 
-@pytest.mark.parallel([2])
-def test_assignment_by_a_mask_is_refused() -> None:
-    x = dc.distribute_tensor(torch.ones(4, 3), dc.ProcessGrid(sample=2))
-    with pytest.raises(dc.UnsupportedOperation, match="index of type DistTensor"):
-        x[x > 0] = 0
+@pytest.mark.parallel(RANKS)
+def test_assignment_of_numbers_where_a_mask_is_true() -> None:
+    rng = random.Random(6)
+    for _ in range(15):
+        shape = random_shape(rng)
+        x, other = random_tensor(rng, shape), random_tensor(rng, shape)
+        first = random_tensor(rng, shape[: rng.randrange(len(shape) + 1)])
+
+        def own(x, other):
+            y = x * other
+            y[other > 0] = 7
+            y[y < -0.5] = -torch.inf
+            return y, y.clamp(min=-1) * x
+
+        def of_the_first_dimensions(x, first):
+            y = x * 2
+            y[first > 0] = True
+            return y * x
+
+        def of_integers(x, first):
+            y = (4 * x).long()
+            y[first <= 0] = 2.7
+            return y
+
+        agrees(own, [x, other], [], random_grid(rng), rng)
+        agrees(own, [x], [other], random_grid(rng), rng)
+        for function in (of_the_first_dimensions, of_integers):
+            agrees(function, [x, first], [], random_grid(rng), rng)
+            agrees(function, [x], [first], random_grid(rng), rng)
+
+
+@pytest.mark.parallel([1, 2, 3])
+def test_assignments_that_cannot_be_made_are_refused_on_all_ranks() -> None:
+    rng = random.Random(7)
+    x, plain = random_tensor(rng, (4, 3)), torch.ones(4, 3, dtype=torch.float64)
+    for function in (
+        lambda x: x.__setitem__(x > 0, plain[0, 0]),
+        lambda x: x.__setitem__((0, plain[0] > 0), 1.0),
+        lambda x: plain.__setitem__(0, x[:1]),
+        lambda x: plain.__setitem__(x > 0, 1.0),
+    ):
+        grid = random_grid(rng)
+        refused(function, [x], [], grid, rng, [dc.Layout()], dc.UnsupportedOperation)
+    for function in (
+        lambda x: x.__setitem__(plain[:, :2] > 0, 1.0),
+        lambda x: x.__setitem__(plain[:1] > 0, 1.0),
+        lambda x: x.__setitem__(plain.unsqueeze(0) > 0, 1.0),
+        lambda x: x.__setitem__(x > 0, 1.0j),
+        lambda x: x.detach().requires_grad_().__setitem__(x > 0, 1.0),
+    ):
+        raises_alike(function, [x], [], random_grid(rng), rng)

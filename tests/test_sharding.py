@@ -79,6 +79,10 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD on lists": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, foreach=True),
     "AdamW on lists": lambda p: torch.optim.AdamW(p, 0.01, amsgrad=True, foreach=True),
     "RMSprop": lambda p: torch.optim.RMSprop(p, 0.01, momentum=0.9),
+    "Rprop": lambda p: torch.optim.Rprop(p, 0.01),
+    "Rprop on lists": lambda p: torch.optim.Rprop(p, 0.01, foreach=True),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, 0.1),
+    "Adafactor on lists": lambda p: torch.optim.Adafactor(p, 0.1, foreach=True),
 }
 
 
@@ -123,6 +127,16 @@ def test_a_rank_holds_its_share_of_weights_gradients_and_optimizer_state() -> No
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@pytest.mark.parallel([2, 3])
+@pytest.mark.parametrize("make", ["Adam", "AdamW", "Adagrad", "SGD"])
+def test_a_fused_optimizer_names_the_way_out(make: str) -> None:
+    grid = dc.ProcessGrid(channel=-1)
+    model = sharded(grid)
+    optimizer = getattr(torch.optim, make)(model.parameters(), fused=True)
+    with pytest.raises(dc.UnsupportedOperation, match="_fused_.*with fused=False"):
+        step(model, optimizer, dc.distribute_tensor(batch(0), grid))
 
 
 @pytest.mark.parallel([1, 2, 3, 4])
@@ -329,7 +343,7 @@ def test_functions_of_lists_take_sharded_and_whole_tensors_together(name: str) -
 SHAPES = ((3, 5), (4, 4), (2,))
 ALONE = [
     f"_foreach_{name}{place}"
-    for name in ("neg", "abs", "sign", "sqrt", "reciprocal", "zero", "norm")
+    for name in ("neg", "abs", "sign", "sqrt", "rsqrt", "reciprocal", "zero", "norm")
     for place in ("", "_")
 ]
 

@@ -14,7 +14,7 @@ from distconv.tensor import RULES, implements, shards_of
 from distconv.topology import AXES
 
 _NAMES = (
-    *("add", "sub", "mul", "div", "pow", "neg", "abs", "sign", "sqrt", "reciprocal"),
+    *("add", "sub", "mul", "div", "pow", "neg", "abs", "sign", "sqrt", "rsqrt", "reciprocal"),
     *("maximum", "minimum", "clamp_min", "clamp_max", "lerp", "addcmul", "addcdiv"),
 )
 _IN_PLACE = (*(f"{name}_" for name in _NAMES), "copy_", "zero_")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Number
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from distconv.ops.align import dimension_of, dimensions_of, whole
 from distconv.ops.checked import checked, shape_of
 from distconv.ops.index import cat, per_dimension, run_of
 from distconv.ops.shape import listed, permute, sizes_of, unsqueeze
-from distconv.tensor import DistTensor, check_writable, gathered, implements
+from distconv.tensor import DistTensor, check_writable, gathered, implements, refuse, tensors_in
 from distconv.window import IndexMap, Reversed, Rolled, Same
 
 
@@ -123,8 +124,18 @@ def setitem(input: DistTensor, index: Any, value: Any) -> None:
     """Assignment to slices and positions; each rank writes what lies in its block.
 
     `value` is a number, or a tensor that is broadcast to the slice; a distributed one is made whole
-    first.
+    first. Where a mask is true it is a number.
     """
+    if not isinstance(input, DistTensor):
+        refuse(
+            "assignment",
+            "a plain tensor takes neither distributed values nor distributed masks",
+            *tensors_in((index, value)),
+            way_out="Use their full_tensor(), or assign to a distributed tensor",
+        )
+    if isinstance(index, Tensor) and index.dtype == torch.bool:
+        _assign_where(input, index, value)
+        return
     check_writable(input, "assignment to a slice")
     value = whole(value, "assignment to a slice")
     box = input.box
@@ -156,6 +167,25 @@ def setitem(input: DistTensor, index: Any, value: Any) -> None:
     if isinstance(value, Tensor):
         value = _part(value, shape, taken)
     input.shard[tuple(into)] = value
+
+
+def _assign_where(input: DistTensor, mask: Tensor, value: Any) -> None:
+    """Assignment of a number where a mask of the leading dimensions is true."""
+    if not isinstance(value, Number):
+        refuse(
+            "assignment to a mask",
+            f"a value of type {type(value).__name__} is not supported",
+            input,
+            way_out="Assign a number, or use torch.where(mask, value, x)",
+        )
+    if mask.shape != input.shape[: mask.dim()]:
+        raise IndexError(
+            f"the mask of shape {tuple(mask.shape)} does not match the first dimensions of the "
+            f"tensor of shape {tuple(input.shape)}"
+        )
+    rest = (None,) * (input.dim() - mask.dim())
+    # A number of another type is converted as in an assignment, which masked_fill_ refuses.
+    input.masked_fill_(mask[(..., *rest)], torch.tensor(value, dtype=input.dtype))
 
 
 def _part(value: Tensor, shape: list[int], taken: list[slice]) -> Tensor:
