@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from distconv.ops.align import box_of, operand_cuts
 from distconv.tensor import DistTensor, recut
 
 
@@ -46,11 +47,12 @@ def _whole(x: Any) -> Any:
 
 
 def _cut(x: Any, parameter: DistTensor) -> Any:
-    """The block of what is kept for every element of a parameter."""
-    if not isinstance(x, Tensor) or x.shape != parameter.shape:
+    """The block of what is kept for a parameter, or for its rows, cut as an optimizer makes it."""
+    if not isinstance(x, Tensor) or x.dim() != parameter.dim():
         return x
-    block = x[parameter.box.slices].clone()
-    return DistTensor(block, parameter.shape, parameter.cuts, parameter.grid)
+    cuts = operand_cuts(tuple(x.shape), tuple(parameter.shape), parameter.cuts)
+    block = x[box_of(x.shape, cuts, parameter.grid).slices].clone()
+    return DistTensor(block, x.shape, cuts, parameter.grid)
 
 
 def _mapped(state: Any, function: Callable[[Any], Any]) -> Any:

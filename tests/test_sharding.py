@@ -140,27 +140,26 @@ def test_a_fused_optimizer_names_the_way_out(make: str) -> None:
 
 
 @pytest.mark.parallel([1, 2, 3, 4])
-def test_states_go_from_any_grid_to_any_other_and_to_serial_torch() -> None:
-    make = OPTIMIZERS["Adam"]
+@pytest.mark.parametrize("name", ["Adam", "Adafactor"])
+def test_states_go_from_any_grid_to_any_other_and_to_serial_torch(name: str) -> None:
+    make = OPTIMIZERS[name]
     first, second, *_ = grids(1)
     model = sharded(first)
     optimizer = make(model.parameters())
     step(model, optimizer, dc.distribute_tensor(batch(0), first))
     states = dc.full_state_dict(model), dc.full_state_dict(optimizer)
 
-    serial, other, whole = net(1), sharded(second), dc.parallelize(net(1), second)
-    optimizers = []
-    for target in (serial, other, whole):
-        its = make(target.parameters())
+    serial = net(1)
+    targets = [serial, sharded(first), sharded(second), dc.parallelize(net(1), second)]
+    optimizers = [make(target.parameters()) for target in targets]
+    for target, its in zip(targets, optimizers, strict=True):
         dc.load_full_state_dict(target, copy.deepcopy(states[0]))
         dc.load_full_state_dict(its, copy.deepcopy(states[1]))
         check(target, serial, 0.0)
-        optimizers.append(its)
     step(serial, optimizers[0], batch(1))
-    step(other, optimizers[1], dc.distribute_tensor(batch(1), second))
-    step(whole, optimizers[2], dc.distribute_tensor(batch(1), second))
-    check(other, serial)
-    check(whole, serial)
+    for target, its, grid in zip(targets[1:], optimizers[1:], (first, second, second), strict=True):
+        step(target, its, dc.distribute_tensor(batch(1), grid))
+        check(target, serial)
 
 
 @pytest.mark.parallel([1, 2])
