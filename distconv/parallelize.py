@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function, Variable
 from torch.autograd.graph import Node
+from torch.nn.parameter import is_lazy
 
 from distconv.buckets import Bucket
 from distconv.exchange import broadcast
@@ -30,6 +31,7 @@ from distconv.tensor import IN_MODULE, DistTensor, shards_of, tensors_in
 Module = TypeVar("Module", bound=nn.Module)
 
 _ATTRIBUTE = "_distconv_gradient_reduction"
+_WITHOUT_SHAPE = "without shape yet"
 
 
 def parallelize(
@@ -57,15 +59,15 @@ def parallelize(
         modules take their inputs as they come.
     shard_parameters: whether every rank keeps only its blocks of the weights of convolutions and
         fully connected layers whose layout cuts channels. They become DistTensors; optimizers that
-        have no state yet may have been made before.
+        have no state yet may have been made before. Weights that are parametrized stay whole.
     bucket_bytes: how much of the gradient travels in one message.
 
     Raises
     ------
     ValueError
         On every rank, when the ranks' modules differ in the names, shapes, types or strides of
-        their parameters and buffers, the module is parallelized already, or a pattern matches
-        nothing.
+        their parameters and buffers, some of these have no shape yet, the module is parallelized
+        already, or a pattern matches nothing.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"parallelize: {type(module).__name__} is not a torch.nn.Module")
@@ -121,7 +123,10 @@ def _reduction_of(module: nn.Module) -> _GradientReduction | None:
 
 def _compare_modules(state: dict[str, Tensor], grid: ProcessGrid) -> None:
     mine = {
-        n: (tuple(t.shape), str(t.dtype), t.requires_grad, t.stride()) for n, t in state.items()
+        n: _WITHOUT_SHAPE
+        if is_lazy(t)
+        else (tuple(t.shape), str(t.dtype), t.requires_grad, t.stride())
+        for n, t in state.items()
     }
     everyone = grid.comm.allgather(mine)
     for rank, theirs in enumerate(everyone):
@@ -137,6 +142,12 @@ def _compare_modules(state: dict[str, Tensor], grid: ProcessGrid) -> None:
                 f"parallelize: parameters and buffers come in the order {list(theirs)} on rank "
                 f"{rank} and {list(everyone[0])} on rank 0; build the same module on every rank"
             )
+    lazy = [name for name, what in mine.items() if what == _WITHOUT_SHAPE]
+    if lazy:
+        raise ValueError(
+            f"parallelize: without shape yet: {', '.join(lazy)}; call the module once on a small "
+            "plain tensor before"
+        )
 
 
 class _GradientReduction:

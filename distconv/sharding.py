@@ -24,7 +24,8 @@ def shard(module: nn.Module, layouts: Mapping[str, Layout], grid: ProcessGrid) -
     """Replace weights by DistTensors, where the layout of their layer cuts channels.
 
     The weights of convolutions and fully connected layers are cut; they are almost all there is.
-    Every rank passes the same module; no communication.
+    What is computed from other parameters, as by a parametrization, is none and stays whole. Every
+    rank passes the same module; no communication.
 
     Parameters
     ----------

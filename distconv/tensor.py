@@ -162,7 +162,9 @@ class DistTensor(torch.Tensor):
             str(func),
             "a distributed tensor has reached torch below its functions",
             *tensors_in((args, kwargs)),
-            way_out="Pass x.full_tensor() or x.to_local() to code below torch's functions",
+            way_out=_WAYS_OUT.get(
+                func, "Pass x.full_tensor() or x.to_local() to code below torch's functions"
+            ),
         )
 
     # What it is
@@ -645,11 +647,15 @@ _SAVE = (
     "Save x.full_tensor(), or every rank its x.to_local(); of sharded parameters and their "
     "optimizers distconv.full_state_dict(...)"
 )
+_PARAMETRIZE = "Apply parametrizations, such as weight_norm or spectral_norm, before parallelize"
 _CONVERT = "Convert a module before parallelize, or a tensor by x.to(...)"
 _WAYS_OUT: dict[Any, str] = {
     torch.Tensor.__reduce_ex__: _SAVE,
     torch._has_compatible_shallow_copy_type: _CONVERT,
     torch.Tensor.data.__set__: _CONVERT,  # type: ignore[attr-defined]
+    torch.norm_except_dim: _PARAMETRIZE,
+    torch.Tensor.H.__get__: f"Use x.mT.conj(). {_PARAMETRIZE}",  # type: ignore[attr-defined]
+    torch.ops.aten.set_.source_Tensor: _PARAMETRIZE,
     **{
         getattr(torch, f"_fused_{name}_"): "Make the optimizer with fused=False"
         for name in ("adam", "adamw", "adagrad", "sgd")

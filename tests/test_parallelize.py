@@ -465,6 +465,7 @@ class Frozen(nn.Conv2d):
         (lambda: Frozen(3, 4, 3), "bias"),
         (lambda: nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last), "weight"),
         (lambda: nn.Sequential(nn.Conv2d(3, 4, 3)), "0.bias"),
+        (lambda: nn.LazyConv2d(4, 3), "bias"),
     ],
 )
 def test_modules_that_differ_between_ranks_are_refused(other: Callable, name: str) -> None:
@@ -472,6 +473,22 @@ def test_modules_that_differ_between_ranks_are_refused(other: Callable, name: st
     message = raised_everywhere(ValueError, dc.parallelize, module, dc.ProcessGrid(sample=-1))
     assert f"parallelize: {name} is " in message and "on rank 1 and " in message
     assert "build the same module on every rank" in message
+
+
+@pytest.mark.parallel(RANKS)
+@pytest.mark.parametrize("shard", [False, True])
+def test_modules_without_shape_are_refused_until_they_have_been_called(shard: bool) -> None:
+    grid = dc.ProcessGrid(channel=-1)
+    module = nn.Sequential(nn.LazyConv2d(4, 3), nn.LazyBatchNorm2d())
+    message = raised_everywhere(
+        ValueError, lambda: dc.parallelize(module, grid, shard_parameters=shard)
+    )
+    assert "without shape yet: 0.weight, 0.bias, 1.weight" in message
+    assert "1.running_mean" in message and "small plain tensor" in message
+    whole = torch.ones(2, 3, 8, 8)
+    module(whole)
+    dc.parallelize(module, grid, shard_parameters=shard)
+    assert module(dc.distribute_tensor(whole, grid)).shape == (2, 4, 6, 6)
 
 
 @pytest.mark.parallel([2, 4])

@@ -347,6 +347,41 @@ ALONE = [
 ]
 
 
+PARAMETRIZATIONS: dict[str, Callable[[nn.Module], Any]] = {
+    "weight_norm": nn.utils.parametrizations.weight_norm,
+    "weight_norm by a hook": nn.utils.weight_norm,
+    "spectral_norm": nn.utils.parametrizations.spectral_norm,
+    "scale": lambda m: nn.utils.parametrize.register_parametrization(m, "weight", nn.Softplus()),
+}
+
+
+@pytest.mark.parallel([1, 2, 3])
+@pytest.mark.parametrize("name", PARAMETRIZATIONS)
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
+def test_weights_that_are_parametrized_before_stay_whole_and_train_as_serially(name: str) -> None:
+    grid = dc.ProcessGrid(channel=-1)
+    model, serial = net(), net()
+    for m in (model, serial):
+        torch.manual_seed(1)
+        PARAMETRIZATIONS[name](m.down)
+    dc.parallelize(model, grid, shard_parameters=True)
+    assert not any(isinstance(p, DistTensor) for p in model.down.parameters())
+    mine, its = OPTIMIZERS["AdamW"](model.parameters()), OPTIMIZERS["AdamW"](serial.parameters())
+    for seed in range(2):
+        step(model, mine, dc.distribute_tensor(batch(seed), grid))
+        step(serial, its, batch(seed))
+    check(model, serial)
+
+
+@pytest.mark.parallel([2, 3])
+@pytest.mark.parametrize("name", PARAMETRIZATIONS)
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
+def test_sharded_weights_are_not_parametrized_afterwards(name: str) -> None:
+    model = sharded(dc.ProcessGrid(channel=-1))
+    with pytest.raises(dc.UnsupportedOperation, match="Apply parametrizations.* before parallel"):
+        PARAMETRIZATIONS[name](model.down)
+
+
 @pytest.mark.parallel([2, 3])
 def test_weights_are_averaged_in_a_copy() -> None:
     grid = dc.ProcessGrid(channel=-1)
