@@ -305,6 +305,28 @@ def test_volumes_of_even_blocks_are_those_of_the_paper() -> None:
     assert of(both, Division(one, ("filter",))) == 2 * samples * (gathered + scattered)
 
 
+@pytest.mark.parallel([4, 6])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_outputs_are_cut_over_the_axes_of_inputs_in_the_other_order_by_w(sharded: bool) -> None:
+    grid = dc.ProcessGrid(channel=2, filter=-1)
+    one, both = ("channel",), ("channel", "filter")
+    x = torch.randn(2, 8, 6, 5)
+    for algorithm, before, after in (
+        ("x", both, both),
+        ("y", both, both),
+        ("w", both, both[::-1]),
+        ("w", both[::-1], both),
+        ("x", one, one),
+        ("y", one, one),
+        ("w", one, both[::-1]),
+    ):
+        layout = dc.Layout(channel=before)
+        layer = layers.Conv2d(8, 8, 3, parallel=algorithm)
+        dc.parallelize(layer, grid, layouts={"": layout}, shard_parameters=sharded)
+        y = F.relu(layer(dc.distribute_tensor(x, grid, layout)))
+        assert y.layout == dc.Layout(channel=after)
+
+
 @pytest.mark.parallel([2, 4])
 def test_auto_takes_what_moves_least_and_explain_says_so() -> None:
     grid = dc.ProcessGrid(channel=-1)
