@@ -95,9 +95,9 @@ def pointwise_rule(function: Callable[..., Any], in_place: bool = False) -> Call
         if len(tensors) > 1 and not _alike(tensors):
             grid = common_grid(name, operands)
             shape = broadcast_shape(name, tensors)
-            cuts = broadcast_cuts(operands, shape)
-            if isinstance(written, DistTensor):
-                cuts = written.cuts
+            cuts = (
+                written.cuts if isinstance(written, DistTensor) else broadcast_cuts(operands, shape)
+            )
             if written is not None and shape != tuple(written.shape):
                 raise RuntimeError(
                     f"{name}: output with shape {tuple(written.shape)} doesn't match the "
