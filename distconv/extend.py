@@ -85,7 +85,7 @@ def windowed(
             made = input.shape[1] if channels is None else channels
             sizes = zip(windows, input.shape[2:], strict=True)
             shape = (input.shape[0], made, *(w.output_size(n) for w, n in sizes))
-            tensors = list(tensors_in((input, args, kwargs)))
+            tensors = tensors_in(input, args, kwargs)
             if not any(isinstance(x, DistTensor) for x in tensors):
                 sides = [side for w in reversed(windows) for side in w.padding]
                 result = function(F.pad(input, sides, value=fill), *args, **kwargs)

@@ -250,7 +250,7 @@ class _GradientReduction:
         node.register_prehook(lambda grads, p=p: self._before_accumulation(p, *grads))
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        inputs = list(tensors_in((args, kwargs)))
+        inputs = tensors_in(args, kwargs)
         grids = [x.grid for x in inputs if isinstance(x, DistTensor)]
         if module is not self._module():
             if grids and torch.is_grad_enabled() and _reduction_of(module) is None:

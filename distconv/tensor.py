@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from typing import Any, NoReturn, TypeVar
 
@@ -127,13 +127,13 @@ class DistTensor(torch.Tensor):
         rule = RULES.get(func)
         if rule is not None:
             if func not in _UNCHECKED:
-                check_recorded(func, *tensors_in(args), *tensors_in(kwargs))
+                check_recorded(func, *tensors_in(*args, kwargs))
             if not kwargs:
                 return rule(*args)
             named = {_ALIASES.get(name, name): x for name, x in kwargs.items()}
             out = named.pop("out", None)
             if out is not None:
-                operands = list(tensors_in((args, named)))
+                operands = tensors_in(*args, named)
                 _check_out(func, out, out, *operands)
                 result = rule(*args, **named)
                 _check_out(func, out, result, *operands)
@@ -146,7 +146,7 @@ class DistTensor(torch.Tensor):
         refuse(
             _name_of(func),
             "there is no rule for this function on distributed tensors",
-            *tensors_in((args, kwargs)),
+            *tensors_in(args, kwargs),
             way_out=_WAYS_OUT.get(
                 func,
                 "Compute it on the whole tensor, x.full_tensor(), or, where it treats every "
@@ -161,7 +161,7 @@ class DistTensor(torch.Tensor):
         refuse(
             str(func),
             "a distributed tensor has reached torch below its functions",
-            *tensors_in((args, kwargs)),
+            *tensors_in(args, kwargs),
             way_out=_WAYS_OUT.get(
                 func, "Pass x.full_tensor() or x.to_local() to code below torch's functions"
             ),
@@ -483,7 +483,7 @@ def _check_out(operator: Callable[..., Any], out: Any, result: Any, *operands: T
             _name_of(operator),
             "out= has to be a distributed tensor of the shape, layout and type of the result, "
             "outside autograd",
-            *tensors_in((out, *operands)),
+            *tensors_in(out, *operands),
             way_out="Use the returned tensor",
         )
     check_writable(out, _name_of(operator))
@@ -630,15 +630,17 @@ def shards_of(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:
     return [x.shard if isinstance(x, DistTensor) else x for x in listed(tensors)]
 
 
-def tensors_in(arguments: Any) -> Iterator[Tensor]:
+def tensors_in(*arguments: Any) -> list[Tensor]:
     """The tensors in arguments, also within lists, tuples and dictionaries of them."""
-    if isinstance(arguments, Tensor):
-        yield arguments
-    elif isinstance(arguments, (tuple, list)):
-        for item in arguments:
-            yield from tensors_in(item)
-    elif isinstance(arguments, dict):
-        yield from tensors_in(list(arguments.values()))
+    found: list[Tensor] = []
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            found.append(argument)
+        elif isinstance(argument, (tuple, list)):
+            found += tensors_in(*argument)
+        elif isinstance(argument, dict):
+            found += tensors_in(*argument.values())
+    return found
 
 
 _GRAD_FN: Any = vars(torch._C.TensorBase)["grad_fn"].__get__

@@ -303,7 +303,7 @@ class _Serial:
         self._leaves = [_leaf(x.clone()) for x in inputs]
         self.calls = _Recorded(module)
         # Layers that write in place may not write to leaves.
-        results = list(tensors_in(module(*(x.clone() for x in self._leaves))))
+        results = tensors_in(module(*(x.clone() for x in self._leaves)))
         self.calls.remove()
         self._shapes = [y.shape if y.requires_grad else None for y in results]
         self._seeds = {
@@ -325,7 +325,7 @@ class _Serial:
         compared = _Compared(model, self.calls.outputs if last else dict(self.calls.outputs))
         rows = compared.rows
         try:
-            outputs = list(tensors_in(model(*(x.clone() for x in leaves))))
+            outputs = tensors_in(model(*(x.clone() for x in leaves)))
             compared.complete()
             # A backward pass through checkpoints calls layers again.
             compared.remove()
@@ -400,7 +400,7 @@ class _Recorded(Calls):
 
     def left(self, name: str, module: nn.Module, output: Any) -> None:
         self._look_for_random_numbers(name)
-        tensors = list(tensors_in(output))
+        tensors = tensors_in(output)
         last, self._last = self._last, [(x, x._version) for x in tensors]
         same = len(tensors) == len(last) and all(
             x is y and x._version == version for x, (y, version) in zip(tensors, last, strict=True)
@@ -433,7 +433,7 @@ class _Compared(Calls):
         expected = self._expected.pop(name)
         if expected is None:
             return
-        actual = list(tensors_in(output))
+        actual = tensors_in(output)
         if len(actual) != len(expected):
             self._differ(name, f"returns {len(actual)} tensors, serially {len(expected)}")
             return

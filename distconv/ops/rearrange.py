@@ -130,7 +130,7 @@ def setitem(input: DistTensor, index: Any, value: Any) -> None:
         refuse(
             "assignment",
             "a plain tensor takes neither distributed values nor distributed masks",
-            *tensors_in((index, value)),
+            *tensors_in(index, value),
             way_out="Use their full_tensor(), or assign to a distributed tensor",
         )
     if isinstance(index, Tensor) and index.dtype == torch.bool:
