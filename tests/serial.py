@@ -163,7 +163,7 @@ def refused(
     with ExitStack() as stack:
         sends = [
             stack.enter_context(mock.patch.object(carrier, name, wraps=getattr(carrier, name)))
-            for name in ("send", "all_reduce", "all_gather", "broadcast")
+            for name in ("exchange", "all_reduce", "all_gather", "broadcast")
         ]
         try:
             function(*distributed, *parameters)

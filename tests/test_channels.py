@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -20,6 +20,7 @@ from distconv import layers
 from distconv.ledger import traced
 from distconv.ops import channels, conv
 from distconv.ops.channels import Division, parallel, volume
+from distconv.transport import Message
 from distconv.window import Same, Window
 
 RANKS = [2, 3, 4, 6, 8]
@@ -228,13 +229,13 @@ def received(grid: dc.ProcessGrid) -> Iterator[list[int]]:
     """The elements of each message that arrives at this rank within."""
     arrived: list[int] = []
     carrier = grid.transport
-    receive = carrier.receive
+    exchange = carrier.exchange
 
-    def counted(tensor: Tensor, rank: int, tag: int) -> Any:
-        arrived.append(tensor.numel())
-        return receive(tensor, rank, tag)
+    def counted(arriving: Sequence[Message], leaving: Sequence[Message], tag: int) -> Any:
+        arrived.extend(tensor.numel() for _, tensor in arriving)
+        return exchange(arriving, leaving, tag)
 
-    with mock.patch.object(carrier, "receive", counted):
+    with mock.patch.object(carrier, "exchange", counted):
         yield arrived
 
 
