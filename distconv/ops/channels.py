@@ -121,7 +121,7 @@ class Part:
     def operands(
         self, weight: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """This rank's weight, the bias for its computation, and that for `finish`.
+        """This rank's weight, the bias that it computes with, or else that for `finish`.
 
         All ranks call it.
         """
@@ -152,7 +152,7 @@ class Part:
     def finish(self, block: Tensor, bias: Tensor | None, grid: ProcessGrid) -> DistTensor:
         """The layer's output, to which this rank contributes `block`; all ranks call it.
 
-        A bias that is left for this is added.
+        A bias is added when all has been summed, where others contribute as well.
         """
         shape, made, operator = self._shape, self._made, self.operator
         y = reduce_scattered(block, shape, self._computed, made, grid, operator)
@@ -235,23 +235,23 @@ def part_of(layer: Layer) -> Part:
     """
     if layer.groups > 1:
         return _part_of_groups(layer)
-    d, outputs, operator = layer.dimension, layer.outputs, layer.operator
+    x, d, outputs, operator = layer.x, layer.dimension, layer.outputs, layer.operator
     of_filters, of_channels = (1, 0) if layer.transposed else (0, 1)
     division = _division(layer, of_filters, of_channels)
     if division.algorithm:
         operator = f"{operator}, stationary-{division.algorithm}"
-    computed, made = (at(layer.x.cuts, d, axes) for axes in (division.filters, division.output))
+    computed, made = (at(x.cuts, d, axes) for axes in (division.filters, division.output))
     cuts = at(((),) * len(layer.weights.shape), of_filters, division.filters)
     cuts = at(cuts, of_channels, division.channels)
-    rows, columns = map(layer.x.topology.parts, (division.filters, division.channels))
-    own = layer.x.cuts[d] == division.channels
+    rows, columns = map(x.topology.parts, (division.filters, division.channels))
+    own = x.cuts[d] == division.channels
     return Part(
         operator=operator,
-        cuts=at(layer.x.cuts, d, division.channels),
+        cuts=at(x.cuts, d, division.channels),
         needs=layer.needs,
-        stays=own and layer.x.shape[d] >= columns and outputs[d] >= rows,
+        stays=own and x.shape[d] >= columns and outputs[d] >= rows,
         blocks=rows * columns,
-        box=rank_box(outputs, computed, layer.x.topology, layer.x.rank),
+        box=rank_box(outputs, computed, x.topology, x.rank),
         groups=1,
         _summed=bool(division.channels),
         _weight=layer.block(layer.weights.shape, cuts),
@@ -268,13 +268,13 @@ def _part_of_groups(layer: Layer) -> Part:
 
     Each of these ranks then computes all filters of the group, and keeps its own.
     """
-    d, axes = layer.dimension, _over_groups(layer)
-    made = at(layer.x.cuts, d, axes)
-    inputs, outputs = layer.x.shape[d] // layer.groups, layer.outputs[d] // layer.groups
-    blocks = layer.x.topology.parts(axes)
+    x, d, axes = layer.x, layer.dimension, _over_groups(layer)
+    made = at(x.cuts, d, axes)
+    inputs, outputs = x.shape[d] // layer.groups, layer.outputs[d] // layer.groups
+    blocks = x.topology.parts(axes)
     aligned = layer.groups % blocks == 0 or inputs == outputs == 1
     together, same = Grouped(outputs, inputs), Grouped(outputs, outputs)
-    own = rank_box(layer.outputs, made, layer.x.topology, layer.x.rank)
+    own = rank_box(layer.outputs, made, x.topology, x.rank)
     filters = own.start[d], own.stop[d]
     first, last = _interval(same, filters)
     rest = len(layer.weights.shape) - 1
@@ -287,7 +287,7 @@ def _part_of_groups(layer: Layer) -> Part:
         operator=layer.operator,
         cuts=made,
         needs=at(layer.needs, d, Same() if aligned else together),
-        stays=aligned and layer.x.cuts[d] == axes and layer.groups >= blocks,
+        stays=aligned and x.cuts[d] == axes and layer.groups >= blocks,
         blocks=blocks,
         box=Box(at(own.start, d, first), at(own.stop, d, last)),
         groups=(last - first) // outputs,

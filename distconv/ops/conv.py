@@ -44,10 +44,10 @@ def _convolution(function: Callable[..., Tensor], spatial: int) -> None:
         part, windows, overlap = decide(
             Placement.of(x), Weights.of(weight, bias), arguments, algorithm(), forced()
         )
-        weight, bias, summed = part.operands(weight, bias)
+        weight, bias, late = part.operands(weight, bias)
         if overlap is not None:
             block = overlapped_convolution(x, weight, bias, *overlap, part.operator)
-            return part.finish(block, summed, x.grid)
+            return part.finish(block, late, x.grid)
 
         def compute(buffer: Tensor, left: tuple[int, ...]) -> Tensor:
             return function(buffer, weight, bias, strides, left, dilations, part.groups)
@@ -57,7 +57,7 @@ def _convolution(function: Callable[..., Tensor], spatial: int) -> None:
             block = part.nothing(buffer, weight, bias)
         else:
             block = windowed_block(buffer, windows, x.cuts, part.box.shape, compute)
-        return part.finish(block, summed, x.grid)
+        return part.finish(block, late, x.grid)
 
     @lru_cache(maxsize=4096)
     def decide(

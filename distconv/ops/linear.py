@@ -43,6 +43,6 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         dimension=x.dim() - 1,
     )
     part = part_of(layer)
-    weight, bias, summed = part.operands(weight, bias)
+    weight, bias, late = part.operands(weight, bias)
     buffer = gathered(x, part.needs, part.cuts, part.operator)
-    return part.finish(F.linear(buffer, weight, bias), summed, x.grid)
+    return part.finish(F.linear(buffer, weight, bias), late, x.grid)

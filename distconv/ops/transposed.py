@@ -46,19 +46,19 @@ def _transposed_convolution(function: Callable[..., Tensor], spatial: int) -> No
         part, maps, overlap = decide(
             Placement.of(x), Weights.of(weight, bias), arguments, algorithm(), forced()
         )
-        weight, bias, summed = part.operands(weight, bias)
+        weight, bias, late = part.operands(weight, bias)
         if overlap is not None:
             block = overlapped_convolution(x, weight, bias, *overlap, part.operator)
-            return part.finish(block, summed, x.grid)
+            return part.finish(block, late, x.grid)
         buffer = gathered(x, part.needs, part.cuts, part.operator)
         if not weight.numel():
-            return part.finish(part.nothing(buffer, weight, bias), summed, x.grid)
+            return part.finish(part.nothing(buffer, weight, bias), late, x.grid)
         groups, box = part.groups, part.box
         if not prod(box.shape):
             # The local operator refuses empty planes, but not an empty batch.
             buffer = buffer.reshape(0, buffer.shape[1], *(max(n, 2) for n in weight.shape[2:]))
             result = function(buffer, weight, bias, strides, 0, 0, groups, dilations)
-            return part.finish(result.reshape(box.shape), summed, x.grid)
+            return part.finish(result.reshape(box.shape), late, x.grid)
         # Along a cut dimension the local result starts where its first input writes first, and
         # ends where its last input writes last, unless more outputs follow that no input reaches.
         cut = [bool(axes) for axes in x.cuts[2:]]
@@ -73,7 +73,7 @@ def _transposed_convolution(function: Callable[..., Tensor], spatial: int) -> No
         for d, ((_, _, a, b), (first, _)) in enumerate(zip(own, written, strict=True), 2):
             if cut[d - 2]:
                 result = result.narrow(d, a - first, b - a)
-        return part.finish(result, summed, x.grid)
+        return part.finish(result, late, x.grid)
 
     @lru_cache(maxsize=4096)
     def decide(
