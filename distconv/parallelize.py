@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import Token
+from operator import is_
 from typing import Any, NoReturn, TypeVar
 from weakref import finalize, ref
 
@@ -159,6 +160,10 @@ class _GradientReduction:
         self._bucket_bytes = bucket_bytes
         self._module = ref(module)
         self._parameters = list(module.parameters())
+        self._tables: list[dict[str, Any]] = []
+        """Where the module and its parts keep their parameters and parts."""
+        self._entries: list[Any] = []
+        """What is in the tables."""
         # Of a sharded parameter autograd knows this rank's block.
         self._leaves = shards_of(self._parameters)
         self._axes = [_replicated_over(p, grid) for p in self._parameters]
@@ -262,11 +267,7 @@ class _GradientReduction:
         self._scopes.append(IN_MODULE.set(True))
         if not torch.is_grad_enabled():
             return
-        if [id(p) for p in module.parameters()] != [id(p) for p in self._parameters]:
-            raise RuntimeError(
-                "the module has got other parameters since it was parallelized, whose gradients "
-                "nobody adds up; call parallelize after the last change of its structure"
-            )
+        self._check_structure(module)
         self._prepare()
         if inputs and not grids and self._buckets:
             raise TypeError(
@@ -280,6 +281,19 @@ class _GradientReduction:
                     f"the module is parallelized on {self._grid}, its input lives on {grid}; "
                     "use one grid for both"
                 )
+
+    def _check_structure(self, module: nn.Module) -> None:
+        entries = [x for table in self._tables for x in table.values()]
+        if entries and all(map(is_, entries, self._entries)) and len(entries) == len(self._entries):
+            return
+        if [id(p) for p in module.parameters()] != [id(p) for p in self._parameters]:
+            raise RuntimeError(
+                "the module has got other parameters since it was parallelized, whose gradients "
+                "nobody adds up; call parallelize after the last change of its structure"
+            )
+        # To go through all parts takes torch long.
+        self._tables = [t for m in module.modules() for t in (m._parameters, m._modules)]
+        self._entries = [x for table in self._tables for x in table.values()]
 
     def _after_forward(self, module: nn.Module, _: Any, result: Any) -> None:
         if module is not self._module():

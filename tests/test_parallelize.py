@@ -540,9 +540,16 @@ def test_no_sync_is_for_parallelized_modules() -> None:
 @pytest.mark.parallel([2, 4])
 def test_a_module_that_has_got_other_parameters_says_so() -> None:
     twins = Twins(dc.ProcessGrid(sample=-1))
-    twins.parallel.head = nn.Linear(4, 2).double()
-    message = raised_everywhere(RuntimeError, twins.parallel, twins.inputs(0)[0])
-    assert "call parallelize after" in message
+    x = twins.inputs(0)[0]
+    twins.parallel(x)
+    head, twins.parallel.head = twins.parallel.head, nn.Linear(4, 2).double()
+    assert "call parallelize after" in raised_everywhere(RuntimeError, twins.parallel, x)
+    twins.parallel.head = head
+    twins.parallel(x)
+    head.late = nn.Identity()
+    twins.parallel(x)
+    head.late.scale = nn.Parameter(torch.ones(()))
+    assert "call parallelize after" in raised_everywhere(RuntimeError, twins.parallel, x)
 
 
 @pytest.mark.parallel([2, 4])
