@@ -51,10 +51,15 @@ class Part:
     shape: tuple[int, ...]
     box: Slices
     place: Slices
+    alone: bool
+    """Whether the message holds nothing else."""
 
-    def of(self, messages: Sequence[Any]) -> Any:
-        """The array that the message holds there."""
-        return messages[self.message][self.start : self.start + prod(self.shape)].view(self.shape)
+    def of(self, messages: Any) -> Any:
+        """The array that its message, of all of them by number, holds there."""
+        message = messages[self.message]
+        if not self.alone:
+            message = message[self.start : self.start + prod(self.shape)]
+        return message.view(self.shape)
 
 
 @dataclass(frozen=True)
@@ -71,14 +76,11 @@ class Slab:
     halo: tuple[Part, ...]
 
     @cached_property
-    def whole(self) -> bool:
-        """Whether one message is the inputs as they are."""
-        shape = self.piece.shape
-        return (
-            len(self.halo) == 1
-            and self.halo[0].shape == shape
-            and all(s.stop - s.start == n for s, n in zip(self.halo[0].place, shape, strict=True))
-        )
+    def whole(self) -> Part | None:
+        """The one part that is the inputs as they are, and all of its message, if there is one."""
+        part, shape = self.halo[0], self.piece.shape
+        covered = tuple(s.stop - s.start for s in part.place)
+        return part if part.alone and part.shape == covered == shape else None
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,13 @@ class Boundary:
     slabs: tuple[Slab, ...]
     crop: tuple[Interval, ...] | None = None
     """What is too much of what the operator makes of the block, as in a piece."""
+
+    @cached_property
+    def composed(self) -> tuple[tuple[int, int], ...]:
+        """The messages that are not the halos of one slab as they are, and their sizes."""
+        whole = {slab.whole.message for slab in self.slabs if slab.whole is not None}
+        sizes = enumerate(route.size for route in self.plan.receives)
+        return tuple((i, size) for i, size in sizes if i not in whole)
 
 
 @dataclass(frozen=True)
@@ -293,7 +302,8 @@ def parts_of(
         for box, shape, start in zip(route.boxes, shapes, starts, strict=False):
             meeting = meeting_of(box, filled, covered)
             if meeting is not None:
-                found.append(Part(message, start, shape, *meeting))
+                alone = len(route.boxes) == 1
+                found.append(Part(message, start, shape, *meeting, alone))
     return tuple(found)
 
 

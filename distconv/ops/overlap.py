@@ -20,6 +20,7 @@ from distconv.boundary import Boundary, Piece, Slab
 from distconv.exchange import (
     accumulate,
     add_arrived,
+    dense,
     gather,
     landings_of,
     packed,
@@ -122,8 +123,8 @@ def cropped(y: Tensor, crop: Sequence[tuple[int, int]] | None) -> Tensor:
 
 def filled(slab: Slab, halos: Sequence[Tensor]) -> Tensor:
     """The inputs of a slab."""
-    if slab.whole:
-        inputs: Tensor = slab.halo[0].of(halos)
+    if slab.whole is not None:
+        inputs: Tensor = slab.whole.of(halos)
         return inputs
     inputs = halos[0].new_zeros(slab.piece.shape)
     for part in slab.halo:
@@ -170,7 +171,7 @@ class _Linear(Function):
             return dx, dw, db, None, None, None, None
 
         # Gradients of halos first: they travel while the rest is computed.
-        leaving = [dy.new_zeros(route.size) for route in plan.receives] if of_input else []
+        leaving = {i: dy.new_zeros(size) for i, size in edge.composed} if of_input else {}
         of_taps = []
         for slab in edge.slabs:
             inputs = filled(slab, halos) if halos else None
@@ -181,11 +182,14 @@ class _Linear(Function):
             )
             if of_weight:
                 of_taps.append((slab.taps, dtaps))
-            if of_input:
+            if of_input and slab.whole is not None:
+                leaving[slab.whole.message] = dense(dhalo)
+            elif of_input:
                 for part in slab.halo:
                     part.of(leaving)[part.box] += dhalo[part.place]
         if of_input:
-            add_arriving_to = send_back(leaving, dy, plan, grid, tag)
+            gradients = [leaving[i] for i in range(len(plan.receives))]
+            add_arriving_to = send_back(gradients, dy, plan, grid, tag)
         dx, dw, db = local.backward(edge.own, dmade, x, weight, bias_shape, mask)
         for taps, dtaps in of_taps:
             dw[taps] += dtaps
