@@ -391,4 +391,6 @@ def _accumulating(parameters: list[Tensor]) -> list[Node]:
     if not parameters:
         return []
     with torch.enable_grad():
-        return [node for node, _ in _Edges.apply(*parameters).grad_fn.next_functions]
+        # Earlier versions of torch keep the node no longer than its result.
+        result = _Edges.apply(*parameters)
+    return [node for node, _ in result.grad_fn.next_functions]

@@ -222,8 +222,9 @@ class _BatchNorm(Function):
         slope, offset = (total * (gain / -count)).unbind()
         slope = slope * scale
         if x.numel():
+            # In torch.nn.functional earlier versions take no eps of 0.
             ones = torch.ones_like(variance)
-            dx = F.batch_norm(x, mean, ones, slope, offset, False, 0.0, 0.0)
+            dx = torch.batch_norm(x, slope, offset, mean, ones, False, 0.0, 0.0, False)
             dx.addcmul_(dy, gain.view(1, -1, *(1,) * (dy.dim() - 2)))
         else:
             dx = torch.zeros_like(x)
