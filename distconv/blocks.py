@@ -29,12 +29,12 @@ def global_shape(local: Tensor, grid: ProcessGrid, cuts: Cuts, layout: Layout) -
     """
     device = local.device.type
     held = grid.comm.allgather(
-        (tuple(local.shape), str(local.dtype), local.requires_grad, layout, device)
+        (tuple(local.shape), str(local.dtype), local.requires_grad, layout, device, str(grid))
     )
     shapes = [meta[0] for meta in held]
     if len({len(s) for s in shapes}) > 1:
         raise ValueError(f"the ranks' blocks differ in their number of dimensions: {shapes}")
-    for what, i in (("type", 1), ("requires_grad", 2), ("layout", 3), ("device", 4)):
+    for what, i in (("type", 1), ("requires_grad", 2), ("layout", 3), ("device", 4), ("grid", 5)):
         if len({meta[i] for meta in held}) > 1:
             usual, _ = Counter(meta[i] for meta in held).most_common(1)[0]
             odd = next(r for r, meta in enumerate(held) if meta[i] != usual)

@@ -239,7 +239,7 @@ class _Share(Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, grid: ProcessGrid, axes: tuple[str, ...]) -> Tensor:
         ctx.movement = grid, axes
-        return local.view_as(local)
+        return _same(local)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -252,12 +252,18 @@ class _Replicate(Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, grid: ProcessGrid, axes: tuple[str, ...]) -> Tensor:
         ctx.movement = grid, axes
-        return local.view_as(local)
+        return _same(local)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         # The gradient goes to the plain world.
         return share(sum_over(grads[0], *ctx.movement), *ctx.movement), None, None
+
+
+def _same(tensor: Tensor) -> Tensor:
+    """The tensor as what an autograd function returns; view_as() may give it other strides."""
+    alias: Tensor = torch.ops.aten.alias(tensor)
+    return alias
 
 
 def dense(tensor: Tensor) -> Tensor:

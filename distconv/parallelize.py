@@ -86,6 +86,8 @@ def parallelize(
         )
     chosen = layouts_of(module, layouts or {})
     state = dict(module.named_parameters()) | dict(module.named_buffers())
+    options = {"bucket_bytes": bucket_bytes, "shard_parameters": shard_parameters}
+    _compare_options({"grid": str(grid), "layouts": chosen} | options, grid)
     _compare_modules(state, grid)
     for tensor in state.values():
         broadcast(tensor, grid)
@@ -120,6 +122,17 @@ def _reduction_of(module: nn.Module) -> _GradientReduction | None:
     """What adds up the gradients of `module`; None for a copy of a parallelized module."""
     reduction: _GradientReduction | None = module.__dict__.get(_ATTRIBUTE)
     return reduction if reduction is not None and reduction.covers(module) else None
+
+
+def _compare_options(options: dict[str, Any], grid: ProcessGrid) -> None:
+    everyone = grid.comm.allgather(options)
+    for rank, theirs in enumerate(everyone):
+        for name, first in everyone[0].items():
+            if theirs[name] != first:
+                raise ValueError(
+                    f"parallelize: {name} is {theirs[name]} on rank {rank} and {first} on rank 0; "
+                    "pass the same on every rank"
+                )
 
 
 def _compare_modules(state: dict[str, Tensor], grid: ProcessGrid) -> None:
@@ -164,6 +177,9 @@ class _GradientReduction:
         """Where the module and its parts keep their parameters and parts."""
         self._entries: list[Any] = []
         """What is in the tables."""
+        for p in self._parameters:
+            if isinstance(p, DistTensor):
+                p.gradients_are_summed()
         # Of a sharded parameter autograd knows this rank's block.
         self._leaves = shards_of(self._parameters)
         self._axes = [_replicated_over(p, grid) for p in self._parameters]
@@ -181,7 +197,7 @@ class _GradientReduction:
         """Whether autograd is making the first gradient of a parameter, not adding to one."""
         self._pass = -1
         self._started = 0
-        self._scopes: list[Token[bool]] = []
+        self._scopes: list[Token[object]] = []
         self._prepare()
         module.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         module.register_forward_hook(self._after_forward, always_call=True)
@@ -264,7 +280,7 @@ class _GradientReduction:
                     "parts; call parallelize(copy, grid), or run it under torch.no_grad()"
                 )
             return
-        self._scopes.append(IN_MODULE.set(True))
+        self._scopes.append(IN_MODULE.set(IN_MODULE.get() or object()))
         if not torch.is_grad_enabled():
             return
         self._check_structure(module)

@@ -31,8 +31,9 @@ from distconv.window import IndexMap, Same
 Tensors = Tensor | Sequence[Tensor]
 Rule = TypeVar("Rule", bound=Callable[..., Any])
 
-IN_MODULE: ContextVar[bool] = ContextVar("distconv_in_module", default=False)
-"""Whether a parallelized module is computing, whose parameters get parts of their gradients."""
+IN_MODULE: ContextVar[object] = ContextVar("distconv_in_module", default=None)
+"""What stands for the present call of a parallelized module, whose parameters get parts of their
+gradients; None where none is computing."""
 
 RULES: dict[Callable[..., Any], Callable[..., Any]] = {}
 """What each torch function means on DistTensors: a function of the same arguments."""
@@ -90,7 +91,7 @@ class DistTensor(torch.Tensor):
     _shape: torch.Size
     _memory: Memory
     _summing: bool
-    """Whether a hook adds up the gradients of the leaf's replicas."""
+    """Whether a hook, or a module, adds up the gradients of the leaf's replicas."""
     _keeper: Any
     """The hook that keeps the gradient of what is no leaf in `_retained`; None where none does."""
     _retained: Tensor | None
@@ -312,6 +313,10 @@ class DistTensor(torch.Tensor):
             self.shard.register_hook(add_up)
             self._summing = True
         return self
+
+    def gradients_are_summed(self) -> None:
+        """Tell that somebody else adds up the gradients of its replicas from now on."""
+        self._summing = True
 
     def _follow_shard(self) -> None:
         """Let torch know, below its functions, whether the shard requires gradients."""
@@ -567,19 +572,21 @@ def recut(x: DistTensor, cuts: Cuts, operator: str) -> DistTensor:
 
 
 def recut_once(x: DistTensor, cuts: Cuts, operator: str) -> DistTensor:
-    """`x` with other cuts for one of several consumers, who share what has been made for the first.
+    """`x` with other cuts for one of several consumers within a call of a parallelized module.
 
-    To the program the result is `x` itself, so it counts as a view of it.
+    They share what has been made for the first. To the program the result is `x` itself, so it
+    counts as a view of it.
     """
     if cuts == x.cuts:
         return x
     # Tensors of the inference mode count no versions, and what is made without gradients has none.
-    state = torch.is_grad_enabled(), None if x.shard.is_inference() else x.shard._version
-    made = x._recuts.get(cuts)
+    version = None if x.shard.is_inference() else x.shard._version
+    state = IN_MODULE.get(), torch.is_grad_enabled(), x.shard.requires_grad, version
+    made = x._recuts.get(cuts) if state[0] is not None else None
     if made is not None and made[0] == state:
         return made[1]
     twin = view_of(x, recut(x, cuts, operator).shard, x.shape, cuts, copied=True)
-    if not x.shard.is_inference():
+    if state[0] is not None and not x.shard.is_inference():
         x._recuts[cuts] = state, twin
     return twin
 

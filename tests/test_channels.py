@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from mpi4py import MPI
 from serial import TOLERANCE, agrees, deviation, noted, random_layout, random_tensor
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import distconv as dc
 from distconv import layers
@@ -392,3 +393,22 @@ def test_autocast_has_one_type_on_ranks_with_and_without_filters() -> None:
         with torch.autocast("cpu", torch.bfloat16):
             y = by(algorithm, F.conv2d)(x, w)
         assert set(MPI.COMM_WORLD.allgather(y.dtype)) == {torch.bfloat16}
+
+
+@pytest.mark.parallel([2, 3, 4])
+def test_a_checkpoint_computes_again_on_ranks_without_filters_too() -> None:
+    size = MPI.COMM_WORLD.size
+    grid = dc.ProcessGrid(channel=-1)
+    torch.manual_seed(0)
+    serial = nn.Conv2d(size, size - 1, 3).double()
+    serial.weight.requires_grad_(False)
+    model = layers.Conv2d(size, size - 1, 3, parallel="y").double()
+    model.load_state_dict(serial.state_dict())
+    model.weight.requires_grad_(False)
+    model = dc.parallelize(model, grid)
+    x = torch.randn(2, size, 6, 5, dtype=torch.float64)
+    serial(x).square().sum().backward()
+    y = checkpoint(model, dc.distribute_tensor(x, grid), use_reentrant=False)
+    y.square().sum().backward()
+    assert deviation(model.bias.grad, serial.bias.grad) <= TOLERANCE
+    assert len(set(MPI.COMM_WORLD.allgather(grid.transport.ticket()))) == 1

@@ -229,3 +229,25 @@ def test_redistribute_is_a_layer() -> None:
     assert "channel='height'" in repr(layer)
     with pytest.raises(TypeError, match="'height' is not a Layout"):
         Redistribute("height")
+
+
+@pytest.mark.parallel([1, 2, 4])
+def test_a_tensor_is_redistributed_anew_in_every_call() -> None:
+    grid = dc.ProcessGrid(height=-1)
+    torch.manual_seed(0)
+    serial = nn.Conv2d(2, 3, 3, padding=1).double()
+    model = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1).double())
+    model[0].load_state_dict(serial.state_dict())
+    model = dc.parallelize(model, grid, layouts={"0": dc.Layout(width="height")})
+    values = torch.randn(2, 2, 8, 8, dtype=torch.float64)
+    buffer = dc.distribute_tensor(values, grid).to_local().numpy()
+    x = dc.DistTensor.from_local(torch.from_numpy(buffer), grid)
+    assert deviation(model(x).detach().full_tensor(), serial(values)) <= 1e-12
+    # Nobody is told that a reader has put the next batch there.
+    buffer *= 2
+    assert deviation(model(x).detach().full_tensor(), serial(2 * values)) <= 1e-12
+    x.requires_grad_()
+    model(x).sum().backward()
+    leaf = (2 * values).requires_grad_()
+    serial(leaf).sum().backward()
+    assert deviation(x.grad.full_tensor(), leaf.grad) <= 1e-12

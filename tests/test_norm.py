@@ -22,6 +22,7 @@ from serial import (
     refused,
 )
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import distconv as dc
 from distconv import layers
@@ -278,3 +279,40 @@ def test_groups_of_channels_on_several_ranks_keep_the_cuts() -> None:
         agrees(lambda x, w, g=groups: F.group_norm(x, g, w), [x], [w], grid, rng, [None])
         y = F.group_norm(dc.distribute_tensor(x, grid), groups)
         assert y.layout == dc.Layout(channel="channel")
+
+
+@pytest.mark.parallel(RANKS)
+@pytest.mark.parametrize("axis", ["sample", "height", "width"])
+@pytest.mark.parametrize("training", [True, False])
+def test_a_sample_with_channels_last_meets_a_gradient_with_rows_last(
+    axis: str, training: bool
+) -> None:
+    grid = dc.ProcessGrid(**{axis: -1})
+    samples = grid.size if axis == "sample" else 1
+    torch.manual_seed(0)
+    x = torch.randn(samples, 4, 9, 8, dtype=torch.float64)
+    x = x.contiguous(memory_format=torch.channels_last)
+    dy = torch.randn(x.shape, dtype=torch.float64)
+    serial = nn.BatchNorm2d(4).double().train(training)
+    leaf = x.clone(memory_format=torch.contiguous_format).requires_grad_()
+    serial(leaf).backward(dy)
+    block = x[dc.distribute_tensor(x, grid).box.slices]
+    last = block.contiguous(memory_format=torch.channels_last)
+    for cut in (dc.distribute_tensor(x, grid), dc.DistTensor.from_local(last, grid)):
+        module = dc.parallelize(nn.BatchNorm2d(4).double().train(training), grid)
+        cut.requires_grad_()
+        module(cut).backward(dc.distribute_tensor(dy, grid))
+        assert deviation(cut.grad.full_tensor(), leaf.grad) <= TOLERANCE
+        for p, q in zip(module.parameters(), serial.parameters(), strict=True):
+            assert deviation(p.grad, q.grad) <= TOLERANCE
+
+
+@pytest.mark.parallel([1, 2, 4])
+def test_running_statistics_follow_when_a_checkpoint_computes_again() -> None:
+    grid = dc.ProcessGrid(height=-1)
+    x = torch.randn(2, 3, 8, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    modules = nn.BatchNorm2d(3).double(), dc.parallelize(nn.BatchNorm2d(3).double(), grid)
+    for module, batch in zip(modules, (x, dc.distribute_tensor(x, grid)), strict=True):
+        batch.requires_grad_()
+        checkpoint(module, batch, use_reentrant=False).square().sum().backward()
+    buffers_agree(*reversed(modules))

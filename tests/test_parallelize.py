@@ -553,6 +553,19 @@ def test_a_module_that_has_got_other_parameters_says_so() -> None:
 
 
 @pytest.mark.parallel([2, 4])
+@pytest.mark.parametrize("options", [{"bucket_bytes": 1}, {"shard_parameters": True}])
+def test_ranks_that_ask_for_different_things_are_told(options: dict[str, int]) -> None:
+    grid = dc.ProcessGrid(height=-1)
+    own = options if grid.rank == 1 else {}
+
+    def call() -> None:
+        dc.parallelize(net(), grid, **own)
+
+    message = raised_everywhere(ValueError, call)
+    assert next(iter(options)) in message and "on rank 1" in message
+
+
+@pytest.mark.parallel([2, 4])
 def test_inputs_have_to_live_on_the_grid_of_the_module() -> None:
     twins = Twins(dc.ProcessGrid(sample=-1))
     x = dc.distribute_tensor(batch(0)[0], dc.ProcessGrid(height=-1))

@@ -397,3 +397,22 @@ def test_weights_are_averaged_in_a_copy() -> None:
     for p, q in zip(average.module.parameters(), model.parameters(), strict=True):
         p, q = (t.detach().full_tensor() if isinstance(t, DistTensor) else t for t in (p, q))
         assert deviation(p, 0.9 * q / 2 + 0.1 * q) <= 1e-10
+
+
+@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parametrize("before", [True, False])
+def test_weights_that_were_frozen_train_again(before: bool) -> None:
+    grid = dc.ProcessGrid(sample=2 if dc.ProcessGrid(sample=-1).size == 4 else 1, channel=-1)
+    torch.manual_seed(0)
+    serial = nn.Sequential(nn.Conv2d(4, 6, 3, padding=1), nn.ReLU(), nn.Conv2d(6, 4, 1)).double()
+    model = copy.deepcopy(serial)
+    if before:
+        model[0].requires_grad_(False)
+    model = dc.parallelize(model, grid, shard_parameters=True)
+    model[0].requires_grad_(False).requires_grad_(True)
+    x = torch.randn(4, 4, 6, 6, dtype=torch.float64)
+    serial(x).square().sum().backward()
+    model(dc.distribute_tensor(x, grid)).square().sum().backward()
+    for p, q in zip(model.parameters(), serial.parameters(), strict=True):
+        gradient = p.grad.full_tensor() if isinstance(p, dc.DistTensor) else p.grad
+        assert deviation(gradient, q.grad) <= 1e-12

@@ -16,9 +16,10 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
+from torch.autograd import Function
 
 from distconv.grid import ProcessGrid
 from distconv.layout import Box, Cuts, cutting_axes, rank_box
@@ -146,7 +147,8 @@ class Part:
         It hangs on all operands in the autograd graph and has the type that autocast gives it.
         """
         zero = buffer[:0].reshape(1, 0) @ weight[:0].reshape(0, 1)
-        block = zero.squeeze().expand(self.box.shape)
+        saved: Tensor = _Zero.apply(buffer, weight, bias)
+        block = (zero.squeeze() + saved.to(zero.dtype)).expand(self.box.shape)
         return block if bias is None else block + self._along(bias, block)
 
     def finish(self, block: Tensor, bias: Tensor | None, grid: ProcessGrid) -> DistTensor:
@@ -165,6 +167,23 @@ class Part:
     def _along(self, bias: Tensor, block: Tensor) -> Tensor:
         """A bias as it is broadcast to `block`."""
         return bias.view(-1, *(1,) * (block.dim() - 1 - self._dimension))
+
+
+class _Zero(Function):
+    """0, for whose gradient operands are saved, as they are where there is something to compute.
+
+    So all ranks compute again what a checkpoint has left out, or none.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, buffer: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(buffer, weight)
+        return buffer.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
+        assert len(ctx.saved_tensors) == 2
+        return None, None, None
 
 
 class Weights(NamedTuple):

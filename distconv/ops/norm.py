@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
@@ -71,28 +71,43 @@ def batch_norm_over(
         # The backward pass wants them as they are now.
         running_mean, running_var = running_mean.clone(), running_var.clone()
     weight, bias = (own_channels(t, x, "batch_norm") for t in (weight, bias))
+    block = _told_apart(x.shard)
     if not training or not (group or rest):
         if x.shard.numel() or not x.numel():
             shard = F.batch_norm(
-                x.shard, running_mean, running_var, weight, bias, training, momentum, eps
+                block, running_mean, running_var, weight, bias, training, momentum, eps
             )
         else:
-            shard = _nothing(x.shard, weight, bias)
+            shard = _nothing(block, weight, bias)
         if training:
             share_channels(x, running, (running_mean, running_var), "batch_norm")
         return DistTensor(shard, x.shape, x.cuts, grid)
-    shard, mean, variance = _BatchNorm.apply(x.shard, weight, bias, grid, group, counts, eps)
-    if running_mean is not None and running_var is not None:
+
+    def update(mean: Tensor, variance: Tensor) -> None:
+        if running_mean is None or running_var is None:
+            return
         n = sum(counts)
         variance = variance * (n / (n - 1))
         if rest:
             total = reduced(torch.stack([mean, variance]), grid, rest)
             mean, variance = total / grid.topology.parts(rest)
-        with torch.no_grad():
-            running_mean.lerp_(mean.to(running_mean.dtype), momentum)
-            running_var.lerp_(variance.to(running_var.dtype), momentum)
+        running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+        running_var.lerp_(variance.to(running_var.dtype), momentum)
         share_channels(x, running, (running_mean, running_var), "batch_norm")
+
+    shard = _BatchNorm.apply(block, weight, bias, grid, group, counts, eps, update)
     return DistTensor(shard, x.shape, x.cuts, grid)
+
+
+def _told_apart(x: Tensor) -> Tensor:
+    """The block, as torch's kernels know its memory format.
+
+    The stride of a single sample may be any number, but if it is not that of the format, they read
+    a gradient of the other format in the wrong order.
+    """
+    if not x.numel() or x.shape[0] != 1 or x.is_contiguous() or x.stride(0) == x.numel():
+        return x
+    return x.as_strided(x.shape, (x.numel(), *x.stride()[1:]))
 
 
 class _Statistics(NamedTuple):
@@ -190,7 +205,8 @@ class _BatchNorm(Function):
         group: tuple[str, ...],
         counts: tuple[int, ...],
         eps: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        update: Callable[[Tensor, Tensor], None],
+    ) -> Tensor:
         kind = accumulation_type(x.dtype)
         over = (0, *range(2, x.dim()))
         statistics = moments(x, over, grid, group, counts)
@@ -201,17 +217,18 @@ class _BatchNorm(Function):
             y = F.batch_norm(x, mean, variance, wide, shift, False, 0.0, eps)
         else:
             y = x.clone()
+        # Before anything is saved: there a checkpoint stops to compute again.
+        update(mean, variance)
         ctx.save_for_backward(x, weight, mean, variance)
         ctx.context = grid, group, sum(counts), eps, None if bias is None else bias.dtype
-        ctx.mark_non_differentiable(mean, variance)
-        return y, mean, variance
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, variance = ctx.saved_tensors
         grid, group, count, eps, bias_dtype = ctx.context
-        (dy,) = grads[:1]
+        dy = _told_apart(grads[0])
         of_weight, of_bias = _sums(dy, x, mean, variance, eps)
         total = torch.stack([of_weight, of_bias])
         if group:
@@ -232,7 +249,7 @@ class _BatchNorm(Function):
             dx,
             None if weight is None else of_weight.to(weight.dtype),
             None if bias_dtype is None else of_bias.to(bias_dtype),
-            *(None,) * 4,
+            *(None,) * 5,
         )
 
 
