@@ -35,6 +35,7 @@ def clip_grad_norm_(
     -------
     The norm of all gradients before, the same on all ranks.
     """
+    norm_type = float(norm_type)
     if not norm_type > 0:
         raise ValueError(
             f"clip_grad_norm_: norm_type={norm_type} is not positive; choose 2.0, 1.0 or inf, say"

@@ -13,7 +13,7 @@ from distconv.tensor import DistTensor, cuts_of, recut_once
 
 
 def layouts_of(module: nn.Module, layouts: Mapping[str, Layout]) -> dict[str, Layout]:
-    """For names of modules the layout of the last pattern that matches.
+    """For names of modules the layout of the last pattern that matches one of the module's names.
 
     Raises
     ------
@@ -26,8 +26,8 @@ def layouts_of(module: nn.Module, layouts: Mapping[str, Layout]) -> dict[str, La
         raise TypeError(
             f"layouts={layouts!r} is not a dictionary; write {{'block5.*': Layout(...)}}, say"
         )
-    names = [name for name, _ in module.named_modules(remove_duplicate=False)]
-    found: dict[str, Layout] = {}
+    parts = dict(module.named_modules(remove_duplicate=False))
+    found: dict[nn.Module, Layout] = {}
     for pattern, layout in layouts.items():
         if not isinstance(pattern, str):
             raise TypeError(
@@ -38,24 +38,21 @@ def layouts_of(module: nn.Module, layouts: Mapping[str, Layout]) -> dict[str, La
                 f"layouts[{pattern!r}]={layout!r} is not a Layout; write "
                 "Layout(channel='height'), say"
             )
-        matching = [name for name in names if fnmatchcase(name, pattern)]
+        matching = [part for name, part in parts.items() if fnmatchcase(name, pattern)]
         if not matching:
             raise ValueError(
                 f"layouts: no module's name matches {pattern!r}; the modules are "
-                f"{', '.join(filter(None, names))}, and '' is the whole"
+                f"{', '.join(filter(None, parts))}, and '' is the whole"
             )
         found.update(dict.fromkeys(matching, layout))
-    return found
+    return {name: found[part] for name, part in parts.items() if part in found}
 
 
 def take_inputs(module: nn.Module, layouts: Mapping[str, Layout]) -> None:
     """Let the modules of these names redistribute the tensors that they are called with."""
-    # A module that has several names takes the layout of the last.
-    named = {
-        part: name for name, part in module.named_modules(remove_duplicate=False) if name in layouts
-    }
-    for part, name in named.items():
-        part.register_forward_pre_hook(_Redistribution(name, layouts[name]), with_kwargs=True)
+    for name, part in module.named_modules():
+        if name in layouts:
+            part.register_forward_pre_hook(_Redistribution(name, layouts[name]), with_kwargs=True)
 
 
 class _Redistribution:

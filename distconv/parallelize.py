@@ -72,6 +72,8 @@ def parallelize(
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"parallelize: {type(module).__name__} is not a torch.nn.Module")
+    if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
+        raise ValueError(f"parallelize: bucket_bytes={bucket_bytes!r} is no size; expected from 1")
     if any(_reduction_of(m) for m in module.modules()) or any(
         _ATTRIBUTE in p.__dict__ for p in shards_of(module.parameters())
     ):

@@ -251,3 +251,17 @@ def test_a_tensor_is_redistributed_anew_in_every_call() -> None:
     leaf = (2 * values).requires_grad_()
     serial(leaf).sum().backward()
     assert deviation(x.grad.full_tensor(), leaf.grad) <= 1e-12
+
+
+@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parametrize("last", ["first", "second"])
+def test_a_module_with_two_names_takes_the_layout_of_the_last_pattern(last: str) -> None:
+    grid = dc.ProcessGrid(channel=-1)
+    shared = nn.Conv2d(4, 4, 1)
+    model = nn.ModuleDict({"first": shared, "second": shared})
+    other = {"first": "second", "second": "first"}[last]
+    layouts = {other: dc.Layout(height="channel"), last: dc.Layout(channel="channel")}
+    dc.parallelize(model, grid, layouts=layouts, shard_parameters=True)
+    assert isinstance(shared.weight, dc.DistTensor) == (grid.size > 1)
+    x = dc.distribute_tensor(torch.randn(2, 4, 8, 3), grid, dc.Layout())
+    assert shared(x).layout == (dc.Layout(channel="channel") if grid.size > 1 else dc.Layout())
