@@ -232,7 +232,7 @@ def _without_elements(module: nn.Module) -> nn.Module:
 
 def _rehearse(module: nn.Module, inputs: Sequence[Tensor], grid: Rehearsal) -> list[LayerPlan]:
     """The plan of a module without elements on the rank that `grid` rehearses."""
-    within = IN_MODULE.set(True)
+    within = IN_MODULE.set(object())
     accounts = _Accounts(module, grid)
     try:
         with traced() as accounts.movements, uncounted():

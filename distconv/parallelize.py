@@ -72,8 +72,6 @@ def parallelize(
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"parallelize: {type(module).__name__} is not a torch.nn.Module")
-    if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
-        raise ValueError(f"parallelize: bucket_bytes={bucket_bytes!r} is no size; expected from 1")
     if any(_reduction_of(m) for m in module.modules()) or any(
         _ATTRIBUTE in p.__dict__ for p in shards_of(module.parameters())
     ):
@@ -86,10 +84,12 @@ def parallelize(
             "parallelize: parameters of the module are sharded already; build it anew and load "
             "distconv.full_state_dict of this one"
         )
+    options = {"bucket_bytes": bucket_bytes, "shard_parameters": shard_parameters}
+    _compare_options({"grid": str(grid), "layouts": layouts} | options, grid)
+    if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
+        raise ValueError(f"parallelize: bucket_bytes={bucket_bytes!r} is no size; expected from 1")
     chosen = layouts_of(module, layouts or {})
     state = dict(module.named_parameters()) | dict(module.named_buffers())
-    options = {"bucket_bytes": bucket_bytes, "shard_parameters": shard_parameters}
-    _compare_options({"grid": str(grid), "layouts": chosen} | options, grid)
     _compare_modules(state, grid)
     for tensor in state.values():
         broadcast(tensor, grid)

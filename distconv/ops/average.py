@@ -84,14 +84,15 @@ def _avg_pool(local: Callable[..., Tensor], n: int) -> None:
         return DistTensor(shard, shape, input.cuts, input.grid)
 
 
-def _counts(window: Window, size: int, start: int, stop: int, include_pad: bool) -> list[int]:
+@lru_cache(maxsize=4096)
+def _counts(window: Window, size: int, start: int, stop: int, include_pad: bool) -> tuple[int, ...]:
     """Elements along one dimension that count in the averages start to stop."""
     counts = []
     for o in range(start, stop):
         first = o * window.stride - window.padding[0]
         last = min(first + window.kernel, size + window.padding[1])
         counts.append(last - first if include_pad else min(last, size) - max(first, 0))
-    return counts
+    return tuple(counts)
 
 
 @lru_cache(maxsize=4096)

@@ -141,7 +141,7 @@ def _decide(
     smallest = _smallest_group(x, group)
     if training and (smallest == 1 or (smallest == 0 and elements)):
         raise ValueError(
-            f"batch_norm: expected more than 1 value per channel when training, got input size "
+            "batch_norm: expected more than 1 value per channel when training, got input size "
             f"{x.shape}" + (f" with {smallest} in a group of ranks" if group != cutting else "")
         )
     if elements:
