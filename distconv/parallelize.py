@@ -84,8 +84,9 @@ def parallelize(
             "parallelize: parameters of the module are sharded already; build it anew and load "
             "distconv.full_state_dict of this one"
         )
-    options = {"bucket_bytes": bucket_bytes, "shard_parameters": shard_parameters}
-    _compare_options({"grid": str(grid), "layouts": layouts} | options, grid)
+    options: dict[str, Any] = {"bucket_bytes": bucket_bytes, "shard_parameters": shard_parameters}
+    options |= {"grid": str(grid), "layouts": layouts}
+    _compare(options, grid, "pass the same on every rank")
     if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
         raise ValueError(f"parallelize: bucket_bytes={bucket_bytes!r} is no size; expected from 1")
     chosen = layouts_of(module, layouts or {})
@@ -126,15 +127,18 @@ def _reduction_of(module: nn.Module) -> _GradientReduction | None:
     return reduction if reduction is not None and reduction.covers(module) else None
 
 
-def _compare_options(options: dict[str, Any], grid: ProcessGrid) -> None:
-    everyone = grid.comm.allgather(options)
+def _compare(mine: dict[str, Any], grid: ProcessGrid, way_out: str) -> list[dict[str, Any]]:
+    """What every rank has; raises on all of them where that differs."""
+    everyone: list[dict[str, Any]] = grid.comm.allgather(mine)
     for rank, theirs in enumerate(everyone):
-        for name, first in everyone[0].items():
-            if theirs[name] != first:
+        for name in sorted(everyone[0].keys() | theirs.keys()):
+            first, other = everyone[0].get(name, "nothing"), theirs.get(name, "nothing")
+            if first != other:
                 raise ValueError(
-                    f"parallelize: {name} is {theirs[name]} on rank {rank} and {first} on rank 0; "
-                    "pass the same on every rank"
+                    f"parallelize: {name} is {other} on rank {rank} and {first} on rank 0; "
+                    f"{way_out}"
                 )
+    return everyone
 
 
 def _compare_modules(state: dict[str, Tensor], grid: ProcessGrid) -> None:
@@ -144,15 +148,8 @@ def _compare_modules(state: dict[str, Tensor], grid: ProcessGrid) -> None:
         else (tuple(t.shape), str(t.dtype), t.requires_grad, t.stride())
         for n, t in state.items()
     }
-    everyone = grid.comm.allgather(mine)
+    everyone = _compare(mine, grid, "build the same module on every rank")
     for rank, theirs in enumerate(everyone):
-        for name in sorted(everyone[0].keys() | theirs.keys()):
-            first, other = everyone[0].get(name, "nothing"), theirs.get(name, "nothing")
-            if first != other:
-                raise ValueError(
-                    f"parallelize: {name} is {other} on rank {rank} and {first} on rank 0; "
-                    "build the same module on every rank"
-                )
         if list(theirs) != list(everyone[0]):
             raise ValueError(
                 f"parallelize: parameters and buffers come in the order {list(theirs)} on rank "

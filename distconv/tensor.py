@@ -579,14 +579,15 @@ def recut_once(x: DistTensor, cuts: Cuts, operator: str) -> DistTensor:
     """
     if cuts == x.cuts:
         return x
+    call, state = IN_MODULE.get(), None
     # Tensors of the inference mode count no versions, and what is made without gradients has none.
-    version = None if x.shard.is_inference() else x.shard._version
-    state = IN_MODULE.get(), torch.is_grad_enabled(), x.shard.requires_grad, version
-    made = x._recuts.get(cuts) if state[0] is not None else None
-    if made is not None and made[0] == state:
-        return made[1]
+    if call is not None and not x.shard.is_inference():
+        state = call, torch.is_grad_enabled(), x.shard.requires_grad, x.shard._version
+        made = x._recuts.get(cuts)
+        if made is not None and made[0] == state:
+            return made[1]
     twin = view_of(x, recut(x, cuts, operator).shard, x.shape, cuts, copied=True)
-    if state[0] is not None and not x.shard.is_inference():
+    if state is not None:
         x._recuts[cuts] = state, twin
     return twin
 

@@ -300,8 +300,8 @@ def _part_of_groups(layer: Layer) -> Part:
 
     def rows(needs: IndexMap, others: int) -> _Rows:
         cuts = axes, *((),) * others
-        own = (slice(*_interval(needs, filters)),) if axes else None
-        return _Rows((needs, *(Same(),) * others), cuts, own)
+        taken = (slice(*_interval(needs, filters)),) if axes else None
+        return _Rows((needs, *(Same(),) * others), cuts, taken)
 
     return Part(
         operator=layer.operator,

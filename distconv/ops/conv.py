@@ -15,8 +15,7 @@ from distconv.method import forced
 from distconv.ops.align import Placement
 from distconv.ops.channels import Layer, Weights, algorithm, part_of
 from distconv.ops.checked import Like, checked
-from distconv.ops.convolve import Convolution, Decision, overlapped_convolution
-from distconv.ops.overlap import may_overlap
+from distconv.ops.convolve import Convolution, Decision, decision, overlapped_convolution
 from distconv.ops.windowed import Sizes, batched, input_of, needs_of, tuple_of, windowed_block
 from distconv.tensor import DistTensor, gathered, implements
 from distconv.window import Same, Window
@@ -78,13 +77,9 @@ def _convolution(function: Callable[..., Tensor], spatial: int) -> None:
         # Every side of the block costs another convolution, which handles the weights once more.
         # Where a rank has fewer inputs than there are weights, assembling them was measured to cost
         # less.
-        if not part.stays or not may_overlap(x, method, prod(weight) // part.blocks):
-            return Decision(part, windows, None)
-        parts = tuple(map(x.topology.parts, x.cuts[2:]))
-        if not reaches(windows, x.shape[2:], parts):
-            return Decision(part, windows, None)
-        edge = boundary(x.topology, x.rank, *part.alone(x), windows)
-        return Decision(part, windows, (Convolution(strides, dilations, part.groups), edge))
+        smallest = prod(weight) // part.blocks
+        local = Convolution(strides, dilations, part.groups)
+        return decision(part, x, windows, local, method, smallest, reaches, boundary)
 
 
 def _sides(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distconv.boundary import Boundary, Piece
+from distconv.ops.align import Placement
 from distconv.ops.channels import Part
 from distconv.ops.checked import autocast_type
-from distconv.ops.overlap import Gradients, cropped, overlapped
+from distconv.ops.overlap import Gradients, cropped, may_overlap, overlapped
 from distconv.tensor import DistTensor
 
 
@@ -25,6 +26,31 @@ class Decision(NamedTuple):
     """From outputs to inputs, for each spatial dimension."""
     overlap: tuple[Convolution, Boundary] | None
     """How to compute while halos travel; None where inputs are assembled."""
+
+
+def decision(
+    part: Part,
+    x: Placement,
+    maps: tuple[Any, ...],
+    local: Convolution,
+    method: str | None,
+    smallest: int,
+    lines_up: Callable[..., Any],
+    edge_of: Callable[..., Boundary],
+) -> Decision:
+    """That of a rank whose `part` of a convolution of `x` is known.
+
+    Parameters
+    ----------
+    method, smallest: as in `may_overlap`.
+    lines_up, edge_of: whether blocks line up, and the boundary: of `boundary` or of `spread`.
+    """
+    if part.stays and may_overlap(x, method, smallest):
+        parts = tuple(map(x.topology.parts, x.cuts[2:]))
+        if lines_up(maps, x.shape[2:], parts):
+            edge = edge_of(x.topology, x.rank, *part.alone(x), maps)
+            return Decision(part, maps, (local, edge))
+    return Decision(part, maps, None)
 
 
 def overlapped_convolution(

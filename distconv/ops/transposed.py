@@ -14,8 +14,7 @@ from distconv.method import forced
 from distconv.ops.align import Placement
 from distconv.ops.channels import Layer, Weights, algorithm, part_of
 from distconv.ops.checked import Like, checked
-from distconv.ops.convolve import Convolution, Decision, overlapped_convolution
-from distconv.ops.overlap import may_overlap
+from distconv.ops.convolve import Convolution, Decision, decision, overlapped_convolution
 from distconv.ops.windowed import Sizes, batched, input_of, tuple_of
 from distconv.spread import boundary, spreads
 from distconv.tensor import DistTensor, gathered, implements
@@ -99,13 +98,8 @@ def _transposed_convolution(function: Callable[..., Tensor], spatial: int) -> No
         # As for convolution, the sides handle the weights again. Assembling saves less here, as it
         # makes outputs that are cropped, and was measured to cost less with few inputs alone.
         smallest = prod(weights.shape) // (4 * part.blocks)
-        if not part.stays or not may_overlap(x, method, smallest):
-            return Decision(part, maps, None)
-        if not spreads(maps, x.shape[2:], tuple(map(x.topology.parts, x.cuts[2:]))):
-            return Decision(part, maps, None)
-        edge = boundary(x.topology, x.rank, *part.alone(x), maps)
         local = Convolution(strides, dilations, part.groups, transposed=True)
-        return Decision(part, maps, (local, edge))
+        return decision(part, x, maps, local, method, smallest, spreads, boundary)
 
 
 _transposed_convolution(torch.conv_transpose1d, 1)
