@@ -226,6 +226,12 @@ def _classification(function: Callable[..., Tensor]) -> None:
                 f"{name}: target has shape {tuple(target.shape)}, expected {shape} for input "
                 f"{tuple(x.shape)}"
             )
+        # torch looks at the type only where there are targets, in some versions.
+        if not probabilities and target.dtype not in (torch.int64, torch.uint8):
+            raise TypeError(
+                f"{name}: target is {target.dtype}, expected class numbers in torch.int64 or "
+                "torch.uint8, or probabilities in the shape of the input"
+            )
         options: Any = {"ignore_index": ignore_index, **smoothing}
         _check_without_samples(
             function, x, x.shape[classes], target, probabilities, weight, options
