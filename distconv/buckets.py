@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 from weakref import ReferenceType, ref
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from distconv.grid import ProcessGrid
+from distconv.slices import Memory, memory_of, tensor_of
 from distconv.transport import Request
-
-Memory = NDArray[np.uint8]
 
 
 class _Place:
@@ -76,8 +74,9 @@ class Bucket:
             place.here and place.in_use and not self._inside(p, place)
             for p, place in zip(self.parameters, self._places, strict=True)
         ):
-            flat = torch.empty(self._elements, dtype=self._places[0].dtype)
-            self._memory = flat.view(torch.uint8).numpy()
+            p = self.parameters[0]
+            flat = torch.empty(self._elements, dtype=p.dtype, device=p.device)
+            self._memory = memory_of(flat)
             self._last = ref(self._memory)
             self._address = flat.data_ptr()
             for place in self._places:
@@ -107,7 +106,7 @@ class Bucket:
             elif not self._inside(p, place):
                 self._view(place).copy_(gradient)
         flat = self._flat()
-        flat[-len(used) :] = torch.tensor(used)
+        flat[-len(used) :] = _numbers(tuple(used), flat.dtype, flat.device)
         self._request = grid.transport.all_reduce(flat, self.comm)
 
     def finish(self) -> bool:
@@ -115,14 +114,14 @@ class Bucket:
         if self._request is None:
             return False
         self._request.wait()
-        used = self._flat()[-len(self.parameters) :].tolist()
-        for p, place, ranks in zip(self.parameters, self._places, used, strict=True):
-            if not ranks or self._inside(p, place):
-                continue
+        ranks: list[float] = []
+        for i, (p, place) in enumerate(zip(self.parameters, self._places, strict=True)):
             if p.grad is None:
-                # Other ranks have got a gradient.
-                p.grad = self._view(place).clone()
-            else:
+                # Whether other ranks have got a gradient. Reading it waits for a GPU.
+                ranks = ranks or self._flat()[-len(self.parameters) :].tolist()
+                if ranks[i]:
+                    p.grad = self._view(place).clone()
+            elif not self._inside(p, place):
                 p.grad.copy_(self._view(place))
         self._request = self._memory = None
         return True
@@ -137,7 +136,7 @@ class Bucket:
 
     def _flat(self) -> Tensor:
         assert self._memory is not None
-        return torch.from_numpy(self._memory).view(self._places[0].dtype)
+        return tensor_of(self._memory).view(self._places[0].dtype)
 
     def _slice(self, place: _Place) -> Memory:
         assert self._memory is not None
@@ -155,4 +154,10 @@ def _strides(p: Tensor) -> tuple[int, ...]:
 
 
 def _tensor(memory: Memory, place: _Place) -> Tensor:
-    return torch.from_numpy(memory).view(place.dtype).as_strided(place.shape, place.strides)
+    return tensor_of(memory).view(place.dtype).as_strided(place.shape, place.strides)
+
+
+@lru_cache(maxsize=1024)
+def _numbers(used: tuple[bool, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """1 and 0, made once: a GPU would be waited for."""
+    return torch.tensor(used, dtype=dtype, device=device)

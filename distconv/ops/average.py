@@ -16,6 +16,7 @@ from distconv.boundary import Piece, boundary
 from distconv.layout import Box
 from distconv.ops.align import box_of
 from distconv.ops.checked import checked, shape_of
+from distconv.ops.constant import constant
 from distconv.ops.overlap import Gradients, overlapped
 from distconv.ops.windowed import (
     Sizes,
@@ -111,8 +112,8 @@ def _divisor(x: DistTensor, windows: Sequence[Window], box: Box, include_pad: bo
         return uniform
     divisor = torch.ones((), dtype=torch.int64, device=x.shard.device)
     for row in zip(windows, x.shape[2:], box.start[2:], box.stop[2:], strict=True):
-        counts = torch.tensor(_counts(*row, include_pad), dtype=torch.int64, device=divisor.device)
-        divisor = divisor.unsqueeze(-1) * counts
+        counts = tuple(_counts(*row, include_pad))
+        divisor = divisor.unsqueeze(-1) * constant(counts, divisor.device)
     return divisor
 
 

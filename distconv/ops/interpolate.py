@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -97,18 +98,39 @@ def _resample(
     buffer: Tensor, d: int, resampled: Resampled, size: int, start: int, stop: int, cut: bool
 ) -> Tensor:
     """The outputs [start, stop) along dimension `d`, from a buffer of the inputs they need."""
-    positions, weights = resampled.taps(size, start, stop)
     first = resampled.intervals(size, start, stop)[0][0] if cut else 0
+    taps = _taps(resampled, size, start, stop, first, buffer.dtype, buffer.device)
     if resampled.mode.startswith("nearest"):
-        return buffer.index_select(d, torch.from_numpy(positions[:, 0] - first).to(buffer.device))
+        return buffer.index_select(d, taps[0][0])
     column = (1,) * d + (-1,) + (1,) * (buffer.dim() - d - 1)
     total: Tensor | None = None
-    for tap in range(positions.shape[1]):
-        index = torch.from_numpy(positions[:, tap] - first).to(buffer.device)
-        weight = torch.from_numpy(weights[:, tap]).to(buffer).view(column)
+    for index, of_outputs in taps:
+        weight = of_outputs.view(column)
         term = buffer.index_select(d, index) * weight
         if resampled.antialias:  # some filters are shorter than the longest
             term = torch.where(weight == 0, 0, term)
         total = term if total is None else total + term
     assert total is not None
     return total
+
+
+@lru_cache(maxsize=1024)
+def _taps(
+    resampled: Resampled,
+    size: int,
+    start: int,
+    stop: int,
+    first: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> list[tuple[Tensor, Tensor]]:
+    """For each tap the inputs, counted from `first`, and their weights; made once, as constants."""
+    pairs = zip(*(array.T for array in resampled.taps(size, start, stop)), strict=True)
+    with torch.inference_mode(False):
+        return [
+            (
+                torch.from_numpy(positions - first).to(device),
+                torch.tensor(weights).to(device, dtype),
+            )
+            for positions, weights in pairs
+        ]

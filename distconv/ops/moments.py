@@ -80,7 +80,7 @@ def _variances_and_means(x: Tensor, over: Sequence[int]) -> Tensor:
         shape = [1 if d in over else n for d, n in enumerate(x.shape)]
         return x.new_zeros((2, *shape), dtype=torch.float64)
     kept = next((d for d in range(x.dim()) if d not in over), None)
-    if kept is None or x.numel() <= _PIECE:
+    if kept is None or x.numel() <= _PIECE or x.is_cuda:
         return _variance_and_mean(x, over)
     # In pieces, whose differences from the mean fit into memory that is used again.
     run = max(1, _PIECE * x.shape[kept] // x.numel())
@@ -94,6 +94,8 @@ _PIECE = 2**19
 def _variance_and_mean(x: Tensor, over: Sequence[int]) -> Tensor:
     """Both in float64, in two stable passes; torch.var_mean takes ten times as long on CPUs."""
     wide = accumulated(x)
+    if x.is_cuda:
+        return torch.stack(torch.var_mean(wide, tuple(over), correction=0, keepdim=True)).double()
     mean = wide.mean(tuple(over), keepdim=True)
     variance = (wide - mean).square_().mean(tuple(over), keepdim=True)
     return torch.stack([variance, mean]).double()

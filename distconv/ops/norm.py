@@ -263,6 +263,8 @@ def _sums(
     if not x.numel():
         nothing = torch.zeros_like(mean)
         return nothing, nothing
-    arguments = (dy, x, None, mean, variance, None, None, False, eps, [False, True, True])
+    # On GPUs torch needs a weight, whose type the gradients take; their values do not depend on it.
+    weight = torch.ones_like(mean)
+    arguments = (dy, x, weight, mean, variance, None, None, False, eps, [False, True, True])
     _, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(*arguments)
     return of_weight, of_bias

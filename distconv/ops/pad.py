@@ -10,6 +10,7 @@ from torch import Tensor
 
 from distconv.ops.align import box_of, nothing
 from distconv.ops.checked import checked, shape_of
+from distconv.ops.constant import constant
 from distconv.tensor import DistTensor, gathered, implements
 from distconv.window import IndexMap, Pad, Same
 
@@ -37,7 +38,7 @@ def pad(
         if isinstance(need, Pad) and box.start[d] < box.stop[d]:
             order = need.order(input.shape[d], box.start[d], box.stop[d])
             if order is not None:
-                buffer = buffer.index_select(d, torch.tensor(order, device=buffer.device))
+                buffer = buffer.index_select(d, constant(tuple(order), buffer.device))
     buffer = _pad_whole_dimensions(buffer, amounts, needs, len(pad) // 2, mode, value, box.shape)
     # What pads by nothing copies all the same.
     shard = buffer.clone() if buffer is input.shard else buffer

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from distconv.layout import Box
+from distconv.ops.constant import constant
 from distconv.tensor import DistTensor
 from distconv.window import Window
 
@@ -40,8 +41,8 @@ def inner_border(buffer: Tensor, windows: Sequence[Window], starts: Sequence[int
     for d, (window, start) in enumerate(zip(windows, starts, strict=True), 2):
         if start < 0:
             last = buffer.shape[d] - 1
-            first = [min(p % window.dilation - start, last) for p in range(start, 0)]
-            inner = buffer.index_select(d, torch.tensor(first, device=buffer.device))
+            first = tuple(min(p % window.dilation - start, last) for p in range(start, 0))
+            inner = buffer.index_select(d, constant(first, buffer.device))
             buffer.narrow(d, 0, -start).copy_(inner)
     return buffer
 

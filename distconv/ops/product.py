@@ -175,7 +175,11 @@ def _added(
                 way_out="Use whole numbers, or convert the tensors",
             )
         # What is multiplied by 0 is left out, nan included.
-        start = input * beta if beta else input.masked_fill(torch.tensor(True), 0)
+        start = (
+            input * beta
+            if beta
+            else input.masked_fill(torch.ones((), dtype=torch.bool, device=input.device), 0)
+        )
         return torch.add(start, product(*factors), alpha=alpha)
 
 
