@@ -27,14 +27,15 @@ def global_shape(local: Tensor, grid: ProcessGrid, cuts: Cuts, layout: Layout) -
 
     `layout` is what the ranks intend, and compared with the rest.
     """
-    device = local.device.type
+    # What lies on the CPU moves to the grid's device.
+    device = "cpu" if local.device == grid.device else str(local.device)
     held = grid.comm.allgather(
-        (tuple(local.shape), str(local.dtype), local.requires_grad, layout, device, str(grid))
+        (tuple(local.shape), str(local.dtype), local.requires_grad, layout, str(grid), device)
     )
     shapes = [meta[0] for meta in held]
     if len({len(s) for s in shapes}) > 1:
         raise ValueError(f"the ranks' blocks differ in their number of dimensions: {shapes}")
-    for what, i in (("type", 1), ("requires_grad", 2), ("layout", 3), ("device", 4), ("grid", 5)):
+    for what, i in (("type", 1), ("requires_grad", 2), ("layout", 3), ("grid", 4)):
         if len({meta[i] for meta in held}) > 1:
             usual, _ = Counter(meta[i] for meta in held).most_common(1)[0]
             odd = next(r for r, meta in enumerate(held) if meta[i] != usual)
@@ -42,10 +43,12 @@ def global_shape(local: Tensor, grid: ProcessGrid, cuts: Cuts, layout: Layout) -
                 f"the ranks' blocks differ in {what}: rank {odd} has {held[odd][i]}, the others "
                 f"{usual}; pass the same on every rank"
             )
-    if device != "cpu":
-        raise ValueError(
-            f"the tensor lives on {device}; this version works on CPU tensors, x.cpu()"
-        )
+    for rank, (*_, elsewhere) in enumerate(held):
+        if elsewhere != "cpu":
+            raise ValueError(
+                f"the tensor of rank {rank} lives on {elsewhere}, not on the device of the grid "
+                "there; pass x.to(grid.device), or a CPU tensor, which is moved there"
+            )
     return _fitting_shape(tuple(shapes), cuts, grid.topology)
 
 

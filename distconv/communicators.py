@@ -1,17 +1,23 @@
-"""MPI communicators, one for each set of ranks and purpose, made once and kept.
+"""What a process has once: communicators for each set of ranks and purpose, transports, a GPU.
 
-MPI has about two thousand to give; a program may build any number of grids.
+MPI has about two thousand communicators to give; a program may build any number of grids.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from mpi4py import MPI
 
+from distconv.transport import Transport
+from distconv.transport.copies import Copies
 from distconv.transport.mpi import MPITransport
+from distconv.transport.nccl import NCCLTransport
+from distconv.transport.staged import StagedTransport, takes_device_memory
 
 Key = tuple[str, tuple[int, ...]]
+_CPU = torch.device("cpu")
 
 
 class _Store:
@@ -19,7 +25,8 @@ class _Store:
 
     def __init__(self) -> None:
         self.communicators: dict[Key, MPI.Intracomm] = {}
-        self.transports: dict[tuple[int, ...], MPITransport] = {}
+        self.transports: dict[tuple[str, torch.device, tuple[int, ...]], Transport] = {}
+        self.gpu: torch.device | None = None
 
 
 _KEYVAL = MPI.Comm.Create_keyval()
@@ -53,9 +60,33 @@ def communicator(parent: MPI.Intracomm, ranks: tuple[int, ...], purpose: str) ->
     return made[key]
 
 
-def transport(parent: MPI.Intracomm, ranks: tuple[int, ...]) -> MPITransport:
-    """The transport among `ranks`; collective over them at the first call."""
+def transport(
+    parent: MPI.Intracomm, ranks: tuple[int, ...], name: str, device: torch.device
+) -> Transport:
+    """The transport of a name among `ranks`, between tensors on devices as this rank's `device`.
+
+    Collective over those ranks at the first call, and a look-up ever after.
+    """
     made = _store().transports
-    if ranks not in made:
-        made[ranks] = MPITransport(communicator(parent, ranks, "exchange"))
-    return made[ranks]
+    key = name, device, ranks
+    if key not in made:
+        comm = communicator(parent, ranks, "exchange")
+        if device == _CPU:
+            made[key] = MPITransport(comm)
+        elif name == "nccl":
+            made[key] = NCCLTransport(comm, device)
+        else:
+            mpi: Any = transport(parent, ranks, name, _CPU)
+            made[key] = StagedTransport(mpi, Copies(device), takes_device_memory(comm))
+    return made[key]
+
+
+def gpu() -> torch.device | None:
+    """The GPU that this rank has on other grids."""
+    return _store().gpu
+
+
+def take_gpu(device: torch.device) -> None:
+    """Make it that of this rank, and torch's current one."""
+    torch.cuda.set_device(device)
+    _store().gpu = device

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from numbers import Integral
 from typing import NoReturn
 
+import torch
 from mpi4py import MPI
 
-from distconv import communicators
+from distconv import communicators, devices
 from distconv.abort import abort_when_a_rank_raises
 from distconv.topology import AXES, Topology
 from distconv.transport import Transport
@@ -27,12 +29,18 @@ class ProcessGrid:
     comm: mpi4py communicator, MPI.COMM_WORLD when not given. All its ranks construct the grid.
     sample, channel, filter, depth, height, width: ranks along each axis; their product is the
         number of ranks. One may be -1 and is inferred.
-    transport: how bytes travel; "mpi", the only one so far, when not given.
+    device: what this rank computes on: "cpu", "cuda" or "cuda:1", say. When not given, a GPU where
+        there are any: the ranks that see the same GPUs take them in turn, in rank order, and keep
+        theirs on other grids. It becomes torch's current one.
+    transport: how bytes travel: "nccl", between GPUs of which each belongs to one rank, or "mpi",
+        which takes what lies on a GPU through the host, unless the MPI is CUDA-aware. "nccl" where
+        that is possible, when not given.
 
     Raises
     ------
     ValueError
-        On every rank, when the extents do not fit the number of ranks.
+        On every rank, when the extents do not fit the number of ranks, or device and transport
+        cannot be had.
     """
 
     def __init__(
@@ -45,6 +53,7 @@ class ProcessGrid:
         depth: int = 1,
         height: int = 1,
         width: int = 1,
+        device: str | torch.device | None = None,
         transport: str | None = None,
     ):
         comm = MPI.COMM_WORLD if comm is None else comm
@@ -53,14 +62,22 @@ class ProcessGrid:
                 "ProcessGrid: this rank is not a member of comm, which is MPI.COMM_NULL here; make "
                 "the grid on its members only"
             )
-        if transport not in (None, "mpi"):
-            raise ValueError(f"ProcessGrid: transport={transport!r} is not known; choose 'mpi'")
+        offer = devices.offer(device, transport, communicators.gpu())
         extents = dict(zip(AXES, (sample, channel, filter, depth, height, width), strict=True))
         self._topology = _fit(extents, comm.size)
         self._ranks = communicators.world_ranks(comm)
-        self._transport: Transport = communicators.transport(comm, self._ranks)
         self._comm = communicators.communicator(comm, self._ranks, "user")
         self._rank = int(self._comm.rank)
+        choice = devices.choose(self._comm.allgather(offer))
+        if choice.notice and self._rank == 0:
+            warnings.warn(f"ProcessGrid: {choice.notice}", stacklevel=2)
+        self._devices = choice.devices
+        self._device = torch.device(choice.devices[self._rank])
+        if self._device.type == "cuda":
+            communicators.take_gpu(self._device)
+        self._transport: Transport = communicators.transport(
+            self._comm, self._ranks, choice.transport, self._device
+        )
         self._communicators: dict[tuple[frozenset[str], str], MPI.Intracomm] = {}
 
     @property
@@ -94,6 +111,11 @@ class ProcessGrid:
         return self._topology
 
     @property
+    def device(self) -> torch.device:
+        """What this rank computes on: all its DistTensors on the grid live there."""
+        return self._device
+
+    @property
     def transport(self) -> Transport:
         """What carries this grid's messages."""
         return self._transport
@@ -116,6 +138,7 @@ class ProcessGrid:
             isinstance(other, ProcessGrid)
             and self._topology == other._topology
             and self._ranks == other._ranks
+            and self._devices == other._devices
         )
 
     def __hash__(self) -> int:
@@ -132,7 +155,8 @@ class ProcessGrid:
 
     def __repr__(self) -> str:
         axes = ", ".join(f"{axis}={n}" for axis, n in self.shape.items() if n > 1)
-        return f"ProcessGrid({axes}) on {self.size} rank{'s' if self.size > 1 else ''}"
+        where = f" with GPUs, {self._transport.name}" if self._device.type == "cuda" else ""
+        return f"ProcessGrid({axes}) on {self.size} rank{'s' if self.size > 1 else ''}{where}"
 
 
 def _fit(extents: dict[str, int], ranks: int) -> Topology:

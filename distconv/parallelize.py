@@ -45,15 +45,15 @@ def parallelize(
 ) -> Module:
     """Make `module` compute on DistTensors of `grid` what it computes serially; returns it.
 
-    Parameters and buffers become those of rank 0. From then on, when `backward()` returns, the
-    gradients of the parameters are, on every rank, those of the serial program. Parameters that
-    take no part in a backward pass keep their gradient, or None. Hooks on parameters see this
-    rank's part, before the sum. The state_dict stays that of the plain module. All ranks of the
-    grid call it together, and run the same forward and backward passes.
+    Parameters and buffers become those of rank 0, on the grid's device. From then on, when
+    `backward()` returns, the gradients of the parameters are, on every rank, those of the serial
+    program. Parameters that take no part in a backward pass keep their gradient, or None. Hooks on
+    parameters see this rank's part, before the sum. The state_dict stays that of the plain module.
+    All ranks of the grid call it together, and run the same forward and backward passes.
 
     Parameters
     ----------
-    module: any torch.nn.Module with CPU parameters; its inputs are then DistTensors.
+    module: any torch.nn.Module; its inputs are then DistTensors.
     layouts: for patterns of module names, as "block5.*" ("" is the module itself), the layout in
         which the modules take their inputs; the last pattern that matches counts. Where a tensor
         has another layout it is redistributed, once for all that take it in the same one. Other
@@ -92,7 +92,9 @@ def parallelize(
     chosen = layouts_of(module, layouts or {})
     state = dict(module.named_parameters()) | dict(module.named_buffers())
     _compare_modules(state, grid)
-    for tensor in state.values():
+    if any(tensor.device != grid.device for tensor in state.values()):
+        module.to(grid.device)
+    for tensor in (*module.parameters(), *module.buffers()):
         broadcast(tensor, grid)
     if shard_parameters:
         shard(module, chosen, grid)

@@ -93,6 +93,7 @@ class Rehearsal(ProcessGrid):
         self._rank = self._topology.rank(middle) if rank is None else rank
         if not 0 <= self._rank < self.size:
             raise ValueError(f"rank={rank} is not on a grid of {self.size}; count from 0")
+        self._device = torch.device("meta")
         self._counted = _Counted()
         self._transport = self._counted
 

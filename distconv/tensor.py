@@ -236,7 +236,9 @@ class DistTensor(torch.Tensor):
 
         Parameters
         ----------
-        local: this rank's block, of the shape that the canonical cut gives it.
+        local: this rank's block, of the shape that the canonical cut gives it, on the CPU or the
+            grid's device. It moves to the latter; without waiting for the GPU, where the program
+            moves it before, `local.to(grid.device, non_blocking=True)` from pinned memory.
         layout: how the global tensor is cut; every dimension over the grid axis of its own name
             when not given.
 
@@ -248,7 +250,8 @@ class DistTensor(torch.Tensor):
         cuts = cuts_of(layout, grid, local.dim())
         shape = global_shape(local, grid, cuts, Layout.of(cuts))
         check_batch(shape, cuts, grid)
-        shard = exchange.replicate(local, grid, replicating_axes(cuts, grid.topology))
+        own = local.to(grid.device)
+        shard = exchange.replicate(own, grid, replicating_axes(cuts, grid.topology))
         # Autograd forbids to write in place to what a Function has passed on.
         return cls(shard.clone() if shard.requires_grad else shard, shape, cuts, grid)
 
@@ -400,7 +403,7 @@ def distribute_tensor(x: Tensor, grid: ProcessGrid, layout: Layout | None = None
 
     Parameters
     ----------
-    x: the global tensor.
+    x: the global tensor, on the CPU or the grid's device, to which each rank's box moves.
     layout: how to cut it; every dimension over the grid axis of its own name when not given.
 
     Raises
@@ -417,8 +420,10 @@ def distribute_tensor(x: Tensor, grid: ProcessGrid, layout: Layout | None = None
     global_shape(x, grid, ((),) * x.dim(), Layout.of(cuts))
     check_batch(tuple(x.shape), cuts, grid)
     box = rank_box(tuple(x.shape), cuts, grid.topology, grid.rank)
-    whole = exchange.replicate(x, grid, replicating_axes((), grid.topology))
-    return DistTensor(whole[box.slices].clone(), x.shape, cuts, grid)
+    # Gradients are added up where the grid computes.
+    whole = x.to(grid.device) if x.requires_grad else x
+    whole = exchange.replicate(whole, grid, replicating_axes((), grid.topology))
+    return DistTensor(whole[box.slices].to(grid.device, copy=True), x.shape, cuts, grid)
 
 
 def default_layout(grid: ProcessGrid, ndim: int) -> Layout:

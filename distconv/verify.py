@@ -168,7 +168,8 @@ def verify(
     layouts = list(layout) if isinstance(layout, (tuple, list)) else alike
     if len(layouts) != len(inputs):
         raise ValueError(f"verify: {len(layouts)} layouts for {len(inputs)} inputs")
-    with torch.random.fork_rng(devices=[]), torch.set_grad_enabled(backward), uncounted():
+    gpus = [grid.device] if grid.device.type == "cuda" else []
+    with torch.random.fork_rng(gpus), torch.set_grad_enabled(backward), uncounted():
         rows, notes, dtypes = _compare(module, inputs, layouts, grid, seed)
     allowance = 0.0
     if tolerance is None:
@@ -239,7 +240,7 @@ def _agreed_inputs(module: Any, input: Any, grid: ProcessGrid, options: Any) -> 
                 f"verify: the module of rank {rank} is built otherwise than that of rank 0, or in "
                 "another mode; build the same on every rank"
             )
-    return [x.detach() for x in inputs]
+    return [x.detach().to(grid.device) for x in inputs]
 
 
 def _fingerprint(x: Tensor) -> tuple[Any, ...]:
@@ -256,7 +257,7 @@ def _compare(
     seed: int,
 ) -> tuple[list[Comparison], list[str], set[torch.dtype]]:
     """All comparisons, not yet judged; what to know; and the floating types that occur."""
-    plain, model = copy.deepcopy(module), copy.deepcopy(module)
+    plain, model = copy.deepcopy(module).to(grid.device), copy.deepcopy(module)
     quiet = _without_dropout(plain)
     _without_dropout(model)
     parallelize(model, grid)
@@ -307,7 +308,7 @@ class _Serial:
         self.calls.remove()
         self._shapes = [y.shape if y.requires_grad else None for y in results]
         self._seeds = {
-            i: torch.randn(y.shape, generator=generator, dtype=y.dtype)
+            i: torch.randn(y.shape, generator=generator, dtype=y.dtype).to(y.device)
             for i, y in enumerate(results)
             if y.requires_grad
         }
@@ -359,7 +360,7 @@ def _shaken(x: Tensor, generator: torch.Generator) -> Tensor:
     """`x` with every element changed in its last place, up or down."""
     if not _is_continuous(x):
         return x.clone()
-    up = torch.rand(x.shape, generator=generator) < 0.5
+    up = torch.rand(x.shape, generator=generator).to(x.device) < 0.5
     return x * (1 + torch.finfo(x.dtype).eps * torch.where(up, 1, -1).to(x.dtype))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 
 import pytest
@@ -29,9 +30,16 @@ settings.register_profile(
 settings.load_profile("default")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Tests compare with serial torch on the CPU, but for those of tests/gpu."""
+    parser.addoption("--gpu", action="store_true", help="let the tests see GPUs (`make gpu`)")
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Let rank 0 report; another rank's report is shown when it has seen a failure."""
+    if not config.getoption("--gpu"):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if MPI.COMM_WORLD.rank:
         reporter = config.pluginmanager.getplugin("terminalreporter")
         reporter._tw._file = io.StringIO()

@@ -70,7 +70,13 @@ def test_ranks_that_share_a_sample_are_neighbours_in_rank_order() -> None:
         ({"depth": 2.0}, "depth=2.0 is not a number of ranks"),
         ({"depth": "2"}, "depth='2' is not a number of ranks"),
         ({"depth": True}, "depth=True is not a number of ranks"),
-        ({"height": -1, "transport": "tcp"}, "transport='tcp' is not known; choose 'mpi'"),
+        (
+            {"height": -1, "transport": "tcp"},
+            "transport='tcp' is not known; choose 'mpi' or 'nccl'",
+        ),
+        ({"height": -1, "transport": "nccl"}, "is for GPUs, and the ranks compute on CPUs"),
+        ({"height": -1, "device": "cuda"}, "device='cuda', and rank 0 sees 0 GPUs"),
+        ({"height": -1, "device": "mps"}, "device='mps' is not supported; choose 'cpu' or 'cuda'"),
     ],
 )
 def test_a_grid_that_does_not_fit_says_so_on_all_ranks(extents: dict, message: str) -> None:

@@ -53,7 +53,7 @@ def channels(settings: Settings, cases: Sequence[Case] = CASES) -> Iterator[Row]
         algorithm: (chain("channel"), ("channel",)) for algorithm in ("x", "y")
     }
     if rows.size % 2 == 0 and rows.size > 2:
-        both = ProcessGrid(channel=2, filter=-1)
+        both = ProcessGrid(channel=2, filter=-1, device="cpu")
         grids["w"] = both, ("channel", "filter")
     threads = settings.threads * rows.size
     for case in cases:

@@ -165,7 +165,7 @@ def one_rank(settings: Settings, channels: int = 32, size: int = 128, depth: int
 
     torch.manual_seed(0)
     x, dy = torch.randn(shape), torch.randn(shape)
-    grid = ProcessGrid(MPI.COMM_SELF)
+    grid = ProcessGrid(MPI.COMM_SELF, device="cpu")
     module = parallelize(stack(), grid)
     subject = step_of(module, distribute_tensor(x, grid), distribute_tensor(dy, grid))
     sides = [Side(run, settings.threads, alone=True) for run in (subject, step_of(stack(), x, dy))]

@@ -23,7 +23,7 @@ class Settings(NamedTuple):
     def grid(self, ndim: int) -> ProcessGrid:
         """The grid for tensors of `ndim` dimensions; all ranks call it."""
         first = {3: "width", 4: "height", 5: "depth"}[ndim]
-        return chain(first) if self.extents is None else ProcessGrid(**self.extents)
+        return chain(first) if self.extents is None else ProcessGrid(**self.extents, device="cpu")
 
     @property
     def ranks(self) -> int:
@@ -39,7 +39,7 @@ class Settings(NamedTuple):
 def chain(axis: str) -> ProcessGrid:
     """The grid of all ranks along one axis; all ranks call it."""
     extents: dict[str, Any] = {axis: -1}
-    return ProcessGrid(**extents)
+    return ProcessGrid(**extents, device="cpu")
 
 
 def by(sizes: Sequence[int]) -> str:

@@ -199,10 +199,17 @@ def contiguous(
 
 @implements(torch.Tensor.to)
 def to(input: DistTensor, *args: Any, **kwargs: Any) -> DistTensor:
-    """Another type, device or memory format; `other` may be a tensor, which only lends these."""
+    """Another type or memory format; `other` may be a tensor, which only lends these."""
     args = tuple(_like(x) for x in args)
     kwargs = {k: _like(x) for k, x in kwargs.items()}
     shard = input.shard.to(*args, **kwargs)
+    if shard.device.type != input.device.type:
+        refuse(
+            "to",
+            f"the tensors of a grid live on its devices, not on {shard.device}",
+            input,
+            way_out="Move x.full_tensor() or x.to_local(); x.item() gives a number",
+        )
     return input if shard is input.shard else DistTensor(shard, input.shape, input.cuts, input.grid)
 
 

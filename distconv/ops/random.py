@@ -1,9 +1,9 @@
 """Random numbers that do not depend on the grid.
 
 Every element hashes its position in the global tensor with a key, so that any grid, and a single
-rank, draw the same tensor. The key of a call comes from torch's default generator on rank 0: the
-numbers follow `torch.manual_seed` there, and `torch.utils.checkpoint` repeats them. They are not
-the numbers that serial torch draws from the same seed.
+rank, draw the same tensor. The key of a call comes from rank 0, from torch's default generator for
+its device: the numbers follow `torch.manual_seed` there, and `torch.utils.checkpoint` repeats them.
+They are not the numbers that serial torch draws from the same seed.
 
 The hash is the output function of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom
 number generators", OOPSLA 2014) on its Weyl sequence, entered at the position.
@@ -30,7 +30,7 @@ _MIX = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
 
 def _key(grid: ProcessGrid) -> Tensor:
     """A fresh key, the same on every rank; all ranks of the grid call it."""
-    key = torch.randint(-(2**63), 2**63 - 1, ())
+    key = torch.randint(-(2**63), 2**63 - 1, (), device=grid.device)
     broadcast(key, grid)
     return key
 
@@ -47,7 +47,7 @@ def _uniform(x: DistTensor, dims: int | None = None) -> Tensor:
         along = torch.arange(box.start[d], box.stop[d], device=x.device)
         position = position.unsqueeze(-1) * x.shape[d] + along
     # Integer arithmetic wraps around modulo 2^64, as the generator wants it.
-    bits = (position + 1) * _GOLDEN + _key(x.grid).to(x.device)
+    bits = (position + 1) * _GOLDEN + _key(x.grid)
     for shift, factor in _MIX:
         bits = (bits ^ _right(bits, shift)) * factor
     bits = bits ^ _right(bits, 31)
@@ -71,7 +71,7 @@ def _integers(x: DistTensor, low: int, high: int) -> Tensor:
 
 def _check(function: Callable[..., Any], dtype: torch.dtype, *args: Any) -> None:
     """torch's own checks of type and arguments, on one element and a generator of its own."""
-    function(torch.zeros(1, dtype=dtype), *args, generator=torch.Generator())
+    function(torch.zeros(1, dtype=dtype, device="cpu"), *args, generator=torch.Generator())
 
 
 def _require_real(name: str, input: DistTensor, dtype: torch.dtype) -> None:
@@ -142,8 +142,8 @@ def _new(
     device: Any = None,
     requires_grad: bool = False,
 ) -> DistTensor:
-    shard = values.to(device, dtype)
-    result = DistTensor(shard, input.shape, input.cuts, input.grid)
+    drawn = DistTensor(values.to(dtype), input.shape, input.cuts, input.grid)
+    result: DistTensor = drawn if device is None else drawn.to(device)  # type: ignore[assignment]
     return result.requires_grad_() if requires_grad else result
 
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeAlias
 
+import torch
 from torch import Tensor
+
+WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.bool: torch.int32}
+"""The types in which others are added up."""
 
 Message: TypeAlias = tuple[int, Tensor]
 """The other rank, and the contiguous tensor that leaves for it or arrives from it."""
@@ -15,7 +19,10 @@ class Request(Protocol):
     """Messages or a reduction under way."""
 
     def wait(self) -> None:
-        """Return when all is complete and the tensors may be used."""
+        """Return when what the program does next finds all complete, and may use the tensors.
+
+        On a GPU that is what the current stream is given next; the host may return before.
+        """
 
 
 class Transport(Protocol):
@@ -23,6 +30,7 @@ class Transport(Protocol):
 
     `ticket` numbers the exchanges. All ranks start them in the order of the program, so an exchange
     has one number everywhere, and its messages cannot be taken for those of another in flight.
+    Tensors on a GPU are those that the current stream has written when it comes to the exchange.
     Groups are what `ProcessGrid.communicator` returns; all their ranks call a collective together.
     Tensors are contiguous.
     """

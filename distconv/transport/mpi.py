@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
-from distconv.transport import Message
+from distconv.transport import WIDER, Message
 from distconv.transport.buffers import Buffers
 
 _DATATYPES = {
@@ -22,7 +22,6 @@ _DATATYPES = {
     torch.complex64: MPI.C_FLOAT_COMPLEX,
     torch.complex128: MPI.C_DOUBLE_COMPLEX,
 }
-_WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.bool: torch.int32}
 
 
 class MPIMessages:
@@ -89,11 +88,11 @@ class MPITransport:
         """Start adding up a tensor in place over the ranks of `group`."""
         if tensor.dtype in _DATATYPES:
             return MPIReduction(group.Iallreduce(MPI.IN_PLACE, _typed(tensor), MPI.SUM), tensor)
-        if tensor.dtype not in _WIDER:
+        if tensor.dtype not in WIDER:
             raise TypeError(
                 f"MPI cannot add up {tensor.dtype}; convert to one that it can, x.float()"
             )
-        wide = tensor.to(_WIDER[tensor.dtype])
+        wide = tensor.to(WIDER[tensor.dtype])
         return MPIReduction(group.Iallreduce(MPI.IN_PLACE, _typed(wide), MPI.SUM), wide, tensor)
 
     def all_gather(self, tensor: torch.Tensor, group: MPI.Intracomm) -> torch.Tensor:

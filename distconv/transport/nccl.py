@@ -1,0 +1,147 @@
+"""Transport over NCCL, by cupy: to the host, starting an exchange is launching one more kernel.
+
+Communicators are made through MPI. Each has a stream of its own, which waits for the current one
+before it sends or adds up; the current one waits for it when somebody waits, and the host never.
+Messages have no tags: they meet in the order in which ranks start them, the same on all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from distconv.transport import WIDER, Message
+
+_TYPES = {
+    torch.float32: "NCCL_FLOAT32",
+    torch.float64: "NCCL_FLOAT64",
+    torch.int8: "NCCL_INT8",
+    torch.uint8: "NCCL_UINT8",
+    torch.int32: "NCCL_INT32",
+    torch.int64: "NCCL_INT64",
+}
+_WIDER = WIDER | {torch.int16: torch.int32}
+
+
+def obstacle() -> str | None:
+    """Why this process cannot use NCCL; None where it can."""
+    try:
+        from cupy.cuda import nccl
+    except ImportError as error:
+        return f"cupy is missing ({error}); install cupy-cuda12x or cupy-cuda13x"
+    return None if nccl.available else "cupy finds no NCCL; install nvidia-nccl-cu12 or -cu13"
+
+
+class Enqueued:
+    """Messages or a reduction that have been given to the GPU."""
+
+    def __init__(self, stream: torch.cuda.Stream, total: Tensor | None = None, into: Any = None):
+        self._device, self._event = stream.device, stream.record_event()
+        self._total, self._into = total, into
+
+    def wait(self) -> None:
+        """Let what follows on the current stream find it complete."""
+        torch.cuda.current_stream(self._device).wait_event(self._event)
+        if self._into is not None:
+            self._into.copy_(self._total)
+
+
+class _Channel:
+    """A communicator of NCCL, and its stream."""
+
+    def __init__(self, group: MPI.Intracomm, device: torch.device):
+        from cupy.cuda import nccl
+
+        name = group.bcast(nccl.get_unique_id() if group.rank == 0 else None)
+        with torch.cuda.device(device):
+            self.comm: Any = nccl.NcclCommunicator(group.size, name, group.rank)
+        self.stream = torch.cuda.Stream(device, priority=-1)
+
+    def follow(self, tensors: Iterable[Tensor]) -> int:
+        """The address of the stream, which goes on after the current one; it uses `tensors`."""
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        for tensor in tensors:
+            # Nobody else may get its memory before.
+            tensor.record_stream(self.stream)
+        address: int = self.stream.cuda_stream
+        return address
+
+
+class NCCLTransport:
+    """Messages between GPUs of which each belongs to one rank; see `Transport`."""
+
+    name = "nccl"
+
+    def __init__(self, comm: MPI.Intracomm, device: torch.device):
+        from cupy.cuda import nccl
+
+        self._nccl, self._device = nccl, device
+        self._messages = _Channel(comm, device)
+        self._groups: dict[int, _Channel] = {}
+
+    def ticket(self) -> int:
+        """No exchange needs a tag."""
+        return 0
+
+    def empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """Memory for a message, of which torch keeps enough for later."""
+        return like.new_empty(shape)
+
+    def exchange(
+        self, arriving: Sequence[Message], leaving: Sequence[Message], tag: int
+    ) -> Enqueued:
+        """Start the messages of one exchange, in one kernel."""
+        nccl, comm = self._nccl, self._messages.comm
+        stream = self._messages.follow(tensor for _, tensor in (*arriving, *leaving))
+        nccl.groupStart()
+        for rank, t in arriving:
+            comm.recv(t.data_ptr(), t.nbytes, nccl.NCCL_UINT8, rank, stream)
+        for rank, t in leaving:
+            comm.send(t.data_ptr(), t.nbytes, nccl.NCCL_UINT8, rank, stream)
+        nccl.groupEnd()
+        return Enqueued(self._messages.stream)
+
+    def all_reduce(self, tensor: Tensor, group: MPI.Intracomm) -> Enqueued:
+        """Start adding up a tensor in place over the ranks of `group`."""
+        if tensor.dtype in _WIDER:
+            wide = tensor.to(_WIDER[tensor.dtype])
+            return Enqueued(self._add_up(wide, group), wide, tensor)
+        return Enqueued(self._add_up(tensor, group))
+
+    def _add_up(self, tensor: Tensor, group: MPI.Intracomm) -> torch.cuda.Stream:
+        numbers = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        if numbers.dtype not in _TYPES:
+            raise TypeError(
+                f"NCCL cannot add up {tensor.dtype}; convert to one that it can, x.float()"
+            )
+        nccl, channel, address = self._nccl, self._channel(group), numbers.data_ptr()
+        what = numbers.numel(), getattr(nccl, _TYPES[numbers.dtype]), nccl.NCCL_SUM
+        channel.comm.allReduce(address, address, *what, channel.follow([tensor]))
+        return channel.stream
+
+    def all_gather(self, tensor: Tensor, group: MPI.Intracomm) -> Tensor:
+        """The tensors of all ranks of `group`, stacked in rank order."""
+        gathered = tensor.new_empty((group.size, *tensor.shape))
+        nccl, channel = self._nccl, self._channel(group)
+        stream = channel.follow([tensor, gathered])
+        addresses = tensor.data_ptr(), gathered.data_ptr()
+        channel.comm.allGather(*addresses, tensor.nbytes, nccl.NCCL_UINT8, stream)
+        Enqueued(channel.stream).wait()
+        return gathered
+
+    def broadcast(self, tensor: Tensor, group: MPI.Intracomm) -> None:
+        """Overwrite a tensor by that of the first rank of `group`."""
+        nccl, channel, address = self._nccl, self._channel(group), tensor.data_ptr()
+        stream = channel.follow([tensor])
+        channel.comm.broadcast(address, address, tensor.nbytes, nccl.NCCL_UINT8, 0, stream)
+        Enqueued(channel.stream).wait()
+
+    def _channel(self, group: MPI.Intracomm) -> _Channel:
+        """That of the ranks of `group`, made when they first need it, together."""
+        if group.handle not in self._groups:
+            self._groups[group.handle] = _Channel(group, self._device)
+        return self._groups[group.handle]

@@ -1,0 +1,119 @@
+"""MPI between tensors on GPUs: through pinned memory of the host, or, where it can, directly.
+
+MPI knows nothing of streams: it must not read what a GPU has not written yet. So the host waits for
+the GPU before it sends, though not when an exchange is started: only when somebody waits for one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from functools import partial
+
+from mpi4py import MPI
+from torch import Tensor
+
+from distconv.transport import Message, Request
+from distconv.transport.copies import Copies
+from distconv.transport.mpi import MPITransport
+from distconv.transport.queue import Queue
+
+_VARIABLE = "DISTCONV_CUDA_AWARE_MPI"
+
+
+class StagedRequest:
+    """Messages or a reduction under way, and what arrives with them."""
+
+    def __init__(
+        self,
+        copies: Copies,
+        requests: Sequence[Request] = (),
+        arriving: Sequence[tuple[Tensor, Tensor]] = (),
+    ):
+        self._copies, self._requests, self._arriving = copies, requests, arriving
+
+    def wait(self) -> None:
+        """Return when MPI is done; the current stream finds what has arrived."""
+        for request in self._requests:
+            request.wait()
+        if self._arriving:
+            self._copies.to_device(self._arriving)
+
+
+class StagedTransport:
+    """Messages over MPI between tensors on GPUs; see `Transport`.
+
+    Parameters
+    ----------
+    mpi: what carries the messages on the host.
+    copies: from and to the GPU.
+    direct: whether MPI sends from and receives into the memory of GPUs. Reductions go through the
+        host all the same, where MPI adds up.
+    """
+
+    name = "mpi"
+
+    def __init__(self, mpi: MPITransport, copies: Copies, direct: bool = False):
+        self._mpi, self._copies, self._direct = mpi, copies, direct
+        self._queue = Queue()
+
+    def ticket(self) -> int:
+        """The tag of the next exchange."""
+        return self._mpi.ticket()
+
+    def empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """Memory for a message, of which torch keeps enough for later."""
+        return like.new_empty(shape)
+
+    def exchange(
+        self, arriving: Sequence[Message], leaving: Sequence[Message], tag: int
+    ) -> Request:
+        """Start the messages of one exchange."""
+        if not (arriving or leaving):
+            return StagedRequest(self._copies)
+        if self._direct:
+            start = partial(self._mpi.exchange, arriving, leaving, tag)
+            return self._queue.add(self._copies.now(), start)
+        landings = [(rank, self._copies.host(tensor)) for rank, tensor in arriving]
+        received = self._mpi.exchange(landings, (), tag)
+        hosts, ready = self._copies.to_host([tensor for _, tensor in leaving])
+        messages = [(rank, host) for (rank, _), host in zip(leaving, hosts, strict=True)]
+        sent = self._queue.add(ready, partial(self._mpi.exchange, (), messages, tag))
+        pairs = [(host, t) for (_, host), (_, t) in zip(landings, arriving, strict=True)]
+        # To wait for what is sent is to wait for `ready`: the memory of what arrives is free then.
+        return StagedRequest(self._copies, (sent, received), pairs)
+
+    def all_reduce(self, tensor: Tensor, group: MPI.Intracomm) -> Request:
+        """Start adding up a tensor in place over the ranks of `group`."""
+        if group.size == 1:
+            return StagedRequest(self._copies)
+        (host,), ready = self._copies.to_host([tensor])
+        reduced = self._queue.add(ready, partial(self._mpi.all_reduce, host, group))
+        return StagedRequest(self._copies, (reduced,), [(host, tensor)])
+
+    def all_gather(self, tensor: Tensor, group: MPI.Intracomm) -> Tensor:
+        """The tensors of all ranks of `group`, stacked in rank order."""
+        self._queue.start_all()
+        return self._mpi.all_gather(tensor.cpu(), group).to(tensor.device)
+
+    def broadcast(self, tensor: Tensor, group: MPI.Intracomm) -> None:
+        """Overwrite a tensor by that of the first rank of `group`."""
+        self._queue.start_all()
+        host = tensor.cpu()
+        self._mpi.broadcast(host, group)
+        tensor.copy_(host)
+
+
+def takes_device_memory(comm: MPI.Intracomm) -> bool:
+    """Whether MPI takes pointers into the memory of GPUs, on all ranks of `comm`; collective.
+
+    It is asked, where DISTCONV_CUDA_AWARE_MPI is not set to 1 or 0.
+    """
+    given = os.environ.get(_VARIABLE)
+    if given is None:
+        query = getattr(ctypes.CDLL(MPI.__file__), "MPIX_Query_cuda_support", None)
+        here = query is not None and bool(query())
+    else:
+        here = given == "1"
+    return bool(comm.allreduce(here, MPI.LAND))
