@@ -55,6 +55,7 @@ def random_tensor(rng: random.Random, shape: Sequence[int], dtype: Any = torch.f
 def deviation(actual: Tensor, expected: Tensor) -> float:
     """The largest difference, relative to the largest entry of what is expected; nan equals nan."""
     assert actual.shape == expected.shape, (actual.shape, expected.shape)
+    actual = actual.to(expected.device)
     if not expected.numel():
         return 0.0
     if not (expected.dtype.is_floating_point or expected.dtype.is_complex):
@@ -70,7 +71,7 @@ def deviation(actual: Tensor, expected: Tensor) -> float:
 
 def summed(gradient: Tensor | None, like: Tensor) -> Tensor:
     """The sum over the ranks of the parts of a plain tensor's gradient."""
-    total = torch.zeros_like(like) if gradient is None else gradient.clone()
+    total = torch.zeros_like(like) if gradient is None else gradient.to("cpu", copy=True)
     MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, total.numpy(), MPI.SUM)
     return total
 
@@ -86,7 +87,8 @@ def agrees(
 ) -> None:
     """Assert that outputs, input gradients and parameter gradients are the serial ones.
 
-    `inputs` are distributed, `parameters` stay plain. The gradients fed in are random.
+    `inputs` are distributed, `parameters` stay plain. The gradients fed in are random. What is
+    serial runs on the CPU.
     """
     serial_inputs = [x.clone().requires_grad_(x.is_floating_point()) for x in inputs]
     serial_parameters = [p.clone().requires_grad_(p.is_floating_point()) for p in parameters]
@@ -98,7 +100,7 @@ def agrees(
     ]
     for x in distributed:
         x.requires_grad_(x.is_floating_point())
-    plain = [p.clone().requires_grad_(p.is_floating_point()) for p in parameters]
+    plain = [p.to(grid.device, copy=True).requires_grad_(p.is_floating_point()) for p in parameters]
     actual = function(*distributed, *plain)
 
     pairs = list(zip(_flat(actual), _flat(expected), strict=True))
@@ -115,7 +117,7 @@ def agrees(
     seeds = [random_tensor(rng, w.shape, w.dtype) for _, w in differentiable]
     torch.autograd.backward([w for _, w in differentiable], seeds)
     for i, ((got, _), seed) in enumerate(zip(differentiable, seeds, strict=True)):
-        got.backward(seed, retain_graph=i + 1 < len(seeds))
+        got.backward(seed.to(grid.device), retain_graph=i + 1 < len(seeds))
     for got, wanted in zip(distributed, serial_inputs, strict=True):
         if wanted.grad is not None:
             assert got.grad is not None, "no input gradient"

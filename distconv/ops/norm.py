@@ -228,12 +228,11 @@ class _BatchNorm(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, variance = ctx.saved_tensors
         grid, group, count, eps, bias_dtype = ctx.context
-        dy = _told_apart(grads[0])
-        of_weight, of_bias = _sums(dy, x, mean, variance, eps)
+        dy, scale = _told_apart(grads[0]), torch.rsqrt(variance + eps)
+        of_weight, of_bias = _sums(dy, x, mean, variance, scale, eps)
         total = torch.stack([of_weight, of_bias])
         if group:
             add_up(total, grid, group)
-        scale = torch.rsqrt(variance + eps)
         gain = scale if weight is None else scale * weight
         # dx = gain * (dy - mean(dy) - standardised x * mean(dy * standardised x)), in two passes.
         slope, offset = (total * (gain / -count)).unbind()
@@ -254,7 +253,7 @@ class _BatchNorm(Function):
 
 
 def _sums(
-    dy: Tensor, x: Tensor, mean: Tensor, variance: Tensor, eps: float
+    dy: Tensor, x: Tensor, mean: Tensor, variance: Tensor, scale: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """Per channel, the sums of dy * (x - mean) / deviation and of dy over this rank's elements.
 
@@ -263,8 +262,8 @@ def _sums(
     if not x.numel():
         nothing = torch.zeros_like(mean)
         return nothing, nothing
-    # On GPUs torch needs a weight, whose type the gradients take; their values do not depend on it.
+    # torch takes mean and variance on CPUs; mean, scale and the type of the weight on GPUs.
     weight = torch.ones_like(mean)
-    arguments = (dy, x, weight, mean, variance, None, None, False, eps, [False, True, True])
+    arguments = (dy, x, weight, mean, variance, mean, scale, False, eps, [False, True, True])
     _, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(*arguments)
     return of_weight, of_bias

@@ -7,6 +7,7 @@ Messages have no tags: they meet in the order in which ranks start them, the sam
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -79,6 +80,9 @@ class NCCLTransport:
     def __init__(self, comm: MPI.Intracomm, device: torch.device):
         from cupy.cuda import nccl
 
+        # Kernels of several communicators, which wait for other ranks, run in the host's order: in
+        # others they could wait for each other. NCCL 2.26 and newer.
+        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
         self._nccl, self._device = nccl, device
         self._messages = _Channel(comm, device)
         self._groups: dict[int, _Channel] = {}
