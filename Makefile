@@ -11,7 +11,7 @@ KEEP   := MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=17179869184 \
           MALLOC_TOP_PAD_=134217728
 LIMIT  := timeout -k 10
 
-.PHONY: demo test nightly bench coverage lint clean
+.PHONY: demo test nightly bench gpu coverage lint clean
 
 $(VENV)/ready: setup.cfg constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -57,6 +57,25 @@ RECORD := $(RUN) $(KEEP) KINETO_LOG_LEVEL=99 $(LIMIT) 1200 $(BIN)/mpiexec
 bench: $(VENV)/ready
 	$(RECORD) -n 2 $(BIN)/python -m benchmarks.record benchmarks/results/cpu.md
 	$(RECORD) -n 4 $(BIN)/python -m benchmarks.record benchmarks/results/channels.md channels
+
+# On a machine with a GPU, in its own Python, with nothing from the network. The ranks share one GPU;
+# operators are compared with serial torch on the CPU.
+GPU_PYTHON ?= python3
+GPU_TESTS  := tests/gpu $(patsubst %,tests/test_%.py,exchange conv overlap overlap_pool pool norm \
+              samplenorm transposed interpolate pointwise reduction loss shape product)
+gpu:
+	@command -v mpiexec >/dev/null || { echo "make gpu: mpiexec is missing; bring the wheel mpich"; exit 1; }
+	@$(GPU_PYTHON) -c "import torch, mpi4py.MPI, cupy, pytest, pytest_timeout, pytest_mpi, hypothesis" \
+	  || { echo "make gpu: bring the wheels of what is missing (pytest_mpi is mpi-pytest)"; exit 1; }
+	$(GPU_PYTHON) -m pip install -q --no-index --no-deps --no-build-isolation -e .
+	@status=0; \
+	for n in 1 2 4; do \
+	  echo "== $$n ranks on the GPU"; \
+	  $(RUN) $(LIMIT) 140 mpiexec -n $$n $(GPU_PYTHON) -m pytest -q --gpu -m "parallel[match]" \
+	    $(GPU_TESTS) || status=1; \
+	done; \
+	$(LIMIT) 150 $(GPU_PYTHON) -m benchmarks.gpu benchmarks/results/gpu.md || status=1; \
+	exit $$status
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
