@@ -58,11 +58,11 @@ bench: $(VENV)/ready
 	$(RECORD) -n 2 $(BIN)/python -m benchmarks.record benchmarks/results/cpu.md
 	$(RECORD) -n 4 $(BIN)/python -m benchmarks.record benchmarks/results/channels.md channels
 
-# On a machine with a GPU, in its own Python, with nothing from the network. The ranks share one GPU;
-# operators are compared with serial torch on the CPU.
+# On a machine with a GPU, in its own Python, with nothing from the network. The ranks share one GPU.
+# What the judge in tests/serial.py looks at is compared with serial torch on the CPU.
 GPU_PYTHON ?= python3
-GPU_TESTS  := tests/gpu $(patsubst %,tests/test_%.py,exchange conv overlap overlap_pool pool norm \
-              samplenorm transposed interpolate pointwise reduction loss shape product)
+GPU_TESTS  := tests/gpu $(patsubst %,tests/test_%.py,conv transposed interpolate patches unpool \
+              $(addprefix properties_,windowed norm pointwise reduction resample shape loss product))
 gpu:
 	@command -v mpiexec >/dev/null || { echo "make gpu: mpiexec is missing; bring the wheel mpich"; exit 1; }
 	@$(GPU_PYTHON) -c "import torch, mpi4py.MPI, cupy, pytest, pytest_timeout, pytest_mpi, hypothesis" \

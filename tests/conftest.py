@@ -40,6 +40,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Let rank 0 report; another rank's report is shown when it has seen a failure."""
     if not config.getoption("--gpu"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    # Rounded as on the CPU.
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     # One GPU is enough to test with.
     config.addinivalue_line("filterwarnings", "ignore:ProcessGrid.* share")
     if MPI.COMM_WORLD.rank:
