@@ -66,8 +66,8 @@ def compare_with_serial(
     distributed = _steps(model, build_optimizer(model), data.batches(batches))
 
     def serial(batches: list[list[int]]) -> Course:
-        model = build_model()
         whole = MeshTanglingData(data.path, dc.ProcessGrid(MPI.COMM_SELF), data.dtype)
+        model = build_model().to(whole.grid.device)
         plain = ((x.to_local(), y.to_local()) for x, y in whole.batches(batches))
         return _steps(model, build_optimizer(model), plain)
 

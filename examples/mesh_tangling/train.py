@@ -170,7 +170,7 @@ def predict(model: nn.Module, data: MeshTanglingData, sample: int) -> tuple[np.n
     with torch.no_grad():
         [(x, y)] = data.batches([[sample]])
         truth, probability = y.full_tensor(), model(x).full_tensor()
-    return truth[0, 0].numpy(), probability[0, 0].numpy()
+    return truth[0, 0].cpu().numpy(), probability[0, 0].cpu().numpy()
 
 
 def write_results(
