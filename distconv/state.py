@@ -51,8 +51,9 @@ def _cut(x: Any, parameter: DistTensor) -> Any:
     if not isinstance(x, Tensor) or x.dim() != parameter.dim():
         return x
     cuts = operand_cuts(tuple(x.shape), tuple(parameter.shape), parameter.cuts)
-    block = x[box_of(x.shape, cuts, parameter.grid).slices].clone()
-    return DistTensor(block, x.shape, cuts, parameter.grid)
+    grid = parameter.grid
+    block = x[box_of(x.shape, cuts, grid).slices].to(grid.device, copy=True)
+    return DistTensor(block, x.shape, cuts, grid)
 
 
 def _mapped(state: Any, function: Callable[[Any], Any]) -> Any:

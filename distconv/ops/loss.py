@@ -256,10 +256,10 @@ def _classification(function: Callable[..., Tensor]) -> None:
         if reduction == "mean" and probabilities:
             over = torch.Size(shape).numel() if x.shape[classes] else math.nan
         elif reduction == "mean":
-            counted = labels[labels != ignore_index]
-            over = (
-                weight[counted].sum() if weight is not None else labels.new_tensor(counted.numel())
-            )
+            counted = labels != ignore_index
+            if weight is not None:
+                counted = torch.where(counted, weight[labels.where(counted, 0)], 0)
+            over = counted.sum()
         return _total(local, over, cuts, grid, input.dtype)
 
 
