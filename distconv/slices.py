@@ -15,15 +15,23 @@ from torch import Tensor
 
 
 class DeviceMemory:
-    """Bytes of a GPU, which are sliced as numpy's arrays are."""
+    """Bytes of a GPU, which are sliced as numpy's arrays are: a slice keeps the whole alive."""
 
-    def __init__(self, tensor: Tensor):
-        self._tensor = tensor
-        self.device = tensor.device
-        self.__cuda_array_interface__: dict[str, Any] = tensor.__cuda_array_interface__
+    def __init__(self, tensor: Tensor, whole: DeviceMemory | None = None):
+        self._tensor, self._whole = tensor, whole
 
     def __getitem__(self, part: slice) -> DeviceMemory:
-        return DeviceMemory(self._tensor[part])
+        return DeviceMemory(self._tensor[part], self._whole or self)
+
+    @property
+    def device(self) -> torch.device:
+        """The GPU."""
+        return self._tensor.device
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        description: dict[str, Any] = self._tensor.__cuda_array_interface__
+        return description
 
 
 Memory: TypeAlias = NDArray[np.uint8] | DeviceMemory

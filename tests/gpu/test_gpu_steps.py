@@ -88,6 +88,9 @@ def test_gradients_share_memory_that_zero_grad_frees(grid: dc.ProcessGrid) -> No
     addresses = [p.grad.data_ptr() for p in model.parameters() if p.grad is not None]
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     assert max(addresses) - min(addresses) < size
+    model.zero_grad(set_to_none=False)
+    model(x).sum().backward()
+    assert addresses == [p.grad.data_ptr() for p in model.parameters() if p.grad is not None]
     before = torch.cuda.memory_allocated()
     model.zero_grad()
     assert before - torch.cuda.memory_allocated() >= size
