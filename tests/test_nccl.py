@@ -5,16 +5,14 @@ Memory is the CPU's, streams are none, and MPI stands in for NCCL.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from mpi4py import MPI
-from torch import Tensor
+from streams import Stream, replace_modules, replace_streams
 
 from distconv.transport.nccl import NCCLTransport
 
@@ -22,23 +20,6 @@ WORLD = MPI.COMM_WORLD
 RANKS = [1, 2, 3]
 TYPES = {0: MPI.INT8_T, 1: MPI.UINT8_T, 2: MPI.INT32_T, 4: MPI.INT64_T, 7: MPI.FLOAT, 8: MPI.DOUBLE}
 """By the numbers that NCCL gives them."""
-
-
-class Stream:
-    """Work on it is done at once."""
-
-    device, cuda_stream = torch.device("cpu"), 7
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        pass
-
-    def wait_stream(self, other: Stream) -> None:
-        pass
-
-    wait_event = wait_stream
-
-    def record_event(self) -> None:
-        pass
 
 
 def memory(address: int, count: int, datatype: int) -> list[Any]:
@@ -104,18 +85,8 @@ def transport(monkeypatch: pytest.MonkeyPatch) -> Iterator[NCCLTransport]:
     nccl.NCCL_SUM = nccl.NCCL_INT8 = 0
     nccl.NCCL_UINT8, nccl.NCCL_INT32, nccl.NCCL_INT64 = 1, 2, 4
     nccl.NCCL_FLOAT32, nccl.NCCL_FLOAT64 = 7, 8
-    cuda: Any = ModuleType("cupy.cuda")
-    cuda.nccl = nccl
-    for name, module in {
-        "cupy": ModuleType("cupy"),
-        "cupy.cuda": cuda,
-        nccl.__name__: nccl,
-    }.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
-    monkeypatch.setattr(torch.cuda, "device", nullcontext)
-    monkeypatch.setattr(Tensor, "record_stream", lambda *_: None)
+    replace_modules(monkeypatch, ModuleType("cupy"), ModuleType("cupy.cuda"), nccl)
+    replace_streams(monkeypatch)
     monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "0")
     yield NCCLTransport(WORLD, torch.device("cpu"))
     assert Communicator.group is None

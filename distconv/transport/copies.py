@@ -24,7 +24,12 @@ class Copies:
         return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=True)
 
     def now(self) -> torch.cuda.Event:
-        """What the current stream has been given so far."""
+        """What the current stream has been given so far, for which the host is going to wait."""
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "transport 'mpi' lets the host wait for the GPU, which no graph of CUDA can hold; "
+                "capture steps on a grid with transport='nccl' or 'peer'"
+            )
         return torch.cuda.current_stream(self._device).record_event()
 
     def to_host(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], torch.cuda.Event]:

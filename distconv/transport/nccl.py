@@ -8,14 +8,15 @@ Messages have no tags: they meet in the order in which ranks start them, the sam
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from distconv.transport import WIDER, Message
+from distconv.transport import WIDER, Message, Request
+from distconv.transport.beside import Beside, Enqueued
 
 _TYPES = {
     torch.float32: "NCCL_FLOAT32",
@@ -37,39 +38,28 @@ def obstacle() -> str | None:
     return None if nccl.available else "cupy finds no NCCL; install nvidia-nccl-cu12 or -cu13"
 
 
-class Enqueued:
-    """Messages or a reduction that have been given to the GPU."""
+class _Sum:
+    """A reduction under way in memory of its own, as NCCL does not add up the type itself."""
 
-    def __init__(self, stream: torch.cuda.Stream, total: Tensor | None = None, into: Any = None):
-        self._device, self._event = stream.device, stream.record_event()
-        self._total, self._into = total, into
+    def __init__(self, request: Enqueued, total: Tensor, into: Tensor):
+        self._request, self._total, self._into = request, total, into
 
     def wait(self) -> None:
         """Let what follows on the current stream find it complete."""
-        torch.cuda.current_stream(self._device).wait_event(self._event)
-        if self._into is not None:
-            self._into.copy_(self._total)
+        self._request.wait()
+        self._into.copy_(self._total)
 
 
-class _Channel:
+class _Channel(Beside):
     """A communicator of NCCL, and its stream."""
 
     def __init__(self, group: MPI.Intracomm, device: torch.device):
         from cupy.cuda import nccl
 
+        super().__init__(device)
         name = group.bcast(nccl.get_unique_id() if group.rank == 0 else None)
         with torch.cuda.device(device):
             self.comm: Any = nccl.NcclCommunicator(group.size, name, group.rank)
-        self.stream = torch.cuda.Stream(device, priority=-1)
-
-    def follow(self, tensors: Iterable[Tensor]) -> int:
-        """The address of the stream, which goes on after the current one; it uses `tensors`."""
-        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
-        for tensor in tensors:
-            # Nobody else may get its memory before.
-            tensor.record_stream(self.stream)
-        address: int = self.stream.cuda_stream
-        return address
 
 
 class NCCLTransport:
@@ -97,26 +87,27 @@ class NCCLTransport:
 
     def exchange(
         self, arriving: Sequence[Message], leaving: Sequence[Message], tag: int
-    ) -> Enqueued:
+    ) -> Request:
         """Start the messages of one exchange, in one kernel."""
         nccl, comm = self._nccl, self._messages.comm
-        stream = self._messages.follow(tensor for _, tensor in (*arriving, *leaving))
+        self._messages.follow()
+        stream = self._messages.address
         nccl.groupStart()
         for rank, t in arriving:
             comm.recv(t.data_ptr(), t.nbytes, nccl.NCCL_UINT8, rank, stream)
         for rank, t in leaving:
             comm.send(t.data_ptr(), t.nbytes, nccl.NCCL_UINT8, rank, stream)
         nccl.groupEnd()
-        return Enqueued(self._messages.stream)
+        return self._messages.mark(tensor for _, tensor in (*arriving, *leaving))
 
-    def all_reduce(self, tensor: Tensor, group: MPI.Intracomm) -> Enqueued:
+    def all_reduce(self, tensor: Tensor, group: MPI.Intracomm) -> Request:
         """Start adding up a tensor in place over the ranks of `group`."""
         if tensor.dtype in _WIDER:
             wide = tensor.to(_WIDER[tensor.dtype])
-            return Enqueued(self._add_up(wide, group), wide, tensor)
-        return Enqueued(self._add_up(tensor, group))
+            return _Sum(self._add_up(wide, group), wide, tensor)
+        return self._add_up(tensor, group)
 
-    def _add_up(self, tensor: Tensor, group: MPI.Intracomm) -> torch.cuda.Stream:
+    def _add_up(self, tensor: Tensor, group: MPI.Intracomm) -> Enqueued:
         numbers = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         if numbers.dtype not in _TYPES:
             raise TypeError(
@@ -124,25 +115,27 @@ class NCCLTransport:
             )
         nccl, channel, address = self._nccl, self._channel(group), numbers.data_ptr()
         what = numbers.numel(), getattr(nccl, _TYPES[numbers.dtype]), nccl.NCCL_SUM
-        channel.comm.allReduce(address, address, *what, channel.follow([tensor]))
-        return channel.stream
+        channel.follow()
+        channel.comm.allReduce(address, address, *what, channel.address)
+        return channel.mark([tensor])
 
     def all_gather(self, tensor: Tensor, group: MPI.Intracomm) -> Tensor:
         """The tensors of all ranks of `group`, stacked in rank order."""
         gathered = tensor.new_empty((group.size, *tensor.shape))
         nccl, channel = self._nccl, self._channel(group)
-        stream = channel.follow([tensor, gathered])
+        channel.follow()
         addresses = tensor.data_ptr(), gathered.data_ptr()
-        channel.comm.allGather(*addresses, tensor.nbytes, nccl.NCCL_UINT8, stream)
-        Enqueued(channel.stream).wait()
+        channel.comm.allGather(*addresses, tensor.nbytes, nccl.NCCL_UINT8, channel.address)
+        channel.mark([tensor, gathered]).wait()
         return gathered
 
     def broadcast(self, tensor: Tensor, group: MPI.Intracomm) -> None:
         """Overwrite a tensor by that of the first rank of `group`."""
         nccl, channel, address = self._nccl, self._channel(group), tensor.data_ptr()
-        stream = channel.follow([tensor])
-        channel.comm.broadcast(address, address, tensor.nbytes, nccl.NCCL_UINT8, 0, stream)
-        Enqueued(channel.stream).wait()
+        channel.follow()
+        what = tensor.nbytes, nccl.NCCL_UINT8, 0, channel.address
+        channel.comm.broadcast(address, address, *what)
+        channel.mark([tensor]).wait()
 
     def _channel(self, group: MPI.Intracomm) -> _Channel:
         """That of the ranks of `group`, made when they first need it, together."""

@@ -75,9 +75,9 @@ class StagedTransport:
         if self._direct:
             start = partial(self._mpi.exchange, arriving, leaving, tag)
             return self._queue.add(self._copies.now(), start)
+        hosts, ready = self._copies.to_host([tensor for _, tensor in leaving])
         landings = [(rank, self._copies.host(tensor)) for rank, tensor in arriving]
         received = self._mpi.exchange(landings, (), tag)
-        hosts, ready = self._copies.to_host([tensor for _, tensor in leaving])
         messages = [(rank, host) for (rank, _), host in zip(leaving, hosts, strict=True)]
         sent = self._queue.add(ready, partial(self._mpi.exchange, (), messages, tag))
         pairs = [(host, t) for (_, host), (_, t) in zip(landings, arriving, strict=True)]

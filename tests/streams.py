@@ -1,0 +1,48 @@
+"""Streams of a GPU that is not there: what they are given is done at once."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import nullcontext
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+
+class Stream:
+    """Stands for torch.cuda.Stream."""
+
+    device, cuda_stream = torch.device("cpu"), 7
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        pass
+
+    def wait_stream(self, other: Stream) -> None:
+        pass
+
+    wait_event = wait_stream
+
+    def record_event(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+def replace_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give the library these streams."""
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+
+
+def replace_modules(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> None:
+    """Let imports find these modules, parents before their children."""
+    for module in modules:
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        parent, _, child = module.__name__.rpartition(".")
+        if parent:
+            monkeypatch.setattr(sys.modules[parent], child, module, raising=False)
