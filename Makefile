@@ -59,10 +59,8 @@ bench: $(VENV)/ready
 	$(RECORD) -n 4 $(BIN)/python -m benchmarks.record benchmarks/results/channels.md channels
 
 # On a machine with a GPU, in its own Python, with nothing from the network. The ranks share one GPU.
-# What the judge in tests/serial.py looks at is compared with serial torch on the CPU.
+# Tests marked `gpu` run there; what is serial runs on the CPU.
 GPU_PYTHON ?= python3
-GPU_TESTS  := tests/gpu $(patsubst %,tests/test_%.py,conv transposed interpolate patches unpool \
-              $(addprefix properties_,windowed norm pointwise reduction resample shape loss product))
 gpu:
 	@command -v mpiexec >/dev/null || { echo "make gpu: mpiexec is missing; bring the wheel mpich"; exit 1; }
 	@$(GPU_PYTHON) -c "import torch, mpi4py.MPI, cupy, pytest, pytest_timeout, pytest_mpi, hypothesis" \
@@ -71,8 +69,8 @@ gpu:
 	@status=0; \
 	for n in 1 2 4; do \
 	  echo "== $$n ranks on the GPU"; \
-	  $(RUN) $(LIMIT) 140 mpiexec -n $$n $(GPU_PYTHON) -m pytest -q --gpu -m "parallel[match]" \
-	    $(GPU_TESTS) || status=1; \
+	  $(RUN) $(LIMIT) 140 mpiexec -n $$n $(GPU_PYTHON) -m pytest -q --gpu \
+	    -m "parallel[match] and gpu" || status=1; \
 	done; \
 	$(LIMIT) 150 $(GPU_PYTHON) -m benchmarks.gpu benchmarks/results/gpu.md || status=1; \
 	exit $$status

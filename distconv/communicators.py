@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
-from distconv.transport import Transport
+from distconv.transport import Transport, peer
 from distconv.transport.copies import Copies
 from distconv.transport.mpi import MPITransport
 from distconv.transport.nccl import NCCLTransport
@@ -61,11 +61,16 @@ def communicator(parent: MPI.Intracomm, ranks: tuple[int, ...], purpose: str) ->
 
 
 def transport(
-    parent: MPI.Intracomm, ranks: tuple[int, ...], name: str, device: torch.device
+    parent: MPI.Intracomm,
+    ranks: tuple[int, ...],
+    name: str,
+    device: torch.device,
+    beyond: str = "mpi",
 ) -> Transport:
     """The transport of a name among `ranks`, between tensors on devices as this rank's `device`.
 
-    Collective over those ranks at the first call, and a look-up ever after.
+    Collective over those ranks at the first call, and a look-up ever after. `beyond` is the name of
+    what carries messages between ranks that "peer" cannot join.
     """
     made = _store().transports
     key = name, device, ranks
@@ -75,6 +80,8 @@ def transport(
             made[key] = MPITransport(comm)
         elif name == "nccl":
             made[key] = NCCLTransport(comm, device)
+        elif name == "peer":
+            made[key] = peer.connected(comm, device, transport(parent, ranks, beyond, device))
         else:
             mpi: Any = transport(parent, ranks, name, _CPU)
             made[key] = StagedTransport(mpi, Copies(device), takes_device_memory(comm))

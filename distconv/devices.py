@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import torch
 
-from distconv.transport import nccl
+from distconv.transport import nccl, peer
 
-TRANSPORTS = ("mpi", "nccl")
+TRANSPORTS = ("nccl", "peer", "mpi")
 
 
 class Offer(NamedTuple):
@@ -25,8 +25,10 @@ class Offer(NamedTuple):
     transport: str | None
     gpus: tuple[str, ...] = ()
     """The identities of the GPUs that it sees, unless it is asked not to look."""
-    obstacle: str | None = None
+    no_nccl: str | None = None
     """Why it cannot use NCCL."""
+    no_peer: str | None = None
+    """Why it cannot use CUDA IPC."""
 
 
 class Choice(NamedTuple):
@@ -35,6 +37,8 @@ class Choice(NamedTuple):
     devices: tuple[str, ...]
     """Of each rank, by its own numbers."""
     transport: str
+    beyond: str = "mpi"
+    """What carries messages between ranks that "peer" cannot join."""
     notice: str | None = None
     """What somebody who looks for speed should know."""
 
@@ -60,7 +64,9 @@ def offer(
     if kept is not None and wanted in (None, "cuda"):
         wanted = str(kept)
     gpus = _visible()
-    return Offer(wanted, transport, gpus, nccl.obstacle() if gpus and transport != "mpi" else None)
+    if not gpus or transport == "mpi":
+        return Offer(wanted, transport, gpus)
+    return Offer(wanted, transport, gpus, nccl.obstacle(), peer.obstacle())
 
 
 def _visible() -> tuple[str, ...]:
@@ -74,7 +80,7 @@ def choose(offers: Sequence[Offer]) -> Choice:
     """What follows from the offers of all ranks.
 
     Ranks that see the same GPUs, those of a node, take them in turn. Messages travel by NCCL where
-    every rank has a GPU of its own, and cupy; else by MPI.
+    every rank has a GPU of its own, by CUDA IPC where ranks share GPUs; by MPI without cupy.
 
     Raises
     ------
@@ -91,29 +97,45 @@ def choose(offers: Sequence[Offer]) -> Choice:
                 f"pass {what}= with the same on every rank"
             )
     if kinds[0] == "cpu":
-        if transport == "nccl":
+        if transport in ("nccl", "peer"):
             raise ValueError(
-                "ProcessGrid: transport='nccl' is for GPUs, and the ranks compute on CPUs; choose "
-                "'mpi'"
+                f"ProcessGrid: transport={transport!r} is for GPUs, and the ranks compute on CPUs; "
+                "choose 'mpi'"
             )
         return Choice(("cpu",) * len(offers), "mpi")
 
     numbers = _numbers(offers)
-    owner: dict[str, int] = {}
-    shared = None
-    for rank, (o, number) in enumerate(zip(offers, numbers, strict=True)):
-        first = owner.setdefault(o.gpus[number], rank)
-        shared = shared or (None if first == rank else (first, rank))
-    obstacle = next((f"{o.obstacle} (rank {r})" for r, o in enumerate(offers) if o.obstacle), None)
-    if shared is not None:
-        obstacle = f"ranks {shared[0]} and {shared[1]} share a GPU; start one rank for each"
-    if transport == "nccl" and obstacle:
-        raise ValueError(f"ProcessGrid: transport='nccl': {obstacle}, or choose 'mpi'")
+    gpus = [o.gpus[number] for o, number in zip(offers, numbers, strict=True)]
+    obstacles = {
+        "nccl": _obstacle([o.no_nccl for o in offers]) or _sharing(gpus),
+        "peer": _obstacle([o.no_peer for o in offers]),
+        "mpi": None,
+    }
+    if transport is not None and obstacles[transport]:
+        others = " or ".join(repr(name) for name, obstacle in obstacles.items() if not obstacle)
+        raise ValueError(
+            f"ProcessGrid: transport={transport!r}: {obstacles[transport]}, or choose {others}"
+        )
+    chosen = transport or next(name for name in TRANSPORTS if not obstacles[name])
     notice = None
-    if shared is not None:
-        notice = f"{len(offers)} ranks share {len(owner)} GPU{'s' if len(owner) > 1 else ''}"
-    chosen = transport or ("mpi" if obstacle else "nccl")
-    return Choice(tuple(f"cuda:{number}" for number in numbers), chosen, notice)
+    if len(set(gpus)) < len(gpus):
+        notice = f"{len(gpus)} ranks share {len(set(gpus))} GPU{'s' if len(set(gpus)) > 1 else ''}"
+    devices = tuple(f"cuda:{number}" for number in numbers)
+    return Choice(devices, chosen, "mpi" if obstacles["nccl"] else "nccl", notice)
+
+
+def _obstacle(each: Sequence[str | None]) -> str | None:
+    """The first of the ranks', and whose it is."""
+    return next((f"{one} (rank {rank})" for rank, one in enumerate(each) if one), None)
+
+
+def _sharing(gpus: Sequence[str]) -> str | None:
+    """Which ranks have the same GPU, if any."""
+    for rank, gpu in enumerate(gpus):
+        first = gpus.index(gpu)
+        if first < rank:
+            return f"ranks {first} and {rank} share a GPU; start one rank for each"
+    return None
 
 
 def _kind(o: Offer) -> str:

@@ -32,9 +32,10 @@ class ProcessGrid:
     device: what this rank computes on: "cpu", "cuda" or "cuda:1", say. When not given, a GPU where
         there are any: the ranks that see the same GPUs take them in turn, in rank order, and keep
         theirs on other grids. It becomes torch's current one.
-    transport: how bytes travel: "nccl", between GPUs of which each belongs to one rank, or "mpi",
-        which takes what lies on a GPU through the host, unless the MPI is CUDA-aware. "nccl" where
-        that is possible, when not given.
+    transport: how bytes travel: "nccl", between GPUs of which each belongs to one rank; "peer",
+        where ranks of a node write into each other's memory, and "nccl" or "mpi" beyond it; or
+        "mpi", which takes what lies on a GPU through the host, unless the MPI is CUDA-aware. The
+        first of them that is possible, when not given.
 
     Raises
     ------
@@ -76,7 +77,7 @@ class ProcessGrid:
         if self._device.type == "cuda":
             communicators.take_gpu(self._device)
         self._transport: Transport = communicators.transport(
-            self._comm, self._ranks, choice.transport, self._device
+            self._comm, self._ranks, choice.transport, self._device, choice.beyond
         )
         self._communicators: dict[tuple[frozenset[str], str], MPI.Intracomm] = {}
 

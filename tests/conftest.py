@@ -31,8 +31,8 @@ settings.load_profile("default")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Tests compare with serial torch on the CPU, but for those of tests/gpu."""
-    parser.addoption("--gpu", action="store_true", help="let the tests see GPUs (`make gpu`)")
+    """Without it no test sees a GPU; with it, run those that are marked `gpu` (`make gpu`)."""
+    parser.addoption("--gpu", action="store_true", help="let the tests see GPUs")
 
 
 @pytest.hookimpl(trylast=True)

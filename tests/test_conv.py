@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from serial import agrees, noted, random_grid, random_layout, random_tensor
 
+pytestmark = pytest.mark.gpu
+
 RANKS = [1, 2, 3, 4, 6, 8]
 FUNCTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 

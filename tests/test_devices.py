@@ -23,20 +23,22 @@ def offers(*gpus: tuple[str, ...], **asked: object) -> list[Offer]:
 @pytest.mark.parallel([1])
 def test_the_ranks_of_a_node_take_its_gpus_in_turn() -> None:
     choice = choose(offers(NODE, OTHER, NODE, NODE, OTHER))
-    assert choice == (("cuda:0", "cuda:0", "cuda:1", "cuda:2", "cuda:1"), "nccl", None)
+    assert choice == (("cuda:0", "cuda:0", "cuda:1", "cuda:2", "cuda:1"), "nccl", "nccl", None)
 
 
 @pytest.mark.parallel([1])
 def test_a_rank_that_is_shown_one_gpu_takes_it() -> None:
     choice = choose(offers(("a",), ("b",), ("c",)))
-    assert choice == (("cuda:0",) * 3, "nccl", None)
+    assert choice == (("cuda:0",) * 3, "nccl", "nccl", None)
 
 
 @pytest.mark.parallel([1])
-def test_ranks_that_share_gpus_send_by_mpi_and_say_so() -> None:
+def test_ranks_that_share_gpus_use_ipc_and_say_so() -> None:
     choice = choose(offers(*[NODE[:2]] * 4))
     assert choice.devices == ("cuda:0", "cuda:1", "cuda:0", "cuda:1")
-    assert choice.transport == "mpi" and choice.notice == "4 ranks share 2 GPUs"
+    assert choice[1:] == ("peer", "mpi", "4 ranks share 2 GPUs")
+    assert choose(offers(*[NODE[:2]] * 4, no_peer="no cupy")).transport == "mpi"
+    assert choose(offers(NODE, NODE, transport="peer"))[1:] == ("peer", "nccl", None)
     # The same GPU by other numbers is the same GPU.
     assert choose(offers(("a", "b"), ("b", "a"))).notice is None
     assert choose(offers(("a",), ("a", "b"))).notice == "2 ranks share 1 GPU"
@@ -46,10 +48,11 @@ def test_ranks_that_share_gpus_send_by_mpi_and_say_so() -> None:
 def test_a_rank_computes_on_what_it_is_asked_to() -> None:
     two = Offer("cuda:3", None, NODE), Offer("cuda:1", None, NODE)
     assert choose(two).devices == ("cuda:3", "cuda:1")
-    assert choose([Offer("cpu", None)] * 2) == (("cpu", "cpu"), "mpi", None)
-    assert choose(offers((), ())) == (("cpu", "cpu"), "mpi", None)
+    assert choose([Offer("cpu", None)] * 2) == (("cpu", "cpu"), "mpi", "mpi", None)
+    assert choose(offers((), ())) == (("cpu", "cpu"), "mpi", "mpi", None)
     assert choose(offers(NODE, NODE, transport="mpi")).transport == "mpi"
-    assert choose([*offers(NODE), Offer(None, None, NODE, "no cupy")]).transport == "mpi"
+    without = Offer(None, None, NODE, "no cupy", "no cupy")
+    assert choose([*offers(NODE), without]).transport == "mpi"
 
 
 @pytest.mark.parallel([1])
@@ -70,8 +73,13 @@ def test_a_rank_computes_on_what_it_is_asked_to() -> None:
         (offers(("a",), ("b",), ("a",), transport="nccl"), "ranks 0 and 2 share a GPU"),
         (
             [*offers(NODE, transport="nccl"), Offer(None, "nccl", NODE, "no cupy")],
-            r"transport='nccl': no cupy \(rank 1\), or choose 'mpi'",
+            r"transport='nccl': no cupy \(rank 1\), or choose 'peer' or 'mpi'",
         ),
+        (
+            [*offers(NODE, transport="peer"), Offer(None, "peer", NODE, None, "no cupy")],
+            r"transport='peer': no cupy \(rank 1\), or choose 'nccl' or 'mpi'",
+        ),
+        (offers((), transport="peer"), "transport='peer' is for GPUs"),
     ],
 )
 def test_what_cannot_be_had_is_refused_with_the_way_out(given: list[Offer], message: str) -> None:

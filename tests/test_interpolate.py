@@ -11,6 +11,8 @@ from serial import agrees, noted, random_grid, random_layout, random_tensor
 
 import distconv as dc
 
+pytestmark = pytest.mark.gpu
+
 MODES = {
     1: ["nearest", "nearest-exact", "linear", "area"],
     2: ["nearest", "nearest-exact", "bilinear", "bicubic", "area"],

@@ -8,6 +8,8 @@ import pytest
 import torch.nn.functional as F
 from serial import agrees, random_grid, random_tensor
 
+pytestmark = pytest.mark.gpu
+
 RANKS = [1, 2, 3, 4, 6, 8]
 
 

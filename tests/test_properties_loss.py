@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from strategies import Case, on_any_grid, shapes, sizes
 from torch import Tensor
 
+pytestmark = pytest.mark.gpu
+
 REDUCTIONS = ("mean", "none", "sum")
 DTYPES = (torch.float64, torch.float64, torch.float32)
 

@@ -12,6 +12,8 @@ from serial import deviation
 from strategies import Case, on_any_grid, sizes, tolerance_of
 from torch import Tensor
 
+pytestmark = pytest.mark.gpu
+
 KINDS = ("normal", "negative", "ties")
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import assume
 from strategies import FLOATING, INTEGER, Case, on_any_grid, shapes
 from torch import Tensor
+
+pytestmark = pytest.mark.gpu
 
 DTYPES = (*FLOATING, *INTEGER, torch.bool)
 KINDS = ("normal", "negative", "ties", "equal", "wild")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
 from strategies import Case, on_any_grid, shapes, sizes
+
+pytestmark = pytest.mark.gpu
 
 
 @on_any_grid(18)

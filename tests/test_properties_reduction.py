@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from strategies import FLOATING, INTEGER, Case, on_any_grid, shapes, sizes, tolerance_of
 from torch import Tensor
 
+pytestmark = pytest.mark.gpu
+
 WILD = ("normal", "negative", "ties", "equal", "wild")
 
 

@@ -11,6 +11,8 @@ from hypothesis import assume
 from hypothesis import strategies as st
 from strategies import FLOATING, INTEGER, Case, each, on_any_grid, sizes
 
+pytestmark = pytest.mark.gpu
+
 MODES = {
     1: ["nearest", "nearest-exact", "linear", "area"],
     2: ["nearest", "nearest-exact", "bilinear", "bicubic", "area"],

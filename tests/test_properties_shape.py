@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import assume
 from hypothesis import strategies as st
 from strategies import Case, on_any_grid, shapes, sizes
 from torch import Tensor
+
+pytestmark = pytest.mark.gpu
 
 DTYPES = (torch.float64, torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool)
 

@@ -8,6 +8,8 @@ import pytest
 import torch.nn.functional as F
 from serial import agrees, noted, random_grid, random_layout, random_tensor
 
+pytestmark = pytest.mark.gpu
+
 FUNCTIONS = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 
 

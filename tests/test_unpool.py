@@ -8,6 +8,8 @@ import pytest
 import torch.nn.functional as F
 from serial import agrees, random_grid, random_tensor
 
+pytestmark = pytest.mark.gpu
+
 POOLS = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 UNPOOLS = {1: F.max_unpool1d, 2: F.max_unpool2d, 3: F.max_unpool3d}
 

@@ -6,18 +6,27 @@ import random
 
 import pytest
 import torch
+import torch.nn.functional as F
 from mpi4py import MPI
 from torch import Tensor
 
 import distconv as dc
 from distconv.topology import AXES
-from distconv.transport import Request
+from distconv.transport import Request, lane, peer
+from distconv.transport.semaphores import Kernels, MemoryOperations, Semaphores
+
+pytestmark = pytest.mark.gpu
 
 WORLD = MPI.COMM_WORLD
 RANKS = [1, 2, 4]
 SIZE = 2**18
 SLOWLY = 2 * 10**7
 """Cycles of a GPU, about 10 ms."""
+
+
+def wait_a_while(rng: random.Random) -> None:
+    """Give the current stream up to a quarter of `SLOWLY` to sleep."""
+    torch.cuda._sleep(rng.randrange(SLOWLY // 4))
 
 
 def exchange(grid: dc.ProcessGrid, value: Tensor) -> tuple[Tensor, Request]:
@@ -57,7 +66,7 @@ def test_streams_and_ranks_that_are_late_change_nothing(grid: dc.ProcessGrid) ->
     side = torch.cuda.Stream(grid.device)
     for i in range(30):
         size = rng.randrange(1, SIZE)
-        torch.cuda._sleep(mine.randrange(SLOWLY // 4))
+        wait_a_while(mine)
         values = [torch.arange(size, device=grid.device) * (j + i + grid.rank) for j in range(3)]
         flights = [exchange(grid, value) for value in values]
         del values
@@ -66,12 +75,41 @@ def test_streams_and_ranks_that_are_late_change_nothing(grid: dc.ProcessGrid) ->
         with torch.cuda.stream(side):
             noise += [torch.full((size,), -1, device=grid.device) for _ in range(3)]
         before = (grid.rank - 1) % grid.size
-        # NCCL's streams keep their order; MPI's messages may be waited for in any.
-        order = mine.sample(range(3), 3) if grid.transport.name == "mpi" else range(3)
-        for j in order:
+        for j in mine.sample(range(3), 3):
             landing, request = flights[j]
             request.wait()
             assert torch.equal(landing, torch.arange(size, device=grid.device) * (j + i + before))
+
+
+@pytest.mark.parallel(RANKS)
+@pytest.mark.parametrize("way", [MemoryOperations, Kernels])
+def test_messages_by_ipc_are_bitwise_those_of_mpi(
+    way: type[Semaphores], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if peer.obstacle():
+        pytest.skip(peer.obstacle())
+    mpi = dc.ProcessGrid(height=-1, transport="mpi")
+    monkeypatch.setattr(lane, "semaphores", way)
+    ipc = peer.connected(WORLD, mpi.device, mpi.transport)
+    assert ipc.name == "peer"
+    rng, mine = random.Random(1), random.Random(mpi.rank)
+    for _ in range(20):
+        kernel, width = rng.choice([1, 3, 5, 7]), rng.randrange(1, 200)
+        shape = 2, rng.randrange(1, 9), rng.randrange(kernel, 40), width + kernel
+        generator = torch.Generator().manual_seed(rng.randrange(2**30))
+        weight = torch.randn(5, shape[1], kernel, kernel, generator=generator).to(mpi.device)
+        x = torch.randn(shape, generator=generator)
+        results = []
+        for transport in (mpi.transport, ipc):
+            monkeypatch.setattr(mpi, "_transport", transport)
+            cut = dc.distribute_tensor(x, mpi).requires_grad_()
+            wait_a_while(mine)
+            y = F.conv2d(cut, weight, padding=kernel // 2)
+            wait_a_while(mine)
+            (gradient,) = torch.autograd.grad((y * y).sum(), cut)
+            results.append((y.to_local(), gradient.to_local()))
+        for ours, theirs in zip(*results, strict=True):
+            assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parallel(RANKS)

@@ -1,0 +1,39 @@
+"""Memory of GPUs that the processes of a node reach by CUDA IPC."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+_GRANULE = 2 * 2**20
+"""Handles stand for whole pieces of this size, of which nothing else may be a part."""
+
+
+def shared(node: MPI.Intracomm, nbytes: int, head: Sequence[int]) -> list[int | None]:
+    """Memory of each rank of `node` on its current GPU: addresses in this process.
+
+    Collective over `node`. A rank has `nbytes`, which begin with the 32-bit numbers `head`, until
+    its process ends; None stands for a rank whose memory cannot be reached from here.
+    """
+    from cupy.cuda import runtime
+
+    base: int = runtime.malloc(-(-nbytes // _GRANULE) * _GRANULE)
+    numbers = np.array(head, np.uint32)
+    runtime.memcpy(base, numbers.ctypes.data, numbers.nbytes, runtime.memcpyHostToDevice)
+    runtime.deviceSynchronize()
+    handles = node.allgather(runtime.ipcGetMemHandle(base))
+    return [
+        base if rank == node.rank else _opened(runtime, handle)
+        for rank, handle in enumerate(handles)
+    ]
+
+
+def _opened(runtime: Any, handle: bytes) -> int | None:
+    try:
+        address: int = runtime.ipcOpenMemHandle(handle, runtime.cudaIpcMemLazyEnablePeerAccess)
+    except runtime.CUDARuntimeError:
+        return None
+    return address

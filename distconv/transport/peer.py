@@ -1,0 +1,198 @@
+"""Transport between GPUs of a node: ranks write into each other's memory, which CUDA IPC shares.
+
+The host gives copies and waits to a stream, and goes on: a step has no host synchronisation, needs
+no library for messages, and can be captured as a graph of CUDA. Other ranks than those of the node
+are reached by another transport.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from distconv.transport import WIDER, Message, Request, Transport, ipc
+from distconv.transport.mailboxes import Mailboxes, Ordered, semaphores_of, size_of
+
+_AT_ONCE = 2**16
+"""Bytes up to which a sum is made of all tensors on every rank, instead of a part on each."""
+
+
+def obstacle() -> str | None:
+    """Why this process cannot use CUDA IPC; None where it can."""
+    try:
+        from cupy.cuda import runtime  # noqa: F401
+    except ImportError as error:
+        return f"cupy is missing ({error}); install cupy-cuda12x or cupy-cuda13x"
+    return None
+
+
+class Works(Ordered, Protocol):
+    """What a rank does on a stream of its own, as on a `lane.Lane`."""
+
+    def follow(self) -> None:
+        """Go on after what the current stream has been given so far."""
+
+    def run(self, work: Callable[[], object]) -> None:
+        """Compute with tensors."""
+
+    def mark(self, tensors: Iterable[Tensor]) -> Request:
+        """What has been given to it so far, which uses `tensors`."""
+
+
+class _All:
+    """Several requests as one, or none."""
+
+    def __init__(self, *requests: Request):
+        self._requests = requests
+
+    def wait(self) -> None:
+        for request in self._requests:
+            request.wait()
+
+
+class PeerTransport:
+    """Messages between ranks that reach each other's memory; see `Transport`.
+
+    Parameters
+    ----------
+    comm: the ranks.
+    reached: for each of them those whose memory it has been given, itself among them. Two ranks
+        write to each other where both have been.
+    node: the numbers by which `boxes` knows the ranks of this node.
+    lane, boxes: what is done in order, and the memory in which messages arrive.
+    beyond: what carries messages and reductions between other ranks.
+    """
+
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        reached: Sequence[frozenset[int]],
+        node: Mapping[int, int],
+        lane: Works,
+        boxes: Mailboxes,
+        beyond: Transport,
+    ):
+        self._ranks, self._rank, self._node = comm.group, comm.rank, node
+        self._lane, self._boxes, self._beyond = lane, boxes, beyond
+        self._peers = [
+            frozenset(other for other in others if rank in reached[other])
+            for rank, others in enumerate(reached)
+        ]
+        self._groups: dict[int, list[int]] = {}
+        everywhere = all(len(peers) == comm.size for peers in self._peers)
+        self.name = "peer" if everywhere else f"peer and {beyond.name}"
+
+    def ticket(self) -> int:
+        """The tag of the next exchange, for messages that go beyond."""
+        return self._beyond.ticket()
+
+    def empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """Memory for a message, of which torch keeps enough for later."""
+        return like.new_empty(shape)
+
+    def exchange(
+        self, arriving: Sequence[Message], leaving: Sequence[Message], tag: int
+    ) -> Request:
+        """Start the messages of one exchange."""
+        near = self._near(arriving), self._near(leaving)
+        if len(near[0]) == len(arriving) and len(near[1]) == len(leaving):
+            return self._exchange(*near)
+        far = self._far(arriving), self._far(leaving)
+        return _All(self._beyond.exchange(*far, tag), self._exchange(*near))
+
+    def all_reduce(self, tensor: Tensor, group: MPI.Intracomm) -> Request:
+        """Start adding up a tensor in place over the ranks of `group`, in their order.
+
+        Every rank adds up a part and sends it to all; a small tensor each adds up for itself.
+        """
+        ranks = self._members(group)
+        if len(ranks) == 1:
+            return _All()
+        if not self._all_near(ranks):
+            return self._beyond.all_reduce(tensor, group)
+        total = tensor.to(WIDER.get(tensor.dtype, tensor.dtype))
+        flat, n = total.view(-1), len(ranks)
+        whole = flat.nbytes <= _AT_ONCE
+        parts = [flat] * n if whole else flat.tensor_split(n)
+        mine = parts[group.rank]
+        each = mine.new_empty((n, mine.numel()))
+        self._lane.follow()
+        self._move(zip(ranks, each, strict=True), zip(ranks, parts, strict=True))
+        self._lane.run(lambda: torch.sum(each, 0, dtype=mine.dtype, out=mine))
+        if not whole:
+            others = [i for i in range(n) if i != group.rank]
+            self._move([(ranks[i], parts[i]) for i in others], [(ranks[i], mine) for i in others])
+        if total is not tensor:
+            self._lane.run(lambda: tensor.copy_(total))
+        return self._lane.mark([tensor, total, each])
+
+    def all_gather(self, tensor: Tensor, group: MPI.Intracomm) -> Tensor:
+        """The tensors of all ranks of `group`, stacked in rank order."""
+        ranks = self._members(group)
+        if not self._all_near(ranks):
+            return self._beyond.all_gather(tensor, group)
+        gathered = tensor.new_empty((len(ranks), *tensor.shape))
+        messages = list(zip(ranks, gathered, strict=True)), [(rank, tensor) for rank in ranks]
+        self.exchange(*messages, 0).wait()
+        return gathered
+
+    def broadcast(self, tensor: Tensor, group: MPI.Intracomm) -> None:
+        """Overwrite a tensor by that of the first rank of `group`."""
+        ranks = self._members(group)
+        if not self._all_near(ranks):
+            self._beyond.broadcast(tensor, group)
+        elif group.rank:
+            self.exchange([(ranks[0], tensor)], (), 0).wait()
+        else:
+            self.exchange((), [(rank, tensor) for rank in ranks[1:]], 0).wait()
+
+    def _exchange(self, arriving: Sequence[Message], leaving: Sequence[Message]) -> Request:
+        if not (arriving or leaving):
+            return _All()
+        self._lane.follow()
+        self._boxes.exchange(arriving, leaving)
+        return self._lane.mark(tensor for _, tensor in (*arriving, *leaving))
+
+    def _move(self, arriving: Iterable[Message], leaving: Iterable[Message]) -> None:
+        self._boxes.exchange(self._near(arriving), self._near(leaving))
+
+    def _near(self, messages: Iterable[Message]) -> list[Message]:
+        """Those within the node, with the numbers that ranks have there."""
+        return [(self._node[rank], tensor) for rank, tensor in messages if self._is_near(rank)]
+
+    def _far(self, messages: Iterable[Message]) -> list[Message]:
+        """Those that go beyond."""
+        return [message for message in messages if not self._is_near(message[0])]
+
+    def _is_near(self, rank: int) -> bool:
+        return rank in self._peers[self._rank]
+
+    def _all_near(self, ranks: Sequence[int]) -> bool:
+        """Whether all of them reach each other, which all know of all."""
+        return all(self._peers[rank].issuperset(ranks) for rank in ranks)
+
+    def _members(self, group: MPI.Intracomm) -> list[int]:
+        """The ranks of a group."""
+        if group.handle not in self._groups:
+            ranks = MPI.Group.Translate_ranks(group.group, None, self._ranks)
+            self._groups[group.handle] = list(ranks)
+        return self._groups[group.handle]
+
+
+def connected(comm: MPI.Intracomm, device: torch.device, beyond: Transport) -> PeerTransport:
+    """That of the ranks of `comm`, on the current GPU of each; all of them call it."""
+    from distconv.transport.lane import Lane
+
+    node: Any = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    places = node.allgather(comm.rank)
+    bases = ipc.shared(node, size_of(node.size), semaphores_of(node.size))
+    near = {rank: i for i, (rank, base) in enumerate(zip(places, bases, strict=True)) if base}
+    reached = comm.allgather(frozenset(near))
+    lane = Lane(device)
+    boxes = Mailboxes(lane, bases, node.rank)
+    node.Free()
+    return PeerTransport(comm, reached, near, lane, boxes, beyond)
