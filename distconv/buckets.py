@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 from weakref import ReferenceType, ref
@@ -11,6 +10,7 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor
 
+from distconv.constant import constant
 from distconv.grid import ProcessGrid
 from distconv.slices import Memory, memory_of, tensor_of
 from distconv.transport import Request
@@ -106,7 +106,7 @@ class Bucket:
             elif not self._inside(p, place):
                 self._view(place).copy_(gradient)
         flat = self._flat()
-        flat[-len(used) :] = _numbers(tuple(used), flat.dtype, flat.device)
+        flat[-len(used) :] = constant(tuple(used), flat.device, flat.dtype)
         self._request = grid.transport.all_reduce(flat, self.comm)
 
     def finish(self) -> bool:
@@ -155,9 +155,3 @@ def _strides(p: Tensor) -> tuple[int, ...]:
 
 def _tensor(memory: Memory, place: _Place) -> Tensor:
     return tensor_of(memory).view(place.dtype).as_strided(place.shape, place.strides)
-
-
-@lru_cache(maxsize=1024)
-def _numbers(used: tuple[bool, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """1 and 0, made once: a GPU would be waited for."""
-    return torch.tensor(used, dtype=dtype, device=device)

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distconv.boundary import Piece, boundary
+from distconv.constant import constant
 from distconv.layout import Box
 from distconv.ops.align import box_of
 from distconv.ops.checked import checked, shape_of
-from distconv.ops.constant import constant
 from distconv.ops.overlap import Gradients, overlapped
 from distconv.ops.windowed import (
     Sizes,

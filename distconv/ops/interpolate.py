@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -114,7 +114,7 @@ def _resample(
     return total
 
 
-@lru_cache(maxsize=1024)
+@cache
 def _taps(
     resampled: Resampled,
     size: int,

@@ -8,7 +8,7 @@ which does not cancel as E[x^2] - E[x]^2 does.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from math import prod
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from distconv.constant import constant
 from distconv.exchange import reduced, stacked
 from distconv.grid import ProcessGrid
 from distconv.layout import rank_box
@@ -68,10 +69,10 @@ def moments(
     return (reference + shift).view(kept), variance.view(kept)
 
 
-@lru_cache(maxsize=256)
+@cache
 def _share(counts: tuple[int, ...], device: torch.device) -> Tensor:
     """What part of all elements each rank contributes."""
-    return torch.tensor(counts, dtype=torch.float64, device=device) / max(sum(counts), 1)
+    return constant(counts, device, torch.float64) / max(sum(counts), 1)
 
 
 def _variances_and_means(x: Tensor, over: Sequence[int]) -> Tensor:

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from distconv.constant import constant
 from distconv.ops.align import box_of, nothing
 from distconv.ops.checked import checked, shape_of
-from distconv.ops.constant import constant
 from distconv.tensor import DistTensor, gathered, implements
 from distconv.window import IndexMap, Pad, Same
 

@@ -8,8 +8,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from distconv.constant import constant
 from distconv.layout import Box
-from distconv.ops.constant import constant
 from distconv.tensor import DistTensor
 from distconv.window import Window
 
