@@ -88,7 +88,8 @@ def pointwise_rule(function: Callable[..., Any], in_place: bool = False) -> Call
                 "a plain tensor takes a distributed one in place only where that is whole on every "
                 "rank, and outside autograd",
                 *operands,
-                way_out="Use the function that returns a new tensor",
+                way_out="Use the function that returns a new tensor; an optimizer of sharded "
+                "parameters has to be made after parallelize",
             )
         first = operands[0]
         shape, cuts, grid = tuple(first.shape), first.cuts, first.grid
