@@ -6,7 +6,8 @@ of any size, and what they would move can be read off (`ledger.traced`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from numbers import Integral
 from typing import Any, NamedTuple, NoReturn
 
@@ -21,11 +22,20 @@ from distconv.topology import AXES, Topology
 from distconv.transport import Message
 
 
+class Traffic(NamedTuple):
+    """What a rank gives to its transport at once: the messages of an exchange, or a reduction."""
+
+    collective: bool
+    messages: tuple[tuple[int, int], ...]
+    """The other ranks, and the bytes that each of them sends, or contributes."""
+
+
 class _Group(NamedTuple):
-    """The size of a communicator, and this rank's number in it."""
+    """The size of a communicator, this rank's number in it, and the ranks in it."""
 
     size: int
     rank: int
+    ranks: tuple[int, ...]
 
 
 class _Done:
@@ -43,27 +53,36 @@ class _Counted:
     def __init__(self) -> None:
         self.reduced = 0
         """Bytes given to reductions."""
+        self.traffic: list[Traffic] | None = None
 
     def ticket(self) -> int:
         return 0
 
     def empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        # Nothing will arrive there, and kernels are slow on what happens to be a denormal number.
-        return like.new_zeros(shape)
+        # Nothing will arrive there, and CPUs are slow on what happens to be a denormal number.
+        return like.new_zeros(shape) if like.is_cpu else like.new_empty(shape)
 
     def exchange(self, arriving: Sequence[Message], leaving: Sequence[Message], tag: int) -> _Done:
+        if self.traffic is not None and arriving:
+            self.traffic.append(Traffic(False, tuple((rank, t.nbytes) for rank, t in arriving)))
         return _Done()
 
     def all_reduce(self, tensor: Tensor, group: _Group) -> _Done:
-        self.reduced += tensor.nbytes
+        self._reduce(tensor, group)
         return _Done()
 
     def all_gather(self, tensor: Tensor, group: _Group) -> Tensor:
-        self.reduced += tensor.nbytes
+        self._reduce(tensor, group)
         return tensor.new_empty((group.size, *tensor.shape))
 
     def broadcast(self, tensor: Tensor, group: _Group) -> None:
         pass
+
+    def _reduce(self, tensor: Tensor, group: _Group) -> None:
+        self.reduced += tensor.nbytes
+        if self.traffic is not None:
+            others = (peer for i, peer in enumerate(group.ranks) if i != group.rank)
+            self.traffic.append(Traffic(True, tuple((peer, tensor.nbytes) for peer in others)))
 
 
 class Rehearsal(ProcessGrid):
@@ -112,7 +131,16 @@ class Rehearsal(ProcessGrid):
     def communicator(self, axes: Iterable[str], purpose: str = "reductions") -> Any:
         """Size and rank of the communicator along `axes`."""
         peers = self._topology.peers(self.rank, axes)
-        return _Group(len(peers), peers.index(self.rank))
+        return _Group(len(peers), peers.index(self.rank), tuple(peers))
+
+    @contextmanager
+    def listening(self) -> Iterator[list[Traffic]]:
+        """What is given to the transport within, in order, as the list that this yields."""
+        heard = self._counted.traffic = []
+        try:
+            yield heard
+        finally:
+            self._counted.traffic = None
 
     def tensor(
         self, shape: tuple[int, ...], layout: Layout | None = None, dtype: torch.dtype | None = None

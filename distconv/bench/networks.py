@@ -1,7 +1,7 @@
 """Published networks as plain torch modules, at a quarter of their width.
 
 The mesh-tangling network for 1024^2 meshes, with five convolutions a block; the 3-D U-Net; and
-CosmoFlow in its first form. They know nothing of distconv.
+CosmoFlow in both its forms. They know nothing of distconv.
 """
 
 from __future__ import annotations
@@ -91,18 +91,33 @@ def _level(channels: int, *widths: int) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-def cosmoflow(spatial: Sequence[int], quarter: int = 4) -> nn.Module:
-    """CosmoFlow with average pooling that overlaps, down to 4^3 positions at most."""
+class Form(NamedTuple):
+    """What the two published forms of CosmoFlow differ in."""
+
+    base: int
+    """Channels of the first convolution; every following one has twice as many."""
+    most: int
+    """Channels at the most."""
+    pool: Callable[[], nn.Module]
+    head: tuple[int, int]
+    """Features of the two linear layers before the last."""
+
+
+AVERAGE = Form(16, 256, lambda: nn.AvgPool3d(3, 2, 1), (2048, 256))
+MAXIMUM = Form(32, 512, lambda: nn.MaxPool3d(2), (128, 64))
+
+
+def cosmoflow(spatial: Sequence[int], quarter: int = 4, form: Form = AVERAGE) -> nn.Sequential:
+    """CosmoFlow down to 4^3 positions at most, without batch norm."""
     layers: list[nn.Module] = []
-    channels, width, left = 4, 16 // quarter, tuple(spatial)
+    channels, width, left = 4, form.base // quarter, tuple(spatial)
     while max(left) > 4:
-        layers += [nn.Conv3d(channels, width, 3, padding=1), nn.LeakyReLU(0.3)]
-        layers += [nn.AvgPool3d(3, 2, 1)]
-        channels, width = width, min(2 * width, 256 // quarter)
+        layers += [nn.Conv3d(channels, width, 3, padding=1), nn.LeakyReLU(0.3), form.pool()]
+        channels, width = width, min(2 * width, form.most // quarter)
         left = tuple((n + 1) // 2 for n in left)
-    features = 2048 // quarter, 256 // quarter
-    layers += [nn.Flatten(), nn.Linear(channels * prod(left), features[0]), nn.LeakyReLU(0.3)]
-    layers += [nn.Linear(*features), nn.LeakyReLU(0.3), nn.Linear(features[1], 4)]
+    first, second = (features // quarter for features in form.head)
+    layers += [nn.Flatten(), nn.Linear(channels * prod(left), first), nn.LeakyReLU(0.3)]
+    layers += [nn.Linear(first, second), nn.LeakyReLU(0.3), nn.Linear(second, 4)]
     return nn.Sequential(*layers)
 
 
