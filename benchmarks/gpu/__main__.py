@@ -1,0 +1,108 @@
+"""`python -m benchmarks.gpu benchmarks/results` writes gpu-<name>.md there; `make gpu` calls it.
+
+On one rank the page begins anew; on two (`mpiexec -n 2` before it) what needs two is added. The
+exit status tells whether all could be measured.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+from mpi4py import MPI
+
+from benchmarks.gpu import packing
+from benchmarks.gpu.alone import alone, on_grid
+from benchmarks.gpu.cases import COSMOFLOW_512, LAYERS, MESH_1K, MESH_2K, NETWORKS, UNET, plain
+from benchmarks.gpu.messages import SIZES, TRANSPORTS, by_transport, messages, step
+from benchmarks.gpu.page import Page, Part
+from benchmarks.gpu.shards import PLANE, VOLUME, shards
+from benchmarks.gpu.waits import waits
+from benchmarks.record import machine
+from distconv import ProcessGrid
+from distconv.bench import Row
+
+SECONDS = 1.5
+"""That about the rounds of a part take, or of a cut."""
+BUDGET = {1: 115.0, 2: 30.0}
+"""Seconds after which no part begins, by the number of ranks; the Makefile has a limit beyond."""
+
+
+def on_one_rank(grid: ProcessGrid) -> dict[str, list[Part]]:
+    """All sections of one rank, the most important ones first."""
+    of_layer = SECONDS / 3
+    device = grid.device
+    scalings = (MESH_1K, PLANE), (MESH_2K, PLANE), (UNET, VOLUME), (COSMOFLOW_512, VOLUME[3:4])
+    return {
+        "One rank": [
+            *(Part(case.name, partial(alone, case, grid, SECONDS)) for case in NETWORKS),
+            *(Part(case.name, partial(alone, case, grid, of_layer)) for case in LAYERS),
+        ],
+        "Where the host waits": [Part("1 rank", partial(_waits, grid))],
+        "Packing": [
+            Part(str(shape), partial(packing.packings, shape, cut, device, of_layer))
+            for shape, cut in packing.CASES
+        ],
+        "Shards": [
+            *(Part(c.name, partial(shards, c, cuts, device, SECONDS)) for c, cuts in scalings),
+            *(Part(c.name, partial(shards, c, PLANE, device, of_layer)) for c in LAYERS[:2]),
+        ],
+    }
+
+
+def _waits(grid: ProcessGrid) -> Iterator[str]:
+    yield waits(f"{MESH_1K.name}, 1 rank", on_grid(MESH_1K, grid))
+    yield waits(f"{MESH_1K.name}, plain torch", plain(MESH_1K, grid, grid.device))
+
+
+def on_two_ranks(device: str | None) -> dict[str, list[Part]]:
+    """The sections of two ranks, which both call it."""
+    sections: dict[str, Callable[[ProcessGrid], Iterator[Row | str]]] = {
+        "Messages between two processes": partial(messages, sizes=SIZES, seconds=SECONDS / 5),
+        "Where the host waits on two ranks": partial(step, case=MESH_1K),
+    }
+    return {
+        title: [Part(name, partial(by_transport, name, device, measure)) for name in TRANSPORTS]
+        for title, measure in sections.items()
+    }
+
+
+def record(folder: Path, device: torch.device, sections: dict[str, list[Part]]) -> list[str]:
+    """Write what all sections tell, and return what has failed; all ranks call it."""
+    ranks = MPI.COMM_WORLD.size
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    path = folder / f"gpu-{re.sub('[^a-z0-9]+', '-', name.lower())}.md"
+    page = Page(path, path.read_text() if ranks > 1 and path.exists() else _head(name))
+    end = time.perf_counter() + BUDGET[ranks]
+    for title, parts in sections.items():
+        page.add(title, parts, end)
+    return page.failures
+
+
+def _head(name: str) -> str:
+    precision = "TF32" if torch.backends.cudnn.allow_tf32 else "IEEE"
+    facts = f"GPU       {name}, CUDA {torch.version.cuda}\nfloat32   {precision} in convolutions"
+    note = "Written by `make gpu`; what the columns mean is in `benchmarks/README.md`."
+    return f"# Benchmarks on one GPU\n\n{note}\n\n```\n{machine()}\n{facts}\n```\n"
+
+
+def main(folder: Path) -> int:
+    """What the command does."""
+    if not torch.cuda.is_available():
+        print("benchmarks.gpu: torch sees no GPU", file=sys.stderr)
+        return 1
+    if MPI.COMM_WORLD.size == 1:
+        grid = ProcessGrid()
+        device, sections = grid.device, on_one_rank(grid)
+    else:
+        device, sections = torch.device("cuda"), on_two_ranks(None)
+    return 1 if record(folder, device, sections) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

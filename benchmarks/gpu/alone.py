@@ -1,0 +1,32 @@
+"""One rank over plain torch: time on the GPU, time of the host, and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+from benchmarks.gpu.cases import Case, Step, cut, module, plain
+from benchmarks.gpu.clock import alternate, peak_of
+from distconv import ProcessGrid, parallelize
+from distconv.bench import Row
+from distconv.bench.report import over
+from distconv.bench.settings import by
+
+
+def on_grid(case: Case, grid: ProcessGrid) -> Step:
+    """A step of the case as a user has it; all ranks of the grid call it."""
+    parallel = parallelize(module(case, grid.device), grid)
+    return case.step(parallel, *cut(case, grid, grid.device))
+
+
+def alone(case: Case, grid: ProcessGrid, seconds: float) -> Iterator[Row]:
+    """Three rows, on a grid of one rank."""
+    makes = partial(on_grid, case, grid), partial(plain, case, grid, grid.device)
+    times = alternate(grid.device, [make() for make in makes], seconds)
+    (mine, mine_host), (bound, bound_host) = times
+    row = "alone", case.name, f"1 rank, {by(case.shape)}, {grid.transport.name}"
+    yield over(row, "over plain torch", mine, bound, case.target)
+    yield over(row, "host, over plain torch", mine_host, bound_host, None)
+    most, bound_most = (float(peak_of(grid.device, make)) for make in makes)
+    ratio = most / bound_most
+    yield Row(*row, "peak memory", "", ratio, ratio, ratio, 1, most, bound_most, in_bytes=True)

@@ -1,0 +1,160 @@
+"""The published layers and networks at full size, and steps of them, plain or cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import takewhile
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from distconv import DistTensor, ProcessGrid
+from distconv.bench import layer
+from distconv.bench.networks import AVERAGE, MAXIMUM, UNet3d, cosmoflow
+from distconv.layout import default_cuts
+from distconv.tensor import local_box
+from examples.mesh_tangling.network import mesh_tangling_1k, mesh_tangling_2k
+
+Step = Callable[[], None]
+
+
+class Case(NamedTuple):
+    """A layer or a network with its input, and what makes a step of it."""
+
+    name: str
+    shape: tuple[int, ...]
+    make: Callable[[], nn.Module]
+    step: Callable[[nn.Module, Tensor, Tensor], Step]
+    """Makes a step of the module, its input, and what `like` has made."""
+    like: Callable[[tuple[int, ...]], Tensor] = torch.randn
+    """From the shape of the output: a target for it, or its gradient."""
+    target: float | None = None
+    """The most that a step on one rank should take, in times of plain torch's."""
+    published: str = ""
+    """What has been published of its strong scaling."""
+
+
+def trained(
+    loss: Callable[[Tensor, Tensor], Tensor], kind: torch.dtype | None = None
+) -> Callable[[nn.Module, Tensor, Tensor], Step]:
+    """A step is forward, loss and backward; under autocast to `kind`, if given."""
+
+    def step_of(module: nn.Module, x: Tensor, y: Tensor) -> Step:
+        def step() -> None:
+            module.zero_grad()
+            with torch.autocast(x.device.type, kind, enabled=kind is not None):
+                value = loss(module(x), y)
+            value.backward()
+
+        return step
+
+    return step_of
+
+
+def _layer(name: str, make: Callable[[], nn.Module], *shape: int) -> Case:
+    return Case(name, (1, *shape), make, layer.step_of)
+
+
+def _classes(made: tuple[int, ...]) -> Tensor:
+    return torch.randint(made[1], (made[0], *made[2:]))
+
+
+def features(network: nn.Sequential) -> nn.Sequential:
+    """The network up to where it leaves space behind: the part that is the same on a block."""
+    return nn.Sequential(*takewhile(lambda part: not isinstance(part, nn.Flatten), network))
+
+
+LAYERS = (
+    _layer(
+        "16 -> 16, 3x3, 1024^2",
+        lambda: nn.Conv2d(16, 16, 3, padding=1, bias=False),
+        *(16, 1024, 1024),
+    ),
+    _layer(
+        "18 -> 128, 5x5 stride 2, 2048^2",
+        lambda: nn.Conv2d(18, 128, 5, 2, 2, bias=False),
+        *(18, 2048, 2048),
+    ),
+    _layer(
+        "384 -> 128, 3x3 stride 2, 64^2",
+        lambda: nn.Conv2d(384, 128, 3, 2, 1, bias=False),
+        *(384, 64, 64),
+    ),
+    _layer(
+        "3 -> 64, 7x7 stride 2, 224^2",
+        lambda: nn.Conv2d(3, 64, 7, 2, 3, bias=False),
+        *(3, 224, 224),
+    ),
+    _layer("512 -> 128, 1x1, 28^2", lambda: nn.Conv2d(512, 128, 1, bias=False), *(512, 28, 28)),
+)
+
+_1K, _2K = (1, 18, 1024, 1024), (1, 18, 2048, 2048)
+_SQUARES = trained(F.mse_loss)
+MESH_1K = Case("mesh-tangling 1K, float32", _1K, mesh_tangling_1k, _SQUARES, torch.rand, 1.02)
+MESH_2K = Case(
+    *("mesh-tangling 2K, float32", _2K, mesh_tangling_2k, _SQUARES, torch.rand),
+    published="16 GPUs close to 4 times as fast as 2",
+)
+UNET = Case(
+    *("3-D U-Net, 128^3", (1, 1, 128, 128, 128), lambda: UNet3d(1)),
+    *(trained(F.cross_entropy), _classes),
+)
+_HALF = trained(F.mse_loss, torch.bfloat16)
+NETWORKS = (
+    MESH_1K,
+    MESH_1K._replace(name="mesh-tangling 1K, bfloat16", step=_HALF),
+    MESH_2K,
+    MESH_2K._replace(name="mesh-tangling 2K, bfloat16", step=_HALF),
+    *(
+        Case(
+            f"CosmoFlow, {name} pooling, {size}^3",
+            (1, 4, size, size, size),
+            partial(cosmoflow, (size,) * 3, 1, form),
+            _SQUARES,
+        )
+        for size in (128, 256)
+        for name, form in (("average", AVERAGE), ("maximum", MAXIMUM))
+    ),
+    UNET,
+)
+COSMOFLOW_512 = Case(
+    "CosmoFlow without its head, average pooling, 512^3",
+    (1, 4, 512, 512, 512),
+    lambda: features(cosmoflow((512,) * 3, 1)),
+    _SQUARES,
+)
+
+
+def cut(case: Case, grid: ProcessGrid, device: torch.device) -> tuple[DistTensor, DistTensor]:
+    """Its input, and what comes with it, of which only this rank's blocks are made."""
+    with torch.device("meta"), torch.no_grad():
+        made = tuple(case.make()(torch.empty(case.shape)).shape)
+        whole = case.like(made).shape
+    cuts = default_cuts(len(made), grid.topology)
+    if len(whole) < len(made):
+        # One class for each position, without a dimension of channels.
+        cuts = (cuts[0], *cuts[2:])
+    with device:
+        x = torch.randn(local_box(case.shape, grid).shape)
+        y = case.like(local_box(made, grid).shape)
+    return (
+        DistTensor(x, case.shape, default_cuts(len(case.shape), grid.topology), grid),
+        DistTensor(y, whole, cuts, grid),
+    )
+
+
+def module(case: Case, device: torch.device) -> nn.Module:
+    """Its module, with the same parameters every time."""
+    torch.manual_seed(0)
+    with device:
+        return case.make()
+
+
+def plain(case: Case, grid: ProcessGrid, device: torch.device) -> Step:
+    """A step of plain torch on the blocks that this rank has on `grid`."""
+    network = module(case, device)
+    x, y = cut(case, grid, device)
+    return case.step(network, x.shard, y.shard)

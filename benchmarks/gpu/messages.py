@@ -1,0 +1,95 @@
+"""Messages between two processes, which may share a GPU, by each transport; time against size.
+
+All is timed by the host, from one call to where the GPU has done what several have given it to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+
+from benchmarks.gpu.alone import on_grid
+from benchmarks.gpu.cases import Case
+from benchmarks.gpu.waits import waits
+from distconv import DistTensor, ProcessGrid
+from distconv.bench import Row
+from distconv.bench.halo import exchange, plan_of
+from distconv.bench.pairs import Side, alternate
+from distconv.bench.report import over
+from distconv.layout import default_cuts
+from distconv.table import size
+from distconv.tensor import local_box
+
+TRANSPORTS = "peer", "nccl", "mpi"
+SIZES = tuple(2**n for n in (10, 14, 18, 20, 22, 24, 26))
+"""Bytes of a message."""
+CHANNELS, THICKNESS = 16, 8
+"""Of the planes whose halos travel: channels, and rows of every rank's block."""
+CALLS = 10
+"""How many are given to the GPU before the host waits for it."""
+
+
+def by_transport(
+    name: str, device: str | None, measure: Callable[[ProcessGrid], Iterator[Row | str]]
+) -> Iterator[Row | str]:
+    """What is measured on a grid of two ranks, or why they cannot have the transport."""
+    try:
+        grid = ProcessGrid(height=2, device=device, transport=name)
+    except ValueError as error:
+        yield f"{name}: not here. {error}"
+    else:
+        yield from measure(grid)
+
+
+def step(grid: ProcessGrid, case: Case) -> Iterator[str]:
+    """Where the host waits in a step."""
+    yield waits(f"{case.name}, {grid.size} ranks, {grid.transport.name}", on_grid(case, grid))
+
+
+def messages(grid: ProcessGrid, sizes: Sequence[int], seconds: float) -> Iterator[Row]:
+    """Two rows for messages of each size each way, bare and as halos."""
+    for nbytes in sizes:
+        yield from _rows(grid, nbytes, seconds)
+
+
+def _rows(grid: ProcessGrid, nbytes: int, seconds: float) -> Iterator[Row]:
+    bare, halo = _bare(grid, nbytes), _halo(grid, nbytes)
+    source, target = (torch.zeros(nbytes, dtype=torch.uint8, device=grid.device) for _ in range(2))
+    runs = bare, halo, partial(target.copy_, source)
+    sides = [Side(partial(_several, run, grid.device)) for run in runs[:2]]
+    sides.append(Side(partial(_several, runs[2], grid.device), alone=True))
+    *each, copy = ([t / CALLS for t in times] for times in alternate(grid.comm, sides, seconds))
+    row = "messages", f"{grid.transport.name}, {size(nbytes)} each way", f"{grid.size} ranks"
+    for what, times in zip(("a message", "a halo, packed"), each, strict=True):
+        yield over(row, f"{what}, over a copy of as many bytes", times, copy, None)
+
+
+def _several(run: Callable[[], object], device: torch.device) -> None:
+    for _ in range(CALLS):
+        run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _bare(grid: ProcessGrid, nbytes: int) -> Callable[[], None]:
+    """An exchange of contiguous memory with the other rank."""
+    peer = 1 - grid.rank
+    like = torch.zeros(nbytes // 4, device=grid.device)
+    leaving = grid.transport.empty((like.numel(),), like).copy_(like)
+
+    def run() -> None:
+        arriving = grid.transport.empty((like.numel(),), like)
+        tag = grid.transport.ticket()
+        grid.transport.exchange([(peer, arriving)], [(peer, leaving)], tag).wait()
+
+    return run
+
+
+def _halo(grid: ProcessGrid, nbytes: int) -> Callable[[], None]:
+    """What a 3x3 convolution exchanges, a row each way."""
+    shape = 1, CHANNELS, THICKNESS * grid.size, nbytes // (4 * CHANNELS)
+    shard = torch.randn(local_box(shape, grid).shape, device=grid.device)
+    x = DistTensor(shard, shape, default_cuts(4, grid.topology), grid)
+    return exchange(x, plan_of(x))

@@ -1,0 +1,199 @@
+"""One rank of each of several cuts, timed alone, and what a step of all of them would take.
+
+A shard is one rank of a grid that is not there: it computes and packs, and its messages go nowhere.
+Its bound is the plain network on a block of the same shape. What it gives to its transport is
+known, and a model of the links (`links`) says what that would take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from math import prod
+from statistics import median
+from typing import NamedTuple
+
+import torch
+
+from benchmarks.gpu.cases import Case, Step, cut, module, plain
+from benchmarks.gpu.clock import Run, alternate, peak_of
+from benchmarks.gpu.links import MACHINES, Machine
+from distconv import method
+from distconv.bench import Row
+from distconv.bench.report import over
+from distconv.bench.settings import by
+from distconv.exchange import packed
+from distconv.ledger import Movement, traced, uncounted
+from distconv.method import METHODS
+from distconv.plan import Route
+from distconv.rehearsal import Rehearsal, Traffic
+from distconv.table import table
+from distconv.tensor import local_box
+
+Cut = Mapping[str, int]
+
+PLANE: tuple[Cut, ...] = tuple(
+    {"height": h, "width": w} for h, w in ((1, 1), (2, 1), (2, 2), (4, 2), (4, 4))
+)
+VOLUME: tuple[Cut, ...] = tuple(
+    {"depth": d, "height": h, "width": w}
+    for d, h, w in ((1, 1, 1), (2, 1, 1), (2, 2, 1), (2, 2, 2), (4, 2, 2))
+)
+
+
+class Shard(NamedTuple):
+    """What is known of the slowest rank of a cut."""
+
+    grid: Rehearsal
+    seconds: float
+    """Of a step in which no message takes time."""
+    traffic: Sequence[Traffic]
+    """What it gives to its transport in a step."""
+    weights: int
+    """Bytes of its parameters, whose gradients all ranks add up."""
+
+
+def shards(
+    case: Case, cuts: Sequence[Cut], device: torch.device, seconds: float
+) -> Iterator[Row | str]:
+    """Rows for the shards of each cut, and predictions from them.
+
+    Where the first cut leaves the input whole, memory is told over the share of that.
+    """
+    known: list[Shard] = []
+    serial = 0
+    for extents in cuts:
+        grid = Rehearsal(extents)
+        row = "shards", case.name, f"{_axes(grid)}, {by(local_box(case.shape, grid).shape)}"
+        rows, shard = _timed(row, case, grid, device, seconds)
+        yield from rows
+        known.append(shard)
+        peak = peak_of(device, partial(_overlapped, case, grid, device))
+        if grid.size == 1:
+            serial = peak
+        elif serial:
+            share = serial / grid.size
+            ratio = peak / share
+            measure = "peak memory over the share"
+            yield Row(*row, measure, "", ratio, ratio, ratio, 1, peak, share, in_bytes=True)
+    for machine in MACHINES:
+        yield predictions(case, machine, known)
+
+
+def _axes(grid: Rehearsal) -> str:
+    return ", ".join(f"{axis}={n}" for axis, n in grid.shape.items() if n > 1) or "whole"
+
+
+def _overlapped(case: Case, grid: Rehearsal, device: torch.device) -> Step:
+    step = case.step(module(case, device), *cut(case, grid, device))
+    return partial(_forced, "overlapped", step)
+
+
+def _timed(
+    row: tuple[str, str, str], case: Case, grid: Rehearsal, device: torch.device, seconds: float
+) -> tuple[list[Row], Shard]:
+    network = module(case, device)
+    step = case.step(network, *cut(case, grid, device))
+    runs: list[Run] = [partial(_forced, name, step) for name in METHODS]
+    runs += [plain(case, grid, device), packing(step, grid, device)]
+    *each, bound, packs = alternate(device, runs, seconds)
+    rows = [
+        over(row, f"{name}, over no halos", times.device, bound.device, None)
+        for name, times in zip(METHODS, each, strict=True)
+    ]
+    overlapped = each[METHODS.index("overlapped")]
+    rows.append(over(row, "host, over no halos", overlapped.host, bound.host, None))
+    if grid.size > 1:
+        measure = "packing of the forward pass, over the step"
+        rows.append(over(row, measure, packs.device, overlapped.device, None))
+    with grid.listening() as traffic:
+        _forced("overlapped", step)
+    weights = sum(p.nbytes for p in network.parameters())
+    return rows, Shard(grid, median(overlapped.device), traffic, weights)
+
+
+def _forced(name: str, step: Step) -> None:
+    with method(name):
+        step()
+
+
+def packing(step: Step, grid: Rehearsal, device: torch.device) -> Run:
+    """Packs whatever leaves the rank in the forward pass of a step, and nothing else."""
+    with traced() as movements, uncounted():
+        _forced("overlapped", step)
+    leaving = [_leaving(movement) for movement in movements]
+    memory = torch.zeros(max((prod(shape) for shape, _ in leaving), default=0), device=device)
+    blocks = [memory[: prod(shape)].view(shape) for shape, _ in leaving]
+
+    def run() -> None:
+        for block, (_, routes) in zip(blocks, leaving, strict=True):
+            packed(block, routes, grid)
+
+    return run
+
+
+def _leaving(movement: Movement) -> tuple[tuple[int, ...], Sequence[Route]]:
+    """The shape of what a movement packs, and its boxes."""
+    plan = movement.plan
+    if movement.adjoint:
+        return plan.buffer_shape, plan.receives
+    return plan.block_shape, plan.sends
+
+
+class Prediction(NamedTuple):
+    """Seconds of a step, and of what it is made of."""
+
+    shard: float
+    reductions: float
+    """Of statistics and losses, which nothing hides."""
+    halos: float
+    gradients: float
+
+    @property
+    def hidden(self) -> float:
+        """The step where computing hides all halos and the sum of the parameters' gradients."""
+        return self.shard + self.reductions
+
+    @property
+    def exposed(self) -> float:
+        """The step where it hides none of them."""
+        return self.hidden + self.halos + self.gradients
+
+
+def predict(machine: Machine, shard: Shard) -> Prediction:
+    """What a step would take with the links of `machine`, with the GPU that was measured."""
+    rank, size = shard.grid.rank, shard.grid.size
+    others = tuple((peer, shard.weights) for peer in range(size) if peer != rank)
+    collective, halos = (
+        machine.total(rank, (t for t in shard.traffic if t.collective is kind))
+        for kind in (True, False)
+    )
+    gradients = machine.seconds(rank, Traffic(True, others))
+    return Prediction(shard.seconds, collective, halos, gradients)
+
+
+_HEADING = (
+    *("GPUs", "shard", "reductions", "halos", "gradients", "step, all hidden to nothing hidden"),
+    *("over 1 GPU", "over 2 GPUs"),
+)
+
+
+def predictions(case: Case, machine: Machine, shards: Sequence[Shard]) -> str:
+    """A table of the strong scaling that follows from the shards of several cuts."""
+    steps = {shard.grid.size: predict(machine, shard) for shard in shards}
+    rows: list[tuple[str, ...]] = [_HEADING]
+    for size, step in steps.items():
+        parts = (f"{part * 1e3:.3f} ms" for part in step)
+        taken = f"{step.hidden * 1e3:.3f} to {step.exposed * 1e3:.3f} ms"
+        rows.append((str(size), *parts, taken, *(_gain(steps, n, size) for n in (1, 2))))
+    lines = [f"{case.name}, predicted for {machine.name}", table(rows, right=range(5))]
+    return "\n".join([*lines, *filter(None, [case.published and f"published: {case.published}"])])
+
+
+def _gain(steps: Mapping[int, Prediction], fewer: int, more: int) -> str:
+    """How many times as fast more GPUs are, alike hidden or not."""
+    if fewer not in steps or fewer >= more:
+        return ""
+    base, step = steps[fewer], steps[more]
+    gains = sorted((base.hidden / step.hidden, base.exposed / step.exposed))
+    return " to ".join(f"{gain:.2f}" for gain in gains)

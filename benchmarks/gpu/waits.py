@@ -1,0 +1,55 @@
+"""The calls of a step at which the host waits for the GPU, as CUPTI tells torch's profiler."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile, record_function
+
+_STEP = "distconv.benchmarks.gpu.step"
+_CALL = re.compile(r"cu(da)?[A-Z]")
+_WAITS = re.compile(
+    r"cu(da)?(\w*Synchronize|(Mem(cpy|(Host)?Alloc|Free)|Malloc|HostAlloc|Free)(?!\w*Async))"
+)
+
+
+def calls_of(step: Callable[[], object]) -> Counter[str]:
+    """The calls of CUDA's runtime and driver within a step, by any thread."""
+    kinds = [ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        kinds.append(ProfilerActivity.CUDA)
+    with profile(activities=kinds) as record:
+        with record_function(_STEP):
+            step()
+    # An annotation is shown on the GPU as well.
+    events = [e for e in record.events() if e.device_type == DeviceType.CPU]
+    (mark,) = (e.time_range for e in events if e.name == _STEP)
+    within = (e for e in events if mark.start <= e.time_range.start <= mark.end)
+    return Counter(e.name for e in within if _CALL.match(e.name))
+
+
+def waits_in(calls: Counter[str]) -> dict[str, int]:
+    """Those at which the host waits, or may: allocations do not return while kernels run."""
+    return {name: n for name, n in sorted(calls.items()) if _WAITS.match(name)}
+
+
+def waits(name: str, step: Callable[[], object]) -> str:
+    """What is found in a step, in words; a few steps before make what is made only once.
+
+    Raises
+    ------
+    RuntimeError
+        When the profiler hears of no calls at all, and so proves nothing.
+    """
+    for _ in range(3):
+        step()
+    calls = calls_of(step)
+    if not calls:
+        raise RuntimeError("torch's profiler hears of no CUDA calls; CUPTI is missing or in use")
+    found = waits_in(calls)
+    told = ", ".join(f"{n} {call}" for call, n in found.items()) or "nowhere"
+    return f"{name}: the host waits {'at ' if found else ''}{told}; {calls.total()} CUDA calls"
