@@ -49,7 +49,7 @@ def on_one_rank(grid: ProcessGrid) -> dict[str, list[Part]]:
             for shape, cut in packing.CASES
         ],
         "Shards": [
-            *(Part(c.name, partial(shards, c, cuts, device, SECONDS)) for c, cuts in scalings),
+            *(Part(c.name, partial(shards, c, cuts, device, SECONDS / 2)) for c, cuts in scalings),
             *(Part(c.name, partial(shards, c, PLANE, device, of_layer)) for c in LAYERS[:2]),
         ],
     }

@@ -70,7 +70,8 @@ MACHINES = (
     # NVIDIA H200 data sheet: NVLink 900 GB/s, both ways together. DGX H200: a ConnectX-7 of
     # 400 Gb/s for each GPU.
     Machine("NVLink in nodes of 8, NDR InfiniBand", 8, Link(5e-6, 450e9), Link(10e-6, 50e9)),
-    # NVIDIA V100 data sheet: NVLink 300 GB/s, both ways together; half of it to each half of a node
-    # of four with POWER9, as the published runs had, whose two EDR ports of 100 Gb/s they share.
+    # The published runs had nodes of four V100; that they were POWER9 machines is an assumption.
+    # NVIDIA V100 data sheet: NVLink 300 GB/s, both ways together; there half of the links go to the
+    # GPU beside it, which is taken for all of a node. Four share two EDR ports of 100 Gb/s.
     Machine("NVLink 2 in nodes of 4, EDR InfiniBand", 4, Link(10e-6, 75e9), Link(15e-6, 6.25e9)),
 )
