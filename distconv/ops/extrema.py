@@ -153,7 +153,7 @@ def _arg(name: str, input: DistTensor, dim: int | None, keepdim: bool, largest: 
         along = torch.arange(box.start[d], box.stop[d], device=x.device)
         position = position.unsqueeze(-1) * input.shape[d] + along
     position = torch.where(attained, position, input.numel())
-    first = position.amin() if x.numel() else position.new_tensor(input.numel())
+    first = position.amin() if x.numel() else position.new_full((), input.numel())
     first = parts_of(first, input.grid, axes).amin(0)
     return result_of(input, first.reshape((1,) * input.dim()), over, keepdim)
 

@@ -197,9 +197,12 @@ def randint_like(
 
 
 def _probabilities(p: Any, name: str) -> Any:
-    """`p` itself; the rank that holds an element from outside [0, 1] raises."""
-    if isinstance(p, Tensor) and not ((p >= 0) & (p <= 1)).all():
-        raise RuntimeError(f"{name}: not all elements are probabilities; choose from 0 to 1")
+    """`p` itself; the rank that holds an element from outside [0, 1] raises, or its GPU does."""
+    if isinstance(p, Tensor):
+        within = ((p >= 0) & (p <= 1)).all()
+        torch._assert_async(
+            within, f"{name}: not all elements are probabilities; choose from 0 to 1"
+        )
     return p
 
 

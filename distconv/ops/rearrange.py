@@ -185,7 +185,7 @@ def _assign_where(input: DistTensor, mask: Tensor, value: Any) -> None:
         )
     rest = (None,) * (input.dim() - mask.dim())
     # A number of another type is converted as in an assignment, which masked_fill_ refuses.
-    input.masked_fill_(mask[(..., *rest)], torch.tensor(value, dtype=input.dtype))
+    input.masked_fill_(mask[(..., *rest)], torch.tensor(value, dtype=input.dtype).item())
 
 
 def _part(value: Tensor, shape: list[int], taken: list[slice]) -> Tensor:
