@@ -189,7 +189,10 @@ class _GradientReduction:
         self._place_of: dict[Tensor, tuple[int, int]] = {}
         """For each parameter its bucket, and its number there."""
         self._laid_out: list[Any] = []
-        self._hooked: dict[Tensor, Node] = {}
+        self._hooked: dict[Tensor, Node | None] = {}
+        """For each parameter that is watched, the node that accumulates its gradient."""
+        self._stream: Any = None
+        """That on which the nodes were made."""
         self._parts: set[Tensor] = set()
         """Parameters whose .grad holds this rank's part of a sum; others have the same on all."""
         self._missing: list[int] = []
@@ -216,6 +219,11 @@ class _GradientReduction:
 
     def _prepare(self) -> None:
         """Hook the trainable parameters and lay out the buckets, last parameters first."""
+        stream = _current_stream(self._grid.device)
+        if stream != self._stream:
+            # A node accumulates on the stream on which it was made, for as long as it is held here.
+            # What is captured on another stream may not wait for that one: let torch make it anew.
+            self._hooked, self._stream = dict.fromkeys(self._hooked), stream
         trainable = [p for p in self._leaves if p.requires_grad]
         for p, node in zip(trainable, _accumulating(trainable), strict=True):
             self._hook(p, node)
@@ -261,7 +269,7 @@ class _GradientReduction:
         return buckets
 
     def _hook(self, p: Tensor, node: Node) -> None:
-        """Watch a parameter; again where a change of its type has given it another node."""
+        """Watch a parameter; again where a change of its type, or stream, gives it another node."""
         if self._hooked.get(p) is node:
             return
         if p not in self._hooked:
@@ -388,6 +396,10 @@ class _GradientReduction:
         for bucket in self._buckets:
             if bucket.finish():
                 self._parts.difference_update(bucket.parameters)
+
+
+def _current_stream(device: torch.device) -> torch.cuda.Stream | None:
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
 def _replicated_over(p: Tensor, grid: ProcessGrid) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from mpi4py import MPI
 from serial import deviation, random_grid, random_layout, random_tensor
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 import distconv as dc
 
@@ -583,3 +585,35 @@ def test_random_layouts_of_the_input_train_alike() -> None:
         d = dc.distribute_tensor(x, grid, random_layout(rng, grid, x.shape))
         loss_of(twins.parallel, d, y).backward()
         twins.check()
+
+
+@pytest.mark.parallel([1, 2, 3])
+def test_gradients_are_accumulated_on_the_stream_of_the_forward_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # torch's nodes stay on the stream on which they were made, and captured graphs on theirs.
+    current = ["first"]
+    module = sys.modules["distconv.parallelize"]
+    monkeypatch.setattr(module, "_current_stream", lambda device: current[0])
+    serial, model = net(), dc.parallelize(net(), dc.ProcessGrid(height=-1))
+    x = torch.ones(2, 3, 8, 8).double()
+
+    def made_before() -> set[bool]:
+        nodes = [get_gradient_edge(p).node.metadata for p in model.parameters()]
+        known = {"known" in notes for notes in nodes}
+        for notes in nodes:
+            notes["known"] = True
+        return known
+
+    for _ in range(2):
+        for stream, renewed in (("first", True), ("first", False), ("second", True)):
+            current[0] = stream
+            serial(x).square().sum().backward()
+            loss = model(dc.distribute_tensor(x, dc.ProcessGrid(height=-1))).square().sum()
+            assert made_before() == {not renewed}
+            loss.backward()
+            del loss
+    for mine, theirs in zip(model.parameters(), serial.parameters(), strict=True):
+        assert (mine.grad is None) == (theirs.grad is None)
+        if mine.grad is not None and theirs.grad is not None:
+            assert deviation(mine.grad, theirs.grad) < 1e-10
