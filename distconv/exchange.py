@@ -165,7 +165,7 @@ class _Gather(Function):
         if plan.buffer_is_block:
             grid.transport.exchange((), leaving, tag).wait()
             return local.clone()
-        buffer = _empty(plan.buffer_shape, local)
+        buffer = empty(plan.buffer_shape, local)
         if not plan.covered:
             buffer.fill_(fill)
         landings = [(r.peer, _landing(buffer, r, grid)) for r in plan.receives]
@@ -189,7 +189,7 @@ class _Accumulate(Function):
     @staticmethod
     def forward(ctx: Any, buffer: Tensor, plan: Plan, grid: ProcessGrid, tag: int) -> Tensor:
         ctx.movement = plan, grid, tag
-        block = _empty(plan.block_shape, buffer)
+        block = empty(plan.block_shape, buffer)
         landings = landings_of(plan.sends, buffer, grid)
         leaving = packed(buffer, plan.receives, grid)
         messages = grid.transport.exchange(landings, leaving, tag)
@@ -273,7 +273,7 @@ def dense(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, memory_format=torch.contiguous_format).copy_(tensor)
 
 
-def _empty(shape: tuple[int, ...], like: Tensor) -> Tensor:
+def empty(shape: tuple[int, ...], like: Tensor) -> Tensor:
     """Memory for `shape`, with the channels last where those of `like` are."""
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(like.dim())
     # Strides tell it of a cropped tensor as well.

@@ -27,6 +27,7 @@ from distconv.ops.windowed import (
     overlapping_ceil_mode,
     pooled_type,
     some_channel,
+    unread,
     windows_of,
 )
 from distconv.tensor import DistTensor, implements
@@ -147,8 +148,7 @@ def _average_backward(
     if len(kernel) == 1:
         flat = (*shape[:2], 1, *shape[2:]), (1, *kernel), (1, *stride), (0, *padding)
         return _average_backward(dy.unsqueeze(2), *flat, ceil_mode, divisor).squeeze(2)
-    # Of the inputs it takes the shape alone.
-    inputs = dy.new_empty(()).expand(shape)
+    inputs = unread(shape, dy)
     aten = torch.ops.aten
     backward: Any = aten.avg_pool2d_backward if len(kernel) == 2 else aten.avg_pool3d_backward
     dx: Tensor = backward(dy, inputs, kernel, stride, padding, ceil_mode, True, divisor)

@@ -21,7 +21,7 @@ from distconv.exchange import accumulate
 from distconv.grid import ProcessGrid
 from distconv.ops.overlap import halos_travel, send_back
 from distconv.ops.places import inner_border, lowest, renumbered
-from distconv.ops.windowed import some_channel
+from distconv.ops.windowed import some_channel, unread
 from distconv.strips import Strip, Strips, strips_of
 from distconv.tensor import DistTensor, note
 from distconv.window import Window
@@ -82,8 +82,7 @@ class _Pool:
         dy, index = pieces
         plane = (1, *shape[2:]) if flat else shape[2:]
         lead = shape[:2] if shape[1] else (0, 1)
-        # Of the inputs it takes the shape alone.
-        inputs = dy.new_empty(()).expand(*lead, *plane)
+        inputs = unread((*lead, *plane), dy)
         aten = torch.ops.aten
         volume = aten.max_pool3d_with_indices_backward
         function: Any = volume if len(padding) == 3 else aten.max_pool2d_with_indices_backward

@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 from torch import Tensor
 
 from distconv.boundary import reaches
+from distconv.exchange import empty
 from distconv.layout import Cuts
 from distconv.method import forced
 from distconv.ops.align import Placement, box_of, common_grid, distributed
@@ -117,6 +118,14 @@ def pooled_type(name: str, input: DistTensor, implemented: bool) -> None:
 def some_channel(x: Tensor) -> Tensor:
     """`x` itself, or its empty batch with one channel: torch pools nothing without channels."""
     return x if x.shape[1] else x.reshape(0, 1, *x.shape[2:])
+
+
+def unread(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """What torch's backward passes of pooling take for inputs, of which they read the shape alone.
+
+    On GPUs they take the order of dimensions from it as well, and make it contiguous first.
+    """
+    return empty(shape, like) if like.is_cuda else like.new_empty(()).expand(shape)
 
 
 _POOLED = 2**16
