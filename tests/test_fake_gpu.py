@@ -298,6 +298,22 @@ def test_gradients_of_pooling_keep_the_channels_last(pool: Callable[..., Tensor]
     assert kept == [True]
 
 
+@pytest.mark.parallel([1])
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda x: x.cpu(),
+        lambda x: torch.zeros_like(x, device="cpu"),
+        lambda x: x.new_ones(2, 4, 5, 3, device="cpu"),
+        lambda x: x.new_full((3,), 2.0, device="cpu"),
+    ],
+)
+def test_what_would_lie_on_the_host_is_refused(move: Callable[[Tensor], Tensor]) -> None:
+    x = Rehearsal({"height": 3}, 1).tensor((2, 4, 5, 3))
+    with pytest.raises(dc.UnsupportedOperation, match="live on its devices, not on cpu"):
+        move(x)
+
+
 FAULTS: dict[str, Callable[[Tensor], Tensor]] = {
     "memory of the host": lambda x: x + torch.ones(x.shape),
     "a table of the host": lambda x: torch.arange(9.0)[(x > 0).long()],

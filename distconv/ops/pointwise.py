@@ -38,7 +38,7 @@ _NAMES = """
     true_divide trunc xlog1py xlogy zero zeta
     celu elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu logsigmoid mish relu relu6
     selu silu softplus softshrink softsign tanhshrink
-    float double half bfloat16 int long short char byte bool cpu copy
+    float double half bfloat16 int long short char byte bool copy
 """.split()
 
 _DUNDERS = """
@@ -204,14 +204,28 @@ def to(input: DistTensor, *args: Any, **kwargs: Any) -> DistTensor:
     args = tuple(_like(x) for x in args)
     kwargs = {k: _like(x) for k, x in kwargs.items()}
     shard = input.shard.to(*args, **kwargs)
-    if shard.device.type != input.device.type:
+    _require_here("to", input, shard.device)
+    return input if shard is input.shard else DistTensor(shard, input.shape, input.cuts, input.grid)
+
+
+@implements(torch.Tensor.cpu)
+def cpu(
+    input: DistTensor, memory_format: torch.memory_format = torch.preserve_format
+) -> DistTensor:
+    """The tensor itself, on a grid of CPUs."""
+    _require_here("cpu", input, torch.device("cpu"))
+    return to(input, "cpu", memory_format=memory_format)
+
+
+def _require_here(operator: str, input: DistTensor, device: torch.device) -> None:
+    """Refuse to move a block, or to make one, where the grid does not compute."""
+    if device.type != input.device.type:
         refuse(
-            "to",
-            f"the tensors of a grid live on its devices, not on {shard.device}",
+            operator,
+            f"the tensors of a grid live on its devices, not on {device}",
             input,
             way_out="Move x.full_tensor() or x.to_local(); x.item() gives a number",
         )
-    return input if shard is input.shard else DistTensor(shard, input.shape, input.cuts, input.grid)
 
 
 @implements(torch.Tensor.type_as)
@@ -228,6 +242,7 @@ def type_(input: DistTensor, dtype: Any = None, non_blocking: bool = False) -> A
         return result
     if result is input.shard:
         return input
+    _require_here("type", input, result.device)
     return DistTensor(result, input.shape, input.cuts, input.grid)
 
 
@@ -238,6 +253,7 @@ def _like(x: Any) -> Any:
 def _constant(function: Callable[..., Any]) -> Callable[..., Any]:
     def rule(input: DistTensor, *args: Any, requires_grad: bool = False, **kwargs: Any) -> Any:
         shard = function(input.shard, *args, **kwargs)
+        _require_here(function.__name__, input, shard.device)
         result = DistTensor(shard, input.shape, input.cuts, input.grid)
         return result.requires_grad_() if requires_grad else result
 
@@ -262,6 +278,7 @@ def _made(
     if len(shape) == input.dim():
         cuts = operand_cuts(shape, tuple(input.shape), input.cuts)
     shard = function(input.shard, box_of(shape, cuts, input.grid).shape, *args, **kwargs)
+    _require_here(function.__name__, input, shard.device)
     result = DistTensor(shard, shape, cuts, input.grid)
     return result.requires_grad_() if requires_grad else result
 

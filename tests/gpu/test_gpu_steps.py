@@ -149,5 +149,6 @@ def test_tensors_of_the_cpu_move_and_get_their_gradients_there(
     (d * d).sum().backward()
     assert x.grad is not None and x.grad.device.type == "cpu"
     assert deviation(x.grad, 2 * x.detach()) < 1e-12
-    with pytest.raises(dc.UnsupportedOperation, match="live on its devices"):
-        d.to("cpu")
+    for move in (lambda: d.to("cpu"), lambda: d.type("torch.DoubleTensor"), d.cpu):
+        with pytest.raises(dc.UnsupportedOperation, match="live on its devices"):
+            move()
