@@ -6,6 +6,7 @@ Memory is shared by MPI, streams are done at once: a rank stands still where its
 from __future__ import annotations
 
 import ctypes
+import sys
 import time
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -28,6 +29,9 @@ from distconv.transport.semaphores import Kernels, MemoryOperations, semaphores
 WORLD = MPI.COMM_WORLD
 RANKS = [1, 2, 3, 4]
 OUT_OF_REACH: set[int] = set()
+"""Ranks whose memory this one cannot open."""
+NOT_SHARED: set[int] = set()
+"""Ranks whose memory nobody can."""
 
 
 class Runtime(ModuleType):
@@ -58,6 +62,8 @@ class Runtime(ModuleType):
 
     def ipcGetMemHandle(self, ptr: int) -> bytes:  # noqa: N802
         assert ptr == self._address(WORLD.rank)
+        if WORLD.rank in NOT_SHARED:
+            raise self.CUDARuntimeError("operation not supported")
         return bytes([WORLD.rank])
 
     def ipcOpenMemHandle(self, handle: bytes, flags: int) -> int:  # noqa: N802
@@ -84,11 +90,24 @@ class Driver(ModuleType):
 
     class CUstreamWaitValue_flags:  # noqa: N801
         CU_STREAM_WAIT_VALUE_GEQ, CU_STREAM_WAIT_VALUE_EQ = 0, 1
+        CU_STREAM_WAIT_VALUE_FLUSH = 2**30
+
+    class CUdevice_attribute:  # noqa: N801
+        CU_DEVICE_ATTRIBUTE_CAN_FLUSH_REMOTE_WRITES = 98
+
+    can_flush = 0
+
+    def cuCtxGetDevice(self) -> tuple[int, int]:  # noqa: N802
+        return self.CUresult.CUDA_SUCCESS, 3
+
+    def cuDeviceGetAttribute(self, attrib: int, dev: int) -> tuple[int, int]:  # noqa: N802
+        assert (attrib, dev) == (98, 3)
+        return self.CUresult.CUDA_SUCCESS, self.can_flush
 
     def cuStreamWaitValue32(  # noqa: N802
         self, stream: int, addr: int, value: int, flags: int
     ) -> tuple[int]:
-        assert (stream, flags) == (Stream.cuda_stream, 1)
+        assert (stream, flags) == (Stream.cuda_stream, 1 + 2**30 * self.can_flush)
         if not addr:
             return (self.CUresult.CUDA_ERROR_INVALID_VALUE,)
         wait_for(addr, value)
@@ -137,21 +156,17 @@ def libraries(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     cupy: Any = ModuleType("cupy")
     cuda: Any = ModuleType("cupy.cuda")
     cupy.RawModule, cuda.ExternalStream = RawModule, ExternalStream
-    replace_modules(
-        monkeypatch,
-        *(cupy, cuda, Runtime("cupy.cuda.runtime")),
-        *map(ModuleType, ("cuda", "cuda.bindings")),
-        Driver("cuda.bindings.driver"),
-    )
+    replace_modules(monkeypatch, cupy, cuda, Runtime("cupy.cuda.runtime"))
+    if request.param is MemoryOperations:
+        bindings = map(ModuleType, ("cuda", "cuda.bindings"))
+        replace_modules(monkeypatch, *bindings, Driver("cuda.bindings.driver"))
+    else:
+        monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     replace_streams(monkeypatch)
-    monkeypatch.setattr(
-        "distconv.transport.semaphores.find_spec",
-        lambda name: request.param is MemoryOperations or None,
-    )
     assert type(semaphores()) is request.param
-    OUT_OF_REACH.clear()
     yield
     OUT_OF_REACH.clear()
+    NOT_SHARED.clear()
 
 
 def transport() -> PeerTransport:
@@ -173,9 +188,10 @@ def test_messages_cross_the_memory_of_ranks(libraries: None) -> None:
 
 
 @pytest.mark.parallel([2, 3, 4])
-def test_ranks_out_of_reach_get_their_messages_by_mpi(libraries: None) -> None:
+@pytest.mark.parametrize("shared", [False, True])
+def test_ranks_out_of_reach_get_their_messages_by_mpi(libraries: None, shared: bool) -> None:
     if WORLD.rank == 0:
-        OUT_OF_REACH.add(WORLD.size - 1)
+        (OUT_OF_REACH if shared else NOT_SHARED).add(WORLD.size - 1 if shared else 0)
     peer = transport()
     assert peer.name == "peer and mpi"
     landings = [torch.zeros(10) for _ in range(WORLD.size)]
@@ -190,6 +206,16 @@ def test_what_the_driver_refuses_is_an_error(libraries: None) -> None:
     if isinstance(by, MemoryOperations):
         with pytest.raises(RuntimeError, match="operation on memory of a GPU failed"):
             by.acquire(Stream.cuda_stream, 0)
+
+
+@pytest.mark.parallel([1])
+def test_gpus_that_can_flush_what_others_have_written_do_so(
+    libraries: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Driver, "can_flush", 1)
+    semaphore = ctypes.c_uint32(1)
+    semaphores().acquire(Stream.cuda_stream, ctypes.addressof(semaphore))
+    assert not semaphore.value
 
 
 @pytest.mark.parallel(RANKS)

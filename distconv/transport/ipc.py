@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ def shared(node: MPI.Intracomm, nbytes: int, head: Sequence[int]) -> list[int | 
     """Memory of each rank of `node` on its current GPU: addresses in this process.
 
     Collective over `node`. A rank has `nbytes`, which begin with the 32-bit numbers `head`, until
-    its process ends; None stands for a rank whose memory cannot be reached from here.
+    its process ends; None stands for a rank whose memory cannot be shared, or reached from here.
     """
     from cupy.cuda import runtime
 
@@ -24,16 +24,19 @@ def shared(node: MPI.Intracomm, nbytes: int, head: Sequence[int]) -> list[int | 
     numbers = np.array(head, np.uint32)
     runtime.memcpy(base, numbers.ctypes.data, numbers.nbytes, runtime.memcpyHostToDevice)
     runtime.deviceSynchronize()
-    handles = node.allgather(runtime.ipcGetMemHandle(base))
-    return [
-        base if rank == node.rank else _opened(runtime, handle)
-        for rank, handle in enumerate(handles)
+    handles = node.allgather(_tried(runtime, runtime.ipcGetMemHandle, base))
+    handles[node.rank] = None  # which only others can open
+    flags = runtime.cudaIpcMemLazyEnablePeerAccess
+    bases = [
+        handle and _tried(runtime, runtime.ipcOpenMemHandle, handle, flags) for handle in handles
     ]
+    bases[node.rank] = base
+    return bases
 
 
-def _opened(runtime: Any, handle: bytes) -> int | None:
+def _tried(runtime: Any, function: Callable[..., Any], *args: object) -> Any:
+    """What a function of CUDA returns; None where that is not possible here."""
     try:
-        address: int = runtime.ipcOpenMemHandle(handle, runtime.cudaIpcMemLazyEnablePeerAccess)
+        return function(*args)
     except runtime.CUDARuntimeError:
         return None
-    return address

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from distconv.transport.beside import Beside
-from distconv.transport.semaphores import Semaphores, semaphores
+from distconv.transport.semaphores import semaphores
 
 
 class Lane(Beside):
@@ -17,16 +17,15 @@ class Lane(Beside):
 
     Parameters
     ----------
-    device: this rank's GPU.
-    by: how it waits; what the process has the libraries for, when not given.
+    device: this rank's GPU, the current one.
     """
 
-    def __init__(self, device: torch.device, by: Semaphores | None = None):
+    def __init__(self, device: torch.device):
         from cupy.cuda import runtime
 
         super().__init__(device)
         self._runtime: Any = runtime
-        self._semaphores = semaphores() if by is None else by
+        self._semaphores = semaphores()
         # Other ranks wait for what it has been given, also when this one has nothing left to do.
         atexit.register(self.stream.synchronize)
 

@@ -6,7 +6,6 @@ values are 0 and 1 whatever has happened before, so that graphs of CUDA can be r
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any, Protocol
 
 
@@ -27,20 +26,29 @@ class MemoryOperations:
         from cuda.bindings import driver
 
         self._driver: Any = driver
-        self._equal = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ)
+        kinds = driver.CUstreamWaitValue_flags
+        self._until_equal = int(kinds.CU_STREAM_WAIT_VALUE_EQ)
+        can_flush = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CAN_FLUSH_REMOTE_WRITES
+        device = self._checked(driver.cuCtxGetDevice())
+        if self._checked(driver.cuDeviceGetAttribute(can_flush, device)):
+            # Such a GPU may see the semaphore of another before the message that was written first.
+            self._until_equal |= int(kinds.CU_STREAM_WAIT_VALUE_FLUSH)
 
     def acquire(self, stream: int, semaphore: int) -> None:
         """Let the stream wait until it is 1, and make it 0."""
-        self._check(self._driver.cuStreamWaitValue32(stream, semaphore, 1, self._equal))
-        self._check(self._driver.cuStreamWriteValue32(stream, semaphore, 0, 0))
+        self._checked(self._driver.cuStreamWaitValue32(stream, semaphore, 1, self._until_equal))
+        self._checked(self._driver.cuStreamWriteValue32(stream, semaphore, 0, 0))
 
     def release(self, stream: int, semaphore: int) -> None:
         """Make it 1; the driver orders that after what has been written before."""
-        self._check(self._driver.cuStreamWriteValue32(stream, semaphore, 1, 0))
+        self._checked(self._driver.cuStreamWriteValue32(stream, semaphore, 1, 0))
 
-    def _check(self, answer: tuple[Any]) -> None:
-        if answer[0] != self._driver.CUresult.CUDA_SUCCESS:
-            raise RuntimeError(f"an operation on memory of a GPU failed: {answer[0]!s}")
+    def _checked(self, answer: tuple[Any, ...]) -> Any:
+        """What a function of the driver returns, if anything."""
+        status, *value = answer
+        if status != self._driver.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(f"an operation on memory of a GPU failed: {status!s}")
+        return value[0] if value else None
 
 
 _SOURCE = """
@@ -81,5 +89,8 @@ class Kernels:
 
 
 def semaphores() -> Semaphores:
-    """Those that this process has the libraries for."""
-    return MemoryOperations() if find_spec("cuda.bindings") else Kernels()
+    """Those that this process has the libraries for; a context of CUDA is current."""
+    try:
+        return MemoryOperations()
+    except ImportError:
+        return Kernels()
