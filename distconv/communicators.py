@@ -17,7 +17,6 @@ from distconv.transport.nccl import NCCLTransport
 from distconv.transport.staged import StagedTransport, takes_device_memory
 
 Key = tuple[str, tuple[int, ...]]
-_CPU = torch.device("cpu")
 
 
 class _Store:
@@ -25,7 +24,7 @@ class _Store:
 
     def __init__(self) -> None:
         self.communicators: dict[Key, MPI.Intracomm] = {}
-        self.transports: dict[tuple[str, torch.device, tuple[int, ...]], Transport] = {}
+        self.transports: dict[tuple[str, tuple[str, ...], tuple[int, ...]], Transport] = {}
         self.gpu: torch.device | None = None
 
 
@@ -64,26 +63,28 @@ def transport(
     parent: MPI.Intracomm,
     ranks: tuple[int, ...],
     name: str,
-    device: torch.device,
+    devices: tuple[str, ...],
     beyond: str = "mpi",
 ) -> Transport:
-    """The transport of a name among `ranks`, between tensors on devices as this rank's `device`.
+    """The transport of a name among `ranks`, between tensors on the device of each.
 
-    Collective over those ranks at the first call, and a look-up ever after. `beyond` is the name of
-    what carries messages between ranks that "peer" cannot join.
+    Collective over those ranks at the first call, and a look-up ever after: on all of them, so it
+    is known by the devices of all. `beyond` is the name of what carries messages between ranks that
+    "peer" cannot join.
     """
     made = _store().transports
-    key = name, device, ranks
+    key = name, devices, ranks
     if key not in made:
         comm = communicator(parent, ranks, "exchange")
-        if device == _CPU:
+        device = torch.device(devices[comm.rank])
+        if device.type == "cpu":
             made[key] = MPITransport(comm)
         elif name == "nccl":
             made[key] = NCCLTransport(comm, device)
         elif name == "peer":
-            made[key] = peer.connected(comm, device, transport(parent, ranks, beyond, device))
+            made[key] = peer.connected(comm, device, transport(parent, ranks, beyond, devices))
         else:
-            mpi: Any = transport(parent, ranks, name, _CPU)
+            mpi: Any = transport(parent, ranks, name, ("cpu",) * len(ranks))
             made[key] = StagedTransport(mpi, Copies(device), takes_device_memory(comm))
     return made[key]
 

@@ -77,7 +77,7 @@ class ProcessGrid:
         if self._device.type == "cuda":
             communicators.take_gpu(self._device)
         self._transport: Transport = communicators.transport(
-            self._comm, self._ranks, choice.transport, self._device, choice.beyond
+            self._comm, self._ranks, choice.transport, self._devices, choice.beyond
         )
         self._communicators: dict[tuple[frozenset[str], str], MPI.Intracomm] = {}
 

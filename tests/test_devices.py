@@ -9,8 +9,9 @@ import torch
 from mpi4py import MPI
 
 import distconv as dc
+from distconv import communicators
 from distconv.devices import Offer, choose
-from distconv.transport import nccl
+from distconv.transport import Transport, nccl
 
 WORLD = MPI.COMM_WORLD
 NODE, OTHER = tuple("abcd"), tuple("efgh")
@@ -93,6 +94,21 @@ def test_a_grid_without_gpus_computes_on_the_cpu() -> None:
     assert grid.device == torch.device("cpu") and grid.transport.name == "mpi"
     assert grid == dc.ProcessGrid(height=-1, device="cpu")
     assert "GPU" not in repr(grid)
+
+
+@pytest.mark.parallel([2, 3])
+def test_a_transport_is_made_by_all_ranks_where_one_has_another_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(communicators, "Copies", torch.device)
+    ranks = tuple(range(WORLD.size))
+
+    def made(*last: str) -> Transport:
+        devices = ("cuda:0",) * (WORLD.size - 1) + last
+        return communicators.transport(WORLD, ranks, "mpi", devices)
+
+    first = made("cuda:1")
+    assert made("cuda:0") is not first and made("cuda:1") is first
 
 
 @pytest.mark.parallel([1])
