@@ -14,6 +14,7 @@ from distconv.transport import Transport, peer
 from distconv.transport.copies import Copies
 from distconv.transport.mpi import MPITransport
 from distconv.transport.nccl import NCCLTransport
+from distconv.transport.queue import Queue
 from distconv.transport.staged import StagedTransport, takes_device_memory
 
 Key = tuple[str, tuple[int, ...]]
@@ -25,6 +26,7 @@ class _Store:
     def __init__(self) -> None:
         self.communicators: dict[Key, MPI.Intracomm] = {}
         self.transports: dict[tuple[str, tuple[str, ...], tuple[int, ...]], Transport] = {}
+        self.queue = Queue()
         self.gpu: torch.device | None = None
 
 
@@ -85,7 +87,8 @@ def transport(
             made[key] = peer.connected(comm, device, transport(parent, ranks, beyond, devices))
         else:
             mpi: Any = transport(parent, ranks, name, ("cpu",) * len(ranks))
-            made[key] = StagedTransport(mpi, Copies(device), takes_device_memory(comm))
+            direct = takes_device_memory(comm)
+            made[key] = StagedTransport(mpi, Copies(device), _store().queue, direct)
     return made[key]
 
 

@@ -5,6 +5,8 @@ The GPU is `late.Late`; the messages are real.
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,7 +17,9 @@ from torch import Tensor, nn
 
 import distconv as dc
 from distconv.transport import Transport
+from distconv.transport.copies import Copies
 from distconv.transport.mpi import MPITransport
+from distconv.transport.queue import Queue
 from distconv.transport.staged import StagedTransport, takes_device_memory
 
 WORLD = MPI.COMM_WORLD
@@ -24,8 +28,9 @@ RANKS = [2, 3, 4]
 SIZE = 2**17
 
 
-def staged(gpu: Late, direct: bool = False) -> StagedTransport:
-    return StagedTransport(MPITransport(WORLD.Dup()), gpu, direct)  # type: ignore[arg-type]
+def staged(gpu: Late, direct: bool = False, queue: Queue | None = None) -> StagedTransport:
+    mpi, copies = MPITransport(WORLD.Dup()), cast(Copies, gpu)
+    return StagedTransport(mpi, copies, queue or Queue(), direct)
 
 
 class Ring:
@@ -59,6 +64,17 @@ def test_ranks_may_wait_for_exchanges_in_different_orders(direct: bool) -> None:
     transport = staged(Late(), direct)
     rings = [Ring(transport, torch.full((SIZE,), 10.0 * i + WORLD.rank), i) for i in range(3)]
     for i in (0, 1, 2) if WORLD.rank % 2 else (2, 1, 0):
+        assert rings[i].arrived() == 10 * i + (WORLD.rank - 1) % WORLD.size
+
+
+@pytest.mark.parallel(RANKS)
+def test_ranks_may_wait_for_exchanges_of_several_grids_in_different_orders() -> None:
+    gpu, queue = Late(), Queue()
+    rings = [
+        Ring(staged(gpu, queue=queue), torch.full((SIZE,), 10.0 * i + WORLD.rank), 1)
+        for i in range(2)
+    ]
+    for i in (0, 1) if WORLD.rank % 2 else (1, 0):
         assert rings[i].arrived() == 10 * i + (WORLD.rank - 1) % WORLD.size
 
 

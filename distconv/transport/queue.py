@@ -17,10 +17,11 @@ class Event(Protocol):
 
 
 class Queue:
-    """Messages and reductions that have not been given to MPI yet.
+    """Messages and reductions that a process has not given to MPI yet.
 
-    Whoever waits for one of them starts all. So ranks may wait for them in different orders: what
-    another rank waits for has been started here, and collectives in the same order on all ranks.
+    Whoever waits for one of them starts all. So ranks may wait for them in different orders, also
+    for those of several grids: what another rank waits for has been started here, and collectives
+    in the same order on all ranks.
     """
 
     def __init__(self) -> None:

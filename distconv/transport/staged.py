@@ -48,15 +48,15 @@ class StagedTransport:
     ----------
     mpi: what carries the messages on the host.
     copies: from and to the GPU.
+    queue: what has not been given to MPI yet, of all transports of this process.
     direct: whether MPI sends from and receives into the memory of GPUs. Reductions go through the
         host all the same, where MPI adds up.
     """
 
     name = "mpi"
 
-    def __init__(self, mpi: MPITransport, copies: Copies, direct: bool = False):
-        self._mpi, self._copies, self._direct = mpi, copies, direct
-        self._queue = Queue()
+    def __init__(self, mpi: MPITransport, copies: Copies, queue: Queue, direct: bool = False):
+        self._mpi, self._copies, self._queue, self._direct = mpi, copies, queue, direct
 
     def ticket(self) -> int:
         """The tag of the next exchange."""
