@@ -6,6 +6,7 @@ told, and needs neither a GPU nor messages.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -59,8 +60,11 @@ def offer(
     wanted = None if device is None else str(device)
     if wanted == "cpu":
         return Offer(wanted, transport)
-    if wanted is not None and wanted.split(":")[0] != "cuda":
-        raise ValueError(f"ProcessGrid: device={wanted!r} is not supported; choose 'cpu' or 'cuda'")
+    if wanted is not None and not re.fullmatch(r"cuda(:\d+)?", wanted):
+        raise ValueError(
+            f"ProcessGrid: device={wanted!r} is not supported; choose 'cpu', 'cuda', or one of its "
+            "GPUs, 'cuda:1'"
+        )
     if kept is not None and wanted in (None, "cuda"):
         wanted = str(kept)
     gpus = _visible()
@@ -79,7 +83,8 @@ def _visible() -> tuple[str, ...]:
 def choose(offers: Sequence[Offer]) -> Choice:
     """What follows from the offers of all ranks.
 
-    Ranks that see the same GPUs, those of a node, take them in turn. Messages travel by NCCL where
+    Ranks that are asked for no certain GPU take, in rank order, the one that the fewest ranks have
+    of those that they see: those of a node take its GPUs in turn. Messages travel by NCCL where
     every rank has a GPU of its own, by CUDA IPC where ranks share GPUs; by MPI without cupy.
 
     Raises
@@ -117,11 +122,19 @@ def choose(offers: Sequence[Offer]) -> Choice:
             f"ProcessGrid: transport={transport!r}: {obstacles[transport]}, or choose {others}"
         )
     chosen = transport or next(name for name in TRANSPORTS if not obstacles[name])
-    notice = None
-    if len(set(gpus)) < len(gpus):
-        notice = f"{len(gpus)} ranks share {len(set(gpus))} GPU{'s' if len(set(gpus)) > 1 else ''}"
     devices = tuple(f"cuda:{number}" for number in numbers)
-    return Choice(devices, chosen, "mpi" if obstacles["nccl"] else "nccl", notice)
+    beyond = "mpi" if obstacles["nccl"] else "nccl"
+    return Choice(devices, chosen, beyond, _notice(offers, gpus))
+
+
+def _notice(offers: Sequence[Offer], gpus: Sequence[str]) -> str | None:
+    """Whether ranks share GPUs, and what to do about it."""
+    used, seen = len(set(gpus)), len({gpu for o in offers for gpu in o.gpus})
+    if used == len(gpus):
+        return None
+    kept = "make the grid of all ranks before those of some, or pass device="
+    way_out = "start one rank for each" if used == seen else kept
+    return f"{len(gpus)} ranks share {used} of {seen} GPUs; {way_out}"
 
 
 def _obstacle(each: Sequence[str | None]) -> str | None:
@@ -146,14 +159,19 @@ def _kind(o: Offer) -> str:
 
 def _numbers(offers: Sequence[Offer]) -> list[int]:
     """The number of each rank's GPU among those that it sees."""
-    before: Counter[tuple[str, ...]] = Counter()
-    numbers = []
-    for rank, o in enumerate(offers):
-        _, _, given = (o.device or "").partition(":")
-        if not o.gpus or (given and int(given) >= len(o.gpus)):
+    given = [(o.device or "").partition(":")[2] for o in offers]
+    for rank, (o, number) in enumerate(zip(offers, given, strict=True)):
+        if len(o.gpus) <= int(number or 0):
             raise ValueError(
-                f"ProcessGrid: device={o.device!r}, and rank {rank} sees {len(o.gpus)} GPUs"
+                f"ProcessGrid: device={o.device!r}, and rank {rank} sees {len(o.gpus)} GPUs; "
+                "choose one that it sees, or 'cpu' on every rank"
             )
-        numbers.append(int(given) if given else before[o.gpus] % len(o.gpus))
-        before[o.gpus] += 1
+    ranks_of = Counter(o.gpus[int(n)] for o, n in zip(offers, given, strict=True) if n)
+    numbers = []
+    for o, number in zip(offers, given, strict=True):
+        if number:
+            numbers.append(int(number))
+        else:
+            numbers.append(min(range(len(o.gpus)), key=lambda i: ranks_of[o.gpus[i]]))
+            ranks_of[o.gpus[numbers[-1]]] += 1
     return numbers

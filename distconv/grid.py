@@ -30,8 +30,8 @@ class ProcessGrid:
     sample, channel, filter, depth, height, width: ranks along each axis; their product is the
         number of ranks. One may be -1 and is inferred.
     device: what this rank computes on: "cpu", "cuda" or "cuda:1", say. When not given, a GPU where
-        there are any: the ranks that see the same GPUs take them in turn, in rank order, and keep
-        theirs on other grids. It becomes torch's current one.
+        there are any: in rank order, the one that the fewest ranks have. A rank keeps its GPU on
+        other grids. It becomes torch's current one.
     transport: how bytes travel: "nccl", between GPUs of which each belongs to one rank; "peer",
         where ranks of a node write into each other's memory, and "nccl" or "mpi" beyond it; or
         "mpi", which takes what lies on a GPU through the host, unless the MPI is CUDA-aware. The

@@ -28,6 +28,16 @@ def test_the_ranks_of_a_node_take_its_gpus_in_turn() -> None:
 
 
 @pytest.mark.parallel([1])
+def test_ranks_take_what_the_fewest_others_have() -> None:
+    # The same GPU by other numbers is the same GPU.
+    assert choose(offers(("a", "b"), ("b", "a"))).devices == ("cuda:0", "cuda:0")
+    assert choose(offers(("a",), ("a", "b"))).devices == ("cuda:0", "cuda:1")
+    # A rank keeps what it has on another grid.
+    choice = choose([*offers(NODE, NODE), Offer("cuda:0", None, NODE), *offers(NODE)])
+    assert choice == (("cuda:1", "cuda:2", "cuda:0", "cuda:3"), "nccl", "nccl", None)
+
+
+@pytest.mark.parallel([1])
 def test_a_rank_that_is_shown_one_gpu_takes_it() -> None:
     choice = choose(offers(("a",), ("b",), ("c",)))
     assert choice == (("cuda:0",) * 3, "nccl", "nccl", None)
@@ -37,12 +47,12 @@ def test_a_rank_that_is_shown_one_gpu_takes_it() -> None:
 def test_ranks_that_share_gpus_use_ipc_and_say_so() -> None:
     choice = choose(offers(*[NODE[:2]] * 4))
     assert choice.devices == ("cuda:0", "cuda:1", "cuda:0", "cuda:1")
-    assert choice[1:] == ("peer", "mpi", "4 ranks share 2 GPUs")
+    assert choice[1:3] == ("peer", "mpi")
+    assert choice.notice == "4 ranks share 2 of 2 GPUs; start one rank for each"
     assert choose(offers(*[NODE[:2]] * 4, no_peer="no cupy")).transport == "mpi"
     assert choose(offers(NODE, NODE, transport="peer"))[1:] == ("peer", "nccl", None)
-    # The same GPU by other numbers is the same GPU.
-    assert choose(offers(("a", "b"), ("b", "a"))).notice is None
-    assert choose(offers(("a",), ("a", "b"))).notice == "2 ranks share 1 GPU"
+    kept = choose([Offer("cuda:1", None, NODE)] * 2).notice or ""
+    assert "2 ranks share 1 of 4 GPUs; make the grid of all ranks before" in kept
 
 
 @pytest.mark.parallel([1])

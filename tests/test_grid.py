@@ -76,7 +76,8 @@ def test_ranks_that_share_a_sample_are_neighbours_in_rank_order() -> None:
         ),
         ({"height": -1, "transport": "nccl"}, "is for GPUs, and the ranks compute on CPUs"),
         ({"height": -1, "device": "cuda"}, "device='cuda', and rank 0 sees 0 GPUs"),
-        ({"height": -1, "device": "mps"}, "device='mps' is not supported; choose 'cpu' or 'cuda'"),
+        ({"height": -1, "device": "mps"}, "device='mps' is not supported; choose 'cpu', 'cuda'"),
+        ({"height": -1, "device": "cuda:-1"}, "device='cuda:-1' is not supported"),
     ],
 )
 def test_a_grid_that_does_not_fit_says_so_on_all_ranks(extents: dict, message: str) -> None:
