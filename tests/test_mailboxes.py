@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from distconv.transport.mailboxes import SLOT, Mailboxes, semaphores_of, size_of
+from distconv.transport.mailboxes import Mailboxes, semaphores_of, size_of
 
 
 class Steps:
@@ -141,9 +141,3 @@ def test_a_fast_sender_waits_until_its_messages_are_read() -> None:
     assert len(sender.left) == 3 * 3  # two of five have left, by two slots
     work_off([sender, receiver], random.Random(0))
     assert all(torch.equal(value, landing) for value, landing in pairs)
-
-
-@pytest.mark.parallel([1])
-def test_the_memory_of_a_rank_is_that_of_its_slots() -> None:
-    assert size_of(8) == 2**16 + 8 * 2 * SLOT
-    assert semaphores_of(2) == [0, 1] * 4

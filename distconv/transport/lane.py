@@ -26,7 +26,8 @@ class Lane(Beside):
         super().__init__(device)
         self._runtime: Any = runtime
         self._semaphores = semaphores()
-        # Other ranks wait for what it has been given, also when this one has nothing left to do.
+        # Other ranks wait for what it has been given, also when this one has nothing left to do. It
+        # writes to their memory, which is there until MPI ends: after this, for all together.
         atexit.register(self.stream.synchronize)
 
     def acquire(self, semaphore: int) -> None:

@@ -76,7 +76,7 @@ class PeerTransport:
         boxes: Mailboxes,
         beyond: Transport,
     ):
-        self._ranks, self._rank, self._node = comm.group, comm.rank, node
+        self._comm, self._node = comm, node
         self._lane, self._boxes, self._beyond = lane, boxes, beyond
         self._peers = [
             frozenset(other for other in others if rank in reached[other])
@@ -105,7 +105,7 @@ class PeerTransport:
         return _All(self._beyond.exchange(*far, tag), self._exchange(*near))
 
     def all_reduce(self, tensor: Tensor, group: MPI.Intracomm) -> Request:
-        """Start adding up a tensor in place over the ranks of `group`, in their order.
+        """Start adding up a tensor in place over the ranks of `group`; to the same bits on all.
 
         Every rank adds up a part and sends it to all; a small tensor each adds up for itself.
         """
@@ -169,16 +169,16 @@ class PeerTransport:
         return [message for message in messages if not self._is_near(message[0])]
 
     def _is_near(self, rank: int) -> bool:
-        return rank in self._peers[self._rank]
+        return rank in self._peers[self._comm.rank]
 
     def _all_near(self, ranks: Sequence[int]) -> bool:
         """Whether all of them reach each other, which all know of all."""
         return all(self._peers[rank].issuperset(ranks) for rank in ranks)
 
     def _members(self, group: MPI.Intracomm) -> list[int]:
-        """The ranks of a group."""
+        """The ranks of a group, by their numbers in this transport."""
         if group.handle not in self._groups:
-            ranks = MPI.Group.Translate_ranks(group.group, None, self._ranks)
+            ranks = MPI.Group.Translate_ranks(group.group, None, self._comm.group)
             self._groups[group.handle] = list(ranks)
         return self._groups[group.handle]
 

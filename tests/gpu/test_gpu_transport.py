@@ -88,6 +88,8 @@ def test_messages_by_ipc_are_bitwise_those_of_mpi(
 ) -> None:
     if peer.obstacle():
         pytest.skip(peer.obstacle())
+    if way is MemoryOperations:
+        pytest.importorskip("cuda.bindings")
     mpi = dc.ProcessGrid(height=-1, transport="mpi")
     monkeypatch.setattr(lane, "semaphores", way)
     ipc = peer.connected(WORLD, mpi.device, mpi.transport)
@@ -137,7 +139,8 @@ def test_reductions_add_up_what_is_written_late(grid: dc.ProcessGrid, dtype: tor
     assert value.tolist() == [0, 0, 0]
 
 
-@pytest.mark.parallel([1])
-def test_a_grid_of_one_rank_sends_by_nccl_where_it_can(grid: dc.ProcessGrid) -> None:
+@pytest.mark.parallel(RANKS)
+def test_the_gpu_of_a_rank_becomes_the_current_one() -> None:
+    grid = dc.ProcessGrid(height=-1)
     assert grid.device.type == "cuda" and "with GPUs" in repr(grid)
     assert grid.device.index == torch.cuda.current_device()
