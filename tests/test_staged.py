@@ -169,4 +169,8 @@ def test_the_environment_tells_whether_mpi_takes_memory_of_gpus(
     monkeypatch.setenv("DISTCONV_CUDA_AWARE_MPI", "0" if WORLD.rank == WORLD.size - 1 else "1")
     assert not takes_device_memory(WORLD)
     monkeypatch.delenv("DISTCONV_CUDA_AWARE_MPI")
-    assert takes_device_memory(WORLD) in (True, False)
+    assert len(set(WORLD.allgather(takes_device_memory(WORLD)))) == 1
+    if WORLD.rank == 0:
+        monkeypatch.setenv("DISTCONV_CUDA_AWARE_MPI", "yes")
+    with pytest.raises(ValueError, match="DISTCONV_CUDA_AWARE_MPI='yes' on rank 0; set it to 1"):
+        takes_device_memory(WORLD)

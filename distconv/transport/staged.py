@@ -108,12 +108,19 @@ class StagedTransport:
 def takes_device_memory(comm: MPI.Intracomm) -> bool:
     """Whether MPI takes pointers into the memory of GPUs, on all ranks of `comm`; collective.
 
-    It is asked, where DISTCONV_CUDA_AWARE_MPI is not set to 1 or 0.
+    It is asked, where DISTCONV_CUDA_AWARE_MPI is not set to 1 or 0; another value is an error, on
+    all ranks.
     """
-    given = os.environ.get(_VARIABLE)
-    if given is None:
-        query = getattr(ctypes.CDLL(MPI.__file__), "MPIX_Query_cuda_support", None)
-        here = query is not None and bool(query())
-    else:
-        here = given == "1"
-    return bool(comm.allreduce(here, MPI.LAND))
+    answers = comm.allgather(os.environ.get(_VARIABLE) or _asked())
+    for rank, answer in enumerate(answers):
+        if answer not in ("0", "1"):
+            raise ValueError(
+                f"{_VARIABLE}={answer!r} on rank {rank}; set it to 1 or 0, or not, to ask MPI"
+            )
+    return "0" not in answers
+
+
+def _asked() -> str:
+    """What MPI answers, in some implementations."""
+    query = getattr(ctypes.CDLL(MPI.__file__), "MPIX_Query_cuda_support", None)
+    return "1" if query is not None and query() else "0"
