@@ -95,14 +95,19 @@ class StagedTransport:
     def all_gather(self, tensor: Tensor, group: MPI.Intracomm) -> Tensor:
         """The tensors of all ranks of `group`, stacked in rank order."""
         self._queue.start_all()
-        return self._mpi.all_gather(tensor.cpu(), group).to(tensor.device)
+        return self._mpi.all_gather(self._on_host(tensor), group).to(tensor.device)
 
     def broadcast(self, tensor: Tensor, group: MPI.Intracomm) -> None:
         """Overwrite a tensor by that of the first rank of `group`."""
         self._queue.start_all()
-        host = tensor.cpu()
+        host = self._on_host(tensor)
         self._mpi.broadcast(host, group)
         tensor.copy_(host)
+
+    def _on_host(self, tensor: Tensor) -> Tensor:
+        (host,), ready = self._copies.to_host([tensor])
+        ready.synchronize()
+        return host
 
 
 def takes_device_memory(comm: MPI.Intracomm) -> bool:
