@@ -62,6 +62,8 @@ class Bucket:
         self._last: ReferenceType[Memory] | None = None
         self._address = 0
         self._pass = -1
+        self._used: list[bool] = []
+        """For each parameter, whether this rank has added a part of its gradient."""
         self._request: Request | None = None
 
     def prepare(self, backward_pass: int) -> None:
@@ -97,7 +99,7 @@ class Bucket:
 
         A gradient that is no part is the same on all ranks, and counted on the first only.
         """
-        used = []
+        self._used = used = []
         for p, place in zip(self.parameters, self._places, strict=True):
             gradient, part = p.grad, p in parts
             used.append(part and gradient is not None)
@@ -116,12 +118,16 @@ class Bucket:
         self._request.wait()
         ranks: list[float] = []
         for i, (p, place) in enumerate(zip(self.parameters, self._places, strict=True)):
-            if p.grad is None:
+            if self._inside(p, place):
+                continue
+            if not self._used[i]:
                 # Whether other ranks have got a gradient. Reading it waits for a GPU.
                 ranks = ranks or self._flat()[-len(self.parameters) :].tolist()
-                if ranks[i]:
-                    p.grad = self._view(place).clone()
-            elif not self._inside(p, place):
+                if not ranks[i]:
+                    continue
+            if p.grad is None:
+                p.grad = self._view(place).clone()
+            else:
                 p.grad.copy_(self._view(place))
         self._request = self._memory = None
         return True

@@ -58,18 +58,22 @@ class ProcessGrid:
         transport: str | None = None,
     ):
         comm = MPI.COMM_WORLD if comm is None else comm
+        if not isinstance(comm, MPI.Intracomm):
+            raise TypeError(
+                f"ProcessGrid: comm={comm!r} is no intracommunicator of mpi4py; pass "
+                "MPI.COMM_WORLD, or what Split and Create_group make of it"
+            )
         if comm == MPI.COMM_NULL:
             raise ValueError(
                 "ProcessGrid: this rank is not a member of comm, which is MPI.COMM_NULL here; make "
                 "the grid on its members only"
             )
-        offer = devices.offer(device, transport, communicators.gpu())
         extents = dict(zip(AXES, (sample, channel, filter, depth, height, width), strict=True))
-        self._topology = _fit(extents, comm.size)
         self._ranks = communicators.world_ranks(comm)
         self._comm = communicators.communicator(comm, self._ranks, "user")
         self._rank = int(self._comm.rank)
-        choice = devices.choose(self._comm.allgather(offer))
+        self._topology, offers = _agreed(self._comm, extents, device, transport)
+        choice = devices.choose(offers)
         if choice.notice and self._rank == 0:
             warnings.warn(f"ProcessGrid: {choice.notice}", stacklevel=2)
         self._devices = choice.devices
@@ -155,9 +159,42 @@ class ProcessGrid:
         raise TypeError("a ProcessGrid belongs to its MPI job and cannot be pickled; make it anew")
 
     def __repr__(self) -> str:
-        axes = ", ".join(f"{axis}={n}" for axis, n in self.shape.items() if n > 1)
+        axes = _named(self._topology)
         where = f" with GPUs, {self._transport.name}" if self._device.type == "cuda" else ""
         return f"ProcessGrid({axes}) on {self.size} rank{'s' if self.size > 1 else ''}{where}"
+
+
+def _agreed(
+    comm: MPI.Intracomm,
+    extents: dict[str, int],
+    device: str | torch.device | None,
+    transport: str | None,
+) -> tuple[Topology, list[devices.Offer]]:
+    """The topology, which is the same on all ranks, and what each offers; all of them call it.
+
+    What one rank cannot have is an error on every rank.
+    """
+    mine: tuple[Topology, devices.Offer] | str
+    try:
+        mine = _fit(extents, comm.size), devices.offer(device, transport, communicators.gpu())
+    except ValueError as error:
+        mine = str(error)
+    everyone = comm.allgather(mine)
+    for rank, theirs in enumerate(everyone):
+        if isinstance(theirs, str):
+            raise ValueError(theirs if theirs == everyone[0] else f"{theirs} (on rank {rank})")
+        if theirs[0] != everyone[0][0]:
+            raise ValueError(
+                f"ProcessGrid: {_named(theirs[0])} on rank {rank} and {_named(everyone[0][0])} on "
+                "rank 0; pass the same on every rank"
+            )
+    return everyone[0][0], [offer for _, offer in everyone]
+
+
+def _named(topology: Topology) -> str:
+    """The axes with several ranks."""
+    extents = zip(AXES, topology.extents, strict=True)
+    return ", ".join(f"{axis}={n}" for axis, n in extents if n > 1)
 
 
 def _fit(extents: dict[str, int], ranks: int) -> Topology:

@@ -308,7 +308,7 @@ class _Serial:
         self.calls.remove()
         self._shapes = [y.shape if y.requires_grad else None for y in results]
         self._seeds = {
-            i: torch.randn(y.shape, generator=generator, dtype=y.dtype).to(y.device)
+            i: torch.randn(y.shape, generator=generator, dtype=y.dtype, device="cpu").to(y.device)
             for i, y in enumerate(results)
             if y.requires_grad
         }
@@ -360,7 +360,7 @@ def _shaken(x: Tensor, generator: torch.Generator) -> Tensor:
     """`x` with every element changed in its last place, up or down."""
     if not _is_continuous(x):
         return x.clone()
-    up = torch.rand(x.shape, generator=generator).to(x.device) < 0.5
+    up = torch.rand(x.shape, generator=generator, device="cpu").to(x.device) < 0.5
     return x * (1 + torch.finfo(x.dtype).eps * torch.where(up, 1, -1).to(x.dtype))
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from mpi4py import MPI
 from serial import deviation
 from test_parallelize import Branching, Twins, batch, grids, loss_of, net
 from torch import Tensor, nn
@@ -164,6 +165,20 @@ def test_parameters_without_a_part_in_a_pass_keep_their_gradient_to_the_bit() ->
             if seed == 2:
                 for model in (twins.serial, twins.parallel):
                     model.branches[0].zero_grad(set_to_none)
+
+
+@pytest.mark.parallel(SEVERAL)
+def test_a_gradient_that_the_program_gives_an_idle_parameter_stays() -> None:
+    grid = dc.ProcessGrid(height=-1)
+    model = dc.parallelize(Branching().double(), grid)
+    idle = model.branches[1].weight
+    # Of one element in memory, and another one on each rank.
+    idle.grad = torch.full((), float(MPI.COMM_WORLD.rank)).double().expand_as(idle)
+    model.choice = 0
+    x, y = batch(0)
+    loss_of(model, dc.distribute_tensor(x, grid), y).backward()
+    assert idle.grad.eq(MPI.COMM_WORLD.rank).all()
+    assert model.branches[0].weight.grad is not None
 
 
 @pytest.mark.parallel(RANKS)

@@ -176,6 +176,14 @@ def test_redistribution_between_any_two_layouts_and_back_is_the_identity() -> No
 
 
 @pytest.mark.parallel(RANKS)
+def test_messages_lie_where_tensors_do_whatever_torch_makes_by_default() -> None:
+    x = dc.distribute_tensor(torch.arange(60.0).view(1, 2, 5, 6), dc.ProcessGrid(height=-1))
+    with torch.device("meta"):
+        moved = x.redistribute(dc.Layout(width="height")).full_tensor()
+    assert torch.equal(moved, torch.arange(60.0).view(1, 2, 5, 6))
+
+
+@pytest.mark.parallel(RANKS)
 def test_the_backward_of_a_gather_is_its_adjoint() -> None:
     rng = random.Random(4)
     for seed in range(40):

@@ -88,6 +88,32 @@ def test_a_grid_that_does_not_fit_says_so_on_all_ranks(extents: dict, message: s
     assert texts[0].startswith("ProcessGrid: ") and message in texts[0]
 
 
+@pytest.mark.parallel([2, 3])
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"height": 5}, "height=5 does not divide"),
+        (
+            {"width": -1},
+            f"width={WORLD.size} on rank 1 and height={WORLD.size} on rank 0; pass the",
+        ),
+        ({"height": -1, "device": "tpu"}, "device='tpu' is not supported"),
+        ({"height": -1, "transport": "tcp"}, "transport='tcp' is not known"),
+    ],
+)
+def test_what_one_rank_alone_asks_for_is_an_error_on_all(asked: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        dc.ProcessGrid(**(asked if WORLD.rank == 1 else {"height": -1}))
+    assert "on rank 1" in str(error.value)
+    assert len(set(WORLD.allgather(str(error.value)))) == 1
+
+
+@pytest.mark.parallel([1])
+def test_what_is_no_communicator_is_refused() -> None:
+    with pytest.raises(TypeError, match="comm='world' is no intracommunicator"):
+        dc.ProcessGrid("world")  # type: ignore[arg-type]
+
+
 @pytest.mark.parallel([1])
 def test_an_axis_too_long_for_one_rank_is_refused() -> None:
     with pytest.raises(ValueError, match="height=2 does not divide 1 ranks; choose 1, or -1"):

@@ -258,6 +258,32 @@ def test_bad_arguments_are_refused_on_all_ranks(function: Any) -> None:
 
 
 @pytest.mark.parallel([1, 2, 3, 4])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("ignore_index", [-100, 2, 300])
+def test_class_numbers_of_eight_bits(ignore_index: int, weighted: bool) -> None:
+    rng = random.Random(9)
+    grid, classes = dc.ProcessGrid(sample=-1), 200
+    weight = random_tensor(rng, (classes,)).abs() if weighted else None
+    # 156 is what -100 becomes in eight bits, and as many classes as samples look like a mask.
+    for samples in (6, classes):
+        x = random_tensor(rng, (samples, classes))
+        labels = torch.tensor([156, *(rng.randrange(classes) for _ in range(samples - 1))]).byte()
+
+        def loss(x: Any, labels: Any = labels) -> Any:
+            return F.cross_entropy(x, labels, weight, ignore_index=ignore_index)
+
+        agrees(loss, [x], [], grid, rng, [dc.Layout(sample="sample")])
+
+
+@pytest.mark.parallel([1, 2, 3])
+def test_class_numbers_of_planes_have_sixty_four_bits() -> None:
+    rng, grid = random.Random(10), dc.ProcessGrid(width=-1)
+    labels = torch.zeros(2, 4, 1, dtype=torch.uint8)
+    x = [random_tensor(rng, (2, 3, 4, 1))]
+    raises_alike(lambda x: F.cross_entropy(x, labels), x, [], grid, rng, [dc.Layout(width="width")])
+
+
+@pytest.mark.parallel([1, 2, 3, 4])
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum", "batchmean"])
 def test_divergence_of_log_probabilities(reduction: str) -> None:
     rng = random.Random(reduction)

@@ -34,6 +34,14 @@ def test_group_norm() -> None:
 
 
 @pytest.mark.parallel(RANKS)
+def test_group_norm_of_one_value_for_each_channel_of_a_rank() -> None:
+    # torch refuses that of a whole batch, not of a block.
+    rng, grid = random.Random(2), dc.ProcessGrid(sample=-1)
+    x = random_tensor(rng, (grid.size + 1, 1, 1, 1))
+    agrees(lambda x: F.group_norm(x, 1), [x], [], grid, rng, [dc.Layout(sample="sample")])
+
+
+@pytest.mark.parallel(RANKS)
 def test_instance_norm() -> None:
     rng = random.Random(2)
     for _ in range(15):

@@ -6,10 +6,11 @@ exit status tells whether all could be measured.
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -91,8 +92,11 @@ def _head(name: str) -> str:
     return f"# Benchmarks on one GPU\n\n{note}\n\n```\n{machine()}\n{facts}\n```\n"
 
 
-def main(folder: Path) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """What the command does."""
+    parser = argparse.ArgumentParser("python -m benchmarks.gpu", description=__doc__)
+    parser.add_argument("folder", type=Path, help="that of the page")
+    folder: Path = parser.parse_args(arguments).folder
     if not torch.cuda.is_available():
         print("benchmarks.gpu: torch sees no GPU", file=sys.stderr)
         return 1
@@ -105,4 +109,4 @@ def main(folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(main())

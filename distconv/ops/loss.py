@@ -227,10 +227,11 @@ def _classification(function: Callable[..., Tensor]) -> None:
                 f"{tuple(x.shape)}"
             )
         # torch looks at the type only where there are targets, in some versions.
-        if not probabilities and target.dtype not in (torch.int64, torch.uint8):
+        kinds = (torch.int64,) if x.dim() > 2 else (torch.int64, torch.uint8)
+        if not probabilities and target.dtype not in kinds:
             raise TypeError(
-                f"{name}: target is {target.dtype}, expected class numbers in torch.int64 or "
-                "torch.uint8, or probabilities in the shape of the input"
+                f"{name}: target is {target.dtype}, expected class numbers in torch.int64, or "
+                "probabilities in the shape of the input; target.long() converts"
             )
         options: Any = {"ignore_index": ignore_index, **smoothing}
         _check_without_samples(
@@ -256,9 +257,10 @@ def _classification(function: Callable[..., Tensor]) -> None:
         if reduction == "mean" and probabilities:
             over = torch.Size(shape).numel() if x.shape[classes] else math.nan
         elif reduction == "mean":
-            counted = labels != ignore_index
+            numbers = labels.long()
+            counted = numbers != ignore_index
             if weight is not None:
-                counted = torch.where(counted, weight[labels.where(counted, 0)], 0)
+                counted = torch.where(counted, weight[numbers.where(counted, 0)], 0)
             over = counted.sum()
         return _total(local, over, cuts, grid, input.dtype)
 

@@ -26,7 +26,7 @@ class Request(Protocol):
 
 
 class Transport(Protocol):
-    """What carries the messages of the ranks of one grid.
+    """What carries the messages of the ranks of one grid, which wait for them in one order.
 
     `ticket` numbers the exchanges. All ranks start them in the order of the program, so an exchange
     has one number everywhere, and its messages cannot be taken for those of another in flight.

@@ -37,7 +37,7 @@ class Buffers:
             memory = stack.pop()
             self._idle_bytes -= size
         else:
-            memory = torch.empty(size, dtype=torch.uint8).numpy()
+            memory = torch.empty(size, dtype=torch.uint8, device="cpu").numpy()
         # The tensor and all that share its memory keep this view alive.
         view = memory[:]
         use = ref(view, self._take_back)
