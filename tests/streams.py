@@ -24,8 +24,8 @@ class Stream:
 
     wait_event = wait_stream
 
-    def record_event(self) -> None:
-        pass
+    def record_event(self) -> Stream:
+        return self
 
     def synchronize(self) -> None:
         pass
@@ -37,6 +37,7 @@ def replace_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
 
 def replace_modules(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> None:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from late import Late
 from mpi4py import MPI
 from serial import deviation
+from streams import replace_streams
 from torch import Tensor, nn
 
 import distconv as dc
@@ -157,6 +158,32 @@ def _step(model: nn.Module, x: Tensor, y: Tensor) -> tuple[float, list[Tensor]]:
     loss = F.mse_loss(model(x), y)
     loss.backward()
     return loss.item(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parallel([1, 2, 3])
+def test_copies_are_made_on_streams_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_streams(monkeypatch)
+    monkeypatch.setattr(Copies, "host", lambda self, like: torch.empty_like(like))  # not pinned
+    used: list[Tensor] = []
+    monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: used.append(tensor))
+    copies = Copies(torch.device("cpu"))
+    transport = StagedTransport(MPITransport(WORLD.Dup()), copies, Queue())
+    value = torch.full((SIZE,), float(WORLD.rank))
+    ring = Ring(transport, value, 1)
+    assert ring.arrived() == (WORLD.rank - 1) % WORLD.size
+    assert [t.data_ptr() for t in used] == [value.data_ptr(), ring.landing.data_ptr()]
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    for refused in (
+        lambda: Ring(transport, value, 2),
+        lambda: transport.all_gather(value, WORLD),
+        lambda: transport.broadcast(value, WORLD),
+        lambda: StagedTransport(MPITransport(WORLD), copies, Queue(), True).exchange(
+            [], [(WORLD.rank, value)], 3
+        ),
+    ):
+        with pytest.raises(RuntimeError, match="capture steps on a grid with transport='nccl'"):
+            refused()
 
 
 @pytest.mark.parallel([1, 2])
