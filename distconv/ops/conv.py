@@ -72,6 +72,13 @@ def _convolution(function: Callable[..., Tensor], spatial: int) -> None:
         made = checked(function, Like(x.shape), *weights.like(), *arguments)
         sides = _sides(padding, weight[2:], dilations)
         windows = tuple(map(Window, weight[2:], strides, dilations, sides))
+        # Without elements, torch looks at this in some versions alone.
+        for window, size in zip(windows, x.shape[2:], strict=True):
+            if window.extent > size + sum(window.padding):
+                raise RuntimeError(
+                    f"{name}: the kernel {weight[2:]} reaches over {window.extent} positions, and "
+                    f"the input {x.shape} with its padding has {size + sum(window.padding)}"
+                )
         needs = (Same(), Same(), *needs_of(windows, x.cuts))
         part = part_of(Layer(name, x, weights, made, needs, algorithm, groups=groups))
         # Every side of the block costs another convolution, which handles the weights once more.
