@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from distconv.bench.memory import peak_of as peak_on_cpu
+from distconv.bench.pairs import in_turns
 
 Run = Callable[[], object]
 
@@ -37,11 +38,9 @@ def alternate(device: torch.device, runs: Sequence[Run], seconds: float) -> list
     round_takes = sum(max(elapsed, SHORTEST) for elapsed in once)
     rounds = min(max(int(seconds / round_takes), fewest), most)
     times = [Times([], []) for _ in runs]
-    for i in range(rounds):
-        each = list(zip(runs, repeated, times, strict=True))
-        for run, repeats, of_run in each if i % 2 == 0 else reversed(each):
-            for series, elapsed in zip(of_run, timed(device, run, repeats), strict=True):
-                series.append(elapsed)
+    for run, repeats, of_run in in_turns(list(zip(runs, repeated, times, strict=True)), rounds):
+        for series, elapsed in zip(of_run, timed(device, run, repeats), strict=True):
+            series.append(elapsed)
     return times
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
 from statistics import quantiles
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from mpi4py import MPI
+
+T = TypeVar("T")
 
 SHORTEST = 0.01
 """Seconds that one measurement takes at least; shorter calls are repeated."""
@@ -62,11 +64,15 @@ def alternate(
     fewest, most = ROUNDS
     rounds = min(max(int(seconds / (repeats * sum(once))), fewest), most)
     times: tuple[list[float], ...] = tuple([] for _ in sides)
-    for i in range(rounds):
-        order = list(zip(sides, times, strict=True))
-        for side, of_side in order if i % 2 == 0 else reversed(order):
-            of_side.append(_timed(comm, side, repeats))
+    for side, of_side in in_turns(list(zip(sides, times, strict=True)), rounds):
+        of_side.append(_timed(comm, side, repeats))
     return times
+
+
+def in_turns(sides: Sequence[T], rounds: int) -> Iterator[T]:
+    """All sides in each round, in reverse in every second one."""
+    for i in range(rounds):
+        yield from sides if i % 2 == 0 else reversed(sides)
 
 
 def sleep_until_all_are_here(comm: MPI.Intracomm) -> None:

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from distconv.constant import constant
 from distconv.exchange import reduced, stacked
 from distconv.grid import ProcessGrid
 from distconv.layout import rank_box
@@ -72,7 +71,7 @@ def moments(
 @cache
 def _share(counts: tuple[int, ...], device: torch.device) -> Tensor:
     """What part of all elements each rank contributes."""
-    return constant(counts, device, torch.float64) / max(sum(counts), 1)
+    return torch.tensor(counts, dtype=torch.float64, device=device) / max(sum(counts), 1)
 
 
 def _variances_and_means(x: Tensor, over: Sequence[int]) -> Tensor:
