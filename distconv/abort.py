@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import threading
 import time
 from types import TracebackType
 
@@ -42,7 +45,16 @@ class _Abort:
             sys.stdout.flush()
             print(f"distconv: rank {rank} of {MPI.COMM_WORLD.size} raised", file=sys.stderr)
             self._report(kind, error, traceback)  # type: ignore[operator]
-            sys.stderr.flush()
-            time.sleep(_FORWARDING)
         finally:
-            MPI.COMM_WORLD.Abort(1)
+            abort_job()
+
+
+def abort_job() -> None:
+    """End all processes of the job, after what has been printed is on its way."""
+    sys.stderr.flush()
+    time.sleep(_FORWARDING)
+    # MPI may be busy with a wait of another thread; the launcher ends the others all the same.
+    killer = threading.Timer(_FORWARDING * 10, os.kill, (os.getpid(), signal.SIGKILL))
+    killer.daemon = True
+    killer.start()
+    MPI.COMM_WORLD.Abort(1)

@@ -29,7 +29,7 @@ def global_shape(local: Tensor, grid: ProcessGrid, cuts: Cuts, layout: Layout) -
     """
     # What lies on the CPU moves to the grid's device.
     device = "cpu" if local.device == grid.device else str(local.device)
-    held = grid.comm.allgather(
+    held = grid.all_gather_object(
         (tuple(local.shape), str(local.dtype), local.requires_grad, layout, str(grid), device)
     )
     shapes = [meta[0] for meta in held]

@@ -10,12 +10,15 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
+from distconv.order import Order
+from distconv.stall import Watch
 from distconv.transport import Transport, peer
 from distconv.transport.copies import Copies
 from distconv.transport.mpi import MPITransport
 from distconv.transport.nccl import NCCLTransport
 from distconv.transport.queue import Queue
 from distconv.transport.staged import StagedTransport, takes_device_memory
+from distconv.transport.watched import Wait, Waiting, WatchedTransport
 
 Key = tuple[str, tuple[int, ...]]
 
@@ -25,7 +28,9 @@ class _Store:
 
     def __init__(self) -> None:
         self.communicators: dict[Key, MPI.Intracomm] = {}
+        self.carriers: dict[tuple[str, tuple[str, ...], tuple[int, ...]], Transport] = {}
         self.transports: dict[tuple[str, tuple[str, ...], tuple[int, ...]], Transport] = {}
+        self.orders: dict[tuple[int, ...], Order] = {}
         self.queue = Queue()
         self.gpu: torch.device | None = None
 
@@ -74,7 +79,45 @@ def transport(
     is known by the devices of all. `beyond` is the name of what carries messages between ranks that
     "peer" cannot join.
     """
+    carrier = _carrier(parent, ranks, name, devices, beyond)
+    if len(ranks) == 1:
+        return carrier
     made = _store().transports
+    key = name, devices, ranks
+    if key not in made:
+        steps = order(parent, ranks)
+        comm = communicator(parent, ranks, "exchange")
+
+        def members(group: MPI.Intracomm) -> list[int]:
+            return MPI.Group.Translate_ranks(group.group, None, comm.group)
+
+        made[key] = WatchedTransport(carrier, steps, steps.waiting, members)
+    return made[key]
+
+
+def order(parent: MPI.Intracomm, ranks: tuple[int, ...]) -> Order:
+    """The collective steps of `ranks`, for all grids on them; made as `communicator` is.
+
+    From then on a thread looks at what this rank waits for.
+    """
+    made = _store().orders
+    if ranks not in made:
+        waiting = Waiting()
+        if len(ranks) == 1:
+            made[ranks] = Order(None, waiting)
+            return made[ranks]
+        watch = Watch(ranks, ranks.index(MPI.COMM_WORLD.rank), waiting)
+        with Wait(waiting):
+            comm = communicator(parent, ranks, "order")
+            made[ranks] = Order(comm, waiting)
+            watch.connect(comm, made[ranks])
+    return made[ranks]
+
+
+def _carrier(
+    parent: MPI.Intracomm, ranks: tuple[int, ...], name: str, devices: tuple[str, ...], beyond: str
+) -> Transport:
+    made = _store().carriers
     key = name, devices, ranks
     if key not in made:
         comm = communicator(parent, ranks, "exchange")
@@ -84,9 +127,10 @@ def transport(
         elif name == "nccl":
             made[key] = NCCLTransport(comm, device)
         elif name == "peer":
-            made[key] = peer.connected(comm, device, transport(parent, ranks, beyond, devices))
+            others = _carrier(parent, ranks, beyond, devices, "mpi")
+            made[key] = peer.connected(comm, device, others)
         else:
-            mpi: Any = transport(parent, ranks, name, ("cpu",) * len(ranks))
+            mpi: Any = _carrier(parent, ranks, name, ("cpu",) * len(ranks), "mpi")
             direct = takes_device_memory(comm)
             made[key] = StagedTransport(mpi, Copies(device), _store().queue, direct)
     return made[key]

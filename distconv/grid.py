@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable
 from numbers import Integral
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from mpi4py import MPI
@@ -14,6 +14,7 @@ from distconv import communicators, devices
 from distconv.abort import abort_when_a_rank_raises
 from distconv.topology import AXES, Topology
 from distconv.transport import Transport
+from distconv.transport.watched import Wait
 
 abort_when_a_rank_raises()
 
@@ -70,9 +71,11 @@ class ProcessGrid:
             )
         extents = dict(zip(AXES, (sample, channel, filter, depth, height, width), strict=True))
         self._ranks = communicators.world_ranks(comm)
-        self._comm = communicators.communicator(comm, self._ranks, "user")
-        self._rank = int(self._comm.rank)
-        self._topology, offers = _agreed(self._comm, extents, device, transport)
+        self._order = communicators.order(comm, self._ranks)
+        with Wait(self._order.waiting):
+            self._comm = communicators.communicator(comm, self._ranks, "user")
+            self._rank = int(self._comm.rank)
+            self._topology, offers = _agreed(self._comm, extents, device, transport)
         choice = devices.choose(offers)
         if choice.notice and self._rank == 0:
             warnings.warn(f"ProcessGrid: {choice.notice}", stacklevel=2)
@@ -80,9 +83,10 @@ class ProcessGrid:
         self._device = torch.device(choice.devices[self._rank])
         if self._device.type == "cuda":
             communicators.take_gpu(self._device)
-        self._transport: Transport = communicators.transport(
-            self._comm, self._ranks, choice.transport, self._devices, choice.beyond
-        )
+        with Wait(self._order.waiting):
+            self._transport: Transport = communicators.transport(
+                self._comm, self._ranks, choice.transport, self._devices, choice.beyond
+            )
         self._communicators: dict[tuple[frozenset[str], str], MPI.Intracomm] = {}
 
     @property
@@ -135,8 +139,17 @@ class ProcessGrid:
         if key not in self._communicators:
             peers = self._topology.peers(self.rank, key[0])
             ranks = tuple(self._ranks[r] for r in peers)
-            self._communicators[key] = communicators.communicator(self._comm, ranks, purpose)
+            with Wait(self._order.waiting):
+                self._communicators[key] = communicators.communicator(self._comm, ranks, purpose)
         return self._communicators[key]
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Return what every rank passes, in rank order; all ranks of the grid call it together."""
+        if self.size == 1:
+            return [value]
+        self._order.take("all_gather_object")
+        with Wait(self._order.waiting):
+            return self._comm.allgather(value)
 
     def __eq__(self, other: object) -> bool:
         return (

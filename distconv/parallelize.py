@@ -131,7 +131,7 @@ def _reduction_of(module: nn.Module) -> _GradientReduction | None:
 
 def _compare(mine: dict[str, Any], grid: ProcessGrid, way_out: str) -> list[dict[str, Any]]:
     """What every rank has; raises on all of them where that differs."""
-    everyone: list[dict[str, Any]] = grid.comm.allgather(mine)
+    everyone: list[dict[str, Any]] = grid.all_gather_object(mine)
     for rank, theirs in enumerate(everyone):
         for name in sorted(everyone[0].keys() | theirs.keys()):
             first, other = everyone[0].get(name, "nothing"), theirs.get(name, "nothing")

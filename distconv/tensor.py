@@ -8,7 +8,6 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
-from torch.overrides import resolve_name
 
 from distconv import exchange
 from distconv.blocks import check_batch, global_shape
@@ -26,6 +25,7 @@ from distconv.layout import (
 from distconv.ledger import Movement, record, tracing
 from distconv.memory import Memory
 from distconv.plan import Plan, make_plan
+from distconv.whereabouts import CURRENT, name_of, running
 from distconv.window import IndexMap, Same
 
 Tensors = Tensor | Sequence[Tensor]
@@ -127,25 +127,18 @@ class DistTensor(torch.Tensor):
     ) -> Any:
         rule = RULES.get(func)
         if rule is not None:
-            if func not in _UNCHECKED:
-                check_recorded(func, *tensors_in(*args, kwargs))
-            if not kwargs:
-                return rule(*args)
-            named = {_ALIASES.get(name, name): x for name, x in kwargs.items()}
-            out = named.pop("out", None)
-            if out is not None:
-                operands = tensors_in(*args, named)
-                _check_out(func, out, out, *operands)
-                result = rule(*args, **named)
-                _check_out(func, out, result, *operands)
-                out.shard.copy_(result.shard)
-                return out
-            return rule(*args, **named)
+            if CURRENT.function is not None:
+                return _run(rule, func, args, kwargs)
+            CURRENT.function, CURRENT.arguments, CURRENT.keywords = func, args, kwargs
+            try:
+                return _run(rule, func, args, kwargs)
+            finally:
+                CURRENT.function, CURRENT.arguments, CURRENT.keywords = None, (), None
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         refuse(
-            _name_of(func),
+            name_of(func),
             "there is no rule for this function on distributed tensors",
             *tensors_in(args, kwargs),
             way_out=_WAYS_OUT.get(
@@ -248,7 +241,8 @@ class DistTensor(torch.Tensor):
             On every rank, naming the rank whose block is off and what it should hold.
         """
         cuts = cuts_of(layout, grid, local.dim())
-        shape = global_shape(local, grid, cuts, Layout.of(cuts))
+        with running("DistTensor.from_local"):
+            shape = global_shape(local, grid, cuts, Layout.of(cuts))
         check_batch(shape, cuts, grid)
         own = local.to(grid.device)
         shard = exchange.replicate(own, grid, replicating_axes(cuts, grid.topology))
@@ -269,7 +263,8 @@ class DistTensor(torch.Tensor):
         """The whole tensor as a plain tensor, on every rank; all ranks call it together."""
         if self.grid.size > 1:
             self._stay_distributed("full_tensor")
-        return recut(self, ((),) * self.dim(), "full_tensor").to_local()
+        with running("full_tensor", self):
+            return recut(self, ((),) * self.dim(), "full_tensor").to_local()
 
     def _stay_distributed(self, operator: str) -> None:
         """Refuse to hand a replicated value to the plain world within a parallelized module."""
@@ -285,7 +280,8 @@ class DistTensor(torch.Tensor):
 
     def redistribute(self, layout: Layout) -> DistTensor:
         """The same tensor in another layout on the same grid; all ranks call it together."""
-        return recut(self, cuts_of(layout, self.grid, self.dim()), "redistribute")
+        with running("redistribute", self, layout):
+            return recut(self, cuts_of(layout, self.grid, self.dim()), "redistribute")
 
     # Autograd, which lives on the shard
 
@@ -380,13 +376,14 @@ class DistTensor(torch.Tensor):
         gradient: of the same global shape, as a DistTensor or a plain tensor equal on all ranks;
             1 when not given, for a tensor of one element only.
         """
-        torch.autograd.backward(
-            self.shard,
-            seed_of(self, gradient, "backward"),
-            retain_graph,
-            create_graph,
-            inputs=None if inputs is None else shards_of(inputs),
-        )
+        with running("backward", self):
+            torch.autograd.backward(
+                self.shard,
+                seed_of(self, gradient, "backward"),
+                retain_graph,
+                create_graph,
+                inputs=None if inputs is None else shards_of(inputs),
+            )
 
 
 def as_parameter(x: DistTensor) -> DistTensor:
@@ -417,7 +414,8 @@ def distribute_tensor(x: Tensor, grid: ProcessGrid, layout: Layout | None = None
     if not isinstance(x, Tensor):
         raise TypeError(f"distribute_tensor: x is a {type(x).__name__}; pass torch.as_tensor(x)")
     cuts = cuts_of(layout, grid, x.dim())
-    global_shape(x, grid, ((),) * x.dim(), Layout.of(cuts))
+    with running("distribute_tensor"):
+        global_shape(x, grid, ((),) * x.dim(), Layout.of(cuts))
     check_batch(tuple(x.shape), cuts, grid)
     box = rank_box(tuple(x.shape), cuts, grid.topology, grid.rank)
     # Gradients are added up where the grid computes.
@@ -479,6 +477,29 @@ def note(x: DistTensor, plan: Plan, cuts: Cuts, operator: str) -> None:
         record(Movement(operator, x.layout, Layout.of(cuts), plan, itemsize))
 
 
+def _run(
+    rule: Callable[..., Any],
+    func: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any] | None,
+) -> Any:
+    """What a torch function means on these arguments, by its rule."""
+    if func not in _UNCHECKED:
+        check_recorded(func, *tensors_in(*args, kwargs))
+    if not kwargs:
+        return rule(*args)
+    named = {_ALIASES.get(name, name): x for name, x in kwargs.items()}
+    out = named.pop("out", None)
+    if out is None:
+        return rule(*args, **named)
+    operands = tensors_in(*args, named)
+    _check_out(func, out, out, *operands)
+    result = rule(*args, **named)
+    _check_out(func, out, result, *operands)
+    out.shard.copy_(result.shard)
+    return out
+
+
 def _check_out(operator: Callable[..., Any], out: Any, result: Any, *operands: Tensor) -> None:
     """Refuse an `out` that cannot take the result of an operator."""
     if not (
@@ -490,19 +511,13 @@ def _check_out(operator: Callable[..., Any], out: Any, result: Any, *operands: T
         and not any(x.requires_grad for x in (out, *operands) if torch.is_grad_enabled())
     ):
         refuse(
-            _name_of(operator),
+            name_of(operator),
             "out= has to be a distributed tensor of the shape, layout and type of the result, "
             "outside autograd",
             *tensors_in(out, *operands),
             way_out="Use the returned tensor",
         )
-    check_writable(out, _name_of(operator))
-
-
-def _name_of(operator: Callable[..., Any] | str) -> str:
-    if isinstance(operator, str):
-        return operator
-    return resolve_name(operator) or getattr(operator, "__name__", repr(operator))
+    check_writable(out, name_of(operator))
 
 
 def check_recorded(operator: Callable[..., Any] | str, *operands: Any) -> None:
@@ -519,7 +534,7 @@ def check_recorded(operator: Callable[..., Any] | str, *operands: Any) -> None:
                 lost = _GRAD_FN(x) is not None
             if lost:
                 refuse(
-                    _name_of(operator),
+                    name_of(operator),
                     "a torch.autograd.Function was applied to a distributed tensor, which loses "
                     "its gradients",
                     x,
@@ -530,7 +545,7 @@ def check_recorded(operator: Callable[..., Any] | str, *operands: Any) -> None:
                 )
         elif isinstance(x, Tensor) and x.grad_fn is not None and exchange.handed_out(x):
             refuse(
-                _name_of(operator),
+                name_of(operator),
                 f"the plain tensor {tuple(x.shape)} depends on what to_local() or full_tensor() "
                 "has handed out, and meets distributed tensors again",
                 *operands,

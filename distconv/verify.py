@@ -176,7 +176,7 @@ def verify(
         kinds = {d.to_real() if d.is_complex else d for d in dtypes}
         tolerance = max((_TOLERANCE.get(d, _HALF * torch.finfo(d).eps) for d in kinds), default=0)
         allowance = _AMPLIFIED
-    everywhere = grid.comm.allgather([(row.difference, row.rounding) for row in rows])
+    everywhere = grid.all_gather_object([(row.difference, row.rounding) for row in rows])
     judged = []
     for row, *each in zip(rows, *everywhere, strict=True):
         difference = max(math.inf if math.isnan(d) else d for d, _ in each)
@@ -220,7 +220,7 @@ def _agreed_inputs(module: Any, input: Any, grid: ProcessGrid, options: Any) -> 
     if not problem:
         modes = [part.training for part in module.modules()]
         mine = [_fingerprint(x) for x in inputs], repr(options), (repr(module), modes)
-    everyone = grid.comm.allgather((problem, mine))
+    everyone = grid.all_gather_object((problem, mine))
     for rank, (theirs, _) in enumerate(everyone):
         if theirs:
             raise TypeError(f"verify: {theirs} (rank {rank})")

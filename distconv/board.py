@@ -1,0 +1,69 @@
+"""Short notes that ranks leave for each other while their programs wait in MPI."""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import DistNetworkError, TCPStore
+
+_PATIENCE = timedelta(seconds=20)
+"""How long to try to reach the rank that keeps the notes."""
+
+
+class Board:
+    """Notes by name, kept by the first rank and reached over TCP.
+
+    All ranks of a communicator construct it together. Where the first rank cannot be reached, a
+    rank goes without: it reads nothing, and its notes are lost.
+    """
+
+    def __init__(self, comm: Any):
+        self._store: Any = None
+        mine = socket.gethostname()
+        if comm.rank == 0:
+            try:
+                self._store = TCPStore(mine, 0, None, True, _PATIENCE, wait_for_workers=False)
+            except DistNetworkError:
+                pass
+        host, port = comm.bcast((mine, None if self._store is None else self._store.port))
+        if comm.rank and port is not None:
+            try:
+                self._store = TCPStore(
+                    "localhost" if host == mine else host,
+                    port,
+                    None,
+                    False,
+                    _PATIENCE,
+                    wait_for_workers=False,
+                )
+            except DistNetworkError:
+                pass
+
+    def post(self, name: str, text: str) -> None:
+        """Leave a note, which replaces the earlier one of that name."""
+        try:
+            if self._store is not None:
+                self._store.set(name, text)
+        except DistNetworkError:
+            self._store = None
+
+    def read(self, name: str) -> str | None:
+        """Return the note of that name; None where there is none."""
+        try:
+            if self._store is not None and self._store.check([name]):
+                text: bytes = self._store.get(name)
+                return text.decode()
+        except DistNetworkError:
+            self._store = None
+        return None
+
+    def count(self, name: str, more: int = 1) -> int:
+        """Add to the counter of that name; return its new value, or -1 where that is unknown."""
+        try:
+            if self._store is not None:
+                return int(self._store.add(name, more))
+        except DistNetworkError:
+            self._store = None
+        return -1
