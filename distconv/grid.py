@@ -139,6 +139,8 @@ class ProcessGrid:
         if key not in self._communicators:
             peers = self._topology.peers(self.rank, key[0])
             ranks = tuple(self._ranks[r] for r in peers)
+            if len(ranks) > 1:
+                self._order.take("making a communicator")
             with Wait(self._order.waiting):
                 self._communicators[key] = communicators.communicator(self._comm, ranks, purpose)
         return self._communicators[key]

@@ -31,6 +31,8 @@ _PERIOD = 256
 _REMEMBERED = 4096
 """Operators with their arguments that are known; beyond, all are forgotten, on all ranks alike."""
 _MODULUS = 2**61 - 1
+_TAGS = 32767
+"""Numbers of exchanges, after which they begin again; every MPI has as many tags."""
 _FACTOR = 1_000_003
 
 
@@ -45,12 +47,16 @@ class Step(NamedTuple):
     """The line of the user's program, where steps are compared one by one."""
 
     def __str__(self) -> str:
-        what = "no operator" if self.operator is None else described(self.operator)
-        return what + (f", at {self.line}" if self.line else "")
+        number = f" {self.tag}" if self.tag else ""
+        within = "" if self.operator is None else f" in {described(self.operator)}"
+        return f"{self.kind}{number}{within}" + (f", at {self.line}" if self.line else "")
 
 
 class DivergenceError(RuntimeError):
-    """The ranks of a grid run different operators, or the same ones with different arguments."""
+    """The ranks of a grid run different operators, or the same ones with different arguments.
+
+    It is raised on all of them. Where a program catches it, on all ranks, they may go on.
+    """
 
 
 def debugging() -> bool:
@@ -72,6 +78,7 @@ class Order:
         self.debug = debugging()
         self.number = 0
         """How many steps this rank has taken."""
+        self._tag = 0
         self._folded = 0
         self._codes: dict[Any, int] = {}
         self._last: deque[Step] = deque(maxlen=256)
@@ -82,6 +89,11 @@ class Order:
     def thread(self) -> int:
         """The thread that takes the steps."""
         return self._thread
+
+    def next_tag(self) -> int:
+        """Return the number of the next exchange, the same on all ranks."""
+        self._tag = self._tag % _TAGS + 1
+        return self._tag
 
     def take(self, kind: str, tag: int = 0) -> None:
         """Begin the next step.
@@ -140,8 +152,11 @@ class Order:
         """Raise on all ranks, naming the first step in which they differ."""
         here = place_of(self._thread)
         first = self.number - len(self._last) + 1
+        steps = [str(step) for step in self._last]
         with Wait(self.waiting):
-            ranks = self._comm.allgather((first, [str(step) for step in self._last], here))
+            ranks = self._comm.allgather((first, steps, here))
+            # A program that catches the error goes on with the same numbers on all ranks.
+            self._tag = max(self._comm.allgather(self._tag))
         self._folded = 0
         self._codes.clear()
         self._last.clear()

@@ -286,7 +286,7 @@ def ring(grid: dc.ProcessGrid, n: int) -> tuple[Plan, Cuts]:
 @pytest.mark.parallel([2, 3, 4])
 def test_messages_of_two_exchanges_do_not_mix_whatever_their_order() -> None:
     grid = dc.ProcessGrid(height=-1)
-    transport = grid.transport
+    transport = grid.transport.carrier
     after, before = (grid.rank + 1) % grid.size, (grid.rank - 1) % grid.size
     tags = [transport.ticket() for _ in range(5)]
     assert len(set(tags)) == 5 and WORLD.allgather(tags) == [tags] * grid.size

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-LIMIT = 20
+LIMIT = 60
 """Seconds after which a job counts as hanging."""
 
 SCRIPT = """
@@ -41,14 +41,19 @@ def mpiexec() -> str:
     return launcher
 
 
-def job(tmp_path: Path, body: str, ranks: int = 4) -> subprocess.CompletedProcess[str]:
-    """The end of a job of several ranks; a job that does not end is an error."""
+def job(
+    tmp_path: Path, body: str, ranks: int = 4, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """The end of a job of several ranks; a job that does not end is an error.
+
+    `variables` are set in its environment.
+    """
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(body=body))
     # The job has to take no notice of the MPI that this process may run under.
-    foreign = ("PMI", "MPI", "HYD", "OMPI", "PYTEST")
+    foreign = ("PMI", "MPI", "HYD", "OMPI", "PYTEST", "DISTCONV")
     environment = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
-    environment |= {"OMP_NUM_THREADS": "1", "MPIR_CVAR_POLLS_BEFORE_YIELD": "1"}
+    environment |= {"OMP_NUM_THREADS": "1", "MPIR_CVAR_POLLS_BEFORE_YIELD": "1"} | variables
     process = subprocess.Popen(
         [mpiexec(), "-n", str(ranks), sys.executable, str(script)],
         stdout=subprocess.PIPE,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,34 +24,63 @@ _DATATYPES = {
 }
 
 
-class MPIMessages:
-    """Messages under way; it keeps the memory alive that MPI works on."""
+class Abandoned:
+    """Requests that nobody waits for any more, with the memory that MPI still works on.
 
-    def __init__(self, requests: list[MPI.Request], *messages: Sequence[Message]):
-        self._requests = requests
-        self._messages = messages
+    An exception between the start and the end of an exchange leaves them behind. Their memory must
+    not be used for anything else until MPI is done with it.
+    """
 
-    def wait(self) -> None:
-        """Return when all have arrived, and what was sent may be overwritten."""
-        for request in self._requests:
-            request.Wait()
+    def __init__(self) -> None:
+        self._kept: list[tuple[list[MPI.Request], Any]] = []
+
+    def keep(self, requests: list[MPI.Request], memory: Any) -> None:
+        """Hold `memory` until the requests are complete."""
+        self._kept.append((requests, memory))
+
+    def release(self) -> None:
+        """Let go of what has been completed."""
+        if self._kept:
+            self._kept = [kept for kept in self._kept if not MPI.Request.Testall(kept[0])]
 
 
-class MPIReduction:
-    """A reduction under way, in memory of its own where MPI does not add up the type itself."""
+class MPIRequest:
+    """Messages or a reduction under way; it keeps the memory alive that MPI works on.
+
+    Parameters
+    ----------
+    memory: the tensors that MPI reads and writes.
+    finish: called when all is complete, for a reduction in memory of its own.
+    """
 
     def __init__(
-        self, request: MPI.Request, buffer: torch.Tensor, into: torch.Tensor | None = None
+        self,
+        requests: list[MPI.Request],
+        memory: Any,
+        abandoned: Abandoned,
+        finish: Callable[[], object] | None = None,
     ):
-        self._request = request
-        self._buffer = buffer
-        self._into = into
+        self.requests, self._memory = requests, memory
+        self._abandoned, self._finish = abandoned, finish
 
     def wait(self) -> None:
-        """Return when it is complete and its tensor may be used."""
-        self._request.Wait()
-        if self._into is not None:
-            self._into.copy_(self._buffer)
+        """Return when all has arrived, and what was sent may be overwritten."""
+        try:
+            for request in self.requests:
+                request.Wait()
+        except MPI.Exception as error:
+            raise RuntimeError(
+                f"MPI could not complete the messages of an operator ({error}). Where it says that "
+                "a message is truncated, the ranks run different operators; DISTCONV_DEBUG=1 names "
+                "the first that differs"
+            ) from error
+        self.requests = []
+        if self._finish is not None:
+            self._finish()
+
+    def __del__(self) -> None:
+        if self.requests and not MPI.Is_finalized():
+            self._abandoned.keep(self.requests, self._memory)
 
 
 class MPITransport:
@@ -65,6 +94,7 @@ class MPITransport:
         self._tags = bound if isinstance(bound, int) else 32767
         self._tickets = 0
         self._buffers = Buffers()
+        self._abandoned = Abandoned()
 
     def ticket(self) -> int:
         """The tag of the next exchange."""
@@ -77,23 +107,30 @@ class MPITransport:
 
     def exchange(
         self, arriving: Sequence[Message], leaving: Sequence[Message], tag: int
-    ) -> MPIMessages:
+    ) -> MPIRequest:
         """Start the messages of one exchange."""
         comm = self._comm
-        requests = [comm.Irecv(_bytes(tensor), rank, tag) for rank, tensor in arriving]
-        requests += [comm.Isend(_bytes(tensor), rank, tag) for rank, tensor in leaving]
-        return MPIMessages(requests, arriving, leaving)
+        self._abandoned.release()
+        under_way = MPIRequest([], (arriving, leaving), self._abandoned)
+        requests = under_way.requests
+        for rank, tensor in arriving:
+            requests.append(comm.Irecv(_bytes(tensor), rank, tag))
+        for rank, tensor in leaving:
+            requests.append(comm.Isend(_bytes(tensor), rank, tag))
+        return under_way
 
-    def all_reduce(self, tensor: torch.Tensor, group: MPI.Intracomm) -> MPIReduction:
+    def all_reduce(self, tensor: torch.Tensor, group: MPI.Intracomm) -> MPIRequest:
         """Start adding up a tensor in place over the ranks of `group`."""
         if tensor.dtype in _DATATYPES:
-            return MPIReduction(group.Iallreduce(MPI.IN_PLACE, _typed(tensor), MPI.SUM), tensor)
+            request = group.Iallreduce(MPI.IN_PLACE, _typed(tensor), MPI.SUM)
+            return MPIRequest([request], tensor, self._abandoned)
         if tensor.dtype not in WIDER:
             raise TypeError(
                 f"MPI cannot add up {tensor.dtype}; convert to one that it can, x.float()"
             )
         wide = tensor.to(WIDER[tensor.dtype])
-        return MPIReduction(group.Iallreduce(MPI.IN_PLACE, _typed(wide), MPI.SUM), wide, tensor)
+        request = group.Iallreduce(MPI.IN_PLACE, _typed(wide), MPI.SUM)
+        return MPIRequest([request], wide, self._abandoned, lambda: tensor.copy_(wide))
 
     def all_gather(self, tensor: torch.Tensor, group: MPI.Intracomm) -> torch.Tensor:
         """The tensors of all ranks of `group`, stacked in rank order."""
