@@ -65,8 +65,9 @@ class Watch:
         self._period = max(min(1.0, self._limit / 8), self._size / 2000)
         self._since: tuple[Wait | None, float] = None, 0.0
         self._thread = threading.get_ident()
-        self._left = False
-        threading.Thread(target=self._look, name="distconv-watch", daemon=True).start()
+        self._leaving = threading.Event()
+        self._looking = threading.Thread(target=self._look, name="distconv-watch", daemon=True)
+        self._looking.start()
 
     def connect(self, comm: Any, order: Order) -> None:
         """Join the notes of all ranks, which call it together, and count steps by `order`."""
@@ -75,7 +76,8 @@ class Watch:
 
     def leave(self) -> None:
         """Tell the others that this rank's program has ended."""
-        self._left = True
+        self._leaving.set()
+        self._looking.join()
         if self._board is not None:
             self._board.post(f"left/{self._rank}", str(self._steps))
         self._count("left")
@@ -107,8 +109,7 @@ class Watch:
 
     def _look(self) -> None:
         answered = False
-        while not self._left:
-            time.sleep(self._period)
+        while not self._leaving.wait(self._period):
             wait, now = self._waiting.now, time.monotonic()
             if wait is not self._since[0]:
                 self._since = wait, now
