@@ -6,8 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from mpi4py import MPI
-
+from distconv.launch import world_rank
 from distconv.layout import Layout
 from distconv.topology import AXES
 
@@ -20,7 +19,7 @@ class RankParser(argparse.ArgumentParser):
 
     def __init__(self, rank: int | None = None, **keywords: Any) -> None:
         super().__init__(**keywords)
-        self._rank = MPI.COMM_WORLD.rank if rank is None else rank
+        self._rank = world_rank() if rank is None else rank
 
     def _print_message(self, message: str, file: Any = None) -> None:
         if self._rank == 0:
