@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import signal
 import sys
 import time
 from types import TracebackType
@@ -19,12 +21,12 @@ _FORWARDING = 0.5
 
 
 def abort_when_a_rank_raises() -> None:
-    """Make an uncaught exception print its traceback and abort all ranks of MPI.COMM_WORLD.
+    """Make an uncaught exception print its traceback and end all ranks that were started together.
 
     Errors raised on all ranks together are reported by the first rank to come out of its grace
-    period, which is rank 0 where it is among them. Changes nothing on a single rank, before MPI has
-    started, and in processes that ranks have started. `sys.exit` is no uncaught exception to
-    Python, and so does not end the other ranks.
+    period, which is rank 0 where it is among them. Changes nothing on a single rank, and in
+    processes that ranks have started. `sys.exit` is no uncaught exception to Python, and so does
+    not end the other ranks.
     """
     if not isinstance(sys.excepthook, _Abort):
         sys.excepthook = _Abort(sys.excepthook)
@@ -37,29 +39,53 @@ class _Abort:
     def __call__(
         self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
-        world = _world_of_several()
-        if world is None:
+        rank, ranks = _place()
+        if ranks == 1:
             self._report(kind, error, traceback)  # type: ignore[operator]
             if is_copy():
                 sys.stderr.flush()
                 os._exit(1)  # or Python would end MPI, which waits for other ranks
             return
-        rank = world.rank
-        if rank:
-            time.sleep(_GRACE + min(0.1 * rank, 2.0))
         try:
+            if rank:
+                time.sleep(_GRACE + min(0.1 * rank, 2.0))
             sys.stdout.flush()
-            print(f"distconv: rank {rank} of {world.size} raised", file=sys.stderr)
+            print(f"distconv: rank {rank} of {ranks} raised", file=sys.stderr)
             self._report(kind, error, traceback)  # type: ignore[operator]
             sys.stderr.flush()
             time.sleep(_FORWARDING)
         finally:
-            world.Abort(1)
+            _end_all()
 
 
-def _world_of_several() -> Any:
-    """Return MPI.COMM_WORLD where this process is one of several ranks of it, else None."""
+def _running() -> Any:
+    """Return mpi4py.MPI where it has started and not ended, else None."""
     MPI: Any = sys.modules.get("mpi4py.MPI")
-    if MPI is None or is_copy() or not MPI.Is_initialized() or MPI.Is_finalized():
-        return None
-    return MPI.COMM_WORLD if MPI.COMM_WORLD.size > 1 else None
+    return MPI if MPI and MPI.Is_initialized() and not MPI.Is_finalized() else None
+
+
+def _place() -> tuple[int, int]:
+    """Return which of how many ranks this process is; the only one where it is no rank.
+
+    Before MPI has started that is known where the launcher has to be told of an error: under that
+    of MPICH. Others end the job when a process does.
+    """
+    if is_copy() or multiprocessing.parent_process() is not None:
+        return 0, 1
+    if MPI := _running():
+        return MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+    try:
+        os.fstat(
+            int(os.environ["PMI_FD"])
+        )  # which is not open in processes that ranks have started
+        return int(os.environ["PMI_RANK"]), int(os.environ["PMI_SIZE"])
+    except (KeyError, ValueError, OSError):
+        return 0, 1
+
+
+def _end_all() -> None:
+    """End all ranks; this process does not return."""
+    if MPI := _running():
+        MPI.COMM_WORLD.Abort(1)
+    # Before MPI has started MPICH's launcher takes an exit status for a result, but no signal.
+    os.kill(os.getpid(), signal.SIGKILL)

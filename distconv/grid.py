@@ -13,6 +13,7 @@ import torch
 
 from distconv import communicators, devices
 from distconv.abort import abort_when_a_rank_raises
+from distconv.interrupt import end_when_abandoned
 from distconv.launch import check_launch, mpi
 from distconv.topology import AXES, Topology
 from distconv.transport import Transport
@@ -70,6 +71,8 @@ class ProcessGrid:
     ):
         comm = _ranks_of_mpi(comm)
         extents = dict(zip(AXES, (sample, channel, filter, depth, height, width), strict=True))
+        if comm.size > 1:
+            end_when_abandoned()
         self._ranks = communicators.world_ranks(comm)
         self._comm = communicators.communicator(comm, self._ranks, "user")
         self._rank = int(self._comm.rank)
