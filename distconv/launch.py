@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Mapping
 from types import ModuleType
+from typing import Any
 
 ALLOW_SINGLE = "DISTCONV_ALLOW_SINGLE"
 
@@ -85,12 +86,12 @@ def mpi() -> ModuleType:
     return MPI
 
 
-def world_rank() -> int:
-    """Return this process's rank in MPI.COMM_WORLD; 0 in a process that cannot start MPI."""
+def world() -> Any:
+    """Return MPI.COMM_WORLD; None in a process that cannot start MPI."""
     try:
-        return int(mpi().COMM_WORLD.rank)
+        return mpi().COMM_WORLD
     except (ImportError, RuntimeError):
-        return 0
+        return None
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> dict[str, int]:
