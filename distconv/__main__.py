@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from mpi4py import MPI
 from torch import nn
 
 from distconv.arguments import RankParser, grid_axes, layout, shape
 from distconv.bench import BENCHMARKS, Settings, as_table, plot
 from distconv.explain import dtype_of, explain
 from distconv.grid import ProcessGrid
+from distconv.launch import mpi
 from distconv.verify import verify
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -115,7 +115,7 @@ def _made_everywhere(factory: str, seed: int) -> nn.Module:
         module = _made(factory, seed)
     except BadArguments as error:
         problem = error
-    for found in MPI.COMM_WORLD.allgather(problem):
+    for found in mpi().COMM_WORLD.allgather(problem):
         if found is not None:
             raise found
     assert module is not None
@@ -151,9 +151,9 @@ def _verify_options(parser: argparse.ArgumentParser) -> None:
 def _grid(extents: dict[str, Any], command: str) -> ProcessGrid:
     """The grid of all ranks with these extents."""
     ranks = prod(extents.values())
-    if min(extents.values()) > 0 and ranks != MPI.COMM_WORLD.size:
+    if min(extents.values()) > 0 and ranks != mpi().COMM_WORLD.size:
         raise BadArguments(
-            f"the grid has {ranks} ranks, but MPI has started {MPI.COMM_WORLD.size}; start it "
+            f"the grid has {ranks} ranks, but MPI has started {mpi().COMM_WORLD.size}; start it "
             f"with mpiexec -n {ranks} python -m distconv {command} ..."
         )
     try:
@@ -201,11 +201,11 @@ def _bench_options(parser: argparse.ArgumentParser) -> None:
 def _bench(arguments: argparse.Namespace) -> int:
     if arguments.grid is not None:
         _grid(arguments.grid, "bench")
-    if arguments.benchmark == "halo" and MPI.COMM_WORLD.size == 1:
+    if arguments.benchmark == "halo" and mpi().COMM_WORLD.size == 1:
         raise BadArguments("one rank has no halos; start it with mpiexec -n 2 or more")
     torch.set_num_threads(arguments.threads)
     settings = Settings(arguments.grid, arguments.threads, arguments.seconds)
-    first = MPI.COMM_WORLD.rank == 0
+    first = mpi().COMM_WORLD.rank == 0
     rows = []
     for row in BENCHMARKS[arguments.benchmark](settings):
         rows.append(row)

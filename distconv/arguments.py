@@ -3,27 +3,86 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from typing import Any
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from mpi4py import MPI
-
+from distconv.launch import world
 from distconv.layout import Layout
 from distconv.topology import AXES
 
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+_Ended: TypeAlias = tuple[Any, list[tuple[bool, str]]]
+"""The exit status of a rank that has not got through, and what it says: on stdout, or stderr."""
+
+_HEARD: ContextVar[list[tuple[bool, str]] | None] = ContextVar("_HEARD", default=None)
+"""What parsers say while all ranks parse, so that it is said once."""
+
 
 class RankParser(argparse.ArgumentParser):
-    """A parser for every rank, of which rank 0 alone prints help and complaints.
+    """A parser for every rank: all get through, or all end with what the first of them says.
 
-    `rank` is this one's number, that in MPI.COMM_WORLD when not given.
+    Parsing is collective. A command line that differs between ranks is an error on all of them, and
+    so is one that only one rank complains of, about a file that only others can read, say. Rank 0
+    alone prints.
+
+    Parameters
+    ----------
+    comm: mpi4py communicator of the ranks, MPI.COMM_WORLD when not given.
     """
 
-    def __init__(self, rank: int | None = None, **keywords: Any) -> None:
+    def __init__(self, comm: MPI.Intracomm | None = None, **keywords: Any) -> None:
         super().__init__(**keywords)
-        self._rank = MPI.COMM_WORLD.rank if rank is None else rank
+        self._comm = world() if comm is None else comm
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Return what `argparse` does; all ranks call it."""
+        return self._together(super().parse_args, args, namespace)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Return what `argparse` does; all ranks call it."""
+        return self._together(super().parse_known_args, args, namespace)
+
+    def _together(self, parse: Callable[[Any, Any], Any], args: Any, namespace: Any) -> Any:
+        if _HEARD.get() is not None or self._comm is None:
+            return parse(args, namespace)
+        given = sys.argv[1:] if args is None else list(args)
+        everyone = self._comm.allgather(given)
+        for rank, theirs in enumerate(everyone):
+            if theirs != everyone[0]:
+                self.error(
+                    f"the arguments of rank {rank} are {shlex.join(map(str, theirs))!r} and those "
+                    f"of rank 0 {shlex.join(map(str, everyone[0]))!r}; start all with the same"
+                )
+        heard: list[tuple[bool, str]] = []
+        token = _HEARD.set(heard)
+        ended: _Ended | None = None
+        try:
+            parsed = parse(given, namespace)
+        except SystemExit as end:
+            ended = end.code, heard
+        finally:
+            _HEARD.reset(token)
+        for rank, theirs in enumerate(self._comm.allgather(ended)):
+            if theirs is not None:
+                status, said = theirs
+                for on_stdout, text in said:
+                    self._print_message(text, sys.stdout if on_stdout else sys.stderr)
+                if rank:
+                    self._print_message(f"(on rank {rank})\n", sys.stderr)
+                sys.exit(status)
+        return parsed
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        if self._rank == 0:
+        heard = _HEARD.get()
+        if heard is not None:
+            heard.append((file is sys.stdout, message))
+        elif self._comm is None or self._comm.rank == 0:
             super()._print_message(message, file)
 
 

@@ -6,8 +6,6 @@ import socket
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import DistNetworkError, TCPStore
-
 _PATIENCE = timedelta(seconds=20)
 """How long to try to reach the rank that keeps the notes."""
 
@@ -20,12 +18,14 @@ class Board:
     """
 
     def __init__(self, comm: Any):
+        from torch.distributed import TCPStore
+
         self._store: Any = None
         mine = socket.gethostname()
         if comm.rank == 0:
             try:
                 self._store = TCPStore(mine, 0, None, True, _PATIENCE, wait_for_workers=False)
-            except DistNetworkError:
+            except RuntimeError:
                 pass
         host, port = comm.bcast((mine, None if self._store is None else self._store.port))
         if comm.rank and port is not None:
@@ -38,7 +38,7 @@ class Board:
                     _PATIENCE,
                     wait_for_workers=False,
                 )
-            except DistNetworkError:
+            except RuntimeError:
                 pass
 
     def post(self, name: str, text: str) -> None:
@@ -46,7 +46,7 @@ class Board:
         try:
             if self._store is not None:
                 self._store.set(name, text)
-        except DistNetworkError:
+        except RuntimeError:
             self._store = None
 
     def read(self, name: str) -> str | None:
@@ -55,7 +55,7 @@ class Board:
             if self._store is not None and self._store.check([name]):
                 text: bytes = self._store.get(name)
                 return text.decode()
-        except DistNetworkError:
+        except RuntimeError:
             self._store = None
         return None
 
@@ -64,6 +64,6 @@ class Board:
         try:
             if self._store is not None:
                 return int(self._store.add(name, more))
-        except DistNetworkError:
+        except RuntimeError:
             self._store = None
         return -1

@@ -5,20 +5,23 @@ MPI has about two thousand communicators to give; a program may build any number
 
 from __future__ import annotations
 
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import torch
-from mpi4py import MPI
 
+from distconv.launch import mpi
 from distconv.order import Order
 from distconv.stall import Watch
 from distconv.transport import Transport, peer
 from distconv.transport.copies import Copies
-from distconv.transport.mpi import MPITransport
 from distconv.transport.nccl import NCCLTransport
 from distconv.transport.queue import Queue
 from distconv.transport.staged import StagedTransport, takes_device_memory
 from distconv.transport.watched import Wait, Waiting, WatchedTransport
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 Key = tuple[str, tuple[int, ...]]
 
@@ -35,19 +38,23 @@ class _Store:
         self.gpu: torch.device | None = None
 
 
-_KEYVAL = MPI.Comm.Create_keyval()
+@cache
+def _keyval() -> int:
+    return int(mpi().Comm.Create_keyval())
 
 
 def _store() -> _Store:
-    store: Any = MPI.COMM_WORLD.Get_attr(_KEYVAL)
+    world = mpi().COMM_WORLD
+    store: Any = world.Get_attr(_keyval())
     if store is None:
         store = _Store()
-        MPI.COMM_WORLD.Set_attr(_KEYVAL, store)
+        world.Set_attr(_keyval(), store)
     return store  # type: ignore[no-any-return]
 
 
 def world_ranks(comm: MPI.Intracomm) -> tuple[int, ...]:
     """The ranks of `comm` as ranks of MPI.COMM_WORLD; no communication."""
+    MPI = mpi()
     ranks = MPI.Group.Translate_ranks(comm.group, None, MPI.COMM_WORLD.group)
     if MPI.UNDEFINED in ranks:
         raise ValueError("ProcessGrid: every rank of comm has to be a rank of MPI.COMM_WORLD")
@@ -62,7 +69,7 @@ def communicator(parent: MPI.Intracomm, ranks: tuple[int, ...], purpose: str) ->
     made = _store().communicators
     key = (purpose, ranks)
     if key not in made:
-        made[key] = parent.Create_group(MPI.COMM_WORLD.group.Incl(ranks))
+        made[key] = parent.Create_group(mpi().COMM_WORLD.group.Incl(ranks))
     return made[key]
 
 
@@ -89,7 +96,7 @@ def transport(
         comm = communicator(parent, ranks, "exchange")
 
         def members(group: MPI.Intracomm) -> list[int]:
-            return MPI.Group.Translate_ranks(group.group, None, comm.group)
+            return list(mpi().Group.Translate_ranks(group.group, None, comm.group))
 
         made[key] = WatchedTransport(carrier, steps, steps.waiting, members)
     return made[key]
@@ -106,7 +113,7 @@ def order(parent: MPI.Intracomm, ranks: tuple[int, ...]) -> Order:
         if len(ranks) == 1:
             made[ranks] = Order(None, waiting)
             return made[ranks]
-        watch = Watch(ranks, ranks.index(MPI.COMM_WORLD.rank), waiting)
+        watch = Watch(ranks, ranks.index(mpi().COMM_WORLD.rank), waiting)
         with Wait(waiting):
             comm = communicator(parent, ranks, "order")
             made[ranks] = Order(comm, waiting)
@@ -123,6 +130,8 @@ def _carrier(
         comm = communicator(parent, ranks, "exchange")
         device = torch.device(devices[comm.rank])
         if device.type == "cpu":
+            from distconv.transport.mpi import MPITransport  # which imports MPI
+
             made[key] = MPITransport(comm)
         elif name == "nccl":
             made[key] = NCCLTransport(comm, device)

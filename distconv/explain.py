@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from mpi4py import MPI
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parameter import is_lazy
@@ -21,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from distconv.calls import Calls, is_layer
 from distconv.grid import ProcessGrid
+from distconv.launch import world
 from distconv.layout import Layout, dimension_names
 from distconv.ledger import Movement, Redistribution, traced, uncounted
 from distconv.rehearsal import Rehearsal
@@ -178,7 +178,8 @@ def explain(
         sum(p.nbytes for p in module.parameters()),
         None if serial is None else sum(layer.kept_bytes for layer in serial),
     )
-    if show and (grid.rank if isinstance(grid, ProcessGrid) else MPI.COMM_WORLD.rank) == 0:
+    comm = grid if isinstance(grid, ProcessGrid) else world()
+    if show and (comm is None or comm.rank == 0):
         print(explanation, flush=True)
     return explanation
 

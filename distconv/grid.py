@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterable
 from numbers import Integral
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+from weakref import WeakValueDictionary
 
 import torch
-from mpi4py import MPI
 
 from distconv import communicators, devices
 from distconv.abort import abort_when_a_rank_raises
+from distconv.interrupt import end_when_abandoned
+from distconv.launch import check_launch, mpi
 from distconv.topology import AXES, Topology
 from distconv.transport import Transport
 from distconv.transport.watched import Wait
 
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
 abort_when_a_rank_raises()
+
+_grids: WeakValueDictionary[int, ProcessGrid] = WeakValueDictionary()
+"""All grids of this process, by identity, as equal ones are several."""
 
 
 class ProcessGrid:
@@ -43,6 +52,9 @@ class ProcessGrid:
     ValueError
         On every rank, when the extents do not fit the number of ranks, or device and transport
         cannot be had.
+    RuntimeError
+        On every rank, when the environment shows several processes and MPI knows each alone, as
+        under torchrun; DISTCONV_ALLOW_SINGLE=1 allows it. In a worker process, which is no rank.
     """
 
     def __init__(
@@ -58,18 +70,10 @@ class ProcessGrid:
         device: str | torch.device | None = None,
         transport: str | None = None,
     ):
-        comm = MPI.COMM_WORLD if comm is None else comm
-        if not isinstance(comm, MPI.Intracomm):
-            raise TypeError(
-                f"ProcessGrid: comm={comm!r} is no intracommunicator of mpi4py; pass "
-                "MPI.COMM_WORLD, or what Split and Create_group make of it"
-            )
-        if comm == MPI.COMM_NULL:
-            raise ValueError(
-                "ProcessGrid: this rank is not a member of comm, which is MPI.COMM_NULL here; make "
-                "the grid on its members only"
-            )
+        comm = _ranks_of_mpi(comm)
         extents = dict(zip(AXES, (sample, channel, filter, depth, height, width), strict=True))
+        if comm.size > 1:
+            end_when_abandoned()
         self._ranks = communicators.world_ranks(comm)
         self._order = communicators.order(comm, self._ranks)
         with Wait(self._order.waiting):
@@ -88,6 +92,7 @@ class ProcessGrid:
                 self._comm, self._ranks, choice.transport, self._devices, choice.beyond
             )
         self._communicators: dict[tuple[frozenset[str], str], MPI.Intracomm] = {}
+        _grids[id(self)] = self
 
     @property
     def comm(self) -> MPI.Intracomm:
@@ -177,6 +182,45 @@ class ProcessGrid:
         axes = _named(self._topology)
         where = f" with GPUs, {self._transport.name}" if self._device.type == "cuda" else ""
         return f"ProcessGrid({axes}) on {self.size} rank{'s' if self.size > 1 else ''}{where}"
+
+
+def _ranks_of_mpi(comm: MPI.Intracomm | None) -> MPI.Intracomm:
+    """Return the communicator that a grid is asked to be on, if it can be."""
+    world = mpi().COMM_WORLD
+    comm = world if comm is None else comm
+    if not isinstance(comm, mpi().Intracomm):
+        raise TypeError(
+            f"ProcessGrid: comm={comm!r} is no intracommunicator of mpi4py; pass MPI.COMM_WORLD, "
+            "or what Split and Create_group make of it"
+        )
+    if comm == mpi().COMM_NULL:
+        raise ValueError(
+            "ProcessGrid: this rank is not a member of comm, which is MPI.COMM_NULL here; make "
+            "the grid on its members only"
+        )
+    if comm == world:
+        check_launch(comm.size)
+    return comm
+
+
+class _OfTheRank:
+    """Stands for what carries messages in a process forked from a rank, where it is an error."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(mpi(), name)  # which raises
+
+
+def _leave_messages_to_the_rank() -> None:
+    """Keep a forked process, such as a worker that reads, from waiting for messages for ever.
+
+    What needs none goes on working there: coordinates, and the boxes that follow from them.
+    """
+    for grid in list(_grids.values()):
+        grid._comm = grid._transport = _OfTheRank()  # type: ignore[assignment]
+        grid._communicators = {}
+
+
+os.register_at_fork(after_in_child=_leave_messages_to_the_rank)
 
 
 def _agreed(

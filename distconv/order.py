@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from distconv.launch import mpi
 from distconv.layout import Layout
 from distconv.transport.watched import Wait, Waiting
 from distconv.whereabouts import CURRENT, is_parked, name_of, place_of, user_line
@@ -136,7 +137,7 @@ class Order:
         """Start to compare the folded steps of all ranks."""
         mine = np.array([self._folded, -self._folded], dtype=np.int64)
         most = np.empty_like(mine)
-        self._under_way = self._comm.Iallreduce(mine, most, op=_maximum()), (mine, most)
+        self._under_way = self._comm.Iallreduce(mine, most, op=mpi().MAX), (mine, most)
 
     def _settle(self) -> None:
         """Wait for the comparison under way, if there is one, and raise where the ranks differ."""
@@ -280,9 +281,3 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
             runs.append([rank, rank])
     words = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
     return f"rank{'s' if len(runs) > 1 or runs[0][0] != runs[0][1] else ''} {words}"
-
-
-def _maximum() -> Any:
-    from mpi4py import MPI
-
-    return MPI.MAX

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from test_failure import mpiexec
+from jobs import mpiexec, own_environment
 
 from distconv.__main__ import main
 
@@ -17,15 +16,12 @@ MESH = "examples.mesh_tangling.network:mesh_tangling_1k"
 
 def command(*arguments: str, ranks: int = 0) -> subprocess.CompletedProcess[str]:
     """The end of the command on this number of ranks; without a launcher for none."""
-    foreign = ("PMI", "MPI", "HYD", "OMPI", "PYTEST")
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
-    environment |= {"OMP_NUM_THREADS": "1", "MPIR_CVAR_POLLS_BEFORE_YIELD": "1"}
     launcher = [mpiexec(), "-n", str(ranks)] if ranks else []
     return subprocess.run(
         [*launcher, sys.executable, "-m", "distconv", *arguments],
         capture_output=True,
         text=True,
-        env=environment,
+        env=own_environment(),
         cwd=Path(__file__).parent.parent,
         timeout=60,
     )

@@ -5,16 +5,11 @@ These tests launch jobs of their own.
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-
-LIMIT = 60
-"""Seconds after which a job counts as hanging."""
+from jobs import end_of, start
 
 SCRIPT = """
 import os, signal, sys
@@ -32,15 +27,6 @@ def exchange():
 """
 
 
-def mpiexec() -> str:
-    """The launcher beside the interpreter, or on PATH."""
-    beside = Path(sys.executable).with_name("mpiexec")
-    launcher = str(beside) if beside.exists() else shutil.which("mpiexec")
-    if launcher is None:
-        pytest.skip("no mpiexec beside the interpreter or on PATH")
-    return launcher
-
-
 def job(
     tmp_path: Path, body: str, ranks: int = 4, **variables: str
 ) -> subprocess.CompletedProcess[str]:
@@ -50,25 +36,7 @@ def job(
     """
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(body=body))
-    # The job has to take no notice of the MPI that this process may run under.
-    foreign = ("PMI", "MPI", "HYD", "OMPI", "PYTEST", "DISTCONV")
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
-    environment |= {"OMP_NUM_THREADS": "1", "MPIR_CVAR_POLLS_BEFORE_YIELD": "1"} | variables
-    process = subprocess.Popen(
-        [mpiexec(), "-n", str(ranks), sys.executable, str(script)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-        start_new_session=True,
-    )
-    try:
-        output, errors = process.communicate(timeout=LIMIT)
-    except subprocess.TimeoutExpired:
-        process.terminate()
-        output, errors = process.communicate(timeout=LIMIT)
-        pytest.fail(f"the job hangs\n{output}\n{errors}")
-    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+    return end_of(start(script, ranks, **variables))
 
 
 def test_a_job_that_does_not_fail_ends_in_silence(tmp_path: Path) -> None:

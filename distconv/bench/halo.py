@@ -8,9 +8,9 @@ Halos are of the first kind. The bound is both.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
-from mpi4py import MPI
 
 from distconv.bench.pairs import Side, alternate
 from distconv.bench.report import Row, over
@@ -21,6 +21,9 @@ from distconv.plan import Plan, make_plan
 from distconv.table import size
 from distconv.tensor import DistTensor
 from distconv.window import Same, Window
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 ROW = 16 * 2**10
 """The target holds for messages of this many elements, 64 KiB, and more."""

@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from mpi4py import MPI
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from distconv.bench.model import cut_sample, sample, step_of
@@ -25,6 +24,7 @@ from distconv.bench.report import Row
 from distconv.bench.settings import Settings, by
 from distconv.explain import explain
 from distconv.grid import ProcessGrid
+from distconv.launch import mpi
 from distconv.parallelize import parallelize
 
 OVER_SHARE = 1.05
@@ -47,7 +47,7 @@ def memory(settings: Settings, networks: Sequence[Network] = NETWORKS[:2]) -> It
     for network in networks:
         grid = settings.grid(len(network.shape))
         mine = peak_of(partial(_distributed, network, grid))
-        ranks = Peak(*(grid.comm.allreduce(bytes, MPI.MAX) for bytes in mine))
+        ranks = Peak(*(grid.comm.allreduce(bytes, mpi().MAX) for bytes in mine))
         alone = peak_of(partial(_serial, network)) if grid.rank == 0 else None
         sleep_until_all_are_here(grid.comm)
         serial: Peak = grid.comm.bcast(alone)

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from mpi4py import MPI
 from torch import Tensor, nn
 
 from distconv.bench.halo import plan_of, sendrecv
@@ -20,6 +19,7 @@ from distconv.bench.pairs import Side, alternate, spread
 from distconv.bench.report import Row, minus, over
 from distconv.bench.settings import Settings, by, chain
 from distconv.grid import ProcessGrid
+from distconv.launch import mpi
 from distconv.layout import default_cuts, rank_box
 from distconv.method import method
 from distconv.parallelize import parallelize
@@ -165,11 +165,11 @@ def one_rank(settings: Settings, channels: int = 32, size: int = 128, depth: int
 
     torch.manual_seed(0)
     x, dy = torch.randn(shape), torch.randn(shape)
-    grid = ProcessGrid(MPI.COMM_SELF, device="cpu")
+    grid = ProcessGrid(mpi().COMM_SELF, device="cpu")
     module = parallelize(stack(), grid)
     subject = step_of(module, distribute_tensor(x, grid), distribute_tensor(dy, grid))
     sides = [Side(run, settings.threads, alone=True) for run in (subject, step_of(stack(), x, dy))]
-    times = alternate(MPI.COMM_WORLD, sides, settings.seconds)
+    times = alternate(mpi().COMM_WORLD, sides, settings.seconds)
     name = f"{depth} x (convolution, ReLU, batch norm), {size}^2"
     configuration = settings.configuration(grid, f"{by(shape)}, forward and backward")
     return over(("overhead", name, configuration), "over plain torch", times[0], times[1], 1.03)

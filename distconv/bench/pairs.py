@@ -7,10 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
 from statistics import quantiles
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
-from mpi4py import MPI
+
+from distconv.launch import mpi
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 T = TypeVar("T")
 
@@ -96,4 +100,4 @@ def _timed(comm: MPI.Intracomm, side: Side, repeats: int) -> float:
     elapsed = time.perf_counter() - start
     torch.set_num_threads(threads)
     sleep_until_all_are_here(comm)
-    return comm.allreduce(elapsed, MPI.MAX) / repeats
+    return comm.allreduce(elapsed, mpi().MAX) / repeats

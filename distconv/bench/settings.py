@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from mpi4py import MPI
-
 from distconv.grid import ProcessGrid
+from distconv.launch import mpi
 
 
 class Settings(NamedTuple):
@@ -28,7 +27,7 @@ class Settings(NamedTuple):
     @property
     def ranks(self) -> int:
         """Number of ranks."""
-        return int(MPI.COMM_WORLD.size)
+        return int(mpi().COMM_WORLD.size)
 
     def configuration(self, grid: ProcessGrid, *more: str) -> str:
         """Grid, threads and what else a row has to tell of its case."""

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from mpi4py import MPI
 from torch import Tensor
 
 from distconv.transport import WIDER, Message, Request
 from distconv.transport.beside import Beside, Enqueued
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 _TYPES = {
     torch.float32: "NCCL_FLOAT32",

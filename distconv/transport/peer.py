@@ -8,14 +8,16 @@ are reached by another transport.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from mpi4py import MPI
 from torch import Tensor
 
 from distconv.transport import WIDER, Message, Request, Transport, ipc
 from distconv.transport.mailboxes import Mailboxes, Ordered, semaphores_of, size_of
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 _AT_ONCE = 2**16
 """Bytes up to which a sum is made of all tensors on every rank, instead of a part on each."""
@@ -178,6 +180,8 @@ class PeerTransport:
     def _members(self, group: MPI.Intracomm) -> list[int]:
         """The ranks of a group, by their numbers in this transport."""
         if group.handle not in self._groups:
+            from mpi4py import MPI
+
             ranks = MPI.Group.Translate_ranks(group.group, None, self._comm.group)
             self._groups[group.handle] = list(ranks)
         return self._groups[group.handle]
@@ -185,6 +189,8 @@ class PeerTransport:
 
 def connected(comm: MPI.Intracomm, device: torch.device, beyond: Transport) -> PeerTransport:
     """That of the ranks of `comm`, on the current GPU of each; all of them call it."""
+    from mpi4py import MPI
+
     from distconv.transport.lane import Lane
 
     node: Any = comm.Split_type(MPI.COMM_TYPE_SHARED)

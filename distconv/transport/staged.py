@@ -10,14 +10,18 @@ import ctypes
 import os
 from collections.abc import Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
-from mpi4py import MPI
 from torch import Tensor
 
 from distconv.transport import Message, Request
 from distconv.transport.copies import Copies
-from distconv.transport.mpi import MPITransport
 from distconv.transport.queue import Queue
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from distconv.transport.mpi import MPITransport
 
 _VARIABLE = "DISTCONV_CUDA_AWARE_MPI"
 
@@ -127,5 +131,7 @@ def takes_device_memory(comm: MPI.Intracomm) -> bool:
 
 def _asked() -> str:
     """What MPI answers, in some implementations."""
+    from mpi4py import MPI
+
     query = getattr(ctypes.CDLL(MPI.__file__), "MPIX_Query_cuda_support", None)
     return "1" if query is not None and query() else "0"

@@ -6,24 +6,28 @@ import argparse
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from distconv.arguments import RankParser, grid_axes
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 AXES = ("sample", "channel", "filter", "height", "width")
 """Meshes have no depth."""
 
 
 def parse_arguments(
-    rank: int,
+    comm: MPI.Intracomm,
     arguments: Sequence[str] | None,
     description: str | None,
     networks: Iterable[str],
     optimizers: Iterable[str],
     precisions: Iterable[str],
 ) -> argparse.Namespace:
-    """Parse the command line on every rank; help and complaints come from rank 0 alone."""
+    """Parse the command line on every rank of `comm`: all get through, or none. Collective."""
     parser = RankParser(
-        rank,
+        comm,
         prog="python -m examples.mesh_tangling.train",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -192,7 +192,7 @@ def write_results(
 
 def main(arguments: Sequence[str] | None = None, comm: MPI.Intracomm = MPI.COMM_WORLD) -> None:
     """Train on the ranks of `comm`; what is wrong is one line on rank 0, and exit status 2."""
-    args = parse_arguments(comm.rank, arguments, __doc__, NETWORKS, OPTIMIZERS, PRECISIONS)
+    args = parse_arguments(comm, arguments, __doc__, NETWORKS, OPTIMIZERS, PRECISIONS)
     try:
         train(args, comm)
     except InvalidInput as error:

@@ -1,0 +1,95 @@
+"""An end for ranks that an interrupt or the loss of their launcher would leave waiting in MPI.
+
+While a rank waits in MPI Python raises no KeyboardInterrupt, and ranks that have been interrupted
+at different places wait for messages that nobody sends any more. A thread looks after both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import threading
+import time
+
+PATIENCE = 5.0
+"""Seconds that a rank has after an interrupt, to report or to save what it holds."""
+
+_INTERVAL = 1.0
+"""Seconds between two looks at the process that has started this one."""
+
+_watched_in: int | None = None
+"""The process in which the thread runs."""
+
+
+def end_when_abandoned() -> None:
+    """Start to watch for interrupts and for the end of the launcher, once in a process.
+
+    Seconds after an interrupt (Ctrl-C) the process ends, whatever it waits for, and whether or not
+    it has caught the KeyboardInterrupt: ranks that were interrupted no longer know what others send
+    them. A program with a handler of its own for SIGINT decides for itself. When the launcher, or
+    what else has started this rank, is gone, it ends at once.
+    """
+    global _watched_in
+    if _watched_in == os.getpid():
+        return
+    _watched_in = os.getpid()
+    threading.Thread(
+        target=_watch, args=(os.getppid(), _signals()), name="distconv interrupt", daemon=True
+    ).start()
+
+
+def _signals() -> int | None:
+    """Return where the numbers of signals can be read as they come; None where others read them."""
+    if threading.current_thread() is not threading.main_thread():
+        return None
+    arriving, written = os.pipe()
+    os.set_blocking(written, False)
+    before = signal.set_wakeup_fd(written, warn_on_full_buffer=False)
+    if before == -1:
+        return arriving
+    signal.set_wakeup_fd(before)
+    os.close(arriving)
+    os.close(written)
+    return None
+
+
+def _watch(launcher: int, signals: int | None) -> None:
+    """Wait for what ends this process."""
+    last: float | None = None
+    while True:
+        if signals is None:
+            time.sleep(_INTERVAL)
+        elif select.select([signals], [], [], _INTERVAL)[0]:
+            interrupted = signal.SIGINT in os.read(signals, 2**12)
+            ends = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            if interrupted and ends and last is None:
+                last = time.monotonic() + PATIENCE
+        if last is not None and time.monotonic() > last:
+            _end(
+                f"ends {PATIENCE:g} s after an interrupt, as others may wait for it or it for "
+                "them; a handler of the program's own, signal.signal(signal.SIGINT, ...), decides "
+                "otherwise"
+            )
+        if os.getppid() != launcher:
+            _end(f"ends, as process {launcher}, which has started it, is gone")
+
+
+def _end(why: str) -> None:
+    """End this process and its children so that any launcher notices, from any thread."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"distconv: process {os.getpid()} {why}\n".encode())
+    if os.getpgrp() == os.getpid():
+        os.killpg(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _leave_signals_to_the_rank() -> None:
+    """Keep a forked process from telling the rank of its own signals."""
+    if _watched_in is not None:
+        with contextlib.suppress(ValueError):  # raised where not the main thread has forked
+            signal.set_wakeup_fd(-1)
+
+
+os.register_at_fork(after_in_child=_leave_signals_to_the_rank)

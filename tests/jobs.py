@@ -1,0 +1,56 @@
+"""Jobs that tests launch, apart from the MPI that the tests themselves may run under."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LIMIT = 60
+"""Seconds after which a job counts as hanging."""
+
+
+def mpiexec() -> str:
+    """Return the launcher beside the interpreter, or on PATH."""
+    beside = Path(sys.executable).with_name("mpiexec")
+    launcher = str(beside) if beside.exists() else shutil.which("mpiexec")
+    if launcher is None:
+        pytest.skip("no mpiexec beside the interpreter or on PATH")
+    return launcher
+
+
+def own_environment(**more: str) -> dict[str, str]:
+    """Return the environment of a job, and `more`, without what launchers tell their ranks."""
+    foreign = ("PMI", "MPI", "HYD", "OMPI", "PYTEST", "SLURM", "WORLD_SIZE", "DISTCONV")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
+    return environment | {"OMP_NUM_THREADS": "1", "MPIR_CVAR_POLLS_BEFORE_YIELD": "1"} | more
+
+
+def start(script: Path, ranks: int = 0, *arguments: str, **more: str) -> subprocess.Popen[str]:
+    """Start a program on this number of ranks, in a session of its own; without MPI for none."""
+    launcher = [mpiexec(), "-n", str(ranks)] if ranks else []
+    return subprocess.Popen(
+        [*launcher, sys.executable, str(script), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=own_environment(**more),
+        start_new_session=True,
+    )
+
+
+def end_of(
+    process: subprocess.Popen[str], limit: float = LIMIT
+) -> subprocess.CompletedProcess[str]:
+    """Return how a job ends; one that does not is an error."""
+    try:
+        output, errors = process.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        output, errors = process.communicate(timeout=limit)
+        pytest.fail(f"the job hangs\n{output}\n{errors}")
+    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
