@@ -593,7 +593,7 @@ def test_gradients_are_accumulated_on_the_stream_of_the_forward_pass(
 ) -> None:
     # torch's nodes stay on the stream on which they were made, and captured graphs on theirs.
     current = ["first"]
-    module = sys.modules["distconv.parallelize"]
+    module = sys.modules["distconv.gradients"]
     monkeypatch.setattr(module, "_current_stream", lambda device: current[0])
     serial, model = net(), dc.parallelize(net(), dc.ProcessGrid(height=-1))
     x = torch.ones(2, 3, 8, 8).double()
