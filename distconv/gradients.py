@@ -7,10 +7,11 @@ non-blocking all-reduce that begins as soon as the bucket and all before it are 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextvars import Token
 from operator import is_
 from typing import Any, NoReturn
-from weakref import finalize, ref
+from weakref import WeakMethod, finalize, ref
 
 import torch
 from torch import Tensor, nn
@@ -140,11 +141,12 @@ class GradientReduction:
         if self._hooked.get(p) is node:
             return
         if p not in self._hooked:
-            p.register_post_accumulate_grad_hook(self._after_accumulation)
+            p.register_post_accumulate_grad_hook(_weakly(self._after_accumulation))
             p.__dict__[ATTRIBUTE] = True
         self._hooked[p] = node
         # Hooks of the tensor would run in autograd.grad as well.
-        node.register_prehook(lambda grads, p=p: self._before_accumulation(p, *grads))
+        before = _weakly(self._before_accumulation)
+        node.register_prehook(lambda grads, p=p: before(p, *grads))
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         inputs = tensors_in(args, kwargs)
@@ -191,8 +193,12 @@ class GradientReduction:
         if module is not self._module():
             return
         IN_MODULE.reset(self._scopes.pop())
-        plain = (x for x in tensors_in(result) if not isinstance(x, DistTensor))
-        if any(x.requires_grad for x in plain):
+        results = tensors_in(result)
+        for x in results:
+            if isinstance(x, DistTensor) and x.shard.grad_fn is not None:
+                # A backward pass may come when the program has dropped the module.
+                x.shard.grad_fn.metadata[ATTRIBUTE] = self
+        if any(x.requires_grad for x in results if not isinstance(x, DistTensor)):
             raise TypeError(
                 "a parallelized module has returned a plain tensor that requires gradients; every "
                 "rank would count them once. Keep it distributed within the module, and take "
@@ -263,6 +269,26 @@ class GradientReduction:
         for bucket in self._buckets:
             if bucket.finish():
                 self._parts.difference_update(bucket.parameters)
+
+
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """Call a method for as long as its object lives, without keeping it alive.
+
+    What parameters and the nodes of autograd hold, Python's garbage collector does not see: a
+    reference from there to what holds the parameters would keep all of them for ever.
+    """
+    reference = WeakMethod(method)
+
+    def call(*arguments: Any) -> None:
+        bound = reference()
+        if bound is None:
+            raise RuntimeError(
+                "the parallelized module of a parameter is gone, and with it what adds up its "
+                "gradient; keep the module for as long as its parameters are trained"
+            )
+        bound(*arguments)
+
+    return call
 
 
 def _current_stream(device: torch.device) -> torch.cuda.Stream | None:
