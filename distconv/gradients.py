@@ -22,6 +22,7 @@ from distconv.buckets import Bucket
 from distconv.grid import ProcessGrid
 from distconv.layout import replicating_axes
 from distconv.tensor import IN_MODULE, DistTensor, shards_of, tensors_in
+from distconv.wrappers import check_no_active_wrapper, check_unwrapped
 
 ATTRIBUTE = "_distconv_gradient_reduction"
 """Where a module, and each of its parts, keeps what adds up its gradients."""
@@ -161,6 +162,7 @@ class GradientReduction:
         self._scopes.append(IN_MODULE.set(IN_MODULE.get() or object()))
         if not torch.is_grad_enabled():
             return
+        check_no_active_wrapper()
         self._check_structure(module)
         self._prepare()
         if inputs and not grids and self._buckets:
@@ -180,6 +182,7 @@ class GradientReduction:
         entries = [x for table in self._tables for x in table.values()]
         if entries and all(map(is_, entries, self._entries)) and len(entries) == len(self._entries):
             return
+        check_unwrapped(module)
         if [id(p) for p in module.parameters()] != [id(p) for p in self._parameters]:
             raise RuntimeError(
                 "the module has got other parameters since it was parallelized, whose gradients "

@@ -20,6 +20,7 @@ from distconv.layout import Layout
 from distconv.layouts import layouts_of, take_inputs
 from distconv.sharding import shard
 from distconv.tensor import DistTensor, shards_of
+from distconv.wrappers import check_unwrapped, refuse_wrappers_around
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -56,6 +57,9 @@ def parallelize(
 
     Raises
     ------
+    TypeError
+        Where torch's data parallelism or sharding has wrapped the module. Whoever wraps it
+        afterwards gets the error.
     ValueError
         On every rank, when the ranks' modules differ in the names, shapes, types or strides of
         their parameters and buffers, some of these have no shape yet, the module is parallelized
@@ -63,6 +67,8 @@ def parallelize(
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"parallelize: {type(module).__name__} is not a torch.nn.Module")
+    check_unwrapped(module)
+    refuse_wrappers_around(reduction_of)
     if any(reduction_of(m) for m in module.modules()) or any(
         ATTRIBUTE in p.__dict__ for p in shards_of(module.parameters())
     ):

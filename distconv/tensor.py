@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
+from sys import _getframe
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -335,6 +336,14 @@ class DistTensor(torch.Tensor):
     def grad_fn(self) -> Any:  # type: ignore[override]
         """The autograd node that has made the shard."""
         check_recorded("grad_fn", self)
+        if _getframe(1).f_globals.get("__name__") == torch.nn.Module.__module__:
+            refuse(
+                "register_backward_hook",
+                "the hook of a module would see this rank's part of the gradients",
+                self,
+                way_out="Register a forward hook that calls register_hook on the module's output, "
+                "whose hooks see the serial gradient",
+            )
         return self.shard.grad_fn
 
     @property

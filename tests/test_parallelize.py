@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from mpi4py import MPI
-from serial import deviation, random_grid, random_layout, random_tensor
+from serial import deviation, raised_everywhere, random_grid, random_layout, random_tensor
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
@@ -440,15 +440,6 @@ def test_a_copy_is_a_plain_module_of_its_own_and_made_in_silence() -> None:
 
 
 # Errors, on every rank
-
-
-def raised_everywhere(error: type[Exception], function: Callable, *arguments: object) -> str:
-    """The message of the error that the call raises on every rank."""
-    with pytest.raises(error) as caught:
-        function(*arguments)
-    texts = WORLD.allgather(str(caught.value))
-    assert texts == [texts[0]] * WORLD.size
-    return texts[0]
 
 
 class Frozen(nn.Conv2d):
