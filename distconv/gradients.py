@@ -7,6 +7,7 @@ non-blocking all-reduce that begins as soon as the bucket and all before it are 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextvars import Token
 from operator import is_
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd import Function, Variable
 from torch.autograd.graph import Node
 
+from distconv.agreement import Agreement, differences, fingerprint
 from distconv.buckets import Bucket
 from distconv.grid import ProcessGrid
 from distconv.layout import replicating_axes
@@ -71,6 +73,12 @@ class GradientReduction:
         self._pass = -1
         self._started = 0
         self._scopes: list[Token[object]] = []
+        self._agreement = Agreement(grid)
+        self._layout = 0
+        """The fingerprint of what decides how buckets are laid out."""
+        for axes in dict.fromkeys(self._axes):
+            # All ranks make it together, whatever each of them trains first.
+            grid.communicator(axes, "gradients")
         self._prepare()
         module.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         module.register_forward_hook(self._after_forward, always_call=True)
@@ -111,12 +119,18 @@ class GradientReduction:
                 "run a backward pass outside no_sync first, or zero the gradients before"
             )
         self._laid_out = layout
+        self._layout = fingerprint([self._kind(p) for p in self._parameters])
         self._buckets = self._filled()
         self._place_of = {
             p: (b, i)
             for b, bucket in enumerate(self._buckets)
             for i, p in enumerate(bucket.parameters)
         }
+
+    def _kind(self, p: Tensor) -> str:
+        """What of a parameter decides where its gradient lies in the buckets, if at all."""
+        stride = "" if isinstance(p, DistTensor) else f" of strides {p.stride()}"
+        return f"{p.dtype}{stride}, requires_grad={p.requires_grad}"
 
     def _filled(self) -> list[Bucket]:
         """Buckets in the order in which backward passes are to fill them."""
@@ -177,6 +191,8 @@ class GradientReduction:
                     f"the module is parallelized on {self._grid}, its input lives on {grid}; "
                     "use one grid for both"
                 )
+        if len(self._scopes) == 1:
+            self._agreement.ask(self._layout ^ self.enabled, module.training)
 
     def _check_structure(self, module: nn.Module) -> None:
         entries = [x for table in self._tables for x in table.values()]
@@ -196,6 +212,8 @@ class GradientReduction:
         if module is not self._module():
             return
         IN_MODULE.reset(self._scopes.pop())
+        if not self._scopes and sys.exc_info()[0] is None:
+            self._check_agreement(module)
         results = tensors_in(result)
         for x in results:
             if isinstance(x, DistTensor) and x.shard.grad_fn is not None:
@@ -207,6 +225,29 @@ class GradientReduction:
                 "rank would count them once. Keep it distributed within the module, and take "
                 "full_tensor() of what it returns"
             )
+
+    def _check_agreement(self, module: nn.Module) -> None:
+        """Raise where the ranks have not begun the forward pass alike."""
+        alike, in_mode = self._agreement.answer() or (True, True)
+        if not in_mode:
+            # The other ranks may wait within the forward pass, and hear no more than this.
+            raise RuntimeError(
+                f"the parallelized module is in {'training' if module.training else 'evaluation'} "
+                f"mode on rank {self._grid.rank}, and not on all others; call train() or eval() on "
+                "every rank"
+            )
+        if alike:
+            return
+        names = (name for name, _ in module.named_parameters())
+        kinds = dict(zip(names, map(self._kind, self._parameters), strict=True))
+        kinds["no_sync"] = "off" if self.enabled else "on"
+        found = differences(self._agreement.everyone(kinds))
+        more = f"; and {len(found) - 8} more" if len(found) > 8 else ""
+        raise RuntimeError(
+            "the ranks do not call the parallelized module alike, and would add up gradients of "
+            f"different parameters: {'; '.join(found[:8])}{more}. Freeze and unfreeze parameters, "
+            "and enter no_sync, in the same way on every rank"
+        )
 
     def _before_accumulation(self, p: Tensor, gradient: Tensor | None) -> None:
         if torch.is_grad_enabled():
