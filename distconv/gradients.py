@@ -19,11 +19,13 @@ from torch import Tensor, nn
 from torch.autograd import Function, Variable
 from torch.autograd.graph import Node
 
+from distconv import checksums
 from distconv.agreement import Agreement, differences, fingerprint
 from distconv.buckets import Bucket
+from distconv.checksums import Checked, unequal
 from distconv.grid import ProcessGrid
-from distconv.layout import replicating_axes
-from distconv.tensor import IN_MODULE, DistTensor, shards_of, tensors_in
+from distconv.layout import cutting_axes, replicating_axes
+from distconv.tensor import IN_MODULE, OWNED, DistTensor, shards_of, tensors_in
 from distconv.wrappers import check_no_active_wrapper, check_unwrapped
 
 ATTRIBUTE = "_distconv_gradient_reduction"
@@ -52,6 +54,8 @@ class GradientReduction:
         for p in self._parameters:
             if isinstance(p, DistTensor):
                 p.gradients_are_summed()
+        for tensor in (*self._parameters, *module.buffers()):
+            tensor.__dict__[OWNED] = True
         # Of a sharded parameter autograd knows this rank's block.
         self._leaves = shards_of(self._parameters)
         self._axes = [_replicated_over(p, grid) for p in self._parameters]
@@ -74,6 +78,7 @@ class GradientReduction:
         self._started = 0
         self._scopes: list[Token[object]] = []
         self._agreement = Agreement(grid)
+        self._calls = 0
         self._layout = 0
         """The fingerprint of what decides how buckets are laid out."""
         for axes in dict.fromkeys(self._axes):
@@ -157,7 +162,6 @@ class GradientReduction:
             return
         if p not in self._hooked:
             p.register_post_accumulate_grad_hook(_weakly(self._after_accumulation))
-            p.__dict__[ATTRIBUTE] = True
         self._hooked[p] = node
         # Hooks of the tensor would run in autograd.grad as well.
         before = _weakly(self._before_accumulation)
@@ -192,6 +196,7 @@ class GradientReduction:
                     "use one grid for both"
                 )
         if len(self._scopes) == 1:
+            self._check_equal(module)
             self._agreement.ask(self._layout ^ self.enabled, module.training)
 
     def _check_structure(self, module: nn.Module) -> None:
@@ -224,6 +229,22 @@ class GradientReduction:
                 "a parallelized module has returned a plain tensor that requires gradients; every "
                 "rank would count them once. Keep it distributed within the module, and take "
                 "full_tensor() of what it returns"
+            )
+
+    def _check_equal(self, module: nn.Module) -> None:
+        """Raise on every rank where parameters or buffers differ between ranks, in some calls."""
+        self._calls += 1
+        # Often in the beginning, where most goes wrong: in calls number 2, 4, 8, and so on.
+        rare = self._calls % 128 and (self._calls == 1 or self._calls & (self._calls - 1))
+        if self._grid.size == 1 or (rare and not checksums.ALWAYS):
+            return
+        state = (*module.named_parameters(), *module.named_buffers())
+        found = unequal((_checked(name, tensor) for name, tensor in state), self._grid)
+        if found:
+            raise RuntimeError(
+                f"{found[0]} of the parallelized module is not the same on all ranks: {found[1]}. "
+                "Every rank has to take the same optimizer steps, with the same learning rate, and "
+                "skip the same ones; load_state_dict with the same state mends it"
             )
 
     def _check_agreement(self, module: nn.Module) -> None:
@@ -342,6 +363,13 @@ def _current_stream(device: torch.device) -> torch.cuda.Stream | None:
 def _replicated_over(p: Tensor, grid: ProcessGrid) -> tuple[str, ...]:
     """The axes along which ranks hold the same block of a parameter."""
     return replicating_axes(p.cuts if isinstance(p, DistTensor) else (), grid.topology)
+
+
+def _checked(name: str, tensor: Tensor) -> Checked:
+    """A parameter or buffer, for comparison among the ranks that hold the same block."""
+    if isinstance(tensor, DistTensor):
+        return Checked(name, tensor.shard, cutting_axes(tensor.cuts))
+    return Checked(name, tensor)
 
 
 class _Edges(Function):

@@ -19,7 +19,7 @@ from distconv.grid import ProcessGrid
 from distconv.layout import Layout
 from distconv.layouts import layouts_of, take_inputs
 from distconv.sharding import shard
-from distconv.tensor import DistTensor, shards_of
+from distconv.tensor import OWNED, DistTensor
 from distconv.wrappers import check_unwrapped, refuse_wrappers_around
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -70,7 +70,7 @@ def parallelize(
     check_unwrapped(module)
     refuse_wrappers_around(reduction_of)
     if any(reduction_of(m) for m in module.modules()) or any(
-        ATTRIBUTE in p.__dict__ for p in shards_of(module.parameters())
+        OWNED in p.__dict__ for p in module.parameters()
     ):
         raise ValueError(
             "parallelize: the module, or a part of it, is parallelized already; do it once, for "

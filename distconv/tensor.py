@@ -13,6 +13,7 @@ from torch.overrides import resolve_name
 
 from distconv import exchange
 from distconv.blocks import check_batch, global_shape
+from distconv.checksums import CURE, due, names_of, place, unequal
 from distconv.grid import ProcessGrid
 from distconv.layout import (
     Box,
@@ -35,6 +36,9 @@ Rule = TypeVar("Rule", bound=Callable[..., Any])
 IN_MODULE: ContextVar[object] = ContextVar("distconv_in_module", default=None)
 """What stands for the present call of a parallelized module, whose parameters get parts of their
 gradients; None where none is computing."""
+
+OWNED = "_distconv_owned"
+"""Notes on a parameter or buffer that it belongs to a parallelized module."""
 
 RULES: dict[Callable[..., Any], Callable[..., Any]] = {}
 """What each torch function means on DistTensors: a function of the same arguments."""
@@ -249,7 +253,7 @@ class DistTensor(torch.Tensor):
             On every rank, naming the rank whose block is off and what it should hold.
         """
         cuts = cuts_of(layout, grid, local.dim())
-        shape = global_shape(local, grid, cuts, Layout.of(cuts))
+        shape = global_shape(local, grid, cuts, Layout.of(cuts), "from_local")
         check_batch(shape, cuts, grid)
         own = local.to(grid.device)
         shard = exchange.replicate(own, grid, replicating_axes(cuts, grid.topology))
@@ -426,7 +430,7 @@ def distribute_tensor(x: Tensor, grid: ProcessGrid, layout: Layout | None = None
     if not isinstance(x, Tensor):
         raise TypeError(f"distribute_tensor: x is a {type(x).__name__}; pass torch.as_tensor(x)")
     cuts = cuts_of(layout, grid, x.dim())
-    global_shape(x, grid, ((),) * x.dim(), Layout.of(cuts))
+    global_shape(x, grid, ((),) * x.dim(), Layout.of(cuts), "distribute_tensor")
     check_batch(tuple(x.shape), cuts, grid)
     box = rank_box(tuple(x.shape), cuts, grid.topology, grid.rank)
     # Gradients are added up where the grid computes.
@@ -522,6 +526,7 @@ def check_recorded(operator: Callable[..., Any] | str, *operands: Any) -> None:
     marks what a Function has returned. A value that was handed out to the plain world, where every
     rank computes the same with it, is no parameter, of which every rank computes a part.
     """
+    plain = []
     for x in operands:
         if isinstance(x, DistTensor):
             with torch._C.DisableTorchFunctionSubclass():
@@ -537,7 +542,9 @@ def check_recorded(operator: Callable[..., Any] | str, *operands: Any) -> None:
                     "use_reentrant=False; instead of a full backward hook register a forward hook "
                     "that calls register_hook on the module's output",
                 )
-        elif isinstance(x, Tensor) and x.grad_fn is not None and exchange.handed_out(x):
+        elif not isinstance(x, Tensor) or OWNED in x.__dict__:
+            continue
+        elif x.grad_fn is not None and exchange.handed_out(x):
             refuse(
                 _name_of(operator),
                 f"the plain tensor {tuple(x.shape)} depends on what to_local() or full_tensor() "
@@ -546,6 +553,33 @@ def check_recorded(operator: Callable[..., Any] | str, *operands: Any) -> None:
                 way_out="Use x.redistribute(Layout()) to have it whole on every rank, or bring it "
                 "back by distribute_tensor or DistTensor.from_local",
             )
+        else:
+            plain.append(x)
+    if plain:
+        _check_equal(operator, plain, [x for x in operands if isinstance(x, DistTensor)])
+
+
+def _check_equal(
+    operator: Callable[..., Any] | str, plain: list[Tensor], distributed: list[DistTensor]
+) -> None:
+    """Raise on every rank where plain operands differ between ranks; looks at some calls only.
+
+    Parameters of a parallelized module are compared as a whole, elsewhere.
+    """
+    x = next(iter(distributed), None)
+    # One rank alone may compute with what it has in full, to print it, say.
+    if x is None or not (cutting_axes(x.cuts) or x.requires_grad):
+        return
+    if not due((operator, x.shape), x.grid, first=2, then=256):
+        return
+    found = unequal(names_of(plain), x.grid)
+    if found:
+        name, ranks = found
+        raise ValueError(
+            f"{_name_of(operator)} at {place()}: a plain tensor, {name}, takes part and is not the "
+            f"same on all ranks: {ranks}. Plain tensors have the global shape and equal values: "
+            f"{CURE}; a rank's own block becomes distributed by DistTensor.from_local"
+        )
 
 
 def seed_of(x: DistTensor, gradient: Tensor | None, operator: str) -> Tensor:
