@@ -25,7 +25,8 @@ from distconv.buckets import Bucket
 from distconv.checksums import Checked, unequal
 from distconv.grid import ProcessGrid
 from distconv.layout import cutting_axes, replicating_axes
-from distconv.tensor import IN_MODULE, OWNED, DistTensor, shards_of, tensors_in
+from distconv.ownership import check_counted_once, own
+from distconv.tensor import IN_MODULE, DistTensor, shards_of, tensors_in
 from distconv.wrappers import check_no_active_wrapper, check_unwrapped
 
 ATTRIBUTE = "_distconv_gradient_reduction"
@@ -54,10 +55,9 @@ class GradientReduction:
         for p in self._parameters:
             if isinstance(p, DistTensor):
                 p.gradients_are_summed()
-        for tensor in (*self._parameters, *module.buffers()):
-            tensor.__dict__[OWNED] = True
         # Of a sharded parameter autograd knows this rank's block.
         self._leaves = shards_of(self._parameters)
+        own((*self._parameters, *self._leaves, *module.buffers()), grid.size)
         self._axes = [_replicated_over(p, grid) for p in self._parameters]
         """For each parameter, along which its gradient is summed."""
         self._buckets: list[Bucket] = []
@@ -74,7 +74,7 @@ class GradientReduction:
         """For each bucket, how many gradients the present backward pass still has to make."""
         self._new = False
         """Whether autograd is making the first gradient of a parameter, not adding to one."""
-        self._pass = -1
+        self._pass = self._checked = -1
         self._started = 0
         self._scopes: list[Token[object]] = []
         self._agreement = Agreement(grid)
@@ -223,7 +223,8 @@ class GradientReduction:
         for x in results:
             if isinstance(x, DistTensor) and x.shard.grad_fn is not None:
                 # A backward pass may come when the program has dropped the module.
-                x.shard.grad_fn.metadata[ATTRIBUTE] = self
+                notes: Any = x.shard.grad_fn.metadata
+                notes[ATTRIBUTE] = self
         if any(x.requires_grad for x in results if not isinstance(x, DistTensor)):
             raise TypeError(
                 "a parallelized module has returned a plain tensor that requires gradients; every "
@@ -278,6 +279,10 @@ class GradientReduction:
             )
         if gradient is None or self._grid.size == 1:
             return
+        backward_pass = torch._C._current_graph_task_id()
+        if backward_pass != self._checked:
+            check_counted_once()
+            self._checked = backward_pass
         self._new = p.grad is None
         if p.grad is not None and p not in self._parts:
             # What an earlier backward pass has summed becomes parts again, all of it on one rank.

@@ -18,8 +18,9 @@ from distconv.gradients import ATTRIBUTE, GradientReduction, reduction_of
 from distconv.grid import ProcessGrid
 from distconv.layout import Layout
 from distconv.layouts import layouts_of, take_inputs
+from distconv.ownership import OWNED
 from distconv.sharding import shard
-from distconv.tensor import OWNED, DistTensor
+from distconv.tensor import DistTensor
 from distconv.wrappers import check_unwrapped, refuse_wrappers_around
 
 Module = TypeVar("Module", bound=nn.Module)

@@ -27,6 +27,7 @@ from distconv.layout import (
 )
 from distconv.ledger import Movement, record, tracing
 from distconv.memory import Memory
+from distconv.ownership import OWNED, owned_among, started_at, watch
 from distconv.plan import Plan, make_plan
 from distconv.window import IndexMap, Same
 
@@ -36,9 +37,6 @@ Rule = TypeVar("Rule", bound=Callable[..., Any])
 IN_MODULE: ContextVar[object] = ContextVar("distconv_in_module", default=None)
 """What stands for the present call of a parallelized module, whose parameters get parts of their
 gradients; None where none is computing."""
-
-OWNED = "_distconv_owned"
-"""Notes on a parameter or buffer that it belongs to a parallelized module."""
 
 RULES: dict[Callable[..., Any], Callable[..., Any]] = {}
 """What each torch function means on DistTensors: a function of the same arguments."""
@@ -255,6 +253,7 @@ class DistTensor(torch.Tensor):
         cuts = cuts_of(layout, grid, local.dim())
         shape = global_shape(local, grid, cuts, Layout.of(cuts), "from_local")
         check_batch(shape, cuts, grid)
+        _check_brought("from_local", local)
         own = local.to(grid.device)
         shard = exchange.replicate(own, grid, replicating_axes(cuts, grid.topology))
         # Autograd forbids to write in place to what a Function has passed on.
@@ -393,13 +392,10 @@ class DistTensor(torch.Tensor):
         gradient: of the same global shape, as a DistTensor or a plain tensor equal on all ranks;
             1 when not given, for a tensor of one element only.
         """
-        torch.autograd.backward(
-            self.shard,
-            seed_of(self, gradient, "backward"),
-            retain_graph,
-            create_graph,
-            inputs=None if inputs is None else shards_of(inputs),
-        )
+        seed = seed_of(self, gradient, "backward")
+        leaves = None if inputs is None else shards_of(inputs)
+        with started_at([self.shard]):
+            torch.autograd.backward(self.shard, seed, retain_graph, create_graph, inputs=leaves)
 
 
 def as_parameter(x: DistTensor) -> DistTensor:
@@ -433,10 +429,23 @@ def distribute_tensor(x: Tensor, grid: ProcessGrid, layout: Layout | None = None
     global_shape(x, grid, ((),) * x.dim(), Layout.of(cuts), "distribute_tensor")
     check_batch(tuple(x.shape), cuts, grid)
     box = rank_box(tuple(x.shape), cuts, grid.topology, grid.rank)
+    _check_brought("distribute_tensor", x)
     # Gradients are added up where the grid computes.
     whole = x.to(grid.device) if x.requires_grad else x
     whole = exchange.replicate(whole, grid, replicating_axes((), grid.topology))
     return DistTensor(whole[box.slices].to(grid.device, copy=True), x.shape, cuts, grid)
+
+
+def _check_brought(operator: str, x: Tensor) -> None:
+    """Refuse to distribute what depends on parameters whose gradients are added up already."""
+    p = owned_among([x]) if x.requires_grad else None
+    if p is not None:
+        refuse(
+            operator,
+            f"the tensor {tuple(x.shape)} depends on a parameter of a parallelized module, of "
+            f"shape {tuple(p.shape)}, whose gradient would be counted once for every rank",
+            way_out="Parameters take part in operations with distributed tensors as they are",
+        )
 
 
 def default_layout(grid: ProcessGrid, ndim: int) -> Layout:
@@ -556,17 +565,21 @@ def check_recorded(operator: Callable[..., Any] | str, *operands: Any) -> None:
         else:
             plain.append(x)
     if plain:
-        _check_equal(operator, plain, [x for x in operands if isinstance(x, DistTensor)])
+        _check_plain(operator, plain, [x for x in operands if isinstance(x, DistTensor)])
 
 
-def _check_equal(
+def _check_plain(
     operator: Callable[..., Any] | str, plain: list[Tensor], distributed: list[DistTensor]
 ) -> None:
     """Raise on every rank where plain operands differ between ranks; looks at some calls only.
 
+    Those that are parameters without a parallelized module are watched.
+
     Parameters of a parallelized module are compared as a whole, elsewhere.
     """
     x = next(iter(distributed), None)
+    if x is not None and x.grid.size > 1:
+        watch(plain)
     # One rank alone may compute with what it has in full, to print it, say.
     if x is None or not (cutting_axes(x.cuts) or x.requires_grad):
         return

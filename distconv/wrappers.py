@@ -71,7 +71,6 @@ def refuse_wrappers_around(parallelized: Callable[[nn.Module], object]) -> None:
     register_module_module_registration_hook(check)
 
 
-@cache
 def _among(kind: type, names: frozenset[str]) -> str:
     """The name of the first class, among the bases of `kind`, of these names; "" for none."""
     for base in kind.__mro__:
