@@ -8,6 +8,7 @@ a term and not a part of it, the numbers are wrong without a sign of it.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -114,13 +115,19 @@ def owned_among(roots: Iterable[Tensor]) -> Tensor | None:
 
 def _roots() -> list[Tensor]:
     """The tensors at which the backward pass has started that is now under way; [] if unknown."""
-    frames = [sys._getframe(), *sys._current_frames().values()]
-    # Of a GPU torch goes through the graph in a thread of its own, without Python above.
-    for frame in frames:
-        above: Any = frame
-        while above is not None and above.f_code is not _engine_run_backward.__code__:
-            above = above.f_back
-        if above is not None:
-            outputs = above.f_locals.get("t_outputs", ())
-            return [x for x in outputs if isinstance(x, Tensor)]
-    return []
+    found = _started_below(sys._getframe(1))
+    if found is None:
+        # Of a GPU torch goes through the graph in a thread of its own, without Python above.
+        own = threading.get_ident()
+        others = (frame for thread, frame in sys._current_frames().items() if thread != own)
+        found = next((x for x in map(_started_below, others) if x is not None), [])
+    return found
+
+
+def _started_below(frame: Any) -> list[Tensor] | None:
+    """The roots of the backward pass that this frame or one that has called it has started."""
+    while frame is not None and frame.f_code is not _engine_run_backward.__code__:
+        frame = frame.f_back
+    if frame is None:
+        return None
+    return [x for x in frame.f_locals.get("t_outputs", ()) if isinstance(x, Tensor)]

@@ -57,7 +57,9 @@ def test_a_forgotten_parallelize_is_an_error_at_backward(start: Callable) -> Non
     grid = dc.ProcessGrid(height=-1)
     y = net()(batch(grid))
     message = raised_everywhere(RuntimeError, lambda: start(y))
-    assert "(2, 4, 3, 3) has met distributed tensors and belongs to no parallelized module" in message
+    assert (
+        "(2, 4, 3, 3) has met distributed tensors and belongs to no parallelized module" in message
+    )
     assert "Call parallelize(model, grid) before" in message
 
 
