@@ -53,7 +53,8 @@ def share(local: Tensor, grid: ProcessGrid, axes: Iterable[str]) -> Tensor:
     """A value replicated along `axes` as a plain tensor: its gradient is shared out equally."""
     shared = _among(_Share, local, grid, axes)
     if shared is local and local.grad_fn is not None:
-        local.grad_fn.metadata[_OUT] = True
+        notes: Any = local.grad_fn.metadata
+        notes[_OUT] = True
     return shared
 
 
