@@ -54,14 +54,19 @@ class Checked(NamedTuple):
     axes: tuple[str, ...] = ()
 
 
+def possible(grid: ProcessGrid) -> bool:
+    """Whether there is anything to compare, and the host may read it now."""
+    if grid.size == 1 or grid.device.type == "meta":
+        return False
+    return grid.device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
+
+
 def due(use: Hashable, grid: ProcessGrid, first: int, then: int) -> bool:
     """Whether to compare in this use of a grid: the first ones, and every `then`-th.
 
     Counted on each rank; the answer is the same on all where they make the same calls.
     """
-    if grid.size == 1 or grid.device.type == "meta":
-        return False
-    if grid.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if not possible(grid):
         return False
     counts: Counter[Hashable] = grid.__dict__.setdefault("_uses", Counter())
     if len(counts) > _PLACES:

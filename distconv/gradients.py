@@ -22,7 +22,7 @@ from torch.autograd.graph import Node
 from distconv import checksums
 from distconv.agreement import Agreement, differences, fingerprint
 from distconv.buckets import Bucket
-from distconv.checksums import Checked, unequal
+from distconv.checksums import Checked, possible, unequal
 from distconv.grid import ProcessGrid
 from distconv.layout import cutting_axes, replicating_axes
 from distconv.ownership import check_counted_once, own
@@ -237,7 +237,7 @@ class GradientReduction:
         self._calls += 1
         # Often in the beginning, where most goes wrong: in calls number 2, 4, 8, and so on.
         rare = self._calls % 128 and (self._calls == 1 or self._calls & (self._calls - 1))
-        if self._grid.size == 1 or (rare and not checksums.ALWAYS):
+        if (rare and not checksums.ALWAYS) or not possible(self._grid):
             return
         state = (*module.named_parameters(), *module.named_buffers())
         found = unequal((_checked(name, tensor) for name, tensor in state), self._grid)
