@@ -7,9 +7,11 @@ from functools import lru_cache
 
 from torch import Tensor
 
+from distconv.checksums import CURE, checksum, differing, due
 from distconv.grid import ProcessGrid
-from distconv.layout import Cuts, Layout, block, rank_box
+from distconv.layout import Cuts, Layout, block, cutting_axes, rank_box
 from distconv.topology import Topology
+from distconv.whereabouts import user_line
 
 
 def check_batch(shape: tuple[int, ...], cuts: Cuts, grid: ProcessGrid) -> None:
@@ -22,15 +24,24 @@ def check_batch(shape: tuple[int, ...], cuts: Cuts, grid: ProcessGrid) -> None:
         )
 
 
-def global_shape(local: Tensor, grid: ProcessGrid, cuts: Cuts, layout: Layout) -> tuple[int, ...]:
+def global_shape(
+    local: Tensor, grid: ProcessGrid, cuts: Cuts, layout: Layout, operator: str
+) -> tuple[int, ...]:
     """The shape whose cut by `cuts` gives every rank the tensor it passes; collective.
 
-    `layout` is what the ranks intend, and compared with the rest.
+    `layout` is what the ranks intend, and compared with the rest; `operator` is who asks. Whether
+    ranks that hold the same block pass equal ones is looked at now and then (see `checksums`).
     """
     # What lies on the CPU moves to the grid's device.
     device = "cpu" if local.device == grid.device else str(local.device)
+    line = user_line()
+    replicated = grid.topology.parts(cutting_axes(cuts)) < grid.size
+    check = replicated and due((operator, line), grid, first=3, then=64)
     held = grid.all_gather_object(
-        (tuple(local.shape), str(local.dtype), local.requires_grad, layout, str(grid), device)
+        (
+            *(tuple(local.shape), str(local.dtype), local.requires_grad, layout, str(grid), device),
+            (checksum(local), line) if check else None,
+        )
     )
     shapes = [meta[0] for meta in held]
     if len({len(s) for s in shapes}) > 1:
@@ -43,13 +54,25 @@ def global_shape(local: Tensor, grid: ProcessGrid, cuts: Cuts, layout: Layout) -
                 f"the ranks' blocks differ in {what}: rank {odd} has {held[odd][i]}, the others "
                 f"{usual}; pass the same on every rank"
             )
-    for rank, (*_, elsewhere) in enumerate(held):
+    for rank, (*_, elsewhere, _) in enumerate(held):
         if elsewhere != "cpu":
             raise ValueError(
                 f"the tensor of rank {rank} lives on {elsewhere}, not on the device of the grid "
                 "there; pass x.to(grid.device), or a CPU tensor, which is moved there"
             )
-    return _fitting_shape(tuple(shapes), cuts, grid.topology)
+    shape = _fitting_shape(tuple(shapes), cuts, grid.topology)
+    sums = [meta[6] for meta in held]
+    if all(sums):
+        axes = cutting_axes(cuts)
+        ranks = differing(local, axes, [number for number, _ in sums], grid)
+        if ranks:
+            which = "the blocks of ranks that hold the same box are" if axes else "the tensor is"
+            raise ValueError(
+                f"{operator} at {sums[0][1]}: {which} not the same on all ranks: {ranks}. Every "
+                f"rank has to pass equal ones: {CURE}; or read a block of its own on each rank and "
+                "pass that to DistTensor.from_local"
+            )
+    return shape
 
 
 @lru_cache(maxsize=1024)

@@ -51,7 +51,16 @@ def sum_over(local: Tensor, grid: ProcessGrid, axes: Iterable[str]) -> Tensor:
 
 def share(local: Tensor, grid: ProcessGrid, axes: Iterable[str]) -> Tensor:
     """A value replicated along `axes` as a plain tensor: its gradient is shared out equally."""
-    return _among(_Share, local, grid, axes)
+    shared = _among(_Share, local, grid, axes)
+    if shared is local and local.grad_fn is not None:
+        notes: Any = local.grad_fn.metadata
+        notes[_OUT] = True
+    return shared
+
+
+def is_handed_out(node: Any) -> bool:
+    """Whether `share` has handed out what this node of the graph has made."""
+    return isinstance(node, _Share._backward_cls) or _OUT in node.metadata
 
 
 def handed_out(x: Tensor) -> bool:
@@ -70,6 +79,9 @@ def handed_out(x: Tensor) -> bool:
         node.metadata[_PLAIN] = True
     return False
 
+
+_OUT = "distconv_out"
+"""Notes on a node that its block was handed out to the plain world as it is."""
 
 _PLAIN = "distconv_plain"
 """Notes on a node of the graph that nothing before it was shared out."""

@@ -76,7 +76,7 @@ class ProcessGrid:
             end_when_abandoned()
         self._ranks = communicators.world_ranks(comm)
         self._order = communicators.order(comm, self._ranks)
-        with Wait(self._order.waiting):
+        with self.waiting():
             self._comm = communicators.communicator(comm, self._ranks, "user")
             self._rank = int(self._comm.rank)
             self._topology, offers = _agreed(self._comm, extents, device, transport)
@@ -87,7 +87,7 @@ class ProcessGrid:
         self._device = torch.device(choice.devices[self._rank])
         if self._device.type == "cuda":
             communicators.take_gpu(self._device)
-        with Wait(self._order.waiting):
+        with self.waiting():
             self._transport: Transport = communicators.transport(
                 self._comm, self._ranks, choice.transport, self._devices, choice.beyond
             )
@@ -146,7 +146,7 @@ class ProcessGrid:
             ranks = tuple(self._ranks[r] for r in peers)
             if len(ranks) > 1:
                 self._order.take("making a communicator")
-            with Wait(self._order.waiting):
+            with self.waiting():
                 self._communicators[key] = communicators.communicator(self._comm, ranks, purpose)
         return self._communicators[key]
 
@@ -155,8 +155,12 @@ class ProcessGrid:
         if self.size == 1:
             return [value]
         self._order.take("all_gather_object")
-        with Wait(self._order.waiting):
+        with self.waiting():
             return self._comm.allgather(value)
+
+    def waiting(self) -> Wait:
+        """Return a context in which this rank is seen to wait for the other ranks of the grid."""
+        return Wait(self._order.waiting)
 
     def __eq__(self, other: object) -> bool:
         return (

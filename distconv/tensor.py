@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
+from sys import _getframe
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from distconv import exchange
 from distconv.blocks import check_batch, global_shape
+from distconv.checksums import CURE, due, names_of, unequal
 from distconv.grid import ProcessGrid
 from distconv.layout import (
     Box,
@@ -24,8 +26,9 @@ from distconv.layout import (
 )
 from distconv.ledger import Movement, record, tracing
 from distconv.memory import Memory
+from distconv.ownership import OWNED, owned_among, started_at, watch
 from distconv.plan import Plan, make_plan
-from distconv.whereabouts import CURRENT, name_of, running
+from distconv.whereabouts import CURRENT, name_of, running, user_line
 from distconv.window import IndexMap, Same
 
 Tensors = Tensor | Sequence[Tensor]
@@ -242,8 +245,9 @@ class DistTensor(torch.Tensor):
         """
         cuts = cuts_of(layout, grid, local.dim())
         with running("DistTensor.from_local"):
-            shape = global_shape(local, grid, cuts, Layout.of(cuts))
+            shape = global_shape(local, grid, cuts, Layout.of(cuts), "from_local")
         check_batch(shape, cuts, grid)
+        _check_brought("from_local", local)
         own = local.to(grid.device)
         shard = exchange.replicate(own, grid, replicating_axes(cuts, grid.topology))
         # Autograd forbids to write in place to what a Function has passed on.
@@ -331,6 +335,14 @@ class DistTensor(torch.Tensor):
     def grad_fn(self) -> Any:  # type: ignore[override]
         """The autograd node that has made the shard."""
         check_recorded("grad_fn", self)
+        if _getframe(1).f_globals.get("__name__") == torch.nn.Module.__module__:
+            refuse(
+                "register_backward_hook",
+                "the hook of a module would see this rank's part of the gradients",
+                self,
+                way_out="Register a forward hook that calls register_hook on the module's output, "
+                "whose hooks see the serial gradient",
+            )
         return self.shard.grad_fn
 
     @property
@@ -376,14 +388,10 @@ class DistTensor(torch.Tensor):
         gradient: of the same global shape, as a DistTensor or a plain tensor equal on all ranks;
             1 when not given, for a tensor of one element only.
         """
-        with running("backward", self):
-            torch.autograd.backward(
-                self.shard,
-                seed_of(self, gradient, "backward"),
-                retain_graph,
-                create_graph,
-                inputs=None if inputs is None else shards_of(inputs),
-            )
+        with running("backward", self), started_at([self.shard]):
+            seed = seed_of(self, gradient, "backward")
+            leaves = None if inputs is None else shards_of(inputs)
+            torch.autograd.backward(self.shard, seed, retain_graph, create_graph, inputs=leaves)
 
 
 def as_parameter(x: DistTensor) -> DistTensor:
@@ -415,13 +423,26 @@ def distribute_tensor(x: Tensor, grid: ProcessGrid, layout: Layout | None = None
         raise TypeError(f"distribute_tensor: x is a {type(x).__name__}; pass torch.as_tensor(x)")
     cuts = cuts_of(layout, grid, x.dim())
     with running("distribute_tensor"):
-        global_shape(x, grid, ((),) * x.dim(), Layout.of(cuts))
+        global_shape(x, grid, ((),) * x.dim(), Layout.of(cuts), "distribute_tensor")
     check_batch(tuple(x.shape), cuts, grid)
     box = rank_box(tuple(x.shape), cuts, grid.topology, grid.rank)
+    _check_brought("distribute_tensor", x)
     # Gradients are added up where the grid computes.
     whole = x.to(grid.device) if x.requires_grad else x
     whole = exchange.replicate(whole, grid, replicating_axes((), grid.topology))
     return DistTensor(whole[box.slices].to(grid.device, copy=True), x.shape, cuts, grid)
+
+
+def _check_brought(operator: str, x: Tensor) -> None:
+    """Refuse to distribute what depends on parameters whose gradients are added up already."""
+    p = owned_among([x]) if x.requires_grad else None
+    if p is not None:
+        refuse(
+            operator,
+            f"the tensor {tuple(x.shape)} depends on a parameter of a parallelized module, of "
+            f"shape {tuple(p.shape)}, whose gradient would be counted once for every rank",
+            way_out="Parameters take part in operations with distributed tensors as they are",
+        )
 
 
 def default_layout(grid: ProcessGrid, ndim: int) -> Layout:
@@ -528,6 +549,7 @@ def check_recorded(operator: Callable[..., Any] | str, *operands: Any) -> None:
     marks what a Function has returned. A value that was handed out to the plain world, where every
     rank computes the same with it, is no parameter, of which every rank computes a part.
     """
+    plain = []
     for x in operands:
         if isinstance(x, DistTensor):
             with torch._C.DisableTorchFunctionSubclass():
@@ -543,7 +565,9 @@ def check_recorded(operator: Callable[..., Any] | str, *operands: Any) -> None:
                     "use_reentrant=False; instead of a full backward hook register a forward hook "
                     "that calls register_hook on the module's output",
                 )
-        elif isinstance(x, Tensor) and x.grad_fn is not None and exchange.handed_out(x):
+        elif not isinstance(x, Tensor) or OWNED in x.__dict__:
+            continue
+        elif x.grad_fn is not None and exchange.handed_out(x):
             refuse(
                 name_of(operator),
                 f"the plain tensor {tuple(x.shape)} depends on what to_local() or full_tensor() "
@@ -552,6 +576,37 @@ def check_recorded(operator: Callable[..., Any] | str, *operands: Any) -> None:
                 way_out="Use x.redistribute(Layout()) to have it whole on every rank, or bring it "
                 "back by distribute_tensor or DistTensor.from_local",
             )
+        else:
+            plain.append(x)
+    if plain:
+        _check_plain(operator, plain, [x for x in operands if isinstance(x, DistTensor)])
+
+
+def _check_plain(
+    operator: Callable[..., Any] | str, plain: list[Tensor], distributed: list[DistTensor]
+) -> None:
+    """Raise on every rank where plain operands differ between ranks; looks at some calls only.
+
+    Those that are parameters without a parallelized module are watched.
+
+    Parameters of a parallelized module are compared as a whole, elsewhere.
+    """
+    x = next(iter(distributed), None)
+    if x is not None and x.grid.size > 1:
+        watch(plain)
+    # One rank alone may compute with what it has in full, to print it, say.
+    if x is None or not (cutting_axes(x.cuts) or x.requires_grad):
+        return
+    if not due((operator, x.shape), x.grid, first=2, then=256):
+        return
+    found = unequal(names_of(plain), x.grid)
+    if found:
+        name, ranks = found
+        raise ValueError(
+            f"{name_of(operator)} at {user_line()}: a plain tensor, {name}, takes part and is not the "
+            f"same on all ranks: {ranks}. Plain tensors have the global shape and equal values: "
+            f"{CURE}; a rank's own block becomes distributed by DistTensor.from_local"
+        )
 
 
 def seed_of(x: DistTensor, gradient: Tensor | None, operator: str) -> Tensor:

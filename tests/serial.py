@@ -20,6 +20,15 @@ TOLERANCE = 1e-10
 """Largest deviation from serial in float64, relative to the largest entry."""
 
 
+def raised_everywhere(error: type[Exception], function: Callable, *arguments: object) -> str:
+    """The message of the error that the call raises on every rank."""
+    with pytest.raises(error) as caught:
+        function(*arguments)
+    texts = MPI.COMM_WORLD.allgather(str(caught.value))
+    assert texts == [texts[0]] * MPI.COMM_WORLD.size
+    return texts[0]
+
+
 def random_grid(rng: random.Random, axes: Sequence[str] = AXES) -> dc.ProcessGrid:
     """All ranks, factored at random over some of the grid axes; the same grid on every rank."""
     left = MPI.COMM_WORLD.size

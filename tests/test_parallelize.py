@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from mpi4py import MPI
-from serial import deviation, random_grid, random_layout, random_tensor
+from serial import deviation, raised_everywhere, random_grid, random_layout, random_tensor
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
@@ -442,15 +442,6 @@ def test_a_copy_is_a_plain_module_of_its_own_and_made_in_silence() -> None:
 # Errors, on every rank
 
 
-def raised_everywhere(error: type[Exception], function: Callable, *arguments: object) -> str:
-    """The message of the error that the call raises on every rank."""
-    with pytest.raises(error) as caught:
-        function(*arguments)
-    texts = WORLD.allgather(str(caught.value))
-    assert texts == [texts[0]] * WORLD.size
-    return texts[0]
-
-
 class Frozen(nn.Conv2d):
     def __init__(self, *args: int) -> None:
         super().__init__(*args)
@@ -593,7 +584,7 @@ def test_gradients_are_accumulated_on_the_stream_of_the_forward_pass(
 ) -> None:
     # torch's nodes stay on the stream on which they were made, and captured graphs on theirs.
     current = ["first"]
-    module = sys.modules["distconv.parallelize"]
+    module = sys.modules["distconv.gradients"]
     monkeypatch.setattr(module, "_current_stream", lambda device: current[0])
     serial, model = net(), dc.parallelize(net(), dc.ProcessGrid(height=-1))
     x = torch.ones(2, 3, 8, 8).double()

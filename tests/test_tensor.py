@@ -7,7 +7,16 @@ import random
 import pytest
 import torch
 from mpi4py import MPI
-from serial import TOLERANCE, deviation, noted, random_grid, random_layout, random_tensor, refused
+from serial import (
+    TOLERANCE,
+    deviation,
+    noted,
+    raised_everywhere,
+    random_grid,
+    random_layout,
+    random_tensor,
+    refused,
+)
 from torch import Tensor
 
 import distconv as dc
@@ -25,15 +34,6 @@ def cases(seed: int, n: int = 12):
         layout = dc.Layout() if i == 0 else random_layout(rng, grid, shape)
         with noted(shape, layout, grid):
             yield rng, grid, random_tensor(rng, shape), layout
-
-
-def raised_everywhere(error: type[Exception], function, *arguments) -> str:
-    """The message of the error that the call raises on every rank."""
-    with pytest.raises(error) as caught:
-        function(*arguments)
-    texts = WORLD.allgather(str(caught.value))
-    assert texts == [texts[0]] * WORLD.size
-    return texts[0]
 
 
 def close(actual: Tensor, expected: Tensor) -> bool:

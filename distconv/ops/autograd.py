@@ -20,6 +20,7 @@ from distconv.exchange import brought_in, sum_over
 from distconv.grid import ProcessGrid
 from distconv.layout import Cuts, replicating_axes
 from distconv.ops.align import common_grid
+from distconv.ownership import started_at
 from distconv.tensor import (
     DistTensor,
     Tensors,
@@ -66,9 +67,11 @@ def backward(
 ) -> None:
     """Accumulate the gradients of the leaves; all ranks call it together."""
     gradients = grad_variables if grad_tensors is None else grad_tensors
-    shards, seeds = _seeds(listed(tensors), gradients, "backward")
+    roots = listed(tensors)
+    shards, seeds = _seeds(roots, gradients, "backward")
     leaves = None if inputs is None else shards_of(inputs)
-    torch.autograd.backward(shards, seeds, retain_graph, create_graph, inputs=leaves)
+    with started_at([x.shard for x in roots if isinstance(x, DistTensor)]):
+        torch.autograd.backward(shards, seeds, retain_graph, create_graph, inputs=leaves)
 
 
 @implements(torch.autograd.grad)

@@ -1,0 +1,79 @@
+"""Modules of torch that average or shard gradients themselves, which would count them wrongly here.
+
+Each of them divides the sum over its ranks by their number, or cuts the parameters, on its own
+account: around a parallelized module, or within it, the gradients are no longer the serial ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
+
+_WRAPPERS = frozenset(
+    ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule")
+)
+_SHARDED = frozenset(("DTensor",))
+"""Names of classes of torch, which need not be imported."""
+
+_WAY_OUT = (
+    "parallelize adds up the gradients over all ranks itself: use parallelize(module, grid) of the "
+    "plain module alone. The grid's sample axis divides the mini-batch, as data parallelism does, "
+    "and shard_parameters=True keeps a block of the weights on each rank"
+)
+
+
+def check_unwrapped(module: nn.Module) -> None:
+    """Raise where `module`, or a part or parameter of it, belongs to a wrapper of torch."""
+    for name, part in module.named_modules():
+        wrapper = _among(type(part), _WRAPPERS)
+        if wrapper:
+            raise TypeError(
+                f"parallelize: {f'the part {name}' if name else 'the module'} is wrapped by "
+                f"{wrapper}, which would change the gradients once more. {_WAY_OUT}"
+            )
+    for name, p in module.named_parameters():
+        # FSDP marks its parameters, and makes Parameters of them.
+        kind = _among(type(p), _SHARDED) or (
+            "FlatParameter" if hasattr(p, "_is_flat_param") else ""
+        )
+        if kind:
+            raise TypeError(
+                f"parallelize: the parameter {name} is a {kind}, cut by torch's own sharding. "
+                f"{_WAY_OUT}"
+            )
+
+
+def check_no_active_wrapper() -> None:
+    """Raise within the forward pass of a DistributedDataParallel, whose part was parallelized."""
+    if DistributedDataParallel._active_ddp_module is not None:
+        raise TypeError(
+            "a parallelized module is called by DistributedDataParallel, which would divide its "
+            f"gradients by the number of ranks. {_WAY_OUT}"
+        )
+
+
+@cache
+def refuse_wrappers_around(parallelized: Callable[[nn.Module], object]) -> None:
+    """Raise, from now on, where a wrapper takes a module with a part that is `parallelized`."""
+
+    def check(wrapper: nn.Module, name: str, module: nn.Module | None) -> None:
+        kind = _among(type(wrapper), _WRAPPERS)
+        if kind and module is not None and any(map(parallelized, module.modules())):
+            raise TypeError(
+                f"{kind} is put around a parallelized module, whose gradients it would change once "
+                f"more. {_WAY_OUT}"
+            )
+
+    register_module_module_registration_hook(check)
+
+
+def _among(kind: type, names: frozenset[str]) -> str:
+    """The name of the first class, among the bases of `kind`, of these names; "" for none."""
+    for base in kind.__mro__:
+        if base.__name__ in names and base.__module__.startswith("torch."):
+            return base.__name__
+    return ""
