@@ -134,7 +134,7 @@ def unequal(tensors: Iterable[Checked], grid: ProcessGrid) -> tuple[str, str] | 
         kinds[axes] = crc32(f"{name} {number}".encode(), kinds[axes])
     comm = grid.communicator(AXES, "checks")
     together = np.empty((grid.size, len(kinds)), dtype=np.int64)
-    with grid.waiting():
+    with grid.collective("checksums"):
         comm.Allgather(np.array(list(kinds.values()), dtype=np.int64), together)
     if not any(
         _odd(column, axes, grid.topology)

@@ -154,9 +154,13 @@ class ProcessGrid:
         """Return what every rank passes, in rank order; all ranks of the grid call it together."""
         if self.size == 1:
             return [value]
-        self._order.take("all_gather_object")
-        with self.waiting():
+        with self.collective("all_gather_object"):
             return self._comm.allgather(value)
+
+    def collective(self, kind: str) -> Wait:
+        """Return a context for a collective of the grid's communicators, compared between ranks."""
+        self._order.take(kind)
+        return self.waiting()
 
     def waiting(self) -> Wait:
         """Return a context in which this rank is seen to wait for the other ranks of the grid."""

@@ -603,9 +603,9 @@ def _check_plain(
     if found:
         name, ranks = found
         raise ValueError(
-            f"{name_of(operator)} at {user_line()}: a plain tensor, {name}, takes part and is not the "
-            f"same on all ranks: {ranks}. Plain tensors have the global shape and equal values: "
-            f"{CURE}; a rank's own block becomes distributed by DistTensor.from_local"
+            f"{name_of(operator)} at {user_line()}: a plain tensor, {name}, takes part and is not "
+            f"the same on all ranks: {ranks}. Plain tensors have the global shape and equal "
+            f"values: {CURE}; a rank's own block becomes distributed by DistTensor.from_local"
         )
 
 

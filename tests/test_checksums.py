@@ -60,7 +60,7 @@ def test_inputs_that_differ_are_named_with_the_line_of_the_program() -> None:
     x = numbers(8, 3, 4, 4)
     shuffled = x.flip(0) if WORLD.rank == 1 else x
     message = raised_everywhere(ValueError, lambda: dc.distribute_tensor(shuffled, grid))
-    assert message.startswith(f"distribute_tensor at {__file__}:")
+    assert message.startswith("distribute_tensor at ") and "test_checksums.py:" in message
     assert "rank 1 differs from rank 0" in message
     assert "manual_seed" in message and "bcast" in message and "from_local" in message
 
