@@ -17,7 +17,8 @@ import torch
 from mpi4py import MPI
 
 import distconv as dc
-from examples.mesh_tangling.checkpoint import load_checkpoint, save_checkpoint, write_atomically
+from examples.mesh_tangling.checkpoint import load_checkpoint, save_checkpoint
+from examples.mesh_tangling.durable import write_atomically
 from examples.mesh_tangling.prefetch import prefetched
 from examples.mesh_tangling.reader import (
     LIMIT,
@@ -168,7 +169,8 @@ def test_a_truncated_file_is_an_error_on_every_rank(file):
 def test_a_misshapen_file_is_an_error_that_names_it(folder, name, shape, message):
     path = folder / "wrong.h5"
     if WORLD.rank == 0:
-        write_file(path, **{name: shape and np.zeros(shape, np.float32)})
+        dtype = np.uint8 if name == "tangled" else np.float32
+        write_file(path, **{name: shape and np.zeros(shape, dtype)})
     WORLD.barrier()
     fails_everywhere(lambda: opened(path), f"wrong.h5: .*{re.escape(message)}")
 
@@ -251,11 +253,11 @@ def test_a_checkpoint_that_cannot_be_used_is_an_error_on_every_rank(folder):
     if WORLD.rank == 0:
         os.truncate(path, path.stat().st_size // 2)
     WORLD.barrier()
-    fails_everywhere(lambda: load(seed=1), "checkpoint.pt: not a complete checkpoint")
+    fails_everywhere(lambda: load(seed=1), "checkpoint.pt does not end with its checksum")
     if WORLD.rank == 0:
         path.unlink()
     WORLD.barrier()
-    fails_everywhere(lambda: load(seed=1), "checkpoint.pt: no such checkpoint")
+    fails_everywhere(lambda: load(seed=1), "checkpoint.pt: no such file")
 
 
 # Training
@@ -278,7 +280,9 @@ def serial(*command_line):
 
 def assert_same_run(output, reference):
     """Assert that two output folders hold the same course and result, to rounding."""
-    ours, theirs = (torch.load(folder / "checkpoint.pt") for folder in (output, reference))
+    ours, theirs = (
+        torch.load(folder / "checkpoint.pt", weights_only=True) for folder in (output, reference)
+    )
     for entry, expected in zip(ours["history"], theirs["history"], strict=True):
         assert entry["step_losses"] == pytest.approx(expected["step_losses"], rel=1e-10)
         assert entry["loss"] == pytest.approx(expected["loss"], rel=1e-10)
@@ -330,7 +334,7 @@ def test_the_comparison_with_one_rank_finds_no_difference(file, folder, capsys):
         (["--batch-size", "6"], "batch size 6 is larger than the 5 samples"),
         (["--network", "2k", "--data", "absent.h5"], "absent.h5: no such file"),
         (["--epochs", "0"], "'0' is not a positive int"),
-        (["--resume", "absent.pt"], "absent.pt: no such checkpoint"),
+        (["--resume", "absent.pt"], "absent.pt: no such file"),
     ],
 )
 def test_a_wrong_argument_is_reported_once(file, folder, wrong, message, capsys):
@@ -352,7 +356,7 @@ def test_the_checkpoint_of_another_run_is_not_overwritten(file, folder, capsys):
 INTERRUPTED = """
 import os, sys
 from mpi4py import MPI
-from examples.mesh_tangling import checkpoint, train
+from examples.mesh_tangling import durable, train
 
 replace, saves = os.replace, []
 
@@ -369,7 +373,7 @@ def step_once_then_die(progress, loss, samples, step=train.Progress.step, steps=
     step(progress, loss, samples)
 
 if {rank} == 0:
-    checkpoint.os.replace = replace_once_then_die
+    durable.os.replace = replace_once_then_die
 else:
     train.Progress.step = step_once_then_die
 train.main(sys.argv[1:])
@@ -399,7 +403,7 @@ def test_an_interrupted_run_continues_from_its_last_checkpoint(file, folder, ran
     )
     assert ended.returncode != 0
     checkpoint = output / "checkpoint.pt"
-    assert len(torch.load(checkpoint)["history"]) == 1, ended.stderr
+    assert len(torch.load(checkpoint, weights_only=True)["history"]) == 1, ended.stderr
     main(arguments(file, output, {}, 2, "--resume", str(checkpoint)))
     main(arguments(file, folder / "straight", {}, 2))
     assert_same_run(output, folder / "straight")

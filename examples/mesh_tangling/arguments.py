@@ -3,27 +3,41 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
+from mpi4py import MPI
+
 from distconv.arguments import RankParser, grid_axes
+
+from .together import check_alike
 
 AXES = ("sample", "channel", "filter", "height", "width")
 """Meshes have no depth."""
 
 
 def parse_arguments(
-    rank: int,
+    comm: MPI.Comm,
     arguments: Sequence[str] | None,
     description: str | None,
     networks: Iterable[str],
     optimizers: Iterable[str],
     precisions: Iterable[str],
 ) -> argparse.Namespace:
-    """Parse the command line on every rank; help and complaints come from rank 0 alone."""
+    """Parse the command line on every rank; help and complaints come from rank 0 alone.
+
+    Collective.
+
+    Raises:
+        InvalidInput: on every rank, if the command lines of the ranks are not the same.
+    """
+    words = sys.argv[1:] if arguments is None else arguments
+    # Compared before they are parsed: a rank that is asked for help leaves the others here.
+    check_alike(comm, values_by_option(words), "Start all ranks with the same command line.")
     parser = RankParser(
-        rank,
+        comm.rank,
         prog="python -m examples.mesh_tangling.train",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -64,7 +78,21 @@ def parse_arguments(
         type=positive(int),
         metavar="N",
     )
-    return parser.parse_args(arguments)
+    return parser.parse_args(words)
+
+
+def values_by_option(words: Sequence[str]) -> dict[str, str]:
+    """What a command line says of each of its options, in the order of their first mention."""
+    values: dict[str, list[str]] = {}
+    option = "the beginning"
+    for word in words:
+        if word.startswith("-"):
+            option, equals, word = word.partition("=")
+            values.setdefault(option, [])
+            if not equals:
+                continue
+        values.setdefault(option, []).append(word)
+    return {option: " ".join(given) or "given" for option, given in values.items()}
 
 
 def natural(text: str) -> int:
