@@ -3,17 +3,14 @@
 import json
 import os
 import re
-import shutil
 import signal
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
 import torch
+from mesh_runs import SIZE, arguments, fails_everywhere, launched, write_file
 from mpi4py import MPI
 
 import distconv as dc
@@ -27,12 +24,10 @@ from examples.mesh_tangling.reader import (
     ordered_batches,
     shuffled_batches,
 )
-from examples.mesh_tangling.together import InvalidInput, rank_zero, together
+from examples.mesh_tangling.together import rank_zero, together
 from examples.mesh_tangling.train import main
 
-REPOSITORY = Path(__file__).parents[1]
 WORLD = MPI.COMM_WORLD
-SAMPLES, SIZE = 5, 64
 
 GRIDS = {
     1: [{}],
@@ -40,28 +35,6 @@ GRIDS = {
     4: [{"sample": 2, "height": 2}, {"height": 2, "width": 2}],
 }
 every_size = pytest.mark.parallel([1, 2, 4])
-
-
-def write_file(path, samples=SAMPLES, seed=0, **replaced):
-    """A small file of the generator's layout, whose mask follows from two channels."""
-    rng = np.random.default_rng(seed)
-    state = rng.standard_normal((samples, 18, SIZE, SIZE), np.float32)
-    datasets = {
-        "state": state,
-        "tangled": (state[:, :1] + state[:, 10:11] > 1).astype(np.uint8),
-        "channel_mean": np.linspace(-1, 1, 18, dtype=np.float32),
-        "channel_deviation": np.linspace(0.5, 2, 18, dtype=np.float32),
-    } | replaced
-    with h5py.File(path, "w") as file:
-        for name, values in datasets.items():
-            if values is not None:
-                file[name] = values
-
-
-@pytest.fixture
-def folder(tmp_path):
-    """One folder for all ranks."""
-    return WORLD.bcast(tmp_path)
 
 
 @pytest.fixture
@@ -75,13 +48,6 @@ def file(folder):
 
 def opened(path):
     return MeshTanglingData(path, dc.ProcessGrid(sample=-1))
-
-
-def fails_everywhere(action, message):
-    """Assert that `action` raises on every rank, with one message that matches."""
-    with pytest.raises(InvalidInput, match=message) as caught:
-        action()
-    assert len(set(WORLD.allgather(str(caught.value)))) == 1
 
 
 # Reading
@@ -263,16 +229,6 @@ def test_a_checkpoint_that_cannot_be_used_is_an_error_on_every_rank(folder):
 # Training
 
 
-def arguments(file, output, grid, epochs, *more):
-    """The command line of a small run in double precision, where grids must agree."""
-    axes = ",".join(f"{axis}={ranks}" for axis, ranks in grid.items()) or "sample=1"
-    line = (
-        f"--data {file} --validation {file} --output {output} --grid {axes} --epochs {epochs} "
-        "--network 1k --width 0.02 --batch-size 4 --precision float64"
-    )
-    return line.split() + list(more)
-
-
 def serial(*command_line):
     """Train on this rank alone, whatever the number of ranks."""
     rank_zero(WORLD, lambda: main(arguments(*command_line), comm=MPI.COMM_SELF))
@@ -387,20 +343,7 @@ def test_an_interrupted_run_continues_from_its_last_checkpoint(file, folder, ran
     # Rank 0 dies between writing and renaming the second checkpoint, rank 1 in the second epoch.
     output = folder / "interrupted"
     program = INTERRUPTED.format(rank=rank, signal=int(sent))
-    beside_python = str(Path(sys.executable).parent)
-    mpiexec = shutil.which("mpiexec", path=os.pathsep.join([beside_python, os.environ["PATH"]]))
-    # Without what this process has from its own mpiexec, if it has one.
-    launchers = ("PMI", "HYD", "MPI", "OMPI", "PRTE", "PMIX")
-    outside = {name: text for name, text in os.environ.items() if not name.startswith(launchers)}
-    ended = subprocess.run(
-        [mpiexec, "-n", "2", sys.executable, "-c", program]
-        + arguments(file, output, {"height": 2}, 2),
-        cwd=REPOSITORY,
-        env=outside | {"OMP_NUM_THREADS": "1", "MPIR_CVAR_POLLS_BEFORE_YIELD": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    ended = launched(program, arguments(file, output, {"height": 2}, 2))
     assert ended.returncode != 0
     checkpoint = output / "checkpoint.pt"
     assert len(torch.load(checkpoint, weights_only=True)["history"]) == 1, ended.stderr

@@ -78,7 +78,7 @@ def write_checksummed(
         try:
             write(summing)  # type: ignore[arg-type]
         finally:
-            # Whatever `write` makes of an error of the disk, that error is what is to be told.
+            # Whatever `write` makes of a full disk or an interrupt, that is what is to be told.
             if summing.error is not None:
                 raise summing.error
         file.write(summing.trailer())
@@ -133,6 +133,21 @@ def remove_partial(path: Path) -> None:
             partial.unlink(missing_ok=True)
 
 
+def reserve(file: BinaryIO, size: int) -> None:
+    """Give a new file `size` bytes of the disk and of its writer's quota, on systems that can.
+
+    What is written there later will not find the disk full. Raises OSError where it is full now.
+    """
+    if not hasattr(os, "posix_fallocate"):
+        return
+    try:
+        os.posix_fallocate(file.fileno(), 0, size)
+    except OSError as error:
+        # A file system that cannot reserve will say later whether it is full.
+        if error.errno != errno.EOPNOTSUPP:
+            raise
+
+
 def check_room(path: Path, size: int) -> None:
     """Raise `OSError` unless `size` bytes can be written beside `path` now.
 
@@ -142,7 +157,7 @@ def check_room(path: Path, size: int) -> None:
     try:
         try:
             with open(partial, "xb") as file:
-                _allocate(file, size)
+                reserve(file, size)
         finally:
             partial.unlink(missing_ok=True)
     except OSError as error:
@@ -155,15 +170,15 @@ class _Summing:
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self._sum = hashlib.sha256()
-        self.error: OSError | None = None
+        self.error: BaseException | None = None
 
     def write(self, data: bytes) -> int:
-        # torch.save hides what a file raises behind complaints of its own: it is kept for later.
+        # torch.save puts a complaint of its own in the place of what a file raises.
         if self.error is None:
             try:
                 self._file.write(data)
                 self._sum.update(data)
-            except OSError as error:
+            except BaseException as error:
                 self.error = error
         return len(data)
 
@@ -202,22 +217,11 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _allocate(file: BinaryIO, size: int) -> None:
-    """Give a file `size` bytes of the disk, on systems that can."""
-    if not hasattr(os, "posix_fallocate"):
-        return
-    try:
-        os.posix_fallocate(file.fileno(), 0, size)
-    except OSError as error:
-        # A file system that cannot reserve will say later whether it is full.
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-            raise
-
-
 def _unwritable(path: Path, error: OSError, size: int | None = None) -> OSError:
     """What to tell of a file that cannot be written, and what to do about it."""
     amount = "" if size is None else f" ({size / 1e6:.1f} MB)"
+    reason = " ".join(str(error.strerror or error).split())
     return OSError(
-        f"{path} cannot be written{amount}: {error.strerror or error}; free space there, or "
+        f"{path} cannot be written{amount}: {reason}; free space there, or "
         "choose another folder that you may write to"
     )

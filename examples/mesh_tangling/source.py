@@ -43,6 +43,7 @@ class SampleFile:
             _check_attributes(self._file, path)
             self.mean = datasets["channel_mean"][:]
             self.deviation = datasets["channel_deviation"][:]
+            self._attributes = _attributes(self._file) + _attributes(datasets["state"])
         except Exception as error:
             self._file.close()
             if isinstance(error, OSError | ValueError) and str(path) in str(error):
@@ -94,7 +95,6 @@ class SampleFile:
 
         The checksum is of the statistics, and of the first zones of the first and the last sample.
         """
-        state = self._datasets["state"]
         digest = hashlib.sha256(self.mean.tobytes() + self.deviation.tobytes())
         for sample in (0, self.samples - 1):
             zones = np.empty((1, 1, 1, self.size), self.dtype("state"))
@@ -104,7 +104,7 @@ class SampleFile:
             "size": f"{self._bytes} bytes",
             "shape": str(self.shape("state")),
             "type": str(self.dtype("state")),
-            "attributes": _attributes(self._file) + _attributes(state),
+            "attributes": self._attributes,
             "checksum": digest.hexdigest()[:16],
         }
         return {f"{name} of {self.path.name}": value for name, value in facts.items()}

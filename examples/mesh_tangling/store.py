@@ -29,7 +29,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from .durable import check_room, replacing
+from .durable import check_room, replacing, reserve
 
 Field = NDArray[np.floating[Any]]
 
@@ -72,7 +72,6 @@ CHANNELS = (
 )
 """The channels of `state`, in order."""
 
-_BYTES_OF_A_ZONE = 4 * len(CHANNELS) + 1
 _STATISTICS = ("channel_mean", "channel_deviation")
 
 
@@ -102,11 +101,14 @@ class Writer:
 
     def write(self, index: int, fields: Mapping[str, Field], tangled: NDArray[np.bool_]) -> None:
         """Store sample `index`: its fields by channel name and its label, each of shape (S, S)."""
+        # All channels at once: a chunk holds them all, and is summed up whenever it is written.
+        state = np.empty(self._state.shape[1:], np.float32)
         for place, channel in enumerate(CHANNELS):
             field = fields[channel.name]
-            self._state[index, place] = field
+            state[place] = field
             self._means[index, place] = field.mean()
             self._variances[index, place] = field.var()
+        self._state[index] = state
         self._tangled[index, 0] = tangled
 
     def statistics(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -138,9 +140,12 @@ def create(
     path = Path(path)
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder; name a file in it: {path / 'data.h5'}")
-    check_room(path, samples * size**2 * _BYTES_OF_A_ZONE)
+    # HDF5 may crash where it finds the disk full, so that it must not.
+    needed = _bytes_at_most(samples, size)
+    check_room(path, needed)
     with replacing(path) as partial:
         with h5py.File(partial.name, "w", libver=(HDF5_VERSION, HDF5_VERSION)) as file:
+            reserve(partial, needed)
             file.attrs.update(
                 format_version=FORMAT_VERSION,
                 samples=samples,
@@ -152,3 +157,13 @@ def create(
             yield writer
             for name, values in zip(_STATISTICS, writer.statistics(), strict=True):
                 file.create_dataset(name, data=values, chunks=values.shape, fletcher32=True)
+            file.flush()
+            used = file.id.get_filesize()
+        partial.truncate(used)
+
+
+def _bytes_at_most(samples: int, size: int) -> int:
+    """The size of a file, of whole chunks and of what HDF5 keeps about them, rounded up."""
+    tile = min(size, TILE)
+    tiles = (size + tile - 1) // tile
+    return samples * tiles**2 * (tile**2 * (4 * len(CHANNELS) + 1) + 128) + 2**16
