@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -58,6 +59,17 @@ def arguments(file: Path, output: Path, grid: dict[str, int], epochs: int, *more
         "--network 1k --width 0.02 --batch-size 4 --precision float64"
     )
     return line.split() + list(more)
+
+
+@contextmanager
+def files_up_to(size: int) -> Iterator[None]:
+    """Let this process write no file beyond `size` bytes, as if the disk were full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @contextmanager

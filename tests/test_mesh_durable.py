@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import os
 import random
-import resource
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from mesh_runs import REPOSITORY, files_up_to
 
 from examples.mesh_tangling import durable, store
 from examples.mesh_tangling.durable import (
@@ -31,23 +30,10 @@ from examples.mesh_tangling.durable import (
 )
 from examples.mesh_tangling.generate import generate
 
-REPOSITORY = Path(__file__).parents[1]
-
 
 def write(path: Path, content: bytes) -> None:
     """Write a checksummed file, keeping the one before."""
     write_checksummed(path, lambda file: file.write(content), previous_of(path))
-
-
-@contextmanager
-def files_up_to(size: int) -> Iterator[None]:
-    """Let this process write no file beyond `size` bytes, as if the disk were full."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.fixture

@@ -91,8 +91,6 @@ def read_checksummed(path: Path) -> bytes:
         DamagedFile: if a bit of it is another than was written, or some of it is missing.
         OSError: if it cannot be read.
     """
-    if path.is_dir():
-        raise IsADirectoryError(f"{path} is a folder; name a file in it")
     try:
         with open(path, "rb") as file:
             content = file.read(max(0, os.fstat(file.fileno()).st_size - _TRAILER))
