@@ -19,7 +19,7 @@ AXES = ("sample", "channel", "filter", "height", "width")
 
 
 def parse_arguments(
-    comm: MPI.Comm,
+    comm: MPI.Intracomm,
     arguments: Sequence[str] | None,
     description: str | None,
     networks: Iterable[str],

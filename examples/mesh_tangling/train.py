@@ -33,14 +33,9 @@ import distconv as dc
 from .arguments import parse_arguments
 from .checkpoint import checkpoint_size, load_checkpoint, save_checkpoint
 from .compare import compare_with_serial
-from .durable import (
-    check_room,
-    previous_of,
-    remove_partial,
-    set_aside_damaged,
-    write_atomically,
-)
+from .durable import write_atomically
 from .network import NETWORKS, MeshTanglingNet
+from .output import make_room, prepare_output
 from .plots import CHANNELS_SHOWN, plot_loss, plot_prediction
 from .progress import Progress
 from .reader import MeshTanglingData, check_batch_size, ordered_batches, shuffled_batches
@@ -64,9 +59,6 @@ DECISIVE = (
     "precision",
 )
 """The arguments that determine the numbers of a run: it can be continued only with the same."""
-
-RESULTS_SIZE = 2**20
-"""Bytes that are sure to be enough for metrics.json and the pictures."""
 
 
 class Diverged(ArithmeticError):
@@ -153,44 +145,6 @@ def tell_of_unchecked(rank: int, *files: MeshTanglingData) -> None:
     for path in dict.fromkeys(data.path for data in files if not data.checksummed):
         if rank == 0:
             print(f"note: {path} has no checksums; damage to its values is not noticed", flush=True)
-
-
-def prepare_output(args: argparse.Namespace) -> None:
-    """Make the output folder, and protect the checkpoints of another run that it may hold."""
-    if args.output.exists() and not args.output.is_dir():
-        raise NotADirectoryError(f"{args.output} is a file; choose a folder as --output")
-    try:
-        args.output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OSError(
-            f"{args.output} cannot be made: {error.strerror}; choose another --output"
-        ) from error
-    checkpoint = args.output / "checkpoint.pt"
-    there = [path for path in (checkpoint, previous_of(checkpoint)) if path.exists()]
-    if there and not args.resume:
-        raise ValueError(
-            f"{there[0]} exists; continue it with --resume {checkpoint}, remove it, or choose "
-            "another --output"
-        )
-
-
-def make_room(args: argparse.Namespace, size: int, epochs_done: int) -> None:
-    """Raise `OSError` unless the output folder takes the checkpoints and results of this run.
-
-    What is left of a run that was killed while it wrote is removed, and a damaged checkpoint
-    makes room for a whole one.
-
-    Args:
-        size: bytes of a checkpoint.
-        epochs_done: the number of epochs that have been trained before.
-    """
-    checkpoint = args.output / "checkpoint.pt"
-    remove_partial(checkpoint)
-    set_aside_damaged(checkpoint)
-    # There are the last, the one before it, and the next while it is written.
-    there = sum(path.exists() for path in (checkpoint, previous_of(checkpoint)))
-    checkpoints = min(args.epochs - epochs_done, 3 - there)
-    check_room(checkpoint, max(0, checkpoints) * size + RESULTS_SIZE)
 
 
 def check_finite(
