@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -47,6 +48,12 @@ def pytest_configure(config: pytest.Config) -> None:
     if MPI.COMM_WORLD.rank:
         reporter = config.pluginmanager.getplugin("terminalreporter")
         reporter._tw._file = io.StringIO()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """One folder for all ranks."""
+    return MPI.COMM_WORLD.bcast(tmp_path)
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

@@ -3,21 +3,19 @@
 import json
 import os
 import re
-import shutil
 import signal
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
 import torch
+from mesh_runs import SIZE, arguments, fails_everywhere, launched, write_file
 from mpi4py import MPI
 
 import distconv as dc
-from examples.mesh_tangling.checkpoint import load_checkpoint, save_checkpoint, write_atomically
+from examples.mesh_tangling.checkpoint import load_checkpoint, save_checkpoint
+from examples.mesh_tangling.durable import write_atomically
 from examples.mesh_tangling.prefetch import prefetched
 from examples.mesh_tangling.reader import (
     LIMIT,
@@ -26,12 +24,10 @@ from examples.mesh_tangling.reader import (
     ordered_batches,
     shuffled_batches,
 )
-from examples.mesh_tangling.together import InvalidInput, rank_zero, together
+from examples.mesh_tangling.together import rank_zero, together
 from examples.mesh_tangling.train import main
 
-REPOSITORY = Path(__file__).parents[1]
 WORLD = MPI.COMM_WORLD
-SAMPLES, SIZE = 5, 64
 
 GRIDS = {
     1: [{}],
@@ -39,28 +35,6 @@ GRIDS = {
     4: [{"sample": 2, "height": 2}, {"height": 2, "width": 2}],
 }
 every_size = pytest.mark.parallel([1, 2, 4])
-
-
-def write_file(path, samples=SAMPLES, seed=0, **replaced):
-    """A small file of the generator's layout, whose mask follows from two channels."""
-    rng = np.random.default_rng(seed)
-    state = rng.standard_normal((samples, 18, SIZE, SIZE), np.float32)
-    datasets = {
-        "state": state,
-        "tangled": (state[:, :1] + state[:, 10:11] > 1).astype(np.uint8),
-        "channel_mean": np.linspace(-1, 1, 18, dtype=np.float32),
-        "channel_deviation": np.linspace(0.5, 2, 18, dtype=np.float32),
-    } | replaced
-    with h5py.File(path, "w") as file:
-        for name, values in datasets.items():
-            if values is not None:
-                file[name] = values
-
-
-@pytest.fixture
-def folder(tmp_path):
-    """One folder for all ranks."""
-    return WORLD.bcast(tmp_path)
 
 
 @pytest.fixture
@@ -74,13 +48,6 @@ def file(folder):
 
 def opened(path):
     return MeshTanglingData(path, dc.ProcessGrid(sample=-1))
-
-
-def fails_everywhere(action, message):
-    """Assert that `action` raises on every rank, with one message that matches."""
-    with pytest.raises(InvalidInput, match=message) as caught:
-        action()
-    assert len(set(WORLD.allgather(str(caught.value)))) == 1
 
 
 # Reading
@@ -168,7 +135,8 @@ def test_a_truncated_file_is_an_error_on_every_rank(file):
 def test_a_misshapen_file_is_an_error_that_names_it(folder, name, shape, message):
     path = folder / "wrong.h5"
     if WORLD.rank == 0:
-        write_file(path, **{name: shape and np.zeros(shape, np.float32)})
+        dtype = np.uint8 if name == "tangled" else np.float32
+        write_file(path, **{name: shape and np.zeros(shape, dtype)})
     WORLD.barrier()
     fails_everywhere(lambda: opened(path), f"wrong.h5: .*{re.escape(message)}")
 
@@ -251,24 +219,14 @@ def test_a_checkpoint_that_cannot_be_used_is_an_error_on_every_rank(folder):
     if WORLD.rank == 0:
         os.truncate(path, path.stat().st_size // 2)
     WORLD.barrier()
-    fails_everywhere(lambda: load(seed=1), "checkpoint.pt: not a complete checkpoint")
+    fails_everywhere(lambda: load(seed=1), "checkpoint.pt does not end with its checksum")
     if WORLD.rank == 0:
         path.unlink()
     WORLD.barrier()
-    fails_everywhere(lambda: load(seed=1), "checkpoint.pt: no such checkpoint")
+    fails_everywhere(lambda: load(seed=1), "checkpoint.pt: no such file")
 
 
 # Training
-
-
-def arguments(file, output, grid, epochs, *more):
-    """The command line of a small run in double precision, where grids must agree."""
-    axes = ",".join(f"{axis}={ranks}" for axis, ranks in grid.items()) or "sample=1"
-    line = (
-        f"--data {file} --validation {file} --output {output} --grid {axes} --epochs {epochs} "
-        "--network 1k --width 0.02 --batch-size 4 --precision float64"
-    )
-    return line.split() + list(more)
 
 
 def serial(*command_line):
@@ -278,7 +236,9 @@ def serial(*command_line):
 
 def assert_same_run(output, reference):
     """Assert that two output folders hold the same course and result, to rounding."""
-    ours, theirs = (torch.load(folder / "checkpoint.pt") for folder in (output, reference))
+    ours, theirs = (
+        torch.load(folder / "checkpoint.pt", weights_only=True) for folder in (output, reference)
+    )
     for entry, expected in zip(ours["history"], theirs["history"], strict=True):
         assert entry["step_losses"] == pytest.approx(expected["step_losses"], rel=1e-10)
         assert entry["loss"] == pytest.approx(expected["loss"], rel=1e-10)
@@ -330,7 +290,7 @@ def test_the_comparison_with_one_rank_finds_no_difference(file, folder, capsys):
         (["--batch-size", "6"], "batch size 6 is larger than the 5 samples"),
         (["--network", "2k", "--data", "absent.h5"], "absent.h5: no such file"),
         (["--epochs", "0"], "'0' is not a positive int"),
-        (["--resume", "absent.pt"], "absent.pt: no such checkpoint"),
+        (["--resume", "absent.pt"], "absent.pt: no such file"),
     ],
 )
 def test_a_wrong_argument_is_reported_once(file, folder, wrong, message, capsys):
@@ -352,7 +312,7 @@ def test_the_checkpoint_of_another_run_is_not_overwritten(file, folder, capsys):
 INTERRUPTED = """
 import os, sys
 from mpi4py import MPI
-from examples.mesh_tangling import checkpoint, train
+from examples.mesh_tangling import durable, train
 
 replace, saves = os.replace, []
 
@@ -369,7 +329,7 @@ def step_once_then_die(progress, loss, samples, step=train.Progress.step, steps=
     step(progress, loss, samples)
 
 if {rank} == 0:
-    checkpoint.os.replace = replace_once_then_die
+    durable.os.replace = replace_once_then_die
 else:
     train.Progress.step = step_once_then_die
 train.main(sys.argv[1:])
@@ -383,23 +343,10 @@ def test_an_interrupted_run_continues_from_its_last_checkpoint(file, folder, ran
     # Rank 0 dies between writing and renaming the second checkpoint, rank 1 in the second epoch.
     output = folder / "interrupted"
     program = INTERRUPTED.format(rank=rank, signal=int(sent))
-    beside_python = str(Path(sys.executable).parent)
-    mpiexec = shutil.which("mpiexec", path=os.pathsep.join([beside_python, os.environ["PATH"]]))
-    # Without what this process has from its own mpiexec, if it has one.
-    launchers = ("PMI", "HYD", "MPI", "OMPI", "PRTE", "PMIX")
-    outside = {name: text for name, text in os.environ.items() if not name.startswith(launchers)}
-    ended = subprocess.run(
-        [mpiexec, "-n", "2", sys.executable, "-c", program]
-        + arguments(file, output, {"height": 2}, 2),
-        cwd=REPOSITORY,
-        env=outside | {"OMP_NUM_THREADS": "1", "MPIR_CVAR_POLLS_BEFORE_YIELD": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    ended = launched(program, arguments(file, output, {"height": 2}, 2))
     assert ended.returncode != 0
     checkpoint = output / "checkpoint.pt"
-    assert len(torch.load(checkpoint)["history"]) == 1, ended.stderr
+    assert len(torch.load(checkpoint, weights_only=True)["history"]) == 1, ended.stderr
     main(arguments(file, output, {}, 2, "--resume", str(checkpoint)))
     main(arguments(file, folder / "straight", {}, 2))
     assert_same_run(output, folder / "straight")

@@ -11,6 +11,7 @@ from matplotlib.colors import Colormap, ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 
+from .durable import write_atomically
 from .store import CHANNELS
 
 CHANNELS_SHOWN = ("density", "pressure", "scaled Jacobian")
@@ -44,7 +45,7 @@ def plot_loss(path: Path, history: list[dict[str, Any]]) -> None:
         axes.set(xlim=(0, len(history)), xlabel="epoch")
         axes.grid(alpha=0.3)
         axes.legend(frameon=False)
-    figure.savefig(path, dpi=150)
+    write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=150))
 
 
 def plot_prediction(
@@ -75,7 +76,7 @@ def plot_prediction(
         place.set_ylabel("zone")
     for place in axes[1]:
         place.set_xlabel("zone")
-    figure.savefig(path, dpi=150)
+    write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=150))
 
 
 def _plot_outcome(axes: Axes, truth: np.ndarray, called: np.ndarray) -> None:

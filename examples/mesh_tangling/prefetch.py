@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
@@ -13,7 +13,7 @@ Item = TypeVar("Item")
 
 def prefetched(
     read: Callable[[Request], Item], requests: Iterable[Request], ahead: int = 2
-) -> Iterator[Item]:
+) -> Generator[Item, None, None]:
     """Yield `read(request)` for every request in order, read by one background thread.
 
     At most `ahead` items are read before they are asked for. An exception of `read` is raised

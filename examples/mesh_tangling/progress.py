@@ -30,6 +30,11 @@ class Progress:
         self._bar.set_postfix(loss=f"{loss:.4g}", refresh=False)
         self._bar.update(samples)
 
+    @property
+    def steps(self) -> int:
+        """The steps recorded so far."""
+        return len(self._losses)
+
     def record(self) -> dict[str, Any]:
         """The loss of every step, and samples per second, from the beginning until now."""
         seconds = time.perf_counter() - self._begin

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-import h5py
 import numpy as np
 import torch
 
 import distconv as dc
 
 from .prefetch import prefetched
+from .source import SampleFile
 from .store import CHANNELS
-from .together import together
+from .together import check_alike, in_step, together
 
 LIMIT = 5.0
 """Normalised states are clipped to this many deviations: a zone that has folded over can be
@@ -35,10 +35,12 @@ class MeshTanglingData:
     Attributes:
         samples: number of samples in the file.
         size: zones along each side of the mesh.
+        checksummed: whether the file has checksums, so that damage is noticed when it is read.
         bytes_read: bytes this rank has read of states and targets so far.
 
     Raises:
-        InvalidInput: on every rank, for a file that is missing, truncated or mis-shaped on any.
+        InvalidInput: on every rank, for a file that is missing, truncated or mis-shaped on any,
+            or is not the same on all.
     """
 
     def __init__(
@@ -52,22 +54,36 @@ class MeshTanglingData:
         self.grid = grid
         self.dtype = dtype
         self.bytes_read = 0
-        self._file = together(grid.comm, lambda: _open(self.path))
-        self.samples, _, self.size, _ = self._file["state"].shape
+        self._file = together(grid.comm, lambda: SampleFile(self.path))
+        facts = together(grid.comm, self._file.facts)
+        check_alike(grid.comm, facts, f"Give all ranks the same {self.path.name}.")
+        self.samples, self.size = self._file.samples, self._file.size
+        self.checksummed = self._file.checksummed
         statistics = normalise_as._file if normalise_as else self._file
-        self._mean = _per_channel(statistics["channel_mean"], dtype)
-        self._deviation = _per_channel(statistics["channel_deviation"], dtype)
+        self._mean = _per_channel(statistics.mean, dtype)
+        self._deviation = _per_channel(statistics.deviation, dtype)
 
     def batches(self, samples_of_batches: Iterable[Sequence[int]]) -> Iterator[Batch]:
-        """Yield a mini-batch for every sequence of sample numbers, reading ahead of its use.
+        """Yield a mini-batch for every sequence of sample numbers, reading ahead. Collective.
 
         Yields (states, targets): normalised states (batch, 18, S, S), and targets
         (batch, 1, S, S) that are 1 where the mesh tangles and 0 elsewhere. All ranks must ask for
         the same samples in the same order; each reads its own box and nothing else. A mini-batch
         of fewer samples than the grid's `sample` axis has ranks is not cut along that axis but
         held by each of its ranks.
+
+        Raises:
+            InvalidInput: on every rank, where ranks ask for different samples, or one cannot read
+                its box.
         """
-        for states, targets, layout in prefetched(self._read, samples_of_batches):
+
+        def read(
+            samples: Sequence[int],
+        ) -> tuple[str, tuple[torch.Tensor, torch.Tensor, dc.Layout]]:
+            return f"samples {list(map(int, samples))}", self._read(samples)
+
+        read_ahead = prefetched(read, samples_of_batches)
+        for states, targets, layout in in_step(self.grid.comm, read_ahead):
             yield (
                 dc.DistTensor.from_local(states, self.grid, layout),
                 dc.DistTensor.from_local(targets, self.grid, layout),
@@ -75,8 +91,10 @@ class MeshTanglingData:
 
     def channel(self, sample: int, name: str) -> np.ndarray:
         """One channel of one state, whole and as it is in the file: (S, S). Not collective."""
-        names = [channel.name for channel in CHANNELS]
-        return self._file["state"][sample, names.index(name)]
+        channel = [channel.name for channel in CHANNELS].index(name)
+        values = np.empty((1, 1, self.size, self.size), self._file.dtype("state"))
+        self._file.read_into(values, 0, "state", sample, (slice(channel, channel + 1),))
+        return values[0, 0]
 
     def _read(self, samples: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, dc.Layout]:
         """This rank's box of the states, normalised, and of the targets; and their layout."""
@@ -95,16 +113,12 @@ class MeshTanglingData:
         self, name: str, samples: Sequence[int], layout: dc.Layout
     ) -> tuple[torch.Tensor, dc.Box]:
         """This rank's box of some samples of a dataset."""
-        dataset = self._file[name]
-        box = dc.local_box((len(samples), *dataset.shape[1:]), self.grid, layout)
+        box = dc.local_box((len(samples), *self._file.shape(name)[1:]), self.grid, layout)
         in_batch, *in_sample = box.slices
-        values = np.empty(box.shape, dataset.dtype)
+        values = np.empty(box.shape, self._file.dtype(name))
         # One by one: the order is shuffled, and HDF5 selects in increasing order only.
         for place, sample in enumerate(samples[in_batch] if values.size else ()):
-            try:
-                dataset.read_direct(values, (sample, *in_sample), place)
-            except OSError as error:
-                raise OSError(f"{self.path}: cannot read sample {sample}: {error}") from error
+            self._file.read_into(values, place, name, sample, tuple(in_sample))
         self.bytes_read += values.nbytes
         return torch.from_numpy(values).to(self.dtype), box
 
@@ -152,47 +166,6 @@ def ordered_batches(samples: int, batch_size: int, parts: int = 1) -> list[list[
     return batches
 
 
-def _open(path: Path) -> h5py.File:
-    """Open a file of mesh states and check what it holds against the layout of this module."""
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file")
-    try:
-        file = h5py.File(path, "r")
-    except OSError as error:
-        raise OSError(
-            f"{path}: not a whole HDF5 file; generate or copy it again ({error})"
-        ) from error
-    state = _shape(file, path, "state")
-    if len(state) != 4:
-        raise ValueError(
-            f"{path}: dataset 'state' has shape {state}, expected (samples, {len(CHANNELS)}, S, S)"
-        )
-    samples, size = state[:1], state[-1:]
-    expected = {
-        "state": (*samples, len(CHANNELS), *size, *size),
-        "tangled": (*samples, 1, *size, *size),
-        "channel_mean": (len(CHANNELS),),
-        "channel_deviation": (len(CHANNELS),),
-    }
-    for name, shape in expected.items():
-        found = _shape(file, path, name)
-        if found != shape:
-            raise ValueError(f"{path}: dataset {name!r} has shape {found}, expected {shape}")
-    if not samples[0]:
-        raise ValueError(f"{path}: the file holds no samples")
-    if not (file["channel_deviation"][:] > 0).all():
-        raise ValueError(f"{path}: channel_deviation must be positive in every channel")
-    return file
-
-
-def _shape(file: h5py.File, path: Path, name: str) -> tuple[int, ...]:
-    if name not in file:
-        raise ValueError(f"{path}: no dataset {name!r}; the file has {sorted(file)}")
-    if not isinstance(file[name], h5py.Dataset):
-        raise ValueError(f"{path}: {name!r} is a group; expected a dataset")
-    return file[name].shape
-
-
-def _per_channel(statistic: h5py.Dataset, dtype: torch.dtype) -> torch.Tensor:
+def _per_channel(statistic: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
     """A statistic of every channel as (18, 1, 1), to be applied to (samples, 18, S, S)."""
-    return torch.from_numpy(statistic[:]).to(dtype).reshape(-1, 1, 1)
+    return torch.from_numpy(statistic).to(dtype).reshape(-1, 1, 1)

@@ -11,7 +11,9 @@ may use (state - channel_mean) / channel_deviation.
 
 A chunk holds all channels of a tile of at most 32 x 32 zones of one sample, so a rank that owns a
 box of a sample reads that box and little more. There is no compression: it saves little on
-floating point fields and would make every reader unpack whole chunks.
+floating point fields and would make every reader unpack whole chunks. Chunks have checksums
+(fletcher32), and so has what says where they are, in the format of HDF5 1.10: a file that has been
+damaged is an error where the damage is read.
 """
 
 from __future__ import annotations
@@ -27,9 +29,14 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
+from .durable import check_room, replacing, reserve
+
 Field = NDArray[np.floating[Any]]
 
 FORMAT_VERSION = 1
+
+HDF5_VERSION = "v110"
+"""The oldest HDF5 that can read the file, and the first with checksums on all metadata."""
 
 TILE = 32
 """Longest side of a chunk, in zones."""
@@ -65,6 +72,8 @@ CHANNELS = (
 )
 """The channels of `state`, in order."""
 
+_STATISTICS = ("channel_mean", "channel_deviation")
+
 
 class Writer:
     """Writes the samples of a file made by `create`."""
@@ -76,22 +85,30 @@ class Writer:
             shape=(samples, channels, size, size),
             dtype=np.float32,
             chunks=(1, channels, tile, tile),
+            fletcher32=True,
         )
         self._state.attrs["names"] = [channel.name for channel in CHANNELS]
         self._state.attrs["units"] = [channel.unit for channel in CHANNELS]
         self._tangled = file.create_dataset(
-            "tangled", shape=(samples, 1, size, size), dtype=np.uint8, chunks=(1, 1, tile, tile)
+            "tangled",
+            shape=(samples, 1, size, size),
+            dtype=np.uint8,
+            chunks=(1, 1, tile, tile),
+            fletcher32=True,
         )
         self._means = np.full((samples, channels), np.nan)
         self._variances = np.full((samples, channels), np.nan)
 
     def write(self, index: int, fields: Mapping[str, Field], tangled: NDArray[np.bool_]) -> None:
         """Store sample `index`: its fields by channel name and its label, each of shape (S, S)."""
+        # All channels at once: a chunk holds them all, and is summed up whenever it is written.
+        state = np.empty(self._state.shape[1:], np.float32)
         for place, channel in enumerate(CHANNELS):
             field = fields[channel.name]
-            self._state[index, place] = field
+            state[place] = field
             self._means[index, place] = field.mean()
             self._variances[index, place] = field.var()
+        self._state[index] = state
         self._tangled[index, 0] = tangled
 
     def statistics(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -115,14 +132,20 @@ def create(
     """Make the file at `path`, of `samples` samples of `size` x `size` zones, in a `with` block.
 
     The file gets its name, replacing one that is there, when the block ends without an error;
-    until then it has the suffix ".partial", and an error removes it.
+    an error removes what has been written (see `durable.replacing`).
+
+    Raises:
+        OSError: if the folder cannot be written to, or the disk has no room for the file.
     """
     path = Path(path)
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder; name a file in it: {path / 'data.h5'}")
-    partial = path.with_name(path.name + ".partial")
-    try:
-        with h5py.File(partial, "w") as file:
+    # HDF5 may crash where it finds the disk full, so that it must not.
+    needed = _bytes_at_most(samples, size)
+    check_room(path, needed)
+    with replacing(path) as partial:
+        with h5py.File(partial.name, "w", libver=(HDF5_VERSION, HDF5_VERSION)) as file:
+            reserve(partial, needed)
             file.attrs.update(
                 format_version=FORMAT_VERSION,
                 samples=samples,
@@ -132,7 +155,15 @@ def create(
             )
             writer = Writer(file, samples, size)
             yield writer
-            file["channel_mean"], file["channel_deviation"] = writer.statistics()
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+            for name, values in zip(_STATISTICS, writer.statistics(), strict=True):
+                file.create_dataset(name, data=values, chunks=values.shape, fletcher32=True)
+            file.flush()
+            used = file.id.get_filesize()
+        partial.truncate(used)
+
+
+def _bytes_at_most(samples: int, size: int) -> int:
+    """The size of a file, of whole chunks and of what HDF5 keeps about them, rounded up."""
+    tile = min(size, TILE)
+    tiles = (size + tile - 1) // tile
+    return samples * tiles**2 * (tile**2 * (4 * len(CHANNELS) + 1) + 128) + 2**16

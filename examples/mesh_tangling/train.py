@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -30,9 +31,11 @@ from torch.nn import functional as F
 import distconv as dc
 
 from .arguments import parse_arguments
-from .checkpoint import load_checkpoint, save_checkpoint, write_atomically
+from .checkpoint import checkpoint_size, load_checkpoint, save_checkpoint
 from .compare import compare_with_serial
+from .durable import write_atomically
 from .network import NETWORKS, MeshTanglingNet
+from .output import make_room, prepare_output
 from .plots import CHANNELS_SHOWN, plot_loss, plot_prediction
 from .progress import Progress
 from .reader import MeshTanglingData, check_batch_size, ordered_batches, shuffled_batches
@@ -58,6 +61,10 @@ DECISIVE = (
 """The arguments that determine the numbers of a run: it can be continued only with the same."""
 
 
+class Diverged(ArithmeticError):
+    """Training that has come to numbers which are not finite. Raised on every rank."""
+
+
 def train(args: argparse.Namespace, comm: MPI.Intracomm) -> None:
     """Train, validate and save epoch by epoch, then draw and write the results. Collective."""
     grid = together(comm, lambda: dc.ProcessGrid(comm, **args.grid))
@@ -67,6 +74,7 @@ def train(args: argparse.Namespace, comm: MPI.Intracomm) -> None:
     network = build_model(args)
     together(comm, lambda: check(args, network, training, validation))
     rank_zero(comm, lambda: prepare_output(args))
+    tell_of_unchecked(grid.rank, training, validation)
 
     model = dc.parallelize(network, grid)
     optimizer = build_optimizer(args, model)
@@ -74,6 +82,7 @@ def train(args: argparse.Namespace, comm: MPI.Intracomm) -> None:
     history: list[dict[str, Any]] = []
     if args.resume:
         history = load_checkpoint(args.resume, comm, model, optimizer, settings)
+    rank_zero(comm, lambda: make_room(args, checkpoint_size(model, optimizer), len(history)))
     metrics: dict[str, Any] = {"grid": grid.shape, **settings}
     if args.compare_serial:
         metrics["compare_serial"] = compare_serial(args, grid)
@@ -88,9 +97,11 @@ def train(args: argparse.Namespace, comm: MPI.Intracomm) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
                 progress.step(loss.item(), len(x))
+                check_finite(args, "loss", loss.item(), len(history), progress.steps)
 
         batches = ordered_batches(validation.samples, args.batch_size, grid.shape["sample"])
         score = evaluate(model, validation.batches(batches))
+        check_finite(args, "validation loss", score.loss, len(history), progress.steps)
         history.append(progress.record() | asdict(score))
         state = model, optimizer, settings, history
         rank_zero(comm, partial(save_checkpoint, args.output / "checkpoint.pt", *state))
@@ -129,15 +140,30 @@ def check(
     check_batch_size(args.batch_size, training)
 
 
-def prepare_output(args: argparse.Namespace) -> None:
-    """Make the output folder, and protect the checkpoint of another run that it may hold."""
-    args.output.mkdir(parents=True, exist_ok=True)
+def tell_of_unchecked(rank: int, *files: MeshTanglingData) -> None:
+    """Print which files have no checksums."""
+    for path in dict.fromkeys(data.path for data in files if not data.checksummed):
+        if rank == 0:
+            print(f"note: {path} has no checksums; damage to its values is not noticed", flush=True)
+
+
+def check_finite(
+    args: argparse.Namespace, name: str, value: float, epochs_done: int, steps: int
+) -> None:
+    """Raise `Diverged` on every rank, as `value` is the same on all, if it is not finite."""
+    if math.isfinite(value):
+        return
     checkpoint = args.output / "checkpoint.pt"
-    if checkpoint.exists() and not args.resume:
-        raise ValueError(
-            f"{checkpoint} exists; continue it with --resume {checkpoint}, remove it, or choose "
-            "another --output"
-        )
+    kept = (
+        f"{checkpoint} holds the state after epoch {epochs_done}"
+        if epochs_done
+        else "there is no checkpoint yet"
+    )
+    raise Diverged(
+        f"the {name} is {value} in epoch {epochs_done + 1} after step {steps}; {kept}. "
+        "Start anew with a smaller --learning-rate or with --precision float64, or look for "
+        f"values that are not finite in {args.data} and {args.validation}"
+    )
 
 
 def compare_serial(args: argparse.Namespace, grid: dc.ProcessGrid) -> dict[str, Any]:
@@ -192,10 +218,10 @@ def write_results(
 
 def main(arguments: Sequence[str] | None = None, comm: MPI.Intracomm = MPI.COMM_WORLD) -> None:
     """Train on the ranks of `comm`; what is wrong is one line on rank 0, and exit status 2."""
-    args = parse_arguments(comm, arguments, __doc__, NETWORKS, OPTIMIZERS, PRECISIONS)
     try:
+        args = parse_arguments(comm, arguments, __doc__, NETWORKS, OPTIMIZERS, PRECISIONS)
         train(args, comm)
-    except InvalidInput as error:
+    except (InvalidInput, Diverged) as error:
         if comm.rank == 0:
             print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
