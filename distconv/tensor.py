@@ -578,10 +578,11 @@ def _check_plain(
     Parameters of a parallelized module are compared as a whole, elsewhere.
     """
     x = next(iter(distributed), None)
-    if x is not None and x.grid.size > 1:
-        watch(plain)
+    if x is None or x.grid.size == 1:
+        return
+    watch(plain)
     # One rank alone may compute with what it has in full, to print it, say.
-    if x is None or not (cutting_axes(x.cuts) or x.requires_grad):
+    if not (any(x.cuts) or x.shard.requires_grad):
         return
     if not due((operator, x.shape), x.grid, first=2, then=256):
         return
