@@ -131,7 +131,9 @@ class DistTensor(torch.Tensor):
         rule = RULES.get(func)
         if rule is not None:
             if func not in _UNCHECKED:
-                check_recorded(func, *tensors_in(*args, kwargs))
+                # What out= holds is overwritten.
+                named = {k: x for k, x in kwargs.items() if k != "out"} if kwargs else None
+                check_recorded(func, *tensors_in(*args, named))
             if not kwargs:
                 return rule(*args)
             named = {_ALIASES.get(name, name): x for name, x in kwargs.items()}
@@ -735,8 +737,8 @@ _WAYS_OUT: dict[Any, str] = {
 }
 """What to do instead of functions for which the whole tensor is no way out."""
 
-_UNCHECKED = {torch.autograd.grad, torch.autograd.backward}
-"""Functions that take plain tensors as plain ones."""
+_UNCHECKED = {torch.autograd.grad, torch.autograd.backward, torch.Tensor.__deepcopy__}
+"""Functions that take plain tensors as plain ones, or what has been copied before."""
 
 _ALIASES = {"axis": "dim", "keepdims": "keepdim"}
 """numpy's names, which torch takes for its own."""
