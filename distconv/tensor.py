@@ -255,9 +255,11 @@ class DistTensor(torch.Tensor):
         cuts = cuts_of(layout, grid, local.dim())
         shape = global_shape(local, grid, cuts, Layout.of(cuts), "from_local")
         check_batch(shape, cuts, grid)
-        _check_brought("from_local", local)
+        axes = replicating_axes(cuts, grid.topology)
+        if axes:
+            _check_brought("from_local", local)
         own = local.to(grid.device)
-        shard = exchange.replicate(own, grid, replicating_axes(cuts, grid.topology))
+        shard = exchange.replicate(own, grid, axes)
         # Autograd forbids to write in place to what a Function has passed on.
         return cls(shard.clone() if shard.requires_grad else shard, shape, cuts, grid)
 
