@@ -32,8 +32,11 @@ CURE = (
     "rank (grid.comm.bcast)"
 )
 
-_WHOLE, _BLOCK, _BLOCKS = 2**20, 2**12, 256
+_WHOLE, _BLOCK, _BLOCKS = 2**18, 2**11, 128
 """Up to how many bytes a tensor is looked at in full, and in which blocks beyond that."""
+
+_JUMP = 2**31 - 1
+"""A prime, by multiples of which blocks are off their regular places: samples often begin alike."""
 
 _ELEMENTS = 1024
 """Of how many elements the values are compared, and the checksums of tensors on GPUs made."""
@@ -53,11 +56,26 @@ class Checked(NamedTuple):
     axes: tuple[str, ...] = ()
 
 
+class _Uses:
+    """How often a grid has been used in which way."""
+
+    def __init__(self, grid: ProcessGrid):
+        self.counts: dict[Hashable, int] = {}
+        self.comparable = grid.size > 1 and grid.device.type != "meta"
+        self.on_gpu = grid.device.type == "cuda"
+
+
+def _uses_of(grid: ProcessGrid) -> _Uses:
+    uses: _Uses | None = grid.__dict__.get("_uses")
+    if uses is None:
+        uses = grid.__dict__["_uses"] = _Uses(grid)
+    return uses
+
+
 def possible(grid: ProcessGrid) -> bool:
-    """Whether there is anything to compare, and the host may read it now."""
-    if grid.size == 1 or grid.device.type == "meta":
-        return False
-    return grid.device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
+    """Whether there are ranks to compare with, and the host may read tensors now."""
+    uses = _uses_of(grid)
+    return uses.comparable and not (uses.on_gpu and torch.cuda.is_current_stream_capturing())
 
 
 def due(use: Hashable, grid: ProcessGrid, first: int, then: int) -> bool:
@@ -67,18 +85,19 @@ def due(use: Hashable, grid: ProcessGrid, first: int, then: int) -> bool:
     """
     if not possible(grid):
         return False
-    counts: Counter[Hashable] = grid.__dict__.setdefault("_uses", Counter())
-    if len(counts) > _PLACES:
+    counts = _uses_of(grid).counts
+    number = counts.get(use, 0) + 1
+    if number == 1 and len(counts) >= _PLACES:
         counts.clear()
-    counts[use] += 1
-    return ALWAYS or counts[use] <= first or not counts[use] % then
+    counts[use] = number
+    return ALWAYS or number <= first or not number % then
 
 
 def checksum(x: Tensor) -> int:
     """A number that most probably changes with any element, or with their order.
 
-    Of large tensors it sees blocks at regular distances and both ends, on GPUs elements, and of
-    sparse tensors nothing.
+    Of large tensors it sees blocks all over them and the end, on GPUs elements, and of sparse
+    tensors nothing.
     """
     if x.layout != torch.strided:
         return 0
@@ -89,7 +108,9 @@ def checksum(x: Tensor) -> int:
     if ALWAYS or len(data) <= _WHOLE:
         return crc32(data)
     number = crc32(data[-_BLOCK:])
-    for start in range(0, len(data), len(data) // _BLOCKS):
+    distance = len(data) // _BLOCKS
+    for i in range(_BLOCKS):
+        start = i * distance + i * _JUMP % (distance - _BLOCK + 1)
         number = crc32(data[start : start + _BLOCK], number)
     return number
 

@@ -247,9 +247,11 @@ class DistTensor(torch.Tensor):
         with running("DistTensor.from_local"):
             shape = global_shape(local, grid, cuts, Layout.of(cuts), "from_local")
         check_batch(shape, cuts, grid)
-        _check_brought("from_local", local)
+        axes = replicating_axes(cuts, grid.topology)
+        if axes:
+            _check_brought("from_local", local)
         own = local.to(grid.device)
-        shard = exchange.replicate(own, grid, replicating_axes(cuts, grid.topology))
+        shard = exchange.replicate(own, grid, axes)
         # Autograd forbids to write in place to what a Function has passed on.
         return cls(shard.clone() if shard.requires_grad else shard, shape, cuts, grid)
 
@@ -505,12 +507,10 @@ def _run(
     kwargs: dict[str, Any] | None,
 ) -> Any:
     """What a torch function means on these arguments, by its rule."""
-    if func not in _UNCHECKED:
-        check_recorded(func, *tensors_in(*args, kwargs))
-    if not kwargs:
-        return rule(*args)
-    named = {_ALIASES.get(name, name): x for name, x in kwargs.items()}
+    named = {_ALIASES.get(name, name): x for name, x in kwargs.items()} if kwargs else {}
     out = named.pop("out", None)
+    if func not in _UNCHECKED:
+        check_recorded(func, *tensors_in(*args, named))
     if out is None:
         return rule(*args, **named)
     operands = tensors_in(*args, named)
@@ -592,10 +592,11 @@ def _check_plain(
     Parameters of a parallelized module are compared as a whole, elsewhere.
     """
     x = next(iter(distributed), None)
-    if x is not None and x.grid.size > 1:
-        watch(plain)
+    if x is None or x.grid.size == 1:
+        return
+    watch(plain)
     # One rank alone may compute with what it has in full, to print it, say.
-    if x is None or not (cutting_axes(x.cuts) or x.requires_grad):
+    if not (any(x.cuts) or x.shard.requires_grad):
         return
     if not due((operator, x.shape), x.grid, first=2, then=256):
         return
@@ -748,8 +749,8 @@ _WAYS_OUT: dict[Any, str] = {
 }
 """What to do instead of functions for which the whole tensor is no way out."""
 
-_UNCHECKED = {torch.autograd.grad, torch.autograd.backward}
-"""Functions that take plain tensors as plain ones."""
+_UNCHECKED = {torch.autograd.grad, torch.autograd.backward, torch.Tensor.__deepcopy__}
+"""Functions that take plain tensors as plain ones, or what has been copied before."""
 
 _ALIASES = {"axis": "dim", "keepdims": "keepdim"}
 """numpy's names, which torch takes for its own."""

@@ -36,6 +36,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--gpu", action="store_true", help="let the tests see GPUs")
 
 
+@pytest.fixture(autouse=True)
+def same_numbers_on_all_ranks() -> None:
+    """Let a test draw the same numbers on all ranks, whatever an earlier one has drawn."""
+    torch.manual_seed(0)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Let rank 0 report; another rank's report is shown when it has seen a failure."""

@@ -46,6 +46,12 @@ def test_a_checksum_exists_for_every_type_and_shape(dtype: torch.dtype) -> None:
     assert checksum(x) != checksum(x.flip(0))
 
 
+def test_a_checksum_of_samples_that_begin_alike_sees_their_order() -> None:
+    x = torch.zeros(128, 3, 64, 64)
+    x[:, :, 16:] = numbers(128, 3, 48, 64)
+    assert checksum(x) != checksum(x.roll(1, 0))
+
+
 def test_a_checksum_takes_equal_nans_for_equal() -> None:
     x = numbers(4)
     x[1] = torch.nan

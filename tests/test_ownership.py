@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
@@ -162,10 +163,31 @@ def test_a_penalty_beside_a_distributed_root_is_an_error() -> None:
 def test_what_depends_on_parameters_is_not_distributed() -> None:
     grid = dc.ProcessGrid(height=-1)
     model = dc.parallelize(net(), grid)
-    for x in (model[0].weight, penalty(model)):
+    whole, depending = dc.Layout(), (model[0].weight, penalty(model))
+    for bring, x in product((dc.distribute_tensor, dc.DistTensor.from_local), depending):
         message = raised_everywhere(
-            dc.UnsupportedOperation, lambda x=x: dc.distribute_tensor(x, grid, dc.Layout())
+            dc.UnsupportedOperation, lambda bring=bring, x=x: bring(x, grid, whole)
         )
         assert "depends on a parameter of a parallelized module" in message
         assert "as they are" in message
     dc.distribute_tensor(model[0].weight.detach(), grid, dc.Layout())
+
+
+@pytest.mark.parallel(RANKS)
+def test_blocks_of_their_own_depend_on_parameters_by_a_part() -> None:
+    grid = dc.ProcessGrid(height=-1)
+
+    class Scale(nn.Conv2d):
+        def forward(self, x: Tensor) -> Tensor:
+            if not isinstance(x, dc.DistTensor):
+                return super().forward(x)
+            return dc.DistTensor.from_local(super().forward(x.to_local()), x.grid)
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return Scale(3, 2, 1).double()
+
+    model, serial = dc.parallelize(make(), grid), make()
+    model(batch(grid)).square().sum().backward()
+    serial(whole()).square().sum().backward()
+    assert deviation(model.weight.grad, serial.weight.grad) < 1e-10
