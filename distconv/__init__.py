@@ -20,6 +20,8 @@ from distconv.tensor import (
 )
 from distconv.verify import verify
 
+__version__ = "0.1.0"
+
 __all__ = [
     "Box",
     "DistTensor",

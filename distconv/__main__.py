@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
+import json
 import sys
 from collections.abc import Callable
 from math import prod
@@ -13,12 +15,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from distconv import __version__
 from distconv.arguments import RankParser, grid_axes, layout, shape
-from distconv.bench import BENCHMARKS, Settings, as_table, plot
-from distconv.explain import dtype_of, explain
+from distconv.bench import BENCHMARKS, Row, Settings, as_table, plot
+from distconv.explain import LayerPlan, dtype_of, explain
+from distconv.explain import listed as layers_listed
 from distconv.grid import ProcessGrid
-from distconv.launch import mpi
-from distconv.verify import verify
+from distconv.launch import mpi, world
+from distconv.progress import Progress
+from distconv.record import as_json
+from distconv.verify import Comparison, verify
+from distconv.verify import listed as comparisons_listed
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 
@@ -38,6 +45,7 @@ class Command(NamedTuple):
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; every rank that MPI has started calls it. Returns the exit status."""
     parser = RankParser(prog="python -m distconv", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"distconv {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
         of_command = commands.add_parser(name, help=command.purpose, description=command.purpose)
@@ -54,8 +62,9 @@ def main(arguments: list[str] | None = None) -> int:
 def _module_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "factory",
-        metavar="PACKAGE.MODULE:FACTORY",
-        help="what makes the torch module when called without arguments: a function or a class",
+        metavar="MODULE:FACTORY",
+        help="what makes the torch module when called without arguments: a function or a class, in "
+        "package.module or ./file.py",
     )
     parser.add_argument(
         "--shape",
@@ -79,21 +88,17 @@ def _module_options(parser: argparse.ArgumentParser) -> None:
         help="how the inputs are cut; by default every dimension over the axis of its name",
     )
     parser.add_argument("--seed", type=int, default=0, help="of parameters and input (%(default)s)")
+    parser.add_argument("--json", action="store_true", help="one line of JSON instead of a table")
 
 
 def _made(factory: str, seed: int) -> nn.Module:
     """The module that the factory of this name makes."""
-    path, colon, name = factory.partition(":")
+    path, colon, name = factory.rpartition(":")
     if not colon or not name:
-        raise BadArguments(f"{factory!r} names no factory; write package.module:factory")
-    try:
-        make: Any = importlib.import_module(path)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{path}.".startswith(f"{error.name}."):
-            raise
         raise BadArguments(
-            f"there is no module {error.name!r}; start from the folder it is in, or install it"
-        ) from None
+            f"{factory!r} names no factory; write package.module:factory or ./file.py:factory"
+        )
+    make: Any = _from_file(Path(path)) if path.endswith(".py") else _imported(path)
     for part in name.split("."):
         make = getattr(make, part, None)
     if not callable(make):
@@ -105,6 +110,31 @@ def _made(factory: str, seed: int) -> nn.Module:
         raise BadArguments(f"{factory} raised TypeError without arguments: {error}") from error
     if not isinstance(module, nn.Module):
         raise BadArguments(f"{factory} makes a {type(module).__name__}, not a torch.nn.Module")
+    return module
+
+
+def _imported(path: str) -> Any:
+    """The module of this name."""
+    try:
+        return importlib.import_module(path)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{path}.".startswith(f"{error.name}."):
+            raise
+        raise BadArguments(
+            f"there is no module {error.name!r}; start from the folder it is in, or install it, "
+            "or write its file, ./file.py:factory"
+        ) from None
+
+
+def _from_file(path: Path) -> Any:
+    """The module in a file, which finds its neighbours as a script does."""
+    if not path.is_file():
+        raise BadArguments(f"there is no file {str(path)!r}")
+    sys.path.insert(0, str(path.resolve().parent))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
     return module
 
 
@@ -133,12 +163,36 @@ def _explain_options(parser: argparse.ArgumentParser) -> None:
 def _explain(arguments: argparse.Namespace) -> int:
     module = _made(arguments.factory, arguments.seed)
     dtype = None if arguments.dtype is None else getattr(torch, arguments.dtype)
-    options = {"dtype": dtype, "layout": arguments.layout, "rank": arguments.rank}
-    try:
-        plan = explain(module, arguments.shape, arguments.grid, **options)
-    except ValueError as error:
-        raise BadArguments(str(error)) from None
+    options: dict[str, Any] = {"dtype": dtype, "layout": arguments.layout, "rank": arguments.rank}
+
+    def show(layers: list[LayerPlan]) -> None:
+        if arguments.json:
+            print(_interrupted(layers))
+        else:
+            print(layers_listed(layers), f"interrupted after {len(layers)} lines", sep="\n")
+
+    comm = world()
+    first = comm is None or comm.rank == 0
+    with Progress[LayerPlan](lambda layer: layer.name, show, first) as progress:
+        try:
+            plan = explain(
+                module,
+                arguments.shape,
+                arguments.grid,
+                show=False,
+                progress=progress,
+                **options,
+            )
+        except ValueError as error:
+            raise BadArguments(str(error)) from None
+    if first:
+        print(as_json(plan, refusal=plan.refusal) if arguments.json else plan, flush=True)
     return int(plan.refusal is not None)
+
+
+def _interrupted(rows: list[Any]) -> str:
+    """What there is of a result, as a line of JSON."""
+    return json.dumps({"interrupted": True, "rows": [json.loads(as_json(row)) for row in rows]})
 
 
 def _verify_options(parser: argparse.ArgumentParser) -> None:
@@ -170,15 +224,30 @@ def _verify(arguments: argparse.Namespace) -> int:
     dtype = dtype_of(module, torch.float64 if arguments.float64 else torch.get_default_dtype())
     generator = torch.Generator().manual_seed(arguments.seed)
     inputs = [torch.randn(s, generator=generator, dtype=dtype) for s in arguments.shape]
-    verification = verify(
-        module,
-        inputs,
-        grid,
-        layout=arguments.layout,
-        tolerance=arguments.tolerance,
-        backward=not arguments.no_backward,
-        seed=arguments.seed,
-    )
+
+    def show(rows: list[Comparison]) -> None:
+        if arguments.json:
+            print(_interrupted(rows))
+        else:
+            after = f"interrupted after {len(rows)} comparisons, which are not judged"
+            print(comparisons_listed(rows, judged=False), after, sep="\n")
+
+    first = grid.rank == 0
+    with Progress[Comparison](lambda row: f"{row.layer} {row.kind}", show, first) as progress:
+        verification = verify(
+            module,
+            inputs,
+            grid,
+            layout=arguments.layout,
+            tolerance=arguments.tolerance,
+            backward=not arguments.no_backward,
+            seed=arguments.seed,
+            show=False,
+            progress=progress,
+        )
+    if first:
+        shown = as_json(verification, ok=verification.ok) if arguments.json else verification
+        print(shown, flush=True)
     return int(not verification.ok)
 
 
@@ -206,15 +275,20 @@ def _bench(arguments: argparse.Namespace) -> int:
     torch.set_num_threads(arguments.threads)
     settings = Settings(arguments.grid, arguments.threads, arguments.seconds)
     first = mpi().COMM_WORLD.rank == 0
-    rows = []
-    for row in BENCHMARKS[arguments.benchmark](settings):
-        rows.append(row)
-        if first and arguments.json:
-            print(row.json(), flush=True)
-    if first and not arguments.json:
-        print(as_table(rows))
+
+    def show(rows: list[Row]) -> None:
+        if not arguments.json:
+            print(as_table(rows))
+
+    with Progress[Row](lambda row: f"{row.case}, {row.measure}", show, first) as progress:
+        for row in BENCHMARKS[arguments.benchmark](settings):
+            progress(row)
+            if first and arguments.json:
+                print(row.json(), flush=True)
+    if first:
+        show(progress.rows)
     if first and arguments.plot is not None:
-        plot(rows, arguments.plot)
+        plot(progress.rows, arguments.plot)
     return 0
 
 

@@ -108,10 +108,9 @@ class Explanation:
         sums = *map(_size, (received, moved)), "", _size(reduced)
         memory = map(_size, (self.kept_bytes, self.parameter_bytes))
         total = "total", *("",) * 5, *sums, *memory
-        rows = [_HEADING, *map(_cells, self.layers), total]
         lines = [
             f"{self.module} on rank {self.rank} of {self.grid}, forward",
-            table(rows, right=(6, 7, 9, 10, 11)),
+            listed(self.layers, total),
         ]
         if self.refusal is not None:
             lines.append(f"{self.layers[-1].name} is refused: {self.refusal}")
@@ -131,6 +130,7 @@ def explain(
     layout: Layout | Sequence[Layout | None] | None = None,
     rank: int | None = None,
     show: bool = True,
+    progress: Callable[[LayerPlan], object] = lambda layer: None,
 ) -> Explanation:
     """Tell, and print, what each layer of `module` does on one rank of `grid`, without running it.
 
@@ -147,6 +147,7 @@ def explain(
     layout: of the input, or of each; every dimension over the axis of its name when not given.
     rank: whose part is told; the rank in the middle of every axis when not given.
     show: whether to print the table, on rank 0.
+    progress: is called with each line of the table as it comes.
 
     Raises
     ------
@@ -164,7 +165,7 @@ def explain(
     extents = grid.shape if isinstance(grid, ProcessGrid) else grid
     rehearsal = Rehearsal(extents, rank)
     cut = map(rehearsal.tensor, shapes, layouts, dtypes)
-    layers = _rehearse(_without_elements(module), list(cut), rehearsal)
+    layers = _rehearse(_without_elements(module), list(cut), rehearsal, progress)
     whole = [torch.empty(s, dtype=d, device="meta") for s, d in zip(shapes, dtypes, strict=True)]
     try:
         serial = _rehearse(_without_elements(module), whole, Rehearsal({}))
@@ -231,10 +232,15 @@ def _without_elements(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, memo)
 
 
-def _rehearse(module: nn.Module, inputs: Sequence[Tensor], grid: Rehearsal) -> list[LayerPlan]:
+def _rehearse(
+    module: nn.Module,
+    inputs: Sequence[Tensor],
+    grid: Rehearsal,
+    progress: Callable[[LayerPlan], object] = lambda layer: None,
+) -> list[LayerPlan]:
     """The plan of a module without elements on the rank that `grid` rehearses."""
     within = IN_MODULE.set(object())
-    accounts = _Accounts(module, grid)
+    accounts = _Accounts(module, grid, progress)
     try:
         with traced() as accounts.movements, uncounted():
             keeping = saved_tensors_hooks(accounts.keep, lambda x: x)
@@ -276,11 +282,11 @@ def _first_of(result: Any) -> _Output | None:
 class _Accounts(Calls):
     """Writes down, call by call, what has been moved, reduced and kept since the one before."""
 
-    def __init__(self, module: nn.Module, grid: Rehearsal):
+    def __init__(self, module: nn.Module, grid: Rehearsal, progress: Callable[[LayerPlan], object]):
         super().__init__(module)
         self.layers: list[LayerPlan] = []
         self.movements: list[Movement] = []
-        self._grid = grid
+        self._grid, self._progress = grid, progress
         self._reduced = 0
         self._kept = 0
         state = (*module.parameters(), *module.buffers())
@@ -358,6 +364,7 @@ class _Accounts(Calls):
                 refusal,
             )
         )
+        self._progress(self.layers[-1])
 
 
 class _Functions(TorchFunctionMode):
@@ -401,6 +408,11 @@ _HEADING = (
     *("layer", "type", "output", "layout", "local", "halo", "received", "moved"),
     *("redistribution", "reduced", "kept", "parameters"),
 )
+
+
+def listed(layers: Sequence[LayerPlan], *more: tuple[str, ...]) -> str:
+    """Return layers as a table, with `more` rows below them."""
+    return table([_HEADING, *map(_cells, layers), *more], right=(6, 7, 9, 10, 11))
 
 
 def _cells(layer: LayerPlan) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -80,19 +80,10 @@ class Verification:
         return self.first_deviation is None
 
     def __str__(self) -> str:
-        cells = [
-            (
-                *(r.layer, r.kind, f"{r.difference:.1e}", f"{r.rounding:.1e}"),
-                *("" if r.ok else "deviates", r.note),
-            )
-            for r in self.rows
-            if r.kind != "refused"
-        ]
-        heading = ("layer", "", "difference", "rounding", "", "")
         return "\n".join(
             [
                 f"{self.module} on {self.grid} against serial, tolerance {self.tolerance:.1e}",
-                table([heading, *cells], right=(2, 3)),
+                listed(self.rows),
                 *(f"note: {note}" for note in self.notes),
                 self._verdict(),
             ]
@@ -123,6 +114,7 @@ def verify(
     backward: bool = True,
     seed: int = 0,
     show: bool = True,
+    progress: Callable[[Comparison], object] = lambda comparison: None,
 ) -> Verification:
     """Compare, and print, what each layer of `module` computes on `grid` and serially.
 
@@ -151,6 +143,7 @@ def verify(
         largest of them, as a bias before a norm has a gradient that is zero but for rounding.
     seed: of the gradient of the outputs.
     show: whether to print the table, on rank 0.
+    progress: is called with each comparison as it comes, before its difference is judged.
 
     Raises
     ------
@@ -170,7 +163,7 @@ def verify(
         raise ValueError(f"verify: {len(layouts)} layouts for {len(inputs)} inputs")
     gpus = [grid.device] if grid.device.type == "cuda" else []
     with torch.random.fork_rng(gpus), torch.set_grad_enabled(backward), uncounted():
-        rows, notes, dtypes = _compare(module, inputs, layouts, grid, seed)
+        rows, notes, dtypes = _compare(module, inputs, layouts, grid, seed, progress)
     allowance = 0.0
     if tolerance is None:
         kinds = {d.to_real() if d.is_complex else d for d in dtypes}
@@ -201,6 +194,19 @@ def verify(
     if show and grid.rank == 0:
         print(verification, flush=True)
     return verification
+
+
+def listed(rows: Sequence[Comparison], *, judged: bool = True) -> str:
+    """Return comparisons as a table; without what follows from all of them unless `judged`."""
+    cells = [
+        (
+            *(r.layer, r.kind, f"{r.difference:.1e}", f"{r.rounding:.1e}" if judged else ""),
+            *("" if r.ok or not judged else "deviates", r.note),
+        )
+        for r in rows
+        if r.kind != "refused"
+    ]
+    return table([("layer", "", "difference", "rounding", "", ""), *cells], right=(2, 3))
 
 
 def _agreed_inputs(module: Any, input: Any, grid: ProcessGrid, options: Any) -> list[Tensor]:
@@ -255,6 +261,7 @@ def _compare(
     layouts: list[Layout | None],
     grid: ProcessGrid,
     seed: int,
+    progress: Callable[[Comparison], object],
 ) -> tuple[list[Comparison], list[str], set[torch.dtype]]:
     """All comparisons, not yet judged; what to know; and the floating types that occur."""
     plain, model = copy.deepcopy(module).to(grid.device), copy.deepcopy(module)
@@ -280,7 +287,7 @@ def _compare(
     }
     del shaken
     cut = [distribute_tensor(x, grid, k) for x, k in zip(inputs, layouts, strict=True)]
-    rows = serial.against(model, cut, last=True)
+    rows = serial.against(model, cut, last=True, progress=progress)
     notes = []
     if quiet:
         notes.append(
@@ -319,11 +326,17 @@ class _Serial:
         self.dtypes = self.calls.dtypes | {x.dtype for x in present if _is_continuous(x)}
 
     def against(
-        self, model: nn.Module, inputs: Sequence[Tensor], *, last: bool
+        self,
+        model: nn.Module,
+        inputs: Sequence[Tensor],
+        *,
+        last: bool,
+        progress: Callable[[Comparison], object] = lambda comparison: None,
     ) -> list[Comparison]:
         """Run `model` and compare; collective where that is distributed. `last` forgets outputs."""
         leaves = [_leaf(x) for x in inputs]
-        compared = _Compared(model, self.calls.outputs if last else dict(self.calls.outputs))
+        expected = self.calls.outputs if last else dict(self.calls.outputs)
+        compared = _Compared(model, expected, progress)
         rows = compared.rows
         try:
             outputs = tensors_in(model(*(x.clone() for x in leaves)))
@@ -331,12 +344,14 @@ class _Serial:
             # A backward pass through checkpoints calls layers again.
             compared.remove()
             buffers = dict(self._module.named_buffers())
-            rows += [_comparison(n, "buffer", b, buffers[n]) for n, b in model.named_buffers()]
+            for name, buffer in model.named_buffers():
+                compared.add(_comparison(name, "buffer", buffer, buffers[name]))
             compared.stack.append(("backward", model))
             if [y.shape if y.requires_grad else None for y in outputs] == self._shapes:
                 for i, seed in self._seeds.items():
                     outputs[i].backward(seed, retain_graph=i != max(self._seeds))
-                rows += _gradients(self._module, model, self._leaves, leaves)
+                for row in _gradients(self._module, model, self._leaves, leaves):
+                    compared.add(row)
             else:
                 note = "there is none on the grid"
                 rows.append(Comparison(type(model).__name__, "gradient", math.inf, note=note))
@@ -422,10 +437,20 @@ class _Recorded(Calls):
 class _Compared(Calls):
     """What each call of a layer returns, compared with what is expected, which is forgotten."""
 
-    def __init__(self, module: nn.Module, expected: dict[str, list[Tensor] | None]):
+    def __init__(
+        self,
+        module: nn.Module,
+        expected: dict[str, list[Tensor] | None],
+        progress: Callable[[Comparison], object],
+    ):
         super().__init__(module)
         self.rows: list[Comparison] = []
-        self._expected = expected
+        self._expected, self._progress = expected, progress
+
+    def add(self, row: Comparison) -> None:
+        """Take one more comparison."""
+        self.rows.append(row)
+        self._progress(row)
 
     def left(self, name: str, module: nn.Module, output: Any) -> None:
         if name not in self._expected:
@@ -439,7 +464,7 @@ class _Compared(Calls):
             self._differ(name, f"returns {len(actual)} tensors, serially {len(expected)}")
             return
         for i, (x, y) in enumerate(zip(actual, expected, strict=True)):
-            self.rows.append(_comparison(f"{name}[{i}]" if i else name, "output", x, y))
+            self.add(_comparison(f"{name}[{i}]" if i else name, "output", x, y))
 
     def complete(self) -> None:
         """Miss what has been called serially only."""
@@ -447,12 +472,12 @@ class _Compared(Calls):
             self._differ(name, "is called serially only")
 
     def _differ(self, name: str, note: str) -> None:
-        self.rows.append(Comparison(name, "output", math.inf, note=note))
+        self.add(Comparison(name, "output", math.inf, note=note))
 
 
 def _gradients(
     serial: nn.Module, model: nn.Module, inputs: Sequence[Tensor], cut: Sequence[Tensor]
-) -> list[Comparison]:
+) -> Iterator[Comparison]:
     """Gradients from the last parameter to the inputs."""
     twins = dict(model.named_parameters())
     largest: dict[str, float] = {}
@@ -466,7 +491,6 @@ def _gradients(
     ]
     names = ["input", *(f"input[{i}]" for i in range(1, len(inputs)))]
     pairs += [(name, x, y, 0.0) for name, x, y in zip(names, cut, inputs, strict=True)]
-    rows = []
     for name, actual, expected, scale in pairs:
         got, wanted = actual.grad, expected.grad
         if got is None and wanted is None:
@@ -474,10 +498,9 @@ def _gradients(
         if got is None or wanted is None:
             where = "serially" if got is None else "on the grid"
             note = f"has a gradient {where} only"
-            rows.append(Comparison(name, "gradient", math.inf, note=note))
+            yield Comparison(name, "gradient", math.inf, note=note)
         else:
-            rows.append(_comparison(name, "gradient", got, wanted, scale))
-    return rows
+            yield _comparison(name, "gradient", got, wanted, scale)
 
 
 def _largest(x: Tensor | None) -> float:

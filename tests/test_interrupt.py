@@ -22,7 +22,11 @@ def wait():
     grid.comm.recv(source=1 - grid.rank, tag=9)
 
 def ready():
-    print(f"ready {os.getpid()} {os.getppid()}", flush=True)
+    name = os.path.join(os.path.dirname(__file__), str(grid.rank))
+    with open(name + ".partial", "w") as file:
+        file.write(f"{os.getpid()} {os.getppid()}")
+    os.rename(name + ".partial", name)
+
 """
 
 WAITING = "ready(); wait()"
@@ -44,20 +48,18 @@ except KeyboardInterrupt:
 """
 
 
-def started(tmp_path: Path, body: str) -> tuple[subprocess.Popen[str], list[int], list[int]]:
-    """A job of two ranks that are ready, their processes, and those that have started them."""
+def started(tmp_path: Path, body: str) -> tuple[subprocess.Popen[str], list[int], int]:
+    """A job of two ranks that are ready, their processes, and the one that has started them."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT + body)
     process = start(script, 2)
-    assert process.stdout is not None
-    words: list[str] = []
-    while words.count("ready") < 2 or len(words) < 6:
-        line = process.stdout.readline()
-        assert line, process.communicate()[1]
-        words += line.split()
-    numbers = [int(word) for word in words if word != "ready"]
-    parents = [n for n in numbers if numbers.count(n) == 2]
-    return process, [n for n in numbers if n not in parents], parents
+    files = [tmp_path / "0", tmp_path / "1"]
+    limit = time.monotonic() + LIMIT
+    while not all(file.exists() for file in files):
+        assert process.poll() is None and time.monotonic() < limit, end_of(process, 1)
+        time.sleep(0.1)
+    (first, parent), (second, _) = (map(int, file.read_text().split()) for file in files)
+    return process, [first, second], parent
 
 
 def gone(process: int) -> bool:
@@ -132,8 +134,8 @@ def test_a_killed_launcher_leaves_no_ranks(tmp_path: Path) -> None:
 
 
 def test_ranks_end_when_what_has_started_them_is_killed(tmp_path: Path) -> None:
-    job, ranks, parents = started(tmp_path, WAITING)
-    os.kill(parents[0], signal.SIGKILL)
+    job, ranks, parent = started(tmp_path, WAITING)
+    os.kill(parent, signal.SIGKILL)
     assert_gone(ranks)
     assert end_of(job).returncode != 0
 

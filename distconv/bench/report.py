@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from distconv.bench.pairs import spread
+from distconv.record import as_json
 from distconv.table import size, table
 
 
@@ -52,7 +52,7 @@ class Row:
 
     def json(self) -> str:
         """All of it on one line."""
-        return json.dumps(asdict(self) | {"met": self.met})
+        return as_json(self, met=self.met)
 
 
 def over(

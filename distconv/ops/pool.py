@@ -46,7 +46,9 @@ def _adaptive(
             windows, input.shape[2:], box.start[2:], box.stop[2:], strict=True
         )
     ]
-    cells = [pool(buffer[:, :, *cell], 1).flatten(2) for cell in product(*steps)]
+    cells = [
+        pool(buffer[(slice(None), slice(None), *cell)], 1).flatten(2) for cell in product(*steps)
+    ]
     return DistTensor(torch.cat(cells, 2).reshape(box.shape), shape, cuts, input.grid)
 
 

@@ -1,0 +1,27 @@
+"""Results as one line of JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, is_dataclass
+from typing import Any
+
+
+def as_json(record: Any, **more: object) -> str:
+    """Return a dataclass, and `more`, as one line of JSON.
+
+    What has no form of its own there is text; numbers that are not finite are null.
+    """
+    return json.dumps(_plain(asdict(record) | more), allow_nan=False, default=repr)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value without dataclasses and numbers that JSON does not know."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return _plain(asdict(value))
+    if isinstance(value, dict):
+        return {key: _plain(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
