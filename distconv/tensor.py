@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.overrides import resolve_name
 
 from distconv import exchange
-from distconv.blocks import check_batch, global_shape
+from distconv.blocks import global_shape
 from distconv.grid import ProcessGrid
 from distconv.layout import (
     Box,
@@ -249,7 +249,6 @@ class DistTensor(torch.Tensor):
         """
         cuts = cuts_of(layout, grid, local.dim())
         shape = global_shape(local, grid, cuts, Layout.of(cuts))
-        check_batch(shape, cuts, grid)
         own = local.to(grid.device)
         shard = exchange.replicate(own, grid, replicating_axes(cuts, grid.topology))
         # Autograd forbids to write in place to what a Function has passed on.
@@ -409,8 +408,7 @@ def distribute_tensor(x: Tensor, grid: ProcessGrid, layout: Layout | None = None
     Raises
     ------
     ValueError
-        On every rank, when the ranks' shapes or types differ, or the batch has fewer samples than
-        the grid's `sample` axis has ranks.
+        On every rank, when the ranks' shapes or types differ.
     """
     if isinstance(x, DistTensor):
         raise TypeError("distribute_tensor: x is distributed already; use x.redistribute(layout)")
@@ -418,7 +416,6 @@ def distribute_tensor(x: Tensor, grid: ProcessGrid, layout: Layout | None = None
         raise TypeError(f"distribute_tensor: x is a {type(x).__name__}; pass torch.as_tensor(x)")
     cuts = cuts_of(layout, grid, x.dim())
     global_shape(x, grid, ((),) * x.dim(), Layout.of(cuts))
-    check_batch(tuple(x.shape), cuts, grid)
     box = rank_box(tuple(x.shape), cuts, grid.topology, grid.rank)
     # Gradients are added up where the grid computes.
     whole = x.to(grid.device) if x.requires_grad else x

@@ -89,7 +89,7 @@ def train(args: argparse.Namespace, comm: MPI.Intracomm) -> None:
                 optimizer.zero_grad()
                 progress.step(loss.item(), len(x))
 
-        batches = ordered_batches(validation.samples, args.batch_size, grid.shape["sample"])
+        batches = ordered_batches(validation.samples, args.batch_size)
         score = evaluate(model, validation.batches(batches))
         history.append(progress.record() | asdict(score))
         state = model, optimizer, settings, history
