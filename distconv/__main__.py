@@ -14,10 +14,11 @@ import torch
 from mpi4py import MPI
 from torch import nn
 
-from distconv.arguments import RankParser, grid_axes, layout, shape
+from distconv.arguments import RankParser, grid_axes, layout, pattern_and_layout, shape
 from distconv.bench import BENCHMARKS, Settings, as_table, plot
 from distconv.explain import dtype_of, explain
 from distconv.grid import ProcessGrid
+from distconv.layouts import layouts_of
 from distconv.verify import verify
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -78,6 +79,14 @@ def _module_options(parser: argparse.ArgumentParser) -> None:
         metavar="DIMENSION=AXIS+AXIS,...",
         help="how the inputs are cut; by default every dimension over the axis of its name",
     )
+    parser.add_argument(
+        "--layouts",
+        type=pattern_and_layout,
+        action="append",
+        default=[],
+        metavar="PATTERN:DIMENSION=AXIS+AXIS,...",
+        help="how modules whose names match take their inputs; once for each pattern",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of parameters and input (%(default)s)")
 
 
@@ -133,9 +142,16 @@ def _explain_options(parser: argparse.ArgumentParser) -> None:
 def _explain(arguments: argparse.Namespace) -> int:
     module = _made(arguments.factory, arguments.seed)
     dtype = None if arguments.dtype is None else getattr(torch, arguments.dtype)
-    options = {"dtype": dtype, "layout": arguments.layout, "rank": arguments.rank}
     try:
-        plan = explain(module, arguments.shape, arguments.grid, **options)
+        plan = explain(
+            module,
+            arguments.shape,
+            arguments.grid,
+            dtype=dtype,
+            layout=arguments.layout,
+            layouts=dict(arguments.layouts),
+            rank=arguments.rank,
+        )
     except ValueError as error:
         raise BadArguments(str(error)) from None
     return int(plan.refusal is not None)
@@ -165,6 +181,11 @@ def _grid(extents: dict[str, Any], command: str) -> ProcessGrid:
 def _verify(arguments: argparse.Namespace) -> int:
     grid = _grid(arguments.grid, "verify")
     module = _made_everywhere(arguments.factory, arguments.seed)
+    layouts = dict(arguments.layouts)
+    try:
+        layouts_of(module, layouts)
+    except ValueError as error:
+        raise BadArguments(str(error)) from None
     if arguments.float64:
         module = module.double()
     dtype = dtype_of(module, torch.float64 if arguments.float64 else torch.get_default_dtype())
@@ -175,6 +196,7 @@ def _verify(arguments: argparse.Namespace) -> int:
         inputs,
         grid,
         layout=arguments.layout,
+        layouts=layouts,
         tolerance=arguments.tolerance,
         backward=not arguments.no_backward,
         seed=arguments.seed,

@@ -192,8 +192,8 @@ class DistTensor(torch.Tensor):
 
     @property
     def layout(self) -> Layout:  # type: ignore[override]
-        """How it is cut."""
-        return Layout.of(self.cuts)
+        """How it is cut; of a parameter, the first dimension is that of the filters."""
+        return Layout.of(self.cuts, weight=getattr(self, "_is_param", False))
 
     @property
     def box(self) -> Box:
@@ -473,7 +473,8 @@ def note(x: DistTensor, plan: Plan, cuts: Cuts, operator: str) -> None:
     """Let the ledger know what `operator` moves of `x` to an output cut by `cuts`."""
     if cuts != x.cuts or tracing():
         itemsize = x.shard.element_size()
-        record(Movement(operator, x.layout, Layout.of(cuts), plan, itemsize))
+        target = Layout.of(cuts, weight=getattr(x, "_is_param", False))
+        record(Movement(operator, x.layout, target, plan, itemsize))
 
 
 def _check_out(operator: Callable[..., Any], out: Any, result: Any, *operands: Tensor) -> None:
