@@ -26,6 +26,7 @@ from distconv.layout import (
 from distconv.ledger import Movement, record, tracing
 from distconv.memory import Memory
 from distconv.plan import Plan, make_plan
+from distconv.whole import whole_numbers
 from distconv.window import IndexMap, Same
 
 Tensors = Tensor | Sequence[Tensor]
@@ -430,7 +431,10 @@ def default_layout(grid: ProcessGrid, ndim: int) -> Layout:
 
 def local_box(shape: Sequence[int], grid: ProcessGrid, layout: Layout | None = None) -> Box:
     """The box of a tensor of global `shape` that this rank holds; no communication."""
-    return rank_box(tuple(shape), cuts_of(layout, grid, len(shape)), grid.topology, grid.rank)
+    sizes = whole_numbers(shape, "shape")
+    if min(sizes, default=0) < 0:
+        raise ValueError(f"local_box: shape={sizes} has a negative size")
+    return rank_box(sizes, cuts_of(layout, grid, len(sizes)), grid.topology, grid.rank)
 
 
 def gathered(
