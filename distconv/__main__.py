@@ -16,12 +16,13 @@ import torch
 from torch import nn
 
 from distconv import __version__
-from distconv.arguments import RankParser, grid_axes, layout, shape
+from distconv.arguments import RankParser, grid_axes, layout, pattern_and_layout, shape
 from distconv.bench import BENCHMARKS, Row, Settings, as_table, plot
 from distconv.explain import LayerPlan, dtype_of, explain
 from distconv.explain import listed as layers_listed
 from distconv.grid import ProcessGrid
 from distconv.launch import mpi, world
+from distconv.layouts import layouts_of
 from distconv.progress import Progress
 from distconv.record import as_json
 from distconv.verify import Comparison, verify
@@ -86,6 +87,14 @@ def _module_options(parser: argparse.ArgumentParser) -> None:
         type=layout,
         metavar="DIMENSION=AXIS+AXIS,...",
         help="how the inputs are cut; by default every dimension over the axis of its name",
+    )
+    parser.add_argument(
+        "--layouts",
+        type=pattern_and_layout,
+        action="append",
+        default=[],
+        metavar="PATTERN:DIMENSION=AXIS+AXIS,...",
+        help="how modules whose names match take their inputs; once for each pattern",
     )
     parser.add_argument("--seed", type=int, default=0, help="of parameters and input (%(default)s)")
     parser.add_argument("--json", action="store_true", help="one line of JSON instead of a table")
@@ -164,6 +173,7 @@ def _explain(arguments: argparse.Namespace) -> int:
     module = _made(arguments.factory, arguments.seed)
     dtype = None if arguments.dtype is None else getattr(torch, arguments.dtype)
     options: dict[str, Any] = {"dtype": dtype, "layout": arguments.layout, "rank": arguments.rank}
+    options["layouts"] = dict(arguments.layouts)
 
     def show(layers: list[LayerPlan]) -> None:
         if arguments.json:
@@ -219,6 +229,11 @@ def _grid(extents: dict[str, Any], command: str) -> ProcessGrid:
 def _verify(arguments: argparse.Namespace) -> int:
     grid = _grid(arguments.grid, "verify")
     module = _made_everywhere(arguments.factory, arguments.seed)
+    layouts = dict(arguments.layouts)
+    try:
+        layouts_of(module, layouts)
+    except ValueError as error:
+        raise BadArguments(str(error)) from None
     if arguments.float64:
         module = module.double()
     dtype = dtype_of(module, torch.float64 if arguments.float64 else torch.get_default_dtype())
@@ -239,6 +254,7 @@ def _verify(arguments: argparse.Namespace) -> int:
             inputs,
             grid,
             layout=arguments.layout,
+            layouts=layouts,
             tolerance=arguments.tolerance,
             backward=not arguments.no_backward,
             seed=arguments.seed,

@@ -126,3 +126,14 @@ def layout(text: str) -> Layout:
             f"{error}. Write DIMENSION=AXIS+AXIS,..., DIMENSION where the axis has its name, or "
             "'whole'"
         ) from None
+
+
+def pattern_and_layout(text: str) -> tuple[str, Layout]:
+    """`block5.*:channel=height,sample` as a pattern of module names and its `Layout`."""
+    pattern, colon, cuts = text.rpartition(":")
+    if not colon:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} gives no layout to a pattern; write PATTERN:DIMENSION=AXIS+AXIS,..., such "
+            "as 'block5.*:sample,channel=height'"
+        )
+    return pattern, layout(cuts)

@@ -14,16 +14,6 @@ from distconv.topology import Topology
 from distconv.whereabouts import user_line
 
 
-def check_batch(shape: tuple[int, ...], cuts: Cuts, grid: ProcessGrid) -> None:
-    """Raise for a mini-batch that leaves ranks of the grid's `sample` axis without a sample."""
-    ranks = grid.topology.extent("sample")
-    if cuts and "sample" in cuts[0] and shape[0] < ranks:
-        raise ValueError(
-            f"a batch of {shape[0]} samples leaves ranks of sample={ranks} without a sample; "
-            f"use at least {ranks} samples (drop a smaller last batch) or a smaller sample axis"
-        )
-
-
 def global_shape(
     local: Tensor, grid: ProcessGrid, cuts: Cuts, layout: Layout, operator: str
 ) -> tuple[int, ...]:

@@ -22,6 +22,7 @@ from distconv.calls import Calls, is_layer
 from distconv.grid import ProcessGrid
 from distconv.launch import world
 from distconv.layout import Layout, dimension_names
+from distconv.layouts import layouts_of, take_inputs
 from distconv.ledger import Movement, Redistribution, traced, uncounted
 from distconv.rehearsal import Rehearsal
 from distconv.table import size, table
@@ -128,6 +129,7 @@ def explain(
     *,
     dtype: torch.dtype | Sequence[torch.dtype] | None = None,
     layout: Layout | Sequence[Layout | None] | None = None,
+    layouts: Mapping[str, Layout] | None = None,
     rank: int | None = None,
     show: bool = True,
     progress: Callable[[LayerPlan], object] = lambda layer: None,
@@ -145,6 +147,7 @@ def explain(
     grid: a grid, or the ranks along its axes, such as {"height": 64, "width": 64}.
     dtype: of the input, or of each; that of the parameters when not given.
     layout: of the input, or of each; every dimension over the axis of its name when not given.
+    layouts: of the inputs of modules within, for patterns of names, as `parallelize` takes them.
     rank: whose part is told; the rank in the middle of every axis when not given.
     show: whether to print the table, on rank 0.
     progress: is called with each line of the table as it comes.
@@ -160,15 +163,16 @@ def explain(
     shapes = _shapes(input_shape)
     if dtype is None:
         dtype = dtype_of(module, torch.get_default_dtype())
-    layouts = _each(layout, len(shapes), "layout")
+    of_inputs = _each(layout, len(shapes), "layout")
+    of_modules = layouts_of(module, layouts or {})
     dtypes = _each(dtype, len(shapes), "dtype")
     extents = grid.shape if isinstance(grid, ProcessGrid) else grid
     rehearsal = Rehearsal(extents, rank)
-    cut = map(rehearsal.tensor, shapes, layouts, dtypes)
-    layers = _rehearse(_without_elements(module), list(cut), rehearsal, progress)
+    cut = map(rehearsal.tensor, shapes, of_inputs, dtypes)
+    layers = _rehearse(_without_elements(module), list(cut), rehearsal, of_modules, progress)
     whole = [torch.empty(s, dtype=d, device="meta") for s, d in zip(shapes, dtypes, strict=True)]
     try:
-        serial = _rehearse(_without_elements(module), whole, Rehearsal({}))
+        serial = _rehearse(_without_elements(module), whole, Rehearsal({}), {})
     except RuntimeError:
         serial = None
     explanation = Explanation(
@@ -236,11 +240,14 @@ def _rehearse(
     module: nn.Module,
     inputs: Sequence[Tensor],
     grid: Rehearsal,
+    layouts: Mapping[str, Layout],
     progress: Callable[[LayerPlan], object] = lambda layer: None,
 ) -> list[LayerPlan]:
     """The plan of a module without elements on the rank that `grid` rehearses."""
     within = IN_MODULE.set(object())
     accounts = _Accounts(module, grid, progress)
+    # After the hooks of the accounts, so that a layer's line has what its input costs.
+    take_inputs(module, layouts)
     try:
         with traced() as accounts.movements, uncounted():
             keeping = saved_tensors_hooks(accounts.keep, lambda x: x)

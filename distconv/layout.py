@@ -73,8 +73,8 @@ class Layout:
     `Layout(sample="sample", height=("height", "width"))` cuts the samples over the grid axis
     "sample" and the rows over "height" and "width" together. A dimension that is not named is
     whole on every rank, as is one cut over axes of one rank. Dimensions are named by position (see
-    `dimension_names`); for weights, (filter, channel, *kernel), `filter` names dimension 0.
-    Immutable and hashable.
+    `dimension_names`); for weights, (filter, channel, *kernel), `filter` names dimension 0, and is
+    equal to `sample`. Immutable and hashable.
 
     Raises
     ------
@@ -115,9 +115,15 @@ class Layout:
         object.__setattr__(self, "_cut", tuple(sorted(cut.items())))
 
     @classmethod
-    def of(cls, cuts: Cuts) -> Layout:
-        """The layout with these cuts, one tuple of grid axes for each dimension in order."""
-        return cls(**dict(zip(dimension_names(len(cuts)), cuts, strict=True)))
+    def of(cls, cuts: Cuts, *, weight: bool = False) -> Layout:
+        """The layout with these cuts, one tuple of grid axes for each dimension in order.
+
+        With `weight` the first dimension is that of the filters.
+        """
+        names = dimension_names(len(cuts))
+        if weight:
+            names = ("filter", *names[1:])[: len(cuts)]
+        return cls(**dict(zip(names, cuts, strict=True)))
 
     def cuts(self, ndim: int) -> Cuts:
         """The grid axes over which each dimension of an `ndim`-dimensional tensor is cut."""
@@ -151,10 +157,15 @@ class Layout:
         raise AttributeError("a Layout is immutable; make a new one")
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Layout) and self._cut == other._cut
+        return isinstance(other, Layout) and self._by_position == other._by_position
 
     def __hash__(self) -> int:
-        return hash(self._cut)
+        return hash(self._by_position)
+
+    @property
+    def _by_position(self) -> frozenset[tuple[str, tuple[str, ...]]]:
+        """The cuts, with one name for each dimension."""
+        return frozenset(("sample" if d == "filter" else d, axes) for d, axes in self._cut)
 
     def __reduce__(self) -> tuple[object, ...]:
         return _layout_from_items, (self._cut,)

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from distconv.blocks import check_batch
 from distconv.grid import ProcessGrid
 from distconv.layout import Layout, rank_box
 from distconv.tensor import DistTensor, cuts_of
@@ -147,7 +146,6 @@ class Rehearsal(ProcessGrid):
     ) -> DistTensor:
         """A tensor of global `shape` without elements, cut as `distribute_tensor` would cut it."""
         cuts = cuts_of(layout, self, len(shape))
-        check_batch(shape, cuts, self)
         box = rank_box(shape, cuts, self._topology, self._rank)
         return DistTensor(torch.empty(box.shape, dtype=dtype, device="meta"), shape, cuts, self)
 

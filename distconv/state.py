@@ -18,7 +18,11 @@ def full_state_dict(source: nn.Module | Optimizer) -> dict[str, Any]:
     All ranks of the grid call it together. Serial torch takes it by `load_state_dict`, and
     `load_full_state_dict` on any grid. What is not sharded is not copied, as in a state_dict.
     """
-    state: dict[str, Any] = _mapped(source.state_dict(), _whole)
+    own: Any = source.state_dict()
+    state: dict[str, Any] = _mapped(own, _whole)
+    if hasattr(own, "_metadata"):
+        # By the versions in it modules tell how to read what earlier ones have written.
+        state._metadata = own._metadata  # type: ignore[attr-defined]
     return state
 
 

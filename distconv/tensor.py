@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from distconv import exchange
-from distconv.blocks import check_batch, global_shape
+from distconv.blocks import global_shape
 from distconv.checksums import CURE, due, names_of, unequal
 from distconv.grid import ProcessGrid
 from distconv.layout import (
@@ -29,6 +29,7 @@ from distconv.memory import Memory
 from distconv.ownership import OWNED, owned_among, started_at, watch
 from distconv.plan import Plan, make_plan
 from distconv.whereabouts import CURRENT, name_of, running, user_line
+from distconv.whole import whole_numbers
 from distconv.window import IndexMap, Same
 
 Tensors = Tensor | Sequence[Tensor]
@@ -188,8 +189,8 @@ class DistTensor(torch.Tensor):
 
     @property
     def layout(self) -> Layout:  # type: ignore[override]
-        """How it is cut."""
-        return Layout.of(self.cuts)
+        """How it is cut; of a parameter, the first dimension is that of the filters."""
+        return Layout.of(self.cuts, weight=getattr(self, "_is_param", False))
 
     @property
     def box(self) -> Box:
@@ -246,7 +247,6 @@ class DistTensor(torch.Tensor):
         cuts = cuts_of(layout, grid, local.dim())
         with running("DistTensor.from_local"):
             shape = global_shape(local, grid, cuts, Layout.of(cuts), "from_local")
-        check_batch(shape, cuts, grid)
         axes = replicating_axes(cuts, grid.topology)
         if axes:
             _check_brought("from_local", local)
@@ -416,8 +416,7 @@ def distribute_tensor(x: Tensor, grid: ProcessGrid, layout: Layout | None = None
     Raises
     ------
     ValueError
-        On every rank, when the ranks' shapes or types differ, or the batch has fewer samples than
-        the grid's `sample` axis has ranks.
+        On every rank, when the ranks' shapes or types differ.
     """
     if isinstance(x, DistTensor):
         raise TypeError("distribute_tensor: x is distributed already; use x.redistribute(layout)")
@@ -426,7 +425,6 @@ def distribute_tensor(x: Tensor, grid: ProcessGrid, layout: Layout | None = None
     cuts = cuts_of(layout, grid, x.dim())
     with running("distribute_tensor"):
         global_shape(x, grid, ((),) * x.dim(), Layout.of(cuts), "distribute_tensor")
-    check_batch(tuple(x.shape), cuts, grid)
     box = rank_box(tuple(x.shape), cuts, grid.topology, grid.rank)
     _check_brought("distribute_tensor", x)
     # Gradients are added up where the grid computes.
@@ -454,7 +452,10 @@ def default_layout(grid: ProcessGrid, ndim: int) -> Layout:
 
 def local_box(shape: Sequence[int], grid: ProcessGrid, layout: Layout | None = None) -> Box:
     """The box of a tensor of global `shape` that this rank holds; no communication."""
-    return rank_box(tuple(shape), cuts_of(layout, grid, len(shape)), grid.topology, grid.rank)
+    sizes = whole_numbers(shape, "shape")
+    if min(sizes, default=0) < 0:
+        raise ValueError(f"local_box: shape={sizes} has a negative size")
+    return rank_box(sizes, cuts_of(layout, grid, len(sizes)), grid.topology, grid.rank)
 
 
 def gathered(
@@ -497,7 +498,8 @@ def note(x: DistTensor, plan: Plan, cuts: Cuts, operator: str) -> None:
     """Let the ledger know what `operator` moves of `x` to an output cut by `cuts`."""
     if cuts != x.cuts or tracing():
         itemsize = x.shard.element_size()
-        record(Movement(operator, x.layout, Layout.of(cuts), plan, itemsize))
+        target = Layout.of(cuts, weight=getattr(x, "_is_param", False))
+        record(Movement(operator, x.layout, target, plan, itemsize))
 
 
 def _run(

@@ -110,6 +110,7 @@ def verify(
     grid: ProcessGrid | Mapping[str, int],
     *,
     layout: Layout | Sequence[Layout | None] | None = None,
+    layouts: Mapping[str, Layout] | None = None,
     tolerance: float | None = None,
     backward: bool = True,
     seed: int = 0,
@@ -134,6 +135,7 @@ def verify(
     input: the whole plain input, or a sequence of them, equal on all ranks.
     grid: a grid, or the ranks along its axes, of which MPI has started as many.
     layout: of the input, or of each; every dimension over the axis of its name when not given.
+    layouts: of the inputs of modules within, for patterns of names, as `parallelize` takes them.
     tolerance: largest relative difference that is rounding. By default 1e-10 in float64, 1e-4 in
         float32, and 64 times the rounding of shorter types, of which the coarsest counts. Wrong
         results stand out best in float64. Where no tolerance is given, what amplifies rounding is
@@ -156,14 +158,14 @@ def verify(
     if not isinstance(grid, ProcessGrid):
         axes: dict[str, Any] = dict(grid)
         grid = ProcessGrid(**axes)
-    inputs = _agreed_inputs(module, input, grid, (layout, tolerance, backward, seed))
+    inputs = _agreed_inputs(module, input, grid, (layout, layouts, tolerance, backward, seed))
     alike: Any = [layout] * len(inputs)
-    layouts = list(layout) if isinstance(layout, (tuple, list)) else alike
-    if len(layouts) != len(inputs):
-        raise ValueError(f"verify: {len(layouts)} layouts for {len(inputs)} inputs")
+    of_inputs = list(layout) if isinstance(layout, (tuple, list)) else alike
+    if len(of_inputs) != len(inputs):
+        raise ValueError(f"verify: {len(of_inputs)} layouts for {len(inputs)} inputs")
     gpus = [grid.device] if grid.device.type == "cuda" else []
     with torch.random.fork_rng(gpus), torch.set_grad_enabled(backward), uncounted():
-        rows, notes, dtypes = _compare(module, inputs, layouts, grid, seed, progress)
+        rows, notes, dtypes = _compare(module, inputs, of_inputs, layouts, grid, seed, progress)
     allowance = 0.0
     if tolerance is None:
         kinds = {d.to_real() if d.is_complex else d for d in dtypes}
@@ -238,8 +240,8 @@ def _agreed_inputs(module: Any, input: Any, grid: ProcessGrid, options: Any) -> 
             )
         if theirs[1] != everyone[0][1][1]:
             raise ValueError(
-                f"verify: layout, tolerance, backward and seed are {theirs[1]} on rank {rank} and "
-                f"{everyone[0][1][1]} on rank 0; pass the same on every rank"
+                f"verify: layout, layouts, tolerance, backward and seed are {theirs[1]} on rank "
+                f"{rank} and {everyone[0][1][1]} on rank 0; pass the same on every rank"
             )
         if theirs[2] != everyone[0][1][2]:
             raise ValueError(
@@ -258,7 +260,8 @@ def _fingerprint(x: Tensor) -> tuple[Any, ...]:
 def _compare(
     module: nn.Module,
     inputs: list[Tensor],
-    layouts: list[Layout | None],
+    of_inputs: list[Layout | None],
+    layouts: Mapping[str, Layout] | None,
     grid: ProcessGrid,
     seed: int,
     progress: Callable[[Comparison], object],
@@ -267,7 +270,7 @@ def _compare(
     plain, model = copy.deepcopy(module).to(grid.device), copy.deepcopy(module)
     quiet = _without_dropout(plain)
     _without_dropout(model)
-    parallelize(model, grid)
+    parallelize(model, grid, layouts=layouts)
     with torch.no_grad():
         for mine, theirs in zip(_state(plain).values(), _state(model).values(), strict=True):
             mine.copy_(theirs)
@@ -286,7 +289,7 @@ def _compare(
         for row in serial.against(shaken, [_shaken(x, generator) for x in inputs], last=False)
     }
     del shaken
-    cut = [distribute_tensor(x, grid, k) for x, k in zip(inputs, layouts, strict=True)]
+    cut = [distribute_tensor(x, grid, k) for x, k in zip(inputs, of_inputs, strict=True)]
     rows = serial.against(model, cut, last=True, progress=progress)
     notes = []
     if quiet:

@@ -27,8 +27,8 @@ class _DistributedBatchNorm(_BatchNorm):
         "sample": the samples that this rank's group of P_S ranks shares, in full.
         "local": this rank's own elements; without communication in the forward pass but for the
         running statistics.
-        The running statistics of "sample" and "local" are the mean over the groups, and so the same
-        on every rank. On plain tensors all three are alike.
+        The running statistics of "sample" and "local" are the mean over the groups that have
+        elements, and so the same on every rank. On plain tensors all three are alike.
     """
 
     def __init__(self, *args: Any, statistics: str = "global", **kwargs: Any):

@@ -47,11 +47,9 @@ def random_layout(
     cuts: list[tuple[str, ...]] = [()] * len(shape)
     free = [d for d in range(len(shape)) if d not in whole]
     for axis in rng.sample(AXES, len(AXES)):
-        extent = grid.topology.extent(axis)
-        if extent > 1 and free and rng.random() < 0.85:
+        if grid.topology.extent(axis) > 1 and free and rng.random() < 0.85:
             d = rng.choice(free)
-            if axis != "sample" or d or shape[0] >= extent:
-                cuts[d] = (*cuts[d], axis)
+            cuts[d] = (*cuts[d], axis)
     return dc.Layout.of(tuple(cuts))
 
 

@@ -112,10 +112,7 @@ def grids(draw: st.DrawFn) -> dc.ProcessGrid:
 @st.composite
 def layouts(draw: st.DrawFn, grid: dc.ProcessGrid, shape: Sequence[int]) -> dc.Layout:
     """The grid's axes dealt out to the dimensions, or to none, which replicates."""
-    cuts = list(draw(cuts_of(grid.topology, len(shape))))
-    if cuts and shape[0] < grid.topology.extent("sample"):  # refused, as README says
-        cuts[0] = tuple(axis for axis in cuts[0] if axis != "sample")
-    return dc.Layout.of(tuple(cuts))
+    return dc.Layout.of(draw(cuts_of(grid.topology, len(shape))))
 
 
 def _wild(x: Tensor, *values: float) -> Tensor:

@@ -130,6 +130,18 @@ def test_an_interrupted_command_shows_what_it_has_got(tmp_path: Path) -> None:
     assert "interrupted after 1 comparisons, which are not judged" in end.stdout, end.stderr
 
 
+def test_layers_are_given_layouts_of_their_own() -> None:
+    case = (MESH, "--shape", "1,18,64,64", "--grid", "height=2")
+    layers = ("--layouts", "blocks.0.*:height", "--layouts", "blocks.[1-9]*:channel=height")
+    end = command("explain", *case, *layers)
+    assert (end.returncode, end.stderr) == (0, "")
+    assert "height -> channel='height' by layouts" in end.stdout
+    end = command("verify", *case, *layers, "--float64", "--no-backward", ranks=2)
+    assert end.returncode == 0 and end.stdout.count("all agree") == 1, end.stderr
+    end = command("verify", *case, "--layouts", "trunk:sample", ranks=2)
+    assert end.returncode == 2 and end.stderr.count("no module's name matches 'trunk'") == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -144,6 +156,7 @@ def test_an_interrupted_command_shows_what_it_has_got(tmp_path: Path) -> None:
         (["explain", "builtins:dict", "--grid", "height=2"], "makes a dict, not a torch.nn.Module"),
         (["explain", "torch.nn:Tanh", "--grid", "height=2", "--rank", "2"], "not on a grid of 2"),
         (["explain", "torch.nn:Tanh", "--grid", "width=2", "--layout", "up"], "Write DIMENSION="),
+        (["explain", "torch.nn:Tanh", "--grid", "width=2", "--layouts", "a"], "write PATTERN:"),
     ],
 )
 def test_bad_arguments_are_named_with_the_way_out(arguments, message, capsys) -> None:

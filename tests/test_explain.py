@@ -208,7 +208,6 @@ def test_bad_arguments_are_named() -> None:
         (conv, (1, 2, 8, 8), {"hight": 2}, {}, "'hight' is not an axis"),
         (conv, (1, 2, 8, 8), {"height": -1}, {}, "give every axis its number of ranks"),
         (conv, (1, 2, 8, 8), {"height": 2}, {"rank": 2}, "rank=2 is not on a grid of 2"),
-        (conv, (1, 2, 8, 8), {"sample": 2}, {}, "leaves ranks of sample=2 without a sample"),
         (conv, (1, -2, 8, 8), {}, {}, "is no shape"),
         (conv, [(1, 2, 8, 8)], {}, {"dtype": [torch.float32] * 2}, "2 entries for 1 inputs"),
         (nn.LazyConv2d(2, 3), (1, 2, 8, 8), {}, {}, "LazyConv2d has no shape yet"),

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from mpi4py import MPI
 from serial import TOLERANCE, agrees, deviation, noted, random_grid, random_tensor, summed
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import distconv as dc
 from distconv.ops import conv, transposed
@@ -142,6 +143,26 @@ def test_second_derivatives_are_the_serial_ones(convolve: Any) -> None:
             if isinstance(got, dc.DistTensor):
                 got = got.full_tensor()
             assert deviation(got.detach(), wanted) <= TOLERANCE
+
+
+@pytest.mark.parallel([2, 3])
+@pytest.mark.parametrize("name", ["assembled", "overlapped"])
+def test_a_checkpoint_computes_again_by_the_chosen_method(name: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(2, 3, 3, padding=1), nn.MaxPool2d(3, 1, 1), nn.Conv2d(3, 3, 3, padding=1)
+    ).double()
+    grid = dc.ProcessGrid(height=-1)
+    x = random_tensor(random.Random(0), (1, 2, 18, 7))
+    d = dc.distribute_tensor(x, grid).requires_grad_()
+    with dc.method(name):
+        first = checkpoint(model, d, use_reentrant=False)
+    # One for which nothing was chosen goes its own way.
+    second = checkpoint(model, first[:, :2], use_reentrant=False)
+    second.square().sum().backward()
+    wanted = x.requires_grad_()
+    model(model(wanted)[:, :2]).square().sum().backward()
+    assert deviation(d.grad.full_tensor(), wanted.grad) <= TOLERANCE
 
 
 @pytest.mark.parallel([2, 3])

@@ -166,15 +166,16 @@ def test_bad_arguments_are_refused_on_all_ranks(function: Any) -> None:
 @pytest.mark.parallel([1, 2, 3, 4])
 @pytest.mark.parametrize("n", [1, 2, 3])
 @pytest.mark.parametrize("indices", [False, True])
+@pytest.mark.parametrize("method", ["assembled", "overlapped"])
 def test_windows_of_nothing_but_the_lowest_value_take_their_first_element(
-    n: int, indices: bool
+    n: int, indices: bool, method: str
 ) -> None:
-    rng = random.Random(n)
+    rng = random.Random(f"{n}{method}")
     for _ in range(20):
         grid, x, arguments = random_grid(rng), random_plane(rng, n, 7), random_windows(rng, n, True)
         x = torch.where(random_tensor(rng, x.shape) > rng.choice([-9, 0, 1]), -torch.inf, x)
         layout = random_layout(rng, grid, x.shape)
-        with noted(tuple(x.shape), arguments, layout, grid):
+        with noted(tuple(x.shape), arguments, layout, grid), dc.method(method):
             agrees(
                 lambda x, a=arguments: MAX[n](x, return_indices=indices, **a),
                 [x],
@@ -183,3 +184,16 @@ def test_windows_of_nothing_but_the_lowest_value_take_their_first_element(
                 rng,
                 [layout],
             )
+
+
+@pytest.mark.parallel([2])
+def test_places_are_right_where_a_buffer_is_as_wide_as_the_plane_and_starts_within() -> None:
+    x = torch.arange(12.0).view(1, 1, 2, 6)
+    grid = dc.ProcessGrid(width=2)
+    arguments: dict[str, Any] = dict(
+        kernel_size=(1, 3), stride=1, padding=(0, 1), dilation=(1, 2), return_indices=True
+    )
+    _, expected = F.max_pool2d(x, **arguments)
+    with dc.method("assembled"):
+        _, places = F.max_pool2d(dc.distribute_tensor(x, grid), **arguments)
+    assert torch.equal(places.full_tensor(), expected)

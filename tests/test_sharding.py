@@ -108,6 +108,35 @@ def test_sharded_parameters_train_as_serially(name: str) -> None:
         check(model, serial)
 
 
+@pytest.mark.parallel([1, 2, 3])
+@pytest.mark.parametrize("search", [None, "strong_wolfe"])
+def test_lbfgs_and_its_state_are_the_serial_ones(search: str | None) -> None:
+    def trained(model: nn.Module, x: Tensor, state: Any = None) -> Any:
+        optimizer = torch.optim.LBFGS(model.parameters(), 0.1, 2, line_search_fn=search)
+        if state is not None:
+            dc.load_full_state_dict(optimizer, copy.deepcopy(state))
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = F.log_softmax(model(x), 1).square().mean()
+            loss.backward()
+            return loss
+
+        for _ in range(2):
+            optimizer.step(closure)
+        return dc.full_state_dict(optimizer)
+
+    for grid in grids(2, 1):
+        model, serial = sharded(grid), net()
+        x = dc.distribute_tensor(batch(0), grid)
+        state, expected = trained(model, x), trained(serial, batch(0))
+        check(model, serial)
+        assert deviation(state["state"][0]["d"], expected["state"][0]["d"]) <= 1e-8
+        trained(model, x, state)
+        trained(serial, batch(0), state)
+        check(model, serial, 1e-8)
+
+
 @pytest.mark.parallel([2, 3, 4])
 def test_a_rank_holds_its_share_of_weights_gradients_and_optimizer_state() -> None:
     grid = dc.ProcessGrid(channel=-1)
@@ -167,7 +196,8 @@ def test_a_module_takes_the_plain_state_by_torch_s_own_method() -> None:
     model, serial = sharded(dc.ProcessGrid(channel=-1)), net(5)
     model.load_state_dict(serial.state_dict())
     check(model, serial, 0.0)
-    state = dc.full_state_dict(model)
+    state: Any = dc.full_state_dict(model)
+    assert state._metadata == serial.state_dict()._metadata  # type: ignore[attr-defined]
     state["down.weight"] = state["down.weight"][:3]
     with pytest.raises(RuntimeError, match="size mismatch for down.weight"):
         dc.load_full_state_dict(model, state)
@@ -313,6 +343,8 @@ def test_a_sharded_parameter_is_the_whole_tensor_to_the_program() -> None:
     weight = model.conv.weight
     assert isinstance(weight, nn.Parameter) and isinstance(weight, DistTensor)
     assert weight.shape == (6, 3, 3, 3) and model.tied.weight is weight
+    assert "layout=Layout(filter='channel')" in repr(weight)
+    assert weight.layout == dc.Layout(filter="channel") == dc.Layout(sample="channel")
     penalty = sum((p.square().sum() for p in model.parameters()), torch.zeros(()).double())
     expected = sum((p.square().sum() for p in serial.parameters()), torch.zeros(()).double())
     assert deviation(penalty.detach().full_tensor(), expected.detach()) <= 1e-12

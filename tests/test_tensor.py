@@ -315,14 +315,13 @@ def test_layouts_have_to_be_the_same_on_every_rank() -> None:
 
 
 @pytest.mark.parallel([2, 3, 4])
-def test_a_batch_smaller_than_the_sample_axis_is_refused() -> None:
+def test_a_batch_smaller_than_the_sample_axis_leaves_ranks_without_samples() -> None:
     grid = dc.ProcessGrid(sample=-1)
-    x = torch.zeros(grid.size - 1, 2)
-    message = raised_everywhere(ValueError, dc.distribute_tensor, x, grid)
-    assert f"a batch of {grid.size - 1} samples leaves ranks of sample={grid.size}" in message
-    assert f"use at least {grid.size} samples" in message
-    local = torch.zeros(int(grid.rank < grid.size - 1), 2)
-    assert message == raised_everywhere(ValueError, dc.DistTensor.from_local, local, grid)
+    x = torch.arange(2.0 * (grid.size - 1)).view(-1, 2)
+    d = dc.distribute_tensor(x, grid)
+    assert d.shard.shape == (int(grid.rank < grid.size - 1), 2)
+    again = dc.DistTensor.from_local(d.to_local(), grid)
+    assert again.shape == x.shape and torch.equal(again.full_tensor(), x)
 
 
 @pytest.mark.parallel([1, 2])

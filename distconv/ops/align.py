@@ -14,6 +14,7 @@ from distconv.grid import ProcessGrid
 from distconv.layout import Box, Cuts, cutting_axes, rank_box
 from distconv.tensor import DistTensor, recut
 from distconv.topology import Topology
+from distconv.whole import whole_numbers
 
 Shape: TypeAlias = tuple[int, ...]
 
@@ -136,9 +137,9 @@ def _broadcast_cuts(operands: tuple[tuple[Shape, Cuts], ...], shape: Shape) -> C
 
 def dimensions_of(dim: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
     """Dimension numbers from 0; all of them for None or ()."""
-    if dim is None or (not isinstance(dim, int) and len(dim) == 0):
+    chosen = () if dim is None else whole_numbers(dim, "dim")
+    if not chosen:
         return tuple(range(ndim))
-    chosen = (dim,) if isinstance(dim, int) else tuple(dim)
     for d in chosen:
         if not -max(ndim, 1) <= d < max(ndim, 1):
             raise IndexError(

@@ -31,6 +31,7 @@ from distconv.ops.windowed import (
     windows_of,
 )
 from distconv.tensor import DistTensor, implements
+from distconv.whole import whole_number
 from distconv.window import Window
 
 _AVERAGED = (torch.float64, torch.float32, torch.int64)
@@ -56,6 +57,8 @@ def _avg_pool(local: Callable[..., Tensor], n: int) -> None:
         windows = windows_of(kernel_size, stride, padding, 1, ceil_mode, n)
         kernels, strides, paddings, _ = arguments_of(windows)
         # torch's one-dimensional form takes no divisor.
+        if divisor_override is not None:
+            divisor_override = whole_number(divisor_override, "divisor_override")
         override = () if n == 1 else (divisor_override,)
         arguments = (kernels, strides, paddings, ceil_mode, count_include_pad, *override)
         checked(local, shape_of(input), *arguments)

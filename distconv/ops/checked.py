@@ -53,7 +53,11 @@ def _empty(argument: Any) -> Any:
 def _shapes(
     function: Callable[..., Any], arguments: tuple[Any, ...], keywords: tuple[Any, ...]
 ) -> Any:
-    result = function(*map(_empty, arguments), **{name: _empty(a) for name, a in keywords})
+    try:
+        result = function(*map(_empty, arguments), **{name: _empty(a) for name, a in keywords})
+    except ZeroDivisionError:
+        given = [a for a in (*arguments, *keywords) if not isinstance(a, Like)]
+        raise RuntimeError(f"{function.__name__}: {given} has a 0 that must be positive") from None
     if isinstance(result, Tensor):
         return tuple(result.shape)
     return tuple(tuple(part.shape) for part in result)

@@ -69,6 +69,10 @@ def _convolution(function: Callable[..., Tensor], spatial: int) -> None:
                 f"{name}: the weight {weight} in {groups} groups takes {weight[1] * groups} "
                 f"channels, the input {x.shape} has {x.shape[1]}"
             )
+        if not isinstance(padding, str) and min(padding) < 0:
+            raise RuntimeError(
+                f"{name}: negative padding {padding} is not supported; cut x instead"
+            )
         made = checked(function, Like(x.shape), *weights.like(), *arguments)
         sides = _sides(padding, weight[2:], dilations)
         windows = tuple(map(Window, weight[2:], strides, dilations, sides))

@@ -64,7 +64,9 @@ def batch_norm_over(
     x = distributed(input, grid)
     kinds = tuple(None if t is None else (tuple(t.shape), t.dtype) for t in plain)
     options = training, momentum is None, eps
-    training, group, rest, counts = _decide(Placement.of(x), axes, x.device, *options, kinds)
+    training, group, rest, counts, groups = _decide(
+        Placement.of(x), axes, x.device, *options, kinds
+    )
     running = [whole(t, "batch_norm") for t in (running_mean, running_var)]
     running_mean, running_var = (own_channels(t, x, "batch_norm") for t in running)
     if any(x.cuts[1:2]) and running_mean is not None and running_var is not None:
@@ -90,7 +92,7 @@ def batch_norm_over(
         variance = variance * (n / (n - 1))
         if rest:
             total = reduced(torch.stack([mean, variance]), grid, rest)
-            mean, variance = total / grid.topology.parts(rest)
+            mean, variance = total / groups
         running_mean.lerp_(mean.to(running_mean.dtype), momentum)
         running_var.lerp_(variance.to(running_var.dtype), momentum)
         share_channels(x, running, (running_mean, running_var), "batch_norm")
@@ -121,6 +123,8 @@ class _Statistics(NamedTuple):
     """Other axes that cut the input."""
     counts: tuple[int, ...]
     """Elements of each channel on each rank along `group`."""
+    groups: int
+    """Groups of ranks that have elements, and so statistics."""
 
 
 @lru_cache(maxsize=4096)
@@ -138,8 +142,8 @@ def _decide(
         raise ValueError(f"batch_norm: expected at least 2 dimensions, got {len(x.shape)}")
     cutting = cutting_axes((x.cuts[0], *x.cuts[2:]))
     group = cutting if axes is None else tuple(a for a in cutting if a in axes)
-    smallest = _smallest_group(x, group)
-    if training and (smallest == 1 or (smallest == 0 and elements)):
+    smallest, groups = _groups_with_elements(x, group)
+    if training and smallest == 1:
         raise ValueError(
             "batch_norm: expected more than 1 value per channel when training, got input size "
             f"{x.shape}" + (f" with {smallest} in a group of ranks" if group != cutting else "")
@@ -152,7 +156,7 @@ def _decide(
         serial(*ones, training, None if without_momentum else 0.0, eps)
     rest = tuple(a for a in cutting if a not in group)
     counts = peer_counts(x, (0, *range(2, len(x.shape))), group)
-    return _Statistics(training and elements > 0, group, rest, counts)
+    return _Statistics(training and elements > 0, group, rest, counts, groups)
 
 
 def own_channels(values: Tensor | None, x: DistTensor, operator: str) -> Tensor | None:
@@ -186,12 +190,17 @@ def _nothing(x: Tensor, *parameters: Tensor | None) -> Tensor:
     return block
 
 
-def _smallest_group(x: Placement, group: tuple[str, ...]) -> int:
-    """Elements per channel in the smallest of all groups; the same number on every rank."""
+def _groups_with_elements(x: Placement, group: tuple[str, ...]) -> tuple[int, int]:
+    """Elements per channel in the smallest group of ranks that has any, and how many such groups.
+
+    The same numbers on every rank.
+    """
     sizes = [x.shape[0], *x.shape[2:]]
     cuts = [x.cuts[0], *x.cuts[2:]]
     apart = [x.topology.parts(a for a in axes if a not in group) for axes in cuts]
-    return prod(n // parts for n, parts in zip(sizes, apart, strict=True))
+    filled = [min(n, parts) for n, parts in zip(sizes, apart, strict=True)]
+    smallest = prod(n // max(parts, 1) for n, parts in zip(sizes, filled, strict=True))
+    return smallest, prod(filled)
 
 
 class _BatchNorm(Function):

@@ -62,7 +62,8 @@ def renumbered(
     starts: where the one begins in the global plane, before it where elements are repeated.
     origin: where the other does; at the first position when not given.
     """
-    if min(starts) >= 0 and tuple(searched[1:]) == tuple(plane[1:]) and origin is None:
+    rows_are_whole = tuple(searched[1:]) == tuple(plane[1:]) and not any(starts[1:])
+    if rows_are_whole and starts[0] >= 0 and origin is None:
         return index + starts[0] * prod(plane[1:])
     number = torch.zeros_like(index)
     coordinates = zip(_unravel(index, searched), starts, windows, origin or plane, strict=True)

@@ -295,6 +295,14 @@ _new(torch.Tensor.new_ones)
 _new(torch.Tensor.new_empty)
 
 
+@implements(torch.Tensor.new)
+def new(input: DistTensor, *size: Any) -> DistTensor:
+    """`new_empty` by the name that older programs, and torch's LBFGS, have for it."""
+    if not all(type(n) is int for n in size):
+        refuse("new", "only sizes are taken", input, way_out="Use distribute_tensor for data")
+    return _made(torch.Tensor.new_empty, input, size)
+
+
 @implements(torch.Tensor.new_full)
 def new_full(
     input: DistTensor, size: Sequence[int], fill_value: float, **kwargs: Any

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import product
+from math import prod
 from typing import Any
 
 import torch
@@ -18,8 +19,12 @@ from distconv.ops.windowed import (
     output_shape,
     pooled_type,
 )
-from distconv.tensor import DistTensor, gathered, implements
+from distconv.tensor import DistTensor, gathered, implements, refuse
+from distconv.whole import whole_number
 from distconv.window import AdaptiveWindow, Same
+
+_MOST = 2**20
+"""Windows that are computed one by one."""
 
 
 def _adaptive(
@@ -32,6 +37,14 @@ def _adaptive(
     """
     windows = [AdaptiveWindow(m) for m in _adaptive_sizes(output_size, tuple(input.shape[2:]), n)]
     shape = output_shape(input.shape[1], input, windows)
+    torch.empty(shape, device="meta")  # raises for sizes beyond numbers
+    if prod(shape[2:]) > _MOST:
+        refuse(
+            name,
+            f"{prod(shape[2:])} windows, which are computed one by one",
+            input,
+            way_out=f"Choose an output_size of at most {_MOST} positions, or use F.interpolate",
+        )
     cuts: Cuts = tuple(
         axes if m >= input.grid.topology.parts(axes) else ()
         for m, axes in zip(shape, input.cuts, strict=True)
@@ -59,11 +72,14 @@ def _cells(window: AdaptiveWindow, size: int, start: int, stop: int) -> list[sli
 
 
 def _adaptive_sizes(output_size: Any, sizes: tuple[int, ...], n: int) -> tuple[int, ...]:
-    if output_size is None or isinstance(output_size, int):
+    if not isinstance(output_size, (tuple, list)):
         output_size = (output_size,) * n
     if len(output_size) != n:
         raise RuntimeError(f"output_size={tuple(output_size)} should have {n} values")
-    outputs = tuple(size if m is None else m for m, size in zip(output_size, sizes, strict=True))
+    outputs = tuple(
+        size if m is None else whole_number(m, "output_size")
+        for m, size in zip(output_size, sizes, strict=True)
+    )
     if min(outputs) < 0 or min(sizes) < 1:
         raise RuntimeError(
             f"output_size={outputs} of a plane of {sizes}: the plane must have elements, and no "

@@ -117,6 +117,8 @@ def _dropout(
                 input,
                 way_out="Use dropout, or give it batch and channel dimensions",
             )
+        if not isinstance(training, bool):
+            raise TypeError(f"dropout: training={training!r} is not a bool")
         if not training or p == 0:
             return input
         shard = drop(input.shard, (_uniform(input, dims) >= p).to(input.dtype), p)

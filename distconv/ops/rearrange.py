@@ -14,6 +14,7 @@ from distconv.ops.checked import checked, shape_of
 from distconv.ops.index import cat, per_dimension, run_of
 from distconv.ops.shape import listed, permute, sizes_of, unsqueeze
 from distconv.tensor import DistTensor, check_writable, gathered, implements, refuse, tensors_in
+from distconv.whole import whole_numbers
 from distconv.window import IndexMap, Reversed, Rolled, Same
 
 
@@ -47,14 +48,13 @@ def roll(
     input: DistTensor, shifts: int | Sequence[int], dims: int | Sequence[int] | None = None
 ) -> DistTensor:
     """The elements moved along dimensions, those that leave at one end entering at the other."""
-    if dims is None or dims == ():
+    if dims is None or (isinstance(dims, (tuple, list)) and not dims):
         flat = input.flatten()
-        assert isinstance(flat, DistTensor) and isinstance(shifts, int)
+        assert isinstance(flat, DistTensor)
         result = roll(flat, shifts, 0).view(tuple(input.shape))
         assert isinstance(result, DistTensor)
         return result
-    amounts = (shifts,) if isinstance(shifts, int) else tuple(shifts)
-    chosen = (dims,) if isinstance(dims, int) else tuple(dims)
+    amounts, chosen = whole_numbers(shifts, "shifts"), whole_numbers(dims, "dims")
     if len(amounts) != len(chosen):
         raise RuntimeError(f"roll: {len(amounts)} shifts for {len(chosen)} dimensions")
     total = [0] * input.dim()

@@ -13,13 +13,14 @@ from distconv.grid import ProcessGrid
 from distconv.layout import Cuts
 from distconv.ops.align import Shape, box_of, dimension_of, dimensions_of, uncut
 from distconv.tensor import DistTensor, Rule, implements, recut, refuse, view_of
+from distconv.whole import whole_numbers
 
 
 def sizes_of(arguments: tuple[Any, ...]) -> tuple[int, ...]:
     """Numbers given one by one, or as one sequence."""
     if len(arguments) == 1 and isinstance(arguments[0], (tuple, list, torch.Size)):
         arguments = tuple(arguments[0])
-    return tuple(int(n) for n in arguments)
+    return whole_numbers(arguments, "size")
 
 
 def listed(name: str) -> Callable[[Rule], Rule]:

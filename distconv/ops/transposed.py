@@ -79,6 +79,10 @@ def _transposed_convolution(function: Callable[..., Tensor], spatial: int) -> No
         x: Placement, weights: Weights, arguments: Any, algorithm: str, method: str | None
     ) -> Decision:
         strides, paddings, extras, groups, dilations = arguments
+        if min(strides) < 1:
+            raise RuntimeError(f"{name}: non-positive stride {strides} is not supported")
+        if min(paddings) < 0:
+            raise RuntimeError(f"{name}: negative padding {paddings} is not supported; use F.pad")
         made = checked(function, Like(x.shape), *weights.like(), *arguments)
         # The check does not look at these, nor do ranks whose block is empty.
         if any(e >= max(s, d) for e, s, d in zip(extras, strides, dilations, strict=True)):

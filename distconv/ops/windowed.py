@@ -17,6 +17,7 @@ from distconv.ops.align import Placement, box_of, common_grid, distributed
 from distconv.ops.checked import autocast_type
 from distconv.ops.overlap import may_overlap
 from distconv.tensor import DistTensor, gathered
+from distconv.whole import whole_numbers
 from distconv.window import IndexMap, Same, Window
 
 Sizes = int | Sequence[int]
@@ -24,13 +25,12 @@ Sizes = int | Sequence[int]
 
 def tuple_of(value: Sizes, n: int, what: str) -> tuple[int, ...]:
     """One number for each of `n` spatial dimensions."""
-    if isinstance(value, int):
-        return (value,) * n
-    if len(value) == 1:
-        return tuple(value) * n
-    if len(value) != n:
-        raise RuntimeError(f"{what}={tuple(value)} has {len(value)} values, expected {n}")
-    return tuple(value)
+    numbers = whole_numbers(value, what)
+    if len(numbers) == 1:
+        return numbers * n
+    if len(numbers) != n:
+        raise RuntimeError(f"{what}={numbers} has {len(numbers)} values, expected {n}")
+    return numbers
 
 
 def windows_of(
@@ -39,9 +39,14 @@ def windows_of(
     """The windows over the last `n` dimensions, padded on both sides alike."""
     kernels = tuple_of(kernel, n, "kernel_size")
     strides = (
-        kernels if stride is None or stride == () or stride == [] else tuple_of(stride, n, "stride")
+        kernels
+        if stride is None or (isinstance(stride, (tuple, list)) and not stride)
+        else tuple_of(stride, n, "stride")
     )
     paddings, dilations = tuple_of(padding, n, "padding"), tuple_of(dilation, n, "dilation")
+    largest = max(*kernels, *strides, *paddings, *dilations)
+    if n > 1 and largest >= 2**31:
+        raise RuntimeError(f"{largest} is too large for a window; torch takes less than 2**31")
     return [
         Window(k, s, d, (p, p), ceil)
         for k, s, p, d in zip(kernels, strides, paddings, dilations, strict=True)
@@ -180,6 +185,10 @@ def apply_windows(
     )
 
 
+_FAR = 2**16
+"""How far a window needs to move at most to leave a plane without elements."""
+
+
 def needs_of(windows: Sequence[Window], cuts: Cuts) -> list[IndexMap]:
     """The inputs to gather for windows over the last dimensions, which are cut by the last `cuts`.
 
@@ -200,7 +209,7 @@ def windowed_block(
     left = tuple(w.padding[0] if by_itself else 0 for w, by_itself in _padding(windows, cuts))
     if prod(block) == 0:
         # The local operator refuses empty planes, but not an empty batch.
-        extents = [w.extent + w.stride for w in windows]
+        extents = [w.extent + min(w.stride, _FAR) for w in windows]
         buffer = buffer.reshape(0, buffer.shape[1], *extents)
         return compute(buffer, left).reshape(block)
     return compute(buffer, left)

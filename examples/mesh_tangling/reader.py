@@ -68,25 +68,21 @@ class MeshTanglingData:
 
         Yields (states, targets): normalised states (batch, 18, S, S), and targets
         (batch, 1, S, S) that are 1 where the mesh tangles and 0 elsewhere. All ranks must ask for
-        the same samples in the same order; each reads its own box and nothing else. A mini-batch
-        of fewer samples than the grid's `sample` axis has ranks is not cut along that axis but
-        held by each of its ranks.
+        the same samples in the same order; each reads its own box and nothing else.
 
         Raises:
             InvalidInput: on every rank, where ranks ask for different samples, or one cannot read
                 its box.
         """
 
-        def read(
-            samples: Sequence[int],
-        ) -> tuple[str, tuple[torch.Tensor, torch.Tensor, dc.Layout]]:
+        def read(samples: Sequence[int]) -> tuple[str, tuple[torch.Tensor, torch.Tensor]]:
             return f"samples {list(map(int, samples))}", self._read(samples)
 
         read_ahead = prefetched(read, samples_of_batches)
-        for states, targets, layout in in_step(self.grid.comm, read_ahead):
+        for states, targets in in_step(self.grid.comm, read_ahead):
             yield (
-                dc.DistTensor.from_local(states, self.grid, layout),
-                dc.DistTensor.from_local(targets, self.grid, layout),
+                dc.DistTensor.from_local(states, self.grid),
+                dc.DistTensor.from_local(targets, self.grid),
             )
 
     def channel(self, sample: int, name: str) -> np.ndarray:
@@ -96,24 +92,17 @@ class MeshTanglingData:
         self._file.read_into(values, 0, "state", sample, (slice(channel, channel + 1),))
         return values[0, 0]
 
-    def _read(self, samples: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, dc.Layout]:
-        """This rank's box of the states, normalised, and of the targets; and their layout."""
-        layout = self._layout(len(samples))
-        states, box = self._read_box("state", samples, layout)
+    def _read(self, samples: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """This rank's box of the states, normalised, and of the targets."""
+        states, box = self._read_box("state", samples)
         channels = box.slices[1]
         states.sub_(self._mean[channels]).div_(self._deviation[channels]).clamp_(-LIMIT, LIMIT)
-        targets, _ = self._read_box("tangled", samples, layout)
-        return states, targets, layout
+        targets, _ = self._read_box("tangled", samples)
+        return states, targets
 
-    def _layout(self, samples: int) -> dc.Layout:
-        spatial = dc.Layout(channel="channel", height="height", width="width")
-        return dc.default_layout(self.grid, 4) if samples >= self.grid.shape["sample"] else spatial
-
-    def _read_box(
-        self, name: str, samples: Sequence[int], layout: dc.Layout
-    ) -> tuple[torch.Tensor, dc.Box]:
+    def _read_box(self, name: str, samples: Sequence[int]) -> tuple[torch.Tensor, dc.Box]:
         """This rank's box of some samples of a dataset."""
-        box = dc.local_box((len(samples), *self._file.shape(name)[1:]), self.grid, layout)
+        box = dc.local_box((len(samples), *self._file.shape(name)[1:]), self.grid)
         in_batch, *in_sample = box.slices
         values = np.empty(box.shape, self._file.dtype(name))
         # One by one: the order is shuffled, and HDF5 selects in increasing order only.
@@ -150,20 +139,15 @@ def shuffled_batches(samples: int, batch_size: int, seed: int, epoch: int) -> li
     return order[: batches * batch_size].reshape(batches, batch_size).tolist()
 
 
-def ordered_batches(samples: int, batch_size: int, parts: int = 1) -> list[list[int]]:
+def ordered_batches(samples: int, batch_size: int) -> list[list[int]]:
     """The sample numbers of every validation mini-batch: each sample exactly once, in order.
 
-    The last mini-batch is smaller if need be. What cannot fill the `parts` of a grid's sample axis
-    comes one by one, because every part then holds the whole mini-batch (see `batches`) and has
-    memory for one sample at least.
+    The last mini-batch is smaller if need be.
     """
-    batches = [
+    return [
         list(range(start, min(start + batch_size, samples)))
         for start in range(0, samples, batch_size)
     ]
-    if len(batches[-1]) < parts:
-        batches += [[sample] for sample in batches.pop()]
-    return batches
 
 
 def _per_channel(statistic: np.ndarray, dtype: torch.dtype) -> torch.Tensor:

@@ -99,7 +99,7 @@ def train(args: argparse.Namespace, comm: MPI.Intracomm) -> None:
                 progress.step(loss.item(), len(x))
                 check_finite(args, "loss", loss.item(), len(history), progress.steps)
 
-        batches = ordered_batches(validation.samples, args.batch_size, grid.shape["sample"])
+        batches = ordered_batches(validation.samples, args.batch_size)
         score = evaluate(model, validation.batches(batches))
         check_finite(args, "validation loss", score.loss, len(history), progress.steps)
         history.append(progress.record() | asdict(score))

@@ -1,0 +1,22 @@
+"""Whole numbers as torch takes them: Python's, numpy's, and tensors of one integer."""
+
+from __future__ import annotations
+
+from operator import index
+from typing import Any
+
+
+def whole_number(value: Any, what: str) -> int:
+    """`value` as an int; TypeError where it is none, also where it could be rounded to one."""
+    try:
+        return index(value)
+    except TypeError:
+        raise TypeError(f"{what}={value!r} is not a whole number") from None
+
+
+def whole_numbers(value: Any, what: str) -> tuple[int, ...]:
+    """One whole number, or a tuple or list of them, as a tuple."""
+    if isinstance(value, int):
+        return (value,)
+    members = value if isinstance(value, (tuple, list)) else (value,)
+    return tuple(whole_number(member, what) for member in members)
