@@ -153,7 +153,7 @@ class Watch:
             answers = self._ask(self._board)
         answers.setdefault(self._rank, self._state())
         sys.stdout.flush()
-        print(_report(why, self._size, answers), file=sys.stderr, flush=True)
+        print(_report(why, self._size, answers), file=sys.__stderr__, flush=True)
         abort_job()
 
     def _ask(self, board: Board) -> dict[int, Any]:
