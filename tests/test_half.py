@@ -49,8 +49,9 @@ def test_batch_norm_in_half_precision_throughout_trains(dtype: torch.dtype) -> N
     leaf = x.float().requires_grad_()
     expected = exact(leaf)
     expected.backward(dy.float())
-    d = dc.distribute_tensor(x, dc.ProcessGrid(height=-1)).requires_grad_()
-    y = norm(d)
+    grid = dc.ProcessGrid(height=-1)
+    d = dc.distribute_tensor(x, grid).requires_grad_()
+    y = dc.parallelize(norm, grid)(d)
     y.backward(dy)
     assert (y.dtype, d.grad.dtype, norm.weight.grad.dtype) == (dtype,) * 3
     for got, wanted in ((y.detach(), expected.detach()), (d.grad, leaf.grad)):

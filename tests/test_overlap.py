@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from typing import Any
 from unittest import mock
@@ -155,10 +156,11 @@ def test_a_checkpoint_computes_again_by_the_chosen_method(name: str) -> None:
     grid = dc.ProcessGrid(height=-1)
     x = random_tensor(random.Random(0), (1, 2, 18, 7))
     d = dc.distribute_tensor(x, grid).requires_grad_()
+    parallel = dc.parallelize(copy.deepcopy(model), grid)
     with dc.method(name):
-        first = checkpoint(model, d, use_reentrant=False)
+        first = checkpoint(parallel, d, use_reentrant=False)
     # One for which nothing was chosen goes its own way.
-    second = checkpoint(model, first[:, :2], use_reentrant=False)
+    second = checkpoint(parallel, first[:, :2], use_reentrant=False)
     second.square().sum().backward()
     wanted = x.requires_grad_()
     model(model(wanted)[:, :2]).square().sum().backward()
