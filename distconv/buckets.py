@@ -108,7 +108,7 @@ class Bucket:
             elif not self._inside(p, place):
                 self._view(place).copy_(gradient)
         flat = self._flat()
-        flat[-len(used) :] = constant(tuple(used), flat.device, flat.dtype)
+        flat[-len(used) :] = constant(flat.device, tuple(used), flat.dtype)
         self._request = grid.transport.all_reduce(flat, self.comm)
 
     def finish(self) -> bool:

@@ -1,21 +1,46 @@
-"""Small tensors of fixed numbers, made once for each device.
+"""Small tensors of fixed numbers, made once for each device and used again.
 
-What comes from the host waits for all that a GPU has been given to do. They are kept for good: a
-captured graph of CUDA reads them where they are.
+What comes from the host waits for all that a GPU has been given to do.
 """
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, lru_cache, wraps
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
+Arguments = ParamSpec("Arguments")
+Made = TypeVar("Made")
 
-@cache
+LIMIT = 256
+"""What is kept of each kind on CPUs, where the least recently used goes first."""
+
+
+def remembered(
+    make: Callable[Concatenate[torch.device, Arguments], Made],
+) -> Callable[Concatenate[torch.device, Arguments], Made]:
+    """Keep what a function makes of its arguments, to which nobody writes.
+
+    The last `LIMIT` are kept, and on GPUs all of them, for good: a captured graph of CUDA reads
+    them where they are.
+    """
+    last, every = lru_cache(maxsize=LIMIT)(make), cache(make)
+
+    @wraps(make)
+    def look_up(device: torch.device, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Made:
+        kept = every if device.type == "cuda" else last
+        return kept(device, *args, **kwargs)  # type: ignore[arg-type]
+
+    return look_up
+
+
+@remembered
 def constant(
-    numbers: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.int64
+    device: torch.device, numbers: tuple[int, ...], dtype: torch.dtype = torch.int64
 ) -> Tensor:
-    """The tensor of these whole numbers, to which nobody writes."""
+    """The tensor of these whole numbers."""
     with torch.inference_mode(False):  # autograd may save it later
         return torch.tensor(numbers, dtype=dtype, device=device)

@@ -26,7 +26,14 @@ from distconv.layouts import layouts_of, take_inputs
 from distconv.ledger import Movement, Redistribution, traced, uncounted
 from distconv.rehearsal import Rehearsal
 from distconv.table import size, table
-from distconv.tensor import IN_MODULE, RULES, DistTensor, UnsupportedOperation, tensors_in
+from distconv.tensor import (
+    RULES,
+    DistTensor,
+    UnsupportedOperation,
+    enter_call,
+    leave_call,
+    tensors_in,
+)
 
 Shape = Sequence[int]
 
@@ -244,7 +251,7 @@ def _rehearse(
     progress: Callable[[LayerPlan], object] = lambda layer: None,
 ) -> list[LayerPlan]:
     """The plan of a module without elements on the rank that `grid` rehearses."""
-    within = IN_MODULE.set(object())
+    within = enter_call()
     accounts = _Accounts(module, grid, progress)
     # After the hooks of the accounts, so that a layer's line has what its input costs.
     take_inputs(module, layouts)
@@ -269,7 +276,7 @@ def _rehearse(
             )
         ) from error
     finally:
-        IN_MODULE.reset(within)
+        leave_call(within)
     return accounts.layers
 
 

@@ -26,7 +26,7 @@ from distconv.checksums import Checked, possible, unequal
 from distconv.grid import ProcessGrid
 from distconv.layout import cutting_axes, replicating_axes
 from distconv.ownership import check_counted_once, own
-from distconv.tensor import IN_MODULE, DistTensor, shards_of, tensors_in
+from distconv.tensor import DistTensor, ModuleCall, enter_call, leave_call, shards_of, tensors_in
 from distconv.wrappers import check_no_active_wrapper, check_unwrapped
 
 ATTRIBUTE = "_distconv_gradient_reduction"
@@ -76,7 +76,7 @@ class GradientReduction:
         """Whether autograd is making the first gradient of a parameter, not adding to one."""
         self._pass = self._checked = -1
         self._started = 0
-        self._scopes: list[Token[object]] = []
+        self._scopes: list[Token[ModuleCall | None]] = []
         self._agreement = Agreement(grid)
         self._calls = 0
         self._layout = 0
@@ -177,7 +177,7 @@ class GradientReduction:
                     "parts; call parallelize(copy, grid), or run it under torch.no_grad()"
                 )
             return
-        self._scopes.append(IN_MODULE.set(IN_MODULE.get() or object()))
+        self._scopes.append(enter_call())
         if not torch.is_grad_enabled():
             return
         check_no_active_wrapper()
@@ -216,7 +216,7 @@ class GradientReduction:
     def _after_forward(self, module: nn.Module, _: Any, result: Any) -> None:
         if module is not self._module():
             return
-        IN_MODULE.reset(self._scopes.pop())
+        leave_call(self._scopes.pop())
         if not self._scopes and sys.exc_info()[0] is None:
             self._check_agreement(module)
         results = tensors_in(result)

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
+from weakref import ref
 
 from distconv.abort import abort_job
 from distconv.board import Board
@@ -63,7 +64,8 @@ class Watch:
         self._limit = time_limit()
         # A large job asks the first rank less often.
         self._period = max(min(1.0, self._limit / 8), self._size / 2000)
-        self._since: tuple[Wait | None, float] = None, 0.0
+        self._since: tuple[ref[Wait] | None, float] = None, 0.0
+        """The wait that was seen last, whose messages live no longer for that; and since when."""
         self._thread = threading.get_ident()
         self._leaving = threading.Event()
         self._looking = threading.Thread(target=self._look, name="distconv-watch", daemon=True)
@@ -110,19 +112,28 @@ class Watch:
     def _look(self) -> None:
         answered = False
         while not self._leaving.wait(self._period):
-            wait, now = self._waiting.now, time.monotonic()
-            if wait is not self._since[0]:
-                self._since = wait, now
-            elif wait is not None:
-                seconds = now - self._since[1]
-                if seconds > self._limit:
-                    self._alarm(f"for more than {_VARIABLE}={self._limit:g} seconds")
-                elif seconds > _GRACE and (gone := self._gone(wait)):
-                    self._alarm(f"for {ranks_in_words(gone)}, which will not come")
+            self._look_at_wait()
             board = self._board
             if board is not None and not answered and board.read("alarm") is not None:
                 board.post(f"state/{self._rank}", json.dumps(self._state()))
                 answered = True
+
+    def _look_at_wait(self) -> None:
+        """Alarm where the wait under way is the last look's, and too long or for nobody."""
+        wait, now = self._waiting.now, time.monotonic()
+        if wait is not self._seen():
+            self._since = None if wait is None else ref(wait), now
+        elif wait is not None:
+            seconds = now - self._since[1]
+            if seconds > self._limit:
+                self._alarm(f"for more than {_VARIABLE}={self._limit:g} seconds")
+            elif seconds > _GRACE and (gone := self._gone(wait)):
+                self._alarm(f"for {ranks_in_words(gone)}, which will not come")
+
+    def _seen(self) -> Wait | None:
+        """The wait that the last look has seen, if it is still in use."""
+        wait = self._since[0]
+        return None if wait is None else wait()
 
     def _gone(self, wait: Wait) -> list[int]:
         """The ranks waited for that have left the program before the step that waits."""
@@ -140,7 +151,7 @@ class Watch:
     def _state(self) -> list[Any]:
         """What this rank does, the operator and the line of the program, and its step."""
         thread = self._thread if self._order is None else self._order.thread
-        wait, since = self._since
+        wait, since = self._seen(), self._since[1]
         what = "elsewhere"
         if wait is not None and self._waiting.now is wait:
             what = f"waiting for {time.monotonic() - since:.0f} s"

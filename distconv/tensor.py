@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 from sys import _getframe
 from typing import Any, NoReturn, TypeVar
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -35,9 +36,43 @@ from distconv.window import IndexMap, Same
 Tensors = Tensor | Sequence[Tensor]
 Rule = TypeVar("Rule", bound=Callable[..., Any])
 
-IN_MODULE: ContextVar[object] = ContextVar("distconv_in_module", default=None)
-"""What stands for the present call of a parallelized module, whose parameters get parts of their
+
+class ModuleCall:
+    """A call of a parallelized module, and of all that it calls: what is redistributed within."""
+
+    def __init__(self) -> None:
+        self._redistributed: list[ref[DistTensor]] = []
+
+    def note(self, x: DistTensor) -> None:
+        """Remember, for as long as it lives, a tensor that keeps what was made of it."""
+        self._redistributed.append(ref(x))
+
+    def end(self) -> None:
+        """Let go of what tensors keep for the rest of the call; inputs may live much longer."""
+        for each in self._redistributed:
+            x = each()
+            if x is not None:
+                x._recuts.clear()
+        self._redistributed.clear()
+
+
+IN_MODULE: ContextVar[ModuleCall | None] = ContextVar("distconv_in_module", default=None)
+"""The present outermost call of a parallelized module, whose parameters get parts of their
 gradients; None where none is computing."""
+
+
+def enter_call() -> Token[ModuleCall | None]:
+    """Begin a call of a parallelized module, or go deeper within the present one."""
+    return IN_MODULE.set(IN_MODULE.get() or ModuleCall())
+
+
+def leave_call(entered: Token[ModuleCall | None]) -> None:
+    """Leave what `enter_call` has begun, from the innermost outwards."""
+    call = IN_MODULE.get()
+    IN_MODULE.reset(entered)
+    if call is not None and IN_MODULE.get() is None:
+        call.end()
+
 
 RULES: dict[Callable[..., Any], Callable[..., Any]] = {}
 """What each torch function means on DistTensors: a function of the same arguments."""
@@ -100,7 +135,7 @@ class DistTensor(torch.Tensor):
     """The hook that keeps the gradient of what is no leaf in `_retained`; None where none does."""
     _retained: Tensor | None
     _recuts: dict[Cuts, tuple[Any, DistTensor]]
-    """What `recut_once` has made of it, and in which state of the tensor."""
+    """What `recut_once` has made of it in the present call, and in which state of the tensor."""
 
     @staticmethod
     def __new__(
@@ -307,11 +342,13 @@ class DistTensor(torch.Tensor):
         self._follow_shard()
         axes = replicating_axes(self.cuts, self.grid.topology)
         if fresh and axes and not self._summing:
-            grid = self.grid
+            # The shard keeps the hook, which therefore must not keep the shard.
+            grid, shape = self.grid, self.shard.shape
+            dtype, device = self.dtype, self.shard.device
 
-            def add_up(part: Tensor | None, like: Tensor = self.shard) -> Tensor | None:
+            def add_up(part: Tensor | None) -> Tensor | None:
                 # A rank without a part takes part in the sum, for the sake of the others.
-                own = torch.zeros_like(like) if part is None else part
+                own = torch.zeros(shape, dtype=dtype, device=device) if part is None else part
                 total = exchange.sum_over(own, grid, axes)
                 return None if part is None else total
 
@@ -665,7 +702,8 @@ def recut_once(x: DistTensor, cuts: Cuts, operator: str) -> DistTensor:
         if made is not None and made[0] == state:
             return made[1]
     twin = view_of(x, recut(x, cuts, operator).shard, x.shape, cuts, copied=True)
-    if state is not None:
+    if call is not None and state is not None:
+        call.note(x)
         x._recuts[cuts] = state, twin
     return twin
 

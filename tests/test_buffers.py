@@ -56,3 +56,12 @@ def test_no_more_than_the_limit_is_kept(monkeypatch):
     del both
     assert memory._idle_bytes in (32, 40)
     assert sum(m.nbytes for stack in memory._idle.values() for m in stack) == memory._idle_bytes
+
+
+def test_sizes_of_which_nothing_is_idle_are_forgotten():
+    memory = Buffers()
+    for n in range(1, 20):
+        memory.empty((n,), LIKE)
+    in_use = [memory.empty((n,), LIKE) for n in range(1, 40)]
+    assert len(in_use) == 39
+    assert not memory._idle

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable
+from weakref import ref
 
 import pytest
 import torch
@@ -116,6 +118,39 @@ def test_several_consumers_share_one_redistribution() -> None:
         model(x)
     moved = [m for m in movements if m.operator.startswith("layouts") and m.bytes]
     assert [m.operator for m in moved] == ["layouts, second.conv"]
+
+
+@pytest.mark.parallel([2, 3])
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_was_redistributed_goes_when_the_outermost_call_ends(fails: bool) -> None:
+    grid = dc.ProcessGrid(height=-1)
+    copies, alive_within = [], []
+
+    class Reuse(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1)
+            self.first.register_forward_hook(lambda m, args, out: copies.append(ref(args[0].shard)))
+
+        def forward(self, x: Tensor, deeper: bool = True) -> Tensor:
+            y = self(x, deeper=False) if deeper else self.first(x) + self.second(x)
+            gc.collect()
+            alive_within.append(copies[0]() is not None)
+            if fails and deeper:
+                raise ArithmeticError
+            return y
+
+    model = dc.parallelize(Reuse(), grid, layouts={"first": CHANNELS, "second": CHANNELS})
+    x = dc.distribute_tensor(torch.ones(2, 3, 9, 7), grid)
+    with torch.no_grad():
+        if fails:
+            with pytest.raises(ArithmeticError):
+                model(x)
+        else:
+            model(x)
+    gc.collect()
+    assert alive_within == [True, True]
+    assert [copy() for copy in copies] == [None]
 
 
 @pytest.mark.parallel([1, 2, 3])

@@ -1,4 +1,4 @@
-"""Models that are made and dropped leave nothing behind."""
+"""Steps, models and grids that are over leave nothing behind; `soak.py` is the long form."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from mpi4py import MPI
+from soak import held, make_and_drop, train
 from torch import Tensor, nn
 
 import distconv as dc
@@ -53,17 +54,41 @@ def test_a_model_that_is_dropped_frees_its_parameters(shard: bool) -> None:
 @pytest.mark.parallel([1, 2])
 def test_memory_stays_flat_while_models_come_and_go() -> None:
     grid = dc.ProcessGrid(sample=-1)
-
-    def elements() -> int:
-        gc.collect()
-        found = (x for x in gc.get_objects() if issubclass(type(x), Tensor))
-        return sum(x.untyped_storage().nbytes() for x in found if not isinstance(x, dc.DistTensor))
-
-    held = []
+    bytes_held = []
     for _ in range(6):
         trained(grid)
-        held.append(elements())
-    assert held[-1] == held[1], held
+        bytes_held.append(held().tensors)
+    assert bytes_held[-1] == bytes_held[1], bytes_held
+
+
+@pytest.mark.parallel([1, 2])
+def test_tensors_stay_flat_while_shapes_change() -> None:
+    marks, _ = train(rounds=3, shapes=5)
+    assert marks[2].tensors == marks[1].tensors, marks
+    assert marks[2].communicators == marks[1].communicators, marks
+
+
+@pytest.mark.parallel([1, 2, 3])
+def test_communicators_and_tensors_stay_flat_while_grids_come_and_go() -> None:
+    marks = make_and_drop(rounds=3, models=4)
+    assert marks[2].tensors == marks[1].tensors, marks
+    assert marks[2].communicators == marks[1].communicators, marks
+
+
+@pytest.mark.parallel([2, 3])
+def test_a_leaf_is_freed_without_the_garbage_collector() -> None:
+    grid = dc.ProcessGrid(height=-1)
+    gc.collect()
+    gc.disable()
+    try:
+        x = dc.distribute_tensor(torch.ones(4), grid, dc.Layout()).requires_grad_()
+        (x * 2).sum().backward()
+        assert x.grad is not None
+        alive = weakref.ref(x.shard)
+        del x
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parallel([1, 2])

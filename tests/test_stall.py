@@ -8,9 +8,13 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import pytest
 from test_failure import job
+
+from distconv.stall import Watch
+from distconv.transport.watched import Wait, Waiting
 
 SET_UP = """
 import threading
@@ -114,3 +118,17 @@ def test_ranks_that_leave_at_different_times_without_need_end_in_silence(tmp_pat
 def test_a_limit_that_is_no_number_is_an_error(tmp_path: Path) -> None:
     end = job(tmp_path, "", ranks=2, DISTCONV_TIMEOUT="soon")
     assert end.returncode != 0 and "DISTCONV_TIMEOUT='soon'" in end.stderr
+
+
+def test_who_looks_at_waits_keeps_none_that_is_over() -> None:
+    waiting = Waiting()
+    watch = Watch((0, 1), 0, waiting)
+    try:
+        wait = waiting.now = Wait(waiting)
+        watch._look_at_wait()
+        assert watch._seen() is wait
+        alive = ref(wait)
+        wait = waiting.now = None
+        assert alive() is None
+    finally:
+        watch.leave()

@@ -116,7 +116,7 @@ def _divisor(x: DistTensor, windows: Sequence[Window], box: Box, include_pad: bo
         return uniform
     divisor = torch.ones((), dtype=torch.int64, device=x.shard.device)
     for row in zip(windows, x.shape[2:], box.start[2:], box.stop[2:], strict=True):
-        divisor = divisor.unsqueeze(-1) * constant(_counts(*row, include_pad), divisor.device)
+        divisor = divisor.unsqueeze(-1) * constant(divisor.device, _counts(*row, include_pad))
     return divisor
 
 

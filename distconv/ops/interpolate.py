@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from distconv.constant import remembered
 from distconv.ops.align import box_of, nothing
 from distconv.ops.checked import Like, checked
 from distconv.ops.moments import accumulated
@@ -99,7 +99,7 @@ def _resample(
 ) -> Tensor:
     """The outputs [start, stop) along dimension `d`, from a buffer of the inputs they need."""
     first = resampled.intervals(size, start, stop)[0][0] if cut else 0
-    taps = _taps(resampled, size, start, stop, first, buffer.dtype, buffer.device)
+    taps = _taps(buffer.device, resampled, size, start, stop, first, buffer.dtype)
     if resampled.mode.startswith("nearest"):
         return buffer.index_select(d, taps[0][0])
     column = (1,) * d + (-1,) + (1,) * (buffer.dim() - d - 1)
@@ -114,17 +114,17 @@ def _resample(
     return total
 
 
-@cache
+@remembered
 def _taps(
+    device: torch.device,
     resampled: Resampled,
     size: int,
     start: int,
     stop: int,
     first: int,
     dtype: torch.dtype,
-    device: torch.device,
 ) -> list[tuple[Tensor, Tensor]]:
-    """For each tap the inputs, counted from `first`, and their weights; made once, as constants."""
+    """For each tap the inputs, counted from `first`, and their weights."""
     pairs = zip(*(array.T for array in resampled.taps(size, start, stop)), strict=True)
     with torch.inference_mode(False):
         return [

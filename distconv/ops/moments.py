@@ -8,7 +8,7 @@ which does not cancel as E[x^2] - E[x]^2 does.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from distconv.constant import remembered
 from distconv.exchange import reduced, stacked
 from distconv.grid import ProcessGrid
 from distconv.layout import rank_box
@@ -59,7 +60,7 @@ def moments(
         return local[1], local[0]
     kept = local.shape[1:]
     variances, means = stacked(local, grid, group).flatten(2).unbind(1)
-    share = _share(tuple(counts), x.device)
+    share = _share(x.device, tuple(counts))
     reference = means[max(range(len(counts)), key=counts.__getitem__)]
     deviations = means - reference
     shift = share @ deviations
@@ -68,8 +69,8 @@ def moments(
     return (reference + shift).view(kept), variance.view(kept)
 
 
-@cache
-def _share(counts: tuple[int, ...], device: torch.device) -> Tensor:
+@remembered
+def _share(device: torch.device, counts: tuple[int, ...]) -> Tensor:
     """What part of all elements each rank contributes."""
     return torch.tensor(counts, dtype=torch.float64, device=device) / max(sum(counts), 1)
 

@@ -38,7 +38,7 @@ def pad(
         if isinstance(need, Pad) and box.start[d] < box.stop[d]:
             order = need.order(input.shape[d], box.start[d], box.stop[d])
             if order is not None:
-                buffer = buffer.index_select(d, constant(tuple(order), buffer.device))
+                buffer = buffer.index_select(d, constant(buffer.device, tuple(order)))
     buffer = _pad_whole_dimensions(buffer, amounts, needs, len(pad) // 2, mode, value, box.shape)
     # What pads by nothing copies all the same.
     shard = buffer.clone() if buffer is input.shard else buffer

@@ -42,7 +42,7 @@ def inner_border(buffer: Tensor, windows: Sequence[Window], starts: Sequence[int
         if start < 0:
             last = buffer.shape[d] - 1
             first = tuple(min(p % window.dilation - start, last) for p in range(start, 0))
-            inner = buffer.index_select(d, constant(first, buffer.device))
+            inner = buffer.index_select(d, constant(buffer.device, first))
             buffer.narrow(d, 0, -start).copy_(inner)
     return buffer
 

@@ -32,10 +32,12 @@ class Buffers:
         size = prod(shape) * like.element_size()
         if not size:
             return like.new_empty(shape)
-        stack = self._idle[size]
+        stack = self._idle.get(size)
         if stack:
             memory = stack.pop()
             self._idle_bytes -= size
+            if not stack:
+                del self._idle[size]
         else:
             memory = torch.empty(size, dtype=torch.uint8, device="cpu").numpy()
         # The tensor and all that share its memory keep this view alive.

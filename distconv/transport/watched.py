@@ -40,7 +40,7 @@ class Wait:
     peers: returns the ranks that are waited for, in the numbers of the grid; None for all.
     """
 
-    __slots__ = ("_before", "_waiting", "peers")
+    __slots__ = ("__weakref__", "_before", "_waiting", "peers")
 
     def __init__(self, waiting: Waiting, peers: Callable[[], Iterable[int]] | None = None):
         self._waiting, self.peers = waiting, peers
