@@ -121,9 +121,7 @@ def test_what_differs_as_rounding_does_is_accepted_and_a_single_element_is_not()
     raised_everywhere(ValueError, lambda: dc.distribute_tensor(x * (1 + ONE * 1e-4), grid))
 
 
-def test_with_debug_everything_is_compared_each_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_with_debug_everything_is_compared_each_time(tmp_path: Path) -> None:
     body = """
 for call in range(6):
     big = torch.zeros(2 ** 20)
@@ -134,8 +132,7 @@ for call in range(6):
         if grid.rank == 0: print("found in call", call)
 """
     assert job(tmp_path, body, ranks=2).stdout == ""
-    monkeypatch.setenv("DISTCONV_DEBUG", "1")
-    assert job(tmp_path, body, ranks=2).stdout == "found in call 4\n"
+    assert job(tmp_path, body, ranks=2, DISTCONV_DEBUG="1").stdout == "found in call 4\n"
 
 
 # Operands
