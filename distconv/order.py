@@ -78,7 +78,9 @@ class Order:
         self._comm, self.waiting = comm, waiting
         self.debug = debugging()
         self.number = 0
-        """How many steps this rank has taken."""
+        """How many steps this rank has taken, reductions of gradients among them."""
+        self._compared = 0
+        """How many of them have their place in the order."""
         self._tag = 0
         self._folded = 0
         self._codes: dict[Any, int] = {}
@@ -113,8 +115,11 @@ class Order:
         if kind == "all_reduce" and (function is None or function in _BACKWARD):
             # Gradients are reduced as they become ready, which is not everywhere in one order.
             return
+        self._compared += 1
         operator = None
-        if function is not None:
+        if function in _BACKWARD:
+            operator = function, (), ()  # blocks of the ranks' own may be among the arguments
+        elif function is not None:
             operator = function, _kept(CURRENT.arguments), _kept(CURRENT.keywords or ())
         code = self._codes.get((kind, operator))
         new = code is None
@@ -129,7 +134,7 @@ class Order:
             self._settle()
             self._start()
             self._settle()
-        elif self.number % _PERIOD == 0:
+        elif self._compared % _PERIOD == 0:
             self._settle()
             self._start()
 
@@ -152,7 +157,7 @@ class Order:
     def _explain(self) -> None:
         """Raise on all ranks, naming the first step in which they differ."""
         here = place_of(self._thread)
-        first = self.number - len(self._last) + 1
+        first = self._compared - len(self._last) + 1
         steps = [str(step) for step in self._last]
         with Wait(self.waiting):
             ranks = self._comm.allgather((first, steps, here))
@@ -161,7 +166,7 @@ class Order:
         self._folded = 0
         self._codes.clear()
         self._last.clear()
-        self.number = max(begin + len(steps) - 1 for begin, steps, _ in ranks)
+        self._compared = max(begin + len(steps) - 1 for begin, steps, _ in ranks)
         raise DivergenceError(_difference(ranks, self.debug))
 
     def _change_thread(self) -> None:
@@ -185,7 +190,7 @@ def described(operator: Any) -> str:
     return f"{name_of(function)}({', '.join((*map(_word, arguments), *named))})"
 
 
-_BACKWARD = {"backward", torch.autograd.backward}
+_BACKWARD = {"backward", torch.autograd.backward, torch.autograd.grad}
 
 
 class _Tensor(NamedTuple):

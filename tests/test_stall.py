@@ -51,6 +51,26 @@ small.sum()
 """,
     "a rank skips a call": "if not one: small.sum()\ntrain(1)",
     "a rank adds a call": "if one: F.avg_pool2d(small, 3, 1, 1)\nsmall.sum()",
+    "a rank calls in another order": """
+for call in [F.avg_pool2d, F.max_pool2d][:: -1 if one else 1]:
+    call(small, 3, 1, 1)
+train(1)
+""",
+    "a rank pads otherwise": "F.avg_pool2d(small, 3, 1, (0, 1) if one else (1, 1)).sum()\ntrain(1)",
+    "a rank asks for the state of sharded weights alone": """
+grid = dc.ProcessGrid(channel=2)
+wide = dc.parallelize(nn.Conv2d(4, 4, 1), grid, shard_parameters=True)
+if one: dc.full_state_dict(wide)
+train(1)
+""",
+    "a rank has a block of another shape, and catches the error": """
+try:
+    dc.DistTensor.from_local(torch.zeros(1, 1, 2 + 2 * one, 1), grid)
+    F.avg_pool2d(small, 3, 1, 1)
+except ValueError:
+    if not one: raise SystemExit
+train(1)
+""",
     "a rank asks for the whole tensor alone": "if one: small.full_tensor()\ntrain(1)",
     "a rank makes a grid alone": "if one: dc.ProcessGrid(width=-1)\ntrain(1)",
     "a rank evaluates": "model.train(not one)\ntrain(2)",
