@@ -27,10 +27,10 @@ test: $(VENV)/ready
 	@status=0; \
 	for n in $(RANKS); do \
 	  echo "== $$n ranks"; \
-	  $(RUN) $(LIMIT) 900 $(BIN)/mpiexec -n $$n $(BIN)/python -m pytest -q --capture=sys -m "parallel[match]" || status=1; \
+	  $(RUN) $(LIMIT) 1500 $(BIN)/mpiexec -n $$n $(BIN)/python -m pytest -q --capture=sys -m "parallel[match]" || status=1; \
 	done; \
 	echo "== 1 rank"; \
-	$(RUN) $(LIMIT) 900 $(BIN)/python -m pytest -q --capture=sys -m "parallel[match]" || status=1; \
+	$(RUN) $(LIMIT) 1500 $(BIN)/python -m pytest -q --capture=sys -m "parallel[match]" || status=1; \
 	exit $$status
 
 # Which torch functions are supported, as docs/coverage.md has it.

@@ -345,6 +345,7 @@ _POINTWISE: Table = {
     **_each("where", of(BOOLEANS, X, X)),
     **_each("torch.Tensor.where", of(X, BOOLEANS, X)),
     **_each("new_zeros new_ones", of(X, (3, 4, 5, 2)), of(X, 2)),
+    **_each("new", of(X, through=lambda function, x: function(x, 3, 4, 5, 2).zero_())),
     **_each("new_full", of(X, (3, 4, 5, 2), 2.5)),
     **_each("new_empty", of(X, through=lambda function, x: function(x, 3, 4, 5, 2).zero_())),
     **_each("embedding", of(INTEGERS, Operand((5, 3), plain=True), 1)),

@@ -31,7 +31,7 @@ from benchmarks.gpu.links import Link, Machine
 from benchmarks.gpu.messages import messages
 from benchmarks.gpu.needs import missing
 from benchmarks.gpu.page import Page, Part
-from benchmarks.gpu.shards import PLANE, VOLUME, Shard, predict, shards
+from benchmarks.gpu.shards import PLANE, VOLUME, Shard, network_alone, predict, shards
 from benchmarks.gpu.shards import packing as packing_of
 from benchmarks.gpu.waits import calls_of, waits, waits_in
 from distconv.bench import Row
@@ -150,7 +150,7 @@ def test_shards_are_told_with_what_follows_from_them(case: Case, cuts) -> None:
 def test_what_a_shard_sends_is_what_explain_tells() -> None:
     grid = Rehearsal({"height": 2, "width": 2})
     x, y = cut(MESH, grid, CPU)
-    network = module(MESH, CPU)
+    network = network_alone(MESH, CPU)
     plan = dc.explain(network, MESH.shape, grid.shape, rank=grid.rank, show=False)
     with grid.listening() as traffic, dc.method("overlapped"), torch.no_grad():
         network(x)
@@ -165,7 +165,7 @@ def test_what_a_shard_sends_is_what_explain_tells() -> None:
 
 def test_packing_is_of_all_that_leaves_in_the_forward_pass(monkeypatch) -> None:
     grid = Rehearsal({"height": 4, "width": 4})
-    step = LAYER.step(module(LAYER, CPU), *cut(LAYER, grid, CPU))
+    step = LAYER.step(network_alone(LAYER, CPU), *cut(LAYER, grid, CPU))
     packs = packing_of(step, grid, CPU)
     sent: list[int] = []
     empty = grid.transport.empty

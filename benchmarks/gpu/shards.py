@@ -14,6 +14,7 @@ from statistics import median
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from benchmarks.gpu.cases import Case, Step, cut, module, plain
 from benchmarks.gpu.clock import Run, alternate, peak_of
@@ -25,6 +26,7 @@ from distconv.bench.settings import by
 from distconv.exchange import packed
 from distconv.ledger import Movement, traced, uncounted
 from distconv.method import METHODS
+from distconv.ownership import own
 from distconv.plan import Route
 from distconv.rehearsal import Rehearsal, Traffic
 from distconv.table import table
@@ -85,14 +87,21 @@ def _axes(grid: Rehearsal) -> str:
 
 
 def _overlapped(case: Case, grid: Rehearsal, device: torch.device) -> Step:
-    step = case.step(module(case, device), *cut(case, grid, device))
+    step = case.step(network_alone(case, device), *cut(case, grid, device))
     return partial(_forced, "overlapped", step)
+
+
+def network_alone(case: Case, device: torch.device) -> nn.Module:
+    """The module of a rank whose gradients nobody adds up, as the other ranks are not there."""
+    network = module(case, device)
+    own(network.parameters(), ranks=1)
+    return network
 
 
 def _timed(
     row: tuple[str, str, str], case: Case, grid: Rehearsal, device: torch.device, seconds: float
 ) -> tuple[list[Row], Shard]:
-    network = module(case, device)
+    network = network_alone(case, device)
     step = case.step(network, *cut(case, grid, device))
     runs: list[Run] = [partial(_forced, name, step) for name in METHODS]
     runs += [plain(case, grid, device), packing(step, grid, device)]
