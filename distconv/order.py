@@ -1,10 +1,11 @@
 """The collective steps of the ranks, compared: all ranks take the same ones in the same order.
 
 Every exchange and every reduction outside a backward pass is a step. Each rank folds the operator,
-its arguments, shapes and layouts into one running number. The numbers are compared by a reduction
-of 16 bytes whenever a rank meets an operator with arguments that are new to it, and from time to
-time without waiting; with DISTCONV_DEBUG=1 before every step. Where they differ, the ranks exchange
-the last steps they have taken, and every rank raises the same error.
+its arguments, shapes and layouts into one running number, after the first steps of an operator its
+name alone in most. The numbers are compared by a reduction of 16 bytes whenever a rank meets an
+operator with arguments that are new to it, and from time to time without waiting; with
+DISTCONV_DEBUG=1 before every step. Where they differ, the ranks exchange the last steps they have
+taken, and every rank raises the same error.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from distconv.whereabouts import CURRENT, is_parked, name_of, place_of, user_lin
 _VARIABLE = "DISTCONV_DEBUG"
 _PERIOD = 256
 """Steps between comparisons for which nobody waits."""
+_FIRST, _EVERY = 64, 16
+"""How many steps of each operator count with its arguments, and one in how many after those."""
 _REMEMBERED = 4096
 """Operators with their arguments that are known; beyond, all are forgotten, on all ranks alike."""
 _MODULUS = 2**61 - 1
@@ -84,7 +87,8 @@ class Order:
         self._tag = 0
         self._folded = 0
         self._codes: dict[Any, int] = {}
-        self._last: deque[Step] = deque(maxlen=256)
+        self._last: deque[tuple[str, Any, int, str | None]] = deque(maxlen=256)
+        self._counts: dict[Any, int] = {}
         self._thread = threading.get_ident()
         self._under_way: tuple[Any, Any] | None = None
 
@@ -116,20 +120,17 @@ class Order:
             # Gradients are reduced as they become ready, which is not everywhere in one order.
             return
         self._compared += 1
-        operator = None
-        if function in _BACKWARD:
-            operator = function, (), ()  # blocks of the ranks' own may be among the arguments
-        elif function is not None:
-            operator = function, _kept(CURRENT.arguments), _kept(CURRENT.keywords or ())
+        operator = self._operator(function)
         code = self._codes.get((kind, operator))
-        new = code is None
+        # A name alone may come first at other steps on ranks that differ already.
+        new = code is None and (operator is None or operator[1] is not None)
         if code is None:
             if len(self._codes) >= _REMEMBERED:
                 self._codes.clear()
             code = crc32(f"{kind} {_spelled(operator)}".encode())
             self._codes[kind, operator] = code
         self._folded = (self._folded * _FACTOR + code + tag) % _MODULUS
-        self._last.append(Step(kind, operator, tag, user_line() if self.debug else None))
+        self._last.append((kind, operator, tag, user_line() if self.debug else None))
         if new or self.debug:
             self._settle()
             self._start()
@@ -137,6 +138,19 @@ class Order:
         elif self._compared % _PERIOD == 0:
             self._settle()
             self._start()
+
+    def _operator(self, function: Any) -> Any:
+        """The operator under way with what has to be the same of its arguments; None for none.
+
+        In most steps, after the first of each operator, that is its name alone.
+        """
+        if function is None or function in _BACKWARD:
+            # Blocks of the ranks' own may be among the arguments of autograd's functions.
+            return function and (function, None, ())
+        count = self._counts[function] = self._counts.get(function, 0) + 1
+        if count > _FIRST and count % _EVERY and not self.debug:
+            return function, None, ()
+        return function, _kept(CURRENT.arguments), _kept(CURRENT.keywords or ())
 
     def _start(self) -> None:
         """Start to compare the folded steps of all ranks."""
@@ -158,13 +172,14 @@ class Order:
         """Raise on all ranks, naming the first step in which they differ."""
         here = place_of(self._thread)
         first = self._compared - len(self._last) + 1
-        steps = [str(step) for step in self._last]
+        steps = [str(Step(*step)) for step in self._last]
         with Wait(self.waiting):
             ranks = self._comm.allgather((first, steps, here))
             # A program that catches the error goes on with the same numbers on all ranks.
             self._tag = max(self._comm.allgather(self._tag))
         self._folded = 0
         self._codes.clear()
+        self._counts.clear()
         self._last.clear()
         self._compared = max(begin + len(steps) - 1 for begin, steps, _ in ranks)
         raise DivergenceError(_difference(ranks, self.debug))
@@ -186,6 +201,8 @@ class Order:
 def described(operator: Any) -> str:
     """An operator with its arguments, as a user would write the call."""
     function, arguments, keywords = operator
+    if arguments is None:
+        return name_of(function)
     named = (f"{name}={_word(value)}" for name, value in keywords)
     return f"{name_of(function)}({', '.join((*map(_word, arguments), *named))})"
 
