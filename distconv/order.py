@@ -211,7 +211,7 @@ _BACKWARD = {"backward", torch.autograd.backward, torch.autograd.grad}
 
 
 class _Tensor(NamedTuple):
-    """What of a tensor is the same on all ranks."""
+    """A tensor as all ranks have to see it, without its elements."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -220,7 +220,7 @@ class _Tensor(NamedTuple):
 
 
 def _kept(argument: Any) -> Any:
-    """What of an argument has to be the same on all ranks, as something that can be hashed."""
+    """Return what has to be the same of an argument on all ranks, in a form that can be hashed."""
     kind = type(argument)
     if kind in _SIMPLE:
         return argument
@@ -262,7 +262,12 @@ def _word(value: Any) -> str:
 
 
 def _difference(ranks: list[tuple[int, list[str], str]], debug: bool) -> str:
-    """The message about the first step in which ranks differ, whose last steps these are."""
+    """Return the message about the first step in which ranks differ.
+
+    Parameters
+    ----------
+    ranks: of each rank, the number of the first of its last steps, these steps, and where it is.
+    """
     begin = max(first for first, _, _ in ranks)
     end = max(first + len(steps) for first, steps, _ in ranks)
     for number in range(begin, end):

@@ -626,9 +626,8 @@ def _check_plain(
 ) -> None:
     """Raise on every rank where plain operands differ between ranks; looks at some calls only.
 
-    Those that are parameters without a parallelized module are watched.
-
-    Parameters of a parallelized module are compared as a whole, elsewhere.
+    Parameters that belong to no parallelized module are watched; those of one are compared as a
+    whole, elsewhere.
     """
     x = next(iter(distributed), None)
     if x is None or x.grid.size == 1:

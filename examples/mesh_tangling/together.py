@@ -12,6 +12,8 @@ from zlib import crc32
 import numpy as np
 from mpi4py import MPI
 
+from distconv.order import ranks_in_words
+
 Result = TypeVar("Result")
 Item = TypeVar("Item")
 
@@ -65,7 +67,7 @@ def check_alike(comm: MPI.Comm, facts: Mapping[str, str], remedy: str) -> None:
         for rank, there in enumerate(everywhere):
             ranks.setdefault(there.get(name), []).append(rank)
         if len(ranks) > 1:
-            values = (f"{v or 'missing'} on {_ranks(those)}" for v, those in ranks.items())
+            values = (f"{v or 'missing'} on {ranks_in_words(those)}" for v, those in ranks.items())
             complaints.append(f"{name} is {' and '.join(values)}")
     if complaints:
         raise InvalidInput(f"the ranks differ: {'; '.join(complaints)}. {remedy}")
@@ -109,14 +111,3 @@ def _largest(comm: MPI.Comm, numbers: list[int]) -> list[int]:
 def _raise(error: Exception | None) -> None:
     if error is not None:
         raise error
-
-
-def _ranks(ranks: list[int]) -> str:
-    """`rank 3`, or `ranks 0, 2-5`."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1] = [runs[-1][0], rank]
-        else:
-            runs.append([rank])
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join('-'.join(map(str, r)) for r in runs)}"
