@@ -35,7 +35,7 @@ test: $(VENV)/ready
 
 # Which torch functions are supported, as docs/coverage.md has it.
 coverage: $(VENV)/ready
-	$(RUN) $(BIN)/mpiexec -n 2 $(BIN)/python tests/supported.py
+	$(RUN) $(BIN)/mpiexec -n 2 $(BIN)/python -m tests.support.supported
 
 # The properties with 50 times as many examples, others each time, and the same on all ranks. Where
 # every rank waits in MPI, a thread ends the run. SEED repeats an earlier run. Before them, long runs
@@ -44,7 +44,7 @@ SEED ?= $(shell date +%s)
 nightly: SEED := $(SEED)
 nightly: $(VENV)/ready
 	@status=0; echo "SEED=$(SEED)"; \
-	$(RUN) $(LIMIT) 3600 $(BIN)/mpiexec -n 4 $(BIN)/python tests/soak.py || status=1; \
+	$(RUN) $(LIMIT) 3600 $(BIN)/mpiexec -n 4 $(BIN)/python -m tests.support.soak || status=1; \
 	for n in $(RANKS) 1; do \
 	  echo "== $$n ranks"; \
 	  $(RUN) $(LIMIT) 14400 $(BIN)/mpiexec -n $$n $(BIN)/python -m pytest -q \

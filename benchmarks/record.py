@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from mpi4py import MPI
 
-from distconv.bench import BENCHMARKS, Settings, as_table
+from distconv.tools.bench import BENCHMARKS, Settings, as_table
 
 
 def record(path: Path, settings: Settings, names: Iterable[str]) -> None:

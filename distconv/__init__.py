@@ -1,26 +1,19 @@
 """Convolutional networks on tensors cut over many processes, with the serial numbers."""
 
 from distconv import ops as _ops  # registers what torch functions mean on DistTensors
-from distconv.clip import clip_grad_norm_
-from distconv.explain import explain
-from distconv.extend import elementwise, windowed
-from distconv.grid import ProcessGrid
-from distconv.layout import Box, Layout
-from distconv.ledger import Redistribution, redistributions
-from distconv.method import method
-from distconv.parallelize import no_sync, parallelize
-from distconv.state import full_state_dict, load_full_state_dict
-from distconv.tensor import (
-    DistTensor,
-    UnsupportedOperation,
-    default_layout,
-    distribute_tensor,
-    implements,
-    local_box,
-)
-from distconv.verify import verify
-
-__version__ = "0.1.0"
+from distconv.comm.ledger import Redistribution, redistributions
+from distconv.geometry.layout import Box, Layout
+from distconv.grid.process_grid import ProcessGrid
+from distconv.model.clipping import clip_grad_norm_
+from distconv.model.parallelize import no_sync, parallelize
+from distconv.model.states import full_state_dict, load_full_state_dict
+from distconv.ops.extend import elementwise, windowed
+from distconv.ops.support.method import method
+from distconv.tensor.dispatch import UnsupportedOperation, implements
+from distconv.tensor.dist_tensor import DistTensor, default_layout, distribute_tensor, local_box
+from distconv.tools.explain import explain
+from distconv.tools.verify import verify
+from distconv.tools.version import __version__ as __version__
 
 __all__ = [
     "Box",

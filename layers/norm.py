@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from distconv.ops.norm import SPATIAL, batch_norm_over
-from distconv.tensor import DistTensor
+from distconv.ops.norm.batch_norm import SPATIAL, batch_norm_over
+from distconv.tensor.dist_tensor import DistTensor
 
 _STATISTICS: dict[str, tuple[str, ...] | None] = {
     "global": None,

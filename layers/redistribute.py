@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from distconv.layout import Layout
-from distconv.tensor import DistTensor
+from distconv.geometry.layout import Layout
+from distconv.tensor.dist_tensor import DistTensor
 
 
 class Redistribute(nn.Module):

@@ -8,9 +8,9 @@ from functools import partial
 from benchmarks.gpu.cases import Case, Step, cut, module, plain
 from benchmarks.gpu.clock import alternate, peak_of
 from distconv import ProcessGrid, parallelize
-from distconv.bench import Row
-from distconv.bench.report import over
-from distconv.bench.settings import by
+from distconv.tools.bench import Row
+from distconv.tools.bench.report import over
+from distconv.tools.bench.settings import by
 
 
 def on_grid(case: Case, grid: ProcessGrid) -> Step:

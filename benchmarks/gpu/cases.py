@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from distconv import DistTensor, ProcessGrid
-from distconv.bench import layer
-from distconv.bench.networks import AVERAGE, MAXIMUM, UNet3d, cosmoflow
-from distconv.layout import default_cuts
-from distconv.tensor import local_box
+from distconv.geometry.layout import default_cuts
+from distconv.tensor.dist_tensor import local_box
+from distconv.tools.bench import layer
+from distconv.tools.bench.networks import AVERAGE, MAXIMUM, UNet3d, cosmoflow
 from examples.mesh_tangling.network import mesh_tangling_1k, mesh_tangling_2k
 
 Step = Callable[[], None]

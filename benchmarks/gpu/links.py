@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from math import ceil, log2
 from typing import NamedTuple
 
-from distconv.rehearsal import Traffic
+from distconv.planning.dry_run import Traffic
 
 
 class Link(NamedTuple):

@@ -14,13 +14,13 @@ from benchmarks.gpu.alone import on_grid
 from benchmarks.gpu.cases import Case
 from benchmarks.gpu.waits import waits
 from distconv import DistTensor, ProcessGrid
-from distconv.bench import Row
-from distconv.bench.halo import exchange, plan_of
-from distconv.bench.pairs import Side, alternate
-from distconv.bench.report import over
-from distconv.layout import default_cuts
-from distconv.table import size
-from distconv.tensor import local_box
+from distconv.geometry.layout import default_cuts
+from distconv.tensor.dist_tensor import local_box
+from distconv.tools.bench import Row
+from distconv.tools.bench.alternation import Side, alternate
+from distconv.tools.bench.halo import exchange, plan_of
+from distconv.tools.bench.report import over
+from distconv.tools.table import size
 
 TRANSPORTS = "mpi", "nccl", "peer"
 """The oldest first: on several ranks nothing is measured after what has failed."""

@@ -20,17 +20,17 @@ from benchmarks.gpu.cases import Case, Step, cut, module, plain
 from benchmarks.gpu.clock import Run, alternate, peak_of
 from benchmarks.gpu.links import MACHINES, Machine
 from distconv import method
-from distconv.bench import Row
-from distconv.bench.report import over
-from distconv.bench.settings import by
-from distconv.exchange import packed
-from distconv.ledger import Movement, traced, uncounted
-from distconv.method import METHODS
-from distconv.ownership import own
-from distconv.plan import Route
-from distconv.rehearsal import Rehearsal, Traffic
-from distconv.table import table
-from distconv.tensor import local_box
+from distconv.comm.ledger import Movement, traced, uncounted
+from distconv.comm.packing import packed
+from distconv.geometry.plan import Route
+from distconv.ops.support.method import METHODS
+from distconv.planning.dry_run import Rehearsal, Traffic
+from distconv.tensor.dist_tensor import local_box
+from distconv.tensor.ownership import own
+from distconv.tools.bench import Row
+from distconv.tools.bench.report import over
+from distconv.tools.bench.settings import by
+from distconv.tools.table import table
 
 Cut = Mapping[str, int]
 

@@ -1,63 +1,41 @@
-"""What torch functions mean on DistTensors, one file per family; importing this registers them."""
+"""What torch functions mean on DistTensors, one folder a family; importing this registers them."""
 
-from distconv.ops import (
-    aggregate,
-    along,
-    autograd,
-    average,
-    conv,
-    extrema,
-    foreach,
-    index,
-    interpolate,
-    linear,
-    lookup,
-    loss,
-    maximum,
-    norm,
-    pad,
-    patches,
-    pointwise,
-    pool,
-    product,
-    random,
-    rearrange,
-    reduction,
-    resample,
-    samplenorm,
-    scalar,
-    shape,
-    transposed,
-    unpool,
-)
+from distconv.ops import autograd, foreach, interpolate, linear, loss, random, scalar
+from distconv.ops.conv import convolution, transposed_convolution
+from distconv.ops.math import along_dimension, pointwise, product
+from distconv.ops.norm import batch_norm, sample_norm
+from distconv.ops.pool import adaptive, average, lp_pool, maximum, unpool
+from distconv.ops.reduce import aggregates, extrema, sums
+from distconv.ops.shape import indexing, lookup, pad, patches, pixel_shuffle, rearrange, reshape
 
 __all__ = [
-    "aggregate",
-    "along",
+    "adaptive",
+    "aggregates",
+    "along_dimension",
     "autograd",
     "average",
-    "conv",
+    "batch_norm",
+    "convolution",
     "extrema",
     "foreach",
-    "index",
+    "indexing",
     "interpolate",
     "linear",
     "lookup",
     "loss",
+    "lp_pool",
     "maximum",
-    "norm",
     "pad",
     "patches",
+    "pixel_shuffle",
     "pointwise",
-    "pool",
     "product",
     "random",
     "rearrange",
-    "reduction",
-    "resample",
-    "samplenorm",
+    "reshape",
+    "sample_norm",
     "scalar",
-    "shape",
-    "transposed",
+    "sums",
+    "transposed_convolution",
     "unpool",
 ]

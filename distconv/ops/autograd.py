@@ -16,22 +16,17 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from distconv.exchange import brought_in, sum_over
-from distconv.grid import ProcessGrid
-from distconv.layout import Cuts, replicating_axes
-from distconv.ops.align import common_grid
-from distconv.ownership import started_at
-from distconv.tensor import (
-    DistTensor,
-    Tensors,
-    as_parameter,
-    implements,
-    listed,
-    recut,
-    refuse,
-    seed_of,
-    shards_of,
-)
+from distconv.comm.collectives import sum_over
+from distconv.comm.replication import brought_in
+from distconv.geometry.layout import Cuts, replicating_axes
+from distconv.grid.process_grid import ProcessGrid
+from distconv.ops.support.operands import common_grid
+from distconv.tensor.dispatch import implements, refuse
+from distconv.tensor.dist_tensor import DistTensor, as_parameter
+from distconv.tensor.nested import Tensors, listed, shards_of
+from distconv.tensor.ownership import started_at
+from distconv.tensor.recording import seed_of
+from distconv.tensor.redistribution import recut
 
 Gradients = Tensor | Sequence[Tensor | None] | None
 
@@ -135,7 +130,7 @@ def grad(
             return part
         if isinstance(x, DistTensor):
             # A replicated leaf adds up its gradient by itself.
-            total = part if x._summing else _total(part, x.cuts, grid)
+            total = part if x.sums_gradient else _total(part, x.cuts, grid)
             return DistTensor(total, x.shape, x.cuts, grid)
         cuts = ((),) * x.dim()
         total = _total(part, cuts, grid)
@@ -158,7 +153,7 @@ def register_hook(
     shape, cuts, grid, replicas = self.shape, self.cuts, self.grid, self.replicas
     block, dtype, device = self.shard.shape, self.dtype, self.device
     # A replicated leaf adds up its gradient by itself, before.
-    leaf = self._summing
+    leaf = self.sums_gradient
 
     def on_shard(part: Tensor | None) -> Tensor | None:
         # A rank without a part takes part in the sum, for the sake of the others.
@@ -176,11 +171,11 @@ def register_hook(
         return shard if leaf else shard / replicas
 
     handle: RemovableHandle = self.shard.register_hook(on_shard)
-    if self._keeper is not None:
+    if self.gradient_hook is not None:
         # A gradient is retained as the last hook leaves it.
-        self._keeper.remove()
-        self._keeper = None
-        self._keeper = _keep(self)
+        self.gradient_hook.remove()
+        self.gradient_hook = None
+        self.gradient_hook = _keep(self)
     return handle
 
 
@@ -204,8 +199,8 @@ def retain_grad(self: DistTensor) -> None:
     """Keep the gradient of what is no leaf in `.grad`."""
     if not self.requires_grad:
         raise RuntimeError("retain_grad: the tensor does not require gradients")
-    if not self.is_leaf and self._keeper is None:
-        self._keeper = _keep(self)
+    if not self.is_leaf and self.gradient_hook is None:
+        self.gradient_hook = _keep(self)
 
 
 def _keep(x: DistTensor) -> RemovableHandle:
@@ -215,7 +210,9 @@ def _keep(x: DistTensor) -> RemovableHandle:
     def keep(gradient: DistTensor | None) -> None:
         x = keeper()
         if x is not None and gradient is not None:
-            x._retained = gradient.clone() if x._retained is None else x._retained + gradient
+            x.retained_gradient = (
+                gradient.clone() if x.retained_gradient is None else x.retained_gradient + gradient
+            )
 
     return register_hook(x, keep)
 
@@ -223,7 +220,7 @@ def _keep(x: DistTensor) -> RemovableHandle:
 @implements(torch.Tensor.retains_grad.__get__)  # type: ignore[attr-defined]
 def retains_grad(self: DistTensor) -> bool:
     """Whether it is no leaf and keeps its gradient."""
-    return self._keeper is not None
+    return self.gradient_hook is not None
 
 
 @implements(torch.Tensor.__deepcopy__)

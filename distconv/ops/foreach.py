@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distconv.exchange import reduced
-from distconv.ops.align import common_grid
-from distconv.tensor import RULES, implements, shards_of
-from distconv.topology import AXES
+from distconv.comm.collectives import reduced
+from distconv.geometry.topology import AXES
+from distconv.ops.support.operands import common_grid
+from distconv.tensor.dispatch import RULES, implements
+from distconv.tensor.nested import shards_of
 
 _NAMES = (
     *("add", "sub", "mul", "div", "pow", "neg", "abs", "sign", "sqrt", "rsqrt", "reciprocal"),

@@ -9,13 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distconv.constant import remembered
-from distconv.ops.align import box_of, nothing
-from distconv.ops.checked import Like, checked
-from distconv.ops.moments import accumulated
-from distconv.taps import Resampled
-from distconv.tensor import DistTensor, gathered, implements, refuse
-from distconv.window import Same
+from distconv.geometry.index_maps import Same
+from distconv.geometry.resampling import Resampled
+from distconv.ops.support.constants import remembered
+from distconv.ops.support.metadata_checks import Like, checked
+from distconv.ops.support.operands import box_of, nothing
+from distconv.ops.support.types import accumulated
+from distconv.tensor.dispatch import implements, refuse
+from distconv.tensor.dist_tensor import DistTensor
+from distconv.tensor.redistribution import gathered
 
 _MODES = {"linear": "linear", "bilinear": "linear", "trilinear": "linear", "bicubic": "cubic"}
 

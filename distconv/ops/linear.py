@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from distconv.ops.align import Placement
-from distconv.ops.channels import Layer, Weights, algorithm, part_of
-from distconv.ops.windowed import input_of
-from distconv.tensor import gathered, implements, refuse
-from distconv.window import Same
+from distconv.geometry.index_maps import Same
+from distconv.ops.conv.channels import Layer, Weights, algorithm, part_of
+from distconv.ops.support.operands import Placement
+from distconv.ops.support.types import input_of
+from distconv.tensor.dispatch import implements, refuse
+from distconv.tensor.redistribution import gathered
 
 
 @implements(F.linear)

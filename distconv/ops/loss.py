@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import _reduction as _Reduction
 
-from distconv.exchange import sum_over
-from distconv.grid import ProcessGrid
-from distconv.layout import Cuts, cutting_axes
-from distconv.ops.align import (
+from distconv.comm.collectives import sum_over
+from distconv.geometry.layout import Cuts, cutting_axes
+from distconv.grid.process_grid import ProcessGrid
+from distconv.ops.support.operands import (
     block_of,
     broadcast_cuts,
     broadcast_shape,
@@ -24,9 +24,9 @@ from distconv.ops.align import (
     uncut,
     whole,
 )
-from distconv.ops.checked import autocast_type
-from distconv.ops.moments import accumulated
-from distconv.tensor import DistTensor, implements, refuse
+from distconv.ops.support.types import accumulated, autocast_type
+from distconv.tensor.dispatch import implements, refuse
+from distconv.tensor.dist_tensor import DistTensor
 
 
 def _reduction(

@@ -19,10 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from distconv.exchange import broadcast
-from distconv.grid import ProcessGrid
-from distconv.ops.align import block_of, broadcast_shape
-from distconv.tensor import DistTensor, check_writable, implements, refuse
+from distconv.comm.collectives import broadcast
+from distconv.grid.process_grid import ProcessGrid
+from distconv.ops.support.operands import block_of, broadcast_shape
+from distconv.tensor.aliasing import check_writable
+from distconv.tensor.dispatch import implements, refuse
+from distconv.tensor.dist_tensor import DistTensor
 
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _MIX = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from distconv.layout import cutting_axes
-from distconv.tensor import RULES, DistTensor, implements, refuse
+from distconv.geometry.layout import cutting_axes
+from distconv.tensor.dispatch import RULES, implements, refuse
+from distconv.tensor.dist_tensor import DistTensor
 
 
 def _value(name: str) -> Callable[..., Any]:

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Protocol
 
-from distconv.transport import Message
+from distconv.transport.interface import Message
 
 SLOT = 4 * 2**20
 """Bytes of a slot."""

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
-from distconv.transport import WIDER, Message
 from distconv.transport.buffers import Buffers
+from distconv.transport.interface import WIDER, Message
 
 _DATATYPES = {
     torch.float32: MPI.FLOAT,

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from distconv.transport import WIDER, Message, Request
-from distconv.transport.beside import Beside, Enqueued
+from distconv.transport.interface import WIDER, Message, Request
+from distconv.transport.side_stream import Beside, Enqueued
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from distconv.transport import WIDER, Message, Request, Transport, ipc
+from distconv.transport import ipc
+from distconv.transport.interface import WIDER, Message, Request, Transport
 from distconv.transport.mailboxes import Mailboxes, Ordered, semaphores_of, size_of
 
 if TYPE_CHECKING:
@@ -191,7 +192,7 @@ def connected(comm: MPI.Intracomm, device: torch.device, beyond: Transport) -> P
     """That of the ranks of `comm`, on the current GPU of each; all of them call it."""
     from mpi4py import MPI
 
-    from distconv.transport.lane import Lane
+    from distconv.transport.peer_stream import Lane
 
     node: Any = comm.Split_type(MPI.COMM_TYPE_SHARED)
     places = node.allgather(comm.rank)

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from distconv.transport import Message, Request
-from distconv.transport.copies import Copies
-from distconv.transport.queue import Queue
+from distconv.transport.interface import Message, Request
+from distconv.transport.launch_queue import Queue
+from distconv.transport.pinned_copies import Copies
 
 if TYPE_CHECKING:
     from mpi4py import MPI

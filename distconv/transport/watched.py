@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from distconv.transport import Message, Request, Transport
+from distconv.transport.interface import Message, Request, Transport
 
 
 class Steps(Protocol):

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from distconv.arguments import RankParser, grid_axes
+from distconv.tools.arguments import RankParser, grid_axes
 
 if TYPE_CHECKING:
     from mpi4py import MPI

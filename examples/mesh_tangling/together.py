@@ -12,7 +12,7 @@ from zlib import crc32
 import numpy as np
 from mpi4py import MPI
 
-from distconv.order import ranks_in_words
+from distconv.grid.order import ranks_in_words
 
 Result = TypeVar("Result")
 Item = TypeVar("Item")

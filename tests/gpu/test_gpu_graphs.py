@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from serial import deviation
-from steps import RANKS, batch, net, step
 from torch import Tensor
 
 import distconv as dc
+from tests.gpu.steps import RANKS, batch, net, step
+from tests.support.serial import deviation
 
 pytestmark = pytest.mark.gpu
 

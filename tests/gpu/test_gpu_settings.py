@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from serial import deviation
-from steps import RANKS, batch, net
 from torch import Tensor
 
 import distconv as dc
+from tests.gpu.steps import RANKS, batch, net
+from tests.support.serial import deviation
 
 pytestmark = pytest.mark.gpu
 

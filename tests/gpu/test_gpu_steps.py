@@ -9,11 +9,11 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.nn.functional as F
-from serial import deviation
-from steps import RANKS, batch, net, step
 from torch import Tensor, nn
 
 import distconv as dc
+from tests.gpu.steps import RANKS, batch, net, step
+from tests.support.serial import deviation
 
 pytestmark = pytest.mark.gpu
 

@@ -11,8 +11,9 @@ from mpi4py import MPI
 from torch import Tensor
 
 import distconv as dc
-from distconv.topology import AXES
-from distconv.transport import Request, lane, peer
+from distconv.geometry.topology import AXES
+from distconv.transport import peer, peer_stream
+from distconv.transport.interface import Request
 from distconv.transport.semaphores import Kernels, MemoryOperations, Semaphores
 
 pytestmark = pytest.mark.gpu
@@ -91,7 +92,7 @@ def test_messages_by_ipc_are_bitwise_those_of_mpi(
     if way is MemoryOperations:
         pytest.importorskip("cuda.bindings")
     mpi = dc.ProcessGrid(height=-1, transport="mpi")
-    monkeypatch.setattr(lane, "semaphores", way)
+    monkeypatch.setattr(peer_stream, "semaphores", way)
     ipc = peer.connected(WORLD, mpi.device, mpi.transport)
     assert ipc.name == "peer"
     rng, mine = random.Random(1), random.Random(mpi.rank)

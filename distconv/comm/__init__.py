@@ -1,0 +1,1 @@
+"""Plans in motion: halo exchanges, redistributions and collectives, with their adjoints."""

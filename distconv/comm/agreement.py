@@ -1,0 +1,82 @@
+"""Whether all ranks do a thing alike, found out by a small message beside the computation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+
+from distconv.geometry.topology import AXES
+from distconv.grid.process_grid import ProcessGrid
+
+_BITS = 24
+"""Of a fingerprint, so that sums of squares over 16,000 ranks are exact in 64 bits."""
+
+
+def fingerprint(state: object) -> int:
+    """A number that is most probably another for another state; equal on all ranks for equal ones.
+
+    Parameters
+    ----------
+    state: of numbers, strings, and tuples and lists of them.
+    """
+    return crc32(repr(state).encode()) % 2**_BITS
+
+
+class Agreement:
+    """Questions to all ranks of a grid whether they have the same numbers, one at a time.
+
+    All ranks ask the same questions in the same order, and go on until they take the answer. That
+    is there when every rank has asked.
+    """
+
+    def __init__(self, grid: ProcessGrid):
+        self._grid = grid
+        # On the meta device there are no other ranks that could answer.
+        self._size = 1 if grid.device.type == "meta" else grid.size
+        self._comm = grid.communicator(AXES, "checks")
+        self._asked: tuple[Any, Any, Any] | None = None
+
+    def ask(self, *numbers: int) -> None:
+        """Start to compare numbers of at most 24 bits with those of the other ranks."""
+        if self._size == 1:
+            return
+        if self._asked is not None:
+            # The program was interrupted before the answer, and so were the others.
+            self._wait(self._asked[0])
+        mine = np.array((*numbers, *(n * n for n in numbers)), dtype=np.int64)
+        sums = np.empty_like(mine)
+        self._asked = self._comm.Iallreduce(mine, sums), sums, mine
+
+    def answer(self) -> list[bool]:
+        """For each number that was last asked about, whether all ranks have the same."""
+        if self._asked is None:
+            return []
+        (request, sums, _), self._asked = self._asked, None
+        self._wait(request)
+        # The mean of squares is the square of the mean where all are equal, and nowhere else.
+        totals, squares = sums.reshape(2, -1).tolist()
+        return [self._size * q == t * t for t, q in zip(totals, squares, strict=True)]
+
+    def everyone(self, mine: Any) -> list[Any]:
+        """What each rank brings; all of them call it."""
+        return self._grid.all_gather_object(mine)
+
+    def _wait(self, request: Any) -> None:
+        with self._grid.waiting():
+            request.Wait()
+
+
+def differences(everyone: Sequence[dict[str, Any]]) -> list[str]:
+    """For each name whose value is not that of rank 0 on all ranks, what it is where."""
+    found = []
+    for name, first in everyone[0].items():
+        others = [rank for rank, theirs in enumerate(everyone) if theirs[name] != first]
+        if others:
+            value = everyone[others[0]][name]
+            ranks = [str(rank) for rank in others if everyone[rank][name] == value]
+            where = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}"
+            found.append(f"{name} is {value} on {where} and {first} on rank 0")
+    return found

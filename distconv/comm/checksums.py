@@ -1,0 +1,223 @@
+"""Whether tensors that have to be equal on several ranks are equal: checksums, now and then.
+
+Cut from tensors that differ, a batch is a mixture of two, and a network computes something that no
+serial program does, without a sign of it. So the first uses of each place in the program are
+compared, and then one in many; with DISTCONV_DEBUG=1 all of them, in full.
+
+Values that differ as rounding makes them differ are accepted: processors of other kinds round
+otherwise.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+from zlib import crc32
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from distconv.geometry.topology import AXES, Topology
+from distconv.grid.order import debugging
+from distconv.grid.process_grid import ProcessGrid
+
+ALWAYS = debugging()
+"""Whether everything is compared each time."""
+
+CURE = (
+    "seed what it is drawn from alike on every rank (torch.manual_seed), or broadcast that of one "
+    "rank (grid.comm.bcast)"
+)
+
+_WHOLE, _BLOCK, _BLOCKS = 2**18, 2**11, 128
+"""Up to how many bytes a tensor is looked at in full, and in which blocks beyond that."""
+
+_JUMP = 2**31 - 1
+"""A prime, by multiples of which blocks are off their regular places: samples often begin alike."""
+
+_ELEMENTS = 1024
+"""Of how many elements the values are compared, and the checksums of tensors on GPUs made."""
+
+_ROUNDING = 64
+"""By how many units in the last place of the largest element rounding is taken to differ."""
+
+_PLACES = 4096
+"""How many different uses are counted before counting starts anew."""
+
+
+class Checked(NamedTuple):
+    """A tensor that is equal on all ranks that differ in no coordinate along `axes`."""
+
+    name: str
+    tensor: Tensor
+    axes: tuple[str, ...] = ()
+
+
+class _Uses:
+    """How often a grid has been used in which way."""
+
+    def __init__(self, grid: ProcessGrid):
+        self.counts: dict[Hashable, int] = {}
+        self.comparable = grid.size > 1 and grid.device.type != "meta"
+        self.on_gpu = grid.device.type == "cuda"
+
+
+def _uses_of(grid: ProcessGrid) -> _Uses:
+    uses: _Uses | None = grid.__dict__.get("_uses")
+    if uses is None:
+        uses = grid.__dict__["_uses"] = _Uses(grid)
+    return uses
+
+
+def possible(grid: ProcessGrid) -> bool:
+    """Whether there are ranks to compare with, and the host may read tensors now."""
+    uses = _uses_of(grid)
+    return uses.comparable and not (uses.on_gpu and torch.cuda.is_current_stream_capturing())
+
+
+def due(use: Hashable, grid: ProcessGrid, first: int, then: int) -> bool:
+    """Whether to compare in this use of a grid: the first ones, and every `then`-th.
+
+    Counted on each rank; the answer is the same on all where they make the same calls.
+    """
+    if not possible(grid):
+        return False
+    counts = _uses_of(grid).counts
+    number = counts.get(use, 0) + 1
+    if number == 1 and len(counts) >= _PLACES:
+        counts.clear()
+    counts[use] = number
+    return ALWAYS or number <= first or not number % then
+
+
+def checksum(x: Tensor) -> int:
+    """A number that most probably changes with any element, or with their order.
+
+    Of large tensors it sees blocks all over them and the end, on GPUs elements, and of sparse
+    tensors and of those on the meta device nothing.
+    """
+    if x.layout != torch.strided or x.is_meta:
+        return 0
+    flat = x.detach().resolve_conj().resolve_neg().reshape(-1)
+    if not flat.is_cpu:
+        flat = (flat if ALWAYS else _spread(flat)).cpu()
+    data: Any = flat.contiguous().view(torch.uint8).numpy()
+    if ALWAYS or len(data) <= _WHOLE:
+        return crc32(data)
+    number = crc32(data[-_BLOCK:])
+    distance = len(data) // _BLOCKS
+    for i in range(_BLOCKS):
+        start = i * distance + i * _JUMP % (distance - _BLOCK + 1)
+        number = crc32(data[start : start + _BLOCK], number)
+    return number
+
+
+def differing(local: Tensor, axes: Sequence[str], sums: Sequence[int], grid: ProcessGrid) -> str:
+    """Which ranks have another tensor than ranks that should have the same; "" for none.
+
+    All ranks of the grid call it, with the checksums of all. They communicate where any differ.
+
+    Parameters
+    ----------
+    local: this rank's tensor.
+    axes: the grid axes along which ranks may have different ones.
+    """
+    if not _odd(sums, axes, grid.topology):
+        return ""
+    values = grid.all_gather_object(_values(local))
+    odd = [
+        (rank, usual)
+        for rank, usual in _odd(sums, axes, grid.topology)
+        if not _rounded(values[rank], values[usual])
+    ]
+    if not odd:
+        return ""
+    usual = odd[0][1]
+    ranks = [rank for rank, other in odd if other == usual]
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} differs from rank {usual}"
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"ranks {', '.join(map(str, ranks[:8]))}{more} differ from rank {usual}"
+
+
+def unequal(tensors: Iterable[Checked], grid: ProcessGrid) -> tuple[str, str] | None:
+    """The first tensor that is not equal where it should be, and the ranks; None for none.
+
+    All ranks of the grid call it, with tensors of the same names in the same order.
+    """
+    checked = list(tensors)
+    mine = [(c.name, checksum(c.tensor)) for c in checked]
+    kinds: dict[tuple[str, ...], int] = defaultdict(int)
+    for (name, number), (_, _, axes) in zip(mine, checked, strict=True):
+        kinds[axes] = crc32(f"{name} {number}".encode(), kinds[axes])
+    comm = grid.communicator(AXES, "checks")
+    together = np.empty((grid.size, len(kinds)), dtype=np.int64)
+    with grid.collective("checksums"):
+        comm.Allgather(np.array(list(kinds.values()), dtype=np.int64), together)
+    if not any(
+        _odd(column, axes, grid.topology)
+        for column, axes in zip(together.T.tolist(), kinds, strict=True)
+    ):
+        return None
+    everyone = grid.all_gather_object(mine)
+    for i, (name, local, axes) in enumerate(checked):
+        names = [theirs[i][0] if i < len(theirs) else "nothing" for theirs in everyone]
+        if len(set(names)) > 1:
+            rank = next(r for r, other in enumerate(names) if other != names[0])
+            return names[0], f"rank {rank} has {names[rank]} in its place"
+        ranks = differing(local, axes, [theirs[i][1] for theirs in everyone], grid)
+        if ranks:
+            return name, ranks
+    return None
+
+
+def _odd(sums: Sequence[int], axes: Sequence[str], topology: Topology) -> list[tuple[int, int]]:
+    """The ranks whose number is not the most frequent one of their group, and a rank of that."""
+    if len(set(sums)) == 1:
+        return []
+    found = []
+    for group in _groups(tuple(axes), topology):
+        usual, _ = Counter(sums[rank] for rank in group).most_common(1)[0]
+        first = next(rank for rank in group if sums[rank] == usual)
+        found += [(rank, first) for rank in group if sums[rank] != usual]
+    return found
+
+
+@lru_cache(maxsize=256)
+def _groups(axes: tuple[str, ...], topology: Topology) -> tuple[tuple[int, ...], ...]:
+    """The ranks that have the same coordinates along `axes`, for all such coordinates."""
+    groups = defaultdict(list)
+    for rank in range(topology.size):
+        groups[topology.part(topology.coordinates(rank), axes)].append(rank)
+    return tuple(map(tuple, groups.values()))
+
+
+def _spread(flat: Tensor) -> Tensor:
+    """Some elements of a vector at regular distances."""
+    return flat[:: max(1, len(flat) // _ELEMENTS)]
+
+
+def _values(x: Tensor) -> tuple[float, Any]:
+    """Some elements, and by how much rounding may change them; 0 where it is not considered."""
+    some = _spread(x.detach().resolve_conj().reshape(-1)).cpu()
+    if some.dtype not in (torch.float32, torch.float64):
+        return 0.0, some.view(torch.uint8).numpy()
+    largest = some.nan_to_num(0.0, 0.0, 0.0).abs().max().item() if len(some) else 0.0
+    return _ROUNDING * torch.finfo(some.dtype).eps * largest, some.numpy()
+
+
+def _rounded(mine: tuple[float, Any], other: tuple[float, Any]) -> bool:
+    """Whether values differ, by no more than rounding does: all of them a little."""
+    (tolerance, a), (_, b) = mine, other
+    if not tolerance or a.shape != b.shape or np.array_equal(a, b, equal_nan=True):
+        return False
+    return bool(np.allclose(a, b, rtol=0.0, atol=tolerance, equal_nan=True))
+
+
+def names_of(tensors: Iterable[Tensor]) -> Iterator[Checked]:
+    """Plain tensors, which are equal on all ranks, by their shapes."""
+    for x in tensors:
+        yield Checked(f"{tuple(x.shape)} of {str(x.dtype).removeprefix('torch.')}", x)

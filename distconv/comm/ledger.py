@@ -1,0 +1,102 @@
+"""What has been moved between ranks on the way, so that nobody is surprised by communication."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+
+from distconv.geometry.layout import Layout
+from distconv.geometry.plan import Plan
+
+
+@dataclass
+class Redistribution:
+    """The redistributions that one operator has asked for between two layouts, on this rank."""
+
+    operator: str
+    source: Layout
+    target: Layout
+    times: int = 0
+    bytes: int = 0
+    """Bytes received from other ranks."""
+
+
+@dataclass(frozen=True)
+class Movement:
+    """What an operator moves: inputs that are redistributed, or halos, or sums of results."""
+
+    operator: str
+    source: Layout
+    target: Layout
+    plan: Plan
+    itemsize: int
+    adjoint: bool = False
+    """Whether the plan is read backwards, so that sums are scattered."""
+
+    @property
+    def redistributes(self) -> bool:
+        """Whether the layout changes."""
+        return self.source != self.target
+
+    @property
+    def bytes(self) -> int:
+        """Bytes received from other ranks."""
+        routes = self.plan.sends if self.adjoint else self.plan.receives
+        return self.itemsize * sum(route.size for route in routes)
+
+
+_LEDGER: dict[tuple[str, Layout, Layout], Redistribution] = {}
+_TRACE: ContextVar[list[Movement] | None] = ContextVar("distconv_trace", default=None)
+_COUNTING: ContextVar[bool] = ContextVar("distconv_counting", default=True)
+
+
+def tracing() -> bool:
+    """Whether somebody listens to every movement, not to redistributions only."""
+    return _TRACE.get() is not None
+
+
+def record(movement: Movement) -> None:
+    """Note a movement: in the trace that is being taken, and as a redistribution if it is one."""
+    trace = _TRACE.get()
+    if trace is not None:
+        trace.append(movement)
+    if movement.redistributes and _COUNTING.get():
+        key = movement.operator, movement.source, movement.target
+        entry = _LEDGER.setdefault(key, Redistribution(*key))
+        entry.times += 1
+        entry.bytes += movement.bytes
+
+
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """Keep what is moved within, by tools and not by the program, out of `redistributions`."""
+    token = _COUNTING.set(False)
+    try:
+        yield
+    finally:
+        _COUNTING.reset(token)
+
+
+@contextmanager
+def traced() -> Iterator[list[Movement]]:
+    """The movements of forward passes within, in order, as the list that this yields."""
+    movements: list[Movement] = []
+    token = _TRACE.set(movements)
+    try:
+        yield movements
+    finally:
+        _TRACE.reset(token)
+
+
+def redistributions(*, reset: bool = False) -> list[Redistribution]:
+    """The redistributions so far, implicit and explicit, in order of first appearance.
+
+    Every rank keeps its own count of the bytes it has received in forward passes. `reset` empties
+    the list after it has been read. No communication.
+    """
+    entries = [replace(entry) for entry in _LEDGER.values()]
+    if reset:
+        _LEDGER.clear()
+    return entries

@@ -1,0 +1,84 @@
+"""Messages in memory: boxes of a tensor packed into one, and buffers to receive them in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from distconv.geometry.plan import Route
+from distconv.grid.process_grid import ProcessGrid
+from distconv.transport.interface import Message
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """A tensor whose memory holds just its elements, in order: itself, where that is so."""
+    if _is_plain(tensor):
+        return tensor
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format).copy_(tensor)
+
+
+def empty(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """Memory for `shape`, with the channels last where those of `like` are."""
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(like.dim())
+    # Strides tell it of a cropped tensor as well.
+    if last is None or like.is_contiguous() or like.stride(1) != 1 or like.stride(-1) == 1:
+        last = torch.contiguous_format
+    return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=last)
+
+
+def packed(tensor: Tensor, routes: Iterable[Route], grid: ProcessGrid) -> list[Message]:
+    """For each route its rank, and its boxes of `tensor` as one contiguous message."""
+    return [(route.peer, _pack(tensor, route, grid)) for route in routes]
+
+
+def landings_of(routes: Iterable[Route], like: Tensor, grid: ProcessGrid) -> list[Message]:
+    """For each route its rank, and memory for its message."""
+    return [(r.peer, grid.transport.empty((r.size,), like)) for r in routes]
+
+
+def add_arrived(tensor: Tensor, routes: Iterable[Route], landings: Iterable[Message]) -> None:
+    """Add messages that have arrived to their boxes of `tensor`."""
+    for route, (_, message) in zip(routes, landings, strict=True):
+        for place, part in route_boxes(tensor, route, message):
+            place += part
+
+
+def _pack(tensor: Tensor, route: Route, grid: ProcessGrid) -> Tensor:
+    """The boxes of a route as one contiguous message; a contiguous box travels uncopied."""
+    if len(route.boxes) == 1:
+        place = tensor[route.boxes[0]]
+        if _is_plain(place):
+            return place
+        return grid.transport.empty(place.shape, place).copy_(place)
+    message = grid.transport.empty((route.size,), tensor)
+    for place, part in route_boxes(tensor, route, message):
+        part.copy_(place)
+    return message
+
+
+def landing_of(buffer: Tensor, route: Route, grid: ProcessGrid) -> Tensor:
+    """Memory for a message: its place in the buffer where that is contiguous."""
+    if len(route.boxes) == 1 and (place := buffer[route.boxes[0]]).is_contiguous():
+        return place
+    return grid.transport.empty((route.size,), buffer)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether the memory of a tensor holds just its elements, in order."""
+    return (
+        tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and not tensor._is_zerotensor()
+    )
+
+
+def route_boxes(tensor: Tensor, route: Route, message: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """The boxes of a route in `tensor`, each with its part of the message."""
+    start = 0
+    for box in route.boxes:
+        place = tensor[box]
+        yield place, message.view(-1)[start : start + place.numel()].view(place.shape)
+        start += place.numel()

@@ -1,0 +1,120 @@
+"""Values that several ranks hold alike, as they enter and leave the distributed program.
+
+The gradient of a replicated value is the sum over its replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.graph import get_gradient_edge
+
+from distconv.comm.collectives import apply_among, sum_over
+from distconv.grid.process_grid import ProcessGrid
+
+
+def share(local: Tensor, grid: ProcessGrid, axes: Iterable[str]) -> Tensor:
+    """A value replicated along `axes` as a plain tensor: its gradient is shared out equally."""
+    shared = apply_among(_Share, local, grid, axes)
+    if shared is local and local.grad_fn is not None:
+        notes: Any = local.grad_fn.metadata
+        notes[_OUT] = True
+    return shared
+
+
+def is_handed_out(node: Any) -> bool:
+    """Whether `share` has handed out what this node of the graph has made."""
+    return isinstance(node, _Share._backward_cls) or _OUT in node.metadata
+
+
+def handed_out(x: Tensor) -> bool:
+    """Whether the graph of a plain tensor holds a replicated value that was shared out."""
+    seen: set[Any] = set()
+    waiting: list[Any] = [x.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen or _PLAIN in node.metadata:
+            continue
+        if isinstance(node, _Share._backward_cls):
+            return True
+        seen.add(node)
+        waiting.extend(following for following, _ in node.next_functions)
+    for node in seen:
+        node.metadata[_PLAIN] = True
+    return False
+
+
+_OUT = "distconv_out"
+"""Notes on a node that its block was handed out to the plain world as it is."""
+
+
+_PLAIN = "distconv_plain"
+"""Notes on a node of the graph that nothing before it was shared out."""
+
+
+def brought_in(roots: Iterable[Tensor], x: Tensor) -> set[bool]:
+    """For the paths from `roots` to a plain tensor, whether `replicate` lies on them.
+
+    What it has made of the tensor has a gradient that is whole on every rank already.
+    """
+    edge = get_gradient_edge(x)
+    found, seen = set(), set()
+    waiting: list[tuple[Any, bool]] = [
+        (root.grad_fn, False) for root in roots if root.grad_fn is not None
+    ]
+    while waiting:
+        node, replicated = step = waiting.pop()
+        if step in seen:
+            continue
+        seen.add(step)
+        replicated |= isinstance(node, _Replicate._backward_cls)
+        for following, output in node.next_functions:
+            if following is edge.node and output == edge.output_nr:
+                found.add(replicated)
+            elif following is not None:
+                waiting.append((following, replicated))
+    return found
+
+
+def replicate(local: Tensor, grid: ProcessGrid, axes: Iterable[str]) -> Tensor:
+    """A plain tensor, equal along `axes`, as a replicated value: its gradients are added up.
+
+    What requires a gradient gets a node in the graph also where there is nothing to add, by which
+    `brought_in` knows it.
+    """
+    result: Tensor = _Replicate.apply(local, grid, tuple(axes))
+    return result
+
+
+class _Share(Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, grid: ProcessGrid, axes: tuple[str, ...]) -> Tensor:
+        ctx.movement = grid, axes
+        return _same(local)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        # The gradient comes from the plain world, which matters to second derivatives.
+        grid, axes = ctx.movement
+        return replicate(grads[0], grid, axes) / grid.topology.parts(axes), None, None
+
+
+class _Replicate(Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, grid: ProcessGrid, axes: tuple[str, ...]) -> Tensor:
+        ctx.movement = grid, axes
+        return _same(local)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        # The gradient goes to the plain world.
+        return share(sum_over(grads[0], *ctx.movement), *ctx.movement), None, None
+
+
+def _same(tensor: Tensor) -> Tensor:
+    """The tensor as what an autograd function returns; view_as() may give it other strides."""
+    alias: Tensor = torch.ops.aten.alias(tensor)
+    return alias

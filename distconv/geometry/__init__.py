@@ -1,0 +1,1 @@
+"""Index arithmetic without torch and MPI: who holds what, and who needs what of whom."""

@@ -1,0 +1,137 @@
+"""The boundary of a block of outputs: what halos contribute to windows that reach beyond the block.
+
+A linear windowed operator is the sum of what it makes of a rank's own inputs, with zeros around
+them, and of its halos. The halos lie in slabs along the sides of the own block, and touch a few
+outputs, through a few taps of the kernel. A corner belongs to the first of its dimensions, so that
+no element counts twice.
+
+Index arithmetic only. Positions of inputs are those of the plan's buffer, which begins where the
+first window does, in the padding if need be.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+from distconv.geometry.halo.slabs import Boundary, Side, piece, placed, slabs
+from distconv.geometry.index_maps import Interval, Window
+from distconv.geometry.layout import Cuts, block
+from distconv.geometry.topology import Topology
+
+
+@lru_cache(maxsize=4096)
+def reaches(
+    windows: tuple[Window, ...],
+    sizes: tuple[int, ...],
+    parts: tuple[int, ...],
+    *,
+    pooled: bool = False,
+    ceil_mode: bool = False,
+) -> bool | None:
+    """Whether any part's windows reach beyond its own inputs; None where that is not the question.
+
+    The operator has to make of every part's own inputs just its own outputs, with some padding
+    equal on both sides, and most of the outputs have to be right already.
+
+    Parameters
+    ----------
+    sizes, parts: inputs along each spatial dimension, and how many parts they are cut into.
+    pooled: whether the local operator is one of torch's poolings, which pad by no more than half
+        the kernel.
+    ceil_mode: whether it makes outputs of windows that begin before the padded inputs end.
+    """
+    found = False
+    for window, size, n in zip(windows, sizes, parts, strict=True):
+        outputs = window.output_size(size)
+        if n == 1:
+            own_window = replace(window, ceil_mode=ceil_mode)
+            if window.padding[0] != window.padding[1] or own_window.output_size(size) != outputs:
+                return None
+            continue
+        for j in range(n):
+            own, made = block(size, n, j), block(outputs, n, j)
+            count, held = made[1] - made[0], own[1] - own[0]
+            padding = own_padding(window, own, made)
+            if padding < 0 or held + 2 * padding < window.extent:
+                return None
+            if pooled and (padding > window.kernel // 2 or held < window.dilation):
+                return None
+            own_window = replace(window, padding=(padding, padding), ceil_mode=ceil_mode)
+            if own_window.output_size(held) != count:
+                return None
+            low, high = inner(window, size, own, made)
+            if 2 * (high - low) < count:
+                return None
+            found |= high - low < count
+    return found
+
+
+def own_padding(window: Window, own: Interval, made: Interval) -> int:
+    """How far the first window begins before the own inputs."""
+    return window.padding[0] + own[0] - made[0] * window.stride
+
+
+def inner(window: Window, size: int, own: Interval, made: Interval) -> Interval:
+    """The outputs that need no halo, counted from the first that is made of the own inputs."""
+    count = made[1] - made[0]
+    padding = own_padding(window, own, made)
+    low = min(-(-padding // window.stride), count) if own[0] > 0 else 0
+    if own[1] == size:
+        return low, count
+    high = (padding + own[1] - own[0] - window.extent) // window.stride + 1
+    return low, min(max(low, high), count)
+
+
+@lru_cache(maxsize=4096)
+def boundary(
+    topology: Topology,
+    rank: int,
+    shape: tuple[int, ...],
+    made: tuple[int, ...],
+    cuts: Cuts,
+    windows: tuple[Window, ...],
+) -> Boundary:
+    """The boundary of one rank's block, of which `reaches` is not None.
+
+    Parameters
+    ----------
+    shape, made: the global shapes of input and output, both cut by `cuts`.
+    windows: one for each spatial dimension.
+    """
+    plan, rows = placed(topology, rank, shape, made, cuts, windows)
+    own, every, sides = [], [], []
+    for w, n, held, outputs, c in rows:
+        count, taps = outputs[1] - outputs[0], (0, w.kernel)
+        if c:
+            padding = own_padding(w, held, outputs)
+            reach = (count - 1) * w.stride + w.extent
+            inside = padding, min(padding + held[1] - held[0], reach)
+        else:
+            padding, reach, inside = w.padding[0], n, (0, n)
+        own.append(Side(inside, inside, (0, count), taps, padding))
+        every.append(Side((0, reach), (0, reach), (0, count), taps, 0 if c else padding))
+        sides.append(_sides(w, n, held, outputs, inside) if c else [])
+    return Boundary(
+        plan,
+        replace(piece(plan, own), shape=plan.block_shape),
+        piece(plan, every),
+        slabs(plan, own, every, sides),
+    )
+
+
+def _sides(w: Window, size: int, held: Interval, made: Interval, own: Interval) -> list[Side]:
+    """The halos before and after the own inputs of one dimension."""
+    low, high = inner(w, size, held, made)
+    count = made[1] - made[0]
+    sides = []
+    if low:
+        taps = min(-(-own[0] // w.dilation), w.kernel)
+        stop = (low - 1) * w.stride + (taps - 1) * w.dilation + 1
+        sides.append(Side((0, stop), (0, own[0]), (0, low), (0, taps)))
+    if high < count:
+        first = max(-(-(own[1] - (count - 1) * w.stride) // w.dilation), 0)
+        start = high * w.stride + first * w.dilation
+        reach = (count - 1) * w.stride + w.extent
+        sides.append(Side((start, reach), (own[1], reach), (high, count), (first, w.kernel)))
+    return sides

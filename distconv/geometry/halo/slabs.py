@@ -1,0 +1,199 @@
+"""Slabs of halos along the sides of a block, and where their elements come from.
+
+Index arithmetic only. Positions of inputs are those of the plan's buffer, which begins where the
+first window does, in the padding if need be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+from math import prod
+from typing import Any
+
+from distconv.geometry.index_maps import Interval, Same
+from distconv.geometry.layout import Cuts, rank_box
+from distconv.geometry.plan import Plan, Slices, make_plan
+from distconv.geometry.topology import Topology
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some of the inputs, and how the local operator runs on them.
+
+    `padding` is on both sides of each spatial dimension; of a transposed convolution, it and
+    `extra` are what torch calls padding and output padding.
+    """
+
+    shape: tuple[int, ...]
+    kernel: tuple[int, ...]
+    padding: tuple[int, ...]
+    extra: tuple[int, ...]
+    crop: tuple[Interval, ...] | None = None
+    """How many of the results are too many, before and after; None where there are none."""
+    flat: int | None = None
+    """A dimension of a volume that has one element in inputs, outputs and kernel alike."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Elements of a slab that come with one message, `box` of `shape` from `start` on."""
+
+    message: int
+    start: int
+    shape: tuple[int, ...]
+    box: Slices
+    place: Slices
+    alone: bool
+    """Whether the message holds nothing else."""
+
+    def of(self, messages: Any) -> Any:
+        """The array that its message, of all of them by number, holds there."""
+        message = messages[self.message]
+        if not self.alone:
+            message = message[self.start : self.start + prod(self.shape)]
+        return message.view(self.shape)
+
+
+@dataclass(frozen=True)
+class Slab:
+    """Halos along one side of the block, as an input of the operator, and what they contribute to.
+
+    The taps are slices of the kernel, after its first two dimensions; with them the piece makes
+    just the outputs. What `halo` does not fill of the inputs is zero.
+    """
+
+    piece: Piece
+    outputs: Slices
+    taps: Slices
+    halo: tuple[Part, ...]
+
+    @cached_property
+    def whole(self) -> Part | None:
+        """The one part that is the inputs as they are, and all of its message, if there is one."""
+        part, shape = self.halo[0], self.piece.shape
+        covered = tuple(s.stop - s.start for s in part.place)
+        return part if part.alone and part.shape == covered == shape else None
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """What a rank exchanges, how an operator runs on its block, and the slabs that are missing."""
+
+    plan: Plan
+    own: Piece
+    buffer: Piece
+    """The inputs assembled, from which the operator makes the same outputs by itself."""
+    slabs: tuple[Slab, ...]
+    crop: tuple[Interval, ...] | None = None
+    """What is too much of what the operator makes of the block, as in a piece."""
+
+    @cached_property
+    def composed(self) -> tuple[tuple[int, int], ...]:
+        """The messages that are not the halos of one slab as they are, and their sizes."""
+        whole = {slab.whole.message for slab in self.slabs if slab.whole is not None}
+        sizes = enumerate(route.size for route in self.plan.receives)
+        return tuple((i, size) for i, size in sizes if i not in whole)
+
+
+@dataclass(frozen=True)
+class Side:
+    """One dimension of a piece: its inputs in the buffer, and how the operator runs along it."""
+
+    inputs: Interval
+    halo: Interval
+    """Of the inputs, those that are not left to be zero."""
+    outputs: Interval
+    taps: Interval
+    padding: int = 0
+    extra: int = 0
+    crop: Interval = (0, 0)
+
+
+Row = tuple[Any, int, Interval, Interval, bool]
+"""Of one dimension: its map, size, the inputs and outputs that a rank holds, whether it is cut."""
+
+
+def placed(
+    topology: Topology,
+    rank: int,
+    shape: tuple[int, ...],
+    made: tuple[int, ...],
+    cuts: Cuts,
+    maps: Sequence[Any],
+) -> tuple[Plan, list[Row]]:
+    """The plan of what a rank needs along the dimensions that are cut, and every spatial one."""
+    cut = [bool(axes) for axes in cuts[2:]]
+    needs = (m if c else Same() for m, c in zip(maps, cut, strict=True))
+    plan = make_plan(topology, rank, shape, cuts, cuts, (Same(), Same(), *needs))
+    own, out = (rank_box(s, cuts, topology, rank) for s in (shape, made))
+    inputs, outputs = (zip(b.start[2:], b.stop[2:], strict=True) for b in (own, out))
+    return plan, list(zip(maps, shape[2:], inputs, outputs, cut, strict=True))
+
+
+def slabs(
+    plan: Plan, own: Sequence[Side], every: Sequence[Side], sides: Sequence[Sequence[Side]]
+) -> tuple[Slab, ...]:
+    """The slabs on each of the sides of each dimension.
+
+    Along the dimensions before theirs they are as long as the own inputs, along those that follow
+    they have corners.
+    """
+    everything = (slice(None), slice(None))
+    found = []
+    for d, of_dimension in enumerate(sides):
+        for side in of_dimension:
+            across = [*own[:d], side, *every[d + 1 :]]
+            halo = parts_of(plan, [s.halo for s in across], [s.inputs for s in across])
+            single = all(b - a == 1 for a, b in (side.inputs, side.outputs, side.taps))
+            flat = d + 2 if len(across) == 3 and single else None
+            if halo:
+                outputs, taps = (
+                    (*everything, *(slice(*i) for i in intervals))
+                    for intervals in ([s.outputs for s in across], [s.taps for s in across])
+                )
+                found.append(Slab(replace(piece(plan, across), flat=flat), outputs, taps, halo))
+    return tuple(found)
+
+
+def piece(plan: Plan, sides: Sequence[Side]) -> Piece:
+    """The piece with these sides, and all channels and samples of the rank."""
+    return Piece(
+        shape=(*plan.buffer_shape[:2], *(s.inputs[1] - s.inputs[0] for s in sides)),
+        kernel=tuple(s.taps[1] - s.taps[0] for s in sides),
+        padding=tuple(s.padding for s in sides),
+        extra=tuple(s.extra for s in sides),
+        crop=tuple(s.crop for s in sides) if any(s.crop != (0, 0) for s in sides) else None,
+    )
+
+
+def parts_of(
+    plan: Plan, filled: Sequence[Interval], covered: Sequence[Interval]
+) -> tuple[Part, ...]:
+    """The elements of messages that are to be `filled` of what is `covered` of the buffer."""
+    found = []
+    for message, route in enumerate(plan.receives):
+        shapes = [tuple(s.stop - s.start for s in box) for box in route.boxes]
+        starts = accumulate((prod(shape) for shape in shapes), initial=0)
+        for box, shape, start in zip(route.boxes, shapes, starts, strict=False):
+            meeting = meeting_of(box, filled, covered)
+            if meeting is not None:
+                alone = len(route.boxes) == 1
+                found.append(Part(message, start, shape, *meeting, alone))
+    return tuple(found)
+
+
+def meeting_of(
+    box: Slices, filled: Sequence[Interval], covered: Sequence[Interval]
+) -> tuple[Slices, Slices] | None:
+    """What of a box is to be filled: as a place in the box, and in what is covered."""
+    lead = [(s.start, s.stop) for s in box[:2]]
+    pairs = zip(box, [*lead, *filled], [*lead, *covered], strict=True)
+    both = [(max(s.start, a, c), min(s.stop, b, e)) for s, (a, b), (c, e) in pairs]
+    if any(a >= b for a, b in both):
+        return None
+    starts = [0, 0, *(a for a, _ in covered)]
+    inside = (slice(a - s.start, b - s.start) for (a, b), s in zip(both, box, strict=True))
+    place = (slice(a - c, b - c) for (a, b), c in zip(both, starts, strict=True))
+    return tuple(inside), tuple(place)

@@ -1,0 +1,258 @@
+"""How a tensor is cut: canonical blocks, boxes of indices, and the layout that names the cuts.
+
+Index arithmetic only. A dimension of size n over p parts gives the first n mod p parts one element
+more, so the box that a rank holds follows from (shape, layout, grid) and nothing else.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import TypeAlias, TypeVar
+
+from distconv.geometry.topology import AXES, Topology
+
+Cuts = tuple[tuple[str, ...], ...]
+"""For each dimension of a tensor, the grid axes it is cut over (first slowest); () where whole."""
+
+
+def block(size: int, parts: int, index: int) -> tuple[int, int]:
+    """Start and stop of part `index` when `size` elements are cut into `parts` canonical blocks."""
+    quotient, remainder = divmod(size, parts)
+    start = index * quotient + min(index, remainder)
+    return start, start + quotient + (index < remainder)
+
+
+def owner(size: int, parts: int, position: int) -> int:
+    """The part that holds `position` of `size` elements cut into `parts` canonical blocks."""
+    quotient, remainder = divmod(size, parts)
+    longer = remainder * (quotient + 1)
+    if position < longer:
+        return position // (quotient + 1)
+    return remainder + (position - longer) // quotient
+
+
+@dataclass(frozen=True)
+class Box:
+    """A box of global indices, `start` to `stop` (exclusive) along every dimension."""
+
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Extent along every dimension."""
+        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The index that takes this box out of an array of the global shape."""
+        return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+
+def dimension_names(ndim: int) -> tuple[str, ...]:
+    """Names by position: (sample, channel, width), (sample, channel, height, width), ...
+
+    Beyond five dimensions those between the channel and the spatial ones are `dim2`, `dim3`, ...
+    """
+    spatial = ("depth", "height", "width")[max(0, 5 - ndim) :] if ndim > 2 else ()
+    between = tuple(f"dim{i}" for i in range(2, ndim - 3))
+    return (("sample", "channel")[:ndim]) + between + spatial
+
+
+class Layout:
+    """Which tensor dimension is cut over which grid axis, or tuple of axes (first slowest).
+
+    `Layout(sample="sample", height=("height", "width"))` cuts the samples over the grid axis
+    "sample" and the rows over "height" and "width" together. A dimension that is not named is
+    whole on every rank, as is one cut over axes of one rank. Dimensions are named by position (see
+    `dimension_names`); for weights, (filter, channel, *kernel), `filter` names dimension 0, and is
+    equal to `sample`. Immutable and hashable.
+
+    Raises
+    ------
+    ValueError
+        For an unknown dimension or grid axis, or a grid axis that cuts two dimensions.
+    """
+
+    __slots__ = ("_cut",)
+    _cut: tuple[tuple[str, tuple[str, ...]], ...]
+
+    def __init__(self, **dimensions: str | tuple[str, ...] | list[str] | None) -> None:
+        cut = {}
+        used: dict[str, str] = {}
+        for name, axes in dimensions.items():
+            if name not in AXES and not re.fullmatch(r"dim\d+", name):
+                raise ValueError(
+                    f"Layout: {name!r} is not a tensor dimension; choose from {', '.join(AXES)}, "
+                    "or dim2, dim3, ... beyond five dimensions"
+                )
+            if axes is None:
+                continue
+            axes = tuple(axes) if isinstance(axes, (tuple, list)) else (axes,)
+            for axis in axes:
+                if axis not in AXES:
+                    raise ValueError(
+                        f"Layout: {name}={axis!r} is not a grid axis; choose from {', '.join(AXES)}"
+                    )
+                if axis in used:
+                    raise ValueError(
+                        f"Layout: grid axis {axis!r} cuts both {used[axis]} and {name}; "
+                        "an axis can cut one dimension only"
+                    )
+                used[axis] = name
+            if axes:
+                cut[name] = axes
+        if "sample" in cut and "filter" in cut:
+            raise ValueError("Layout: sample and filter both name dimension 0; give one of them")
+        object.__setattr__(self, "_cut", tuple(sorted(cut.items())))
+
+    @classmethod
+    def of(cls, cuts: Cuts, *, weight: bool = False) -> Layout:
+        """The layout with these cuts, one tuple of grid axes for each dimension in order.
+
+        With `weight` the first dimension is that of the filters.
+        """
+        names = dimension_names(len(cuts))
+        if weight:
+            names = ("filter", *names[1:])[: len(cuts)]
+        return cls(**dict(zip(names, cuts, strict=True)))
+
+    def cuts(self, ndim: int) -> Cuts:
+        """The grid axes over which each dimension of an `ndim`-dimensional tensor is cut."""
+        names = dimension_names(ndim)
+        position = {name: i for i, name in enumerate(names)}
+        if ndim:
+            position["filter"] = 0
+        cuts: list[tuple[str, ...]] = [()] * ndim
+        for name, axes in self._cut:
+            if name not in position:
+                raise ValueError(
+                    f"{self} cuts {name!r}, but a tensor of {ndim} dimensions has "
+                    f"({', '.join(names)})"
+                )
+            cuts[position[name]] = axes
+        return tuple(cuts)
+
+    def axes(self, name: str) -> tuple[str, ...]:
+        """The grid axes over which the dimension of this name is cut."""
+        return dict(self._cut).get(name, ())
+
+    @property
+    def cutting_axes(self) -> tuple[str, ...]:
+        """All grid axes that cut some dimension."""
+        return cutting_axes(axes for _, axes in self._cut)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError("a Layout is immutable; make a new one")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError("a Layout is immutable; make a new one")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Layout) and self._by_position == other._by_position
+
+    def __hash__(self) -> int:
+        return hash(self._by_position)
+
+    @property
+    def _by_position(self) -> frozenset[tuple[str, tuple[str, ...]]]:
+        """The cuts, with one name for each dimension."""
+        return frozenset(("sample" if d == "filter" else d, axes) for d, axes in self._cut)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _layout_from_items, (self._cut,)
+
+    def __repr__(self) -> str:
+        names = sorted(self._cut, key=lambda item: (*AXES, item[0]).index(item[0]))
+        inner = (f"{name}={axes[0] if len(axes) == 1 else axes!r}" for name, axes in names)
+        return f"Layout({', '.join(inner)})"
+
+
+def _layout_from_items(items: tuple[tuple[str, tuple[str, ...]], ...]) -> Layout:
+    return Layout(**dict(items))
+
+
+def default_cuts(ndim: int, topology: Topology) -> Cuts:
+    """Every dimension over the grid axis of its own name, where that axis has several ranks."""
+    return tuple(
+        (name,) if name in AXES and topology.extent(name) > 1 else ()
+        for name in dimension_names(ndim)
+    )
+
+
+def effective_cuts(cuts: Cuts, topology: Topology) -> Cuts:
+    """`cuts` without the axes of a single rank, so that equal cuts compare equal."""
+    return tuple(tuple(a for a in axes if topology.extent(a) > 1) for axes in cuts)
+
+
+def cutting_axes(cuts: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
+    """All grid axes that cut some dimension."""
+    return tuple(axis for axes in cuts for axis in axes)
+
+
+def replicating_axes(cuts: Cuts, topology: Topology) -> tuple[str, ...]:
+    """The grid axes of several ranks along which a tensor is replicated."""
+    used = cutting_axes(cuts)
+    return tuple(a for a in AXES if a not in used and topology.extent(a) > 1)
+
+
+@lru_cache(maxsize=65536)
+def rank_box(shape: tuple[int, ...], cuts: Cuts, topology: Topology, rank: int) -> Box:
+    """The box of a tensor of global `shape` that `rank` holds."""
+    coordinates = topology.coordinates(rank)
+    bounds = [
+        block(n, topology.parts(axes), topology.part(coordinates, axes)) if axes else (0, n)
+        for n, axes in zip(shape, cuts, strict=True)
+    ]
+    return Box(tuple(a for a, _ in bounds), tuple(b for _, b in bounds))
+
+
+Shape: TypeAlias = tuple[int, ...]
+
+
+def operand_cuts(operand: Shape, shape: Shape, cuts: Cuts) -> Cuts:
+    """The cuts with which an operand meets a result of `shape` and `cuts` it is broadcast to."""
+    lead = len(shape) - len(operand)
+    return tuple(
+        axes if n == m else ()
+        for n, m, axes in zip(operand, shape[lead:], cuts[lead:], strict=True)
+    )
+
+
+@lru_cache(maxsize=4096)
+def cuts_of_broadcast(operands: tuple[tuple[Shape, Cuts], ...], shape: Shape) -> Cuts:
+    cuts: list[tuple[str, ...]] = [()] * len(shape)
+    settled = [False] * len(shape)
+    for sizes, own in sorted(operands, key=lambda x: -prod(x[0])):
+        lead = len(shape) - len(sizes)
+        for d, axes in enumerate(own, lead):
+            if not settled[d] and sizes[d - lead] == shape[d]:
+                used = {a for cut in cuts for a in cut}
+                cuts[d] = axes if not used.intersection(axes) else ()
+                settled[d] = True
+    return tuple(cuts)
+
+
+Axes = tuple[str, ...]
+
+
+T = TypeVar("T")
+
+
+def at(values: tuple[T, ...], dimension: int, value: T) -> tuple[T, ...]:
+    """`values` with another one for this dimension."""
+    return (*values[:dimension], value, *values[dimension + 1 :])
+
+
+def idle_axes(used: Axes, topology: Topology) -> Axes:
+    """The axes for channels and filters that cut nothing yet."""
+    return tuple(a for a in ("channel", "filter") if a not in used and topology.extent(a) > 1)

@@ -1,0 +1,233 @@
+"""Plans: which boxes a rank needs, who owns them, and what it has to send.
+
+A plan moves elements from a tensor cut by one layout into each rank's buffer, where the rank holds
+its block of an output cut by the same or another layout and an index map per dimension says which
+inputs those outputs need. A halo exchange is a plan between equal layouts with windows; a
+redistribution is one between different layouts with `Same`. Every dimension is treated alone, and
+what two ranks exchange is the product over the dimensions, so corners need no special case, owners
+may be several parts away, and the cost follows the neighbourhood, not the size of the grid.
+
+Index arithmetic only. Read backwards, a plan is the adjoint: the accumulation of what was gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import product
+from math import prod
+
+from distconv.geometry.index_maps import IndexMap, Interval
+from distconv.geometry.layout import Cuts, block, cutting_axes, owner, rank_box
+from distconv.geometry.topology import Topology
+
+Slices = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class Link:
+    """Along one dimension: a run of elements of a source part, and where the buffer takes it."""
+
+    source: int
+    target: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Route:
+    """What one rank exchanges with `peer`: boxes of its own array, in an order both ranks share."""
+
+    peer: int
+    boxes: tuple[Slices, ...]
+    size: int
+    """Number of elements in all boxes."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One rank's part in moving a tensor's elements into the ranks' buffers.
+
+    `sends` index the rank's own block, `receives` its buffer; `own` pairs boxes of the block with
+    boxes of the buffer that stay on the rank. `identity` says, alike on all ranks, whether every
+    rank's buffer is its own block.
+    """
+
+    block_shape: tuple[int, ...]
+    buffer_shape: tuple[int, ...]
+    own: tuple[tuple[Slices, Slices], ...]
+    sends: tuple[Route, ...]
+    receives: tuple[Route, ...]
+    identity: bool
+
+    @cached_property
+    def buffer_is_block(self) -> bool:
+        """Whether the buffer equals the rank's own block, element for element."""
+        return self.buffer_shape == self.block_shape and (
+            prod(self.buffer_shape) == 0
+            or (not self.receives and len(self.own) == 1 and self.own[0][0] == self.own[0][1])
+        )
+
+    @cached_property
+    def covered(self) -> bool:
+        """Whether every element of the buffer is written, so that none is left to the padding."""
+        own = sum(prod(s.stop - s.start for s in source) for source, _ in self.own)
+        return own + sum(r.size for r in self.receives) == prod(self.buffer_shape)
+
+
+@dataclass(frozen=True)
+class _Dimension:
+    """The geometry of one dimension: how it is cut before and after, and what outputs need."""
+
+    size: int
+    source_axes: tuple[str, ...]
+    source_parts: int
+    outputs: int
+    target_axes: tuple[str, ...]
+    target_parts: int
+    needs: IndexMap
+
+    def intervals(self, part: int) -> tuple[Interval, ...]:
+        """The unclipped input intervals that target part number `part` needs."""
+        start, stop = block(self.outputs, self.target_parts, part)
+        return self.needs.intervals(self.size, start, stop) if start < stop else ()
+
+    @property
+    def identity(self) -> bool:
+        """Whether every target part needs the source part of the same number, and has its ranks."""
+        return (self.source_axes, self.size) == (self.target_axes, self.outputs) and all(
+            self.intervals(j) == (block(self.size, self.source_parts, j),)
+            for j in range(min(self.source_parts, self.size))
+        )
+
+    def links(self, source: int, target: int) -> tuple[Link, ...]:
+        """The runs of elements that target part `target` takes from source part `source`."""
+        start, stop = block(self.size, self.source_parts, source)
+        links, offset = [], 0
+        for first, last in self.intervals(target):
+            a, b = max(first, start), min(last, stop)
+            if a < b:
+                links.append(Link(a - start, offset + a - first, b - a))
+            offset += last - first
+        return tuple(links)
+
+    def sources(self, target: int) -> set[int]:
+        """The source parts from which target part `target` takes elements."""
+        parts: set[int] = set()
+        for first, last in self.intervals(target):
+            a, b = max(first, 0), min(last, self.size)
+            if a < b:
+                low = owner(self.size, self.source_parts, a)
+                parts.update(range(low, owner(self.size, self.source_parts, b - 1) + 1))
+        return parts
+
+
+@lru_cache(maxsize=16384)
+def make_plan(
+    topology: Topology,
+    rank: int,
+    shape: tuple[int, ...],
+    source: Cuts,
+    target: Cuts,
+    needs: tuple[IndexMap, ...],
+) -> Plan:
+    """The part of `rank` in bringing to every rank the inputs that its block of outputs needs.
+
+    Parameters
+    ----------
+    shape: the global shape of the input, which is cut by `source`.
+    target: the cuts of the output, whose shape is `needs[d].output_size(shape[d])`.
+    needs: per dimension, the inputs that an interval of outputs needs.
+    """
+    dimensions = [
+        _Dimension(n, s, topology.parts(s), m.output_size(n), t, topology.parts(t), m)
+        for n, s, t, m in zip(shape, source, target, needs, strict=True)
+    ]
+    here = topology.coordinates(rank)
+    source_here = [topology.part(here, d.source_axes) for d in dimensions]
+    target_here = [topology.part(here, d.target_axes) for d in dimensions]
+
+    own: tuple[tuple[Slices, Slices], ...] = ()
+    receives = []
+    owners = [sorted(d.sources(j)) for d, j in zip(dimensions, target_here, strict=True)]
+    for parts in product(*owners):
+        boxes = _boxes(dimensions, parts, target_here)
+        peer = topology.rank(here | _coordinates(topology, source, parts))
+        if peer == rank:
+            own = boxes
+        else:
+            receives.append(_route(peer, tuple(b for _, b in boxes)))
+
+    sends = []
+    for peer, parts in _targets(topology, rank, dimensions, source_here, source, target):
+        if peer != rank:
+            boxes = _boxes(dimensions, source_here, parts)
+            sends.append(_route(peer, tuple(a for a, _ in boxes)))
+
+    return Plan(
+        block_shape=rank_box(shape, source, topology, rank).shape,
+        buffer_shape=tuple(
+            sum(stop - start for start, stop in d.intervals(j))
+            for d, j in zip(dimensions, target_here, strict=True)
+        ),
+        own=own,
+        sends=tuple(sends),
+        receives=tuple(receives),
+        identity=all(d.identity for d in dimensions),
+    )
+
+
+def _coordinates(topology: Topology, cuts: Cuts, parts: tuple[int, ...]) -> dict[str, int]:
+    coordinates: dict[str, int] = {}
+    for axes, part in zip(cuts, parts, strict=True):
+        coordinates |= topology.unravel(part, axes)
+    return coordinates
+
+
+def _targets(
+    topology: Topology,
+    rank: int,
+    dimensions: list[_Dimension],
+    source_here: list[int],
+    source: Cuts,
+    target: Cuts,
+) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """The ranks that take elements from `rank`, each with its target part in every dimension.
+
+    A rank takes from the replica whose coordinates along the axes that do not cut the input are its
+    own; so those are fixed to this rank's, and the others run.
+    """
+    here = topology.coordinates(rank)
+    moving = set(cutting_axes(source))
+    candidates = []
+    for d, i in zip(dimensions, source_here, strict=True):
+        fixed = [axis for axis in d.target_axes if axis not in moving]
+        parts = []
+        for j in range(d.target_parts):
+            where = topology.unravel(j, d.target_axes)
+            if all(where[axis] == here[axis] for axis in fixed) and d.links(i, j):
+                parts.append(j)
+        candidates.append(parts)
+    free = [axis for axis in cutting_axes(source) if axis not in cutting_axes(target)]
+    for chosen in product(*candidates):
+        where = here | _coordinates(topology, target, chosen)
+        for position in product(*(range(topology.extent(axis)) for axis in free)):
+            yield topology.rank(where | dict(zip(free, position, strict=True))), chosen
+
+
+def _boxes(
+    dimensions: list[_Dimension], source: Sequence[int], target: Sequence[int]
+) -> tuple[tuple[Slices, Slices], ...]:
+    """What moves from source parts to target parts: boxes of the block and boxes of the buffer."""
+    runs = [d.links(i, j) for d, i, j in zip(dimensions, source, target, strict=True)]
+    return tuple(
+        (
+            tuple(slice(link.source, link.source + link.length) for link in links),
+            tuple(slice(link.target, link.target + link.length) for link in links),
+        )
+        for links in product(*runs)
+    )
+
+
+def _route(peer: int, boxes: tuple[Slices, ...]) -> Route:
+    return Route(peer, boxes, sum(prod(s.stop - s.start for s in box) for box in boxes))

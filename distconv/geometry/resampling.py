@@ -1,0 +1,150 @@
+"""Geometry of resampling: which inputs each output is a weighted sum of, along one dimension.
+
+Index arithmetic only. The positions and weights follow torch's conventions, in the precision in
+which torch computes them, so that rounding falls on the same side.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distconv.geometry.index_maps import Interval
+
+_CUBIC = -0.75
+_CUBIC_ANTIALIAS = -0.5
+
+
+@dataclass(frozen=True)
+class Resampled:
+    """Resampling of a dimension to `outputs` positions.
+
+    Parameters
+    ----------
+    scale: outputs per input as the caller gave it; None for the ratio of the sizes.
+    mode: "nearest", "nearest-exact", "linear" or "cubic".
+    precision: the numpy type in which positions are computed.
+    """
+
+    outputs: int
+    scale: float | None
+    mode: str
+    align_corners: bool = False
+    antialias: bool = False
+    precision: str = "float64"
+
+    def output_size(self, size: int) -> int:
+        return self.outputs
+
+    def intervals(self, size: int, start: int, stop: int) -> tuple[Interval, ...]:
+        return _intervals(self, size, start, stop)
+
+    def taps(self, size: int, start: int, stop: int) -> tuple[NDArray, NDArray]:
+        """Input positions and weights of the outputs [start, stop), each (stop - start, taps)."""
+        return _taps(self, size, start, stop)
+
+    def step(self, size: int) -> np.floating:
+        """Inputs per output."""
+        real = np.dtype(self.precision).type
+        if self.align_corners:
+            return real(size - 1) / real(self.outputs - 1) if self.outputs > 1 else real(0)
+        if self.scale is not None and self.scale > 0:
+            return real(1.0 / self.scale)
+        return real(size) / real(self.outputs)
+
+    def ambiguous(self, size: int) -> bool:
+        """Whether torch's kernels take different inputs for the nearest.
+
+        Some take the ratio of the sizes where that is 1 or 2, whatever the scale, and some compute
+        in the precision of the data. Forward and backward pass may differ in that, as may memory
+        formats; all agree in two dimensions.
+        """
+        return self.mode.startswith("nearest") and _ambiguous(self, size)
+
+
+@lru_cache(maxsize=1024)
+def _ambiguous(r: Resampled, size: int) -> bool:
+    outputs = np.arange(r.outputs)
+    kernels = [_nearest(r, size, outputs)]
+    reals = np.float32, np.dtype(r.precision).type
+    kernels += [_scaled(r, size, outputs, real) for real in reals]
+    return any((kernel != kernels[0]).any() for kernel in kernels)
+
+
+@lru_cache(maxsize=1024)
+def _intervals(r: Resampled, size: int, start: int, stop: int) -> tuple[Interval, ...]:
+    positions, _ = _taps(r, size, start, stop)
+    return ((int(positions.min()), int(positions.max()) + 1),)
+
+
+@lru_cache(maxsize=1024)
+def _taps(r: Resampled, size: int, start: int, stop: int) -> tuple[NDArray, NDArray]:
+    outputs = np.arange(start, stop)
+    if r.mode.startswith("nearest"):
+        return _nearest(r, size, outputs)[:, None], np.ones((len(outputs), 1))
+    if r.antialias:
+        return _antialiased(r, size, outputs)
+    if r.mode == "linear" and r.outputs == size:
+        # torch takes the same input twice, which tells where that is infinite.
+        return np.stack([outputs, outputs], 1), np.tile([1.0, 0.0], (len(outputs), 1))
+    real = np.dtype(r.precision).type
+    step, half = r.step(size), real(0.5)
+    source = step * outputs.astype(real)
+    if not r.align_corners:
+        source = step * (outputs.astype(real) + half) - half
+        if r.mode == "linear":
+            source = np.maximum(source, real(0))
+    below = np.minimum(np.floor(source).astype(np.int64), size - 1)
+    t = np.clip(source - below.astype(real), real(0), real(1))
+    if r.mode == "linear":
+        positions = np.stack([below, np.minimum(below + 1, size - 1)], 1)
+        return positions, np.stack([1 - t, t], 1)
+    positions = np.clip(below[:, None] + np.arange(-1, 3), 0, size - 1)
+    distances = (t + 1, t, 1 - t, 2 - t)
+    return positions, np.stack([_cubic(d, _CUBIC) for d in distances], 1)
+
+
+def _nearest(r: Resampled, size: int, outputs: NDArray) -> NDArray:
+    """torch computes these positions in float32 whatever the type of the data."""
+    if r.mode == "nearest" and r.outputs in (size, 2 * size):
+        return outputs // (r.outputs // size)
+    return _scaled(r, size, outputs, np.float32)
+
+
+def _scaled(r: Resampled, size: int, outputs: NDArray, real: type[np.floating]) -> NDArray:
+    step = real(1.0 / r.scale) if r.scale and r.scale > 0 else real(size) / real(r.outputs)
+    offset = real(0.5) if r.mode == "nearest-exact" else real(0)
+    source = np.floor(((outputs.astype(real) + offset) * step).astype(np.float32))
+    return np.minimum(source.astype(np.int64), size - 1)
+
+
+def _antialiased(r: Resampled, size: int, outputs: NDArray) -> tuple[NDArray, NDArray]:
+    """A filter as wide as an output, as in Pillow."""
+    real = np.dtype(r.precision).type
+    step = r.step(size)
+    half_width = real(1 if r.mode == "linear" else 2)
+    support = half_width * max(step, real(1))
+    inverse = real(1) / step if step >= 1 else real(1)
+    center = step * (outputs.astype(real) + real(0.5))
+    first = np.maximum((center - support + real(0.5)).astype(np.int64), 0)
+    last = np.minimum((center + support + real(0.5)).astype(np.int64), size)
+    width = max(int((last - first).max()), 1)
+    positions = first[:, None] + np.arange(width)
+    distance = np.abs((positions - center[:, None] + real(0.5)) * inverse)
+    if r.mode == "linear":
+        weights = np.maximum(1 - distance, 0)
+    else:
+        weights = _cubic(distance, _CUBIC_ANTIALIAS)
+    weights = np.where(positions < last[:, None], weights, 0)
+    weights = weights / weights.sum(1, keepdims=True)
+    return np.minimum(positions, size - 1), weights
+
+
+def _cubic(distance: NDArray, a: float) -> NDArray:
+    """The cubic convolution kernel (Keys 1981) at distances of 0 to 2 from its centre."""
+    near = ((a + 2) * distance - (a + 3)) * distance * distance + 1
+    far = ((a * distance - 5 * a) * distance + 8 * a) * distance - 4 * a
+    return np.where(distance <= 1, near, np.where(distance < 2, far, 0))

@@ -1,0 +1,99 @@
+"""A rank that raises ends the whole job, instead of leaving the others waiting for its messages."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from types import TracebackType
+from typing import Any
+
+from distconv.transport.launch import is_copy
+
+_GRACE = 1.5
+"""Seconds that another rank waits for rank 0 to report, so that an error all ranks share is
+printed once."""
+
+_PATIENCE = 5.0
+"""Seconds that MPI is given to abort."""
+
+_FORWARDING = 0.5
+"""Seconds that the launcher is given to forward the report, which an abort may cut off."""
+
+
+def abort_when_a_rank_raises() -> None:
+    """Make an uncaught exception print its traceback and end all ranks that were started together.
+
+    Errors raised on all ranks together are reported by the first rank to come out of its grace
+    period, which is rank 0 where it is among them. Changes nothing on a single rank, and in
+    processes that ranks have started. `sys.exit` is no uncaught exception to Python, and so does
+    not end the other ranks.
+    """
+    if not isinstance(sys.excepthook, _Abort):
+        sys.excepthook = _Abort(sys.excepthook)
+
+
+class _Abort:
+    def __init__(self, report: object):
+        self._report = report
+
+    def __call__(
+        self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
+        rank, ranks = _place()
+        if ranks == 1:
+            self._report(kind, error, traceback)  # type: ignore[operator]
+            if is_copy():
+                sys.stderr.flush()
+                os._exit(1)  # or Python would end MPI, which waits for other ranks
+            return
+        try:
+            if rank:
+                time.sleep(_GRACE + min(0.1 * rank, 2.0))
+            sys.stdout.flush()
+            print(f"distconv: rank {rank} of {ranks} raised", file=sys.stderr)
+            self._report(kind, error, traceback)  # type: ignore[operator]
+        finally:
+            abort_job()
+
+
+def _running() -> Any:
+    """Return mpi4py.MPI where it has started and not ended, else None."""
+    MPI: Any = sys.modules.get("mpi4py.MPI")
+    return MPI if MPI and MPI.Is_initialized() and not MPI.Is_finalized() else None
+
+
+def _place() -> tuple[int, int]:
+    """Return which of how many ranks this process is; the only one where it is no rank.
+
+    Before MPI has started that is known where the launcher has to be told of an error: under that
+    of MPICH. Others end the job when a process does.
+    """
+    if is_copy() or multiprocessing.parent_process() is not None:
+        return 0, 1
+    if MPI := _running():
+        return MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+    try:
+        os.fstat(
+            int(os.environ["PMI_FD"])
+        )  # which is not open in processes that ranks have started
+        return int(os.environ["PMI_RANK"]), int(os.environ["PMI_SIZE"])
+    except (KeyError, ValueError, OSError):
+        return 0, 1
+
+
+def abort_job() -> None:
+    """End all ranks, after what has been printed is on its way; this process does not return."""
+    sys.stderr.flush()
+    time.sleep(_FORWARDING)
+    # MPI may be busy with a wait of another thread; the launcher ends the others all the same.
+    killer = threading.Timer(_PATIENCE, os.kill, (os.getpid(), signal.SIGKILL))
+    killer.daemon = True
+    killer.start()
+    if MPI := _running():
+        MPI.COMM_WORLD.Abort(1)
+    # Before MPI has started MPICH's launcher takes an exit status for a result, but no signal.
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,310 @@
+"""The collective steps of the ranks, compared: all ranks take the same ones in the same order.
+
+Every exchange and every reduction outside a backward pass is a step. Each rank folds the operator,
+its arguments, shapes and layouts into one running number, after the first steps of an operator its
+name alone in most. The numbers are compared by a reduction of 16 bytes whenever a rank meets an
+operator with arguments that are new to it, and from time to time without waiting; with
+DISTCONV_DEBUG=1 before every step. Where they differ, the ranks exchange the last steps they have
+taken, and every rank raises the same error.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+from zlib import crc32
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from distconv.geometry.layout import Layout
+from distconv.grid.whereabouts import CURRENT, is_parked, name_of, place_of, user_line
+from distconv.transport.launch import mpi
+from distconv.transport.watched import Wait, Waiting
+
+_VARIABLE = "DISTCONV_DEBUG"
+_PERIOD = 256
+"""Steps between comparisons for which nobody waits."""
+_FIRST, _EVERY = 64, 16
+"""How many steps of each operator count with its arguments, and one in how many after those."""
+_REMEMBERED = 4096
+"""Operators with their arguments that are known; beyond, all are forgotten, on all ranks alike."""
+_MODULUS = 2**61 - 1
+_TAGS = 32767
+"""Numbers of exchanges, after which they begin again; every MPI has as many tags."""
+_FACTOR = 1_000_003
+
+
+class Step(NamedTuple):
+    """A collective step, as it has to be the same on all ranks."""
+
+    kind: str
+    operator: Any
+    """The operator with its arguments; None outside operators."""
+    tag: int
+    line: str | None
+    """The line of the user's program, where steps are compared one by one."""
+
+    def __str__(self) -> str:
+        number = f" {self.tag}" if self.tag else ""
+        within = "" if self.operator is None else f" in {described(self.operator)}"
+        return f"{self.kind}{number}{within}" + (f", at {self.line}" if self.line else "")
+
+
+class DivergenceError(RuntimeError):
+    """The ranks of a grid run different operators, or the same ones with different arguments.
+
+    It is raised on all of them. Where a program catches it, on all ranks, they may go on.
+    """
+
+
+def debugging() -> bool:
+    """Whether DISTCONV_DEBUG asks for a comparison before every step."""
+    return os.environ.get(_VARIABLE, "0") not in ("", "0")
+
+
+class Order:
+    """The steps of this rank, which the other ranks of `comm` take as well.
+
+    Parameters
+    ----------
+    comm: a communicator that nothing else uses.
+    waiting: where the waits of comparisons can be seen.
+    """
+
+    def __init__(self, comm: Any, waiting: Waiting):
+        self._comm, self.waiting = comm, waiting
+        self.debug = debugging()
+        self.number = 0
+        """How many steps this rank has taken, reductions of gradients among them."""
+        self._compared = 0
+        """How many of them have their place in the order."""
+        self._tag = 0
+        self._folded = 0
+        self._codes: dict[Any, int] = {}
+        self._last: deque[tuple[str, Any, int, str | None]] = deque(maxlen=256)
+        self._counts: dict[Any, int] = {}
+        self._thread = threading.get_ident()
+        self._under_way: tuple[Any, Any] | None = None
+
+    @property
+    def thread(self) -> int:
+        """The thread that takes the steps."""
+        return self._thread
+
+    def next_tag(self) -> int:
+        """Return the number of the next exchange, the same on all ranks."""
+        self._tag = self._tag % _TAGS + 1
+        return self._tag
+
+    def take(self, kind: str, tag: int = 0) -> None:
+        """Begin the next step.
+
+        Raises
+        ------
+        DivergenceError
+            On every rank, where the ranks are found to differ.
+        RuntimeError
+            Where two threads use the grid at once.
+        """
+        if threading.get_ident() != self._thread:
+            self._change_thread()
+        self.number += 1
+        function = CURRENT.function
+        if kind == "all_reduce" and (function is None or function in _BACKWARD):
+            # Gradients are reduced as they become ready, which is not everywhere in one order.
+            return
+        self._compared += 1
+        operator = self._operator(function)
+        code = self._codes.get((kind, operator))
+        # A name alone may come first at other steps on ranks that differ already.
+        new = code is None and (operator is None or operator[1] is not None)
+        if code is None:
+            if len(self._codes) >= _REMEMBERED:
+                self._codes.clear()
+            code = crc32(f"{kind} {_spelled(operator)}".encode())
+            self._codes[kind, operator] = code
+        self._folded = (self._folded * _FACTOR + code + tag) % _MODULUS
+        self._last.append((kind, operator, tag, user_line() if self.debug else None))
+        if new or self.debug:
+            self._settle()
+            self._start()
+            self._settle()
+        elif self._compared % _PERIOD == 0:
+            self._settle()
+            self._start()
+
+    def _operator(self, function: Any) -> Any:
+        """The operator under way with what has to be the same of its arguments; None for none.
+
+        In most steps, after the first of each operator, that is its name alone.
+        """
+        if function is None or function in _BACKWARD:
+            # Blocks of the ranks' own may be among the arguments of autograd's functions.
+            return function and (function, None, ())
+        count = self._counts[function] = self._counts.get(function, 0) + 1
+        if count > _FIRST and count % _EVERY and not self.debug:
+            return function, None, ()
+        return function, _kept(CURRENT.arguments), _kept(CURRENT.keywords or ())
+
+    def _start(self) -> None:
+        """Start to compare the folded steps of all ranks."""
+        mine = np.array([self._folded, -self._folded], dtype=np.int64)
+        most = np.empty_like(mine)
+        self._under_way = self._comm.Iallreduce(mine, most, op=mpi().MAX), (mine, most)
+
+    def _settle(self) -> None:
+        """Wait for the comparison under way, if there is one, and raise where the ranks differ."""
+        if self._under_way is None:
+            return
+        (request, (_, most)), self._under_way = self._under_way, None
+        with Wait(self.waiting):
+            request.Wait()
+        if most[0] != -most[1]:
+            self._explain()
+
+    def _explain(self) -> None:
+        """Raise on all ranks, naming the first step in which they differ."""
+        here = place_of(self._thread)
+        first = self._compared - len(self._last) + 1
+        steps = [str(Step(*step)) for step in self._last]
+        with Wait(self.waiting):
+            ranks = self._comm.allgather((first, steps, here))
+            # A program that catches the error goes on with the same numbers on all ranks.
+            self._tag = max(self._comm.allgather(self._tag))
+        self._folded = 0
+        self._codes.clear()
+        self._counts.clear()
+        self._last.clear()
+        self._compared = max(begin + len(steps) - 1 for begin, steps, _ in ranks)
+        raise DivergenceError(_difference(ranks, self.debug))
+
+    def _change_thread(self) -> None:
+        """Let the calling thread take the steps from now on, if no other one is about to."""
+        if torch._C._current_graph_task_id() != -1:
+            return  # autograd computes for the thread that has called backward()
+        if not is_parked(self._thread):
+            raise RuntimeError(
+                f"two threads use one grid, or grids over the same ranks, at once: one is at "
+                f"{place_of(self._thread)}, the other at {user_line()}. Their messages would be "
+                "taken for each other's; let one thread do all that communicates, and hand it "
+                "work by a queue, or let one thread end before the other goes on"
+            )
+        self._thread = threading.get_ident()
+
+
+def described(operator: Any) -> str:
+    """An operator with its arguments, as a user would write the call."""
+    function, arguments, keywords = operator
+    if arguments is None:
+        return name_of(function)
+    named = (f"{name}={_word(value)}" for name, value in keywords)
+    return f"{name_of(function)}({', '.join((*map(_word, arguments), *named))})"
+
+
+_BACKWARD = {"backward", torch.autograd.backward, torch.autograd.grad}
+
+
+class _Tensor(NamedTuple):
+    """A tensor as all ranks have to see it, without its elements."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    cuts: tuple[tuple[str, ...], ...] | None
+    extents: tuple[int, ...] | None
+
+
+def _kept(argument: Any) -> Any:
+    """Return what has to be the same of an argument on all ranks, in a form that can be hashed."""
+    kind = type(argument)
+    if kind in _SIMPLE:
+        return argument
+    if kind is Tensor or kind is Parameter:
+        return _Tensor(argument.shape, argument.dtype, None, None)
+    if isinstance(argument, Tensor):
+        cuts, grid = getattr(argument, "cuts", None), getattr(argument, "grid", None)
+        extents = None if grid is None else grid.topology.extents
+        return _Tensor(argument.shape, argument.dtype, cuts, extents)
+    if isinstance(argument, (tuple, list)):
+        return tuple(map(_kept, argument))
+    if isinstance(argument, dict):
+        return tuple((str(name), _kept(value)) for name, value in argument.items())
+    if kind is slice:
+        return "slice", _kept(argument.start), _kept(argument.stop), _kept(argument.step)
+    if isinstance(argument, np.generic):
+        return argument.item()
+    return kind.__name__
+
+
+_SIMPLE = {int, float, bool, str, type(None), torch.dtype, torch.memory_format, Layout}
+
+
+def _spelled(operator: Any) -> str:
+    if operator is None:
+        return ""
+    function, *arguments = operator
+    return f"{name_of(function)} {arguments!r}"
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, _Tensor):
+        if value.cuts is None:
+            return str(tuple(value.shape))
+        return f"{tuple(value.shape)} {Layout.of(value.cuts)}"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_word, value))})"
+    return str(value)
+
+
+def _difference(ranks: list[tuple[int, list[str], str]], debug: bool) -> str:
+    """Return the message about the first step in which ranks differ.
+
+    Parameters
+    ----------
+    ranks: of each rank, the number of the first of its last steps, these steps, and where it is.
+    """
+    begin = max(first for first, _, _ in ranks)
+    end = max(first + len(steps) for first, steps, _ in ranks)
+    for number in range(begin, end):
+        each = [
+            steps[number - first] if number - first < len(steps) else "nothing yet"
+            for first, steps, _ in ranks
+        ]
+        if len(set(each)) > 1:
+            found = f"in collective step {number}"
+            break
+    else:
+        each = [steps[-1] if steps else "nothing yet" for _, steps, _ in ranks]
+        found = f"before collective step {begin}; their last ones are"
+    doing = "; ".join(
+        f"{ranks_in_words(r for r, text in enumerate(each) if text == what)}: {what}"
+        for what in dict.fromkeys(each)
+    )
+    places = [where for _, _, where in ranks]
+    now = "; ".join(
+        f"{ranks_in_words(r for r, text in enumerate(places) if text == where)} at {where}"
+        for where in dict.fromkeys(places)
+    )
+    hint = "" if debug else f" {_VARIABLE}=1 compares before every step, and names its line."
+    return (
+        f"the ranks differ {found}. {doing}. They are now: {now}. All ranks have to run the same "
+        f"operators with the same arguments in the same order; look for a condition on the rank, "
+        f"or on data that the ranks do not share.{hint}"
+    )
+
+
+def ranks_in_words(ranks: Iterable[int]) -> str:
+    """Numbers of ranks as "rank 3" or "ranks 0-2, 5"."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    words = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    return f"rank{'s' if len(runs) > 1 or runs[0][0] != runs[0][1] else ''} {words}"

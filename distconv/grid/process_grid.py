@@ -1,0 +1,302 @@
+"""The ranks of an MPI communicator as a grid with named axes."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterable
+from numbers import Integral
+from typing import TYPE_CHECKING, Any, NoReturn
+from weakref import WeakValueDictionary
+
+import torch
+
+from distconv.geometry.topology import AXES, Topology
+from distconv.grid import communicators, devices
+from distconv.grid.abort import abort_when_a_rank_raises
+from distconv.grid.interrupt import end_when_abandoned
+from distconv.transport.interface import Transport
+from distconv.transport.launch import check_launch, mpi
+from distconv.transport.watched import Wait
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+abort_when_a_rank_raises()
+
+_grids: WeakValueDictionary[int, ProcessGrid] = WeakValueDictionary()
+"""All grids of this process, by identity, as equal ones are several."""
+
+
+class ProcessGrid:
+    """P_N x P_S ranks: `sample` cuts the mini-batch, the other axes cut each sample.
+
+    Ranks are numbered row-major over (sample, channel, filter, depth, height, width), so the ranks
+    that share a sample are neighbours, on one node where they fit.
+
+    Parameters
+    ----------
+    comm: mpi4py communicator, MPI.COMM_WORLD when not given. All its ranks construct the grid.
+    sample, channel, filter, depth, height, width: ranks along each axis; their product is the
+        number of ranks. One may be -1 and is inferred.
+    device: what this rank computes on: "cpu", "cuda" or "cuda:1", say. When not given, a GPU where
+        there are any: in rank order, the one that the fewest ranks have. A rank keeps its GPU on
+        other grids. It becomes torch's current one.
+    transport: how bytes travel: "nccl", between GPUs of which each belongs to one rank; "peer",
+        where ranks of a node write into each other's memory, and "nccl" or "mpi" beyond it; or
+        "mpi", which takes what lies on a GPU through the host, unless the MPI is CUDA-aware. The
+        first of them that is possible, when not given.
+
+    Raises
+    ------
+    ValueError
+        On every rank, when the extents do not fit the number of ranks, or device and transport
+        cannot be had.
+    RuntimeError
+        On every rank, when the environment shows several processes and MPI knows each alone, as
+        under torchrun; DISTCONV_ALLOW_SINGLE=1 allows it. In a worker process, which is no rank.
+    """
+
+    def __init__(
+        self,
+        comm: MPI.Intracomm | None = None,
+        *,
+        sample: int = 1,
+        channel: int = 1,
+        filter: int = 1,
+        depth: int = 1,
+        height: int = 1,
+        width: int = 1,
+        device: str | torch.device | None = None,
+        transport: str | None = None,
+    ):
+        comm = _ranks_of_mpi(comm)
+        extents = dict(zip(AXES, (sample, channel, filter, depth, height, width), strict=True))
+        if comm.size > 1:
+            end_when_abandoned()
+        self._ranks = communicators.world_ranks(comm)
+        self._order = communicators.order(comm, self._ranks)
+        with self.waiting():
+            self._comm = communicators.communicator(comm, self._ranks, "user")
+            self._rank = int(self._comm.rank)
+            self._topology, offers = _agreed(self._comm, extents, device, transport)
+        choice = devices.choose(offers)
+        if choice.notice and self._rank == 0:
+            warnings.warn(f"ProcessGrid: {choice.notice}", stacklevel=2)
+        self._devices = choice.devices
+        self._device = torch.device(choice.devices[self._rank])
+        if self._device.type == "cuda":
+            communicators.take_gpu(self._device)
+        with self.waiting():
+            self._transport: Transport = communicators.transport(
+                self._comm, self._ranks, choice.transport, self._devices, choice.beyond
+            )
+        self._communicators: dict[tuple[frozenset[str], str], MPI.Intracomm] = {}
+        _grids[id(self)] = self
+
+    @property
+    def comm(self) -> MPI.Intracomm:
+        """The communicator of all ranks, in grid order, for use by the program."""
+        return self._comm
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in the grid."""
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self._topology.size
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """Ranks along each axis."""
+        return dict(zip(AXES, self._topology.extents, strict=True))
+
+    @property
+    def coords(self) -> dict[str, int]:
+        """This rank's position along each axis."""
+        return self._topology.coordinates(self.rank)
+
+    @property
+    def topology(self) -> Topology:
+        """The arithmetic of rank numbers and coordinates."""
+        return self._topology
+
+    @property
+    def device(self) -> torch.device:
+        """What this rank computes on: all its DistTensors on the grid live there."""
+        return self._device
+
+    @property
+    def transport(self) -> Transport:
+        """What carries this grid's messages."""
+        return self._transport
+
+    def communicator(self, axes: Iterable[str], purpose: str = "reductions") -> MPI.Intracomm:
+        """The communicator of the ranks that differ from this one along `axes` only.
+
+        Made when first asked for, by all ranks of it together, and kept for every grid on the same
+        ranks. Reductions that may be under way at the same time need different purposes.
+        """
+        key = (frozenset(axes), purpose)
+        if key not in self._communicators:
+            peers = self._topology.peers(self.rank, key[0])
+            ranks = tuple(self._ranks[r] for r in peers)
+            if len(ranks) > 1:
+                self._order.take("making a communicator")
+            with self.waiting():
+                self._communicators[key] = communicators.communicator(self._comm, ranks, purpose)
+        return self._communicators[key]
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Return what every rank passes, in rank order; all ranks of the grid call it together."""
+        if self.size == 1:
+            return [value]
+        with self.collective("all_gather_object"):
+            return self._comm.allgather(value)
+
+    def collective(self, kind: str) -> Wait:
+        """Return a context for a collective of the grid's communicators, compared between ranks."""
+        self._order.take(kind)
+        return self.waiting()
+
+    def waiting(self) -> Wait:
+        """Return a context in which this rank is seen to wait for the other ranks of the grid."""
+        return Wait(self._order.waiting)
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, ProcessGrid)
+            and self._topology == other._topology
+            and self._ranks == other._ranks
+            and self._devices == other._devices
+        )
+
+    def __hash__(self) -> int:
+        return hash((self._topology, self._ranks))
+
+    def __copy__(self) -> ProcessGrid:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, object]) -> ProcessGrid:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a ProcessGrid belongs to its MPI job and cannot be pickled; make it anew")
+
+    def __repr__(self) -> str:
+        axes = _named(self._topology)
+        where = f" with GPUs, {self._transport.name}" if self._device.type == "cuda" else ""
+        return f"ProcessGrid({axes}) on {self.size} rank{'s' if self.size > 1 else ''}{where}"
+
+
+def _ranks_of_mpi(comm: MPI.Intracomm | None) -> MPI.Intracomm:
+    """Return the communicator that a grid is asked to be on, if it can be."""
+    world = mpi().COMM_WORLD
+    comm = world if comm is None else comm
+    if not isinstance(comm, mpi().Intracomm):
+        raise TypeError(
+            f"ProcessGrid: comm={comm!r} is no intracommunicator of mpi4py; pass MPI.COMM_WORLD, "
+            "or what Split and Create_group make of it"
+        )
+    if comm == mpi().COMM_NULL:
+        raise ValueError(
+            "ProcessGrid: this rank is not a member of comm, which is MPI.COMM_NULL here; make "
+            "the grid on its members only"
+        )
+    if comm == world:
+        check_launch(comm.size)
+    return comm
+
+
+class _OfTheRank:
+    """Stands for what carries messages in a process forked from a rank, where it is an error."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(mpi(), name)  # which raises
+
+
+def _leave_messages_to_the_rank() -> None:
+    """Keep a forked process, such as a worker that reads, from waiting for messages for ever.
+
+    What needs none goes on working there: coordinates, and the boxes that follow from them.
+    """
+    for grid in list(_grids.values()):
+        grid._comm = grid._transport = _OfTheRank()  # type: ignore[assignment]
+        grid._communicators = {}
+
+
+os.register_at_fork(after_in_child=_leave_messages_to_the_rank)
+
+
+def _agreed(
+    comm: MPI.Intracomm,
+    extents: dict[str, int],
+    device: str | torch.device | None,
+    transport: str | None,
+) -> tuple[Topology, list[devices.Offer]]:
+    """The topology, which is the same on all ranks, and what each offers; all of them call it.
+
+    What one rank cannot have is an error on every rank.
+    """
+    mine: tuple[Topology, devices.Offer] | str
+    try:
+        mine = _fit(extents, comm.size), devices.offer(device, transport, communicators.gpu())
+    except ValueError as error:
+        mine = str(error)
+    everyone = comm.allgather(mine)
+    for rank, theirs in enumerate(everyone):
+        if isinstance(theirs, str):
+            raise ValueError(theirs if theirs == everyone[0] else f"{theirs} (on rank {rank})")
+        if theirs[0] != everyone[0][0]:
+            raise ValueError(
+                f"ProcessGrid: {_named(theirs[0])} on rank {rank} and {_named(everyone[0][0])} on "
+                "rank 0; pass the same on every rank"
+            )
+    return everyone[0][0], [offer for _, offer in everyone]
+
+
+def _named(topology: Topology) -> str:
+    """The axes with several ranks."""
+    extents = zip(AXES, topology.extents, strict=True)
+    return ", ".join(f"{axis}={n}" for axis, n in extents if n > 1)
+
+
+def _fit(extents: dict[str, int], ranks: int) -> Topology:
+    """The topology with these extents, one of which may be -1, on this number of ranks."""
+    for axis, n in extents.items():
+        if isinstance(n, bool) or not isinstance(n, Integral) or (n < 1 and n != -1):
+            raise ValueError(
+                f"ProcessGrid: {axis}={n!r} is not a number of ranks; give an integer from 1, or -1"
+            )
+    inferred = [axis for axis, n in extents.items() if n == -1]
+    if len(inferred) > 1:
+        raise ValueError(f"ProcessGrid: only one axis can be -1, not {' and '.join(inferred)}")
+    given = {axis: n for axis, n in extents.items() if n > 1}
+    product = 1
+    for axis, n in given.items():
+        if ranks % (product * n):
+            left = ranks // product
+            choices = [str(d) for d in range(1, left + 1) if left % d == 0]
+            beside = f" beside {', '.join(f'{a}={given[a]}' for a in _before(given, axis))}"
+            raise ValueError(
+                f"ProcessGrid: {axis}={n} does not divide {ranks} ranks"
+                f"{beside if product > 1 else ''}; choose {', '.join(choices)}, or -1"
+            )
+        product *= n
+    if inferred:
+        extents = extents | {inferred[0]: ranks // product}
+    elif product != ranks:
+        axes = ", ".join(f"{axis}={n}" for axis, n in given.items()) or "all axes 1"
+        raise ValueError(
+            f"ProcessGrid: {axes} makes {product} of {ranks} ranks; set one axis to -1 "
+            f"to take the rest, or start {product} rank{'s' if product > 1 else ''}"
+        )
+    return Topology(tuple(int(extents[axis]) for axis in AXES))
+
+
+def _before(given: dict[str, int], axis: str) -> list[str]:
+    names = list(given)
+    return names[: names.index(axis)]

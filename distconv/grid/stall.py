@@ -1,0 +1,237 @@
+"""A thread that notices when ranks wait for each other in vain, says where, and ends the job.
+
+It looks at what this rank waits for about once a second. Where that is the same for longer than
+DISTCONV_TIMEOUT seconds (300 when not set), or where a rank that is waited for has left the
+program, it asks all ranks where they are, prints one message, and aborts.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+from weakref import ref
+
+from distconv.grid.abort import abort_job
+from distconv.grid.board import Board
+from distconv.grid.order import Order, ranks_in_words
+from distconv.grid.whereabouts import operator_of, place_of
+from distconv.transport.watched import Wait, Waiting
+
+_VARIABLE = "DISTCONV_TIMEOUT"
+_DEFAULT = 300.0
+_GRACE = 2.0
+"""Seconds that messages of a rank that has left may still be on their way."""
+_ANSWER = 5.0
+"""Seconds that the other ranks have to say where they are."""
+
+
+def time_limit() -> float:
+    """Return the seconds that a wait may take."""
+    text = os.environ.get(_VARIABLE, str(_DEFAULT))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise ValueError(
+            f"{_VARIABLE}={text!r} is no time limit; give the seconds that a rank may wait for "
+            "others, such as 300, or inf"
+        )
+    return seconds
+
+
+class Watch:
+    """A thread that looks at what this rank waits for among a set of ranks.
+
+    Parameters
+    ----------
+    ranks: which ranks of MPI.COMM_WORLD they are, in the order in which they are numbered.
+    rank: this rank's number.
+    waiting: what it waits for.
+    """
+
+    def __init__(self, ranks: Sequence[int], rank: int, waiting: Waiting):
+        self._rank, self._size = rank, len(ranks)
+        self._waiting = waiting
+        self._order: Order | None = None
+        self._board: Board | None = None
+        self._limit = time_limit()
+        # A large job asks the first rank less often.
+        self._period = max(min(1.0, self._limit / 8), self._size / 2000)
+        self._since: tuple[ref[Wait] | None, float] = None, 0.0
+        """The wait that was seen last, whose messages live no longer for that; and since when."""
+        self._thread = threading.get_ident()
+        self._leaving = threading.Event()
+        self._looking = threading.Thread(target=self._look, name="distconv-watch", daemon=True)
+        self._looking.start()
+
+    def connect(self, comm: Any, order: Order) -> None:
+        """Join the notes of all ranks, which call it together, and count steps by `order`."""
+        self._board, self._order = Board(comm), order
+        _LEAVING.add(self)
+
+    def leave(self) -> None:
+        """Tell the others that this rank's program has ended."""
+        self._leaving.set()
+        self._looking.join()
+        if self._board is not None:
+            self._board.post(f"left/{self._rank}", str(self._steps))
+        self._count("left")
+
+    def wait_for_others(self) -> None:
+        """Wait until all ranks have left, as MPI_Finalize does, or the job is aborted.
+
+        The first rank, which keeps the notes, goes last.
+        """
+        self._until("left", self._size)
+        if self._rank:
+            self._count("read")
+        else:
+            self._until("read", self._size - 1)
+
+    def _until(self, name: str, enough: int) -> None:
+        """Wait until a counter has come so far, or cannot be read any more."""
+        pause, longest = 0.001, max(0.02, self._size / 10_000)
+        while 0 <= self._count(name, 0) < enough:
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
+
+    def _count(self, name: str, more: int = 1) -> int:
+        return -1 if self._board is None else self._board.count(name, more)
+
+    @property
+    def _steps(self) -> int:
+        return 0 if self._order is None else self._order.number
+
+    def _look(self) -> None:
+        answered = False
+        while not self._leaving.wait(self._period):
+            self._look_at_wait()
+            board = self._board
+            if board is not None and not answered and board.read("alarm") is not None:
+                board.post(f"state/{self._rank}", json.dumps(self._state()))
+                answered = True
+
+    def _look_at_wait(self) -> None:
+        """Alarm where the wait under way is the last look's, and too long or for nobody."""
+        wait, now = self._waiting.now, time.monotonic()
+        if wait is not self._seen():
+            self._since = None if wait is None else ref(wait), now
+        elif wait is not None:
+            seconds = now - self._since[1]
+            if seconds > self._limit:
+                self._alarm(f"for more than {_VARIABLE}={self._limit:g} seconds")
+            elif seconds > _GRACE and (gone := self._gone(wait)):
+                self._alarm(f"for {ranks_in_words(gone)}, which will not come")
+
+    def _seen(self) -> Wait | None:
+        """The wait that the last look has seen, if it is still in use."""
+        wait = self._since[0]
+        return None if wait is None else wait()
+
+    def _gone(self, wait: Wait) -> list[int]:
+        """The ranks waited for that have left the program before the step that waits."""
+        board = self._board
+        if board is None or board.count("left", 0) < 1:
+            return []
+        peers: Iterable[int] = range(self._size) if wait.peers is None else wait.peers()
+        gone = []
+        for rank in sorted(peers):
+            steps = board.read(f"left/{rank}")
+            if steps is not None and int(steps) < self._steps:
+                gone.append(rank)
+        return gone
+
+    def _state(self) -> list[Any]:
+        """What this rank does, the operator and the line of the program, and its step."""
+        thread = self._thread if self._order is None else self._order.thread
+        wait, since = self._seen(), self._since[1]
+        what = "elsewhere"
+        if wait is not None and self._waiting.now is wait:
+            what = f"waiting for {time.monotonic() - since:.0f} s"
+        return [what, operator_of(thread), place_of(thread), self._steps]
+
+    def _alarm(self, why: str) -> None:
+        """Report where all ranks are, if no other rank does, and end the job."""
+        answers: dict[int, Any] = {}
+        if self._board is not None:
+            answers = self._ask(self._board)
+        answers.setdefault(self._rank, self._state())
+        sys.stdout.flush()
+        print(_report(why, self._size, answers), file=sys.__stderr__, flush=True)
+        abort_job()
+
+    def _ask(self, board: Board) -> dict[int, Any]:
+        """Ask all ranks where they are; returns what they answer."""
+        board.post("alarm", "")
+        board.post(f"state/{self._rank}", json.dumps(self._state()))
+        if board.count("reporters") > 1:
+            time.sleep(2 * _ANSWER)  # the first to report ends the job
+        end = time.monotonic() + _ANSWER
+        answers: dict[int, Any] = {}
+        while len(answers) < self._size and time.monotonic() < end:
+            time.sleep(min(0.1, self._period))
+            for rank in range(self._size):
+                if rank in answers:
+                    continue
+                if (steps := board.read(f"left/{rank}")) is not None:
+                    answers[rank] = ["has left the program", None, None, int(steps)]
+                elif (state := board.read(f"state/{rank}")) is not None:
+                    answers[rank] = json.loads(state)
+        return answers
+
+
+def _report(why: str, size: int, answers: dict[int, Any]) -> str:
+    """Where each rank is, ranks at the same place together, and what that usually means."""
+    silent = ["does not answer; it was killed or stopped, or runs code that lets no thread run"]
+    places: dict[str, list[int]] = {}
+    for rank in range(size):
+        what, operator, line, step = answers.get(rank, [*silent, None, None, None])
+        text = what
+        text += f" in {operator}" if operator else ""
+        text += f" at {line}" if line else ""
+        text += f", after {step} collective steps" if step is not None else ""
+        places.setdefault(text, []).append(rank)
+    lines = [f"  {ranks_in_words(ranks)}: {text}" for text, ranks in places.items()]
+    return "\n".join(
+        (
+            f"distconv: ranks wait {why}",
+            *lines,
+            "All ranks have to run the same operators in the same order, and the same number of "
+            "batches. Usually one of them has returned early, skipped or added a call (under "
+            "`if rank == 0`, say), caught an error that the others have not seen, or takes longer "
+            f"than the limit, which {_VARIABLE} changes. DISTCONV_DEBUG=1 names the first operator "
+            "that differs.",
+        )
+    )
+
+
+class _Leaving:
+    """The watches of this process, which leave together when its program ends."""
+
+    def __init__(self) -> None:
+        self._watches: list[Watch] = []
+        self._process = 0
+
+    def add(self, watch: Watch) -> None:
+        if not self._watches:
+            self._process = os.getpid()
+            atexit.register(self._leave)
+        self._watches.append(watch)
+
+    def _leave(self) -> None:
+        if os.getpid() != self._process:
+            return  # a forked child is none of the ranks
+        for watch in self._watches:
+            watch.leave()
+        for watch in self._watches:
+            watch.wait_for_others()
+
+
+_LEAVING = _Leaving()

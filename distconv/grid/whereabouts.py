@@ -1,0 +1,131 @@
+"""Where a thread of the program is, in words: which operator, and which line of the user's program.
+
+Nothing is written down while the program runs. The interpreter's own stack of frames tells it when
+somebody asks.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.overrides import resolve_name
+
+_PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
+_LAYERS = str(Path(__file__).resolve().parents[2] / "layers") + os.sep
+_OWN = (_PACKAGE, _LAYERS)
+_LIBRARIES = (
+    str(Path(torch.__file__).resolve().parent) + os.sep,
+    *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    "<frozen",
+)
+
+
+class CurrentCall(threading.local):
+    """The outermost function on DistTensors that this thread is running."""
+
+    function: Any = None
+    """The torch function, or the name of a method; None where none is running."""
+    arguments: Sequence[Any] = ()
+    keywords: dict[str, Any] | None = None
+
+
+CURRENT = CurrentCall()
+
+
+class running:
+    """Within it, `name` of these arguments is what this thread runs, unless it runs something."""
+
+    __slots__ = ("_arguments", "_name", "_outermost")
+
+    def __init__(self, name: str, *arguments: Any):
+        self._name, self._arguments = name, arguments
+
+    def __enter__(self) -> None:
+        self._outermost = CURRENT.function is None
+        if self._outermost:
+            CURRENT.function, CURRENT.arguments = self._name, self._arguments
+
+    def __exit__(self, *_: object) -> None:
+        if self._outermost:
+            CURRENT.function, CURRENT.arguments = None, ()
+
+
+def name_of(function: Any) -> str:
+    """The name of a torch function, as a user writes it, or of anything that is called."""
+    if isinstance(function, str):
+        return function
+    return resolve_name(function) or getattr(function, "__name__", repr(function))
+
+
+def frame_of(thread: int) -> FrameType | None:
+    """The innermost frame of a thread; None where it has ended."""
+    return sys._current_frames().get(thread)
+
+
+def is_parked(thread: int) -> bool:
+    """Whether a thread has ended, or waits for another one in Python's own library."""
+    frame = frame_of(thread)
+    if frame is None:
+        return True
+    return Path(frame.f_code.co_filename).stem in {"threading", "queue", "_base", "thread"}
+
+
+def place_of(thread: int) -> str:
+    """The line of the user's program at which a thread is: "train.py:41 in main"."""
+    return _user_line(frame_of(thread))
+
+
+def user_line() -> str:
+    """The line of the user's program from which the caller has been called."""
+    return _user_line(sys._getframe(1))
+
+
+def operator_of(thread: int) -> str | None:
+    """The function on DistTensors that a thread is running; None where none is."""
+    found = None
+    for frame in _outwards(frame_of(thread)):
+        code = frame.f_code
+        if not code.co_filename.startswith(_OWN):
+            if found is not None and not code.co_filename.startswith(_LIBRARIES):
+                break
+        elif code.co_name == "__torch_function__" and "func" in frame.f_locals:
+            found = name_of(frame.f_locals["func"])
+        elif not code.co_name.startswith("_"):
+            found = code.co_name
+    return found
+
+
+def _user_line(frame: FrameType | None) -> str:
+    """The innermost line outside this package and installed libraries, or outside this package."""
+    fallback = None
+    for outer in _outwards(frame):
+        file = outer.f_code.co_filename
+        if file.startswith(_OWN):
+            continue
+        if not file.startswith(_LIBRARIES):
+            return _line(outer)
+        fallback = outer if fallback is None else fallback
+    return "an unknown place" if fallback is None else _line(fallback)
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _line(frame: FrameType) -> str:
+    file = Path(frame.f_code.co_filename)
+    if file.is_relative_to(Path.cwd()):
+        file = file.relative_to(Path.cwd())
+    function = frame.f_code.co_name
+    within = "" if function == "<module>" else f" in {function}"
+    return f"{file}:{frame.f_lineno}{within}"

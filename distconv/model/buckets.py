@@ -1,0 +1,163 @@
+"""Gradients that live side by side in memory, and are added up over ranks where they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from itertools import accumulate
+from typing import Any
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor
+
+from distconv.grid.process_grid import ProcessGrid
+from distconv.model.bucket_memory import Memory, memory_of, tensor_of
+from distconv.ops.support.constants import constant
+from distconv.transport.interface import Request
+
+
+class _Place:
+    """Where in the memory of a bucket the gradient of a parameter lives.
+
+    Each gradient that lives there gets a storage of its own, made of a slice of the memory; so it
+    is known whether anybody still uses it, or any view of it, when the parameter has dropped it.
+    """
+
+    def __init__(self, p: Tensor, start: int):
+        self.shape, self.strides, self.dtype = p.shape, _strides(p), p.dtype
+        self.start = start
+        self.bytes = slice(start, start + p.numel() * p.element_size())
+        self.slice: ReferenceType[Memory] | None = None
+        self.here = False
+        """Whether the slice is one of the present memory, not of one before it."""
+
+    @property
+    def in_use(self) -> bool:
+        """Whether anybody uses the last gradient that has lived here."""
+        return self.slice is not None and self.slice() is not None
+
+
+class Bucket:
+    """Parameters whose gradients share memory and travel together.
+
+    A gradient moves in when autograd has made it, and has become the sum over the ranks when the
+    reduction has finished, without being copied again. The memory lives as long as a gradient in
+    it, as in serial torch: no longer than to `zero_grad()`.
+
+    Serial torch gives a parameter whose gradient was set to None another tensor, and who has kept
+    the old one keeps its values. So a place is not used again while anybody holds what was there:
+    the bucket takes fresh memory then, and the gradient stays outside, to be copied in and out. So
+    does one that the program has set itself.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], comm: Any):
+        self.parameters = parameters
+        self.comm = comm
+        """The ranks over which the gradients are added up."""
+        starts = accumulate((p.numel() * p.element_size() for p in parameters), initial=0)
+        self._places = [_Place(p, start) for p, start in zip(parameters, starts, strict=False)]
+        # A number for each parameter, behind all of them, says how many ranks have a gradient.
+        self._elements = sum(p.numel() for p in parameters) + len(parameters)
+        self._memory: Memory | None = None
+        self._last: ReferenceType[Memory] | None = None
+        self._address = 0
+        self._pass = -1
+        self._used: list[bool] = []
+        """For each parameter, whether this rank has added a part of its gradient."""
+        self._request: Request | None = None
+
+    def prepare(self, backward_pass: int) -> None:
+        """Before a backward pass writes to it: memory in which only gradients are in use."""
+        if self._pass == backward_pass:
+            return
+        self._pass = backward_pass
+        self._memory = None if self._last is None else self._last()
+        if self._memory is None or any(
+            place.here and place.in_use and not self._inside(p, place)
+            for p, place in zip(self.parameters, self._places, strict=True)
+        ):
+            p = self.parameters[0]
+            flat = torch.empty(self._elements, dtype=p.dtype, device=p.device)
+            self._memory = memory_of(flat)
+            self._last = ref(self._memory)
+            self._address = flat.data_ptr()
+            for place in self._places:
+                place.here = False
+
+    def move_in(self, i: int) -> None:
+        """Let the gradient of a parameter live here, which autograd has just made for it."""
+        p, place = self.parameters[i], self._places[i]
+        gradient = p.grad
+        if gradient is None or gradient.dtype != place.dtype or not p.numel() or place.in_use:
+            return
+        memory = self._slice(place)
+        place.slice, place.here = ref(memory), True
+        p.grad = _tensor(memory, place).copy_(gradient)
+
+    def start(self, parts: Collection[Tensor], grid: ProcessGrid) -> None:
+        """Start adding up; `parts` are the parameters of whose gradients this rank has a part.
+
+        A gradient that is no part is the same on all ranks, and counted on the first only.
+        """
+        self._used = used = []
+        for p, place in zip(self.parameters, self._places, strict=True):
+            gradient, part = p.grad, p in parts
+            used.append(part and gradient is not None)
+            if gradient is None or not (part or self.comm.rank == 0):
+                self._view(place).zero_()
+            elif not self._inside(p, place):
+                self._view(place).copy_(gradient)
+        flat = self._flat()
+        flat[-len(used) :] = constant(flat.device, tuple(used), flat.dtype)
+        self._request = grid.transport.all_reduce(flat, self.comm)
+
+    def finish(self) -> bool:
+        """Wait for the sum, and give it to gradients outside; whether it was under way."""
+        if self._request is None:
+            return False
+        self._request.wait()
+        ranks: list[float] = []
+        for i, (p, place) in enumerate(zip(self.parameters, self._places, strict=True)):
+            if self._inside(p, place):
+                continue
+            if not self._used[i]:
+                # Whether other ranks have got a gradient. Reading it waits for a GPU.
+                ranks = ranks or self._flat()[-len(self.parameters) :].tolist()
+                if not ranks[i]:
+                    continue
+            if p.grad is None:
+                p.grad = self._view(place).clone()
+            else:
+                p.grad.copy_(self._view(place))
+        self._request = self._memory = None
+        return True
+
+    def _inside(self, p: Tensor, place: _Place) -> bool:
+        gradient = p.grad
+        return (
+            gradient is not None
+            and gradient.data_ptr() == self._address + place.start
+            and gradient.stride() == place.strides
+        )
+
+    def _flat(self) -> Tensor:
+        assert self._memory is not None
+        return tensor_of(self._memory).view(self._places[0].dtype)
+
+    def _slice(self, place: _Place) -> Memory:
+        assert self._memory is not None
+        return self._memory[place.bytes]
+
+    def _view(self, place: _Place) -> Tensor:
+        return _tensor(self._slice(place), place)
+
+
+def _strides(p: Tensor) -> tuple[int, ...]:
+    """Those of a gradient: the parameter's own where they leave no gaps, else row by row."""
+    own = p.stride()
+    dense: Tensor = torch.empty_like(p, device="meta")
+    return own if dense.stride() == own else torch.empty(p.shape, device="meta").stride()
+
+
+def _tensor(memory: Memory, place: _Place) -> Tensor:
+    return tensor_of(memory).view(place.dtype).as_strided(place.shape, place.strides)

@@ -1,0 +1,72 @@
+"""The norm of all gradients of a model, sharded parameters included."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from distconv.comm.collectives import stacked
+from distconv.geometry.layout import cutting_axes
+from distconv.grid.process_grid import ProcessGrid
+from distconv.tensor.dist_tensor import DistTensor
+from distconv.tensor.nested import listed
+
+
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """torch.nn.utils.clip_grad_norm_ in few messages, where parameters are sharded.
+
+    All ranks of the grid call it together, after `backward()`. Of sharded parameters every rank
+    adds its blocks, in one message for all that are cut over the same axes; torch's own function
+    sends one for each, and returns a DistTensor.
+
+    Parameters
+    ----------
+    parameters: with gradients, or without, which do not count.
+    max_norm, norm_type, error_if_nonfinite: as torch's; orders are positive.
+
+    Returns
+    -------
+    The norm of all gradients before, the same on all ranks.
+    """
+    norm_type = float(norm_type)
+    if not norm_type > 0:
+        raise ValueError(
+            f"clip_grad_norm_: norm_type={norm_type} is not positive; choose 2.0, 1.0 or inf, say"
+        )
+    gradients = [p.grad for p in listed(parameters) if p.grad is not None]
+    blocks: dict[tuple[ProcessGrid, tuple[str, ...]], list[Tensor]] = defaultdict(list)
+    whole: list[Tensor] = []
+    for gradient in gradients:
+        if isinstance(gradient, DistTensor):
+            blocks[gradient.grid, cutting_axes(gradient.cuts)].append(gradient.shard)
+        else:
+            whole.append(gradient)
+    with torch.no_grad():
+        norms = _norms(whole, norm_type)
+        for (grid, axes), shards in blocks.items():
+            norms += list(stacked(torch.stack(_norms(shards, norm_type)), grid, axes))
+        if not norms:
+            return torch.tensor(0.0)
+        total = torch.linalg.vector_norm(torch.cat([n.reshape(-1) for n in norms]), norm_type)
+        if error_if_nonfinite and not total.isfinite():
+            raise RuntimeError(
+                f"clip_grad_norm_: the norm of order {norm_type} of all gradients is {total}; "
+                "pass error_if_nonfinite=False to scale them all the same"
+            )
+        factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+        for block in (*whole, *(shard for shards in blocks.values() for shard in shards)):
+            block.mul_(factor)
+    return total
+
+
+def _norms(tensors: Iterable[Tensor], order: float) -> list[Tensor]:
+    # Blocks may be empty, of which torch takes no maximum.
+    return [torch.linalg.vector_norm(t, order) if t.numel() else t.new_zeros(()) for t in tensors]

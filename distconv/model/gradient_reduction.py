@@ -1,0 +1,397 @@
+"""Gradients of a parallelized module: every rank's parts are added up during the backward pass.
+
+The parts live in buckets and travel in them, in an order fixed from the start, each as one
+non-blocking all-reduce that begins as soon as the bucket and all before it are full (Li et al.,
+"PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextvars import Token
+from operator import is_
+from typing import Any, NoReturn
+from weakref import WeakMethod, finalize, ref
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function, Variable
+from torch.autograd.graph import Node
+
+from distconv.comm import checksums
+from distconv.comm.agreement import Agreement, differences, fingerprint
+from distconv.comm.checksums import Checked, possible, unequal
+from distconv.geometry.layout import cutting_axes, replicating_axes
+from distconv.grid.process_grid import ProcessGrid
+from distconv.model.buckets import Bucket
+from distconv.model.wrappers import check_no_active_wrapper, check_unwrapped
+from distconv.tensor.dist_tensor import DistTensor
+from distconv.tensor.module_call import ModuleCall, enter_call, leave_call
+from distconv.tensor.nested import shards_of, tensors_in
+from distconv.tensor.ownership import check_counted_once, own
+
+ATTRIBUTE = "_distconv_gradient_reduction"
+"""Where a module, and each of its parts, keeps what adds up its gradients."""
+
+
+def reduction_of(module: nn.Module) -> GradientReduction | None:
+    """What adds up the gradients of `module`; None for a copy of a parallelized module."""
+    reduction: GradientReduction | None = module.__dict__.get(ATTRIBUTE)
+    return reduction if reduction is not None and reduction.covers(module) else None
+
+
+class GradientReduction:
+    """Hooks on the parameters of one module that add up their gradients over a grid."""
+
+    def __init__(self, module: nn.Module, grid: ProcessGrid, bucket_bytes: int):
+        self.enabled = True
+        self._grid = grid
+        self._bucket_bytes = bucket_bytes
+        self._module = ref(module)
+        self._parameters = list(module.parameters())
+        self._tables: list[dict[str, Any]] = []
+        """Where the module and its parts keep their parameters and parts."""
+        self._entries: list[Any] = []
+        """What is in the tables."""
+        for p in self._parameters:
+            if isinstance(p, DistTensor):
+                p.gradients_are_summed()
+        # Of a sharded parameter autograd knows this rank's block.
+        self._leaves = shards_of(self._parameters)
+        own((*self._parameters, *self._leaves, *module.buffers()), grid.size)
+        self._axes = [_replicated_over(p, grid) for p in self._parameters]
+        """For each parameter, along which its gradient is summed."""
+        self._buckets: list[Bucket] = []
+        self._place_of: dict[Tensor, tuple[int, int]] = {}
+        """For each parameter its bucket, and its number there."""
+        self._laid_out: list[Any] = []
+        self._hooked: dict[Tensor, Node | None] = {}
+        """For each parameter that is watched, the node that accumulates its gradient."""
+        self._stream: Any = None
+        """That on which the nodes were made."""
+        self._parts: set[Tensor] = set()
+        """Parameters whose .grad holds this rank's part of a sum; others have the same on all."""
+        self._missing: list[int] = []
+        """For each bucket, how many gradients the present backward pass still has to make."""
+        self._new = False
+        """Whether autograd is making the first gradient of a parameter, not adding to one."""
+        self._pass = self._checked = -1
+        self._started = 0
+        self._scopes: list[Token[ModuleCall | None]] = []
+        self._agreement = Agreement(grid)
+        self._calls = 0
+        self._layout = 0
+        """The fingerprint of what decides how buckets are laid out."""
+        for axes in dict.fromkeys(self._axes):
+            # All ranks make it together, whatever each of them trains first.
+            grid.communicator(axes, "gradients")
+        self._prepare()
+        module.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        module.register_forward_hook(self._after_forward, always_call=True)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GradientReduction:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a parallelized module belongs to its MPI job; save its state_dict()")
+
+    def covers(self, module: nn.Module) -> bool:
+        """Whether `module` is the one it was made for, or a part of that."""
+        whole = self._module()
+        return whole is not None and any(part is module for part in whole.modules())
+
+    def _prepare(self) -> None:
+        """Hook the trainable parameters and lay out the buckets, last parameters first."""
+        stream = _current_stream(self._grid.device)
+        if stream != self._stream:
+            # A node accumulates on the stream on which it was made, for as long as it is held here.
+            # What is captured on another stream may not wait for that one: let torch make it anew.
+            self._hooked, self._stream = dict.fromkeys(self._hooked), stream
+        trainable = [p for p in self._leaves if p.requires_grad]
+        for p, node in zip(trainable, _accumulating(trainable), strict=True):
+            self._hook(p, node)
+            hooks: Any = p._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+            if len(hooks) > 1:
+                raise RuntimeError(
+                    "a parameter has a post-accumulate-gradient hook, which would get this rank's "
+                    "part of the gradient; use the gradient when backward() has returned"
+                )
+        layout = [(id(p), p.dtype, p.shape, p.stride()) for p in trainable]
+        if layout == self._laid_out:
+            return
+        if any(p.grad is not None and not p.requires_grad for p in self._parts):
+            raise RuntimeError(
+                "parameters were frozen while their gradients are still parts, after no_sync; "
+                "run a backward pass outside no_sync first, or zero the gradients before"
+            )
+        self._laid_out = layout
+        self._layout = fingerprint([self._kind(p) for p in self._parameters])
+        self._buckets = self._filled()
+        self._place_of = {
+            p: (b, i)
+            for b, bucket in enumerate(self._buckets)
+            for i, p in enumerate(bucket.parameters)
+        }
+
+    def _kind(self, p: Tensor) -> str:
+        """What of a parameter decides where its gradient lies in the buckets, if at all."""
+        stride = "" if isinstance(p, DistTensor) else f" of strides {p.stride()}"
+        return f"{p.dtype}{stride}, requires_grad={p.requires_grad}"
+
+    def _filled(self) -> list[Bucket]:
+        """Buckets in the order in which backward passes are to fill them."""
+        buckets = []
+        filling: dict[tuple[tuple[str, ...], torch.dtype], list[Tensor]] = {}
+
+        def close(axes: tuple[str, ...], dtype: torch.dtype) -> None:
+            comm = self._grid.communicator(axes, "gradients")
+            buckets.append(Bucket(filling.pop((axes, dtype)), comm))
+
+        for p, axes in reversed(list(zip(self._leaves, self._axes, strict=True))):
+            if p.requires_grad:
+                chosen = filling.setdefault((axes, p.dtype), [])
+                chosen.append(p)
+                if sum(q.numel() * q.element_size() for q in chosen) >= self._bucket_bytes:
+                    close(axes, p.dtype)
+        for kind in list(filling):
+            close(*kind)
+        return buckets
+
+    def _hook(self, p: Tensor, node: Node) -> None:
+        """Watch a parameter; again where a change of its type, or stream, gives it another node."""
+        if self._hooked.get(p) is node:
+            return
+        if p not in self._hooked:
+            p.register_post_accumulate_grad_hook(_weakly(self._after_accumulation))
+        self._hooked[p] = node
+        # Hooks of the tensor would run in autograd.grad as well.
+        before = _weakly(self._before_accumulation)
+        node.register_prehook(lambda grads, p=p: before(p, *grads))
+
+    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        inputs = tensors_in(args, kwargs)
+        grids = [x.grid for x in inputs if isinstance(x, DistTensor)]
+        if module is not self._module():
+            if grids and torch.is_grad_enabled() and reduction_of(module) is None:
+                raise RuntimeError(
+                    "a copy of a parallelized module is not parallelized: its gradients would stay "
+                    "parts; call parallelize(copy, grid), or run it under torch.no_grad()"
+                )
+            return
+        self._scopes.append(enter_call())
+        if not torch.is_grad_enabled():
+            return
+        check_no_active_wrapper()
+        self._check_structure(module)
+        self._prepare()
+        if inputs and not grids and self._buckets:
+            raise TypeError(
+                "a parallelized module was called on plain tensors only, of which every rank would "
+                "count the gradient once; pass distconv.distribute_tensor(x, grid), or call it "
+                "under torch.no_grad()"
+            )
+        for grid in grids:
+            if grid != self._grid:
+                raise ValueError(
+                    f"the module is parallelized on {self._grid}, its input lives on {grid}; "
+                    "use one grid for both"
+                )
+        if len(self._scopes) == 1:
+            self._check_equal(module)
+            self._agreement.ask(self._layout ^ self.enabled, module.training)
+
+    def _check_structure(self, module: nn.Module) -> None:
+        entries = [x for table in self._tables for x in table.values()]
+        if entries and all(map(is_, entries, self._entries)) and len(entries) == len(self._entries):
+            return
+        check_unwrapped(module)
+        if [id(p) for p in module.parameters()] != [id(p) for p in self._parameters]:
+            raise RuntimeError(
+                "the module has got other parameters since it was parallelized, whose gradients "
+                "nobody adds up; call parallelize after the last change of its structure"
+            )
+        # To go through all parts takes torch long.
+        self._tables = [t for m in module.modules() for t in (m._parameters, m._modules)]
+        self._entries = [x for table in self._tables for x in table.values()]
+
+    def _after_forward(self, module: nn.Module, _: Any, result: Any) -> None:
+        if module is not self._module():
+            return
+        leave_call(self._scopes.pop())
+        if not self._scopes and sys.exc_info()[0] is None:
+            self._check_agreement(module)
+        results = tensors_in(result)
+        for x in results:
+            if isinstance(x, DistTensor) and x.shard.grad_fn is not None:
+                # A backward pass may come when the program has dropped the module.
+                notes: Any = x.shard.grad_fn.metadata
+                notes[ATTRIBUTE] = self
+        if any(x.requires_grad for x in results if not isinstance(x, DistTensor)):
+            raise TypeError(
+                "a parallelized module has returned a plain tensor that requires gradients; every "
+                "rank would count them once. Keep it distributed within the module, and take "
+                "full_tensor() of what it returns"
+            )
+
+    def _check_equal(self, module: nn.Module) -> None:
+        """Raise on every rank where parameters or buffers differ between ranks, in some calls."""
+        self._calls += 1
+        # Often in the beginning, where most goes wrong: in calls number 2, 4, 8, and so on.
+        rare = self._calls % 128 and (self._calls == 1 or self._calls & (self._calls - 1))
+        if (rare and not checksums.ALWAYS) or not possible(self._grid):
+            return
+        state = (*module.named_parameters(), *module.named_buffers())
+        found = unequal((_checked(name, tensor) for name, tensor in state), self._grid)
+        if found:
+            raise RuntimeError(
+                f"{found[0]} of the parallelized module is not the same on all ranks: {found[1]}. "
+                "Every rank has to take the same optimizer steps, with the same learning rate, and "
+                "skip the same ones; load_state_dict with the same state mends it"
+            )
+
+    def _check_agreement(self, module: nn.Module) -> None:
+        """Raise where the ranks have not begun the forward pass alike."""
+        alike, in_mode = self._agreement.answer() or (True, True)
+        if not in_mode:
+            # The other ranks may wait within the forward pass, and hear no more than this.
+            raise RuntimeError(
+                f"the parallelized module is in {'training' if module.training else 'evaluation'} "
+                f"mode on rank {self._grid.rank}, and not on all others; call train() or eval() on "
+                "every rank"
+            )
+        if alike:
+            return
+        names = (name for name, _ in module.named_parameters())
+        kinds = dict(zip(names, map(self._kind, self._parameters), strict=True))
+        kinds["no_sync"] = "off" if self.enabled else "on"
+        found = differences(self._agreement.everyone(kinds))
+        more = f"; and {len(found) - 8} more" if len(found) > 8 else ""
+        raise RuntimeError(
+            "the ranks do not call the parallelized module alike, and would add up gradients of "
+            f"different parameters: {'; '.join(found[:8])}{more}. Freeze and unfreeze parameters, "
+            "and enter no_sync, in the same way on every rank"
+        )
+
+    def _before_accumulation(self, p: Tensor, gradient: Tensor | None) -> None:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "backward(create_graph=True): the sum of parameter gradients over the ranks cannot "
+                "be differentiated; differentiate with respect to inputs, backward(inputs=[x])"
+            )
+        if gradient is None or self._grid.size == 1:
+            return
+        backward_pass = torch._C._current_graph_task_id()
+        if backward_pass != self._checked:
+            check_counted_once()
+            self._checked = backward_pass
+        self._new = p.grad is None
+        if p.grad is not None and p not in self._parts:
+            # What an earlier backward pass has summed becomes parts again, all of it on one rank.
+            bucket = self._buckets[self._place_of[p][0]]
+            if bucket.comm.rank:
+                p.grad.zero_()
+        self._parts.add(p)
+
+    def _after_accumulation(self, p: Tensor) -> None:
+        if self._grid.size == 1:
+            return
+        backward_pass = torch._C._current_graph_task_id()
+        if backward_pass != self._pass:
+            self._begin(backward_pass)
+        b, i = self._place_of[p]
+        bucket = self._buckets[b]
+        bucket.prepare(backward_pass)
+        if self._new:
+            bucket.move_in(i)
+        if not self.enabled:
+            return
+        self._missing[b] -= 1
+        while self._started < len(self._buckets) and not self._missing[self._started]:
+            self._start_next()
+
+    def _begin(self, backward_pass: int) -> None:
+        self._settle()
+        self._pass, self._started = backward_pass, 0
+        self._missing = [len(bucket.parameters) for bucket in self._buckets]
+        if self.enabled:
+
+            def finish() -> None:
+                self._finish()
+
+            # A pass that fails leaves reductions under way; autograd drops what it would call.
+            finalize(finish, self._settle).atexit = False
+            Variable._execution_engine.queue_callback(finish)  # type: ignore[attr-defined]
+
+    def _start_next(self) -> None:
+        bucket = self._buckets[self._started]
+        bucket.prepare(self._pass)
+        bucket.start(self._parts, self._grid)
+        self._started += 1
+
+    def _finish(self) -> None:
+        """At the end of backward: start what is left, and give every parameter its sum."""
+        while self._started < len(self._buckets):
+            self._start_next()
+        self._settle()
+        self._pass = -1
+
+    def _settle(self) -> None:
+        """Wait for the reductions under way: what they have added up is no part any more."""
+        for bucket in self._buckets:
+            if bucket.finish():
+                self._parts.difference_update(bucket.parameters)
+
+
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """Call a method for as long as its object lives, without keeping it alive.
+
+    What parameters and the nodes of autograd hold, Python's garbage collector does not see: a
+    reference from there to what holds the parameters would keep all of them for ever.
+    """
+    reference = WeakMethod(method)
+
+    def call(*arguments: Any) -> None:
+        bound = reference()
+        if bound is None:
+            raise RuntimeError(
+                "the parallelized module of a parameter is gone, and with it what adds up its "
+                "gradient; keep the module for as long as its parameters are trained"
+            )
+        bound(*arguments)
+
+    return call
+
+
+def _current_stream(device: torch.device) -> torch.cuda.Stream | None:
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+def _replicated_over(p: Tensor, grid: ProcessGrid) -> tuple[str, ...]:
+    """The axes along which ranks hold the same block of a parameter."""
+    return replicating_axes(p.cuts if isinstance(p, DistTensor) else (), grid.topology)
+
+
+def _checked(name: str, tensor: Tensor) -> Checked:
+    """A parameter or buffer, for comparison among the ranks that hold the same block."""
+    if isinstance(tensor, DistTensor):
+        return Checked(name, tensor.shard, cutting_axes(tensor.cuts))
+    return Checked(name, tensor)
+
+
+class _Edges(Function):
+    """Leads to all its inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Tensor) -> Tensor:
+        return inputs[0].new_empty(())
+
+
+def _accumulating(parameters: list[Tensor]) -> list[Node]:
+    """The nodes that accumulate gradients; one by one torch takes several times as long."""
+    if not parameters:
+        return []
+    with torch.enable_grad():
+        # Earlier versions of torch keep the node no longer than its result.
+        result = _Edges.apply(*parameters)
+    return [node for node, _ in result.grad_fn.next_functions]

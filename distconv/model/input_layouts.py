@@ -1,0 +1,77 @@
+"""A layout for each layer: modules that take their inputs in a layout of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from distconv.geometry.layout import Layout
+from distconv.tensor.dist_tensor import DistTensor
+from distconv.tensor.redistribution import cuts_of, recut_once
+
+
+def layouts_of(module: nn.Module, layouts: Mapping[str, Layout]) -> dict[str, Layout]:
+    """For names of modules the layout of the last pattern that matches one of the module's names.
+
+    Raises
+    ------
+    ValueError
+        For a pattern that matches nothing.
+    TypeError
+        For what is no pattern, or not a layout.
+    """
+    if not isinstance(layouts, Mapping):
+        raise TypeError(
+            f"layouts={layouts!r} is not a dictionary; write {{'block5.*': Layout(...)}}, say"
+        )
+    parts = dict(module.named_modules(remove_duplicate=False))
+    found: dict[nn.Module, Layout] = {}
+    for pattern, layout in layouts.items():
+        if not isinstance(pattern, str):
+            raise TypeError(
+                f"layouts: {pattern!r} is not a pattern of module names; write 'block5.*', say"
+            )
+        if not isinstance(layout, Layout):
+            raise TypeError(
+                f"layouts[{pattern!r}]={layout!r} is not a Layout; write "
+                "Layout(channel='height'), say"
+            )
+        matching = [part for name, part in parts.items() if fnmatchcase(name, pattern)]
+        if not matching:
+            raise ValueError(
+                f"layouts: no module's name matches {pattern!r}; the modules are "
+                f"{', '.join(filter(None, parts))}, and '' is the whole"
+            )
+        found.update(dict.fromkeys(matching, layout))
+    return {name: found[part] for name, part in parts.items() if part in found}
+
+
+def take_inputs(module: nn.Module, layouts: Mapping[str, Layout]) -> None:
+    """Let the modules of these names redistribute the tensors that they are called with."""
+    for name, part in module.named_modules():
+        if name in layouts:
+            part.register_forward_pre_hook(_Redistribution(name, layouts[name]), with_kwargs=True)
+
+
+class _Redistribution:
+    """A hook that gives a module its inputs in a layout."""
+
+    def __init__(self, name: str, layout: Layout):
+        self._name, self._layout = name, layout
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return self._recut(args), self._recut(kwargs)
+
+    def _recut(self, x: Any) -> Any:
+        if isinstance(x, DistTensor):
+            cuts = cuts_of(self._layout, x.grid, x.dim())
+            return recut_once(x, cuts, f"layouts, {self._name or 'the module'}")
+        if isinstance(x, (tuple, list)):
+            parts = [self._recut(part) for part in x]
+            return type(x)(*parts) if hasattr(x, "_fields") else type(x)(parts)
+        if isinstance(x, dict):
+            return {key: self._recut(part) for key, part in x.items()}
+        return x

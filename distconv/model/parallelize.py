@@ -1,0 +1,157 @@
+"""A whole model on a grid: equal parameters everywhere, and gradients added up during backward.
+
+Every rank holds all parameters, and computes its part of their gradients; the gradient is the sum
+of the parts (see `gradient_reduction`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from distconv.comm.collectives import broadcast
+from distconv.geometry.layout import Layout
+from distconv.grid.process_grid import ProcessGrid
+from distconv.model.gradient_reduction import ATTRIBUTE, GradientReduction, reduction_of
+from distconv.model.input_layouts import layouts_of, take_inputs
+from distconv.model.sharding import shard
+from distconv.model.wrappers import check_unwrapped, refuse_wrappers_around
+from distconv.tensor.dist_tensor import DistTensor
+from distconv.tensor.ownership import OWNED
+
+Module = TypeVar("Module", bound=nn.Module)
+
+_WITHOUT_SHAPE = "without shape yet"
+
+
+def parallelize(
+    module: Module,
+    grid: ProcessGrid,
+    *,
+    layouts: Mapping[str, Layout] | None = None,
+    shard_parameters: bool = False,
+    bucket_bytes: int = 2**20,
+) -> Module:
+    """Make `module` compute on DistTensors of `grid` what it computes serially; returns it.
+
+    Parameters and buffers become those of rank 0, on the grid's device. From then on, when
+    `backward()` returns, the gradients of the parameters are, on every rank, those of the serial
+    program. Parameters that take no part in a backward pass keep their gradient, or None. Hooks on
+    parameters see this rank's part, before the sum. The state_dict stays that of the plain module.
+    All ranks of the grid call it together, and run the same forward and backward passes.
+
+    Parameters
+    ----------
+    module: any torch.nn.Module; its inputs are then DistTensors.
+    layouts: for patterns of module names, as "block5.*" ("" is the module itself), the layout in
+        which the modules take their inputs; the last pattern that matches counts. Where a tensor
+        has another layout it is redistributed, once for all that take it in the same one. Other
+        modules take their inputs as they come.
+    shard_parameters: whether every rank keeps only its blocks of the weights of convolutions and
+        fully connected layers whose layout cuts channels. They become DistTensors; optimizers that
+        have no state yet may have been made before. Weights that are parametrized stay whole.
+    bucket_bytes: how much of the gradient travels in one message.
+
+    Raises
+    ------
+    TypeError
+        Where torch's data parallelism or sharding has wrapped the module. Whoever wraps it
+        afterwards gets the error.
+    ValueError
+        On every rank, when the ranks' modules differ in the names, shapes, types or strides of
+        their parameters and buffers, some of these have no shape yet, the module is parallelized
+        already, or a pattern matches nothing.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"parallelize: {type(module).__name__} is not a torch.nn.Module")
+    check_unwrapped(module)
+    refuse_wrappers_around(reduction_of)
+    if any(reduction_of(m) for m in module.modules()) or any(
+        OWNED in p.__dict__ for p in module.parameters()
+    ):
+        raise ValueError(
+            "parallelize: the module, or a part of it, is parallelized already; do it once, for "
+            "all modules that share parameters together"
+        )
+    if any(isinstance(p, DistTensor) for p in module.parameters()):
+        raise ValueError(
+            "parallelize: parameters of the module are sharded already; build it anew and load "
+            "distconv.full_state_dict of this one"
+        )
+    options: dict[str, Any] = {"bucket_bytes": bucket_bytes, "shard_parameters": shard_parameters}
+    options |= {"grid": str(grid), "layouts": layouts}
+    _compare(options, grid, "pass the same on every rank")
+    if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
+        raise ValueError(f"parallelize: bucket_bytes={bucket_bytes!r} is no size; expected from 1")
+    chosen = layouts_of(module, layouts or {})
+    state = dict(module.named_parameters()) | dict(module.named_buffers())
+    _compare_modules(state, grid)
+    if any(tensor.device != grid.device for tensor in state.values()):
+        module.to(grid.device)
+    for tensor in (*module.parameters(), *module.buffers()):
+        broadcast(tensor, grid)
+    if shard_parameters:
+        shard(module, chosen, grid)
+    take_inputs(module, chosen)
+    reduction = GradientReduction(module, grid, bucket_bytes)
+    for part in module.modules():
+        part.__dict__[ATTRIBUTE] = reduction
+    return module
+
+
+@contextmanager
+def no_sync(module: nn.Module) -> Iterator[None]:
+    """Within it, backward passes leave every rank its own part of the gradients.
+
+    The next backward pass outside adds all parts up: accumulation over several mini-batches for the
+    price of one reduction. Until then a gradient that the program sets is a part, too. All ranks
+    enter it together; `module` has been parallelized.
+    """
+    reduction = reduction_of(module)
+    if reduction is None:
+        raise ValueError("no_sync: the module is not parallelized; call parallelize(module, grid)")
+    before, reduction.enabled = reduction.enabled, False
+    try:
+        yield
+    finally:
+        reduction.enabled = before
+
+
+def _compare(mine: dict[str, Any], grid: ProcessGrid, way_out: str) -> list[dict[str, Any]]:
+    """What every rank has; raises on all of them where that differs."""
+    everyone: list[dict[str, Any]] = grid.all_gather_object(mine)
+    for rank, theirs in enumerate(everyone):
+        for name in sorted(everyone[0].keys() | theirs.keys()):
+            first, other = everyone[0].get(name, "nothing"), theirs.get(name, "nothing")
+            if first != other:
+                raise ValueError(
+                    f"parallelize: {name} is {other} on rank {rank} and {first} on rank 0; "
+                    f"{way_out}"
+                )
+    return everyone
+
+
+def _compare_modules(state: dict[str, Tensor], grid: ProcessGrid) -> None:
+    mine = {
+        n: _WITHOUT_SHAPE
+        if is_lazy(t)
+        else (tuple(t.shape), str(t.dtype), t.requires_grad, t.stride())
+        for n, t in state.items()
+    }
+    everyone = _compare(mine, grid, "build the same module on every rank")
+    for rank, theirs in enumerate(everyone):
+        if list(theirs) != list(everyone[0]):
+            raise ValueError(
+                f"parallelize: parameters and buffers come in the order {list(theirs)} on rank "
+                f"{rank} and {list(everyone[0])} on rank 0; build the same module on every rank"
+            )
+    lazy = [name for name, what in mine.items() if what == _WITHOUT_SHAPE]
+    if lazy:
+        raise ValueError(
+            f"parallelize: without shape yet: {', '.join(lazy)}; call the module once on a small "
+            "plain tensor before"
+        )

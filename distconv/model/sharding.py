@@ -1,0 +1,90 @@
+"""Parameters of which every rank holds its own block only.
+
+A sharded parameter is a DistTensor: operators, optimizers and load_state_dict take it as the whole
+tensor that it is, and what they make of it, such as an optimizer's state, is cut in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.utils import swap_tensors
+
+from distconv.geometry.layout import Cuts, Layout, effective_cuts, idle_axes, rank_box
+from distconv.geometry.topology import Topology
+from distconv.grid.process_grid import ProcessGrid
+from distconv.tensor.dist_tensor import DistTensor, as_parameter, default_layout
+
+
+def shard(module: nn.Module, layouts: Mapping[str, Layout], grid: ProcessGrid) -> None:
+    """Replace weights by DistTensors, where the layout of their layer cuts channels.
+
+    The weights of convolutions and fully connected layers are cut; they are almost all there is.
+    What is computed from other parameters, as by a parametrization, is none and stays whole. Every
+    rank passes the same module; no communication.
+
+    Parameters
+    ----------
+    layouts: of the inputs of modules, by name, which hold for the parts of a module too. Others
+        have the grid's default layout.
+    """
+    for name, part in module.named_modules():
+        weight = part._parameters.get("weight")
+        if weight is None or not isinstance(part, (_ConvNd, nn.Linear)):
+            continue
+        if isinstance(weight, DistTensor):
+            # Another layer shares it, and has come first.
+            continue
+        cuts = _cuts(part, weight, _layout_of(name, layouts, grid), grid.topology)
+        if any(cuts):
+            # Whoever holds the parameter, as an optimizer may, holds its block from now on.
+            swap_tensors(weight, _sharded(weight, cuts, grid))
+
+
+def _layout_of(name: str, layouts: Mapping[str, Layout], grid: ProcessGrid) -> Layout:
+    """The layout of the module of this name, or of the next one around it that has one."""
+    while name not in layouts:
+        if not name:
+            return default_layout(grid, 2)
+        name = name.rpartition(".")[0]
+    return layouts[name]
+
+
+def _cuts(layer: nn.Module, weight: Tensor, layout: Layout, topology: Topology) -> Cuts:
+    """How to cut a layer's weight over the axes that cut the channels of its input.
+
+    In channels, in filters or in both, as the layer's `parallel` says (see `ops.channels`).
+    Otherwise in channels where the sums for all outputs are fewer than the inputs.
+    """
+    (axes,) = effective_cuts((layout.axes("channel"),), topology)
+    if not axes:
+        return ((),) * weight.dim()
+    transposed = isinstance(layer, _ConvTransposeNd)
+    algorithm = getattr(layer, "parallel", "auto")
+    if algorithm == "auto":
+        stride = prod(getattr(layer, "stride", ()))
+        outputs, inputs = weight.shape[:2]
+        if transposed:
+            inputs, outputs = outputs, inputs * stride
+        else:
+            inputs *= stride
+        algorithm = "x" if outputs < inputs else "y"
+    if getattr(layer, "groups", 1) > 1:
+        # The dimension that holds all groups.
+        algorithm = "x" if transposed else "y"
+    if algorithm == "w" and len(axes) == 1:
+        axes += idle_axes(layout.cutting_axes, topology)
+    of_channels = {"x": len(axes), "y": 0, "w": len(axes) // 2}[algorithm]
+    parts = (axes[:of_channels], axes[of_channels:])
+    kernel = ((),) * (weight.dim() - 2)
+    return (*(parts if transposed else reversed(parts)), *kernel)
+
+
+def _sharded(weight: Tensor, cuts: Cuts, grid: ProcessGrid) -> DistTensor:
+    """This rank's block of a parameter, as a parameter."""
+    box = rank_box(tuple(weight.shape), cuts, grid.topology, grid.rank)
+    block = weight.detach()[box.slices].clone().requires_grad_(weight.requires_grad)
+    return as_parameter(DistTensor(block, weight.shape, cuts, grid))

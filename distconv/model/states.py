@@ -1,0 +1,71 @@
+"""States of modules and optimizers in torch's plain format, whatever the grid."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from distconv.geometry.layout import operand_cuts
+from distconv.ops.support.operands import box_of
+from distconv.tensor.dist_tensor import DistTensor
+from distconv.tensor.redistribution import recut
+
+
+def full_state_dict(source: nn.Module | Optimizer) -> dict[str, Any]:
+    """The state of a module or an optimizer as the serial program has it, on every rank.
+
+    All ranks of the grid call it together. Serial torch takes it by `load_state_dict`, and
+    `load_full_state_dict` on any grid. What is not sharded is not copied, as in a state_dict.
+    """
+    own: Any = source.state_dict()
+    state: dict[str, Any] = _mapped(own, _whole)
+    if hasattr(own, "_metadata"):
+        # By the versions in it modules tell how to read what earlier ones have written.
+        state._metadata = own._metadata  # type: ignore[attr-defined]
+    return state
+
+
+def load_full_state_dict(target: nn.Module | Optimizer, state: Mapping[str, Any]) -> None:
+    """Give a module or an optimizer the state of the serial program.
+
+    Every rank passes the same state and keeps its blocks of it; no communication.
+    """
+    if isinstance(target, nn.Module):
+        target.load_state_dict(state)
+        return
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    parameters = [p for group in target.param_groups for p in group["params"]]
+    cut = dict(state["state"])
+    # torch itself says where the numbers of parameters differ.
+    for number, parameter in zip(numbers, parameters, strict=False):
+        if isinstance(parameter, DistTensor) and number in cut:
+            cut[number] = {name: _cut(x, parameter) for name, x in cut[number].items()}
+    target.load_state_dict({**state, "state": cut})
+
+
+def _whole(x: Any) -> Any:
+    if not isinstance(x, DistTensor):
+        return x
+    return recut(x, ((),) * x.dim(), "full_state_dict").shard.detach()
+
+
+def _cut(x: Any, parameter: DistTensor) -> Any:
+    """The block of what is kept for a parameter, or for its rows, cut as an optimizer makes it."""
+    if not isinstance(x, Tensor) or x.dim() != parameter.dim():
+        return x
+    cuts = operand_cuts(tuple(x.shape), tuple(parameter.shape), parameter.cuts)
+    grid = parameter.grid
+    block = x[box_of(x.shape, cuts, grid).slices].to(grid.device, copy=True)
+    return DistTensor(block, x.shape, cuts, grid)
+
+
+def _mapped(state: Any, function: Callable[[Any], Any]) -> Any:
+    """A state with `function` of everything in its dictionaries and lists."""
+    if isinstance(state, dict):
+        return type(state)((key, _mapped(value, function)) for key, value in state.items())
+    if isinstance(state, list):
+        return [_mapped(value, function) for value in state]
+    return function(state)

@@ -1,0 +1,1 @@
+"""Convolution and transposed convolution, on cut planes and cut channels."""

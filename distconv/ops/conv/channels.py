@@ -1,0 +1,391 @@
+"""The division of a layer's channels and filters over ranks: convolutions and fully connected ones.
+
+The three algorithms of Dryden et al., "Channel and Filter Parallelism for Large-Scale CNN Training"
+(SC'19), are cases of one. The weights are cut over some grid axes in channels and over others in
+filters. Each rank gathers its channels of the input, together with the halos; computes what they
+contribute to its filters; and these sums over channels are reduced and scattered over the ranks
+that share the filters. With only channels cut the input stays (stationary-x), with only filters
+cut there is nothing to reduce (stationary-y), and over several axes the weights can be cut in both
+(stationary-w). Groups of channels that lie on one rank take nothing from others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.autograd import Function
+
+from distconv.geometry.index_maps import Grouped, IndexMap, Interval, Same
+from distconv.geometry.layout import Axes, Box, Cuts, at, cutting_axes, idle_axes, rank_box
+from distconv.geometry.plan import Slices, make_plan
+from distconv.geometry.topology import AXES, Topology
+from distconv.grid.process_grid import ProcessGrid
+from distconv.ops.support.metadata_checks import Like
+from distconv.ops.support.operands import Placement
+from distconv.tensor.dist_tensor import DistTensor
+from distconv.tensor.redistribution import gathered, reduce_scattered
+
+ALGORITHMS = ("x", "y", "w", "auto")
+_CHOSEN: ContextVar[str] = ContextVar("distconv_parallel", default="auto")
+
+
+@contextmanager
+def parallel(algorithm: str) -> Iterator[None]:
+    """Divide the channels of layers within by one of `ALGORITHMS`. All ranks choose alike."""
+    token = _CHOSEN.set(algorithm)
+    try:
+        yield
+    finally:
+        _CHOSEN.reset(token)
+
+
+@dataclass(frozen=True)
+class Division:
+    """The grid axes over which a layer's weights are cut in channels and in filters."""
+
+    channels: Axes = ()
+    filters: Axes = ()
+
+    @property
+    def output(self) -> Axes:
+        """The axes over which the filters of the output are cut.
+
+        Blocks of filters are cut further over the ranks that have contributed to them.
+        """
+        return (*self.filters, *self.channels)
+
+    @property
+    def algorithm(self) -> str:
+        """What stays on its rank: x, y or w; empty where nothing is divided."""
+        if self.channels and self.filters:
+            return "w"
+        return "x" if self.channels else "y" if self.filters else ""
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """What a rank takes of a weight or bias: of a plain one, which every rank holds, `slices`."""
+
+    needs: tuple[IndexMap, ...]
+    cuts: Cuts
+    slices: Slices | None
+    """None where that is everything."""
+
+    def of(self, operand: Tensor, operator: str) -> Tensor:
+        """They; all ranks call it, as distributed operands are gathered."""
+        if isinstance(operand, DistTensor):
+            return gathered(operand, self.needs, self.cuts, operator)
+        return operand if self.slices is None else operand[self.slices]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A rank's part of a layer: what it gathers and computes, and where the result goes.
+
+    Attributes
+    ----------
+    operator: the name under which movements are recorded.
+    cuts, needs: how its inputs are gathered.
+    stays: whether they are its own, with halos at most, and no rank is without channels or filters;
+        the same on all ranks.
+    blocks: into how many blocks the weights are cut.
+    box: the box of outputs to compute; with all filters of groups of which it has some.
+    groups: those of the local operator.
+    """
+
+    operator: str
+    cuts: Cuts
+    needs: tuple[IndexMap, ...]
+    stays: bool
+    blocks: int
+    box: Box
+    groups: int
+    _summed: bool
+    """Whether results are sums over channels of which other ranks hold some."""
+    _weight: _Rows
+    _bias: _Rows
+    _shape: tuple[int, ...]
+    _computed: Cuts
+    _made: Cuts
+    _dimension: int
+    _kept: slice | None = None
+    """The filters to keep of those computed; None for all."""
+
+    def operands(
+        self, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """This rank's weight, the bias that it computes with, or else that for `finish`.
+
+        All ranks call it.
+        """
+        own = self._weight.of(weight, self.operator)
+        if bias is None:
+            return own, None, None
+        bias = self._bias.of(bias, self.operator)
+        return (own, None, bias) if self._summed else (own, bias, None)
+
+    def alone(self, x: Placement) -> tuple[tuple[int, ...], tuple[int, ...], Cuts]:
+        """Shapes of this rank's channels of inputs that stay, and of its outputs; and their cuts.
+
+        Ranks that share a block of channels compute it as if there were no others.
+        """
+        d = self._dimension
+        own = rank_box(x.shape, x.cuts, x.topology, x.rank).shape
+        return at(x.shape, d, own[d]), at(self._shape, d, self.box.shape[d]), at(x.cuts, d, ())
+
+    def nothing(self, buffer: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The result without channels or filters, which torch's operators refuse.
+
+        It hangs on all operands in the autograd graph and has the type that autocast gives it.
+        """
+        zero = buffer[:0].reshape(1, 0) @ weight[:0].reshape(0, 1)
+        saved: Tensor = _Zero.apply(buffer, weight, bias)
+        block = (zero.squeeze() + saved.to(zero.dtype)).expand(self.box.shape)
+        return block if bias is None else block + self._along(bias, block)
+
+    def finish(self, block: Tensor, bias: Tensor | None, grid: ProcessGrid) -> DistTensor:
+        """The layer's output, to which this rank contributes `block`; all ranks call it.
+
+        A bias is added when all has been summed, where others contribute as well.
+        """
+        shape, made, operator = self._shape, self._made, self.operator
+        y = reduce_scattered(block, shape, self._computed, made, grid, operator)
+        if bias is not None:
+            y.add_(self._along(bias, y))
+        if self._kept is not None:
+            y = y[(*(slice(None),) * self._dimension, self._kept)]
+        return DistTensor(y, shape, made, grid)
+
+    def _along(self, bias: Tensor, block: Tensor) -> Tensor:
+        """A bias as it is broadcast to `block`."""
+        return bias.view(-1, *(1,) * (block.dim() - 1 - self._dimension))
+
+
+class _Zero(Function):
+    """0, for whose gradient operands are saved, as they are where there is something to compute.
+
+    So all ranks compute again what a checkpoint has left out, or none.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, buffer: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(buffer, weight)
+        return buffer.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
+        _ = ctx.saved_tensors  # which makes a checkpoint compute again
+        return None, None, None
+
+
+class Weights(NamedTuple):
+    """Of the weight of a layer its global shape and how it is cut, and the shape of the bias."""
+
+    shape: tuple[int, ...]
+    cuts: Cuts
+    bias: tuple[int, ...] | None
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None) -> Weights:
+        """Those of a layer, distributed or whole."""
+        cuts = weight.cuts if isinstance(weight, DistTensor) else ((),) * weight.dim()
+        return cls(tuple(weight.shape), cuts, None if bias is None else tuple(bias.shape))
+
+    def like(self) -> tuple[Like, Like | None]:
+        """Weight and bias for torch's checks of shapes."""
+        return Like(self.shape), None if self.bias is None else Like(self.bias)
+
+
+class Layer(NamedTuple):
+    """What decides how a layer is divided: global metadata, which rank, and the algorithm.
+
+    Attributes
+    ----------
+    x: its inputs.
+    outputs: their global shape.
+    needs: the inputs that outputs need, for every dimension; `Same` for the channels.
+    algorithm: what `parallel` has chosen.
+    dimension: that of channels in the inputs, and of filters in the outputs.
+    transposed: whether the weight is (channel, filter, *kernel).
+    """
+
+    operator: str
+    x: Placement
+    weights: Weights
+    outputs: tuple[int, ...]
+    needs: tuple[IndexMap, ...]
+    algorithm: str
+    dimension: int = 1
+    groups: int = 1
+    transposed: bool = False
+
+    def weight_axes(self, of: int) -> Axes:
+        """The axes that cut the weight along its dimension `of`, and of the inputs no more than
+        channels.
+        """
+        taken = cutting_axes(at(self.x.cuts, self.dimension, ()))
+        return tuple(a for a in self.weights.cuts[of] if a not in taken)
+
+    def block(self, shape: tuple[int, ...], cuts: Cuts) -> _Rows:
+        """The block of a weight or bias of this shape."""
+        box = rank_box(shape, cuts, self.x.topology, self.x.rank)
+        return _Rows((Same(),) * len(shape), cuts, box.slices if cutting_axes(cuts) else None)
+
+
+def algorithm() -> str:
+    """That of `parallel`."""
+    return _CHOSEN.get()
+
+
+@lru_cache(maxsize=4096)
+def part_of(layer: Layer) -> Part:
+    """A rank's part of a layer.
+
+    The cuts of a distributed weight say how the layer is divided. Where it is whole, or is not cut
+    over all axes that cut the channels of the inputs, that is as `parallel` says.
+    """
+    if layer.groups > 1:
+        return _part_of_groups(layer)
+    x, d, outputs, operator = layer.x, layer.dimension, layer.outputs, layer.operator
+    of_filters, of_channels = (1, 0) if layer.transposed else (0, 1)
+    division = _division(layer, of_filters, of_channels)
+    if division.algorithm:
+        operator = f"{operator}, stationary-{division.algorithm}"
+    computed, made = (at(x.cuts, d, axes) for axes in (division.filters, division.output))
+    cuts = at(((),) * len(layer.weights.shape), of_filters, division.filters)
+    cuts = at(cuts, of_channels, division.channels)
+    rows, columns = map(x.topology.parts, (division.filters, division.channels))
+    own = x.cuts[d] == division.channels
+    return Part(
+        operator=operator,
+        cuts=at(x.cuts, d, division.channels),
+        needs=layer.needs,
+        stays=own and x.shape[d] >= columns and outputs[d] >= rows,
+        blocks=rows * columns,
+        box=rank_box(outputs, computed, x.topology, x.rank),
+        groups=1,
+        _summed=bool(division.channels),
+        _weight=layer.block(layer.weights.shape, cuts),
+        _bias=layer.block((outputs[d],), (division.output,)),
+        _shape=outputs,
+        _computed=computed,
+        _made=made,
+        _dimension=d,
+    )
+
+
+def _part_of_groups(layer: Layer) -> Part:
+    """Own filters take the channels of their groups; those of groups on several ranks travel.
+
+    Each of these ranks then computes all filters of the group, and keeps its own.
+    """
+    x, d, axes = layer.x, layer.dimension, _over_groups(layer)
+    made = at(x.cuts, d, axes)
+    inputs, outputs = x.shape[d] // layer.groups, layer.outputs[d] // layer.groups
+    blocks = x.topology.parts(axes)
+    aligned = layer.groups % blocks == 0 or inputs == outputs == 1
+    together, same = Grouped(outputs, inputs), Grouped(outputs, outputs)
+    own = rank_box(layer.outputs, made, x.topology, x.rank)
+    filters = own.start[d], own.stop[d]
+    first, last = _interval(same, filters)
+    rest = len(layer.weights.shape) - 1
+
+    def rows(needs: IndexMap, others: int) -> _Rows:
+        cuts = axes, *((),) * others
+        taken = (slice(*_interval(needs, filters)),) if axes else None
+        return _Rows((needs, *(Same(),) * others), cuts, taken)
+
+    return Part(
+        operator=layer.operator,
+        cuts=made,
+        needs=at(layer.needs, d, Same() if aligned else together),
+        stays=aligned and x.cuts[d] == axes and layer.groups >= blocks,
+        blocks=blocks,
+        box=Box(at(own.start, d, first), at(own.stop, d, last)),
+        groups=(last - first) // outputs,
+        _summed=False,
+        _weight=rows(together if layer.transposed else same, rest),
+        _bias=rows(same, 0),
+        _shape=layer.outputs,
+        _computed=made,
+        _made=made,
+        _dimension=d,
+        _kept=None if aligned else slice(filters[0] - first, filters[1] - first),
+    )
+
+
+def _interval(needs: IndexMap, outputs: Interval) -> Interval:
+    """The inputs, in one piece, that some outputs need."""
+    start, stop = outputs
+    return next(iter(needs.intervals(0, start, stop))) if start < stop else (0, 0)
+
+
+def _over_groups(layer: Layer) -> Axes:
+    """The axes over which the filters of a grouped layer are cut, and its groups with them."""
+    given, cut = layer.weight_axes(0), layer.x.cuts[layer.dimension]
+    axes = (*given, *(a for a in cut if a not in given))
+    return cut if len(axes) == len(cut) else axes
+
+
+def _division(layer: Layer, of_filters: int, of_channels: int) -> Division:
+    """How a layer without groups is divided; the same on all ranks."""
+    filters, channels = layer.weight_axes(of_filters), layer.weight_axes(of_channels)
+    topology, cut = layer.x.topology, layer.x.cuts[layer.dimension]
+    rest = tuple(a for a in cut if a not in (*filters, *channels))
+    if not rest:
+        return Division(channels, filters)
+    n = len(rest)
+    choices = {
+        "x": [Division((*channels, *rest), filters)],
+        "y": [Division(channels, (*filters, *rest))],
+        "w": [Division((*channels, *rest[:i]), (*filters, *rest[i:])) for i in range(1, n)],
+    }
+    idle = idle_axes(cutting_axes(layer.x.cuts), topology)
+    if idle and rest == cut and n == 1:
+        choices["w"].append(Division(rest, idle))
+    wanted = choices.get(layer.algorithm) or [c for some in choices.values() for c in some]
+    return wanted[0] if len(wanted) == 1 else min(wanted, key=lambda d: _moved(layer, d))
+
+
+def _moved(layer: Layer, division: Division) -> int:
+    """`volume` of all ranks that share one place in the batch and in space, in the middle."""
+    topology, d = layer.x.topology, layer.dimension
+    middle = topology.rank({axis: topology.extent(axis) // 2 for axis in AXES})
+    elsewhere = cutting_axes(at(layer.x.cuts, d, ()))
+    among = [a for a in {*layer.x.cuts[d], "channel", "filter"} if a not in elsewhere]
+    geometry = layer.x.shape, layer.x.cuts, layer.outputs, layer.needs, d, division
+    return sum(volume(topology, rank, *geometry) for rank in topology.peers(middle, among))
+
+
+def volume(
+    topology: Topology,
+    rank: int,
+    inputs: tuple[int, ...],
+    cuts: Cuts,
+    outputs: tuple[int, ...],
+    needs: tuple[IndexMap, ...],
+    dimension: int,
+    division: Division,
+) -> int:
+    """Elements that `rank` receives in the forward and backward pass of a layer without groups.
+
+    What it gathers it gets forward; what others have gathered of it comes back as gradients. The
+    output is scattered by the adjoint of a gathering.
+
+    Parameters
+    ----------
+    inputs, cuts, outputs: global shapes of input and output, and how the input is cut.
+    """
+    d, same = dimension, (Same(),) * len(outputs)
+    computed, made = at(cuts, d, division.filters), at(cuts, d, division.output)
+    plans = (
+        make_plan(topology, rank, inputs, cuts, at(cuts, d, division.channels), needs),
+        make_plan(topology, rank, outputs, made, computed, same),
+    )
+    return sum(route.size for plan in plans for route in (*plan.sends, *plan.receives))

@@ -1,0 +1,156 @@
+"""Rules for functions of one's own: element-wise, and over windows.
+
+A Python function that only calls torch functions needs no rule, as those have theirs. What wants
+plain tensors does: a `torch.autograd.Function`, a compiled kernel, a call into another library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from distconv.geometry.index_maps import Same, Window
+from distconv.ops.math.pointwise import pointwise_rule
+from distconv.ops.support.argument_forms import Sizes, tuple_of
+from distconv.ops.support.operands import box_of, common_grid, distributed, whole
+from distconv.ops.windowed.assembled import windows_of
+from distconv.tensor.dist_tensor import DistTensor
+from distconv.tensor.nested import tensors_in
+from distconv.tensor.recording import check_recorded
+from distconv.tensor.redistribution import gathered
+
+Function = Callable[..., Tensor]
+
+
+def elementwise(function: Function) -> Function:
+    """Let a function that treats every element alone take DistTensors.
+
+    On DistTensors it is called with this rank's blocks; operands are broadcast against each other
+    as torch does, and plain tensors among them have the global shape. On plain tensors alone it is
+    called as it is. No communication, unless the operands come in different layouts.
+
+    Parameters
+    ----------
+    function: takes tensors and other values, writes to none of them, and returns one tensor of the
+        broadcast shape.
+    """
+    rule = pointwise_rule(function)
+
+    @wraps(function)
+    def either(*args: Any, **kwargs: Any) -> Tensor:
+        operands = (*args, *kwargs.values())
+        if not any(isinstance(x, DistTensor) for x in operands):
+            return function(*args, **kwargs)
+        check_recorded(function, *operands)
+        result: DistTensor = rule(*args, **kwargs)
+        _check_shape(function, result.shard, result.box.shape)
+        return result
+
+    return either
+
+
+def windowed(
+    *,
+    kernel: Sizes,
+    stride: Sizes = 1,
+    dilation: Sizes = 1,
+    padding: Sizes = 0,
+    fill: float = 0.0,
+    channels: int | None = None,
+) -> Callable[[Function], Function]:
+    """Let a function of sliding windows take DistTensors: halos are brought from other ranks.
+
+    The decorated function gets its first argument, (sample, channel, *spatial), with the padding
+    already attached, and returns one output for every window that lies within it, as a convolution
+    without padding does. It is called so on plain tensors as well. Its gradients are those that
+    autograd takes of it. Further tensors are passed whole. All ranks of the grid call it together.
+
+    Parameters
+    ----------
+    kernel, stride, dilation, padding: of the windows, a number or one for each spatial dimension;
+        the padding is attached on both sides.
+    fill: the value of the padding.
+    channels: how many the function returns, where it mixes them; None where it treats every
+        channel alone.
+    """
+
+    def decorate(function: Function) -> Function:
+        name = _name(function)
+
+        @wraps(function)
+        def either(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            windows = _windows(name, input, kernel, stride, dilation, padding)
+            made = input.shape[1] if channels is None else channels
+            sizes = zip(windows, input.shape[2:], strict=True)
+            shape = (input.shape[0], made, *(w.output_size(n) for w, n in sizes))
+            tensors = tensors_in(input, args, kwargs)
+            if not any(isinstance(x, DistTensor) for x in tensors):
+                sides = [side for w in reversed(windows) for side in w.padding]
+                result = function(F.pad(input, sides, value=fill), *args, **kwargs)
+                _check_shape(function, result, shape)
+                return result
+            check_recorded(function, *tensors)
+            x = distributed(input, common_grid(name, tensors))
+            cuts = (x.cuts[0], x.cuts[1] if channels is None else (), *x.cuts[2:])
+            block = box_of(shape, cuts, x.grid).shape
+            buffer = gathered(x, (Same(), Same(), *windows), cuts, name, fill)
+            args = tuple(whole(a, name) for a in args)
+            kwargs = {key: whole(a, name) for key, a in kwargs.items()}
+            if prod(block):
+                result = function(buffer, *args, **kwargs)
+                _check_shape(function, result, block)
+            else:
+                # Of a single window, for the type and the graph, which all ranks have alike.
+                window = (1, max(buffer.shape[1], 1), *(w.extent for w in windows))
+                zeros = torch.cat([buffer.reshape(-1)[:0], buffer.new_zeros(prod(window))])
+                result = function(zeros.reshape(window), *args, **kwargs).reshape(-1)[:0]
+                result = result.reshape(block)
+            return DistTensor(result, shape, cuts, x.grid)
+
+        return either
+
+    return decorate
+
+
+def _windows(
+    name: str, input: Tensor, kernel: Sizes, stride: Sizes, dilation: Sizes, padding: Sizes
+) -> list[Window]:
+    n = input.dim() - 2
+    if n < 1:
+        raise ValueError(
+            f"{name}: the input {tuple(input.shape)} has no spatial dimensions; pass "
+            "(sample, channel, *spatial)"
+        )
+    for what, given, least in (
+        ("kernel", kernel, 1),
+        ("stride", stride, 1),
+        ("dilation", dilation, 1),
+        ("padding", padding, 0),
+    ):
+        if min(tuple_of(given, n, what)) < least:
+            raise ValueError(f"{name}: {what}={given} is too small; choose from {least} up")
+    windows = windows_of(kernel, stride, padding, dilation, False, n)
+    if any(w.output_size(m) < 1 for w, m in zip(windows, input.shape[2:], strict=True)):
+        raise ValueError(
+            f"{name}: no window of kernel={kernel}, dilation={dilation}, padding={padding} lies "
+            f"within the plane {tuple(input.shape[2:])}"
+        )
+    return windows
+
+
+def _check_shape(function: Function, result: Tensor, expected: tuple[int, ...]) -> None:
+    if tuple(result.shape) != tuple(expected):
+        raise ValueError(
+            f"{_name(function)}: returned {tuple(result.shape)} where its rule expects "
+            f"{tuple(expected)}"
+        )
+
+
+def _name(function: Function) -> str:
+    return getattr(function, "__name__", repr(function))

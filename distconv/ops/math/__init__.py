@@ -1,0 +1,1 @@
+"""Element-wise functions, products, and functions along one dimension."""

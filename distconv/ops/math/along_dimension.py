@@ -1,0 +1,122 @@
+"""Functions that need one dimension in full and treat all the others element by element.
+
+Where that dimension is cut it is made whole first, which is recorded as a redistribution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from distconv.ops.support.argument_forms import dimension_of
+from distconv.ops.support.metadata_checks import checked
+from distconv.ops.support.operands import uncut
+from distconv.tensor.dispatch import RULES, implements
+from distconv.tensor.dist_tensor import DistTensor
+
+
+def _applied(
+    function: Callable[..., Any],
+    name: str,
+    input: DistTensor,
+    dims: Sequence[int],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """`function(input, *args, **kwargs)`, which works along `dims`."""
+    shapes = checked(function, input, *args, **kwargs)
+    x = uncut(input, dims, name)
+    result = function(x.shard, *args, **kwargs)
+    if isinstance(result, Tensor):
+        return DistTensor(result, shapes, x.cuts, x.grid)
+    wrapped = [
+        DistTensor(part, shape, x.cuts, x.grid) for part, shape in zip(result, shapes, strict=True)
+    ]
+    return type(result)(wrapped)
+
+
+def _implicit(ndim: int) -> int:
+    """The dimension that torch takes for a softmax without one."""
+    return 0 if ndim in (0, 1, 3) else 1
+
+
+def _softmax(function: Callable[..., Tensor], *others: Callable[..., Tensor]) -> None:
+    name = function.__name__
+
+    @implements(function, *others)
+    def rule(
+        input: DistTensor,
+        dim: int | None = None,
+        _stacklevel: int = 3,
+        dtype: torch.dtype | None = None,
+    ) -> DistTensor:
+        if isinstance(_stacklevel, torch.dtype):  # torch.softmax(input, dim, dtype)
+            dtype = _stacklevel
+        kind = dtype or input.dtype
+        if not kind.is_floating_point and input.numel():
+            raise RuntimeError(f"{name}: not implemented for {kind}; pass a floating dtype=")
+        d = dimension_of(_implicit(input.dim()) if dim is None else dim, input.dim())
+        # Nothing is left that torch could check, which would import much of torch.
+        x = uncut(input, [d], name)
+        return DistTensor(function(x.shard, d, dtype=dtype), x.shape, x.cuts, x.grid)
+
+
+_softmax(F.softmax, torch.softmax, torch.Tensor.softmax)
+_softmax(F.log_softmax, torch.log_softmax, torch.Tensor.log_softmax)
+_softmax(F.softmin)
+
+
+def _first(name: str) -> None:
+    """A function of (input, dim, ...)."""
+    function: Any = getattr(torch, name)
+
+    def rule(input: DistTensor, *args: Any, **kwargs: Any) -> Any:
+        arguments = list(args)
+        dim = arguments.pop(0) if arguments else kwargs.pop("dim", None)
+        if dim is None:
+            raise TypeError(f"{name}: dim is missing; name the dimension to work along")
+        d = dimension_of(dim, input.dim())
+        return _applied(function, name, input, [d], d, *arguments, **kwargs)
+
+    RULES[function] = RULES[getattr(torch.Tensor, name)] = rule
+
+
+for _name in ("cummax", "cummin", "cumprod", "cumsum", "logcumsumexp"):
+    _first(_name)
+
+
+def _sort(name: str) -> None:
+    function: Any = getattr(torch, name)
+
+    @implements(function, getattr(torch.Tensor, name))
+    def rule(
+        input: DistTensor, dim: int = -1, descending: bool = False, stable: bool | None = False
+    ) -> Any:
+        d = dimension_of(dim, input.dim())
+        order: Any = dict(dim=d, descending=descending, stable=stable)
+        return _applied(function, name, input, [d], **order)
+
+
+_sort("argsort")
+_sort("sort")
+
+
+@implements(torch.topk, torch.Tensor.topk)
+def topk(
+    input: DistTensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
+) -> Any:
+    """The k largest or smallest elements along one dimension, and their indices."""
+    d = dimension_of(dim, input.dim())
+    return _applied(torch.topk, "topk", input, [d], k, d, largest, sorted)
+
+
+@implements(F.glu)
+def glu(input: DistTensor, dim: int = -1) -> DistTensor:
+    """One half of a dimension, gated by the sigmoid of the other."""
+    d = dimension_of(dim, input.dim())
+    result: DistTensor = _applied(F.glu, "glu", input, [d], d)
+    return result

@@ -1,0 +1,334 @@
+"""Element-wise functions: every element alone, operands broadcast against each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from distconv.geometry.layout import Cuts, operand_cuts
+from distconv.ops.support.argument_forms import listed, sizes_of
+from distconv.ops.support.operands import (
+    block_of,
+    box_of,
+    broadcast_cuts,
+    broadcast_shape,
+    common_grid,
+)
+from distconv.tensor.aliasing import check_writable, view_of
+from distconv.tensor.dispatch import RULES, implements, refuse
+from distconv.tensor.dist_tensor import DistTensor
+
+# Functions of one tensor and numbers, and n-ary ones that broadcast. Each name is looked up in
+# torch, torch.special, torch.Tensor and torch.nn.functional, with its in-place form.
+_NAMES = """
+    abs absolute acos acosh add addcdiv addcmul angle arccos arccosh arcsin arcsinh arctan arctan2
+    arctanh asin asinh atan atan2 atanh bitwise_and bitwise_left_shift bitwise_not bitwise_or
+    bitwise_right_shift bitwise_xor ceil clamp clamp_max clamp_min clip clone conj conj_physical
+    copysign cos cosh deg2rad digamma div divide entr eq erf erfc erfcinv erfcx erfinv exp
+    exp2 expit expm1 fill fix float_power floor floor_divide fmax fmin fmod frac ge gcd greater
+    greater_equal gt heaviside hypot i0 i0e i1 i1e igamma igammac imag isclose isfinite isinf isnan
+    isneginf isposinf isreal lcm ldexp le lerp less less_equal lgamma log log10 log1p log2 log_ndtr
+    logaddexp logaddexp2 logical_and logical_not logical_or logical_xor logit lt masked_fill maximum
+    minimum mul multiply mvlgamma nan_to_num ndtr ndtri ne neg negative nextafter not_equal
+    polygamma positive pow psi rad2deg real reciprocal remainder resolve_conj resolve_neg round
+    rsqrt rsub sgn sigmoid sign signbit sin sinc sinh sqrt square sub subtract tan tanh threshold
+    true_divide trunc xlog1py xlogy zero zeta
+    celu elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu logsigmoid mish relu relu6
+    selu silu softplus softshrink softsign tanhshrink
+    float double half bfloat16 int long short char byte bool copy
+""".split()
+
+_DUNDERS = """
+    add radd iadd sub rsub isub mul rmul imul truediv rtruediv itruediv floordiv rfloordiv
+    ifloordiv mod rmod imod pow rpow ipow neg pos abs invert and rand iand or ror ior xor rxor ixor
+    lshift rlshift ilshift rshift rrshift irshift eq ne lt le gt ge
+""".split()
+
+
+def _writes(name: str) -> bool:
+    """Whether a torch function of this name writes to its first argument."""
+    if name.startswith("__"):
+        return name.startswith("__i") and name != "__invert__"
+    return name.endswith("_")
+
+
+def _torch_rule(function: Callable[..., Any]) -> Callable[..., Any]:
+    rule = pointwise_rule(function, _writes(getattr(function, "__name__", "")))
+    code = getattr(function, "__code__", None)
+    if code is None or "inplace" not in code.co_varnames:
+        return rule
+    writing = pointwise_rule(function, True)
+
+    def either(*args: Any, **kwargs: Any) -> Any:
+        return (writing if kwargs.get("inplace") else rule)(*args, **kwargs)
+
+    return either
+
+
+def pointwise_rule(function: Callable[..., Any], in_place: bool = False) -> Callable[..., Any]:
+    """What a function that treats every element alone means on DistTensors.
+
+    `in_place` tells that it writes to its first argument, and returns that. A plain one, equal on
+    all ranks, takes what is whole on every rank, outside autograd.
+    """
+    name = getattr(function, "__name__", str(function))
+
+    def rule(*args: Any, **kwargs: Any) -> Any:
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        operands = [x for x in tensors if isinstance(x, DistTensor)]
+        written = (args[0] if args else kwargs["input"]) if in_place else None
+        if isinstance(written, DistTensor):
+            check_writable(written, name)
+        elif written is not None and not _is_constant(tensors):
+            refuse(
+                name,
+                "a plain tensor takes a distributed one in place only where that is whole on every "
+                "rank, and outside autograd",
+                *operands,
+                way_out="Use the function that returns a new tensor; an optimizer of sharded "
+                "parameters has to be made after parallelize",
+            )
+        first = operands[0]
+        shape, cuts, grid = tuple(first.shape), first.cuts, first.grid
+        if len(tensors) > 1 and not _alike(tensors):
+            grid = common_grid(name, operands)
+            shape = broadcast_shape(name, tensors)
+            cuts = (
+                written.cuts if isinstance(written, DistTensor) else broadcast_cuts(operands, shape)
+            )
+            if written is not None and shape != tuple(written.shape):
+                raise RuntimeError(
+                    f"{name}: output with shape {tuple(written.shape)} doesn't match the "
+                    f"broadcast shape {shape}"
+                )
+        result = function(
+            *[block_of(x, shape, cuts, grid, name) for x in args],
+            **{k: block_of(x, shape, cuts, grid, name) for k, x in kwargs.items()},
+        )
+        if result is NotImplemented:  # Python then asks the other operand
+            return result
+        if written is not None:
+            if isinstance(written, DistTensor) and written.shard.requires_grad:
+                written.sync_requires_grad()
+            return written
+        # A conversion to what the tensor is already returns the tensor itself, as in torch.
+        return first if result is first.shard else DistTensor(result, shape, cuts, grid)
+
+    return rule
+
+
+def _alike(tensors: list[Tensor]) -> bool:
+    """Whether all are DistTensors of one shape and layout, so that their blocks fit as they are."""
+    first = tensors[0]
+    return isinstance(first, DistTensor) and all(
+        isinstance(x, DistTensor)
+        and x.shape == first.shape
+        and x.cuts == first.cuts
+        and x.grid is first.grid
+        for x in tensors
+    )
+
+
+def _is_constant(tensors: list[Tensor]) -> bool:
+    """Whether every rank has the same of all tensors, in full, and records nothing."""
+    recorded = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    return not recorded and not any(isinstance(x, DistTensor) and any(x.cuts) for x in tensors)
+
+
+def _register() -> None:
+    names = [*_NAMES, *(f"{n}_" for n in _NAMES)]
+    dunders = [f"__{n}__" for n in _DUNDERS]
+    for home in (torch, torch.special, torch.Tensor, F):
+        for name in [*names, *dunders] if home is torch.Tensor else names:
+            function = getattr(home, name, None)
+            if callable(function) and function not in RULES:
+                RULES[function] = _torch_rule(function)
+
+
+_register()
+
+
+@implements(torch.detach, torch.Tensor.detach, torch.Tensor.data.__get__)  # type: ignore[attr-defined]
+def detach(input: DistTensor) -> DistTensor:
+    """The same memory, outside the autograd graph."""
+    return view_of(input, input.shard.detach(), input.shape, input.cuts, copied=False)
+
+
+@implements(vars(torch._C.TensorBase)["real"].__get__)
+def real(input: DistTensor) -> Tensor:
+    """The real part; the tensor itself where it is real."""
+    return torch.real(input)
+
+
+@implements(vars(torch._C.TensorBase)["imag"].__get__)
+def imag(input: DistTensor) -> Tensor:
+    """The imaginary part."""
+    return torch.imag(input)
+
+
+@implements(torch.Tensor.where)
+def where_method(input: Tensor, condition: Tensor, other: Any) -> DistTensor:
+    """`input` where the condition holds, `other` elsewhere."""
+    return where(condition, input, other)
+
+
+@implements(torch.where)
+def where(condition: Tensor, input: Any = None, other: Any = None) -> DistTensor:
+    """Choice between two values, element by element."""
+    if input is None:
+        refuse(
+            "where",
+            "the positions of true elements are not distributed",
+            condition,
+            way_out="Call it on x.full_tensor()",
+        )
+    result: DistTensor = pointwise_rule(torch.where)(condition, input, other)
+    return result
+
+
+@implements(torch.Tensor.contiguous)
+def contiguous(
+    input: DistTensor, memory_format: torch.memory_format = torch.contiguous_format
+) -> DistTensor:
+    """The blocks contiguous in memory; those that are so already are not copied."""
+    shard = input.shard.contiguous(memory_format=memory_format)
+    return view_of(input, shard, input.shape, input.cuts, copied=True)
+
+
+@implements(torch.Tensor.to)
+def to(input: DistTensor, *args: Any, **kwargs: Any) -> DistTensor:
+    """Another type or memory format; `other` may be a tensor, which only lends these."""
+    args = tuple(_like(x) for x in args)
+    kwargs = {k: _like(x) for k, x in kwargs.items()}
+    shard = input.shard.to(*args, **kwargs)
+    _require_here("to", input, shard.device)
+    return input if shard is input.shard else DistTensor(shard, input.shape, input.cuts, input.grid)
+
+
+@implements(torch.Tensor.cpu)
+def cpu(
+    input: DistTensor, memory_format: torch.memory_format = torch.preserve_format
+) -> DistTensor:
+    """The tensor itself, on a grid of CPUs."""
+    _require_here("cpu", input, torch.device("cpu"))
+    return to(input, "cpu", memory_format=memory_format)
+
+
+def _require_here(operator: str, input: DistTensor, device: torch.device) -> None:
+    """Refuse to move a block, or to make one, where the grid does not compute."""
+    if device.type != input.device.type:
+        refuse(
+            operator,
+            f"the tensors of a grid live on its devices, not on {device}",
+            input,
+            way_out="Move x.full_tensor() or x.to_local(); x.item() gives a number",
+        )
+
+
+@implements(torch.Tensor.type_as)
+def type_as(input: Tensor, other: Tensor) -> Tensor:
+    """The type of another tensor."""
+    return input.type(other.dtype)
+
+
+@implements(torch.Tensor.type)
+def type_(input: DistTensor, dtype: Any = None, non_blocking: bool = False) -> Any:
+    """The name of the type, or a tensor of another type."""
+    result = input.shard.type(dtype, non_blocking) if dtype is not None else input.shard.type()
+    if isinstance(result, str):
+        return result
+    if result is input.shard:
+        return input
+    _require_here("type", input, result.device)
+    return DistTensor(result, input.shape, input.cuts, input.grid)
+
+
+def _like(x: Any) -> Any:
+    return x.shard if isinstance(x, DistTensor) else x
+
+
+def _constant(function: Callable[..., Any]) -> Callable[..., Any]:
+    def rule(input: DistTensor, *args: Any, requires_grad: bool = False, **kwargs: Any) -> Any:
+        shard = function(input.shard, *args, **kwargs)
+        _require_here(function.__name__, input, shard.device)
+        result = DistTensor(shard, input.shape, input.cuts, input.grid)
+        return result.requires_grad_() if requires_grad else result
+
+    return rule
+
+
+for _function in (torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like):
+    RULES[_function] = _constant(_function)
+
+
+def _made(
+    function: Callable[..., Tensor],
+    input: DistTensor,
+    shape: tuple[int, ...],
+    *args: Any,
+    requires_grad: bool = False,
+    **kwargs: Any,
+) -> DistTensor:
+    """A new tensor, cut as `input` where it is as large, if it has as many dimensions."""
+    torch.empty(shape, device="meta")  # raises for negative sizes
+    cuts: Cuts = ((),) * len(shape)
+    if len(shape) == input.dim():
+        cuts = operand_cuts(shape, tuple(input.shape), input.cuts)
+    shard = function(input.shard, box_of(shape, cuts, input.grid).shape, *args, **kwargs)
+    _require_here(function.__name__, input, shard.device)
+    result = DistTensor(shard, shape, cuts, input.grid)
+    return result.requires_grad_() if requires_grad else result
+
+
+def _new(function: Callable[..., Tensor]) -> None:
+    @implements(function)
+    @listed("size")
+    def rule(input: DistTensor, *size: Any, **kwargs: Any) -> DistTensor:
+        return _made(function, input, sizes_of(size), **kwargs)
+
+
+_new(torch.Tensor.new_zeros)
+_new(torch.Tensor.new_ones)
+_new(torch.Tensor.new_empty)
+
+
+@implements(torch.Tensor.new)
+def new(input: DistTensor, *size: Any) -> DistTensor:
+    """`new_empty` by the name that older programs, and torch's LBFGS, have for it."""
+    if not all(type(n) is int for n in size):
+        refuse("new", "only sizes are taken", input, way_out="Use distribute_tensor for data")
+    return _made(torch.Tensor.new_empty, input, size)
+
+
+@implements(torch.Tensor.new_full)
+def new_full(
+    input: DistTensor, size: Sequence[int], fill_value: float, **kwargs: Any
+) -> DistTensor:
+    """A new tensor of one value throughout."""
+    return _made(torch.Tensor.new_full, input, tuple(size), fill_value, **kwargs)
+
+
+@implements(F.prelu, torch.prelu, torch.Tensor.prelu)
+def prelu(input: DistTensor, weight: Tensor) -> DistTensor:
+    """PReLU: one slope, or one for each channel."""
+    if not isinstance(input, DistTensor) or isinstance(weight, DistTensor):
+        refuse(
+            "prelu",
+            "the slopes have to be a plain tensor",
+            input,
+            weight,
+            way_out="Use weight.full_tensor()",
+        )
+    if weight.dim() > 1 or weight.numel() not in (1, input.shape[1] if input.dim() > 1 else 1):
+        raise RuntimeError(
+            f"prelu: slopes of shape {tuple(weight.shape)} for an input of shape "
+            f"{tuple(input.shape)}; give 1, or one for each channel"
+        )
+    if weight.numel() > 1:
+        slopes = weight.reshape(-1, *(1,) * (input.dim() - 2))
+        weight = block_of(slopes, tuple(input.shape), input.cuts, input.grid, "prelu").flatten()
+    return DistTensor(torch.prelu(input.shard, weight), input.shape, input.cuts, input.grid)

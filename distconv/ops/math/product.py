@@ -1,0 +1,268 @@
+"""Products of matrices and tensors: a sum over shared dimensions, which may be cut or not.
+
+Everything is an Einstein sum. Each index is cut as in the largest operand that has it cut, the
+other operands follow, and an index that is summed away while cut adds up the ranks' partial sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from string import ascii_letters
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from distconv.comm.collectives import sum_over
+from distconv.geometry.layout import cutting_axes
+from distconv.ops.support.metadata_checks import checked
+from distconv.ops.support.operands import (
+    block_of,
+    box_of,
+    broadcast_shape,
+    common_grid,
+    distributed,
+    uncut,
+)
+from distconv.ops.support.types import same_types
+from distconv.tensor.dispatch import implements, refuse
+from distconv.tensor.dist_tensor import DistTensor
+
+
+@implements(torch.einsum, torch.functional.einsum)
+def einsum(equation: str, *operands: Any) -> DistTensor:
+    """An Einstein sum in torch's notation; an ellipsis is refused."""
+    if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
+        operands = tuple(operands[0])
+    if "." in equation:
+        refuse(
+            "einsum", "an ellipsis is not supported", *operands, way_out="Name all its dimensions"
+        )
+    left, arrow, result = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    if not arrow:
+        letters = sorted(set(left) - {","})
+        result = "".join(c for c in letters if left.count(c) == 1)
+    return _contract("einsum", terms, result, operands)
+
+
+def _contract(
+    name: str, terms: Sequence[str], result: str, operands: Sequence[Tensor]
+) -> DistTensor:
+    grid = common_grid(name, operands)
+    same_types(name, *operands)
+    sizes: dict[str, int] = {}
+    for term, x in zip(terms, operands, strict=True):
+        if len(term) != x.dim():
+            raise RuntimeError(f"{name}: {term!r} for a tensor of {x.dim()} dimensions")
+        for letter, n in zip(term, x.shape, strict=True):
+            if sizes.setdefault(letter, n) != n and 1 not in (n, sizes[letter]):
+                raise RuntimeError(
+                    f"{name}: dimension {letter!r} has {sizes[letter]} elements in one operand "
+                    f"and {n} in another, {tuple(x.shape)}"
+                )
+            sizes[letter] = max(sizes[letter], n)
+    cuts: dict[str, tuple[str, ...]] = dict.fromkeys(sizes, ())
+    # A letter that occurs twice in a term is a diagonal, which no block contains.
+    fixed = {c for term in terms for c in term if term.count(c) > 1}
+    ranked = sorted(zip(terms, operands, strict=True), key=lambda pair: -pair[1].numel())
+    for term, x in ranked:
+        for d, letter in enumerate(term):
+            if isinstance(x, DistTensor) and x.shape[d] == sizes[letter] and letter not in fixed:
+                if not set(x.cuts[d]) & set(cutting_axes(cuts.values())) and not cuts[letter]:
+                    cuts[letter] = x.cuts[d]
+    blocks = [
+        block_of(x, tuple(sizes[c] for c in term), tuple(cuts[c] for c in term), grid, name)
+        for term, x in zip(terms, operands, strict=True)
+    ]
+    local = torch.einsum(f"{','.join(terms)}->{result}", *blocks)
+    summed = cutting_axes(cuts[c] for c in sizes if c not in result)
+    return DistTensor(
+        sum_over(local, grid, summed),
+        [sizes[c] for c in result],
+        tuple(cuts[c] for c in result),
+        grid,
+    )
+
+
+@implements(torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
+def matmul(input: Tensor, other: Tensor) -> DistTensor:
+    """The matrix product over the last two dimensions, broadcast over those in front."""
+    if not input.dim() or not other.dim():
+        raise RuntimeError("matmul: both arguments need at least 1 dimension")
+    batch = max(input.dim(), other.dim(), 2) - 2
+    lead = ascii_letters[:batch]
+    rows, inner, columns = (ascii_letters[batch + i] for i in range(3))
+    left = inner if input.dim() == 1 else lead[batch - input.dim() + 2 :] + rows + inner
+    right = inner if other.dim() == 1 else lead[batch - other.dim() + 2 :] + inner + columns
+    k = input.shape[-1], other.shape[-1 if other.dim() == 1 else -2]
+    if k[0] != k[1]:
+        raise RuntimeError(
+            f"matmul: {tuple(input.shape)} and {tuple(other.shape)} cannot be multiplied, "
+            f"{k[0]} against {k[1]}"
+        )
+    result = lead + (rows if input.dim() > 1 else "") + (columns if other.dim() > 1 else "")
+    return _contract("matmul", [left, right], result, [input, other])
+
+
+@implements(torch.Tensor.__rmatmul__)
+def rmatmul(input: Tensor, other: Tensor) -> DistTensor:
+    """The matrix product with the operands exchanged."""
+    return matmul(other, input)
+
+
+def _product(name: str, input: Tensor, other: Tensor, dims: tuple[int, int]) -> DistTensor:
+    """The matrix product of tensors that have to have so many dimensions."""
+    if (input.dim(), other.dim()) != dims:
+        raise RuntimeError(
+            f"{name}: expected tensors of {dims[0]} and {dims[1]} dimensions, got "
+            f"{input.dim()} and {other.dim()}"
+        )
+    if dims == (3, 3) and input.shape[0] != other.shape[0]:
+        raise RuntimeError(
+            f"{name}: batches of {input.shape[0]} and {other.shape[0]} matrices differ"
+        )
+    return matmul(input, other)
+
+
+@implements(torch.mm, torch.Tensor.mm)
+def mm(input: Tensor, mat2: Tensor) -> DistTensor:
+    """The product of two matrices."""
+    return _product("mm", input, mat2, (2, 2))
+
+
+@implements(torch.bmm, torch.Tensor.bmm)
+def bmm(input: Tensor, mat2: Tensor) -> DistTensor:
+    """The products of two batches of matrices."""
+    return _product("bmm", input, mat2, (3, 3))
+
+
+@implements(torch.mv, torch.Tensor.mv)
+def mv(input: Tensor, vec: Tensor) -> DistTensor:
+    """The product of a matrix and a vector."""
+    return _product("mv", input, vec, (2, 1))
+
+
+@implements(torch.dot, torch.Tensor.dot)
+def dot(input: Tensor, tensor: Tensor) -> DistTensor:
+    """The product of two vectors."""
+    return _product("dot", input, tensor, (1, 1))
+
+
+@implements(torch.outer, torch.Tensor.outer)
+def outer(input: Tensor, vec2: Tensor) -> DistTensor:
+    """All products of the elements of two vectors."""
+    return _contract("outer", ["a", "b"], "ab", [input, vec2])
+
+
+def _added(
+    function: Any, product: Callable[[Tensor, Tensor], Tensor], first: str, second: str
+) -> None:
+    """A function of (input, first, second), as in beta * input + alpha * product(first, second)."""
+    name = function.__name__
+
+    @implements(function, getattr(torch.Tensor, name))
+    def rule(
+        input: Tensor, *factors: Tensor, beta: float = 1, alpha: float = 1, **named: Tensor
+    ) -> Tensor:
+        factors = (*factors, *(named.pop(n) for n in (first, second) if n in named))
+        same_types(name, input, *factors)
+        shape = checked(product, *factors, **named)
+        if broadcast_shape(name, (input, torch.empty(shape, device="meta"))) != shape:
+            raise RuntimeError(
+                f"{name}: the input {tuple(input.shape)} is not broadcast to the product {shape}"
+            )
+        whole_numbers = not (input.is_floating_point() or input.is_complex())
+        if whole_numbers and not (isinstance(beta, int) and isinstance(alpha, int)):
+            refuse(
+                name,
+                f"beta={beta} and alpha={alpha} of {input.dtype} are not supported",
+                input,
+                *factors,
+                way_out="Use whole numbers, or convert the tensors",
+            )
+        # What is multiplied by 0 is left out, nan included.
+        start = (
+            input * beta
+            if beta
+            else input.masked_fill(torch.ones((), dtype=torch.bool, device=input.device), 0)
+        )
+        return torch.add(start, product(*factors), alpha=alpha)
+
+
+_added(torch.addmm, torch.mm, "mat1", "mat2")
+_added(torch.addmv, torch.mv, "mat", "vec")
+_added(torch.baddbmm, torch.bmm, "batch1", "batch2")
+_added(torch.addbmm, lambda x, y: torch.bmm(x, y).sum(0), "batch1", "batch2")
+
+
+@implements(F.scaled_dot_product_attention)
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> DistTensor:
+    """Attention of (..., L, E) queries to (..., S, E) keys; the keys are gathered, not the queries.
+
+    The leading dimensions keep the cuts of the query.
+    """
+    name = "scaled_dot_product_attention"
+    grid = common_grid(name, (query, key, value, attn_mask))
+    both = is_causal and attn_mask is not None
+    if dropout_p or enable_gqa or both:
+        what = "a mask beside is_causal" if both else "dropout_p" if dropout_p else "enable_gqa"
+        refuse(name, f"{what} is not supported", query, key, value, way_out="Leave it out")
+    q = distributed(query, grid)
+    same_types(name, query, key, value)
+    rows, columns = q.shape[-2], key.shape[-2]
+    if q.shape[-1] != key.shape[-1] or columns != value.shape[-2]:
+        raise RuntimeError(
+            f"{name}: query {tuple(q.shape)}, key {tuple(key.shape)} and value "
+            f"{tuple(value.shape)} do not fit: query and key share the last dimension, key and "
+            "value the one before"
+        )
+    lead = tuple(q.shape[:-2])
+    if tuple(key.shape[:-2]) != lead or tuple(value.shape[:-2]) != lead:
+        refuse(
+            name,
+            "the leading dimensions differ",
+            query,
+            key,
+            value,
+            way_out="Expand them to one shape",
+        )
+    if attn_mask is not None:
+        full = (*lead, rows, columns)
+        fits = broadcast_shape(name, (torch.empty(full, device="meta"), attn_mask)) == full
+        if attn_mask.dim() < 2 or not fits or attn_mask.dtype not in (torch.bool, q.dtype):
+            raise RuntimeError(
+                f"{name}: a mask {tuple(attn_mask.shape)} of {attn_mask.dtype}; expected one of "
+                f"bool or {q.dtype} that is broadcast to {full}"
+            )
+    q = uncut(q, [q.dim() - 1], name)
+    whole = (*q.cuts[:-2], (), ())
+    keys = block_of(key, tuple(key.shape), whole, grid, name)
+    values = block_of(value, tuple(value.shape), whole, grid, name)
+    box = q.box
+    mask: Tensor | None = None
+    if is_causal:
+        own = torch.arange(box.start[-2], box.stop[-2], device=q.device)
+        mask = own.unsqueeze(1) >= torch.arange(columns, device=q.device)
+    elif attn_mask is not None:
+        mask = block_of(attn_mask, (*lead, rows, columns), (*q.cuts[:-1], ()), grid, name)
+    shape = (*lead, rows, value.shape[-1])
+    block = box_of(shape, q.cuts, grid).shape
+    if 0 in block:
+        # Part of the graph of all operands, as on the ranks that have elements.
+        operands = [q.shard, keys, values, *([] if mask is None or is_causal else [mask])]
+        sums = [t.sum() for t in operands if t.is_floating_point()]
+        shard = torch.stack(sums).sum().expand(block)
+    else:
+        shard = F.scaled_dot_product_attention(q.shard, keys, values, mask, scale=scale)
+    return DistTensor(shard, shape, q.cuts, grid)

@@ -1,0 +1,1 @@
+"""Normalisation, with statistics over cut dimensions."""

@@ -1,0 +1,280 @@
+"""Batch normalisation with statistics over the whole mini-batch, or over a part of the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from math import prod
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from distconv.comm.collectives import add_up, reduced
+from distconv.geometry.layout import cutting_axes
+from distconv.grid.process_grid import ProcessGrid
+from distconv.ops.norm.moments import moments, peer_counts
+from distconv.ops.support.operands import Placement, block_of, common_grid, distributed, whole
+from distconv.ops.support.types import accumulation_type
+from distconv.tensor.dispatch import implements
+from distconv.tensor.dist_tensor import DistTensor
+
+SPATIAL = ("depth", "height", "width")
+Kind: TypeAlias = tuple[tuple[int, ...], torch.dtype]
+"""Shape and type of a tensor."""
+
+
+@implements(F.batch_norm)
+def batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> DistTensor:
+    """Batch normalisation with the statistics of the global batch, as serial torch takes them."""
+    return batch_norm_over(
+        None, input, running_mean, running_var, weight, bias, training, momentum, eps
+    )
+
+
+def batch_norm_over(
+    axes: tuple[str, ...] | None,
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> DistTensor:
+    """Batch normalisation with statistics over the ranks that differ from this one along `axes`.
+
+    All ranks call it. None means all axes that cut the input: the global batch. With fewer axes
+    each group of ranks has statistics of its own, and the running ones take their mean over the
+    groups, so that they are the same on every rank.
+    """
+    plain = (running_mean, running_var, weight, bias)
+    grid = common_grid("batch_norm", (input, *plain))
+    x = distributed(input, grid)
+    kinds = tuple(None if t is None else (tuple(t.shape), t.dtype) for t in plain)
+    options = training, momentum is None, eps
+    training, group, rest, counts, groups = _decide(
+        Placement.of(x), axes, x.device, *options, kinds
+    )
+    running = [whole(t, "batch_norm") for t in (running_mean, running_var)]
+    running_mean, running_var = (own_channels(t, x, "batch_norm") for t in running)
+    if any(x.cuts[1:2]) and running_mean is not None and running_var is not None:
+        # The backward pass wants them as they are now.
+        running_mean, running_var = running_mean.clone(), running_var.clone()
+    weight, bias = (own_channels(t, x, "batch_norm") for t in (weight, bias))
+    block = _told_apart(x.shard)
+    if not training or not (group or rest):
+        if x.shard.numel() or not x.numel():
+            shard = F.batch_norm(
+                block, running_mean, running_var, weight, bias, training, momentum, eps
+            )
+        else:
+            shard = _nothing(block, weight, bias)
+        if training:
+            share_channels(x, running, (running_mean, running_var), "batch_norm")
+        return DistTensor(shard, x.shape, x.cuts, grid)
+
+    def update(mean: Tensor, variance: Tensor) -> None:
+        if running_mean is None or running_var is None:
+            return
+        n = sum(counts)
+        variance = variance * (n / (n - 1))
+        if rest:
+            total = reduced(torch.stack([mean, variance]), grid, rest)
+            mean, variance = total / groups
+        running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+        running_var.lerp_(variance.to(running_var.dtype), momentum)
+        share_channels(x, running, (running_mean, running_var), "batch_norm")
+
+    shard = _BatchNorm.apply(block, weight, bias, grid, group, counts, eps, update)
+    return DistTensor(shard, x.shape, x.cuts, grid)
+
+
+def _told_apart(x: Tensor) -> Tensor:
+    """The block, as torch's kernels know its memory format.
+
+    The stride of a single sample may be any number, but if it is not that of the format, they read
+    a gradient of the other format in the wrong order.
+    """
+    if not x.numel() or x.shape[0] != 1 or x.is_contiguous() or x.stride(0) == x.numel():
+        return x
+    return x.as_strided(x.shape, (x.numel(), *x.stride()[1:]))
+
+
+class _Statistics(NamedTuple):
+    """How a rank normalises a batch; remembered, as it follows from metadata."""
+
+    training: bool
+    """Whether by the statistics of the batch: torch takes none of nothing."""
+    group: tuple[str, ...]
+    """The axes over which they are taken."""
+    rest: tuple[str, ...]
+    """Other axes that cut the input."""
+    counts: tuple[int, ...]
+    """Elements of each channel on each rank along `group`."""
+    groups: int
+    """Groups of ranks that have elements, and so statistics."""
+
+
+@lru_cache(maxsize=4096)
+def _decide(
+    x: Placement,
+    axes: tuple[str, ...] | None,
+    device: torch.device,
+    training: bool,
+    without_momentum: bool,
+    eps: float,
+    kinds: tuple[Kind | None, ...],
+) -> _Statistics:
+    elements = prod(x.shape)
+    if len(x.shape) < 2 and elements:
+        raise ValueError(f"batch_norm: expected at least 2 dimensions, got {len(x.shape)}")
+    cutting = cutting_axes((x.cuts[0], *x.cuts[2:]))
+    group = cutting if axes is None else tuple(a for a in cutting if a in axes)
+    smallest, groups = _groups_with_elements(x, group)
+    if training and smallest == 1:
+        raise ValueError(
+            "batch_norm: expected more than 1 value per channel when training, got input size "
+            f"{x.shape}" + (f" with {smallest} in a group of ranks" if group != cutting else "")
+        )
+    if elements:
+        # torch's own checks of sizes and types, on two samples of the same channels.
+        like = ((2, x.shape[1]), x.dtype), *kinds
+        ones = [k and torch.ones(k[0], dtype=k[1], device=device) for k in like]
+        serial: Any = F.batch_norm
+        serial(*ones, training, None if without_momentum else 0.0, eps)
+    rest = tuple(a for a in cutting if a not in group)
+    counts = peer_counts(x, (0, *range(2, len(x.shape))), group)
+    return _Statistics(training and elements > 0, group, rest, counts, groups)
+
+
+def own_channels(values: Tensor | None, x: DistTensor, operator: str) -> Tensor | None:
+    """Of one value for each channel of `x`, those for the channels that this rank holds."""
+    axes = x.cuts[1] if x.dim() > 1 else ()
+    if not axes:
+        everything: Tensor | None = whole(values, operator)
+        return everything
+    own: Tensor | None = block_of(values, (x.shape[1],), (axes,), x.grid, operator)
+    return own
+
+
+@torch.no_grad()
+def share_channels(
+    x: DistTensor, running: Sequence[Tensor | None], own: Sequence[Tensor | None], operator: str
+) -> None:
+    """Let all ranks have the running statistics that each has updated for its own channels."""
+    pairs = [(t, o) for t, o in zip(running, own, strict=True) if t is not None and o is not None]
+    if x.cuts[1] and pairs:
+        shape = len(pairs), x.shape[1]
+        rows = DistTensor(torch.stack([o for _, o in pairs]), shape, ((), x.cuts[1]), x.grid)
+        for (t, _), row in zip(pairs, whole(rows, operator), strict=True):
+            t.copy_(row)
+
+
+def _nothing(x: Tensor, *parameters: Tensor | None) -> Tensor:
+    """What torch does not normalise, in the graph of all parameters."""
+    block = x.clone()
+    for p in parameters:
+        block = block if p is None else block + p.sum().to(x.dtype)
+    return block
+
+
+def _groups_with_elements(x: Placement, group: tuple[str, ...]) -> tuple[int, int]:
+    """Elements per channel in the smallest group of ranks that has any, and how many such groups.
+
+    The same numbers on every rank.
+    """
+    sizes = [x.shape[0], *x.shape[2:]]
+    cuts = [x.cuts[0], *x.cuts[2:]]
+    apart = [x.topology.parts(a for a in axes if a not in group) for axes in cuts]
+    filled = [min(n, parts) for n, parts in zip(sizes, apart, strict=True)]
+    smallest = prod(n // max(parts, 1) for n, parts in zip(sizes, filled, strict=True))
+    return smallest, prod(filled)
+
+
+class _BatchNorm(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        grid: ProcessGrid,
+        group: tuple[str, ...],
+        counts: tuple[int, ...],
+        eps: float,
+        update: Callable[[Tensor, Tensor], None],
+    ) -> Tensor:
+        kind = accumulation_type(x.dtype)
+        over = (0, *range(2, x.dim()))
+        statistics = moments(x, over, grid, group, counts)
+        mean, variance = (m.view(-1).to(kind) for m in statistics)
+        if x.numel():
+            # torch takes parameters in the type of the statistics, or all in that of a half input.
+            wide, shift = (p if p is None else p.to(kind) for p in (weight, bias))
+            y = F.batch_norm(x, mean, variance, wide, shift, False, 0.0, eps)
+        else:
+            y = x.clone()
+        # Before anything is saved: there a checkpoint stops to compute again.
+        update(mean, variance)
+        ctx.save_for_backward(x, weight, mean, variance)
+        ctx.context = grid, group, sum(counts), eps, None if bias is None else bias.dtype
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, variance = ctx.saved_tensors
+        grid, group, count, eps, bias_dtype = ctx.context
+        dy, scale = _told_apart(grads[0]), torch.rsqrt(variance + eps)
+        of_weight, of_bias = _sums(dy, x, mean, variance, scale, eps)
+        total = torch.stack([of_weight, of_bias])
+        if group:
+            add_up(total, grid, group)
+        gain = scale if weight is None else scale * weight
+        # dx = gain * (dy - mean(dy) - standardised x * mean(dy * standardised x)), in two passes.
+        slope, offset = (total * (gain / -count)).unbind()
+        slope = slope * scale
+        if x.numel():
+            # In torch.nn.functional earlier versions take no eps of 0.
+            ones = torch.ones_like(variance)
+            dx = torch.batch_norm(x, slope, offset, mean, ones, False, 0.0, 0.0, False)
+            dx.addcmul_(dy, gain.view(1, -1, *(1,) * (dy.dim() - 2)))
+        else:
+            dx = torch.zeros_like(x)
+        return (
+            dx,
+            None if weight is None else of_weight.to(weight.dtype),
+            None if bias_dtype is None else of_bias.to(bias_dtype),
+            *(None,) * 5,
+        )
+
+
+def _sums(
+    dy: Tensor, x: Tensor, mean: Tensor, variance: Tensor, scale: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Per channel, the sums of dy * (x - mean) / deviation and of dy over this rank's elements.
+
+    They are its parts of the gradients of weight and bias.
+    """
+    if not x.numel():
+        nothing = torch.zeros_like(mean)
+        return nothing, nothing
+    # torch takes mean and variance on CPUs; mean, scale and the type of the weight on GPUs.
+    weight = torch.ones_like(mean)
+    arguments = (dy, x, weight, mean, variance, mean, scale, False, eps, [False, True, True])
+    _, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(*arguments)
+    return of_weight, of_bias

@@ -1,0 +1,131 @@
+"""Mean and variance over dimensions that may be cut, and standardisation by them.
+
+Each rank's mean and sum of squared deviations are combined by the pairwise update of Chan, Golub
+and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances" (1979),
+which does not cancel as E[x^2] - E[x]^2 does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from distconv.comm.collectives import reduced, stacked
+from distconv.geometry.layout import rank_box
+from distconv.grid.process_grid import ProcessGrid
+from distconv.ops.support.constants import remembered
+from distconv.ops.support.operands import Placement
+from distconv.ops.support.types import accumulated
+
+
+@lru_cache(maxsize=4096)
+def peer_counts(
+    x: Placement, over: tuple[int, ...], group: tuple[str, ...], block: int = 1
+) -> tuple[int, ...]:
+    """For each rank along `group`, in rank order: how many elements of `x` a statistic takes there.
+
+    `block` multiplies the extents along the dimensions `over`.
+    """
+    peers = x.topology.peers(x.rank, group)
+    boxes = (rank_box(x.shape, x.cuts, x.topology, peer).shape for peer in peers)
+    return tuple(block * prod(box[d] for d in over) for box in boxes)
+
+
+def moments(
+    x: Tensor, over: Sequence[int], grid: ProcessGrid, group: tuple[str, ...], counts: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance over dimensions and over the ranks along `group`, in float64.
+
+    Those ranks call it; `counts` tells how many elements each of them contributes. The dimensions
+    stay, with one element each.
+    """
+    local = _variances_and_means(x, over)
+    if not group:
+        return local[1], local[0]
+    kept = local.shape[1:]
+    variances, means = stacked(local, grid, group).flatten(2).unbind(1)
+    share = _share(x.device, tuple(counts))
+    reference = means[max(range(len(counts)), key=counts.__getitem__)]
+    deviations = means - reference
+    shift = share @ deviations
+    deviations -= shift
+    variance = share @ torch.addcmul(variances, deviations, deviations)
+    return (reference + shift).view(kept), variance.view(kept)
+
+
+@remembered
+def _share(device: torch.device, counts: tuple[int, ...]) -> Tensor:
+    """What part of all elements each rank contributes."""
+    return torch.tensor(counts, dtype=torch.float64, device=device) / max(sum(counts), 1)
+
+
+def _variances_and_means(x: Tensor, over: Sequence[int]) -> Tensor:
+    """Both of this rank's elements, in float64."""
+    if not x.numel():
+        shape = [1 if d in over else n for d, n in enumerate(x.shape)]
+        return x.new_zeros((2, *shape), dtype=torch.float64)
+    kept = next((d for d in range(x.dim()) if d not in over), None)
+    if kept is None or x.numel() <= _PIECE or x.is_cuda:
+        return _variance_and_mean(x, over)
+    # In pieces, whose differences from the mean fit into memory that is used again.
+    run = max(1, _PIECE * x.shape[kept] // x.numel())
+    return torch.cat([_variance_and_mean(piece, over) for piece in x.split(run, kept)], kept + 1)
+
+
+_PIECE = 2**19
+"""Elements at once. Fresh memory of the size of an activation costs more than the arithmetic."""
+
+
+def _variance_and_mean(x: Tensor, over: Sequence[int]) -> Tensor:
+    """Both in float64, in two stable passes; torch.var_mean takes ten times as long on CPUs."""
+    wide = accumulated(x)
+    if x.is_cuda:
+        return torch.stack(torch.var_mean(wide, tuple(over), correction=0, keepdim=True)).double()
+    mean = wide.mean(tuple(over), keepdim=True)
+    variance = (wide - mean).square_().mean(tuple(over), keepdim=True)
+    return torch.stack([variance, mean]).double()
+
+
+class Standardize(Function):
+    """(x - mean) / sqrt(variance + eps), with the moments over dimensions and ranks.
+
+    Returns the result, and mean and variance in the type in which they are accumulated.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        over: tuple[int, ...],
+        grid: ProcessGrid,
+        group: tuple[str, ...],
+        counts: tuple[int, ...],
+        eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        wide = accumulated(x)
+        mean, variance = (m.to(wide.dtype) for m in moments(x, over, grid, group, counts))
+        scale = torch.rsqrt(variance + eps)
+        ctx.save_for_backward(x, mean, scale)
+        ctx.context = over, grid, group, sum(counts)
+        ctx.mark_non_differentiable(mean, variance)
+        return ((wide - mean) * scale).to(x.dtype), mean, variance
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, mean, scale = ctx.saved_tensors
+        over, grid, group, count = ctx.context
+        dy = accumulated(grads[0])
+        standard = (accumulated(x) - mean) * scale
+        sums = torch.stack([dy.sum(over, keepdim=True), (dy * standard).sum(over, keepdim=True)])
+        if group:
+            sums = reduced(sums, grid, group)
+        dx = scale * (dy - (sums[0] + standard * sums[1]) / count)
+        return dx.to(x.dtype), None, None, None, None, None

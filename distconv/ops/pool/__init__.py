@@ -1,0 +1,1 @@
+"""Pooling on cut planes."""

@@ -1,0 +1,137 @@
+"""Adaptive pooling on cut planes, maximum and average."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from distconv.geometry.index_maps import AdaptiveWindow, Same
+from distconv.geometry.layout import Cuts
+from distconv.ops.pool.local_pooling import pooled_type
+from distconv.ops.reduce.sums import mean
+from distconv.ops.support.argument_forms import batched
+from distconv.ops.support.operands import box_of
+from distconv.ops.windowed.assembled import output_shape
+from distconv.tensor.dispatch import implements, refuse
+from distconv.tensor.dist_tensor import DistTensor
+from distconv.tensor.redistribution import gathered
+from distconv.tensor.whole_numbers import whole_number
+
+_MOST = 2**20
+"""Windows that are computed one by one."""
+
+
+def _adaptive(
+    name: str, input: DistTensor, output_size: Any, pool: Callable[..., Tensor], n: int
+) -> DistTensor:
+    """Adaptive pooling with windows that differ from output to output.
+
+    A dimension with fewer outputs than parts becomes whole on every rank, which are thereby spared
+    empty blocks; in the heads of networks it is about to be flattened anyway.
+    """
+    windows = [AdaptiveWindow(m) for m in _adaptive_sizes(output_size, tuple(input.shape[2:]), n)]
+    shape = output_shape(input.shape[1], input, windows)
+    torch.empty(shape, device="meta")  # raises for sizes beyond numbers
+    if prod(shape[2:]) > _MOST:
+        refuse(
+            name,
+            f"{prod(shape[2:])} windows, which are computed one by one",
+            input,
+            way_out=f"Choose an output_size of at most {_MOST} positions, or use F.interpolate",
+        )
+    cuts: Cuts = tuple(
+        axes if m >= input.grid.topology.parts(axes) else ()
+        for m, axes in zip(shape, input.cuts, strict=True)
+    )
+    buffer = gathered(input, (Same(), Same(), *windows), cuts, name)
+    box = box_of(shape, cuts, input.grid)
+    if 0 in box.shape:
+        return DistTensor(buffer.reshape(box.shape), shape, cuts, input.grid)
+    steps = [
+        _cells(window, size, start, stop)
+        for window, size, start, stop in zip(
+            windows, input.shape[2:], box.start[2:], box.stop[2:], strict=True
+        )
+    ]
+    cells = [
+        pool(buffer[(slice(None), slice(None), *cell)], 1).flatten(2) for cell in product(*steps)
+    ]
+    return DistTensor(torch.cat(cells, 2).reshape(box.shape), shape, cuts, input.grid)
+
+
+def _cells(window: AdaptiveWindow, size: int, start: int, stop: int) -> list[slice]:
+    """Where the buffer holds the inputs of each of the outputs start to stop."""
+    bounds = [window.window(size, o) for o in range(start, stop)]
+    return [slice(a - bounds[0][0], b - bounds[0][0]) for a, b in bounds]
+
+
+def _adaptive_sizes(output_size: Any, sizes: tuple[int, ...], n: int) -> tuple[int, ...]:
+    if not isinstance(output_size, (tuple, list)):
+        output_size = (output_size,) * n
+    if len(output_size) != n:
+        raise RuntimeError(f"output_size={tuple(output_size)} should have {n} values")
+    outputs = tuple(
+        size if m is None else whole_number(m, "output_size")
+        for m, size in zip(output_size, sizes, strict=True)
+    )
+    if min(outputs) < 0 or min(sizes) < 1:
+        raise RuntimeError(
+            f"output_size={outputs} of a plane of {sizes}: the plane must have elements, and no "
+            "output size be negative"
+        )
+    return outputs
+
+
+def _adaptive_avg_pool(local: Callable[..., Tensor], n: int) -> None:
+    name = f"adaptive_avg_pool{n}d"
+
+    @implements(local)
+    @batched(name, n)
+    def rule(input: DistTensor, output_size: Any) -> DistTensor:
+        pooled_type(name, input, input.is_floating_point() or input.is_complex())
+        outputs = _adaptive_sizes(output_size, tuple(input.shape[2:]), n)
+        if not any(input.cuts[2:]):
+            shape = (*input.shape[:2], *outputs)
+            if input.shard.numel():
+                shard = local(input.shard, outputs)
+            else:
+                shard = input.shard.reshape(box_of(shape, input.cuts, input.grid).shape)
+            return DistTensor(shard, shape, input.cuts, input.grid)
+        # An average over a whole dimension is a sum over ranks, with no gathering at all.
+        over = [d for d, m in enumerate(outputs, 2) if m == 1]
+        pooled = mean(input, over, keepdim=True) if over else input
+        if outputs == tuple(pooled.shape[2:]):
+            return (
+                pooled
+                if over
+                else DistTensor(pooled.shard.clone(), pooled.shape, pooled.cuts, pooled.grid)
+            )
+        return _adaptive(name, pooled, outputs, local, n)
+
+
+def _adaptive_max_pool(local: Callable[..., Any], function: Any, n: int) -> None:
+    name = f"adaptive_max_pool{n}d"
+
+    def pool(x: Tensor, output_size: Any) -> Tensor:
+        values: Tensor = local(x, (output_size,) * n)[0]
+        return values
+
+    @implements(function)
+    @batched(name, n)
+    def rule(input: DistTensor, output_size: Any, return_indices: bool = False) -> DistTensor:
+        pooled_type(name, input, input.is_floating_point())
+        return _adaptive(name, input, output_size, pool, n)
+
+
+_adaptive_avg_pool(F.adaptive_avg_pool1d, 1)
+_adaptive_avg_pool(F.adaptive_avg_pool2d, 2)
+_adaptive_avg_pool(F.adaptive_avg_pool3d, 3)
+_adaptive_max_pool(torch.adaptive_max_pool1d, F.adaptive_max_pool1d, 1)
+_adaptive_max_pool(torch._C._nn.adaptive_max_pool2d, F.adaptive_max_pool2d, 2)
+_adaptive_max_pool(torch._C._nn.adaptive_max_pool3d, F.adaptive_max_pool3d, 3)

@@ -1,0 +1,184 @@
+"""Average pooling on cut planes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from distconv.geometry.halo.convolution import boundary
+from distconv.geometry.halo.slabs import Piece
+from distconv.geometry.index_maps import Window
+from distconv.geometry.layout import Box
+from distconv.ops.pool.local_pooling import overlapping_ceil_mode, pooled_type, some_channel, unread
+from distconv.ops.support.argument_forms import Sizes, batched
+from distconv.ops.support.constants import constant
+from distconv.ops.support.metadata_checks import checked, shape_of
+from distconv.ops.support.operands import box_of
+from distconv.ops.windowed.assembled import apply_windows, arguments_of, output_shape, windows_of
+from distconv.ops.windowed.overlapped import Gradients, overlapped
+from distconv.tensor.dispatch import implements
+from distconv.tensor.dist_tensor import DistTensor
+from distconv.tensor.whole_numbers import whole_number
+
+_AVERAGED = (torch.float64, torch.float32, torch.int64)
+_HALF = (torch.float16, torch.bfloat16)
+"""Types of which torch has averages, the latter in up to two dimensions."""
+
+
+def _avg_pool(local: Callable[..., Tensor], n: int) -> None:
+    name = f"avg_pool{n}d"
+
+    @implements(local)
+    @batched(name, n)
+    def rule(
+        input: DistTensor,
+        kernel_size: Sizes,
+        stride: Sizes | None = None,
+        padding: Sizes = 0,
+        ceil_mode: bool = False,
+        count_include_pad: bool = True,
+        divisor_override: int | None = None,
+    ) -> DistTensor:
+        pooled_type(name, input, input.dtype in (*_AVERAGED, *(_HALF if n < 3 else ())))
+        windows = windows_of(kernel_size, stride, padding, 1, ceil_mode, n)
+        kernels, strides, paddings, _ = arguments_of(windows)
+        # torch's one-dimensional form takes no divisor.
+        if divisor_override is not None:
+            divisor_override = whole_number(divisor_override, "divisor_override")
+        override = () if n == 1 else (divisor_override,)
+        arguments = (kernels, strides, paddings, ceil_mode, count_include_pad, *override)
+        checked(local, shape_of(input), *arguments)
+        shape = output_shape(input.shape[1], input, windows)
+        box = box_of(shape, input.cuts, input.grid)
+        if not any(input.cuts[2:]):
+            shard = local(some_channel(input.shard), *arguments).reshape(box.shape)
+            return DistTensor(shard, shape, input.cuts, input.grid)
+        divisor = divisor_override or _divisor(input, windows, box, count_include_pad)
+        # As much as the pooling can divide by itself, so that sums of small types stay in range.
+        first = divisor if isinstance(divisor, int) else prod(kernels)
+        if not input.is_floating_point():
+            first = 1
+        if (ceil := overlapping_ceil_mode(input, windows)) is not None:
+            topology, rank, pool = input.grid.topology, input.grid.rank, _Pool(strides, ceil, first)
+            edge = boundary(topology, rank, tuple(input.shape), shape, input.cuts, tuple(windows))
+            shard = overlapped(input, (input.shard, None, None), pool, edge, name)
+        else:
+
+            def compute(buffer: Tensor, left: tuple[int, ...]) -> Tensor:
+                return _average(some_channel(buffer), kernels, strides, left, ceil_mode, first)
+
+            shard = apply_windows(input, windows, shape, name, compute).shard
+        if not shard.is_floating_point():
+            shard = torch.div(shard, divisor, rounding_mode="trunc")
+        elif isinstance(divisor, Tensor):
+            shard = shard.mul_((first / divisor.double()).to(shard.dtype))
+        return DistTensor(shard, shape, input.cuts, input.grid)
+
+
+@lru_cache(maxsize=4096)
+def _counts(window: Window, size: int, start: int, stop: int, include_pad: bool) -> tuple[int, ...]:
+    """Elements along one dimension that count in the averages start to stop."""
+    counts = []
+    for o in range(start, stop):
+        first = o * window.stride - window.padding[0]
+        last = min(first + window.kernel, size + window.padding[1])
+        counts.append(last - first if include_pad else min(last, size) - max(first, 0))
+    return tuple(counts)
+
+
+@lru_cache(maxsize=4096)
+def _uniform(windows: tuple[Window, ...], sizes: tuple[int, ...], include_pad: bool) -> int | None:
+    """How many elements count in every average of the plane; None where that differs."""
+    every = [
+        _counts(w, n, 0, w.output_size(n), include_pad) for w, n in zip(windows, sizes, strict=True)
+    ]
+    return prod(c[0] for c in every) if all(min(c) == max(c) for c in every) else None
+
+
+def _divisor(x: DistTensor, windows: Sequence[Window], box: Box, include_pad: bool) -> Tensor | int:
+    """What each sum is divided by; one number where all windows, of all ranks, have as many."""
+    uniform = _uniform(tuple(windows), tuple(x.shape[2:]), include_pad)
+    if uniform is not None:
+        return uniform
+    divisor = torch.ones((), dtype=torch.int64, device=x.shard.device)
+    for row in zip(windows, x.shape[2:], box.start[2:], box.stop[2:], strict=True):
+        divisor = divisor.unsqueeze(-1) * constant(divisor.device, _counts(*row, include_pad))
+    return divisor
+
+
+def _average(
+    x: Tensor,
+    kernel: tuple[int, ...],
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+    ceil_mode: bool,
+    divisor: int,
+) -> Tensor:
+    """The sums over windows, divided; in one dimension by way of two, where torch has a divisor."""
+    if len(kernel) == 1:
+        flat = (1, *kernel), (1, *stride), (0, *padding)
+        # In place, as no autograd function may return a view that others are to change in place.
+        return _average(x.unsqueeze(2), *flat, ceil_mode, divisor).squeeze_(2)
+    pool = F.avg_pool2d if len(kernel) == 2 else F.avg_pool3d
+    return pool(x, kernel, stride, padding, ceil_mode, divisor_override=divisor)
+
+
+def _average_backward(
+    dy: Tensor,
+    shape: tuple[int, ...],
+    kernel: tuple[int, ...],
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+    ceil_mode: bool,
+    divisor: int,
+) -> Tensor:
+    """The gradient of the inputs, of `shape`."""
+    if len(kernel) == 1:
+        flat = (*shape[:2], 1, *shape[2:]), (1, *kernel), (1, *stride), (0, *padding)
+        return _average_backward(dy.unsqueeze(2), *flat, ceil_mode, divisor).squeeze(2)
+    inputs = unread(shape, dy)
+    aten = torch.ops.aten
+    backward: Any = aten.avg_pool2d_backward if len(kernel) == 2 else aten.avg_pool3d_backward
+    dx: Tensor = backward(dy, inputs, kernel, stride, padding, ceil_mode, True, divisor)
+    return dx
+
+
+@dataclass(frozen=True)
+class _Pool:
+    """The sums over windows of a piece, divided by one number."""
+
+    stride: tuple[int, ...]
+    ceil_mode: bool
+    divisor: int
+    bilinear = False
+
+    def forward(self, piece: Piece, x: Tensor, weight: Any, bias: Any) -> Tensor:
+        arguments = piece.kernel, self.stride, piece.padding, self.ceil_mode, self.divisor
+        y = _average(some_channel(x), *arguments)
+        return y if x.shape[1] else y.new_empty(*x.shape[:2], *y.shape[2:])
+
+    def backward(
+        self,
+        piece: Piece,
+        dy: Tensor,
+        x: Any,
+        weight: Any,
+        bias: Sequence[int] | None,
+        mask: Sequence[bool],
+    ) -> Gradients:
+        arguments = piece.kernel, self.stride, piece.padding, self.ceil_mode, self.divisor
+        shape = piece.shape if piece.shape[1] else (0, 1, *piece.shape[2:])
+        dx = _average_backward(some_channel(dy), shape, *arguments)
+        return dx.reshape(piece.shape), None, None
+
+
+_avg_pool(F.avg_pool1d, 1)
+_avg_pool(F.avg_pool2d, 2)
+_avg_pool(F.avg_pool3d, 3)

@@ -1,0 +1,62 @@
+"""What torch's local poolings ask for: types, channels, and when they run on a block as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from torch import Tensor
+
+from distconv.comm.packing import empty
+from distconv.geometry.halo.convolution import reaches
+from distconv.geometry.index_maps import Window
+from distconv.ops.support.method import forced
+from distconv.ops.support.operands import Placement
+from distconv.ops.windowed.overlapped import may_overlap
+from distconv.tensor.dist_tensor import DistTensor
+
+
+def pooled_type(name: str, input: DistTensor, implemented: bool) -> None:
+    """Raise for a type that torch does not pool, on ranks without elements too."""
+    if not implemented:
+        raise NotImplementedError(
+            f"{name}: not implemented for {input.dtype}; convert it, x.float()"
+        )
+
+
+def some_channel(x: Tensor) -> Tensor:
+    """`x` itself, or its empty batch with one channel: torch pools nothing without channels."""
+    return x if x.shape[1] else x.reshape(0, 1, *x.shape[2:])
+
+
+def unread(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """What torch's backward passes of pooling take for inputs, of which they read the shape alone.
+
+    On GPUs they take the order of dimensions from it as well, and make it contiguous first.
+    """
+    return empty(shape, like) if like.is_cuda else like.new_empty(()).expand(shape)
+
+
+_POOLED = 2**16
+"""Elements of a rank's block from which pooling while halos travel was measured to cost less."""
+
+
+def overlapping_ceil_mode(x: DistTensor, windows: Sequence[Window]) -> bool | None:
+    """With which ceil mode to pool a block of `x` while halos travel; None where it is assembled.
+
+    The same on all ranks: that with which the local operator makes just the outputs of each block.
+    """
+    return _overlapping_ceil_mode(Placement.of(x), tuple(windows), forced())
+
+
+@lru_cache(maxsize=4096)
+def _overlapping_ceil_mode(
+    x: Placement, windows: tuple[Window, ...], method: str | None
+) -> bool | None:
+    if not may_overlap(x, method, _POOLED):
+        return None
+    parts = tuple(map(x.topology.parts, x.cuts[2:]))
+    for ceil_mode in (False, True):
+        if reaches(windows, x.shape[2:], parts, pooled=True, ceil_mode=ceil_mode):
+            return ceil_mode
+    return None

@@ -1,0 +1,85 @@
+"""Where in the plane maxima are: borders of buffers that are searched, and numbers of positions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from distconv.geometry.index_maps import Window
+from distconv.geometry.layout import Box
+from distconv.ops.support.constants import constant
+from distconv.tensor.dist_tensor import DistTensor
+
+
+def lowest(x: Tensor) -> float:
+    """What no element of the type of `x` is smaller than."""
+    return -torch.inf if x.dtype.is_floating_point else torch.iinfo(x.dtype).min
+
+
+def starts_of(input: DistTensor, windows: Sequence[Window], box: Box) -> list[int]:
+    """Where in the plane the buffer of inputs for the block `box` of outputs starts.
+
+    Along a dimension that is not cut the local operator pads by itself, outside the buffer.
+    """
+    return [
+        w.intervals(n, a, b)[0][0] if axes else 0
+        for w, n, a, b, axes in zip(
+            windows, input.shape[2:], box.start[2:], box.stop[2:], input.cuts[2:], strict=True
+        )
+    ]
+
+
+def inner_border(buffer: Tensor, windows: Sequence[Window], starts: Sequence[int]) -> Tensor:
+    """The fresh buffer with elements of the plane in place of the padding before it.
+
+    A position there repeats the first one in the plane of the windows that it begins. Maxima are
+    the same, and a window of nothing but `lowest` finds its own in the plane, as in torch.
+    """
+    for d, (window, start) in enumerate(zip(windows, starts, strict=True), 2):
+        if start < 0:
+            last = buffer.shape[d] - 1
+            first = tuple(min(p % window.dilation - start, last) for p in range(start, 0))
+            inner = buffer.index_select(d, constant(buffer.device, first))
+            buffer.narrow(d, 0, -start).copy_(inner)
+    return buffer
+
+
+def renumbered(
+    index: Tensor,
+    searched: Sequence[int],
+    starts: Sequence[int],
+    windows: Sequence[Window],
+    plane: Sequence[int],
+    origin: Sequence[int] | None = None,
+) -> Tensor:
+    """Row-major numbers of positions in `searched`, as numbers in `plane`.
+
+    Parameters
+    ----------
+    starts: where the one begins in the global plane, before it where elements are repeated.
+    origin: where the other does; at the first position when not given.
+    """
+    rows_are_whole = tuple(searched[1:]) == tuple(plane[1:]) and not any(starts[1:])
+    if rows_are_whole and starts[0] >= 0 and origin is None:
+        return index + starts[0] * prod(plane[1:])
+    number = torch.zeros_like(index)
+    coordinates = zip(_unravel(index, searched), starts, windows, origin or plane, strict=True)
+    for (local, start, window, first), size in zip(coordinates, plane, strict=True):
+        position = local + start
+        if start < 0:
+            # What lies before the plane repeats elements of it.
+            position = torch.where(position < 0, position % window.dilation, position)
+        number = number * size + (position if origin is None else position - first)
+    return number
+
+
+def _unravel(number: Tensor, plane: Sequence[int]) -> list[Tensor]:
+    """The coordinates of row-major numbers in a plane."""
+    coordinates: list[Tensor] = []
+    for size in reversed(plane):
+        coordinates.insert(0, number % size)
+        number = number // size
+    return coordinates

@@ -1,0 +1,1 @@
+"""Reductions over dimensions that may be cut."""

@@ -1,0 +1,253 @@
+"""Reductions of which the ranks' results are reduced alike, such as products and norms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod as product
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+
+from distconv.comm.collectives import parts_of
+from distconv.geometry.layout import cutting_axes
+from distconv.ops.reduce.extrema import extreme
+from distconv.ops.reduce.sums import Dims, mean, result_of
+from distconv.ops.reduce.sums import sum as sum_of
+from distconv.ops.support.argument_forms import dimension_of, dimensions_of
+from distconv.ops.support.operands import broadcast_shape, uncut
+from distconv.ops.support.types import accumulated
+from distconv.tensor.dispatch import implements, refuse
+from distconv.tensor.dist_tensor import DistTensor
+from distconv.tensor.redistribution import recut
+
+
+def _aggregate(
+    input: DistTensor,
+    dim: Dims,
+    keepdim: bool,
+    local: Callable[[Tensor, tuple[int, ...]], Tensor],
+    among: Callable[[Tensor], Tensor] | None = None,
+) -> DistTensor:
+    """Reduce the block over dimensions, which stay, and then the ranks' results over the first."""
+    over = dimensions_of(dim, input.dim())
+    axes = cutting_axes(input.cuts[d] for d in over)
+    own = local(input.shard, over)
+    if not axes:
+        return result_of(input, own, over, keepdim)
+    parts = parts_of(own, input.grid, axes)
+    combined = among(parts) if among is not None else local(parts, (0,)).squeeze(0)
+    return result_of(input, combined, over, keepdim)
+
+
+def _names_nothing(dim: Any) -> bool:
+    """Whether `dim` is an empty sequence, which for some functions is not all dimensions."""
+    return isinstance(dim, Sequence) and not dim
+
+
+def _as_booleans(input: DistTensor) -> DistTensor:
+    return DistTensor(input.shard != 0, input.shape, input.cuts, input.grid)
+
+
+@implements(torch.prod, torch.Tensor.prod)
+def prod(
+    input: DistTensor,
+    dim: int | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> DistTensor:
+    """The product over one dimension, or over all, which become whole on every rank.
+
+    Where an element is 0 or infinite its gradient is the product of all others, on other ranks too.
+    """
+    if dim is None:
+        x = recut(input, ((),) * input.dim(), "prod")
+        return DistTensor(torch.prod(x.shard, dtype=dtype), (), (), x.grid)
+    d = dimension_of(dim, input.dim())
+    x = uncut(input, [d], "prod")
+    shard = torch.prod(x.shard, d, keepdim, dtype=dtype)
+    if not input.dim():
+        return DistTensor(shard, (), (), x.grid)
+    return result_of(x, shard if keepdim else shard.unsqueeze(d), (d,), keepdim)
+
+
+@implements(torch.logsumexp, torch.Tensor.logsumexp, torch.special.logsumexp)
+def logsumexp(input: DistTensor, dim: Dims, keepdim: bool = False) -> DistTensor:
+    """The logarithm of the sum of exponentials, over dimensions."""
+    if _names_nothing(dim):
+        raise RuntimeError("logsumexp: dim names no dimension")
+    over = dimensions_of(dim, input.dim())
+    x = input.shard
+    if not (input.is_floating_point() or input.is_complex()):
+        x = x.to(torch.get_default_dtype())
+    # A block that is -inf throughout adds nothing, and its gradient is 0.
+    largest = torch.zeros((), dtype=x.dtype, device=x.device)
+    if all(input.shape[d] for d in over):
+        # torch.real is the tensor itself where it is real.
+        real = torch.real(input.detach())
+        largest = extreme("logsumexp", real, over, True, True).shard.to(x.dtype)
+        largest = torch.where(largest.isfinite(), largest, 0)
+    terms = DistTensor((x - largest).exp(), input.shape, input.cuts, input.grid)
+    total = sum_of(terms, over, True)
+    return result_of(input, total.shard.log() + largest, over, keepdim)
+
+
+@implements(torch.all, torch.Tensor.all)
+def all_(input: DistTensor, dim: Dims = None, keepdim: bool = False) -> DistTensor:
+    """Whether all elements along dimensions are true."""
+    if _names_nothing(dim):
+        return _as_booleans(input)
+    return _aggregate(input, dim, keepdim, lambda x, over: torch.all(x, over, keepdim=True))
+
+
+@implements(torch.any, torch.Tensor.any)
+def any_(input: DistTensor, dim: Dims = None, keepdim: bool = False) -> DistTensor:
+    """Whether any element along dimensions is true."""
+    if _names_nothing(dim):
+        return _as_booleans(input)
+    return _aggregate(input, dim, keepdim, lambda x, over: torch.any(x, over, keepdim=True))
+
+
+@implements(torch.linalg.vector_norm)
+def vector_norm(
+    input: DistTensor,
+    ord: float = 2,
+    dim: Dims = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> DistTensor:
+    """The norm of given order over dimensions; the norm of the ranks' norms is the norm."""
+    if ord < 0:
+        refuse(
+            "vector_norm",
+            f"the order {ord} is not supported",
+            input,
+            way_out="Use an order from 0, or x.full_tensor()",
+        )
+
+    if ord == float("inf"):
+        x = input.abs() if dtype is None else input.to(dtype).abs()
+        return extreme("vector_norm", x, dim, keepdim, True)
+
+    def local(x: Tensor, over: tuple[int, ...]) -> Tensor:
+        return torch.linalg.vector_norm(x, ord, over, True, dtype=dtype)
+
+    if ord == 0:
+        return _aggregate(input, dim, keepdim, local, lambda parts: parts.sum(0))
+    return _aggregate(input, dim, keepdim, local)
+
+
+@implements(torch.norm, torch.Tensor.norm, torch.functional.norm)
+def norm(
+    input: DistTensor,
+    p: Any = "fro",
+    dim: Dims = None,
+    keepdim: bool = False,
+    dtype: torch.dtype | None = None,
+) -> DistTensor:
+    """The norm of all elements over dimensions; of matrices only the Frobenius norm."""
+    if p == "nuc":
+        refuse("norm", "the nuclear norm is not supported", input, way_out="Use x.full_tensor()")
+    if p == "fro" and isinstance(dim, Sequence) and len(dim) > 2:
+        raise RuntimeError(f"norm: a matrix has two dimensions, not dim={tuple(dim)}; pass p=2")
+    return vector_norm(input, 2.0 if p in ("fro", None) else p, dim, keepdim, dtype=dtype)
+
+
+@implements(F.normalize)
+def normalize(input: DistTensor, p: float = 2.0, dim: Dims = 1, eps: float = 1e-12) -> Tensor:
+    """Division by the norm along dimensions, or by `eps` where that is larger."""
+    return input / norm(input, p, dim, keepdim=True).clamp_min(eps)
+
+
+@implements(F.cosine_similarity)
+def cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
+    """The cosine of the angle between vectors along one dimension."""
+    shape = broadcast_shape("cosine_similarity", (x1, x2))
+    directions = []
+    for x in (x1.expand(shape), x2.expand(shape)):
+        length = torch.linalg.vector_norm(x, 2, dim, keepdim=True)
+        # As in torch, the limit is not seen by the gradient.
+        bounded = length.clone()
+        with torch.no_grad():
+            bounded.clamp_(min=eps)
+        directions.append(x / bounded)
+    return (directions[0] * directions[1]).sum(dim)
+
+
+class _Squares(Function):
+    """Squared deviations from the mean, as a function of which their sum is stationary.
+
+    Leaving out its gradient spares the sum of deviations, which are 0 or, beside infinities, nan.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, center: Tensor) -> Tensor:
+        ctx.save_for_backward(x, center)
+        deviation = x - center
+        return (deviation * deviation.conj()).real if x.is_complex() else deviation * deviation
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, center = ctx.saved_tensors
+        return 2 * grads[0] * (x - center), None
+
+
+def _variance(
+    input: DistTensor, dim: Any, unbiased: Any, correction: Any, keepdim: bool
+) -> tuple[Tensor, Tensor]:
+    """Variance and mean over dimensions, from squared deviations, so that nothing cancels."""
+    if isinstance(dim, bool):  # var(input, unbiased)
+        dim, unbiased = None, dim
+    if correction is None:
+        correction = 1 if unbiased is None else int(unbiased)
+    over = dimensions_of(dim, input.dim())
+    count = product(input.shape[d] for d in over)
+    # Of all elements, and of less than none, the gradients of torch do not fit the infinite values.
+    infinite = count == correction > 1 and (dim is None or not input.dim())
+    if _names_nothing(dim) or infinite or 0 < count < correction:
+        refuse(
+            "var",
+            f"dim={dim!r} with correction={correction} of {count} elements is not supported",
+            input,
+            way_out="Name the dimensions, and take no more correction than there are elements",
+        )
+    center = mean(input, over, keepdim=True)
+    squares = _Squares.apply(accumulated(input.shard), accumulated(center.shard))
+    block = DistTensor(squares, input.shape, input.cuts, input.grid)
+    total = sum_of(block, over, keepdim)
+    shard = total.shard / max(count - correction, 0)
+    if not input.is_complex():
+        shard = shard.to(input.dtype)
+    variance = DistTensor(shard, total.shape, total.cuts, total.grid)
+    return variance, result_of(input, center.shard, over, keepdim)
+
+
+def _root(variance: Tensor) -> Tensor:
+    """The square root, whose gradient is 0 where the variance is 0, as torch has it for std."""
+    zero = variance == 0
+    return torch.where(zero, 0.0, torch.where(zero, 1.0, variance).sqrt())
+
+
+def _spread(name: str, root: bool, pair: bool) -> None:
+    @implements(getattr(torch, name), *([] if pair else [getattr(torch.Tensor, name)]))
+    def rule(
+        input: DistTensor,
+        dim: Any = None,
+        unbiased: bool | None = None,
+        keepdim: bool = False,
+        *,
+        correction: float | None = None,
+    ) -> Any:
+        variance, center = _variance(input, dim, unbiased, correction, keepdim)
+        spread = _root(variance) if root else variance
+        return (spread, center) if pair else spread
+
+
+_spread("var", root=False, pair=False)
+_spread("std", root=True, pair=False)
+_spread("var_mean", root=False, pair=True)
+_spread("std_mean", root=True, pair=True)

@@ -1,0 +1,190 @@
+"""Largest and smallest elements, and where they are, over any dimensions, cut or not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from distconv.comm.collectives import parts_of, reduced, sum_over
+from distconv.geometry.layout import cutting_axes
+from distconv.grid.process_grid import ProcessGrid
+from distconv.ops.reduce.sums import Dims, result_of
+from distconv.ops.shape.reshape import unsqueeze
+from distconv.ops.support.argument_forms import dimension_of, dimensions_of
+from distconv.tensor.dispatch import RULES
+from distconv.tensor.dist_tensor import DistTensor
+
+
+class Values(NamedTuple):
+    """What torch returns for an extremum along one dimension."""
+
+    values: DistTensor
+    indices: DistTensor
+
+
+def _worst(x: Tensor, largest: bool) -> Any:
+    """What no element is worse than, for ranks that hold none."""
+    if x.dtype == torch.bool:
+        return not largest
+    if x.dtype.is_floating_point:
+        return -torch.inf if largest else torch.inf
+    limits = torch.iinfo(x.dtype)
+    return limits.min if largest else limits.max
+
+
+class _Extremum(Function):
+    """The extreme value; its gradient is shared equally by all elements that attain it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        largest: bool,
+        over: tuple[int, ...],
+        grid: ProcessGrid,
+        axes: tuple[str, ...],
+        nan_attains: bool = True,
+    ) -> Tensor:
+        function = torch.amax if largest else torch.amin
+        if x.numel():
+            local = function(x, over, keepdim=True)
+        else:
+            shape = [1 if d in over else n for d, n in enumerate(x.shape)]
+            local = x.new_full(shape, _worst(x, largest))
+        value = function(parts_of(local, grid, axes), 0)
+        ctx.save_for_backward(x, value)
+        ctx.movement = over, grid, axes, nan_attains
+        return value
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, value = ctx.saved_tensors
+        over, grid, axes, nan_attains = ctx.movement
+        attained = x == value
+        if nan_attains:
+            attained |= x.isnan() & value.isnan()
+        sums = torch.stack([grads[0], attained.sum(over, keepdim=True).to(x.dtype)])
+        if axes:
+            sums = reduced(sums, grid, axes)
+        return attained * (sums[0] / sums[1]), None, None, None, None, None
+
+
+def _require_elements(name: str, input: DistTensor, over: tuple[int, ...]) -> None:
+    for d in over:
+        if input.shape[d] == 0:
+            raise IndexError(f"{name}: dimension {d} of {tuple(input.shape)} has no elements")
+
+
+def extreme(
+    name: str, input: Any, dim: Dims, keepdim: bool, largest: bool, nan_attains: bool = True
+) -> DistTensor:
+    """The largest or smallest elements of a DistTensor over dimensions.
+
+    The gradient of a nan goes to the elements that are nan, or, unless `nan_attains`, is nan.
+    """
+    over = dimensions_of(dim, input.dim())
+    _require_elements(name, input, over)
+    axes = cutting_axes(input.cuts[d] for d in over)
+    value = _Extremum.apply(input.shard, largest, over, input.grid, axes, nan_attains)
+    return result_of(input, value, over, keepdim)
+
+
+def _indices_along(input: DistTensor, d: int, largest: bool) -> Tensor:
+    """The global index of the first extremum along dimension `d`, which stays with one element."""
+    x, start = input.shard.detach(), input.box.start[d]
+    function = torch.max if largest else torch.min
+    if x.shape[d]:
+        value, index = function(x, d, keepdim=True)
+        index = index + start
+    else:
+        shape = [1 if i == d else n for i, n in enumerate(x.shape)]
+        value = x.new_full(shape, _worst(x, largest))
+        index = torch.full(shape, input.shape[d], dtype=torch.int64, device=x.device)
+    axes = input.cuts[d]
+    if not axes:
+        return index
+    values, indices = parts_of(value, input.grid, axes), parts_of(index, input.grid, axes)
+    best = function(values, 0, keepdim=True).values
+    attained = (values == best) | (values.isnan() & best.isnan())
+    return torch.where(attained, indices, input.shape[d]).amin(0)
+
+
+def _along(name: str, input: DistTensor, dim: int, keepdim: bool, largest: bool) -> Values:
+    d = dimension_of(dim, input.dim())
+    if not input.dim():
+        return _along(name, unsqueeze(input, 0), d, False, largest)
+    _require_elements(name, input, (d,))
+    index = _indices_along(input, d, largest)
+    # The rank that holds the element gives it, the others nothing.
+    here = index - input.box.start[d]
+    x = input.shard
+    mine = (here >= 0) & (here < x.shape[d])
+    if x.shape[d]:
+        value = x.gather(d, here.clamp(0, x.shape[d] - 1))
+        value = torch.where(mine, value, value.new_zeros(()))
+    else:
+        value = x.sum(d, keepdim=True).to(x.dtype)
+    value = sum_over(value, input.grid, input.cuts[d])
+    return Values(result_of(input, value, (d,), keepdim), result_of(input, index, (d,), keepdim))
+
+
+def _arg(name: str, input: DistTensor, dim: int | None, keepdim: bool, largest: bool) -> DistTensor:
+    if input.dtype == torch.bool:
+        raise RuntimeError(f"{name}: not implemented for {input.dtype}; convert it, x.int()")
+    if dim is not None:
+        d = dimension_of(dim, input.dim())
+        if not input.dim():
+            return _arg(name, unsqueeze(input, 0), d, False, largest)
+        _require_elements(name, input, (d,))
+        return result_of(input, _indices_along(input, d, largest), (d,), keepdim)
+    over = tuple(range(input.dim()))
+    _require_elements(name, input, over)
+    axes = cutting_axes(input.cuts)
+    x, box = input.shard.detach(), input.box
+    value = _Extremum.apply(x, largest, over, input.grid, axes)
+    attained = (x == value) | (x.isnan() & value.isnan())
+    position = torch.zeros((), dtype=torch.int64, device=x.device)
+    for d in over:
+        along = torch.arange(box.start[d], box.stop[d], device=x.device)
+        position = position.unsqueeze(-1) * input.shape[d] + along
+    position = torch.where(attained, position, input.numel())
+    first = position.amin() if x.numel() else position.new_full((), input.numel())
+    first = parts_of(first, input.grid, axes).amin(0)
+    return result_of(input, first.reshape((1,) * input.dim()), over, keepdim)
+
+
+def _register(largest: bool, short: str, arg: str, full: str) -> None:
+    method, function = getattr(torch.Tensor, short), getattr(torch, short)
+
+    def extremum(input: DistTensor, *args: Any, **kwargs: Any) -> Any:
+        other = args[0] if args else kwargs.get("other")
+        if isinstance(other, Tensor):
+            return (torch.maximum if largest else torch.minimum)(input, other)
+        return reduce(input, *args, **kwargs)
+
+    def reduce(input: DistTensor, dim: int | None = None, keepdim: bool = False) -> Any:
+        if dim is None:
+            return extreme(short, input, None, False, largest)
+        return _along(short, input, dim, keepdim, largest)
+
+    def all_of(input: DistTensor, dim: Dims = (), keepdim: bool = False) -> DistTensor:
+        # To torch a nan is the maximum of its group here, but not an element that attains it.
+        return extreme(full, input, dim, keepdim, largest, nan_attains=False)
+
+    def where(input: DistTensor, dim: int | None = None, keepdim: bool = False) -> DistTensor:
+        return _arg(arg, input, dim, keepdim, largest)
+
+    rules: dict[str, Callable[..., Any]] = {short: extremum, full: all_of, arg: where}
+    for name, rule in rules.items():
+        RULES[getattr(torch, name)] = RULES[getattr(torch.Tensor, name)] = rule
+    RULES[method] = RULES[function] = extremum
+
+
+_register(True, "max", "argmax", "amax")
+_register(False, "min", "argmin", "amin")

@@ -1,0 +1,57 @@
+"""Sums and means over any dimensions: local sums, added up over the ranks that share a result."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from distconv.comm.collectives import sum_over
+from distconv.geometry.layout import cutting_axes
+from distconv.ops.support.argument_forms import dimensions_of
+from distconv.ops.support.types import accumulation_type
+from distconv.tensor.dispatch import implements
+from distconv.tensor.dist_tensor import DistTensor
+
+Dims = int | Sequence[int] | None
+
+
+def result_of(input: DistTensor, shard: Tensor, over: tuple[int, ...], keepdim: bool) -> DistTensor:
+    """The result of a reduction of `input` over dimensions, which `shard` has with one element."""
+    kept = [d for d in range(input.dim()) if keepdim or d not in over]
+    return DistTensor(
+        shard if keepdim or not over else shard.squeeze(over),
+        [1 if d in over else input.shape[d] for d in kept],
+        tuple(() if d in over else input.cuts[d] for d in kept),
+        input.grid,
+    )
+
+
+@implements(torch.sum, torch.Tensor.sum)
+def sum(
+    input: DistTensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> DistTensor:
+    """Sum over dimensions; the result is whole along them and replicated where they were cut."""
+    over = dimensions_of(dim, input.dim())
+    local = input.shard.sum(over, True, dtype=dtype) if over else input.shard.sum(dtype=dtype)
+    axes = cutting_axes(input.cuts[d] for d in over)
+    return result_of(input, sum_over(local, input.grid, axes), over, keepdim)
+
+
+@implements(torch.mean, torch.Tensor.mean)
+def mean(
+    input: DistTensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> DistTensor:
+    """Mean over dimensions, of as many elements as the global shape has there."""
+    kind = dtype or input.dtype
+    if not (kind.is_floating_point or kind.is_complex):
+        raise RuntimeError(
+            f"mean(): the result type of {kind} is not floating; convert the input, or pass dtype="
+        )
+    count = prod(input.shape[d] for d in dimensions_of(dim, input.dim()))
+    # The sum of many half numbers may exceed their range where the mean does not.
+    total = sum(input, dim, keepdim, dtype=accumulation_type(kind))
+    shard = total.shard / count if count else total.shard * torch.nan
+    return DistTensor(shard.to(kind), total.shape, total.cuts, total.grid)

@@ -1,0 +1,1 @@
+"""Changes of shape, parts of tensors, and what rearranges their elements."""

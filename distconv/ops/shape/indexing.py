@@ -1,0 +1,255 @@
+"""Parts of a tensor: slices, single positions, splits, and their inverse, concatenation.
+
+A slice of a cut dimension is cut canonically again, so its elements may change their rank; only
+those that do are sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distconv.geometry.index_maps import IndexMap, Same, Span, Strided
+from distconv.ops.shape.lookup import from_end, index_select
+from distconv.ops.shape.reshape import unflatten, unsqueeze
+from distconv.ops.support.argument_forms import dimension_of
+from distconv.ops.support.operands import common_grid, distributed
+from distconv.tensor.aliasing import view_of
+from distconv.tensor.dispatch import implements, refuse
+from distconv.tensor.dist_tensor import DistTensor
+from distconv.tensor.redistribution import gathered
+
+
+@implements(torch.Tensor.__getitem__)
+def getitem(input: DistTensor, index: Any) -> DistTensor:
+    """Indexing by integers, slices with positive steps, None, an ellipsis and one tensor."""
+    items = index if isinstance(index, tuple) else (index,)
+    tensors = [i for i, item in enumerate(items) if _is_lookup(item)]
+    if len(tensors) == 1:
+        return _looked_up(input, items, tensors[0])
+    picks = per_dimension(input, items)
+    needs: list[IndexMap] = []
+    cuts: list[tuple[str, ...]] = []
+    local: list[Any] = []
+    shape: list[int] = []
+    kept: list[tuple[str, ...]] = []
+    d = 0
+    for pick in picks:
+        if pick is None:
+            local.append(None)
+            shape.append(1)
+            kept.append(())
+            continue
+        size, axes = input.shape[d], input.cuts[d]
+        d += 1
+        first, step, outputs = run_of(pick, size, d - 1)
+        single = isinstance(pick, int)
+        if not axes:
+            needs.append(Same())
+            local.append(pick if single else _slice(first, step, outputs))
+        elif (first, step, outputs) == (0, 1, size) and not single:
+            needs.append(Same())
+            local.append(slice(None))
+        else:
+            needs.append(Strided(first, step, outputs))
+            local.append(0 if single else slice(None, None, step))
+        cuts.append(() if single else axes)
+        if not single:
+            shape.append(outputs)
+            kept.append(axes)
+    buffer = gathered(input, needs, tuple(cuts), "indexing")
+    moved = any(isinstance(need, Strided) for need in needs)
+    return view_of(input, buffer[tuple(local)], shape, tuple(kept), copied=moved)
+
+
+def per_dimension(input: DistTensor, index: tuple[Any, ...]) -> list[Any]:
+    """One integer or slice for each dimension in order, with None for each new one."""
+    for item in index:
+        if not (item is None or item is Ellipsis or isinstance(item, slice) or _is_integer(item)):
+            refuse(
+                "indexing",
+                f"an index of type {type(item).__name__} is not supported",
+                input,
+                way_out="Use integers, slices and at most one tensor of integers, torch.where for "
+                "a mask, or index x.full_tensor()",
+            )
+    named = sum(item is not None and item is not Ellipsis for item in index)
+    if named > input.dim():
+        raise IndexError(f"too many indices for tensor of dimension {input.dim()}")
+    rest: list[Any] = [slice(None)] * (input.dim() - named)
+    ellipses = [i for i, item in enumerate(index) if item is Ellipsis]
+    at = ellipses[0] if ellipses else len(index)
+    items = [*index[:at], *rest, *(item for item in index[at:] if item is not Ellipsis)]
+    # torch takes each ellipsis for as many dimensions.
+    if rest and len(ellipses) > 1 and ellipses[1] < len(index) - len(ellipses) + 1:
+        refuse(
+            "indexing",
+            "something follows a second ellipsis that is not empty",
+            input,
+            way_out="Write one",
+        )
+    return [int(item) if _is_integer(item) else item for item in items]
+
+
+def _is_lookup(item: Any) -> bool:
+    return isinstance(item, Tensor) and item.dim() > 0 and item.dtype in (torch.int32, torch.int64)
+
+
+def _looked_up(input: DistTensor, items: tuple[Any, ...], at: int) -> DistTensor:
+    """Indexing by a tensor of positions at place `at`, by integers, slices and so on elsewhere."""
+    index, marker = items[at], slice(None)
+    picks = per_dimension(input, (*items[:at], marker, *items[at + 1 :]))
+    place = next(i for i, pick in enumerate(picks) if pick is marker)
+    d = sum(not isinstance(pick, int) for pick in picks[:place])
+    x = getitem(input, tuple(picks))
+    picked = index_select(x, d, from_end(index.flatten(), x.shape[d]))
+    return picked if index.dim() == 1 else unflatten(picked, d, tuple(index.shape))
+
+
+def _is_integral(x: Tensor) -> bool:
+    return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+
+
+def _is_integer(item: Any) -> bool:
+    if isinstance(item, Tensor):
+        return not item.dim() and _is_integral(item)
+    return hasattr(item, "__index__") and not isinstance(item, bool)
+
+
+def run_of(pick: Any, size: int, dimension: int) -> tuple[int, int, int]:
+    """First position, step and number of positions of an integer or slice."""
+    if isinstance(pick, int):
+        if not -size <= pick < size:
+            raise IndexError(
+                f"index {pick} is out of bounds for dimension {dimension} with size {size}"
+            )
+        return pick % size, 1, 1
+    start, stop, step = pick.indices(size)
+    if step < 1:
+        raise ValueError("step must be greater than zero")
+    return start, step, len(range(start, stop, step))
+
+
+def _slice(first: int, step: int, outputs: int) -> slice:
+    """The slice of so many positions, which may be none."""
+    return slice(first, first + (outputs - 1) * step + 1, step) if outputs else slice(0, 0)
+
+
+def _slice_of(input: DistTensor, dim: int, start: int, stop: int) -> DistTensor:
+    d = dimension_of(dim, input.dim())
+    return getitem(input, (*(slice(None),) * d, slice(start, stop)))
+
+
+@implements(torch.narrow, torch.Tensor.narrow)
+def narrow(input: DistTensor, dim: int, start: int | Tensor, length: int) -> DistTensor:
+    """`length` positions along one dimension."""
+    if isinstance(start, Tensor):
+        if not _is_integer(start):
+            raise RuntimeError(
+                f"narrow: start is a {start.dtype} tensor of shape {tuple(start.shape)}; expected "
+                "an integer, or a 0-d tensor of one"
+            )
+        start = int(start)
+    d = dimension_of(dim, input.dim())
+    start = start + input.shape[d] if start < 0 else start
+    if not 0 <= start <= start + length <= input.shape[d]:
+        raise RuntimeError(
+            f"narrow: start {start} and length {length} exceed dimension {d} of size "
+            f"{input.shape[d]}"
+        )
+    return _slice_of(input, d, start, start + length)
+
+
+@implements(torch.select, torch.Tensor.select)
+def select(input: DistTensor, dim: int, index: int) -> DistTensor:
+    """One position along one dimension, which disappears."""
+    d = dimension_of(dim, input.dim())
+    return getitem(input, (*(slice(None),) * d, index))
+
+
+@implements(torch.split, torch.Tensor.split, torch.functional.split)
+def split(
+    tensor: DistTensor, split_size_or_sections: int | Sequence[int], dim: int = 0
+) -> tuple[DistTensor, ...]:
+    """Consecutive pieces of given sizes along one dimension."""
+    d = dimension_of(dim, tensor.dim())
+    size = tensor.shape[d]
+    if isinstance(split_size_or_sections, int):
+        step = split_size_or_sections
+        if step < 1 and (step or size):
+            raise RuntimeError(f"split: split_size={step} has to be positive")
+        sections = [min(step, size - a) for a in range(0, size, max(step, 1))] or [0]
+    else:
+        sections = list(split_size_or_sections)
+        if sum(sections) != size or min(sections, default=0) < 0:
+            raise RuntimeError(
+                f"split: sizes {sections} have to be from 0 and add up to {size}, dimension {d}"
+            )
+    pieces, start = [], 0
+    for length in sections:
+        pieces.append(_slice_of(tensor, d, start, start + length))
+        start += length
+    return tuple(pieces)
+
+
+@implements(torch.chunk, torch.Tensor.chunk)
+def chunk(input: DistTensor, chunks: int, dim: int = 0) -> tuple[DistTensor, ...]:
+    """At most `chunks` pieces of equal size, the last one perhaps smaller."""
+    if chunks < 1:
+        raise RuntimeError(f"chunk: chunks={chunks} has to be positive")
+    d = dimension_of(dim, input.dim())
+    if input.shape[d] == 0:
+        return split(input, [0] * chunks, d)
+    return split(input, -(-input.shape[d] // chunks), d)
+
+
+@implements(torch.unbind, torch.Tensor.unbind, torch.Tensor.__iter__)
+def unbind(input: DistTensor, dim: int = 0) -> tuple[DistTensor, ...]:
+    """Every position along one dimension, which disappears."""
+    d = dimension_of(dim, input.dim())
+    return tuple(select(input, d, i) for i in range(input.shape[d]))
+
+
+@implements(torch.cat, torch.concat, torch.concatenate)
+def cat(tensors: Sequence[Tensor], dim: int = 0) -> DistTensor:
+    """Concatenation along one dimension, in the layout of the largest tensor."""
+    grid = common_grid("cat", tensors)
+    # torch skips tensors of shape (0,), whatever the other shapes, but not in the backward pass.
+    pieces = [distributed(t, grid) for t in tensors]
+    skipped = [x for x in pieces if tuple(x.shape) == (0,)]
+    pieces = [x for x in pieces if tuple(x.shape) != (0,)]
+    if not pieces:
+        pieces, skipped = skipped, []
+    given = [x for x in pieces if any(x is t for t in tensors)] or pieces
+    largest = max(given, key=DistTensor.numel)
+    d = dimension_of(dim, largest.dim())
+    rest = {tuple(n for i, n in enumerate(x.shape) if i != d) for x in pieces}
+    if len(rest) > 1:
+        shapes = ", ".join(str(tuple(x.shape)) for x in pieces)
+        raise RuntimeError(f"cat: the shapes {shapes} have to agree except in dimension {d}")
+    cuts = largest.cuts
+    if not largest.dim():
+        raise RuntimeError("cat: tensors without dimensions cannot be concatenated; use stack")
+    total = sum(x.shape[d] for x in pieces)
+    buffers, offset = [x.shard for x in skipped], 0
+    for x in pieces:
+        needs: list[IndexMap] = [Same()] * x.dim()
+        if cuts[d]:
+            needs[d] = Span(offset, total)
+        buffers.append(gathered(x, needs, cuts, "cat"))
+        offset += x.shape[d]
+    shape = (*largest.shape[:d], total, *largest.shape[d + 1 :])
+    return DistTensor(torch.cat(buffers, d), shape, cuts, grid)
+
+
+@implements(torch.stack)
+def stack(tensors: Sequence[Tensor], dim: int = 0) -> DistTensor:
+    """Tensors of one shape along a new dimension, which is whole on every rank."""
+    grid = common_grid("stack", tensors)
+    if len({tuple(t.shape) for t in tensors}) > 1:
+        shapes = ", ".join(str(tuple(t.shape)) for t in tensors)
+        raise RuntimeError(f"stack expects each tensor to be equal size, but got {shapes}")
+    return cat([unsqueeze(distributed(t, grid), dim) for t in tensors], dim)

@@ -1,0 +1,107 @@
+"""Elements picked by tensors of positions along one dimension, which is made whole first.
+
+The result is cut as the input: each rank looks up what its own block of positions names. The rank
+that meets a position out of range raises.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from distconv.ops.support.argument_forms import dimension_of
+from distconv.ops.support.metadata_checks import checked
+from distconv.ops.support.operands import block_of, common_grid, distributed, uncut, whole
+from distconv.tensor.dispatch import implements, refuse
+from distconv.tensor.dist_tensor import DistTensor
+
+
+def from_end(index: Tensor, size: int) -> Tensor:
+    """Positions counted from the end, -1 and so on, counted from the beginning."""
+    counted: Tensor = index + size * (index < 0)
+    return counted
+
+
+@implements(torch.index_select, torch.Tensor.index_select)
+def index_select(input: Tensor, dim: int, index: Tensor) -> DistTensor:
+    """The positions `index`, a vector, along one dimension."""
+    grid = common_grid("index_select", (input, index))
+    x = distributed(input, grid)
+    if index.dtype not in (torch.int32, torch.int64):
+        raise RuntimeError(f"index_select: an index of {index.dtype}; expected int32 or int64")
+    shape = checked(torch.index_select, input, dim, index)
+    if not x.dim():
+        refuse("index_select", "the tensor has no dimensions", x, way_out="Use x.reshape(1)")
+    d = dimension_of(dim, x.dim())
+    vector = index if index.dim() else index.reshape(1)
+    own = block_of(vector, shape[d : d + 1], x.cuts[d : d + 1], grid, "index_select")
+    shard = uncut(x, [d], "index_select").shard.index_select(d, own)
+    return DistTensor(shard, shape, x.cuts, grid)
+
+
+@implements(torch.gather, torch.Tensor.gather)
+def gather(input: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> DistTensor:
+    """For each position of `index` the element that it names along one dimension."""
+    grid = common_grid("gather", (input, index))
+    x = distributed(input, grid)
+    shape = checked(torch.gather, input, dim, index)
+    if sparse_grad or not x.dim() or x.dim() != index.dim():
+        what = "sparse_grad" if sparse_grad else f"{x.dim()} dimensions for {index.dim()} of index"
+        refuse("gather", f"{what} is not supported", x, index, way_out="Use x.full_tensor()")
+    d = dimension_of(dim, x.dim())
+    # Where the index is shorter than the input their blocks do not line up.
+    shorter = [i for i, n in enumerate(shape) if i != d and n != x.shape[i]]
+    cuts = tuple(() if i in shorter else axes for i, axes in enumerate(x.cuts))
+    own = block_of(index, shape, cuts, grid, "gather")
+    shard = uncut(x, [d, *shorter], "gather").shard.gather(d, own)
+    return DistTensor(shard, shape, cuts, grid)
+
+
+@implements(torch.take_along_dim, torch.Tensor.take_along_dim)
+def take_along_dim(input: Tensor, indices: Tensor, dim: int | None = None) -> DistTensor:
+    """`gather` of operands that are broadcast against each other along the other dimensions."""
+    if indices.dtype != torch.int64:
+        raise RuntimeError(f"take_along_dim: indices of {indices.dtype}; expected int64")
+    if dim is None:
+        return gather(input.flatten(), 0, indices.flatten())
+    if input.dim() != indices.dim():
+        raise RuntimeError(
+            f"take_along_dim: input {tuple(input.shape)} and indices {tuple(indices.shape)} have "
+            "to have the same number of dimensions"
+        )
+    if not input.dim():
+        refuse("take_along_dim", "there are no dimensions", input, way_out="Use x.reshape(1)")
+    d = dimension_of(dim, input.dim())
+    shapes = [torch.Size((*t.shape[:d], 1, *t.shape[d + 1 :])) for t in (input, indices)]
+    rest = torch.broadcast_shapes(*shapes)
+    x, index = (t.expand(*rest[:d], t.shape[d], *rest[d + 1 :]) for t in (input, indices))
+    return gather(x, d, from_end(index, x.shape[d]))
+
+
+@implements(F.embedding)
+def embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> DistTensor:
+    """A row of the weight, which is whole on every rank, for each position."""
+    grid = common_grid("embedding", (input, weight))
+    if max_norm is not None or scale_grad_by_freq or sparse:
+        refuse(
+            "embedding",
+            "max_norm, scale_grad_by_freq and sparse are not supported",
+            input,
+            weight,
+            way_out="Leave them out",
+        )
+    if input.dtype not in (torch.int32, torch.int64):
+        raise RuntimeError(f"embedding: positions of {input.dtype}; expected int32 or int64")
+    shape = checked(F.embedding, input, weight, padding_idx)
+    x = distributed(input, grid)
+    shard = F.embedding(x.shard, whole(weight, "embedding"), padding_idx)
+    return DistTensor(shard, shape, (*x.cuts, ()), grid)

@@ -1,0 +1,67 @@
+"""Padding of cut planes, in all modes: the outside comes from the owner of what it repeats."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from distconv.geometry.index_maps import IndexMap, Pad, Same
+from distconv.ops.support.constants import constant
+from distconv.ops.support.metadata_checks import checked, shape_of
+from distconv.ops.support.operands import box_of, nothing
+from distconv.tensor.dispatch import implements
+from distconv.tensor.dist_tensor import DistTensor
+from distconv.tensor.redistribution import gathered
+
+
+@implements(F.pad, torch._C._nn.pad)
+def pad(
+    input: DistTensor, pad: Sequence[int], mode: str = "constant", value: float | None = None
+) -> DistTensor:
+    """Pad by pairs of (before, after), last dimension first; negative amounts crop."""
+    shape = checked(F.pad, shape_of(input), tuple(pad), mode, value)
+    if input.dtype == torch.bool and mode in ("reflect", "replicate"):
+        raise NotImplementedError(
+            f"pad: mode={mode!r} is not implemented for {input.dtype}; convert it, x.int()"
+        )
+    amounts = [(0, 0)] * input.dim()
+    for i in range(len(pad) // 2):
+        amounts[input.dim() - 1 - i] = (int(pad[2 * i]), int(pad[2 * i + 1]))
+    needs: list[IndexMap] = [
+        Pad(*amount, mode) if axes and any(amount) else Same()
+        for amount, axes in zip(amounts, input.cuts, strict=True)
+    ]
+    buffer = gathered(input, needs, input.cuts, "pad", value or 0.0)
+    box = box_of(shape, input.cuts, input.grid)
+    for d, need in enumerate(needs):
+        if isinstance(need, Pad) and box.start[d] < box.stop[d]:
+            order = need.order(input.shape[d], box.start[d], box.stop[d])
+            if order is not None:
+                buffer = buffer.index_select(d, constant(buffer.device, tuple(order)))
+    buffer = _pad_whole_dimensions(buffer, amounts, needs, len(pad) // 2, mode, value, box.shape)
+    # What pads by nothing copies all the same.
+    shard = buffer.clone() if buffer is input.shard else buffer
+    return DistTensor(shard, shape, input.cuts, input.grid)
+
+
+def _pad_whole_dimensions(
+    buffer: Tensor,
+    amounts: Sequence[tuple[int, int]],
+    needs: Sequence[IndexMap],
+    named: int,
+    mode: str,
+    value: float | None,
+    shape: tuple[int, ...],
+) -> Tensor:
+    """Pad along the dimensions that are whole on every rank, where torch does it."""
+    rest = [(0, 0) if isinstance(n, Pad) else a for n, a in zip(needs, amounts, strict=True)]
+    if not any(map(any, rest)):
+        return buffer
+    if 0 in shape:
+        return nothing(buffer, shape)
+    # torch pads as many dimensions at a time as the caller has named, also by nothing.
+    flat = [n for amount in reversed(rest[len(rest) - named :]) for n in amount]
+    return F.pad(buffer, flat, mode, value)

@@ -1,0 +1,67 @@
+"""Sliding blocks as columns and back, and power-average pooling."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from distconv.ops.shape.reshape import flatten
+from distconv.ops.support.argument_forms import Sizes, batched
+from distconv.ops.support.metadata_checks import checked, shape_of
+from distconv.ops.support.operands import box_of, nothing, uncut
+from distconv.ops.windowed.assembled import apply_windows, arguments_of, output_shape, windows_of
+from distconv.tensor.dispatch import implements
+from distconv.tensor.dist_tensor import DistTensor
+
+
+@implements(F.unfold)
+@batched("unfold", 2)
+def unfold(
+    input: DistTensor,
+    kernel_size: Sizes,
+    dilation: Sizes = 1,
+    padding: Sizes = 0,
+    stride: Sizes = 1,
+) -> DistTensor:
+    """Every window of (N, C, H, W) as a column: (N, C * prod(kernel), windows)."""
+    checked(F.unfold, shape_of(input), kernel_size, dilation, padding, stride)
+    windows = windows_of(kernel_size, stride, padding, dilation, False, 2)
+    kernels, strides, _, dilations = arguments_of(windows)
+
+    def compute(buffer: Tensor, left: tuple[int, ...]) -> Tensor:
+        columns = F.unfold(buffer, kernels, dilations, left, strides)
+        padded = [n + 2 * p for n, p in zip(buffer.shape[2:], left, strict=True)]
+        rows, width = ((n - w.extent) // w.stride + 1 for n, w in zip(padded, windows, strict=True))
+        return columns.view(*columns.shape[:2], rows, width)
+
+    shape = output_shape(input.shape[1] * prod(kernels), input, windows)
+    x = uncut(input, [1], "unfold")
+    planes = apply_windows(x, windows, shape, "unfold", compute)
+    return flatten(planes, 2)
+
+
+@implements(F.fold)
+def fold(
+    input: DistTensor,
+    output_size: Sizes,
+    kernel_size: Sizes,
+    dilation: Sizes = 1,
+    padding: Sizes = 0,
+    stride: Sizes = 1,
+) -> DistTensor:
+    """Columns added up into the windows they stand for; the columns are made whole first."""
+    if not (input.is_floating_point() or input.is_complex()):
+        raise RuntimeError(f"fold: not implemented for {input.dtype}; convert it, x.float()")
+    arguments: Any = (output_size, kernel_size, dilation, padding, stride)
+    shape = checked(F.fold, shape_of(input), *arguments)
+    x = uncut(input, [input.dim() - 2, input.dim() - 1], "fold")
+    cuts = (*x.cuts[:-2], (), (), ())
+    box = box_of(shape, cuts, x.grid)
+    if 0 in box.shape:
+        shard = nothing(x.shard, box.shape)
+    else:
+        shard = F.fold(x.shard, *arguments)
+    return DistTensor(shard, shape, cuts, x.grid)

@@ -1,0 +1,207 @@
+"""Other orders and repetitions of the elements, and assignment to slices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from numbers import Number
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distconv.geometry.index_maps import IndexMap, Reversed, Rolled, Same
+from distconv.ops.shape.indexing import cat, per_dimension, run_of
+from distconv.ops.shape.reshape import permute, unsqueeze
+from distconv.ops.support.argument_forms import dimension_of, dimensions_of, listed, sizes_of
+from distconv.ops.support.metadata_checks import checked, shape_of
+from distconv.ops.support.operands import whole
+from distconv.tensor.aliasing import check_writable
+from distconv.tensor.dispatch import implements, refuse
+from distconv.tensor.dist_tensor import DistTensor
+from distconv.tensor.nested import tensors_in
+from distconv.tensor.redistribution import gathered
+from distconv.tensor.whole_numbers import whole_numbers
+
+
+@implements(torch.flip, torch.Tensor.flip)
+@listed("dims")
+def flip(input: DistTensor, *dims: Any) -> DistTensor:
+    """The order along dimensions reversed."""
+    named = sizes_of(dims)
+    chosen = dimensions_of(named, input.dim()) if named else ()
+    needs = [Reversed() if d in chosen and axes else Same() for d, axes in enumerate(input.cuts)]
+    buffer = gathered(input, needs, input.cuts, "flip")
+    return DistTensor(buffer.flip(chosen), input.shape, input.cuts, input.grid)
+
+
+@implements(torch.fliplr, torch.Tensor.fliplr)
+def fliplr(input: DistTensor) -> DistTensor:
+    """Dimension 1 reversed."""
+    return flip(input, 1)
+
+
+@implements(torch.flipud, torch.Tensor.flipud)
+def flipud(input: DistTensor) -> DistTensor:
+    """Dimension 0 reversed."""
+    if not input.dim():
+        raise RuntimeError("flipud: the tensor has no dimensions; expected at least 1")
+    return flip(input, 0)
+
+
+@implements(torch.roll, torch.Tensor.roll)
+def roll(
+    input: DistTensor, shifts: int | Sequence[int], dims: int | Sequence[int] | None = None
+) -> DistTensor:
+    """The elements moved along dimensions, those that leave at one end entering at the other."""
+    if dims is None or (isinstance(dims, (tuple, list)) and not dims):
+        flat = input.flatten()
+        assert isinstance(flat, DistTensor)
+        result = roll(flat, shifts, 0).view(tuple(input.shape))
+        assert isinstance(result, DistTensor)
+        return result
+    amounts, chosen = whole_numbers(shifts, "shifts"), whole_numbers(dims, "dims")
+    if len(amounts) != len(chosen):
+        raise RuntimeError(f"roll: {len(amounts)} shifts for {len(chosen)} dimensions")
+    total = [0] * input.dim()
+    for shift, d in zip(amounts, chosen, strict=True):
+        total[dimension_of(d, input.dim())] += shift
+    needs: list[IndexMap] = [
+        Rolled(shift) if shift and axes and n else Same()
+        for shift, axes, n in zip(total, input.cuts, input.shape, strict=True)
+    ]
+    buffer = gathered(input, needs, input.cuts, "roll")
+    rest = [d for d, need in enumerate(needs) if isinstance(need, Same)]
+    buffer = buffer.roll([total[d] for d in rest], rest) if rest else buffer.clone()
+    return DistTensor(buffer, input.shape, input.cuts, input.grid)
+
+
+@implements(torch.tile, torch.Tensor.tile)
+@listed("dims")
+def tile(input: DistTensor, *dims: Any) -> DistTensor:
+    """The tensor side by side with itself, so many times along each of the last dimensions."""
+    times = sizes_of(dims)
+    return repeat(input, (1,) * (input.dim() - len(times)) + times)
+
+
+@implements(torch.Tensor.repeat)
+@listed("repeats")
+def repeat(input: DistTensor, *repeats: Any) -> DistTensor:
+    """The tensor side by side with itself, so many times along each dimension."""
+    times = sizes_of(repeats)
+    checked(torch.Tensor.repeat, shape_of(input), times)
+    x = input
+    while x.dim() < len(times):
+        x = unsqueeze(x, 0)
+    for d, n in enumerate(times):
+        if n == 0:
+            x = x.narrow(d, 0, 0)  # type: ignore[assignment]
+        elif n > 1:
+            x = cat([x] * n, d)
+    return x if max(times, default=1) > 1 else x.clone()  # type: ignore[return-value]
+
+
+@implements(torch.movedim, torch.Tensor.movedim, torch.moveaxis, torch.Tensor.moveaxis)
+def movedim(
+    input: DistTensor, source: int | Sequence[int], destination: int | Sequence[int]
+) -> DistTensor:
+    """Dimensions at other places, the rest in their order."""
+    numbered = torch.empty(tuple(range(input.dim())), device="meta")
+    moved = torch.movedim(numbered, source, destination)  # type: ignore[arg-type]
+    return permute(input, tuple(moved.shape))
+
+
+@implements(torch.t, torch.Tensor.t, torch.Tensor.T.__get__)  # type: ignore[attr-defined]
+def t(input: DistTensor) -> DistTensor:
+    """The transpose of a matrix."""
+    if input.dim() > 2:
+        raise RuntimeError(f"t: expected at most 2 dimensions, got {input.dim()}; use permute")
+    return permute(input, list(reversed(range(input.dim()))))
+
+
+@implements(torch.Tensor.mT.__get__, torch.adjoint)  # type: ignore[attr-defined]
+def matrix_transpose(input: DistTensor) -> Tensor:
+    """The last two dimensions exchanged."""
+    return input.transpose(-2, -1)
+
+
+@implements(torch.Tensor.__setitem__)
+def setitem(input: DistTensor, index: Any, value: Any) -> None:
+    """Assignment to slices and positions; each rank writes what lies in its block.
+
+    `value` is a number, or a tensor that is broadcast to the slice; a distributed one is made whole
+    first. Where a mask is true it is a number.
+    """
+    if not isinstance(input, DistTensor):
+        refuse(
+            "assignment",
+            "a plain tensor takes neither distributed values nor distributed masks",
+            *tensors_in(index, value),
+            way_out="Use their full_tensor(), or assign to a distributed tensor",
+        )
+    if isinstance(index, Tensor) and index.dtype == torch.bool:
+        _assign_where(input, index, value)
+        return
+    check_writable(input, "assignment to a slice")
+    value = whole(value, "assignment to a slice")
+    box = input.box
+    into: list[Any] = []
+    taken: list[slice] = []
+    shape: list[int] = []
+    d = 0
+    for pick in per_dimension(input, index if isinstance(index, tuple) else (index,)):
+        if pick is None:
+            into.append(None)
+            taken.append(slice(None))
+            shape.append(1)
+            continue
+        first, step, outputs = run_of(pick, input.shape[d], d)
+        # Positions low to high of the run lie in this rank's block.
+        low = max(0, -((first - box.start[d]) // step))
+        high = max(low, min(outputs, -((first - box.stop[d]) // step)))
+        begin = first + low * step - box.start[d]
+        into.append(
+            slice(begin, begin + max(high - low, 0) * step, step) if high > low else slice(0, 0)
+        )
+        if isinstance(pick, int):
+            # The dimension is not one of the value's; it is written as a slice of one.
+            shape.append(-1)
+        else:
+            shape.append(outputs)
+        taken.append(slice(low, high))
+        d += 1
+    if isinstance(value, Tensor):
+        value = _part(value, shape, taken)
+    input.shard[tuple(into)] = value
+
+
+def _assign_where(input: DistTensor, mask: Tensor, value: Any) -> None:
+    """Assignment of a number where a mask of the leading dimensions is true."""
+    if not isinstance(value, Number):
+        refuse(
+            "assignment to a mask",
+            f"a value of type {type(value).__name__} is not supported",
+            input,
+            way_out="Assign a number, or use torch.where(mask, value, x)",
+        )
+    if mask.shape != input.shape[: mask.dim()]:
+        raise IndexError(
+            f"the mask of shape {tuple(mask.shape)} does not match the first dimensions of the "
+            f"tensor of shape {tuple(input.shape)}"
+        )
+    rest = (None,) * (input.dim() - mask.dim())
+    # A number of another type is converted as in an assignment, which masked_fill_ refuses.
+    input.masked_fill_(mask[(..., *rest)], torch.tensor(value, dtype=input.dtype).item())
+
+
+def _part(value: Tensor, shape: list[int], taken: list[slice]) -> Tensor:
+    """What this rank writes of a value that is broadcast to `shape`, where -1 are absent."""
+    kept = [n for n in shape if n >= 0]
+    while value.dim() > len(kept) and value.shape[0] == 1:
+        value = value.squeeze(0)
+    value = value.expand(kept)
+    for d, n in enumerate(shape):
+        if n < 0:
+            value = value.unsqueeze(d)
+    return value[
+        tuple(slice(0, t.stop - t.start) if n < 0 else t for n, t in zip(shape, taken, strict=True))
+    ]

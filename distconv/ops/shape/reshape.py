@@ -1,0 +1,179 @@
+"""Changes of shape that move no elements between ranks, where the cut dimensions stay whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+
+from distconv.geometry.layout import Cuts, Shape
+from distconv.grid.process_grid import ProcessGrid
+from distconv.ops.support.argument_forms import dimension_of, dimensions_of, listed, sizes_of
+from distconv.ops.support.operands import box_of, uncut
+from distconv.tensor.aliasing import view_of
+from distconv.tensor.dispatch import implements, refuse
+from distconv.tensor.dist_tensor import DistTensor
+from distconv.tensor.redistribution import recut
+
+
+def _inferred(sizes: Shape, shape: Shape) -> Shape:
+    """`sizes` with -1 replaced, as torch does it."""
+    return tuple(torch.empty(shape, device="meta").reshape(sizes).shape)
+
+
+def _groups(before: Shape, after: Shape) -> list[tuple[range, range]]:
+    """The shortest runs of dimensions of equal product, from left to right."""
+    groups = []
+    i = j = 0
+    while i < len(before) or j < len(after):
+        i0, j0 = i, j
+        n = m = 1
+        if i < len(before):
+            n, i = before[i], i + 1
+        if j < len(after):
+            m, j = after[j], j + 1
+        while n != m:
+            if n < m:
+                n, i = n * before[i], i + 1
+            else:
+                m, j = m * after[j], j + 1
+        groups.append((range(i0, i), range(j0, j)))
+    return groups
+
+
+def _reshaped_cuts(before: Shape, cuts: Cuts, after: Shape, grid: ProcessGrid) -> tuple[Cuts, Cuts]:
+    """The cuts that a reshape keeps: those it asks of its input, and those of its result.
+
+    A cut survives on the leading dimension of a run, when all parts are equally long; a dimension
+    that stays as it is keeps any cut.
+    """
+    asked: list[tuple[str, ...]] = [()] * len(before)
+    made: list[tuple[str, ...]] = [()] * len(after)
+    for old, new in _groups(before, after):
+        if not old or not new:
+            continue
+        # Dimensions of one element in front belong to nobody.
+        first = next((d for d in old if before[d] != 1), old[0])
+        into = next((d for d in new if after[d] != 1), new[0])
+        axes = cuts[first]
+        parts = grid.topology.parts(axes)
+        unchanged = before[first] == after[into] and prod(before[d] for d in old) == before[first]
+        if unchanged or (before[first] % parts == 0 and after[into] % parts == 0):
+            asked[first] = made[into] = axes
+    return tuple(asked), tuple(made)
+
+
+def _reshape(input: DistTensor, shape: Shape, operator: str) -> DistTensor:
+    before = tuple(input.shape)
+    if 0 in before:
+        asked: Cuts = ((),) * input.dim()
+        made: Cuts = ((),) * len(shape)
+    else:
+        asked, made = _reshaped_cuts(before, input.cuts, shape, input.grid)
+    x = recut(input, asked, operator)
+    shard = x.shard.reshape(box_of(shape, made, input.grid).shape)
+    return view_of(input, shard, shape, made, copied=True)
+
+
+@implements(torch.reshape, torch.Tensor.reshape)
+@listed("shape")
+def reshape(input: DistTensor, *shape: Any) -> DistTensor:
+    """Another shape of the same elements in row-major order."""
+    return _reshape(input, _inferred(sizes_of(shape), tuple(input.shape)), "reshape")
+
+
+@implements(torch.Tensor.view)
+@listed("size")
+def view(input: DistTensor, *shape: Any) -> DistTensor:
+    """Another shape of the same elements; a type instead of a shape is refused."""
+    if shape and isinstance(shape[0], torch.dtype):
+        refuse("view", "the bits cannot be read as another type", input, way_out="Use x.to(dtype)")
+    return _reshape(input, _inferred(sizes_of(shape), tuple(input.shape)), "view")
+
+
+@implements(torch.Tensor.view_as)
+def view_as(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """The shape of another tensor."""
+    return input.view(tuple(other.shape))
+
+
+@implements(torch.Tensor.reshape_as)
+def reshape_as(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """The shape of another tensor."""
+    return input.reshape(tuple(other.shape))
+
+
+@implements(torch.flatten, torch.Tensor.flatten)
+def flatten(input: DistTensor, start_dim: int = 0, end_dim: int = -1) -> DistTensor:
+    """Merge the dimensions start_dim to end_dim into one."""
+    shape = torch.empty(tuple(input.shape), device="meta").flatten(start_dim, end_dim).shape
+    return _reshape(input, tuple(shape), "flatten")
+
+
+@implements(torch.unflatten, torch.Tensor.unflatten)
+def unflatten(input: DistTensor, dim: int, sizes: Sequence[int]) -> DistTensor:
+    """Split one dimension into several."""
+    shape = torch.empty(tuple(input.shape), device="meta").unflatten(dim, sizes).shape
+    return _reshape(input, tuple(shape), "unflatten")
+
+
+@implements(torch.squeeze, torch.Tensor.squeeze)
+def squeeze(input: DistTensor, dim: int | Sequence[int] | None = None) -> DistTensor:
+    """Drop dimensions of one element."""
+    named = () if isinstance(dim, Sequence) and not dim else dimensions_of(dim, input.dim())
+    gone = [d for d in named if input.shape[d] == 1]
+    x = uncut(input, gone, "squeeze")
+    kept = [d for d in range(x.dim()) if d not in gone]
+    shard = x.shard.squeeze(tuple(gone)) if gone else x.shard
+    shape, cuts = [x.shape[d] for d in kept], tuple(x.cuts[d] for d in kept)
+    return view_of(input, shard, shape, cuts, copied=x is not input)
+
+
+@implements(torch.unsqueeze, torch.Tensor.unsqueeze)
+def unsqueeze(input: DistTensor, dim: int) -> DistTensor:
+    """Insert a dimension of one element, whole on every rank."""
+    d = dimension_of(dim, input.dim() + 1)
+    shape, cuts = list(input.shape), list(input.cuts)
+    shape.insert(d, 1)
+    cuts.insert(d, ())
+    return view_of(input, input.shard.unsqueeze(d), shape, tuple(cuts), copied=False)
+
+
+@implements(torch.permute, torch.Tensor.permute)
+@listed("dims")
+def permute(input: DistTensor, *dims: Any) -> DistTensor:
+    """The dimensions in another order, each with its cut."""
+    named = sizes_of(dims)
+    if len(named) != input.dim():
+        raise RuntimeError(f"permute: {named} does not name all {input.dim()} dimensions")
+    order = dimensions_of(named, input.dim())
+    shape, cuts = [input.shape[d] for d in order], tuple(input.cuts[d] for d in order)
+    return view_of(input, input.shard.permute(order), shape, cuts, copied=False)
+
+
+@implements(torch.transpose, torch.Tensor.transpose)
+def transpose(input: DistTensor, dim0: int, dim1: int) -> DistTensor:
+    """Two dimensions exchanged."""
+    numbered = torch.empty(tuple(range(input.dim())), device="meta")
+    return permute(input, tuple(numbered.transpose(dim0, dim1).shape))
+
+
+@implements(torch.swapaxes, torch.Tensor.swapaxes)
+def swapaxes(input: DistTensor, axis0: int, axis1: int) -> DistTensor:
+    """Two dimensions exchanged."""
+    return transpose(input, axis0, axis1)
+
+
+@implements(torch.Tensor.expand)
+@listed("size")
+def expand(input: DistTensor, *sizes: Any) -> DistTensor:
+    """Dimensions of one element repeated, whole on every rank; new ones in front."""
+    shape = tuple(torch.empty(tuple(input.shape), device="meta").expand(sizes_of(sizes)).shape)
+    lead = len(shape) - input.dim()
+    grown = [d for d in range(input.dim()) if input.shape[d] != shape[d + lead]]
+    x = uncut(input, grown, "expand")
+    cuts = ((),) * lead + x.cuts
+    shard = x.shard.expand(box_of(shape, cuts, x.grid).shape)
+    return view_of(input, shard, shape, cuts, copied=x is not input)

@@ -1,0 +1,63 @@
+"""torch's own checks of arguments, made on global shapes without data, and remembered.
+
+An error is thereby raised on every rank, before any message, in torch's words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Like(NamedTuple):
+    """What matters of a tensor: its global shape, and its type, or None where any will do."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None = None
+
+
+def shape_of(x: Tensor | None) -> Like | None:
+    """A tensor whose type does not matter, for `checked`."""
+    return None if x is None else Like(tuple(x.shape))
+
+
+def checked(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+    """The shape of `function(*arguments, **keywords)`, or the shapes of its several results.
+
+    Tensors stand for their global shape and type; `shape_of` leaves the type out.
+    """
+    return _shapes(
+        function,
+        tuple(_key(a) for a in arguments),
+        tuple((name, _key(a)) for name, a in keywords.items()),
+    )
+
+
+def _key(argument: Any) -> Any:
+    if isinstance(argument, Tensor):
+        return Like(tuple(argument.shape), argument.dtype)
+    return tuple(argument) if isinstance(argument, list) else argument
+
+
+def _empty(argument: Any) -> Any:
+    if isinstance(argument, Like):
+        return torch.empty(argument.shape, dtype=argument.dtype, device="meta")
+    return argument
+
+
+@lru_cache(maxsize=4096)
+def _shapes(
+    function: Callable[..., Any], arguments: tuple[Any, ...], keywords: tuple[Any, ...]
+) -> Any:
+    try:
+        result = function(*map(_empty, arguments), **{name: _empty(a) for name, a in keywords})
+    except ZeroDivisionError:
+        given = [a for a in (*arguments, *keywords) if not isinstance(a, Like)]
+        raise RuntimeError(f"{function.__name__}: {given} has a 0 that must be positive") from None
+    if isinstance(result, Tensor):
+        return tuple(result.shape)
+    return tuple(tuple(part.shape) for part in result)

@@ -1,0 +1,127 @@
+"""Bringing the operands of an operator to layouts that fit together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from distconv.geometry.layout import (
+    Box,
+    Cuts,
+    Shape,
+    cuts_of_broadcast,
+    cutting_axes,
+    operand_cuts,
+    rank_box,
+)
+from distconv.geometry.topology import Topology
+from distconv.grid.process_grid import ProcessGrid
+from distconv.tensor.dist_tensor import DistTensor
+from distconv.tensor.redistribution import recut
+
+
+class Placement(NamedTuple):
+    """How a tensor lies on a grid, as one rank sees it: what decisions about it may rest on."""
+
+    shape: Shape
+    cuts: Cuts
+    topology: Topology
+    rank: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, x: DistTensor) -> Placement:
+        """That of `x`."""
+        grid = x.grid
+        return cls(tuple(x.shape), x.cuts, grid.topology, grid.rank, x.shard.dtype)
+
+
+def common_grid(operator: str, operands: Iterable[Any]) -> ProcessGrid:
+    """The one grid of all distributed operands."""
+    grids = [x.grid for x in operands if isinstance(x, DistTensor)]
+    for grid in grids[1:]:
+        if grid is not grids[0] and grid != grids[0]:
+            raise ValueError(
+                f"{operator}: the tensors live on different grids, {grids[0]} and {grid}; "
+                "make them on one"
+            )
+    return grids[0]
+
+
+def distributed(x: Tensor, grid: ProcessGrid) -> DistTensor:
+    """`x` itself, or a plain tensor, equal on all ranks, as a DistTensor that is whole on each."""
+    if isinstance(x, DistTensor):
+        return x
+    return DistTensor(x, x.shape, ((),) * x.dim(), grid)
+
+
+def whole(x: Any, operator: str) -> Any:
+    """A tensor operand in full on this rank; what is not a DistTensor passes unchanged."""
+    if not isinstance(x, DistTensor):
+        return x
+    return recut(x, ((),) * x.dim(), operator).shard
+
+
+def uncut(x: DistTensor, dimensions: Iterable[int], operator: str) -> DistTensor:
+    """`x` with these dimensions whole on every rank."""
+    chosen = set(dimensions)
+    return recut(x, tuple(() if d in chosen else a for d, a in enumerate(x.cuts)), operator)
+
+
+def block_of(x: Any, shape: Shape, cuts: Cuts, grid: ProcessGrid, operator: str) -> Any:
+    """This rank's part of an operand that is broadcast to a result of `shape` cut by `cuts`.
+
+    Numbers pass unchanged, plain tensors (equal on all ranks) are sliced, DistTensors are
+    redistributed where their cuts differ.
+    """
+    if not isinstance(x, Tensor):
+        return x
+    if isinstance(x, DistTensor) and x.cuts == cuts and tuple(x.shape) == shape:
+        return x.shard
+    own = operand_cuts(tuple(x.shape), shape, cuts)
+    if isinstance(x, DistTensor):
+        return x.shard if x.cuts == own else recut(x, own, operator).shard
+    if not cutting_axes(own):
+        return x
+    return x[box_of(x.shape, own, grid).slices]
+
+
+def broadcast_shape(name: str, tensors: Sequence[Tensor]) -> Shape:
+    """The shape of the broadcast of all operands, from their global shapes."""
+    try:
+        return _broadcast(tuple(x.shape for x in tensors))
+    except RuntimeError:
+        shapes = ", ".join(str(tuple(x.shape)) for x in tensors)
+        raise RuntimeError(
+            f"{name}: the global shapes {shapes} do not broadcast. A plain tensor takes part with "
+            "the global shape, equal on all ranks; a rank's own block becomes distributed by "
+            "DistTensor.from_local"
+        ) from None
+
+
+@lru_cache(maxsize=4096)
+def _broadcast(shapes: tuple[Shape, ...]) -> Shape:
+    return tuple(torch.broadcast_shapes(*shapes))
+
+
+def broadcast_cuts(operands: Sequence[DistTensor], shape: Shape) -> Cuts:
+    """The layout of a result broadcast from several operands: that of the largest, first on ties.
+
+    A dimension along which the largest is itself broadcast is cut as the first operand that has it
+    in full, as far as those grid axes are still free.
+    """
+    return cuts_of_broadcast(tuple((tuple(x.shape), x.cuts) for x in operands), shape)
+
+
+def box_of(shape: Sequence[int], cuts: Cuts, grid: ProcessGrid) -> Box:
+    """The box that this rank holds of a tensor of global `shape` cut by `cuts`."""
+    return rank_box(tuple(shape), cuts, grid.topology, grid.rank)
+
+
+def nothing(buffer: Tensor, shape: Shape) -> Tensor:
+    """An empty block of `shape` that hangs on `buffer` in the autograd graph."""
+    return buffer.reshape(-1)[:0].reshape(shape)

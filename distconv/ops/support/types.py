@@ -1,0 +1,49 @@
+"""Element types: what operands must share, and in which type sums are accurate."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from distconv.ops.support.operands import common_grid, distributed
+from distconv.tensor.dist_tensor import DistTensor
+
+
+def autocast_type(x: Tensor) -> torch.dtype | None:
+    """The type that autocast now gives the operands of a convolution; None where it is off.
+
+    torch has no autocast for tensors without elements.
+    """
+    device = x.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return None
+    kind: torch.dtype = torch.get_autocast_dtype(device)
+    return kind
+
+
+def accumulation_type(dtype: torch.dtype) -> torch.dtype:
+    """The type in which sums over many elements are accurate."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def accumulated(x: Tensor) -> Tensor:
+    """`x` in a type in which sums over many elements are accurate."""
+    return x.to(accumulation_type(x.dtype))
+
+
+def same_types(name: str, *tensors: Tensor | None) -> None:
+    """Raise on every rank where torch would on those with elements: for types that differ."""
+    given = [t for t in tensors if t is not None]
+    kinds = {t.dtype for t in given}
+    if len(kinds) > 1 and autocast_type(given[0]) is None:
+        raise RuntimeError(
+            f"{name}: input, weight and bias have the types "
+            f"{', '.join(str(t.dtype) for t in given)}; convert them to one"
+        )
+
+
+def input_of(name: str, input: Tensor, *parameters: Tensor | None) -> DistTensor:
+    """The input, distributed on one grid with its parameters, and of the same type as they."""
+    x = distributed(input, common_grid(name, (input, *parameters)))
+    same_types(name, x, *parameters)
+    return x

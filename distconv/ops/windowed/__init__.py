@@ -1,0 +1,1 @@
+"""What convolution and pooling share: two ways to apply windows to cut planes."""

@@ -1,0 +1,113 @@
+"""What convolution and pooling share: buffers of needed inputs, and empty blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+
+from torch import Tensor
+
+from distconv.geometry.index_maps import IndexMap, Same, Window
+from distconv.geometry.layout import Cuts
+from distconv.ops.support.argument_forms import Sizes, tuple_of
+from distconv.ops.support.operands import box_of
+from distconv.tensor.dist_tensor import DistTensor
+from distconv.tensor.redistribution import gathered
+
+
+def windows_of(
+    kernel: Sizes, stride: Sizes | None, padding: Sizes, dilation: Sizes, ceil: bool, n: int
+) -> list[Window]:
+    """The windows over the last `n` dimensions, padded on both sides alike."""
+    kernels = tuple_of(kernel, n, "kernel_size")
+    strides = (
+        kernels
+        if stride is None or (isinstance(stride, (tuple, list)) and not stride)
+        else tuple_of(stride, n, "stride")
+    )
+    paddings, dilations = tuple_of(padding, n, "padding"), tuple_of(dilation, n, "dilation")
+    largest = max(*kernels, *strides, *paddings, *dilations)
+    if n > 1 and largest >= 2**31:
+        raise RuntimeError(f"{largest} is too large for a window; torch takes less than 2**31")
+    return [
+        Window(k, s, d, (p, p), ceil)
+        for k, s, p, d in zip(kernels, strides, paddings, dilations, strict=True)
+    ]
+
+
+def arguments_of(windows: Sequence[Window]) -> tuple[tuple[int, ...], ...]:
+    """Kernels, strides, paddings and dilations, as torch's functions take them."""
+    rows = [(w.kernel, w.stride, w.padding[0], w.dilation) for w in windows]
+    return tuple(zip(*rows, strict=True))
+
+
+def output_shape(channels: int, x: DistTensor, windows: Sequence[IndexMap]) -> tuple[int, ...]:
+    """The global shape that windows over the last dimensions of `x` make."""
+    spatial = zip(windows, x.shape[2:], strict=True)
+    return (x.shape[0], channels, *(w.output_size(n) for w, n in spatial))
+
+
+def apply_windows(
+    x: DistTensor,
+    windows: Sequence[Window],
+    shape: tuple[int, ...],
+    operator: str,
+    compute: Callable[[Tensor, tuple[int, ...]], Tensor],
+    *,
+    fill: float = 0.0,
+) -> DistTensor:
+    """A windowed operator over the spatial dimensions of `x`, assembled.
+
+    Each rank gathers the inputs that its block of outputs needs, with `fill` where they are
+    padding, and runs the local operator on them.
+
+    Parameters
+    ----------
+    shape: the global shape of the result.
+    compute: takes the buffer and the padding, per dimension, that is left to it.
+    """
+    needs = (Same(), Same(), *needs_of(windows, x.cuts))
+    buffer = gathered(x, needs, x.cuts, operator, fill)
+    block = box_of(shape, x.cuts, x.grid).shape
+    return DistTensor(
+        windowed_block(buffer, windows, x.cuts, block, compute), shape, x.cuts, x.grid
+    )
+
+
+_FAR = 2**16
+"""How far a window needs to move at most to leave a plane without elements."""
+
+
+def needs_of(windows: Sequence[Window], cuts: Cuts) -> list[IndexMap]:
+    """The inputs to gather for windows over the last dimensions, which are cut by the last `cuts`.
+
+    Along a dimension that is whole on every rank and padded alike on both sides the local operator
+    pads by itself, which saves a copy.
+    """
+    return [Same() if by_itself else w for w, by_itself in _padding(windows, cuts)]
+
+
+def windowed_block(
+    buffer: Tensor,
+    windows: Sequence[Window],
+    cuts: Cuts,
+    block: tuple[int, ...],
+    compute: Callable[[Tensor, tuple[int, ...]], Tensor],
+) -> Tensor:
+    """What the local operator makes of inputs that were gathered by `needs_of`: a block."""
+    left = tuple(w.padding[0] if by_itself else 0 for w, by_itself in _padding(windows, cuts))
+    if prod(block) == 0:
+        # The local operator refuses empty planes, but not an empty batch.
+        extents = [w.extent + min(w.stride, _FAR) for w in windows]
+        buffer = buffer.reshape(0, buffer.shape[1], *extents)
+        return compute(buffer, left).reshape(block)
+    return compute(buffer, left)
+
+
+def _padding(windows: Sequence[Window], cuts: Cuts) -> list[tuple[Window, bool]]:
+    """Each window, and whether the local operator pads by itself there."""
+    last = cuts[len(cuts) - len(windows) :]
+    return [
+        (w, not axes and w.padding[0] == w.padding[1])
+        for w, axes in zip(windows, last, strict=True)
+    ]

@@ -1,0 +1,193 @@
+"""Linear windowed operators that compute while their halos travel, and copy no activation.
+
+The local operator runs on the rank's own block as it is, with zeros in place of what other ranks
+hold. When their halos have arrived, what these contribute is added, side by side (`boundary`).
+Backward, the gradients of the halos come first and travel while the full local pass runs; the
+weight gradient is the local one and that of the sides. Only the halos are saved beside the input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from math import prod
+from typing import Any, Protocol
+
+from torch import Tensor, is_grad_enabled
+from torch.autograd import Function
+
+from distconv.comm.packing import add_arrived, dense, landings_of, packed
+from distconv.comm.transfer import accumulate, gather
+from distconv.geometry.halo.slabs import Boundary, Piece, Slab
+from distconv.geometry.layout import cutting_axes
+from distconv.geometry.plan import Plan
+from distconv.grid.process_grid import ProcessGrid
+from distconv.ops.support.operands import Placement
+from distconv.tensor.dist_tensor import DistTensor
+from distconv.tensor.redistribution import note
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""Of input, weight and bias."""
+
+
+class Local(Protocol):
+    """A linear operator on the piece that it is told to be given."""
+
+    @property
+    def bilinear(self) -> bool:
+        """Whether there is a weight, so that gradients need input and weight."""
+
+    def forward(self, piece: Piece, x: Tensor, weight: Any, bias: Any) -> Tensor:
+        """The outputs."""
+
+    def backward(
+        self,
+        piece: Piece,
+        dy: Tensor,
+        x: Any,
+        weight: Any,
+        bias: Sequence[int] | None,
+        mask: Sequence[bool],
+    ) -> Gradients:
+        """The gradients that `mask` asks for; `bias` is its shape."""
+
+
+def may_overlap(x: Placement, method: str | None, smallest: int) -> bool:
+    """Whether to compute while halos travel, if blocks line up; the same on all ranks.
+
+    Parameters
+    ----------
+    method: what has been chosen, if anything.
+    smallest: the elements of a rank's block from which that is faster, where nobody has chosen.
+    """
+    # torch breaks complex convolutions up above the level at which they overlap.
+    if method == "assembled" or not any(x.cuts[2:]) or x.dtype.is_complex:
+        return False
+    ranks = x.topology.parts(cutting_axes(x.cuts))
+    return method == "overlapped" or prod(x.shape) >= smallest * ranks
+
+
+def overlapped(
+    x: DistTensor, operands: Sequence[Tensor | None], local: Local, edge: Boundary, operator: str
+) -> Tensor:
+    """This rank's block of the result of a linear operator on `x`; all ranks call it.
+
+    Parameters
+    ----------
+    operands: the block of `x`, as the operator takes it, weight and bias.
+    """
+    note(x, edge.plan, x.cuts, operator)
+    made: Tensor = _Linear.apply(*operands, local, edge, x.grid, x.grid.transport.ticket())
+    return cropped(made, edge.crop)
+
+
+@contextmanager
+def halos_travel(x: Tensor, plan: Plan, grid: ProcessGrid, tag: int) -> Iterator[list[Tensor]]:
+    """The halos of a block, which have arrived when this ends."""
+    landings = landings_of(plan.receives, x, grid)
+    messages = grid.transport.exchange(landings, packed(x, plan.sends, grid), tag)
+    yield [halo for _, halo in landings]
+    messages.wait()
+
+
+def send_back(
+    gradients: Sequence[Tensor], dy: Tensor, plan: Plan, grid: ProcessGrid, tag: int
+) -> Callable[[Tensor], None]:
+    """Start to send gradients of halos to their owners.
+
+    What is returned waits, and adds those that arrive to the gradient of this rank's block.
+    """
+    landings = landings_of(plan.sends, dy, grid)
+    leaving = [(r.peer, d) for r, d in zip(plan.receives, gradients, strict=True)]
+    messages = grid.transport.exchange(landings, leaving, tag)
+
+    def add_to(dx: Tensor) -> None:
+        messages.wait()
+        add_arrived(dx, plan.sends, landings)
+
+    return add_to
+
+
+def cropped(y: Tensor, crop: Sequence[tuple[int, int]] | None) -> Tensor:
+    """`y` without so many elements before and after each spatial dimension."""
+    if crop is None:
+        return y
+    kept = (slice(a, n - b) for (a, b), n in zip(crop, y.shape[2:], strict=True))
+    return y[(slice(None), slice(None), *kept)]
+
+
+def filled(slab: Slab, halos: Sequence[Tensor]) -> Tensor:
+    """The inputs of a slab."""
+    if slab.whole is not None:
+        inputs: Tensor = slab.whole.of(halos)
+        return inputs
+    inputs = halos[0].new_zeros(slab.piece.shape)
+    for part in slab.halo:
+        inputs[part.place] = part.of(halos)[part.box]
+    return inputs
+
+
+class _Linear(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        local: Local,
+        edge: Boundary,
+        grid: ProcessGrid,
+        tag: int,
+    ) -> Tensor:
+        with halos_travel(x, edge.plan, grid, tag) as halos:
+            made = local.forward(edge.own, x, weight, bias)
+        y = cropped(made, edge.crop)
+        for slab in edge.slabs:
+            taps = None if weight is None else weight[slab.taps]
+            y[slab.outputs].add_(local.forward(slab.piece, filled(slab, halos), taps, None))
+        if local.bilinear:
+            ctx.save_for_backward(x, weight, *halos)
+        ctx.context = local, edge, grid, tag, None if bias is None else bias.shape
+        # Not `y`: a view that an autograd function has made cannot be changed in place.
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, *halos = ctx.saved_tensors or (None, None)
+        local, edge, grid, tag, bias_shape = ctx.context
+        plan, (dmade,) = edge.plan, grads
+        dy = cropped(dmade, edge.crop)
+        of_input, of_weight, _ = mask = ctx.needs_input_grad[:3]
+        if is_grad_enabled():
+            inputs = None if x is None else gather(x, plan, grid)
+            dx, dw, db = local.backward(edge.buffer, dy, inputs, weight, bias_shape, mask)
+            if of_input:
+                dx = accumulate(dx, plan, grid)
+            return dx, dw, db, None, None, None, None
+
+        # Gradients of halos first: they travel while the rest is computed.
+        leaving = {i: dy.new_zeros(size) for i, size in edge.composed} if of_input else {}
+        of_taps = []
+        for slab in edge.slabs:
+            inputs = filled(slab, halos) if halos else None
+            taps = None if weight is None else weight[slab.taps]
+            of_slab = (of_input, of_weight, False)
+            dhalo, dtaps, _ = local.backward(
+                slab.piece, dy[slab.outputs], inputs, taps, None, of_slab
+            )
+            if of_weight:
+                of_taps.append((slab.taps, dtaps))
+            if of_input and slab.whole is not None:
+                leaving[slab.whole.message] = dense(dhalo)
+            elif of_input:
+                for part in slab.halo:
+                    part.of(leaving)[part.box] += dhalo[part.place]
+        if of_input:
+            gradients = [leaving[i] for i in range(len(plan.receives))]
+            add_arriving_to = send_back(gradients, dy, plan, grid, tag)
+        dx, dw, db = local.backward(edge.own, dmade, x, weight, bias_shape, mask)
+        for taps, dtaps in of_taps:
+            dw[taps] += dtaps
+        if of_input:
+            add_arriving_to(dx)
+        return dx, dw, db, None, None, None, None

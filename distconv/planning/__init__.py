@@ -1,0 +1,1 @@
+"""Choosing a grid before there is one."""

@@ -1,0 +1,157 @@
+"""A rank of a grid that is not there: tensors without elements, messages that nobody receives.
+
+Operators decide from global metadata alone, so on torch's "meta" device they run as on a real grid
+of any size, and what they would move can be read off (`ledger.traced`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from numbers import Integral
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from distconv.geometry.layout import Layout, rank_box
+from distconv.geometry.topology import AXES, Topology
+from distconv.grid.process_grid import ProcessGrid
+from distconv.tensor.dist_tensor import DistTensor
+from distconv.tensor.redistribution import cuts_of
+from distconv.transport.interface import Message
+
+
+class Traffic(NamedTuple):
+    """What a rank gives to its transport at once: the messages of an exchange, or a reduction."""
+
+    collective: bool
+    messages: tuple[tuple[int, int], ...]
+    """The other ranks, and the bytes that each of them sends, or contributes."""
+
+
+class _Group(NamedTuple):
+    """The size of a communicator, this rank's number in it, and the ranks in it."""
+
+    size: int
+    rank: int
+    ranks: tuple[int, ...]
+
+
+class _Done:
+    """Messages that take no time."""
+
+    def wait(self) -> None:
+        """All is complete."""
+
+
+class _Counted:
+    """A transport that carries nothing, and counts what it would have carried."""
+
+    name = "rehearsal"
+
+    def __init__(self) -> None:
+        self.reduced = 0
+        """Bytes given to reductions."""
+        self.traffic: list[Traffic] | None = None
+
+    def ticket(self) -> int:
+        return 0
+
+    def empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        # Nothing will arrive there, and CPUs are slow on what happens to be a denormal number.
+        return like.new_zeros(shape) if like.is_cpu else like.new_empty(shape)
+
+    def exchange(self, arriving: Sequence[Message], leaving: Sequence[Message], tag: int) -> _Done:
+        if self.traffic is not None and arriving:
+            self.traffic.append(Traffic(False, tuple((rank, t.nbytes) for rank, t in arriving)))
+        return _Done()
+
+    def all_reduce(self, tensor: Tensor, group: _Group) -> _Done:
+        self._reduce(tensor, group)
+        return _Done()
+
+    def all_gather(self, tensor: Tensor, group: _Group) -> Tensor:
+        self._reduce(tensor, group)
+        return tensor.new_empty((group.size, *tensor.shape))
+
+    def broadcast(self, tensor: Tensor, group: _Group) -> None:
+        pass
+
+    def _reduce(self, tensor: Tensor, group: _Group) -> None:
+        self.reduced += tensor.nbytes
+        if self.traffic is not None:
+            others = (peer for i, peer in enumerate(group.ranks) if i != group.rank)
+            self.traffic.append(Traffic(True, tuple((peer, tensor.nbytes) for peer in others)))
+
+
+class Rehearsal(ProcessGrid):
+    """The grid with these extents as one rank sees it, in a single process without MPI.
+
+    Its tensors are those of `tensor`, and have no elements.
+
+    Parameters
+    ----------
+    extents: ranks along the axes; 1 along those that are not named.
+    rank: whose part is rehearsed; the rank in the middle of every axis when not given.
+    """
+
+    def __init__(self, extents: Mapping[str, int], rank: int | None = None):
+        for axis, n in extents.items():
+            if axis not in AXES:
+                raise ValueError(
+                    f"{axis!r} is not an axis of a grid; choose from {', '.join(AXES)}"
+                )
+            if isinstance(n, bool) or not isinstance(n, Integral) or n < 1:
+                raise ValueError(
+                    f"{axis}={n!r}: no ranks have been started whose number could tell; give "
+                    "every axis its number of ranks, from 1"
+                )
+        self._topology = Topology(tuple(int(extents.get(axis, 1)) for axis in AXES))
+        middle = {axis: self._topology.extent(axis) // 2 for axis in AXES}
+        self._rank = self._topology.rank(middle) if rank is None else rank
+        if not 0 <= self._rank < self.size:
+            raise ValueError(f"rank={rank} is not on a grid of {self.size}; count from 0")
+        self._device = torch.device("meta")
+        self._counted = _Counted()
+        self._transport = self._counted
+
+    @property
+    def comm(self) -> NoReturn:
+        """There is none."""
+        raise RuntimeError(
+            "a rehearsal has no other ranks to talk to; make its tensors by rehearsal.tensor(shape)"
+        )
+
+    @property
+    def reduced(self) -> int:
+        """Bytes that this rank has given to reductions so far."""
+        return self._counted.reduced
+
+    def communicator(self, axes: Iterable[str], purpose: str = "reductions") -> Any:
+        """Size and rank of the communicator along `axes`."""
+        peers = self._topology.peers(self.rank, axes)
+        return _Group(len(peers), peers.index(self.rank), tuple(peers))
+
+    @contextmanager
+    def listening(self) -> Iterator[list[Traffic]]:
+        """What is given to the transport within, in order, as the list that this yields."""
+        heard = self._counted.traffic = []
+        try:
+            yield heard
+        finally:
+            self._counted.traffic = None
+
+    def tensor(
+        self, shape: tuple[int, ...], layout: Layout | None = None, dtype: torch.dtype | None = None
+    ) -> DistTensor:
+        """A tensor of global `shape` without elements, cut as `distribute_tensor` would cut it."""
+        cuts = cuts_of(layout, self, len(shape))
+        box = rank_box(shape, cuts, self._topology, self._rank)
+        return DistTensor(torch.empty(box.shape, dtype=dtype, device="meta"), shape, cuts, self)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)

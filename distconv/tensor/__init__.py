@@ -1,0 +1,1 @@
+"""DistTensor: a tensor of global shape of which every rank holds one box."""

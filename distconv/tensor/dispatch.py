@@ -1,0 +1,110 @@
+"""What torch functions mean on DistTensors: the rules, and how a function without one is
+refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
+
+import torch
+
+from distconv.tensor.base import DistTensorBase
+
+Rule = TypeVar("Rule", bound=Callable[..., Any])
+
+
+RULES: dict[Callable[..., Any], Callable[..., Any]] = {}
+"""What each torch function means on DistTensors: a function of the same arguments."""
+
+
+def implements(*functions: Callable[..., Any]) -> Callable[[Rule], Rule]:
+    """Register the decorated rule as the meaning of torch functions on DistTensors.
+
+    The rule is called on every rank of the grid with the arguments of the torch function, at least
+    one of which is or contains a DistTensor. It decides from global metadata alone whether it
+    supports them, and raises `UnsupportedOperation` before any message where it does not.
+    """
+
+    def register(rule: Rule) -> Rule:
+        for function in functions:
+            RULES[function] = rule
+        return rule
+
+    return register
+
+
+class UnsupportedOperation(NotImplementedError):
+    """An operator, or an argument of it, that is not supported on these layouts.
+
+    Raised on every rank before any message is sent. The message names the operator, the layouts,
+    and the way out.
+    """
+
+
+def refuse(operator: str, reason: str, *operands: Any, way_out: str) -> NoReturn:
+    """Raise `UnsupportedOperation` for `operator` on these operands."""
+    tensors = [x for x in operands if isinstance(x, DistTensorBase)]
+    where = "; ".join(f"{tuple(x.shape)} {x.layout} on {x.grid}" for x in tensors)
+    raise UnsupportedOperation(f"{operator}: {reason} [{where}]. {way_out}")
+
+
+_SAVE = (
+    "Save x.full_tensor(), or every rank its x.to_local(); of sharded parameters and their "
+    "optimizers distconv.full_state_dict(...)"
+)
+
+
+_PARAMETRIZE = "Apply parametrizations, such as weight_norm or spectral_norm, before parallelize"
+
+
+_CONVERT = "Convert a module before parallelize, or a tensor by x.to(...)"
+
+
+WAYS_OUT: dict[Any, str] = {
+    torch.Tensor.__reduce_ex__: _SAVE,
+    torch._has_compatible_shallow_copy_type: _CONVERT,
+    torch.Tensor.data.__set__: _CONVERT,  # type: ignore[attr-defined]
+    torch.norm_except_dim: _PARAMETRIZE,
+    torch.Tensor.H.__get__: f"Use x.mT.conj(). {_PARAMETRIZE}",  # type: ignore[attr-defined]
+    torch.ops.aten.set_.source_Tensor: _PARAMETRIZE,
+    **{
+        getattr(torch, f"_fused_{name}_"): "Make the optimizer with fused=False"
+        for name in ("adam", "adamw", "adagrad", "sgd")
+    },
+}
+"""What to do instead of functions for which the whole tensor is no way out."""
+
+
+UNCHECKED = {torch.autograd.grad, torch.autograd.backward, torch.Tensor.__deepcopy__}
+"""Functions that take plain tensors as plain ones, or what has been copied before."""
+
+
+ALIASES = {"axis": "dim", "keepdims": "keepdim"}
+"""numpy's names, which torch takes for its own."""
+
+
+_PROPERTIES = (
+    *("dtype", "device", "ndim", "itemsize", "nbytes"),
+    *("is_cpu", "is_cuda", "is_meta", "is_mps", "is_nested", "is_quantized", "is_sparse", "is_xpu"),
+)
+
+
+METADATA: set[Any] = {
+    *(getattr(torch.Tensor, name).__get__ for name in _PROPERTIES),
+    torch.Tensor.size,
+    torch.Tensor.dim,
+    torch.Tensor.ndimension,
+    torch.Tensor.numel,
+    torch.Tensor.nelement,
+    torch.Tensor.element_size,
+    torch.Tensor.get_device,
+    torch.Tensor.is_floating_point,
+    torch.Tensor.is_complex,
+    torch.Tensor.is_signed,
+    torch.Tensor.is_inference,
+    torch.is_inference,
+    torch.is_floating_point,
+    torch.is_complex,
+    torch.is_signed,
+    torch.numel,
+}

@@ -1,0 +1,337 @@
+"""DistTensor: a tensor of global shape of which every rank holds one box."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from sys import _getframe
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from distconv.comm import collectives, replication
+from distconv.geometry.layout import (
+    Box,
+    Layout,
+    default_cuts,
+    rank_box,
+    replicating_axes,
+)
+from distconv.grid.process_grid import ProcessGrid
+from distconv.grid.whereabouts import CURRENT, name_of, running
+from distconv.tensor.base import DistTensorBase
+from distconv.tensor.dispatch import ALIASES, METADATA, RULES, UNCHECKED, WAYS_OUT, refuse
+from distconv.tensor.module_call import IN_MODULE
+from distconv.tensor.nested import Tensors, shards_of, tensors_in
+from distconv.tensor.ownership import started_at
+from distconv.tensor.recording import check_brought, check_recorded, seed_of
+from distconv.tensor.redistribution import cuts_of, recut
+from distconv.tensor.validation import check_out, global_shape
+from distconv.tensor.whole_numbers import whole_numbers
+
+
+class DistTensor(DistTensorBase):
+    """A tensor that is cut over the ranks of a grid; `.shape` is the global shape.
+
+    Made by `distribute_tensor`, `DistTensor.from_local` and by operators on DistTensors. Operators
+    without a rule raise `UnsupportedOperation`. Autograd records the operations on the shards.
+
+    Attributes
+    ----------
+    grid: the grid over whose ranks it is cut.
+    cuts: for each dimension, the grid axes it is cut over.
+    shard: this rank's block as the autograd graph knows it. Gradients of a replicated shard are
+        parts of the whole, which is their sum over the replicas; `to_local` accounts for that.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        rule = RULES.get(func)
+        if rule is not None:
+            if CURRENT.function is not None:
+                return _run(rule, func, args, kwargs)
+            CURRENT.function, CURRENT.arguments, CURRENT.keywords = func, args, kwargs
+            try:
+                return _run(rule, func, args, kwargs)
+            finally:
+                CURRENT.function, CURRENT.arguments, CURRENT.keywords = None, (), None
+        if func in METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        refuse(
+            name_of(func),
+            "there is no rule for this function on distributed tensors",
+            *tensors_in(args, kwargs),
+            way_out=WAYS_OUT.get(
+                func,
+                "Compute it on the whole tensor, x.full_tensor(), or, where it treats every "
+                "element alone, on x.to_local()",
+            ),
+        )
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> NoReturn:
+        refuse(
+            str(func),
+            "a distributed tensor has reached torch below its functions",
+            *tensors_in(args, kwargs),
+            way_out=WAYS_OUT.get(
+                func, "Pass x.full_tensor() or x.to_local() to code below torch's functions"
+            ),
+        )
+
+    # Into and out of the distributed world
+
+    @classmethod
+    def from_local(
+        cls, local: Tensor, grid: ProcessGrid, layout: Layout | None = None
+    ) -> DistTensor:
+        """The global tensor of which every rank passes its own box.
+
+        All ranks of the grid call it together; their shapes are compared. The gradient of `local`
+        is that of the global tensor's box, also where several ranks hold the same box.
+
+        Parameters
+        ----------
+        local: this rank's block, of the shape that the canonical cut gives it, on the CPU or the
+            grid's device. It moves to the latter; without waiting for the GPU, where the program
+            moves it before, `local.to(grid.device, non_blocking=True)` from pinned memory.
+        layout: how the global tensor is cut; every dimension over the grid axis of its own name
+            when not given.
+
+        Raises
+        ------
+        ValueError
+            On every rank, naming the rank whose block is off and what it should hold.
+        """
+        cuts = cuts_of(layout, grid, local.dim())
+        with running("DistTensor.from_local"):
+            shape = global_shape(local, grid, cuts, Layout.of(cuts), "from_local")
+        axes = replicating_axes(cuts, grid.topology)
+        if axes:
+            check_brought("from_local", local)
+        own = local.to(grid.device)
+        shard = replication.replicate(own, grid, axes)
+        # Autograd forbids to write in place to what a Function has passed on.
+        return cls(shard.clone() if shard.requires_grad else shard, shape, cuts, grid)
+
+    def to_local(self) -> Tensor:
+        """This rank's box as a plain tensor, sharing memory; no communication.
+
+        Where several ranks hold the box, its gradient is shared out equally among them.
+        """
+        if self.replicas > 1:
+            self._stay_distributed("to_local")
+        axes = replicating_axes(self.cuts, self.grid.topology)
+        return replication.share(self.shard, self.grid, axes)
+
+    def full_tensor(self) -> Tensor:
+        """The whole tensor as a plain tensor, on every rank; all ranks call it together."""
+        if self.grid.size > 1:
+            self._stay_distributed("full_tensor")
+        with running("full_tensor", self):
+            return recut(self, ((),) * self.dim(), "full_tensor").to_local()
+
+    def _stay_distributed(self, operator: str) -> None:
+        """Refuse to hand a replicated value to the plain world within a parallelized module."""
+        if IN_MODULE.get() and torch.is_grad_enabled():
+            refuse(
+                operator,
+                "within a parallelized module a replicated value has to stay distributed, or "
+                "parameters that meet it would count their gradients once for every rank",
+                self,
+                way_out="Use x.redistribute(Layout()) to have it whole on every rank, or take it "
+                "under torch.no_grad() to look at it",
+            )
+
+    def redistribute(self, layout: Layout) -> DistTensor:
+        """The same tensor in another layout on the same grid; all ranks call it together."""
+        with running("redistribute", self, layout):
+            return recut(self, cuts_of(layout, self.grid, self.dim()), "redistribute")
+
+    # Autograd, which lives on the shard
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        """Whether operations on it are recorded."""
+        return self.shard.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> DistTensor:
+        """Record operations on this leaf; `.grad` is then the gradient, also on replicas."""
+        fresh = requires_grad and not self.shard.requires_grad
+        self.shard.requires_grad_(requires_grad)
+        self.sync_requires_grad()
+        axes = replicating_axes(self.cuts, self.grid.topology)
+        if fresh and axes and not self.sums_gradient:
+            # The shard keeps the hook, which therefore must not keep the shard.
+            grid, shape = self.grid, self.shard.shape
+            dtype, device = self.dtype, self.shard.device
+
+            def add_up(part: Tensor | None) -> Tensor | None:
+                # A rank without a part takes part in the sum, for the sake of the others.
+                own = torch.zeros(shape, dtype=dtype, device=device) if part is None else part
+                total = collectives.sum_over(own, grid, axes)
+                return None if part is None else total
+
+            self.shard.register_hook(add_up)
+            self.sums_gradient = True
+        return self
+
+    def gradients_are_summed(self) -> None:
+        """Tell that somebody else adds up the gradients of its replicas from now on."""
+        self.sums_gradient = True
+
+    def sync_requires_grad(self) -> None:
+        """Let torch know, below its functions, whether the shard requires gradients."""
+        with torch._C.DisableTorchFunctionSubclass():
+            torch._C.TensorBase.requires_grad_(self, self.shard.requires_grad)
+
+    @property
+    def is_leaf(self) -> bool:  # type: ignore[override]
+        """Whether it is a leaf of the autograd graph."""
+        return self.shard.is_leaf
+
+    @property
+    def grad_fn(self) -> Any:  # type: ignore[override]
+        """The autograd node that has made the shard."""
+        check_recorded("grad_fn", self)
+        if _getframe(1).f_globals.get("__name__") == torch.nn.Module.__module__:
+            refuse(
+                "register_backward_hook",
+                "the hook of a module would see this rank's part of the gradients",
+                self,
+                way_out="Register a forward hook that calls register_hook on the module's output, "
+                "whose hooks see the serial gradient",
+            )
+        return self.shard.grad_fn
+
+    @property
+    def grad(self) -> Tensor | None:  # type: ignore[override]
+        """The gradient of a leaf, or a retained one, in the tensor's own layout."""
+        if self.gradient_hook is not None:
+            return self.retained_gradient
+        gradient = self.shard.grad
+        if gradient is None:
+            return None
+        return DistTensor(gradient, self.shape, self.cuts, self.grid)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if value is None:
+            self.shard.grad = self.retained_gradient = None
+            return
+        if not isinstance(value, DistTensor) or (value.shape, value.cuts, value.grid) != (
+            self.shape,
+            self.cuts,
+            self.grid,
+        ):
+            raise ValueError(
+                f"the gradient of {tuple(self.shape)} {self.layout} cannot be set to {value!r}; "
+                "set it to a DistTensor of the same shape, layout and grid"
+            )
+        if self.gradient_hook is not None:
+            self.retained_gradient = value
+        else:
+            self.shard.grad = value.shard
+
+    def backward(  # type: ignore[override]
+        self,
+        gradient: Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Tensors | None = None,
+    ) -> None:
+        """Accumulate the gradients of the leaves; all ranks call it together.
+
+        Parameters
+        ----------
+        gradient: of the same global shape, as a DistTensor or a plain tensor equal on all ranks;
+            1 when not given, for a tensor of one element only.
+        """
+        with running("backward", self), started_at([self.shard]):
+            seed = seed_of(self, gradient, "backward")
+            leaves = None if inputs is None else shards_of(inputs)
+            torch.autograd.backward(self.shard, seed, retain_graph, create_graph, inputs=leaves)
+
+
+def as_parameter(x: DistTensor) -> DistTensor:
+    """A leaf as what torch.nn takes for a Parameter."""
+    x._is_param = True
+    return x
+
+
+def distribute_tensor(x: Tensor, grid: ProcessGrid, layout: Layout | None = None) -> DistTensor:
+    """Cut a tensor that every rank holds in full; each rank keeps its own box.
+
+    All ranks of the grid call it together, with equal tensors; their shapes are compared. The
+    gradient of `x` is that of the whole tensor, on every rank.
+
+    Parameters
+    ----------
+    x: the global tensor, on the CPU or the grid's device, to which each rank's box moves.
+    layout: how to cut it; every dimension over the grid axis of its own name when not given.
+
+    Raises
+    ------
+    ValueError
+        On every rank, when the ranks' shapes or types differ.
+    """
+    if isinstance(x, DistTensor):
+        raise TypeError("distribute_tensor: x is distributed already; use x.redistribute(layout)")
+    if not isinstance(x, Tensor):
+        raise TypeError(f"distribute_tensor: x is a {type(x).__name__}; pass torch.as_tensor(x)")
+    cuts = cuts_of(layout, grid, x.dim())
+    with running("distribute_tensor"):
+        global_shape(x, grid, ((),) * x.dim(), Layout.of(cuts), "distribute_tensor")
+    box = rank_box(tuple(x.shape), cuts, grid.topology, grid.rank)
+    check_brought("distribute_tensor", x)
+    # Gradients are added up where the grid computes.
+    whole = x.to(grid.device) if x.requires_grad else x
+    whole = replication.replicate(whole, grid, replicating_axes((), grid.topology))
+    return DistTensor(whole[box.slices].to(grid.device, copy=True), x.shape, cuts, grid)
+
+
+def default_layout(grid: ProcessGrid, ndim: int) -> Layout:
+    """The layout of a tensor when none is given: each dimension over the axis of its own name."""
+    return Layout.of(default_cuts(ndim, grid.topology))
+
+
+def local_box(shape: Sequence[int], grid: ProcessGrid, layout: Layout | None = None) -> Box:
+    """The box of a tensor of global `shape` that this rank holds; no communication."""
+    sizes = whole_numbers(shape, "shape")
+    if min(sizes, default=0) < 0:
+        raise ValueError(f"local_box: shape={sizes} has a negative size")
+    return rank_box(sizes, cuts_of(layout, grid, len(sizes)), grid.topology, grid.rank)
+
+
+def _run(
+    rule: Callable[..., Any],
+    func: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any] | None,
+) -> Any:
+    """What a torch function means on these arguments, by its rule."""
+    named = {ALIASES.get(name, name): x for name, x in kwargs.items()} if kwargs else {}
+    out = named.pop("out", None)
+    if func not in UNCHECKED:
+        check_recorded(func, *tensors_in(*args, named))
+    if out is None:
+        return rule(*args, **named)
+    operands = tensors_in(*args, named)
+    check_out(func, out, out, *operands)
+    result = rule(*args, **named)
+    check_out(func, out, result, *operands)
+    out.shard.copy_(result.shard)
+    return out

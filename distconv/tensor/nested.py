@@ -1,0 +1,35 @@
+"""Tensors within arguments: one, several, or nested in lists, tuples and dictionaries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from distconv.tensor.base import DistTensorBase
+
+Tensors = Tensor | Sequence[Tensor]
+
+
+def listed(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:
+    """One tensor or several as a list."""
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def shards_of(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:
+    """The tensors that autograd knows."""
+    return [x.shard if isinstance(x, DistTensorBase) else x for x in listed(tensors)]
+
+
+def tensors_in(*arguments: Any) -> list[Tensor]:
+    """The tensors in arguments, also within lists, tuples and dictionaries of them."""
+    found: list[Tensor] = []
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            found.append(argument)
+        elif isinstance(argument, (tuple, list)):
+            found += tensors_in(*argument)
+        elif isinstance(argument, dict):
+            found += tensors_in(*argument.values())
+    return found

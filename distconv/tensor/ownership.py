@@ -1,0 +1,133 @@
+"""Parameters that are counted wrongly, found out when a backward pass reaches them.
+
+A parameter that meets distributed tensors gets this rank's part of its gradient, and a parallelized
+module adds up the parts. Where no module does, or where every rank computes the whole gradient of
+a term and not a part of it, the numbers are wrong without a sign of it.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
+from torch.nn import Parameter
+
+from distconv.comm.replication import is_handed_out
+
+OWNED = "_distconv_owned"
+"""Notes on a parameter or buffer over how many ranks its parallelized module lies."""
+
+_WATCHED = "_distconv_watched"
+"""Where a parameter without a parallelized module keeps the handle of the hook that says so."""
+
+_DISTRIBUTED: list[list[Tensor]] = []
+"""The blocks at which the backward passes under way have started, as parts of a whole."""
+
+
+def own(tensors: Iterable[Tensor], ranks: int) -> None:
+    """Note that parameters and buffers belong to a module that is parallelized over `ranks`."""
+    for x in tensors:
+        x.__dict__[OWNED] = ranks
+        handle = x.__dict__.pop(_WATCHED, None)
+        if handle is not None:
+            handle.remove()
+
+
+def watch(plain: Iterable[Tensor]) -> None:
+    """Raise when backward() gives one of these a gradient, if it is a parameter without a module.
+
+    Called with what meets tensors that are distributed over several ranks. Other plain tensors, and
+    those who ask torch.autograd.grad, get a rank's part.
+    """
+    if not torch.is_grad_enabled():
+        return
+    for p in plain:
+        if p.requires_grad and _WATCHED not in p.__dict__ and isinstance(p, Parameter):
+            p.__dict__[_WATCHED] = p.register_post_accumulate_grad_hook(_refuse_part)
+
+
+def _refuse_part(p: Tensor) -> None:
+    raise RuntimeError(
+        f"a parameter of shape {tuple(p.shape)} has met distributed tensors and belongs to no "
+        "parallelized module: its gradient would be this rank's part only. Call "
+        "parallelize(model, grid) before the forward pass, which adds up the parts; "
+        "torch.autograd.grad gives the gradient of a distributed loss, and of its to_local() the "
+        "part"
+    )
+
+
+@contextmanager
+def started_at(shards: Sequence[Tensor]) -> Iterator[None]:
+    """Within it, a backward pass runs that starts at these blocks of distributed tensors."""
+    _DISTRIBUTED.append(list(shards))
+    try:
+        yield
+    finally:
+        _DISTRIBUTED.pop()
+
+
+def check_counted_once() -> None:
+    """Raise in a backward pass that reaches a parallelized parameter from the plain world alone.
+
+    There every rank computes the whole gradient. Called while the pass is under way.
+    """
+    known = {id(shard) for shards in _DISTRIBUTED for shard in shards}
+    p = owned_among(x for x in _roots() if id(x) not in known)
+    if p is not None:
+        raise RuntimeError(
+            f"a parameter of shape {tuple(p.shape)} of a parallelized module is part of a plain "
+            "loss with no distributed tensor between them: each rank would count that gradient "
+            "once, and their sum is too large. Add the term to the distributed loss before "
+            "backward(): (loss + penalty).backward(), where loss is what a loss function makes of "
+            "the model's output, or its sum, without full_tensor()"
+        )
+
+
+def owned_among(roots: Iterable[Tensor]) -> Tensor | None:
+    """A parameter over several ranks on which `roots` depend through plain tensors; None for none.
+
+    What depends on values that the distributed world has handed out is not looked at beyond them.
+    """
+    seen: set[Any] = set()
+    waiting: list[Any] = []
+    for x in roots:
+        if x.__dict__.get(OWNED, 1) > 1 and x.requires_grad:
+            return x
+        waiting.append(x.grad_fn)
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen or is_handed_out(node):
+            continue
+        seen.add(node)
+        p = getattr(node, "variable", None)
+        if p is not None and p.__dict__.get(OWNED, 1) > 1:
+            found: Tensor = p
+            return found
+        waiting.extend(following for following, _ in node.next_functions)
+    return None
+
+
+def _roots() -> list[Tensor]:
+    """The tensors at which the backward pass has started that is now under way; [] if unknown."""
+    found = _started_below(sys._getframe(1))
+    if found is None:
+        # Of a GPU torch goes through the graph in a thread of its own, without Python above.
+        own = threading.get_ident()
+        others = (frame for thread, frame in sys._current_frames().items() if thread != own)
+        found = next((x for x in map(_started_below, others) if x is not None), [])
+    return found
+
+
+def _started_below(frame: Any) -> list[Tensor] | None:
+    """The roots of the backward pass that this frame or one that has called it has started."""
+    while frame is not None and frame.f_code is not _engine_run_backward.__code__:
+        frame = frame.f_back
+    if frame is None:
+        return None
+    return [x for x in frame.f_locals.get("t_outputs", ()) if isinstance(x, Tensor)]

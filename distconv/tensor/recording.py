@@ -1,0 +1,130 @@
+"""Whether autograd records what happens to DistTensors, and what a backward pass starts with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distconv.comm import replication
+from distconv.comm.checksums import CURE, due, names_of, unequal
+from distconv.geometry.layout import replicating_axes
+from distconv.grid.whereabouts import name_of, user_line
+from distconv.tensor.base import DistTensorBase
+from distconv.tensor.dispatch import refuse
+from distconv.tensor.ownership import OWNED, owned_among, watch
+from distconv.tensor.redistribution import recut
+
+
+def check_brought(operator: str, x: Tensor) -> None:
+    """Refuse to distribute what depends on parameters whose gradients are added up already."""
+    p = owned_among([x]) if x.requires_grad else None
+    if p is not None:
+        refuse(
+            operator,
+            f"the tensor {tuple(x.shape)} depends on a parameter of a parallelized module, of "
+            f"shape {tuple(p.shape)}, whose gradient would be counted once for every rank",
+            way_out="Parameters take part in operations with distributed tensors as they are",
+        )
+
+
+def check_recorded(operator: Callable[..., Any] | str, *operands: Any) -> None:
+    """Refuse operands whose gradients would be lost, or shared out over the ranks twice.
+
+    A torch.autograd.Function sees no shards, and so records nothing. Autograd lives on the shards;
+    below torch's functions the wrapper only remembers that they require gradients, so that torch
+    marks what a Function has returned. A value that was handed out to the plain world, where every
+    rank computes the same with it, is no parameter, of which every rank computes a part.
+    """
+    plain = []
+    for x in operands:
+        if isinstance(x, DistTensorBase):
+            with torch._C.DisableTorchFunctionSubclass():
+                lost = _GRAD_FN(x) is not None
+            if lost:
+                refuse(
+                    name_of(operator),
+                    "a torch.autograd.Function was applied to a distributed tensor, which loses "
+                    "its gradients",
+                    x,
+                    way_out="Wrap it in a function with a rule (distconv.elementwise, .windowed, "
+                    ".implements), or use torch functions; in torch.utils.checkpoint set "
+                    "use_reentrant=False; instead of a full backward hook register a forward hook "
+                    "that calls register_hook on the module's output",
+                )
+        elif not isinstance(x, Tensor) or OWNED in x.__dict__:
+            continue
+        elif x.grad_fn is not None and replication.handed_out(x):
+            refuse(
+                name_of(operator),
+                f"the plain tensor {tuple(x.shape)} depends on what to_local() or full_tensor() "
+                "has handed out, and meets distributed tensors again",
+                *operands,
+                way_out="Use x.redistribute(Layout()) to have it whole on every rank, or bring it "
+                "back by distribute_tensor or DistTensor.from_local",
+            )
+        else:
+            plain.append(x)
+    if plain:
+        _check_plain(operator, plain, [x for x in operands if isinstance(x, DistTensorBase)])
+
+
+def _check_plain(
+    operator: Callable[..., Any] | str, plain: list[Tensor], distributed: list[DistTensorBase]
+) -> None:
+    """Raise on every rank where plain operands differ between ranks; looks at some calls only.
+
+    Parameters that belong to no parallelized module are watched; those of one are compared as a
+    whole, elsewhere.
+    """
+    x = next(iter(distributed), None)
+    if x is None or x.grid.size == 1:
+        return
+    watch(plain)
+    # One rank alone may compute with what it has in full, to print it, say.
+    if not (any(x.cuts) or x.shard.requires_grad):
+        return
+    if not due((operator, x.shape), x.grid, first=2, then=256):
+        return
+    found = unequal(names_of(plain), x.grid)
+    if found:
+        name, ranks = found
+        raise ValueError(
+            f"{name_of(operator)} at {user_line()}: a plain tensor, {name}, takes part and is not "
+            f"the same on all ranks: {ranks}. Plain tensors have the global shape and equal "
+            f"values: {CURE}; a rank's own block becomes distributed by DistTensor.from_local"
+        )
+
+
+def seed_of(x: DistTensorBase, gradient: Tensor | None, operator: str) -> Tensor:
+    """This rank's share of the gradient with which a backward pass starts at `x`.
+
+    A replicated value's gradient is the sum over its replicas. All ranks call it.
+    """
+    check_recorded(operator, x)
+    if gradient is None:
+        if x.numel() != 1:
+            raise RuntimeError(
+                f"{operator}: grad can be implicitly created only for scalar outputs, not for "
+                f"shape {tuple(x.shape)}; pass the gradient"
+            )
+        return torch.ones_like(x.shard) / x.replicas
+    if gradient.shape != x.shape:
+        raise RuntimeError(
+            f"{operator}: gradient has shape {tuple(gradient.shape)}, expected {tuple(x.shape)}"
+        )
+    if not isinstance(gradient, DistTensorBase):
+        axes = replicating_axes((), x.grid.topology)
+        return replication.replicate(gradient, x.grid, axes)[x.box.slices] / x.replicas
+    if gradient.grid != x.grid:
+        raise ValueError(
+            f"{operator}: the gradient lives on {gradient.grid}, the tensor on {x.grid}; make "
+            "them on one grid"
+        )
+    own = recut(gradient, x.cuts, operator).shard
+    return own / x.replicas if x.replicas > 1 else own
+
+
+_GRAD_FN: Any = vars(torch._C.TensorBase)["grad_fn"].__get__

@@ -1,0 +1,101 @@
+"""Move a DistTensor between cuts, and gather the inputs that an operator needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from distconv.comm import transfer
+from distconv.comm.ledger import Movement, record, tracing
+from distconv.geometry.index_maps import IndexMap, Same
+from distconv.geometry.layout import Cuts, Layout, default_cuts, effective_cuts
+from distconv.geometry.plan import Plan, make_plan
+from distconv.grid.process_grid import ProcessGrid
+from distconv.tensor.aliasing import view_of
+from distconv.tensor.base import Distributed, DistTensorBase
+from distconv.tensor.module_call import IN_MODULE
+
+
+def gathered(
+    x: DistTensorBase, needs: Sequence[IndexMap], cuts: Cuts, operator: str, fill: float = 0.0
+) -> Tensor:
+    """The inputs that this rank's block of an output cut by `cuts` needs, in one buffer.
+
+    All ranks call it. Where the output is cut otherwise than `x`, that is a redistribution and
+    recorded under `operator`.
+    """
+    if cuts == x.cuts and all(isinstance(need, Same) for need in needs):
+        return x.shard
+    plan = make_plan(x.grid.topology, x.grid.rank, tuple(x.shape), x.cuts, cuts, tuple(needs))
+    note(x, plan, cuts, operator)
+    return transfer.gather(x.shard, plan, x.grid, fill)
+
+
+def reduce_scattered(
+    partial: Tensor,
+    shape: tuple[int, ...],
+    source: Cuts,
+    target: Cuts,
+    grid: ProcessGrid,
+    operator: str,
+) -> Tensor:
+    """This rank's block, cut by `target`, of the sum of blocks of `shape` cut by `source`.
+
+    All ranks call it, each with its summand. The sum is over the ranks along the axes that only
+    `target` cuts; `partial` itself where there are none.
+    """
+    if source == target:
+        return partial
+    plan = make_plan(grid.topology, grid.rank, shape, target, source, (Same(),) * len(shape))
+    layouts = Layout.of(source), Layout.of(target)
+    record(Movement(operator, *layouts, plan, partial.element_size(), adjoint=True))
+    return transfer.accumulate(partial, plan, grid)
+
+
+def note(x: DistTensorBase, plan: Plan, cuts: Cuts, operator: str) -> None:
+    """Let the ledger know what `operator` moves of `x` to an output cut by `cuts`."""
+    if cuts != x.cuts or tracing():
+        itemsize = x.shard.element_size()
+        target = Layout.of(cuts, weight=getattr(x, "_is_param", False))
+        record(Movement(operator, x.layout, target, plan, itemsize))
+
+
+def recut(x: Distributed, cuts: Cuts, operator: str) -> Distributed:
+    """`x` with other cuts, recorded as a redistribution on behalf of `operator`."""
+    if cuts == x.cuts:
+        return x
+    shard = gathered(x, (Same(),) * x.dim(), cuts, operator)
+    return type(x)(shard, x.shape, cuts, x.grid)
+
+
+def recut_once(x: Distributed, cuts: Cuts, operator: str) -> Distributed:
+    """`x` with other cuts for one of several consumers within a call of a parallelized module.
+
+    They share what has been made for the first. To the program the result is `x` itself, so it
+    counts as a view of it.
+    """
+    if cuts == x.cuts:
+        return x
+    call, state = IN_MODULE.get(), None
+    # Tensors of the inference mode count no versions, and what is made without gradients has none.
+    if call is not None and not x.shard.is_inference():
+        state = call, torch.is_grad_enabled(), x.shard.requires_grad, x.shard._version
+        made = x._recuts.get(cuts)
+        if made is not None and made[0] == state:
+            return made[1]
+    twin = view_of(x, recut(x, cuts, operator).shard, x.shape, cuts, copied=True)
+    if call is not None and state is not None:
+        call.note(x)
+        x._recuts[cuts] = state, twin
+    return twin
+
+
+def cuts_of(layout: Layout | None, grid: ProcessGrid, ndim: int) -> Cuts:
+    """How a tensor of `ndim` dimensions is cut in a layout, or in the default one for None."""
+    if layout is None:
+        return default_cuts(ndim, grid.topology)
+    if not isinstance(layout, Layout):
+        raise TypeError(f"layout={layout!r} is not a Layout; write Layout(height='height'), say")
+    return effective_cuts(layout.cuts(ndim), grid.topology)

@@ -1,0 +1,135 @@
+"""Whether the blocks that the ranks bring make one tensor, and which rank is off if they do not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distconv.comm.checksums import CURE, checksum, differing, due
+from distconv.geometry.layout import Cuts, Layout, block, cutting_axes, rank_box
+from distconv.geometry.topology import Topology
+from distconv.grid.process_grid import ProcessGrid
+from distconv.grid.whereabouts import name_of, user_line
+from distconv.tensor.aliasing import check_writable
+from distconv.tensor.base import DistTensorBase
+from distconv.tensor.dispatch import refuse
+from distconv.tensor.nested import tensors_in
+
+
+def global_shape(
+    local: Tensor, grid: ProcessGrid, cuts: Cuts, layout: Layout, operator: str
+) -> tuple[int, ...]:
+    """The shape whose cut by `cuts` gives every rank the tensor it passes; collective.
+
+    `layout` is what the ranks intend, and compared with the rest; `operator` is who asks. Whether
+    ranks that hold the same block pass equal ones is looked at now and then (see `checksums`).
+    """
+    # What lies on the CPU moves to the grid's device.
+    device = "cpu" if local.device == grid.device else str(local.device)
+    line = user_line()
+    replicated = grid.topology.parts(cutting_axes(cuts)) < grid.size
+    check = replicated and due((operator, line), grid, first=3, then=64)
+    held = grid.all_gather_object(
+        (
+            *(tuple(local.shape), str(local.dtype), local.requires_grad, layout, str(grid), device),
+            (checksum(local), line) if check else None,
+        )
+    )
+    shapes = [meta[0] for meta in held]
+    if len({len(s) for s in shapes}) > 1:
+        raise ValueError(f"the ranks' blocks differ in their number of dimensions: {shapes}")
+    for what, i in (("type", 1), ("requires_grad", 2), ("layout", 3), ("grid", 4)):
+        if len({meta[i] for meta in held}) > 1:
+            usual, _ = Counter(meta[i] for meta in held).most_common(1)[0]
+            odd = next(r for r, meta in enumerate(held) if meta[i] != usual)
+            raise ValueError(
+                f"the ranks' blocks differ in {what}: rank {odd} has {held[odd][i]}, the others "
+                f"{usual}; pass the same on every rank"
+            )
+    for rank, (*_, elsewhere, _) in enumerate(held):
+        if elsewhere != "cpu":
+            raise ValueError(
+                f"the tensor of rank {rank} lives on {elsewhere}, not on the device of the grid "
+                "there; pass x.to(grid.device), or a CPU tensor, which is moved there"
+            )
+    shape = _fitting_shape(tuple(shapes), cuts, grid.topology)
+    sums = [meta[6] for meta in held]
+    if all(sums):
+        axes = cutting_axes(cuts)
+        ranks = differing(local, axes, [number for number, _ in sums], grid)
+        if ranks:
+            which = "the blocks of ranks that hold the same box are" if axes else "the tensor is"
+            raise ValueError(
+                f"{operator} at {sums[0][1]}: {which} not the same on all ranks: {ranks}. Every "
+                f"rank has to pass equal ones: {CURE}; or read a block of its own on each rank and "
+                "pass that to DistTensor.from_local"
+            )
+    return shape
+
+
+@lru_cache(maxsize=1024)
+def _fitting_shape(
+    shapes: tuple[tuple[int, ...], ...], cuts: Cuts, topology: Topology
+) -> tuple[int, ...]:
+    """The shape whose cut gives the ranks blocks of these shapes."""
+    shape = tuple(_global_size(shapes, d, cuts[d], topology) for d in range(len(cuts)))
+    expected = [rank_box(shape, cuts, topology, r).shape for r in range(topology.size)]
+    off = [r for r in range(topology.size) if shapes[r] != expected[r]]
+    if off:
+        listed = "; ".join(
+            f"rank {r} holds {shapes[r]} and should hold {expected[r]}" for r in off[:8]
+        )
+        more = f"; and {len(off) - 8} more" if len(off) > 8 else ""
+        raise ValueError(
+            f"the blocks do not make a tensor of shape {shape} in {Layout.of(cuts)}: "
+            f"{listed}{more}. A dimension of size n over p parts gives the first n mod p parts "
+            "one element more; distconv.local_box(shape, grid, layout) tells each rank its box"
+        )
+    return shape
+
+
+def _global_size(
+    shapes: tuple[tuple[int, ...], ...], dimension: int, axes: tuple[str, ...], topology: Topology
+) -> int:
+    """The size of one dimension that fits the blocks of the most ranks."""
+    parts = topology.parts(axes)
+    part = [topology.part(topology.coordinates(r), axes) for r in range(topology.size)]
+    held = [shape[dimension] for shape in shapes]
+    by_part: list[Counter[int]] = [Counter() for _ in range(parts)]
+    for p, n in zip(part, held, strict=True):
+        by_part[p][n] += 1
+    total = sum(sizes.most_common(1)[0][0] for sizes in by_part)
+
+    def misfits(size: int) -> int:
+        bounds = [block(size, parts, j) for j in range(parts)]
+        return sum(h != bounds[p][1] - bounds[p][0] for h, p in zip(held, part, strict=True))
+
+    if not misfits(total):
+        return total
+    near = {n for h in set(held) for n in range(max(0, (h - 1) * parts), (h + 1) * parts)}
+    return min(sorted(near), key=misfits)
+
+
+def check_out(operator: Callable[..., Any], out: Any, result: Any, *operands: Tensor) -> None:
+    """Refuse an `out` that cannot take the result of an operator."""
+    if not (
+        isinstance(out, DistTensorBase)
+        and isinstance(result, DistTensorBase)
+        and any(isinstance(x, DistTensorBase) for x in operands)
+        and (out.shape, out.cuts, out.grid) == (result.shape, result.cuts, result.grid)
+        and out.dtype == result.dtype
+        and not any(x.requires_grad for x in (out, *operands) if torch.is_grad_enabled())
+    ):
+        refuse(
+            name_of(operator),
+            "out= has to be a distributed tensor of the shape, layout and type of the result, "
+            "outside autograd",
+            *tensors_in(out, *operands),
+            way_out="Use the returned tensor",
+        )
+    check_writable(out, name_of(operator))

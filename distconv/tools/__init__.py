@@ -1,0 +1,1 @@
+"""Looking at what a module does: explain, verify, bench, and the command line."""

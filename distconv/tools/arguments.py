@@ -1,0 +1,139 @@
+"""Command lines that every rank parses, and what they say of grids, shapes and layouts."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from distconv.geometry.layout import Layout
+from distconv.geometry.topology import AXES
+from distconv.transport.launch import world
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+_Ended: TypeAlias = tuple[Any, list[tuple[bool, str]]]
+"""The exit status of a rank that has not got through, and what it says: on stdout, or stderr."""
+
+_HEARD: ContextVar[list[tuple[bool, str]] | None] = ContextVar("_HEARD", default=None)
+"""What parsers say while all ranks parse, so that it is said once."""
+
+
+class RankParser(argparse.ArgumentParser):
+    """A parser for every rank: all get through, or all end with what the first of them says.
+
+    Parsing is collective. A command line that differs between ranks is an error on all of them, and
+    so is one that only one rank complains of, about a file that only others can read, say. Rank 0
+    alone prints.
+
+    Parameters
+    ----------
+    comm: mpi4py communicator of the ranks, MPI.COMM_WORLD when not given.
+    """
+
+    def __init__(self, comm: MPI.Intracomm | None = None, **keywords: Any) -> None:
+        super().__init__(**keywords)
+        self._comm = world() if comm is None else comm
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Return what `argparse` does; all ranks call it."""
+        return self._together(super().parse_args, args, namespace)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Return what `argparse` does; all ranks call it."""
+        return self._together(super().parse_known_args, args, namespace)
+
+    def _together(self, parse: Callable[[Any, Any], Any], args: Any, namespace: Any) -> Any:
+        if _HEARD.get() is not None or self._comm is None:
+            return parse(args, namespace)
+        given = sys.argv[1:] if args is None else list(args)
+        everyone = self._comm.allgather(given)
+        for rank, theirs in enumerate(everyone):
+            if theirs != everyone[0]:
+                self.error(
+                    f"the arguments of rank {rank} are {shlex.join(map(str, theirs))!r} and those "
+                    f"of rank 0 {shlex.join(map(str, everyone[0]))!r}; start all with the same"
+                )
+        heard: list[tuple[bool, str]] = []
+        token = _HEARD.set(heard)
+        ended: _Ended | None = None
+        try:
+            parsed = parse(given, namespace)
+        except SystemExit as end:
+            ended = end.code, heard
+        finally:
+            _HEARD.reset(token)
+        for rank, theirs in enumerate(self._comm.allgather(ended)):
+            if theirs is not None:
+                status, said = theirs
+                for on_stdout, text in said:
+                    self._print_message(text, sys.stdout if on_stdout else sys.stderr)
+                if rank:
+                    self._print_message(f"(on rank {rank})\n", sys.stderr)
+                sys.exit(status)
+        return parsed
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        heard = _HEARD.get()
+        if heard is not None:
+            heard.append((file is sys.stdout, message))
+        elif self._comm is None or self._comm.rank == 0:
+            super()._print_message(message, file)
+
+
+def grid_axes(text: str, axes: Sequence[str] = AXES) -> dict[str, int]:
+    """`sample=2,height=-1` as the keyword arguments of a `ProcessGrid`."""
+    extents: dict[str, int] = {}
+    for part in text.split(","):
+        axis, equals, ranks = part.strip().partition("=")
+        if axis not in axes or axis in extents or not equals:
+            raise argparse.ArgumentTypeError(
+                f"{part!r} is not an axis with its ranks; write AXIS=RANKS once for each axis, "
+                f"separated by commas, with an axis of {', '.join(axes)}"
+            )
+        try:
+            extents[axis] = int(ranks)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{part!r}: {ranks!r} is not a whole number") from None
+    return extents
+
+
+def shape(text: str) -> tuple[int, ...]:
+    """`1,18,256,256` as the shape of a tensor."""
+    sizes = text.split(",")
+    if not all(size.strip().isdecimal() for size in sizes):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a shape; write the sizes with commas between, such as 1,18,256,256"
+        )
+    return tuple(map(int, sizes))
+
+
+def layout(text: str) -> Layout:
+    """`height=height+width,sample` as a `Layout`; `whole` is one without cuts."""
+    dimensions = {}
+    for part in text.split(",") if text != "whole" else ():
+        name, equals, axes = part.strip().partition("=")
+        dimensions[name] = tuple(axes.split("+")) if equals else name
+    try:
+        return Layout(**dimensions)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"{error}. Write DIMENSION=AXIS+AXIS,..., DIMENSION where the axis has its name, or "
+            "'whole'"
+        ) from None
+
+
+def pattern_and_layout(text: str) -> tuple[str, Layout]:
+    """`block5.*:channel=height,sample` as a pattern of module names and its `Layout`."""
+    pattern, colon, cuts = text.rpartition(":")
+    if not colon:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} gives no layout to a pattern; write PATTERN:DIMENSION=AXIS+AXIS,..., such "
+            "as 'block5.*:sample,channel=height'"
+        )
+    return pattern, layout(cuts)

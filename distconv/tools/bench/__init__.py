@@ -1,0 +1,26 @@
+"""Benchmarks: each pairs its subject with its bound in one run, and reports medians of ratios."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from distconv.tools.bench.channels import channels
+from distconv.tools.bench.halo import halos
+from distconv.tools.bench.layer import layers
+from distconv.tools.bench.memory import memory
+from distconv.tools.bench.model import models
+from distconv.tools.bench.overhead import overheads
+from distconv.tools.bench.report import Row, as_table, plot
+from distconv.tools.bench.settings import Settings
+
+BENCHMARKS: dict[str, Callable[[Settings], Iterator[Row]]] = {
+    "layer": layers,
+    "channels": channels,
+    "halo": halos,
+    "model": models,
+    "memory": memory,
+    "overhead": overheads,
+}
+"""What `python -m distconv bench` can measure; all ranks call it."""
+
+__all__ = ["BENCHMARKS", "Row", "Settings", "as_table", "plot"]

@@ -1,0 +1,103 @@
+"""Timing of what is compared side by side, on all ranks, so that both meet the same machine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import ceil
+from statistics import quantiles
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+import torch
+
+from distconv.transport.launch import mpi
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+T = TypeVar("T")
+
+SHORTEST = 0.01
+"""Seconds that one measurement takes at least; shorter calls are repeated."""
+ROUNDS = 5, 200
+"""The fewest and the most measurements of each side."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the things that are compared: what is called, by whom, on how many threads."""
+
+    run: Callable[[], object]
+    threads: int = 1
+    alone: bool = False
+    """Whether rank 0 runs it while the others sleep; else all ranks do, together."""
+
+
+class Spread(NamedTuple):
+    """The median of some numbers, and their quartiles."""
+
+    median: float
+    low: float
+    high: float
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Median and quartiles of at least two numbers."""
+    low, median, high = quantiles(values, method="inclusive")
+    return Spread(median, low, high)
+
+
+def alternate(
+    comm: MPI.Intracomm, sides: Sequence[Side], seconds: float
+) -> tuple[list[float], ...]:
+    """For every side the seconds of a call, round by round; the same numbers on all ranks.
+
+    Every round times all sides one after the other, every second round in reverse, so that what
+    disturbs the machine disturbs them alike. A time is that of the slowest rank.
+
+    Parameters
+    ----------
+    comm: the ranks that take part; all of them call it.
+    seconds: about how long the measurement takes in all.
+    """
+    for side in sides:
+        _timed(comm, side, 2)
+    once = [_timed(comm, side, 1) for side in sides]
+    repeats = ceil(SHORTEST / min(once))
+    fewest, most = ROUNDS
+    rounds = min(max(int(seconds / (repeats * sum(once))), fewest), most)
+    times: tuple[list[float], ...] = tuple([] for _ in sides)
+    for side, of_side in in_turns(list(zip(sides, times, strict=True)), rounds):
+        of_side.append(_timed(comm, side, repeats))
+    return times
+
+
+def in_turns(sides: Sequence[T], rounds: int) -> Iterator[T]:
+    """All sides in each round, in reverse in every second one."""
+    for i in range(rounds):
+        yield from sides if i % 2 == 0 else reversed(sides)
+
+
+def sleep_until_all_are_here(comm: MPI.Intracomm) -> None:
+    """A barrier that leaves the cores to those that still compute; MPI's own polls."""
+    request = comm.Ibarrier()
+    while not request.Test():
+        time.sleep(1e-3)
+
+
+def _timed(comm: MPI.Intracomm, side: Side, repeats: int) -> float:
+    """Seconds of one of several calls, on the slowest rank."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(side.threads)
+    sleep_until_all_are_here(comm)
+    # All have woken up when they leave this one, and start together.
+    comm.Barrier()
+    start = time.perf_counter()
+    if comm.rank == 0 or not side.alone:
+        for _ in range(repeats):
+            side.run()
+    elapsed = time.perf_counter() - start
+    torch.set_num_threads(threads)
+    sleep_until_all_are_here(comm)
+    return comm.allreduce(elapsed, mpi().MAX) / repeats

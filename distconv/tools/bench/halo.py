@@ -1,0 +1,112 @@
+"""The exchange of halos alone, with packing, against MPI's own Sendrecv of as many bytes.
+
+Bytes that have just been written lie in the cache of the core that wrote them, and have to be
+fetched from there; those that were sent before and have not changed lie in the receiver's already.
+Halos are of the first kind. The bound is both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from distconv.comm.packing import landings_of, packed
+from distconv.geometry.index_maps import Same, Window
+from distconv.geometry.plan import Plan, make_plan
+from distconv.grid.process_grid import ProcessGrid
+from distconv.tensor.dist_tensor import DistTensor
+from distconv.tools.bench.alternation import Side, alternate
+from distconv.tools.bench.report import Row, over
+from distconv.tools.bench.settings import Settings, by, chain
+from distconv.tools.table import size
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+ROW = 16 * 2**10
+"""The target holds for messages of this many elements, 64 KiB, and more."""
+
+CASES = tuple(
+    (axis, channels, extent)
+    for axis in ("height", "width")
+    for channels, extent in ((1, 1024), (16, 1024), (64, 1024), (256, 1024), (512, 2048))
+)
+"""The axis along which the plane is cut, its channels, and its extent along the other."""
+
+THICKNESS = 8
+"""Rows or columns of every rank's block."""
+
+
+def halos(settings: Settings, cases: Sequence[tuple[str, int, int]] = CASES) -> Iterator[Row]:
+    """Two rows for each case; all ranks call it. Its grids are chains, whatever the settings."""
+    for axis, channels, extent in cases:
+        grid = chain(axis)
+        cut = THICKNESS * grid.size
+        plane = (cut, extent) if axis == "height" else (extent, cut)
+        x = DistTensor.from_local(torch.randn(_block(axis, channels, extent)), grid)
+        plan = plan_of(x)
+        runs = exchange(x, plan), sendrecv(plan, grid), sendrecv(plan, grid, written=False)
+        sides = [Side(run, settings.threads) for run in runs]
+        times = alternate(grid.comm, sides, settings.seconds)
+        elements = channels * extent
+        case = f"{size(4 * elements)} each way, {axis} cut"
+        configuration = settings.configuration(grid, f"{by((1, channels, *plane))}, 3x3")
+        target = 1.3 if elements >= ROW else None
+        row = "halo", case, configuration
+        yield over(row, "over Sendrecv of bytes just written", times[0], times[1], target)
+        yield over(row, "over Sendrecv of the same bytes again", times[0], times[2], None)
+
+
+def _block(axis: str, channels: int, extent: int) -> tuple[int, ...]:
+    plane = (THICKNESS, extent) if axis == "height" else (extent, THICKNESS)
+    return 1, channels, *plane
+
+
+def plan_of(x: DistTensor) -> Plan:
+    """What a 3x3 convolution of `x` with padding 1 exchanges."""
+    window = Window(3, padding=(1, 1))
+    needs = tuple(window if axes else Same() for axes in x.cuts)
+    return make_plan(x.grid.topology, x.grid.rank, tuple(x.shape), x.cuts, x.cuts, needs)
+
+
+def exchange(x: DistTensor, plan: Plan) -> Callable[[], None]:
+    """What an overlapped convolution does of it: pack, send, receive, wait."""
+    grid = x.grid
+
+    def run() -> None:
+        landings = landings_of(plan.receives, x.shard, grid)
+        tag = grid.transport.ticket()
+        leaving = packed(x.shard, plan.sends, grid)
+        grid.transport.exchange(landings, leaving, tag).wait()
+
+    return run
+
+
+def sendrecv(plan: Plan, grid: ProcessGrid, *, written: bool = True) -> Callable[[], None]:
+    """The same bytes between the same ranks, always in the same memory.
+
+    On a chain of ranks, pairs whose lower rank is even go first, so that nobody waits in line.
+
+    Parameters
+    ----------
+    written: whether they are written, as they lie in a contiguous tensor, each time before.
+    """
+    sends = {r.peer: r.size for r in plan.sends}
+    receives = {r.peer: r.size for r in plan.receives}
+    pairs = sorted(sends.keys() | receives.keys(), key=lambda peer: min(peer, grid.rank) % 2)
+    messages = [
+        (peer, torch.ones(sends[peer]).numpy(), torch.ones(receives[peer]).numpy())
+        for peer in pairs
+    ]
+    sources = [leaving.copy() for _, leaving, _ in messages]
+    comm: MPI.Intracomm = grid.comm
+
+    def run() -> None:
+        for source, (peer, leaving, arriving) in zip(sources, messages, strict=True):
+            if written:
+                leaving[:] = source
+            comm.Sendrecv(leaving, peer, 0, arriving, peer, 0)
+
+    return run

@@ -1,0 +1,120 @@
+"""The most memory that tensors take in a training step of one rank, against serial torch's share.
+
+Counted by torch's profiler, which hears of every allocation and release of torch's CPU allocator,
+those inside of operators too. So the number does not depend on what malloc keeps or on when the
+system counts pages, and is the same in every run. It does not see what MPI and Python allocate.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from distconv.grid.process_grid import ProcessGrid
+from distconv.model.parallelize import parallelize
+from distconv.tools.bench.alternation import sleep_until_all_are_here
+from distconv.tools.bench.model import cut_sample, sample, step_of
+from distconv.tools.bench.networks import NETWORKS, Network
+from distconv.tools.bench.report import Row
+from distconv.tools.bench.settings import Settings, by
+from distconv.tools.explain import explain
+from distconv.transport.launch import mpi
+
+OVER_SHARE = 1.05
+"""What a rank should need at most of the serial peak divided by the ranks, beside its halos."""
+_STEP = "distconv.tools.bench.step"
+
+
+class Peak(NamedTuple):
+    """Bytes of tensors at their most in a step: in all, and on top of what lives all through it.
+
+    Parameters do; gradients do not.
+    """
+
+    whole: int
+    step: int
+
+
+def memory(settings: Settings, networks: Sequence[Network] = NETWORKS[:2]) -> Iterator[Row]:
+    """Two rows for each network; all ranks call it."""
+    for network in networks:
+        grid = settings.grid(len(network.shape))
+        mine = peak_of(partial(_distributed, network, grid))
+        ranks = Peak(*(grid.comm.allreduce(bytes, mpi().MAX) for bytes in mine))
+        alone = peak_of(partial(_serial, network)) if grid.rank == 0 else None
+        sleep_until_all_are_here(grid.comm)
+        serial: Peak = grid.comm.bcast(alone)
+        plan = explain(network.make(network.shape[2:]), network.shape, grid, show=False)
+        halos = sum(layer.halo_bytes for layer in plan.layers)
+        where = f"quarter width, {by(network.shape)}"
+        for measure, subject, whole in (
+            ("peak over share of serial peak", ranks.whole, serial.whole),
+            ("the same, without what lives all through the step", ranks.step, serial.step),
+        ):
+            share = whole / grid.size
+            ratio = subject / share
+            yield Row(
+                "memory",
+                network.name,
+                settings.configuration(grid, where),
+                measure,
+                "",
+                ratio,
+                ratio,
+                ratio,
+                rounds=1,
+                subject=subject,
+                bound=share,
+                target=OVER_SHARE + halos / share,
+                in_bytes=True,
+            )
+
+
+def _distributed(network: Network, grid: ProcessGrid) -> Callable[[], None]:
+    module = parallelize(network.make(network.shape[2:]), grid)
+    return step_of(network, module, *cut_sample(network, grid))
+
+
+def _serial(network: Network) -> Callable[[], None]:
+    return step_of(network, network.make(network.shape[2:]), *sample(network, network.shape))
+
+
+def peak_of(make: Callable[[], Callable[[], object]]) -> Peak:
+    """The most memory in the second step of what `make` makes; all its tensors are counted."""
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        step = make()
+        step()
+        with record_function(_STEP):
+            step()
+        del step
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        record.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    (mark,) = (e for e in events if e["name"] == _STEP and e.get("ph") == "X")
+    changes = sorted(
+        ((e["ts"], e["args"]) for e in events if e["name"] == "[memory]"),
+        key=lambda change: change[1]["Ev Idx"],
+    )
+    live: dict[int, int] = {}
+    total = least = most = 0
+    for when, change in changes:
+        # A release tells its size as a negative number; what is older than the record is ignored.
+        if change["Bytes"] > 0:
+            live[change["Addr"]] = change["Bytes"]
+            total += change["Bytes"]
+        else:
+            total -= live.pop(change["Addr"], 0)
+        if when < mark["ts"]:
+            least = most = total
+        elif when <= mark["ts"] + mark["dur"]:
+            least, most = min(least, total), max(most, total)
+    return Peak(most, most - least)

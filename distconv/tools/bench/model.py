@@ -1,0 +1,81 @@
+"""A training step of a whole network, against the same with no communication, and one rank.
+
+A step is forward, loss, backward with the sum of the parameters' gradients, and SGD.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from distconv.geometry.layout import Layout, default_cuts
+from distconv.grid.process_grid import ProcessGrid
+from distconv.model.parallelize import parallelize
+from distconv.tensor.dist_tensor import DistTensor, local_box
+from distconv.tools.bench.alternation import Side, alternate
+from distconv.tools.bench.networks import NETWORKS, Network
+from distconv.tools.bench.report import Row, over, speedup
+from distconv.tools.bench.settings import Settings, by
+
+
+def models(settings: Settings, networks: Sequence[Network] = NETWORKS) -> Iterator[Row]:
+    """Two rows for each network; all ranks call it.
+
+    Without communication the plain network trains on a sample of the shape of the rank's block,
+    with batch norm over that.
+    """
+    for network in networks:
+        grid = settings.grid(len(network.shape))
+        torch.manual_seed(0)
+        spatial = network.shape[2:]
+        block = local_box(network.shape, grid).shape
+        distributed = parallelize(network.make(spatial), grid)
+        step = step_of(network, distributed, *cut_sample(network, grid))
+        local = step_of(network, network.make(block[2:]), *sample(network, block))
+        serial = step_of(network, network.make(spatial), *sample(network, network.shape))
+        threads = settings.threads * grid.size
+        sides = (
+            Side(step, settings.threads),
+            Side(local, settings.threads),
+            Side(serial, threads, alone=True),
+        )
+        times = alternate(grid.comm, sides, settings.seconds)
+        where = f"quarter width, {by(network.shape)}, {by(block)} on rank 0"
+        row = "model", network.name, settings.configuration(grid, where)
+        yield over(row, "over no communication", times[0], times[1], network.over_local)
+        measure = f"speed-up over serial torch, {threads} threads"
+        yield speedup(row, measure, times[0], times[2], 1.0)
+
+
+def sample(network: Network, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """A random input of this shape, and what the network should make of it."""
+    with torch.device("meta"), torch.no_grad():
+        made = network.make(shape[2:])(torch.empty(shape)).shape
+    y = network.target(tuple(made))
+    return torch.randn(shape), y
+
+
+def cut_sample(network: Network, grid: ProcessGrid) -> tuple[DistTensor, DistTensor]:
+    """The same as DistTensors, of which a rank never holds more than its block."""
+    ndim = len(network.shape)
+    x, y = sample(network, local_box(network.shape, grid).shape)
+    layout = None
+    if y.dim() == ndim - 1:
+        # One class for each position, without a dimension of channels.
+        samples, _, *spatial = default_cuts(ndim, grid.topology)
+        layout = Layout.of((samples, *spatial))
+    return DistTensor.from_local(x, grid), DistTensor.from_local(y, grid, layout)
+
+
+def step_of(network: Network, module: nn.Module, x: Tensor, y: Tensor) -> Callable[[], None]:
+    """A step of training on one sample, plain or distributed."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        network.loss(module(x), y).backward()
+        optimizer.step()
+
+    return step

@@ -1,0 +1,323 @@
+"""What can be asked of a module from the command line: `python -m distconv COMMAND`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import json
+import sys
+from collections.abc import Callable
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from distconv.grid.process_grid import ProcessGrid
+from distconv.model.input_layouts import layouts_of
+from distconv.tools.arguments import RankParser, grid_axes, layout, pattern_and_layout, shape
+from distconv.tools.bench import BENCHMARKS, Row, Settings, as_table, plot
+from distconv.tools.explain import LayerPlan, dtype_of, explain
+from distconv.tools.explain import listed as layers_listed
+from distconv.tools.json_lines import as_json
+from distconv.tools.progress import Progress
+from distconv.tools.verify import Comparison, verify
+from distconv.tools.verify import listed as comparisons_listed
+from distconv.tools.version import __version__
+from distconv.transport.launch import mpi, world
+
+DTYPES = ("float32", "float64", "bfloat16", "float16")
+
+
+class BadArguments(Exception):
+    """What the command line asks for cannot be done; alike on every rank."""
+
+
+class Command(NamedTuple):
+    """A subcommand: what it does, its own options, and how it is run, to an exit status."""
+
+    purpose: str
+    options: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command; every rank that MPI has started calls it. Returns the exit status."""
+    parser = RankParser(prog="python -m distconv", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"distconv {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, command in COMMANDS.items():
+        of_command = commands.add_parser(name, help=command.purpose, description=command.purpose)
+        command.options(of_command)
+        of_command.set_defaults(command=command, complain=of_command.error)
+    parsed = parser.parse_args(arguments)
+    try:
+        status: int = parsed.command.run(parsed)
+    except BadArguments as error:
+        parsed.complain(str(error))
+    return status
+
+
+def _module_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "factory",
+        metavar="MODULE:FACTORY",
+        help="what makes the torch module when called without arguments: a function or a class, in "
+        "package.module or ./file.py",
+    )
+    parser.add_argument(
+        "--shape",
+        type=shape,
+        action="append",
+        required=True,
+        metavar="N,C,...",
+        help="global shape of the input; once for each input",
+    )
+    parser.add_argument(
+        "--grid",
+        type=grid_axes,
+        required=True,
+        metavar="AXIS=RANKS,...",
+        help="ranks along the axes of the grid",
+    )
+    parser.add_argument(
+        "--layout",
+        type=layout,
+        metavar="DIMENSION=AXIS+AXIS,...",
+        help="how the inputs are cut; by default every dimension over the axis of its name",
+    )
+    parser.add_argument(
+        "--layouts",
+        type=pattern_and_layout,
+        action="append",
+        default=[],
+        metavar="PATTERN:DIMENSION=AXIS+AXIS,...",
+        help="how modules whose names match take their inputs; once for each pattern",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of parameters and input (%(default)s)")
+    parser.add_argument("--json", action="store_true", help="one line of JSON instead of a table")
+
+
+def _made(factory: str, seed: int) -> nn.Module:
+    """The module that the factory of this name makes."""
+    path, colon, name = factory.rpartition(":")
+    if not colon or not name:
+        raise BadArguments(
+            f"{factory!r} names no factory; write package.module:factory or ./file.py:factory"
+        )
+    make: Any = _from_file(Path(path)) if path.endswith(".py") else _imported(path)
+    for part in name.split("."):
+        make = getattr(make, part, None)
+    if not callable(make):
+        raise BadArguments(f"{path} has no function or class {name!r}")
+    torch.manual_seed(seed)
+    try:
+        module = make()
+    except TypeError as error:
+        raise BadArguments(f"{factory} raised TypeError without arguments: {error}") from error
+    if not isinstance(module, nn.Module):
+        raise BadArguments(f"{factory} makes a {type(module).__name__}, not a torch.nn.Module")
+    return module
+
+
+def _imported(path: str) -> Any:
+    """The module of this name."""
+    try:
+        return importlib.import_module(path)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{path}.".startswith(f"{error.name}."):
+            raise
+        raise BadArguments(
+            f"there is no module {error.name!r}; start from the folder it is in, or install it, "
+            "or write its file, ./file.py:factory"
+        ) from None
+
+
+def _from_file(path: Path) -> Any:
+    """The module in a file, which finds its neighbours as a script does."""
+    if not path.is_file():
+        raise BadArguments(f"there is no file {str(path)!r}")
+    sys.path.insert(0, str(path.resolve().parent))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _made_everywhere(factory: str, seed: int) -> nn.Module:
+    """The module, which every rank makes; all ranks complain where one cannot."""
+    module, problem = None, None
+    try:
+        module = _made(factory, seed)
+    except BadArguments as error:
+        problem = error
+    for found in mpi().COMM_WORLD.allgather(problem):
+        if found is not None:
+            raise found
+    assert module is not None
+    return module
+
+
+def _explain_options(parser: argparse.ArgumentParser) -> None:
+    _module_options(parser)
+    parser.add_argument("--dtype", choices=DTYPES, help="of the input (default: as the parameters)")
+    parser.add_argument(
+        "--rank", type=int, help="whose part is told (default: in the middle of every axis)"
+    )
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    module = _made(arguments.factory, arguments.seed)
+    dtype = None if arguments.dtype is None else getattr(torch, arguments.dtype)
+    options: dict[str, Any] = {"dtype": dtype, "layout": arguments.layout, "rank": arguments.rank}
+    options["layouts"] = dict(arguments.layouts)
+
+    def show(layers: list[LayerPlan]) -> None:
+        if arguments.json:
+            print(_interrupted(layers))
+        else:
+            print(layers_listed(layers), f"interrupted after {len(layers)} lines", sep="\n")
+
+    comm = world()
+    first = comm is None or comm.rank == 0
+    with Progress[LayerPlan](lambda layer: layer.name, show, first) as progress:
+        try:
+            plan = explain(
+                module,
+                arguments.shape,
+                arguments.grid,
+                show=False,
+                progress=progress,
+                **options,
+            )
+        except ValueError as error:
+            raise BadArguments(str(error)) from None
+    if first:
+        print(as_json(plan, refusal=plan.refusal) if arguments.json else plan, flush=True)
+    return int(plan.refusal is not None)
+
+
+def _interrupted(rows: list[Any]) -> str:
+    """What there is of a result, as a line of JSON."""
+    return json.dumps({"interrupted": True, "rows": [json.loads(as_json(row)) for row in rows]})
+
+
+def _verify_options(parser: argparse.ArgumentParser) -> None:
+    _module_options(parser)
+    parser.add_argument("--float64", action="store_true", help="module and input in float64")
+    parser.add_argument("--tolerance", type=float, help="largest difference that is rounding")
+    parser.add_argument("--no-backward", action="store_true", help="compare no gradients")
+
+
+def _grid(extents: dict[str, Any], command: str) -> ProcessGrid:
+    """The grid of all ranks with these extents."""
+    ranks = prod(extents.values())
+    if min(extents.values()) > 0 and ranks != mpi().COMM_WORLD.size:
+        raise BadArguments(
+            f"the grid has {ranks} ranks, but MPI has started {mpi().COMM_WORLD.size}; start it "
+            f"with mpiexec -n {ranks} python -m distconv {command} ..."
+        )
+    try:
+        return ProcessGrid(**extents)
+    except ValueError as error:
+        raise BadArguments(str(error)) from None
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    grid = _grid(arguments.grid, "verify")
+    module = _made_everywhere(arguments.factory, arguments.seed)
+    layouts = dict(arguments.layouts)
+    try:
+        layouts_of(module, layouts)
+    except ValueError as error:
+        raise BadArguments(str(error)) from None
+    if arguments.float64:
+        module = module.double()
+    dtype = dtype_of(module, torch.float64 if arguments.float64 else torch.get_default_dtype())
+    generator = torch.Generator().manual_seed(arguments.seed)
+    inputs = [torch.randn(s, generator=generator, dtype=dtype) for s in arguments.shape]
+
+    def show(rows: list[Comparison]) -> None:
+        if arguments.json:
+            print(_interrupted(rows))
+        else:
+            after = f"interrupted after {len(rows)} comparisons, which are not judged"
+            print(comparisons_listed(rows, judged=False), after, sep="\n")
+
+    first = grid.rank == 0
+    with Progress[Comparison](lambda row: f"{row.layer} {row.kind}", show, first) as progress:
+        verification = verify(
+            module,
+            inputs,
+            grid,
+            layout=arguments.layout,
+            layouts=layouts,
+            tolerance=arguments.tolerance,
+            backward=not arguments.no_backward,
+            seed=arguments.seed,
+            show=False,
+            progress=progress,
+        )
+    if first:
+        shown = as_json(verification, ok=verification.ok) if arguments.json else verification
+        print(shown, flush=True)
+    return int(not verification.ok)
+
+
+def _bench_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("benchmark", choices=BENCHMARKS, help="what is measured")
+    parser.add_argument(
+        "--grid",
+        type=grid_axes,
+        metavar="AXIS=RANKS,...",
+        help="of layer, model and memory; by default all ranks along the first spatial dimension",
+    )
+    parser.add_argument("--threads", type=int, default=1, help="of every rank (%(default)s)")
+    parser.add_argument(
+        "--seconds", type=float, default=5.0, help="about how long one case takes (%(default)s)"
+    )
+    parser.add_argument("--json", action="store_true", help="one line of JSON for every row")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the rows into a picture")
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    if arguments.grid is not None:
+        _grid(arguments.grid, "bench")
+    if arguments.benchmark == "halo" and mpi().COMM_WORLD.size == 1:
+        raise BadArguments("one rank has no halos; start it with mpiexec -n 2 or more")
+    torch.set_num_threads(arguments.threads)
+    settings = Settings(arguments.grid, arguments.threads, arguments.seconds)
+    first = mpi().COMM_WORLD.rank == 0
+
+    def show(rows: list[Row]) -> None:
+        if not arguments.json:
+            print(as_table(rows))
+
+    with Progress[Row](lambda row: f"{row.case}, {row.measure}", show, first) as progress:
+        for row in BENCHMARKS[arguments.benchmark](settings):
+            progress(row)
+            if first and arguments.json:
+                print(row.json(), flush=True)
+    if first:
+        show(progress.rows)
+    if first and arguments.plot is not None:
+        plot(progress.rows, arguments.plot)
+    return 0
+
+
+COMMANDS = {
+    "explain": Command(
+        "tell what each layer would do on a grid, without running it", _explain_options, _explain
+    ),
+    "verify": Command(
+        "compare every layer on a grid with the serial program", _verify_options, _verify
+    ),
+    "bench": Command(
+        "measure layers, channels, halos, models, memory or overheads beside their bounds",
+        _bench_options,
+        _bench,
+    ),
+}

@@ -1,0 +1,548 @@
+"""Whether a module computes on a grid what it computes serially, layer by layer."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from distconv.comm.ledger import uncounted
+from distconv.geometry.layout import Layout
+from distconv.grid.process_grid import ProcessGrid
+from distconv.model.parallelize import parallelize
+from distconv.tensor.dispatch import UnsupportedOperation
+from distconv.tensor.dist_tensor import DistTensor, distribute_tensor
+from distconv.tensor.nested import tensors_in
+from distconv.tools.module_calls import Calls, is_layer
+from distconv.tools.table import table
+
+_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}
+"""What rounding in another order stays below in networks that amplify it moderately, while a
+missing halo or a wrong count does not."""
+
+_AMPLIFIED = 100
+"""Rounding enters at every addition, and is measured as if it entered at inputs and parameters."""
+
+_UNTELLING = 0.2
+"""What is never taken for rounding, however much the serial program amplifies it."""
+
+_HALF = 64
+"""The same for shorter types, in units of their rounding."""
+
+_NEGLIGIBLE = 1e-3
+"""Of the largest gradient of all parameters: one below it is measured against this much of that."""
+
+_RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How far one tensor is from its serial twin."""
+
+    layer: str
+    """The layer, or the name of a parameter, a buffer, or an input."""
+    kind: str
+    """ "output", "buffer", "gradient", or "refused"."""
+    difference: float
+    """Largest difference, relative to the largest entry of the serial tensor."""
+    rounding: float = 0.0
+    """The same between two serial runs whose inputs and parameters differ in their last place."""
+    ok: bool = False
+    """Whether the difference is within the tolerance."""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Verification:
+    """A module on a grid against the same module run serially; prints as a table."""
+
+    module: str
+    grid: str
+    tolerance: float
+    rows: tuple[Comparison, ...]
+    """Outputs in the order of the calls, buffers, and gradients from the last layer backwards."""
+    notes: tuple[str, ...]
+    """What has to be known to read it."""
+
+    @property
+    def first_deviation(self) -> Comparison | None:
+        """The first that deviates; those after it may only have inherited that."""
+        return next((row for row in self.rows if not row.ok), None)
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing deviates."""
+        return self.first_deviation is None
+
+    def __str__(self) -> str:
+        return "\n".join(
+            [
+                f"{self.module} on {self.grid} against serial, tolerance {self.tolerance:.1e}",
+                listed(self.rows),
+                *(f"note: {note}" for note in self.notes),
+                self._verdict(),
+            ]
+        )
+
+    def _verdict(self) -> str:
+        first = self.first_deviation
+        if first is None:
+            largest = max(self.rows, key=lambda row: row.difference, default=None)
+            return "all agree" + (
+                f"; the largest difference is {largest.difference:.1e}, {largest.kind} of "
+                f"{largest.layer}"
+                if largest
+                else ""
+            )
+        if first.kind == "refused":
+            return f"{first.layer} is refused: {first.note}"
+        return f"first deviation: {first.layer} ({first.kind}), by {first.difference:.1e}"
+
+
+def verify(
+    module: nn.Module,
+    input: Tensor | Sequence[Tensor],
+    grid: ProcessGrid | Mapping[str, int],
+    *,
+    layout: Layout | Sequence[Layout | None] | None = None,
+    layouts: Mapping[str, Layout] | None = None,
+    tolerance: float | None = None,
+    backward: bool = True,
+    seed: int = 0,
+    show: bool = True,
+    progress: Callable[[Comparison], object] = lambda comparison: None,
+) -> Verification:
+    """Compare, and print, what each layer of `module` computes on `grid` and serially.
+
+    Copies of the module run both ways with rank 0's parameters: every rank runs the serial program
+    by itself, then all ranks together the distributed one. Compared are the output of every call of
+    a layer, the buffers after it and, for a random gradient of the outputs, the gradients of all
+    parameters and inputs. The module and the random state stay as they are. Every rank needs memory
+    for the serial run and for a copy of all outputs; use a small input. All ranks of the grid call
+    it together.
+
+    Random numbers on a grid are not those of serial torch. Dropout layers therefore run in eval
+    mode, which the result notes, as it does a layer that draws random numbers by itself.
+
+    Parameters
+    ----------
+    module: any torch.nn.Module that runs on plain tensors as well.
+    input: the whole plain input, or a sequence of them, equal on all ranks.
+    grid: a grid, or the ranks along its axes, of which MPI has started as many.
+    layout: of the input, or of each; every dimension over the axis of its name when not given.
+    layouts: of the inputs of modules within, for patterns of names, as `parallelize` takes them.
+    tolerance: largest relative difference that is rounding. By default 1e-10 in float64, 1e-4 in
+        float32, and 64 times the rounding of shorter types, of which the coarsest counts. Wrong
+        results stand out best in float64. Where no tolerance is given, what amplifies rounding is
+        allowed a hundred times what the serial program itself differs by when its input and
+        parameters are changed in their last place: batch norm over a few elements, say.
+    backward: whether to compare gradients. Those of a layer's parameters are relative to the
+        largest of them, as a bias before a norm has a gradient that is zero but for rounding.
+    seed: of the gradient of the outputs.
+    show: whether to print the table, on rank 0.
+    progress: is called with each comparison as it comes, before its difference is judged.
+
+    Raises
+    ------
+    TypeError, ValueError
+        On every rank, for arguments that do not fit, or differ between ranks.
+    RuntimeError
+        Where the module raises on the grid and not serially, naming the layer. A layer that is
+        refused (`UnsupportedOperation`) raises nothing: it is the last row of the result.
+    """
+    if not isinstance(grid, ProcessGrid):
+        axes: dict[str, Any] = dict(grid)
+        grid = ProcessGrid(**axes)
+    inputs = _agreed_inputs(module, input, grid, (layout, layouts, tolerance, backward, seed))
+    alike: Any = [layout] * len(inputs)
+    of_inputs = list(layout) if isinstance(layout, (tuple, list)) else alike
+    if len(of_inputs) != len(inputs):
+        raise ValueError(f"verify: {len(of_inputs)} layouts for {len(inputs)} inputs")
+    gpus = [grid.device] if grid.device.type == "cuda" else []
+    with torch.random.fork_rng(gpus), torch.set_grad_enabled(backward), uncounted():
+        rows, notes, dtypes = _compare(module, inputs, of_inputs, layouts, grid, seed, progress)
+    allowance = 0.0
+    if tolerance is None:
+        kinds = {d.to_real() if d.is_complex else d for d in dtypes}
+        tolerance = max((_TOLERANCE.get(d, _HALF * torch.finfo(d).eps) for d in kinds), default=0)
+        allowance = _AMPLIFIED
+    everywhere = grid.all_gather_object([(row.difference, row.rounding) for row in rows])
+    judged = []
+    for row, *each in zip(rows, *everywhere, strict=True):
+        difference = max(math.inf if math.isnan(d) else d for d, _ in each)
+        rounding = max(r if math.isfinite(r) else 0.0 for _, r in each)
+        ok = difference <= max(tolerance, min(allowance * rounding, _UNTELLING))
+        judged.append(replace(row, difference=difference, rounding=rounding, ok=ok))
+    amplified = sum(row.ok and row.difference > tolerance for row in judged)
+    if amplified:
+        notes.append(
+            f"{amplified} differences are beyond the tolerance and within {_AMPLIFIED} times what "
+            "rounding does to the serial program itself; float64, or a larger input, tells more"
+        )
+    blurred = sum(allowance * row.rounding > _UNTELLING for row in judged)
+    if blurred:
+        notes.append(
+            f"rounding changes {blurred} of the serial tensors by more than "
+            f"{_UNTELLING / _AMPLIFIED:.0e}, which leaves little to compare; use float64, or a "
+            "larger input"
+        )
+    name = type(module).__name__
+    verification = Verification(name, str(grid), tolerance, tuple(judged), tuple(notes))
+    if show and grid.rank == 0:
+        print(verification, flush=True)
+    return verification
+
+
+def listed(rows: Sequence[Comparison], *, judged: bool = True) -> str:
+    """Return comparisons as a table; without what follows from all of them unless `judged`."""
+    cells = [
+        (
+            *(r.layer, r.kind, f"{r.difference:.1e}", f"{r.rounding:.1e}" if judged else ""),
+            *("" if r.ok or not judged else "deviates", r.note),
+        )
+        for r in rows
+        if r.kind != "refused"
+    ]
+    return table([("layer", "", "difference", "rounding", "", ""), *cells], right=(2, 3))
+
+
+def _agreed_inputs(module: Any, input: Any, grid: ProcessGrid, options: Any) -> list[Tensor]:
+    """The inputs, of which all ranks know that they are what all have; collective."""
+    inputs = list(input) if isinstance(input, (tuple, list)) else [input]
+    problem = None
+    if not isinstance(module, nn.Module):
+        problem = f"{type(module).__name__} is not a torch.nn.Module"
+    elif any(is_lazy(x) for x in (*module.parameters(), *module.buffers())):
+        problem = "the module has layers without shape yet; call it once on a plain tensor before"
+    for x in inputs:
+        if isinstance(x, DistTensor):
+            problem = "the input is distributed; pass the whole plain tensor, x.full_tensor()"
+        elif not isinstance(x, Tensor):
+            problem = f"the input is a {type(x).__name__}; pass tensors, torch.as_tensor(x)"
+    mine = None
+    if not problem:
+        modes = [part.training for part in module.modules()]
+        mine = [_fingerprint(x) for x in inputs], repr(options), (repr(module), modes)
+    everyone = grid.all_gather_object((problem, mine))
+    for rank, (theirs, _) in enumerate(everyone):
+        if theirs:
+            raise TypeError(f"verify: {theirs} (rank {rank})")
+    for rank, (_, theirs) in enumerate(everyone):
+        if theirs[0] != everyone[0][1][0]:
+            raise ValueError(
+                f"verify: the input of rank {rank} is not that of rank 0; pass the same whole "
+                "tensor on every rank, such as one drawn from the same seed"
+            )
+        if theirs[1] != everyone[0][1][1]:
+            raise ValueError(
+                f"verify: layout, layouts, tolerance, backward and seed are {theirs[1]} on rank "
+                f"{rank} and {everyone[0][1][1]} on rank 0; pass the same on every rank"
+            )
+        if theirs[2] != everyone[0][1][2]:
+            raise ValueError(
+                f"verify: the module of rank {rank} is built otherwise than that of rank 0, or in "
+                "another mode; build the same on every rank"
+            )
+    return [x.detach().to(grid.device) for x in inputs]
+
+
+def _fingerprint(x: Tensor) -> tuple[Any, ...]:
+    dense = x.detach().cpu().contiguous().resolve_conj().resolve_neg()
+    elements: Any = dense.reshape(-1).view(torch.uint8).numpy()
+    return tuple(x.shape), str(x.dtype), hashlib.blake2b(elements).digest()
+
+
+def _compare(
+    module: nn.Module,
+    inputs: list[Tensor],
+    of_inputs: list[Layout | None],
+    layouts: Mapping[str, Layout] | None,
+    grid: ProcessGrid,
+    seed: int,
+    progress: Callable[[Comparison], object],
+) -> tuple[list[Comparison], list[str], set[torch.dtype]]:
+    """All comparisons, not yet judged; what to know; and the floating types that occur."""
+    plain, model = copy.deepcopy(module).to(grid.device), copy.deepcopy(module)
+    quiet = _without_dropout(plain)
+    _without_dropout(model)
+    parallelize(model, grid, layouts=layouts)
+    with torch.no_grad():
+        for mine, theirs in zip(_state(plain).values(), _state(model).values(), strict=True):
+            mine.copy_(theirs)
+    for x in (*plain.parameters(), *model.parameters()):
+        x.grad = None
+    generator = torch.Generator().manual_seed(seed)
+    shaken = copy.deepcopy(plain)
+    for x in shaken.parameters():
+        x.data = _shaken(x.data, generator)
+
+    torch.manual_seed(seed)
+    serial = _Serial(plain, inputs, generator)
+    torch.manual_seed(seed)
+    rounding = {
+        (row.layer, row.kind): row.difference
+        for row in serial.against(shaken, [_shaken(x, generator) for x in inputs], last=False)
+    }
+    del shaken
+    cut = [distribute_tensor(x, grid, k) for x, k in zip(inputs, of_inputs, strict=True)]
+    rows = serial.against(model, cut, last=True, progress=progress)
+    notes = []
+    if quiet:
+        notes.append(
+            f"{', '.join(quiet)} ran in eval mode: random numbers on a grid are not those of "
+            "serial torch"
+        )
+    if serial.calls.random is not None:
+        notes.append(
+            f"{serial.calls.random} draws random numbers, which on a grid are not those of serial "
+            "torch; from there on differences say nothing. Run it without (module.eval())"
+        )
+    rows = [replace(row, rounding=rounding.get((row.layer, row.kind), 0.0)) for row in rows]
+    return rows, notes, serial.dtypes
+
+
+class _Serial:
+    """A serial run, forward and backward, with which others are compared."""
+
+    def __init__(self, module: nn.Module, inputs: list[Tensor], generator: torch.Generator):
+        self._module = module
+        self._leaves = [_leaf(x.clone()) for x in inputs]
+        self.calls = _Recorded(module)
+        # Layers that write in place may not write to leaves.
+        results = tensors_in(module(*(x.clone() for x in self._leaves)))
+        self.calls.remove()
+        self._shapes = [y.shape if y.requires_grad else None for y in results]
+        self._seeds = {
+            i: torch.randn(y.shape, generator=generator, dtype=y.dtype, device="cpu").to(y.device)
+            for i, y in enumerate(results)
+            if y.requires_grad
+        }
+        if self._seeds:
+            seeded = [results[i] for i in self._seeds]
+            torch.autograd.backward(seeded, list(self._seeds.values()))
+        present = (*inputs, *module.parameters())
+        self.dtypes = self.calls.dtypes | {x.dtype for x in present if _is_continuous(x)}
+
+    def against(
+        self,
+        model: nn.Module,
+        inputs: Sequence[Tensor],
+        *,
+        last: bool,
+        progress: Callable[[Comparison], object] = lambda comparison: None,
+    ) -> list[Comparison]:
+        """Run `model` and compare; collective where that is distributed. `last` forgets outputs."""
+        leaves = [_leaf(x) for x in inputs]
+        expected = self.calls.outputs if last else dict(self.calls.outputs)
+        compared = _Compared(model, expected, progress)
+        rows = compared.rows
+        try:
+            outputs = tensors_in(model(*(x.clone() for x in leaves)))
+            compared.complete()
+            # A backward pass through checkpoints calls layers again.
+            compared.remove()
+            buffers = dict(self._module.named_buffers())
+            for name, buffer in model.named_buffers():
+                compared.add(_comparison(name, "buffer", buffer, buffers[name]))
+            compared.stack.append(("backward", model))
+            if [y.shape if y.requires_grad else None for y in outputs] == self._shapes:
+                for i, seed in self._seeds.items():
+                    outputs[i].backward(seed, retain_graph=i != max(self._seeds))
+                for row in _gradients(self._module, model, self._leaves, leaves):
+                    compared.add(row)
+            else:
+                note = "there is none on the grid"
+                rows.append(Comparison(type(model).__name__, "gradient", math.inf, note=note))
+        except UnsupportedOperation as refusal:
+            rows.append(Comparison(compared.where[0], "refused", math.inf, note=str(refusal)))
+        except Exception as error:
+            name, part = compared.where
+            raise RuntimeError(
+                f"verify: {name} ({type(part).__name__}) raised on the grid, and not serially: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        return rows
+
+
+def _is_continuous(x: Tensor) -> bool:
+    """Whether its numbers are rounded, and may have gradients."""
+    return x.is_floating_point() or x.is_complex()
+
+
+def _shaken(x: Tensor, generator: torch.Generator) -> Tensor:
+    """`x` with every element changed in its last place, up or down."""
+    if not _is_continuous(x):
+        return x.clone()
+    up = torch.rand(x.shape, generator=generator, device="cpu").to(x.device) < 0.5
+    return x * (1 + torch.finfo(x.dtype).eps * torch.where(up, 1, -1).to(x.dtype))
+
+
+def _state(module: nn.Module) -> dict[str, Tensor]:
+    return dict(module.named_parameters()) | dict(module.named_buffers())
+
+
+def _leaf(x: Tensor) -> Tensor:
+    """`x`, with a gradient where it can have one."""
+    return x.requires_grad_(_is_continuous(x) and torch.is_grad_enabled())
+
+
+def _without_dropout(module: nn.Module) -> list[str]:
+    """Put dropout layers into eval mode; the names of those that were not."""
+    names = []
+    for name, part in module.named_modules():
+        if isinstance(part, _RANDOM) and part.training and getattr(part, "p", 1) > 0:
+            part.eval()
+            names.append(name or type(part).__name__)
+    return names
+
+
+class _Recorded(Calls):
+    """What each call of a layer returns, copied before later layers may write to it."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__(module)
+        self.outputs: dict[str, list[Tensor] | None] = {}
+        """By the name of the call; None where a layer within has just returned the same."""
+        self.dtypes: set[torch.dtype] = set()
+        self.random: str | None = None
+        """The first that has drawn random numbers."""
+        self._last: list[tuple[Tensor, int]] = []
+        self._state = torch.get_rng_state()
+
+    def entered(self, module: nn.Module) -> None:
+        self._look_for_random_numbers(self.stack[max(len(self.stack) - 2, 0)][0])
+
+    def left(self, name: str, module: nn.Module, output: Any) -> None:
+        self._look_for_random_numbers(name)
+        tensors = tensors_in(output)
+        last, self._last = self._last, [(x, x._version) for x in tensors]
+        same = len(tensors) == len(last) and all(
+            x is y and x._version == version for x, (y, version) in zip(tensors, last, strict=True)
+        )
+        if same and self.stack and not is_layer(module):
+            self.outputs[name] = None
+            return
+        self.outputs[name] = [x.detach().clone() for x in tensors]
+        self.dtypes |= {x.dtype for x in tensors if _is_continuous(x)}
+
+    def _look_for_random_numbers(self, name: str) -> None:
+        state = torch.get_rng_state()
+        if self.random is None and not torch.equal(state, self._state):
+            self.random = name
+        self._state = state
+
+
+class _Compared(Calls):
+    """What each call of a layer returns, compared with what is expected, which is forgotten."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        expected: dict[str, list[Tensor] | None],
+        progress: Callable[[Comparison], object],
+    ):
+        super().__init__(module)
+        self.rows: list[Comparison] = []
+        self._expected, self._progress = expected, progress
+
+    def add(self, row: Comparison) -> None:
+        """Take one more comparison."""
+        self.rows.append(row)
+        self._progress(row)
+
+    def left(self, name: str, module: nn.Module, output: Any) -> None:
+        if name not in self._expected:
+            self._differ(name, "is called on the grid only")
+            return
+        expected = self._expected.pop(name)
+        if expected is None:
+            return
+        actual = tensors_in(output)
+        if len(actual) != len(expected):
+            self._differ(name, f"returns {len(actual)} tensors, serially {len(expected)}")
+            return
+        for i, (x, y) in enumerate(zip(actual, expected, strict=True)):
+            self.add(_comparison(f"{name}[{i}]" if i else name, "output", x, y))
+
+    def complete(self) -> None:
+        """Miss what has been called serially only."""
+        for name in self._expected:
+            self._differ(name, "is called serially only")
+
+    def _differ(self, name: str, note: str) -> None:
+        self.add(Comparison(name, "output", math.inf, note=note))
+
+
+def _gradients(
+    serial: nn.Module, model: nn.Module, inputs: Sequence[Tensor], cut: Sequence[Tensor]
+) -> Iterator[Comparison]:
+    """Gradients from the last parameter to the inputs."""
+    twins = dict(model.named_parameters())
+    largest: dict[str, float] = {}
+    for name, p in serial.named_parameters():
+        layer = name.rpartition(".")[0]
+        largest[layer] = max(largest.get(layer, 0.0), _largest(p.grad))
+    floor = _NEGLIGIBLE * max(largest.values(), default=0.0)
+    pairs: list[tuple[str, Tensor, Tensor, float]] = [
+        (name, twins[name], p, max(largest[name.rpartition(".")[0]], floor))
+        for name, p in reversed(list(serial.named_parameters()))
+    ]
+    names = ["input", *(f"input[{i}]" for i in range(1, len(inputs)))]
+    pairs += [(name, x, y, 0.0) for name, x, y in zip(names, cut, inputs, strict=True)]
+    for name, actual, expected, scale in pairs:
+        got, wanted = actual.grad, expected.grad
+        if got is None and wanted is None:
+            continue
+        if got is None or wanted is None:
+            where = "serially" if got is None else "on the grid"
+            note = f"has a gradient {where} only"
+            yield Comparison(name, "gradient", math.inf, note=note)
+        else:
+            yield _comparison(name, "gradient", got, wanted, scale)
+
+
+def _largest(x: Tensor | None) -> float:
+    return 0.0 if x is None or not x.numel() else x.abs().max().item()
+
+
+@torch.no_grad()
+def _comparison(
+    name: str, kind: str, actual: Tensor, expected: Tensor, scale: float = 0.0
+) -> Comparison:
+    """Compare a tensor of which `scale` may be the largest entry; collective where it is cut."""
+    whole = actual.detach()
+    if isinstance(whole, DistTensor):
+        whole = whole.full_tensor()
+    if (whole.shape, whole.dtype) != (expected.shape, expected.dtype):
+        note = (
+            f"is {tuple(whole.shape)} {whole.dtype}, serially {tuple(expected.shape)} "
+            f"{expected.dtype}"
+        )
+        return Comparison(name, kind, math.inf, note=note)
+    return Comparison(name, kind, _difference(whole, expected, scale))
+
+
+def _difference(actual: Tensor, expected: Tensor, scale: float) -> float:
+    """Relative to the largest entry; of numbers that are not floating, how many differ."""
+    if not expected.numel():
+        return 0.0
+    if not _is_continuous(expected):
+        return (actual != expected).double().mean().item()
+    finite = expected.isfinite()
+    if not finite.all():
+        same = torch.where(expected.isnan(), actual.isnan(), actual == expected)
+        if not same[~finite].all():
+            return math.inf
+        actual, expected = actual[finite], expected[finite]
+        return _difference(actual, expected, scale)
+    if expected.dtype in (torch.float16, torch.bfloat16):
+        actual, expected = actual.float(), expected.float()
+    difference = (actual - expected).abs().max().item()
+    return difference / max(_largest(expected), scale, 1e-300) if difference else 0.0

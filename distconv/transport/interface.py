@@ -1,0 +1,61 @@
+"""Bytes between ranks, and nothing else: one small interface, and a file for each carrier."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.bool: torch.int32}
+"""The types in which others are added up."""
+
+Message: TypeAlias = tuple[int, Tensor]
+"""The other rank, and the contiguous tensor that leaves for it or arrives from it."""
+
+
+class Request(Protocol):
+    """Messages or a reduction under way."""
+
+    def wait(self) -> None:
+        """Return when what the program does next finds all complete, and may use the tensors.
+
+        On a GPU that is what the current stream is given next; the host may return before.
+        """
+
+
+class Transport(Protocol):
+    """What carries the messages of the ranks of one grid, which wait for them in one order.
+
+    `ticket` numbers the exchanges. All ranks start them in the order of the program, so an exchange
+    has one number everywhere, and its messages cannot be taken for those of another in flight.
+    Tensors on a GPU are those that the current stream has written when it comes to the exchange.
+    Groups are what `ProcessGrid.communicator` returns; all their ranks call a collective together.
+    Tensors are contiguous.
+    """
+
+    name: str
+
+    def ticket(self) -> int:
+        """The tag of the next exchange."""
+
+    def empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """Memory for a message, of the type of `like` and on its device, with anything in it."""
+
+    def exchange(
+        self, arriving: Sequence[Message], leaving: Sequence[Message], tag: int
+    ) -> Request:
+        """Start the messages of one exchange; receives are posted before anything is sent."""
+
+    def all_reduce(self, tensor: Tensor, group: Any) -> Request:
+        """Start adding up a tensor in place over the ranks of `group`.
+
+        Half types and booleans are added up in float32 and int32, and rounded once.
+        """
+
+    def all_gather(self, tensor: Tensor, group: Any) -> Tensor:
+        """The tensors of all ranks of `group`, stacked in rank order."""
+
+    def broadcast(self, tensor: Tensor, group: Any) -> None:
+        """Overwrite a tensor by that of the first rank of `group`."""

@@ -1,0 +1,144 @@
+"""Ranks that do not train alike are told, instead of adding up what does not belong together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from mpi4py import MPI
+from torch import Tensor, nn
+
+import distconv as dc
+from tests.grid.test_abort import job
+from tests.support.serial import raised_everywhere
+
+WORLD = MPI.COMM_WORLD
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 3))
+
+
+def batch(grid: dc.ProcessGrid, layout: dc.Layout | None = None) -> Tensor:
+    return dc.distribute_tensor(torch.rand(4, 8, 8, 8), grid, layout)
+
+
+def step(model: nn.Module, x: Tensor) -> None:
+    model(x).square().mean().backward()
+
+
+@pytest.mark.parallel([2, 3])
+@pytest.mark.parametrize("frozen", ["2.weight", "0.bias"])
+def test_parameters_that_are_frozen_on_one_rank_are_named(frozen: str) -> None:
+    torch.manual_seed(0)
+    grid = dc.ProcessGrid(height=-1)
+    model = dc.parallelize(net(), grid, bucket_bytes=100)
+    x = dc.distribute_tensor(torch.rand(4, 3, 8, 8), grid)
+    step(model, x)
+    p = model.get_parameter(frozen)
+    p.requires_grad_(WORLD.rank != 1)
+    message = raised_everywhere(RuntimeError, lambda: step(model, x))
+    assert f"{frozen} is " in message and "requires_grad=False on rank 1 and" in message
+    assert "requires_grad=True on rank 0" in message and "same way on every rank" in message
+    assert "; and" not in message and message.count(" on rank 0") == 1
+    p.requires_grad_(True)
+    model.zero_grad()
+    step(model, x)
+    totals = WORLD.allgather(p.grad.sum().item())
+    assert totals == [totals[0]] * WORLD.size
+
+
+@pytest.mark.parallel([2, 3])
+def test_a_rank_whose_parameters_are_all_frozen_is_told_too() -> None:
+    torch.manual_seed(0)
+    grid = dc.ProcessGrid(height=-1)
+    model = dc.parallelize(net(), grid)
+    x = dc.distribute_tensor(torch.rand(4, 3, 8, 8), grid).requires_grad_()
+    model.requires_grad_(WORLD.rank == 0)
+    message = raised_everywhere(RuntimeError, lambda: step(model, x))
+    others = "rank 1" if WORLD.size == 2 else "ranks 1, 2"
+    assert f"requires_grad=False on {others} and" in message
+
+
+@pytest.mark.parallel([2, 3])
+def test_memory_formats_that_differ_are_named() -> None:
+    torch.manual_seed(0)
+    grid = dc.ProcessGrid(sample=-1)
+    model = dc.parallelize(net(), grid)
+    if WORLD.rank == 1:
+        model[0].to(memory_format=torch.channels_last)
+    x = dc.distribute_tensor(torch.rand(4, 3, 8, 8), grid)
+    message = raised_everywhere(RuntimeError, lambda: step(model, x))
+    assert "0.weight is torch.float32 of strides (27, 1, 9, 3)" in message
+
+
+def test_modes_that_differ_end_the_job_though_ranks_wait_in_the_forward_pass(
+    tmp_path: Path,
+) -> None:
+    body = """
+model = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.BatchNorm2d(2))
+dc.parallelize(model, grid).train(grid.rank != 1)
+model(x)
+"""
+    end = job(tmp_path, body, ranks=2)
+    assert end.returncode != 0
+    assert "in evaluation mode on rank 1, and not on all others; call train()" in end.stderr
+
+
+@pytest.mark.parallel([2, 3])
+def test_no_sync_on_one_rank_is_named() -> None:
+    torch.manual_seed(0)
+    grid = dc.ProcessGrid(sample=-1)
+    model = dc.parallelize(net(), grid)
+    x = dc.distribute_tensor(torch.rand(4, 3, 8, 8), grid)
+
+    def accumulate() -> None:
+        if WORLD.rank == 1:
+            with dc.no_sync(model):
+                step(model, x)
+        else:
+            step(model, x)
+
+    message = raised_everywhere(RuntimeError, accumulate)
+    assert "no_sync is on on rank 1 and off on rank 0" in message
+
+
+@pytest.mark.parallel([2, 3])
+def test_a_forward_pass_that_fails_does_not_spoil_the_next() -> None:
+    grid = dc.ProcessGrid(sample=-1)
+    model = dc.parallelize(net(), grid)
+    torch.manual_seed(0)
+    good, bad = torch.rand(4, 3, 8, 8), torch.rand(4, 5, 8, 8)
+    for x in (bad, good, bad, good):
+        d = dc.distribute_tensor(x, grid)
+        if x is bad:
+            with pytest.raises(RuntimeError, match="channels"):
+                step(model, d)
+        else:
+            step(model, d)
+
+
+@pytest.mark.parallel([2, 3])
+def test_an_infinity_in_one_rank_s_block_makes_all_ranks_skip_the_step() -> None:
+    torch.manual_seed(0)
+    grid = dc.ProcessGrid(channel=-1)
+    model = dc.parallelize(
+        nn.Sequential(nn.Conv2d(8, 9, 3), nn.Conv2d(9, 6, 1)), grid, shard_parameters=True
+    )
+    assert any(isinstance(p, dc.DistTensor) for p in model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    x = batch(grid)
+    for blown in (True, False):
+        before = {n: p.clone() for n, p in dc.full_state_dict(model).items()}
+        optimizer.zero_grad()
+        scaler.scale(model(x).square().mean()).backward()
+        if blown and WORLD.rank == 1:
+            sharded = next(p for p in model.parameters() if isinstance(p, dc.DistTensor))
+            sharded.grad.shard.view(-1)[0] = torch.inf
+        scaler.step(optimizer)
+        scaler.update()
+        after = dc.full_state_dict(model)
+        assert all(torch.equal(after[n], before[n]) == blown for n in after)
+        assert WORLD.allgather(scaler.get_scale()) == [2.0] * WORLD.size

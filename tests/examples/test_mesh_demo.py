@@ -1,0 +1,91 @@
+"""The demo of the mesh-tangling example ends as a whole: no launcher and no rank of it goes on.
+
+These tests launch demos of their own, on small samples, with epochs enough never to finish.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from examples.mesh_tangling.durable import previous_of, read_checksummed
+from tests.support.jobs import start
+from tests.support.mesh_runs import LIMIT, REPOSITORY
+
+SCRIPT = """
+from examples.mesh_tangling import demo
+
+demo.SIZE, demo.TRAINING, demo.VALIDATION = 64, 8, 8
+demo.TRAIN |= {"network": "1k", "width": "0.02", "epochs": "10000"}
+demo.main()
+"""
+RANKS = 4
+
+
+def processes_of(folder: Path) -> list[int]:
+    """The processes that go on and have a path in `folder` on their command lines."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            named = os.fsencode(folder) in (process / "cmdline").read_bytes()
+            state = (process / "stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:  # it has just ended
+            continue
+        if named and state != "Z":
+            found.append(int(process.name))
+    return found
+
+
+def ranks_import(folder: Path) -> bool:
+    """Whether launcher and ranks have been started."""
+    return len(processes_of(folder)) > RANKS
+
+
+def ranks_train(folder: Path) -> bool:
+    """Whether the first checkpoint is there."""
+    return (folder / "run" / "checkpoint.pt").exists()
+
+
+@pytest.mark.timeout(3 * LIMIT)
+@pytest.mark.parametrize(
+    ("moment", "sent"),
+    [
+        (ranks_import, signal.SIGKILL),
+        (ranks_train, signal.SIGKILL),
+        (ranks_train, signal.SIGINT),
+    ],
+)
+def test_what_ends_the_demo_ends_its_ranks_and_leaves_a_whole_checkpoint(
+    tmp_path: Path, moment: Callable[[Path], bool], sent: signal.Signals
+) -> None:
+    script, output = tmp_path / "demo.py", tmp_path / "run"
+    script.write_text(SCRIPT)
+    demo = start(script, 0, "--output", str(output), PYTHONPATH=str(REPOSITORY))
+    try:
+        limit = time.monotonic() + LIMIT
+        while not moment(tmp_path):
+            assert demo.poll() is None and time.monotonic() < limit
+            time.sleep(0.05)
+        if sent == signal.SIGINT:
+            os.killpg(demo.pid, sent)  # as Ctrl-C does
+        else:
+            demo.send_signal(sent)
+        limit = time.monotonic() + LIMIT
+        while processes_of(tmp_path) and time.monotonic() < limit:
+            demo.poll()
+            time.sleep(0.05)
+        assert not processes_of(tmp_path)
+        assert demo.wait() != 0
+    finally:
+        for process in processes_of(tmp_path):
+            os.kill(process, signal.SIGKILL)
+        demo.communicate()
+    if moment is ranks_train:
+        read_checksummed(output / "checkpoint.pt")
+        if previous_of(output / "checkpoint.pt").exists():
+            read_checksummed(previous_of(output / "checkpoint.pt"))

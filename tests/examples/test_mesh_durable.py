@@ -1,0 +1,246 @@
+"""Files of the mesh-tangling example are the old or the new at any moment, and whole, or refused.
+
+They need no MPI; the process that is killed is one of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from examples.mesh_tangling import durable, store
+from examples.mesh_tangling.durable import (
+    DamagedFile,
+    check_room,
+    previous_of,
+    read_checksummed,
+    remove_partial,
+    set_aside_damaged,
+    write_atomically,
+    write_checksummed,
+)
+from examples.mesh_tangling.generate import generate
+from tests.support.mesh_runs import REPOSITORY, files_up_to
+
+
+def write(path: Path, content: bytes) -> None:
+    """Write a checksummed file, keeping the one before."""
+    write_checksummed(path, lambda file: file.write(content), previous_of(path))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 1 MiB of which 128 KiB are left."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("this user may not mount a small disk")
+    try:
+        (disk / "ballast").write_bytes(bytes(7 << 17))
+        yield disk
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_checksummed_file_is_read_as_it_was_written_and_torch_does_not_mind(
+    tmp_path: Path,
+) -> None:
+    path, state = tmp_path / "a.pt", {"weight": torch.arange(1000.0)}
+    write_checksummed(path, lambda file: torch.save(state, file))
+    assert torch.equal(torch.load(path, weights_only=True)["weight"], state["weight"])
+    (tmp_path / "content.pt").write_bytes(read_checksummed(path))
+    there = torch.load(tmp_path / "content.pt", weights_only=True)
+    assert torch.equal(there["weight"], state["weight"])
+
+
+def test_every_flipped_bit_and_every_missing_end_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    write_checksummed(path, lambda file: torch.save({"weight": torch.arange(500.0)}, file))
+    whole, draw = path.read_bytes(), random.Random(0)
+    places = [draw.randrange(8 * len(whole)) for _ in range(300)]
+    for place in [*places, *range(8 * (len(whole) - 80), 8 * len(whole), 5)]:
+        damaged = bytearray(whole)
+        damaged[place // 8] ^= 1 << place % 8
+        path.write_bytes(damaged)
+        with pytest.raises(DamagedFile, match="a.pt"):
+            read_checksummed(path)
+    for size in [
+        0,
+        1,
+        71,
+        72,
+        73,
+        len(whole) - 1,
+        *(draw.randrange(len(whole)) for _ in range(20)),
+    ]:
+        path.write_bytes(whole[:size])
+        with pytest.raises(DamagedFile, match="a.pt"):
+            read_checksummed(path)
+
+
+def test_planted_links_are_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (tmp_path / "a.pt.partial").symlink_to(victim)
+    (tmp_path / "data.h5.partial").symlink_to(victim)
+    write(tmp_path / "a.pt", b"content")
+    generate(tmp_path / "data.h5", 1, 8)
+    assert victim.read_text() == "precious"
+    # Nor when the fresh name is guessed.
+    monkeypatch.setattr(durable.secrets, "token_hex", lambda length: "guessed")
+    (tmp_path / "a.pt.guessed.partial").symlink_to(victim)
+    with pytest.raises(OSError, match="a.pt cannot be written"):
+        write(tmp_path / "a.pt", b"other")
+    assert victim.read_text() == "precious"
+    assert read_checksummed(tmp_path / "a.pt") == b"content"
+
+
+def test_the_file_before_is_kept_with_and_without_hard_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.pt"
+    before = tmp_path / "a.previous.pt"
+    write(path, b"1")
+    assert not before.exists()
+    write(path, b"2")
+    assert (read_checksummed(path), read_checksummed(before)) == (b"2", b"1")
+
+    def none(old: object, new: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", none)
+    write(path, b"3")
+    assert (read_checksummed(path), read_checksummed(before)) == (b"3", b"2")
+    assert sorted(tmp_path.iterdir()) == [before, path]
+
+
+def test_a_damaged_file_does_not_take_the_place_of_the_one_before(tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    write(path, b"1")
+    write(path, b"2")
+    set_aside_damaged(path)
+    assert read_checksummed(path) == b"2"
+    path.write_bytes(path.read_bytes()[:-1])
+    set_aside_damaged(path)
+    write(path, b"3")
+    assert read_checksummed(path) == b"3" and read_checksummed(previous_of(path)) == b"1"
+    assert (tmp_path / "a.damaged.pt").exists()
+
+
+def test_what_killed_writers_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "a[1].pt"
+    write(path, b"1")
+    for name in ("a[1].pt.0123.partial", "a[1].previous.pt.0123.partial"):
+        (tmp_path / name).touch()
+    (tmp_path / "a1.pt.0123.partial").touch()
+    remove_partial(path)
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "a1.pt.0123.partial", path]
+
+
+@pytest.mark.parametrize("tensors", [1, 100])
+def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path: Path, tensors: int) -> None:
+    path = tmp_path / "a.pt"
+    write(path, b"old")
+    state = {str(place): torch.zeros(200_000 // tensors) for place in range(tensors)}
+    with files_up_to(100_000), pytest.raises(OSError, match="a.pt cannot be written: .*free space"):
+        write_checksummed(path, lambda file: torch.save(state, file), previous_of(path))
+    assert read_checksummed(path) == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_disk_that_is_really_full_leaves_the_old_file_and_nothing_else(small_disk: Path) -> None:
+    path = small_disk / "a.pt"
+    write(path, b"old")
+    there = sorted(small_disk.iterdir())
+    with pytest.raises(OSError, match="a.pt cannot be written.*No space left on device.*free"):
+        check_room(path, 200_000)
+    with pytest.raises(OSError, match="a.pt cannot be written.*No space left on device.*free"):
+        write(path, bytes(200_000))
+    with pytest.raises(OSError, match="data.h5 cannot be written.*No space left on device.*free"):
+        generate(small_disk / "data.h5", 3, 32)
+    check_room(path, 50_000)
+    write_atomically(small_disk / "metrics.json", lambda file: file.write(b"{}"))
+    assert read_checksummed(path) == b"old"
+    assert sorted(small_disk.iterdir()) == sorted([*there, small_disk / "metrics.json"])
+
+
+@pytest.mark.parametrize(("samples", "size"), [(1, 8), (1, 33), (3, 32), (2, 65)])
+def test_the_room_for_samples_is_made_sure_of_before_the_first(
+    tmp_path: Path, samples: int, size: int
+) -> None:
+    path = tmp_path / "data.h5"
+    shape = size, size
+    fields = {channel.name: np.ones(shape) for channel in store.CHANNELS}
+
+    def write_all() -> None:
+        with store.create(path, samples, size, seed=0, horizon=1.0) as writer:
+            nonlocal begun
+            begun = True
+            for index in range(samples):
+                writer.write(index, fields, np.zeros(shape, bool))
+
+    begun = False
+    write_all()
+    used = path.stat().st_size
+    path.unlink()
+    begun = False
+    with files_up_to(used - 1), pytest.raises(OSError, match="data.h5 cannot be written"):
+        write_all()
+    assert not begun and not list(tmp_path.iterdir())
+
+
+KILLED = """
+import os, random, signal, sys, time
+from pathlib import Path
+import torch
+from examples.mesh_tangling.durable import previous_of, read_checksummed, write_checksummed
+
+torch.set_num_threads(1)
+path, draw, seen = Path(sys.argv[1]), random.Random(0), set()
+state = {"number": 0, "weight": torch.zeros(20_000)}
+
+def write():
+    state["number"] += 1
+    write_checksummed(path, lambda file: torch.save(state, file), previous_of(path))
+
+write()
+for turn in range(60):
+    child = os.fork()
+    if not child:
+        while True:
+            write()
+    time.sleep(draw.uniform(0, 0.03))
+    os.kill(child, draw.choice([signal.SIGINT, signal.SIGKILL]))
+    # Python may lose an interrupt, as in a destructor.
+    time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    read_checksummed(path)
+    state = torch.load(path, weights_only=True)
+    if previous_of(path).exists():
+        read_checksummed(previous_of(path))
+    seen.add(state["number"])
+print(len(seen))
+"""
+
+
+def test_a_writer_that_is_killed_at_any_moment_leaves_whole_files(tmp_path: Path) -> None:
+    end = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path / "a.pt")],
+        cwd=REPOSITORY,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert end.returncode == 0, end.stderr[-2000:]
+    assert int(end.stdout) > 5

@@ -1,0 +1,301 @@
+"""Plans of all ranks together, simulated in one process, move exactly what every buffer needs."""
+
+from __future__ import annotations
+
+from itertools import product
+from math import prod
+
+import numpy as np
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from distconv.geometry.index_maps import (
+    AdaptiveWindow,
+    Grouped,
+    IndexMap,
+    Pad,
+    Same,
+    Span,
+    Strided,
+    Transposed,
+    Window,
+)
+from distconv.geometry.layout import Cuts, rank_box, replicating_axes
+from distconv.geometry.plan import Plan, make_plan
+from distconv.geometry.topology import Topology
+from tests.support.geometry import OUTSIDE, cuts_of, needed, topologies
+
+
+class Movement:
+    """One movement of a tensor: its geometry, and the plans of all ranks."""
+
+    def __init__(
+        self,
+        topology: Topology,
+        shape: tuple[int, ...],
+        source: Cuts,
+        target: Cuts,
+        needs: tuple[IndexMap, ...],
+    ):
+        self.topology, self.shape, self.source = topology, shape, source
+        self.target, self.needs = target, needs
+        self.plans = [
+            make_plan(topology, rank, shape, source, target, needs) for rank in range(topology.size)
+        ]
+
+    def __repr__(self) -> str:
+        return f"{self.topology} {self.shape} {self.source} -> {self.target} by {self.needs}"
+
+    def blocks(self, whole: np.ndarray) -> list[np.ndarray]:
+        """What every rank holds of an array of the global shape."""
+        return [
+            whole[rank_box(self.shape, self.source, self.topology, rank).slices]
+            for rank in range(self.topology.size)
+        ]
+
+    def gather(self, blocks: list[np.ndarray], fill: int = OUTSIDE) -> list[np.ndarray]:
+        """The buffers of all ranks, filled by sending and receiving along the plans."""
+        posted = {}
+        for rank, plan in enumerate(self.plans):
+            for route in plan.sends:
+                message = [blocks[rank][box].ravel() for box in route.boxes]
+                posted[rank, route.peer] = np.concatenate(message)
+        buffers = []
+        for rank, plan in enumerate(self.plans):
+            buffer = np.full(plan.buffer_shape, fill)
+            for source, target in plan.own:
+                buffer[target] = blocks[rank][source]
+            for route in plan.receives:
+                message = posted.pop((route.peer, rank))
+                assert len(message) == route.size
+                for box in route.boxes:
+                    place = buffer[box]
+                    place[...] = message[: place.size].reshape(place.shape)
+                    message = message[place.size :]
+                assert not len(message)
+            buffers.append(buffer)
+        assert not posted, f"sent but not received: {posted}"
+        return buffers
+
+    def accumulate(self, buffers: list[np.ndarray]) -> list[np.ndarray]:
+        """The reverse: every element of the buffers is added to where it came from."""
+        blocks = [np.zeros(plan.block_shape, int) for plan in self.plans]
+        for rank, plan in enumerate(self.plans):
+            for source, target in plan.own:
+                blocks[rank][source] += buffers[rank][target]
+            for route in plan.receives:
+                (back,) = (r for r in self.plans[route.peer].sends if r.peer == rank)
+                for there, here in zip(back.boxes, route.boxes, strict=True):
+                    blocks[route.peer][there] += buffers[rank][here]
+        return blocks
+
+    def expected_buffer(self, whole: np.ndarray, rank: int) -> np.ndarray:
+        """The buffer of a rank by definition."""
+        return needed(whole, self.topology, rank, self.target, self.needs)
+
+
+@st.composite
+def index_maps(draw: st.DrawFn, n: int) -> IndexMap:
+    """Any map along a dimension of n inputs that makes at least no outputs."""
+    kinds = [Same, Window, Transposed, AdaptiveWindow, Strided, Span, Grouped, Pad]
+    kind = draw(st.sampled_from(kinds))
+    small = st.integers(0, 4)
+    if kind is Same:
+        return Same()
+    if kind is Window:
+        window = Window(
+            draw(st.integers(1, 5)),
+            draw(st.integers(1, 4)),
+            draw(st.integers(1, 2)),
+            (draw(small), draw(small)),
+            draw(st.booleans()),
+        )
+        return window if window.output_size(n) >= 0 else Same()
+    if kind is Transposed:
+        sizes = [draw(st.integers(1, 4)) for _ in range(3)]
+        transposed = Transposed(*sizes, draw(small), draw(st.integers(0, 1)))
+        return transposed if n and transposed.output_size(n) >= 0 else Same()
+    if kind is AdaptiveWindow:
+        return AdaptiveWindow(draw(st.integers(0, 9))) if n else Same()
+    if kind is Strided:
+        first, step = draw(small), draw(st.integers(1, 4))
+        return Strided(first, step, len(range(first, n, step)))
+    if kind is Span:
+        return Span(offset := draw(small), offset + n + draw(small))
+    if kind is Grouped:
+        return Grouped(draw(st.integers(1, 3)))
+    mode = draw(st.sampled_from(["constant", "reflect", "replicate", "circular"]))
+    most = {"constant": 9, "reflect": n - 1, "replicate": 9 if n else 0, "circular": n}[mode]
+    before, after = draw(st.integers(-2, max(most, 0))), draw(st.integers(-2, max(most, 0)))
+    fits = n + min(before, 0) + min(after, 0) > 0
+    return Pad(before, after, mode) if fits else Same()
+
+
+@st.composite
+def movements(draw: st.DrawFn, most: int = 12) -> Movement:
+    topology = draw(topologies(most))
+    shape = tuple(draw(st.lists(st.integers(0, 9), min_size=1, max_size=3)))
+    return Movement(
+        topology,
+        shape,
+        draw(cuts_of(topology, len(shape))),
+        draw(cuts_of(topology, len(shape))),
+        tuple(draw(index_maps(n)) for n in shape),
+    )
+
+
+@st.composite
+def redistributions(draw: st.DrawFn) -> Movement:
+    topology = draw(topologies(24))
+    shape = tuple(draw(st.lists(st.integers(0, 9), max_size=4)))
+    cuts = cuts_of(topology, len(shape))
+    return Movement(topology, shape, draw(cuts), draw(cuts), (Same(),) * len(shape))
+
+
+def indices(shape: tuple[int, ...]) -> np.ndarray:
+    """An array that holds its global index."""
+    return np.arange(prod(shape)).reshape(shape)
+
+
+@settings(max_examples=300)
+@given(movements())
+def test_every_buffer_is_exactly_what_its_outputs_need(movement: Movement) -> None:
+    whole = indices(movement.shape)
+    buffers = movement.gather(movement.blocks(whole))
+    for rank, buffer in enumerate(buffers):
+        np.testing.assert_array_equal(buffer, movement.expected_buffer(whole, rank))
+
+
+@settings(max_examples=200)
+@given(redistributions())
+def test_a_redistribution_gives_every_rank_its_block_of_the_new_layout(movement: Movement) -> None:
+    whole = indices(movement.shape)
+    for rank, buffer in enumerate(movement.gather(movement.blocks(whole))):
+        box = rank_box(movement.shape, movement.target, movement.topology, rank)
+        np.testing.assert_array_equal(buffer, whole[box.slices])
+
+
+@given(movements())
+def test_every_send_has_its_receive_of_the_same_boxes_in_the_same_order(
+    movement: Movement,
+) -> None:
+    def extents(boxes: tuple) -> list:
+        return [tuple(s.stop - s.start for s in box) for box in boxes]
+
+    sent = {(a, r.peer): r for a, plan in enumerate(movement.plans) for r in plan.sends}
+    received = {(r.peer, b): r for b, plan in enumerate(movement.plans) for r in plan.receives}
+    assert sent.keys() == received.keys()
+    assert len(sent) == sum(len(plan.sends) for plan in movement.plans), "two messages for one"
+    assert all(a != b for a, b in sent), "a message to oneself"
+    for pair, route in sent.items():
+        assert extents(route.boxes) == extents(received[pair].boxes)
+        assert route.size == received[pair].size == sum(map(prod, extents(route.boxes))) > 0
+
+
+@given(movements())
+def test_nothing_travels_but_what_the_intervals_reach(movement: Movement) -> None:
+    whole = indices(movement.shape)
+    for rank, plan in enumerate(movement.plans):
+        needed = (movement.expected_buffer(whole, rank) != OUTSIDE).sum()
+        own = sum(prod(s.stop - s.start for s in target) for _, target in plan.own)
+        assert own + sum(r.size for r in plan.receives) == needed
+        assert plan.covered == (needed == prod(plan.buffer_shape))
+
+
+@given(movements())
+def test_a_rank_takes_from_the_replica_that_shares_its_replicating_coordinates(
+    movement: Movement,
+) -> None:
+    topology = movement.topology
+    axes = replicating_axes(movement.source, topology)
+    for rank, plan in enumerate(movement.plans):
+        for route in (*plan.receives, *plan.sends):
+            for axis in axes:
+                assert topology.coordinate(route.peer, axis) == topology.coordinate(rank, axis)
+
+
+@given(movements(), st.integers(0, 2**32 - 1))
+def test_the_reverse_of_a_plan_is_its_transpose(movement: Movement, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    x = [rng.integers(-9, 10, plan.block_shape) for plan in movement.plans]
+    y = [rng.integers(-9, 10, plan.buffer_shape) for plan in movement.plans]
+    forward = sum((a * b).sum() for a, b in zip(movement.gather(x, 0), y, strict=True))
+    backward = sum((a * b).sum() for a, b in zip(x, movement.accumulate(y), strict=True))
+    assert forward == backward
+
+
+@given(movements())
+def test_a_plan_knows_when_the_buffer_is_the_block(movement: Movement) -> None:
+    blocks = movement.blocks(indices(movement.shape))
+    for plan, mine, buffer in zip(movement.plans, blocks, movement.gather(blocks), strict=True):
+        assert plan.block_shape == mine.shape
+        assert plan.buffer_is_block == np.array_equal(buffer, mine)
+
+
+@given(movements())
+def test_all_ranks_know_alike_when_a_movement_moves_nothing(movement: Movement) -> None:
+    (identity,) = {plan.identity for plan in movement.plans}
+    if identity:
+        assert all(plan.buffer_is_block and not plan.sends for plan in movement.plans)
+    still = Movement(
+        movement.topology,
+        movement.shape,
+        movement.source,
+        movement.source,
+        tuple(Window(1) if i % 2 else Same() for i in range(len(movement.shape))),
+    )
+    assert all(plan.identity for plan in still.plans)
+
+
+def of_width(parts: int, size: int, needs: IndexMap) -> list[Plan]:
+    cuts = (("width",),)
+    return Movement(Topology((1, 1, 1, 1, 1, parts)), (size,), cuts, cuts, (needs,)).plans
+
+
+def test_a_kernel_wider_than_a_shard_takes_from_several_owners() -> None:
+    plan = of_width(8, 16, Window(9, padding=(4, 4)))[4]
+    assert [(r.peer, r.size) for r in plan.receives] == [(2, 2), (3, 2), (5, 2), (6, 2)]
+
+
+def test_rows_that_a_stride_skips_beyond_the_last_window_are_not_sent() -> None:
+    plans = of_width(4, 16, Strided(0, 8, 2))
+    assert [[(r.peer, r.size) for r in plan.receives] for plan in plans] == [[], [(2, 1)], [], []]
+
+
+def test_an_interval_next_door_needs_no_message_over_an_empty_part() -> None:
+    plans = of_width(4, 2, Window(3, padding=(1, 1)))
+    assert [[r.peer for r in plan.receives] for plan in plans] == [[1], [0], [], []]
+    assert plans[3].buffer_is_block and not plans[3].identity
+
+
+def test_a_halo_in_three_dimensions_has_26_neighbours_whatever_the_size_of_the_grid() -> None:
+    topology = Topology((1, 1, 1, 16, 16, 16))
+    cuts = ((), (), ("depth",), ("height",), ("width",))
+    needs = (Same(), Same(), *(Window(3, padding=(1, 1)),) * 3)
+
+    def neighbours(*place: int) -> int:
+        rank = topology.rank(
+            dict.fromkeys(("sample", "channel", "filter"), 0)
+            | dict(zip(("depth", "height", "width"), place, strict=True))
+        )
+        plan = make_plan(topology, rank, (1, 4, 64, 64, 64), cuts, cuts, needs)
+        assert {r.peer for r in plan.sends} == {r.peer for r in plan.receives}
+        around = [range(max(i - 1, 0), min(i + 2, 16)) for i in place]
+        expected = {(d * 16 + h) * 16 + w for d, h, w in product(*around)} - {rank}
+        assert {r.peer for r in plan.receives} == expected
+        return len(plan.receives)
+
+    assert neighbours(7, 8, 9) == 26
+    assert neighbours(0, 5, 5) == 17
+    assert neighbours(15, 0, 15) == 7
+
+
+@given(redistributions())
+def test_there_and_back_is_where_it_was(movement: Movement) -> None:
+    assume(movement.source != movement.target)
+    back = Movement(
+        movement.topology, movement.shape, movement.target, movement.source, movement.needs
+    )
+    blocks = movement.blocks(indices(movement.shape))
+    for mine, returned in zip(blocks, back.gather(movement.gather(blocks)), strict=True):
+        np.testing.assert_array_equal(mine, returned)

@@ -1,0 +1,108 @@
+"""A rank that fails ends the whole job, with one traceback, instead of leaving the others waiting.
+
+These tests launch jobs of their own.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.support.jobs import end_of, start
+
+SCRIPT = """
+import os, signal, sys
+import torch, distconv as dc
+
+grid = dc.ProcessGrid(height=-1)
+x = dc.distribute_tensor(torch.arange(2.0 ** 20).reshape(1, 1, -1, 2 ** 10), grid)
+
+def exchange():
+    print("waiting", flush=True)
+    while True:
+        torch.nn.functional.avg_pool2d(x, 3, 1, 1).sum().item()
+
+{body}
+"""
+
+
+def job(
+    tmp_path: Path, body: str, ranks: int = 4, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """The end of a job of several ranks; a job that does not end is an error.
+
+    `variables` are set in its environment.
+    """
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(body=body))
+    return end_of(start(script, ranks, **variables))
+
+
+def test_a_job_that_does_not_fail_ends_in_silence(tmp_path: Path) -> None:
+    end = job(tmp_path, "assert x.sum().item() > 0")
+    assert (end.returncode, end.stdout, end.stderr) == (0, "", "")
+
+
+def test_one_rank_that_raises_ends_the_job_while_others_wait(tmp_path: Path) -> None:
+    end = job(tmp_path, "if grid.rank == 2: raise ValueError('lost my data')\nexchange()")
+    assert end.returncode != 0
+    assert end.stdout.count("waiting") == 3
+    assert end.stderr.count("Traceback (most recent call last)") == 1
+    assert end.stderr.count("ValueError: lost my data") == 1
+    assert "distconv: rank 2 of 4 raised" in end.stderr
+
+
+def test_an_error_in_the_middle_of_a_backward_pass_ends_the_job(tmp_path: Path) -> None:
+    body = """
+x.requires_grad_()
+y = torch.nn.functional.avg_pool2d(x, 3, 1, 1)
+if grid.rank == 1:
+    def fail(gradient): raise ValueError('bad gradient')
+    y.shard.register_hook(fail)
+(y * y).sum().backward()
+exchange()
+"""
+    end = job(tmp_path, body)
+    assert end.returncode != 0
+    assert end.stderr.count("Traceback (most recent call last)") == 1
+    assert "ValueError: bad gradient" in end.stderr and "rank 1 of 4" in end.stderr
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("dc.ProcessGrid(height=3)", "ValueError: ProcessGrid: height=3 does not divide 4 ranks"),
+        (
+            "dc.DistTensor.from_local(torch.zeros(1, 1, 3 - (grid.rank == 1), 1), grid)",
+            "rank 1 holds (1, 1, 2, 1) and should hold (1, 1, 3, 1)",
+        ),
+    ],
+)
+def test_an_error_that_all_ranks_share_is_printed_once(
+    tmp_path: Path, body: str, message: str
+) -> None:
+    end = job(tmp_path, body)
+    assert end.returncode != 0
+    assert end.stderr.count("Traceback (most recent call last)") == 1
+    assert end.stderr.count(message) == 1
+    assert "distconv: rank 0 of 4 raised" in end.stderr
+
+
+def test_an_interrupted_rank_ends_the_job(tmp_path: Path) -> None:
+    body = "if grid.rank == 1: os.kill(os.getpid(), signal.SIGINT)\nexchange()"
+    end = job(tmp_path, body)
+    assert end.returncode != 0
+    assert end.stderr.count("KeyboardInterrupt") == 1
+
+
+def test_a_killed_rank_ends_the_job(tmp_path: Path) -> None:
+    end = job(tmp_path, "if grid.rank == 3: os.kill(os.getpid(), signal.SIGKILL)\nexchange()")
+    assert end.returncode != 0
+
+
+def test_one_rank_alone_fails_as_any_python_program(tmp_path: Path) -> None:
+    end = job(tmp_path, "raise ValueError('alone')", ranks=1)
+    assert end.returncode == 1
+    assert end.stderr.count("ValueError: alone") == 1 and "distconv: rank" not in end.stderr

@@ -1,0 +1,148 @@
+"""All ranks decide alike on what they compute and how messages travel, which takes no GPU."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from mpi4py import MPI
+
+import distconv as dc
+from distconv.grid import communicators
+from distconv.grid.devices import Offer, choose
+from distconv.transport import nccl
+from distconv.transport.interface import Transport
+
+WORLD = MPI.COMM_WORLD
+NODE, OTHER = tuple("abcd"), tuple("efgh")
+
+
+def offers(*gpus: tuple[str, ...], **asked: object) -> list[Offer]:
+    return [Offer(**{"device": None, "transport": None, "gpus": g} | asked) for g in gpus]
+
+
+@pytest.mark.parallel([1])
+def test_the_ranks_of_a_node_take_its_gpus_in_turn() -> None:
+    choice = choose(offers(NODE, OTHER, NODE, NODE, OTHER))
+    assert choice == (("cuda:0", "cuda:0", "cuda:1", "cuda:2", "cuda:1"), "nccl", "nccl", None)
+
+
+@pytest.mark.parallel([1])
+def test_ranks_take_what_the_fewest_others_have() -> None:
+    # The same GPU by other numbers is the same GPU.
+    assert choose(offers(("a", "b"), ("b", "a"))).devices == ("cuda:0", "cuda:0")
+    assert choose(offers(("a",), ("a", "b"))).devices == ("cuda:0", "cuda:1")
+    # A rank keeps what it has on another grid.
+    choice = choose([*offers(NODE, NODE), Offer("cuda:0", None, NODE), *offers(NODE)])
+    assert choice == (("cuda:1", "cuda:2", "cuda:0", "cuda:3"), "nccl", "nccl", None)
+
+
+@pytest.mark.parallel([1])
+def test_a_rank_that_is_shown_one_gpu_takes_it() -> None:
+    choice = choose(offers(("a",), ("b",), ("c",)))
+    assert choice == (("cuda:0",) * 3, "nccl", "nccl", None)
+
+
+@pytest.mark.parallel([1])
+def test_ranks_that_share_gpus_use_ipc_and_say_so() -> None:
+    choice = choose(offers(*[NODE[:2]] * 4))
+    assert choice.devices == ("cuda:0", "cuda:1", "cuda:0", "cuda:1")
+    assert choice[1:3] == ("peer", "mpi")
+    assert choice.notice == "4 ranks share 2 of 2 GPUs; start one rank for each"
+    assert choose(offers(*[NODE[:2]] * 4, no_peer="no cupy")).transport == "mpi"
+    assert choose(offers(NODE, NODE, transport="peer"))[1:] == ("peer", "nccl", None)
+    kept = choose([Offer("cuda:1", None, NODE)] * 2).notice or ""
+    assert "2 ranks share 1 of 4 GPUs; make the grid of all ranks before" in kept
+
+
+@pytest.mark.parallel([1])
+def test_a_rank_computes_on_what_it_is_asked_to() -> None:
+    two = Offer("cuda:3", None, NODE), Offer("cuda:1", None, NODE)
+    assert choose(two).devices == ("cuda:3", "cuda:1")
+    assert choose([Offer("cpu", None)] * 2) == (("cpu", "cpu"), "mpi", "mpi", None)
+    assert choose(offers((), ())) == (("cpu", "cpu"), "mpi", "mpi", None)
+    assert choose(offers(NODE, NODE, transport="mpi")).transport == "mpi"
+    without = Offer(None, None, NODE, "no cupy", "no cupy")
+    assert choose([*offers(NODE), without]).transport == "mpi"
+
+
+@pytest.mark.parallel([1])
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (offers(NODE, ()), "device is 'cpu' on rank 1 and 'cuda' on rank 0"),
+        (
+            [Offer(None, None), Offer(None, "mpi")],
+            "transport is 'mpi' on rank 1 and None on rank 0",
+        ),
+        (offers((), transport="nccl"), "is for GPUs, and the ranks compute on CPUs"),
+        (offers((), device="cuda"), "device='cuda', and rank 0 sees 0 GPUs"),
+        (
+            [Offer("cuda", None, NODE), Offer("cuda:4", None, NODE)],
+            "device='cuda:4', and rank 1 sees 4",
+        ),
+        (offers(("a",), ("b",), ("a",), transport="nccl"), "ranks 0 and 2 share a GPU"),
+        (
+            [*offers(NODE, transport="nccl"), Offer(None, "nccl", NODE, "no cupy")],
+            r"transport='nccl': no cupy \(rank 1\), or choose 'peer' or 'mpi'",
+        ),
+        (
+            [*offers(NODE, transport="peer"), Offer(None, "peer", NODE, None, "no cupy")],
+            r"transport='peer': no cupy \(rank 1\), or choose 'nccl' or 'mpi'",
+        ),
+        (offers((), transport="peer"), "transport='peer' is for GPUs"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_with_the_way_out(given: list[Offer], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        choose(given)
+
+
+@pytest.mark.parallel([1, 2])
+def test_a_grid_without_gpus_computes_on_the_cpu() -> None:
+    grid = dc.ProcessGrid(height=-1)
+    assert grid.device == torch.device("cpu") and grid.transport.name == "mpi"
+    assert grid == dc.ProcessGrid(height=-1, device="cpu")
+    assert "GPU" not in repr(grid)
+
+
+@pytest.mark.parallel([2, 3])
+def test_a_transport_is_made_by_all_ranks_where_one_has_another_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(communicators, "Copies", torch.device)
+    ranks = tuple(range(WORLD.size))
+
+    def made(*last: str) -> Transport:
+        devices = ("cuda:0",) * (WORLD.size - 1) + last
+        return communicators.transport(WORLD, ranks, "mpi", devices)
+
+    first = made("cuda:1")
+    assert made("cuda:0") is not first and made("cuda:1") is first
+
+
+@pytest.mark.parallel([1])
+def test_without_cupy_nccl_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy.cuda", None)
+    assert "install cupy" in (nccl.obstacle() or "")
+
+
+@pytest.mark.parallel([2, 3])
+def test_a_tensor_on_a_device_of_another_kind_is_refused_on_all_ranks() -> None:
+    grid = dc.ProcessGrid(height=-1)
+    odd = grid.rank == 1
+    x = torch.ones(1, 1, 2, 2, device="meta" if odd else "cpu")
+    for make in (dc.DistTensor.from_local, dc.distribute_tensor):
+        with pytest.raises(ValueError, match="the tensor of rank 1 lives on meta") as error:
+            make(x, grid)
+        assert len(set(WORLD.allgather(str(error.value)))) == 1
+
+
+@pytest.mark.parallel([1, 2])
+def test_a_distributed_tensor_stays_on_the_devices_of_its_grid() -> None:
+    x = dc.distribute_tensor(torch.ones(1, 1, 2, 2), dc.ProcessGrid(height=-1))
+    assert x.to("cpu") is x
+    for move in (lambda: x.to("meta"), lambda: torch.rand_like(x, device="meta")):
+        with pytest.raises(dc.UnsupportedOperation, match="live on its devices, not on meta"):
+            move()

@@ -1,0 +1,93 @@
+"""Which launches are wrong: several processes, each of which MPI takes for the only one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from distconv.transport.launch import check_launch, launched
+from tests.support.jobs import end_of, start
+
+SRUN = {"SLURM_NTASKS": "4", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"WORLD_SIZE": "4", "RANK": "2"}, "WORLD_SIZE=4 says .* torchrun, which starts no MPI"),
+        ({"PMI_SIZE": "2"}, "PMI_SIZE=2 .* MPICH .* start it with the mpiexec -n 2"),
+        ({"OMPI_COMM_WORLD_SIZE": "8"}, "OMPI_COMM_WORLD_SIZE=8 .* Open MPI"),
+        (SRUN, "SLURM_STEP_NUM_TASKS=4 .* srun --mpi=pmix"),
+        ({"SLURM_NTASKS": "4", "SLURM_STEP_ID": "0"}, "SLURM_NTASKS=4 .* srun --mpi=pmix"),
+        ({"WORLD_SIZE": "4", "PMI_SIZE": "1"}, "WORLD_SIZE=4"),
+        ({"WORLD_SIZE": "4", "DISTCONV_ALLOW_SINGLE": "0"}, "set DISTCONV_ALLOW_SINGLE=1"),
+    ],
+)
+def test_several_processes_of_which_mpi_knows_one_are_an_error(
+    environment: dict[str, str], message: str
+) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        check_launch(1, environment)
+    check_launch(4, environment)
+    check_launch(1, environment | {"DISTCONV_ALLOW_SINGLE": "1"})
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        {"WORLD_SIZE": "1", "PMI_SIZE": "1"},
+        {"WORLD_SIZE": "many"},
+        # The shell of an allocation, its batch script, and its interactive step.
+        {"SLURM_NTASKS": "4", "SLURM_JOB_ID": "7"},
+        {"SLURM_NTASKS": "4", "SLURM_STEP_ID": "4294967291"},
+        SRUN | {"SLURM_STEP_ID": "4294967290"},
+        # srun -n 1 within it, and MPI's own launcher within an srun.
+        {"SLURM_NTASKS": "4", "SLURM_STEP_ID": "3", "SLURM_STEP_NUM_TASKS": "1"},
+        SRUN | {"PMI_SIZE": "1"},
+        SRUN | {"OMPI_COMM_WORLD_SIZE": "1"},
+    ],
+)
+def test_one_process_on_purpose_is_no_error(environment: dict[str, str]) -> None:
+    check_launch(1, environment)
+
+
+def test_the_number_of_tasks_is_that_of_the_step() -> None:
+    assert launched(SRUN | {"SLURM_NTASKS": "64"}) == {"SLURM_STEP_NUM_TASKS": 4}
+
+
+PROGRAM = """
+import distconv as dc
+from mpi4py import MPI
+dc.ProcessGrid(MPI.COMM_SELF)
+print(dc.ProcessGrid())
+"""
+
+
+def test_the_grid_of_a_wrong_launch_is_an_error_and_that_of_one_rank_is_not(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(PROGRAM)
+    end = end_of(start(script, WORLD_SIZE="2"))
+    assert end.returncode == 1 and "WORLD_SIZE=2 says that it is one of 2" in end.stderr
+    end = end_of(start(script, WORLD_SIZE="2", DISTCONV_ALLOW_SINGLE="1"))
+    assert (end.returncode, end.stdout) == (0, "ProcessGrid() on 1 rank\n"), end.stderr
+
+
+EARLY = """
+import os
+import distconv as dc
+if os.environ["PMI_RANK"] == "1":
+    raise ValueError("before there is a grid")
+dc.ProcessGrid(height=-1)
+"""
+
+
+def test_an_error_of_one_rank_before_mpi_has_started_ends_the_job(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(EARLY)
+    end = end_of(start(script, 2))
+    assert end.returncode != 0 and "distconv: rank 1 of 2 raised" in end.stderr
+    assert end.stderr.count("ValueError: before there is a grid") == 1

@@ -1,0 +1,207 @@
+"""Ranks that run different operators learn it before a message goes astray, all with one error."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from mpi4py import MPI
+from torch import Tensor, nn
+
+import distconv as dc
+from distconv.grid.order import DivergenceError, Order
+from tests.grid.test_abort import job
+
+WORLD = MPI.COMM_WORLD
+LAST = WORLD.size - 1
+
+
+def order_of(grid: dc.ProcessGrid) -> Order:
+    """What compares the steps of a grid."""
+    order: Order = grid.transport._steps  # type: ignore[attr-defined]
+    return order
+
+
+@pytest.fixture
+def grid(monkeypatch: pytest.MonkeyPatch) -> Iterator[dc.ProcessGrid]:
+    """A grid over all ranks whose every step is compared."""
+    made = dc.ProcessGrid(height=-1)
+    monkeypatch.setattr(order_of(made), "debug", True)
+    yield made
+
+
+def differing(usual: Callable[[], Any], other: Callable[[], Any]) -> str:
+    """The error that all ranks get where the last one runs something else."""
+    with pytest.raises(DivergenceError) as caught:
+        (other if WORLD.rank == LAST else usual)()
+    texts = WORLD.allgather(str(caught.value))
+    assert len(set(texts)) == 1, "all ranks get one error"
+    return texts[0]
+
+
+def planes(grid: dc.ProcessGrid, layout: dc.Layout | None = None) -> dc.DistTensor:
+    x = torch.randn(2, 3, 16, 8, generator=torch.Generator().manual_seed(0))
+    return dc.distribute_tensor(x, grid, layout)
+
+
+def weight(*shape: int) -> Tensor:
+    return torch.ones(shape)
+
+
+@pytest.mark.parallel([2, 3])
+def test_another_stride_of_equal_output_is_named(grid: dc.ProcessGrid) -> None:
+    x = planes(grid)
+    error = differing(lambda: F.max_pool2d(x, 2, stride=16), lambda: F.max_pool2d(x, 2, stride=17))
+    assert "stride=16" in error and "stride=17" in error and "max_pool2d" in error
+    assert f"rank {LAST}" in error and "test_order.py" in error
+
+
+@pytest.mark.parallel([2, 3])
+def test_two_calls_of_equal_size_in_another_order_are_named(grid: dc.ProcessGrid) -> None:
+    x = planes(grid)
+
+    def conv() -> Any:
+        return F.conv2d(x, weight(3, 3, 3, 3), padding=1)
+
+    def pool() -> Any:
+        return F.avg_pool2d(x, 3, 1, 1)
+
+    error = differing(lambda: (conv(), pool()), lambda: (pool(), conv()))
+    assert "conv2d" in error and "avg_pool2d" in error
+
+
+@pytest.mark.parallel([2, 3])
+def test_another_layout_in_redistribute_is_named(grid: dc.ProcessGrid) -> None:
+    x = planes(grid)
+    error = differing(
+        lambda: x.redistribute(dc.Layout(width="height")),
+        lambda: x.redistribute(dc.Layout(channel="height")),
+    )
+    assert "width='height'" in error and "channel='height'" in error
+
+
+@pytest.mark.parallel([2, 3])
+def test_another_grid_over_the_same_ranks_is_named(grid: dc.ProcessGrid) -> None:
+    x, y = planes(grid), planes(dc.ProcessGrid(width=-1))
+    error = differing(lambda: F.avg_pool2d(x, 3, 1, 1), lambda: F.avg_pool2d(y, 3, 1, 1))
+    assert "Layout(height='height')" in error and "Layout(width='width')" in error
+
+
+@pytest.mark.parallel([2, 3])
+def test_a_reduction_instead_of_an_exchange_is_named(grid: dc.ProcessGrid) -> None:
+    x = planes(grid)
+    error = differing(lambda: F.avg_pool2d(x, 3, 1, 1), lambda: x.sum())
+    assert "avg_pool2d" in error and "sum" in error
+
+
+@pytest.mark.parallel([2, 3])
+def test_a_mode_of_a_module_is_named(grid: dc.ProcessGrid) -> None:
+    x = planes(grid)
+    norm = nn.BatchNorm2d(3).train(WORLD.rank != LAST)
+    pool = nn.AvgPool2d(3, 1, 1)
+    error = differing(lambda: pool(norm(x)), lambda: pool(norm(x)))
+    assert "batch_norm" in error and "True" in error and "False" in error
+
+
+@pytest.mark.parallel([2, 3])
+def test_ranks_that_have_caught_the_error_go_on_right(grid: dc.ProcessGrid) -> None:
+    """Hundreds of calls, of which many differ on one rank, in the order of a seed."""
+    whole = torch.randn(2, 3, 16, 8, generator=torch.Generator().manual_seed(0))
+    x = dc.distribute_tensor(whole, grid)
+    calls: list[Callable[[Any], Any]] = [
+        lambda x: F.avg_pool2d(x, 3, 1, 1),
+        lambda x: F.avg_pool2d(x, 5, 1, 2),
+        lambda x: F.max_pool2d(x, 3, 1, 1),
+        lambda x: F.conv2d(x, torch.ones(3, 3, 3, 3), padding=1),
+        lambda x: F.conv2d(x, torch.ones(3, 3, 3, 3), padding=2, dilation=2),
+        lambda x: x.sum(),
+        lambda x: x.sum(dim=2),
+        lambda x: x.amax(dim=(2, 3)),
+        lambda x: x.flip(2),
+        lambda x: x.roll(3, 2),
+        lambda x: torch.cumsum(x, 2),
+        lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"),
+    ]
+    expected = [call(whole) for call in calls]
+    rng, found = random.Random(5), 0
+    for _ in range(200):
+        mine = usual = rng.randrange(len(calls))
+        odd, who = rng.randrange(len(calls)), rng.randrange(WORLD.size)
+        if rng.random() < 0.5:
+            mine = odd if WORLD.rank == who else usual
+        try:
+            result = calls[mine](x)
+            raised = False
+        except DivergenceError:
+            raised = True
+        everywhere = WORLD.allgather((raised, mine))
+        assert len({raised for raised, _ in everywhere}) == 1, everywhere
+        if raised:
+            found += 1
+            assert len({mine for _, mine in everywhere}) > 1, "an error without a reason"
+        else:
+            torch.testing.assert_close(result.full_tensor(), expected[mine], rtol=1e-5, atol=1e-5)
+    assert found > 30
+
+
+@pytest.mark.parallel([2, 3])
+def test_first_calls_are_compared_without_being_asked_for() -> None:
+    grid = dc.ProcessGrid(height=-1)
+    assert not order_of(grid).debug
+    x = planes(grid)
+    error = differing(
+        lambda: F.avg_pool2d(x, (7, 3), 1, (3, 1)),
+        lambda: F.avg_pool2d(x, (7, 5), 1, (3, 2)),
+    )
+    assert "(7, 3)" in error and "(7, 5)" in error and "DISTCONV_DEBUG=1" in error
+
+
+@pytest.mark.parallel([2, 3])
+def test_calls_in_another_order_are_found_later_where_their_messages_are_alike() -> None:
+    grid = dc.ProcessGrid(height=-1)
+    x = planes(grid)
+    calls = [lambda: F.avg_pool2d(x, 3, 1, 1), lambda: F.max_pool2d(x, 3, 1, 1)]
+    with dc.method("assembled"):
+        for call in calls:
+            call()
+        with pytest.raises(DivergenceError, match="avg_pool2d"):
+            for i in range(1000):
+                calls[i == 20 and WORLD.rank == LAST]()
+
+
+def test_two_threads_on_one_grid_are_an_error(tmp_path: Path) -> None:
+    body = """
+import threading
+failed = []
+def work():
+    try:
+        for _ in range(200): torch.nn.functional.avg_pool2d(x, 3, 1, 1)
+    except RuntimeError as error:
+        failed.append(error)
+threads = [threading.Thread(target=work) for _ in range(2)]
+for t in threads: t.start()
+for t in threads: t.join()
+raise failed[0]
+"""
+    end = job(tmp_path, body, ranks=2)
+    assert end.returncode != 0
+    assert "two threads use one grid" in end.stderr and "script.py" in end.stderr
+
+
+def test_a_thread_may_go_on_where_another_has_stopped(tmp_path: Path) -> None:
+    body = """
+import threading
+def work(): torch.nn.functional.avg_pool2d(x, 3, 1, 1)
+for _ in range(3):
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    work()
+"""
+    end = job(tmp_path, body, ranks=2)
+    assert (end.returncode, end.stderr) == (0, "")

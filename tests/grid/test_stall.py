@@ -1,0 +1,153 @@
+"""Ranks that wait for each other in vain end within a limit, with one message that says where.
+
+These tests launch jobs of their own.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from weakref import ref
+
+import pytest
+
+from distconv.grid.stall import Watch
+from distconv.transport.watched import Wait, Waiting
+from tests.grid.test_abort import job
+
+SET_UP = """
+import threading
+from torch import nn
+F = torch.nn.functional
+one = grid.rank == 1
+small = dc.distribute_tensor(torch.arange(256.0).reshape(1, 1, 16, 16), grid)
+model = dc.parallelize(nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.BatchNorm2d(2)), grid)
+def train(batches):
+    for _ in range(batches):
+        model(small).square().mean().backward()
+train(1)
+"""
+
+HANGS = {
+    "a rank exits": "if one: sys.exit()\ntrain(1)",
+    "a rank returns early": "if not one: train(1)",
+    "a rank raises in a thread": """
+def work():
+    for i in range(3):
+        if one and i == 1: raise ValueError('lost')
+        train(1)
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
+""",
+    "a rank catches an error": """
+try:
+    if one: raise ValueError('lost')
+    train(1)
+except ValueError:
+    pass
+small.sum()
+""",
+    "a rank skips a call": "if not one: small.sum()\ntrain(1)",
+    "a rank adds a call": "if one: F.avg_pool2d(small, 3, 1, 1)\nsmall.sum()",
+    "a rank calls in another order": """
+for call in [F.avg_pool2d, F.max_pool2d][:: -1 if one else 1]:
+    call(small, 3, 1, 1)
+train(1)
+""",
+    "a rank pads otherwise": "F.avg_pool2d(small, 3, 1, (0, 1) if one else (1, 1)).sum()\ntrain(1)",
+    "a rank asks for the state of sharded weights alone": """
+grid = dc.ProcessGrid(channel=2)
+wide = dc.parallelize(nn.Conv2d(4, 4, 1), grid, shard_parameters=True)
+if one: dc.full_state_dict(wide)
+train(1)
+""",
+    "a rank has a block of another shape, and catches the error": """
+try:
+    dc.DistTensor.from_local(torch.zeros(1, 1, 2 + 2 * one, 1), grid)
+    F.avg_pool2d(small, 3, 1, 1)
+except ValueError:
+    if not one: raise SystemExit
+train(1)
+""",
+    "a rank asks for the whole tensor alone": "if one: small.full_tensor()\ntrain(1)",
+    "a rank makes a grid alone": "if one: dc.ProcessGrid(width=-1)\ntrain(1)",
+    "a rank records no gradients": """
+with torch.set_grad_enabled(not one):
+    loss = model(small).mean()
+if not one: loss.backward()
+small.sum()
+""",
+    "a rank has fewer batches": "train(2 if one else 3)",
+    "a rank meets a class that is not there, and catches it": """
+labels = torch.zeros(1, 16, 16, dtype=torch.long)
+labels[0, 15, 15] = 7
+try:
+    F.cross_entropy(model(small), labels)
+except (IndexError, RuntimeError):
+    pass
+train(1)
+""",
+    "a rank computes for too long": "if one: __import__('time').sleep(1000)\ntrain(1)",
+}
+
+
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The ends of all these jobs, some of which run at the same time, as they mostly wait."""
+
+    def end(body: str) -> Any:
+        return job(tmp_path_factory.mktemp("job"), SET_UP + body, ranks=2, DISTCONV_TIMEOUT="4")
+
+    with ThreadPoolExecutor(3) as pool:
+        return dict(zip(HANGS, pool.map(end, HANGS.values()), strict=True))
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("what", HANGS)
+def test_a_hang_ends_with_one_message(ends: dict[str, Any], what: str) -> None:
+    end = ends[what]
+    assert end.returncode != 0, end.stderr
+    told = end.stderr.count("distconv: ranks wait") + end.stderr.count("the ranks differ")
+    assert told == 1, end.stderr
+    assert "rank 0" in end.stderr and "rank 1" in end.stderr and "script.py:" in end.stderr
+
+
+def test_the_message_names_operators_and_lines_of_all_ranks(tmp_path: Path) -> None:
+    body = "for i in range(2):\n    if one and i == 1: time.sleep(1000)\n    train(1)"
+    end = job(tmp_path, "import time\n" + SET_UP + body, ranks=3, DISTCONV_TIMEOUT="4")
+    assert "ranks wait for more than DISTCONV_TIMEOUT=4 seconds" in end.stderr
+    assert "ranks 0, 2: waiting" in end.stderr and ".conv2d at" in end.stderr
+    assert "rank 1: elsewhere at" in end.stderr
+
+
+def test_a_rank_that_leaves_is_noticed_long_before_the_limit(tmp_path: Path) -> None:
+    end = job(tmp_path, SET_UP + "if one: sys.exit()\ntrain(1)", ranks=2)
+    assert end.returncode != 0
+    assert "ranks wait for rank 1, which will not come" in end.stderr
+    assert "rank 1: has left the program" in end.stderr
+
+
+def test_ranks_that_leave_at_different_times_without_need_end_in_silence(tmp_path: Path) -> None:
+    end = job(tmp_path, SET_UP + "if one: __import__('time').sleep(4)", ranks=2)
+    assert (end.returncode, end.stderr) == (0, "")
+
+
+def test_a_limit_that_is_no_number_is_an_error(tmp_path: Path) -> None:
+    end = job(tmp_path, "", ranks=2, DISTCONV_TIMEOUT="soon")
+    assert end.returncode != 0 and "DISTCONV_TIMEOUT='soon'" in end.stderr
+
+
+def test_who_looks_at_waits_keeps_none_that_is_over() -> None:
+    waiting = Waiting()
+    watch = Watch((0, 1), 0, waiting)
+    try:
+        wait = waiting.now = Wait(waiting)
+        watch._look_at_wait()
+        assert watch._seen() is wait
+        alive = ref(wait)
+        wait = waiting.now = None
+        assert alive() is None
+    finally:
+        watch.leave()

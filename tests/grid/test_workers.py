@@ -1,0 +1,148 @@
+"""Processes that a rank starts, such as those of a DataLoader, and MPI, which is not for them."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.support.jobs import end_of, start
+
+
+def ended(
+    tmp_path: Path, program: str, ranks: int = 0, *arguments: str
+) -> subprocess.CompletedProcess[str]:
+    """The end of a program on this number of ranks; without a launcher for none."""
+    script = tmp_path / "program.py"
+    script.write_text(program)
+    return end_of(start(script, ranks, *arguments))
+
+
+def test_importing_the_library_does_not_start_mpi(tmp_path: Path) -> None:
+    program = """
+import sys
+import distconv, distconv.layers, distconv.tools.arguments
+import distconv.tools.bench, distconv.tools.command_line
+assert "mpi4py.MPI" not in sys.modules
+distconv.ProcessGrid()
+assert "mpi4py.MPI" in sys.modules
+"""
+    end = ended(tmp_path, program)
+    assert (end.returncode, end.stderr) == (0, "")
+
+
+def test_without_an_mpi_library_a_plan_can_be_had_and_a_grid_is_an_error(tmp_path: Path) -> None:
+    program = """
+import sys
+sys.modules["mpi4py"] = None
+import torch, distconv as dc
+dc.explain(torch.nn.Conv2d(1, 1, 3), (1, 1, 9, 9), {"height": 2})
+dc.ProcessGrid()
+"""
+    end = ended(tmp_path, program)
+    assert "Conv2d on rank 1 of ProcessGrid(height=2)" in end.stdout
+    assert end.returncode == 1 and "ModuleNotFoundError" in end.stderr
+
+
+LOADER = """
+import sys
+import torch, distconv as dc
+from torch.utils.data import DataLoader, Dataset
+
+start, act = sys.argv[1:]
+
+class Squares(Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, i):
+        if act == "raise":
+            raise ValueError("unreadable")
+        if act == "grid":
+            dc.ProcessGrid(height=-1)
+        if start != "fork":
+            assert "mpi4py.MPI" not in sys.modules
+        return torch.full((1, 4, 4), float(i))
+
+class Boxes(Squares):
+    "Has been given a grid, which a forked worker may ask for its box."
+    def __init__(self, grid):
+        self.grid = grid
+
+    def __getitem__(self, i):
+        x = super().__getitem__(i)
+        if act == "tensor":
+            return dc.DistTensor.from_local(x[None], self.grid)
+        return x[dc.local_box((4, *x.shape), self.grid).slices[1:]]
+
+if __name__ == "__main__":
+    grid = dc.ProcessGrid(height=-1)
+    data = Boxes(grid) if start == "fork" else Squares()
+    for x in DataLoader(data, batch_size=4, num_workers=1, multiprocessing_context=start):
+        cut = dc.DistTensor.from_local if start == "fork" else dc.distribute_tensor
+        assert cut(x, grid).sum().item() in (96.0, 352.0)  # 16 * (0 + 1 + 2 + 3), and of 4 to 7
+    print("read", flush=True)
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_workers_of_a_data_loader_read_however_they_are_started(
+    tmp_path: Path, method: str
+) -> None:
+    end = ended(tmp_path, LOADER, 2, method, "read")
+    assert (end.returncode, end.stdout.count("read"), end.stderr) == (0, 2, "")
+
+
+@pytest.mark.parametrize(
+    ("method", "act", "message"),
+    [
+        ("fork", "raise", "ValueError: unreadable"),
+        ("spawn", "raise", "ValueError: unreadable"),
+        ("fork", "grid", "has been forked from process"),
+        ("fork", "tensor", "has been forked from process"),
+        ("spawn", "grid", "is a worker that multiprocessing has started"),
+        ("forkserver", "grid", "is a worker that multiprocessing has started"),
+    ],
+)
+def test_what_a_worker_raises_reaches_its_rank(
+    tmp_path: Path, method: str, act: str, message: str
+) -> None:
+    end = ended(tmp_path, LOADER, 2, method, act)
+    assert end.returncode != 0 and "read" not in end.stdout
+    assert message in end.stderr and "of 2 raised" in end.stderr
+
+
+FORKS = """
+import os
+import torch, distconv as dc
+
+grid = dc.ProcessGrid(height=-1)
+x = dc.distribute_tensor(torch.arange(64.0).reshape(1, 1, 8, 8), grid)
+if grid.rank == 1:
+    child = os.fork()
+    if child == 0:
+        {body}
+    else:
+        print("status", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+if grid.rank == 0 or child:
+    assert x.sum().item() == 2016.0
+    print("whole")
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "error"),
+    [
+        ("raise ValueError('lost in the child')", 1, "ValueError: lost in the child"),
+        ("x.sum().item()", 1, "has been forked from process"),
+        ("dc.ProcessGrid()", 1, "has been forked from process"),
+        ("grid.communicator(['height'])", 1, "has been forked from process"),
+        ("assert dc.local_box(x.shape, grid).slices[2] == slice(4, 8)", 0, ""),
+    ],
+)
+def test_a_forked_process_ends_alone(tmp_path: Path, body: str, status: int, error: str) -> None:
+    end = ended(tmp_path, FORKS.format(body=body), 2)
+    assert end.returncode == 0, end.stderr
+    assert f"status {status}" in end.stdout and end.stdout.count("whole") == 2
+    assert error in end.stderr and "raised" not in end.stderr

@@ -1,0 +1,41 @@
+"""Slices of memory keep the whole alive, and are known to be in use, on CPUs and GPUs alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from weakref import ref
+
+import pytest
+import torch
+from torch import Tensor
+
+from distconv.model.bucket_memory import DeviceMemory, Memory, memory_of, tensor_of
+
+KINDS: dict[str, Callable[[Tensor], Memory]] = {"cpu": memory_of, "gpu": DeviceMemory}
+"""A GPU's memory is sliced the same wherever it is."""
+
+
+@pytest.mark.parallel([1])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_slice_keeps_the_whole_alive_and_no_longer(kind: str) -> None:
+    memory = KINDS[kind](torch.zeros(8, dtype=torch.uint8))
+    whole, part = ref(memory), memory[2:6]
+    half = part[1:2]
+    del memory, part
+    assert whole() is not None
+    del half
+    assert whole() is None
+
+
+@pytest.mark.parallel([1])
+def test_a_slice_is_in_use_as_long_as_a_tensor_or_view_of_it() -> None:
+    memory = memory_of(torch.zeros(8))
+    part = memory[4:12]
+    tensor, used = tensor_of(part).view(torch.float32), ref(part)
+    tensor.fill_(3)
+    assert tensor_of(memory).view(torch.float32).tolist() == [0, 3, 3, 0, 0, 0, 0, 0]
+    view = tensor[1:].detach()
+    del part, tensor
+    assert used() is not None
+    del view
+    assert used() is None

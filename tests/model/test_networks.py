@@ -1,0 +1,195 @@
+"""Whole networks, unmodified torch.nn modules, train on cut planes as they train serially."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from mpi4py import MPI
+from torch import Tensor, nn
+
+import distconv as dc
+from tests.support.serial import deviation, noted, random_tensor
+
+GRIDS = {
+    1: [{}],
+    2: [{"height": 2}, {"sample": 2}, {"channel": 2}],
+    3: [{"width": 3}, {"channel": 3}],
+    4: [
+        {"sample": 4},
+        {"sample": 2, "height": 2},
+        {"height": 4},
+        {"height": 2, "width": 2},
+        {"channel": 4},
+        {"channel": 2, "width": 2},
+        {"channel": 2, "filter": 2},
+        {"sample": 2, "channel": 2},
+    ],
+    6: [{"height": 3, "width": 2}, {"channel": 3, "height": 2}],
+    8: [
+        {"depth": 2, "height": 2, "width": 2},
+        {"sample": 2, "depth": 2, "width": 2},
+        {"channel": 2, "filter": 2, "height": 2},
+        {"sample": 2, "channel": 2, "width": 2},
+    ],
+}
+
+
+class ConvReluConv(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(2, 4, 3, 2, 1), nn.Conv2d(4, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(F.relu(self.first(x)))
+
+
+class Residual(nn.Module):
+    """One tensor feeds two convolutions of different kernels, and the sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.small, self.large = nn.Conv2d(2, 2, 3, padding=1), nn.Conv2d(2, 2, 5, padding=2)
+        self.norm, self.relu = nn.BatchNorm2d(2), nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.relu(self.norm(self.small(x) + self.large(x))) + x
+
+
+class UNet(nn.Module):
+    """Odd planes: the coarse level is put back by pixel shuffle and padding or cropping."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Conv2d(2, 3, 3, padding=1, bias=False)
+        self.bottom = nn.Conv2d(3, 12, 3, padding=1)
+        self.norm, self.up = nn.BatchNorm2d(3), nn.Conv2d(6, 2, 3, padding=1)
+        self.pool, self.shuffle = nn.MaxPool2d(2), nn.PixelShuffle(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        skip = F.leaky_relu(self.norm(self.down(x)))
+        coarse = self.shuffle(torch.tanh(self.bottom(self.pool(skip))))
+        height, width = (a - b for a, b in zip(skip.shape[2:], coarse.shape[2:], strict=True))
+        padded = F.pad(coarse, (0, width, 0, height))
+        cropped = skip[..., : coarse.shape[2], : coarse.shape[3]]
+        y = self.up(torch.cat([skip, padded], dim=1))
+        return y[..., : coarse.shape[2], : coarse.shape[3]] * cropped.mean(1, keepdim=True)
+
+
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(2, 4, 3, bias=False),
+            nn.BatchNorm2d(4),
+            nn.ReLU(),
+            nn.AvgPool2d(2),
+            nn.Conv2d(4, 6, 3, groups=2),
+            nn.PReLU(6),
+            nn.AdaptiveAvgPool2d((3, 2)),
+        )
+        self.head = nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.Sigmoid(), nn.Linear(8, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.features(x))
+
+
+class Volume(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv3d(2, 3, 3, padding=1), nn.BatchNorm3d(3, momentum=None)
+        self.pool, self.second = nn.MaxPool3d(3, 2, 1), nn.Conv3d(3, 4, 2)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.elu(self.second(self.pool(F.silu(self.norm(self.first(x))))))
+        return self.head(y.mean((2, 3, 4)))
+
+
+def class_loss(y: Tensor, x: Tensor) -> Tensor:
+    return F.cross_entropy(y, (x.flatten(1)[:, :1] > 0).long().squeeze(1), label_smoothing=0.1)
+
+
+def plane_loss(y: Tensor, x: Tensor) -> Tensor:
+    return (
+        F.mse_loss(y, torch.ones_like(y))
+        + F.huber_loss(y, torch.zeros_like(y))
+        + (y * x[:, :, : y.shape[2], : y.shape[3]]).sum() * 1e-3
+    )
+
+
+NETWORKS: list[tuple[type[nn.Module], tuple[int, ...], Any]] = [
+    (ConvReluConv, (4, 2, 11, 9), plane_loss),
+    (Residual, (4, 2, 10, 7), plane_loss),
+    (UNet, (4, 2, 11, 9), plane_loss),
+    (Classifier, (5, 2, 13, 12), class_loss),
+    (Volume, (4, 2, 7, 6, 5), class_loss),
+]
+
+
+def train(model: nn.Module, batches: list[Tensor], loss: Any) -> list[float]:
+    """Three steps of SGD with momentum; the losses."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
+    losses = []
+    for x in batches:
+        optimizer.zero_grad()
+        value = loss(model(x), x)
+        value.backward()
+        optimizer.step()
+        losses.append(value.item())
+    return losses
+
+
+@pytest.mark.parallel(list(GRIDS))
+@pytest.mark.parametrize("network, shape, loss", NETWORKS, ids=[n[0].__name__ for n in NETWORKS])
+def test_three_training_steps_give_the_serial_parameters(
+    network: type[nn.Module], shape: tuple[int, ...], loss: Any
+) -> None:
+    for axes in GRIDS[MPI.COMM_WORLD.size]:
+        rng = random.Random(0)
+        torch.manual_seed(0)
+        serial = network().double()
+        model = copy.deepcopy(serial)
+        grid = dc.ProcessGrid(**axes)
+        dc.parallelize(model, grid)
+        batches = [random_tensor(rng, shape) for _ in range(3)]
+        with noted(grid):
+            expected = train(serial, batches, loss)
+            cut = [dc.distribute_tensor(x, grid) for x in batches]
+            assert train(model, cut, loss) == pytest.approx(expected, rel=1e-9)
+            trained = model.state_dict()
+            for name, wanted in serial.state_dict().items():
+                assert deviation(trained[name], wanted) <= 1e-9, name
+            x = batches[0]
+            y = model.eval()(dc.distribute_tensor(x, grid)).full_tensor()
+            assert deviation(y.detach(), serial.eval()(x).detach()) <= 1e-9
+
+
+@pytest.mark.parallel([2, 4])
+def test_a_network_computes_the_same_from_any_layout_of_its_input() -> None:
+    rng = random.Random(1)
+    torch.manual_seed(1)
+    serial = UNet().double()
+    grid = dc.ProcessGrid(height=2, width=-1)
+    model = dc.parallelize(copy.deepcopy(serial), grid)
+    x = random_tensor(rng, (2, 2, 9, 8))
+    expected = serial(x)
+    expected.square().sum().backward()
+    for layout in (
+        dc.Layout(),
+        dc.Layout(sample="height"),
+        dc.Layout(channel="height"),
+        dc.Layout(width=("width", "height")),
+        dc.Layout(height="width"),
+    ):
+        model.zero_grad()
+        y = model(dc.distribute_tensor(x, grid, layout))
+        y.square().sum().backward()
+        with noted(layout):
+            assert deviation(y.full_tensor().detach(), expected.detach()) <= 1e-9
+            for p, q in zip(model.parameters(), serial.parameters(), strict=True):
+                assert deviation(p.grad, q.grad) <= 1e-9

@@ -1,0 +1,616 @@
+"""A parallelized model trains with the gradients of the serial one."""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from mpi4py import MPI
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+import distconv as dc
+from tests.support.serial import (
+    deviation,
+    raised_everywhere,
+    random_grid,
+    random_layout,
+    random_tensor,
+)
+
+RANKS = [1, 2, 4]
+WORLD = MPI.COMM_WORLD
+
+
+class Net(nn.Module):
+    """Convolutions, a norm with buffers, a shared and an unused parameter, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # A bias before a norm has no gradient but rounding errors.
+        self.stem = nn.Conv2d(3, 4, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(4)
+        self.conv = nn.Conv2d(4, 4, 3, padding=1)
+        self.again = nn.Conv2d(4, 4, 3, padding=1)
+        self.again.weight = self.conv.weight
+        self.unused = nn.Parameter(torch.ones(5))
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.norm(self.stem(x)))
+        x = self.again(F.relu(self.conv(x)))
+        return self.head(x.mean((2, 3)))
+
+
+class Branching(nn.Module):
+    """One of two convolutions, by choice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList([nn.Conv2d(3, 2, 3, padding=1) for _ in range(2)])
+        self.choice = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.branches[self.choice](x).mean((2, 3))
+
+
+def net(seed: int = 0) -> Net:
+    torch.manual_seed(seed)
+    return Net().double()
+
+
+def batch(seed: int, samples: int = 4) -> tuple[Tensor, Tensor]:
+    rng = random.Random(seed)
+    return random_tensor(rng, (samples, 3, 9, 7)), torch.tensor([0, 1, 1, 0])[:samples]
+
+
+def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y)
+
+
+class Twins:
+    """A serial model and its parallelized copy, which see the same batches."""
+
+    def __init__(self, grid: dc.ProcessGrid, make: Callable[..., nn.Module] = net, **options: int):
+        self.grid = grid
+        self.serial = make()
+        self.parallel = dc.parallelize(make(WORLD.rank), grid, **options)
+
+    def inputs(self, seed: int) -> tuple[Tensor, Tensor]:
+        x, y = batch(seed)
+        cut = dc.Layout(sample="sample")
+        return dc.distribute_tensor(x, self.grid), dc.distribute_tensor(y, self.grid, cut)
+
+    def backward(self, seed: int, **options: bool) -> None:
+        loss_of(self.serial, *batch(seed)).backward(**options)
+        loss_of(self.parallel, *self.inputs(seed)).backward(**options)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for model in (self.serial, self.parallel):
+            model.zero_grad(set_to_none)
+
+    def check(self, tolerance: float = 1e-10) -> None:
+        """Assert that parameters, buffers and gradients are the serial ones on every rank."""
+        serial, parallel = self.serial.state_dict(), self.parallel.state_dict()
+        assert serial.keys() == parallel.keys()
+        for name, value in serial.items():
+            assert deviation(parallel[name], value) <= tolerance, name
+        pairs = zip(self.serial.named_parameters(), self.parallel.named_parameters(), strict=True)
+        for (name, p), (_, q) in pairs:
+            assert (p.grad is None) == (q.grad is None), name
+            if p.grad is not None:
+                assert q.grad.dtype == p.grad.dtype
+                assert deviation(q.grad, p.grad) <= tolerance, name
+
+
+def grids(seed: int, n: int = 3) -> list[dc.ProcessGrid]:
+    rng = random.Random(seed)
+    return [random_grid(rng, ("sample", "height", "width")) for _ in range(n)]
+
+
+# The gradients
+
+
+@pytest.mark.parallel(RANKS)
+def test_parameters_and_buffers_become_those_of_rank_0() -> None:
+    model = net(WORLD.rank)
+    for value in model.buffers():
+        value += WORLD.rank
+    assert dc.parallelize(model, grids(0)[0]) is model
+    for name, value in net(0).state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+
+
+@pytest.mark.parallel(RANKS)
+@pytest.mark.parametrize("bucket_bytes", [1, 1000, 2**30])
+def test_gradients_are_the_serial_ones_when_backward_returns(bucket_bytes: int) -> None:
+    for grid in grids(1):
+        twins = Twins(grid, bucket_bytes=bucket_bytes)
+        for seed in range(2):
+            twins.backward(seed)
+            twins.check()
+            twins.zero_grad()
+        assert twins.parallel.unused.grad is None
+
+
+@pytest.mark.parallel(RANKS)
+def test_parameters_of_several_types_train_side_by_side() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scales = nn.ParameterList(
+                [
+                    nn.Parameter(torch.ones(3, 1, 1, dtype=dtype))
+                    for dtype in (torch.float32, torch.float64, torch.float64, torch.float32)
+                ]
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            for scale in self.scales:
+                x = x * scale
+            return x.mean((2, 3))
+
+    for grid in grids(2):
+        twins = Twins(grid, lambda seed=0: Mixed())
+        twins.backward(0)
+        twins.check(1e-6)
+        assert [p.grad.dtype for p in twins.parallel.scales] == [
+            p.dtype for p in twins.parallel.scales
+        ]
+
+
+@pytest.mark.parallel(RANKS)
+def test_parameters_are_frozen_unfrozen_and_swapped_between_passes() -> None:
+    for grid in grids(3):
+        twins = Twins(grid, bucket_bytes=300)
+        parts = ["stem", "conv", "head"]
+        for seed, frozen in enumerate([["stem"], [], ["conv"], ["head"], parts, ["stem"]]):
+            for model in (twins.serial, twins.parallel):
+                for part in parts:
+                    getattr(model, part).requires_grad_(part not in frozen)
+            twins.backward(seed)
+            twins.check()
+            twins.zero_grad(set_to_none=seed % 2 == 0)
+
+
+@pytest.mark.parallel(RANKS)
+def test_planes_smaller_than_the_grid_leave_ranks_empty_and_gradients_right() -> None:
+    grid = dc.ProcessGrid(height=-1)
+
+    def make(seed: int = 0) -> nn.Module:
+        torch.manual_seed(seed)
+        return nn.Sequential(
+            nn.Conv2d(3, 4, 3, stride=3, padding=1, bias=False),
+            nn.BatchNorm2d(4),
+            nn.ReLU(),
+            nn.MaxPool2d(3),
+            nn.Conv2d(4, 2, 1),
+            nn.Flatten(),
+        ).double()
+
+    twins = Twins(grid, make, bucket_bytes=100)
+    for seed in range(2):
+        twins.backward(seed)
+        twins.check()
+
+
+@pytest.mark.parallel(RANKS)
+def test_a_layer_that_only_some_passes_use_keeps_its_gradient_otherwise() -> None:
+    def make(seed: int = 0) -> nn.Module:
+        torch.manual_seed(seed)
+        return Branching().double()
+
+    for grid in grids(4):
+        twins = Twins(grid, make, bucket_bytes=1)
+        for seed, choice in enumerate([0, 1, 1, 0]):
+            twins.serial.choice = twins.parallel.choice = choice
+            twins.backward(seed)
+            twins.check()
+
+
+@pytest.mark.parallel(RANKS)
+def test_input_gradients_are_serial_too() -> None:
+    for grid in grids(5):
+        twins = Twins(grid)
+        x, y = batch(0)
+        d = dc.distribute_tensor(x, grid).requires_grad_()
+        loss_of(twins.parallel, d, twins.inputs(0)[1]).backward()
+        x.requires_grad_()
+        loss_of(twins.serial, x, y).backward()
+        assert deviation(d.grad.full_tensor(), x.grad) <= 1e-10
+        twins.check()
+
+
+# Accumulation
+
+
+@pytest.mark.parallel(RANKS)
+@pytest.mark.parametrize(
+    "passes", ["s", "ss", "sss", "ns", "nns", "sns", "snns", "nsns", "nssns"], ids=str
+)
+def test_accumulated_gradients_are_serial_with_and_without_no_sync(passes: str) -> None:
+    for grid in grids(6, 2):
+        twins = Twins(grid, bucket_bytes=500)
+        for seed, kind in enumerate(passes):
+            if kind == "n":
+                with dc.no_sync(twins.parallel):
+                    twins.backward(seed)
+            else:
+                twins.backward(seed)
+                twins.check()
+
+
+@pytest.mark.parallel(RANKS)
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("before", ["s", "n", "sn", "ns"])
+def test_gradients_start_anew_after_zero_grad(before: str, set_to_none: bool) -> None:
+    twins = Twins(grids(7)[0])
+    for seed, kind in enumerate(before):
+        if kind == "n":
+            with dc.no_sync(twins.parallel):
+                twins.backward(seed)
+        else:
+            twins.backward(seed)
+    twins.zero_grad(set_to_none)
+    for seed in range(7, 9):
+        twins.backward(seed)
+        twins.check()
+
+
+@pytest.mark.parallel(RANKS)
+def test_gradients_that_the_program_sets_itself_are_added_to() -> None:
+    twins = Twins(grids(8)[0])
+    for model in (twins.serial, twins.parallel):
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+    twins.backward(0)
+    twins.check()
+    for model in (twins.serial, twins.parallel):
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    twins.backward(1)
+    twins.check()
+
+
+@pytest.mark.parallel(RANKS)
+def test_a_loss_can_be_gone_through_twice() -> None:
+    twins = Twins(grids(9)[0], bucket_bytes=500)
+    losses = [
+        loss_of(twins.serial, *batch(0)),
+        loss_of(twins.parallel, *twins.inputs(0)),
+    ]
+    for retain in (True, False):
+        for loss in losses:
+            loss.backward(retain_graph=retain)
+        twins.check()
+
+
+@pytest.mark.parallel(RANKS)
+def test_asking_autograd_for_gradients_leaves_those_of_the_parameters_alone() -> None:
+    twins = Twins(grids(10)[0])
+    twins.backward(0)
+    loss_of(twins.serial, *batch(1))
+    loss = loss_of(twins.parallel, *twins.inputs(1)).to_local()
+    torch.autograd.grad(loss, twins.parallel.head.weight)
+    twins.check()
+    twins.backward(2)
+    twins.check()
+
+
+@pytest.mark.parallel(RANKS)
+def test_gradients_of_two_models_in_one_loss_do_not_mix() -> None:
+    grid = grids(11)[0]
+    first, second = Twins(grid, bucket_bytes=200), Twins(grid, lambda seed=0: net(seed + 10))
+    (loss_of(first.serial, *batch(0)) + loss_of(second.serial, *batch(1))).backward()
+    loss = loss_of(first.parallel, *first.inputs(0)) + loss_of(second.parallel, *first.inputs(1))
+    loss.backward()
+    first.check()
+    second.check()
+
+
+# Interrupted passes
+
+
+class Fragile(torch.autograd.Function):
+    """Raises in its backward pass while it is told to."""
+
+    broken = False
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        if Fragile.broken:
+            raise ArithmeticError("broken on purpose")
+        return grad
+
+
+class Breakable(Net):
+    """Raises in the middle of a backward pass, after the gradients of its last layers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.norm(self.stem(x)))
+        if isinstance(x, dc.DistTensor):
+            x = dc.DistTensor(Fragile.apply(x.shard), x.shape, x.cuts, x.grid)
+        else:
+            x = Fragile.apply(x)
+        return self.head(self.again(F.relu(self.conv(x))).mean((2, 3)))
+
+
+@pytest.mark.parallel(RANKS)
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_backward_pass_that_fails_on_all_ranks_does_not_break_the_next(
+    set_to_none: bool,
+) -> None:
+    def make(seed: int = 0) -> nn.Module:
+        torch.manual_seed(seed)
+        return Breakable().double()
+
+    for grid in grids(12):
+        twins = Twins(grid, make, bucket_bytes=1)
+        twins.backward(0)
+        Fragile.broken = True
+        for model, inputs in ((twins.serial, batch(1)), (twins.parallel, twins.inputs(1))):
+            with pytest.raises(ArithmeticError, match="broken on purpose"):
+                loss_of(model, *inputs).backward()
+        Fragile.broken = False
+        twins.zero_grad(set_to_none)
+        for seed in range(2, 4):
+            twins.backward(seed)
+            twins.check()
+
+
+@pytest.mark.parallel(RANKS)
+def test_gradients_of_parameters_cannot_be_differentiated() -> None:
+    twins = Twins(grids(16)[0])
+    loss = loss_of(twins.parallel, *twins.inputs(0))
+    with pytest.warns(UserWarning, match="create_graph"):
+        message = raised_everywhere(RuntimeError, lambda: loss.backward(create_graph=True))
+    assert "cannot be differentiated" in message
+
+
+# The module stays what it was
+
+
+@pytest.mark.parallel(RANKS)
+def test_the_state_dict_is_that_of_the_plain_module() -> None:
+    twins = Twins(grids(13)[0])
+    twins.backward(0)
+    state = twins.parallel.state_dict()
+    plain = net(5)
+    plain.load_state_dict(state)
+    for name, value in plain.state_dict().items():
+        assert torch.equal(value, state[name])
+    other = net(6)
+    twins.parallel.load_state_dict(other.state_dict())
+    twins.serial.load_state_dict(other.state_dict())
+    twins.zero_grad()
+    twins.backward(1)
+    twins.check()
+
+
+@pytest.mark.parallel(RANKS)
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=1e-3),
+        lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True, foreach=True),
+        lambda p: torch.optim.Adam(p, 0.01),
+    ],
+    ids=["momentum", "nesterov", "adam"],
+)
+def test_optimizers_take_the_serial_steps(optimizer: Callable) -> None:
+    for grid in grids(14, 2):
+        twins = Twins(grid)
+        optimizers = [optimizer(m.parameters()) for m in (twins.serial, twins.parallel)]
+        for seed in range(3):
+            twins.backward(seed)
+            for o in optimizers:
+                o.step()
+            # Adam divides by the root of tiny squared gradients, which magnifies the last digits.
+            twins.check(1e-7)
+            for o in optimizers:
+                o.zero_grad()
+
+
+@pytest.mark.parallel(RANKS)
+def test_a_copy_is_a_plain_module_of_its_own_and_made_in_silence() -> None:
+    twins = Twins(grids(15)[0])
+    twins.backward(0)
+    if WORLD.rank == 0:
+        alone = copy.deepcopy(twins.parallel)
+        assert loss_of(alone, *batch(1)).item() == pytest.approx(
+            loss_of(copy.deepcopy(twins.serial), *batch(1)).item()
+        )
+        assert all(
+            p is not q for p, q in zip(alone.parameters(), twins.parallel.parameters(), strict=True)
+        )
+    twins.check()
+    again = copy.deepcopy(twins.parallel)
+    loss_of(again, *batch(2)).backward()
+    twins.check()
+    other = Twins(twins.grid)
+    other.parallel = dc.parallelize(again, twins.grid)
+    other.serial = copy.deepcopy(twins.serial)
+    loss_of(other.serial, *batch(2))
+    other.zero_grad()
+    other.backward(3)
+    other.check()
+    twins.check()
+
+
+# Errors, on every rank
+
+
+class Frozen(nn.Conv2d):
+    def __init__(self, *args: int) -> None:
+        super().__init__(*args)
+        self.bias.requires_grad_(False)
+
+
+@pytest.mark.parallel([2, 4])
+@pytest.mark.parametrize(
+    ("other", "name"),
+    [
+        (lambda: nn.Conv2d(3, 4, 5), "weight"),
+        (lambda: nn.Conv2d(3, 4, 3, bias=False), "bias"),
+        (lambda: nn.Conv2d(3, 4, 3).double(), "bias"),
+        (lambda: Frozen(3, 4, 3), "bias"),
+        (lambda: nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last), "weight"),
+        (lambda: nn.Sequential(nn.Conv2d(3, 4, 3)), "0.bias"),
+        (lambda: nn.LazyConv2d(4, 3), "bias"),
+    ],
+)
+def test_modules_that_differ_between_ranks_are_refused(other: Callable, name: str) -> None:
+    module = other() if WORLD.rank == 1 else nn.Conv2d(3, 4, 3)
+    message = raised_everywhere(ValueError, dc.parallelize, module, dc.ProcessGrid(sample=-1))
+    assert f"parallelize: {name} is " in message and "on rank 1 and " in message
+    assert "build the same module on every rank" in message
+
+
+@pytest.mark.parallel(RANKS)
+@pytest.mark.parametrize("shard", [False, True])
+def test_modules_without_shape_are_refused_until_they_have_been_called(shard: bool) -> None:
+    grid = dc.ProcessGrid(channel=-1)
+    module = nn.Sequential(nn.LazyConv2d(4, 3), nn.LazyBatchNorm2d())
+    message = raised_everywhere(
+        ValueError, lambda: dc.parallelize(module, grid, shard_parameters=shard)
+    )
+    assert "without shape yet: 0.weight, 0.bias, 1.weight" in message
+    assert "1.running_mean" in message and "small plain tensor" in message
+    whole = torch.ones(2, 3, 8, 8)
+    module(whole)
+    dc.parallelize(module, grid, shard_parameters=shard)
+    assert module(dc.distribute_tensor(whole, grid)).shape == (2, 4, 6, 6)
+
+
+@pytest.mark.parallel([2, 4])
+def test_modules_in_another_order_are_refused() -> None:
+    names = ["a", "b"] if WORLD.rank == 1 else ["b", "a"]
+    module = nn.ModuleDict({name: nn.Conv2d(1, 1, 1) for name in names})
+    message = raised_everywhere(ValueError, dc.parallelize, module, dc.ProcessGrid(sample=-1))
+    assert "order" in message and "build the same module on every rank" in message
+
+
+@pytest.mark.parallel(RANKS)
+def test_a_module_is_parallelized_once() -> None:
+    grid = dc.ProcessGrid(sample=-1)
+    shared = nn.Conv2d(3, 4, 3)
+    whole = nn.Sequential(shared, nn.ReLU())
+    dc.parallelize(shared, grid)
+    for module in (shared, whole):
+        message = raised_everywhere(ValueError, dc.parallelize, module, grid)
+        assert "parallelized already" in message
+    whole = dc.parallelize(nn.Sequential(nn.Conv2d(3, 4, 3)), grid)
+    tied = nn.Conv2d(3, 4, 3)
+    tied.weight = whole[0].weight
+    for module in (whole[0], tied):
+        message = raised_everywhere(ValueError, dc.parallelize, module, grid)
+        assert "parallelized already" in message
+
+
+@pytest.mark.parallel(RANKS)
+def test_plain_inputs_are_refused_where_gradients_would_be_counted_once_a_rank() -> None:
+    twins = Twins(dc.ProcessGrid(sample=-1))
+    x, y = batch(0)
+    message = raised_everywhere(TypeError, twins.parallel, x)
+    assert "distconv.distribute_tensor(x, grid)" in message and "no_grad" in message
+    with torch.no_grad():
+        assert deviation(twins.parallel.eval()(x), twins.serial.eval()(x)) <= 1e-12
+    for model in (twins.parallel, twins.serial):
+        model.train()
+    dc.distribute_tensor(x, twins.grid, dc.Layout()).requires_grad_().to_local()
+    twins.backward(1)
+    twins.check()
+
+
+@pytest.mark.parallel([1, 2])
+def test_no_sync_is_for_parallelized_modules() -> None:
+    with pytest.raises(ValueError, match="call parallelize"), dc.no_sync(nn.Linear(2, 2)):
+        pass
+
+
+@pytest.mark.parallel([2, 4])
+def test_a_module_that_has_got_other_parameters_says_so() -> None:
+    twins = Twins(dc.ProcessGrid(sample=-1))
+    x = twins.inputs(0)[0]
+    twins.parallel(x)
+    head, twins.parallel.head = twins.parallel.head, nn.Linear(4, 2).double()
+    assert "call parallelize after" in raised_everywhere(RuntimeError, twins.parallel, x)
+    twins.parallel.head = head
+    twins.parallel(x)
+    head.late = nn.Identity()
+    twins.parallel(x)
+    head.late.scale = nn.Parameter(torch.ones(()))
+    assert "call parallelize after" in raised_everywhere(RuntimeError, twins.parallel, x)
+
+
+@pytest.mark.parallel([2, 4])
+@pytest.mark.parametrize("options", [{"bucket_bytes": 1}, {"shard_parameters": True}])
+def test_ranks_that_ask_for_different_things_are_told(options: dict[str, int]) -> None:
+    grid = dc.ProcessGrid(height=-1)
+    own = options if grid.rank == 1 else {}
+
+    def call() -> None:
+        dc.parallelize(net(), grid, **own)
+
+    message = raised_everywhere(ValueError, call)
+    assert next(iter(options)) in message and "on rank 1" in message
+
+
+@pytest.mark.parallel([2, 4])
+def test_inputs_have_to_live_on_the_grid_of_the_module() -> None:
+    twins = Twins(dc.ProcessGrid(sample=-1))
+    x = dc.distribute_tensor(batch(0)[0], dc.ProcessGrid(height=-1))
+    assert "use one grid for both" in raised_everywhere(ValueError, twins.parallel, x)
+
+
+@pytest.mark.parallel([1, 2, 4])
+def test_random_layouts_of_the_input_train_alike() -> None:
+    rng = random.Random(15)
+    for _ in range(4):
+        grid = random_grid(rng)
+        twins = Twins(grid)
+        x, y = batch(0)
+        loss_of(twins.serial, x, y).backward()
+        d = dc.distribute_tensor(x, grid, random_layout(rng, grid, x.shape))
+        loss_of(twins.parallel, d, y).backward()
+        twins.check()
+
+
+@pytest.mark.parallel([1, 2, 3])
+def test_gradients_are_accumulated_on_the_stream_of_the_forward_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # torch's nodes stay on the stream on which they were made, and captured graphs on theirs.
+    current = ["first"]
+    module = sys.modules["distconv.model.gradient_reduction"]
+    monkeypatch.setattr(module, "_current_stream", lambda device: current[0])
+    serial, model = net(), dc.parallelize(net(), dc.ProcessGrid(height=-1))
+    x = torch.ones(2, 3, 8, 8).double()
+
+    def made_before() -> set[bool]:
+        nodes = [get_gradient_edge(p).node.metadata for p in model.parameters()]
+        known = {"known" in notes for notes in nodes}
+        for notes in nodes:
+            notes["known"] = True
+        return known
+
+    for _ in range(2):
+        for stream, renewed in (("first", True), ("first", False), ("second", True)):
+            current[0] = stream
+            serial(x).square().sum().backward()
+            loss = model(dc.distribute_tensor(x, dc.ProcessGrid(height=-1))).square().sum()
+            assert made_before() == {not renewed}
+            loss.backward()
+            del loss
+    for mine, theirs in zip(model.parameters(), serial.parameters(), strict=True):
+        assert (mine.grad is None) == (theirs.grad is None)
+        if mine.grad is not None and theirs.grad is not None:
+            assert deviation(mine.grad, theirs.grad) < 1e-10

@@ -1,0 +1,224 @@
+"""What training loops are made of works on parallelized modules as it does serially."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
+
+import distconv as dc
+from tests.support.serial import deviation, noted
+
+RANKS = [1, 2, 3, 4]
+
+
+class Net(nn.Module):
+    """Convolutions, a normalisation, a matrix and no ties in anything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(2, 4, 3, padding=1, bias=False),
+            nn.BatchNorm2d(4),
+            nn.Tanh(),
+            nn.AvgPool2d(2),
+            nn.ConvTranspose2d(4, 3, 2, 2),
+            nn.GroupNorm(1, 3),
+            nn.GELU(),
+        )
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.features(x).mean((2, 3)))
+
+
+def grid() -> dc.ProcessGrid:
+    return dc.ProcessGrid(height=-1)
+
+
+def twins(make: Callable[[], nn.Module] = Net, dtype: Any = torch.float64) -> tuple[Any, Any]:
+    """The same module, serial and parallelized."""
+    torch.manual_seed(0)
+    serial = make().to(dtype)
+    return serial, dc.parallelize(copy.deepcopy(serial), grid())
+
+
+def batch(i: int = 0, dtype: Any = torch.float64) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(i)
+    x = torch.randn(4, 2, 9, 6, generator=generator, dtype=torch.float64).to(dtype)
+    return x, torch.randint(2, (4,), generator=generator)
+
+
+def distributed(*tensors: Tensor) -> list[dc.DistTensor]:
+    return [dc.distribute_tensor(t, grid()) for t in tensors]
+
+
+def agree(serial: nn.Module, model: nn.Module, tolerance: float = 1e-9) -> None:
+    state = model.state_dict()
+    for name, wanted in serial.state_dict().items():
+        assert deviation(state[name], wanted) <= tolerance, name
+
+
+OPTIMIZERS = {
+    name: kind
+    for name, kind in vars(torch.optim).items()
+    if inspect.isclass(kind)
+    and issubclass(kind, torch.optim.Optimizer)
+    and name not in ("Optimizer", "SparseAdam", "Muon")
+}
+
+
+@pytest.mark.parallel([1, 3])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_take_the_serial_steps(name: str) -> None:
+    serial, model = twins()
+    arguments = {"lr": 1e-2, "foreach": True} if name != "LBFGS" else {"lr": 0.1, "max_iter": 3}
+    for m, cut in ((serial, lambda *t: t), (model, distributed)):
+        optimizer = OPTIMIZERS[name](m.parameters(), **arguments)
+
+        def closure(m: Any = m, optimizer: Any = optimizer, cut: Any = cut) -> Tensor:
+            x, y = cut(*batch())
+            optimizer.zero_grad()
+            loss = F.cross_entropy(m(x), y)
+            loss.backward()
+            return loss
+
+        for _ in range(3):
+            optimizer.step(closure)
+    agree(serial, model)
+
+
+@pytest.mark.parallel(RANKS)
+def test_clipping_schedules_and_averages_are_the_serial_ones() -> None:
+    results = []
+    for m, cut in zip(twins(), (lambda *t: t, distributed), strict=True):
+        optimizer = torch.optim.AdamW(m.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=5)
+        average = AveragedModel(m, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
+        norms = []
+        for i in range(4):
+            for j in range(2):  # accumulated
+                x, y = cut(*batch(2 * i + j))
+                (F.cross_entropy(m(x), y) / 2).backward()
+            norms.append(torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1))
+            torch.nn.utils.clip_grad_value_(m.parameters(), 0.05)
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            average.update_parameters(m)
+        with torch.no_grad():
+            update_bn([cut(*batch(9))], average)
+        results.append((m, average, torch.stack(norms)))
+    for serial, model in zip(*(r[:2] for r in results), strict=True):
+        agree(serial, model)
+    assert deviation(results[1][2], results[0][2]) <= 1e-9
+
+
+@pytest.mark.parallel(RANKS)
+@pytest.mark.parametrize("wrap", [parametrizations.weight_norm, parametrizations.spectral_norm])
+def test_wrapped_weights_train_as_serially(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    serial, model = twins(lambda: nn.Sequential(wrap(nn.Conv2d(2, 3, 3)), nn.Flatten(), nn.ReLU()))
+    for m, (x, _) in ((serial, batch()), (model, distributed(*batch()))):
+        optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            m(x).square().mean().backward()
+            optimizer.step()
+    agree(serial, model)
+
+
+@pytest.mark.parallel(RANKS)
+def test_hooks_of_modules_see_and_replace_distributed_tensors() -> None:
+    serial, model = twins()
+    seen: list[list[Tensor]] = [[], []]
+    for m, (x, _), kept in zip(
+        (serial, model), (batch(), distributed(*batch())), seen, strict=True
+    ):
+        pool = m.features[3]
+        pool.register_forward_pre_hook(lambda _, args: (args[0] * 2,))
+        pool.register_forward_hook(lambda _m, _i, y, kept=kept: kept.append(y.detach()) or y.sin())
+        m.features[0].register_forward_hook(
+            lambda _m, _i, y, kept=kept: y.register_hook(lambda g: kept.append(g.clone())) and None
+        )
+        m(x).square().sum().backward()
+    agree(serial, model)
+    for expected, actual in zip(*seen, strict=True):
+        assert isinstance(actual, dc.DistTensor)
+        assert deviation(actual.full_tensor(), expected) <= 1e-9
+    for expected, actual in zip(serial.parameters(), model.parameters(), strict=True):
+        assert deviation(actual.grad, expected.grad) <= 1e-9
+
+
+@pytest.mark.parallel(RANKS)
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+def test_autocast_and_scaled_gradients_agree_within_the_rounding_of_half_types(kind: Any) -> None:
+    exact, _ = twins()
+    x, y = batch()
+    F.cross_entropy(exact(x), y).backward()
+    errors: list[list[float]] = []
+    for m, cut in zip(twins(dtype=torch.float32), (lambda *t: t, distributed), strict=True):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
+        x, y = cut(*batch(dtype=torch.float32))
+        with torch.autocast("cpu", kind):
+            out = m(x)
+            loss = F.cross_entropy(out, y)
+        assert (out.dtype, loss.dtype) == (kind, torch.float32)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        errors.append(
+            [
+                deviation(p.grad.double(), q.grad)
+                for p, q in zip(m.parameters(), exact.parameters(), strict=True)
+            ]
+        )
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == 2.0**10
+    eps = torch.finfo(kind).eps
+    for (name, _), serial, actual in zip(exact.named_parameters(), *errors, strict=True):
+        with noted(name, serial, actual):
+            assert actual <= 3 * serial + 16 * eps
+
+
+@pytest.mark.parallel(RANKS)
+def test_a_gradient_that_overflows_on_one_rank_skips_the_step_on_all() -> None:
+    _, model = twins(dtype=torch.float32)
+    before = copy.deepcopy(model.state_dict())
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = batch(dtype=torch.float32)
+    x[0, 0, 0, 0] = torch.inf
+    (d, t) = distributed(x, y)
+    scaler.scale(F.cross_entropy(model.eval()(d), t)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0**9
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+@pytest.mark.parallel(RANKS)
+def test_channels_last_is_kept_through_exchanges() -> None:
+    serial, model = twins()
+    for m in (serial, model):
+        m.to(memory_format=torch.channels_last)
+    x = batch()[0].contiguous(memory_format=torch.channels_last)
+    d = dc.distribute_tensor(x, grid())
+    strides: list[int] = []
+    for layer in model.features:
+        layer.register_forward_hook(lambda _m, _i, y: strides.append(y.to_local().stride(1)))
+    with torch.no_grad():
+        assert deviation(model(d).full_tensor(), serial(x)) <= 1e-9
+    assert strides == [1] * len(model.features)
+    again = distributed(x.contiguous())[0].contiguous(memory_format=torch.channels_last)
+    assert again.to_local().is_contiguous(memory_format=torch.channels_last)
+    assert again.to(memory_format=torch.contiguous_format).is_contiguous()

@@ -1,0 +1,318 @@
+"""Batch normalisation equals serial: statistics, gradients, running statistics; ghost batches."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from mpi4py import MPI
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import distconv as dc
+from distconv import layers
+from distconv.comm.ledger import traced
+from tests.support.serial import (
+    TOLERANCE,
+    agrees,
+    deviation,
+    noted,
+    raises_alike,
+    random_grid,
+    random_layout,
+    random_tensor,
+    refused,
+)
+
+RANKS = [1, 2, 3, 4, 6, 8]
+TORCH = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
+DISTCONV = {1: layers.BatchNorm1d, 2: layers.BatchNorm2d, 3: layers.BatchNorm3d}
+
+
+def random_samples(rng: random.Random, n: int) -> Tensor:
+    # With two values per channel the input gradient is zero but for eps, and its rounding is large.
+    shape = (
+        rng.choice([3, 4, 5]),
+        rng.choice([1, 2, 3, 4]),
+        *(rng.randrange(1, 9) for _ in range(n)),
+    )
+    return 3 * random_tensor(rng, shape) + 7
+
+
+def equal_on_all_ranks(x: Tensor) -> bool:
+    return len(set(MPI.COMM_WORLD.allgather(tuple(x.flatten().tolist())))) == 1
+
+
+def buffers_agree(actual: nn.Module, expected: nn.Module) -> None:
+    for (name, got), wanted in zip(actual.named_buffers(), expected.buffers(), strict=True):
+        assert deviation(got, wanted) <= TOLERANCE, name
+        assert equal_on_all_ranks(got), name
+
+
+@pytest.mark.parallel(RANKS)
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_batch_norm_equals_serial_with_its_running_statistics(n: int, training: bool) -> None:
+    rng = random.Random(n)
+    for _ in range(20):
+        grid, x = random_grid(rng), random_samples(rng, n)
+        channels = x.shape[1]
+        running = [random_tensor(rng, [channels]), random_tensor(rng, [channels]).abs()]
+        if training and rng.random() < 0.2:
+            running = []
+        affine = [random_tensor(rng, [channels]) for _ in range(rng.choice([0, 1, 2, 2]))]
+        momentum, eps = rng.choice([0.0, 0.1, 0.7]), rng.choice([1e-5, 1e-1])
+        results = []
+
+        def function(
+            x: Tensor,
+            *affine: Tensor,
+            running: Any = running,
+            momentum: Any = momentum,
+            eps: Any = eps,
+            results: Any = results,
+        ) -> Tensor:
+            statistics = [r.clone() for r in running] or [None, None]
+            results.append(statistics if running else [])
+            return F.batch_norm(
+                x, *statistics, *affine, training=training, momentum=momentum, eps=eps
+            )
+
+        layout = random_layout(rng, grid, x.shape)
+        with noted(tuple(x.shape), layout, grid, len(running), len(affine)):
+            agrees(function, [x], affine, grid, rng, [layout])
+            for wanted, got in zip(*results, strict=True):
+                assert deviation(got, wanted) <= TOLERANCE, "running statistics"
+                assert equal_on_all_ranks(got)
+
+
+@pytest.mark.parallel([1, 2, 3, 4, 8])
+@pytest.mark.parametrize("make", [TORCH, DISTCONV], ids=["torch.nn", "distconv.layers"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"momentum": None},
+        {"affine": False},
+        {"track_running_stats": False},
+        {"eps": 0.1},
+    ],
+    ids=str,
+)
+def test_modules_train_and_evaluate_as_serial(make: Any, arguments: dict[str, Any]) -> None:
+    rng = random.Random(3)
+    for n in (1, 2, 3):
+        serial = TORCH[n](3, **arguments).double()
+        module = make[n](3, **arguments).double()
+        grid = random_grid(rng)
+        for step in range(4):
+            serial.train(step < 3)
+            module.train(step < 3)
+            x = random_tensor(rng, (3, 3, *(rng.randrange(2, 7) for _ in range(n)))) + 5
+            y = module(dc.distribute_tensor(x, grid, random_layout(rng, grid, x.shape)))
+            assert deviation(y.full_tensor().detach(), serial(x).detach()) <= TOLERANCE
+            buffers_agree(module, serial)
+
+
+@pytest.mark.parallel(RANKS)
+def test_the_variance_of_float32_data_far_from_zero_is_right() -> None:
+    rng = random.Random(4)
+    x = (random_tensor(rng, (6, 3, 11, 7)) + 1000).float()
+    truth = x.double().var((0, 2, 3))
+    for _ in range(3):
+        grid = random_grid(rng)
+        bn = nn.BatchNorm2d(3, momentum=1.0)
+        y = bn(dc.distribute_tensor(x, grid, random_layout(rng, grid, x.shape)))
+        assert deviation(bn.running_var.double(), truth) < 1e-3
+        assert (
+            y.full_tensor().detach().double().var((0, 2, 3), correction=0) - 1
+        ).abs().max() < 1e-3
+
+
+def ghost_batches(x: Tensor, grid: dc.ProcessGrid, layout: dc.Layout, statistics: str) -> Any:
+    """The boxes of global indices that share statistics, from the definition."""
+    boxes = grid.comm.allgather((grid.coords["sample"], dc.local_box(x.shape, grid, layout)))
+    if statistics == "local":
+        return list({box for _, box in boxes})
+    groups = {}
+    for sample, box in boxes:
+        low, high = groups.get(sample, (box.start, box.stop))
+        groups[sample] = (tuple(map(min, low, box.start)), tuple(map(max, high, box.stop)))
+    return [dc.Box(*g) for g in groups.values()]
+
+
+@pytest.mark.parallel([1, 2, 4, 6, 8])
+@pytest.mark.parametrize("statistics", ["sample", "local"])
+def test_ghost_batches_equal_the_serial_norm_of_each_group(statistics: str) -> None:
+    rng = random.Random(6)
+    for _ in range(10):
+        grid = random_grid(rng, ["sample", "height", "width"])
+        x = random_tensor(rng, (9, 2, 9, 10)) * 2 + 3
+        layout = dc.default_layout(grid, 4)
+        groups = ghost_batches(x, grid, layout, statistics)
+        serial, module = nn.BatchNorm2d(2).double(), layers.BatchNorm2d(2, statistics=statistics)
+        module.double().load_state_dict(serial.state_dict())
+        batch_statistics = []
+
+        def function(
+            x: Tensor,
+            weight: Tensor,
+            bias: Tensor,
+            module: Any = module,
+            serial: Any = serial,
+            groups: Any = groups,
+            batch_statistics: Any = batch_statistics,
+        ) -> Tensor:
+            parameters = {"weight": weight, "bias": bias}
+            if isinstance(x, dc.DistTensor):
+                return torch.func.functional_call(module, parameters, (x,))
+            y = torch.zeros_like(x)
+            for box in groups:
+                part = x[box.slices]
+                mean, var = torch.zeros(2).double(), torch.ones(2).double()
+                y[box.slices] = F.batch_norm(part, mean, var, weight, bias, True, 0.1)
+                batch_statistics.append(torch.stack([mean, var]))
+            return y
+
+        parameters = [random_tensor(rng, [2]), random_tensor(rng, [2])]
+        with noted(grid, groups):
+            agrees(function, [x], parameters, grid, rng, [layout])
+            mean, var = torch.stack(batch_statistics).mean(0)
+            assert deviation(module.running_mean, mean) <= TOLERANCE
+            assert deviation(module.running_var, var) <= TOLERANCE
+            assert equal_on_all_ranks(module.running_mean) and equal_on_all_ranks(
+                module.running_var
+            )
+            assert module.num_batches_tracked == 1
+
+
+@pytest.mark.parallel([1, 2])
+@pytest.mark.parametrize("statistics", ["global", "sample", "local"])
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_the_layers_are_torch_layers_on_plain_tensors(n: int, statistics: str) -> None:
+    rng = random.Random(7)
+    plain, layer = TORCH[n](3), DISTCONV[n](3, statistics=statistics)
+    assert layer.state_dict().keys() == plain.state_dict().keys()
+    layer.load_state_dict(plain.state_dict())
+    x = random_tensor(rng, (2, 3, *[4] * n), torch.float32)
+    assert torch.equal(layer(x), plain(x))
+    assert torch.equal(layer.eval()(x), plain.eval()(x))
+    assert torch.equal(layer.running_var, plain.running_var)
+    assert isinstance(layer, TORCH[n])
+
+
+def test_an_unknown_choice_of_statistics_is_named() -> None:
+    with pytest.raises(ValueError, match="statistics='all'.*'global', 'sample' or 'local'"):
+        layers.BatchNorm2d(3, statistics="all")
+
+
+@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: F.batch_norm(x, None, None, training=False),
+        lambda x: F.batch_norm(x, torch.zeros(4).double(), torch.ones(4).double(), training=True),
+        lambda x: F.batch_norm(x, torch.zeros(4).double(), torch.ones(4).double(), training=False),
+        lambda x: F.batch_norm(x, None, None, torch.ones(4).double(), training=True),
+        lambda x: F.batch_norm(x, None, None, None, torch.ones(4).double(), training=True),
+        lambda x: F.batch_norm(x, None, None, training=True, eps=0.0),
+        lambda x: nn.BatchNorm1d(3)(x),
+        lambda x: nn.BatchNorm3d(3).double()(x),
+    ],
+)
+def test_bad_arguments_are_refused_on_all_ranks(function: Any) -> None:
+    rng = random.Random(8)
+    grid = dc.ProcessGrid(height=-1)
+    for layout in (dc.Layout(), dc.Layout(sample="height"), dc.Layout(width="height")):
+        raises_alike(function, [random_tensor(rng, (2, 3, 1))], [], grid, rng, [layout])
+
+
+@pytest.mark.parallel([1, 2, 4])
+def test_one_value_per_channel_is_refused_on_all_ranks() -> None:
+    grid, rng = dc.ProcessGrid(channel=-1), random.Random(9)
+    x = random_tensor(rng, (1, 5, 1))
+    raises_alike(lambda x: F.batch_norm(x, None, None, training=True), [x], [], grid, rng, [None])
+
+
+@pytest.mark.parallel([2, 4])
+@pytest.mark.parametrize("statistics", ["sample", "local"])
+def test_a_group_with_one_value_per_channel_is_refused_on_all_ranks(statistics: str) -> None:
+    grid = dc.ProcessGrid(sample=-1)
+    x = torch.rand(2 * grid.size - 1, 2, 1, 1, dtype=torch.float64)
+    layer = layers.BatchNorm2d(2, statistics=statistics).double()
+    refused(layer, [x], [], grid, random.Random(9), [None], ValueError)
+
+
+@pytest.mark.parallel([2, 3, 4])
+@pytest.mark.parametrize("training", [True, False])
+def test_norms_of_cut_channels_move_statistics_alone(training: bool) -> None:
+    grid = dc.ProcessGrid(channel=-1)
+    channels = 2 * grid.size + 1
+    torch.manual_seed(0)
+    x = torch.randn(3, channels, 6, 5).double()
+    d = dc.distribute_tensor(x, grid)
+    for serial in (
+        nn.BatchNorm2d(channels),
+        nn.InstanceNorm2d(channels, affine=True, track_running_stats=True),
+        nn.GroupNorm(channels, channels),
+    ):
+        serial = serial.double().train(training)
+        norm = copy.deepcopy(serial)
+        with traced() as movements:
+            y = norm(d)
+        assert y.layout == d.layout
+        assert deviation(y.full_tensor().detach(), serial(x).detach()) <= TOLERANCE
+        buffers_agree(norm, serial)
+        assert sum(m.bytes for m in movements) <= 8 * 2 * channels
+
+
+@pytest.mark.parallel([2, 3, 4])
+def test_groups_of_channels_on_several_ranks_keep_the_cuts() -> None:
+    rng = random.Random(12)
+    grid = dc.ProcessGrid(channel=-1)
+    for groups, channels in ((2, 6), (3, 12), (5, 10), (1, 3), (4, 16)):
+        x, w = random_tensor(rng, (2, channels, 5)), random_tensor(rng, (channels,))
+        agrees(lambda x, w, g=groups: F.group_norm(x, g, w), [x], [w], grid, rng, [None])
+        y = F.group_norm(dc.distribute_tensor(x, grid), groups)
+        assert y.layout == dc.Layout(channel="channel")
+
+
+@pytest.mark.parallel(RANKS)
+@pytest.mark.parametrize("axis", ["sample", "height", "width"])
+@pytest.mark.parametrize("training", [True, False])
+def test_a_sample_with_channels_last_meets_a_gradient_with_rows_last(
+    axis: str, training: bool
+) -> None:
+    grid = dc.ProcessGrid(**{axis: -1})
+    samples = grid.size if axis == "sample" else 1
+    torch.manual_seed(0)
+    x = torch.randn(samples, 4, 9, 8, dtype=torch.float64)
+    x = x.contiguous(memory_format=torch.channels_last)
+    dy = torch.randn(x.shape, dtype=torch.float64)
+    serial = nn.BatchNorm2d(4).double().train(training)
+    leaf = x.clone(memory_format=torch.contiguous_format).requires_grad_()
+    serial(leaf).backward(dy)
+    block = x[dc.distribute_tensor(x, grid).box.slices]
+    last = block.contiguous(memory_format=torch.channels_last)
+    for cut in (dc.distribute_tensor(x, grid), dc.DistTensor.from_local(last, grid)):
+        module = dc.parallelize(nn.BatchNorm2d(4).double().train(training), grid)
+        cut.requires_grad_()
+        module(cut).backward(dc.distribute_tensor(dy, grid))
+        assert deviation(cut.grad.full_tensor(), leaf.grad) <= TOLERANCE
+        for p, q in zip(module.parameters(), serial.parameters(), strict=True):
+            assert deviation(p.grad, q.grad) <= TOLERANCE
+
+
+@pytest.mark.parallel([1, 2, 4])
+def test_running_statistics_follow_when_a_checkpoint_computes_again() -> None:
+    grid = dc.ProcessGrid(height=-1)
+    x = torch.randn(2, 3, 8, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    modules = nn.BatchNorm2d(3).double(), dc.parallelize(nn.BatchNorm2d(3).double(), grid)
+    for module, batch in zip(modules, (x, dc.distribute_tensor(x, grid)), strict=True):
+        batch.requires_grad_()
+        checkpoint(module, batch, use_reentrant=False).square().sum().backward()
+    buffers_agree(*reversed(modules))

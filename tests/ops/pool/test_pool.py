@@ -1,0 +1,206 @@
+"""Pooling on cut planes equals serial pooling: windows, borders, ties, adaptive windows."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import distconv as dc
+from tests.support.serial import (
+    agrees,
+    noted,
+    raises_alike,
+    random_grid,
+    random_layout,
+    random_tensor,
+)
+
+RANKS = [1, 2, 3, 4, 6, 8]
+MAX = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
+AVERAGE = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
+ADAPTIVE_MAX = {1: F.adaptive_max_pool1d, 2: F.adaptive_max_pool2d, 3: F.adaptive_max_pool3d}
+ADAPTIVE_AVERAGE = {1: F.adaptive_avg_pool1d, 2: F.adaptive_avg_pool2d, 3: F.adaptive_avg_pool3d}
+
+
+def random_plane(rng: random.Random, n: int, smallest: int = 5) -> Tensor:
+    """Values that a padding of 0 would beat, or that are equal in many places."""
+    shape = (
+        rng.choice([1, 2, 3]),
+        rng.choice([1, 2, 3]),
+        *(rng.randrange(smallest, 13) for _ in range(n)),
+    )
+    x = random_tensor(rng, shape)
+    return rng.choice([x, -1 - x.abs(), x.relu(), x.round(), torch.zeros_like(x)])
+
+
+def random_windows(rng: random.Random, n: int, dilated: bool) -> dict[str, Any]:
+    kernel = [rng.choice([1, 2, 3, 4]) for _ in range(n)]
+    arguments: dict[str, Any] = dict(
+        kernel_size=kernel,
+        stride=rng.choice([None, [rng.choice([1, 2, 3, 5]) for _ in range(n)]]),
+        padding=[rng.randrange(k // 2 + 1) for k in kernel],
+        ceil_mode=rng.random() < 0.5,
+    )
+    if dilated:
+        arguments["dilation"] = [rng.choice([1, 1, 2]) for _ in range(n)]
+    return arguments
+
+
+@pytest.mark.parallel(RANKS)
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_max_pooling_equals_serial_with_ties_and_negative_borders(n: int) -> None:
+    rng = random.Random(n)
+    for _ in range(30):
+        grid, x, arguments = random_grid(rng), random_plane(rng, n, 7), random_windows(rng, n, True)
+        layout = random_layout(rng, grid, x.shape)
+        with noted(tuple(x.shape), arguments, layout, grid):
+            agrees(lambda x, a=arguments: MAX[n](x, **a), [x], [], grid, rng, [layout])
+
+
+@pytest.mark.parallel(RANKS)
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_average_pooling_equals_serial_for_every_divisor(n: int) -> None:
+    rng = random.Random(10 + n)
+    for _ in range(30):
+        grid, x, arguments = random_grid(rng), random_plane(rng, n), random_windows(rng, n, False)
+        arguments["count_include_pad"] = rng.random() < 0.5
+        if n > 1:
+            arguments["divisor_override"] = rng.choice([None, None, 3])
+        layout = random_layout(rng, grid, x.shape)
+        with noted(tuple(x.shape), arguments, layout, grid):
+            agrees(lambda x, a=arguments: AVERAGE[n](x, **a), [x], [], grid, rng, [layout])
+
+
+@pytest.mark.parallel(RANKS)
+@pytest.mark.parametrize("kind", ["max", "average"])
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_adaptive_pooling_equals_serial_with_few_and_uneven_outputs(n: int, kind: str) -> None:
+    rng = random.Random(20 + n)
+    function = (ADAPTIVE_MAX if kind == "max" else ADAPTIVE_AVERAGE)[n]
+    for _ in range(16 if n < 3 else 10):
+        grid, x = random_grid(rng), random_plane(rng, n, 1)
+        sizes: Any = [rng.choice([1, 2, 3, 5, 7]) for _ in range(n)]
+        if n > 1:
+            sizes[rng.randrange(n)] = rng.choice([1, 4, None])
+        sizes = rng.choice([sizes, sizes, 1, 2])
+        layout = random_layout(rng, grid, x.shape)
+        with noted(tuple(x.shape), sizes, layout, grid):
+            agrees(lambda x, s=sizes: function(x, s), [x], [], grid, rng, [layout])
+
+
+@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.MaxPool1d(3, 2, 1),
+        nn.MaxPool2d(2),
+        nn.MaxPool2d((3, 2), (2, 1), dilation=2),
+        nn.MaxPool3d(3, stride=2, padding=1, ceil_mode=True),
+        nn.AvgPool1d(3, 1, 1),
+        nn.AvgPool2d(3, 2, 1, count_include_pad=False),
+        nn.AvgPool3d(2, divisor_override=5),
+        nn.AdaptiveAvgPool1d(3),
+        nn.AdaptiveAvgPool2d((None, 3)),
+        nn.AdaptiveAvgPool3d(1),
+        nn.AdaptiveMaxPool1d(2),
+        nn.AdaptiveMaxPool2d(2),
+        nn.AdaptiveMaxPool3d((2, None, 1)),
+    ],
+    ids=str,
+)
+def test_pooling_modules_equal_serial(module: nn.Module) -> None:
+    rng = random.Random(5)
+    n = int(type(module).__name__[-2])
+    for _ in range(3):
+        agrees(module, [random_plane(rng, n, 6)], [], random_grid(rng), rng)
+
+
+@pytest.mark.parallel([2, 4])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: F.max_pool2d(x, 2),
+        lambda x: F.avg_pool2d(x, 2),
+        lambda x: F.avg_pool2d(x, 3, 1, 1),
+        lambda x: F.adaptive_avg_pool2d(x, 2),
+        lambda x: F.adaptive_max_pool2d(x, 2),
+    ],
+    ids=["max", "average", "overlapping average", "adaptive average", "adaptive maximum"],
+)
+@pytest.mark.parametrize("axis", ["sample", "channel", "height"])
+def test_a_rank_without_elements_takes_part(function: Any, axis: str) -> None:
+    rng = random.Random(0)
+    grid = dc.ProcessGrid(channel=-1)
+    layout = dc.Layout(**{axis: "channel"})
+    agrees(function, [random_tensor(rng, (1, 1, 2, 4))], [], grid, rng, [layout])
+
+
+@pytest.mark.parallel([1, 2])
+def test_average_pooling_of_integers_equals_serial() -> None:
+    rng = random.Random(1)
+    x = torch.arange(2 * 3 * 7 * 6).reshape(2, 3, 7, 6)
+    for arguments in ((2,), (3, 1, 1), (3, 2, 1, True, False), (2, 2, 0, False, True, 3)):
+        agrees(lambda x, a=arguments: F.avg_pool2d(x, *a), [x], [], random_grid(rng), rng)
+
+
+@pytest.mark.parallel([1, 2, 3])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: F.max_pool2d(x, 3, padding=2),
+        lambda x: F.max_pool2d(x, 3, stride=0),
+        lambda x: F.max_pool2d(x, 9),
+        lambda x: F.max_pool2d(x, (2, 2, 2)),
+        lambda x: F.max_pool2d(x, 2, padding=-1),
+        lambda x: F.avg_pool2d(x, 3, padding=2),
+        lambda x: F.avg_pool2d(x, 2, divisor_override=0),
+        lambda x: F.avg_pool2d(x, (9, 1)),
+        lambda x: F.adaptive_avg_pool2d(x, (2, 2, 2)),
+        lambda x: F.adaptive_avg_pool2d(x, (2, -1)),
+        lambda x: F.adaptive_max_pool2d(x, (2, 2, 2)),
+    ],
+)
+def test_bad_arguments_are_refused_on_all_ranks(function: Any) -> None:
+    rng = random.Random(2)
+    raises_alike(function, [random_tensor(rng, (2, 2, 5, 5))], [], random_grid(rng), rng)
+
+
+@pytest.mark.parallel([1, 2, 3, 4])
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("indices", [False, True])
+@pytest.mark.parametrize("method", ["assembled", "overlapped"])
+def test_windows_of_nothing_but_the_lowest_value_take_their_first_element(
+    n: int, indices: bool, method: str
+) -> None:
+    rng = random.Random(f"{n}{method}")
+    for _ in range(20):
+        grid, x, arguments = random_grid(rng), random_plane(rng, n, 7), random_windows(rng, n, True)
+        x = torch.where(random_tensor(rng, x.shape) > rng.choice([-9, 0, 1]), -torch.inf, x)
+        layout = random_layout(rng, grid, x.shape)
+        with noted(tuple(x.shape), arguments, layout, grid), dc.method(method):
+            agrees(
+                lambda x, a=arguments: MAX[n](x, return_indices=indices, **a),
+                [x],
+                [],
+                grid,
+                rng,
+                [layout],
+            )
+
+
+@pytest.mark.parallel([2])
+def test_places_are_right_where_a_buffer_is_as_wide_as_the_plane_and_starts_within() -> None:
+    x = torch.arange(12.0).view(1, 1, 2, 6)
+    grid = dc.ProcessGrid(width=2)
+    arguments: dict[str, Any] = dict(
+        kernel_size=(1, 3), stride=1, padding=(0, 1), dilation=(1, 2), return_indices=True
+    )
+    _, expected = F.max_pool2d(x, **arguments)
+    with dc.method("assembled"):
+        _, places = F.max_pool2d(dc.distribute_tensor(x, grid), **arguments)
+    assert torch.equal(places.full_tensor(), expected)

@@ -1,0 +1,170 @@
+"""Elements picked by tensors of positions equal the serial ones, whatever is cut."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import distconv as dc
+from tests.support.serial import agrees, noted, raises_alike, random_grid, random_tensor, refused
+
+RANKS = [1, 2, 3, 4, 6, 8]
+
+
+def random_shape(rng: random.Random) -> list[int]:
+    return [rng.randrange(1, 8) for _ in range(rng.choice([1, 2, 3, 4]))]
+
+
+def positions(rng: random.Random, shape: list[int], size: int, first: int = 0) -> Tensor:
+    numbers = [rng.randrange(first, size) for _ in range(torch.Size(shape).numel())]
+    return torch.tensor(numbers, dtype=torch.int64).reshape(shape)
+
+
+def picks(function: Callable, x: Tensor, index: Tensor, rng: random.Random) -> None:
+    """The index as a plain and as a distributed tensor."""
+    with noted(tuple(x.shape), tuple(index.shape)):
+        agrees(function, [x], [index], random_grid(rng), rng)
+        agrees(function, [x, index], [], random_grid(rng), rng)
+
+
+@pytest.mark.parallel(RANKS)
+def test_index_select() -> None:
+    rng = random.Random(1)
+    for _ in range(12):
+        shape = random_shape(rng)
+        dim = rng.randrange(-len(shape), len(shape))
+        index = positions(rng, [rng.randrange(9)], shape[dim])
+        picks(lambda x, i, d=dim: x.index_select(d, i), random_tensor(rng, shape), index, rng)
+
+
+@pytest.mark.parallel(RANKS)
+def test_gather_with_a_shorter_or_longer_index() -> None:
+    rng = random.Random(2)
+    for _ in range(12):
+        shape = random_shape(rng)
+        dim = rng.randrange(len(shape))
+        longest = [rng.choice([n, n, rng.randrange(1, n + 1)]) for n in shape]
+        longest[dim] = rng.randrange(1, 9)
+        index = positions(rng, longest, shape[dim])
+        picks(lambda x, i, d=dim: torch.gather(x, d, i), random_tensor(rng, shape), index, rng)
+
+
+@pytest.mark.parallel(RANKS)
+def test_take_along_a_dimension() -> None:
+    rng = random.Random(3)
+    for _ in range(10):
+        shape = random_shape(rng)
+        dim = rng.choice([None, *range(len(shape))])
+        size = torch.Size(shape).numel() if dim is None else shape[dim]
+        first = 0 if dim is None else -size
+        index = positions(rng, [rng.choice([1, n]) for n in shape], size, first)
+        picks(
+            lambda x, i, d=dim: torch.take_along_dim(x, i, d), random_tensor(rng, shape), index, rng
+        )
+
+
+INDEXED: dict[str, Callable] = {
+    "first": lambda x, i: x[i],
+    "second": lambda x, i: x[:, i],
+    "last": lambda x, i: x[..., i],
+    "before an ellipsis": lambda x, i: x[:, i, ..., 1:],
+    "beside an integer": lambda x, i: x[:, 1, i],
+    "beside a number in a tensor": lambda x, i: x[torch.tensor(1), i],
+    "beside a new dimension": lambda x, i: x[None, 1:, None, i, :, -1],
+    "of two dimensions": lambda x, i: x[:, i.reshape(2, 2)],
+}
+
+
+@pytest.mark.parallel(RANKS)
+@pytest.mark.parametrize("name", INDEXED)
+def test_indexing_by_a_tensor(name: str) -> None:
+    rng = random.Random(name)
+    for _ in range(3):
+        index = positions(rng, [4], 4, -4)
+        picks(INDEXED[name], random_tensor(rng, (4, 5, 4, 6)), index, rng)
+
+
+@pytest.mark.parallel([1, 2, 3])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.index_select(0, torch.tensor([1.0])),
+        lambda x: x.index_select(0, torch.tensor([[1]])),
+        lambda x: x.index_select(2, torch.tensor([1])),
+        lambda x: torch.gather(x, 0, torch.tensor([0, 1])),
+        lambda x: torch.gather(x, 1, torch.zeros(5, 1, dtype=torch.int64)),
+        lambda x: torch.take_along_dim(x, torch.tensor([0, 1]), 1),
+        lambda x: torch.take_along_dim(x, torch.tensor([[0, 1]]), 0),
+        lambda x: x[0, 0, torch.tensor([0])],
+    ],
+)
+def test_wrong_positions_are_an_error_on_all_ranks(function: Callable) -> None:
+    rng = random.Random(5)
+    raises_alike(function, [random_tensor(rng, (4, 5))], [], random_grid(rng), rng)
+
+
+@pytest.mark.parallel([1, 2, 3])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x[x > 0],
+        lambda x: x[torch.ones(4, dtype=torch.bool)],
+        lambda x: x[torch.tensor([0]), torch.tensor([1])],
+        lambda x: x[..., ..., 0],
+        lambda x: x.__setitem__(torch.tensor([0]), 1.0),
+    ],
+)
+def test_what_cannot_be_looked_up_is_refused(function: Callable) -> None:
+    rng = random.Random(6)
+    x = random_tensor(rng, (4, 5))
+    refused(function, [x], [], random_grid(rng), rng, error=dc.UnsupportedOperation)
+
+
+@pytest.mark.parallel(RANKS)
+def test_embedding() -> None:
+    rng = random.Random(7)
+    for padding in (None, 2, -1):
+        for shape in ([5], [3, 4], [2, 3, 4], [0, 3]):
+            rows = random_tensor(rng, [6, 3])
+            index = positions(rng, shape, 6)
+
+            def function(index: Tensor, rows: Tensor, padding: int | None = padding) -> Tensor:
+                return F.embedding(index, rows, padding)
+
+            with noted(shape, padding):
+                agrees(function, [index], [rows], random_grid(rng), rng)
+                agrees(function, [index, rows], [], random_grid(rng), rng)
+
+
+@pytest.mark.parallel([1, 2, 3])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda i: F.embedding(i.float(), torch.ones(4, 5)),
+        lambda i: F.embedding(i, torch.ones(4)),
+    ],
+)
+def test_wrong_embeddings_are_an_error_on_all_ranks(function: Callable) -> None:
+    rng = random.Random(8)
+    raises_alike(function, [torch.zeros(4, 5).long()], [], random_grid(rng), rng)
+
+
+@pytest.mark.parallel([1, 2, 3])
+@pytest.mark.parametrize(
+    "options", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}]
+)
+def test_options_of_embeddings_are_refused(options: dict) -> None:
+    rng, rows = random.Random(9), torch.ones(4, 5)
+    refused(
+        lambda i: F.embedding(i, rows, **options),
+        [torch.zeros(4, 5).long()],
+        [],
+        random_grid(rng),
+        rng,
+        error=dc.UnsupportedOperation,
+    )

@@ -1,0 +1,163 @@
+"""Flips, rolls, repetitions and assignment to slices equal the serial ones on any cut."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+import distconv as dc
+from tests.support.serial import agrees, raises_alike, random_grid, random_tensor, refused
+
+RANKS = [1, 2, 3, 4, 6, 8]
+
+
+def random_shape(rng: random.Random) -> list[int]:
+    return [rng.randrange(1, 8) for _ in range(rng.choice([1, 2, 3, 4]))]
+
+
+@pytest.mark.parallel(RANKS)
+def test_flip() -> None:
+    rng = random.Random(1)
+    for _ in range(10):
+        shape = random_shape(rng)
+        dims = rng.sample(range(len(shape)), rng.randrange(len(shape) + 1))
+        x = random_tensor(rng, shape)
+        agrees(lambda x, dims=dims: torch.flip(x, dims), [x], [], random_grid(rng), rng)
+
+
+@pytest.mark.parallel(RANKS)
+def test_roll() -> None:
+    rng = random.Random(2)
+    for _ in range(10):
+        shape = random_shape(rng)
+        dims = rng.sample(range(len(shape)), rng.randrange(1, len(shape) + 1))
+        shifts = [rng.randrange(-9, 10) for _ in dims]
+        x = random_tensor(rng, shape)
+
+        def function(x, shifts=shifts, dims=dims):
+            return x.roll(shifts, dims) + x.roll(shifts[0])
+
+        agrees(function, [x], [], random_grid(rng), rng)
+
+
+@pytest.mark.parallel(RANKS)
+def test_repeat() -> None:
+    rng = random.Random(3)
+    for _ in range(8):
+        shape = random_shape(rng)
+        times = [rng.choice([1, 1, 2, 3]) for _ in range(len(shape) + rng.choice([0, 1]))]
+        x = random_tensor(rng, shape)
+        agrees(lambda x, times=times: x.repeat(*times), [x], [], random_grid(rng), rng)
+        agrees(lambda x, times=times: x.tile(times[-1:]), [x], [], random_grid(rng), rng)
+
+
+@pytest.mark.parallel([1, 2, 4])
+def test_dimensions_change_places() -> None:
+    rng = random.Random(4)
+    x = random_tensor(rng, (2, 3, 4, 5))
+    for function in (
+        lambda x: x.movedim(1, -1),
+        lambda x: torch.moveaxis(x, (0, 2), (3, 1)),
+        lambda x: x.mT,
+        lambda x: x[0, 0].T,
+        lambda x: x[0, :, 0].t(),
+        torch.fliplr,
+        torch.flipud,
+    ):
+        agrees(function, [x], [], random_grid(rng), rng)
+
+
+def random_index(rng: random.Random, shape: list[int]) -> tuple[Any, ...]:
+    index: list[Any] = []
+    for n in shape:
+        kind = rng.random()
+        if kind < 0.25:
+            index.append(rng.randrange(-n, n))
+        elif kind < 0.75:
+            index.append(
+                slice(rng.randrange(n), rng.choice([None, n, n - 1]), rng.choice([1, 2, 3]))
+            )
+        else:
+            index.append(slice(None))
+    return tuple(index[: rng.randrange(1, len(index) + 1)])
+
+
+@pytest.mark.parallel(RANKS)
+def test_assignment_of_numbers_and_tensors_to_slices() -> None:
+    rng = random.Random(5)
+    for _ in range(15):
+        shape = random_shape(rng)
+        index = random_index(rng, shape)
+        x = random_tensor(rng, shape)
+        values = [random_tensor(rng, x[index].shape), random_tensor(rng, x[index].shape[-1:])]
+
+        def number(x, index=index):
+            y = x * 2
+            y[index] = 7
+            return y * x
+
+        def tensor(x, value, index=index):
+            y = x * 2
+            y[index] = value
+            return y * x
+
+        agrees(number, [x], [], random_grid(rng), rng)
+        for value in values:
+            agrees(tensor, [x], [value], random_grid(rng), rng)
+            agrees(tensor, [x, value], [], random_grid(rng), rng)
+
+
+@pytest.mark.parallel(RANKS)
+def test_assignment_of_numbers_where_a_mask_is_true() -> None:
+    rng = random.Random(6)
+    for _ in range(15):
+        shape = random_shape(rng)
+        x, other = random_tensor(rng, shape), random_tensor(rng, shape)
+        first = random_tensor(rng, shape[: rng.randrange(len(shape) + 1)])
+
+        def own(x, other):
+            y = x * other
+            y[other > 0] = 7
+            y[y < -0.5] = -torch.inf
+            return y, y.clamp(min=-1) * x
+
+        def of_the_first_dimensions(x, first):
+            y = x * 2
+            y[first > 0] = True
+            return y * x
+
+        def of_integers(x, first):
+            y = (4 * x).long()
+            y[first <= 0] = 2.7
+            return y
+
+        agrees(own, [x, other], [], random_grid(rng), rng)
+        agrees(own, [x], [other], random_grid(rng), rng)
+        for function in (of_the_first_dimensions, of_integers):
+            agrees(function, [x, first], [], random_grid(rng), rng)
+            agrees(function, [x], [first], random_grid(rng), rng)
+
+
+@pytest.mark.parallel([1, 2, 3])
+def test_assignments_that_cannot_be_made_are_refused_on_all_ranks() -> None:
+    rng = random.Random(7)
+    x, plain = random_tensor(rng, (4, 3)), torch.ones(4, 3, dtype=torch.float64)
+    for function in (
+        lambda x: x.__setitem__(x > 0, plain[0, 0]),
+        lambda x: x.__setitem__((0, plain[0] > 0), 1.0),
+        lambda x: plain.__setitem__(0, x[:1]),
+        lambda x: plain.__setitem__(x > 0, 1.0),
+    ):
+        grid = random_grid(rng)
+        refused(function, [x], [], grid, rng, [dc.Layout()], dc.UnsupportedOperation)
+    for function in (
+        lambda x: x.__setitem__(plain[:, :2] > 0, 1.0),
+        lambda x: x.__setitem__(plain[:1] > 0, 1.0),
+        lambda x: x.__setitem__(plain.unsqueeze(0) > 0, 1.0),
+        lambda x: x.__setitem__(x > 0, 1.0j),
+        lambda x: x.detach().requires_grad_().__setitem__(x > 0, 1.0),
+    ):
+        raises_alike(function, [x], [], random_grid(rng), rng)

@@ -1,0 +1,36 @@
+"""Constants are made once; CPUs keep the last of them, GPUs all."""
+
+from __future__ import annotations
+
+from weakref import ref
+
+import torch
+
+from distconv.ops.support.constants import LIMIT, constant, remembered
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def test_a_constant_is_made_once() -> None:
+    assert constant(CPU, (3, 4)) is constant(CPU, (3, 4))
+    assert constant(CPU, (3, 4)).tolist() == [3, 4]
+    assert constant(CPU, (3, 4), torch.float64).dtype == torch.float64
+
+
+def test_cpus_keep_the_constants_that_were_used_last() -> None:
+    oldest, used = ref(constant(CPU, (-1,))), constant(CPU, (-2,))
+    for i in range(LIMIT):
+        constant(CPU, (i,))
+        assert constant(CPU, (-2,)) is used
+    assert oldest() is None
+
+
+def test_gpus_keep_all_as_captured_graphs_read_them() -> None:
+    @remembered
+    def made(device: torch.device, number: int) -> list[int]:
+        return [number]
+
+    first = made(GPU, 0)
+    for i in range(2 * LIMIT):
+        made(GPU, i)
+    assert made(GPU, 0) is first

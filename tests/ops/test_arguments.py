@@ -1,0 +1,105 @@
+"""Arguments of unusual types and sizes are taken, or refused on all ranks, as by serial torch."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import distconv as dc
+from tests.support.serial import agrees, raises_alike, random_tensor, refused
+
+TWO = np.int64(2)
+ONE = torch.tensor(1)
+HUGE = 2**63 - 1
+KERNEL = random_tensor(random.Random(9), (4, 4, 3, 3))
+
+ACCEPTED: dict[str, Callable[..., Any]] = {
+    "numpy integers as padding": lambda x: F.conv2d(x, KERNEL, padding=TWO),
+    "numpy integers as stride": lambda x: F.conv_transpose2d(x, KERNEL, stride=TWO),
+    "a tensor as dilation": lambda x: F.conv2d(x, KERNEL, dilation=ONE),
+    "numpy integers as kernel and stride": lambda x: F.max_pool2d(x, TWO, TWO),
+    "a tensor as kernel": lambda x: F.avg_pool2d(x, ONE),
+    "numpy integers as divisor": lambda x: F.avg_pool2d(x, 3, 1, 1, divisor_override=TWO),
+    "numpy integers as dimension": lambda x: x.sum(TWO),
+    "a tensor as dimension": lambda x: x.mean(ONE),
+    "numpy integers in a tuple": lambda x: x.amax((np.int64(-1), TWO)),
+    "numpy integers to softmax": lambda x: x.softmax(np.int64(-2)),
+    "numpy integers to sort": lambda x: tuple(x.sort(TWO)),
+    "numpy integers to split along": lambda x: x.split(3, TWO),
+    "numpy integers to roll": lambda x: x.roll(TWO, np.int64(2)),
+    "numpy integers to repeat": lambda x: x.repeat(1, TWO, 1, 1),
+    "a tensor to repeat": lambda x: x.repeat(1, 1, ONE, 1),
+    "strides beyond any plane": lambda x: F.conv2d(x, KERNEL, stride=HUGE),
+}
+
+RAISED: dict[str, Callable[..., Any]] = {
+    "negative padding": lambda x: F.conv2d(x, KERNEL, padding=-1),
+    "negative padding of one dimension": lambda x: F.conv2d(x, KERNEL, padding=(0, -1)),
+    "negative padding of transposed": lambda x: F.conv_transpose2d(x, KERNEL, padding=-1),
+    "stride 0": lambda x: F.conv2d(x, KERNEL, stride=0),
+    "stride 0 of transposed": lambda x: F.conv_transpose2d(x, KERNEL, stride=0),
+    "stride 0 of pooling": lambda x: F.max_pool2d(x, 2, 0),
+    "strides beyond any number": lambda x: F.max_pool2d(x, 2, HUGE),
+    "shuffle by 0": lambda x: F.pixel_shuffle(x, 0),
+    "repeat by halves": lambda x: x.repeat(1, 1.5, 1, 1),
+    "repeat by text": lambda x: x.repeat(1, "1", 1, 1),
+    "repeat by a broken number": lambda x: x.repeat(1, torch.tensor(1.5), 1, 1),
+    "expand by halves": lambda x: x[:, :1].expand(2, 1.5, 8, 6),
+    "softmax over a dictionary": lambda x: x.softmax(dim={}),
+    "sum over text": lambda x: x.sum("1"),
+    "sum over halves": lambda x: x.sum(1.5),
+    "dropout in a dictionary's mode": lambda x: F.dropout(x, training={}),
+    "dropout in a number's mode": lambda x: F.dropout(x, training=1),
+    "more averages than numbers": lambda x: F.adaptive_avg_pool2d(x, HUGE),
+    "more maxima than numbers": lambda x: F.adaptive_max_pool2d(x, HUGE),
+}
+
+
+@pytest.mark.parallel([1, 2, 3])
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_what_torch_takes_for_whole_numbers_gives_what_it_gives(name: str) -> None:
+    rng = random.Random(name)
+    x, grid = random_tensor(rng, (2, 4, 8, 6)), dc.ProcessGrid(height=-1)
+    agrees(ACCEPTED[name], [x], [], grid, rng, [dc.Layout(height="height")])
+
+
+@pytest.mark.parallel([1, 2, 3])
+@pytest.mark.parametrize("name", RAISED)
+def test_what_torch_refuses_is_refused_on_all_ranks_before_anything_is_sent(name: str) -> None:
+    rng = random.Random(name)
+    x, grid = random_tensor(rng, (2, 4, 8, 6)), dc.ProcessGrid(height=-1)
+    raises_alike(RAISED[name], [x], [], grid, rng, [dc.Layout(height="height")])
+
+
+@pytest.mark.parallel([2])
+def test_windows_without_end_are_refused_not_computed_one_by_one() -> None:
+    x, grid = torch.ones(1, 1, 8, 6), dc.ProcessGrid(height=2)
+    for pool in (F.adaptive_avg_pool2d, F.adaptive_max_pool2d):
+        refused(
+            lambda x, pool=pool: pool(x, 2**15),
+            [x],
+            [],
+            grid,
+            random.Random(0),
+            [dc.Layout(height="height")],
+            dc.UnsupportedOperation,
+        )
+
+
+@pytest.mark.parallel([1, 2])
+@pytest.mark.parametrize("shape", ["84", (8.0, 4), (8, "4"), (8, None)])
+def test_the_box_of_what_is_no_shape_is_refused(shape: Any) -> None:
+    with pytest.raises(TypeError, match="is not a whole number"):
+        dc.local_box(shape, dc.ProcessGrid(sample=-1))
+
+
+@pytest.mark.parallel([1, 2])
+def test_the_box_of_a_negative_shape_is_refused() -> None:
+    with pytest.raises(ValueError, match="negative size"):
+        dc.local_box((8, -4), dc.ProcessGrid(sample=-1))

@@ -1,0 +1,327 @@
+"""torch.autograd on distributed tensors: gradients on demand, hooks, copies, modes."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import random
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import distconv as dc
+from tests.support.serial import (
+    TOLERANCE,
+    deviation,
+    noted,
+    random_grid,
+    random_layout,
+    random_tensor,
+)
+
+RANKS = [1, 2, 3, 4]
+
+
+def close(actual: Tensor, expected: Tensor) -> bool:
+    if isinstance(actual, dc.DistTensor):
+        actual = actual.full_tensor()
+    return deviation(actual.detach(), expected.detach()) <= TOLERANCE
+
+
+def cases(seed: int, n: int = 8) -> Any:
+    """A convolution's input and weight, serial and distributed in a random layout."""
+    rng = random.Random(seed)
+    for i in range(n):
+        grid = random_grid(rng)
+        x = random_tensor(rng, (4, 2, rng.randrange(5, 9), 6))
+        layout = dc.Layout() if not i else random_layout(rng, grid, x.shape)
+        w = random_tensor(rng, (3, 2, 3, 3)).requires_grad_()
+        with noted(layout, grid):
+            d = dc.distribute_tensor(x, grid, layout)
+            yield (
+                rng,
+                x.requires_grad_(),
+                d.requires_grad_(),
+                w,
+                w.detach().clone().requires_grad_(),
+            )
+
+
+@pytest.mark.parallel(RANKS)
+def test_grad_gives_the_serial_gradients_of_distributed_and_plain_tensors() -> None:
+    for rng, x, d, w, v in cases(0):
+        seed = random_tensor(rng, (4, 3, x.shape[2] - 2, 4))
+
+        def gradients(x: Tensor, w: Tensor, seed: Tensor = seed) -> tuple[Tensor, ...]:
+            y = F.conv2d(x, w)
+            z = y.tanh() * x[:, :1, 1:-1, 1:-1]
+            return torch.autograd.grad(z, [x, y, w], seed)
+
+        for actual, expected in zip(gradients(d, v), gradients(x, w), strict=True):
+            assert close(actual, expected)
+        assert d.grad is None and v.grad is None
+
+
+@pytest.mark.parallel(RANKS)
+def test_a_gradient_penalty_has_the_serial_gradients() -> None:
+    for _, x, d, w, v in cases(1):
+
+        def penalty(x: Tensor, w: Tensor) -> Tensor:
+            y = F.conv2d(x, w).sigmoid()
+            (g,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+            return (g.square().sum((1, 2, 3)).sqrt() - 1).square().mean()
+
+        expected = torch.autograd.grad(penalty(x, w), [x, w])
+        actual = torch.autograd.grad(penalty(d, v), [d, v])
+        for got, wanted in zip(actual, expected, strict=True):
+            assert close(got, wanted)
+
+
+@pytest.mark.parallel(RANKS)
+def test_the_second_derivative_of_a_variance_is_the_serial_one() -> None:
+    for _, x, d, _, _ in cases(4):
+
+        def curvature(x: Tensor) -> tuple[Tensor, ...]:
+            (g,) = torch.autograd.grad(x.var((0, 2, 3)).exp().sum(), x, create_graph=True)
+            return torch.autograd.grad((g * x.sin()).sum(), x)
+
+        assert close(*curvature(d), *curvature(x))
+
+
+@pytest.mark.parallel(RANKS)
+def test_gradients_of_plain_tensors_can_be_differentiated_again() -> None:
+    for _, x, d, w, v in cases(2):
+
+        def product(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+            loss = F.conv2d(x, w).tanh().square().sum()
+            g, h = torch.autograd.grad(loss, [w, x], create_graph=True)
+            assert type(g) is type(x)
+            return torch.autograd.grad((h * x.detach()).sum() + (F.conv2d(h, g)).sum(), [x, w])
+
+        for actual, expected in zip(product(d, v), product(x, w), strict=True):
+            assert close(actual, expected)
+
+
+@pytest.mark.parallel(RANKS)
+def test_unused_inputs_have_no_gradient_or_zeros_as_asked() -> None:
+    for _, _, d, _, v in cases(3, 3):
+        loss = d.square().sum()
+        assert torch.autograd.grad(loss, [v], retain_graph=True, allow_unused=True) == (None,)
+        (zeros,) = torch.autograd.grad(loss, [v], retain_graph=True, materialize_grads=True)
+        assert not zeros.any()
+        with pytest.raises(RuntimeError, match="appears to not have been used"):
+            torch.autograd.grad(loss, [v])
+
+
+@pytest.mark.parallel([2, 3])
+def test_what_would_be_ambiguous_is_refused() -> None:
+    _, _, d, _, v = next(cases(4))
+    loss = F.conv2d(d, v).full_tensor().sum()
+    with pytest.raises(dc.UnsupportedOperation, match="Compute the output on DistTensors"):
+        torch.autograd.grad(loss, [d, v])
+    with pytest.raises(RuntimeError, match="give one for each"):
+        torch.autograd.grad(d.sum(), [d], [torch.ones(()), torch.ones(())])
+    with pytest.raises(RuntimeError, match="scalar outputs"):
+        torch.autograd.grad(d * d, [d])
+
+
+@pytest.mark.parallel(RANKS)
+def test_backward_of_several_tensors_accumulates_the_serial_gradients() -> None:
+    for rng, x, d, w, v in cases(5):
+        seed = random_tensor(rng, x.shape)
+        torch.autograd.backward([x.square(), F.conv2d(x, w).sum()], [seed, None])
+        torch.autograd.backward([d.square(), F.conv2d(d, v).sum()], [seed, None])
+        assert close(d.grad, x.grad)
+        again = torch.autograd.grad(F.conv2d(d, v).sum(), [v])
+        assert close(again[0], w.grad)
+
+
+@pytest.mark.parallel(RANKS)
+def test_hooks_see_and_replace_the_whole_gradient() -> None:
+    for _, x, d, w, v in cases(6):
+        seen: list[Tensor] = []
+
+        def run(x: Tensor, w: Tensor, seen: list[Tensor] = seen) -> tuple[Tensor, ...]:
+            y = F.conv2d(x, w)
+            y.register_hook(lambda g: seen.append(g.detach().clone()))
+            y.register_hook(lambda g: g.clamp(max=0.5) * g.abs().max())
+            x.register_hook(lambda g: 2 * g)
+            return torch.autograd.grad((y.sin() * y).sum(), [x, w])
+
+        expected, actual = run(x, w), run(d, v)
+        assert close(seen[1], seen[0])
+        for got, wanted in zip(actual, expected, strict=True):
+            assert close(got, wanted)
+
+
+@pytest.mark.parallel(RANKS)
+def test_a_hook_can_be_removed_and_has_to_return_a_distributed_tensor() -> None:
+    _, _, d, _, _ = next(cases(7))
+    y = d * 2
+    handle = y.register_hook(lambda g: g * 0)
+    handle.remove()
+    y.sum().backward()
+    assert bool((d.grad == 2).all())
+    z = d * 2
+    z.register_hook(lambda g: g.full_tensor())
+    with pytest.raises(TypeError, match="return a DistTensor of shape"):
+        z.sum().backward()
+
+
+@pytest.mark.parallel(RANKS)
+def test_what_is_no_leaf_retains_its_gradient_when_asked() -> None:
+    for _, x, d, w, v in cases(8):
+        kept = []
+        for a, b in ((x, w), (d, v)):
+            y = F.conv2d(a, b)
+            y.retain_grad()
+            assert y.retains_grad
+            for _ in range(2):
+                y.square().sum().backward(retain_graph=True)
+            kept.append(y.grad)
+        assert close(kept[1], kept[0])
+
+
+@pytest.mark.parallel(RANKS)
+def test_a_leaf_tells_when_its_gradient_has_been_accumulated() -> None:
+    for _, x, d, _, _ in cases(9, 3):
+        seen = []
+        d.register_post_accumulate_grad_hook(lambda t, seen=seen: seen.append(t.grad.clone()))
+        (d * d).sum().backward()
+        assert close(seen[0], 2 * x)
+
+
+@pytest.mark.parallel(RANKS)
+def test_a_deep_copy_is_a_leaf_of_its_own() -> None:
+    for _, x, d, _, _ in cases(10, 3):
+        (d * d).sum().backward()
+        twin = copy.deepcopy({"a": d, "b": d})
+        assert twin["a"] is twin["b"] and twin["a"].layout == d.layout
+        assert close(twin["a"], x) and close(twin["a"].grad, 2 * x)
+        (twin["a"] * 3).sum().backward()
+        assert close(twin["a"].grad, 2 * x + 3) and close(d.grad, 2 * x)
+        with pytest.raises(RuntimeError, match="only leaves"):
+            copy.deepcopy(d * 2)
+
+
+@pytest.mark.parallel(RANKS)
+def test_inference_mode_computes_and_records_nothing() -> None:
+    for _, x, d, w, v in cases(11, 3):
+        net = nn.Sequential(nn.ReLU(inplace=True), nn.BatchNorm2d(3).double().eval())
+        with torch.inference_mode():
+            y, expected = net(F.conv2d(d, v)), net(F.conv2d(x, w))
+            assert y.is_inference() and not y.requires_grad
+            assert close(y, expected)
+
+
+@pytest.mark.parallel(RANKS)
+def test_full_backward_hooks_of_modules_are_refused_with_a_way_out() -> None:
+    _, _, d, _, _ = next(cases(12))
+    conv = nn.Conv2d(2, 3, 3, dtype=torch.float64)
+    conv.register_full_backward_hook(lambda *_: None)
+    with pytest.raises(dc.UnsupportedOperation, match="register a forward hook"):
+        conv(d)
+
+
+@pytest.mark.parallel([2, 3])
+def test_what_was_handed_out_comes_back_only_as_a_distributed_tensor() -> None:
+    for _, x, d, _w, v in cases(13, 4):
+        whole = d.full_tensor() * 2
+        with pytest.raises(dc.UnsupportedOperation, match="bring it back by distribute_tensor"):
+            d * whole
+        back = dc.distribute_tensor(whole, d.grid)
+        assert close(torch.autograd.grad((back * d).sum(), [d])[0], 4 * x)
+        weight = F.conv2d(d, v).mean((0, 2, 3)).full_tensor()
+        with pytest.raises(dc.UnsupportedOperation, match="has handed out"):
+            torch.sub(d.mean(), weight[0])
+
+
+@pytest.mark.parallel(RANKS)
+def test_grad_of_plain_tensors_that_were_distributed_is_the_serial_one() -> None:
+    for rng, x, d, _w, _v in cases(14, 6):
+        p, layout = random_tensor(rng, x.shape).requires_grad_(), d.layout
+        seed = random_tensor(rng, x.shape)
+        (expected,) = torch.autograd.grad((p * 2).sin() * x, p, seed)
+        (whole,) = torch.autograd.grad(
+            dc.distribute_tensor(p * 2, d.grid, layout).sin() * d, p, seed
+        )
+        assert close(whole, expected)
+        box = dc.local_box(x.shape, d.grid, layout)
+        q = p.detach()[box.slices].clone().requires_grad_()
+        (mine,) = torch.autograd.grad(
+            dc.DistTensor.from_local(q * 2, d.grid, layout).sin() * d, q, seed
+        )
+        assert close(mine, expected[box.slices])
+        with pytest.raises(dc.UnsupportedOperation, match="Distribute it once"):
+            torch.autograd.grad(dc.distribute_tensor(p, d.grid, layout) * p, p, seed)
+
+
+@pytest.mark.parallel([2, 3])
+def test_what_would_lose_gradients_is_found_in_keywords_and_lists() -> None:
+    for _, _x, d, _w, _v in cases(15, 3):
+        whole = d.full_tensor()
+        with pytest.raises(dc.UnsupportedOperation, match="has handed out"):
+            torch.add(d, other=whole)
+        with pytest.raises(dc.UnsupportedOperation, match="has handed out"):
+            torch.cat([d, whole])
+        with pytest.raises(dc.UnsupportedOperation, match="has handed out"):
+            F.layer_norm(d, d.shape[-1:], whole[0, 0, 0])
+
+
+@pytest.mark.parallel(RANKS)
+def test_backward_takes_a_single_input() -> None:
+    _, x, d, _w, _v = next(cases(16))
+    (d * d).sum().backward(inputs=d)
+    assert close(d.grad, 2 * x)
+
+
+@pytest.mark.parallel(RANKS)
+def test_a_gradient_is_retained_as_the_last_hook_leaves_it() -> None:
+    for _, _x, d, _w, _v in cases(17, 3):
+        y = d * 2
+        y.retain_grad()
+        y.register_hook(lambda g: g * 10)
+        y.sum().backward()
+        assert bool((y.grad == 10).all())
+        y.grad = y.grad * 2
+        assert bool((y.grad == 20).all())
+
+
+@pytest.mark.parallel([1, 2])
+def test_hooks_do_not_keep_the_graph_alive() -> None:
+    _, _x, d, _w, _v = next(cases(18))
+    y = d * 2
+    y.register_hook(lambda g: g)
+    y.retain_grad()
+    gone = weakref.ref(y)
+    del y
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parallel([1, 2])
+def test_a_leaf_hook_gets_the_leaf_itself() -> None:
+    _, _x, d, _w, _v = next(cases(19))
+    seen = []
+    d.register_post_accumulate_grad_hook(seen.append)
+    (d * d).sum().backward()
+    assert seen[0] is d
+
+
+@pytest.mark.parallel([1, 2])
+def test_what_a_custom_function_has_returned_can_be_printed() -> None:
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Tensor:
+            return grads[0]
+
+    _, _x, d, _w, _v = next(cases(20))
+    assert repr(Twice.apply(d)).startswith("DistTensor(shape=")

@@ -1,0 +1,175 @@
+"""Which modules import which, read from their sources, and what the floors of the house forbid."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+FLOORS = (
+    "geometry",
+    "transport",
+    "grid",
+    "comm",
+    "tensor",
+    "ops",
+    "model",
+    "layers",
+    "data",
+    "training",
+    "planning",
+    "tools",
+)
+"""Folders from the bottom up; each imports from itself and from those before it."""
+
+SERIAL = ("torch", "mpi4py")
+"""Libraries that index arithmetic does without."""
+
+Sources = Mapping[str, ast.Module]
+"""Modules of the package by dotted names; a folder's `__init__` has the name of the folder."""
+
+
+def read_sources(root: Path) -> dict[str, ast.Module]:
+    """Parse every module of `distconv/`, and of `layers/`, which is installed as a part of it."""
+    sources = {}
+    for folder, prefix in (("distconv", ()), ("layers", ("distconv",))):
+        for path in (root / folder).rglob("*.py"):
+            parts = [*prefix, *path.relative_to(root).with_suffix("").parts]
+            if parts[-1] == "__init__":
+                parts.pop()
+            sources[".".join(parts)] = ast.parse(path.read_text())
+    return sources
+
+
+def imports_of(name: str, sources: Sources) -> Iterator[tuple[str, int]]:
+    """Yield each module that a module imports, also within functions, with the line."""
+    for node in ast.walk(sources[name]):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, node.lineno
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                package = name.split(".")[: -node.level or None]
+                base = ".".join([*package, *filter(None, [node.module])])
+            for alias in node.names:
+                whole = f"{base}.{alias.name}"
+                yield (whole if whole in sources else base), node.lineno
+
+
+def folder_of(module: str) -> str:
+    """Return the folder of `distconv.folder.module`, and "" for what stands above all folders."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 and parts[1] in FLOORS else ""
+
+
+def upward_imports(sources: Sources) -> list[str]:
+    """Return the imports of a module on a higher floor than the importing one."""
+    height = {folder: i for i, folder in enumerate(FLOORS)} | {"": len(FLOORS)}
+    return [
+        f"{name}:{line} imports {target}, which is above it"
+        for name in sources
+        for target, line in imports_of(name, sources)
+        if target.split(".")[0] == "distconv"
+        and height[folder_of(target)] > height[folder_of(name)]
+    ]
+
+
+def unsupported_support(sources: Sources) -> list[str]:
+    """Return the imports of a family of operators by what lies beneath all families."""
+    beneath = "distconv.ops.support"
+    return [
+        f"{name}:{line} imports {target}, which is above it"
+        for name in sources
+        if name.startswith(f"{beneath}.")
+        for target, line in imports_of(name, sources)
+        if target.startswith("distconv.ops") and not target.startswith(beneath)
+    ]
+
+
+def imports_of_libraries(sources: Sources) -> list[str]:
+    """Return the imports of torch and MPI by index arithmetic."""
+    return [
+        f"{name}:{line} imports {target}"
+        for name in sources
+        if folder_of(name) == "geometry"
+        for target, line in imports_of(name, sources)
+        if target.split(".")[0] in SERIAL
+    ]
+
+
+def circles(sources: Sources) -> list[list[str]]:
+    """Return groups of modules that import each other, directly or by way of others."""
+    graph = {
+        name: {t for t, _ in imports_of(name, sources) if t in sources and t != name}
+        for name in sources
+    }
+    reached: dict[str, set[str]] = {}
+    for name in graph:
+        found: set[str] = set()
+        waiting = list(graph[name])
+        while waiting:
+            module = waiting.pop()
+            if module not in found:
+                found.add(module)
+                waiting.extend(graph[module])
+        reached[name] = found
+    groups = {
+        tuple(sorted(m for m in reached[name] if name in reached[m]))
+        for name in graph
+        if name in reached[name]
+    }
+    return [list(group) for group in sorted(groups)]
+
+
+def is_private(name: str) -> bool:
+    """Return whether a name begins with one underscore."""
+    return name.startswith("_") and not name.startswith("__")
+
+
+def foreign_private_names(sources: Sources) -> list[str]:
+    """Return the uses of private names of other modules, and of private fields of other folders."""
+    fields: dict[str, set[str]] = {}
+    for name, tree in sources.items():
+        for field in _private_fields(tree):
+            fields.setdefault(field, set()).add(folder_of(name))
+    found = []
+    for name, tree in sources.items():
+        modules = set()
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.ImportFrom):
+                continue
+            ours = (node.module or "").split(".")[0] == "distconv"
+            for alias in node.names:
+                if ours and is_private(alias.name):
+                    found.append(f"{name}:{node.lineno} imports {alias.name} of {node.module}")
+                if f"{node.module}.{alias.name}" in sources:
+                    modules.add(alias.asname or alias.name)
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Attribute) or not is_private(node.attr):
+                continue
+            owner = node.value.id if isinstance(node.value, ast.Name) else None
+            if owner in ("self", "cls"):
+                continue
+            homes = fields.get(node.attr, set())
+            if owner in modules or (homes and folder_of(name) not in homes):
+                found.append(f"{name}:{node.lineno} uses {ast.unparse(node)}")
+    return found
+
+
+def _private_fields(tree: ast.Module) -> Iterator[str]:
+    """Yield the private attributes and methods of the classes of a module."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ClassDef):
+            continue
+        for inner in ast.walk(node):
+            if isinstance(inner, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                name = inner.name
+            elif isinstance(inner, ast.AnnAssign) and isinstance(inner.target, ast.Name):
+                name = inner.target.id
+            elif isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store):
+                name = inner.attr
+            else:
+                continue
+            if is_private(name):
+                yield name

@@ -1,0 +1,104 @@
+"""Small data and runs of the mesh-tangling example."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from examples.mesh_tangling.together import InvalidInput
+
+WORLD = MPI.COMM_WORLD
+REPOSITORY = Path(__file__).parents[2]
+SAMPLES, SIZE = 5, 64
+
+LIMIT = 100
+"""Seconds after which a job counts as hanging."""
+
+
+def write_file(path: Path, samples: int = SAMPLES, seed: int = 0, **replaced: Any) -> None:
+    """A small file of the generator's layout, whose mask follows from two channels."""
+    rng = np.random.default_rng(seed)
+    state = rng.standard_normal((samples, 18, SIZE, SIZE), np.float32)
+    datasets = {
+        "state": state,
+        "tangled": (state[:, :1] + state[:, 10:11] > 1).astype(np.uint8),
+        "channel_mean": np.linspace(-1, 1, 18, dtype=np.float32),
+        "channel_deviation": np.linspace(0.5, 2, 18, dtype=np.float32),
+    } | replaced
+    with h5py.File(path, "w") as file:
+        for name, values in datasets.items():
+            if values is not None:
+                file[name] = values
+
+
+def fails_everywhere(action: Callable[[], object], message: str) -> None:
+    """Assert that `action` raises on every rank, with one message that matches."""
+    with pytest.raises(InvalidInput, match=message) as caught:
+        action()
+    assert len(set(WORLD.allgather(str(caught.value)))) == 1
+
+
+def arguments(file: Path, output: Path, grid: dict[str, int], epochs: int, *more: str) -> list[str]:
+    """The command line of a small run in double precision, where grids must agree."""
+    axes = ",".join(f"{axis}={ranks}" for axis, ranks in grid.items()) or "sample=1"
+    line = (
+        f"--data {file} --validation {file} --output {output} --grid {axes} --epochs {epochs} "
+        "--network 1k --width 0.02 --batch-size 4 --precision float64"
+    )
+    return line.split() + list(more)
+
+
+@contextmanager
+def files_up_to(size: int) -> Iterator[None]:
+    """Let this process write no file beyond `size` bytes, as if the disk were full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@contextmanager
+def job(program: str, words: list[str]) -> Iterator[subprocess.Popen[str]]:
+    """A Python program on two ranks, which is in a process group of its own and ends with it."""
+    beside_python = str(Path(sys.executable).parent)
+    mpiexec = shutil.which("mpiexec", path=os.pathsep.join([beside_python, os.environ["PATH"]]))
+    # Without what this process has from its own mpiexec, if it has one.
+    launchers = ("PMI", "HYD", "MPI", "OMPI", "PRTE", "PMIX")
+    outside = {name: text for name, text in os.environ.items() if not name.startswith(launchers)}
+    process = subprocess.Popen(
+        [str(mpiexec), "-n", "2", sys.executable, "-c", program, *words],
+        cwd=REPOSITORY,
+        env=outside | {"OMP_NUM_THREADS": "1", "MPIR_CVAR_POLLS_BEFORE_YIELD": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            process.communicate(timeout=LIMIT)
+
+
+def launched(program: str, words: list[str]) -> subprocess.CompletedProcess[str]:
+    """The end of a `job`."""
+    with job(program, words) as process:
+        output, errors = process.communicate(timeout=LIMIT)
+    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)

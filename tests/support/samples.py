@@ -1,0 +1,527 @@
+"""Sample calls of the torch functions that have a rule.
+
+One table, by the bare name of a function: `sum` stands for torch.sum and torch.Tensor.sum, `add`
+also for add_, which is then given a copy to write to. The arguments are those of a typical call, on
+tensors of which most sizes are odd, so that blocks are uneven.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from distconv.tensor.dispatch import RULES
+from tests.support.serial import random_tensor
+
+HOMES: dict[str, Any] = {
+    "torch": torch,
+    "torch.Tensor": torch.Tensor,
+    "torch.nn.functional": F,
+    "torch.special": torch.special,
+    "torch.linalg": torch.linalg,
+    "torch.fft": torch.fft,
+    "torch.nn.init": nn.init,
+    "torch.autograd": torch.autograd,
+}
+"""Where programs find functions."""
+
+LISTWISE = ("_foreach", "_amp")
+"""How functions of lists of tensors begin, which have tests of their own."""
+
+Values = Callable[[random.Random, Sequence[int]], Tensor]
+
+
+def _unit(rng: random.Random, shape: Sequence[int]) -> Tensor:
+    """From 0.1 to 0.9, where most functions are defined and smooth."""
+    return 0.1 + 0.8 * torch.sigmoid(random_tensor(rng, shape))
+
+
+def _above(rng: random.Random, shape: Sequence[int]) -> Tensor:
+    return 1 + _unit(rng, shape)
+
+
+def _integers(rng: random.Random, shape: Sequence[int]) -> Tensor:
+    return (4 * _unit(rng, shape)).long()
+
+
+def _booleans(rng: random.Random, shape: Sequence[int]) -> Tensor:
+    return random_tensor(rng, shape) > 0
+
+
+def _complex(rng: random.Random, shape: Sequence[int]) -> Tensor:
+    return random_tensor(rng, shape, torch.complex128)
+
+
+def _single(rng: random.Random, shape: Sequence[int]) -> Tensor:
+    return random_tensor(rng, shape, torch.float32)
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor of a sample call; `plain` ones, such as weights, are not distributed."""
+
+    shape: tuple[int, ...]
+    values: Values = random_tensor
+    plain: bool = False
+
+
+class Dim(int):
+    """The dimension that a function works along."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The arguments of one call.
+
+    `through` takes the function and the arguments, where the function is not simply called.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: MappingProxyType[str, Any]
+    through: Callable[..., Any] | None = None
+
+    def operands(self, plain: bool) -> list[Operand]:
+        """Its distributed or its plain tensors, in order."""
+        return [x for x in _every(Operand, self.args, dict(self.kwargs)) if x.plain is plain]
+
+    @property
+    def dim(self) -> int | None:
+        """The dimension that it works along, where it names one."""
+        return next((int(d) for d in _every(Dim, self.args)), None)
+
+    def call(self, name: str, *tensors: Tensor) -> Any:
+        """The result of the function of this name on distributed, then plain tensors."""
+        function, count = function_of(name), len(self.operands(plain=False))
+        filling = {False: iter(tensors[:count]), True: iter(tensors[count:])}
+        args, kwargs = _filled((self.args, dict(self.kwargs)), filling)
+        if self.through is not None:
+            return self.through(function, *args, **kwargs)
+        if writes_in_place(name):
+            args = (args[0].clone(), *args[1:])
+        result = function(*args, **kwargs)
+        if isinstance(result, Iterator):
+            return tuple(result)
+        return args[0] if writes_in_place(name) else result
+
+
+def _every(kind: type, *arguments: Any) -> Iterator[Any]:
+    for item in arguments:
+        if isinstance(item, kind):
+            yield item
+        elif isinstance(item, (tuple, list)):
+            yield from _every(kind, *item)
+        elif isinstance(item, dict):
+            yield from _every(kind, *item.values())
+
+
+def _filled(arguments: Any, filling: dict[bool, Iterator[Tensor]]) -> Any:
+    """The arguments with tensors in the places of operands."""
+    if isinstance(arguments, Operand):
+        return next(filling[arguments.plain])
+    if isinstance(arguments, (tuple, list)):
+        return type(arguments)(_filled(item, filling) for item in arguments)
+    if isinstance(arguments, dict):
+        return {name: _filled(item, filling) for name, item in arguments.items()}
+    return arguments
+
+
+def function_of(name: str) -> Any:
+    """The function of a qualified name; that of a property is its getter."""
+    found = getattr(HOMES[name.rpartition(".")[0]], bare(name))
+    return found if callable(found) else found.__get__
+
+
+def bare(name: str) -> str:
+    """The last part of a qualified name."""
+    return name.rpartition(".")[2]
+
+
+@lru_cache
+def names() -> dict[Any, list[str]]:
+    """The qualified names of functions that the homes hold, properties included."""
+    found: dict[Any, list[str]] = {}
+    for home, owner in HOMES.items():
+        attributes = (a for a in dir(owner) if not a.startswith(LISTWISE))
+        for name in (f"{home}.{attribute}" for attribute in attributes):
+            attribute = getattr(owner, bare(name), None)
+            if callable(attribute) or hasattr(attribute, "__get__"):
+                found.setdefault(function_of(name), []).append(name)
+    return found
+
+
+def with_rules() -> list[str]:
+    """The qualified names of all functions that have a rule."""
+    return [name for function in RULES for name in names().get(function, [])]
+
+
+def writes_in_place(name: str) -> bool:
+    """Whether the function of this name writes to its first argument."""
+    short = bare(name)
+    return short[2:-2] in _IN_PLACE if short.startswith("__") else short.endswith("_")
+
+
+def is_random(name: str) -> bool:
+    """Whether its numbers are not those of serial torch, but the same on any grid."""
+    return bare(name).removesuffix("_") in _RANDOM
+
+
+def samples_of(name: str) -> tuple[Sample, ...]:
+    """The sample calls of the function of this name, which may be listed by another of its names.
+
+    A special entry goes before a general one; one by bare name is of functions with a rule only.
+    """
+    function = function_of(name)
+    for alias in [name, *names()[function]]:
+        short = bare(alias)
+        for key in (alias, short, short.removesuffix("_")) if function in RULES else (alias,):
+            if key in SAMPLES:
+                return SAMPLES[key]
+    return ()
+
+
+# The table
+
+X = Operand((3, 4, 5, 7))
+SEQUENCE, VOLUME = Operand((3, 4, 9)), Operand((3, 4, 5, 7, 6))
+UNIT = Operand(X.shape, _unit)
+ABOVE = Operand(X.shape, _above)
+INTEGERS = Operand(X.shape, _integers)
+BOOLEANS = Operand(X.shape, _booleans)
+COMPLEX = Operand(X.shape, _complex)
+NUMBER, WHOLE_NUMBER = Operand((), _unit), Operand((), _integers)
+CHANNELS = Operand((4,), plain=True)
+POSITIVE_CHANNELS = Operand((4,), _unit, plain=True)
+LABELS = Operand((3, 5, 7), _integers)
+ROWS, COLUMNS = Operand((5, 7)), Operand((7, 4))
+BATCHES = Operand((3, 5, 7)), Operand((3, 7, 4))
+DIM = Dim(1)
+
+PLANES = {1: SEQUENCE, 2: X, 3: VOLUME}
+
+Table = dict[str, tuple[Sample, ...]]
+
+
+def of(*args: Any, through: Callable[..., Any] | None = None, **kwargs: Any) -> Sample:
+    return Sample(args, MappingProxyType(kwargs), through)
+
+
+def _each(words: str, *samples: Sample) -> Table:
+    return dict.fromkeys(words.split(), samples)
+
+
+def _dunders(words: str, *samples: Sample) -> Table:
+    return {f"__{word}__": samples for word in words.split()}
+
+
+def _of_any_rank(name: str, make: Callable[[int, Operand], tuple[Sample, ...]]) -> Table:
+    """The 1-, 2- and 3-dimensional forms of a function of planes; {} stands for the number."""
+    return {name.format(n): make(n, plane) for n, plane in PLANES.items()}
+
+
+def _undifferentiated(function: Any, *args: Any) -> Any:
+    """For functions whose gradient serial torch does not have, for some argument."""
+    return function(*(a.detach().clone() if isinstance(a, Tensor) else a for a in args))
+
+
+def _convolution(n: int, plane: Operand) -> tuple[Sample, ...]:
+    weight = Operand((6, 4, *(3,) * n), plain=True)
+    return (of(plane, weight, Operand((6,), plain=True), padding=1), of(plane, weight, stride=2))
+
+
+def _transposed(n: int, plane: Operand) -> tuple[Sample, ...]:
+    weight = Operand((4, 6, *(3,) * n), plain=True)
+    return (of(plane, weight, Operand((6,), plain=True), stride=2, padding=1),)
+
+
+def _unpooled(n: int, plane: Operand) -> tuple[Sample, ...]:
+    pool: Any = (F.max_pool1d, F.max_pool2d, F.max_pool3d)[n - 1]
+
+    def through(function: Any, x: Tensor) -> Any:
+        values, indices = pool(x, 2, return_indices=True)
+        return function(values, indices, 2, output_size=x.shape[2:])
+
+    return (of(plane, through=through),)
+
+
+def _backward(function: Any, x: Tensor) -> Tensor | None:
+    function(x.sin().sum())
+    gradient, x.grad = x.grad, None
+    return gradient
+
+
+def _backward_method(_: Any, x: Tensor) -> Tensor | None:
+    return _backward(lambda loss: loss.backward(), x)
+
+
+def _hooked(function: Any, x: Tensor) -> Tensor:
+    y = x.sin()
+    function(y, lambda gradient: 2 * gradient)
+    return y
+
+
+def _hooked_leaf(function: Any, x: Tensor) -> Any:
+    found: list[Any] = []
+    function(x, lambda leaf: found.append(leaf.grad))
+    x.sin().sum().backward()
+    x.grad = None
+    return found[0]
+
+
+def _retained(function: Any, x: Tensor) -> Tensor | None:
+    y = x.sin()
+    function(y)
+    y.exp().sum().backward()
+    x.grad = None
+    return y.grad
+
+
+def _assigned(_: Any, x: Tensor, *arguments: Any) -> Tensor:
+    x = x.clone()
+    x.__setitem__(*arguments)
+    return x
+
+
+_IN_PLACE = "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift idiv".split()
+
+_POINTWISE: Table = {
+    **_each(
+        """
+        abs absolute acos angle arccos arcsin arcsinh arctan arctanh asin asinh atan atanh bfloat16
+        bool byte ceil celu char clone conj conj_physical cos cosh cpu data deg2rad detach digamma
+        double elu entr erf erfc erfcx erfinv exp exp2 expit expm1 fix float floor frac gelu
+        half hardshrink hardsigmoid hardswish hardtanh i0 i0e i1 i1e int isfinite isinf isnan
+        isneginf isposinf isreal leaky_relu lgamma log log10 log1p log2 log_ndtr logical_not logit
+        logsigmoid long mish nan_to_num ndtr ndtri neg negative ones_like positive psi rad2deg
+        reciprocal relu relu6 resolve_conj resolve_neg round rsqrt selu sgn short sigmoid sign
+        signbit silu sin sinc sinh softplus softshrink softsign sqrt square tan tanh tanhshrink
+        trunc type zero zeros_like contiguous is_contiguous
+        """,
+        of(UNIT),
+    ),
+    **_each("acosh arccosh", of(ABOVE)),
+    **_each("real imag", of(COMPLEX)),
+    **_each(
+        """
+        add atan2 arctan2 copy copysign div divide eq float_power fmax fmin fmod ge
+        greater greater_equal gt hypot isclose le less less_equal logaddexp logaddexp2 logical_and
+        logical_or logical_xor lt maximum minimum mul multiply ne not_equal pow remainder rsub sub
+        subtract true_divide xlog1py xlogy
+        """,
+        of(UNIT, UNIT),
+    ),
+    **_each("acosh_ arccosh_", of(ABOVE, through=_undifferentiated)),
+    **_each("arcsinh_ arctanh_ asinh_ atanh_", of(UNIT, through=_undifferentiated)),
+    **_each(
+        "floor_divide __floordiv__ __rfloordiv__ __ifloordiv__ heaviside igamma igammac nextafter",
+        of(UNIT, UNIT, through=_undifferentiated),
+    ),
+    **_each("zeta", of(ABOVE, UNIT, through=_undifferentiated)),
+    **_each(
+        "bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor gcd lcm",
+        of(INTEGERS, INTEGERS),
+    ),
+    **_each("bitwise_not", of(INTEGERS)),
+    **_each("addcdiv addcmul lerp", of(UNIT, UNIT, UNIT)),
+    **_each("clamp clip", of(X, -0.5, 0.5)),
+    **_each("clamp_max clamp_min", of(X, 0.3), of(X, X)),
+    **_each("fill full_like", of(X, 2.5)),
+    **_each("ldexp", of(X, INTEGERS)),
+    **_each("masked_fill", of(X, BOOLEANS, 2.5)),
+    **_each("mvlgamma", of(ABOVE, 1)),
+    **_each("polygamma", of(1, UNIT)),
+    **_each("torch.Tensor.polygamma polygamma_", of(UNIT, 1)),
+    **_each("prelu", of(X, CHANNELS)),
+    **_each("threshold", of(X, 0.1, 2.5)),
+    **_each("to", of(X, torch.float32)),
+    **_each("type_as", of(X, Operand(X.shape, _single))),
+    **_each("where", of(BOOLEANS, X, X)),
+    **_each("torch.Tensor.where", of(X, BOOLEANS, X)),
+    **_each("new_zeros new_ones", of(X, (3, 4, 5, 2)), of(X, 2)),
+    **_each("new", of(X, through=lambda function, x: function(x, 3, 4, 5, 2).zero_())),
+    **_each("new_full", of(X, (3, 4, 5, 2), 2.5)),
+    **_each("new_empty", of(X, through=lambda function, x: function(x, 3, 4, 5, 2).zero_())),
+    **_each("embedding", of(INTEGERS, Operand((5, 3), plain=True), 1)),
+    **_each("empty_like", of(X, through=lambda function, x: function(x).zero_())),
+    **_dunders(
+        """
+        add radd iadd sub rsub isub mul rmul imul truediv rtruediv itruediv mod
+        rmod imod pow rpow ipow eq ne lt le gt ge
+        """,
+        of(UNIT, UNIT),
+    ),
+    **_dunders(
+        "and rand iand or ror ior xor rxor ixor lshift rlshift ilshift rshift rrshift irshift",
+        of(INTEGERS, INTEGERS),
+    ),
+    **_dunders("invert", of(INTEGERS)),
+}
+
+_REDUCTIONS: Table = {
+    **_each("sum mean var std var_mean std_mean", of(X), of(X, DIM), of(X, (0, 2))),
+    **_each("amax amin", of(X, DIM), of(X, (0, 2))),
+    **_each("max min", of(X), of(X, DIM), of(X, X)),
+    **_each("prod argmax argmin", of(X), of(X, DIM)),
+    **_each("all any", of(BOOLEANS), of(BOOLEANS, DIM)),
+    **_each("logsumexp", of(X, DIM), of(X, (0, 2))),
+    **_each("norm vector_norm", of(X), of(X, 3, DIM)),
+    **_each("normalize", of(X)),
+    **_each("cosine_similarity", of(X, X)),
+    **_each(
+        """
+        softmax log_softmax softmin cumsum cumprod cummax cummin logcumsumexp sort argsort glu
+        """,
+        of(X, DIM),
+    ),
+    **_each("topk", of(X, 2, DIM)),
+}
+
+_PRODUCTS: Table = {
+    **_each("matmul __matmul__", of(X, Operand((3, 4, 7, 6))), of(X, Operand((7, 6), plain=True))),
+    **_each("__rmatmul__", of(COLUMNS, ROWS)),
+    **_each("mm", of(ROWS, COLUMNS)),
+    **_each("bmm", of(*BATCHES)),
+    **_each("mv", of(ROWS, Operand((7,)))),
+    **_each(
+        "addmm", of(Operand((5, 4)), ROWS, COLUMNS, beta=2, alpha=3), of(NUMBER, ROWS, COLUMNS)
+    ),
+    **_each("addmv", of(Operand((5,)), ROWS, Operand((7,)), alpha=0.5)),
+    **_each("baddbmm", of(Operand((3, 5, 4)), *BATCHES)),
+    **_each("addbmm", of(Operand((5, 4)), *BATCHES, beta=0)),
+    **_each("dot", of(Operand((7,)), Operand((7,)))),
+    **_each("outer", of(Operand((5,)), Operand((7,)))),
+    **_each("einsum", of("bchw,ck->bkhw", X, Operand((4, 6), plain=True))),
+    **_each("linear", of(X, Operand((6, 7), plain=True), Operand((6,), plain=True))),
+    **_each("scaled_dot_product_attention", of(X, X, X)),
+}
+
+_SHAPES: Table = {
+    **_each("flatten", of(X, 1)),
+    **_each("reshape view", of(X, (3, 20, 7))),
+    **_each("reshape_as view_as", of(X, Operand((3, 20, 7)))),
+    **_each("unflatten", of(X, DIM, (2, 2))),
+    **_each("squeeze", of(Operand((3, 1, 5, 7)), DIM)),
+    **_each("unsqueeze", of(X, 1)),
+    **_each("permute", of(X, (0, 2, 3, 1))),
+    **_each("transpose swapaxes movedim moveaxis", of(X, 1, 3)),
+    **_each("adjoint mT", of(X)),
+    **_each("t T", of(ROWS)),
+    **_each("expand", of(Operand((3, 1, 5, 7)), (3, 4, 5, 7))),
+    **_each("flip", of(X, (1, 3))),
+    **_each("fliplr flipud __iter__", of(X)),
+    **_each("roll", of(X, 2, DIM)),
+    **_each("repeat tile", of(X, (1, 2, 1, 2))),
+    **_each(
+        "__getitem__", of(X, (..., slice(1, None, 2), slice(2, None))), of(X, (slice(None), DIM))
+    ),
+    **_each("__setitem__", of(X, (..., slice(1, None, 2), 2), 2.5, through=_assigned)),
+    **_each("narrow", of(X, DIM, 1, 2)),
+    **_each("select", of(X, DIM, 2)),
+    **_each("index_select", of(X, DIM, Operand((6,), _integers, plain=True))),
+    **_each("gather", of(X, DIM, INTEGERS)),
+    **_each("take_along_dim", of(X, INTEGERS, DIM)),
+    **_each("split chunk", of(X, 3, DIM)),
+    **_each("unbind", of(X, DIM)),
+    **_each("cat concat concatenate", of([X, X], DIM)),
+    **_each("stack", of([X, X], 1)),
+    **_each("pad", of(X, (1, 2, 0, 1)), of(X, (1, 2, 0, 1), "reflect")),
+    **_each("pixel_shuffle", of(X, 2)),
+    **_each("pixel_unshuffle", of(Operand((3, 4, 6, 10)), 2)),
+}
+
+_PLANES: Table = {
+    **_of_any_rank("conv{}d", _convolution),
+    **_of_any_rank("conv_transpose{}d", _transposed),
+    **_of_any_rank("max_pool{}d", lambda n, x: (of(x, 3, 2, 1),)),
+    **_of_any_rank("max_pool{}d_with_indices", lambda n, x: (of(x, 3, 2, 1),)),
+    **_of_any_rank("max_unpool{}d", _unpooled),
+    **_of_any_rank("avg_pool{}d", lambda n, x: (of(x, 3, 2, 1),)),
+    **_of_any_rank("lp_pool{}d", lambda n, x: (of(Operand(x.shape, _unit), 2, 3, 2),)),
+    **_of_any_rank("adaptive_avg_pool{}d", lambda n, x: (of(x, 1), of(x, 3))),
+    **_of_any_rank("adaptive_max_pool{}d", lambda n, x: (of(x, 1), of(x, 3))),
+    **_each("unfold", of(X, 3, padding=1)),
+    **_each("fold", of(Operand((3, 16, 20)), (5, 6), 2)),
+    **_each("interpolate", of(X, scale_factor=2), of(X, (9, 4), mode="bilinear")),
+    **_each("upsample", of(X, scale_factor=2)),
+}
+
+_NORMS: Table = {
+    **_each(
+        "batch_norm",
+        of(X, None, None, CHANNELS, CHANNELS, True),
+        of(
+            *(X, CHANNELS, POSITIVE_CHANNELS),
+            through=lambda function, x, *running: function(x, *(r.detach() for r in running)),
+        ),
+    ),
+    **_each("group_norm", of(X, 2, CHANNELS, CHANNELS)),
+    **_each("instance_norm", of(X, weight=CHANNELS, bias=CHANNELS)),
+    **_each("layer_norm rms_norm", of(X, (5, 7), Operand((5, 7), plain=True))),
+    **_each("local_response_norm", of(X, 3)),
+}
+
+_LOSSES: Table = {
+    **_each("mse_loss l1_loss smooth_l1_loss huber_loss", of(X, X), of(X, X, reduction="none")),
+    **_each("binary_cross_entropy kl_div", of(UNIT, UNIT)),
+    **_each("binary_cross_entropy_with_logits", of(X, UNIT)),
+    **_each("cross_entropy nll_loss", of(X, LABELS)),
+    **_each("gaussian_nll_loss", of(X, X, UNIT)),
+}
+
+_TO_PYTHON: Table = {
+    **_each("item", of(NUMBER)),
+    **_each("tolist numpy __array__", of(INTEGERS)),
+    **_dunders("contains", of(INTEGERS, 2)),
+    **_dunders("float complex bool", of(NUMBER)),
+    **_dunders("int index", of(WHOLE_NUMBER)),
+    **_dunders("format", of(WHOLE_NUMBER, "")),
+}
+
+_RANDOM: Table = {
+    **_each("dropout dropout2d alpha_dropout feature_alpha_dropout", of(X)),
+    **_each("dropout1d", of(SEQUENCE)),
+    **_each("dropout3d", of(VOLUME)),
+    **_each("rand_like randn_like normal uniform kaiming_uniform", of(X)),
+    **_each("randint_like", of(X, 5)),
+    **_each("bernoulli", of(UNIT)),
+}
+
+_AUTOGRAD: Table = {
+    **_each("torch.autograd.backward", of(X, through=_backward)),
+    **_each("torch.autograd.grad", of(X, through=lambda grad, x: grad(x.sin().sum(), x))),
+    **_each("register_hook", of(X, through=_hooked)),
+    **_each("register_post_accumulate_grad_hook", of(X, through=_hooked_leaf)),
+    **_each("retain_grad", of(X, through=_retained)),
+    **_each("retains_grad", of(X)),
+    **_each("__deepcopy__", of(X, {})),
+}
+
+_COMPOSED: Table = {
+    **_each("torch.Tensor.backward torch.Tensor.grad", of(X, through=_backward_method)),
+    **_each("torch.Tensor.__div__ torch.Tensor.__idiv__", of(UNIT, UNIT)),
+    **_each("torch.Tensor.__nonzero__", of(NUMBER)),
+    **_each("torch.Tensor.__long__", of(WHOLE_NUMBER)),
+}
+"""Functions without a rule of their own, which torch or DistTensor makes of others."""
+
+SAMPLES: Table = {
+    **_POINTWISE,
+    **_REDUCTIONS,
+    **_PRODUCTS,
+    **_SHAPES,
+    **_PLANES,
+    **_NORMS,
+    **_LOSSES,
+    **_TO_PYTHON,
+    **_RANDOM,
+    **_each("torch.nn.init.constant_", of(X, 2.5)),
+    **_AUTOGRAD,
+    **_COMPOSED,
+}

@@ -1,0 +1,193 @@
+"""The judge of operator tests: the same function on serial and on distributed tensors."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+import distconv as dc
+from distconv.geometry.topology import AXES
+
+TOLERANCE = 1e-10
+"""Largest deviation from serial in float64, relative to the largest entry."""
+
+
+def raised_everywhere(error: type[Exception], function: Callable, *arguments: object) -> str:
+    """The message of the error that the call raises on every rank."""
+    with pytest.raises(error) as caught:
+        function(*arguments)
+    texts = MPI.COMM_WORLD.allgather(str(caught.value))
+    assert texts == [texts[0]] * MPI.COMM_WORLD.size
+    return texts[0]
+
+
+def random_grid(rng: random.Random, axes: Sequence[str] = AXES) -> dc.ProcessGrid:
+    """All ranks, factored at random over some of the grid axes; the same grid on every rank."""
+    left = MPI.COMM_WORLD.size
+    extents = dict.fromkeys(axes, 1)
+    while left > 1:
+        factor = next(p for p in range(2, left + 1) if left % p == 0)
+        extents[rng.choice(list(axes))] *= factor
+        left //= factor
+    return dc.ProcessGrid(**extents)
+
+
+def random_layout(
+    rng: random.Random, grid: dc.ProcessGrid, shape: Sequence[int], whole: Sequence[int] = ()
+) -> dc.Layout:
+    """The grid's axes dealt out at random to the dimensions, or to none, which replicates."""
+    cuts: list[tuple[str, ...]] = [()] * len(shape)
+    free = [d for d in range(len(shape)) if d not in whole]
+    for axis in rng.sample(AXES, len(AXES)):
+        if grid.topology.extent(axis) > 1 and free and rng.random() < 0.85:
+            d = rng.choice(free)
+            cuts[d] = (*cuts[d], axis)
+    return dc.Layout.of(tuple(cuts))
+
+
+def random_tensor(rng: random.Random, shape: Sequence[int], dtype: Any = torch.float64) -> Tensor:
+    """Normal random values; the same on every rank."""
+    generator = torch.Generator().manual_seed(rng.randrange(2**31))
+    return torch.randn(tuple(shape), generator=generator, dtype=dtype)
+
+
+def deviation(actual: Tensor, expected: Tensor) -> float:
+    """The largest difference, relative to the largest entry of what is expected; nan equals nan."""
+    assert actual.shape == expected.shape, (actual.shape, expected.shape)
+    actual = actual.to(expected.device)
+    if not expected.numel():
+        return 0.0
+    if not (expected.dtype.is_floating_point or expected.dtype.is_complex):
+        return float(not torch.equal(actual, expected))
+    finite = expected.isfinite()
+    if not finite.all():
+        if not torch.equal(actual[~finite].nan_to_num(7.0), expected[~finite].nan_to_num(7.0)):
+            return torch.inf
+        return deviation(actual[finite], expected[finite])
+    difference = (actual - expected).abs().max().item()
+    return difference / max(expected.abs().max().item(), 1e-30) if difference else 0.0
+
+
+def summed(gradient: Tensor | None, like: Tensor) -> Tensor:
+    """The sum over the ranks of the parts of a plain tensor's gradient."""
+    total = torch.zeros_like(like) if gradient is None else gradient.to("cpu", copy=True)
+    MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, total.numpy(), MPI.SUM)
+    return total
+
+
+def agrees(
+    function: Callable[..., Any],
+    inputs: Sequence[Tensor],
+    parameters: Sequence[Tensor],
+    grid: dc.ProcessGrid,
+    rng: random.Random,
+    layouts: Sequence[dc.Layout | None] | None = None,
+    tolerance: float = TOLERANCE,
+) -> None:
+    """Assert that outputs, input gradients and parameter gradients are the serial ones.
+
+    `inputs` are distributed, `parameters` stay plain. The gradients fed in are random. What is
+    serial runs on the CPU.
+    """
+    serial_inputs = [x.clone().requires_grad_(x.is_floating_point()) for x in inputs]
+    serial_parameters = [p.clone().requires_grad_(p.is_floating_point()) for p in parameters]
+    expected = function(*serial_inputs, *serial_parameters)
+    if layouts is None:
+        layouts = [random_layout(rng, grid, x.shape) for x in inputs]
+    distributed = [
+        dc.distribute_tensor(x, grid, layout) for x, layout in zip(inputs, layouts, strict=True)
+    ]
+    for x in distributed:
+        x.requires_grad_(x.is_floating_point())
+    plain = [p.to(grid.device, copy=True).requires_grad_(p.is_floating_point()) for p in parameters]
+    actual = function(*distributed, *plain)
+
+    pairs = list(zip(_flat(actual), _flat(expected), strict=True))
+    for got, wanted in pairs:
+        assert isinstance(got, dc.DistTensor)
+        assert got.shape == wanted.shape and got.dtype == wanted.dtype
+        assert got.shard.shape == got.box.shape, "the block is not canonical"
+        assert deviation(got.detach().full_tensor(), wanted.detach()) <= tolerance, "output"
+    differentiable = [(g, w) for g, w in pairs if w.requires_grad]
+    if not differentiable:
+        return
+    # Gradients enter in the type of the result, and are shared out over its replicas there.
+    tolerance = max(tolerance, *(8 * torch.finfo(w.dtype).eps for _, w in differentiable))
+    seeds = [random_tensor(rng, w.shape, w.dtype) for _, w in differentiable]
+    torch.autograd.backward([w for _, w in differentiable], seeds)
+    for i, ((got, _), seed) in enumerate(zip(differentiable, seeds, strict=True)):
+        got.backward(seed.to(grid.device), retain_graph=i + 1 < len(seeds))
+    for got, wanted in zip(distributed, serial_inputs, strict=True):
+        if wanted.grad is not None:
+            assert got.grad is not None, "no input gradient"
+            assert deviation(got.grad.full_tensor(), wanted.grad) <= tolerance, "input gradient"
+    for got, wanted in zip(plain, serial_parameters, strict=True):
+        if wanted.grad is not None:
+            total = summed(got.grad, wanted.grad)
+            assert deviation(total, wanted.grad) <= tolerance, "parameter gradient"
+
+
+def _flat(result: Any) -> list[Tensor]:
+    return list(result) if isinstance(result, (tuple, list)) else [result]
+
+
+def raises_alike(
+    function: Callable[..., Any],
+    inputs: Sequence[Tensor],
+    parameters: Sequence[Tensor],
+    grid: dc.ProcessGrid,
+    rng: random.Random,
+    layouts: Sequence[dc.Layout | None] | None = None,
+) -> None:
+    """Assert that the serial function raises, and the distributed one on all ranks, in silence."""
+    with pytest.raises((RuntimeError, ValueError, IndexError, TypeError, ZeroDivisionError)):
+        function(*inputs, *parameters)
+    refused(function, inputs, parameters, grid, rng, layouts)
+
+
+def refused(
+    function: Callable[..., Any],
+    inputs: Sequence[Tensor],
+    parameters: Sequence[Tensor],
+    grid: dc.ProcessGrid,
+    rng: random.Random,
+    layouts: Sequence[dc.Layout | None] | None = None,
+    error: type[Exception] | tuple[type[Exception], ...] = Exception,
+) -> None:
+    """Assert that the distributed function raises on all ranks before it sends anything."""
+    if layouts is None:
+        layouts = [random_layout(rng, grid, x.shape) for x in inputs]
+    distributed = [
+        dc.distribute_tensor(x, grid, layout) for x, layout in zip(inputs, layouts, strict=True)
+    ]
+    raised, carrier = None, grid.transport
+    with ExitStack() as stack:
+        sends = [
+            stack.enter_context(mock.patch.object(carrier, name, wraps=getattr(carrier, name)))
+            for name in ("exchange", "all_reduce", "all_gather", "broadcast")
+        ]
+        try:
+            function(*distributed, *parameters)
+        except error as caught:
+            raised = caught
+    everywhere = MPI.COMM_WORLD.allgather((repr(raised)[:200], any(s.called for s in sends)))
+    assert all(text != "None" for text, _ in everywhere), f"raised on some ranks: {everywhere}"
+    assert not any(sent for _, sent in everywhere), f"raised after sending: {everywhere}"
+
+
+@contextmanager
+def noted(*what: Any) -> Iterator[None]:
+    """Name the case in whatever is raised within."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(" ".join(map(str, what)))
+        raise

@@ -1,0 +1,459 @@
+"""DistTensor: into and out of the distributed world, gradients, metadata, and refusals."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+import distconv as dc
+from tests.support.serial import (
+    TOLERANCE,
+    deviation,
+    noted,
+    raised_everywhere,
+    random_grid,
+    random_layout,
+    random_tensor,
+    refused,
+)
+
+RANKS = [1, 2, 3, 4]
+WORLD = MPI.COMM_WORLD
+
+
+def cases(seed: int, n: int = 12):
+    """Random grids, tensors and layouts, replicated ones among them."""
+    rng = random.Random(seed)
+    for i in range(n):
+        grid = random_grid(rng)
+        shape = [rng.randrange(4, 8) for _ in range(rng.randrange(1, 5))]
+        layout = dc.Layout() if i == 0 else random_layout(rng, grid, shape)
+        with noted(shape, layout, grid):
+            yield rng, grid, random_tensor(rng, shape), layout
+
+
+def close(actual: Tensor, expected: Tensor) -> bool:
+    return deviation(actual, expected) <= TOLERANCE
+
+
+# Into and out of the distributed world
+
+
+@pytest.mark.parallel(RANKS)
+def test_every_rank_keeps_its_box_and_gets_the_whole_back() -> None:
+    for rng, grid, x, layout in cases(0):
+        d = dc.distribute_tensor(x, grid, layout)
+        assert d.shape == x.shape and d.dtype == x.dtype and d.layout == layout
+        assert d.box == dc.local_box(x.shape, grid, layout)
+        assert torch.equal(d.to_local(), x[d.box.slices])
+        assert torch.equal(d.full_tensor(), x)
+        assert torch.equal(dc.DistTensor.from_local(d.to_local(), grid, layout).full_tensor(), x)
+        other = random_layout(rng, grid, x.shape)
+        moved = d.redistribute(other)
+        assert moved.layout == other
+        assert torch.equal(moved.to_local(), x[dc.local_box(x.shape, grid, other).slices])
+
+
+@pytest.mark.parallel(RANKS)
+def test_a_distributed_tensor_does_not_share_memory_with_what_it_was_made_of() -> None:
+    for _, grid, x, layout in cases(1, 5):
+        before = x.clone()
+        d = dc.distribute_tensor(x, grid, layout)
+        d.to_local().zero_()
+        assert torch.equal(x, before)
+        assert not d.full_tensor().any()
+
+
+@pytest.mark.parallel(RANKS)
+def test_a_redistributed_tensor_does_not_share_memory_with_its_source() -> None:
+    for rng, grid, x, layout in cases(2, 30):
+        d = dc.distribute_tensor(x, grid, layout)
+        other = random_layout(rng, grid, x.shape)
+        if other != layout:
+            d.redistribute(other).add_(1)
+            assert torch.equal(d.full_tensor(), x)
+
+
+@pytest.mark.parallel(RANKS)
+def test_without_a_layout_every_dimension_is_cut_over_the_axis_of_its_name() -> None:
+    grid = dc.ProcessGrid(height=-1)
+    x = torch.zeros(2, 3, 8, 5)
+    d = dc.distribute_tensor(x, grid)
+    cut = dc.Layout(height="height") if grid.size > 1 else dc.Layout()
+    assert d.layout == cut == dc.default_layout(grid, 4)
+    assert dc.DistTensor.from_local(d.to_local(), grid).layout == cut
+    assert dc.local_box(x.shape, grid) == d.box
+
+
+# Gradients
+
+
+@pytest.mark.parallel(RANKS)
+def test_a_loss_of_the_full_tensor_gives_the_serial_gradient_of_a_plain_tensor() -> None:
+    for rng, grid, x, layout in cases(3):
+        w = random_tensor(rng, x.shape)
+        x.requires_grad_()
+        (w * dc.distribute_tensor(x, grid, layout).full_tensor() ** 2).sum().backward()
+        assert close(x.grad, 2 * w * x.detach())
+
+
+@pytest.mark.parallel(RANKS)
+def test_a_loss_of_the_full_tensor_gives_the_serial_gradient_of_a_local_block() -> None:
+    for rng, grid, x, layout in cases(4):
+        w = random_tensor(rng, x.shape)
+        box = dc.local_box(x.shape, grid, layout)
+        local = x[box.slices].clone().requires_grad_()
+        (w * dc.DistTensor.from_local(local, grid, layout).full_tensor() ** 2).sum().backward()
+        assert close(local.grad, (2 * w * x)[box.slices])
+
+
+@pytest.mark.parallel(RANKS)
+def test_a_loss_of_the_full_tensor_gives_the_serial_gradient_of_a_distributed_leaf() -> None:
+    for rng, grid, x, layout in cases(5):
+        w = random_tensor(rng, x.shape)
+        d = dc.distribute_tensor(x, grid, layout).requires_grad_()
+        (w * d.full_tensor() ** 2).sum().backward()
+        assert d.grad.layout == layout
+        assert close(d.grad.to_local(), (2 * w * x)[d.box.slices])
+
+
+@pytest.mark.parallel(RANKS)
+def test_losses_of_the_local_blocks_give_the_serial_gradient_also_on_replicas() -> None:
+    for rng, grid, x, layout in cases(6):
+        w = random_tensor(rng, x.shape)
+        d = dc.distribute_tensor(x, grid, layout).requires_grad_()
+        (w[d.box.slices] * d.to_local() ** 2).sum().backward()
+        assert close(d.grad.full_tensor(), 2 * w * x)
+
+
+@pytest.mark.parallel(RANKS)
+def test_gradients_go_back_through_redistributions() -> None:
+    for rng, grid, x, layout in cases(7):
+        w = random_tensor(rng, x.shape)
+        d = dc.distribute_tensor(x, grid, layout).requires_grad_()
+        moved = d.redistribute(random_layout(rng, grid, x.shape)) ** 2
+        moved.redistribute(random_layout(rng, grid, x.shape)).backward(w)
+        assert close(d.grad.full_tensor(), 2 * w * x)
+
+
+@pytest.mark.parallel(RANKS)
+def test_second_derivatives_go_into_the_distributed_world_and_back() -> None:
+    for rng, grid, x, layout in cases(8):
+        v, w = random_tensor(rng, x.shape), random_tensor(rng, x.shape)
+        box = dc.local_box(x.shape, grid, layout)
+        x.requires_grad_()
+        loss = (w * (dc.distribute_tensor(x, grid, layout) ** 3).full_tensor()).sum()
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        (product,) = torch.autograd.grad((v * gradient).sum(), x)
+        assert close(product, 6 * v * w * x.detach())
+
+        local = x.detach()[box.slices].requires_grad_()
+        inside = dc.DistTensor.from_local(local, grid, layout) ** 3
+        loss = (w[box.slices] * inside.to_local()).sum()
+        (gradient,) = torch.autograd.grad(loss, local, create_graph=True)
+        (product,) = torch.autograd.grad((v[box.slices] * gradient).sum(), local)
+        assert close(product, (6 * v * w * x.detach())[box.slices])
+
+
+@pytest.mark.parallel(RANKS)
+def test_a_leaf_that_stops_and_starts_requiring_gradients_gets_them_once() -> None:
+    for _, grid, x, layout in cases(9, 4):
+        d = dc.distribute_tensor(x, grid, layout).requires_grad_()
+        assert d.requires_grad
+        d.requires_grad_(False)
+        assert not d.requires_grad
+        d.requires_grad = True
+        (d * d).sum().backward()
+        assert close(d.grad.full_tensor(), 2 * x)
+
+
+@pytest.mark.parallel(RANKS)
+def test_backward_takes_its_gradient_distributed_or_plain() -> None:
+    for rng, grid, x, layout in cases(10):
+        w = random_tensor(rng, x.shape)
+        for gradient in (w, dc.distribute_tensor(w, grid, random_layout(rng, grid, x.shape))):
+            d = dc.distribute_tensor(x, grid, layout).requires_grad_()
+            (d * d).backward(gradient)
+            assert close(d.grad.full_tensor(), 2 * w * x)
+
+
+@pytest.mark.parallel(RANKS)
+def test_backward_without_a_gradient_is_for_one_element_only() -> None:
+    for _, grid, x, layout in cases(11, 4):
+        d = dc.distribute_tensor(x, grid, layout).requires_grad_()
+        (d * d).sum().backward()
+        assert close(d.grad.full_tensor(), 2 * x)
+        assert "only for scalar outputs" in raised_everywhere(RuntimeError, (d * d).backward)
+        wrong = torch.ones(2, *x.shape)
+        message = raised_everywhere(RuntimeError, (d * d).backward, wrong)
+        assert f"has shape {tuple(wrong.shape)}, expected {tuple(x.shape)}" in message
+
+
+@pytest.mark.parallel([2, 4])
+def test_a_gradient_that_lives_on_another_grid_is_refused() -> None:
+    x = torch.arange(16.0).reshape(4, 4)
+    d = dc.distribute_tensor(x, dc.ProcessGrid(sample=-1)).requires_grad_()
+    turned = WORLD.Split(0, -WORLD.rank)
+    elsewhere = dc.distribute_tensor(x, dc.ProcessGrid(turned, sample=-1))
+    turned.Free()
+    assert "grid" in raised_everywhere(ValueError, (d * d).backward, elsewhere)
+    with pytest.raises(ValueError, match="same shape, layout and grid"):
+        d.grad = elsewhere
+
+
+@pytest.mark.parallel(RANKS)
+def test_a_graph_that_is_kept_can_be_gone_through_again() -> None:
+    for _, grid, x, layout in cases(12, 4):
+        d = dc.distribute_tensor(x, grid, layout).requires_grad_()
+        loss = (d * d).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        assert close(d.grad.full_tensor(), 4 * x)
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            loss.backward()
+
+
+@pytest.mark.parallel(RANKS)
+def test_backward_for_chosen_inputs_leaves_the_others_alone() -> None:
+    for _, grid, x, layout in cases(13, 4):
+        a = dc.distribute_tensor(x, grid, layout).requires_grad_()
+        b = dc.distribute_tensor(x, grid, layout).requires_grad_()
+        (a * b).sum().backward(inputs=[b])
+        assert a.grad is None
+        assert close(b.grad.full_tensor(), x)
+
+
+@pytest.mark.parallel(RANKS)
+def test_a_gradient_can_be_set_and_cleared() -> None:
+    for _, grid, x, layout in cases(14, 4):
+        d = dc.distribute_tensor(x, grid, layout).requires_grad_()
+        d.grad = dc.distribute_tensor(3 * x, grid, layout)
+        d.sum().backward()
+        assert close(d.grad.full_tensor(), 3 * x + 1)
+        d.grad = None
+        assert d.grad is None
+        with pytest.raises(ValueError, match="cannot be set to"):
+            d.grad = x
+        with pytest.raises(ValueError, match="cannot be set to"):
+            d.grad = dc.distribute_tensor(x[:2], grid, dc.Layout())
+
+
+@pytest.mark.parallel(RANKS)
+def test_a_detached_tensor_shares_memory_and_a_clone_does_not() -> None:
+    for _, grid, x, layout in cases(15, 4):
+        d = dc.distribute_tensor(x, grid, layout).requires_grad_()
+        detached, clone = d.detach(), d.clone()
+        assert detached.is_leaf and not detached.requires_grad and detached.layout == layout
+        assert clone.grad_fn is not None and clone.requires_grad and not clone.is_leaf
+        clone.sum().backward()
+        assert close(d.grad.full_tensor(), torch.ones_like(x))
+        detached.mul_(0)
+        assert not d.full_tensor().any()
+        assert torch.equal(clone.full_tensor(), x)
+
+
+# Errors, on every rank
+
+
+@pytest.mark.parallel([3, 4])
+def test_a_block_of_the_wrong_shape_is_named_with_what_it_should_be() -> None:
+    grid = dc.ProcessGrid(height=-1)
+    shape = (2, 3, 3 * grid.size + 1, 5)
+    local = torch.zeros(dc.local_box(shape, grid).shape)
+    if grid.rank == 1:
+        local = local[:, :, :-1]
+    message = raised_everywhere(ValueError, dc.DistTensor.from_local, local, grid)
+    assert "rank 1 holds (2, 3, 2, 5) and should hold (2, 3, 3, 5)" in message
+    assert "rank 0" not in message
+    assert f"do not make a tensor of shape {shape} in Layout(height='height')" in message
+    assert "distconv.local_box" in message
+
+
+@pytest.mark.parallel([3, 4])
+def test_a_replica_that_differs_in_shape_is_named() -> None:
+    grid = dc.ProcessGrid(height=-1)
+    local = torch.zeros(4 if grid.rank == 2 else 5)
+    message = raised_everywhere(ValueError, dc.DistTensor.from_local, local, grid, dc.Layout())
+    assert "rank 2 holds (4,) and should hold (5,)" in message
+
+
+@pytest.mark.parallel([3, 4])
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        (torch.zeros(5).double(), "differ in type: rank 1 has torch.float64, the others torch.flo"),
+        (torch.zeros(5).requires_grad_(), "differ in requires_grad: rank 1 has True, the others F"),
+        (torch.zeros(5, 1), "differ in their number of dimensions"),
+    ],
+)
+def test_blocks_of_different_kinds_are_refused_on_every_rank(block: Tensor, message: str) -> None:
+    grid = dc.ProcessGrid(width=-1)
+    x = block if grid.rank == 1 else torch.zeros(5)
+    for make in (dc.DistTensor.from_local, dc.distribute_tensor):
+        assert message in raised_everywhere(ValueError, make, x, grid, None)
+
+
+@pytest.mark.parallel([3, 4])
+def test_tensors_of_different_shapes_cannot_be_distributed() -> None:
+    grid = dc.ProcessGrid(width=-1)
+    x = torch.zeros(5 + (grid.rank == 1))
+    message = raised_everywhere(ValueError, dc.distribute_tensor, x, grid)
+    assert "rank 1 holds (6,) and should hold (5,)" in message
+
+
+@pytest.mark.parallel([2, 3, 4])
+def test_layouts_have_to_be_the_same_on_every_rank() -> None:
+    grid = dc.ProcessGrid(width=-1)
+    layout = dc.Layout(channel="width") if grid.rank == 1 else dc.Layout(width="width")
+    x = torch.zeros(12, 12, 12)
+    for make in (dc.DistTensor.from_local, dc.distribute_tensor):
+        assert "differ in layout" in raised_everywhere(ValueError, make, x, grid, layout)
+
+
+@pytest.mark.parallel([2, 3, 4])
+def test_a_batch_smaller_than_the_sample_axis_leaves_ranks_without_samples() -> None:
+    grid = dc.ProcessGrid(sample=-1)
+    x = torch.arange(2.0 * (grid.size - 1)).view(-1, 2)
+    d = dc.distribute_tensor(x, grid)
+    assert d.shard.shape == (int(grid.rank < grid.size - 1), 2)
+    again = dc.DistTensor.from_local(d.to_local(), grid)
+    assert again.shape == x.shape and torch.equal(again.full_tensor(), x)
+
+
+@pytest.mark.parallel([1, 2])
+def test_what_is_distributed_already_is_not_distributed_again() -> None:
+    grid = dc.ProcessGrid(width=-1)
+    d = dc.distribute_tensor(torch.zeros(4), grid)
+    message = raised_everywhere(TypeError, dc.distribute_tensor, d, grid)
+    assert "use x.redistribute(layout)" in message
+
+
+@pytest.mark.parallel([1, 2, 4])
+def test_a_layout_that_the_tensor_does_not_have_is_refused() -> None:
+    grid = dc.ProcessGrid(depth=-1)
+    x, layout = torch.zeros(4, 4, 4, 4), dc.Layout(depth="depth")
+    message = raised_everywhere(ValueError, dc.distribute_tensor, x, grid, layout)
+    assert "a tensor of 4 dimensions has (sample, channel, height, width)" in message
+    d = dc.distribute_tensor(x, grid)
+    assert message == raised_everywhere(ValueError, d.redistribute, layout)
+
+
+@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [
+        ("fft", torch.fft.fft),
+        ("svd", torch.linalg.svd),
+        ("data_ptr", lambda x: x.data_ptr()),
+        ("aten.add.Tensor", lambda x: torch.ops.aten.add.Tensor(x, x)),
+    ],
+)
+def test_what_has_no_rule_is_refused_on_every_rank_with_the_way_out(name: str, function) -> None:
+    grid = dc.ProcessGrid(height=-1)
+    x = torch.zeros(1, 2, 8, 4)
+    refused(function, [x], [], grid, random.Random(0), [None], dc.UnsupportedOperation)
+    message = raised_everywhere(dc.UnsupportedOperation, function, dc.distribute_tensor(x, grid))
+    assert name in message
+    assert repr(dc.default_layout(grid, 4)) in message and repr(grid) in message
+    assert "full_tensor()" in message
+
+
+# What it says of itself
+
+
+@pytest.mark.parallel(RANKS)
+def test_metadata_is_that_of_the_whole_tensor() -> None:
+    for _, grid, x, layout in cases(16, 6):
+        d = dc.distribute_tensor(x, grid, layout)
+        assert isinstance(d, torch.Tensor) and torch.is_tensor(d)
+        assert d.shape == d.size() == x.shape and d.size(-1) == x.size(-1)
+        assert d.ndim == d.dim() == d.ndimension() == x.dim()
+        assert d.numel() == d.nelement() == torch.numel(d) == x.numel()
+        assert len(d) == len(x)
+        assert (d.dtype, d.device, d.itemsize, d.nbytes) == (x.dtype, x.device, 8, x.nbytes)
+        assert d.is_floating_point() and not d.is_complex() and torch.is_signed(d)
+        assert d.is_leaf and d.grad_fn is None and d.grad is None and not d.requires_grad
+        d.requires_grad_()
+        assert d.is_leaf and not (2 * d).is_leaf and (2 * d).grad_fn is not None
+        assert d.replicas == sum(box == d.box for box in WORLD.allgather(d.box))
+        assert d in {d} and hash(d) != hash(d.clone())
+
+
+@pytest.mark.parallel([1, 2])
+def test_a_scalar_has_no_length() -> None:
+    d = dc.distribute_tensor(torch.tensor(1.0), dc.ProcessGrid(width=-1))
+    with pytest.raises(TypeError, match="len"):
+        len(d)
+
+
+@pytest.mark.parallel(RANKS)
+def test_repr_takes_one_rank_and_one_line() -> None:
+    grid = dc.ProcessGrid(height=-1)
+    d = dc.distribute_tensor(torch.zeros(1, 2, 9, 4), grid).requires_grad_()
+    scalar = d.sum()
+    if grid.rank == 0:
+        assert (
+            repr(d)
+            == str(d)
+            == (
+                f"DistTensor(shape=(1, 2, 9, 4), dtype=float32, layout={d.layout}, "
+                f"local={tuple(d.shard.shape)} on rank 0 of {grid})"
+            )
+        )
+        assert repr(scalar).startswith("DistTensor(0.0, shape=(), ") and "grad_fn=" in repr(scalar)
+        assert "\n" not in repr(d) + repr(scalar)
+
+
+@pytest.mark.parallel(RANKS)
+def test_a_replicated_value_is_handed_to_python() -> None:
+    grid = dc.ProcessGrid(height=-1)
+    x = torch.arange(12.0).reshape(1, 1, 12, 1)
+    total = dc.distribute_tensor(x, grid).sum()
+    assert total.item() == float(total) == 66.0 and int(total) == 66
+    assert bool(total) and not bool(total - 66)
+    assert f"{total:.2f}" == "66.00"
+    assert total.tolist() == 66.0 and total.numpy() == 66.0
+    one = dc.distribute_tensor(x[:, :, :1], grid, dc.Layout())
+    assert one.item() == 0.0 and not one
+
+
+@pytest.mark.parallel([2, 3, 4])
+@pytest.mark.parametrize("function", [Tensor.item, float, int, bool, Tensor.tolist, Tensor.numpy])
+def test_a_cut_value_is_not_handed_to_python(function) -> None:
+    grid = dc.ProcessGrid(height=-1)
+    d = dc.distribute_tensor(torch.zeros(1, 1, 1, 1), grid)
+    message = raised_everywhere(dc.UnsupportedOperation, function, d)
+    assert "no rank holds the whole tensor" in message and "x.full_tensor()" in message
+
+
+# What has been redistributed
+
+
+@pytest.mark.parallel(RANKS)
+def test_redistributions_are_counted_with_the_bytes_this_rank_has_received() -> None:
+    grid = dc.ProcessGrid(sample=-1)
+    x = torch.arange(12.0 * 12).reshape(12, 12)
+    d = dc.distribute_tensor(x, grid)
+    dc.redistributions(reset=True)
+    for _ in range(3):
+        d.redistribute(dc.Layout())
+    d.full_tensor()
+    d.redistribute(d.layout)
+    entries = dc.redistributions()
+    if grid.size == 1:
+        assert entries == []
+        return
+    missing = 4 * (x.numel() - d.to_local().numel())
+    layouts = d.layout, dc.Layout()
+    assert entries == [
+        dc.Redistribution("redistribute", *layouts, times=3, bytes=3 * missing),
+        dc.Redistribution("full_tensor", *layouts, times=1, bytes=missing),
+    ]
+    d.full_tensor()
+    assert entries[1].times == 1, "what has been read changes"
+    assert dc.redistributions(reset=True)[1].times == 2
+    assert dc.redistributions() == []

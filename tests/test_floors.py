@@ -1,0 +1,142 @@
+"""Imports point down, index arithmetic does without torch and MPI, private names stay at home."""
+
+from __future__ import annotations
+
+import ast
+import configparser
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.floors import (
+    SERIAL,
+    circles,
+    foreign_private_names,
+    imports_of_libraries,
+    read_sources,
+    unsupported_support,
+    upward_imports,
+)
+
+ROOT = Path(__file__).parents[1]
+
+SOURCES = read_sources(ROOT)
+
+WITHOUT_LIBRARIES = """
+import sys, types
+for name in {serial!r}:
+    sys.modules[name] = None
+package = types.ModuleType("distconv")
+package.__path__ = [{path!r}]
+sys.modules["distconv"] = package
+import importlib
+for name in {modules!r}:
+    importlib.import_module(name)
+"""
+
+
+def parsed(**modules: str) -> dict[str, ast.Module]:
+    """Return made-up modules; two underscores stand for a dot."""
+    return {f"distconv.{n.replace('__', '.')}": ast.parse(text) for n, text in modules.items()}
+
+
+def test_imports_point_down() -> None:
+    assert upward_imports(SOURCES) == []
+
+
+def test_support_of_operators_lies_beneath_all_families() -> None:
+    assert unsupported_support(SOURCES) == []
+
+
+def test_no_modules_import_each_other() -> None:
+    assert circles(SOURCES) == []
+
+
+def test_no_private_name_is_used_elsewhere() -> None:
+    assert foreign_private_names(SOURCES) == []
+
+
+def test_geometry_names_neither_torch_nor_mpi() -> None:
+    assert imports_of_libraries(SOURCES) == []
+
+
+def test_geometry_is_imported_where_torch_and_mpi_are_missing() -> None:
+    modules = sorted(name for name in SOURCES if name.startswith("distconv.geometry"))
+    assert modules
+    path = str(ROOT / "distconv")
+    program = WITHOUT_LIBRARIES.format(serial=SERIAL, path=path, modules=modules)
+    end = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert end.returncode == 0, end.stderr
+
+
+def test_every_folder_is_installed() -> None:
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    folders = {
+        ".".join(path.parent.relative_to(ROOT).parts)
+        for path in (ROOT / "distconv").rglob("__init__.py")
+    }
+    assert set(setup["options"]["packages"].split()) == folders | {"distconv.layers"}
+
+
+@pytest.mark.parametrize(
+    ("check", "modules"),
+    [
+        (upward_imports, {"grid__process_grid": "from distconv.tensor.base import Base"}),
+        (upward_imports, {"ops__loss": "def rule():\n    import distconv.model.buckets"}),
+        (upward_imports, {"ops__loss": "from distconv import model", "model": ""}),
+        (upward_imports, {"ops__loss": "from ..model import buckets", "model__buckets": ""}),
+        (upward_imports, {"model__buckets": "import distconv as dc"}),
+        (upward_imports, {"tools__explain": "from distconv import ProcessGrid"}),
+        (unsupported_support, {"ops__support__types": "from distconv.ops.pool import average"}),
+        (imports_of_libraries, {"geometry__plan": "def plan():\n    from torch import Tensor"}),
+        (imports_of_libraries, {"geometry__halo__slabs": "import mpi4py.MPI"}),
+        (
+            circles,
+            {
+                "ops__one": "from distconv.ops.two import f",
+                "ops__two": "from distconv.ops.three import f",
+                "ops__three": "def f():\n    from distconv.ops import one",
+            },
+        ),
+        (foreign_private_names, {"ops__loss": "from distconv.ops.norm import _sums"}),
+        (
+            foreign_private_names,
+            {"ops__loss": "from distconv.ops import norm\nnorm._sums()", "ops__norm": ""},
+        ),
+        (
+            foreign_private_names,
+            {
+                "grid__ranks": "class Grid:\n    def __init__(self):\n        self._ranks = 1",
+                "ops__loss": "def loss(grid):\n    return grid._ranks",
+            },
+        ),
+    ],
+)
+def test_what_is_forbidden_is_found(
+    check: Callable[..., list[Any]], modules: dict[str, str]
+) -> None:
+    assert check(parsed(**modules))
+
+
+@pytest.mark.parametrize(
+    ("check", "modules"),
+    [
+        (upward_imports, {"ops__loss": "from distconv.tensor.base import Base\nimport torch"}),
+        (upward_imports, {"__main__": "from distconv.tools.command_line import main"}),
+        (imports_of_libraries, {"grid__devices": "import torch"}),
+        (circles, {"ops__one": "from distconv.ops.two import f", "ops__two": ""}),
+        (
+            foreign_private_names,
+            {"grid__a": "class A:\n    _b: int\ndef f(a, x):\n    return a._b, x._version"},
+        ),
+    ],
+)
+def test_what_is_allowed_is_not_found(
+    check: Callable[..., list[Any]], modules: dict[str, str]
+) -> None:
+    assert check(parsed(**modules)) == []

@@ -1,0 +1,166 @@
+"""`python -m distconv`: explain and verify, as launched by a user."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import distconv
+from distconv.tools.command_line import main
+from tests.support.jobs import LIMIT, end_of, mpiexec, own_environment
+
+MESH = "examples.mesh_tangling.network:mesh_tangling_1k"
+
+
+def command(*arguments: str, ranks: int = 0) -> subprocess.CompletedProcess[str]:
+    """The end of the command on this number of ranks; without a launcher for none."""
+    launcher = [mpiexec(), "-n", str(ranks)] if ranks else []
+    return subprocess.run(
+        [*launcher, sys.executable, "-m", "distconv", *arguments],
+        capture_output=True,
+        text=True,
+        env=own_environment(),
+        cwd=Path(__file__).parents[2],
+        timeout=60,
+    )
+
+
+def test_explain_prints_the_plan_of_a_grid_that_is_not_there() -> None:
+    shape = ("--shape", "64,18,1024,1024")
+    end = command("explain", MESH, *shape, "--grid", "height=64,width=64", "--rank", "65")
+    assert (end.returncode, end.stderr) == (0, "")
+    assert "MeshTanglingNet on rank 65 of ProcessGrid(height=64, width=64)" in end.stdout
+    assert "height 2+1 width 2+1" in end.stdout and "kept for backward" in end.stdout
+
+
+def test_verify_ends_with_status_0_when_all_agrees_and_1_when_not() -> None:
+    case = ("torch.nn:Tanh", "--shape", "2,3,9,7", "--grid", "height=2", "--float64")
+    end = command("verify", *case, ranks=2)
+    assert end.returncode == 0 and end.stdout.count("all agree") == 1, end.stderr
+    shapes = ("--shape", "2,3,90,70") * 2
+    exact = ("--grid", "height=2", "--tolerance", "0")
+    end = command("verify", "torch.nn:MSELoss", *shapes, *exact, ranks=2)
+    assert end.returncode == 1 and end.stdout.count("first deviation: ") == 1, end.stderr
+
+
+FILE = """
+import torch
+from parts import Part
+
+class Net(torch.nn.Sequential):
+    def __init__(self):
+        super().__init__(torch.nn.Conv2d(1, 2, 3, padding=1), Part())
+"""
+SLOW = """
+import pathlib, sys, time
+import torch
+
+class Part(torch.nn.Module):
+    "Waits on one rank, while others wait for it in MPI."
+    def forward(self, x):
+        y = torch.nn.functional.avg_pool2d(x, 3, 1, 1).clone()
+        if hasattr(x, "grid"):
+            if x.grid.rank == 1:
+                time.sleep(1)
+                pathlib.Path("ready").touch()
+                time.sleep(600)
+            y.sum().item()
+        return y
+"""
+
+
+def module_in(folder: Path, part: str) -> str:
+    """Write a module and its neighbour into a folder, and return what the command line calls it."""
+    (folder / "net.py").write_text(FILE)
+    (folder / "parts.py").write_text(part)
+    return f"{folder / 'net.py'}:Net"
+
+
+def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out == f"distconv {distconv.__version__}\n"
+    assert importlib.metadata.version("distconv") == distconv.__version__
+
+
+def test_a_module_is_found_by_its_file_and_finds_its_neighbours(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    net = module_in(tmp_path, "from torch.nn import Tanh as Part")
+    case = [net, "--shape", "1,1,8,8", "--grid", "height=2"]
+    assert main(["explain", *case]) == 0
+    assert "Tanh" in capsys.readouterr().out
+    assert main(["explain", *case, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert [layer["kind"] for layer in plan["layers"]] == ["Conv2d", "Tanh"]
+    assert plan["layers"][0]["halos"][0]["widths"] == {"height": [1, 0]}
+    case[-1] = "height=1"
+    assert main(["verify", *case, "--json"]) == 0
+    verification = json.loads(capsys.readouterr().out)
+    assert verification["ok"] and verification["rows"][-1]["layer"] == "input"
+
+
+def test_an_interrupted_command_shows_what_it_has_got(tmp_path: Path) -> None:
+    net = module_in(tmp_path, SLOW)
+    process = subprocess.Popen(
+        [mpiexec(), "-n", "2", sys.executable, "-m", "distconv", "verify", net]
+        + ["--shape", "1,1,8,8", "--grid", "height=2"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=own_environment(PYTHONPATH=str(Path(__file__).parents[2])),
+        cwd=tmp_path,
+        start_new_session=True,
+    )
+    limit = time.monotonic() + LIMIT
+    while not (tmp_path / "ready").exists():
+        assert process.poll() is None and time.monotonic() < limit, end_of(process, 1)
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    end = end_of(process)
+    assert end.returncode != 0
+    assert "interrupted after 1 comparisons, which are not judged" in end.stdout, end.stderr
+
+
+def test_layers_are_given_layouts_of_their_own() -> None:
+    case = (MESH, "--shape", "1,18,64,64", "--grid", "height=2")
+    layers = ("--layouts", "blocks.0.*:height", "--layouts", "blocks.[1-9]*:channel=height")
+    end = command("explain", *case, *layers)
+    assert (end.returncode, end.stderr) == (0, "")
+    assert "layouts, blocks.1" in end.stdout and "height -> channel='height'" in end.stdout
+    end = command("verify", *case, *layers, "--float64", "--no-backward", ranks=2)
+    assert end.returncode == 0 and end.stdout.count("all agree") == 1, end.stderr
+    end = command("verify", *case, "--layouts", "trunk:sample", ranks=2)
+    assert end.returncode == 2 and end.stderr.count("no module's name matches 'trunk'") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["verify", "torch.nn:Tanh", "--grid", "height=2"], "start it with mpiexec -n 2"),
+        (["verify", "torch.nn:Tanh", "--grid", "heigth=2"], "'heigth=2' is not an axis"),
+        (["explain", "torch.nn:Tanh", "--grid", "height=-1"], "give every axis its number"),
+        (["explain", "./none.py:A", "--grid", "height=2"], "there is no file 'none.py'"),
+        (["explain", "torch.nn", "--grid", "height=2"], "write package.module:factory"),
+        (["explain", "torch.nn.absent:A", "--grid", "height=2"], "no module 'torch.nn.absent'"),
+        (["explain", "torch.nn:Tan", "--grid", "height=2"], "no function or class 'Tan'"),
+        (["explain", "torch:tensor", "--grid", "height=2"], "torch:tensor raised TypeError"),
+        (["explain", "builtins:dict", "--grid", "height=2"], "makes a dict, not a torch.nn.Module"),
+        (["explain", "torch.nn:Tanh", "--grid", "height=2", "--rank", "2"], "not on a grid of 2"),
+        (["explain", "torch.nn:Tanh", "--grid", "width=2", "--layout", "up"], "Write DIMENSION="),
+        (["explain", "torch.nn:Tanh", "--grid", "width=2", "--layouts", "a"], "write PATTERN:"),
+    ],
+)
+def test_bad_arguments_are_named_with_the_way_out(arguments, message, capsys) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([*arguments, "--shape", "1,2,8,8"])
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err

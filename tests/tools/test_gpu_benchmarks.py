@@ -1,0 +1,353 @@
+"""The benchmarks for GPUs run, on the CPU and on tiny cases; nothing here looks at times."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from mpi4py import MPI
+from torch import Tensor, nn
+from torch.profiler import record_function
+
+import benchmarks.gpu.__main__ as command
+import distconv as dc
+from benchmarks.gpu import cases, clock, packing
+from benchmarks.gpu.alone import alone, on_grid
+from benchmarks.gpu.cases import Case, cut, features, module, plain, trained
+from benchmarks.gpu.links import Link, Machine
+from benchmarks.gpu.messages import messages
+from benchmarks.gpu.needs import missing
+from benchmarks.gpu.page import Page, Part
+from benchmarks.gpu.shards import PLANE, VOLUME, Shard, network_alone, predict, shards
+from benchmarks.gpu.shards import packing as packing_of
+from benchmarks.gpu.waits import calls_of, waits, waits_in
+from distconv.ops.support.method import METHODS
+from distconv.planning.dry_run import Rehearsal, Traffic
+from distconv.tools.bench import Row
+from distconv.tools.bench.layer import step_of
+from distconv.tools.bench.memory import Peak
+from distconv.tools.bench.networks import MAXIMUM, UNet3d, cosmoflow
+from examples.mesh_tangling.network import mesh_tangling_1k
+
+CPU = torch.device("cpu")
+SQUARES = trained(F.mse_loss)
+
+
+class Launching(nn.Conv2d):
+    """A layer that a profiler takes for one that launches a kernel."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        with record_function("cudaLaunchKernel"):
+            return super().forward(input)
+
+
+LAYER = Case("layer", (1, 4, 16, 16), lambda: Launching(4, 4, 3, padding=1), step_of)
+PUBLISHED = LAYER._replace(published="much")
+VOLUMES = Case("volumes", (1, 2, 8, 8, 8), lambda: nn.Conv3d(2, 2, 3, padding=1), step_of)
+MESH = Case(
+    *("mesh", (1, 18, 64, 64), partial(mesh_tangling_1k, 1 / 32, 64), SQUARES, torch.rand, 1.02),
+)
+COSMOFLOW = Case(
+    "CosmoFlow", (1, 4, 16, 16, 16), partial(cosmoflow, (16,) * 3, 4, MAXIMUM), SQUARES
+)
+FEATURES = Case(
+    *("features", (1, 4, 64, 64, 64), lambda: features(cosmoflow((64,) * 3, 8)), SQUARES)
+)
+UNET = cases.UNET._replace(shape=(1, 1, 32, 32, 32), make=lambda: UNet3d(16))
+HALF = MESH._replace(name="half", step=trained(F.mse_loss, torch.bfloat16))
+
+
+@pytest.fixture(autouse=True)
+def few_rounds(monkeypatch) -> None:
+    """Two measurements of one call each."""
+    monkeypatch.setattr(clock, "ROUNDS", (2, 2))
+    monkeypatch.setattr(clock, "SHORTEST", 1e-9)
+    monkeypatch.setattr("distconv.tools.bench.alternation.ROUNDS", (2, 2))
+    monkeypatch.setattr("distconv.tools.bench.alternation.SHORTEST", 0.0)
+    monkeypatch.setattr("distconv.tools.bench.alternation.ceil", lambda x: 1)
+
+
+@pytest.fixture
+def grid() -> dc.ProcessGrid:
+    return dc.ProcessGrid(MPI.COMM_SELF, device="cpu")
+
+
+@pytest.mark.parametrize("case", [LAYER, MESH, HALF, COSMOFLOW, UNET], ids=lambda case: case.name)
+def test_one_rank_is_told_over_plain_torch_in_time_and_memory(case: Case, grid) -> None:
+    rows = list(alone(case, grid, 0.0))
+    assert [row.measure for row in rows] == [
+        *("over plain torch", "host, over plain torch", "peak memory")
+    ]
+    assert rows[0].target == case.target and rows[0].rounds == 2
+    assert 0.9 < rows[2].value < 1.1 and rows[2].in_bytes
+
+
+@pytest.mark.parametrize(
+    ("case", "loss"), [(MESH, F.mse_loss), (COSMOFLOW, F.mse_loss), (UNET, F.cross_entropy)]
+)
+def test_both_sides_compute_the_same(case: Case, loss, grid) -> None:
+    losses: list[Tensor] = []
+
+    def heard(made: Tensor, y: Tensor) -> Tensor:
+        losses.append(loss(made, y))
+        return losses[-1]
+
+    case = case._replace(step=trained(heard))
+    for step in (on_grid(case, grid), plain(case, grid, CPU)):
+        step()
+    assert abs(losses[0].item() - losses[1].item()) < 1e-5 * losses[1].item()
+
+
+@pytest.mark.parametrize(
+    ("case", "cuts"),
+    [
+        *((case, PLANE) for case in (cases.MESH_1K, cases.MESH_2K, *cases.LAYERS[:2])),
+        *((cases.UNET, VOLUME), (cases.COSMOFLOW_512, VOLUME[3:4])),
+    ],
+    ids=lambda x: getattr(x, "name", ""),
+)
+def test_plain_torch_makes_of_a_block_what_its_rank_makes(case: Case, cuts) -> None:
+    meta = torch.device("meta")
+    for extents in cuts:
+        x, _ = cut(case, Rehearsal(extents), meta)
+        network = module(case, meta)
+        made = network(x)
+        assert network(x.shard).shape == made.shard.shape
+        assert made.shape == network(torch.empty(case.shape, device=meta)).shape
+
+
+@pytest.mark.parametrize(
+    ("case", "cuts"),
+    [(PUBLISHED, PLANE), (MESH, PLANE[1:3]), (UNET, VOLUME[3:]), (FEATURES, VOLUME[3:4])],
+)
+def test_shards_are_told_with_what_follows_from_them(case: Case, cuts) -> None:
+    found = list(shards(case, cuts, CPU, 0.0))
+    rows = [row for row in found if isinstance(row, Row)]
+    texts = [text for text in found if isinstance(text, str)]
+    measures = Counter(row.measure for row in rows)
+    assert {measures[f"{way}, over no halos"] for way in METHODS} == {len(cuts)}
+    several = [extents for extents in cuts if max(extents.values()) > 1]
+    assert measures["packing of the forward pass, over the step"] == len(several)
+    compared = len(several) if len(several) < len(cuts) else 0
+    assert measures["peak memory over the share"] == compared
+    for text in texts:
+        assert len(text.splitlines()) == 2 + len(cuts) + bool(case.published)
+
+
+def test_what_a_shard_sends_is_what_explain_tells() -> None:
+    grid = Rehearsal({"height": 2, "width": 2})
+    x, y = cut(MESH, grid, CPU)
+    network = network_alone(MESH, CPU)
+    plan = dc.explain(network, MESH.shape, grid.shape, rank=grid.rank, show=False)
+    with grid.listening() as traffic, dc.method("overlapped"), torch.no_grad():
+        network(x)
+    halos = [sum(n for _, n in t.messages) for t in traffic if not t.collective]
+    assert sum(halos) == sum(layer.halo_bytes for layer in plan.layers) > 0
+    assert {peer for t in traffic for peer, _ in t.messages} == {0, 1, 2}
+    with grid.listening() as both, dc.method("overlapped"):
+        MESH.step(network, x, y)()
+    back = sum(n for t in both if not t.collective for _, n in t.messages) - sum(halos)
+    assert back == sum(halos[1:]), "the input has no gradient"
+
+
+def test_packing_is_of_all_that_leaves_in_the_forward_pass(monkeypatch) -> None:
+    grid = Rehearsal({"height": 4, "width": 4})
+    step = LAYER.step(network_alone(LAYER, CPU), *cut(LAYER, grid, CPU))
+    packs = packing_of(step, grid, CPU)
+    sent: list[int] = []
+    empty = grid.transport.empty
+    monkeypatch.setattr(
+        grid.transport, "empty", lambda s, like: sent.append(like.numel()) or empty(s, like)
+    )
+    packs()
+    assert len(sent) == 8
+
+
+def test_times_follow_from_latency_and_bandwidth() -> None:
+    inside, outside = Link(1.0, 100.0), Link(3.0, 10.0)
+    machine = Machine("two", 2, inside, outside)
+    assert machine.seconds(0, Traffic(False, ((1, 100), (2, 10)))) == (1 + 1) + (3 + 1)
+    assert machine.seconds(0, Traffic(True, ())) == 0
+    assert machine.seconds(0, Traffic(True, ((1, 100),))) == 1 + 1
+    # On four ranks over the slowest link: recursive doubling for few bytes, else halves.
+    four = [Traffic(True, tuple((peer, n) for peer in (1, 2, 3))) for n in (10, 10000)]
+    assert machine.seconds(0, four[0]) == 2 * (3 + 1)
+    assert machine.seconds(0, four[1]) == 2 * 2 * 3 + 2 * 3 / 4 * 1000
+
+    grid = Rehearsal({"height": 2}, rank=0)
+    traffic = [Traffic(False, ((1, 100),)), Traffic(True, ((1, 200),))]
+    step = predict(machine, Shard(grid, 5.0, traffic, 300))
+    assert step == (5.0, 3.0, 2.0, 4.0)
+    assert (step.hidden, step.exposed) == (8.0, 14.0)
+
+
+@pytest.mark.parametrize(
+    ("call", "lets_wait"),
+    [
+        *((name, True) for name in ("cudaStreamSynchronize", "cudaDeviceSynchronize")),
+        *((name, True) for name in ("cudaEventSynchronize", "cuCtxSynchronize", "cudaMemcpy")),
+        *((name, True) for name in ("cudaMemcpy2D", "cuMemcpyDtoH_v2", "cudaMalloc", "cudaFree")),
+        *((name, True) for name in ("cudaHostAlloc", "cudaFreeHost", "cuMemFree_v2")),
+        *((name, False) for name in ("cudaMemcpyAsync", "cuMemcpyDtoHAsync_v2", "cudaFreeAsync")),
+        *((name, False) for name in ("cudaLaunchKernel", "cudaStreamWaitEvent", "cudaMallocAsync")),
+        *((name, False) for name in ("cudaMemsetAsync", "cudaEventQuery", "cudaEventRecord")),
+    ],
+)
+def test_calls_that_let_the_host_wait_are_known_by_name(call: str, lets_wait: bool) -> None:
+    assert bool(waits_in(Counter([call]))) is lets_wait
+
+
+def test_calls_are_those_within_the_step() -> None:
+    x = torch.ones(4, requires_grad=True)
+
+    def step() -> None:
+        with record_function("cudaLaunchKernel"):
+            y = x * 2
+        y.register_hook(waiting)
+        y.sum().backward()
+
+    def waiting(grad: Tensor) -> None:
+        with record_function("cudaStreamSynchronize"):
+            pass
+
+    assert calls_of(step) == {"cudaLaunchKernel": 1, "cudaStreamSynchronize": 1}
+    assert waits("step", step) == "step: the host waits at 1 cudaStreamSynchronize; 2 CUDA calls"
+    with pytest.raises(RuntimeError, match="hears of no CUDA calls"):
+        waits("nothing", lambda: x * 2)
+
+
+@pytest.mark.parametrize("extents", [{"height": 4}, {"height": 4, "width": 4}])
+def test_ways_to_pack_are_compared(extents: dict[str, int]) -> None:
+    rows = list(packing.packings((1, 4, 32, 32), extents, CPU, 0.0))
+    assert rows[0].case.startswith("2 boxes" if len(extents) == 1 else "8 boxes")
+    assert rows[0].measure == "torch._foreach_copy_, over a copy for each box"
+
+
+ON_CPU = """
+struct Index { unsigned x, y; };
+static Index blockDim, blockIdx, threadIdx;
+#define __global__
+%s
+extern "C" void launch(unsigned columns, unsigned rows, unsigned threads,
+                       const void* block, void* message, const void* boxes)
+{
+    blockDim = {threads, 1};
+    for (blockIdx.y = 0; blockIdx.y < rows; blockIdx.y++)
+        for (blockIdx.x = 0; blockIdx.x < columns; blockIdx.x++)
+            for (threadIdx.x = 0; threadIdx.x < threads; threadIdx.x++)
+                pack((decltype(element) const*)block, (decltype(element)*)message,
+                     (const long long*)boxes);
+}
+"""
+
+
+class Compiled:
+    """Stands for `cupy.RawKernel`: a kernel whose threads run one by one, on the CPU."""
+
+    def __init__(self, code: str, name: str):
+        (word,) = (word for word in packing.WORDS.values() if f"const {word}*" in code)
+        with tempfile.TemporaryDirectory() as folder:
+            source, library = Path(folder) / "pack.cpp", Path(folder) / "pack.so"
+            source.write_text(f"static {word} element;" + ON_CPU % code)
+            subprocess.run(["g++", "-shared", "-fPIC", "-o", library, source], check=True)
+            self._launch = ctypes.CDLL(str(library)).launch
+
+    def __call__(self, grid: tuple[int, int], block: tuple[int], args: tuple[int, ...]) -> None:
+        self._launch(*grid, *block, *map(ctypes.c_void_p, args))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("threads", [1, 7, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_kernel_packs_what_copies_pack(dtype: torch.dtype, threads: int, monkeypatch) -> None:
+    streams = SimpleNamespace(ExternalStream=lambda address: nullcontext())
+    cupy = SimpleNamespace(RawKernel=Compiled, cuda=streams)
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+    monkeypatch.setattr(packing, "THREADS", threads)
+    whole = torch.arange(2 * 3 * 7 * 6 * 5).view(2, 3, 7, 6, 5).to(dtype)
+    for block in (whole, whole.contiguous(memory_format=torch.channels_last_3d), whole[1]):
+        places = [block[..., :2], block[..., 1:5, :], block[..., 4:, 2:3, 1:]]
+        expected = torch.cat([place.reshape(-1) for place in places])
+        message = torch.full_like(expected, -1)
+        packing.OneKernel(block, places, message)()
+        assert torch.equal(message, expected)
+
+
+def test_a_page_holds_what_is_known_and_what_has_failed(tmp_path: Path) -> None:
+    path = tmp_path / "results" / "page.md"
+    page, seen = Page(path, "# Head\n"), []
+    row = Row("b", "case", "here", "measure", "", 1.0, 1.0, 1.0, 1, 0.001)
+
+    def first() -> Iterator[Row | str]:
+        yield row
+        seen.append(path.read_text())
+        yield "a line"
+        raise RuntimeError("out of memory\nand much more")
+
+    late = time.perf_counter() + 3600
+    page.add("Works", [Part("first", first), Part("second", lambda: ["another"])], late)
+    page.add("Too late", [Part("third", lambda: [row])], time.perf_counter() - 1)
+    assert "1 ms" in seen[0] and "first: begun, and not finished" in seen[0]
+    text = path.read_text()
+    assert "begun" not in text and text.startswith("# Head\n\n## Works\n")
+    assert text.index("a line") < text.index("FAILED first: RuntimeError") < text.index("another")
+    assert page.failures == [
+        *("first: RuntimeError: out of memory", "third: TimeoutError: the time is up")
+    ]
+
+
+def test_what_is_missing_is_named_by_its_wheel(monkeypatch, tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("raise RuntimeError('no library')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("benchmarks.gpu.needs.shutil.which", lambda name: None)
+    wheels = {"torch": "torch", "not_there": "not-there", "broken": "broken-wheel"}
+    assert missing(wheels) == [
+        "mpiexec is not on the PATH: bring the wheel mpich",
+        "not_there (No module named 'not_there'): bring the wheel not-there",
+        "broken (no library): bring the wheel broken-wheel",
+    ]
+
+
+def test_all_of_one_rank_is_recorded(tmp_path: Path, grid, monkeypatch) -> None:
+    tiny = {"MESH_1K": LAYER, "MESH_2K": PUBLISHED, "UNET": VOLUMES, "COSMOFLOW_512": VOLUMES}
+    tiny |= {"NETWORKS": (MESH, HALF), "LAYERS": (LAYER, LAYER), "SECONDS": 0.0}
+    for name, value in tiny.items():
+        monkeypatch.setattr(command, name, value)
+    # Each profile takes its time.
+    monkeypatch.setattr(clock, "peak_on_cpu", lambda make: Peak(2**20, 2**20))
+    shapes = [((1, 4, *(16,) * (len(s) - 2)), extents) for s, extents in packing.CASES]
+    monkeypatch.setattr(packing, "CASES", shapes)
+    assert not command.record(tmp_path, CPU, command.on_one_rank(grid))
+    text = (tmp_path / "gpu-cpu.md").read_text()
+    assert text.count("\n## ") == 4 and "IEEE in convolutions" in text
+    assert "layer, plain torch: the host waits nowhere; 1 CUDA calls" in text
+    assert text.count("published: much") == 2
+
+
+@pytest.mark.parallel(2)
+def test_messages_are_recorded_of_each_transport_there_is(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(command, "SIZES", (1024, 4096))
+    monkeypatch.setattr(command, "MESH_1K", LAYER)
+    folder = MPI.COMM_WORLD.bcast(tmp_path)
+    assert not command.record(folder, CPU, command.on_two_ranks("cpu"))
+    MPI.COMM_WORLD.barrier()
+    text = (folder / "gpu-cpu.md").read_text()
+    assert "mpi, 1 KiB each way" in text and "a halo, packed, over a copy" in text
+    assert "layer, 2 ranks, mpi: the host waits nowhere" in text
+    assert "peer: not here. " in text and "nccl: not here. " in text
+    rows = list(messages(dc.ProcessGrid(height=2, device="cpu"), (1024,), 0.0))
+    assert MPI.COMM_WORLD.bcast(rows) == rows

@@ -1,0 +1,304 @@
+"""`verify` agrees with networks that are right, and names the layer that is wrong."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from mpi4py import MPI
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import distconv as dc
+import distconv.layers
+from distconv.tensor.dispatch import RULES
+from tests.support.published import NETWORKS
+from tests.support.serial import noted
+
+GRIDS = {
+    1: [{}],
+    2: [{"height": 2}, {"sample": 2}],
+    3: [{"width": 3}],
+    4: [{"height": 2, "width": 2}],
+}
+
+
+@pytest.fixture(autouse=True)
+def alike() -> None:
+    """The same random numbers on every rank."""
+    torch.manual_seed(0)
+
+
+CHOSEN = ["ResNet", "U-Net 2-D, instance norm", "V-Net", "DeepLab", "ConvNeXt"]
+
+
+def module_and_input(name: str) -> tuple[nn.Module, Tensor]:
+    make, sample = NETWORKS[name]
+    torch.manual_seed(0)
+    return make().double(), torch.randn(4, *sample, dtype=torch.float64)
+
+
+@pytest.mark.parallel(list(GRIDS))
+@pytest.mark.parametrize("name", CHOSEN)
+def test_published_networks_agree_in_every_row(name: str) -> None:
+    module, x = module_and_input(name)
+    for extents in GRIDS[MPI.COMM_WORLD.size]:
+        with noted(extents):
+            result = dc.verify(module, x, dc.ProcessGrid(**extents), show=False)
+            assert result.ok, result.first_deviation
+            assert {row.kind for row in result.rows} >= {"output", "gradient"}
+            gradients = {row.layer for row in result.rows if row.kind == "gradient"}
+            assert gradients == {"input", *(key for key, _ in module.named_parameters())}
+            buffers = {row.layer for row in result.rows if row.kind == "buffer"}
+            assert buffers == {key for key, _ in module.named_buffers()}
+
+
+@pytest.mark.parallel([2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rounding_of_shorter_types_is_no_deviation(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Conv2d(2, 6, 3), nn.GroupNorm(2, 6), nn.ReLU(), nn.Conv2d(6, 3, 3))
+    x = torch.randn(2, 2, 17, 12, dtype=dtype)
+    result = dc.verify(module.to(dtype), x, dc.ProcessGrid(height=-1), show=False)
+    assert result.ok, result.first_deviation
+    assert result.tolerance == (1e-4 if dtype == torch.float32 else 0.5)
+
+
+class LocalConv(nn.Conv2d):
+    """Forgets the halo."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not isinstance(x, dc.DistTensor):
+            return super().forward(x)
+        return dc.DistTensor.from_local(super().forward(x.to_local()), x.grid, x.layout)
+
+
+class HalfTheGradient(nn.Module):
+    """Computes right, and passes on a wrong gradient on a grid."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / 2 + x.detach() / 2 if isinstance(x, dc.DistTensor) else x * 1
+
+
+class ForgetsToCount(nn.BatchNorm2d):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if isinstance(x, dc.DistTensor):
+            self.running_mean *= 2
+        return y
+
+
+class OtherShape(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[..., :-1] if isinstance(x, dc.DistTensor) else x
+
+
+WRONG: dict[str, tuple[nn.Module, str, str]] = {
+    "local statistics": (distconv.layers.BatchNorm2d(4, statistics="local"), "1.0", "output"),
+    "no halo": (LocalConv(4, 4, 3, padding=1), "1.0", "output"),
+    "gradient": (HalfTheGradient(), "0.bias", "gradient"),
+    "running statistics": (ForgetsToCount(4), "1.0.running_mean", "buffer"),
+    "shape": (OtherShape(), "1.0", "output"),
+}
+
+
+@pytest.mark.parallel([2, 3])
+@pytest.mark.parametrize("case", WRONG)
+def test_the_first_layer_that_is_wrong_is_named(case: str) -> None:
+    wrong, name, kind = WRONG[case]
+    torch.manual_seed(0)
+    module = nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1), nn.Sequential(wrong, nn.ReLU(True)), nn.Conv2d(4, 2, 1)
+    ).double()
+    x = torch.randn(2, 2, 12, 9, dtype=torch.float64)
+    result = dc.verify(module, x, dc.ProcessGrid(height=-1), show=False)
+    first = result.first_deviation
+    assert first is not None and not result.ok
+    assert (first.layer, first.kind) == (name, kind)
+    assert f"first deviation: {name} ({kind})" in str(result)
+
+
+@pytest.mark.parallel([2])
+def test_a_network_that_amplifies_rounding_is_not_mistaken_for_a_wrong_one() -> None:
+    def network(statistics: str) -> nn.Module:
+        torch.manual_seed(0)
+        blocks = [
+            nn.Sequential(
+                nn.Conv2d(8, 8, 3, padding=1, bias=False),
+                nn.ReLU(),
+                distconv.layers.BatchNorm2d(8, statistics=statistics),
+            )
+            for _ in range(14)
+        ]
+        return nn.Sequential(*blocks)
+
+    x = torch.randn(1, 8, 2, 2)
+    result = dc.verify(network("global"), x, {"height": 2}, show=False)
+    assert result.ok and max(row.difference for row in result.rows) > result.tolerance
+    assert "rounding does to the serial program itself" in str(result)
+    wrong = dc.verify(network("local"), x, {"height": 2}, show=False)
+    assert wrong.first_deviation is not None and wrong.first_deviation.layer == "0.2"
+
+
+@pytest.mark.parallel([2])
+def test_a_rule_that_is_wrong_is_found(monkeypatch) -> None:
+    rule = RULES[F.avg_pool2d]
+    monkeypatch.setitem(RULES, F.avg_pool2d, lambda x, *rest: rule(x, *rest) * (1 + 1e-6))
+    module = nn.Sequential(nn.Tanh(), nn.AvgPool2d(3, 1, 1), nn.Tanh()).double()
+    x = torch.randn(1, 2, 9, 7, dtype=torch.float64)
+    result = dc.verify(module, x, {"height": 2}, show=False)
+    assert [row.layer for row in result.rows if not row.ok][0] == "1"
+    assert dc.verify(module, x, {"height": 2}, tolerance=1e-5, show=False).ok
+
+
+@pytest.mark.parallel([2])
+def test_a_layer_that_is_refused_is_named_with_the_reason(capsys) -> None:
+    class Refused(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.linalg.svdvals(x)
+
+    module = nn.Sequential(nn.ReLU(), nn.Sequential(Refused()), nn.ReLU())
+    result = dc.verify(module, torch.randn(2, 1, 6, 6), {"height": 2})
+    first = result.first_deviation
+    assert first is not None and (first.layer, first.kind) == ("1.0", "refused")
+    assert "svdvals" in first.note
+    printed = capsys.readouterr().out
+    assert printed == (f"{result}\n" if MPI.COMM_WORLD.rank == 0 else "")
+    assert "1.0 is refused" in str(result)
+
+
+class Branches(nn.Module):
+    """A layer called twice, shared parameters, two inputs, a dictionary, writing in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.twin = nn.Conv2d(2, 2, 3, padding=1), nn.Conv2d(2, 2, 3, padding=1)
+        self.twin.weight = self.conv.weight
+        self.relu, self.unused = nn.ReLU(True), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor, index: Tensor) -> dict[str, Any]:
+        self.relu(x)
+        a = self.relu(self.conv(self.conv(x))) + self.twin(x)
+        a += index
+        return {"a": a, "peak": (a.amax((2, 3)), a.flatten(2).argmax(2)), "n": 3}
+
+
+@pytest.mark.parallel([1, 2, 3])
+def test_calls_inputs_and_results_of_any_structure_are_compared() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(3, 2, 9, 8, dtype=torch.float64)
+    index = torch.arange(8).expand(3, 2, 9, 8)
+    result = dc.verify(Branches().double(), (x, index), {"height": MPI.COMM_WORLD.size}, show=False)
+    assert result.ok, result.first_deviation
+    assert [row.layer for row in result.rows] == [
+        *("relu", "conv", "conv (call 2)", "relu (call 2)", "twin"),
+        *("Branches", "Branches[1]", "Branches[2]"),
+        *("twin.bias", "conv.bias", "conv.weight", "input"),
+    ]
+
+
+class Checkpointed(nn.Sequential):
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+@pytest.mark.parallel([1, 2])
+def test_layers_that_the_backward_pass_calls_again_are_compared_once() -> None:
+    module = Checkpointed(nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Conv2d(3, 2, 3))
+    x = torch.randn(1, 2, 12, 9)
+    result = dc.verify(module, x, {"height": MPI.COMM_WORLD.size}, show=False)
+    assert result.ok, result.first_deviation
+    outputs = [row.layer for row in result.rows if row.kind == "output"]
+    assert outputs == ["0", "1", "2", "Checkpointed"]
+
+
+@pytest.mark.parallel([2])
+def test_random_layers_are_put_aside_or_pointed_out() -> None:
+    class Drops(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.dropout(x, 0.5, self.training)
+
+    x = torch.randn(2, 2, 8, 8)
+    result = dc.verify(nn.Sequential(nn.Conv2d(2, 2, 3), nn.Dropout2d()), x, {"height": 2})
+    assert result.ok and "1 ran in eval mode" in str(result)
+    result = dc.verify(nn.Sequential(nn.Tanh(), Drops(), nn.Tanh()), x, {"height": 2})
+    assert "1 draws random numbers" in str(result)
+
+
+@pytest.mark.parallel([2])
+def test_module_gradients_and_random_state_stay_as_they_are() -> None:
+    torch.manual_seed(MPI.COMM_WORLD.rank)
+    module = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.Dropout())
+    x = torch.randn(2, 2, 8, 8, generator=torch.Generator().manual_seed(0))
+    module(x).sum().backward()
+    before = copy.deepcopy(module.state_dict())
+    gradient = module[0].weight.grad.clone()
+    state, moved = torch.get_rng_state(), dc.redistributions()
+    assert dc.verify(module, x, {"height": 2}, show=False).ok  # with rank 0's parameters
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(t, before[name]) for name, t in module.state_dict().items())
+    assert torch.equal(module[0].weight.grad, gradient) and module[2].training
+    assert not module[0]._forward_hooks and dc.redistributions() == moved
+    model = dc.parallelize(module, dc.ProcessGrid(height=2))
+    assert dc.verify(model, x, {"height": 2}, backward=False, show=False).ok
+
+
+@pytest.mark.parallel([2])
+def test_bad_arguments_raise_on_every_rank() -> None:
+    conv, x, grid = nn.Conv2d(2, 3, 3), torch.zeros(1, 2, 8, 8), dc.ProcessGrid(height=2)
+    rank = MPI.COMM_WORLD.rank
+    odd = nn.ReLU() if rank else print
+    cases: list[tuple[Any, Any, Any, dict[str, Any], str]] = [
+        (odd, x, grid, {}, r"is not a torch.nn.Module \(rank 0\)"),
+        (conv, dc.distribute_tensor(x, grid), grid, {}, "pass the whole plain tensor"),
+        (conv, [1.0], grid, {}, "the input is a float"),
+        (conv, x + rank, grid, {}, "the input of rank 1 is not that of rank 0"),
+        (conv, x, grid, {"seed": rank}, "pass the same on every rank"),
+        (conv, x, {"height": 3}, {}, "does not divide 2 ranks"),
+        (conv, x, grid, {"layout": [None, None]}, "2 layouts for 1 inputs"),
+        (nn.LazyConv2d(2, 3), x, grid, {}, "without shape yet"),
+        (conv, x[:, :1], grid, {}, "expected input"),
+    ]
+    for module, input, where, options, message in cases:
+        with pytest.raises((TypeError, ValueError, RuntimeError), match=message):
+            dc.verify(module, input, where, show=False, **options)
+
+
+@pytest.mark.parallel([2])
+def test_an_error_on_the_grid_alone_names_the_layer() -> None:
+    class Unready(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if isinstance(x, dc.DistTensor):
+                raise KeyError("table")
+            return x
+
+    with pytest.raises(RuntimeError, match=r"1 \(Unready\) raised on the grid.*KeyError"):
+        dc.verify(nn.Sequential(nn.ReLU(), Unready()), torch.zeros(2, 2), {"sample": 2})
+
+
+@pytest.mark.parallel([2])
+def test_what_rounding_blurs_is_not_a_licence_for_anything() -> None:
+    class Sensitive(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = (x * 1e9).sin()
+            return y * 1.5 if isinstance(y, dc.DistTensor) else y
+
+    module = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), Sensitive())
+    generator = torch.Generator().manual_seed(0)
+    result = dc.verify(
+        module, torch.randn(2, 3, 8, 8, generator=generator), {"height": 2}, show=False
+    )
+    assert not result.ok
+
+
+@pytest.mark.parallel([2])
+def test_modules_that_differ_between_ranks_are_refused_on_all() -> None:
+    grid = dc.ProcessGrid(height=2)
+    x = torch.ones(2, 4, 8, 8)
+    with pytest.raises(ValueError, match="built otherwise"):
+        dc.verify(nn.BatchNorm2d(4).train(grid.rank == 0), x, grid)
+    with pytest.raises(ValueError, match="built otherwise"):
+        dc.verify(nn.Conv2d(4, 4, 3, stride=1 + grid.rank), x, grid)
