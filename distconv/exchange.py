@@ -4,8 +4,11 @@ See docs/extending.md. The gradient of a replicated value is the sum over its re
 is undone by accumulation, and a sum over ranks by the same sum.
 """
 
-from distconv.comm.collectives import broadcast, parts_of, sum_over
-from distconv.comm.replication import replicate, share
+from distconv.comm.collectives import all_gather_with_grad as parts_of
+from distconv.comm.collectives import all_reduce_with_grad as sum_over
+from distconv.comm.collectives import broadcast
+from distconv.comm.replication import replicate
+from distconv.comm.replication import unreplicate as share
 from distconv.comm.transfer import accumulate, gather
 
 __all__ = ["accumulate", "broadcast", "gather", "parts_of", "replicate", "share", "sum_over"]

@@ -17,7 +17,7 @@ from distconv import DistTensor, ProcessGrid
 from distconv.geometry.layout import default_cuts
 from distconv.tensor.dist_tensor import local_box
 from distconv.tools.bench import Row
-from distconv.tools.bench.alternation import Side, alternate
+from distconv.tools.bench.alternation import Contender, alternate
 from distconv.tools.bench.halo import exchange, plan_of
 from distconv.tools.bench.report import over
 from distconv.tools.table import size
@@ -59,8 +59,8 @@ def _rows(grid: ProcessGrid, nbytes: int, seconds: float) -> Iterator[Row]:
     bare, halo = _bare(grid, nbytes), _halo(grid, nbytes)
     source, target = (torch.zeros(nbytes, dtype=torch.uint8, device=grid.device) for _ in range(2))
     runs = bare, halo, partial(target.copy_, source)
-    sides = [Side(partial(_several, run, grid.device)) for run in runs[:2]]
-    sides.append(Side(partial(_several, runs[2], grid.device), alone=True))
+    sides = [Contender(partial(_several, run, grid.device)) for run in runs[:2]]
+    sides.append(Contender(partial(_several, runs[2], grid.device), alone=True))
     *each, copy = ([t / CALLS for t in times] for times in alternate(grid.comm, sides, seconds))
     row = "messages", f"{grid.transport.name}, {size(nbytes)} each way", f"{grid.size} ranks"
     for what, times in zip(("a message", "a halo, packed"), each, strict=True):
@@ -82,7 +82,7 @@ def _bare(grid: ProcessGrid, nbytes: int) -> Callable[[], None]:
 
     def run() -> None:
         arriving = grid.transport.empty((like.numel(),), like)
-        tag = grid.transport.ticket()
+        tag = grid.transport.next_tag()
         grid.transport.exchange([(peer, arriving)], [(peer, leaving)], tag).wait()
 
     return run

@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks.gpu.clock import Run, alternate
 from distconv import DistTensor
 from distconv.geometry.layout import default_cuts
-from distconv.planning.dry_run import Rehearsal
+from distconv.planning.dry_run import DryRunGrid
 from distconv.tensor.dist_tensor import local_box
 from distconv.tools.bench import Row
 from distconv.tools.bench.halo import plan_of
@@ -94,7 +94,7 @@ def packings(
     shape: tuple[int, ...], cut: dict[str, int], device: torch.device, seconds: float
 ) -> Iterator[Row]:
     """Two rows for each way to pack what a 3x3 convolution sends from a block."""
-    grid = Rehearsal(cut)
+    grid = DryRunGrid(cut)
     with device:
         shard = torch.randn(local_box(shape, grid).shape)
     routes = plan_of(DistTensor(shard, shape, default_cuts(len(shape), grid.topology), grid)).sends

@@ -20,11 +20,11 @@ from benchmarks.gpu.cases import Case, Step, cut, module, plain
 from benchmarks.gpu.clock import Run, alternate, peak_of
 from benchmarks.gpu.links import MACHINES, Machine
 from distconv import method
-from distconv.comm.ledger import Movement, traced, uncounted
-from distconv.comm.packing import packed
+from distconv.comm.ledger import Movement, trace_movements, without_counting
+from distconv.comm.packing import pack_messages
 from distconv.geometry.plan import Route
 from distconv.ops.support.method import METHODS
-from distconv.planning.dry_run import Rehearsal, Traffic
+from distconv.planning.dry_run import DryRunGrid, Traffic
 from distconv.tensor.dist_tensor import local_box
 from distconv.tensor.ownership import own
 from distconv.tools.bench import Row
@@ -46,7 +46,7 @@ VOLUME: tuple[Cut, ...] = tuple(
 class Shard(NamedTuple):
     """What is known of the slowest rank of a cut."""
 
-    grid: Rehearsal
+    grid: DryRunGrid
     seconds: float
     """Of a step in which no message takes time."""
     traffic: Sequence[Traffic]
@@ -65,7 +65,7 @@ def shards(
     known: list[Shard] = []
     serial = 0
     for extents in cuts:
-        grid = Rehearsal(extents)
+        grid = DryRunGrid(extents)
         row = "shards", case.name, f"{_axes(grid)}, {by(local_box(case.shape, grid).shape)}"
         rows, shard = _timed(row, case, grid, device, seconds)
         yield from rows
@@ -82,11 +82,11 @@ def shards(
         yield predictions(case, machine, known)
 
 
-def _axes(grid: Rehearsal) -> str:
+def _axes(grid: DryRunGrid) -> str:
     return ", ".join(f"{axis}={n}" for axis, n in grid.shape.items() if n > 1) or "whole"
 
 
-def _overlapped(case: Case, grid: Rehearsal, device: torch.device) -> Step:
+def _overlapped(case: Case, grid: DryRunGrid, device: torch.device) -> Step:
     step = case.step(network_alone(case, device), *cut(case, grid, device))
     return partial(_forced, "overlapped", step)
 
@@ -99,7 +99,7 @@ def network_alone(case: Case, device: torch.device) -> nn.Module:
 
 
 def _timed(
-    row: tuple[str, str, str], case: Case, grid: Rehearsal, device: torch.device, seconds: float
+    row: tuple[str, str, str], case: Case, grid: DryRunGrid, device: torch.device, seconds: float
 ) -> tuple[list[Row], Shard]:
     network = network_alone(case, device)
     step = case.step(network, *cut(case, grid, device))
@@ -126,9 +126,9 @@ def _forced(name: str, step: Step) -> None:
         step()
 
 
-def packing(step: Step, grid: Rehearsal, device: torch.device) -> Run:
+def packing(step: Step, grid: DryRunGrid, device: torch.device) -> Run:
     """Packs whatever leaves the rank in the forward pass of a step, and nothing else."""
-    with traced() as movements, uncounted():
+    with trace_movements() as movements, without_counting():
         _forced("overlapped", step)
     leaving = [_leaving(movement) for movement in movements]
     memory = torch.zeros(max((prod(shape) for shape, _ in leaving), default=0), device=device)
@@ -136,7 +136,7 @@ def packing(step: Step, grid: Rehearsal, device: torch.device) -> Run:
 
     def run() -> None:
         for block, (_, routes) in zip(blocks, leaving, strict=True):
-            packed(block, routes, grid)
+            pack_messages(block, routes, grid)
 
     return run
 

@@ -9,25 +9,25 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from distconv.comm.packing import dense
+from distconv.comm.packing import resolved_contiguous
 from distconv.geometry.topology import AXES
 from distconv.grid.process_grid import ProcessGrid
 
 
-def sum_over(local: Tensor, grid: ProcessGrid, axes: Iterable[str]) -> Tensor:
+def all_reduce_with_grad(local: Tensor, grid: ProcessGrid, axes: Iterable[str]) -> Tensor:
     """The sum of `local` over the ranks along `axes`, on each of them; those ranks call it."""
-    return apply_among(_SumOver, local, grid, axes)
+    return apply_along_axes(_AllReduce, local, grid, axes)
 
 
-def parts_of(local: Tensor, grid: ProcessGrid, axes: Iterable[str]) -> Tensor:
+def all_gather_with_grad(local: Tensor, grid: ProcessGrid, axes: Iterable[str]) -> Tensor:
     """The `local` of all ranks along `axes`, stacked in rank order; those ranks call it."""
     axes = tuple(axes)
     if grid.topology.parts(axes) == 1:
         return local.unsqueeze(0)
-    return apply_among(_Parts, local, grid, axes)
+    return apply_along_axes(_AllGather, local, grid, axes)
 
 
-def apply_among(
+def apply_along_axes(
     function: type[Function], local: Tensor, grid: ProcessGrid, axes: Iterable[str]
 ) -> Tensor:
     """`function` of `local` over the ranks along `axes`; `local` itself where that is one rank."""
@@ -38,51 +38,51 @@ def apply_among(
     return result
 
 
-def reduced(local: Tensor, grid: ProcessGrid, axes: Iterable[str]) -> Tensor:
+def all_reduce(local: Tensor, grid: ProcessGrid, axes: Iterable[str]) -> Tensor:
     """A new tensor with the sum of `local` over the ranks along `axes`, outside autograd."""
-    total = dense(local.detach()).clone(memory_format=torch.contiguous_format)
-    add_up(total, grid, axes)
+    total = resolved_contiguous(local.detach()).clone(memory_format=torch.contiguous_format)
+    all_reduce_(total, grid, axes)
     return total
 
 
-def add_up(tensor: Tensor, grid: ProcessGrid, axes: Iterable[str]) -> None:
+def all_reduce_(tensor: Tensor, grid: ProcessGrid, axes: Iterable[str]) -> None:
     """Add up a contiguous tensor in place over the ranks along `axes`, outside autograd."""
     grid.transport.all_reduce(tensor, grid.communicator(axes)).wait()
 
 
-def stacked(local: Tensor, grid: ProcessGrid, axes: Iterable[str]) -> Tensor:
+def all_gather(local: Tensor, grid: ProcessGrid, axes: Iterable[str]) -> Tensor:
     """The `local` of all ranks along `axes`, stacked in rank order, outside autograd."""
-    return grid.transport.all_gather(dense(local.detach()), grid.communicator(axes))
+    return grid.transport.all_gather(resolved_contiguous(local.detach()), grid.communicator(axes))
 
 
 def broadcast(tensor: Tensor, grid: ProcessGrid) -> None:
     """Overwrite a tensor by that of rank 0; all ranks of the grid call it."""
     if not tensor.numel() or grid.size == 1:
         return
-    message = dense(tensor.detach())
+    message = resolved_contiguous(tensor.detach())
     grid.transport.broadcast(message, grid.communicator(AXES))
     if message.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(message)
 
 
-class _SumOver(Function):
+class _AllReduce(Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, grid: ProcessGrid, axes: tuple[str, ...]) -> Tensor:
         ctx.movement = grid, axes
-        return reduced(local, grid, axes)
+        return all_reduce(local, grid, axes)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _SumOver.apply(grads[0], *ctx.movement), None, None
+        return _AllReduce.apply(grads[0], *ctx.movement), None, None
 
 
-class _Parts(Function):
+class _AllGather(Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, grid: ProcessGrid, axes: tuple[str, ...]) -> Tensor:
         ctx.movement = grid, axes
-        return stacked(local, grid, axes)
+        return all_gather(local, grid, axes)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grid, axes = ctx.movement
-        return _SumOver.apply(grads[0], grid, axes)[grid.communicator(axes).rank], None, None
+        return _AllReduce.apply(grads[0], grid, axes)[grid.communicator(axes).rank], None, None

@@ -70,7 +70,7 @@ def record(movement: Movement) -> None:
 
 
 @contextmanager
-def uncounted() -> Iterator[None]:
+def without_counting() -> Iterator[None]:
     """Keep what is moved within, by tools and not by the program, out of `redistributions`."""
     token = _COUNTING.set(False)
     try:
@@ -80,7 +80,7 @@ def uncounted() -> Iterator[None]:
 
 
 @contextmanager
-def traced() -> Iterator[list[Movement]]:
+def trace_movements() -> Iterator[list[Movement]]:
     """The movements of forward passes within, in order, as the list that this yields."""
     movements: list[Movement] = []
     token = _TRACE.set(movements)

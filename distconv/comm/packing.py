@@ -12,14 +12,14 @@ from distconv.grid.process_grid import ProcessGrid
 from distconv.transport.interface import Message
 
 
-def dense(tensor: Tensor) -> Tensor:
+def resolved_contiguous(tensor: Tensor) -> Tensor:
     """A tensor whose memory holds just its elements, in order: itself, where that is so."""
-    if _is_plain(tensor):
+    if _is_resolved_contiguous(tensor):
         return tensor
     return torch.empty_like(tensor, memory_format=torch.contiguous_format).copy_(tensor)
 
 
-def empty(shape: tuple[int, ...], like: Tensor) -> Tensor:
+def empty_in_format(shape: tuple[int, ...], like: Tensor) -> Tensor:
     """Memory for `shape`, with the channels last where those of `like` are."""
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(like.dim())
     # Strides tell it of a cropped tensor as well.
@@ -28,28 +28,28 @@ def empty(shape: tuple[int, ...], like: Tensor) -> Tensor:
     return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=last)
 
 
-def packed(tensor: Tensor, routes: Iterable[Route], grid: ProcessGrid) -> list[Message]:
+def pack_messages(tensor: Tensor, routes: Iterable[Route], grid: ProcessGrid) -> list[Message]:
     """For each route its rank, and its boxes of `tensor` as one contiguous message."""
-    return [(route.peer, _pack(tensor, route, grid)) for route in routes]
+    return [(route.peer, _pack_route(tensor, route, grid)) for route in routes]
 
 
-def landings_of(routes: Iterable[Route], like: Tensor, grid: ProcessGrid) -> list[Message]:
+def receive_buffers(routes: Iterable[Route], like: Tensor, grid: ProcessGrid) -> list[Message]:
     """For each route its rank, and memory for its message."""
     return [(r.peer, grid.transport.empty((r.size,), like)) for r in routes]
 
 
-def add_arrived(tensor: Tensor, routes: Iterable[Route], landings: Iterable[Message]) -> None:
+def add_received(tensor: Tensor, routes: Iterable[Route], incoming: Iterable[Message]) -> None:
     """Add messages that have arrived to their boxes of `tensor`."""
-    for route, (_, message) in zip(routes, landings, strict=True):
+    for route, (_, message) in zip(routes, incoming, strict=True):
         for place, part in route_boxes(tensor, route, message):
             place += part
 
 
-def _pack(tensor: Tensor, route: Route, grid: ProcessGrid) -> Tensor:
+def _pack_route(tensor: Tensor, route: Route, grid: ProcessGrid) -> Tensor:
     """The boxes of a route as one contiguous message; a contiguous box travels uncopied."""
     if len(route.boxes) == 1:
         place = tensor[route.boxes[0]]
-        if _is_plain(place):
+        if _is_resolved_contiguous(place):
             return place
         return grid.transport.empty(place.shape, place).copy_(place)
     message = grid.transport.empty((route.size,), tensor)
@@ -58,14 +58,14 @@ def _pack(tensor: Tensor, route: Route, grid: ProcessGrid) -> Tensor:
     return message
 
 
-def landing_of(buffer: Tensor, route: Route, grid: ProcessGrid) -> Tensor:
+def receive_buffer(buffer: Tensor, route: Route, grid: ProcessGrid) -> Tensor:
     """Memory for a message: its place in the buffer where that is contiguous."""
     if len(route.boxes) == 1 and (place := buffer[route.boxes[0]]).is_contiguous():
         return place
     return grid.transport.empty((route.size,), buffer)
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def _is_resolved_contiguous(tensor: Tensor) -> bool:
     """Whether the memory of a tensor holds just its elements, in order."""
     return (
         tensor.is_contiguous()

@@ -12,25 +12,25 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import get_gradient_edge
 
-from distconv.comm.collectives import apply_among, sum_over
+from distconv.comm.collectives import all_reduce_with_grad, apply_along_axes
 from distconv.grid.process_grid import ProcessGrid
 
 
-def share(local: Tensor, grid: ProcessGrid, axes: Iterable[str]) -> Tensor:
+def unreplicate(local: Tensor, grid: ProcessGrid, axes: Iterable[str]) -> Tensor:
     """A value replicated along `axes` as a plain tensor: its gradient is shared out equally."""
-    shared = apply_among(_Share, local, grid, axes)
+    shared = apply_along_axes(_Unreplicate, local, grid, axes)
     if shared is local and local.grad_fn is not None:
         notes: Any = local.grad_fn.metadata
-        notes[_OUT] = True
+        notes[_UNREPLICATED] = True
     return shared
 
 
-def is_handed_out(node: Any) -> bool:
-    """Whether `share` has handed out what this node of the graph has made."""
-    return isinstance(node, _Share._backward_cls) or _OUT in node.metadata
+def is_unreplicated(node: Any) -> bool:
+    """Whether `unreplicate` has handed out what this node of the graph has made."""
+    return isinstance(node, _Unreplicate._backward_cls) or _UNREPLICATED in node.metadata
 
 
-def handed_out(x: Tensor) -> bool:
+def depends_on_unreplicated(x: Tensor) -> bool:
     """Whether the graph of a plain tensor holds a replicated value that was shared out."""
     seen: set[Any] = set()
     waiting: list[Any] = [x.grad_fn]
@@ -38,7 +38,7 @@ def handed_out(x: Tensor) -> bool:
         node = waiting.pop()
         if node is None or node in seen or _PLAIN in node.metadata:
             continue
-        if isinstance(node, _Share._backward_cls):
+        if isinstance(node, _Unreplicate._backward_cls):
             return True
         seen.add(node)
         waiting.extend(following for following, _ in node.next_functions)
@@ -47,7 +47,7 @@ def handed_out(x: Tensor) -> bool:
     return False
 
 
-_OUT = "distconv_out"
+_UNREPLICATED = "distconv_out"
 """Notes on a node that its block was handed out to the plain world as it is."""
 
 
@@ -55,7 +55,7 @@ _PLAIN = "distconv_plain"
 """Notes on a node of the graph that nothing before it was shared out."""
 
 
-def brought_in(roots: Iterable[Tensor], x: Tensor) -> set[bool]:
+def replicated_on_paths(roots: Iterable[Tensor], x: Tensor) -> set[bool]:
     """For the paths from `roots` to a plain tensor, whether `replicate` lies on them.
 
     What it has made of the tensor has a gradient that is whole on every rank already.
@@ -83,17 +83,17 @@ def replicate(local: Tensor, grid: ProcessGrid, axes: Iterable[str]) -> Tensor:
     """A plain tensor, equal along `axes`, as a replicated value: its gradients are added up.
 
     What requires a gradient gets a node in the graph also where there is nothing to add, by which
-    `brought_in` knows it.
+    `replicated_on_paths` knows it.
     """
     result: Tensor = _Replicate.apply(local, grid, tuple(axes))
     return result
 
 
-class _Share(Function):
+class _Unreplicate(Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, grid: ProcessGrid, axes: tuple[str, ...]) -> Tensor:
         ctx.movement = grid, axes
-        return _same(local)
+        return _alias(local)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -106,15 +106,15 @@ class _Replicate(Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, grid: ProcessGrid, axes: tuple[str, ...]) -> Tensor:
         ctx.movement = grid, axes
-        return _same(local)
+        return _alias(local)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         # The gradient goes to the plain world.
-        return share(sum_over(grads[0], *ctx.movement), *ctx.movement), None, None
+        return unreplicate(all_reduce_with_grad(grads[0], *ctx.movement), *ctx.movement), None, None
 
 
-def _same(tensor: Tensor) -> Tensor:
+def _alias(tensor: Tensor) -> Tensor:
     """The tensor as what an autograd function returns; view_as() may give it other strides."""
     alias: Tensor = torch.ops.aten.alias(tensor)
     return alias

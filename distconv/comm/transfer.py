@@ -12,7 +12,14 @@ from typing import Any
 from torch import Tensor
 from torch.autograd import Function
 
-from distconv.comm.packing import add_arrived, empty, landing_of, landings_of, packed, route_boxes
+from distconv.comm.packing import (
+    add_received,
+    empty_in_format,
+    pack_messages,
+    receive_buffer,
+    receive_buffers,
+    route_boxes,
+)
 from distconv.geometry.plan import Plan
 from distconv.grid.process_grid import ProcessGrid
 
@@ -24,7 +31,7 @@ def gather(local: Tensor, plan: Plan, grid: ProcessGrid, fill: float = 0.0) -> T
     every rank's buffer is its own block, that block itself is returned. Otherwise all ranks record
     the movement: with other graphs, their backward passes would communicate in other orders.
     """
-    tag = grid.transport.ticket()
+    tag = grid.transport.next_tag()
     if plan.identity:
         return local
     result: Tensor = _Gather.apply(local, plan, grid, tag, fill)
@@ -33,7 +40,7 @@ def gather(local: Tensor, plan: Plan, grid: ProcessGrid, fill: float = 0.0) -> T
 
 def accumulate(buffer: Tensor, plan: Plan, grid: ProcessGrid) -> Tensor:
     """The adjoint of `gather`: what was gathered goes back to its owner and is added up."""
-    tag = grid.transport.ticket()
+    tag = grid.transport.next_tag()
     if plan.identity:
         return buffer
     result: Tensor = _Accumulate.apply(buffer, plan, grid, tag)
@@ -46,19 +53,19 @@ class _Gather(Function):
         ctx: Any, local: Tensor, plan: Plan, grid: ProcessGrid, tag: int, fill: float
     ) -> Tensor:
         ctx.movement = plan, grid, tag
-        leaving = packed(local, plan.sends, grid)
+        leaving = pack_messages(local, plan.sends, grid)
         if plan.buffer_is_block:
             grid.transport.exchange((), leaving, tag).wait()
             return local.clone()
-        buffer = empty(plan.buffer_shape, local)
+        buffer = empty_in_format(plan.buffer_shape, local)
         if not plan.covered:
             buffer.fill_(fill)
-        landings = [(r.peer, landing_of(buffer, r, grid)) for r in plan.receives]
-        messages = grid.transport.exchange(landings, leaving, tag)
+        incoming = [(r.peer, receive_buffer(buffer, r, grid)) for r in plan.receives]
+        messages = grid.transport.exchange(incoming, leaving, tag)
         for source, target in plan.own:
             buffer[target] = local[source]
         messages.wait()
-        for route, (_, message) in zip(plan.receives, landings, strict=True):
+        for route, (_, message) in zip(plan.receives, incoming, strict=True):
             for place, part in route_boxes(buffer, route, message):
                 if part.data_ptr() != place.data_ptr():
                     place.copy_(part)
@@ -74,10 +81,10 @@ class _Accumulate(Function):
     @staticmethod
     def forward(ctx: Any, buffer: Tensor, plan: Plan, grid: ProcessGrid, tag: int) -> Tensor:
         ctx.movement = plan, grid, tag
-        block = empty(plan.block_shape, buffer)
-        landings = landings_of(plan.sends, buffer, grid)
-        leaving = packed(buffer, plan.receives, grid)
-        messages = grid.transport.exchange(landings, leaving, tag)
+        block = empty_in_format(plan.block_shape, buffer)
+        incoming = receive_buffers(plan.sends, buffer, grid)
+        leaving = pack_messages(buffer, plan.receives, grid)
+        messages = grid.transport.exchange(incoming, leaving, tag)
         whole = tuple(slice(0, n) for n in plan.block_shape)
         rest = plan.own
         if rest and rest[0][0] == whole:
@@ -88,7 +95,7 @@ class _Accumulate(Function):
         for source, target in rest:
             block[source] += buffer[target]
         messages.wait()
-        add_arrived(block, plan.sends, landings)
+        add_received(block, plan.sends, incoming)
         return block
 
     @staticmethod

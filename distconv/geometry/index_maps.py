@@ -229,7 +229,7 @@ def _mirror(mode: str, inputs: Interval, start: int, stop: int) -> Interval:
 
 
 @dataclass(frozen=True)
-class Transposed:
+class TransposedWindow:
     """The transpose of a `Window`: input i reaches the outputs from i*stride - padding on."""
 
     kernel: int

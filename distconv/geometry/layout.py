@@ -26,7 +26,7 @@ def block(size: int, parts: int, index: int) -> tuple[int, int]:
     return start, start + quotient + (index < remainder)
 
 
-def owner(size: int, parts: int, position: int) -> int:
+def owning_part(size: int, parts: int, position: int) -> int:
     """The part that holds `position` of `size` elements cut into `parts` canonical blocks."""
     quotient, remainder = divmod(size, parts)
     longer = remainder * (quotient + 1)
@@ -248,7 +248,7 @@ Axes = tuple[str, ...]
 T = TypeVar("T")
 
 
-def at(values: tuple[T, ...], dimension: int, value: T) -> tuple[T, ...]:
+def replaced_at(values: tuple[T, ...], dimension: int, value: T) -> tuple[T, ...]:
     """`values` with another one for this dimension."""
     return (*values[:dimension], value, *values[dimension + 1 :])
 

@@ -19,7 +19,7 @@ from itertools import product
 from math import prod
 
 from distconv.geometry.index_maps import IndexMap, Interval
-from distconv.geometry.layout import Cuts, block, cutting_axes, owner, rank_box
+from distconv.geometry.layout import Cuts, block, cutting_axes, owning_part, rank_box
 from distconv.geometry.topology import Topology
 
 Slices = tuple[slice, ...]
@@ -117,8 +117,8 @@ class _Dimension:
         for first, last in self.intervals(target):
             a, b = max(first, 0), min(last, self.size)
             if a < b:
-                low = owner(self.size, self.source_parts, a)
-                parts.update(range(low, owner(self.size, self.source_parts, b - 1) + 1))
+                low = owning_part(self.size, self.source_parts, a)
+                parts.update(range(low, owning_part(self.size, self.source_parts, b - 1) + 1))
         return parts
 
 

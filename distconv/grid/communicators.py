@@ -15,9 +15,9 @@ from distconv.grid.stall import Watch
 from distconv.transport import peer
 from distconv.transport.interface import Transport
 from distconv.transport.launch import mpi
-from distconv.transport.launch_queue import Queue
+from distconv.transport.launch_queue import LaunchQueue
 from distconv.transport.nccl import NCCLTransport
-from distconv.transport.pinned_copies import Copies
+from distconv.transport.pinned_copies import PinnedCopies
 from distconv.transport.staged import StagedTransport, takes_device_memory
 from distconv.transport.watched import Wait, Waiting, WatchedTransport
 
@@ -35,7 +35,7 @@ class _Store:
         self.carriers: dict[tuple[str, tuple[str, ...], tuple[int, ...]], Transport] = {}
         self.transports: dict[tuple[str, tuple[str, ...], tuple[int, ...]], Transport] = {}
         self.orders: dict[tuple[int, ...], Order] = {}
-        self.queue = Queue()
+        self.queue = LaunchQueue()
         self.gpu: torch.device | None = None
 
 
@@ -138,11 +138,11 @@ def _carrier(
             made[key] = NCCLTransport(comm, device)
         elif name == "peer":
             others = _carrier(parent, ranks, beyond, devices, "mpi")
-            made[key] = peer.connected(comm, device, others)
+            made[key] = peer.connect(comm, device, others)
         else:
             mpi: Any = _carrier(parent, ranks, name, ("cpu",) * len(ranks), "mpi")
             direct = takes_device_memory(comm)
-            made[key] = StagedTransport(mpi, Copies(device), _store().queue, direct)
+            made[key] = StagedTransport(mpi, PinnedCopies(device), _store().queue, direct)
     return made[key]
 
 

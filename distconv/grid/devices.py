@@ -44,7 +44,7 @@ class Choice(NamedTuple):
     """What somebody who looks for speed should know."""
 
 
-def offer(
+def make_offer(
     device: str | torch.device | None, transport: str | None, kept: torch.device | None
 ) -> Offer:
     """What this rank tells; no communication.
@@ -70,7 +70,7 @@ def offer(
     gpus = _visible()
     if not gpus or transport == "mpi":
         return Offer(wanted, transport, gpus)
-    return Offer(wanted, transport, gpus, nccl.obstacle(), peer.obstacle())
+    return Offer(wanted, transport, gpus, nccl.why_unavailable(), peer.why_unavailable())
 
 
 def _visible() -> tuple[str, ...]:

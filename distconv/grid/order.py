@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from distconv.geometry.layout import Layout
-from distconv.grid.whereabouts import CURRENT, is_parked, name_of, place_of, user_line
+from distconv.grid.whereabouts import CURRENT, is_parked, operator_name, place_of, user_line
 from distconv.transport.launch import mpi
 from distconv.transport.watched import Wait, Waiting
 
@@ -202,9 +202,9 @@ def described(operator: Any) -> str:
     """An operator with its arguments, as a user would write the call."""
     function, arguments, keywords = operator
     if arguments is None:
-        return name_of(function)
+        return operator_name(function)
     named = (f"{name}={_word(value)}" for name, value in keywords)
-    return f"{name_of(function)}({', '.join((*map(_word, arguments), *named))})"
+    return f"{operator_name(function)}({', '.join((*map(_word, arguments), *named))})"
 
 
 _BACKWARD = {"backward", torch.autograd.backward, torch.autograd.grad}
@@ -248,7 +248,7 @@ def _spelled(operator: Any) -> str:
     if operator is None:
         return ""
     function, *arguments = operator
-    return f"{name_of(function)} {arguments!r}"
+    return f"{operator_name(function)} {arguments!r}"
 
 
 def _word(value: Any) -> str:

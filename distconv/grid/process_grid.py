@@ -243,7 +243,7 @@ def _agreed(
     """
     mine: tuple[Topology, devices.Offer] | str
     try:
-        mine = _fit(extents, comm.size), devices.offer(device, transport, communicators.gpu())
+        mine = _fit(extents, comm.size), devices.make_offer(device, transport, communicators.gpu())
     except ValueError as error:
         mine = str(error)
     everyone = comm.allgather(mine)

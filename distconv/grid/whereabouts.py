@@ -58,7 +58,7 @@ class running:
             CURRENT.function, CURRENT.arguments = None, ()
 
 
-def name_of(function: Any) -> str:
+def operator_name(function: Any) -> str:
     """The name of a torch function, as a user writes it, or of anything that is called."""
     if isinstance(function, str):
         return function
@@ -97,7 +97,7 @@ def operator_of(thread: int) -> str | None:
             if found is not None and not code.co_filename.startswith(_LIBRARIES):
                 break
         elif code.co_name == "__torch_function__" and "func" in frame.f_locals:
-            found = name_of(frame.f_locals["func"])
+            found = operator_name(frame.f_locals["func"])
         elif not code.co_name.startswith("_"):
             found = code.co_name
     return found

@@ -34,16 +34,16 @@ class DeviceMemory:
         return description
 
 
-Memory: TypeAlias = NDArray[np.uint8] | DeviceMemory
+BucketMemory: TypeAlias = NDArray[np.uint8] | DeviceMemory
 
 
-def memory_of(tensor: Tensor) -> Memory:
+def memory_of_tensor(tensor: Tensor) -> BucketMemory:
     """The memory of a contiguous tensor, which it keeps alive."""
     flat = tensor.view(torch.uint8)
     return DeviceMemory(flat) if flat.is_cuda else flat.numpy()
 
 
-def tensor_of(memory: Memory) -> Tensor:
+def tensor_on_memory(memory: BucketMemory) -> Tensor:
     """A tensor of bytes in this memory, with a storage of its own."""
     if isinstance(memory, DeviceMemory):
         return torch.as_tensor(memory, device=memory.device)

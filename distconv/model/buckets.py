@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from distconv.grid.process_grid import ProcessGrid
-from distconv.model.bucket_memory import Memory, memory_of, tensor_of
+from distconv.model.bucket_memory import BucketMemory, memory_of_tensor, tensor_on_memory
 from distconv.ops.support.constants import constant
 from distconv.transport.interface import Request
 
 
-class _Place:
+class _GradientSlot:
     """Where in the memory of a bucket the gradient of a parameter lives.
 
     Each gradient that lives there gets a storage of its own, made of a slice of the memory; so it
@@ -27,7 +27,7 @@ class _Place:
         self.shape, self.strides, self.dtype = p.shape, _strides(p), p.dtype
         self.start = start
         self.bytes = slice(start, start + p.numel() * p.element_size())
-        self.slice: ReferenceType[Memory] | None = None
+        self.slice: ReferenceType[BucketMemory] | None = None
         self.here = False
         """Whether the slice is one of the present memory, not of one before it."""
 
@@ -55,11 +55,13 @@ class Bucket:
         self.comm = comm
         """The ranks over which the gradients are added up."""
         starts = accumulate((p.numel() * p.element_size() for p in parameters), initial=0)
-        self._places = [_Place(p, start) for p, start in zip(parameters, starts, strict=False)]
+        self._places = [
+            _GradientSlot(p, start) for p, start in zip(parameters, starts, strict=False)
+        ]
         # A number for each parameter, behind all of them, says how many ranks have a gradient.
         self._elements = sum(p.numel() for p in parameters) + len(parameters)
-        self._memory: Memory | None = None
-        self._last: ReferenceType[Memory] | None = None
+        self._memory: BucketMemory | None = None
+        self._last: ReferenceType[BucketMemory] | None = None
         self._address = 0
         self._pass = -1
         self._used: list[bool] = []
@@ -78,13 +80,13 @@ class Bucket:
         ):
             p = self.parameters[0]
             flat = torch.empty(self._elements, dtype=p.dtype, device=p.device)
-            self._memory = memory_of(flat)
+            self._memory = memory_of_tensor(flat)
             self._last = ref(self._memory)
             self._address = flat.data_ptr()
             for place in self._places:
                 place.here = False
 
-    def move_in(self, i: int) -> None:
+    def adopt_gradient(self, i: int) -> None:
         """Let the gradient of a parameter live here, which autograd has just made for it."""
         p, place = self.parameters[i], self._places[i]
         gradient = p.grad
@@ -132,7 +134,7 @@ class Bucket:
         self._request = self._memory = None
         return True
 
-    def _inside(self, p: Tensor, place: _Place) -> bool:
+    def _inside(self, p: Tensor, place: _GradientSlot) -> bool:
         gradient = p.grad
         return (
             gradient is not None
@@ -142,13 +144,13 @@ class Bucket:
 
     def _flat(self) -> Tensor:
         assert self._memory is not None
-        return tensor_of(self._memory).view(self._places[0].dtype)
+        return tensor_on_memory(self._memory).view(self._places[0].dtype)
 
-    def _slice(self, place: _Place) -> Memory:
+    def _slice(self, place: _GradientSlot) -> BucketMemory:
         assert self._memory is not None
         return self._memory[place.bytes]
 
-    def _view(self, place: _Place) -> Tensor:
+    def _view(self, place: _GradientSlot) -> Tensor:
         return _tensor(self._slice(place), place)
 
 
@@ -159,5 +161,5 @@ def _strides(p: Tensor) -> tuple[int, ...]:
     return own if dense.stride() == own else torch.empty(p.shape, device="meta").stride()
 
 
-def _tensor(memory: Memory, place: _Place) -> Tensor:
-    return tensor_of(memory).view(place.dtype).as_strided(place.shape, place.strides)
+def _tensor(memory: BucketMemory, place: _GradientSlot) -> Tensor:
+    return tensor_on_memory(memory).view(place.dtype).as_strided(place.shape, place.strides)

@@ -8,11 +8,11 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from distconv.comm.collectives import stacked
+from distconv.comm.collectives import all_gather
 from distconv.geometry.layout import cutting_axes
 from distconv.grid.process_grid import ProcessGrid
 from distconv.tensor.dist_tensor import DistTensor
-from distconv.tensor.nested import listed
+from distconv.tensor.nested import as_list
 
 
 def clip_grad_norm_(
@@ -41,7 +41,7 @@ def clip_grad_norm_(
         raise ValueError(
             f"clip_grad_norm_: norm_type={norm_type} is not positive; choose 2.0, 1.0 or inf, say"
         )
-    gradients = [p.grad for p in listed(parameters) if p.grad is not None]
+    gradients = [p.grad for p in as_list(parameters) if p.grad is not None]
     blocks: dict[tuple[ProcessGrid, tuple[str, ...]], list[Tensor]] = defaultdict(list)
     whole: list[Tensor] = []
     for gradient in gradients:
@@ -52,7 +52,7 @@ def clip_grad_norm_(
     with torch.no_grad():
         norms = _norms(whole, norm_type)
         for (grid, axes), shards in blocks.items():
-            norms += list(stacked(torch.stack(_norms(shards, norm_type)), grid, axes))
+            norms += list(all_gather(torch.stack(_norms(shards, norm_type)), grid, axes))
         if not norms:
             return torch.tensor(0.0)
         total = torch.linalg.vector_norm(torch.cat([n.reshape(-1) for n in norms]), norm_type)

@@ -31,13 +31,13 @@ from distconv.tensor.module_call import ModuleCall, enter_call, leave_call
 from distconv.tensor.nested import shards_of, tensors_in
 from distconv.tensor.ownership import check_counted_once, own
 
-ATTRIBUTE = "_distconv_gradient_reduction"
+REDUCTION_ATTRIBUTE = "_distconv_gradient_reduction"
 """Where a module, and each of its parts, keeps what adds up its gradients."""
 
 
 def reduction_of(module: nn.Module) -> GradientReduction | None:
     """What adds up the gradients of `module`; None for a copy of a parallelized module."""
-    reduction: GradientReduction | None = module.__dict__.get(ATTRIBUTE)
+    reduction: GradientReduction | None = module.__dict__.get(REDUCTION_ATTRIBUTE)
     return reduction if reduction is not None and reduction.covers(module) else None
 
 
@@ -56,7 +56,7 @@ class GradientReduction:
         """What is in the tables."""
         for p in self._parameters:
             if isinstance(p, DistTensor):
-                p.gradients_are_summed()
+                p.mark_gradient_summed()
         # Of a sharded parameter autograd knows this rank's block.
         self._leaves = shards_of(self._parameters)
         own((*self._parameters, *self._leaves, *module.buffers()), grid.size)
@@ -226,7 +226,7 @@ class GradientReduction:
             if isinstance(x, DistTensor) and x.shard.grad_fn is not None:
                 # A backward pass may come when the program has dropped the module.
                 notes: Any = x.shard.grad_fn.metadata
-                notes[ATTRIBUTE] = self
+                notes[REDUCTION_ATTRIBUTE] = self
         if any(x.requires_grad for x in results if not isinstance(x, DistTensor)):
             raise TypeError(
                 "a parallelized module has returned a plain tensor that requires gradients; every "
@@ -303,7 +303,7 @@ class GradientReduction:
         bucket = self._buckets[b]
         bucket.prepare(backward_pass)
         if self._new:
-            bucket.move_in(i)
+            bucket.adopt_gradient(i)
         if not self.enabled:
             return
         self._missing[b] -= 1

@@ -10,10 +10,10 @@ from torch import nn
 
 from distconv.geometry.layout import Layout
 from distconv.tensor.dist_tensor import DistTensor
-from distconv.tensor.redistribution import cuts_of, recut_once
+from distconv.tensor.redistribution import cuts_of_layout, redistribute_once
 
 
-def layouts_of(module: nn.Module, layouts: Mapping[str, Layout]) -> dict[str, Layout]:
+def match_layouts(module: nn.Module, layouts: Mapping[str, Layout]) -> dict[str, Layout]:
     """For names of modules the layout of the last pattern that matches one of the module's names.
 
     Raises
@@ -49,7 +49,7 @@ def layouts_of(module: nn.Module, layouts: Mapping[str, Layout]) -> dict[str, La
     return {name: found[part] for name, part in parts.items() if part in found}
 
 
-def take_inputs(module: nn.Module, layouts: Mapping[str, Layout]) -> None:
+def redistribute_inputs(module: nn.Module, layouts: Mapping[str, Layout]) -> None:
     """Let the modules of these names redistribute the tensors that they are called with."""
     for name, part in module.named_modules():
         if name in layouts:
@@ -67,8 +67,8 @@ class _Redistribution:
 
     def _recut(self, x: Any) -> Any:
         if isinstance(x, DistTensor):
-            cuts = cuts_of(self._layout, x.grid, x.dim())
-            return recut_once(x, cuts, f"layouts, {self._name or 'the module'}")
+            cuts = cuts_of_layout(self._layout, x.grid, x.dim())
+            return redistribute_once(x, cuts, f"layouts, {self._name or 'the module'}")
         if isinstance(x, (tuple, list)):
             parts = [self._recut(part) for part in x]
             return type(x)(*parts) if hasattr(x, "_fields") else type(x)(parts)

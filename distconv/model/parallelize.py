@@ -16,9 +16,9 @@ from torch.nn.parameter import is_lazy
 from distconv.comm.collectives import broadcast
 from distconv.geometry.layout import Layout
 from distconv.grid.process_grid import ProcessGrid
-from distconv.model.gradient_reduction import ATTRIBUTE, GradientReduction, reduction_of
-from distconv.model.input_layouts import layouts_of, take_inputs
-from distconv.model.sharding import shard
+from distconv.model.gradient_reduction import REDUCTION_ATTRIBUTE, GradientReduction, reduction_of
+from distconv.model.input_layouts import match_layouts, redistribute_inputs
+from distconv.model.sharding import shard_weights
 from distconv.model.wrappers import check_unwrapped, refuse_wrappers_around
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.ownership import OWNED
@@ -87,7 +87,7 @@ def parallelize(
     _compare(options, grid, "pass the same on every rank")
     if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
         raise ValueError(f"parallelize: bucket_bytes={bucket_bytes!r} is no size; expected from 1")
-    chosen = layouts_of(module, layouts or {})
+    chosen = match_layouts(module, layouts or {})
     state = dict(module.named_parameters()) | dict(module.named_buffers())
     _compare_modules(state, grid)
     if any(tensor.device != grid.device for tensor in state.values()):
@@ -95,11 +95,11 @@ def parallelize(
     for tensor in (*module.parameters(), *module.buffers()):
         broadcast(tensor, grid)
     if shard_parameters:
-        shard(module, chosen, grid)
-    take_inputs(module, chosen)
+        shard_weights(module, chosen, grid)
+    redistribute_inputs(module, chosen)
     reduction = GradientReduction(module, grid, bucket_bytes)
     for part in module.modules():
-        part.__dict__[ATTRIBUTE] = reduction
+        part.__dict__[REDUCTION_ATTRIBUTE] = reduction
     return module
 
 

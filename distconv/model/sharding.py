@@ -19,7 +19,7 @@ from distconv.grid.process_grid import ProcessGrid
 from distconv.tensor.dist_tensor import DistTensor, as_parameter, default_layout
 
 
-def shard(module: nn.Module, layouts: Mapping[str, Layout], grid: ProcessGrid) -> None:
+def shard_weights(module: nn.Module, layouts: Mapping[str, Layout], grid: ProcessGrid) -> None:
     """Replace weights by DistTensors, where the layout of their layer cuts channels.
 
     The weights of convolutions and fully connected layers are cut; they are almost all there is.
@@ -56,7 +56,7 @@ def _layout_of(name: str, layouts: Mapping[str, Layout], grid: ProcessGrid) -> L
 def _cuts(layer: nn.Module, weight: Tensor, layout: Layout, topology: Topology) -> Cuts:
     """How to cut a layer's weight over the axes that cut the channels of its input.
 
-    In channels, in filters or in both, as the layer's `parallel` says (see `ops.channels`).
+    In channels, in filters or in both, as the layer's `parallel` says (see `ops.conv.channels`).
     Otherwise in channels where the sums for all outputs are fewer than the inputs.
     """
     (axes,) = effective_cuts((layout.axes("channel"),), topology)

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from distconv.geometry.layout import operand_cuts
-from distconv.ops.support.operands import box_of
+from distconv.ops.support.operands import box_on_rank
 from distconv.tensor.dist_tensor import DistTensor
-from distconv.tensor.redistribution import recut
+from distconv.tensor.redistribution import redistribute
 
 
 def full_state_dict(source: nn.Module | Optimizer) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def load_full_state_dict(target: nn.Module | Optimizer, state: Mapping[str, Any]
 def _whole(x: Any) -> Any:
     if not isinstance(x, DistTensor):
         return x
-    return recut(x, ((),) * x.dim(), "full_state_dict").shard.detach()
+    return redistribute(x, ((),) * x.dim(), "full_state_dict").shard.detach()
 
 
 def _cut(x: Any, parameter: DistTensor) -> Any:
@@ -58,7 +58,7 @@ def _cut(x: Any, parameter: DistTensor) -> Any:
         return x
     cuts = operand_cuts(tuple(x.shape), tuple(parameter.shape), parameter.cuts)
     grid = parameter.grid
-    block = x[box_of(x.shape, cuts, grid).slices].to(grid.device, copy=True)
+    block = x[box_on_rank(x.shape, cuts, grid).slices].to(grid.device, copy=True)
     return DistTensor(block, x.shape, cuts, grid)
 
 

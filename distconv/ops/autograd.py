@@ -16,23 +16,23 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from distconv.comm.collectives import sum_over
-from distconv.comm.replication import brought_in
+from distconv.comm.collectives import all_reduce_with_grad
+from distconv.comm.replication import replicated_on_paths
 from distconv.geometry.layout import Cuts, replicating_axes
 from distconv.grid.process_grid import ProcessGrid
 from distconv.ops.support.operands import common_grid
 from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor, as_parameter
-from distconv.tensor.nested import Tensors, listed, shards_of
+from distconv.tensor.nested import Tensors, as_list, shards_of
 from distconv.tensor.ownership import started_at
-from distconv.tensor.recording import seed_of
-from distconv.tensor.redistribution import recut
+from distconv.tensor.recording import gradient_seed
+from distconv.tensor.redistribution import redistribute
 
-Gradients = Tensor | Sequence[Tensor | None] | None
+GradientArguments = Tensor | Sequence[Tensor | None] | None
 
 
 def _seeds(
-    tensors: Sequence[Tensor], gradients: Gradients, operator: str
+    tensors: Sequence[Tensor], gradients: GradientArguments, operator: str
 ) -> tuple[list[Tensor], list[Tensor | None]]:
     """The shards at which a backward pass starts, and the gradients that it starts with."""
     given: Sequence[Tensor | None]
@@ -45,7 +45,7 @@ def _seeds(
             f"{operator}: got {len(tensors)} tensors and {len(given)} gradients; give one for each"
         )
     seeds = [
-        seed_of(x, gradient, operator) if isinstance(x, DistTensor) else gradient
+        gradient_seed(x, gradient, operator) if isinstance(x, DistTensor) else gradient
         for x, gradient in zip(tensors, given, strict=True)
     ]
     return shards_of(tensors), seeds
@@ -54,15 +54,15 @@ def _seeds(
 @implements(torch.autograd.backward)
 def backward(
     tensors: Tensors,
-    grad_tensors: Gradients = None,
+    grad_tensors: GradientArguments = None,
     retain_graph: bool | None = None,
     create_graph: bool = False,
-    grad_variables: Gradients = None,
+    grad_variables: GradientArguments = None,
     inputs: Tensors | None = None,
 ) -> None:
     """Accumulate the gradients of the leaves; all ranks call it together."""
     gradients = grad_variables if grad_tensors is None else grad_tensors
-    roots = listed(tensors)
+    roots = as_list(tensors)
     shards, seeds = _seeds(roots, gradients, "backward")
     leaves = None if inputs is None else shards_of(inputs)
     with started_at([x.shard for x in roots if isinstance(x, DistTensor)]):
@@ -73,7 +73,7 @@ def backward(
 def grad(
     outputs: Tensors,
     inputs: Tensors,
-    grad_outputs: Gradients = None,
+    grad_outputs: GradientArguments = None,
     retain_graph: bool | None = None,
     create_graph: bool = False,
     only_inputs: bool = True,
@@ -87,7 +87,7 @@ def grad(
     is the sum over them: a plain tensor, or with `create_graph` a DistTensor that is whole on every
     rank, so that it can be differentiated again.
     """
-    roots, wanted = listed(outputs), listed(inputs)
+    roots, wanted = as_list(outputs), as_list(inputs)
     grid = common_grid("grad", [*roots, *wanted])
     if is_grads_batched:
         refuse(
@@ -106,7 +106,7 @@ def grad(
             way_out="Compute the output on DistTensors, x.redistribute(Layout()) if need be",
         )
     shards, seeds = _seeds(roots, grad_outputs, "grad")
-    ways = [set() if isinstance(x, DistTensor) else brought_in(shards, x) for x in wanted]
+    ways = [set() if isinstance(x, DistTensor) else replicated_on_paths(shards, x) for x in wanted]
     if {True, False} in ways:
         refuse(
             "grad",
@@ -141,7 +141,7 @@ def grad(
 
 def _total(part: Tensor, cuts: Cuts, grid: ProcessGrid) -> Tensor:
     """The gradient of a tensor cut by `cuts`, of which every replica has a part."""
-    return sum_over(part, grid, replicating_axes(cuts, grid.topology))
+    return all_reduce_with_grad(part, grid, replicating_axes(cuts, grid.topology))
 
 
 @implements(torch.Tensor.register_hook)
@@ -167,7 +167,7 @@ def register_hook(
                 f"register_hook: the hook returned {changed!r}; return a DistTensor of shape "
                 f"{tuple(shape)} on {grid}, or None"
             )
-        shard = recut(changed, cuts, "register_hook").shard
+        shard = redistribute(changed, cuts, "register_hook").shard
         return shard if leaf else shard / replicas
 
     handle: RemovableHandle = self.shard.register_hook(on_shard)

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from distconv.geometry.index_maps import Same, Window
 from distconv.ops.math.pointwise import pointwise_rule
-from distconv.ops.support.argument_forms import Sizes, tuple_of
-from distconv.ops.support.operands import box_of, common_grid, distributed, whole
-from distconv.ops.windowed.assembled import windows_of
+from distconv.ops.support.argument_forms import Sizes, to_tuple
+from distconv.ops.support.operands import as_distributed, box_on_rank, common_grid, gather_whole
+from distconv.ops.windowed.assembled import make_windows
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.nested import tensors_in
 from distconv.tensor.recording import check_recorded
-from distconv.tensor.redistribution import gathered
+from distconv.tensor.redistribution import gather_inputs
 
 Function = Callable[..., Tensor]
 
@@ -96,12 +96,12 @@ def windowed(
                 _check_shape(function, result, shape)
                 return result
             check_recorded(function, *tensors)
-            x = distributed(input, common_grid(name, tensors))
+            x = as_distributed(input, common_grid(name, tensors))
             cuts = (x.cuts[0], x.cuts[1] if channels is None else (), *x.cuts[2:])
-            block = box_of(shape, cuts, x.grid).shape
-            buffer = gathered(x, (Same(), Same(), *windows), cuts, name, fill)
-            args = tuple(whole(a, name) for a in args)
-            kwargs = {key: whole(a, name) for key, a in kwargs.items()}
+            block = box_on_rank(shape, cuts, x.grid).shape
+            buffer = gather_inputs(x, (Same(), Same(), *windows), cuts, name, fill)
+            args = tuple(gather_whole(a, name) for a in args)
+            kwargs = {key: gather_whole(a, name) for key, a in kwargs.items()}
             if prod(block):
                 result = function(buffer, *args, **kwargs)
                 _check_shape(function, result, block)
@@ -133,9 +133,9 @@ def _windows(
         ("dilation", dilation, 1),
         ("padding", padding, 0),
     ):
-        if min(tuple_of(given, n, what)) < least:
+        if min(to_tuple(given, n, what)) < least:
             raise ValueError(f"{name}: {what}={given} is too small; choose from {least} up")
-    windows = windows_of(kernel, stride, padding, dilation, False, n)
+    windows = make_windows(kernel, stride, padding, dilation, False, n)
     if any(w.output_size(m) < 1 for w, m in zip(windows, input.shape[2:], strict=True)):
         raise ValueError(
             f"{name}: no window of kernel={kernel}, dilation={dilation}, padding={padding} lies "

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distconv.comm.collectives import reduced
+from distconv.comm.collectives import all_reduce
 from distconv.geometry.topology import AXES
 from distconv.ops.support.operands import common_grid
 from distconv.tensor.dispatch import RULES, implements
@@ -51,7 +51,7 @@ def unscale(gradients: list[Tensor], found: Tensor, inverse: Tensor) -> None:
         [shard for shard in shards if shard.numel()], found, inverse
     )
     grid = common_grid("GradScaler", gradients)
-    found.copy_(reduced(found, grid, AXES).clamp(max=1.0))
+    found.copy_(all_reduce(found, grid, AXES).clamp(max=1.0))
 
 
 def _in_place(method: Callable[..., Tensor]) -> Callable[..., Tensor]:

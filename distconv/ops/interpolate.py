@@ -12,12 +12,12 @@ from torch import Tensor
 from distconv.geometry.index_maps import Same
 from distconv.geometry.resampling import Resampled
 from distconv.ops.support.constants import remembered
-from distconv.ops.support.metadata_checks import Like, checked
-from distconv.ops.support.operands import box_of, nothing
-from distconv.ops.support.types import accumulated
+from distconv.ops.support.metadata_checks import TensorMeta, check_on_meta
+from distconv.ops.support.operands import box_on_rank, empty_block
+from distconv.ops.support.types import to_accumulation_type
 from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
-from distconv.tensor.redistribution import gathered
+from distconv.tensor.redistribution import gather_inputs
 
 _MODES = {"linear": "linear", "bilinear": "linear", "trilinear": "linear", "bicubic": "cubic"}
 
@@ -41,8 +41,11 @@ def interpolate(
             "x.float()"
         )
     # The check stumbles over a batch of none.
-    sample = Like((1, *input.shape[1:]))
-    shape = (input.shape[0], *checked(F.interpolate, sample, size, scale_factor, *arguments)[1:])
+    sample = TensorMeta((1, *input.shape[1:]))
+    shape = (
+        input.shape[0],
+        *check_on_meta(F.interpolate, sample, size, scale_factor, *arguments)[1:],
+    )
     if mode == "area":
         pool: Any = {3: F.adaptive_avg_pool1d, 4: F.adaptive_avg_pool2d, 5: F.adaptive_avg_pool3d}
         averaged: DistTensor = pool[input.dim()](input, shape[2:])
@@ -70,10 +73,10 @@ def interpolate(
             input,
             way_out="Pass size=, or recompute_scale_factor=True",
         )
-    box = box_of(shape, input.cuts, input.grid)
+    box = box_on_rank(shape, input.cuts, input.grid)
     if not any(input.cuts[2:]):
         if 0 in box.shape:
-            return DistTensor(nothing(input.shard, box.shape), shape, input.cuts, input.grid)
+            return DistTensor(empty_block(input.shard, box.shape), shape, input.cuts, input.grid)
         shard = F.interpolate(input.shard, size, scale_factor, *arguments)
         return DistTensor(shard, shape, input.cuts, input.grid)
     if not (input.is_floating_point() or mode.startswith("nearest")):
@@ -84,11 +87,11 @@ def interpolate(
             way_out="Convert it, x.float(), and round the result",
         )
     needs = [m if axes else Same() for m, axes in zip(maps, input.cuts[2:], strict=True)]
-    buffer = gathered(input, (Same(), Same(), *needs), input.cuts, "interpolate")
+    buffer = gather_inputs(input, (Same(), Same(), *needs), input.cuts, "interpolate")
     if 0 in box.shape:
-        return DistTensor(nothing(buffer, box.shape), shape, input.cuts, input.grid)
+        return DistTensor(empty_block(buffer, box.shape), shape, input.cuts, input.grid)
     if not mode.startswith("nearest"):
-        buffer = accumulated(buffer)
+        buffer = to_accumulation_type(buffer)
     for d, resampled in enumerate(maps, 2):
         buffer = _resample(
             buffer, d, resampled, input.shape[d], box.start[d], box.stop[d], bool(input.cuts[d])

@@ -6,17 +6,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distconv.geometry.index_maps import Same
-from distconv.ops.conv.channels import Layer, Weights, algorithm, part_of
+from distconv.ops.conv.channels import Layer, WeightMeta, algorithm, layer_part
 from distconv.ops.support.operands import Placement
-from distconv.ops.support.types import input_of
+from distconv.ops.support.types import distributed_input
 from distconv.tensor.dispatch import implements, refuse
-from distconv.tensor.redistribution import gathered
+from distconv.tensor.redistribution import gather_inputs
 
 
 @implements(F.linear)
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x A^T + b over the last dimension."""
-    x = input_of("linear", input, weight, bias)
+    x = distributed_input("linear", input, weight, bias)
     if x.shape[-1] != weight.shape[-1]:
         raise RuntimeError(
             f"linear: the input {tuple(x.shape)} ends in {x.shape[-1]} features, the weight "
@@ -37,13 +37,13 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     layer = Layer(
         "linear",
         Placement.of(x),
-        Weights.of(weight, bias),
+        WeightMeta.of(weight, bias),
         shape,
         needs,
         algorithm(),
         dimension=x.dim() - 1,
     )
-    part = part_of(layer)
+    part = layer_part(layer)
     weight, bias, late = part.operands(weight, bias)
-    buffer = gathered(x, part.needs, part.cuts, part.operator)
+    buffer = gather_inputs(x, part.needs, part.cuts, part.operator)
     return part.finish(F.linear(buffer, weight, bias), late, x.grid)

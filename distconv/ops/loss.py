@@ -12,19 +12,19 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import _reduction as _Reduction
 
-from distconv.comm.collectives import sum_over
+from distconv.comm.collectives import all_reduce_with_grad
 from distconv.geometry.layout import Cuts, cutting_axes
 from distconv.grid.process_grid import ProcessGrid
 from distconv.ops.support.operands import (
-    block_of,
+    as_distributed,
     broadcast_cuts,
     broadcast_shape,
     common_grid,
-    distributed,
+    gather_whole,
+    local_operand,
     uncut,
-    whole,
 )
-from distconv.ops.support.types import accumulated, autocast_type
+from distconv.ops.support.types import autocast_type, to_accumulation_type
 from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
 
@@ -50,10 +50,10 @@ def _total(
     """
     axes = cutting_axes(cuts)
     if isinstance(over, Tensor):
-        both = sum_over(torch.stack([local, over.to(local.dtype)]), grid, axes)
+        both = all_reduce_with_grad(torch.stack([local, over.to(local.dtype)]), grid, axes)
         total = both[0] / both[1]
     else:
-        total = sum_over(local, grid, axes) / over
+        total = all_reduce_with_grad(local, grid, axes) / over
     if autocast_type(local) is None:
         total = total.to(kind.to_real())
     return DistTensor(total, (), (), grid)
@@ -63,7 +63,7 @@ def _terms(reduction: str, *tensors: Any) -> list[Any]:
     """The tensors in a type in which their losses can be added up, where they will be."""
     if reduction == "none":
         return list(tensors)
-    return [t if t is None else accumulated(t) for t in tensors]
+    return [t if t is None else to_accumulation_type(t) for t in tensors]
 
 
 def _weight_that_torch_drops(function: Callable[..., Any]) -> Tensor | None:
@@ -115,7 +115,7 @@ def _regression(function: Callable[..., Tensor]) -> None:
                 target,
                 way_out="Expand the input to the target's shape first",
             )
-        blocks = [block_of(t, shape, cuts, grid, name) for t in (input, target, weight)]
+        blocks = [local_operand(t, shape, cuts, grid, name) for t in (input, target, weight)]
         x, y, w = _terms(reduction, *blocks)
         summed = reduction != "none" and w is None
         local = function(x, y, reduction="sum" if summed else "none", **arguments)
@@ -158,11 +158,12 @@ def _cross_entropy_of_bits(function: Callable[..., Tensor]) -> None:
         if shape != tuple(input.shape):
             raise ValueError(f"{name}: weights of shape {shape} for input {tuple(input.shape)}")
         cuts = broadcast_cuts(
-            [t for t in (input, target) if isinstance(t, DistTensor)] or [distributed(input, grid)],
+            [t for t in (input, target) if isinstance(t, DistTensor)]
+            or [as_distributed(input, grid)],
             shape,
         )
         operands = (input, target, *weights.values())
-        blocks = [block_of(t, shape, cuts, grid, name) for t in operands]
+        blocks = [local_operand(t, shape, cuts, grid, name) for t in operands]
         x, y, *scales = _terms(reduction, *blocks)
         local = function(
             x,
@@ -216,7 +217,7 @@ def _classification(function: Callable[..., Tensor]) -> None:
     ) -> DistTensor:
         reduction = _reduction(size_average, reduce, reduction, name)
         grid = common_grid(name, (input, target, weight))
-        x = distributed(input, grid)
+        x = as_distributed(input, grid)
         classes = 1 if x.dim() > 1 else 0
         shape = tuple(n for d, n in enumerate(x.shape) if d != classes)
         cuts = tuple(a for d, a in enumerate(x.cuts) if d != classes)
@@ -238,11 +239,11 @@ def _classification(function: Callable[..., Tensor]) -> None:
             function, x, x.shape[classes], target, probabilities, weight, options
         )
         x = uncut(x, [classes], name)
-        weight = whole(weight, name)
+        weight = gather_whole(weight, name)
         if probabilities:
-            labels = block_of(target, tuple(x.shape), x.cuts, grid, name)
+            labels = local_operand(target, tuple(x.shape), x.cuts, grid, name)
         else:
-            labels = block_of(target, shape, cuts, grid, name)
+            labels = local_operand(target, shape, cuts, grid, name)
         scores, labels, weight = _terms(reduction, x.shard, labels, weight)
         local = function(
             scores,
@@ -280,7 +281,7 @@ def kl_div(
     grid = common_grid("kl_div", (input, target))
     shape = broadcast_shape("kl_div", (input, target))
     cuts = broadcast_cuts([x for x in (input, target) if isinstance(x, DistTensor)], shape)
-    blocks = [block_of(t, shape, cuts, grid, "kl_div") for t in (input, target)]
+    blocks = [local_operand(t, shape, cuts, grid, "kl_div") for t in (input, target)]
     x, y = _terms(reduction, *blocks)
     local = F.kl_div(
         x, y, reduction="none" if reduction == "none" else "sum", log_target=log_target

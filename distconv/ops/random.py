@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from distconv.comm.collectives import broadcast
 from distconv.grid.process_grid import ProcessGrid
-from distconv.ops.support.operands import block_of, broadcast_shape
+from distconv.ops.support.operands import broadcast_shape, local_operand
 from distconv.tensor.aliasing import check_writable
 from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
@@ -257,7 +257,7 @@ def bernoulli_(input: DistTensor, p: Any = 0.5, *, generator: Any = None) -> Dis
         _check(torch.Tensor.bernoulli_, input.dtype, p)
     elif broadcast_shape("bernoulli_", (input, p)) != shape:
         raise RuntimeError(f"bernoulli_: p of shape {tuple(p.shape)} does not broadcast to {shape}")
-    block = block_of(p, shape, input.cuts, input.grid, "bernoulli_")
+    block = local_operand(p, shape, input.cuts, input.grid, "bernoulli_")
     drawn = _uniform(input)
     limit = _probabilities(block, "bernoulli_")
     return _written(input, (drawn < limit).to(input.dtype), "bernoulli_")

@@ -1,7 +1,7 @@
 """A rank of a grid that is not there: tensors without elements, messages that nobody receives.
 
 Operators decide from global metadata alone, so on torch's "meta" device they run as on a real grid
-of any size, and what they would move can be read off (`ledger.traced`).
+of any size, and what they would move can be read off (`ledger.trace_movements`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from distconv.geometry.layout import Layout, rank_box
 from distconv.geometry.topology import AXES, Topology
 from distconv.grid.process_grid import ProcessGrid
 from distconv.tensor.dist_tensor import DistTensor
-from distconv.tensor.redistribution import cuts_of
+from distconv.tensor.redistribution import cuts_of_layout
 from distconv.transport.interface import Message
 
 
@@ -45,7 +45,7 @@ class _Done:
         """All is complete."""
 
 
-class _Counted:
+class _CountingTransport:
     """A transport that carries nothing, and counts what it would have carried."""
 
     name = "rehearsal"
@@ -55,7 +55,7 @@ class _Counted:
         """Bytes given to reductions."""
         self.traffic: list[Traffic] | None = None
 
-    def ticket(self) -> int:
+    def next_tag(self) -> int:
         return 0
 
     def empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ class _Counted:
             self.traffic.append(Traffic(True, tuple((peer, tensor.nbytes) for peer in others)))
 
 
-class Rehearsal(ProcessGrid):
+class DryRunGrid(ProcessGrid):
     """The grid with these extents as one rank sees it, in a single process without MPI.
 
     Its tensors are those of `tensor`, and have no elements.
@@ -113,7 +113,7 @@ class Rehearsal(ProcessGrid):
         if not 0 <= self._rank < self.size:
             raise ValueError(f"rank={rank} is not on a grid of {self.size}; count from 0")
         self._device = torch.device("meta")
-        self._counted = _Counted()
+        self._counted = _CountingTransport()
         self._transport = self._counted
 
     @property
@@ -146,7 +146,7 @@ class Rehearsal(ProcessGrid):
         self, shape: tuple[int, ...], layout: Layout | None = None, dtype: torch.dtype | None = None
     ) -> DistTensor:
         """A tensor of global `shape` without elements, cut as `distribute_tensor` would cut it."""
-        cuts = cuts_of(layout, self, len(shape))
+        cuts = cuts_of_layout(layout, self, len(shape))
         box = rank_box(shape, cuts, self._topology, self._rank)
         return DistTensor(torch.empty(box.shape, dtype=dtype, device="meta"), shape, cuts, self)
 

@@ -11,7 +11,7 @@ from distconv.tensor.base import Distributed, DistTensorBase
 from distconv.tensor.dispatch import refuse
 
 
-def view_of(
+def make_view(
     x: Distributed, shard: Tensor, shape: Sequence[int], cuts: Cuts, *, copied: bool
 ) -> Distributed:
     """What torch makes a view of `x`; `copied` where its elements may lie elsewhere.
@@ -26,7 +26,7 @@ def view_of(
 
 def check_writable(x: DistTensorBase, operator: str) -> None:
     """Refuse an in-place operation that serial torch would let a view, here a copy, see as well."""
-    x._recuts.clear()
+    x._redistributed.clear()
     if not x._memory.alone:
         refuse(
             operator,

@@ -19,7 +19,7 @@ from distconv.geometry.layout import (
     rank_box,
 )
 from distconv.grid.process_grid import ProcessGrid
-from distconv.tensor.shared_memory import Memory
+from distconv.tensor.shared_memory import SharedMemory
 
 Distributed = TypeVar("Distributed", bound="DistTensorBase")
 """The type of a DistTensor, which a function keeps."""
@@ -41,14 +41,15 @@ class DistTensorBase(torch.Tensor):
     shard: Tensor
     _is_param: bool
     _shape: torch.Size
-    _memory: Memory
+    _memory: SharedMemory
     sums_gradient: bool
     """Whether a hook, or a module, adds up the gradients of the leaf's replicas."""
     gradient_hook: Any
     """The hook that keeps the gradient of what is no leaf in `retained_gradient`, or None."""
     retained_gradient: Tensor | None
-    _recuts: dict[Cuts, tuple[Any, Any]]
-    """What `recut_once` has made of it in the present call, and in which state of the tensor."""
+    _redistributed: dict[Cuts, tuple[Any, Any]]
+    """What `redistribute_once` has made of it in the present call, and in which state of the
+    tensor."""
 
     @staticmethod
     def __new__(
@@ -59,11 +60,11 @@ class DistTensorBase(torch.Tensor):
         )
         self._shape = torch.Size(shape)
         self.shard, self.cuts, self.grid = shard, cuts, grid
-        self._memory = Memory()
+        self._memory = SharedMemory()
         self.sums_gradient = False
         self.gradient_hook = None
         self.retained_gradient = None
-        self._recuts = {}
+        self._redistributed = {}
         return self
 
     def __init__(self, *args: Any) -> None:

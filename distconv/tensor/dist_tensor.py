@@ -18,14 +18,14 @@ from distconv.geometry.layout import (
     replicating_axes,
 )
 from distconv.grid.process_grid import ProcessGrid
-from distconv.grid.whereabouts import CURRENT, name_of, running
+from distconv.grid.whereabouts import CURRENT, operator_name, running
 from distconv.tensor.base import DistTensorBase
 from distconv.tensor.dispatch import ALIASES, METADATA, RULES, UNCHECKED, WAYS_OUT, refuse
-from distconv.tensor.module_call import IN_MODULE
+from distconv.tensor.module_call import CURRENT_CALL
 from distconv.tensor.nested import Tensors, shards_of, tensors_in
 from distconv.tensor.ownership import started_at
-from distconv.tensor.recording import check_brought, check_recorded, seed_of
-from distconv.tensor.redistribution import cuts_of, recut
+from distconv.tensor.recording import check_brought, check_recorded, gradient_seed
+from distconv.tensor.redistribution import cuts_of_layout, redistribute
 from distconv.tensor.validation import check_out, global_shape
 from distconv.tensor.whole_numbers import whole_numbers
 
@@ -65,7 +65,7 @@ class DistTensor(DistTensorBase):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         refuse(
-            name_of(func),
+            operator_name(func),
             "there is no rule for this function on distributed tensors",
             *tensors_in(args, kwargs),
             way_out=WAYS_OUT.get(
@@ -112,7 +112,7 @@ class DistTensor(DistTensorBase):
         ValueError
             On every rank, naming the rank whose block is off and what it should hold.
         """
-        cuts = cuts_of(layout, grid, local.dim())
+        cuts = cuts_of_layout(layout, grid, local.dim())
         with running("DistTensor.from_local"):
             shape = global_shape(local, grid, cuts, Layout.of(cuts), "from_local")
         axes = replicating_axes(cuts, grid.topology)
@@ -131,18 +131,18 @@ class DistTensor(DistTensorBase):
         if self.replicas > 1:
             self._stay_distributed("to_local")
         axes = replicating_axes(self.cuts, self.grid.topology)
-        return replication.share(self.shard, self.grid, axes)
+        return replication.unreplicate(self.shard, self.grid, axes)
 
     def full_tensor(self) -> Tensor:
         """The whole tensor as a plain tensor, on every rank; all ranks call it together."""
         if self.grid.size > 1:
             self._stay_distributed("full_tensor")
         with running("full_tensor", self):
-            return recut(self, ((),) * self.dim(), "full_tensor").to_local()
+            return redistribute(self, ((),) * self.dim(), "full_tensor").to_local()
 
     def _stay_distributed(self, operator: str) -> None:
         """Refuse to hand a replicated value to the plain world within a parallelized module."""
-        if IN_MODULE.get() and torch.is_grad_enabled():
+        if CURRENT_CALL.get() and torch.is_grad_enabled():
             refuse(
                 operator,
                 "within a parallelized module a replicated value has to stay distributed, or "
@@ -155,7 +155,7 @@ class DistTensor(DistTensorBase):
     def redistribute(self, layout: Layout) -> DistTensor:
         """The same tensor in another layout on the same grid; all ranks call it together."""
         with running("redistribute", self, layout):
-            return recut(self, cuts_of(layout, self.grid, self.dim()), "redistribute")
+            return redistribute(self, cuts_of_layout(layout, self.grid, self.dim()), "redistribute")
 
     # Autograd, which lives on the shard
 
@@ -182,14 +182,14 @@ class DistTensor(DistTensorBase):
             def add_up(part: Tensor | None) -> Tensor | None:
                 # A rank without a part takes part in the sum, for the sake of the others.
                 own = torch.zeros(shape, dtype=dtype, device=device) if part is None else part
-                total = collectives.sum_over(own, grid, axes)
+                total = collectives.all_reduce_with_grad(own, grid, axes)
                 return None if part is None else total
 
             self.shard.register_hook(add_up)
             self.sums_gradient = True
         return self
 
-    def gradients_are_summed(self) -> None:
+    def mark_gradient_summed(self) -> None:
         """Tell that somebody else adds up the gradients of its replicas from now on."""
         self.sums_gradient = True
 
@@ -261,7 +261,7 @@ class DistTensor(DistTensorBase):
             1 when not given, for a tensor of one element only.
         """
         with running("backward", self), started_at([self.shard]):
-            seed = seed_of(self, gradient, "backward")
+            seed = gradient_seed(self, gradient, "backward")
             leaves = None if inputs is None else shards_of(inputs)
             torch.autograd.backward(self.shard, seed, retain_graph, create_graph, inputs=leaves)
 
@@ -292,7 +292,7 @@ def distribute_tensor(x: Tensor, grid: ProcessGrid, layout: Layout | None = None
         raise TypeError("distribute_tensor: x is distributed already; use x.redistribute(layout)")
     if not isinstance(x, Tensor):
         raise TypeError(f"distribute_tensor: x is a {type(x).__name__}; pass torch.as_tensor(x)")
-    cuts = cuts_of(layout, grid, x.dim())
+    cuts = cuts_of_layout(layout, grid, x.dim())
     with running("distribute_tensor"):
         global_shape(x, grid, ((),) * x.dim(), Layout.of(cuts), "distribute_tensor")
     box = rank_box(tuple(x.shape), cuts, grid.topology, grid.rank)
@@ -313,7 +313,7 @@ def local_box(shape: Sequence[int], grid: ProcessGrid, layout: Layout | None = N
     sizes = whole_numbers(shape, "shape")
     if min(sizes, default=0) < 0:
         raise ValueError(f"local_box: shape={sizes} has a negative size")
-    return rank_box(sizes, cuts_of(layout, grid, len(sizes)), grid.topology, grid.rank)
+    return rank_box(sizes, cuts_of_layout(layout, grid, len(sizes)), grid.topology, grid.rank)
 
 
 def _run(

@@ -12,34 +12,34 @@ class ModuleCall:
     """A call of a parallelized module, and of all that it calls: what is redistributed within."""
 
     def __init__(self) -> None:
-        self._redistributed: list[ref[DistTensorBase]] = []
+        self._holders: list[ref[DistTensorBase]] = []
 
     def note(self, x: DistTensorBase) -> None:
         """Remember, for as long as it lives, a tensor that keeps what was made of it."""
-        self._redistributed.append(ref(x))
+        self._holders.append(ref(x))
 
     def end(self) -> None:
         """Let go of what tensors keep for the rest of the call; inputs may live much longer."""
-        for each in self._redistributed:
+        for each in self._holders:
             x = each()
             if x is not None:
-                x._recuts.clear()
-        self._redistributed.clear()
+                x._redistributed.clear()
+        self._holders.clear()
 
 
-IN_MODULE: ContextVar[ModuleCall | None] = ContextVar("distconv_in_module", default=None)
+CURRENT_CALL: ContextVar[ModuleCall | None] = ContextVar("distconv_in_module", default=None)
 """The present outermost call of a parallelized module, whose parameters get parts of their
 gradients; None where none is computing."""
 
 
 def enter_call() -> Token[ModuleCall | None]:
     """Begin a call of a parallelized module, or go deeper within the present one."""
-    return IN_MODULE.set(IN_MODULE.get() or ModuleCall())
+    return CURRENT_CALL.set(CURRENT_CALL.get() or ModuleCall())
 
 
 def leave_call(entered: Token[ModuleCall | None]) -> None:
     """Leave what `enter_call` has begun, from the innermost outwards."""
-    call = IN_MODULE.get()
-    IN_MODULE.reset(entered)
-    if call is not None and IN_MODULE.get() is None:
+    call = CURRENT_CALL.get()
+    CURRENT_CALL.reset(entered)
+    if call is not None and CURRENT_CALL.get() is None:
         call.end()

@@ -12,14 +12,14 @@ from distconv.tensor.base import DistTensorBase
 Tensors = Tensor | Sequence[Tensor]
 
 
-def listed(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:
+def as_list(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:
     """One tensor or several as a list."""
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 
 def shards_of(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:
     """The tensors that autograd knows."""
-    return [x.shard if isinstance(x, DistTensorBase) else x for x in listed(tensors)]
+    return [x.shard if isinstance(x, DistTensorBase) else x for x in as_list(tensors)]
 
 
 def tensors_in(*arguments: Any) -> list[Tensor]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
 from torch.nn import Parameter
 
-from distconv.comm.replication import is_handed_out
+from distconv.comm.replication import is_unreplicated
 
 OWNED = "_distconv_owned"
 """Notes on a parameter or buffer over how many ranks its parallelized module lies."""
@@ -102,7 +102,7 @@ def owned_among(roots: Iterable[Tensor]) -> Tensor | None:
         waiting.append(x.grad_fn)
     while waiting:
         node = waiting.pop()
-        if node is None or node in seen or is_handed_out(node):
+        if node is None or node in seen or is_unreplicated(node):
             continue
         seen.add(node)
         p = getattr(node, "variable", None)

@@ -11,11 +11,11 @@ from torch import Tensor
 from distconv.comm import replication
 from distconv.comm.checksums import CURE, due, names_of, unequal
 from distconv.geometry.layout import replicating_axes
-from distconv.grid.whereabouts import name_of, user_line
+from distconv.grid.whereabouts import operator_name, user_line
 from distconv.tensor.base import DistTensorBase
 from distconv.tensor.dispatch import refuse
 from distconv.tensor.ownership import OWNED, owned_among, watch
-from distconv.tensor.redistribution import recut
+from distconv.tensor.redistribution import redistribute
 
 
 def check_brought(operator: str, x: Tensor) -> None:
@@ -45,7 +45,7 @@ def check_recorded(operator: Callable[..., Any] | str, *operands: Any) -> None:
                 lost = _GRAD_FN(x) is not None
             if lost:
                 refuse(
-                    name_of(operator),
+                    operator_name(operator),
                     "a torch.autograd.Function was applied to a distributed tensor, which loses "
                     "its gradients",
                     x,
@@ -56,9 +56,9 @@ def check_recorded(operator: Callable[..., Any] | str, *operands: Any) -> None:
                 )
         elif not isinstance(x, Tensor) or OWNED in x.__dict__:
             continue
-        elif x.grad_fn is not None and replication.handed_out(x):
+        elif x.grad_fn is not None and replication.depends_on_unreplicated(x):
             refuse(
-                name_of(operator),
+                operator_name(operator),
                 f"the plain tensor {tuple(x.shape)} depends on what to_local() or full_tensor() "
                 "has handed out, and meets distributed tensors again",
                 *operands,
@@ -92,13 +92,13 @@ def _check_plain(
     if found:
         name, ranks = found
         raise ValueError(
-            f"{name_of(operator)} at {user_line()}: a plain tensor, {name}, takes part and is not "
-            f"the same on all ranks: {ranks}. Plain tensors have the global shape and equal "
+            f"{operator_name(operator)} at {user_line()}: a plain tensor, {name}, takes part and "
+            f"is not the same on all ranks: {ranks}. Plain tensors have the global shape and equal "
             f"values: {CURE}; a rank's own block becomes distributed by DistTensor.from_local"
         )
 
 
-def seed_of(x: DistTensorBase, gradient: Tensor | None, operator: str) -> Tensor:
+def gradient_seed(x: DistTensorBase, gradient: Tensor | None, operator: str) -> Tensor:
     """This rank's share of the gradient with which a backward pass starts at `x`.
 
     A replicated value's gradient is the sum over its replicas. All ranks call it.
@@ -123,7 +123,7 @@ def seed_of(x: DistTensorBase, gradient: Tensor | None, operator: str) -> Tensor
             f"{operator}: the gradient lives on {gradient.grid}, the tensor on {x.grid}; make "
             "them on one grid"
         )
-    own = recut(gradient, x.cuts, operator).shard
+    own = redistribute(gradient, x.cuts, operator).shard
     return own / x.replicas if x.replicas > 1 else own
 
 

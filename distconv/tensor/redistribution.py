@@ -13,12 +13,12 @@ from distconv.geometry.index_maps import IndexMap, Same
 from distconv.geometry.layout import Cuts, Layout, default_cuts, effective_cuts
 from distconv.geometry.plan import Plan, make_plan
 from distconv.grid.process_grid import ProcessGrid
-from distconv.tensor.aliasing import view_of
+from distconv.tensor.aliasing import make_view
 from distconv.tensor.base import Distributed, DistTensorBase
-from distconv.tensor.module_call import IN_MODULE
+from distconv.tensor.module_call import CURRENT_CALL
 
 
-def gathered(
+def gather_inputs(
     x: DistTensorBase, needs: Sequence[IndexMap], cuts: Cuts, operator: str, fill: float = 0.0
 ) -> Tensor:
     """The inputs that this rank's block of an output cut by `cuts` needs, in one buffer.
@@ -29,11 +29,11 @@ def gathered(
     if cuts == x.cuts and all(isinstance(need, Same) for need in needs):
         return x.shard
     plan = make_plan(x.grid.topology, x.grid.rank, tuple(x.shape), x.cuts, cuts, tuple(needs))
-    note(x, plan, cuts, operator)
+    record_gather(x, plan, cuts, operator)
     return transfer.gather(x.shard, plan, x.grid, fill)
 
 
-def reduce_scattered(
+def reduce_scatter(
     partial: Tensor,
     shape: tuple[int, ...],
     source: Cuts,
@@ -54,7 +54,7 @@ def reduce_scattered(
     return transfer.accumulate(partial, plan, grid)
 
 
-def note(x: DistTensorBase, plan: Plan, cuts: Cuts, operator: str) -> None:
+def record_gather(x: DistTensorBase, plan: Plan, cuts: Cuts, operator: str) -> None:
     """Let the ledger know what `operator` moves of `x` to an output cut by `cuts`."""
     if cuts != x.cuts or tracing():
         itemsize = x.shard.element_size()
@@ -62,15 +62,15 @@ def note(x: DistTensorBase, plan: Plan, cuts: Cuts, operator: str) -> None:
         record(Movement(operator, x.layout, target, plan, itemsize))
 
 
-def recut(x: Distributed, cuts: Cuts, operator: str) -> Distributed:
+def redistribute(x: Distributed, cuts: Cuts, operator: str) -> Distributed:
     """`x` with other cuts, recorded as a redistribution on behalf of `operator`."""
     if cuts == x.cuts:
         return x
-    shard = gathered(x, (Same(),) * x.dim(), cuts, operator)
+    shard = gather_inputs(x, (Same(),) * x.dim(), cuts, operator)
     return type(x)(shard, x.shape, cuts, x.grid)
 
 
-def recut_once(x: Distributed, cuts: Cuts, operator: str) -> Distributed:
+def redistribute_once(x: Distributed, cuts: Cuts, operator: str) -> Distributed:
     """`x` with other cuts for one of several consumers within a call of a parallelized module.
 
     They share what has been made for the first. To the program the result is `x` itself, so it
@@ -78,21 +78,21 @@ def recut_once(x: Distributed, cuts: Cuts, operator: str) -> Distributed:
     """
     if cuts == x.cuts:
         return x
-    call, state = IN_MODULE.get(), None
+    call, state = CURRENT_CALL.get(), None
     # Tensors of the inference mode count no versions, and what is made without gradients has none.
     if call is not None and not x.shard.is_inference():
         state = call, torch.is_grad_enabled(), x.shard.requires_grad, x.shard._version
-        made = x._recuts.get(cuts)
+        made = x._redistributed.get(cuts)
         if made is not None and made[0] == state:
             return made[1]
-    twin = view_of(x, recut(x, cuts, operator).shard, x.shape, cuts, copied=True)
+    twin = make_view(x, redistribute(x, cuts, operator).shard, x.shape, cuts, copied=True)
     if call is not None and state is not None:
         call.note(x)
-        x._recuts[cuts] = state, twin
+        x._redistributed[cuts] = state, twin
     return twin
 
 
-def cuts_of(layout: Layout | None, grid: ProcessGrid, ndim: int) -> Cuts:
+def cuts_of_layout(layout: Layout | None, grid: ProcessGrid, ndim: int) -> Cuts:
     """How a tensor of `ndim` dimensions is cut in a layout, or in the default one for None."""
     if layout is None:
         return default_cuts(ndim, grid.topology)

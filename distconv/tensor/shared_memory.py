@@ -5,20 +5,20 @@ from __future__ import annotations
 from weakref import WeakSet
 
 
-class Memory:
+class SharedMemory:
     """What tensors that share memory share, to know which views of them have become copies."""
 
     __slots__ = ("__weakref__", "_family")
 
     def __init__(self) -> None:
-        self._family: WeakSet[Memory] | None = None
+        self._family: WeakSet[SharedMemory] | None = None
         """The memories in use of which serial torch would have made a single one."""
 
-    def copy(self) -> Memory:
+    def copy(self) -> SharedMemory:
         """The memory of a copy that serial torch would have made a view."""
         if self._family is None:
             self._family = WeakSet([self])
-        twin = Memory()
+        twin = SharedMemory()
         twin._family = self._family
         self._family.add(twin)
         return twin

@@ -14,7 +14,7 @@ from distconv.comm.checksums import CURE, checksum, differing, due
 from distconv.geometry.layout import Cuts, Layout, block, cutting_axes, rank_box
 from distconv.geometry.topology import Topology
 from distconv.grid.process_grid import ProcessGrid
-from distconv.grid.whereabouts import name_of, user_line
+from distconv.grid.whereabouts import operator_name, user_line
 from distconv.tensor.aliasing import check_writable
 from distconv.tensor.base import DistTensorBase
 from distconv.tensor.dispatch import refuse
@@ -126,10 +126,10 @@ def check_out(operator: Callable[..., Any], out: Any, result: Any, *operands: Te
         and not any(x.requires_grad for x in (out, *operands) if torch.is_grad_enabled())
     ):
         refuse(
-            name_of(operator),
+            operator_name(operator),
             "out= has to be a distributed tensor of the shape, layout and type of the result, "
             "outside autograd",
             *tensors_in(out, *operands),
             way_out="Use the returned tensor",
         )
-    check_writable(out, name_of(operator))
+    check_writable(out, operator_name(operator))

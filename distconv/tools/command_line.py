@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from distconv.grid.process_grid import ProcessGrid
-from distconv.model.input_layouts import layouts_of
+from distconv.model.input_layouts import match_layouts
 from distconv.tools.arguments import RankParser, grid_axes, layout, pattern_and_layout, shape
 from distconv.tools.bench import BENCHMARKS, Row, Settings, as_table, plot
 from distconv.tools.explain import LayerPlan, dtype_of, explain
@@ -231,7 +231,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     module = _made_everywhere(arguments.factory, arguments.seed)
     layouts = dict(arguments.layouts)
     try:
-        layouts_of(module, layouts)
+        match_layouts(module, layouts)
     except ValueError as error:
         raise BadArguments(str(error)) from None
     if arguments.float64:

@@ -1,7 +1,7 @@
 """What a module would do on a grid: layouts, halos, redistributions and memory, without running.
 
 The module's own Python runs on tensors without elements, as one rank of a grid that need not exist
-(`rehearsal`); so the plan is that of the very code that will run.
+(`planning.dry_run`); so the plan is that of the very code that will run.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from distconv.comm.ledger import Movement, Redistribution, traced, uncounted
+from distconv.comm.ledger import Movement, Redistribution, trace_movements, without_counting
 from distconv.geometry.layout import Layout, dimension_names
 from distconv.grid.process_grid import ProcessGrid
-from distconv.model.input_layouts import layouts_of, take_inputs
-from distconv.planning.dry_run import Rehearsal
+from distconv.model.input_layouts import match_layouts, redistribute_inputs
+from distconv.planning.dry_run import DryRunGrid
 from distconv.tensor.dispatch import RULES, UnsupportedOperation
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.module_call import enter_call, leave_call
 from distconv.tensor.nested import tensors_in
-from distconv.tools.module_calls import Calls, is_layer
+from distconv.tools.module_calls import ModuleCalls, is_layer
 from distconv.tools.table import size, table
 from distconv.transport.launch import world
 
@@ -167,21 +167,21 @@ def explain(
     if dtype is None:
         dtype = dtype_of(module, torch.get_default_dtype())
     of_inputs = _each(layout, len(shapes), "layout")
-    of_modules = layouts_of(module, layouts or {})
+    of_modules = match_layouts(module, layouts or {})
     dtypes = _each(dtype, len(shapes), "dtype")
     extents = grid.shape if isinstance(grid, ProcessGrid) else grid
-    rehearsal = Rehearsal(extents, rank)
-    cut = map(rehearsal.tensor, shapes, of_inputs, dtypes)
-    layers = _rehearse(_without_elements(module), list(cut), rehearsal, of_modules, progress)
+    dry_run = DryRunGrid(extents, rank)
+    cut = map(dry_run.tensor, shapes, of_inputs, dtypes)
+    layers = _dry_run(_without_elements(module), list(cut), dry_run, of_modules, progress)
     whole = [torch.empty(s, dtype=d, device="meta") for s, d in zip(shapes, dtypes, strict=True)]
     try:
-        serial = _rehearse(_without_elements(module), whole, Rehearsal({}), {})
+        serial = _dry_run(_without_elements(module), whole, DryRunGrid({}), {})
     except RuntimeError:
         serial = None
     explanation = Explanation(
         type(module).__name__,
-        str(rehearsal),
-        rehearsal.rank,
+        str(dry_run),
+        dry_run.rank,
         tuple(layers),
         sum(p.nbytes for p in module.parameters()),
         None if serial is None else sum(layer.kept_bytes for layer in serial),
@@ -239,20 +239,20 @@ def _without_elements(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, memo)
 
 
-def _rehearse(
+def _dry_run(
     module: nn.Module,
     inputs: Sequence[Tensor],
-    grid: Rehearsal,
+    grid: DryRunGrid,
     layouts: Mapping[str, Layout],
     progress: Callable[[LayerPlan], object] = lambda layer: None,
 ) -> list[LayerPlan]:
     """The plan of a module without elements on the rank that `grid` rehearses."""
     within = enter_call()
-    accounts = _Accounts(module, grid, progress)
+    accounts = _LayerRecorder(module, grid, progress)
     # After the hooks of the accounts, so that a layer's line has what its input costs.
-    take_inputs(module, layouts)
+    redistribute_inputs(module, layouts)
     try:
-        with traced() as accounts.movements, uncounted():
+        with trace_movements() as accounts.movements, without_counting():
             keeping = saved_tensors_hooks(accounts.keep, lambda x: x)
             # What a forward makes without naming a device has no elements either.
             with torch.random.fork_rng(devices=[]), torch.device("meta"):
@@ -289,10 +289,12 @@ def _first_of(result: Any) -> _Output | None:
     return None
 
 
-class _Accounts(Calls):
+class _LayerRecorder(ModuleCalls):
     """Writes down, call by call, what has been moved, reduced and kept since the one before."""
 
-    def __init__(self, module: nn.Module, grid: Rehearsal, progress: Callable[[LayerPlan], object]):
+    def __init__(
+        self, module: nn.Module, grid: DryRunGrid, progress: Callable[[LayerPlan], object]
+    ):
         super().__init__(module)
         self.layers: list[LayerPlan] = []
         self.movements: list[Movement] = []
@@ -380,7 +382,7 @@ class _Accounts(Calls):
 class _Functions(TorchFunctionMode):
     """Gives every torch function that is called between layers a line of its own."""
 
-    def __init__(self, accounts: _Accounts):
+    def __init__(self, accounts: _LayerRecorder):
         super().__init__()
         self._accounts = accounts
 
@@ -430,7 +432,7 @@ def _cells(layer: LayerPlan) -> tuple[str, ...]:
     moved = [
         f"{_cut(r.source)} -> {_cut(r.target)}" + (f" by {how}" if how else "")
         for r in layer.redistributions
-        for how in (_beside(layer.kind.lower(), r.operator),)
+        for how in (_operator_suffix(layer.kind.lower(), r.operator),)
     ]
     halos = [
         " ".join(f"{name} {before}+{after}" for name, (before, after) in widths if before + after)
@@ -452,7 +454,7 @@ def _cells(layer: LayerPlan) -> tuple[str, ...]:
     )
 
 
-def _beside(kind: str, operator: str) -> str:
+def _operator_suffix(kind: str, operator: str) -> str:
     """What the name of an operator says that the kind of its layer does not."""
     return "" if operator in kind else operator.removeprefix(f"{kind}, ")
 

@@ -13,7 +13,7 @@ def is_layer(module: nn.Module) -> bool:
     return next(module.children(), None) is None
 
 
-class Calls:
+class ModuleCalls:
     """Hooks on a module and all within it; those who watch override `entered` and `left`.
 
     Attributes

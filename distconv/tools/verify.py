@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from distconv.comm.ledger import uncounted
+from distconv.comm.ledger import without_counting
 from distconv.geometry.layout import Layout
 from distconv.grid.process_grid import ProcessGrid
 from distconv.model.parallelize import parallelize
 from distconv.tensor.dispatch import UnsupportedOperation
 from distconv.tensor.dist_tensor import DistTensor, distribute_tensor
 from distconv.tensor.nested import tensors_in
-from distconv.tools.module_calls import Calls, is_layer
+from distconv.tools.module_calls import ModuleCalls, is_layer
 from distconv.tools.table import table
 
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}
@@ -166,7 +166,7 @@ def verify(
     if len(of_inputs) != len(inputs):
         raise ValueError(f"verify: {len(of_inputs)} layouts for {len(inputs)} inputs")
     gpus = [grid.device] if grid.device.type == "cuda" else []
-    with torch.random.fork_rng(gpus), torch.set_grad_enabled(backward), uncounted():
+    with torch.random.fork_rng(gpus), torch.set_grad_enabled(backward), without_counting():
         rows, notes, dtypes = _compare(module, inputs, of_inputs, layouts, grid, seed, progress)
     allowance = 0.0
     if tolerance is None:
@@ -403,7 +403,7 @@ def _without_dropout(module: nn.Module) -> list[str]:
     return names
 
 
-class _Recorded(Calls):
+class _Recorded(ModuleCalls):
     """What each call of a layer returns, copied before later layers may write to it."""
 
     def __init__(self, module: nn.Module):
@@ -439,7 +439,7 @@ class _Recorded(Calls):
         self._state = state
 
 
-class _Compared(Calls):
+class _Compared(ModuleCalls):
     """What each call of a layer returns, compared with what is expected, which is forgotten."""
 
     def __init__(

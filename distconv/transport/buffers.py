@@ -13,19 +13,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-Memory = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
+ByteArray = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 
-LIMIT = 64 * 2**20
+KEPT_BYTES = 64 * 2**20
 """Bytes that are kept for later."""
 
 
-class Buffers:
+class BufferPool:
     """Tensors whose memory comes back by itself when nothing refers to it any more."""
 
     def __init__(self) -> None:
-        self._idle: defaultdict[int, list[Memory]] = defaultdict(list)
+        self._idle: defaultdict[int, list[ByteArray]] = defaultdict(list)
         self._idle_bytes = 0
-        self._lent: dict[int, tuple[ref[Memory], Memory]] = {}
+        self._lent: dict[int, tuple[ref[ByteArray], ByteArray]] = {}
 
     def empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """A contiguous CPU tensor of `shape` in the type of `like`, with anything in it."""
@@ -47,11 +47,11 @@ class Buffers:
         message = torch.frombuffer(view, dtype=like.dtype)
         return message if len(shape) == 1 else message.view(shape)
 
-    def _take_back(self, use: ref[Memory]) -> None:
+    def _take_back(self, use: ref[ByteArray]) -> None:
         _, memory = self._lent.pop(id(use))
-        if self._idle_bytes + memory.nbytes > LIMIT:
+        if self._idle_bytes + memory.nbytes > KEPT_BYTES:
             self._idle.clear()
             self._idle_bytes = 0
-        if memory.nbytes <= LIMIT:
+        if memory.nbytes <= KEPT_BYTES:
             self._idle[memory.nbytes].append(memory)
             self._idle_bytes += memory.nbytes

@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.bool: torch.int32}
+SUM_TYPES = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.bool: torch.int32}
 """The types in which others are added up."""
 
 Message: TypeAlias = tuple[int, Tensor]
@@ -28,16 +28,16 @@ class Request(Protocol):
 class Transport(Protocol):
     """What carries the messages of the ranks of one grid, which wait for them in one order.
 
-    `ticket` numbers the exchanges. All ranks start them in the order of the program, so an exchange
-    has one number everywhere, and its messages cannot be taken for those of another in flight.
-    Tensors on a GPU are those that the current stream has written when it comes to the exchange.
-    Groups are what `ProcessGrid.communicator` returns; all their ranks call a collective together.
-    Tensors are contiguous.
+    `next_tag` numbers the exchanges. All ranks start them in the order of the program, so an
+    exchange has one number everywhere, and its messages cannot be taken for those of another in
+    flight. Tensors on a GPU are those that the current stream has written when it comes to the
+    exchange. Groups are what `ProcessGrid.communicator` returns; all their ranks call a collective
+    together. Tensors are contiguous.
     """
 
     name: str
 
-    def ticket(self) -> int:
+    def next_tag(self) -> int:
         """The tag of the next exchange."""
 
     def empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ _GRANULE = 2 * 2**20
 """Handles stand for whole pieces of this size, of which nothing else may be a part."""
 
 
-def shared(node: MPI.Intracomm, nbytes: int, head: Sequence[int]) -> list[int | None]:
+def share_memory(node: MPI.Intracomm, nbytes: int, head: Sequence[int]) -> list[int | None]:
     """Memory of each rank of `node` on its current GPU: addresses in this process.
 
     Collective over `node`. A rank has `nbytes`, which begin with the 32-bit numbers `head`, until

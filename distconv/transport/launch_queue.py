@@ -16,7 +16,7 @@ class Event(Protocol):
         """Let the host wait until the GPU has come that far."""
 
 
-class Queue:
+class LaunchQueue:
     """Messages and reductions that a process has not given to MPI yet.
 
     Whoever waits for one of them starts all. So ranks may wait for them in different orders, also
@@ -25,11 +25,11 @@ class Queue:
     """
 
     def __init__(self) -> None:
-        self._waiting: deque[Queued] = deque()
+        self._waiting: deque[QueuedRequest] = deque()
 
-    def add(self, ready: Event, start: Callable[[], Request]) -> Queued:
+    def add(self, ready: Event, start: Callable[[], Request]) -> QueuedRequest:
         """Let `start` follow `ready`; MPI must not touch the memory of a GPU before."""
-        queued = Queued(self, ready, start)
+        queued = QueuedRequest(self, ready, start)
         self._waiting.append(queued)
         return queued
 
@@ -39,10 +39,10 @@ class Queue:
             self._waiting.popleft().start()
 
 
-class Queued:
+class QueuedRequest:
     """One of them."""
 
-    def __init__(self, queue: Queue, ready: Event, start: Callable[[], Request]):
+    def __init__(self, queue: LaunchQueue, ready: Event, start: Callable[[], Request]):
         self._queue, self._ready, self._start = queue, ready, start
         self._request: Request | None = None
 

@@ -31,12 +31,12 @@ _SEMAPHORE = 4
 _HEAD = 2**16
 """Bytes before the slots, of which semaphores take what they need."""
 
-Piece = tuple[int, int]
+Chunk = tuple[int, int]
 """An address, and a number of bytes."""
 
 
-class Ordered(Protocol):
-    """What is done in order, as by `lane.Lane`."""
+class OrderedCopies(Protocol):
+    """What is done in order, as by `peer_stream.PeerStream`."""
 
     def acquire(self, semaphore: int) -> None:
         """Wait until the semaphore at an address is released, and take it."""
@@ -48,12 +48,12 @@ class Ordered(Protocol):
         """Copy bytes between addresses."""
 
 
-def size_of(ranks: int, slot: int = SLOT) -> int:
+def mailbox_bytes(ranks: int, slot: int = SLOT) -> int:
     """The bytes of a rank's memory on a node with this number of ranks."""
     return _HEAD + ranks * SLOTS * slot
 
 
-def semaphores_of(ranks: int) -> list[int]:
+def initial_semaphores(ranks: int) -> list[int]:
     """What the memory begins with, before anything is sent: all slots are free."""
     return [int(what == FREE) for _ in range(ranks * SLOTS) for what in (FULL, FREE)]
 
@@ -69,8 +69,10 @@ class Mailboxes:
     slot: bytes of a slot, the same everywhere.
     """
 
-    def __init__(self, lane: Ordered, bases: Sequence[int | None], mine: int, slot: int = SLOT):
-        assert len(semaphores_of(len(bases))) * _SEMAPHORE <= _HEAD
+    def __init__(
+        self, lane: OrderedCopies, bases: Sequence[int | None], mine: int, slot: int = SLOT
+    ):
+        assert len(initial_semaphores(len(bases))) * _SEMAPHORE <= _HEAD
         self._lane, self._bases, self._mine, self._slot = lane, bases, mine, slot
         self._sent: defaultdict[int, int] = defaultdict(int)
         self._received: defaultdict[int, int] = defaultdict(int)
@@ -80,7 +82,7 @@ class Mailboxes:
 
         What this rank sends to itself is copied.
         """
-        out, into = self._pieces(leaving), self._pieces(arriving)
+        out, into = self._chunks(leaving), self._chunks(arriving)
         for (source, nbytes), (target, _) in zip(
             out.pop(self._mine, ()), into.pop(self._mine, ()), strict=True
         ):
@@ -105,9 +107,9 @@ class Mailboxes:
         self._lane.copy(target, self._place(self._mine, rank, turn), nbytes)
         self._lane.release(self._semaphore(rank, self._mine, turn, FREE))
 
-    def _pieces(self, messages: Iterable[Message]) -> dict[int, list[Piece]]:
+    def _chunks(self, messages: Iterable[Message]) -> dict[int, list[Chunk]]:
         """The pieces for each rank, or from each."""
-        pieces: dict[int, list[Piece]] = defaultdict(list)
+        pieces: dict[int, list[Chunk]] = defaultdict(list)
         for rank, tensor in messages:
             address, nbytes = tensor.data_ptr(), tensor.nbytes
             pieces[rank] += [
@@ -117,11 +119,11 @@ class Mailboxes:
         return pieces
 
     def _semaphore(self, owner: int, other: int, turn: int, what: int) -> int:
-        """The address, in `owner`'s memory, of one for a slot that it shares with `other`."""
+        """The address, in `owning_part`'s memory, of one for a slot that it shares with `other`."""
         return self._base(owner) + _SEMAPHORE * (2 * (SLOTS * other + turn) + what)
 
     def _place(self, owner: int, sender: int, turn: int) -> int:
-        """The address of a slot in `owner`'s memory."""
+        """The address of a slot in `owning_part`'s memory."""
         return self._base(owner) + _HEAD + self._slot * (SLOTS * sender + turn)
 
     def _base(self, rank: int) -> int:
@@ -130,7 +132,7 @@ class Mailboxes:
         return base
 
 
-def _rounds(pieces: Mapping[int, Sequence[Piece]]) -> Iterable[list[tuple[int, Piece]]]:
+def _rounds(pieces: Mapping[int, Sequence[Chunk]]) -> Iterable[list[tuple[int, Chunk]]]:
     """In each round at most one piece of each rank."""
     for number in range(max(map(len, pieces.values()), default=0)):
         yield [(rank, each[number]) for rank, each in pieces.items() if number < len(each)]

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
-from distconv.transport.buffers import Buffers
-from distconv.transport.interface import WIDER, Message
+from distconv.transport.buffers import BufferPool
+from distconv.transport.interface import SUM_TYPES, Message
 
 _DATATYPES = {
     torch.float32: MPI.FLOAT,
@@ -92,14 +92,14 @@ class MPITransport:
         self._comm = comm
         bound = comm.Get_attr(MPI.TAG_UB)
         self._tags = bound if isinstance(bound, int) else 32767
-        self._tickets = 0
-        self._buffers = Buffers()
+        self._last_tag = 0
+        self._buffers = BufferPool()
         self._abandoned = Abandoned()
 
-    def ticket(self) -> int:
+    def next_tag(self) -> int:
         """The tag of the next exchange."""
-        self._tickets = (self._tickets + 1) % self._tags
-        return self._tickets
+        self._last_tag = (self._last_tag + 1) % self._tags
+        return self._last_tag
 
     def empty(self, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
         """Memory for a message."""
@@ -124,11 +124,11 @@ class MPITransport:
         if tensor.dtype in _DATATYPES:
             request = group.Iallreduce(MPI.IN_PLACE, _typed(tensor), MPI.SUM)
             return MPIRequest([request], tensor, self._abandoned)
-        if tensor.dtype not in WIDER:
+        if tensor.dtype not in SUM_TYPES:
             raise TypeError(
                 f"MPI cannot add up {tensor.dtype}; convert to one that it can, x.float()"
             )
-        wide = tensor.to(WIDER[tensor.dtype])
+        wide = tensor.to(SUM_TYPES[tensor.dtype])
         request = group.Iallreduce(MPI.IN_PLACE, _typed(wide), MPI.SUM)
         return MPIRequest([request], wide, self._abandoned, lambda: tensor.copy_(wide))
 

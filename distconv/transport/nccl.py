@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from distconv.transport.interface import WIDER, Message, Request
-from distconv.transport.side_stream import Beside, Enqueued
+from distconv.transport.interface import SUM_TYPES, Message, Request
+from distconv.transport.side_stream import SideStream, StreamRequest
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -28,10 +28,10 @@ _TYPES = {
     torch.int32: "NCCL_INT32",
     torch.int64: "NCCL_INT64",
 }
-_WIDER = WIDER | {torch.int16: torch.int32}
+_WIDER = SUM_TYPES | {torch.int16: torch.int32}
 
 
-def obstacle() -> str | None:
+def why_unavailable() -> str | None:
     """Why this process cannot use NCCL; None where it can."""
     try:
         from cupy.cuda import nccl
@@ -40,10 +40,10 @@ def obstacle() -> str | None:
     return None if nccl.available else "cupy finds no NCCL; install nvidia-nccl-cu12 or -cu13"
 
 
-class _Sum:
+class _WideSum:
     """A reduction under way in memory of its own, as NCCL does not add up the type itself."""
 
-    def __init__(self, request: Enqueued, total: Tensor, into: Tensor):
+    def __init__(self, request: StreamRequest, total: Tensor, into: Tensor):
         self._request, self._total, self._into = request, total, into
 
     def wait(self) -> None:
@@ -52,7 +52,7 @@ class _Sum:
         self._into.copy_(self._total)
 
 
-class _Channel(Beside):
+class _StreamCommunicator(SideStream):
     """A communicator of NCCL, and its stream."""
 
     def __init__(self, group: MPI.Intracomm, device: torch.device):
@@ -76,10 +76,10 @@ class NCCLTransport:
         # others they could wait for each other. NCCL 2.26 and newer.
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
         self._nccl, self._device = nccl, device
-        self._messages = _Channel(comm, device)
-        self._groups: dict[int, _Channel] = {}
+        self._messages = _StreamCommunicator(comm, device)
+        self._groups: dict[int, _StreamCommunicator] = {}
 
-    def ticket(self) -> int:
+    def next_tag(self) -> int:
         """No exchange needs a tag."""
         return 0
 
@@ -106,10 +106,10 @@ class NCCLTransport:
         """Start adding up a tensor in place over the ranks of `group`."""
         if tensor.dtype in _WIDER:
             wide = tensor.to(_WIDER[tensor.dtype])
-            return _Sum(self._add_up(wide, group), wide, tensor)
+            return _WideSum(self._add_up(wide, group), wide, tensor)
         return self._add_up(tensor, group)
 
-    def _add_up(self, tensor: Tensor, group: MPI.Intracomm) -> Enqueued:
+    def _add_up(self, tensor: Tensor, group: MPI.Intracomm) -> StreamRequest:
         numbers = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         if numbers.dtype not in _TYPES:
             raise TypeError(
@@ -139,8 +139,8 @@ class NCCLTransport:
         channel.comm.broadcast(address, address, *what)
         channel.mark([tensor]).wait()
 
-    def _channel(self, group: MPI.Intracomm) -> _Channel:
+    def _channel(self, group: MPI.Intracomm) -> _StreamCommunicator:
         """That of the ranks of `group`, made when they first need it, together."""
         if group.handle not in self._groups:
-            self._groups[group.handle] = _Channel(group, self._device)
+            self._groups[group.handle] = _StreamCommunicator(group, self._device)
         return self._groups[group.handle]

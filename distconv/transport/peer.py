@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from distconv.transport import ipc
-from distconv.transport.interface import WIDER, Message, Request, Transport
-from distconv.transport.mailboxes import Mailboxes, Ordered, semaphores_of, size_of
+from distconv.transport.interface import SUM_TYPES, Message, Request, Transport
+from distconv.transport.mailboxes import Mailboxes, OrderedCopies, initial_semaphores, mailbox_bytes
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -24,7 +24,7 @@ _AT_ONCE = 2**16
 """Bytes up to which a sum is made of all tensors on every rank, instead of a part on each."""
 
 
-def obstacle() -> str | None:
+def why_unavailable() -> str | None:
     """Why this process cannot use CUDA IPC; None where it can."""
     try:
         from cupy.cuda import runtime  # noqa: F401
@@ -33,8 +33,8 @@ def obstacle() -> str | None:
     return None
 
 
-class Works(Ordered, Protocol):
-    """What a rank does on a stream of its own, as on a `lane.Lane`."""
+class OrderedStream(OrderedCopies, Protocol):
+    """What a rank does on a stream of its own, as on a `peer_stream.PeerStream`."""
 
     def follow(self) -> None:
         """Go on after what the current stream has been given so far."""
@@ -46,7 +46,7 @@ class Works(Ordered, Protocol):
         """What has been given to it so far, which uses `tensors`."""
 
 
-class _All:
+class _Requests:
     """Several requests as one, or none."""
 
     def __init__(self, *requests: Request):
@@ -75,7 +75,7 @@ class PeerTransport:
         comm: MPI.Intracomm,
         reached: Sequence[frozenset[int]],
         node: Mapping[int, int],
-        lane: Works,
+        lane: OrderedStream,
         boxes: Mailboxes,
         beyond: Transport,
     ):
@@ -89,9 +89,9 @@ class PeerTransport:
         everywhere = all(len(peers) == comm.size for peers in self._peers)
         self.name = "peer" if everywhere else f"peer and {beyond.name}"
 
-    def ticket(self) -> int:
+    def next_tag(self) -> int:
         """The tag of the next exchange, for messages that go beyond."""
-        return self._beyond.ticket()
+        return self._beyond.next_tag()
 
     def empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """Memory for a message, of which torch keeps enough for later."""
@@ -105,7 +105,7 @@ class PeerTransport:
         if len(near[0]) == len(arriving) and len(near[1]) == len(leaving):
             return self._exchange(*near)
         far = self._far(arriving), self._far(leaving)
-        return _All(self._beyond.exchange(*far, tag), self._exchange(*near))
+        return _Requests(self._beyond.exchange(*far, tag), self._exchange(*near))
 
     def all_reduce(self, tensor: Tensor, group: MPI.Intracomm) -> Request:
         """Start adding up a tensor in place over the ranks of `group`; to the same bits on all.
@@ -114,10 +114,10 @@ class PeerTransport:
         """
         ranks = self._members(group)
         if len(ranks) == 1:
-            return _All()
+            return _Requests()
         if not self._all_near(ranks):
             return self._beyond.all_reduce(tensor, group)
-        total = tensor.to(WIDER.get(tensor.dtype, tensor.dtype))
+        total = tensor.to(SUM_TYPES.get(tensor.dtype, tensor.dtype))
         flat, n = total.view(-1), len(ranks)
         whole = flat.nbytes <= _AT_ONCE
         parts = [flat] * n if whole else flat.tensor_split(n)
@@ -155,7 +155,7 @@ class PeerTransport:
 
     def _exchange(self, arriving: Sequence[Message], leaving: Sequence[Message]) -> Request:
         if not (arriving or leaving):
-            return _All()
+            return _Requests()
         self._lane.follow()
         self._boxes.exchange(arriving, leaving)
         return self._lane.mark(tensor for _, tensor in (*arriving, *leaving))
@@ -188,18 +188,18 @@ class PeerTransport:
         return self._groups[group.handle]
 
 
-def connected(comm: MPI.Intracomm, device: torch.device, beyond: Transport) -> PeerTransport:
+def connect(comm: MPI.Intracomm, device: torch.device, beyond: Transport) -> PeerTransport:
     """That of the ranks of `comm`, on the current GPU of each; all of them call it."""
     from mpi4py import MPI
 
-    from distconv.transport.peer_stream import Lane
+    from distconv.transport.peer_stream import PeerStream
 
     node: Any = comm.Split_type(MPI.COMM_TYPE_SHARED)
     places = node.allgather(comm.rank)
-    bases = ipc.shared(node, size_of(node.size), semaphores_of(node.size))
+    bases = ipc.share_memory(node, mailbox_bytes(node.size), initial_semaphores(node.size))
     near = {rank: i for i, (rank, base) in enumerate(zip(places, bases, strict=True)) if base}
     reached = comm.allgather(frozenset(near))
-    lane = Lane(device)
+    lane = PeerStream(device)
     boxes = Mailboxes(lane, bases, node.rank)
     node.Free()
     return PeerTransport(comm, reached, near, lane, boxes, beyond)

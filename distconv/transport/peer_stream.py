@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from distconv.transport.semaphores import semaphores
-from distconv.transport.side_stream import Beside
+from distconv.transport.semaphores import make_semaphores
+from distconv.transport.side_stream import SideStream
 
 
-class Lane(Beside):
+class PeerStream(SideStream):
     """A stream that copies between addresses of GPUs, and waits for semaphores there.
 
     Parameters
@@ -25,7 +25,7 @@ class Lane(Beside):
 
         super().__init__(device)
         self._runtime: Any = runtime
-        self._semaphores = semaphores()
+        self._semaphores = make_semaphores()
         # Other ranks wait for what it has been given, also when this one has nothing left to do. It
         # writes to their memory, which is there until MPI ends: after this, for all together.
         atexit.register(self.stream.synchronize)

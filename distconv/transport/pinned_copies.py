@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 
-class Copies:
+class PinnedCopies:
     """Copies from and to one GPU, each way on a stream of its own."""
 
     def __init__(self, device: torch.device):

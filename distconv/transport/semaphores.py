@@ -19,7 +19,7 @@ class Semaphores(Protocol):
         """Make it 1, when what the stream has been given before can be seen by other GPUs."""
 
 
-class MemoryOperations:
+class DriverSemaphores:
     """By the operations on memory that the driver offers on streams, through cuda-bindings."""
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ extern "C" __global__ void release(volatile unsigned int* semaphore) {
 """
 
 
-class Kernels:
+class KernelSemaphores:
     """By kernels of one thread, where cuda-bindings is missing; they hold the GPU while they wait.
 
     They need GPUs from Volta on.
@@ -88,9 +88,9 @@ class Kernels:
             self._release((1,), (1,), (semaphore,))
 
 
-def semaphores() -> Semaphores:
+def make_semaphores() -> Semaphores:
     """Those that this process has the libraries for; a context of CUDA is current."""
     try:
-        return MemoryOperations()
+        return DriverSemaphores()
     except ImportError:
-        return Kernels()
+        return KernelSemaphores()

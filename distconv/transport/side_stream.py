@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-class Enqueued:
+class StreamRequest:
     """What has been given to a stream beside the current one so far, and the tensors it uses.
 
     They are held until somebody waits. What the current stream is given then comes later, and so
@@ -26,7 +26,7 @@ class Enqueued:
         self._tensors = ()
 
 
-class Beside:
+class SideStream:
     """A stream of its own, which comes before others where the GPU has to choose."""
 
     def __init__(self, device: torch.device):
@@ -42,6 +42,6 @@ class Beside:
         """Go on after what the current stream has been given so far."""
         self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
 
-    def mark(self, tensors: Iterable[Tensor]) -> Enqueued:
+    def mark(self, tensors: Iterable[Tensor]) -> StreamRequest:
         """What has been given to it so far, which uses `tensors`."""
-        return Enqueued(self.stream, tensors)
+        return StreamRequest(self.stream, tensors)

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from distconv.transport.interface import Message, Request
-from distconv.transport.launch_queue import Queue
-from distconv.transport.pinned_copies import Copies
+from distconv.transport.launch_queue import LaunchQueue
+from distconv.transport.pinned_copies import PinnedCopies
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -31,7 +31,7 @@ class StagedRequest:
 
     def __init__(
         self,
-        copies: Copies,
+        copies: PinnedCopies,
         requests: Sequence[Request] = (),
         arriving: Sequence[tuple[Tensor, Tensor]] = (),
     ):
@@ -59,12 +59,14 @@ class StagedTransport:
 
     name = "mpi"
 
-    def __init__(self, mpi: MPITransport, copies: Copies, queue: Queue, direct: bool = False):
+    def __init__(
+        self, mpi: MPITransport, copies: PinnedCopies, queue: LaunchQueue, direct: bool = False
+    ):
         self._mpi, self._copies, self._queue, self._direct = mpi, copies, queue, direct
 
-    def ticket(self) -> int:
+    def next_tag(self) -> int:
         """The tag of the next exchange."""
-        return self._mpi.ticket()
+        return self._mpi.next_tag()
 
     def empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """Memory for a message, of which torch keeps enough for later."""
@@ -80,11 +82,11 @@ class StagedTransport:
             start = partial(self._mpi.exchange, arriving, leaving, tag)
             return self._queue.add(self._copies.now(), start)
         hosts, ready = self._copies.to_host([tensor for _, tensor in leaving])
-        landings = [(rank, self._copies.host(tensor)) for rank, tensor in arriving]
-        received = self._mpi.exchange(landings, (), tag)
+        incoming = [(rank, self._copies.host(tensor)) for rank, tensor in arriving]
+        received = self._mpi.exchange(incoming, (), tag)
         messages = [(rank, host) for (rank, _), host in zip(leaving, hosts, strict=True)]
         sent = self._queue.add(ready, partial(self._mpi.exchange, (), messages, tag))
-        pairs = [(host, t) for (_, host), (_, t) in zip(landings, arriving, strict=True)]
+        pairs = [(host, t) for (_, host), (_, t) in zip(incoming, arriving, strict=True)]
         # To wait for what is sent is to wait for `ready`: the memory of what arrives is free then.
         return StagedRequest(self._copies, (sent, received), pairs)
 

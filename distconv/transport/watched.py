@@ -87,7 +87,7 @@ class WatchedTransport:
         self.carrier, self.name = carrier, carrier.name
         self._steps, self._waiting, self._members = steps, waiting, members
 
-    def ticket(self) -> int:
+    def next_tag(self) -> int:
         """Return the tag of the next exchange."""
         return self._steps.next_tag()
 

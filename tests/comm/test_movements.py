@@ -12,8 +12,8 @@ from mpi4py import MPI
 from torch import Tensor
 
 import distconv as dc
-from distconv.comm.collectives import reduced, sum_over
-from distconv.comm.replication import replicate, share
+from distconv.comm.collectives import all_reduce, all_reduce_with_grad
+from distconv.comm.replication import replicate, unreplicate
 from distconv.comm.transfer import gather
 from distconv.geometry.index_maps import Grouped, IndexMap, Pad, Same, Span, Strided, Window
 from distconv.geometry.layout import Cuts, rank_box
@@ -220,7 +220,7 @@ def test_the_backward_of_a_sum_over_ranks_is_its_adjoint() -> None:
         grid = random_grid(rng)
         axes = tuple(rng.sample(AXES, rng.randrange(1, 4)))
         x = integers((3, 2), seed).requires_grad_()
-        total = sum_over(x, grid, axes)
+        total = all_reduce_with_grad(x, grid, axes)
         peers = grid.topology.peers(grid.rank, axes)
         everyone = WORLD.allgather(x.detach())
         assert torch.equal(total, torch.stack([everyone[r] for r in peers]).sum(0))
@@ -244,7 +244,7 @@ def test_replicate_and_share_are_adjoint_when_a_plain_value_counts_once() -> Non
         replicated.backward(parts)
         assert inner(plain.detach(), parts) == inner(plain.detach(), plain.grad) / replicas
         x = integers((4,), seed).requires_grad_()
-        share(x, grid, axes).backward(plain.detach() * replicas)
+        unreplicate(x, grid, axes).backward(plain.detach() * replicas)
         assert torch.equal(x.grad, plain.detach())
 
 
@@ -253,19 +253,19 @@ def test_replicate_and_share_are_adjoint_when_a_plain_value_counts_once() -> Non
 def test_sums_over_ranks_of_every_type(dtype: torch.dtype) -> None:
     grid = dc.ProcessGrid(height=-1)
     local = torch.tensor([[0, 1], [grid.rank, 2]]).T.to(dtype)
-    total = reduced(local, grid, ("height",))
+    total = all_reduce(local, grid, ("height",))
     assert total.dtype == dtype
     exact = torch.complex128 if dtype.is_complex else torch.float64
     assert torch.equal(total, torch.stack(WORLD.allgather(local.to(exact))).sum(0).to(dtype))
     assert local[1, 0] == 1, "the operand was changed"
-    assert reduced(local[:0], grid, ("height",)).shape == (0, 2)
+    assert all_reduce(local[:0], grid, ("height",)).shape == (0, 2)
 
 
 @pytest.mark.parallel([1, 2])
 def test_a_type_that_cannot_be_added_up_is_refused() -> None:
     grid = dc.ProcessGrid(height=-1)
     with pytest.raises(TypeError, match="cannot add up torch.float8_e5m2; convert to one"):
-        reduced(torch.ones(2).to(torch.float8_e5m2), grid, ("height",))
+        all_reduce(torch.ones(2).to(torch.float8_e5m2), grid, ("height",))
 
 
 @pytest.mark.parallel(RANKS)
@@ -273,7 +273,7 @@ def test_a_sum_is_bitwise_the_same_on_all_ranks() -> None:
     grid = dc.ProcessGrid(height=-1)
     for n in (1, 10, 1000, 100_000):
         generator = torch.Generator().manual_seed(WORLD.rank)
-        total = reduced(torch.randn(n, generator=generator), grid, ("height",))
+        total = all_reduce(torch.randn(n, generator=generator), grid, ("height",))
         assert len({total.numpy().tobytes() for total in WORLD.allgather(total)}) == 1
 
 
@@ -290,7 +290,7 @@ def test_messages_of_two_exchanges_do_not_mix_whatever_their_order() -> None:
     grid = dc.ProcessGrid(height=-1)
     transport = grid.transport.carrier
     after, before = (grid.rank + 1) % grid.size, (grid.rank - 1) % grid.size
-    tags = [transport.ticket() for _ in range(5)]
+    tags = [transport.next_tag() for _ in range(5)]
     assert len(set(tags)) == 5 and WORLD.allgather(tags) == [tags] * grid.size
     landed = [torch.zeros(3) for _ in tags]
     order = list(range(5))
@@ -330,7 +330,7 @@ def test_exchanges_of_several_grids_on_the_same_ranks_are_numbered_together() ->
     first = [dc.distribute_tensor(x, grids[0]), dc.distribute_tensor(x.mT, grids[1])]
     second = [t.redistribute(dc.Layout()) for t in first]
     assert torch.equal(second[0].shard, x) and torch.equal(second[1].shard, x.mT)
-    assert len(set(WORLD.allgather([g.transport.ticket() for g in grids])[0])) == 2
+    assert len(set(WORLD.allgather([g.transport.next_tag() for g in grids])[0])) == 2
 
 
 @pytest.mark.parallel([2, 3, 4])

@@ -18,7 +18,7 @@ from distconv.geometry.index_maps import (
     Same,
     Span,
     Strided,
-    Transposed,
+    TransposedWindow,
     Window,
 )
 
@@ -107,7 +107,7 @@ def test_a_transposed_window_is_a_transposed_convolution(
     size: int, kernel: int, stride: int, dilation: int, padding: int, data: st.DataObject
 ) -> None:
     more = data.draw(st.integers(0, max(stride, dilation) - 1))
-    window = Transposed(kernel, stride, dilation, padding, more)
+    window = TransposedWindow(kernel, stride, dilation, padding, more)
     assume(window.output_size(size) > 0)
     weight = torch.ones(1, 1, kernel, dtype=torch.float64)
 

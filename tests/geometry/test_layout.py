@@ -18,7 +18,7 @@ from distconv.geometry.layout import (
     default_cuts,
     dimension_names,
     effective_cuts,
-    owner,
+    owning_part,
     rank_box,
     replicating_axes,
 )
@@ -41,7 +41,7 @@ def test_canonical_blocks_cover_in_order_and_the_first_ones_are_longer(n: int, p
 def test_owner_is_the_inverse_of_block(n: int, parts: int) -> None:
     for i in range(parts):
         start, stop = block(n, parts, i)
-        assert all(owner(n, parts, position) == i for position in range(start, stop))
+        assert all(owning_part(n, parts, position) == i for position in range(start, stop))
 
 
 @given(topologies())

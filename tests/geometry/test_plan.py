@@ -17,7 +17,7 @@ from distconv.geometry.index_maps import (
     Same,
     Span,
     Strided,
-    Transposed,
+    TransposedWindow,
     Window,
 )
 from distconv.geometry.layout import Cuts, rank_box, replicating_axes
@@ -97,7 +97,7 @@ class Movement:
 @st.composite
 def index_maps(draw: st.DrawFn, n: int) -> IndexMap:
     """Any map along a dimension of n inputs that makes at least no outputs."""
-    kinds = [Same, Window, Transposed, AdaptiveWindow, Strided, Span, Grouped, Pad]
+    kinds = [Same, Window, TransposedWindow, AdaptiveWindow, Strided, Span, Grouped, Pad]
     kind = draw(st.sampled_from(kinds))
     small = st.integers(0, 4)
     if kind is Same:
@@ -111,9 +111,9 @@ def index_maps(draw: st.DrawFn, n: int) -> IndexMap:
             draw(st.booleans()),
         )
         return window if window.output_size(n) >= 0 else Same()
-    if kind is Transposed:
+    if kind is TransposedWindow:
         sizes = [draw(st.integers(1, 4)) for _ in range(3)]
-        transposed = Transposed(*sizes, draw(small), draw(st.integers(0, 1)))
+        transposed = TransposedWindow(*sizes, draw(small), draw(st.integers(0, 1)))
         return transposed if n and transposed.output_size(n) >= 0 else Same()
     if kind is AdaptiveWindow:
         return AdaptiveWindow(draw(st.integers(0, 9))) if n else Same()

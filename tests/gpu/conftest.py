@@ -22,7 +22,7 @@ def grid(request: pytest.FixtureRequest) -> dc.ProcessGrid:
     if request.param == automatic.transport.name:
         return automatic
     if request.param == "nccl":
-        pytest.skip(f"nccl: {nccl.obstacle() or 'ranks share a GPU'}")
-    if request.param == "peer" and peer.obstacle():
-        pytest.skip(f"peer: {peer.obstacle()}")
+        pytest.skip(f"nccl: {nccl.why_unavailable() or 'ranks share a GPU'}")
+    if request.param == "peer" and peer.why_unavailable():
+        pytest.skip(f"peer: {peer.why_unavailable()}")
     return dc.ProcessGrid(height=-1, transport=request.param)

@@ -66,4 +66,4 @@ def test_mpi_says_that_it_cannot_be_captured() -> None:
         torch.cuda.graph(graph, capture_error_mode="thread_local"),
         pytest.raises(RuntimeError, match="capture steps on a grid with transport='nccl'"),
     ):
-        grid.transport.exchange(message, [(0, x)], grid.transport.ticket())
+        grid.transport.exchange(message, [(0, x)], grid.transport.next_tag())

@@ -14,7 +14,7 @@ import distconv as dc
 from distconv.geometry.topology import AXES
 from distconv.transport import peer, peer_stream
 from distconv.transport.interface import Request
-from distconv.transport.semaphores import Kernels, MemoryOperations, Semaphores
+from distconv.transport.semaphores import DriverSemaphores, KernelSemaphores, Semaphores
 
 pytestmark = pytest.mark.gpu
 
@@ -35,7 +35,7 @@ def exchange(grid: dc.ProcessGrid, value: Tensor) -> tuple[Tensor, Request]:
     before, after = (grid.rank - 1) % grid.size, (grid.rank + 1) % grid.size
     landing = grid.transport.empty(tuple(value.shape), value)
     messages = [(before, landing)], [(after, value)]
-    return landing, grid.transport.exchange(*messages, grid.transport.ticket())
+    return landing, grid.transport.exchange(*messages, grid.transport.next_tag())
 
 
 @pytest.mark.parallel(RANKS)
@@ -50,15 +50,15 @@ def test_what_a_stream_writes_late_is_what_is_sent(grid: dc.ProcessGrid) -> None
 
 @pytest.mark.parallel(RANKS)
 def test_what_is_sent_may_be_overwritten_and_freed_after_waiting(grid: dc.ProcessGrid) -> None:
-    landings = []
+    incoming = []
     for i in range(50):
         value = torch.full((SIZE,), float(i), device=grid.device)
         landing, request = exchange(grid, value)
         request.wait()
         value.fill_(-1)
         del value
-        landings.append(landing)
-    assert all(landing.eq(i).all() for i, landing in enumerate(landings))
+        incoming.append(landing)
+    assert all(landing.eq(i).all() for i, landing in enumerate(incoming))
 
 
 @pytest.mark.parallel(RANKS)
@@ -83,17 +83,17 @@ def test_streams_and_ranks_that_are_late_change_nothing(grid: dc.ProcessGrid) ->
 
 
 @pytest.mark.parallel(RANKS)
-@pytest.mark.parametrize("way", [MemoryOperations, Kernels])
+@pytest.mark.parametrize("way", [DriverSemaphores, KernelSemaphores])
 def test_messages_by_ipc_are_bitwise_those_of_mpi(
     way: type[Semaphores], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if peer.obstacle():
-        pytest.skip(peer.obstacle())
-    if way is MemoryOperations:
+    if peer.why_unavailable():
+        pytest.skip(peer.why_unavailable())
+    if way is DriverSemaphores:
         pytest.importorskip("cuda.bindings")
     mpi = dc.ProcessGrid(height=-1, transport="mpi")
-    monkeypatch.setattr(peer_stream, "semaphores", way)
-    ipc = peer.connected(WORLD, mpi.device, mpi.transport)
+    monkeypatch.setattr(peer_stream, "make_semaphores", way)
+    ipc = peer.connect(WORLD, mpi.device, mpi.transport)
     assert ipc.name == "peer"
     rng, mine = random.Random(1), random.Random(mpi.rank)
     for _ in range(20):

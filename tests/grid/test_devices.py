@@ -111,7 +111,7 @@ def test_a_grid_without_gpus_computes_on_the_cpu() -> None:
 def test_a_transport_is_made_by_all_ranks_where_one_has_another_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(communicators, "Copies", torch.device)
+    monkeypatch.setattr(communicators, "PinnedCopies", torch.device)
     ranks = tuple(range(WORLD.size))
 
     def made(*last: str) -> Transport:
@@ -125,7 +125,7 @@ def test_a_transport_is_made_by_all_ranks_where_one_has_another_device(
 @pytest.mark.parallel([1])
 def test_without_cupy_nccl_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy.cuda", None)
-    assert "install cupy" in (nccl.obstacle() or "")
+    assert "install cupy" in (nccl.why_unavailable() or "")
 
 
 @pytest.mark.parallel([2, 3])

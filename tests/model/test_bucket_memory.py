@@ -9,9 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from distconv.model.bucket_memory import DeviceMemory, Memory, memory_of, tensor_of
+from distconv.model.bucket_memory import (
+    BucketMemory,
+    DeviceMemory,
+    memory_of_tensor,
+    tensor_on_memory,
+)
 
-KINDS: dict[str, Callable[[Tensor], Memory]] = {"cpu": memory_of, "gpu": DeviceMemory}
+KINDS: dict[str, Callable[[Tensor], BucketMemory]] = {"cpu": memory_of_tensor, "gpu": DeviceMemory}
 """A GPU's memory is sliced the same wherever it is."""
 
 
@@ -29,11 +34,11 @@ def test_a_slice_keeps_the_whole_alive_and_no_longer(kind: str) -> None:
 
 @pytest.mark.parallel([1])
 def test_a_slice_is_in_use_as_long_as_a_tensor_or_view_of_it() -> None:
-    memory = memory_of(torch.zeros(8))
+    memory = memory_of_tensor(torch.zeros(8))
     part = memory[4:12]
-    tensor, used = tensor_of(part).view(torch.float32), ref(part)
+    tensor, used = tensor_on_memory(part).view(torch.float32), ref(part)
     tensor.fill_(3)
-    assert tensor_of(memory).view(torch.float32).tolist() == [0, 3, 3, 0, 0, 0, 0, 0]
+    assert tensor_on_memory(memory).view(torch.float32).tolist() == [0, 3, 3, 0, 0, 0, 0, 0]
     view = tensor[1:].detach()
     del part, tensor
     assert used() is not None

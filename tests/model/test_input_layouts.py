@@ -14,7 +14,7 @@ from mpi4py import MPI
 from torch import Tensor, nn
 
 import distconv as dc
-from distconv.comm.ledger import traced
+from distconv.comm.ledger import trace_movements
 from distconv.layers import Redistribute
 from examples.mesh_tangling.network import mesh_tangling_1k
 from tests.support.serial import deviation, random_tensor
@@ -114,7 +114,7 @@ def test_several_consumers_share_one_redistribution() -> None:
     layouts = {"second.conv": CHANNELS, "second.skip": CHANNELS}
     model = dc.parallelize(made(), grid, layouts=layouts)
     x = dc.distribute_tensor(random_tensor(random.Random(2), (2, 3, 9, 7)), grid)
-    with traced() as movements:
+    with trace_movements() as movements:
         model(x)
     moved = [m for m in movements if m.operator.startswith("layouts") and m.bytes]
     assert [m.operator for m in moved] == ["layouts, second.conv"]

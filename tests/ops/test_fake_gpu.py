@@ -28,7 +28,7 @@ import distconv as dc
 import distconv.layers as dl
 from distconv.model import buckets
 from distconv.ops.support.method import METHODS
-from distconv.planning.dry_run import Rehearsal
+from distconv.planning.dry_run import DryRunGrid
 from distconv.tensor.dist_tensor import DistTensor
 from tests.support.samples import (
     BOOLEANS,
@@ -134,7 +134,7 @@ def _waits_serially(call: Callable[..., Any], sample: Sample) -> bool:
     return False
 
 
-def _cut(sample: Sample, size: int | None, grid: Rehearsal) -> list[Tensor]:
+def _cut(sample: Sample, size: int | None, grid: DryRunGrid) -> list[Tensor]:
     """The tensors of a sample call, cut where they have `size` elements."""
     tensors: list[Tensor] = []
     for o in sample.operands(plain=False):
@@ -157,7 +157,7 @@ def check(call: Callable[..., Any], sample: Sample, gpu: Gpu) -> bool:
         return False
     for size in (None, *sample.operands(plain=False)[0].shape):
         for ranks, rank in RANKS:
-            grid = Rehearsal({"height": ranks}, rank)
+            grid = DryRunGrid({"height": ranks}, rank)
             where = f"cut where there are {size}, rank {rank} of {ranks}"
             with noted(where), suppress(dc.UnsupportedOperation):
                 once, again = (_cut(sample, size, grid) for _ in range(2))
@@ -288,7 +288,7 @@ def test_no_case_mixes_devices_or_waits(case: str, method: str) -> None:
 @pytest.mark.parametrize("pool", [F.max_pool2d, F.avg_pool2d])
 def test_gradients_of_pooling_keep_the_channels_last(pool: Callable[..., Tensor]) -> None:
     last: Any = {"memory_format": torch.channels_last}
-    x = Rehearsal({"height": 3}, 1).tensor((2, 4, 12, 8))
+    x = DryRunGrid({"height": 3}, 1).tensor((2, 4, 12, 8))
     x.shard = x.shard.contiguous(**last).requires_grad_()
     kept: list[bool] = []
     x.shard.register_hook(lambda gradient: kept.append(gradient.is_contiguous(**last)))
@@ -308,7 +308,7 @@ def test_gradients_of_pooling_keep_the_channels_last(pool: Callable[..., Tensor]
     ],
 )
 def test_what_would_lie_on_the_host_is_refused(move: Callable[[Tensor], Tensor]) -> None:
-    x = Rehearsal({"height": 3}, 1).tensor((2, 4, 5, 3))
+    x = DryRunGrid({"height": 3}, 1).tensor((2, 4, 5, 3))
     with pytest.raises(dc.UnsupportedOperation, match="live on its devices, not on cpu"):
         move(x)
 
@@ -345,7 +345,7 @@ def test_faults_are_noticed(fault: str) -> None:
         check(lambda x: function(x) if isinstance(x, DistTensor) else x, of(X), Gpu())
 
 
-class Alone(Rehearsal):
+class Alone(DryRunGrid):
     """A rank of a grid that is not there, among others that have the same model."""
 
     def all_gather_object(self, value: Any) -> list[Any]:
@@ -379,7 +379,7 @@ def test_no_step_mixes_devices_or_waits(
     shard_parameters: bool, optimizer: Any, foreach: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Memory without elements is no object of CUDA's.
-    monkeypatch.setattr(buckets, "tensor_of", lambda memory: memory._tensor.view(-1))
+    monkeypatch.setattr(buckets, "tensor_on_memory", lambda memory: memory._tensor.view(-1))
     grid = Alone({"sample": 2, "channel": 2, "height": 2})
     model = dc.parallelize(net(), grid, shard_parameters=shard_parameters, bucket_bytes=512)
     steps = optimizer(model.parameters(), 0.1, foreach=foreach)

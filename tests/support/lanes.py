@@ -13,7 +13,7 @@ import numpy as np
 from mpi4py import MPI
 from torch import Tensor
 
-from distconv.transport.mailboxes import Mailboxes, semaphores_of, size_of
+from distconv.transport.mailboxes import Mailboxes, initial_semaphores, mailbox_bytes
 from distconv.transport.mpi import MPITransport
 from distconv.transport.peer import PeerTransport
 
@@ -31,7 +31,7 @@ class Marked:
 
 
 class ThreadLane:
-    """Stands for `transport.lane.Lane`: a thread does what it is given, in order.
+    """Stands for `transport.peer_stream.PeerStream`: a thread does what it is given, in order.
 
     Parameters
     ----------
@@ -92,10 +92,10 @@ def connected(
 ) -> PeerTransport:
     """A transport of all ranks, and MPI beyond those that are `reached`; collective."""
     world = MPI.COMM_WORLD
-    window = MPI.Win.Allocate_shared(size_of(world.size, slot), comm=world)
+    window = MPI.Win.Allocate_shared(mailbox_bytes(world.size, slot), comm=world)
     _WINDOWS.append(window)  # for as long as a lane may use it
     memory = [window.Shared_query(rank)[0] for rank in range(world.size)]
-    head = np.array(semaphores_of(world.size), np.uint32)
+    head = np.array(initial_semaphores(world.size), np.uint32)
     np.frombuffer(memory[world.rank], np.uint32, len(head))[:] = head
     window.Lock_all()
     window.Sync()

@@ -11,7 +11,8 @@ GARBAGE = 77
 
 
 class Late:
-    """Stands for `transport.copies.Copies`: what has been started has not happened yet."""
+    """Stands for `transport.pinned_copies.PinnedCopies`: what has been started has not happened
+    yet."""
 
     def __init__(self) -> None:
         self._work: list[Callable[[], object]] = []

@@ -17,7 +17,7 @@ import distconv as dc
 from benchmarks.record import record
 from distconv.layers import Conv2d
 from distconv.tools.bench import BENCHMARKS, Row, Settings, as_table, plot
-from distconv.tools.bench.alternation import Side, alternate
+from distconv.tools.bench.alternation import Contender, alternate
 from distconv.tools.bench.channels import Case as ChannelCase
 from distconv.tools.bench.channels import channels
 from distconv.tools.bench.halo import exchange, halos, plan_of, sendrecv
@@ -169,8 +169,8 @@ def test_sides_take_turns_and_one_may_be_rank_0_alone() -> None:
     comm = MPI.COMM_WORLD
     calls: list[str] = []
     sides = (
-        Side(lambda: calls.append(f"a{torch.get_num_threads()}"), threads=2),
-        Side(lambda: calls.append("b"), alone=True),
+        Contender(lambda: calls.append(f"a{torch.get_num_threads()}"), threads=2),
+        Contender(lambda: calls.append("b"), alone=True),
     )
     times = alternate(comm, sides, 0.0)
     assert [len(t) for t in times] == [2, 2] and comm.bcast(times) == times

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import distconv as dc
-from distconv.comm.ledger import traced
+from distconv.comm.ledger import trace_movements
 from tests.support.published import NETWORKS
 from tests.support.serial import noted, random_tensor
 
@@ -51,7 +51,7 @@ def told_as_it_runs(module: nn.Module, x: Tensor, slack: float) -> None:
         plan = dc.explain(module, tuple(x.shape), grid, rank=grid.rank, show=False)
         assert plan.refusal is None
         model = dc.parallelize(copy.deepcopy(module), grid)
-        with noted(extents), traced() as movements:
+        with noted(extents), trace_movements() as movements:
             kept, result = kept_by(model, dc.distribute_tensor(x, grid))
             assert kept == pytest.approx(plan.kept_bytes, rel=slack)
             own = [m for m in movements if not m.redistributes and not m.plan.identity]

@@ -35,7 +35,7 @@ from benchmarks.gpu.shards import PLANE, VOLUME, Shard, network_alone, predict, 
 from benchmarks.gpu.shards import packing as packing_of
 from benchmarks.gpu.waits import calls_of, waits, waits_in
 from distconv.ops.support.method import METHODS
-from distconv.planning.dry_run import Rehearsal, Traffic
+from distconv.planning.dry_run import DryRunGrid, Traffic
 from distconv.tools.bench import Row
 from distconv.tools.bench.layer import step_of
 from distconv.tools.bench.memory import Peak
@@ -122,7 +122,7 @@ def test_both_sides_compute_the_same(case: Case, loss, grid) -> None:
 def test_plain_torch_makes_of_a_block_what_its_rank_makes(case: Case, cuts) -> None:
     meta = torch.device("meta")
     for extents in cuts:
-        x, _ = cut(case, Rehearsal(extents), meta)
+        x, _ = cut(case, DryRunGrid(extents), meta)
         network = module(case, meta)
         made = network(x)
         assert network(x.shard).shape == made.shard.shape
@@ -148,7 +148,7 @@ def test_shards_are_told_with_what_follows_from_them(case: Case, cuts) -> None:
 
 
 def test_what_a_shard_sends_is_what_explain_tells() -> None:
-    grid = Rehearsal({"height": 2, "width": 2})
+    grid = DryRunGrid({"height": 2, "width": 2})
     x, y = cut(MESH, grid, CPU)
     network = network_alone(MESH, CPU)
     plan = dc.explain(network, MESH.shape, grid.shape, rank=grid.rank, show=False)
@@ -164,7 +164,7 @@ def test_what_a_shard_sends_is_what_explain_tells() -> None:
 
 
 def test_packing_is_of_all_that_leaves_in_the_forward_pass(monkeypatch) -> None:
-    grid = Rehearsal({"height": 4, "width": 4})
+    grid = DryRunGrid({"height": 4, "width": 4})
     step = LAYER.step(network_alone(LAYER, CPU), *cut(LAYER, grid, CPU))
     packs = packing_of(step, grid, CPU)
     sent: list[int] = []
@@ -187,7 +187,7 @@ def test_times_follow_from_latency_and_bandwidth() -> None:
     assert machine.seconds(0, four[0]) == 2 * (3 + 1)
     assert machine.seconds(0, four[1]) == 2 * 2 * 3 + 2 * 3 / 4 * 1000
 
-    grid = Rehearsal({"height": 2}, rank=0)
+    grid = DryRunGrid({"height": 2}, rank=0)
     traffic = [Traffic(False, ((1, 100),)), Traffic(True, ((1, 200),))]
     step = predict(machine, Shard(grid, 5.0, traffic, 300))
     assert step == (5.0, 3.0, 2.0, 4.0)

@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from distconv.transport import buffers
-from distconv.transport.buffers import Buffers
+from distconv.transport.buffers import BufferPool
 
 LIKE = torch.zeros(1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.bool, torch.complex64])
 def test_a_message_has_the_shape_and_type_it_was_asked_for(dtype):
-    message = Buffers().empty((2, 3), torch.zeros(1, dtype=dtype))
+    message = BufferPool().empty((2, 3), torch.zeros(1, dtype=dtype))
     assert message.shape == (2, 3)
     assert message.dtype == dtype
     assert message.is_contiguous()
@@ -20,11 +20,11 @@ def test_a_message_has_the_shape_and_type_it_was_asked_for(dtype):
 
 
 def test_an_empty_message_needs_no_memory():
-    assert Buffers().empty((0, 3), LIKE).shape == (0, 3)
+    assert BufferPool().empty((0, 3), LIKE).shape == (0, 3)
 
 
 def test_memory_of_a_message_that_is_over_is_used_again_for_any_type():
-    memory = Buffers()
+    memory = BufferPool()
     first = memory.empty((6,), LIKE)
     address = first.data_ptr()
     del first
@@ -33,7 +33,7 @@ def test_memory_of_a_message_that_is_over_is_used_again_for_any_type():
 
 
 def test_memory_is_not_used_again_while_a_view_or_a_graph_holds_it():
-    memory = Buffers()
+    memory = BufferPool()
     kept = memory.empty((6,), LIKE).view(2, 3)[1:].detach()
     factor = memory.empty((6,), LIKE).fill_(2.0)
     y = torch.ones(6, requires_grad=True) * factor
@@ -47,8 +47,8 @@ def test_memory_is_not_used_again_while_a_view_or_a_graph_holds_it():
 
 
 def test_no_more_than_the_limit_is_kept(monkeypatch):
-    monkeypatch.setattr(buffers, "LIMIT", 64)
-    memory = Buffers()
+    monkeypatch.setattr(buffers, "KEPT_BYTES", 64)
+    memory = BufferPool()
     large = memory.empty((100,), LIKE)
     del large
     assert memory._idle_bytes == 0
@@ -59,7 +59,7 @@ def test_no_more_than_the_limit_is_kept(monkeypatch):
 
 
 def test_sizes_of_which_nothing_is_idle_are_forgotten():
-    memory = Buffers()
+    memory = BufferPool()
     for n in range(1, 20):
         memory.empty((n,), LIKE)
     in_use = [memory.empty((n,), LIKE) for n in range(1, 40)]

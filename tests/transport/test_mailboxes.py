@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from distconv.transport.mailboxes import Mailboxes, semaphores_of, size_of
+from distconv.transport.mailboxes import Mailboxes, initial_semaphores, mailbox_bytes
 
 
 class Steps:
@@ -64,9 +64,9 @@ class Node:
     """The ranks of a node."""
 
     def __init__(self, ranks: int, slot: int):
-        self.memory = [np.zeros(size_of(ranks, slot), np.uint8) for _ in range(ranks)]
+        self.memory = [np.zeros(mailbox_bytes(ranks, slot), np.uint8) for _ in range(ranks)]
         for memory in self.memory:
-            head = np.array(semaphores_of(ranks), np.uint32)
+            head = np.array(initial_semaphores(ranks), np.uint32)
             memory[: head.nbytes] = head.view(np.uint8)
         self.lanes = [Steps() for _ in range(ranks)]
         bases = [memory.ctypes.data for memory in self.memory]
@@ -107,7 +107,7 @@ def test_messages_arrive_in_every_order_of_work(data: st.DataObject) -> None:
     for value, landing in pairs:
         assert torch.equal(value, landing)
     # As at the beginning: what was captured can be replayed.
-    head = semaphores_of(ranks)
+    head = initial_semaphores(ranks)
     for memory in node.memory:
         assert memory[: 4 * len(head)].view(np.uint32).tolist() == head
 

@@ -96,9 +96,9 @@ def transport(monkeypatch: pytest.MonkeyPatch) -> Iterator[NCCLTransport]:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.bool])
 def test_messages_are_the_bytes_of_tensors(transport: NCCLTransport, dtype: torch.dtype) -> None:
     values = [(torch.arange(5 + i) + WORLD.rank).to(dtype) for i in range(WORLD.size)]
-    landings = [torch.zeros(5 + WORLD.rank, dtype=dtype) for _ in values]
-    transport.exchange(list(enumerate(landings)), list(enumerate(values)), 3).wait()
-    for rank, landing in enumerate(landings):
+    incoming = [torch.zeros(5 + WORLD.rank, dtype=dtype) for _ in values]
+    transport.exchange(list(enumerate(incoming)), list(enumerate(values)), 3).wait()
+    for rank, landing in enumerate(incoming):
         assert torch.equal(landing, (torch.arange(5 + WORLD.rank) + rank).to(dtype))
 
 

@@ -43,7 +43,7 @@ def test_messages_arrive_however_late_ranks_are(apart: bool) -> None:
                 (r, torch.full((n,), 100.0 * i + WORLD.rank))
                 for r, n in enumerate(sizes[WORLD.rank])
             ]
-            flights.append((arriving, transport.exchange(arriving, leaving, transport.ticket())))
+            flights.append((arriving, transport.exchange(arriving, leaving, transport.next_tag())))
             del leaving
         for arriving, request in mine.sample(flights, 3):
             request.wait()

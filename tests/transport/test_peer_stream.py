@@ -21,8 +21,8 @@ from torch import Tensor, nn
 import distconv as dc
 from distconv.transport import ipc
 from distconv.transport.mpi import MPITransport
-from distconv.transport.peer import PeerTransport, connected
-from distconv.transport.semaphores import Kernels, MemoryOperations, semaphores
+from distconv.transport.peer import PeerTransport, connect
+from distconv.transport.semaphores import DriverSemaphores, KernelSemaphores, make_semaphores
 from tests.support.serial import deviation
 from tests.support.streams import Stream, replace_modules, replace_streams
 
@@ -150,27 +150,27 @@ class ExternalStream:
         pass
 
 
-@pytest.fixture(params=[MemoryOperations, Kernels])
+@pytest.fixture(params=[DriverSemaphores, KernelSemaphores])
 def libraries(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """cupy, with or without cuda-bindings."""
     cupy: Any = ModuleType("cupy")
     cuda: Any = ModuleType("cupy.cuda")
     cupy.RawModule, cuda.ExternalStream = RawModule, ExternalStream
     replace_modules(monkeypatch, cupy, cuda, Runtime("cupy.cuda.runtime"))
-    if request.param is MemoryOperations:
+    if request.param is DriverSemaphores:
         bindings = map(ModuleType, ("cuda", "cuda.bindings"))
         replace_modules(monkeypatch, *bindings, Driver("cuda.bindings.driver"))
     else:
         monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     replace_streams(monkeypatch)
-    assert type(semaphores()) is request.param
+    assert type(make_semaphores()) is request.param
     yield
     OUT_OF_REACH.clear()
     NOT_SHARED.clear()
 
 
 def transport() -> PeerTransport:
-    return connected(WORLD, torch.device("cpu"), MPITransport(WORLD.Dup()))
+    return connect(WORLD, torch.device("cpu"), MPITransport(WORLD.Dup()))
 
 
 @pytest.mark.parallel(RANKS)
@@ -179,9 +179,9 @@ def test_messages_cross_the_memory_of_ranks(libraries: None) -> None:
     assert peer.name == "peer"
     for i in range(5):
         values = [torch.full((1000 + 100 * r,), 10.0 * i + WORLD.rank) for r in range(WORLD.size)]
-        landings = [torch.zeros(1000 + 100 * WORLD.rank) for _ in values]
-        peer.exchange(list(enumerate(landings)), list(enumerate(values)), 3).wait()
-        assert all(landing.eq(10 * i + r).all() for r, landing in enumerate(landings))
+        incoming = [torch.zeros(1000 + 100 * WORLD.rank) for _ in values]
+        peer.exchange(list(enumerate(incoming)), list(enumerate(values)), 3).wait()
+        assert all(landing.eq(10 * i + r).all() for r, landing in enumerate(incoming))
     total = torch.full((100_000,), 1.0 + WORLD.rank)
     peer.all_reduce(total, WORLD).wait()
     assert total.eq(sum(range(WORLD.size + 1))).all()
@@ -194,16 +194,16 @@ def test_ranks_out_of_reach_get_their_messages_by_mpi(libraries: None, shared: b
         (OUT_OF_REACH if shared else NOT_SHARED).add(WORLD.size - 1 if shared else 0)
     peer = transport()
     assert peer.name == "peer and mpi"
-    landings = [torch.zeros(10) for _ in range(WORLD.size)]
+    incoming = [torch.zeros(10) for _ in range(WORLD.size)]
     leaving = [(r, torch.full((10,), 1.0 + WORLD.rank)) for r in range(WORLD.size)]
-    peer.exchange(list(enumerate(landings)), leaving, peer.ticket()).wait()
-    assert [int(landing[0]) for landing in landings] == list(range(1, WORLD.size + 1))
+    peer.exchange(list(enumerate(incoming)), leaving, peer.next_tag()).wait()
+    assert [int(landing[0]) for landing in incoming] == list(range(1, WORLD.size + 1))
 
 
 @pytest.mark.parallel([1])
 def test_what_the_driver_refuses_is_an_error(libraries: None) -> None:
-    by = semaphores()
-    if isinstance(by, MemoryOperations):
+    by = make_semaphores()
+    if isinstance(by, DriverSemaphores):
         with pytest.raises(RuntimeError, match="operation on memory of a GPU failed"):
             by.acquire(Stream.cuda_stream, 0)
 
@@ -214,13 +214,13 @@ def test_gpus_that_can_flush_what_others_have_written_do_so(
 ) -> None:
     monkeypatch.setattr(Driver, "can_flush", 1)
     semaphore = ctypes.c_uint32(1)
-    semaphores().acquire(Stream.cuda_stream, ctypes.addressof(semaphore))
+    make_semaphores().acquire(Stream.cuda_stream, ctypes.addressof(semaphore))
     assert not semaphore.value
 
 
 @pytest.mark.parallel(RANKS)
 def test_memory_begins_as_it_is_asked_to(libraries: None) -> None:
-    bases = ipc.shared(WORLD, 3 * 2**20, [5, 6, 7 + WORLD.rank])
+    bases = ipc.share_memory(WORLD, 3 * 2**20, [5, 6, 7 + WORLD.rank])
     WORLD.Barrier()
     for rank, base in enumerate(bases):
         assert base is not None

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 import distconv as dc
 from distconv.transport.interface import Transport
-from distconv.transport.launch_queue import Queue
+from distconv.transport.launch_queue import LaunchQueue
 from distconv.transport.mpi import MPITransport
-from distconv.transport.pinned_copies import Copies
+from distconv.transport.pinned_copies import PinnedCopies
 from distconv.transport.staged import StagedTransport, takes_device_memory
 from tests.support.late import Late
 from tests.support.serial import deviation
@@ -29,9 +29,9 @@ RANKS = [2, 3, 4]
 SIZE = 2**17
 
 
-def staged(gpu: Late, direct: bool = False, queue: Queue | None = None) -> StagedTransport:
-    mpi, copies = MPITransport(WORLD.Dup()), cast(Copies, gpu)
-    return StagedTransport(mpi, copies, queue or Queue(), direct)
+def staged(gpu: Late, direct: bool = False, queue: LaunchQueue | None = None) -> StagedTransport:
+    mpi, copies = MPITransport(WORLD.Dup()), cast(PinnedCopies, gpu)
+    return StagedTransport(mpi, copies, queue or LaunchQueue(), direct)
 
 
 class Ring:
@@ -70,7 +70,7 @@ def test_ranks_may_wait_for_exchanges_in_different_orders(direct: bool) -> None:
 
 @pytest.mark.parallel(RANKS)
 def test_ranks_may_wait_for_exchanges_of_several_grids_in_different_orders() -> None:
-    gpu, queue = Late(), Queue()
+    gpu, queue = Late(), LaunchQueue()
     rings = [
         Ring(staged(gpu, queue=queue), torch.full((SIZE,), 10.0 * i + WORLD.rank), 1)
         for i in range(2)
@@ -163,11 +163,13 @@ def _step(model: nn.Module, x: Tensor, y: Tensor) -> tuple[float, list[Tensor]]:
 @pytest.mark.parallel([1, 2, 3])
 def test_copies_are_made_on_streams_beside(monkeypatch: pytest.MonkeyPatch) -> None:
     replace_streams(monkeypatch)
-    monkeypatch.setattr(Copies, "host", lambda self, like: torch.empty_like(like))  # not pinned
+    monkeypatch.setattr(
+        PinnedCopies, "host", lambda self, like: torch.empty_like(like)
+    )  # not pinned
     used: list[Tensor] = []
     monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: used.append(tensor))
-    copies = Copies(torch.device("cpu"))
-    transport = StagedTransport(MPITransport(WORLD.Dup()), copies, Queue())
+    copies = PinnedCopies(torch.device("cpu"))
+    transport = StagedTransport(MPITransport(WORLD.Dup()), copies, LaunchQueue())
     value = torch.full((SIZE,), float(WORLD.rank))
     ring = Ring(transport, value, 1)
     assert ring.arrived() == (WORLD.rank - 1) % WORLD.size
@@ -178,7 +180,7 @@ def test_copies_are_made_on_streams_beside(monkeypatch: pytest.MonkeyPatch) -> N
         lambda: Ring(transport, value, 2),
         lambda: transport.all_gather(value, WORLD),
         lambda: transport.broadcast(value, WORLD),
-        lambda: StagedTransport(MPITransport(WORLD), copies, Queue(), True).exchange(
+        lambda: StagedTransport(MPITransport(WORLD), copies, LaunchQueue(), True).exchange(
             [], [(WORLD.rank, value)], 3
         ),
     ):

@@ -14,14 +14,20 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from distconv.geometry.halo.slabs import Boundary, Side, piece, placed, slabs
+from distconv.geometry.halo.slabs import (
+    Boundary,
+    SlabExtent,
+    halo_slabs,
+    local_input,
+    plan_with_dimensions,
+)
 from distconv.geometry.index_maps import Interval, Window
 from distconv.geometry.layout import Cuts, block
 from distconv.geometry.topology import Topology
 
 
 @lru_cache(maxsize=4096)
-def reaches(
+def needs_halo(
     windows: tuple[Window, ...],
     sizes: tuple[int, ...],
     parts: tuple[int, ...],
@@ -60,7 +66,7 @@ def reaches(
             own_window = replace(window, padding=(padding, padding), ceil_mode=ceil_mode)
             if own_window.output_size(held) != count:
                 return None
-            low, high = inner(window, size, own, made)
+            low, high = outputs_without_halo(window, size, own, made)
             if 2 * (high - low) < count:
                 return None
             found |= high - low < count
@@ -72,7 +78,7 @@ def own_padding(window: Window, own: Interval, made: Interval) -> int:
     return window.padding[0] + own[0] - made[0] * window.stride
 
 
-def inner(window: Window, size: int, own: Interval, made: Interval) -> Interval:
+def outputs_without_halo(window: Window, size: int, own: Interval, made: Interval) -> Interval:
     """The outputs that need no halo, counted from the first that is made of the own inputs."""
     count = made[1] - made[0]
     padding = own_padding(window, own, made)
@@ -84,7 +90,7 @@ def inner(window: Window, size: int, own: Interval, made: Interval) -> Interval:
 
 
 @lru_cache(maxsize=4096)
-def boundary(
+def convolution_boundary(
     topology: Topology,
     rank: int,
     shape: tuple[int, ...],
@@ -92,14 +98,14 @@ def boundary(
     cuts: Cuts,
     windows: tuple[Window, ...],
 ) -> Boundary:
-    """The boundary of one rank's block, of which `reaches` is not None.
+    """The boundary of one rank's block, of which `needs_halo` is not None.
 
     Parameters
     ----------
     shape, made: the global shapes of input and output, both cut by `cuts`.
     windows: one for each spatial dimension.
     """
-    plan, rows = placed(topology, rank, shape, made, cuts, windows)
+    plan, rows = plan_with_dimensions(topology, rank, shape, made, cuts, windows)
     own, every, sides = [], [], []
     for w, n, held, outputs, c in rows:
         count, taps = outputs[1] - outputs[0], (0, w.kernel)
@@ -109,29 +115,31 @@ def boundary(
             inside = padding, min(padding + held[1] - held[0], reach)
         else:
             padding, reach, inside = w.padding[0], n, (0, n)
-        own.append(Side(inside, inside, (0, count), taps, padding))
-        every.append(Side((0, reach), (0, reach), (0, count), taps, 0 if c else padding))
-        sides.append(_sides(w, n, held, outputs, inside) if c else [])
+        own.append(SlabExtent(inside, inside, (0, count), taps, padding))
+        every.append(SlabExtent((0, reach), (0, reach), (0, count), taps, 0 if c else padding))
+        sides.append(_halo_extents(w, n, held, outputs, inside) if c else [])
     return Boundary(
         plan,
-        replace(piece(plan, own), shape=plan.block_shape),
-        piece(plan, every),
-        slabs(plan, own, every, sides),
+        replace(local_input(plan, own), shape=plan.block_shape),
+        local_input(plan, every),
+        halo_slabs(plan, own, every, sides),
     )
 
 
-def _sides(w: Window, size: int, held: Interval, made: Interval, own: Interval) -> list[Side]:
+def _halo_extents(
+    w: Window, size: int, held: Interval, made: Interval, own: Interval
+) -> list[SlabExtent]:
     """The halos before and after the own inputs of one dimension."""
-    low, high = inner(w, size, held, made)
+    low, high = outputs_without_halo(w, size, held, made)
     count = made[1] - made[0]
     sides = []
     if low:
         taps = min(-(-own[0] // w.dilation), w.kernel)
         stop = (low - 1) * w.stride + (taps - 1) * w.dilation + 1
-        sides.append(Side((0, stop), (0, own[0]), (0, low), (0, taps)))
+        sides.append(SlabExtent((0, stop), (0, own[0]), (0, low), (0, taps)))
     if high < count:
         first = max(-(-(own[1] - (count - 1) * w.stride) // w.dilation), 0)
         start = high * w.stride + first * w.dilation
         reach = (count - 1) * w.stride + w.extent
-        sides.append(Side((start, reach), (own[1], reach), (high, count), (first, w.kernel)))
+        sides.append(SlabExtent((start, reach), (own[1], reach), (high, count), (first, w.kernel)))
     return sides

@@ -12,8 +12,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from distconv.geometry.halo.convolution import inner, own_padding
-from distconv.geometry.halo.slabs import Part, Row, meeting_of, parts_of, placed
+from distconv.geometry.halo.convolution import outputs_without_halo, own_padding
+from distconv.geometry.halo.slabs import (
+    CutDimension,
+    MessagePart,
+    intersection,
+    message_parts,
+    plan_with_dimensions,
+)
 from distconv.geometry.index_maps import Interval, Window
 from distconv.geometry.layout import Cuts
 from distconv.geometry.plan import Plan, Slices
@@ -21,7 +27,7 @@ from distconv.geometry.topology import Topology
 
 
 @dataclass(frozen=True)
-class Strip:
+class BoundaryStrip:
     """Some outputs, and where the inputs that they need come from."""
 
     outputs: Slices
@@ -33,39 +39,39 @@ class Strip:
     padding: tuple[int, ...]
     own: tuple[tuple[Slices, Slices], ...]
     """Pairs of a box of the own block, and its place in the strip."""
-    halo: tuple[Part, ...]
+    halo: tuple[MessagePart, ...]
 
 
 @dataclass(frozen=True)
-class Strips:
+class MaximaBoundary:
     """What a rank exchanges, how the operator runs on its block, and what is computed again."""
 
     plan: Plan
     padding: tuple[int, ...]
     starts: tuple[int, ...]
-    strips: tuple[Strip, ...]
+    strips: tuple[BoundaryStrip, ...]
 
 
 @lru_cache(maxsize=4096)
-def strips_of(
+def maxima_boundary(
     topology: Topology,
     rank: int,
     shape: tuple[int, ...],
     made: tuple[int, ...],
     cuts: Cuts,
     windows: tuple[Window, ...],
-) -> Strips:
-    """The strips of one rank's block, of which `boundary.reaches` is not None.
+) -> MaximaBoundary:
+    """The strips of one rank's block, of which `needs_halo` is not None.
 
     Parameters
     ----------
     shape, made: the global shapes of input and output, both cut by `cuts`.
     windows: one for each spatial dimension.
     """
-    plan, rows = placed(topology, rank, shape, made, cuts, windows)
+    plan, rows = plan_with_dimensions(topology, rank, shape, made, cuts, windows)
     every = [(0, outputs[1] - outputs[0]) for *_, outputs, _ in rows]
     within = [
-        inner(w, n, held, outputs) if c else count
+        outputs_without_halo(w, n, held, outputs) if c else count
         for (w, n, held, outputs, c), count in zip(rows, every, strict=True)
     ]
     found = []
@@ -73,8 +79,8 @@ def strips_of(
         for side in ((0, low), (high, count)):
             outputs = [*within[:d], side, *every[d + 1 :]]
             if all(a < b for a, b in outputs):
-                found.append(_strip(plan, rows, outputs))
-    return Strips(
+                found.append(_boundary_strip(plan, rows, outputs))
+    return MaximaBoundary(
         plan,
         padding=tuple(
             own_padding(w, held, outputs) if c else w.padding[0] for w, _, held, outputs, c in rows
@@ -84,14 +90,14 @@ def strips_of(
     )
 
 
-def _strip(plan: Plan, rows: list[Row], outputs: list[Interval]) -> Strip:
+def _boundary_strip(plan: Plan, rows: list[CutDimension], outputs: list[Interval]) -> BoundaryStrip:
     inputs, starts = [], []
     for (w, n, _, made, c), (a, b) in zip(rows, outputs, strict=True):
         inputs.append((a * w.stride, (b - 1) * w.stride + w.extent) if c else (0, n))
         starts.append((made[0] + a) * w.stride - w.padding[0] if c else 0)
     own = []
     for source, target in plan.own:
-        meeting = meeting_of(target, inputs, inputs)
+        meeting = intersection(target, inputs, inputs)
         if meeting is not None:
             box, place = meeting
             shifted = (
@@ -99,12 +105,12 @@ def _strip(plan: Plan, rows: list[Row], outputs: list[Interval]) -> Strip:
             )
             own.append((tuple(shifted), place))
     everything = (slice(None), slice(None))
-    return Strip(
+    return BoundaryStrip(
         outputs=(*everything, *(slice(a, b) for a, b in outputs)),
         place=(*everything, *(slice(a, b) for a, b in inputs)),
         shape=(*plan.buffer_shape[:2], *(b - a for a, b in inputs)),
         starts=tuple(starts),
         padding=tuple(0 if c else w.padding[0] for w, _, _, _, c in rows),
         own=tuple(own),
-        halo=parts_of(plan, inputs, inputs),
+        halo=message_parts(plan, inputs, inputs),
     )

@@ -19,7 +19,7 @@ from distconv.geometry.topology import Topology
 
 
 @dataclass(frozen=True)
-class Piece:
+class LocalInput:
     """Some of the inputs, and how the local operator runs on them.
 
     `padding` is on both sides of each spatial dimension; of a transposed convolution, it and
@@ -37,7 +37,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Part:
+class MessagePart:
     """Elements of a slab that come with one message, `box` of `shape` from `start` on."""
 
     message: int
@@ -57,20 +57,20 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Slab:
+class HaloSlab:
     """Halos along one side of the block, as an input of the operator, and what they contribute to.
 
     The taps are slices of the kernel, after its first two dimensions; with them the piece makes
     just the outputs. What `halo` does not fill of the inputs is zero.
     """
 
-    piece: Piece
+    piece: LocalInput
     outputs: Slices
     taps: Slices
-    halo: tuple[Part, ...]
+    halo: tuple[MessagePart, ...]
 
     @cached_property
-    def whole(self) -> Part | None:
+    def whole(self) -> MessagePart | None:
         """The one part that is the inputs as they are, and all of its message, if there is one."""
         part, shape = self.halo[0], self.piece.shape
         covered = tuple(s.stop - s.start for s in part.place)
@@ -82,10 +82,10 @@ class Boundary:
     """What a rank exchanges, how an operator runs on its block, and the slabs that are missing."""
 
     plan: Plan
-    own: Piece
-    buffer: Piece
+    own: LocalInput
+    buffer: LocalInput
     """The inputs assembled, from which the operator makes the same outputs by itself."""
-    slabs: tuple[Slab, ...]
+    slabs: tuple[HaloSlab, ...]
     crop: tuple[Interval, ...] | None = None
     """What is too much of what the operator makes of the block, as in a piece."""
 
@@ -98,7 +98,7 @@ class Boundary:
 
 
 @dataclass(frozen=True)
-class Side:
+class SlabExtent:
     """One dimension of a piece: its inputs in the buffer, and how the operator runs along it."""
 
     inputs: Interval
@@ -111,18 +111,18 @@ class Side:
     crop: Interval = (0, 0)
 
 
-Row = tuple[Any, int, Interval, Interval, bool]
+CutDimension = tuple[Any, int, Interval, Interval, bool]
 """Of one dimension: its map, size, the inputs and outputs that a rank holds, whether it is cut."""
 
 
-def placed(
+def plan_with_dimensions(
     topology: Topology,
     rank: int,
     shape: tuple[int, ...],
     made: tuple[int, ...],
     cuts: Cuts,
     maps: Sequence[Any],
-) -> tuple[Plan, list[Row]]:
+) -> tuple[Plan, list[CutDimension]]:
     """The plan of what a rank needs along the dimensions that are cut, and every spatial one."""
     cut = [bool(axes) for axes in cuts[2:]]
     needs = (m if c else Same() for m, c in zip(maps, cut, strict=True))
@@ -132,9 +132,12 @@ def placed(
     return plan, list(zip(maps, shape[2:], inputs, outputs, cut, strict=True))
 
 
-def slabs(
-    plan: Plan, own: Sequence[Side], every: Sequence[Side], sides: Sequence[Sequence[Side]]
-) -> tuple[Slab, ...]:
+def halo_slabs(
+    plan: Plan,
+    own: Sequence[SlabExtent],
+    every: Sequence[SlabExtent],
+    sides: Sequence[Sequence[SlabExtent]],
+) -> tuple[HaloSlab, ...]:
     """The slabs on each of the sides of each dimension.
 
     Along the dimensions before theirs they are as long as the own inputs, along those that follow
@@ -145,7 +148,7 @@ def slabs(
     for d, of_dimension in enumerate(sides):
         for side in of_dimension:
             across = [*own[:d], side, *every[d + 1 :]]
-            halo = parts_of(plan, [s.halo for s in across], [s.inputs for s in across])
+            halo = message_parts(plan, [s.halo for s in across], [s.inputs for s in across])
             single = all(b - a == 1 for a, b in (side.inputs, side.outputs, side.taps))
             flat = d + 2 if len(across) == 3 and single else None
             if halo:
@@ -153,13 +156,15 @@ def slabs(
                     (*everything, *(slice(*i) for i in intervals))
                     for intervals in ([s.outputs for s in across], [s.taps for s in across])
                 )
-                found.append(Slab(replace(piece(plan, across), flat=flat), outputs, taps, halo))
+                found.append(
+                    HaloSlab(replace(local_input(plan, across), flat=flat), outputs, taps, halo)
+                )
     return tuple(found)
 
 
-def piece(plan: Plan, sides: Sequence[Side]) -> Piece:
+def local_input(plan: Plan, sides: Sequence[SlabExtent]) -> LocalInput:
     """The piece with these sides, and all channels and samples of the rank."""
-    return Piece(
+    return LocalInput(
         shape=(*plan.buffer_shape[:2], *(s.inputs[1] - s.inputs[0] for s in sides)),
         kernel=tuple(s.taps[1] - s.taps[0] for s in sides),
         padding=tuple(s.padding for s in sides),
@@ -168,23 +173,23 @@ def piece(plan: Plan, sides: Sequence[Side]) -> Piece:
     )
 
 
-def parts_of(
+def message_parts(
     plan: Plan, filled: Sequence[Interval], covered: Sequence[Interval]
-) -> tuple[Part, ...]:
-    """The elements of messages that are to be `filled` of what is `covered` of the buffer."""
+) -> tuple[MessagePart, ...]:
+    """The elements of messages that are to be `slab_inputs` of what is `covered` of the buffer."""
     found = []
     for message, route in enumerate(plan.receives):
         shapes = [tuple(s.stop - s.start for s in box) for box in route.boxes]
         starts = accumulate((prod(shape) for shape in shapes), initial=0)
         for box, shape, start in zip(route.boxes, shapes, starts, strict=False):
-            meeting = meeting_of(box, filled, covered)
+            meeting = intersection(box, filled, covered)
             if meeting is not None:
                 alone = len(route.boxes) == 1
-                found.append(Part(message, start, shape, *meeting, alone))
+                found.append(MessagePart(message, start, shape, *meeting, alone))
     return tuple(found)
 
 
-def meeting_of(
+def intersection(
     box: Slices, filled: Sequence[Interval], covered: Sequence[Interval]
 ) -> tuple[Slices, Slices] | None:
     """What of a box is to be filled: as a place in the box, and in what is covered."""

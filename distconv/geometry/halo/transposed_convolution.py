@@ -1,7 +1,8 @@
 """The boundary of a block of outputs of a transposed convolution: what halos write there.
 
-The mirror image of `boundary`: every input is spread over some outputs. Own inputs and halos alike
-are spread as far as the taps reach, and what lies outside the own outputs is cropped.
+The mirror image of `transposed_convolution_boundary`: every input is spread over some outputs. Own
+inputs and halos alike are spread as far as the taps reach, and what lies outside the own outputs is
+cropped.
 
 Index arithmetic only.
 """
@@ -11,15 +12,21 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from distconv.geometry.halo.slabs import Boundary, Side, piece, placed, slabs
-from distconv.geometry.index_maps import Interval, Transposed
+from distconv.geometry.halo.slabs import (
+    Boundary,
+    SlabExtent,
+    halo_slabs,
+    local_input,
+    plan_with_dimensions,
+)
+from distconv.geometry.index_maps import Interval, TransposedWindow
 from distconv.geometry.layout import Cuts, block
 from distconv.geometry.topology import Topology
 
 
 @lru_cache(maxsize=4096)
-def spreads(
-    maps: tuple[Transposed, ...], sizes: tuple[int, ...], parts: tuple[int, ...]
+def transposed_needs_halo(
+    maps: tuple[TransposedWindow, ...], sizes: tuple[int, ...], parts: tuple[int, ...]
 ) -> bool | None:
     """Whether any part's inputs reach beyond its own outputs; None where that is not the question.
 
@@ -34,24 +41,24 @@ def spreads(
     for m, size, n in zip(maps, sizes, parts, strict=True):
         for j in range(n):
             own, made = block(size, n, j), block(m.output_size(size), n, j)
-            if own[0] == own[1] or made[0] == made[1] or _cropped(m, own, made) is None:
+            if own[0] == own[1] or made[0] == made[1] or _crop_arguments(m, own, made) is None:
                 return None
             if n > 1:
-                touched = [s.outputs for s in _sides(m, size, own, made)]
+                touched = [s.outputs for s in _halo_extents(m, size, own, made)]
                 if 2 * sum(b - a for a, b in touched) > made[1] - made[0]:
                     return None
                 found |= bool(touched)
     return found
 
 
-def _cropped(
-    m: Transposed, inputs: Interval, outputs: Interval, taps: Interval | None = None
+def _crop_arguments(
+    m: TransposedWindow, inputs: Interval, outputs: Interval, taps: Interval | None = None
 ) -> tuple[int, int, Interval] | None:
     """How to make just these outputs of these inputs: padding, output padding, and what to crop.
 
     None where that cannot be, as the first of the outputs comes before what is written.
     """
-    first, last = _written(m, inputs, taps or (0, m.kernel))
+    first, last = _written_outputs(m, inputs, taps or (0, m.kernel))
     before, after = outputs[0] - first, last - outputs[1]
     # As much as the operator crops by itself, both sides alike, and can add at the end.
     padding = min(before, after + max(m.stride, m.dilation) - 1)
@@ -61,14 +68,16 @@ def _cropped(
     return padding, extra, (before - padding, after - padding + extra)
 
 
-def _written(m: Transposed, inputs: Interval, taps: Interval) -> Interval:
+def _written_outputs(m: TransposedWindow, inputs: Interval, taps: Interval) -> Interval:
     """The outputs from the first to the last that these inputs reach through these taps."""
     start = inputs[0] * m.stride - m.padding + taps[0] * m.dilation
     stop = (inputs[1] - 1) * m.stride - m.padding + (taps[1] - 1) * m.dilation + 1
     return start, stop
 
 
-def _sides(m: Transposed, size: int, own: Interval, made: Interval) -> list[Side]:
+def _halo_extents(
+    m: TransposedWindow, size: int, own: Interval, made: Interval
+) -> list[SlabExtent]:
     """The halos before and after the own inputs of one dimension, placed in the plane."""
     ((first, last),) = m.intervals(size, *made)
     sides = []
@@ -82,56 +91,60 @@ def _sides(m: Transposed, size: int, own: Interval, made: Interval) -> list[Side
         taps = max(low, 0), min(high, m.kernel)
         if taps[0] >= taps[1]:
             continue
-        start, stop = _written(m, inputs, taps)
+        start, stop = _written_outputs(m, inputs, taps)
         outputs = max(start, made[0]), min(stop, made[1])
         if outputs[0] < outputs[1]:
-            sides.append(_side(m, inputs, outputs, taps))
+            sides.append(_extent(m, inputs, outputs, taps))
     return sides
 
 
-def _side(m: Transposed, inputs: Interval, outputs: Interval, taps: Interval | None = None) -> Side:
-    arguments = _cropped(m, inputs, outputs, taps)
+def _extent(
+    m: TransposedWindow, inputs: Interval, outputs: Interval, taps: Interval | None = None
+) -> SlabExtent:
+    arguments = _crop_arguments(m, inputs, outputs, taps)
     assert arguments is not None, "the first of the outputs is one that is written"
-    return Side(inputs, inputs, outputs, taps or (0, m.kernel), *arguments)
+    return SlabExtent(inputs, inputs, outputs, taps or (0, m.kernel), *arguments)
 
 
 @lru_cache(maxsize=4096)
-def boundary(
+def transposed_convolution_boundary(
     topology: Topology,
     rank: int,
     shape: tuple[int, ...],
     made: tuple[int, ...],
     cuts: Cuts,
-    maps: tuple[Transposed, ...],
+    maps: tuple[TransposedWindow, ...],
 ) -> Boundary:
-    """The boundary of one rank's block, of which `spreads` is not None.
+    """The boundary of one rank's block, of which `transposed_needs_halo` is not None.
 
     Parameters
     ----------
     shape, made: the global shapes of input and output, both cut by `cuts`.
     maps: one for each spatial dimension.
     """
-    plan, rows = placed(topology, rank, shape, made, cuts, maps)
+    plan, rows = plan_with_dimensions(topology, rank, shape, made, cuts, maps)
     whole, own, every, sides = [], [], [], []
     for m, n, held, outputs, c in rows:
         first, last = m.intervals(n, *outputs)[0] if c else (0, n)
         needed = max(held[0], first), min(held[1], last)
         origin = first, outputs[0]
-        whole.append(_side(m, held, outputs))
-        own.append(_moved(_side(m, needed, outputs), *origin))
-        every.append(_moved(_side(m, (first, last), outputs), *origin))
-        sides.append([_moved(s, *origin) for s in (_sides(m, n, held, outputs) if c else ())])
-    block_itself = piece(plan, whole)
+        whole.append(_extent(m, held, outputs))
+        own.append(_shifted(_extent(m, needed, outputs), *origin))
+        every.append(_shifted(_extent(m, (first, last), outputs), *origin))
+        sides.append(
+            [_shifted(s, *origin) for s in (_halo_extents(m, n, held, outputs) if c else ())]
+        )
+    block_itself = local_input(plan, whole)
     return Boundary(
         plan,
         replace(block_itself, shape=plan.block_shape, crop=None),
-        piece(plan, every),
-        slabs(plan, own, every, sides),
+        local_input(plan, every),
+        halo_slabs(plan, own, every, sides),
         block_itself.crop,
     )
 
 
-def _moved(side: Side, first: int, made: int) -> Side:
+def _shifted(side: SlabExtent, first: int, made: int) -> SlabExtent:
     """A side with its inputs counted from `first` on, and its outputs from `made` on."""
     inputs = side.inputs[0] - first, side.inputs[1] - first
     outputs = side.outputs[0] - made, side.outputs[1] - made

@@ -22,14 +22,14 @@ from torch import Tensor
 from torch.autograd import Function
 
 from distconv.geometry.index_maps import Grouped, IndexMap, Interval, Same
-from distconv.geometry.layout import Axes, Box, Cuts, at, cutting_axes, idle_axes, rank_box
+from distconv.geometry.layout import Axes, Box, Cuts, cutting_axes, idle_axes, rank_box, replaced_at
 from distconv.geometry.plan import Slices, make_plan
 from distconv.geometry.topology import AXES, Topology
 from distconv.grid.process_grid import ProcessGrid
-from distconv.ops.support.metadata_checks import Like
+from distconv.ops.support.metadata_checks import TensorMeta
 from distconv.ops.support.operands import Placement
 from distconv.tensor.dist_tensor import DistTensor
-from distconv.tensor.redistribution import gathered, reduce_scattered
+from distconv.tensor.redistribution import gather_inputs, reduce_scatter
 
 ALGORITHMS = ("x", "y", "w", "auto")
 _CHOSEN: ContextVar[str] = ContextVar("distconv_parallel", default="auto")
@@ -69,7 +69,7 @@ class Division:
 
 
 @dataclass(frozen=True)
-class _Rows:
+class _WeightBlock:
     """What a rank takes of a weight or bias: of a plain one, which every rank holds, `slices`."""
 
     needs: tuple[IndexMap, ...]
@@ -80,12 +80,12 @@ class _Rows:
     def of(self, operand: Tensor, operator: str) -> Tensor:
         """They; all ranks call it, as distributed operands are gathered."""
         if isinstance(operand, DistTensor):
-            return gathered(operand, self.needs, self.cuts, operator)
+            return gather_inputs(operand, self.needs, self.cuts, operator)
         return operand if self.slices is None else operand[self.slices]
 
 
 @dataclass(frozen=True)
-class Part:
+class LayerPart:
     """A rank's part of a layer: what it gathers and computes, and where the result goes.
 
     Attributes
@@ -108,8 +108,8 @@ class Part:
     groups: int
     _summed: bool
     """Whether results are sums over channels of which other ranks hold some."""
-    _weight: _Rows
-    _bias: _Rows
+    _weight: _WeightBlock
+    _bias: _WeightBlock
     _shape: tuple[int, ...]
     _computed: Cuts
     _made: Cuts
@@ -137,9 +137,13 @@ class Part:
         """
         d = self._dimension
         own = rank_box(x.shape, x.cuts, x.topology, x.rank).shape
-        return at(x.shape, d, own[d]), at(self._shape, d, self.box.shape[d]), at(x.cuts, d, ())
+        return (
+            replaced_at(x.shape, d, own[d]),
+            replaced_at(self._shape, d, self.box.shape[d]),
+            replaced_at(x.cuts, d, ()),
+        )
 
-    def nothing(self, buffer: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def empty_result(self, buffer: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The result without channels or filters, which torch's operators refuse.
 
         It hangs on all operands in the autograd graph and has the type that autocast gives it.
@@ -155,7 +159,7 @@ class Part:
         A bias is added when all has been summed, where others contribute as well.
         """
         shape, made, operator = self._shape, self._made, self.operator
-        y = reduce_scattered(block, shape, self._computed, made, grid, operator)
+        y = reduce_scatter(block, shape, self._computed, made, grid, operator)
         if bias is not None:
             y.add_(self._along(bias, y))
         if self._kept is not None:
@@ -184,7 +188,7 @@ class _Zero(Function):
         return None, None, None
 
 
-class Weights(NamedTuple):
+class WeightMeta(NamedTuple):
     """Of the weight of a layer its global shape and how it is cut, and the shape of the bias."""
 
     shape: tuple[int, ...]
@@ -192,14 +196,14 @@ class Weights(NamedTuple):
     bias: tuple[int, ...] | None
 
     @classmethod
-    def of(cls, weight: Tensor, bias: Tensor | None) -> Weights:
+    def of(cls, weight: Tensor, bias: Tensor | None) -> WeightMeta:
         """Those of a layer, distributed or whole."""
         cuts = weight.cuts if isinstance(weight, DistTensor) else ((),) * weight.dim()
         return cls(tuple(weight.shape), cuts, None if bias is None else tuple(bias.shape))
 
-    def like(self) -> tuple[Like, Like | None]:
+    def like(self) -> tuple[TensorMeta, TensorMeta | None]:
         """Weight and bias for torch's checks of shapes."""
-        return Like(self.shape), None if self.bias is None else Like(self.bias)
+        return TensorMeta(self.shape), None if self.bias is None else TensorMeta(self.bias)
 
 
 class Layer(NamedTuple):
@@ -217,7 +221,7 @@ class Layer(NamedTuple):
 
     operator: str
     x: Placement
-    weights: Weights
+    weights: WeightMeta
     outputs: tuple[int, ...]
     needs: tuple[IndexMap, ...]
     algorithm: str
@@ -229,13 +233,15 @@ class Layer(NamedTuple):
         """The axes that cut the weight along its dimension `of`, and of the inputs no more than
         channels.
         """
-        taken = cutting_axes(at(self.x.cuts, self.dimension, ()))
+        taken = cutting_axes(replaced_at(self.x.cuts, self.dimension, ()))
         return tuple(a for a in self.weights.cuts[of] if a not in taken)
 
-    def block(self, shape: tuple[int, ...], cuts: Cuts) -> _Rows:
+    def block(self, shape: tuple[int, ...], cuts: Cuts) -> _WeightBlock:
         """The block of a weight or bias of this shape."""
         box = rank_box(shape, cuts, self.x.topology, self.x.rank)
-        return _Rows((Same(),) * len(shape), cuts, box.slices if cutting_axes(cuts) else None)
+        return _WeightBlock(
+            (Same(),) * len(shape), cuts, box.slices if cutting_axes(cuts) else None
+        )
 
 
 def algorithm() -> str:
@@ -244,27 +250,27 @@ def algorithm() -> str:
 
 
 @lru_cache(maxsize=4096)
-def part_of(layer: Layer) -> Part:
+def layer_part(layer: Layer) -> LayerPart:
     """A rank's part of a layer.
 
     The cuts of a distributed weight say how the layer is divided. Where it is whole, or is not cut
     over all axes that cut the channels of the inputs, that is as `parallel` says.
     """
     if layer.groups > 1:
-        return _part_of_groups(layer)
+        return _grouped_layer_part(layer)
     x, d, outputs, operator = layer.x, layer.dimension, layer.outputs, layer.operator
     of_filters, of_channels = (1, 0) if layer.transposed else (0, 1)
     division = _division(layer, of_filters, of_channels)
     if division.algorithm:
         operator = f"{operator}, stationary-{division.algorithm}"
-    computed, made = (at(x.cuts, d, axes) for axes in (division.filters, division.output))
-    cuts = at(((),) * len(layer.weights.shape), of_filters, division.filters)
-    cuts = at(cuts, of_channels, division.channels)
+    computed, made = (replaced_at(x.cuts, d, axes) for axes in (division.filters, division.output))
+    cuts = replaced_at(((),) * len(layer.weights.shape), of_filters, division.filters)
+    cuts = replaced_at(cuts, of_channels, division.channels)
     rows, columns = map(x.topology.parts, (division.filters, division.channels))
     own = x.cuts[d] == division.channels
-    return Part(
+    return LayerPart(
         operator=operator,
-        cuts=at(x.cuts, d, division.channels),
+        cuts=replaced_at(x.cuts, d, division.channels),
         needs=layer.needs,
         stays=own and x.shape[d] >= columns and outputs[d] >= rows,
         blocks=rows * columns,
@@ -280,13 +286,13 @@ def part_of(layer: Layer) -> Part:
     )
 
 
-def _part_of_groups(layer: Layer) -> Part:
+def _grouped_layer_part(layer: Layer) -> LayerPart:
     """Own filters take the channels of their groups; those of groups on several ranks travel.
 
     Each of these ranks then computes all filters of the group, and keeps its own.
     """
     x, d, axes = layer.x, layer.dimension, _over_groups(layer)
-    made = at(x.cuts, d, axes)
+    made = replaced_at(x.cuts, d, axes)
     inputs, outputs = x.shape[d] // layer.groups, layer.outputs[d] // layer.groups
     blocks = x.topology.parts(axes)
     aligned = layer.groups % blocks == 0 or inputs == outputs == 1
@@ -296,18 +302,18 @@ def _part_of_groups(layer: Layer) -> Part:
     first, last = _interval(same, filters)
     rest = len(layer.weights.shape) - 1
 
-    def rows(needs: IndexMap, others: int) -> _Rows:
+    def rows(needs: IndexMap, others: int) -> _WeightBlock:
         cuts = axes, *((),) * others
         taken = (slice(*_interval(needs, filters)),) if axes else None
-        return _Rows((needs, *(Same(),) * others), cuts, taken)
+        return _WeightBlock((needs, *(Same(),) * others), cuts, taken)
 
-    return Part(
+    return LayerPart(
         operator=layer.operator,
         cuts=made,
-        needs=at(layer.needs, d, Same() if aligned else together),
+        needs=replaced_at(layer.needs, d, Same() if aligned else together),
         stays=aligned and x.cuts[d] == axes and layer.groups >= blocks,
         blocks=blocks,
-        box=Box(at(own.start, d, first), at(own.stop, d, last)),
+        box=Box(replaced_at(own.start, d, first), replaced_at(own.stop, d, last)),
         groups=(last - first) // outputs,
         _summed=False,
         _weight=rows(together if layer.transposed else same, rest),
@@ -350,20 +356,27 @@ def _division(layer: Layer, of_filters: int, of_channels: int) -> Division:
     if idle and rest == cut and n == 1:
         choices["w"].append(Division(rest, idle))
     wanted = choices.get(layer.algorithm) or [c for some in choices.values() for c in some]
-    return wanted[0] if len(wanted) == 1 else min(wanted, key=lambda d: _moved(layer, d))
+    return (
+        wanted[0]
+        if len(wanted) == 1
+        else min(wanted, key=lambda d: _communication_in_the_middle(layer, d))
+    )
 
 
-def _moved(layer: Layer, division: Division) -> int:
-    """`volume` of all ranks that share one place in the batch and in space, in the middle."""
+def _communication_in_the_middle(layer: Layer, division: Division) -> int:
+    """`communication_volume` of all ranks that share one place in the batch and in space, in the
+    middle."""
     topology, d = layer.x.topology, layer.dimension
     middle = topology.rank({axis: topology.extent(axis) // 2 for axis in AXES})
-    elsewhere = cutting_axes(at(layer.x.cuts, d, ()))
+    elsewhere = cutting_axes(replaced_at(layer.x.cuts, d, ()))
     among = [a for a in {*layer.x.cuts[d], "channel", "filter"} if a not in elsewhere]
     geometry = layer.x.shape, layer.x.cuts, layer.outputs, layer.needs, d, division
-    return sum(volume(topology, rank, *geometry) for rank in topology.peers(middle, among))
+    return sum(
+        communication_volume(topology, rank, *geometry) for rank in topology.peers(middle, among)
+    )
 
 
-def volume(
+def communication_volume(
     topology: Topology,
     rank: int,
     inputs: tuple[int, ...],
@@ -383,9 +396,9 @@ def volume(
     inputs, cuts, outputs: global shapes of input and output, and how the input is cut.
     """
     d, same = dimension, (Same(),) * len(outputs)
-    computed, made = at(cuts, d, division.filters), at(cuts, d, division.output)
+    computed, made = replaced_at(cuts, d, division.filters), replaced_at(cuts, d, division.output)
     plans = (
-        make_plan(topology, rank, inputs, cuts, at(cuts, d, division.channels), needs),
+        make_plan(topology, rank, inputs, cuts, replaced_at(cuts, d, division.channels), needs),
         make_plan(topology, rank, outputs, made, computed, same),
     )
     return sum(route.size for plan in plans for route in (*plan.sends, *plan.receives))

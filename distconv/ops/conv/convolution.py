@@ -10,31 +10,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distconv.geometry.halo.convolution import boundary, reaches
+from distconv.geometry.halo.convolution import convolution_boundary, needs_halo
 from distconv.geometry.index_maps import Same, Window
-from distconv.ops.conv.channels import Layer, Weights, algorithm, part_of
+from distconv.ops.conv.channels import Layer, WeightMeta, algorithm, layer_part
 from distconv.ops.conv.local_convolution import (
     Convolution,
-    Decision,
-    decision,
+    ConvolutionPlan,
     overlapped_convolution,
+    plan_convolution,
 )
-from distconv.ops.support.argument_forms import Sizes, batched, tuple_of
-from distconv.ops.support.metadata_checks import Like, checked
-from distconv.ops.support.method import forced
+from distconv.ops.support.argument_forms import Sizes, accepts_unbatched, to_tuple
+from distconv.ops.support.metadata_checks import TensorMeta, check_on_meta
+from distconv.ops.support.method import chosen_method
 from distconv.ops.support.operands import Placement
-from distconv.ops.support.types import input_of
-from distconv.ops.windowed.assembled import needs_of, windowed_block
+from distconv.ops.support.types import distributed_input
+from distconv.ops.windowed.assembled import window_needs, windowed_block
 from distconv.tensor.dispatch import implements
 from distconv.tensor.dist_tensor import DistTensor
-from distconv.tensor.redistribution import gathered
+from distconv.tensor.redistribution import gather_inputs
 
 
 def _convolution(function: Callable[..., Tensor], spatial: int) -> None:
     name = f"conv{spatial}d"
 
     @implements(function)
-    @batched(name, spatial)
+    @accepts_unbatched(name, spatial)
     def rule(
         input: Tensor,
         weight: Tensor,
@@ -44,13 +44,13 @@ def _convolution(function: Callable[..., Tensor], spatial: int) -> None:
         dilation: Sizes = 1,
         groups: int = 1,
     ) -> DistTensor:
-        x = input_of(name, input, weight, bias)
-        strides = tuple_of(stride, spatial, "stride")
-        dilations = tuple_of(dilation, spatial, "dilation")
-        padding = padding if isinstance(padding, str) else tuple_of(padding, spatial, "padding")
+        x = distributed_input(name, input, weight, bias)
+        strides = to_tuple(stride, spatial, "stride")
+        dilations = to_tuple(dilation, spatial, "dilation")
+        padding = padding if isinstance(padding, str) else to_tuple(padding, spatial, "padding")
         arguments = strides, padding, dilations, groups
         part, windows, overlap = decide(
-            Placement.of(x), Weights.of(weight, bias), arguments, algorithm(), forced()
+            Placement.of(x), WeightMeta.of(weight, bias), arguments, algorithm(), chosen_method()
         )
         weight, bias, late = part.operands(weight, bias)
         if overlap is not None:
@@ -60,17 +60,17 @@ def _convolution(function: Callable[..., Tensor], spatial: int) -> None:
         def compute(buffer: Tensor, left: tuple[int, ...]) -> Tensor:
             return function(buffer, weight, bias, strides, left, dilations, part.groups)
 
-        buffer = gathered(x, part.needs, part.cuts, part.operator)
+        buffer = gather_inputs(x, part.needs, part.cuts, part.operator)
         if not weight.numel():
-            block = part.nothing(buffer, weight, bias)
+            block = part.empty_result(buffer, weight, bias)
         else:
             block = windowed_block(buffer, windows, x.cuts, part.box.shape, compute)
         return part.finish(block, late, x.grid)
 
     @lru_cache(maxsize=4096)
     def decide(
-        x: Placement, weights: Weights, arguments: Any, algorithm: str, method: str | None
-    ) -> Decision:
+        x: Placement, weights: WeightMeta, arguments: Any, algorithm: str, method: str | None
+    ) -> ConvolutionPlan:
         strides, padding, dilations, groups = arguments
         weight = weights.shape
         if x.shape[1] != weight[1] * groups:
@@ -82,7 +82,7 @@ def _convolution(function: Callable[..., Tensor], spatial: int) -> None:
             raise RuntimeError(
                 f"{name}: negative padding {padding} is not supported; cut x instead"
             )
-        made = checked(function, Like(x.shape), *weights.like(), *arguments)
+        made = check_on_meta(function, TensorMeta(x.shape), *weights.like(), *arguments)
         sides = _sides(padding, weight[2:], dilations)
         windows = tuple(map(Window, weight[2:], strides, dilations, sides))
         # Without elements, torch looks at this in some versions alone.
@@ -92,14 +92,16 @@ def _convolution(function: Callable[..., Tensor], spatial: int) -> None:
                     f"{name}: the kernel {weight[2:]} reaches over {window.extent} positions, and "
                     f"the input {x.shape} with its padding has {size + sum(window.padding)}"
                 )
-        needs = (Same(), Same(), *needs_of(windows, x.cuts))
-        part = part_of(Layer(name, x, weights, made, needs, algorithm, groups=groups))
+        needs = (Same(), Same(), *window_needs(windows, x.cuts))
+        part = layer_part(Layer(name, x, weights, made, needs, algorithm, groups=groups))
         # Every side of the block costs another convolution, which handles the weights once more.
         # Where a rank has fewer inputs than there are weights, assembling them was measured to cost
         # less.
         smallest = prod(weight) // part.blocks
         local = Convolution(strides, dilations, part.groups)
-        return decision(part, x, windows, local, method, smallest, reaches, boundary)
+        return plan_convolution(
+            part, x, windows, local, method, smallest, needs_halo, convolution_boundary
+        )
 
 
 def _sides(

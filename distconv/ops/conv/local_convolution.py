@@ -10,26 +10,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distconv.geometry.halo.slabs import Boundary, Piece
-from distconv.ops.conv.channels import Part
+from distconv.geometry.halo.slabs import Boundary, LocalInput
+from distconv.ops.conv.channels import LayerPart
 from distconv.ops.support.operands import Placement
 from distconv.ops.support.types import autocast_type
-from distconv.ops.windowed.overlapped import Gradients, cropped, may_overlap, overlapped
+from distconv.ops.windowed.overlapped import (
+    OperandGradients,
+    crop_outputs,
+    may_overlap,
+    overlapped_linear,
+)
 from distconv.tensor.dist_tensor import DistTensor
 
 
-class Decision(NamedTuple):
+class ConvolutionPlan(NamedTuple):
     """How a rank computes a convolution or transposed one; remembered, as metadata decide it."""
 
-    part: Part
+    part: LayerPart
     maps: tuple[Any, ...]
     """From outputs to inputs, for each spatial dimension."""
     overlap: tuple[Convolution, Boundary] | None
     """How to compute while halos travel; None where inputs are assembled."""
 
 
-def decision(
-    part: Part,
+def plan_convolution(
+    part: LayerPart,
     x: Placement,
     maps: tuple[Any, ...],
     local: Convolution,
@@ -37,20 +42,19 @@ def decision(
     smallest: int,
     lines_up: Callable[..., Any],
     edge_of: Callable[..., Boundary],
-) -> Decision:
+) -> ConvolutionPlan:
     """That of a rank whose `part` of a convolution of `x` is known.
 
     Parameters
-    ----------
-    method, smallest: as in `may_overlap`.
-    lines_up, edge_of: whether blocks line up, and the boundary: of `boundary` or of `spread`.
+    ---------- method, smallest: as in `may_overlap`. lines_up, edge_of: whether blocks line up, and
+    the boundary: of `convolution_boundary` or of `transposed_convolution_boundary`.
     """
     if part.stays and may_overlap(x, method, smallest):
         parts = tuple(map(x.topology.parts, x.cuts[2:]))
         if lines_up(maps, x.shape[2:], parts):
             edge = edge_of(x.topology, x.rank, *part.alone(x), maps)
-            return Decision(part, maps, (local, edge))
-    return Decision(part, maps, None)
+            return ConvolutionPlan(part, maps, (local, edge))
+    return ConvolutionPlan(part, maps, None)
 
 
 def overlapped_convolution(
@@ -62,7 +66,7 @@ def overlapped_convolution(
     operator: str,
 ) -> Tensor:
     """This rank's block of the convolution of `x`; all ranks call it."""
-    return overlapped(x, _as_autocast(x.shard, weight, bias), local, edge, operator)
+    return overlapped_linear(x, _as_autocast(x.shard, weight, bias), local, edge, operator)
 
 
 def _as_autocast(*operands: Tensor | None) -> list[Tensor | None]:
@@ -86,7 +90,7 @@ class Convolution:
     transposed: bool = False
     bilinear = True
 
-    def forward(self, piece: Piece, x: Tensor, weight: Any, bias: Any) -> Tensor:
+    def forward(self, piece: LocalInput, x: Tensor, weight: Any, bias: Any) -> Tensor:
         d = piece.flat
         if d is not None:
             # One plane of a volume: two-dimensional convolution is several times as fast.
@@ -94,17 +98,17 @@ class Convolution:
         y = torch.convolution(x, weight, bias, *self._arguments(piece))
         if d is not None:
             y = y.unsqueeze(d)
-        return cropped(y, piece.crop)
+        return crop_outputs(y, piece.crop)
 
     def backward(
         self,
-        piece: Piece,
+        piece: LocalInput,
         dy: Tensor,
         x: Any,
         weight: Any,
         bias: Sequence[int] | None,
         mask: Sequence[bool],
-    ) -> Gradients:
+    ) -> OperandGradients:
         d = piece.flat
         if piece.crop is not None:
             dy = F.pad(dy, [n for crop in reversed(piece.crop) for n in crop])
@@ -115,7 +119,7 @@ class Convolution:
             dx, dw = (None if t is None else t.unsqueeze(d) for t in (dx, dw))
         return dx, dw, db
 
-    def _arguments(self, piece: Piece) -> tuple[Any, ...]:
+    def _arguments(self, piece: LocalInput) -> tuple[Any, ...]:
         """Those of torch.convolution after the bias."""
         stride, padding, dilation, extra = self.stride, piece.padding, self.dilation, piece.extra
         if piece.flat is not None:

@@ -10,30 +10,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distconv.geometry.halo.transposed_convolution import boundary, spreads
-from distconv.geometry.index_maps import Same, Transposed
-from distconv.ops.conv.channels import Layer, Weights, algorithm, part_of
+from distconv.geometry.halo.transposed_convolution import (
+    transposed_convolution_boundary,
+    transposed_needs_halo,
+)
+from distconv.geometry.index_maps import Same, TransposedWindow
+from distconv.ops.conv.channels import Layer, WeightMeta, algorithm, layer_part
 from distconv.ops.conv.local_convolution import (
     Convolution,
-    Decision,
-    decision,
+    ConvolutionPlan,
     overlapped_convolution,
+    plan_convolution,
 )
-from distconv.ops.support.argument_forms import Sizes, batched, tuple_of
-from distconv.ops.support.metadata_checks import Like, checked
-from distconv.ops.support.method import forced
+from distconv.ops.support.argument_forms import Sizes, accepts_unbatched, to_tuple
+from distconv.ops.support.metadata_checks import TensorMeta, check_on_meta
+from distconv.ops.support.method import chosen_method
 from distconv.ops.support.operands import Placement
-from distconv.ops.support.types import input_of
+from distconv.ops.support.types import distributed_input
 from distconv.tensor.dispatch import implements
 from distconv.tensor.dist_tensor import DistTensor
-from distconv.tensor.redistribution import gathered
+from distconv.tensor.redistribution import gather_inputs
 
 
 def _transposed_convolution(function: Callable[..., Tensor], spatial: int) -> None:
     name = f"conv_transpose{spatial}d"
 
     @implements(function)
-    @batched(name, spatial)
+    @accepts_unbatched(name, spatial)
     def rule(
         input: Tensor,
         weight: Tensor,
@@ -44,22 +47,22 @@ def _transposed_convolution(function: Callable[..., Tensor], spatial: int) -> No
         groups: int = 1,
         dilation: Sizes = 1,
     ) -> DistTensor:
-        x = input_of(name, input, weight, bias)
-        strides = tuple_of(stride, spatial, "stride")
-        paddings = tuple_of(padding, spatial, "padding")
-        extras = tuple_of(output_padding, spatial, "output_padding")
-        dilations = tuple_of(dilation, spatial, "dilation")
+        x = distributed_input(name, input, weight, bias)
+        strides = to_tuple(stride, spatial, "stride")
+        paddings = to_tuple(padding, spatial, "padding")
+        extras = to_tuple(output_padding, spatial, "output_padding")
+        dilations = to_tuple(dilation, spatial, "dilation")
         arguments = strides, paddings, extras, groups, dilations
         part, maps, overlap = decide(
-            Placement.of(x), Weights.of(weight, bias), arguments, algorithm(), forced()
+            Placement.of(x), WeightMeta.of(weight, bias), arguments, algorithm(), chosen_method()
         )
         weight, bias, late = part.operands(weight, bias)
         if overlap is not None:
             block = overlapped_convolution(x, weight, bias, *overlap, part.operator)
             return part.finish(block, late, x.grid)
-        buffer = gathered(x, part.needs, part.cuts, part.operator)
+        buffer = gather_inputs(x, part.needs, part.cuts, part.operator)
         if not weight.numel():
-            return part.finish(part.nothing(buffer, weight, bias), late, x.grid)
+            return part.finish(part.empty_result(buffer, weight, bias), late, x.grid)
         groups, box = part.groups, part.box
         if not prod(box.shape):
             # The local operator refuses empty planes, but not an empty batch.
@@ -84,14 +87,14 @@ def _transposed_convolution(function: Callable[..., Tensor], spatial: int) -> No
 
     @lru_cache(maxsize=4096)
     def decide(
-        x: Placement, weights: Weights, arguments: Any, algorithm: str, method: str | None
-    ) -> Decision:
+        x: Placement, weights: WeightMeta, arguments: Any, algorithm: str, method: str | None
+    ) -> ConvolutionPlan:
         strides, paddings, extras, groups, dilations = arguments
         if min(strides) < 1:
             raise RuntimeError(f"{name}: non-positive stride {strides} is not supported")
         if min(paddings) < 0:
             raise RuntimeError(f"{name}: negative padding {paddings} is not supported; use F.pad")
-        made = checked(function, Like(x.shape), *weights.like(), *arguments)
+        made = check_on_meta(function, TensorMeta(x.shape), *weights.like(), *arguments)
         # The check does not look at these, nor do ranks whose block is empty.
         if any(e >= max(s, d) for e, s, d in zip(extras, strides, dilations, strict=True)):
             raise RuntimeError(
@@ -102,16 +105,25 @@ def _transposed_convolution(function: Callable[..., Tensor], spatial: int) -> No
             raise RuntimeError(
                 f"{name}: the result {made} has no elements; expected from 1 in every dimension"
             )
-        maps = tuple(map(Transposed, weights.shape[2:], strides, dilations, paddings, extras))
+        maps = tuple(map(TransposedWindow, weights.shape[2:], strides, dilations, paddings, extras))
         spatial_needs = (m if axes else Same() for m, axes in zip(maps, x.cuts[2:], strict=True))
         needs = (Same(), Same(), *spatial_needs)
         layer = Layer(name, x, weights, made, needs, algorithm, groups=groups, transposed=True)
-        part = part_of(layer)
+        part = layer_part(layer)
         # As for convolution, the sides handle the weights again. Assembling saves less here, as it
         # makes outputs that are cropped, and was measured to cost less with few inputs alone.
         smallest = prod(weights.shape) // (4 * part.blocks)
         local = Convolution(strides, dilations, part.groups, transposed=True)
-        return decision(part, x, maps, local, method, smallest, spreads, boundary)
+        return plan_convolution(
+            part,
+            x,
+            maps,
+            local,
+            method,
+            smallest,
+            transposed_needs_halo,
+            transposed_convolution_boundary,
+        )
 
 
 _transposed_convolution(torch.conv_transpose1d, 1)

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distconv.ops.support.argument_forms import dimension_of
-from distconv.ops.support.metadata_checks import checked
+from distconv.ops.support.argument_forms import normalize_dim
+from distconv.ops.support.metadata_checks import check_on_meta
 from distconv.ops.support.operands import uncut
 from distconv.tensor.dispatch import RULES, implements
 from distconv.tensor.dist_tensor import DistTensor
@@ -28,7 +28,7 @@ def _applied(
     **kwargs: Any,
 ) -> Any:
     """`function(input, *args, **kwargs)`, which works along `dims`."""
-    shapes = checked(function, input, *args, **kwargs)
+    shapes = check_on_meta(function, input, *args, **kwargs)
     x = uncut(input, dims, name)
     result = function(x.shard, *args, **kwargs)
     if isinstance(result, Tensor):
@@ -59,7 +59,7 @@ def _softmax(function: Callable[..., Tensor], *others: Callable[..., Tensor]) ->
         kind = dtype or input.dtype
         if not kind.is_floating_point and input.numel():
             raise RuntimeError(f"{name}: not implemented for {kind}; pass a floating dtype=")
-        d = dimension_of(_implicit(input.dim()) if dim is None else dim, input.dim())
+        d = normalize_dim(_implicit(input.dim()) if dim is None else dim, input.dim())
         # Nothing is left that torch could check, which would import much of torch.
         x = uncut(input, [d], name)
         return DistTensor(function(x.shard, d, dtype=dtype), x.shape, x.cuts, x.grid)
@@ -79,7 +79,7 @@ def _first(name: str) -> None:
         dim = arguments.pop(0) if arguments else kwargs.pop("dim", None)
         if dim is None:
             raise TypeError(f"{name}: dim is missing; name the dimension to work along")
-        d = dimension_of(dim, input.dim())
+        d = normalize_dim(dim, input.dim())
         return _applied(function, name, input, [d], d, *arguments, **kwargs)
 
     RULES[function] = RULES[getattr(torch.Tensor, name)] = rule
@@ -96,7 +96,7 @@ def _sort(name: str) -> None:
     def rule(
         input: DistTensor, dim: int = -1, descending: bool = False, stable: bool | None = False
     ) -> Any:
-        d = dimension_of(dim, input.dim())
+        d = normalize_dim(dim, input.dim())
         order: Any = dict(dim=d, descending=descending, stable=stable)
         return _applied(function, name, input, [d], **order)
 
@@ -110,13 +110,13 @@ def topk(
     input: DistTensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
 ) -> Any:
     """The k largest or smallest elements along one dimension, and their indices."""
-    d = dimension_of(dim, input.dim())
+    d = normalize_dim(dim, input.dim())
     return _applied(torch.topk, "topk", input, [d], k, d, largest, sorted)
 
 
 @implements(F.glu)
 def glu(input: DistTensor, dim: int = -1) -> DistTensor:
     """One half of a dimension, gated by the sigmoid of the other."""
-    d = dimension_of(dim, input.dim())
+    d = normalize_dim(dim, input.dim())
     result: DistTensor = _applied(F.glu, "glu", input, [d], d)
     return result

@@ -10,15 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distconv.geometry.layout import Cuts, operand_cuts
-from distconv.ops.support.argument_forms import listed, sizes_of
+from distconv.ops.support.argument_forms import as_sizes, takes_sequence
 from distconv.ops.support.operands import (
-    block_of,
-    box_of,
+    box_on_rank,
     broadcast_cuts,
     broadcast_shape,
     common_grid,
+    local_operand,
 )
-from distconv.tensor.aliasing import check_writable, view_of
+from distconv.tensor.aliasing import check_writable, make_view
 from distconv.tensor.dispatch import RULES, implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
 
@@ -106,8 +106,8 @@ def pointwise_rule(function: Callable[..., Any], in_place: bool = False) -> Call
                     f"broadcast shape {shape}"
                 )
         result = function(
-            *[block_of(x, shape, cuts, grid, name) for x in args],
-            **{k: block_of(x, shape, cuts, grid, name) for k, x in kwargs.items()},
+            *[local_operand(x, shape, cuts, grid, name) for x in args],
+            **{k: local_operand(x, shape, cuts, grid, name) for k, x in kwargs.items()},
         )
         if result is NotImplemented:  # Python then asks the other operand
             return result
@@ -155,7 +155,7 @@ _register()
 @implements(torch.detach, torch.Tensor.detach, torch.Tensor.data.__get__)  # type: ignore[attr-defined]
 def detach(input: DistTensor) -> DistTensor:
     """The same memory, outside the autograd graph."""
-    return view_of(input, input.shard.detach(), input.shape, input.cuts, copied=False)
+    return make_view(input, input.shard.detach(), input.shape, input.cuts, copied=False)
 
 
 @implements(vars(torch._C.TensorBase)["real"].__get__)
@@ -196,7 +196,7 @@ def contiguous(
 ) -> DistTensor:
     """The blocks contiguous in memory; those that are so already are not copied."""
     shard = input.shard.contiguous(memory_format=memory_format)
-    return view_of(input, shard, input.shape, input.cuts, copied=True)
+    return make_view(input, shard, input.shape, input.cuts, copied=True)
 
 
 @implements(torch.Tensor.to)
@@ -278,7 +278,7 @@ def _made(
     cuts: Cuts = ((),) * len(shape)
     if len(shape) == input.dim():
         cuts = operand_cuts(shape, tuple(input.shape), input.cuts)
-    shard = function(input.shard, box_of(shape, cuts, input.grid).shape, *args, **kwargs)
+    shard = function(input.shard, box_on_rank(shape, cuts, input.grid).shape, *args, **kwargs)
     _require_here(function.__name__, input, shard.device)
     result = DistTensor(shard, shape, cuts, input.grid)
     return result.requires_grad_() if requires_grad else result
@@ -286,9 +286,9 @@ def _made(
 
 def _new(function: Callable[..., Tensor]) -> None:
     @implements(function)
-    @listed("size")
+    @takes_sequence("size")
     def rule(input: DistTensor, *size: Any, **kwargs: Any) -> DistTensor:
-        return _made(function, input, sizes_of(size), **kwargs)
+        return _made(function, input, as_sizes(size), **kwargs)
 
 
 _new(torch.Tensor.new_zeros)
@@ -330,5 +330,7 @@ def prelu(input: DistTensor, weight: Tensor) -> DistTensor:
         )
     if weight.numel() > 1:
         slopes = weight.reshape(-1, *(1,) * (input.dim() - 2))
-        weight = block_of(slopes, tuple(input.shape), input.cuts, input.grid, "prelu").flatten()
+        weight = local_operand(
+            slopes, tuple(input.shape), input.cuts, input.grid, "prelu"
+        ).flatten()
     return DistTensor(torch.prelu(input.shard, weight), input.shape, input.cuts, input.grid)

@@ -14,18 +14,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distconv.comm.collectives import sum_over
+from distconv.comm.collectives import all_reduce_with_grad
 from distconv.geometry.layout import cutting_axes
-from distconv.ops.support.metadata_checks import checked
+from distconv.ops.support.metadata_checks import check_on_meta
 from distconv.ops.support.operands import (
-    block_of,
-    box_of,
+    as_distributed,
+    box_on_rank,
     broadcast_shape,
     common_grid,
-    distributed,
+    local_operand,
     uncut,
 )
-from distconv.ops.support.types import same_types
+from distconv.ops.support.types import check_same_types
 from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
 
@@ -51,7 +51,7 @@ def _contract(
     name: str, terms: Sequence[str], result: str, operands: Sequence[Tensor]
 ) -> DistTensor:
     grid = common_grid(name, operands)
-    same_types(name, *operands)
+    check_same_types(name, *operands)
     sizes: dict[str, int] = {}
     for term, x in zip(terms, operands, strict=True):
         if len(term) != x.dim():
@@ -73,13 +73,13 @@ def _contract(
                 if not set(x.cuts[d]) & set(cutting_axes(cuts.values())) and not cuts[letter]:
                     cuts[letter] = x.cuts[d]
     blocks = [
-        block_of(x, tuple(sizes[c] for c in term), tuple(cuts[c] for c in term), grid, name)
+        local_operand(x, tuple(sizes[c] for c in term), tuple(cuts[c] for c in term), grid, name)
         for term, x in zip(terms, operands, strict=True)
     ]
     local = torch.einsum(f"{','.join(terms)}->{result}", *blocks)
     summed = cutting_axes(cuts[c] for c in sizes if c not in result)
     return DistTensor(
-        sum_over(local, grid, summed),
+        all_reduce_with_grad(local, grid, summed),
         [sizes[c] for c in result],
         tuple(cuts[c] for c in result),
         grid,
@@ -167,8 +167,8 @@ def _added(
         input: Tensor, *factors: Tensor, beta: float = 1, alpha: float = 1, **named: Tensor
     ) -> Tensor:
         factors = (*factors, *(named.pop(n) for n in (first, second) if n in named))
-        same_types(name, input, *factors)
-        shape = checked(product, *factors, **named)
+        check_same_types(name, input, *factors)
+        shape = check_on_meta(product, *factors, **named)
         if broadcast_shape(name, (input, torch.empty(shape, device="meta"))) != shape:
             raise RuntimeError(
                 f"{name}: the input {tuple(input.shape)} is not broadcast to the product {shape}"
@@ -218,8 +218,8 @@ def scaled_dot_product_attention(
     if dropout_p or enable_gqa or both:
         what = "a mask beside is_causal" if both else "dropout_p" if dropout_p else "enable_gqa"
         refuse(name, f"{what} is not supported", query, key, value, way_out="Leave it out")
-    q = distributed(query, grid)
-    same_types(name, query, key, value)
+    q = as_distributed(query, grid)
+    check_same_types(name, query, key, value)
     rows, columns = q.shape[-2], key.shape[-2]
     if q.shape[-1] != key.shape[-1] or columns != value.shape[-2]:
         raise RuntimeError(
@@ -247,17 +247,17 @@ def scaled_dot_product_attention(
             )
     q = uncut(q, [q.dim() - 1], name)
     whole = (*q.cuts[:-2], (), ())
-    keys = block_of(key, tuple(key.shape), whole, grid, name)
-    values = block_of(value, tuple(value.shape), whole, grid, name)
+    keys = local_operand(key, tuple(key.shape), whole, grid, name)
+    values = local_operand(value, tuple(value.shape), whole, grid, name)
     box = q.box
     mask: Tensor | None = None
     if is_causal:
         own = torch.arange(box.start[-2], box.stop[-2], device=q.device)
         mask = own.unsqueeze(1) >= torch.arange(columns, device=q.device)
     elif attn_mask is not None:
-        mask = block_of(attn_mask, (*lead, rows, columns), (*q.cuts[:-1], ()), grid, name)
+        mask = local_operand(attn_mask, (*lead, rows, columns), (*q.cuts[:-1], ()), grid, name)
     shape = (*lead, rows, value.shape[-1])
-    block = box_of(shape, q.cuts, grid).shape
+    block = box_on_rank(shape, q.cuts, grid).shape
     if 0 in block:
         # Part of the graph of all operands, as on the ranks that have elements.
         operands = [q.shard, keys, values, *([] if mask is None or is_causal else [mask])]

@@ -13,11 +13,17 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from distconv.comm.collectives import add_up, reduced
+from distconv.comm.collectives import all_reduce, all_reduce_
 from distconv.geometry.layout import cutting_axes
 from distconv.grid.process_grid import ProcessGrid
-from distconv.ops.norm.moments import moments, peer_counts
-from distconv.ops.support.operands import Placement, block_of, common_grid, distributed, whole
+from distconv.ops.norm.moments import element_counts_of_peers, moments
+from distconv.ops.support.operands import (
+    Placement,
+    as_distributed,
+    common_grid,
+    gather_whole,
+    local_operand,
+)
 from distconv.ops.support.types import accumulation_type
 from distconv.tensor.dispatch import implements
 from distconv.tensor.dist_tensor import DistTensor
@@ -63,28 +69,28 @@ def batch_norm_over(
     """
     plain = (running_mean, running_var, weight, bias)
     grid = common_grid("batch_norm", (input, *plain))
-    x = distributed(input, grid)
+    x = as_distributed(input, grid)
     kinds = tuple(None if t is None else (tuple(t.shape), t.dtype) for t in plain)
     options = training, momentum is None, eps
     training, group, rest, counts, groups = _decide(
         Placement.of(x), axes, x.device, *options, kinds
     )
-    running = [whole(t, "batch_norm") for t in (running_mean, running_var)]
+    running = [gather_whole(t, "batch_norm") for t in (running_mean, running_var)]
     running_mean, running_var = (own_channels(t, x, "batch_norm") for t in running)
     if any(x.cuts[1:2]) and running_mean is not None and running_var is not None:
         # The backward pass wants them as they are now.
         running_mean, running_var = running_mean.clone(), running_var.clone()
     weight, bias = (own_channels(t, x, "batch_norm") for t in (weight, bias))
-    block = _told_apart(x.shard)
+    block = _with_batch_stride(x.shard)
     if not training or not (group or rest):
         if x.shard.numel() or not x.numel():
             shard = F.batch_norm(
                 block, running_mean, running_var, weight, bias, training, momentum, eps
             )
         else:
-            shard = _nothing(block, weight, bias)
+            shard = _without_elements(block, weight, bias)
         if training:
-            share_channels(x, running, (running_mean, running_var), "batch_norm")
+            gather_running_statistics(x, running, (running_mean, running_var), "batch_norm")
         return DistTensor(shard, x.shape, x.cuts, grid)
 
     def update(mean: Tensor, variance: Tensor) -> None:
@@ -93,17 +99,17 @@ def batch_norm_over(
         n = sum(counts)
         variance = variance * (n / (n - 1))
         if rest:
-            total = reduced(torch.stack([mean, variance]), grid, rest)
+            total = all_reduce(torch.stack([mean, variance]), grid, rest)
             mean, variance = total / groups
         running_mean.lerp_(mean.to(running_mean.dtype), momentum)
         running_var.lerp_(variance.to(running_var.dtype), momentum)
-        share_channels(x, running, (running_mean, running_var), "batch_norm")
+        gather_running_statistics(x, running, (running_mean, running_var), "batch_norm")
 
     shard = _BatchNorm.apply(block, weight, bias, grid, group, counts, eps, update)
     return DistTensor(shard, x.shape, x.cuts, grid)
 
 
-def _told_apart(x: Tensor) -> Tensor:
+def _with_batch_stride(x: Tensor) -> Tensor:
     """The block, as torch's kernels know its memory format.
 
     The stride of a single sample may be any number, but if it is not that of the format, they read
@@ -157,7 +163,7 @@ def _decide(
         serial: Any = F.batch_norm
         serial(*ones, training, None if without_momentum else 0.0, eps)
     rest = tuple(a for a in cutting if a not in group)
-    counts = peer_counts(x, (0, *range(2, len(x.shape))), group)
+    counts = element_counts_of_peers(x, (0, *range(2, len(x.shape))), group)
     return _Statistics(training and elements > 0, group, rest, counts, groups)
 
 
@@ -165,14 +171,14 @@ def own_channels(values: Tensor | None, x: DistTensor, operator: str) -> Tensor 
     """Of one value for each channel of `x`, those for the channels that this rank holds."""
     axes = x.cuts[1] if x.dim() > 1 else ()
     if not axes:
-        everything: Tensor | None = whole(values, operator)
+        everything: Tensor | None = gather_whole(values, operator)
         return everything
-    own: Tensor | None = block_of(values, (x.shape[1],), (axes,), x.grid, operator)
+    own: Tensor | None = local_operand(values, (x.shape[1],), (axes,), x.grid, operator)
     return own
 
 
 @torch.no_grad()
-def share_channels(
+def gather_running_statistics(
     x: DistTensor, running: Sequence[Tensor | None], own: Sequence[Tensor | None], operator: str
 ) -> None:
     """Let all ranks have the running statistics that each has updated for its own channels."""
@@ -180,11 +186,11 @@ def share_channels(
     if x.cuts[1] and pairs:
         shape = len(pairs), x.shape[1]
         rows = DistTensor(torch.stack([o for _, o in pairs]), shape, ((), x.cuts[1]), x.grid)
-        for (t, _), row in zip(pairs, whole(rows, operator), strict=True):
+        for (t, _), row in zip(pairs, gather_whole(rows, operator), strict=True):
             t.copy_(row)
 
 
-def _nothing(x: Tensor, *parameters: Tensor | None) -> Tensor:
+def _without_elements(x: Tensor, *parameters: Tensor | None) -> Tensor:
     """What torch does not normalise, in the graph of all parameters."""
     block = x.clone()
     for p in parameters:
@@ -239,11 +245,11 @@ class _BatchNorm(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, variance = ctx.saved_tensors
         grid, group, count, eps, bias_dtype = ctx.context
-        dy, scale = _told_apart(grads[0]), torch.rsqrt(variance + eps)
+        dy, scale = _with_batch_stride(grads[0]), torch.rsqrt(variance + eps)
         of_weight, of_bias = _sums(dy, x, mean, variance, scale, eps)
         total = torch.stack([of_weight, of_bias])
         if group:
-            add_up(total, grid, group)
+            all_reduce_(total, grid, group)
         gain = scale if weight is None else scale * weight
         # dx = gain * (dy - mean(dy) - standardised x * mean(dy * standardised x)), in two passes.
         slope, offset = (total * (gain / -count)).unbind()

@@ -17,16 +17,16 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from distconv.comm.collectives import reduced, stacked
+from distconv.comm.collectives import all_gather, all_reduce
 from distconv.geometry.layout import rank_box
 from distconv.grid.process_grid import ProcessGrid
 from distconv.ops.support.constants import remembered
 from distconv.ops.support.operands import Placement
-from distconv.ops.support.types import accumulated
+from distconv.ops.support.types import to_accumulation_type
 
 
 @lru_cache(maxsize=4096)
-def peer_counts(
+def element_counts_of_peers(
     x: Placement, over: tuple[int, ...], group: tuple[str, ...], block: int = 1
 ) -> tuple[int, ...]:
     """For each rank along `group`, in rank order: how many elements of `x` a statistic takes there.
@@ -50,7 +50,7 @@ def moments(
     if not group:
         return local[1], local[0]
     kept = local.shape[1:]
-    variances, means = stacked(local, grid, group).flatten(2).unbind(1)
+    variances, means = all_gather(local, grid, group).flatten(2).unbind(1)
     share = _share(x.device, tuple(counts))
     reference = means[max(range(len(counts)), key=counts.__getitem__)]
     deviations = means - reference
@@ -85,7 +85,7 @@ _PIECE = 2**19
 
 def _variance_and_mean(x: Tensor, over: Sequence[int]) -> Tensor:
     """Both in float64, in two stable passes; torch.var_mean takes ten times as long on CPUs."""
-    wide = accumulated(x)
+    wide = to_accumulation_type(x)
     if x.is_cuda:
         return torch.stack(torch.var_mean(wide, tuple(over), correction=0, keepdim=True)).double()
     mean = wide.mean(tuple(over), keepdim=True)
@@ -109,7 +109,7 @@ class Standardize(Function):
         counts: tuple[int, ...],
         eps: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        wide = accumulated(x)
+        wide = to_accumulation_type(x)
         mean, variance = (m.to(wide.dtype) for m in moments(x, over, grid, group, counts))
         scale = torch.rsqrt(variance + eps)
         ctx.save_for_backward(x, mean, scale)
@@ -122,10 +122,10 @@ class Standardize(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, mean, scale = ctx.saved_tensors
         over, grid, group, count = ctx.context
-        dy = accumulated(grads[0])
-        standard = (accumulated(x) - mean) * scale
+        dy = to_accumulation_type(grads[0])
+        standard = (to_accumulation_type(x) - mean) * scale
         sums = torch.stack([dy.sum(over, keepdim=True), (dy * standard).sum(over, keepdim=True)])
         if group:
-            sums = reduced(sums, grid, group)
+            sums = all_reduce(sums, grid, group)
         dx = scale * (dy - (sums[0] + standard * sums[1]) / count)
         return dx.to(x.dtype), None, None, None, None, None

@@ -10,32 +10,33 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distconv.comm.collectives import reduced
+from distconv.comm.collectives import all_reduce
 from distconv.geometry.layout import cutting_axes
-from distconv.ops.norm.batch_norm import batch_norm, own_channels, share_channels
-from distconv.ops.norm.moments import Standardize, peer_counts
+from distconv.ops.norm.batch_norm import batch_norm, gather_running_statistics, own_channels
+from distconv.ops.norm.moments import Standardize, element_counts_of_peers
 from distconv.ops.reduce.sums import mean as mean_of
-from distconv.ops.support.metadata_checks import checked, shape_of
+from distconv.ops.support.metadata_checks import any_type, check_on_meta
 from distconv.ops.support.operands import (
     Placement,
-    block_of,
+    as_distributed,
     common_grid,
-    distributed,
+    gather_whole,
+    local_operand,
     uncut,
-    whole,
 )
-from distconv.ops.support.types import accumulated, accumulation_type, same_types
+from distconv.ops.support.types import accumulation_type, check_same_types, to_accumulation_type
 from distconv.tensor.dispatch import implements
 from distconv.tensor.dist_tensor import DistTensor
-from distconv.tensor.redistribution import recut
+from distconv.tensor.redistribution import redistribute
 
 
 def _affine(
     x: DistTensor, shard: Tensor, weight: Tensor | None, bias: Tensor | None, name: str
 ) -> DistTensor:
-    """`shard`, a block like those of x, times weight plus bias, which are broadcast to x."""
+    """`shard_weights`, a block like those of x, times weight plus bias, which are broadcast to
+    x."""
     arguments = tuple(x.shape), x.cuts, x.grid, name
-    return _scaled(x, shard, *(block_of(t, *arguments) for t in (weight, bias)))
+    return _scaled(x, shard, *(local_operand(t, *arguments) for t in (weight, bias)))
 
 
 def _scaled(x: DistTensor, shard: Tensor, weight: Tensor | None, bias: Tensor | None) -> DistTensor:
@@ -51,7 +52,7 @@ def _parameter_types(name: str, x: DistTensor, *parameters: Tensor | None) -> No
     """Raise on every rank for types that differ, but for float32 parameters of half inputs."""
     half = accumulation_type(x.dtype) != x.dtype
     if not (half and all(p is None or p.dtype == torch.float32 for p in parameters)):
-        same_types(name, x, *parameters)
+        check_same_types(name, x, *parameters)
 
 
 def _per_channel(statistic: Tensor | None, ndim: int) -> Tensor | None:
@@ -68,13 +69,15 @@ def group_norm(
 ) -> DistTensor:
     """Statistics of each sample and group of channels, over the whole plane."""
     name = "group_norm"
-    x = distributed(input, common_grid("group_norm", (input, weight, bias)))
+    x = as_distributed(input, common_grid("group_norm", (input, weight, bias)))
     _parameter_types("group_norm", x, weight, bias)
-    checked(F.group_norm, shape_of(x), num_groups, shape_of(weight), shape_of(bias), eps)
+    check_on_meta(F.group_norm, any_type(x), num_groups, any_type(weight), any_type(bias), eps)
     channels, cuts = x.shape[1] // num_groups, x.cuts
     if num_groups % x.grid.topology.parts(cuts[1]) and channels != 1:
         # Some groups lie on several ranks.
-        return recut(group_norm(uncut(x, [1], name), num_groups, weight, bias, eps), cuts, name)
+        return redistribute(
+            group_norm(uncut(x, [1], name), num_groups, weight, bias, eps), cuts, name
+        )
     weight, bias = own_channels(weight, x, name), own_channels(bias, x, name)
     groups = x.shard.shape[1] // max(channels, 1)
     spatial = tuple(range(2, x.dim()))
@@ -83,7 +86,7 @@ def group_norm(
         # torch.nn.functional would look at the size of this block once more.
         shard = torch.group_norm(x.shard, groups, weight, bias, eps)
         return DistTensor(shard, x.shape, cuts, x.grid)
-    counts = peer_counts(Placement.of(x), spatial, group, block=channels)
+    counts = element_counts_of_peers(Placement.of(x), spatial, group, block=channels)
     grouped = x.shard.unflatten(1, (groups, channels))
     over = tuple(range(2, grouped.dim()))
     shard, _, _ = Standardize.apply(grouped, over, x.grid, group, counts, eps)
@@ -103,12 +106,12 @@ def instance_norm(
     eps: float = 1e-5,
 ) -> DistTensor:
     """Statistics of each sample and channel over the whole plane; running ones on request."""
-    x = distributed(input, common_grid("instance_norm", (input, weight, bias)))
+    x = as_distributed(input, common_grid("instance_norm", (input, weight, bias)))
     _parameter_types("instance_norm", x, weight, bias)
     if not use_input_stats:
         return batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
-    sizes = [shape_of(t) for t in (running_mean, running_var, weight, bias)]
-    checked(F.instance_norm, shape_of(x), *sizes, True, momentum)
+    sizes = [any_type(t) for t in (running_mean, running_var, weight, bias)]
+    check_on_meta(F.instance_norm, any_type(x), *sizes, True, momentum)
     if (running_mean is None) != (running_var is None):
         raise ValueError(
             "instance_norm: running_mean and running_var must either both be None or neither"
@@ -121,21 +124,21 @@ def instance_norm(
         )
     spatial = tuple(range(2, x.dim()))
     group = cutting_axes(x.cuts[2:])
-    counts = peer_counts(Placement.of(x), spatial, group)
+    counts = element_counts_of_peers(Placement.of(x), spatial, group)
     shard, mean, variance = Standardize.apply(x.shard, spatial, x.grid, group, counts, eps)
     if running_mean is not None and running_var is not None and elements:
         # The running statistics take the mean over the samples.
         unbiased = variance * (elements / (elements - 1))
         sums = torch.stack([mean.flatten(1).sum(0), unbiased.flatten(1).sum(0)])
         axes = cutting_axes(x.cuts[:1])
-        total = reduced(sums, x.grid, axes) if axes else sums
+        total = all_reduce(sums, x.grid, axes) if axes else sums
         running = running_mean, running_var
         own = [own_channels(t, x, "instance_norm") for t in running]
         with torch.no_grad():
             for t, batch in zip(own, total, strict=True):
                 assert t is not None
                 t.lerp_((batch / x.shape[0]).to(t.dtype), momentum)
-        share_channels(x, running, own, "instance_norm")
+        gather_running_statistics(x, running, own, "instance_norm")
     weight, bias = _per_channel(weight, x.dim()), _per_channel(bias, x.dim())
     return _affine(x, shard, weight, bias, "instance_norm")
 
@@ -150,18 +153,18 @@ def layer_norm(
     cudnn_enable: bool = True,
 ) -> DistTensor:
     """Statistics over the last dimensions, cut or not."""
-    x = distributed(input, common_grid("layer_norm", (input, weight, bias)))
+    x = as_distributed(input, common_grid("layer_norm", (input, weight, bias)))
     _parameter_types("layer_norm", x, weight, bias)
-    weight, bias = whole(weight, "layer_norm"), whole(bias, "layer_norm")
-    checked(
-        F.layer_norm, shape_of(x), tuple(normalized_shape), shape_of(weight), shape_of(bias), eps
+    weight, bias = gather_whole(weight, "layer_norm"), gather_whole(bias, "layer_norm")
+    check_on_meta(
+        F.layer_norm, any_type(x), tuple(normalized_shape), any_type(weight), any_type(bias), eps
     )
     over = tuple(range(x.dim() - len(normalized_shape), x.dim()))
     group = cutting_axes(x.cuts[d] for d in over)
     if not group and x.shard.numel():
         shard = F.layer_norm(x.shard, tuple(normalized_shape), weight, bias, eps)
         return DistTensor(shard, x.shape, x.cuts, x.grid)
-    counts = peer_counts(Placement.of(x), over, group)
+    counts = element_counts_of_peers(Placement.of(x), over, group)
     shard, _, _ = Standardize.apply(x.shard, over, x.grid, group, counts, eps)
     return _affine(x, shard, weight, bias, "layer_norm")
 
@@ -174,13 +177,15 @@ def rms_norm(
     eps: float | None = None,
 ) -> DistTensor:
     """Division by the root of the mean square over the last dimensions, cut or not."""
-    x = distributed(input, common_grid("rms_norm", (input, weight)))
-    checked(F.rms_norm, shape_of(x), tuple(normalized_shape), shape_of(weight), eps)
+    x = as_distributed(input, common_grid("rms_norm", (input, weight)))
+    check_on_meta(F.rms_norm, any_type(x), tuple(normalized_shape), any_type(weight), eps)
     over = list(range(x.dim() - len(normalized_shape), x.dim()))
-    wide: Any = DistTensor(accumulated(x.shard), x.shape, x.cuts, x.grid)
+    wide: Any = DistTensor(to_accumulation_type(x.shard), x.shape, x.cuts, x.grid)
     eps = torch.finfo(wide.dtype).eps if eps is None else eps
     scale = torch.rsqrt(mean_of(wide * wide, over, keepdim=True) + eps)
-    return _affine(x, recut(wide * scale, x.cuts, "rms_norm").shard, weight, None, "rms_norm")
+    return _affine(
+        x, redistribute(wide * scale, x.cuts, "rms_norm").shard, weight, None, "rms_norm"
+    )
 
 
 @implements(F.local_response_norm)
@@ -188,7 +193,7 @@ def local_response_norm(
     input: DistTensor, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0
 ) -> DistTensor:
     """Division by a power of the mean square over neighbouring channels."""
-    checked(F.local_response_norm, shape_of(input), size, alpha, beta, k)
+    check_on_meta(F.local_response_norm, any_type(input), size, alpha, beta, k)
     x = uncut(input, [1], "local_response_norm")
     if x.shard.numel():
         shard = F.local_response_norm(x.shard, size, alpha, beta, k)
@@ -196,4 +201,4 @@ def local_response_norm(
         # torch has integers divided, unless there are none.
         shard = x.shard / 1 if x.numel() else x.shard.clone()
     y = DistTensor(shard, x.shape, x.cuts, x.grid)
-    return recut(y, input.cuts, "local_response_norm")
+    return redistribute(y, input.cuts, "local_response_norm")

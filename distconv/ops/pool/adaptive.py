@@ -13,14 +13,14 @@ from torch import Tensor
 
 from distconv.geometry.index_maps import AdaptiveWindow, Same
 from distconv.geometry.layout import Cuts
-from distconv.ops.pool.local_pooling import pooled_type
+from distconv.ops.pool.local_pooling import check_pooled_type
 from distconv.ops.reduce.sums import mean
-from distconv.ops.support.argument_forms import batched
-from distconv.ops.support.operands import box_of
+from distconv.ops.support.argument_forms import accepts_unbatched
+from distconv.ops.support.operands import box_on_rank
 from distconv.ops.windowed.assembled import output_shape
 from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
-from distconv.tensor.redistribution import gathered
+from distconv.tensor.redistribution import gather_inputs
 from distconv.tensor.whole_numbers import whole_number
 
 _MOST = 2**20
@@ -49,8 +49,8 @@ def _adaptive(
         axes if m >= input.grid.topology.parts(axes) else ()
         for m, axes in zip(shape, input.cuts, strict=True)
     )
-    buffer = gathered(input, (Same(), Same(), *windows), cuts, name)
-    box = box_of(shape, cuts, input.grid)
+    buffer = gather_inputs(input, (Same(), Same(), *windows), cuts, name)
+    box = box_on_rank(shape, cuts, input.grid)
     if 0 in box.shape:
         return DistTensor(buffer.reshape(box.shape), shape, cuts, input.grid)
     steps = [
@@ -92,16 +92,16 @@ def _adaptive_avg_pool(local: Callable[..., Tensor], n: int) -> None:
     name = f"adaptive_avg_pool{n}d"
 
     @implements(local)
-    @batched(name, n)
+    @accepts_unbatched(name, n)
     def rule(input: DistTensor, output_size: Any) -> DistTensor:
-        pooled_type(name, input, input.is_floating_point() or input.is_complex())
+        check_pooled_type(name, input, input.is_floating_point() or input.is_complex())
         outputs = _adaptive_sizes(output_size, tuple(input.shape[2:]), n)
         if not any(input.cuts[2:]):
             shape = (*input.shape[:2], *outputs)
             if input.shard.numel():
                 shard = local(input.shard, outputs)
             else:
-                shard = input.shard.reshape(box_of(shape, input.cuts, input.grid).shape)
+                shard = input.shard.reshape(box_on_rank(shape, input.cuts, input.grid).shape)
             return DistTensor(shard, shape, input.cuts, input.grid)
         # An average over a whole dimension is a sum over ranks, with no gathering at all.
         over = [d for d, m in enumerate(outputs, 2) if m == 1]
@@ -123,9 +123,9 @@ def _adaptive_max_pool(local: Callable[..., Any], function: Any, n: int) -> None
         return values
 
     @implements(function)
-    @batched(name, n)
+    @accepts_unbatched(name, n)
     def rule(input: DistTensor, output_size: Any, return_indices: bool = False) -> DistTensor:
-        pooled_type(name, input, input.is_floating_point())
+        check_pooled_type(name, input, input.is_floating_point())
         return _adaptive(name, input, output_size, pool, n)
 
 

@@ -12,17 +12,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distconv.geometry.halo.convolution import boundary
-from distconv.geometry.halo.slabs import Piece
+from distconv.geometry.halo.convolution import convolution_boundary
+from distconv.geometry.halo.slabs import LocalInput
 from distconv.geometry.index_maps import Window
 from distconv.geometry.layout import Box
-from distconv.ops.pool.local_pooling import overlapping_ceil_mode, pooled_type, some_channel, unread
-from distconv.ops.support.argument_forms import Sizes, batched
+from distconv.ops.pool.local_pooling import (
+    check_pooled_type,
+    overlapping_ceil_mode,
+    unread_input,
+    with_some_channel,
+)
+from distconv.ops.support.argument_forms import Sizes, accepts_unbatched
 from distconv.ops.support.constants import constant
-from distconv.ops.support.metadata_checks import checked, shape_of
-from distconv.ops.support.operands import box_of
-from distconv.ops.windowed.assembled import apply_windows, arguments_of, output_shape, windows_of
-from distconv.ops.windowed.overlapped import Gradients, overlapped
+from distconv.ops.support.metadata_checks import any_type, check_on_meta
+from distconv.ops.support.operands import box_on_rank
+from distconv.ops.windowed.assembled import (
+    apply_windows,
+    make_windows,
+    output_shape,
+    window_arguments,
+)
+from distconv.ops.windowed.overlapped import OperandGradients, overlapped_linear
 from distconv.tensor.dispatch import implements
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.whole_numbers import whole_number
@@ -36,7 +46,7 @@ def _avg_pool(local: Callable[..., Tensor], n: int) -> None:
     name = f"avg_pool{n}d"
 
     @implements(local)
-    @batched(name, n)
+    @accepts_unbatched(name, n)
     def rule(
         input: DistTensor,
         kernel_size: Sizes,
@@ -46,19 +56,19 @@ def _avg_pool(local: Callable[..., Tensor], n: int) -> None:
         count_include_pad: bool = True,
         divisor_override: int | None = None,
     ) -> DistTensor:
-        pooled_type(name, input, input.dtype in (*_AVERAGED, *(_HALF if n < 3 else ())))
-        windows = windows_of(kernel_size, stride, padding, 1, ceil_mode, n)
-        kernels, strides, paddings, _ = arguments_of(windows)
+        check_pooled_type(name, input, input.dtype in (*_AVERAGED, *(_HALF if n < 3 else ())))
+        windows = make_windows(kernel_size, stride, padding, 1, ceil_mode, n)
+        kernels, strides, paddings, _ = window_arguments(windows)
         # torch's one-dimensional form takes no divisor.
         if divisor_override is not None:
             divisor_override = whole_number(divisor_override, "divisor_override")
         override = () if n == 1 else (divisor_override,)
         arguments = (kernels, strides, paddings, ceil_mode, count_include_pad, *override)
-        checked(local, shape_of(input), *arguments)
+        check_on_meta(local, any_type(input), *arguments)
         shape = output_shape(input.shape[1], input, windows)
-        box = box_of(shape, input.cuts, input.grid)
+        box = box_on_rank(shape, input.cuts, input.grid)
         if not any(input.cuts[2:]):
-            shard = local(some_channel(input.shard), *arguments).reshape(box.shape)
+            shard = local(with_some_channel(input.shard), *arguments).reshape(box.shape)
             return DistTensor(shard, shape, input.cuts, input.grid)
         divisor = divisor_override or _divisor(input, windows, box, count_include_pad)
         # As much as the pooling can divide by itself, so that sums of small types stay in range.
@@ -66,13 +76,19 @@ def _avg_pool(local: Callable[..., Tensor], n: int) -> None:
         if not input.is_floating_point():
             first = 1
         if (ceil := overlapping_ceil_mode(input, windows)) is not None:
-            topology, rank, pool = input.grid.topology, input.grid.rank, _Pool(strides, ceil, first)
-            edge = boundary(topology, rank, tuple(input.shape), shape, input.cuts, tuple(windows))
-            shard = overlapped(input, (input.shard, None, None), pool, edge, name)
+            topology, rank, pool = (
+                input.grid.topology,
+                input.grid.rank,
+                _LocalAveragePool(strides, ceil, first),
+            )
+            edge = convolution_boundary(
+                topology, rank, tuple(input.shape), shape, input.cuts, tuple(windows)
+            )
+            shard = overlapped_linear(input, (input.shard, None, None), pool, edge, name)
         else:
 
             def compute(buffer: Tensor, left: tuple[int, ...]) -> Tensor:
-                return _average(some_channel(buffer), kernels, strides, left, ceil_mode, first)
+                return _average(with_some_channel(buffer), kernels, strides, left, ceil_mode, first)
 
             shard = apply_windows(input, windows, shape, name, compute).shard
         if not shard.is_floating_point():
@@ -143,7 +159,7 @@ def _average_backward(
     if len(kernel) == 1:
         flat = (*shape[:2], 1, *shape[2:]), (1, *kernel), (1, *stride), (0, *padding)
         return _average_backward(dy.unsqueeze(2), *flat, ceil_mode, divisor).squeeze(2)
-    inputs = unread(shape, dy)
+    inputs = unread_input(shape, dy)
     aten = torch.ops.aten
     backward: Any = aten.avg_pool2d_backward if len(kernel) == 2 else aten.avg_pool3d_backward
     dx: Tensor = backward(dy, inputs, kernel, stride, padding, ceil_mode, True, divisor)
@@ -151,7 +167,7 @@ def _average_backward(
 
 
 @dataclass(frozen=True)
-class _Pool:
+class _LocalAveragePool:
     """The sums over windows of a piece, divided by one number."""
 
     stride: tuple[int, ...]
@@ -159,23 +175,23 @@ class _Pool:
     divisor: int
     bilinear = False
 
-    def forward(self, piece: Piece, x: Tensor, weight: Any, bias: Any) -> Tensor:
+    def forward(self, piece: LocalInput, x: Tensor, weight: Any, bias: Any) -> Tensor:
         arguments = piece.kernel, self.stride, piece.padding, self.ceil_mode, self.divisor
-        y = _average(some_channel(x), *arguments)
+        y = _average(with_some_channel(x), *arguments)
         return y if x.shape[1] else y.new_empty(*x.shape[:2], *y.shape[2:])
 
     def backward(
         self,
-        piece: Piece,
+        piece: LocalInput,
         dy: Tensor,
         x: Any,
         weight: Any,
         bias: Sequence[int] | None,
         mask: Sequence[bool],
-    ) -> Gradients:
+    ) -> OperandGradients:
         arguments = piece.kernel, self.stride, piece.padding, self.ceil_mode, self.divisor
         shape = piece.shape if piece.shape[1] else (0, 1, *piece.shape[2:])
-        dx = _average_backward(some_channel(dy), shape, *arguments)
+        dx = _average_backward(with_some_channel(dy), shape, *arguments)
         return dx.reshape(piece.shape), None, None
 
 

@@ -7,16 +7,16 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from distconv.comm.packing import empty
-from distconv.geometry.halo.convolution import reaches
+from distconv.comm.packing import empty_in_format
+from distconv.geometry.halo.convolution import needs_halo
 from distconv.geometry.index_maps import Window
-from distconv.ops.support.method import forced
+from distconv.ops.support.method import chosen_method
 from distconv.ops.support.operands import Placement
 from distconv.ops.windowed.overlapped import may_overlap
 from distconv.tensor.dist_tensor import DistTensor
 
 
-def pooled_type(name: str, input: DistTensor, implemented: bool) -> None:
+def check_pooled_type(name: str, input: DistTensor, implemented: bool) -> None:
     """Raise for a type that torch does not pool, on ranks without elements too."""
     if not implemented:
         raise NotImplementedError(
@@ -24,17 +24,17 @@ def pooled_type(name: str, input: DistTensor, implemented: bool) -> None:
         )
 
 
-def some_channel(x: Tensor) -> Tensor:
+def with_some_channel(x: Tensor) -> Tensor:
     """`x` itself, or its empty batch with one channel: torch pools nothing without channels."""
     return x if x.shape[1] else x.reshape(0, 1, *x.shape[2:])
 
 
-def unread(shape: tuple[int, ...], like: Tensor) -> Tensor:
+def unread_input(shape: tuple[int, ...], like: Tensor) -> Tensor:
     """What torch's backward passes of pooling take for inputs, of which they read the shape alone.
 
     On GPUs they take the order of dimensions from it as well, and make it contiguous first.
     """
-    return empty(shape, like) if like.is_cuda else like.new_empty(()).expand(shape)
+    return empty_in_format(shape, like) if like.is_cuda else like.new_empty(()).expand(shape)
 
 
 _POOLED = 2**16
@@ -46,7 +46,7 @@ def overlapping_ceil_mode(x: DistTensor, windows: Sequence[Window]) -> bool | No
 
     The same on all ranks: that with which the local operator makes just the outputs of each block.
     """
-    return _overlapping_ceil_mode(Placement.of(x), tuple(windows), forced())
+    return _overlapping_ceil_mode(Placement.of(x), tuple(windows), chosen_method())
 
 
 @lru_cache(maxsize=4096)
@@ -57,6 +57,6 @@ def _overlapping_ceil_mode(
         return None
     parts = tuple(map(x.topology.parts, x.cuts[2:]))
     for ceil_mode in (False, True):
-        if reaches(windows, x.shape[2:], parts, pooled=True, ceil_mode=ceil_mode):
+        if needs_halo(windows, x.shape[2:], parts, pooled=True, ceil_mode=ceil_mode):
             return ceil_mode
     return None

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distconv.ops.support.argument_forms import Sizes, tuple_of
+from distconv.ops.support.argument_forms import Sizes, to_tuple
 from distconv.tensor.dispatch import implements
 from distconv.tensor.dist_tensor import DistTensor
 
@@ -29,7 +29,7 @@ def _power_average(spatial: int, function: Any, average: Any) -> None:
             raise TypeError(f"lp_pool{spatial}d: kernel_size={kernel_size!r}; expected {expected}")
         mean: Any = average(input.pow(norm_type), kernel_size, stride, 0, ceil_mode)
         total = torch.sign(mean) * F.relu(torch.abs(mean))
-        return total.mul(prod(tuple_of(kernel_size, spatial, "kernel_size"))).pow(1.0 / norm_type)
+        return total.mul(prod(to_tuple(kernel_size, spatial, "kernel_size"))).pow(1.0 / norm_type)
 
 
 _power_average(1, F.lp_pool1d, F.avg_pool1d)

@@ -11,13 +11,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distconv.geometry.index_maps import Window
-from distconv.ops.pool.local_pooling import overlapping_ceil_mode, some_channel
+from distconv.ops.pool.local_pooling import overlapping_ceil_mode, with_some_channel
 from distconv.ops.pool.overlapped_maximum import overlapped_maxima
-from distconv.ops.pool.positions import inner_border, lowest, renumbered, starts_of
-from distconv.ops.support.argument_forms import Sizes, batched
-from distconv.ops.support.metadata_checks import checked, shape_of
-from distconv.ops.support.operands import box_of, nothing
-from distconv.ops.windowed.assembled import apply_windows, arguments_of, output_shape, windows_of
+from distconv.ops.pool.positions import buffer_starts, fill_border, lowest_value, renumber_positions
+from distconv.ops.support.argument_forms import Sizes, accepts_unbatched
+from distconv.ops.support.metadata_checks import any_type, check_on_meta
+from distconv.ops.support.operands import box_on_rank, empty_block
+from distconv.ops.windowed.assembled import (
+    apply_windows,
+    make_windows,
+    output_shape,
+    window_arguments,
+)
 from distconv.tensor.dispatch import implements
 from distconv.tensor.dist_tensor import DistTensor
 
@@ -27,7 +32,7 @@ def _max_pool(local: Callable[..., Any], functions: Sequence[Any], n: int, *, pl
     name = f"max_pool{n}d"
 
     @implements(*functions)
-    @batched(name, n)
+    @accepts_unbatched(name, n)
     def rule(
         input: DistTensor,
         kernel_size: Sizes,
@@ -37,33 +42,33 @@ def _max_pool(local: Callable[..., Any], functions: Sequence[Any], n: int, *, pl
         ceil_mode: bool = False,
         return_indices: bool = places,  # torch asks for indices by another function
     ) -> Any:
-        windows = windows_of(kernel_size, stride, padding, dilation, ceil_mode, n)
-        kernels, strides, paddings, dilations = arguments_of(windows)
-        checked(local, shape_of(input), kernels, strides, paddings, dilations, ceil_mode)
+        windows = make_windows(kernel_size, stride, padding, dilation, ceil_mode, n)
+        kernels, strides, paddings, dilations = window_arguments(windows)
+        check_on_meta(local, any_type(input), kernels, strides, paddings, dilations, ceil_mode)
         shape = output_shape(input.shape[1], input, windows)
         if (ceil := _overlaps(input, windows)) is not None:
             results = overlapped_maxima(input, windows, shape, ceil, name, places=places)
             return results if places else results[0]
-        box = box_of(shape, input.cuts, input.grid)
-        starts = starts_of(input, windows, box) if prod(box.shape) else None
+        box = box_on_rank(shape, input.cuts, input.grid)
+        starts = buffer_starts(input, windows, box) if prod(box.shape) else None
         found: list[Tensor] = []
 
         def compute(buffer: Tensor, left: tuple[int, ...]) -> Tensor:
             if starts is not None:
-                buffer = inner_border(buffer, windows, starts)
-            result = local(some_channel(buffer), kernels, strides, left, dilations, ceil_mode)
+                buffer = fill_border(buffer, windows, starts)
+            result = local(with_some_channel(buffer), kernels, strides, left, dilations, ceil_mode)
             if not places:
                 values: Tensor = result
                 return values
             values, index = result
             if starts is None:
-                found.append(nothing(index, box.shape))
+                found.append(empty_block(index, box.shape))
             else:
                 plane = input.shape[2:]
-                found.append(renumbered(index, buffer.shape[2:], starts, windows, plane))
+                found.append(renumber_positions(index, buffer.shape[2:], starts, windows, plane))
             return values
 
-        values = apply_windows(input, windows, shape, name, compute, fill=lowest(input))
+        values = apply_windows(input, windows, shape, name, compute, fill=lowest_value(input))
         if not places:
             return values
         return values, DistTensor(found[0], shape, values.cuts, input.grid)

@@ -18,14 +18,14 @@ from torch import Tensor
 from torch.autograd import Function
 
 from distconv.comm.transfer import accumulate
-from distconv.geometry.halo.maxima import Strip, Strips, strips_of
+from distconv.geometry.halo.maxima import BoundaryStrip, MaximaBoundary, maxima_boundary
 from distconv.geometry.index_maps import Window
 from distconv.grid.process_grid import ProcessGrid
-from distconv.ops.pool.local_pooling import some_channel, unread
-from distconv.ops.pool.positions import inner_border, lowest, renumbered
-from distconv.ops.windowed.overlapped import halos_travel, send_back
+from distconv.ops.pool.local_pooling import unread_input, with_some_channel
+from distconv.ops.pool.positions import fill_border, lowest_value, renumber_positions
+from distconv.ops.windowed.overlapped import receiving_halos, send_halo_gradients
 from distconv.tensor.dist_tensor import DistTensor
-from distconv.tensor.redistribution import note
+from distconv.tensor.redistribution import record_gather
 
 
 def overlapped_maxima(
@@ -39,19 +39,19 @@ def overlapped_maxima(
 ) -> Any:
     """Maxima of global `shape`, and if asked for, their numbers in the global plane.
 
-    `boundary.reaches` allows it of pooling with `ceil_mode`; all ranks call it.
+    `needs_halo` allows it of pooling with `ceil_mode`; all ranks call it.
     """
     grid = x.grid
-    edge = strips_of(grid.topology, grid.rank, tuple(x.shape), shape, x.cuts, tuple(windows))
-    note(x, edge.plan, x.cuts, operator)
-    pool = _Pool(tuple(windows), ceil_mode)
+    edge = maxima_boundary(grid.topology, grid.rank, tuple(x.shape), shape, x.cuts, tuple(windows))
+    record_gather(x, edge.plan, x.cuts, operator)
+    pool = _LocalMaxPool(tuple(windows), ceil_mode)
     plane = tuple(x.shape[2:]) if places else None
-    results = _Maxima.apply(x.shard, pool, edge, plane, grid, grid.transport.ticket())
+    results = _Maxima.apply(x.shard, pool, edge, plane, grid, grid.transport.next_tag())
     return tuple(DistTensor(y, shape, x.cuts, grid) for y in results if y is not None)
 
 
 @dataclass(frozen=True)
-class _Pool:
+class _LocalMaxPool:
     """torch's max pooling of any piece; in one dimension by way of two."""
 
     windows: tuple[Window, ...]
@@ -60,7 +60,7 @@ class _Pool:
     def forward(self, x: Tensor, padding: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """Maxima and their places in `x`."""
         flat = len(padding) == 1
-        inputs = some_channel(x).unsqueeze(2) if flat else some_channel(x)
+        inputs = with_some_channel(x).unsqueeze(2) if flat else with_some_channel(x)
         volume = torch._C._nn.max_pool3d_with_indices
         function: Any = volume if len(padding) == 3 else torch._C._nn.max_pool2d_with_indices
         results = function(inputs, *self._arguments(padding))
@@ -77,13 +77,13 @@ class _Pool:
     ) -> Tensor:
         """The gradient of inputs of `shape`."""
         flat = len(padding) == 1
-        pieces = [some_channel(t) for t in (dy, index)]
+        pieces = [with_some_channel(t) for t in (dy, index)]
         if flat:
             pieces = [t.unsqueeze(2) for t in pieces]
         dy, index = pieces
         plane = (1, *shape[2:]) if flat else shape[2:]
         lead = shape[:2] if shape[1] else (0, 1)
-        inputs = unread((*lead, *plane), dy)
+        inputs = unread_input((*lead, *plane), dy)
         aten = torch.ops.aten
         volume = aten.max_pool3d_with_indices_backward
         function: Any = volume if len(padding) == 3 else aten.max_pool2d_with_indices_backward
@@ -104,27 +104,27 @@ class _Maxima(Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        pool: _Pool,
-        edge: Strips,
+        pool: _LocalMaxPool,
+        edge: MaximaBoundary,
         plane: tuple[int, ...] | None,
         grid: ProcessGrid,
         tag: int,
     ) -> tuple[Tensor, Tensor | None]:
-        with halos_travel(x, edge.plan, grid, tag) as halos:
+        with receiving_halos(x, edge.plan, grid, tag) as halos:
             y, index = pool.forward(x, edge.padding)
             places = None
             if plane is not None:
-                places = renumbered(index, x.shape[2:], edge.starts, pool.windows, plane)
+                places = renumber_positions(index, x.shape[2:], edge.starts, pool.windows, plane)
         of_strips = []
         for strip in edge.strips:
-            inputs = _inputs(strip, x, halos, pool.windows)
+            inputs = _strip_inputs(strip, x, halos, pool.windows)
             values, found = pool.forward(inputs, strip.padding)
             y[strip.outputs] = values
             searched = strip.shape[2:], strip.starts, pool.windows
             if places is not None and plane is not None:
-                places[strip.outputs] = renumbered(found, *searched, plane)
+                places[strip.outputs] = renumber_positions(found, *searched, plane)
             if min(strip.starts) < 0:
-                found = renumbered(found, *searched, strip.shape[2:], strip.starts)
+                found = renumber_positions(found, *searched, strip.shape[2:], strip.starts)
             of_strips.append(found)
         ctx.save_for_backward(index, *of_strips)
         ctx.context = pool, edge, tuple(x.shape), grid, tag
@@ -148,7 +148,7 @@ class _Maxima(Function):
             for strip, dstrip in zip(edge.strips, from_strips, strict=True):
                 for part in strip.halo:
                     part.of(leaving)[part.box] += dstrip[part.place]
-            add_arriving_to = send_back(leaving, dy, plan, grid, tag)
+            add_arriving_to = send_halo_gradients(leaving, dy, plan, grid, tag)
         if edge.strips:
             dy = dy.clone()
             for strip in edge.strips:
@@ -168,11 +168,13 @@ class _Maxima(Function):
         return dx, None, None, None, None, None
 
 
-def _inputs(strip: Strip, x: Tensor, halos: Sequence[Tensor], windows: Sequence[Window]) -> Tensor:
-    """The inputs of a strip, and `lowest` where they are padding."""
-    inputs = x.new_full(strip.shape, lowest(x))
+def _strip_inputs(
+    strip: BoundaryStrip, x: Tensor, halos: Sequence[Tensor], windows: Sequence[Window]
+) -> Tensor:
+    """The inputs of a strip, and `lowest_value` where they are padding."""
+    inputs = x.new_full(strip.shape, lowest_value(x))
     for source, place in strip.own:
         inputs[place] = x[source]
     for part in strip.halo:
         inputs[part.place] = part.of(halos)[part.box]
-    return inner_border(inputs, windows, strip.starts)
+    return fill_border(inputs, windows, strip.starts)

@@ -14,12 +14,12 @@ from distconv.ops.support.constants import constant
 from distconv.tensor.dist_tensor import DistTensor
 
 
-def lowest(x: Tensor) -> float:
+def lowest_value(x: Tensor) -> float:
     """What no element of the type of `x` is smaller than."""
     return -torch.inf if x.dtype.is_floating_point else torch.iinfo(x.dtype).min
 
 
-def starts_of(input: DistTensor, windows: Sequence[Window], box: Box) -> list[int]:
+def buffer_starts(input: DistTensor, windows: Sequence[Window], box: Box) -> list[int]:
     """Where in the plane the buffer of inputs for the block `box` of outputs starts.
 
     Along a dimension that is not cut the local operator pads by itself, outside the buffer.
@@ -32,11 +32,11 @@ def starts_of(input: DistTensor, windows: Sequence[Window], box: Box) -> list[in
     ]
 
 
-def inner_border(buffer: Tensor, windows: Sequence[Window], starts: Sequence[int]) -> Tensor:
+def fill_border(buffer: Tensor, windows: Sequence[Window], starts: Sequence[int]) -> Tensor:
     """The fresh buffer with elements of the plane in place of the padding before it.
 
     A position there repeats the first one in the plane of the windows that it begins. Maxima are
-    the same, and a window of nothing but `lowest` finds its own in the plane, as in torch.
+    the same, and a window of nothing but `lowest_value` finds its own in the plane, as in torch.
     """
     for d, (window, start) in enumerate(zip(windows, starts, strict=True), 2):
         if start < 0:
@@ -47,7 +47,7 @@ def inner_border(buffer: Tensor, windows: Sequence[Window], starts: Sequence[int
     return buffer
 
 
-def renumbered(
+def renumber_positions(
     index: Tensor,
     searched: Sequence[int],
     starts: Sequence[int],

@@ -9,18 +9,18 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from distconv.ops.support.argument_forms import Sizes, batched, tuple_of
-from distconv.ops.support.operands import box_of, distributed, nothing, uncut
+from distconv.ops.support.argument_forms import Sizes, accepts_unbatched, to_tuple
+from distconv.ops.support.operands import as_distributed, box_on_rank, empty_block, uncut
 from distconv.tensor.dispatch import implements
 from distconv.tensor.dist_tensor import DistTensor
-from distconv.tensor.redistribution import recut
+from distconv.tensor.redistribution import redistribute
 
 
 def _unpool(function: Callable[..., Tensor], n: int) -> None:
     name = f"max_unpool{n}d"
 
     @implements(function)
-    @batched(name, n)
+    @accepts_unbatched(name, n)
     def rule(
         input: DistTensor,
         indices: Tensor,
@@ -31,28 +31,28 @@ def _unpool(function: Callable[..., Tensor], n: int) -> None:
     ) -> DistTensor:
         if indices.dim() < input.dim():
             indices = indices.unsqueeze(0)
-        where = distributed(indices, input.grid)
+        where = as_distributed(indices, input.grid)
         if where.shape != input.shape:
             raise RuntimeError(
                 f"{name}: the indices have shape {tuple(where.shape)}, the input "
                 f"{tuple(input.shape)}; they must be the same"
             )
         size = None if output_size is None else tuple(output_size)
-        kernels = tuple_of(kernel_size, n, "kernel_size")
+        kernels = to_tuple(kernel_size, n, "kernel_size")
         arguments = (
             kernels,
-            kernels if stride is None else tuple_of(stride, n, "stride"),
-            tuple_of(padding, n, "padding"),
+            kernels if stride is None else to_tuple(stride, n, "stride"),
+            to_tuple(padding, n, "padding"),
         )
         output_plane: Any = F._unpool_output_size  # type: ignore[attr-defined]
         plane = output_plane(input, *map(list, arguments), size)
         spatial = range(2, input.dim())
         x = uncut(input, spatial, name)
         shape = (*x.shape[:2], *plane)
-        box = box_of(shape, x.cuts, x.grid)
-        index = recut(where, x.cuts, name).shard
+        box = box_on_rank(shape, x.cuts, x.grid)
+        index = redistribute(where, x.cuts, name).shard
         if not prod(box.shape):
-            return DistTensor(nothing(x.shard, box.shape), shape, x.cuts, x.grid)
+            return DistTensor(empty_block(x.shard, box.shape), shape, x.cuts, x.grid)
         shard = function(x.shard, index, *arguments, tuple(plane))
         return DistTensor(shard, shape, x.cuts, x.grid)
 

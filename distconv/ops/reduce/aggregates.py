@@ -11,17 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from distconv.comm.collectives import parts_of
+from distconv.comm.collectives import all_gather_with_grad
 from distconv.geometry.layout import cutting_axes
 from distconv.ops.reduce.extrema import extreme
-from distconv.ops.reduce.sums import Dims, mean, result_of
+from distconv.ops.reduce.sums import Dims, mean, reduction_result
 from distconv.ops.reduce.sums import sum as sum_of
-from distconv.ops.support.argument_forms import dimension_of, dimensions_of
+from distconv.ops.support.argument_forms import normalize_dim, normalize_dims
 from distconv.ops.support.operands import broadcast_shape, uncut
-from distconv.ops.support.types import accumulated
+from distconv.ops.support.types import to_accumulation_type
 from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
-from distconv.tensor.redistribution import recut
+from distconv.tensor.redistribution import redistribute
 
 
 def _aggregate(
@@ -32,14 +32,14 @@ def _aggregate(
     among: Callable[[Tensor], Tensor] | None = None,
 ) -> DistTensor:
     """Reduce the block over dimensions, which stay, and then the ranks' results over the first."""
-    over = dimensions_of(dim, input.dim())
+    over = normalize_dims(dim, input.dim())
     axes = cutting_axes(input.cuts[d] for d in over)
     own = local(input.shard, over)
     if not axes:
-        return result_of(input, own, over, keepdim)
-    parts = parts_of(own, input.grid, axes)
+        return reduction_result(input, own, over, keepdim)
+    parts = all_gather_with_grad(own, input.grid, axes)
     combined = among(parts) if among is not None else local(parts, (0,)).squeeze(0)
-    return result_of(input, combined, over, keepdim)
+    return reduction_result(input, combined, over, keepdim)
 
 
 def _names_nothing(dim: Any) -> bool:
@@ -64,14 +64,14 @@ def prod(
     Where an element is 0 or infinite its gradient is the product of all others, on other ranks too.
     """
     if dim is None:
-        x = recut(input, ((),) * input.dim(), "prod")
+        x = redistribute(input, ((),) * input.dim(), "prod")
         return DistTensor(torch.prod(x.shard, dtype=dtype), (), (), x.grid)
-    d = dimension_of(dim, input.dim())
+    d = normalize_dim(dim, input.dim())
     x = uncut(input, [d], "prod")
     shard = torch.prod(x.shard, d, keepdim, dtype=dtype)
     if not input.dim():
         return DistTensor(shard, (), (), x.grid)
-    return result_of(x, shard if keepdim else shard.unsqueeze(d), (d,), keepdim)
+    return reduction_result(x, shard if keepdim else shard.unsqueeze(d), (d,), keepdim)
 
 
 @implements(torch.logsumexp, torch.Tensor.logsumexp, torch.special.logsumexp)
@@ -79,7 +79,7 @@ def logsumexp(input: DistTensor, dim: Dims, keepdim: bool = False) -> DistTensor
     """The logarithm of the sum of exponentials, over dimensions."""
     if _names_nothing(dim):
         raise RuntimeError("logsumexp: dim names no dimension")
-    over = dimensions_of(dim, input.dim())
+    over = normalize_dims(dim, input.dim())
     x = input.shard
     if not (input.is_floating_point() or input.is_complex()):
         x = x.to(torch.get_default_dtype())
@@ -92,7 +92,7 @@ def logsumexp(input: DistTensor, dim: Dims, keepdim: bool = False) -> DistTensor
         largest = torch.where(largest.isfinite(), largest, 0)
     terms = DistTensor((x - largest).exp(), input.shape, input.cuts, input.grid)
     total = sum_of(terms, over, True)
-    return result_of(input, total.shard.log() + largest, over, keepdim)
+    return reduction_result(input, total.shard.log() + largest, over, keepdim)
 
 
 @implements(torch.all, torch.Tensor.all)
@@ -204,7 +204,7 @@ def _variance(
         dim, unbiased = None, dim
     if correction is None:
         correction = 1 if unbiased is None else int(unbiased)
-    over = dimensions_of(dim, input.dim())
+    over = normalize_dims(dim, input.dim())
     count = product(input.shape[d] for d in over)
     # Of all elements, and of less than none, the gradients of torch do not fit the infinite values.
     infinite = count == correction > 1 and (dim is None or not input.dim())
@@ -216,14 +216,14 @@ def _variance(
             way_out="Name the dimensions, and take no more correction than there are elements",
         )
     center = mean(input, over, keepdim=True)
-    squares = _Squares.apply(accumulated(input.shard), accumulated(center.shard))
+    squares = _Squares.apply(to_accumulation_type(input.shard), to_accumulation_type(center.shard))
     block = DistTensor(squares, input.shape, input.cuts, input.grid)
     total = sum_of(block, over, keepdim)
     shard = total.shard / max(count - correction, 0)
     if not input.is_complex():
         shard = shard.to(input.dtype)
     variance = DistTensor(shard, total.shape, total.cuts, total.grid)
-    return variance, result_of(input, center.shard, over, keepdim)
+    return variance, reduction_result(input, center.shard, over, keepdim)
 
 
 def _root(variance: Tensor) -> Tensor:
@@ -232,7 +232,7 @@ def _root(variance: Tensor) -> Tensor:
     return torch.where(zero, 0.0, torch.where(zero, 1.0, variance).sqrt())
 
 
-def _spread(name: str, root: bool, pair: bool) -> None:
+def _register_deviation(name: str, root: bool, pair: bool) -> None:
     @implements(getattr(torch, name), *([] if pair else [getattr(torch.Tensor, name)]))
     def rule(
         input: DistTensor,
@@ -247,7 +247,7 @@ def _spread(name: str, root: bool, pair: bool) -> None:
         return (spread, center) if pair else spread
 
 
-_spread("var", root=False, pair=False)
-_spread("std", root=True, pair=False)
-_spread("var_mean", root=False, pair=True)
-_spread("std_mean", root=True, pair=True)
+_register_deviation("var", root=False, pair=False)
+_register_deviation("std", root=True, pair=False)
+_register_deviation("var_mean", root=False, pair=True)
+_register_deviation("std_mean", root=True, pair=True)

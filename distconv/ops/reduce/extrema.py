@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from distconv.comm.collectives import parts_of, reduced, sum_over
+from distconv.comm.collectives import all_gather_with_grad, all_reduce, all_reduce_with_grad
 from distconv.geometry.layout import cutting_axes
 from distconv.grid.process_grid import ProcessGrid
-from distconv.ops.reduce.sums import Dims, result_of
+from distconv.ops.reduce.sums import Dims, reduction_result
 from distconv.ops.shape.reshape import unsqueeze
-from distconv.ops.support.argument_forms import dimension_of, dimensions_of
+from distconv.ops.support.argument_forms import normalize_dim, normalize_dims
 from distconv.tensor.dispatch import RULES
 from distconv.tensor.dist_tensor import DistTensor
 
@@ -56,7 +56,7 @@ class _Extremum(Function):
         else:
             shape = [1 if d in over else n for d, n in enumerate(x.shape)]
             local = x.new_full(shape, _worst(x, largest))
-        value = function(parts_of(local, grid, axes), 0)
+        value = function(all_gather_with_grad(local, grid, axes), 0)
         ctx.save_for_backward(x, value)
         ctx.movement = over, grid, axes, nan_attains
         return value
@@ -71,7 +71,7 @@ class _Extremum(Function):
             attained |= x.isnan() & value.isnan()
         sums = torch.stack([grads[0], attained.sum(over, keepdim=True).to(x.dtype)])
         if axes:
-            sums = reduced(sums, grid, axes)
+            sums = all_reduce(sums, grid, axes)
         return attained * (sums[0] / sums[1]), None, None, None, None, None
 
 
@@ -88,11 +88,11 @@ def extreme(
 
     The gradient of a nan goes to the elements that are nan, or, unless `nan_attains`, is nan.
     """
-    over = dimensions_of(dim, input.dim())
+    over = normalize_dims(dim, input.dim())
     _require_elements(name, input, over)
     axes = cutting_axes(input.cuts[d] for d in over)
     value = _Extremum.apply(input.shard, largest, over, input.grid, axes, nan_attains)
-    return result_of(input, value, over, keepdim)
+    return reduction_result(input, value, over, keepdim)
 
 
 def _indices_along(input: DistTensor, d: int, largest: bool) -> Tensor:
@@ -109,14 +109,17 @@ def _indices_along(input: DistTensor, d: int, largest: bool) -> Tensor:
     axes = input.cuts[d]
     if not axes:
         return index
-    values, indices = parts_of(value, input.grid, axes), parts_of(index, input.grid, axes)
+    values, indices = (
+        all_gather_with_grad(value, input.grid, axes),
+        all_gather_with_grad(index, input.grid, axes),
+    )
     best = function(values, 0, keepdim=True).values
     attained = (values == best) | (values.isnan() & best.isnan())
     return torch.where(attained, indices, input.shape[d]).amin(0)
 
 
 def _along(name: str, input: DistTensor, dim: int, keepdim: bool, largest: bool) -> Values:
-    d = dimension_of(dim, input.dim())
+    d = normalize_dim(dim, input.dim())
     if not input.dim():
         return _along(name, unsqueeze(input, 0), d, False, largest)
     _require_elements(name, input, (d,))
@@ -130,19 +133,21 @@ def _along(name: str, input: DistTensor, dim: int, keepdim: bool, largest: bool)
         value = torch.where(mine, value, value.new_zeros(()))
     else:
         value = x.sum(d, keepdim=True).to(x.dtype)
-    value = sum_over(value, input.grid, input.cuts[d])
-    return Values(result_of(input, value, (d,), keepdim), result_of(input, index, (d,), keepdim))
+    value = all_reduce_with_grad(value, input.grid, input.cuts[d])
+    return Values(
+        reduction_result(input, value, (d,), keepdim), reduction_result(input, index, (d,), keepdim)
+    )
 
 
 def _arg(name: str, input: DistTensor, dim: int | None, keepdim: bool, largest: bool) -> DistTensor:
     if input.dtype == torch.bool:
         raise RuntimeError(f"{name}: not implemented for {input.dtype}; convert it, x.int()")
     if dim is not None:
-        d = dimension_of(dim, input.dim())
+        d = normalize_dim(dim, input.dim())
         if not input.dim():
             return _arg(name, unsqueeze(input, 0), d, False, largest)
         _require_elements(name, input, (d,))
-        return result_of(input, _indices_along(input, d, largest), (d,), keepdim)
+        return reduction_result(input, _indices_along(input, d, largest), (d,), keepdim)
     over = tuple(range(input.dim()))
     _require_elements(name, input, over)
     axes = cutting_axes(input.cuts)
@@ -155,8 +160,8 @@ def _arg(name: str, input: DistTensor, dim: int | None, keepdim: bool, largest: 
         position = position.unsqueeze(-1) * input.shape[d] + along
     position = torch.where(attained, position, input.numel())
     first = position.amin() if x.numel() else position.new_full((), input.numel())
-    first = parts_of(first, input.grid, axes).amin(0)
-    return result_of(input, first.reshape((1,) * input.dim()), over, keepdim)
+    first = all_gather_with_grad(first, input.grid, axes).amin(0)
+    return reduction_result(input, first.reshape((1,) * input.dim()), over, keepdim)
 
 
 def _register(largest: bool, short: str, arg: str, full: str) -> None:

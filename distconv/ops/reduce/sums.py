@@ -8,9 +8,9 @@ from math import prod
 import torch
 from torch import Tensor
 
-from distconv.comm.collectives import sum_over
+from distconv.comm.collectives import all_reduce_with_grad
 from distconv.geometry.layout import cutting_axes
-from distconv.ops.support.argument_forms import dimensions_of
+from distconv.ops.support.argument_forms import normalize_dims
 from distconv.ops.support.types import accumulation_type
 from distconv.tensor.dispatch import implements
 from distconv.tensor.dist_tensor import DistTensor
@@ -18,8 +18,11 @@ from distconv.tensor.dist_tensor import DistTensor
 Dims = int | Sequence[int] | None
 
 
-def result_of(input: DistTensor, shard: Tensor, over: tuple[int, ...], keepdim: bool) -> DistTensor:
-    """The result of a reduction of `input` over dimensions, which `shard` has with one element."""
+def reduction_result(
+    input: DistTensor, shard: Tensor, over: tuple[int, ...], keepdim: bool
+) -> DistTensor:
+    """The result of a reduction of `input` over dimensions, which `shard_weights` has with one
+    element."""
     kept = [d for d in range(input.dim()) if keepdim or d not in over]
     return DistTensor(
         shard if keepdim or not over else shard.squeeze(over),
@@ -34,10 +37,10 @@ def sum(
     input: DistTensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> DistTensor:
     """Sum over dimensions; the result is whole along them and replicated where they were cut."""
-    over = dimensions_of(dim, input.dim())
+    over = normalize_dims(dim, input.dim())
     local = input.shard.sum(over, True, dtype=dtype) if over else input.shard.sum(dtype=dtype)
     axes = cutting_axes(input.cuts[d] for d in over)
-    return result_of(input, sum_over(local, input.grid, axes), over, keepdim)
+    return reduction_result(input, all_reduce_with_grad(local, input.grid, axes), over, keepdim)
 
 
 @implements(torch.mean, torch.Tensor.mean)
@@ -50,7 +53,7 @@ def mean(
         raise RuntimeError(
             f"mean(): the result type of {kind} is not floating; convert the input, or pass dtype="
         )
-    count = prod(input.shape[d] for d in dimensions_of(dim, input.dim()))
+    count = prod(input.shape[d] for d in normalize_dims(dim, input.dim()))
     # The sum of many half numbers may exceed their range where the mean does not.
     total = sum(input, dim, keepdim, dtype=accumulation_type(kind))
     shard = total.shard / count if count else total.shard * torch.nan

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from distconv.geometry.index_maps import IndexMap, Same, Span, Strided
-from distconv.ops.shape.lookup import from_end, index_select
+from distconv.ops.shape.lookup import index_select, wrap_negative
 from distconv.ops.shape.reshape import unflatten, unsqueeze
-from distconv.ops.support.argument_forms import dimension_of
-from distconv.ops.support.operands import common_grid, distributed
-from distconv.tensor.aliasing import view_of
+from distconv.ops.support.argument_forms import normalize_dim
+from distconv.ops.support.operands import as_distributed, common_grid
+from distconv.tensor.aliasing import make_view
 from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
-from distconv.tensor.redistribution import gathered
+from distconv.tensor.redistribution import gather_inputs
 
 
 @implements(torch.Tensor.__getitem__)
@@ -30,7 +30,7 @@ def getitem(input: DistTensor, index: Any) -> DistTensor:
     tensors = [i for i, item in enumerate(items) if _is_lookup(item)]
     if len(tensors) == 1:
         return _looked_up(input, items, tensors[0])
-    picks = per_dimension(input, items)
+    picks = index_per_dimension(input, items)
     needs: list[IndexMap] = []
     cuts: list[tuple[str, ...]] = []
     local: list[Any] = []
@@ -45,7 +45,7 @@ def getitem(input: DistTensor, index: Any) -> DistTensor:
             continue
         size, axes = input.shape[d], input.cuts[d]
         d += 1
-        first, step, outputs = run_of(pick, size, d - 1)
+        first, step, outputs = strided_run(pick, size, d - 1)
         single = isinstance(pick, int)
         if not axes:
             needs.append(Same())
@@ -60,12 +60,12 @@ def getitem(input: DistTensor, index: Any) -> DistTensor:
         if not single:
             shape.append(outputs)
             kept.append(axes)
-    buffer = gathered(input, needs, tuple(cuts), "indexing")
+    buffer = gather_inputs(input, needs, tuple(cuts), "indexing")
     moved = any(isinstance(need, Strided) for need in needs)
-    return view_of(input, buffer[tuple(local)], shape, tuple(kept), copied=moved)
+    return make_view(input, buffer[tuple(local)], shape, tuple(kept), copied=moved)
 
 
-def per_dimension(input: DistTensor, index: tuple[Any, ...]) -> list[Any]:
+def index_per_dimension(input: DistTensor, index: tuple[Any, ...]) -> list[Any]:
     """One integer or slice for each dimension in order, with None for each new one."""
     for item in index:
         if not (item is None or item is Ellipsis or isinstance(item, slice) or _is_integer(item)):
@@ -101,11 +101,11 @@ def _is_lookup(item: Any) -> bool:
 def _looked_up(input: DistTensor, items: tuple[Any, ...], at: int) -> DistTensor:
     """Indexing by a tensor of positions at place `at`, by integers, slices and so on elsewhere."""
     index, marker = items[at], slice(None)
-    picks = per_dimension(input, (*items[:at], marker, *items[at + 1 :]))
+    picks = index_per_dimension(input, (*items[:at], marker, *items[at + 1 :]))
     place = next(i for i, pick in enumerate(picks) if pick is marker)
     d = sum(not isinstance(pick, int) for pick in picks[:place])
     x = getitem(input, tuple(picks))
-    picked = index_select(x, d, from_end(index.flatten(), x.shape[d]))
+    picked = index_select(x, d, wrap_negative(index.flatten(), x.shape[d]))
     return picked if index.dim() == 1 else unflatten(picked, d, tuple(index.shape))
 
 
@@ -119,7 +119,7 @@ def _is_integer(item: Any) -> bool:
     return hasattr(item, "__index__") and not isinstance(item, bool)
 
 
-def run_of(pick: Any, size: int, dimension: int) -> tuple[int, int, int]:
+def strided_run(pick: Any, size: int, dimension: int) -> tuple[int, int, int]:
     """First position, step and number of positions of an integer or slice."""
     if isinstance(pick, int):
         if not -size <= pick < size:
@@ -139,7 +139,7 @@ def _slice(first: int, step: int, outputs: int) -> slice:
 
 
 def _slice_of(input: DistTensor, dim: int, start: int, stop: int) -> DistTensor:
-    d = dimension_of(dim, input.dim())
+    d = normalize_dim(dim, input.dim())
     return getitem(input, (*(slice(None),) * d, slice(start, stop)))
 
 
@@ -153,7 +153,7 @@ def narrow(input: DistTensor, dim: int, start: int | Tensor, length: int) -> Dis
                 "an integer, or a 0-d tensor of one"
             )
         start = int(start)
-    d = dimension_of(dim, input.dim())
+    d = normalize_dim(dim, input.dim())
     start = start + input.shape[d] if start < 0 else start
     if not 0 <= start <= start + length <= input.shape[d]:
         raise RuntimeError(
@@ -166,7 +166,7 @@ def narrow(input: DistTensor, dim: int, start: int | Tensor, length: int) -> Dis
 @implements(torch.select, torch.Tensor.select)
 def select(input: DistTensor, dim: int, index: int) -> DistTensor:
     """One position along one dimension, which disappears."""
-    d = dimension_of(dim, input.dim())
+    d = normalize_dim(dim, input.dim())
     return getitem(input, (*(slice(None),) * d, index))
 
 
@@ -175,7 +175,7 @@ def split(
     tensor: DistTensor, split_size_or_sections: int | Sequence[int], dim: int = 0
 ) -> tuple[DistTensor, ...]:
     """Consecutive pieces of given sizes along one dimension."""
-    d = dimension_of(dim, tensor.dim())
+    d = normalize_dim(dim, tensor.dim())
     size = tensor.shape[d]
     if isinstance(split_size_or_sections, int):
         step = split_size_or_sections
@@ -200,7 +200,7 @@ def chunk(input: DistTensor, chunks: int, dim: int = 0) -> tuple[DistTensor, ...
     """At most `chunks` pieces of equal size, the last one perhaps smaller."""
     if chunks < 1:
         raise RuntimeError(f"chunk: chunks={chunks} has to be positive")
-    d = dimension_of(dim, input.dim())
+    d = normalize_dim(dim, input.dim())
     if input.shape[d] == 0:
         return split(input, [0] * chunks, d)
     return split(input, -(-input.shape[d] // chunks), d)
@@ -209,7 +209,7 @@ def chunk(input: DistTensor, chunks: int, dim: int = 0) -> tuple[DistTensor, ...
 @implements(torch.unbind, torch.Tensor.unbind, torch.Tensor.__iter__)
 def unbind(input: DistTensor, dim: int = 0) -> tuple[DistTensor, ...]:
     """Every position along one dimension, which disappears."""
-    d = dimension_of(dim, input.dim())
+    d = normalize_dim(dim, input.dim())
     return tuple(select(input, d, i) for i in range(input.shape[d]))
 
 
@@ -218,14 +218,14 @@ def cat(tensors: Sequence[Tensor], dim: int = 0) -> DistTensor:
     """Concatenation along one dimension, in the layout of the largest tensor."""
     grid = common_grid("cat", tensors)
     # torch skips tensors of shape (0,), whatever the other shapes, but not in the backward pass.
-    pieces = [distributed(t, grid) for t in tensors]
+    pieces = [as_distributed(t, grid) for t in tensors]
     skipped = [x for x in pieces if tuple(x.shape) == (0,)]
     pieces = [x for x in pieces if tuple(x.shape) != (0,)]
     if not pieces:
         pieces, skipped = skipped, []
     given = [x for x in pieces if any(x is t for t in tensors)] or pieces
     largest = max(given, key=DistTensor.numel)
-    d = dimension_of(dim, largest.dim())
+    d = normalize_dim(dim, largest.dim())
     rest = {tuple(n for i, n in enumerate(x.shape) if i != d) for x in pieces}
     if len(rest) > 1:
         shapes = ", ".join(str(tuple(x.shape)) for x in pieces)
@@ -239,7 +239,7 @@ def cat(tensors: Sequence[Tensor], dim: int = 0) -> DistTensor:
         needs: list[IndexMap] = [Same()] * x.dim()
         if cuts[d]:
             needs[d] = Span(offset, total)
-        buffers.append(gathered(x, needs, cuts, "cat"))
+        buffers.append(gather_inputs(x, needs, cuts, "cat"))
         offset += x.shape[d]
     shape = (*largest.shape[:d], total, *largest.shape[d + 1 :])
     return DistTensor(torch.cat(buffers, d), shape, cuts, grid)
@@ -252,4 +252,4 @@ def stack(tensors: Sequence[Tensor], dim: int = 0) -> DistTensor:
     if len({tuple(t.shape) for t in tensors}) > 1:
         shapes = ", ".join(str(tuple(t.shape)) for t in tensors)
         raise RuntimeError(f"stack expects each tensor to be equal size, but got {shapes}")
-    return cat([unsqueeze(distributed(t, grid), dim) for t in tensors], dim)
+    return cat([unsqueeze(as_distributed(t, grid), dim) for t in tensors], dim)

@@ -10,14 +10,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distconv.ops.support.argument_forms import dimension_of
-from distconv.ops.support.metadata_checks import checked
-from distconv.ops.support.operands import block_of, common_grid, distributed, uncut, whole
+from distconv.ops.support.argument_forms import normalize_dim
+from distconv.ops.support.metadata_checks import check_on_meta
+from distconv.ops.support.operands import (
+    as_distributed,
+    common_grid,
+    gather_whole,
+    local_operand,
+    uncut,
+)
 from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
 
 
-def from_end(index: Tensor, size: int) -> Tensor:
+def wrap_negative(index: Tensor, size: int) -> Tensor:
     """Positions counted from the end, -1 and so on, counted from the beginning."""
     counted: Tensor = index + size * (index < 0)
     return counted
@@ -27,15 +33,15 @@ def from_end(index: Tensor, size: int) -> Tensor:
 def index_select(input: Tensor, dim: int, index: Tensor) -> DistTensor:
     """The positions `index`, a vector, along one dimension."""
     grid = common_grid("index_select", (input, index))
-    x = distributed(input, grid)
+    x = as_distributed(input, grid)
     if index.dtype not in (torch.int32, torch.int64):
         raise RuntimeError(f"index_select: an index of {index.dtype}; expected int32 or int64")
-    shape = checked(torch.index_select, input, dim, index)
+    shape = check_on_meta(torch.index_select, input, dim, index)
     if not x.dim():
         refuse("index_select", "the tensor has no dimensions", x, way_out="Use x.reshape(1)")
-    d = dimension_of(dim, x.dim())
+    d = normalize_dim(dim, x.dim())
     vector = index if index.dim() else index.reshape(1)
-    own = block_of(vector, shape[d : d + 1], x.cuts[d : d + 1], grid, "index_select")
+    own = local_operand(vector, shape[d : d + 1], x.cuts[d : d + 1], grid, "index_select")
     shard = uncut(x, [d], "index_select").shard.index_select(d, own)
     return DistTensor(shard, shape, x.cuts, grid)
 
@@ -44,16 +50,16 @@ def index_select(input: Tensor, dim: int, index: Tensor) -> DistTensor:
 def gather(input: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> DistTensor:
     """For each position of `index` the element that it names along one dimension."""
     grid = common_grid("gather", (input, index))
-    x = distributed(input, grid)
-    shape = checked(torch.gather, input, dim, index)
+    x = as_distributed(input, grid)
+    shape = check_on_meta(torch.gather, input, dim, index)
     if sparse_grad or not x.dim() or x.dim() != index.dim():
         what = "sparse_grad" if sparse_grad else f"{x.dim()} dimensions for {index.dim()} of index"
         refuse("gather", f"{what} is not supported", x, index, way_out="Use x.full_tensor()")
-    d = dimension_of(dim, x.dim())
+    d = normalize_dim(dim, x.dim())
     # Where the index is shorter than the input their blocks do not line up.
     shorter = [i for i, n in enumerate(shape) if i != d and n != x.shape[i]]
     cuts = tuple(() if i in shorter else axes for i, axes in enumerate(x.cuts))
-    own = block_of(index, shape, cuts, grid, "gather")
+    own = local_operand(index, shape, cuts, grid, "gather")
     shard = uncut(x, [d, *shorter], "gather").shard.gather(d, own)
     return DistTensor(shard, shape, cuts, grid)
 
@@ -72,11 +78,11 @@ def take_along_dim(input: Tensor, indices: Tensor, dim: int | None = None) -> Di
         )
     if not input.dim():
         refuse("take_along_dim", "there are no dimensions", input, way_out="Use x.reshape(1)")
-    d = dimension_of(dim, input.dim())
+    d = normalize_dim(dim, input.dim())
     shapes = [torch.Size((*t.shape[:d], 1, *t.shape[d + 1 :])) for t in (input, indices)]
     rest = torch.broadcast_shapes(*shapes)
     x, index = (t.expand(*rest[:d], t.shape[d], *rest[d + 1 :]) for t in (input, indices))
-    return gather(x, d, from_end(index, x.shape[d]))
+    return gather(x, d, wrap_negative(index, x.shape[d]))
 
 
 @implements(F.embedding)
@@ -101,7 +107,7 @@ def embedding(
         )
     if input.dtype not in (torch.int32, torch.int64):
         raise RuntimeError(f"embedding: positions of {input.dtype}; expected int32 or int64")
-    shape = checked(F.embedding, input, weight, padding_idx)
-    x = distributed(input, grid)
-    shard = F.embedding(x.shard, whole(weight, "embedding"), padding_idx)
+    shape = check_on_meta(F.embedding, input, weight, padding_idx)
+    x = as_distributed(input, grid)
+    shard = F.embedding(x.shard, gather_whole(weight, "embedding"), padding_idx)
     return DistTensor(shard, shape, (*x.cuts, ()), grid)

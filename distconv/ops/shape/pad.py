@@ -10,11 +10,11 @@ from torch import Tensor
 
 from distconv.geometry.index_maps import IndexMap, Pad, Same
 from distconv.ops.support.constants import constant
-from distconv.ops.support.metadata_checks import checked, shape_of
-from distconv.ops.support.operands import box_of, nothing
+from distconv.ops.support.metadata_checks import any_type, check_on_meta
+from distconv.ops.support.operands import box_on_rank, empty_block
 from distconv.tensor.dispatch import implements
 from distconv.tensor.dist_tensor import DistTensor
-from distconv.tensor.redistribution import gathered
+from distconv.tensor.redistribution import gather_inputs
 
 
 @implements(F.pad, torch._C._nn.pad)
@@ -22,7 +22,7 @@ def pad(
     input: DistTensor, pad: Sequence[int], mode: str = "constant", value: float | None = None
 ) -> DistTensor:
     """Pad by pairs of (before, after), last dimension first; negative amounts crop."""
-    shape = checked(F.pad, shape_of(input), tuple(pad), mode, value)
+    shape = check_on_meta(F.pad, any_type(input), tuple(pad), mode, value)
     if input.dtype == torch.bool and mode in ("reflect", "replicate"):
         raise NotImplementedError(
             f"pad: mode={mode!r} is not implemented for {input.dtype}; convert it, x.int()"
@@ -34,8 +34,8 @@ def pad(
         Pad(*amount, mode) if axes and any(amount) else Same()
         for amount, axes in zip(amounts, input.cuts, strict=True)
     ]
-    buffer = gathered(input, needs, input.cuts, "pad", value or 0.0)
-    box = box_of(shape, input.cuts, input.grid)
+    buffer = gather_inputs(input, needs, input.cuts, "pad", value or 0.0)
+    box = box_on_rank(shape, input.cuts, input.grid)
     for d, need in enumerate(needs):
         if isinstance(need, Pad) and box.start[d] < box.stop[d]:
             order = need.order(input.shape[d], box.start[d], box.stop[d])
@@ -61,7 +61,7 @@ def _pad_whole_dimensions(
     if not any(map(any, rest)):
         return buffer
     if 0 in shape:
-        return nothing(buffer, shape)
+        return empty_block(buffer, shape)
     # torch pads as many dimensions at a time as the caller has named, also by nothing.
     flat = [n for amount in reversed(rest[len(rest) - named :]) for n in amount]
     return F.pad(buffer, flat, mode, value)

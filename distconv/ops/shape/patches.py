@@ -9,16 +9,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distconv.ops.shape.reshape import flatten
-from distconv.ops.support.argument_forms import Sizes, batched
-from distconv.ops.support.metadata_checks import checked, shape_of
-from distconv.ops.support.operands import box_of, nothing, uncut
-from distconv.ops.windowed.assembled import apply_windows, arguments_of, output_shape, windows_of
+from distconv.ops.support.argument_forms import Sizes, accepts_unbatched
+from distconv.ops.support.metadata_checks import any_type, check_on_meta
+from distconv.ops.support.operands import box_on_rank, empty_block, uncut
+from distconv.ops.windowed.assembled import (
+    apply_windows,
+    make_windows,
+    output_shape,
+    window_arguments,
+)
 from distconv.tensor.dispatch import implements
 from distconv.tensor.dist_tensor import DistTensor
 
 
 @implements(F.unfold)
-@batched("unfold", 2)
+@accepts_unbatched("unfold", 2)
 def unfold(
     input: DistTensor,
     kernel_size: Sizes,
@@ -27,9 +32,9 @@ def unfold(
     stride: Sizes = 1,
 ) -> DistTensor:
     """Every window of (N, C, H, W) as a column: (N, C * prod(kernel), windows)."""
-    checked(F.unfold, shape_of(input), kernel_size, dilation, padding, stride)
-    windows = windows_of(kernel_size, stride, padding, dilation, False, 2)
-    kernels, strides, _, dilations = arguments_of(windows)
+    check_on_meta(F.unfold, any_type(input), kernel_size, dilation, padding, stride)
+    windows = make_windows(kernel_size, stride, padding, dilation, False, 2)
+    kernels, strides, _, dilations = window_arguments(windows)
 
     def compute(buffer: Tensor, left: tuple[int, ...]) -> Tensor:
         columns = F.unfold(buffer, kernels, dilations, left, strides)
@@ -56,12 +61,12 @@ def fold(
     if not (input.is_floating_point() or input.is_complex()):
         raise RuntimeError(f"fold: not implemented for {input.dtype}; convert it, x.float()")
     arguments: Any = (output_size, kernel_size, dilation, padding, stride)
-    shape = checked(F.fold, shape_of(input), *arguments)
+    shape = check_on_meta(F.fold, any_type(input), *arguments)
     x = uncut(input, [input.dim() - 2, input.dim() - 1], "fold")
     cuts = (*x.cuts[:-2], (), (), ())
-    box = box_of(shape, cuts, x.grid)
+    box = box_on_rank(shape, cuts, x.grid)
     if 0 in box.shape:
-        shard = nothing(x.shard, box.shape)
+        shard = empty_block(x.shard, box.shape)
     else:
         shard = F.fold(x.shard, *arguments)
     return DistTensor(shard, shape, cuts, x.grid)

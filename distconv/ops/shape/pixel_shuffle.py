@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from distconv.geometry.index_maps import Grouped, IndexMap, Same, Window
-from distconv.ops.support.metadata_checks import checked, shape_of
-from distconv.ops.support.operands import box_of, nothing
+from distconv.ops.support.metadata_checks import any_type, check_on_meta
+from distconv.ops.support.operands import box_on_rank, empty_block
 from distconv.tensor.dispatch import implements
 from distconv.tensor.dist_tensor import DistTensor
-from distconv.tensor.redistribution import gathered
+from distconv.tensor.redistribution import gather_inputs
 
 
 def _planes(function: Callable[..., Tensor], buffer: Tensor, r: int) -> Tensor:
@@ -28,14 +28,14 @@ def _planes(function: Callable[..., Tensor], buffer: Tensor, r: int) -> Tensor:
 def pixel_shuffle(input: DistTensor, upscale_factor: int) -> DistTensor:
     """Channels into space: (N, C r^2, H, W) to (N, C, H r, W r)."""
     r = upscale_factor
-    shape = checked(torch.pixel_shuffle, shape_of(input), r)
+    shape = check_on_meta(torch.pixel_shuffle, any_type(input), r)
     x, lead = input, input.dim() - 2
     needs: list[IndexMap] = [Same()] * (lead - 1) + [Grouped(1, r * r)]
     needs += [Grouped(r) if axes else Same() for axes in x.cuts[lead:]]
-    buffer = gathered(x, needs, x.cuts, "pixel_shuffle")
-    box = box_of(shape, x.cuts, x.grid)
+    buffer = gather_inputs(x, needs, x.cuts, "pixel_shuffle")
+    box = box_on_rank(shape, x.cuts, x.grid)
     if 0 in box.shape:
-        shard = nothing(buffer, box.shape)
+        shard = empty_block(buffer, box.shape)
     else:
         shard = _planes(torch.pixel_shuffle, buffer, r)
         for d in (lead, lead + 1):
@@ -48,14 +48,14 @@ def pixel_shuffle(input: DistTensor, upscale_factor: int) -> DistTensor:
 def pixel_unshuffle(input: DistTensor, downscale_factor: int) -> DistTensor:
     """Space into channels: (N, C, H r, W r) to (N, C r^2, H, W)."""
     r = downscale_factor
-    shape = checked(torch.pixel_unshuffle, shape_of(input), r)
+    shape = check_on_meta(torch.pixel_unshuffle, any_type(input), r)
     x, lead = input, input.dim() - 2
     needs: list[IndexMap] = [Same()] * (lead - 1) + [Grouped(r * r)]
     needs += [Window(r, r) if axes else Same() for axes in x.cuts[lead:]]
-    buffer = gathered(x, needs, x.cuts, "pixel_unshuffle")
-    box = box_of(shape, x.cuts, x.grid)
+    buffer = gather_inputs(x, needs, x.cuts, "pixel_unshuffle")
+    box = box_on_rank(shape, x.cuts, x.grid)
     if 0 in box.shape:
-        return DistTensor(nothing(buffer, box.shape), shape, x.cuts, x.grid)
+        return DistTensor(empty_block(buffer, box.shape), shape, x.cuts, x.grid)
     shard = _planes(torch.pixel_unshuffle, buffer, r)
     first = box.start[lead - 1] % (r * r)
     shard = shard.narrow(lead - 1, first, box.shape[lead - 1])

@@ -10,27 +10,32 @@ import torch
 from torch import Tensor
 
 from distconv.geometry.index_maps import IndexMap, Reversed, Rolled, Same
-from distconv.ops.shape.indexing import cat, per_dimension, run_of
+from distconv.ops.shape.indexing import cat, index_per_dimension, strided_run
 from distconv.ops.shape.reshape import permute, unsqueeze
-from distconv.ops.support.argument_forms import dimension_of, dimensions_of, listed, sizes_of
-from distconv.ops.support.metadata_checks import checked, shape_of
-from distconv.ops.support.operands import whole
+from distconv.ops.support.argument_forms import (
+    as_sizes,
+    normalize_dim,
+    normalize_dims,
+    takes_sequence,
+)
+from distconv.ops.support.metadata_checks import any_type, check_on_meta
+from distconv.ops.support.operands import gather_whole
 from distconv.tensor.aliasing import check_writable
 from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.nested import tensors_in
-from distconv.tensor.redistribution import gathered
+from distconv.tensor.redistribution import gather_inputs
 from distconv.tensor.whole_numbers import whole_numbers
 
 
 @implements(torch.flip, torch.Tensor.flip)
-@listed("dims")
+@takes_sequence("dims")
 def flip(input: DistTensor, *dims: Any) -> DistTensor:
     """The order along dimensions reversed."""
-    named = sizes_of(dims)
-    chosen = dimensions_of(named, input.dim()) if named else ()
+    named = as_sizes(dims)
+    chosen = normalize_dims(named, input.dim()) if named else ()
     needs = [Reversed() if d in chosen and axes else Same() for d, axes in enumerate(input.cuts)]
-    buffer = gathered(input, needs, input.cuts, "flip")
+    buffer = gather_inputs(input, needs, input.cuts, "flip")
     return DistTensor(buffer.flip(chosen), input.shape, input.cuts, input.grid)
 
 
@@ -64,31 +69,31 @@ def roll(
         raise RuntimeError(f"roll: {len(amounts)} shifts for {len(chosen)} dimensions")
     total = [0] * input.dim()
     for shift, d in zip(amounts, chosen, strict=True):
-        total[dimension_of(d, input.dim())] += shift
+        total[normalize_dim(d, input.dim())] += shift
     needs: list[IndexMap] = [
         Rolled(shift) if shift and axes and n else Same()
         for shift, axes, n in zip(total, input.cuts, input.shape, strict=True)
     ]
-    buffer = gathered(input, needs, input.cuts, "roll")
+    buffer = gather_inputs(input, needs, input.cuts, "roll")
     rest = [d for d, need in enumerate(needs) if isinstance(need, Same)]
     buffer = buffer.roll([total[d] for d in rest], rest) if rest else buffer.clone()
     return DistTensor(buffer, input.shape, input.cuts, input.grid)
 
 
 @implements(torch.tile, torch.Tensor.tile)
-@listed("dims")
+@takes_sequence("dims")
 def tile(input: DistTensor, *dims: Any) -> DistTensor:
     """The tensor side by side with itself, so many times along each of the last dimensions."""
-    times = sizes_of(dims)
+    times = as_sizes(dims)
     return repeat(input, (1,) * (input.dim() - len(times)) + times)
 
 
 @implements(torch.Tensor.repeat)
-@listed("repeats")
+@takes_sequence("repeats")
 def repeat(input: DistTensor, *repeats: Any) -> DistTensor:
     """The tensor side by side with itself, so many times along each dimension."""
-    times = sizes_of(repeats)
-    checked(torch.Tensor.repeat, shape_of(input), times)
+    times = as_sizes(repeats)
+    check_on_meta(torch.Tensor.repeat, any_type(input), times)
     x = input
     while x.dim() < len(times):
         x = unsqueeze(x, 0)
@@ -142,19 +147,19 @@ def setitem(input: DistTensor, index: Any, value: Any) -> None:
         _assign_where(input, index, value)
         return
     check_writable(input, "assignment to a slice")
-    value = whole(value, "assignment to a slice")
+    value = gather_whole(value, "assignment to a slice")
     box = input.box
     into: list[Any] = []
     taken: list[slice] = []
     shape: list[int] = []
     d = 0
-    for pick in per_dimension(input, index if isinstance(index, tuple) else (index,)):
+    for pick in index_per_dimension(input, index if isinstance(index, tuple) else (index,)):
         if pick is None:
             into.append(None)
             taken.append(slice(None))
             shape.append(1)
             continue
-        first, step, outputs = run_of(pick, input.shape[d], d)
+        first, step, outputs = strided_run(pick, input.shape[d], d)
         # Positions low to high of the run lie in this rank's block.
         low = max(0, -((first - box.start[d]) // step))
         high = max(low, min(outputs, -((first - box.stop[d]) // step)))

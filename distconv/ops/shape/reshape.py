@@ -10,12 +10,17 @@ import torch
 
 from distconv.geometry.layout import Cuts, Shape
 from distconv.grid.process_grid import ProcessGrid
-from distconv.ops.support.argument_forms import dimension_of, dimensions_of, listed, sizes_of
-from distconv.ops.support.operands import box_of, uncut
-from distconv.tensor.aliasing import view_of
+from distconv.ops.support.argument_forms import (
+    as_sizes,
+    normalize_dim,
+    normalize_dims,
+    takes_sequence,
+)
+from distconv.ops.support.operands import box_on_rank, uncut
+from distconv.tensor.aliasing import make_view
 from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
-from distconv.tensor.redistribution import recut
+from distconv.tensor.redistribution import redistribute
 
 
 def _inferred(sizes: Shape, shape: Shape) -> Shape:
@@ -72,25 +77,25 @@ def _reshape(input: DistTensor, shape: Shape, operator: str) -> DistTensor:
         made: Cuts = ((),) * len(shape)
     else:
         asked, made = _reshaped_cuts(before, input.cuts, shape, input.grid)
-    x = recut(input, asked, operator)
-    shard = x.shard.reshape(box_of(shape, made, input.grid).shape)
-    return view_of(input, shard, shape, made, copied=True)
+    x = redistribute(input, asked, operator)
+    shard = x.shard.reshape(box_on_rank(shape, made, input.grid).shape)
+    return make_view(input, shard, shape, made, copied=True)
 
 
 @implements(torch.reshape, torch.Tensor.reshape)
-@listed("shape")
+@takes_sequence("shape")
 def reshape(input: DistTensor, *shape: Any) -> DistTensor:
     """Another shape of the same elements in row-major order."""
-    return _reshape(input, _inferred(sizes_of(shape), tuple(input.shape)), "reshape")
+    return _reshape(input, _inferred(as_sizes(shape), tuple(input.shape)), "reshape")
 
 
 @implements(torch.Tensor.view)
-@listed("size")
+@takes_sequence("size")
 def view(input: DistTensor, *shape: Any) -> DistTensor:
     """Another shape of the same elements; a type instead of a shape is refused."""
     if shape and isinstance(shape[0], torch.dtype):
         refuse("view", "the bits cannot be read as another type", input, way_out="Use x.to(dtype)")
-    return _reshape(input, _inferred(sizes_of(shape), tuple(input.shape)), "view")
+    return _reshape(input, _inferred(as_sizes(shape), tuple(input.shape)), "view")
 
 
 @implements(torch.Tensor.view_as)
@@ -122,35 +127,35 @@ def unflatten(input: DistTensor, dim: int, sizes: Sequence[int]) -> DistTensor:
 @implements(torch.squeeze, torch.Tensor.squeeze)
 def squeeze(input: DistTensor, dim: int | Sequence[int] | None = None) -> DistTensor:
     """Drop dimensions of one element."""
-    named = () if isinstance(dim, Sequence) and not dim else dimensions_of(dim, input.dim())
+    named = () if isinstance(dim, Sequence) and not dim else normalize_dims(dim, input.dim())
     gone = [d for d in named if input.shape[d] == 1]
     x = uncut(input, gone, "squeeze")
     kept = [d for d in range(x.dim()) if d not in gone]
     shard = x.shard.squeeze(tuple(gone)) if gone else x.shard
     shape, cuts = [x.shape[d] for d in kept], tuple(x.cuts[d] for d in kept)
-    return view_of(input, shard, shape, cuts, copied=x is not input)
+    return make_view(input, shard, shape, cuts, copied=x is not input)
 
 
 @implements(torch.unsqueeze, torch.Tensor.unsqueeze)
 def unsqueeze(input: DistTensor, dim: int) -> DistTensor:
     """Insert a dimension of one element, whole on every rank."""
-    d = dimension_of(dim, input.dim() + 1)
+    d = normalize_dim(dim, input.dim() + 1)
     shape, cuts = list(input.shape), list(input.cuts)
     shape.insert(d, 1)
     cuts.insert(d, ())
-    return view_of(input, input.shard.unsqueeze(d), shape, tuple(cuts), copied=False)
+    return make_view(input, input.shard.unsqueeze(d), shape, tuple(cuts), copied=False)
 
 
 @implements(torch.permute, torch.Tensor.permute)
-@listed("dims")
+@takes_sequence("dims")
 def permute(input: DistTensor, *dims: Any) -> DistTensor:
     """The dimensions in another order, each with its cut."""
-    named = sizes_of(dims)
+    named = as_sizes(dims)
     if len(named) != input.dim():
         raise RuntimeError(f"permute: {named} does not name all {input.dim()} dimensions")
-    order = dimensions_of(named, input.dim())
+    order = normalize_dims(named, input.dim())
     shape, cuts = [input.shape[d] for d in order], tuple(input.cuts[d] for d in order)
-    return view_of(input, input.shard.permute(order), shape, cuts, copied=False)
+    return make_view(input, input.shard.permute(order), shape, cuts, copied=False)
 
 
 @implements(torch.transpose, torch.Tensor.transpose)
@@ -167,13 +172,13 @@ def swapaxes(input: DistTensor, axis0: int, axis1: int) -> DistTensor:
 
 
 @implements(torch.Tensor.expand)
-@listed("size")
+@takes_sequence("size")
 def expand(input: DistTensor, *sizes: Any) -> DistTensor:
     """Dimensions of one element repeated, whole on every rank; new ones in front."""
-    shape = tuple(torch.empty(tuple(input.shape), device="meta").expand(sizes_of(sizes)).shape)
+    shape = tuple(torch.empty(tuple(input.shape), device="meta").expand(as_sizes(sizes)).shape)
     lead = len(shape) - input.dim()
     grown = [d for d in range(input.dim()) if input.shape[d] != shape[d + lead]]
     x = uncut(input, grown, "expand")
     cuts = ((),) * lead + x.cuts
-    shard = x.shard.expand(box_of(shape, cuts, x.grid).shape)
-    return view_of(input, shard, shape, cuts, copied=x is not input)
+    shard = x.shard.expand(box_on_rank(shape, cuts, x.grid).shape)
+    return make_view(input, shard, shape, cuts, copied=x is not input)

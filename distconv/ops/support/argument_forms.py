@@ -14,7 +14,7 @@ from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.whole_numbers import whole_numbers
 
 
-def dimensions_of(dim: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
+def normalize_dims(dim: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
     """Dimension numbers from 0; all of them for None or ()."""
     chosen = () if dim is None else whole_numbers(dim, "dim")
     if not chosen:
@@ -31,19 +31,19 @@ def dimensions_of(dim: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]
     return numbers
 
 
-def dimension_of(dim: int, ndim: int) -> int:
+def normalize_dim(dim: int, ndim: int) -> int:
     """The number from 0 of one dimension; 0 for a tensor without any, which counts as a vector."""
-    return next(iter(dimensions_of(dim, ndim)), 0)
+    return next(iter(normalize_dims(dim, ndim)), 0)
 
 
-def sizes_of(arguments: tuple[Any, ...]) -> tuple[int, ...]:
+def as_sizes(arguments: tuple[Any, ...]) -> tuple[int, ...]:
     """Numbers given one by one, or as one sequence."""
     if len(arguments) == 1 and isinstance(arguments[0], (tuple, list, torch.Size)):
         arguments = tuple(arguments[0])
     return whole_numbers(arguments, "size")
 
 
-def listed(name: str) -> Callable[[Rule], Rule]:
+def takes_sequence(name: str) -> Callable[[Rule], Rule]:
     """Let a rule of one sequence, or of its members one by one, take the sequence by its name."""
 
     def decorate(rule: Rule) -> Rule:
@@ -59,7 +59,7 @@ def listed(name: str) -> Callable[[Rule], Rule]:
 Sizes = int | Sequence[int]
 
 
-def tuple_of(value: Sizes, n: int, what: str) -> tuple[int, ...]:
+def to_tuple(value: Sizes, n: int, what: str) -> tuple[int, ...]:
     """One number for each of `n` spatial dimensions."""
     numbers = whole_numbers(value, what)
     if len(numbers) == 1:
@@ -69,7 +69,7 @@ def tuple_of(value: Sizes, n: int, what: str) -> tuple[int, ...]:
     return numbers
 
 
-def batched(name: str, spatial: int) -> Callable[[Rule], Rule]:
+def accepts_unbatched(name: str, spatial: int) -> Callable[[Rule], Rule]:
     """Let a rule for (sample, channel, *spatial) take a single sample without the first dimension.
 
     As in torch, that is a mini-batch of one; its dimensions are cut as they are.

@@ -24,8 +24,8 @@ def remembered(
 ) -> Callable[Concatenate[torch.device, Arguments], Made]:
     """Keep what a function makes of its arguments, to which nobody writes.
 
-    The last `LIMIT` are kept, and on GPUs all of them, for good: a captured graph of CUDA reads
-    them where they are.
+    The last `KEPT_BYTES` are kept, and on GPUs all of them, for good: a captured graph of CUDA
+    reads them where they are.
     """
     last, every = lru_cache(maxsize=LIMIT)(make), cache(make)
 

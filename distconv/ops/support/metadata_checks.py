@@ -13,22 +13,22 @@ import torch
 from torch import Tensor
 
 
-class Like(NamedTuple):
+class TensorMeta(NamedTuple):
     """What matters of a tensor: its global shape, and its type, or None where any will do."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None = None
 
 
-def shape_of(x: Tensor | None) -> Like | None:
-    """A tensor whose type does not matter, for `checked`."""
-    return None if x is None else Like(tuple(x.shape))
+def any_type(x: Tensor | None) -> TensorMeta | None:
+    """A tensor whose type does not matter, for `check_on_meta`."""
+    return None if x is None else TensorMeta(tuple(x.shape))
 
 
-def checked(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+def check_on_meta(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
     """The shape of `function(*arguments, **keywords)`, or the shapes of its several results.
 
-    Tensors stand for their global shape and type; `shape_of` leaves the type out.
+    Tensors stand for their global shape and type; `any_type` leaves the type out.
     """
     return _shapes(
         function,
@@ -39,12 +39,12 @@ def checked(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> A
 
 def _key(argument: Any) -> Any:
     if isinstance(argument, Tensor):
-        return Like(tuple(argument.shape), argument.dtype)
+        return TensorMeta(tuple(argument.shape), argument.dtype)
     return tuple(argument) if isinstance(argument, list) else argument
 
 
 def _empty(argument: Any) -> Any:
-    if isinstance(argument, Like):
+    if isinstance(argument, TensorMeta):
         return torch.empty(argument.shape, dtype=argument.dtype, device="meta")
     return argument
 
@@ -56,7 +56,7 @@ def _shapes(
     try:
         result = function(*map(_empty, arguments), **{name: _empty(a) for name, a in keywords})
     except ZeroDivisionError:
-        given = [a for a in (*arguments, *keywords) if not isinstance(a, Like)]
+        given = [a for a in (*arguments, *keywords) if not isinstance(a, TensorMeta)]
         raise RuntimeError(f"{function.__name__}: {given} has a 0 that must be positive") from None
     if isinstance(result, Tensor):
         return tuple(result.shape)

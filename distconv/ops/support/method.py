@@ -36,7 +36,7 @@ def method(name: str) -> Iterator[None]:
         _FORCED.reset(token)
 
 
-def forced() -> str | None:
+def chosen_method() -> str | None:
     """The method that has been chosen, if any."""
     name = _FORCED.get()
     if name is None and not _CHECKPOINTED:

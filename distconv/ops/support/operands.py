@@ -21,7 +21,7 @@ from distconv.geometry.layout import (
 from distconv.geometry.topology import Topology
 from distconv.grid.process_grid import ProcessGrid
 from distconv.tensor.dist_tensor import DistTensor
-from distconv.tensor.redistribution import recut
+from distconv.tensor.redistribution import redistribute
 
 
 class Placement(NamedTuple):
@@ -52,27 +52,27 @@ def common_grid(operator: str, operands: Iterable[Any]) -> ProcessGrid:
     return grids[0]
 
 
-def distributed(x: Tensor, grid: ProcessGrid) -> DistTensor:
+def as_distributed(x: Tensor, grid: ProcessGrid) -> DistTensor:
     """`x` itself, or a plain tensor, equal on all ranks, as a DistTensor that is whole on each."""
     if isinstance(x, DistTensor):
         return x
     return DistTensor(x, x.shape, ((),) * x.dim(), grid)
 
 
-def whole(x: Any, operator: str) -> Any:
+def gather_whole(x: Any, operator: str) -> Any:
     """A tensor operand in full on this rank; what is not a DistTensor passes unchanged."""
     if not isinstance(x, DistTensor):
         return x
-    return recut(x, ((),) * x.dim(), operator).shard
+    return redistribute(x, ((),) * x.dim(), operator).shard
 
 
 def uncut(x: DistTensor, dimensions: Iterable[int], operator: str) -> DistTensor:
     """`x` with these dimensions whole on every rank."""
     chosen = set(dimensions)
-    return recut(x, tuple(() if d in chosen else a for d, a in enumerate(x.cuts)), operator)
+    return redistribute(x, tuple(() if d in chosen else a for d, a in enumerate(x.cuts)), operator)
 
 
-def block_of(x: Any, shape: Shape, cuts: Cuts, grid: ProcessGrid, operator: str) -> Any:
+def local_operand(x: Any, shape: Shape, cuts: Cuts, grid: ProcessGrid, operator: str) -> Any:
     """This rank's part of an operand that is broadcast to a result of `shape` cut by `cuts`.
 
     Numbers pass unchanged, plain tensors (equal on all ranks) are sliced, DistTensors are
@@ -84,10 +84,10 @@ def block_of(x: Any, shape: Shape, cuts: Cuts, grid: ProcessGrid, operator: str)
         return x.shard
     own = operand_cuts(tuple(x.shape), shape, cuts)
     if isinstance(x, DistTensor):
-        return x.shard if x.cuts == own else recut(x, own, operator).shard
+        return x.shard if x.cuts == own else redistribute(x, own, operator).shard
     if not cutting_axes(own):
         return x
-    return x[box_of(x.shape, own, grid).slices]
+    return x[box_on_rank(x.shape, own, grid).slices]
 
 
 def broadcast_shape(name: str, tensors: Sequence[Tensor]) -> Shape:
@@ -117,11 +117,11 @@ def broadcast_cuts(operands: Sequence[DistTensor], shape: Shape) -> Cuts:
     return cuts_of_broadcast(tuple((tuple(x.shape), x.cuts) for x in operands), shape)
 
 
-def box_of(shape: Sequence[int], cuts: Cuts, grid: ProcessGrid) -> Box:
+def box_on_rank(shape: Sequence[int], cuts: Cuts, grid: ProcessGrid) -> Box:
     """The box that this rank holds of a tensor of global `shape` cut by `cuts`."""
     return rank_box(tuple(shape), cuts, grid.topology, grid.rank)
 
 
-def nothing(buffer: Tensor, shape: Shape) -> Tensor:
+def empty_block(buffer: Tensor, shape: Shape) -> Tensor:
     """An empty block of `shape` that hangs on `buffer` in the autograd graph."""
     return buffer.reshape(-1)[:0].reshape(shape)

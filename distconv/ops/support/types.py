@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from distconv.ops.support.operands import common_grid, distributed
+from distconv.ops.support.operands import as_distributed, common_grid
 from distconv.tensor.dist_tensor import DistTensor
 
 
@@ -26,12 +26,12 @@ def accumulation_type(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def accumulated(x: Tensor) -> Tensor:
+def to_accumulation_type(x: Tensor) -> Tensor:
     """`x` in a type in which sums over many elements are accurate."""
     return x.to(accumulation_type(x.dtype))
 
 
-def same_types(name: str, *tensors: Tensor | None) -> None:
+def check_same_types(name: str, *tensors: Tensor | None) -> None:
     """Raise on every rank where torch would on those with elements: for types that differ."""
     given = [t for t in tensors if t is not None]
     kinds = {t.dtype for t in given}
@@ -42,8 +42,8 @@ def same_types(name: str, *tensors: Tensor | None) -> None:
         )
 
 
-def input_of(name: str, input: Tensor, *parameters: Tensor | None) -> DistTensor:
+def distributed_input(name: str, input: Tensor, *parameters: Tensor | None) -> DistTensor:
     """The input, distributed on one grid with its parameters, and of the same type as they."""
-    x = distributed(input, common_grid(name, (input, *parameters)))
-    same_types(name, x, *parameters)
+    x = as_distributed(input, common_grid(name, (input, *parameters)))
+    check_same_types(name, x, *parameters)
     return x

@@ -9,23 +9,23 @@ from torch import Tensor
 
 from distconv.geometry.index_maps import IndexMap, Same, Window
 from distconv.geometry.layout import Cuts
-from distconv.ops.support.argument_forms import Sizes, tuple_of
-from distconv.ops.support.operands import box_of
+from distconv.ops.support.argument_forms import Sizes, to_tuple
+from distconv.ops.support.operands import box_on_rank
 from distconv.tensor.dist_tensor import DistTensor
-from distconv.tensor.redistribution import gathered
+from distconv.tensor.redistribution import gather_inputs
 
 
-def windows_of(
+def make_windows(
     kernel: Sizes, stride: Sizes | None, padding: Sizes, dilation: Sizes, ceil: bool, n: int
 ) -> list[Window]:
     """The windows over the last `n` dimensions, padded on both sides alike."""
-    kernels = tuple_of(kernel, n, "kernel_size")
+    kernels = to_tuple(kernel, n, "kernel_size")
     strides = (
         kernels
         if stride is None or (isinstance(stride, (tuple, list)) and not stride)
-        else tuple_of(stride, n, "stride")
+        else to_tuple(stride, n, "stride")
     )
-    paddings, dilations = tuple_of(padding, n, "padding"), tuple_of(dilation, n, "dilation")
+    paddings, dilations = to_tuple(padding, n, "padding"), to_tuple(dilation, n, "dilation")
     largest = max(*kernels, *strides, *paddings, *dilations)
     if n > 1 and largest >= 2**31:
         raise RuntimeError(f"{largest} is too large for a window; torch takes less than 2**31")
@@ -35,7 +35,7 @@ def windows_of(
     ]
 
 
-def arguments_of(windows: Sequence[Window]) -> tuple[tuple[int, ...], ...]:
+def window_arguments(windows: Sequence[Window]) -> tuple[tuple[int, ...], ...]:
     """Kernels, strides, paddings and dilations, as torch's functions take them."""
     rows = [(w.kernel, w.stride, w.padding[0], w.dilation) for w in windows]
     return tuple(zip(*rows, strict=True))
@@ -66,9 +66,9 @@ def apply_windows(
     shape: the global shape of the result.
     compute: takes the buffer and the padding, per dimension, that is left to it.
     """
-    needs = (Same(), Same(), *needs_of(windows, x.cuts))
-    buffer = gathered(x, needs, x.cuts, operator, fill)
-    block = box_of(shape, x.cuts, x.grid).shape
+    needs = (Same(), Same(), *window_needs(windows, x.cuts))
+    buffer = gather_inputs(x, needs, x.cuts, operator, fill)
+    block = box_on_rank(shape, x.cuts, x.grid).shape
     return DistTensor(
         windowed_block(buffer, windows, x.cuts, block, compute), shape, x.cuts, x.grid
     )
@@ -78,7 +78,7 @@ _FAR = 2**16
 """How far a window needs to move at most to leave a plane without elements."""
 
 
-def needs_of(windows: Sequence[Window], cuts: Cuts) -> list[IndexMap]:
+def window_needs(windows: Sequence[Window], cuts: Cuts) -> list[IndexMap]:
     """The inputs to gather for windows over the last dimensions, which are cut by the last `cuts`.
 
     Along a dimension that is whole on every rank and padded alike on both sides the local operator
@@ -94,7 +94,7 @@ def windowed_block(
     block: tuple[int, ...],
     compute: Callable[[Tensor, tuple[int, ...]], Tensor],
 ) -> Tensor:
-    """What the local operator makes of inputs that were gathered by `needs_of`: a block."""
+    """What the local operator makes of inputs that were gathered by `window_needs`: a block."""
     left = tuple(w.padding[0] if by_itself else 0 for w, by_itself in _padding(windows, cuts))
     if prod(block) == 0:
         # The local operator refuses empty planes, but not an empty batch.

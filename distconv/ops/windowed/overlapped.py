@@ -1,9 +1,10 @@
 """Linear windowed operators that compute while their halos travel, and copy no activation.
 
 The local operator runs on the rank's own block as it is, with zeros in place of what other ranks
-hold. When their halos have arrived, what these contribute is added, side by side (`boundary`).
-Backward, the gradients of the halos come first and travel while the full local pass runs; the
-weight gradient is the local one and that of the sides. Only the halos are saved beside the input.
+hold. When their halos have arrived, what these contribute is added, side by side
+(`convolution_boundary`). Backward, the gradients of the halos come first and travel while the full
+local pass runs; the weight gradient is the local one and that of the sides. Only the halos are
+saved beside the input.
 """
 
 from __future__ import annotations
@@ -16,39 +17,39 @@ from typing import Any, Protocol
 from torch import Tensor, is_grad_enabled
 from torch.autograd import Function
 
-from distconv.comm.packing import add_arrived, dense, landings_of, packed
+from distconv.comm.packing import add_received, pack_messages, receive_buffers, resolved_contiguous
 from distconv.comm.transfer import accumulate, gather
-from distconv.geometry.halo.slabs import Boundary, Piece, Slab
+from distconv.geometry.halo.slabs import Boundary, HaloSlab, LocalInput
 from distconv.geometry.layout import cutting_axes
 from distconv.geometry.plan import Plan
 from distconv.grid.process_grid import ProcessGrid
 from distconv.ops.support.operands import Placement
 from distconv.tensor.dist_tensor import DistTensor
-from distconv.tensor.redistribution import note
+from distconv.tensor.redistribution import record_gather
 
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+OperandGradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 """Of input, weight and bias."""
 
 
-class Local(Protocol):
+class LinearOperator(Protocol):
     """A linear operator on the piece that it is told to be given."""
 
     @property
     def bilinear(self) -> bool:
         """Whether there is a weight, so that gradients need input and weight."""
 
-    def forward(self, piece: Piece, x: Tensor, weight: Any, bias: Any) -> Tensor:
+    def forward(self, piece: LocalInput, x: Tensor, weight: Any, bias: Any) -> Tensor:
         """The outputs."""
 
     def backward(
         self,
-        piece: Piece,
+        piece: LocalInput,
         dy: Tensor,
         x: Any,
         weight: Any,
         bias: Sequence[int] | None,
         mask: Sequence[bool],
-    ) -> Gradients:
+    ) -> OperandGradients:
         """The gradients that `mask` asks for; `bias` is its shape."""
 
 
@@ -67,8 +68,12 @@ def may_overlap(x: Placement, method: str | None, smallest: int) -> bool:
     return method == "overlapped" or prod(x.shape) >= smallest * ranks
 
 
-def overlapped(
-    x: DistTensor, operands: Sequence[Tensor | None], local: Local, edge: Boundary, operator: str
+def overlapped_linear(
+    x: DistTensor,
+    operands: Sequence[Tensor | None],
+    local: LinearOperator,
+    edge: Boundary,
+    operator: str,
 ) -> Tensor:
     """This rank's block of the result of a linear operator on `x`; all ranks call it.
 
@@ -76,39 +81,41 @@ def overlapped(
     ----------
     operands: the block of `x`, as the operator takes it, weight and bias.
     """
-    note(x, edge.plan, x.cuts, operator)
-    made: Tensor = _Linear.apply(*operands, local, edge, x.grid, x.grid.transport.ticket())
-    return cropped(made, edge.crop)
+    record_gather(x, edge.plan, x.cuts, operator)
+    made: Tensor = _OverlappedLinear.apply(
+        *operands, local, edge, x.grid, x.grid.transport.next_tag()
+    )
+    return crop_outputs(made, edge.crop)
 
 
 @contextmanager
-def halos_travel(x: Tensor, plan: Plan, grid: ProcessGrid, tag: int) -> Iterator[list[Tensor]]:
+def receiving_halos(x: Tensor, plan: Plan, grid: ProcessGrid, tag: int) -> Iterator[list[Tensor]]:
     """The halos of a block, which have arrived when this ends."""
-    landings = landings_of(plan.receives, x, grid)
-    messages = grid.transport.exchange(landings, packed(x, plan.sends, grid), tag)
-    yield [halo for _, halo in landings]
+    incoming = receive_buffers(plan.receives, x, grid)
+    messages = grid.transport.exchange(incoming, pack_messages(x, plan.sends, grid), tag)
+    yield [halo for _, halo in incoming]
     messages.wait()
 
 
-def send_back(
+def send_halo_gradients(
     gradients: Sequence[Tensor], dy: Tensor, plan: Plan, grid: ProcessGrid, tag: int
 ) -> Callable[[Tensor], None]:
     """Start to send gradients of halos to their owners.
 
     What is returned waits, and adds those that arrive to the gradient of this rank's block.
     """
-    landings = landings_of(plan.sends, dy, grid)
+    incoming = receive_buffers(plan.sends, dy, grid)
     leaving = [(r.peer, d) for r, d in zip(plan.receives, gradients, strict=True)]
-    messages = grid.transport.exchange(landings, leaving, tag)
+    messages = grid.transport.exchange(incoming, leaving, tag)
 
     def add_to(dx: Tensor) -> None:
         messages.wait()
-        add_arrived(dx, plan.sends, landings)
+        add_received(dx, plan.sends, incoming)
 
     return add_to
 
 
-def cropped(y: Tensor, crop: Sequence[tuple[int, int]] | None) -> Tensor:
+def crop_outputs(y: Tensor, crop: Sequence[tuple[int, int]] | None) -> Tensor:
     """`y` without so many elements before and after each spatial dimension."""
     if crop is None:
         return y
@@ -116,7 +123,7 @@ def cropped(y: Tensor, crop: Sequence[tuple[int, int]] | None) -> Tensor:
     return y[(slice(None), slice(None), *kept)]
 
 
-def filled(slab: Slab, halos: Sequence[Tensor]) -> Tensor:
+def slab_inputs(slab: HaloSlab, halos: Sequence[Tensor]) -> Tensor:
     """The inputs of a slab."""
     if slab.whole is not None:
         inputs: Tensor = slab.whole.of(halos)
@@ -127,24 +134,24 @@ def filled(slab: Slab, halos: Sequence[Tensor]) -> Tensor:
     return inputs
 
 
-class _Linear(Function):
+class _OverlappedLinear(Function):
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        local: Local,
+        local: LinearOperator,
         edge: Boundary,
         grid: ProcessGrid,
         tag: int,
     ) -> Tensor:
-        with halos_travel(x, edge.plan, grid, tag) as halos:
+        with receiving_halos(x, edge.plan, grid, tag) as halos:
             made = local.forward(edge.own, x, weight, bias)
-        y = cropped(made, edge.crop)
+        y = crop_outputs(made, edge.crop)
         for slab in edge.slabs:
             taps = None if weight is None else weight[slab.taps]
-            y[slab.outputs].add_(local.forward(slab.piece, filled(slab, halos), taps, None))
+            y[slab.outputs].add_(local.forward(slab.piece, slab_inputs(slab, halos), taps, None))
         if local.bilinear:
             ctx.save_for_backward(x, weight, *halos)
         ctx.context = local, edge, grid, tag, None if bias is None else bias.shape
@@ -156,7 +163,7 @@ class _Linear(Function):
         x, weight, *halos = ctx.saved_tensors or (None, None)
         local, edge, grid, tag, bias_shape = ctx.context
         plan, (dmade,) = edge.plan, grads
-        dy = cropped(dmade, edge.crop)
+        dy = crop_outputs(dmade, edge.crop)
         of_input, of_weight, _ = mask = ctx.needs_input_grad[:3]
         if is_grad_enabled():
             inputs = None if x is None else gather(x, plan, grid)
@@ -169,7 +176,7 @@ class _Linear(Function):
         leaving = {i: dy.new_zeros(size) for i, size in edge.composed} if of_input else {}
         of_taps = []
         for slab in edge.slabs:
-            inputs = filled(slab, halos) if halos else None
+            inputs = slab_inputs(slab, halos) if halos else None
             taps = None if weight is None else weight[slab.taps]
             of_slab = (of_input, of_weight, False)
             dhalo, dtaps, _ = local.backward(
@@ -178,13 +185,13 @@ class _Linear(Function):
             if of_weight:
                 of_taps.append((slab.taps, dtaps))
             if of_input and slab.whole is not None:
-                leaving[slab.whole.message] = dense(dhalo)
+                leaving[slab.whole.message] = resolved_contiguous(dhalo)
             elif of_input:
                 for part in slab.halo:
                     part.of(leaving)[part.box] += dhalo[part.place]
         if of_input:
             gradients = [leaving[i] for i in range(len(plan.receives))]
-            add_arriving_to = send_back(gradients, dy, plan, grid, tag)
+            add_arriving_to = send_halo_gradients(gradients, dy, plan, grid, tag)
         dx, dw, db = local.backward(edge.own, dmade, x, weight, bias_shape, mask)
         for taps, dtaps in of_taps:
             dw[taps] += dtaps

@@ -25,7 +25,7 @@ ROUNDS = 5, 200
 
 
 @dataclass(frozen=True)
-class Side:
+class Contender:
     """One of the things that are compared: what is called, by whom, on how many threads."""
 
     run: Callable[[], object]
@@ -49,7 +49,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def alternate(
-    comm: MPI.Intracomm, sides: Sequence[Side], seconds: float
+    comm: MPI.Intracomm, sides: Sequence[Contender], seconds: float
 ) -> tuple[list[float], ...]:
     """For every side the seconds of a call, round by round; the same numbers on all ranks.
 
@@ -86,7 +86,7 @@ def sleep_until_all_are_here(comm: MPI.Intracomm) -> None:
         time.sleep(1e-3)
 
 
-def _timed(comm: MPI.Intracomm, side: Side, repeats: int) -> float:
+def _timed(comm: MPI.Intracomm, side: Contender, repeats: int) -> float:
     """Seconds of one of several calls, on the slowest rank."""
     threads = torch.get_num_threads()
     torch.set_num_threads(side.threads)

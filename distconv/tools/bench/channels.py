@@ -17,7 +17,7 @@ from distconv.grid.process_grid import ProcessGrid
 from distconv.layers import Conv2d
 from distconv.model.parallelize import parallelize
 from distconv.tensor.dist_tensor import distribute_tensor
-from distconv.tools.bench.alternation import Side, alternate
+from distconv.tools.bench.alternation import Contender, alternate
 from distconv.tools.bench.layer import step_of
 from distconv.tools.bench.report import Row, over, speedup
 from distconv.tools.bench.settings import Settings, by, chain
@@ -63,11 +63,11 @@ def channels(settings: Settings, cases: Sequence[Case] = CASES) -> Iterator[Row]
         with torch.no_grad():
             dy = torch.randn(serial(x).shape)
         by_rows = _cut(case.make("auto"), x, dy, rows, Layout(height="height"))
-        spatial = Side(by_rows, settings.threads)
-        alone = Side(step_of(serial, x, dy), threads, alone=True)
+        spatial = Contender(by_rows, settings.threads)
+        alone = Contender(step_of(serial, x, dy), threads, alone=True)
         for algorithm, (grid, axes) in grids.items():
             run = _cut(case.make(algorithm), x, dy, grid, Layout(channel=axes), shard=True)
-            subject = Side(run, settings.threads)
+            subject = Contender(run, settings.threads)
             times = alternate(rows.comm, (subject, spatial, alone), settings.seconds)
             name = f"{case.name}, stationary-{algorithm}"
             row = "channels", name, settings.configuration(grid, by(case.shape))

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from distconv.comm.packing import landings_of, packed
+from distconv.comm.packing import pack_messages, receive_buffers
 from distconv.geometry.index_maps import Same, Window
 from distconv.geometry.plan import Plan, make_plan
 from distconv.grid.process_grid import ProcessGrid
 from distconv.tensor.dist_tensor import DistTensor
-from distconv.tools.bench.alternation import Side, alternate
+from distconv.tools.bench.alternation import Contender, alternate
 from distconv.tools.bench.report import Row, over
 from distconv.tools.bench.settings import Settings, by, chain
 from distconv.tools.table import size
@@ -48,7 +48,7 @@ def halos(settings: Settings, cases: Sequence[tuple[str, int, int]] = CASES) -> 
         x = DistTensor.from_local(torch.randn(_block(axis, channels, extent)), grid)
         plan = plan_of(x)
         runs = exchange(x, plan), sendrecv(plan, grid), sendrecv(plan, grid, written=False)
-        sides = [Side(run, settings.threads) for run in runs]
+        sides = [Contender(run, settings.threads) for run in runs]
         times = alternate(grid.comm, sides, settings.seconds)
         elements = channels * extent
         case = f"{size(4 * elements)} each way, {axis} cut"
@@ -76,10 +76,10 @@ def exchange(x: DistTensor, plan: Plan) -> Callable[[], None]:
     grid = x.grid
 
     def run() -> None:
-        landings = landings_of(plan.receives, x.shard, grid)
-        tag = grid.transport.ticket()
-        leaving = packed(x.shard, plan.sends, grid)
-        grid.transport.exchange(landings, leaving, tag).wait()
+        incoming = receive_buffers(plan.receives, x.shard, grid)
+        tag = grid.transport.next_tag()
+        leaving = pack_messages(x.shard, plan.sends, grid)
+        grid.transport.exchange(incoming, leaving, tag).wait()
 
     return run
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from distconv.model.parallelize import parallelize
 from distconv.tensor.dist_tensor import distribute_tensor
-from distconv.tools.bench.alternation import Side, alternate
+from distconv.tools.bench.alternation import Contender, alternate
 from distconv.tools.bench.report import Row, over, speedup
 from distconv.tools.bench.settings import Settings, by
 
@@ -105,10 +105,10 @@ def _rows(case: Case, settings: Settings) -> Iterator[Row]:
             f"{case.name}: without communication a rank makes {by(made)}, cut over {grid} "
             f"{by(dy_cut.shard.shape)}; choose a grid on which they are equal"
         )
-    subject = Side(step_of(distributed, cut, dy_cut), settings.threads)
-    bound = Side(step_of(local, block, dy_cut.to_local().clone()), settings.threads)
+    subject = Contender(step_of(distributed, cut, dy_cut), settings.threads)
+    bound = Contender(step_of(local, block, dy_cut.to_local().clone()), settings.threads)
     threads = settings.threads * grid.size
-    alone = Side(step_of(serial, x, dy), threads, alone=True)
+    alone = Contender(step_of(serial, x, dy), threads, alone=True)
     times = alternate(grid.comm, (subject, bound, alone), settings.seconds)
     where = f"{by(case.shape)}, {by(block.shape)} on rank 0"
     row = "layer", case.name, settings.configuration(grid, where)

@@ -14,7 +14,7 @@ from distconv.geometry.layout import Layout, default_cuts
 from distconv.grid.process_grid import ProcessGrid
 from distconv.model.parallelize import parallelize
 from distconv.tensor.dist_tensor import DistTensor, local_box
-from distconv.tools.bench.alternation import Side, alternate
+from distconv.tools.bench.alternation import Contender, alternate
 from distconv.tools.bench.networks import NETWORKS, Network
 from distconv.tools.bench.report import Row, over, speedup
 from distconv.tools.bench.settings import Settings, by
@@ -37,9 +37,9 @@ def models(settings: Settings, networks: Sequence[Network] = NETWORKS) -> Iterat
         serial = step_of(network, network.make(spatial), *sample(network, network.shape))
         threads = settings.threads * grid.size
         sides = (
-            Side(step, settings.threads),
-            Side(local, settings.threads),
-            Side(serial, threads, alone=True),
+            Contender(step, settings.threads),
+            Contender(local, settings.threads),
+            Contender(serial, threads, alone=True),
         )
         times = alternate(grid.comm, sides, settings.seconds)
         where = f"quarter width, {by(network.shape)}, {by(block)} on rank 0"

@@ -20,9 +20,9 @@ from distconv.geometry.topology import Topology
 from distconv.grid.process_grid import ProcessGrid
 from distconv.model.parallelize import parallelize
 from distconv.ops.support.method import method
-from distconv.planning.dry_run import Rehearsal
+from distconv.planning.dry_run import DryRunGrid
 from distconv.tensor.dist_tensor import DistTensor, distribute_tensor
-from distconv.tools.bench.alternation import Side, alternate, spread
+from distconv.tools.bench.alternation import Contender, alternate, spread
 from distconv.tools.bench.halo import plan_of, sendrecv
 from distconv.tools.bench.layer import step_of
 from distconv.tools.bench.report import Row, minus, over
@@ -54,7 +54,7 @@ def pointwise(settings: Settings, grid: ProcessGrid, shape: tuple[int, ...]) -> 
     x = distribute_tensor(torch.randn(shape), grid)
     for name, function in POINTWISE:
         sides = [
-            Side(lambda f=function, o=operand: f(o), settings.threads)  # type: ignore[misc]
+            Contender(lambda f=function, o=operand: f(o), settings.threads)  # type: ignore[misc]
             for operand in (x, x.shard)
         ]
         times = alternate(grid.comm, sides, settings.seconds)
@@ -74,14 +74,14 @@ def convolutions(settings: Settings, grid: ProcessGrid, shape: tuple[int, ...]) 
     dy = torch.randn(block.shape)
     for name, on, measure in (
         ("host work", grid, "minus its kernels and Sendrecv"),
-        ("host work, nothing sent", Rehearsal(grid.shape, grid.rank), "minus its kernels"),
+        ("host work, nothing sent", DryRunGrid(grid.shape, grid.rank), "minus its kernels"),
     ):
         x = DistTensor(block.clone(), shape, cuts, on).requires_grad_()
         messages = sendrecv(plan_of(x), grid) if on is grid else lambda: None
         runs = cut_convolution(x, weight, dy), kernels(x, weight.detach(), dy, messages)
         with method("overlapped"):
             times = alternate(
-                grid.comm, [Side(r, settings.threads) for r in runs], settings.seconds
+                grid.comm, [Contender(r, settings.threads) for r in runs], settings.seconds
             )
         configuration = settings.configuration(grid, f"{by(shape)}, forward and backward")
         row = "overhead", f"conv2d, {_CHANNELS} -> {_CHANNELS}, 3x3: {name}", configuration
@@ -168,7 +168,9 @@ def one_rank(settings: Settings, channels: int = 32, size: int = 128, depth: int
     grid = ProcessGrid(mpi().COMM_SELF, device="cpu")
     module = parallelize(stack(), grid)
     subject = step_of(module, distribute_tensor(x, grid), distribute_tensor(dy, grid))
-    sides = [Side(run, settings.threads, alone=True) for run in (subject, step_of(stack(), x, dy))]
+    sides = [
+        Contender(run, settings.threads, alone=True) for run in (subject, step_of(stack(), x, dy))
+    ]
     times = alternate(mpi().COMM_WORLD, sides, settings.seconds)
     name = f"{depth} x (convolution, ReLU, batch norm), {size}^2"
     configuration = settings.configuration(grid, f"{by(shape)}, forward and backward")

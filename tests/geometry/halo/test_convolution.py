@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distconv.geometry.halo.convolution import boundary, reaches
+from distconv.geometry.halo.convolution import convolution_boundary, needs_halo
 from distconv.geometry.index_maps import Window
 from distconv.geometry.layout import default_cuts, rank_box
 from distconv.geometry.topology import AXES, Topology
@@ -29,7 +29,7 @@ rows = st.lists(st.tuples(windows, st.integers(4, 20), st.integers(1, 4)), min_s
 def test_every_tap_of_every_output_counts_once(rows: list, ceil_mode: bool) -> None:
     window, sizes, parts = (tuple(column) for column in zip(*rows, strict=True))
     made = tuple(w.output_size(n) for w, n in zip(window, sizes, strict=True))
-    reached = reaches(window, sizes, parts, ceil_mode=ceil_mode)
+    reached = needs_halo(window, sizes, parts, ceil_mode=ceil_mode)
     if min(made) < 1 or reached is None:
         return
     topology = Topology(tuple({"height": parts[0], "width": parts[1]}.get(a, 1) for a in AXES))
@@ -39,7 +39,7 @@ def test_every_tap_of_every_output_counts_once(rows: list, ceil_mode: bool) -> N
     found = False
     for rank in range(topology.size):
         own, out = (rank_box(s, cuts, topology, rank) for s in (shape, outputs))
-        edge = boundary(topology, rank, shape, outputs, cuts, window)
+        edge = convolution_boundary(topology, rank, shape, outputs, cuts, window)
         plan = edge.plan
         found |= bool(edge.slabs)
         counted: Counter[tuple[Any, ...]] = Counter()

@@ -8,8 +8,8 @@ from itertools import product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distconv.geometry.halo.convolution import reaches
-from distconv.geometry.halo.maxima import strips_of
+from distconv.geometry.halo.convolution import needs_halo
+from distconv.geometry.halo.maxima import maxima_boundary
 from distconv.geometry.index_maps import Window
 from distconv.geometry.layout import default_cuts, rank_box
 from distconv.geometry.topology import AXES, Topology
@@ -31,7 +31,7 @@ def test_what_needs_halos_is_computed_once_from_all_that_it_needs(
 ) -> None:
     window, sizes, parts = (tuple(column) for column in zip(*rows, strict=True))
     made = tuple(w.output_size(n) for w, n in zip(window, sizes, strict=True))
-    reached = reaches(window, sizes, parts, pooled=True, ceil_mode=ceil_mode)
+    reached = needs_halo(window, sizes, parts, pooled=True, ceil_mode=ceil_mode)
     if min(made) < 1 or reached is None:
         return
     topology = Topology(tuple({"height": parts[0], "width": parts[1]}.get(a, 1) for a in AXES))
@@ -40,7 +40,7 @@ def test_what_needs_halos_is_computed_once_from_all_that_it_needs(
     found = False
     for rank in range(topology.size):
         own, out = (rank_box(s, cuts, topology, rank) for s in (shape, outputs))
-        edge = strips_of(topology, rank, shape, outputs, cuts, window)
+        edge = maxima_boundary(topology, rank, shape, outputs, cuts, window)
         found |= bool(edge.strips)
         block = set(product(*map(range, own.start[2:], own.stop[2:])))
 

@@ -9,14 +9,17 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distconv.geometry.halo.slabs import Piece
-from distconv.geometry.halo.transposed_convolution import boundary, spreads
-from distconv.geometry.index_maps import Transposed
+from distconv.geometry.halo.slabs import LocalInput
+from distconv.geometry.halo.transposed_convolution import (
+    transposed_convolution_boundary,
+    transposed_needs_halo,
+)
+from distconv.geometry.index_maps import TransposedWindow
 from distconv.geometry.layout import default_cuts, rank_box
 from distconv.geometry.topology import AXES, Topology
 
 maps = st.builds(
-    lambda k, s, d, p, e: Transposed(k, s, d, p, min(e, max(s, d) - 1)),
+    lambda k, s, d, p, e: TransposedWindow(k, s, d, p, min(e, max(s, d) - 1)),
     st.sampled_from([1, 2, 3, 4, 5]),
     st.integers(1, 3),
     st.integers(1, 2),
@@ -31,7 +34,7 @@ def test_every_tap_of_every_output_counts_once(rows: list) -> None:
     made = tuple(m.output_size(n) for m, n in zip(spread, sizes, strict=True))
     if min(made) < 1:
         return
-    reached = spreads(spread, sizes, parts)
+    reached = transposed_needs_halo(spread, sizes, parts)
     if reached is None:
         return
     topology = Topology(tuple({"height": parts[0], "width": parts[1]}.get(a, 1) for a in AXES))
@@ -40,12 +43,18 @@ def test_every_tap_of_every_output_counts_once(rows: list) -> None:
     found = False
     for rank in range(topology.size):
         own, out = (rank_box(s, cuts, topology, rank) for s in (shape, outputs))
-        edge = boundary(topology, rank, shape, outputs, cuts, spread)
+        edge = transposed_convolution_boundary(topology, rank, shape, outputs, cuts, spread)
         found |= bool(edge.slabs)
         counted: Counter[tuple[Any, ...]] = Counter()
 
         def operate(
-            piece: Piece, crop: Any, held: Any, starts: Any, into: Any, taps: Any, counted=counted
+            piece: LocalInput,
+            crop: Any,
+            held: Any,
+            starts: Any,
+            into: Any,
+            taps: Any,
+            counted=counted,
         ) -> None:
             """Count where the operator writes its inputs `held`, by output, tap and input."""
             every = [range(a, b) for a, b in taps]
@@ -59,7 +68,7 @@ def test_every_tap_of_every_output_counts_once(rows: list) -> None:
                 if all(a <= i < b for i, (a, b) in zip(o, into, strict=True)):
                     counted[o, t, tuple(i + s for i, s in zip(at, starts, strict=True))] += 1
 
-        def size_of(piece: Piece, crop: Any) -> list[int]:
+        def size_of(piece: LocalInput, crop: Any) -> list[int]:
             """Of the result, as torch has it, along each spatial dimension."""
             return [
                 (n - 1) * m.stride - 2 * p + m.dilation * (k - 1) + 1 + e - sum(c)

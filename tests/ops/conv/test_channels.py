@@ -17,10 +17,10 @@ from torch.utils.checkpoint import checkpoint
 
 import distconv as dc
 from distconv import layers
-from distconv.comm.ledger import traced
+from distconv.comm.ledger import trace_movements
 from distconv.geometry.index_maps import Same, Window
 from distconv.ops.conv import channels, convolution
-from distconv.ops.conv.channels import Division, parallel, volume
+from distconv.ops.conv.channels import Division, communication_volume, parallel
 from distconv.transport.interface import Message
 from tests.support.serial import TOLERANCE, agrees, deviation, noted, random_layout, random_tensor
 
@@ -249,7 +249,7 @@ def test_groups_that_lie_on_one_rank_move_nothing(function: Callable[..., Tensor
         x = dc.distribute_tensor(torch.randn(2, groups * inward, 6, 5), grid).requires_grad_()
         pair = (groups * outward, inward) if function is F.conv2d else (groups * inward, outward)
         w = torch.randn(*pair, 3, 3, requires_grad=True)
-        with received(grid) as arrived, traced() as movements:
+        with received(grid) as arrived, trace_movements() as movements:
             y = function(x, w, padding=1, groups=groups)
             assert y.layout == x.layout
             y.sum().backward()
@@ -283,7 +283,7 @@ def test_what_arrives_is_what_the_choice_is_made_by(algorithm: str) -> None:
             geometry = shape, x.cuts, made, (Same(), Same(), *needs), 1, division
             with noted(grid, layout, shape, filters):
                 assert y.cuts[1] == division.output
-                assert sum(arrived) == volume(grid.topology, grid.rank, *geometry)
+                assert sum(arrived) == communication_volume(grid.topology, grid.rank, *geometry)
 
 
 @pytest.mark.parallel([1])
@@ -297,7 +297,7 @@ def test_volumes_of_even_blocks_are_those_of_the_paper() -> None:
     def of(axes: tuple[str, ...], division: Division) -> int:
         cuts = ((), axes, (), ())
         shapes = (samples, inward, 6, 6), cuts, (samples, outward, 6, 6)
-        return volume(grid, 3, *shapes, (Same(),) * 4, 1, division)
+        return communication_volume(grid, 3, *shapes, (Same(),) * 4, 1, division)
 
     # Each of p ranks gets all but its own of the input, or all other sums for its own filters.
     assert of(one, Division(channels=one)) == 2 * samples * outward * plane * 3 // 4
@@ -339,7 +339,7 @@ def test_auto_takes_what_moves_least_and_explain_says_so() -> None:
         assert moved.operator == f"conv2d, stationary-{taken}"
         assert row.layout == dc.Layout(channel="channel")
         x = dc.distribute_tensor(torch.randn(2, inward, 6, 6), grid)
-        with traced() as movements:
+        with trace_movements() as movements:
             assert module(x).layout == row.layout
         assert [m.operator for m in movements if m.redistributes] == [moved.operator]
     module = layers.Conv2d(8, 32, 3, parallel="x")
@@ -411,4 +411,4 @@ def test_a_checkpoint_computes_again_on_ranks_without_filters_too() -> None:
     y = checkpoint(model, dc.distribute_tensor(x, grid), use_reentrant=False)
     y.square().sum().backward()
     assert deviation(model.bias.grad, serial.bias.grad) <= TOLERANCE
-    assert len(set(MPI.COMM_WORLD.allgather(grid.transport.ticket()))) == 1
+    assert len(set(MPI.COMM_WORLD.allgather(grid.transport.next_tag()))) == 1

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import distconv as dc
 from distconv import layers
-from distconv.comm.ledger import traced
+from distconv.comm.ledger import trace_movements
 from tests.support.serial import (
     TOLERANCE,
     agrees,
@@ -262,7 +262,7 @@ def test_norms_of_cut_channels_move_statistics_alone(training: bool) -> None:
     ):
         serial = serial.double().train(training)
         norm = copy.deepcopy(serial)
-        with traced() as movements:
+        with trace_movements() as movements:
             y = norm(d)
         assert y.layout == d.layout
         assert deviation(y.full_tensor().detach(), serial(x).detach()) <= TOLERANCE

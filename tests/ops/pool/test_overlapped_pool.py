@@ -43,7 +43,9 @@ def random_windows(rng: random.Random, n: int) -> dict[str, Any]:
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_overlapped_averages_equal_serial_for_every_divisor(n: int) -> None:
     rng = random.Random(n)
-    with mock.patch.object(average, "overlapped", wraps=average.overlapped) as overlapped:
+    with mock.patch.object(
+        average, "overlapped_linear", wraps=average.overlapped_linear
+    ) as overlapped:
         for _ in range(16):
             grid, shape = random_grid(rng, SPATIAL[3 - n :]), random_plane(rng, n)
             arguments = random_windows(rng, n) | dict(count_include_pad=rng.random() < 0.5)
