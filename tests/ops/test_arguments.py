@@ -56,6 +56,14 @@ RAISED: dict[str, Callable[..., Any]] = {
     "sum over halves": lambda x: x.sum(1.5),
     "dropout in a dictionary's mode": lambda x: F.dropout(x, training={}),
     "dropout in a number's mode": lambda x: F.dropout(x, training=1),
+    "a truth value as dimension": lambda x: F.glu(x, dim=True),
+    "a truth value to split along": lambda x: x.split(2, dim=True),
+    "a truth value as a number of pieces": lambda x: x.split(True, 1),
+    "pieces beyond any number": lambda x: x.split(2**70),
+    "more pieces than numbers": lambda x: x.chunk(2**70),
+    "no size of averages": lambda x: F.adaptive_avg_pool2d(x, None),
+    "a truth value as a size of averages": lambda x: F.adaptive_avg_pool2d(x, True),
+    "no size of maxima": lambda x: F.adaptive_max_pool2d(x, None),
     "more averages than numbers": lambda x: F.adaptive_avg_pool2d(x, HUGE),
     "more maxima than numbers": lambda x: F.adaptive_max_pool2d(x, HUGE),
 }
@@ -90,6 +98,22 @@ def test_windows_without_end_are_refused_not_computed_one_by_one() -> None:
             [dc.Layout(height="height")],
             dc.UnsupportedOperation,
         )
+
+
+@pytest.mark.parallel([1, 2])
+def test_a_correction_that_is_no_number_is_refused() -> None:
+    grid = dc.ProcessGrid(height=-1)
+    x = dc.distribute_tensor(torch.ones(1, 1, 8, 6), grid)
+    with pytest.raises(dc.UnsupportedOperation, match="correction=nan"):
+        x.var(correction=float("nan"))
+
+
+@pytest.mark.parallel([1, 2])
+def test_a_tensor_in_place_of_a_number_is_refused_with_the_way_out() -> None:
+    grid = dc.ProcessGrid(height=-1)
+    x = dc.distribute_tensor(torch.ones(1, 4, 8, 6), grid)
+    with pytest.raises(TypeError, match=r"group_norm.*pass \.item\(\)"):
+        F.group_norm(x, torch.tensor(2))
 
 
 @pytest.mark.parallel([1, 2])

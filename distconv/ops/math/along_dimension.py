@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distconv.ops.support.argument_forms import normalize_dim
-from distconv.ops.support.metadata_checks import check_on_meta
+from distconv.ops.support.metadata_checks import any_type, check_on_meta
 from distconv.ops.support.operands import uncut
 from distconv.tensor.dispatch import RULES, implements
 from distconv.tensor.dist_tensor import DistTensor
@@ -117,6 +117,7 @@ def topk(
 @implements(F.glu)
 def glu(input: DistTensor, dim: int = -1) -> DistTensor:
     """One half of a dimension, gated by the sigmoid of the other."""
+    check_on_meta(F.glu, any_type(input), dim)
     d = normalize_dim(dim, input.dim())
     result: DistTensor = _applied(F.glu, "glu", input, [d], d)
     return result

@@ -72,6 +72,8 @@ def _cells(window: AdaptiveWindow, size: int, start: int, stop: int) -> list[sli
 
 
 def _adaptive_sizes(output_size: Any, sizes: tuple[int, ...], n: int) -> tuple[int, ...]:
+    if output_size is None or isinstance(output_size, bool):
+        raise TypeError(f"output_size={output_size} should be a whole number, or {n} of them")
     if not isinstance(output_size, (tuple, list)):
         output_size = (output_size,) * n
     if len(output_size) != n:

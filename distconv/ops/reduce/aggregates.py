@@ -208,7 +208,7 @@ def _variance(
     count = product(input.shape[d] for d in over)
     # Of all elements, and of less than none, the gradients of torch do not fit the infinite values.
     infinite = count == correction > 1 and (dim is None or not input.dim())
-    if _names_nothing(dim) or infinite or 0 < count < correction:
+    if _names_nothing(dim) or infinite or (count and not correction <= count):
         refuse(
             "var",
             f"dim={dim!r} with correction={correction} of {count} elements is not supported",

@@ -7,6 +7,7 @@ those that do are sent.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from distconv.geometry.index_maps import IndexMap, Same, Span, Strided
 from distconv.ops.shape.lookup import index_select, wrap_negative
 from distconv.ops.shape.reshape import unflatten, unsqueeze
 from distconv.ops.support.argument_forms import normalize_dim
+from distconv.ops.support.metadata_checks import any_type, check_on_meta
 from distconv.ops.support.operands import as_distributed, common_grid
 from distconv.tensor.aliasing import make_view
 from distconv.tensor.dispatch import implements, refuse
@@ -175,35 +177,22 @@ def split(
     tensor: DistTensor, split_size_or_sections: int | Sequence[int], dim: int = 0
 ) -> tuple[DistTensor, ...]:
     """Consecutive pieces of given sizes along one dimension."""
-    d = normalize_dim(dim, tensor.dim())
-    size = tensor.shape[d]
-    if isinstance(split_size_or_sections, int):
-        step = split_size_or_sections
-        if step < 1 and (step or size):
-            raise RuntimeError(f"split: split_size={step} has to be positive")
-        sections = [min(step, size - a) for a in range(0, size, max(step, 1))] or [0]
-    else:
-        sections = list(split_size_or_sections)
-        if sum(sections) != size or min(sections, default=0) < 0:
-            raise RuntimeError(
-                f"split: sizes {sections} have to be from 0 and add up to {size}, dimension {d}"
-            )
-    pieces, start = [], 0
-    for length in sections:
-        pieces.append(_slice_of(tensor, d, start, start + length))
-        start += length
-    return tuple(pieces)
+    shapes = check_on_meta(torch.split, any_type(tensor), split_size_or_sections, dim)
+    return _consecutive(tensor, [shape[dim] for shape in shapes], dim)
 
 
 @implements(torch.chunk, torch.Tensor.chunk)
 def chunk(input: DistTensor, chunks: int, dim: int = 0) -> tuple[DistTensor, ...]:
     """At most `chunks` pieces of equal size, the last one perhaps smaller."""
-    if chunks < 1:
-        raise RuntimeError(f"chunk: chunks={chunks} has to be positive")
-    d = normalize_dim(dim, input.dim())
-    if input.shape[d] == 0:
-        return split(input, [0] * chunks, d)
-    return split(input, -(-input.shape[d] // chunks), d)
+    shapes = check_on_meta(torch.chunk, any_type(input), chunks, dim)
+    return _consecutive(input, [shape[dim] for shape in shapes], dim)
+
+
+def _consecutive(x: DistTensor, lengths: Sequence[int], dim: int) -> tuple[DistTensor, ...]:
+    """Return consecutive slices of the given lengths."""
+    d = normalize_dim(dim, x.dim())
+    bounds = pairwise(accumulate(lengths, initial=0))
+    return tuple(_slice_of(x, d, start, stop) for start, stop in bounds)
 
 
 @implements(torch.unbind, torch.Tensor.unbind, torch.Tensor.__iter__)

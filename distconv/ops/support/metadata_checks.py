@@ -58,6 +58,12 @@ def _shapes(
     except ZeroDivisionError:
         given = [a for a in (*arguments, *keywords) if not isinstance(a, TensorMeta)]
         raise RuntimeError(f"{function.__name__}: {given} has a 0 that must be positive") from None
+    except RuntimeError as error:
+        if "cannot be called on meta tensors" not in str(error):
+            raise
+        raise TypeError(
+            f"{function.__name__}: an argument that should be a number is a tensor; pass .item()"
+        ) from None
     if isinstance(result, Tensor):
         return tuple(result.shape)
     return tuple(tuple(part.shape) for part in result)
