@@ -1,12 +1,12 @@
-"""Movements of data between ranks, each with its adjoint, as autograd functions.
+"""A plan in motion: one movement of data between ranks, and its adjoint.
 
-The adjoints follow one rule: the gradient of a replicated value is the sum over its replicas. So a
-gather is undone by accumulation, a sum over ranks by the same sum, and a value that leaves the
-distributed world is shared out equally over its replicas.
+The adjoint follows one rule: the gradient of a replicated value is the sum over its replicas. So
+what a gathering copies, its adjoint adds up.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -20,71 +20,103 @@ from distconv.comm.packing import (
     receive_buffers,
     route_boxes,
 )
-from distconv.geometry.plan import Plan
+from distconv.geometry.plan import Plan, Route
 from distconv.grid.process_grid import ProcessGrid
+from distconv.transport.interface import Message, Request
 
 
-def gather(local: Tensor, plan: Plan, grid: ProcessGrid, fill: float = 0.0) -> Tensor:
-    """The buffer of `plan`, with `fill` where it reaches outside the tensor.
+class InFlight:
+    """Messages under way, and the memory that they arrive in.
 
-    All ranks of the grid call it, with their own block and their own plan of one movement. Where
-    every rank's buffer is its own block, that block itself is returned. Otherwise all ranks record
-    the movement: with other graphs, their backward passes would communicate in other orders.
+    Where this is dropped without `finish`, as an exception does, the transport keeps the memory
+    until the messages are complete.
     """
-    tag = grid.transport.next_tag()
-    if plan.identity:
-        return local
-    result: Tensor = _Gather.apply(local, plan, grid, tag, fill)
-    return result
 
+    def __init__(self, routes: Sequence[Route], incoming: Sequence[Message], request: Request):
+        self._routes, self._incoming, self._request = routes, incoming, request
 
-def accumulate(buffer: Tensor, plan: Plan, grid: ProcessGrid) -> Tensor:
-    """The adjoint of `gather`: what was gathered goes back to its owner and is added up."""
-    tag = grid.transport.next_tag()
-    if plan.identity:
-        return buffer
-    result: Tensor = _Accumulate.apply(buffer, plan, grid, tag)
-    return result
+    def finish(self) -> list[Tensor]:
+        """Wait, and return the messages that have arrived, each flat, in the order of the plan."""
+        self._request.wait()
+        return [message for _, message in self._incoming]
 
-
-class _Gather(Function):
-    @staticmethod
-    def forward(
-        ctx: Any, local: Tensor, plan: Plan, grid: ProcessGrid, tag: int, fill: float
-    ) -> Tensor:
-        ctx.movement = plan, grid, tag
-        leaving = pack_messages(local, plan.sends, grid)
-        if plan.buffer_is_block:
-            grid.transport.exchange((), leaving, tag).wait()
-            return local.clone()
-        buffer = empty_in_format(plan.buffer_shape, local)
-        if not plan.covered:
-            buffer.fill_(fill)
-        incoming = [(r.peer, receive_buffer(buffer, r, grid)) for r in plan.receives]
-        messages = grid.transport.exchange(incoming, leaving, tag)
-        for source, target in plan.own:
-            buffer[target] = local[source]
-        messages.wait()
-        for route, (_, message) in zip(plan.receives, incoming, strict=True):
+    def finish_into(self, buffer: Tensor) -> None:
+        """Wait, and copy what has arrived to its boxes of `buffer`."""
+        self._request.wait()
+        for route, (_, message) in zip(self._routes, self._incoming, strict=True):
             for place, part in route_boxes(buffer, route, message):
                 if part.data_ptr() != place.data_ptr():
                     place.copy_(part)
+
+    def finish_adding_to(self, block: Tensor) -> None:
+        """Wait, and add what has arrived to its boxes of `block`."""
+        self._request.wait()
+        add_received(block, self._routes, self._incoming)
+
+
+class Transfer:
+    """One plan on one grid, under one tag.
+
+    `forward` gathers a rank's block and what it needs of others' blocks in a buffer; `backward` is
+    the adjoint: it returns each part of a buffer to its owner, who adds the parts up. Each can also
+    be started, and finished when the program has computed something else meanwhile. All ranks of
+    the grid make the same transfers and start them in the same order, each with its own plan.
+    """
+
+    __slots__ = ("_tag", "grid", "plan")
+
+    def __init__(self, plan: Plan, grid: ProcessGrid):
+        self.plan, self.grid = plan, grid
+        self._tag = grid.transport.next_tag()
+
+    def start_forward(self, block: Tensor, buffer: Tensor | None = None) -> InFlight:
+        """Start to send boxes of this rank's block, and to receive its halos.
+
+        Halos arrive in memory of their own, or where they belong in `buffer` if they are contiguous
+        there.
+        """
+        plan, transport = self.plan, self.grid.transport
+        leaving = pack_messages(block, plan.sends, self.grid)
+        if buffer is None:
+            incoming = receive_buffers(plan.receives, block, self.grid)
+        else:
+            incoming = [(r.peer, receive_buffer(buffer, r, self.grid)) for r in plan.receives]
+        return InFlight(plan.receives, incoming, transport.exchange(incoming, leaving, self._tag))
+
+    def forward(self, block: Tensor, fill: float = 0.0) -> Tensor:
+        """Return the buffer of the plan, with `fill` where it reaches outside the tensor."""
+        plan = self.plan
+        if plan.buffer_is_block:
+            self.start_forward(block).finish()
+            return block.clone()
+        buffer = empty_in_format(plan.buffer_shape, block)
+        if not plan.covered:
+            buffer.fill_(fill)
+        halos = self.start_forward(block, buffer)
+        for source, target in plan.own:
+            buffer[target] = block[source]
+        halos.finish_into(buffer)
         return buffer
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        plan, grid, tag = ctx.movement
-        return _Accumulate.apply(grads[0], plan, grid, tag), None, None, None, None
+    def start_backward(self, gradients: Sequence[Tensor], like: Tensor) -> InFlight:
+        """Start to send the gradients of halos to their owners, and to receive those of own boxes.
 
+        Parameters
+        ----------
+        gradients: one for each of the plan's receives, contiguous.
+        like: a tensor of the type and on the device of the gradients.
+        """
+        plan, transport = self.plan, self.grid.transport
+        leaving = [(r.peer, d) for r, d in zip(plan.receives, gradients, strict=True)]
+        incoming = receive_buffers(plan.sends, like, self.grid)
+        return InFlight(plan.sends, incoming, transport.exchange(incoming, leaving, self._tag))
 
-class _Accumulate(Function):
-    @staticmethod
-    def forward(ctx: Any, buffer: Tensor, plan: Plan, grid: ProcessGrid, tag: int) -> Tensor:
-        ctx.movement = plan, grid, tag
+    def backward(self, buffer: Tensor) -> Tensor:
+        """Return this rank's block, the sum of all that the ranks' buffers hold of it."""
+        plan = self.plan
+        leaving = [message for _, message in pack_messages(buffer, plan.receives, self.grid)]
+        gradients = self.start_backward(leaving, buffer)
         block = empty_in_format(plan.block_shape, buffer)
-        incoming = receive_buffers(plan.sends, buffer, grid)
-        leaving = pack_messages(buffer, plan.receives, grid)
-        messages = grid.transport.exchange(incoming, leaving, tag)
         whole = tuple(slice(0, n) for n in plan.block_shape)
         rest = plan.own
         if rest and rest[0][0] == whole:
@@ -94,11 +126,50 @@ class _Accumulate(Function):
             block.zero_()
         for source, target in rest:
             block[source] += buffer[target]
-        messages.wait()
-        add_received(block, plan.sends, incoming)
+        gradients.finish_adding_to(block)
         return block
+
+
+def gather(local: Tensor, plan: Plan, grid: ProcessGrid, fill: float = 0.0) -> Tensor:
+    """Return the buffer of `plan`, with `fill` where it reaches outside; differentiable.
+
+    All ranks of the grid call it, with their own block and their own plan of one movement. Where
+    every rank's buffer is its own block, that block itself is returned. Otherwise all ranks record
+    the movement: with other graphs, their backward passes would communicate in other orders.
+    """
+    transfer = Transfer(plan, grid)
+    if plan.identity:
+        return local
+    result: Tensor = _Gather.apply(local, transfer, fill)
+    return result
+
+
+def accumulate(buffer: Tensor, plan: Plan, grid: ProcessGrid) -> Tensor:
+    """Return what was gathered to its owners, who add it up; the adjoint of `gather`."""
+    transfer = Transfer(plan, grid)
+    if plan.identity:
+        return buffer
+    result: Tensor = _Accumulate.apply(buffer, transfer)
+    return result
+
+
+class _Gather(Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, transfer: Transfer, fill: float) -> Tensor:
+        ctx.transfer = transfer
+        return transfer.forward(local, fill)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        plan, grid, tag = ctx.movement
-        return _Gather.apply(grads[0], plan, grid, tag, 0.0), None, None, None
+        return _Accumulate.apply(grads[0], ctx.transfer), None, None
+
+
+class _Accumulate(Function):
+    @staticmethod
+    def forward(ctx: Any, buffer: Tensor, transfer: Transfer) -> Tensor:
+        ctx.transfer = transfer
+        return transfer.backward(buffer)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _Gather.apply(grads[0], ctx.transfer, 0.0), None

@@ -17,13 +17,11 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from distconv.comm.transfer import accumulate
+from distconv.comm.transfer import Transfer, accumulate
 from distconv.geometry.halo.maxima import BoundaryStrip, MaximaBoundary, maxima_boundary
 from distconv.geometry.index_maps import Window
-from distconv.grid.process_grid import ProcessGrid
 from distconv.ops.pool.local_pooling import unread_input, with_some_channel
 from distconv.ops.pool.positions import fill_border, lowest_value, renumber_positions
-from distconv.ops.windowed.overlapped import receiving_halos, send_halo_gradients
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.redistribution import record_gather
 
@@ -46,7 +44,7 @@ def overlapped_maxima(
     record_gather(x, edge.plan, x.cuts, operator)
     pool = _LocalMaxPool(tuple(windows), ceil_mode)
     plane = tuple(x.shape[2:]) if places else None
-    results = _Maxima.apply(x.shard, pool, edge, plane, grid, grid.transport.next_tag())
+    results = _Maxima.apply(x.shard, pool, edge, plane, Transfer(edge.plan, grid))
     return tuple(DistTensor(y, shape, x.cuts, grid) for y in results if y is not None)
 
 
@@ -107,14 +105,14 @@ class _Maxima(Function):
         pool: _LocalMaxPool,
         edge: MaximaBoundary,
         plane: tuple[int, ...] | None,
-        grid: ProcessGrid,
-        tag: int,
+        transfer: Transfer,
     ) -> tuple[Tensor, Tensor | None]:
-        with receiving_halos(x, edge.plan, grid, tag) as halos:
-            y, index = pool.forward(x, edge.padding)
-            places = None
-            if plane is not None:
-                places = renumber_positions(index, x.shape[2:], edge.starts, pool.windows, plane)
+        arriving = transfer.start_forward(x)
+        y, index = pool.forward(x, edge.padding)
+        places = None
+        if plane is not None:
+            places = renumber_positions(index, x.shape[2:], edge.starts, pool.windows, plane)
+        halos = arriving.finish()
         of_strips = []
         for strip in edge.strips:
             inputs = _strip_inputs(strip, x, halos, pool.windows)
@@ -127,7 +125,7 @@ class _Maxima(Function):
                 found = renumber_positions(found, *searched, strip.shape[2:], strip.starts)
             of_strips.append(found)
         ctx.save_for_backward(index, *of_strips)
-        ctx.context = pool, edge, tuple(x.shape), grid, tag
+        ctx.context = pool, edge, tuple(x.shape), transfer
         if places is not None:
             ctx.mark_non_differentiable(places)
         return y, places
@@ -135,7 +133,7 @@ class _Maxima(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         index, *of_strips = ctx.saved_tensors
-        pool, edge, shape, grid, tag = ctx.context
+        pool, edge, shape, transfer = ctx.context
         plan, dy = edge.plan, grads[0]
         from_strips = [
             pool.backward(dy[strip.outputs], found, strip.shape, strip.padding)
@@ -148,7 +146,7 @@ class _Maxima(Function):
             for strip, dstrip in zip(edge.strips, from_strips, strict=True):
                 for part in strip.halo:
                     part.of(leaving)[part.box] += dstrip[part.place]
-            add_arriving_to = send_halo_gradients(leaving, dy, plan, grid, tag)
+            arriving = transfer.start_backward(leaving, dy)
         if edge.strips:
             dy = dy.clone()
             for strip in edge.strips:
@@ -160,12 +158,12 @@ class _Maxima(Function):
                 buffer[target] = dx[source]
             for strip, dstrip in zip(edge.strips, from_strips, strict=True):
                 buffer[strip.place] += dstrip
-            return accumulate(buffer, plan, grid), None, None, None, None, None
+            return accumulate(buffer, plan, transfer.grid), None, None, None, None
         for strip, dstrip in zip(edge.strips, from_strips, strict=True):
             for source, place in strip.own:
                 dx[source] += dstrip[place]
-        add_arriving_to(dx)
-        return dx, None, None, None, None, None
+        arriving.finish_adding_to(dx)
+        return dx, None, None, None, None
 
 
 def _strip_inputs(

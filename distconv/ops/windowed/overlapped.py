@@ -9,20 +9,17 @@ saved beside the input.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from math import prod
 from typing import Any, Protocol
 
 from torch import Tensor, is_grad_enabled
 from torch.autograd import Function
 
-from distconv.comm.packing import add_received, pack_messages, receive_buffers, resolved_contiguous
-from distconv.comm.transfer import accumulate, gather
+from distconv.comm.packing import resolved_contiguous
+from distconv.comm.transfer import Transfer, accumulate, gather
 from distconv.geometry.halo.slabs import Boundary, HaloSlab, LocalInput
 from distconv.geometry.layout import cutting_axes
-from distconv.geometry.plan import Plan
-from distconv.grid.process_grid import ProcessGrid
 from distconv.ops.support.operands import Placement
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.redistribution import record_gather
@@ -82,37 +79,8 @@ def overlapped_linear(
     operands: the block of `x`, as the operator takes it, weight and bias.
     """
     record_gather(x, edge.plan, x.cuts, operator)
-    made: Tensor = _OverlappedLinear.apply(
-        *operands, local, edge, x.grid, x.grid.transport.next_tag()
-    )
+    made: Tensor = _OverlappedLinear.apply(*operands, local, edge, Transfer(edge.plan, x.grid))
     return crop_outputs(made, edge.crop)
-
-
-@contextmanager
-def receiving_halos(x: Tensor, plan: Plan, grid: ProcessGrid, tag: int) -> Iterator[list[Tensor]]:
-    """The halos of a block, which have arrived when this ends."""
-    incoming = receive_buffers(plan.receives, x, grid)
-    messages = grid.transport.exchange(incoming, pack_messages(x, plan.sends, grid), tag)
-    yield [halo for _, halo in incoming]
-    messages.wait()
-
-
-def send_halo_gradients(
-    gradients: Sequence[Tensor], dy: Tensor, plan: Plan, grid: ProcessGrid, tag: int
-) -> Callable[[Tensor], None]:
-    """Start to send gradients of halos to their owners.
-
-    What is returned waits, and adds those that arrive to the gradient of this rank's block.
-    """
-    incoming = receive_buffers(plan.sends, dy, grid)
-    leaving = [(r.peer, d) for r, d in zip(plan.receives, gradients, strict=True)]
-    messages = grid.transport.exchange(incoming, leaving, tag)
-
-    def add_to(dx: Tensor) -> None:
-        messages.wait()
-        add_received(dx, plan.sends, incoming)
-
-    return add_to
 
 
 def crop_outputs(y: Tensor, crop: Sequence[tuple[int, int]] | None) -> Tensor:
@@ -143,34 +111,34 @@ class _OverlappedLinear(Function):
         bias: Tensor | None,
         local: LinearOperator,
         edge: Boundary,
-        grid: ProcessGrid,
-        tag: int,
+        transfer: Transfer,
     ) -> Tensor:
-        with receiving_halos(x, edge.plan, grid, tag) as halos:
-            made = local.forward(edge.own, x, weight, bias)
+        arriving = transfer.start_forward(x)
+        made = local.forward(edge.own, x, weight, bias)
+        halos = arriving.finish()
         y = crop_outputs(made, edge.crop)
         for slab in edge.slabs:
             taps = None if weight is None else weight[slab.taps]
             y[slab.outputs].add_(local.forward(slab.piece, slab_inputs(slab, halos), taps, None))
         if local.bilinear:
             ctx.save_for_backward(x, weight, *halos)
-        ctx.context = local, edge, grid, tag, None if bias is None else bias.shape
+        ctx.context = local, edge, transfer, None if bias is None else bias.shape
         # Not `y`: a view that an autograd function has made cannot be changed in place.
         return made
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, *halos = ctx.saved_tensors or (None, None)
-        local, edge, grid, tag, bias_shape = ctx.context
+        local, edge, transfer, bias_shape = ctx.context
         plan, (dmade,) = edge.plan, grads
         dy = crop_outputs(dmade, edge.crop)
         of_input, of_weight, _ = mask = ctx.needs_input_grad[:3]
         if is_grad_enabled():
-            inputs = None if x is None else gather(x, plan, grid)
+            inputs = None if x is None else gather(x, plan, transfer.grid)
             dx, dw, db = local.backward(edge.buffer, dy, inputs, weight, bias_shape, mask)
             if of_input:
-                dx = accumulate(dx, plan, grid)
-            return dx, dw, db, None, None, None, None
+                dx = accumulate(dx, plan, transfer.grid)
+            return dx, dw, db, None, None, None
 
         # Gradients of halos first: they travel while the rest is computed.
         leaving = {i: dy.new_zeros(size) for i, size in edge.composed} if of_input else {}
@@ -191,10 +159,10 @@ class _OverlappedLinear(Function):
                     part.of(leaving)[part.box] += dhalo[part.place]
         if of_input:
             gradients = [leaving[i] for i in range(len(plan.receives))]
-            add_arriving_to = send_halo_gradients(gradients, dy, plan, grid, tag)
+            arriving = transfer.start_backward(gradients, dy)
         dx, dw, db = local.backward(edge.own, dmade, x, weight, bias_shape, mask)
         for taps, dtaps in of_taps:
             dw[taps] += dtaps
         if of_input:
-            add_arriving_to(dx)
-        return dx, dw, db, None, None, None, None
+            arriving.finish_adding_to(dx)
+        return dx, dw, db, None, None, None

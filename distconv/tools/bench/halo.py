@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from distconv.comm.packing import pack_messages, receive_buffers
+from distconv.comm.transfer import Transfer
 from distconv.geometry.index_maps import Same, Window
 from distconv.geometry.plan import Plan, make_plan
 from distconv.grid.process_grid import ProcessGrid
@@ -73,13 +73,9 @@ def plan_of(x: DistTensor) -> Plan:
 
 def exchange(x: DistTensor, plan: Plan) -> Callable[[], None]:
     """What an overlapped convolution does of it: pack, send, receive, wait."""
-    grid = x.grid
 
     def run() -> None:
-        incoming = receive_buffers(plan.receives, x.shard, grid)
-        tag = grid.transport.next_tag()
-        leaving = pack_messages(x.shard, plan.sends, grid)
-        grid.transport.exchange(incoming, leaving, tag).wait()
+        Transfer(plan, x.grid).start_forward(x.shard).finish()
 
     return run
 
