@@ -1,7 +1,7 @@
 """What torch functions mean on DistTensors, one folder a family; importing this registers them."""
 
 from distconv.ops import autograd, foreach, interpolate, linear, loss, random, scalar
-from distconv.ops.conv import convolution, transposed_convolution
+from distconv.ops.conv import functions as convolutions
 from distconv.ops.math import along_dimension, pointwise, product
 from distconv.ops.norm import batch_norm, sample_norm
 from distconv.ops.pool import adaptive, average, lp_pool, maximum, unpool
@@ -15,7 +15,7 @@ __all__ = [
     "autograd",
     "average",
     "batch_norm",
-    "convolution",
+    "convolutions",
     "extrema",
     "foreach",
     "indexing",
@@ -36,6 +36,5 @@ __all__ = [
     "sample_norm",
     "scalar",
     "sums",
-    "transposed_convolution",
     "unpool",
 ]

@@ -26,7 +26,6 @@ from distconv.geometry.layout import Axes, Box, Cuts, cutting_axes, idle_axes, r
 from distconv.geometry.plan import Slices, make_plan
 from distconv.geometry.topology import AXES, Topology
 from distconv.grid.process_grid import ProcessGrid
-from distconv.ops.support.metadata_checks import TensorMeta
 from distconv.ops.support.operands import Placement
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.redistribution import gather_inputs, reduce_scatter
@@ -200,10 +199,6 @@ class WeightMeta(NamedTuple):
         """Those of a layer, distributed or whole."""
         cuts = weight.cuts if isinstance(weight, DistTensor) else ((),) * weight.dim()
         return cls(tuple(weight.shape), cuts, None if bias is None else tuple(bias.shape))
-
-    def like(self) -> tuple[TensorMeta, TensorMeta | None]:
-        """Weight and bias for torch's checks of shapes."""
-        return TensorMeta(self.shape), None if self.bias is None else TensorMeta(self.bias)
 
 
 class Layer(NamedTuple):

@@ -1,76 +1,22 @@
-"""Convolutions and transposed ones that compute while their halos travel."""
+"""The local operator of convolutions that overlap with their halo exchange, and its gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distconv.geometry.halo.slabs import Boundary, LocalInput
-from distconv.ops.conv.channels import LayerPart
-from distconv.ops.support.operands import Placement
+from distconv.geometry.halo.slabs import LocalInput
 from distconv.ops.support.types import autocast_type
-from distconv.ops.windowed.overlapped import (
-    OperandGradients,
-    crop_outputs,
-    may_overlap,
-    overlapped_linear,
-)
-from distconv.tensor.dist_tensor import DistTensor
+from distconv.ops.windowed.overlapped import OperandGradients, crop_outputs
 
 
-class ConvolutionPlan(NamedTuple):
-    """How a rank computes a convolution or transposed one; remembered, as metadata decide it."""
-
-    part: LayerPart
-    maps: tuple[Any, ...]
-    """From outputs to inputs, for each spatial dimension."""
-    overlap: tuple[Convolution, Boundary] | None
-    """How to compute while halos travel; None where inputs are assembled."""
-
-
-def plan_convolution(
-    part: LayerPart,
-    x: Placement,
-    maps: tuple[Any, ...],
-    local: Convolution,
-    method: str | None,
-    smallest: int,
-    lines_up: Callable[..., Any],
-    edge_of: Callable[..., Boundary],
-) -> ConvolutionPlan:
-    """That of a rank whose `part` of a convolution of `x` is known.
-
-    Parameters
-    ---------- method, smallest: as in `may_overlap`. lines_up, edge_of: whether blocks line up, and
-    the boundary: of `convolution_boundary` or of `transposed_convolution_boundary`.
-    """
-    if part.stays and may_overlap(x, method, smallest):
-        parts = tuple(map(x.topology.parts, x.cuts[2:]))
-        if lines_up(maps, x.shape[2:], parts):
-            edge = edge_of(x.topology, x.rank, *part.alone(x), maps)
-            return ConvolutionPlan(part, maps, (local, edge))
-    return ConvolutionPlan(part, maps, None)
-
-
-def overlapped_convolution(
-    x: DistTensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    local: Convolution,
-    edge: Boundary,
-    operator: str,
-) -> Tensor:
-    """This rank's block of the convolution of `x`; all ranks call it."""
-    return overlapped_linear(x, _as_autocast(x.shard, weight, bias), local, edge, operator)
-
-
-def _as_autocast(*operands: Tensor | None) -> list[Tensor | None]:
-    """The operands of a convolution in the type that autocast would give them."""
+def as_autocast(*operands: Tensor | None) -> list[Tensor | None]:
+    """Return the operands of a convolution in the type that autocast would give them."""
     kind = next(autocast_type(t) for t in operands if t is not None)
     if kind is None:
         return list(operands)
@@ -81,8 +27,8 @@ def _as_autocast(*operands: Tensor | None) -> list[Tensor | None]:
 
 
 @dataclass(frozen=True)
-class Convolution:
-    """The convolution of a piece, or the transposed one."""
+class LocalConvolution:
+    """The convolution, or the transposed convolution, of a piece of the input."""
 
     stride: tuple[int, ...]
     dilation: tuple[int, ...]

@@ -5,12 +5,14 @@ An error is thereby raised on every rank, before any message, in torch's words.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from distconv.geometry.layout import Shape
 
 
 class TensorMeta(NamedTuple):
@@ -23,6 +25,17 @@ class TensorMeta(NamedTuple):
 def any_type(x: Tensor | None) -> TensorMeta | None:
     """A tensor whose type does not matter, for `check_on_meta`."""
     return None if x is None else TensorMeta(tuple(x.shape))
+
+
+def check_shapes(
+    function: Callable[..., Any], shapes: Sequence[Shape | None], *arguments: Any
+) -> Any:
+    """Return the shape of `function` of tensors of these shapes, and of arguments after them.
+
+    None stands for a tensor that is not there.
+    """
+    tensors = (None if shape is None else TensorMeta(shape) for shape in shapes)
+    return check_on_meta(function, *tensors, *arguments)
 
 
 def check_on_meta(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:

@@ -19,7 +19,7 @@ import distconv as dc
 from distconv import layers
 from distconv.comm.ledger import trace_movements
 from distconv.geometry.index_maps import Same, Window
-from distconv.ops.conv import channels, convolution
+from distconv.ops.conv import channels, spatial
 from distconv.ops.conv.channels import Division, communication_volume, parallel
 from distconv.transport.interface import Message
 from tests.support.serial import TOLERANCE, agrees, deviation, noted, random_layout, random_tensor
@@ -186,7 +186,7 @@ def test_halos_of_channel_blocks_travel_while_they_are_convolved() -> None:
     grid = dc.ProcessGrid(channel=2, height=-1)
     layout = dc.Layout(channel="channel", height="height")
     with mock.patch.object(
-        convolution, "overlapped_convolution", wraps=convolution.overlapped_convolution
+        spatial, "overlapped_linear", wraps=spatial.overlapped_linear
     ) as overlapped:
         for groups, channels_, filters in ((1, 5, 3), (4, 4, 8), (3, 3, 3)):
             x = random_tensor(rng, (2, channels_, 24, 7))

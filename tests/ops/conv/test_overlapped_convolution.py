@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import distconv as dc
-from distconv.ops.conv import convolution, transposed_convolution
+from distconv.ops.conv import spatial
 from tests.support.serial import (
     TOLERANCE,
     agrees,
@@ -48,7 +48,7 @@ def random_case(rng: random.Random, n: int) -> tuple[list[int], list[int], dict[
 def test_overlapped_convolutions_equal_serial(n: int) -> None:
     rng = random.Random(n)
     with mock.patch.object(
-        convolution, "overlapped_convolution", wraps=convolution.overlapped_convolution
+        spatial, "overlapped_linear", wraps=spatial.overlapped_linear
     ) as overlapped:
         for i in range(16):
             grid = random_grid(rng, ("depth", "height", "width")[3 - n :])
@@ -88,9 +88,7 @@ def random_transposed_case(
 def test_overlapped_transposed_convolutions_equal_serial(n: int) -> None:
     rng = random.Random(n)
     with mock.patch.object(
-        transposed_convolution,
-        "overlapped_convolution",
-        wraps=transposed_convolution.overlapped_convolution,
+        spatial, "overlapped_linear", wraps=spatial.overlapped_linear
     ) as overlapped:
         for i in range(16):
             grid = random_grid(rng, ("depth", "height", "width")[3 - n :])

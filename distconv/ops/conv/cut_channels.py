@@ -1,0 +1,66 @@
+"""Convolution, and transposed convolution, whose channels or filters are cut over ranks.
+
+How the layer is divided is decided in `channels`; each rank's part is then computed as in
+`spatial`, and sums over channels that lie on several ranks are completed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+from torch import Tensor
+
+from distconv.geometry.index_maps import Same
+from distconv.ops.conv.channels import Layer, LayerPart, WeightMeta, algorithm, layer_part
+from distconv.ops.conv.spatial import SpatialPlan, boundary_of, convolve_block
+from distconv.ops.conv.specification import ConvolutionSpec
+from distconv.ops.support.method import chosen_method
+from distconv.ops.support.operands import Placement
+from distconv.ops.windowed.overlapped import may_overlap
+from distconv.tensor.dist_tensor import DistTensor
+from distconv.tensor.redistribution import gather_inputs
+
+
+def convolve_cut_channels(
+    x: DistTensor, weight: Tensor, bias: Tensor | None, spec: ConvolutionSpec
+) -> DistTensor:
+    """Return the convolution of an input, or by a weight, with cut channels; all ranks call it.
+
+    Parameters
+    ----------
+    weight, bias: distributed, or plain and equal on all ranks.
+    """
+    meta = WeightMeta.of(weight, bias)
+    part, plan = _plan(spec, Placement.of(x), meta, algorithm(), chosen_method())
+    weight, bias, late = part.operands(weight, bias)
+    if plan.boundary is None and not weight.numel():
+        buffer = gather_inputs(x, plan.needs, plan.cuts, part.operator)
+        return part.finish(part.empty_result(buffer, weight, bias), late, x.grid)
+    block = convolve_block(x, weight, bias, plan, part.operator)
+    return part.finish(block, late, x.grid)
+
+
+@lru_cache(maxsize=4096)
+def _plan(
+    spec: ConvolutionSpec, x: Placement, weights: WeightMeta, algorithm: str, method: str | None
+) -> tuple[LayerPart, SpatialPlan]:
+    shape = spec.output_shape(x.shape, weights.shape, weights.bias)
+    maps = spec.index_maps(weights.shape[2:])
+    layer = Layer(
+        spec.name,
+        x,
+        weights,
+        shape,
+        needs=(Same(), Same(), *spec.inputs_to_gather(maps, x.cuts)),
+        algorithm=algorithm,
+        groups=spec.groups,
+        transposed=spec.transposed,
+    )
+    part = layer_part(layer)
+    own = replace(spec, groups=part.groups)
+    boundary = None
+    smallest = spec.fewest_to_overlap(weights.shape) // part.blocks
+    if part.stays and may_overlap(x, method, smallest):
+        boundary = boundary_of(own, x, maps, *part.alone(x))
+    return part, SpatialPlan(own, shape, maps, part.needs, part.cuts, part.box, boundary)

@@ -1,0 +1,81 @@
+"""torch's convolutions and transposed convolutions, in one to three dimensions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from distconv.ops.conv.convolution import Convolution
+from distconv.ops.conv.cut_channels import convolve_cut_channels
+from distconv.ops.conv.spatial import convolve_whole_channels
+from distconv.ops.conv.specification import ConvolutionSpec
+from distconv.ops.conv.transposed_convolution import TransposedConvolution
+from distconv.ops.support.argument_forms import Sizes, accepts_unbatched, to_tuple
+from distconv.ops.support.types import distributed_input
+from distconv.tensor.dispatch import implements
+from distconv.tensor.dist_tensor import DistTensor
+
+
+def _convolution(function: Callable[..., Tensor], n: int) -> None:
+    @implements(function)
+    @accepts_unbatched(function.__name__, n)
+    def rule(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Sizes = 1,
+        padding: Sizes | str = 0,
+        dilation: Sizes = 1,
+        groups: int = 1,
+    ) -> DistTensor:
+        spec = Convolution(
+            function,
+            to_tuple(stride, n, "stride"),
+            padding if isinstance(padding, str) else to_tuple(padding, n, "padding"),
+            to_tuple(dilation, n, "dilation"),
+            groups,
+        )
+        return _convolve(input, weight, bias, spec)
+
+
+def _transposed_convolution(function: Callable[..., Tensor], n: int) -> None:
+    @implements(function)
+    @accepts_unbatched(function.__name__, n)
+    def rule(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Sizes = 1,
+        padding: Sizes = 0,
+        output_padding: Sizes = 0,
+        groups: int = 1,
+        dilation: Sizes = 1,
+    ) -> DistTensor:
+        spec = TransposedConvolution(
+            function,
+            to_tuple(stride, n, "stride"),
+            to_tuple(padding, n, "padding"),
+            to_tuple(dilation, n, "dilation"),
+            groups,
+            to_tuple(output_padding, n, "output_padding"),
+        )
+        return _convolve(input, weight, bias, spec)
+
+
+def _convolve(
+    input: Tensor, weight: Tensor, bias: Tensor | None, spec: ConvolutionSpec
+) -> DistTensor:
+    x = distributed_input(spec.name, input, weight, bias)
+    if x.cuts[1] or isinstance(weight, DistTensor) or isinstance(bias, DistTensor):
+        return convolve_cut_channels(x, weight, bias, spec)
+    return convolve_whole_channels(x, weight, bias, spec)
+
+
+_convolution(torch.conv1d, 1)
+_convolution(torch.conv2d, 2)
+_convolution(torch.conv3d, 3)
+_transposed_convolution(torch.conv_transpose1d, 1)
+_transposed_convolution(torch.conv_transpose2d, 2)
+_transposed_convolution(torch.conv_transpose3d, 3)

@@ -1,0 +1,113 @@
+"""Convolution, and transposed convolution, where every rank has all channels and filters.
+
+Each rank computes its own block of the output, from its block of the input and the halos that it
+lacks: `assembled` in one buffer, or overlapped with their exchange.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from distconv.geometry.halo.slabs import Boundary
+from distconv.geometry.index_maps import IndexMap, Same
+from distconv.geometry.layout import Box, Cuts, Shape, rank_box
+from distconv.ops.conv.local_convolution import LocalConvolution, as_autocast
+from distconv.ops.conv.specification import ConvolutionSpec
+from distconv.ops.support.method import chosen_method
+from distconv.ops.support.operands import Placement
+from distconv.ops.windowed.overlapped import may_overlap, overlapped_linear
+from distconv.tensor.dist_tensor import DistTensor
+from distconv.tensor.redistribution import gather_inputs
+
+
+class SpatialPlan(NamedTuple):
+    """How a rank computes a block of outputs; remembered, as global metadata decide it.
+
+    Attributes
+    ----------
+    spec: the convolution, with the groups that the rank computes.
+    shape: the global shape of the output.
+    maps: from outputs to inputs, for each spatial dimension.
+    needs, cuts: what an assembled computation gathers of the input.
+    box: the outputs that the rank computes.
+    boundary: how to compute while halos travel; None where the input is assembled.
+    """
+
+    spec: ConvolutionSpec
+    shape: Shape
+    maps: tuple[Any, ...]
+    needs: tuple[IndexMap, ...]
+    cuts: Cuts
+    box: Box
+    boundary: Boundary | None
+
+
+def convolve_whole_channels(
+    x: DistTensor, weight: Tensor, bias: Tensor | None, spec: ConvolutionSpec
+) -> DistTensor:
+    """Return the convolution of an input cut in samples and space; all ranks call it.
+
+    Parameters
+    ----------
+    weight, bias: plain tensors, equal on all ranks.
+    """
+    bias_shape = None if bias is None else tuple(bias.shape)
+    plan = _plan(spec, Placement.of(x), tuple(weight.shape), bias_shape, chosen_method())
+    block = convolve_block(x, weight, bias, plan, spec.name)
+    return DistTensor(block, plan.shape, x.cuts, x.grid)
+
+
+@lru_cache(maxsize=4096)
+def _plan(
+    spec: ConvolutionSpec, x: Placement, weight: Shape, bias: Shape | None, method: str | None
+) -> SpatialPlan:
+    shape = spec.output_shape(x.shape, weight, bias)
+    maps = spec.index_maps(weight[2:])
+    boundary = None
+    if may_overlap(x, method, spec.fewest_to_overlap(weight)):
+        boundary = boundary_of(spec, x, maps, x.shape, shape, x.cuts)
+    needs = (Same(), Same(), *spec.inputs_to_gather(maps, x.cuts))
+    box = rank_box(shape, x.cuts, x.topology, x.rank)
+    return SpatialPlan(spec, shape, maps, needs, x.cuts, box, boundary)
+
+
+def boundary_of(
+    spec: ConvolutionSpec,
+    x: Placement,
+    maps: tuple[Any, ...],
+    shape: Shape,
+    made: Shape,
+    cuts: Cuts,
+) -> Boundary | None:
+    """Return the boundary of a rank's block; None where inputs and outputs do not line up.
+
+    Parameters
+    ----------
+    shape, made, cuts: of input and output, as far as the rank's local operator sees them.
+    """
+    parts = tuple(map(x.topology.parts, x.cuts[2:]))
+    if not spec.needs_halo(maps, x.shape[2:], parts):
+        return None
+    return spec.boundary(x.topology, x.rank, shape, made, cuts, maps)
+
+
+def convolve_block(
+    x: DistTensor, weight: Tensor, bias: Tensor | None, plan: SpatialPlan, operator: str
+) -> Tensor:
+    """Return the block of outputs that `plan` has this rank compute; all ranks call it.
+
+    Parameters
+    ----------
+    weight, bias: what the rank holds of them.
+    operator: the name under which movements are recorded.
+    """
+    spec = plan.spec
+    if plan.boundary is not None:
+        local = LocalConvolution(spec.stride, spec.dilation, spec.groups, spec.transposed)
+        operands = as_autocast(x.shard, weight, bias)
+        return overlapped_linear(x, operands, local, plan.boundary, operator)
+    buffer = gather_inputs(x, plan.needs, plan.cuts, operator)
+    return spec.assembled(buffer, weight, bias, x, plan.maps, plan.box)

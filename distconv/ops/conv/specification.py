@@ -1,0 +1,101 @@
+"""What a convolution is, apart from its operands: what all ranks decide from, without messages."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from distconv.geometry.halo.slabs import Boundary
+from distconv.geometry.index_maps import IndexMap
+from distconv.geometry.layout import Box, Cuts, Shape
+from distconv.geometry.topology import Topology
+from distconv.tensor.dist_tensor import DistTensor
+
+Sides = tuple[int, ...]
+"""A number for each spatial dimension."""
+
+
+@dataclass(frozen=True)
+class ConvolutionSpec(ABC):
+    """A kind of convolution with its arguments; the kinds are its subclasses.
+
+    Attributes
+    ----------
+    function: torch's function, as torch.conv2d.
+    padding: as that function takes it; numbers, or "valid" or "same".
+    """
+
+    function: Callable[..., Tensor]
+    stride: Sides
+    padding: Any
+    dilation: Sides
+    groups: int
+
+    transposed: ClassVar[bool]
+    """Whether the weight is (channel, filter, *kernel), not (filter, channel, *kernel)."""
+
+    @property
+    def name(self) -> str:
+        """The name of the function, as messages and records have it."""
+        return self.function.__name__
+
+    @abstractmethod
+    def output_shape(self, x: Shape, weight: Shape, bias: Shape | None) -> Shape:
+        """Return the global shape of the output; raise for what torch does not take.
+
+        Called with global shapes, it raises on all ranks or on none.
+        """
+
+    @abstractmethod
+    def index_maps(self, kernel: Shape) -> tuple[Any, ...]:
+        """Return the map from outputs to inputs of each spatial dimension."""
+
+    @abstractmethod
+    def inputs_to_gather(self, maps: tuple[Any, ...], cuts: Cuts) -> Sequence[IndexMap]:
+        """Return what the assembled computation gathers along each spatial dimension."""
+
+    @abstractmethod
+    def needs_halo(self, maps: tuple[Any, ...], sizes: Shape, parts: Shape) -> bool | None:
+        """Return whether any rank needs a halo; None where it cannot compute on its own block.
+
+        Parameters
+        ----------
+        sizes, parts: inputs along each spatial dimension, and into how many parts they are cut.
+        """
+
+    @abstractmethod
+    def boundary(
+        self,
+        topology: Topology,
+        rank: int,
+        shape: Shape,
+        made: Shape,
+        cuts: Cuts,
+        maps: tuple[Any, ...],
+    ) -> Boundary:
+        """Return what a rank sends, receives and mends to compute while its halos travel."""
+
+    @abstractmethod
+    def fewest_to_overlap(self, weight: Shape) -> int:
+        """Return from how many inputs a rank on computing while halos travel is faster."""
+
+    @abstractmethod
+    def assembled(
+        self,
+        buffer: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        x: DistTensor,
+        maps: tuple[Any, ...],
+        box: Box,
+    ) -> Tensor:
+        """Return the outputs in `box`, computed from the inputs gathered for them.
+
+        Parameters
+        ----------
+        x: the whole input, whose sizes and cuts tell where the buffer lies.
+        """
