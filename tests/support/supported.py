@@ -66,7 +66,8 @@ def status(name: str, grid: dc.ProcessGrid) -> str:
     samples = samples_of(name)
     if samples:
         return _measured(name, samples, grid)
-    if name.startswith("torch.Tensor.") and bare(name) in vars(DistTensor):
+    own = DistTensor.__mro__[: DistTensor.__mro__.index(Tensor)]
+    if name.startswith("torch.Tensor.") and any(bare(name) in vars(each) for each in own):
         return "metadata"
     x = dc.distribute_tensor(torch.ones(3, 5), grid)
     try:
