@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from distconv import DistTensor, ProcessGrid
+from distconv import DistTensor
 from distconv.geometry.layout import default_cuts
+from distconv.grid.interface import Grid
 from distconv.tensor.dist_tensor import local_box
 from distconv.tools.bench import layer
 from distconv.tools.bench.networks import AVERAGE, MAXIMUM, UNet3d, cosmoflow
@@ -128,7 +129,7 @@ COSMOFLOW_512 = Case(
 )
 
 
-def cut(case: Case, grid: ProcessGrid, device: torch.device) -> tuple[DistTensor, DistTensor]:
+def cut(case: Case, grid: Grid, device: torch.device) -> tuple[DistTensor, DistTensor]:
     """Its input, and what comes with it, of which only this rank's blocks are made."""
     with torch.device("meta"), torch.no_grad():
         made = tuple(case.make()(torch.empty(case.shape)).shape)
@@ -153,7 +154,7 @@ def module(case: Case, device: torch.device) -> nn.Module:
         return case.make()
 
 
-def plain(case: Case, grid: ProcessGrid, device: torch.device) -> Step:
+def plain(case: Case, grid: Grid, device: torch.device) -> Step:
     """A step of plain torch on the blocks that this rank has on `grid`."""
     network = module(case, device)
     x, y = cut(case, grid, device)

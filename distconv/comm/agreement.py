@@ -9,7 +9,7 @@ from zlib import crc32
 import numpy as np
 
 from distconv.geometry.topology import AXES
-from distconv.grid.process_grid import ProcessGrid
+from distconv.grid.interface import Grid
 
 _BITS = 24
 """Of a fingerprint, so that sums of squares over 16,000 ranks are exact in 64 bits."""
@@ -32,7 +32,7 @@ class Agreement:
     is there when every rank has asked.
     """
 
-    def __init__(self, grid: ProcessGrid):
+    def __init__(self, grid: Grid):
         self._grid = grid
         # On the meta device there are no other ranks that could answer.
         self._size = 1 if grid.device.type == "meta" else grid.size

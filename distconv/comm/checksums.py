@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from distconv.geometry.topology import AXES, Topology
+from distconv.grid.interface import Grid
 from distconv.grid.order import debugging
-from distconv.grid.process_grid import ProcessGrid
 
 ALWAYS = debugging()
 """Whether everything is compared each time."""
@@ -59,26 +59,26 @@ class Checked(NamedTuple):
 class _Uses:
     """How often a grid has been used in which way."""
 
-    def __init__(self, grid: ProcessGrid):
+    def __init__(self, grid: Grid):
         self.counts: dict[Hashable, int] = {}
         self.comparable = grid.size > 1 and grid.device.type != "meta"
         self.on_gpu = grid.device.type == "cuda"
 
 
-def _uses_of(grid: ProcessGrid) -> _Uses:
+def _uses_of(grid: Grid) -> _Uses:
     uses: _Uses | None = grid.__dict__.get("_uses")
     if uses is None:
         uses = grid.__dict__["_uses"] = _Uses(grid)
     return uses
 
 
-def possible(grid: ProcessGrid) -> bool:
+def possible(grid: Grid) -> bool:
     """Whether there are ranks to compare with, and the host may read tensors now."""
     uses = _uses_of(grid)
     return uses.comparable and not (uses.on_gpu and torch.cuda.is_current_stream_capturing())
 
 
-def due(use: Hashable, grid: ProcessGrid, first: int, then: int) -> bool:
+def due(use: Hashable, grid: Grid, first: int, then: int) -> bool:
     """Whether to compare in this use of a grid: the first ones, and every `then`-th.
 
     Counted on each rank; the answer is the same on all where they make the same calls.
@@ -115,7 +115,7 @@ def checksum(x: Tensor) -> int:
     return number
 
 
-def differing(local: Tensor, axes: Sequence[str], sums: Sequence[int], grid: ProcessGrid) -> str:
+def differing(local: Tensor, axes: Sequence[str], sums: Sequence[int], grid: Grid) -> str:
     """Which ranks have another tensor than ranks that should have the same; "" for none.
 
     All ranks of the grid call it, with the checksums of all. They communicate where any differ.
@@ -143,7 +143,7 @@ def differing(local: Tensor, axes: Sequence[str], sums: Sequence[int], grid: Pro
     return f"ranks {', '.join(map(str, ranks[:8]))}{more} differ from rank {usual}"
 
 
-def unequal(tensors: Iterable[Checked], grid: ProcessGrid) -> tuple[str, str] | None:
+def unequal(tensors: Iterable[Checked], grid: Grid) -> tuple[str, str] | None:
     """The first tensor that is not equal where it should be, and the ranks; None for none.
 
     All ranks of the grid call it, with tensors of the same names in the same order.

@@ -11,15 +11,15 @@ from torch.autograd import Function
 
 from distconv.comm.packing import resolved_contiguous
 from distconv.geometry.topology import AXES
-from distconv.grid.process_grid import ProcessGrid
+from distconv.grid.interface import Grid
 
 
-def all_reduce_with_grad(local: Tensor, grid: ProcessGrid, axes: Iterable[str]) -> Tensor:
+def all_reduce_with_grad(local: Tensor, grid: Grid, axes: Iterable[str]) -> Tensor:
     """The sum of `local` over the ranks along `axes`, on each of them; those ranks call it."""
     return apply_along_axes(_AllReduce, local, grid, axes)
 
 
-def all_gather_with_grad(local: Tensor, grid: ProcessGrid, axes: Iterable[str]) -> Tensor:
+def all_gather_with_grad(local: Tensor, grid: Grid, axes: Iterable[str]) -> Tensor:
     """The `local` of all ranks along `axes`, stacked in rank order; those ranks call it."""
     axes = tuple(axes)
     if grid.topology.parts(axes) == 1:
@@ -28,7 +28,7 @@ def all_gather_with_grad(local: Tensor, grid: ProcessGrid, axes: Iterable[str]) 
 
 
 def apply_along_axes(
-    function: type[Function], local: Tensor, grid: ProcessGrid, axes: Iterable[str]
+    function: type[Function], local: Tensor, grid: Grid, axes: Iterable[str]
 ) -> Tensor:
     """`function` of `local` over the ranks along `axes`; `local` itself where that is one rank."""
     axes = tuple(axes)
@@ -38,24 +38,24 @@ def apply_along_axes(
     return result
 
 
-def all_reduce(local: Tensor, grid: ProcessGrid, axes: Iterable[str]) -> Tensor:
+def all_reduce(local: Tensor, grid: Grid, axes: Iterable[str]) -> Tensor:
     """A new tensor with the sum of `local` over the ranks along `axes`, outside autograd."""
     total = resolved_contiguous(local.detach()).clone(memory_format=torch.contiguous_format)
     all_reduce_(total, grid, axes)
     return total
 
 
-def all_reduce_(tensor: Tensor, grid: ProcessGrid, axes: Iterable[str]) -> None:
+def all_reduce_(tensor: Tensor, grid: Grid, axes: Iterable[str]) -> None:
     """Add up a contiguous tensor in place over the ranks along `axes`, outside autograd."""
     grid.transport.all_reduce(tensor, grid.communicator(axes)).wait()
 
 
-def all_gather(local: Tensor, grid: ProcessGrid, axes: Iterable[str]) -> Tensor:
+def all_gather(local: Tensor, grid: Grid, axes: Iterable[str]) -> Tensor:
     """The `local` of all ranks along `axes`, stacked in rank order, outside autograd."""
     return grid.transport.all_gather(resolved_contiguous(local.detach()), grid.communicator(axes))
 
 
-def broadcast(tensor: Tensor, grid: ProcessGrid) -> None:
+def broadcast(tensor: Tensor, grid: Grid) -> None:
     """Overwrite a tensor by that of rank 0; all ranks of the grid call it."""
     if not tensor.numel() or grid.size == 1:
         return
@@ -67,7 +67,7 @@ def broadcast(tensor: Tensor, grid: ProcessGrid) -> None:
 
 class _AllReduce(Function):
     @staticmethod
-    def forward(ctx: Any, local: Tensor, grid: ProcessGrid, axes: tuple[str, ...]) -> Tensor:
+    def forward(ctx: Any, local: Tensor, grid: Grid, axes: tuple[str, ...]) -> Tensor:
         ctx.movement = grid, axes
         return all_reduce(local, grid, axes)
 
@@ -78,7 +78,7 @@ class _AllReduce(Function):
 
 class _AllGather(Function):
     @staticmethod
-    def forward(ctx: Any, local: Tensor, grid: ProcessGrid, axes: tuple[str, ...]) -> Tensor:
+    def forward(ctx: Any, local: Tensor, grid: Grid, axes: tuple[str, ...]) -> Tensor:
         ctx.movement = grid, axes
         return all_gather(local, grid, axes)
 

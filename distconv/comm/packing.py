@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from distconv.geometry.plan import Route
-from distconv.grid.process_grid import ProcessGrid
+from distconv.grid.interface import Grid
 from distconv.transport.interface import Message
 
 
@@ -28,12 +28,12 @@ def empty_in_format(shape: tuple[int, ...], like: Tensor) -> Tensor:
     return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=last)
 
 
-def pack_messages(tensor: Tensor, routes: Iterable[Route], grid: ProcessGrid) -> list[Message]:
+def pack_messages(tensor: Tensor, routes: Iterable[Route], grid: Grid) -> list[Message]:
     """For each route its rank, and its boxes of `tensor` as one contiguous message."""
     return [(route.peer, _pack_route(tensor, route, grid)) for route in routes]
 
 
-def receive_buffers(routes: Iterable[Route], like: Tensor, grid: ProcessGrid) -> list[Message]:
+def receive_buffers(routes: Iterable[Route], like: Tensor, grid: Grid) -> list[Message]:
     """For each route its rank, and memory for its message."""
     return [(r.peer, grid.transport.empty((r.size,), like)) for r in routes]
 
@@ -45,7 +45,7 @@ def add_received(tensor: Tensor, routes: Iterable[Route], incoming: Iterable[Mes
             place += part
 
 
-def _pack_route(tensor: Tensor, route: Route, grid: ProcessGrid) -> Tensor:
+def _pack_route(tensor: Tensor, route: Route, grid: Grid) -> Tensor:
     """The boxes of a route as one contiguous message; a contiguous box travels uncopied."""
     if len(route.boxes) == 1:
         place = tensor[route.boxes[0]]
@@ -58,7 +58,7 @@ def _pack_route(tensor: Tensor, route: Route, grid: ProcessGrid) -> Tensor:
     return message
 
 
-def receive_buffer(buffer: Tensor, route: Route, grid: ProcessGrid) -> Tensor:
+def receive_buffer(buffer: Tensor, route: Route, grid: Grid) -> Tensor:
     """Memory for a message: its place in the buffer where that is contiguous."""
     if len(route.boxes) == 1 and (place := buffer[route.boxes[0]]).is_contiguous():
         return place

@@ -13,10 +13,10 @@ from torch.autograd import Function
 from torch.autograd.graph import get_gradient_edge
 
 from distconv.comm.collectives import all_reduce_with_grad, apply_along_axes
-from distconv.grid.process_grid import ProcessGrid
+from distconv.grid.interface import Grid
 
 
-def unreplicate(local: Tensor, grid: ProcessGrid, axes: Iterable[str]) -> Tensor:
+def unreplicate(local: Tensor, grid: Grid, axes: Iterable[str]) -> Tensor:
     """A value replicated along `axes` as a plain tensor: its gradient is shared out equally."""
     shared = apply_along_axes(_Unreplicate, local, grid, axes)
     if shared is local and local.grad_fn is not None:
@@ -79,7 +79,7 @@ def replicated_on_paths(roots: Iterable[Tensor], x: Tensor) -> set[bool]:
     return found
 
 
-def replicate(local: Tensor, grid: ProcessGrid, axes: Iterable[str]) -> Tensor:
+def replicate(local: Tensor, grid: Grid, axes: Iterable[str]) -> Tensor:
     """A plain tensor, equal along `axes`, as a replicated value: its gradients are added up.
 
     What requires a gradient gets a node in the graph also where there is nothing to add, by which
@@ -91,7 +91,7 @@ def replicate(local: Tensor, grid: ProcessGrid, axes: Iterable[str]) -> Tensor:
 
 class _Unreplicate(Function):
     @staticmethod
-    def forward(ctx: Any, local: Tensor, grid: ProcessGrid, axes: tuple[str, ...]) -> Tensor:
+    def forward(ctx: Any, local: Tensor, grid: Grid, axes: tuple[str, ...]) -> Tensor:
         ctx.movement = grid, axes
         return _alias(local)
 
@@ -104,7 +104,7 @@ class _Unreplicate(Function):
 
 class _Replicate(Function):
     @staticmethod
-    def forward(ctx: Any, local: Tensor, grid: ProcessGrid, axes: tuple[str, ...]) -> Tensor:
+    def forward(ctx: Any, local: Tensor, grid: Grid, axes: tuple[str, ...]) -> Tensor:
         ctx.movement = grid, axes
         return _alias(local)
 

@@ -21,7 +21,7 @@ from distconv.comm.packing import (
     route_boxes,
 )
 from distconv.geometry.plan import Plan, Route
-from distconv.grid.process_grid import ProcessGrid
+from distconv.grid.interface import Grid
 from distconv.transport.interface import Message, Request
 
 
@@ -65,7 +65,7 @@ class Transfer:
 
     __slots__ = ("_tag", "grid", "plan")
 
-    def __init__(self, plan: Plan, grid: ProcessGrid):
+    def __init__(self, plan: Plan, grid: Grid):
         self.plan, self.grid = plan, grid
         self._tag = grid.transport.next_tag()
 
@@ -130,7 +130,7 @@ class Transfer:
         return block
 
 
-def gather(local: Tensor, plan: Plan, grid: ProcessGrid, fill: float = 0.0) -> Tensor:
+def gather(local: Tensor, plan: Plan, grid: Grid, fill: float = 0.0) -> Tensor:
     """Return the buffer of `plan`, with `fill` where it reaches outside; differentiable.
 
     All ranks of the grid call it, with their own block and their own plan of one movement. Where
@@ -144,7 +144,7 @@ def gather(local: Tensor, plan: Plan, grid: ProcessGrid, fill: float = 0.0) -> T
     return result
 
 
-def accumulate(buffer: Tensor, plan: Plan, grid: ProcessGrid) -> Tensor:
+def accumulate(buffer: Tensor, plan: Plan, grid: Grid) -> Tensor:
     """Return what was gathered to its owners, who add it up; the adjoint of `gather`."""
     transfer = Transfer(plan, grid)
     if plan.identity:

@@ -14,8 +14,8 @@ import torch
 from distconv.geometry.topology import AXES, Topology
 from distconv.grid import communicators, devices
 from distconv.grid.abort import abort_when_a_rank_raises
+from distconv.grid.interface import Grid
 from distconv.grid.interrupt import end_when_abandoned
-from distconv.transport.interface import Transport
 from distconv.transport.launch import check_launch, mpi
 from distconv.transport.watched import Wait
 
@@ -28,7 +28,7 @@ _grids: WeakValueDictionary[int, ProcessGrid] = WeakValueDictionary()
 """All grids of this process, by identity, as equal ones are several."""
 
 
-class ProcessGrid:
+class ProcessGrid(Grid):
     """P_N x P_S ranks: `sample` cuts the mini-batch, the other axes cut each sample.
 
     Ranks are numbered row-major over (sample, channel, filter, depth, height, width), so the ranks
@@ -78,19 +78,20 @@ class ProcessGrid:
         self._order = communicators.order(comm, self._ranks)
         with self.waiting():
             self._comm = communicators.communicator(comm, self._ranks, "user")
-            self._rank = int(self._comm.rank)
-            self._topology, offers = _agreed(self._comm, extents, device, transport)
+            rank = int(self._comm.rank)
+            topology, offers = _agreed(self._comm, extents, device, transport)
         choice = devices.choose(offers)
-        if choice.notice and self._rank == 0:
+        if choice.notice and rank == 0:
             warnings.warn(f"ProcessGrid: {choice.notice}", stacklevel=2)
         self._devices = choice.devices
-        self._device = torch.device(choice.devices[self._rank])
-        if self._device.type == "cuda":
-            communicators.take_gpu(self._device)
+        own = torch.device(choice.devices[rank])
+        if own.type == "cuda":
+            communicators.take_gpu(own)
         with self.waiting():
-            self._transport: Transport = communicators.transport(
+            carrier = communicators.transport(
                 self._comm, self._ranks, choice.transport, self._devices, choice.beyond
             )
+        super().__init__(topology, rank, own, carrier)
         self._communicators: dict[tuple[frozenset[str], str], MPI.Intracomm] = {}
         _grids[id(self)] = self
 
@@ -98,41 +99,6 @@ class ProcessGrid:
     def comm(self) -> MPI.Intracomm:
         """The communicator of all ranks, in grid order, for use by the program."""
         return self._comm
-
-    @property
-    def rank(self) -> int:
-        """This rank's number in the grid."""
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return self._topology.size
-
-    @property
-    def shape(self) -> dict[str, int]:
-        """Ranks along each axis."""
-        return dict(zip(AXES, self._topology.extents, strict=True))
-
-    @property
-    def coords(self) -> dict[str, int]:
-        """This rank's position along each axis."""
-        return self._topology.coordinates(self.rank)
-
-    @property
-    def topology(self) -> Topology:
-        """The arithmetic of rank numbers and coordinates."""
-        return self._topology
-
-    @property
-    def device(self) -> torch.device:
-        """What this rank computes on: all its DistTensors on the grid live there."""
-        return self._device
-
-    @property
-    def transport(self) -> Transport:
-        """What carries this grid's messages."""
-        return self._transport
 
     def communicator(self, axes: Iterable[str], purpose: str = "reductions") -> MPI.Intracomm:
         """The communicator of the ranks that differ from this one along `axes` only.
@@ -177,19 +143,13 @@ class ProcessGrid:
     def __hash__(self) -> int:
         return hash((self._topology, self._ranks))
 
-    def __copy__(self) -> ProcessGrid:
-        return self
-
-    def __deepcopy__(self, memo: dict[int, object]) -> ProcessGrid:
-        return self
-
     def __reduce__(self) -> NoReturn:
         raise TypeError("a ProcessGrid belongs to its MPI job and cannot be pickled; make it anew")
 
     def __repr__(self) -> str:
-        axes = _named(self._topology)
         where = f" with GPUs, {self._transport.name}" if self._device.type == "cuda" else ""
-        return f"ProcessGrid({axes}) on {self.size} rank{'s' if self.size > 1 else ''}{where}"
+        ranks = f"{self.size} rank{'s' if self.size > 1 else ''}"
+        return f"ProcessGrid({self._topology}) on {ranks}{where}"
 
 
 def _ranks_of_mpi(comm: MPI.Intracomm | None) -> MPI.Intracomm:
@@ -252,16 +212,10 @@ def _agreed(
             raise ValueError(theirs if theirs == everyone[0] else f"{theirs} (on rank {rank})")
         if theirs[0] != everyone[0][0]:
             raise ValueError(
-                f"ProcessGrid: {_named(theirs[0])} on rank {rank} and {_named(everyone[0][0])} on "
+                f"ProcessGrid: {theirs[0]} on rank {rank} and {everyone[0][0]} on "
                 "rank 0; pass the same on every rank"
             )
     return everyone[0][0], [offer for _, offer in everyone]
-
-
-def _named(topology: Topology) -> str:
-    """The axes with several ranks."""
-    extents = zip(AXES, topology.extents, strict=True)
-    return ", ".join(f"{axis}={n}" for axis, n in extents if n > 1)
 
 
 def _fit(extents: dict[str, int], ranks: int) -> Topology:

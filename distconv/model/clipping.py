@@ -10,7 +10,7 @@ from torch import Tensor
 
 from distconv.comm.collectives import all_gather
 from distconv.geometry.layout import cutting_axes
-from distconv.grid.process_grid import ProcessGrid
+from distconv.grid.interface import Grid
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.nested import as_list
 
@@ -42,7 +42,7 @@ def clip_grad_norm_(
             f"clip_grad_norm_: norm_type={norm_type} is not positive; choose 2.0, 1.0 or inf, say"
         )
     gradients = [p.grad for p in as_list(parameters) if p.grad is not None]
-    blocks: dict[tuple[ProcessGrid, tuple[str, ...]], list[Tensor]] = defaultdict(list)
+    blocks: dict[tuple[Grid, tuple[str, ...]], list[Tensor]] = defaultdict(list)
     whole: list[Tensor] = []
     for gradient in gradients:
         if isinstance(gradient, DistTensor):

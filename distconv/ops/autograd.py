@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from distconv.comm.collectives import all_reduce_with_grad
 from distconv.comm.replication import replicated_on_paths
 from distconv.geometry.layout import Cuts, replicating_axes
-from distconv.grid.process_grid import ProcessGrid
+from distconv.grid.interface import Grid
 from distconv.ops.support.operands import common_grid
 from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor, as_parameter
@@ -139,7 +139,7 @@ def grad(
     return tuple(map(whole, wanted, gradients, ways))
 
 
-def _total(part: Tensor, cuts: Cuts, grid: ProcessGrid) -> Tensor:
+def _total(part: Tensor, cuts: Cuts, grid: Grid) -> Tensor:
     """The gradient of a tensor cut by `cuts`, of which every replica has a part."""
     return all_reduce_with_grad(part, grid, replicating_axes(cuts, grid.topology))
 

@@ -14,7 +14,7 @@ from torch.nn import _reduction as _Reduction
 
 from distconv.comm.collectives import all_reduce_with_grad
 from distconv.geometry.layout import Cuts, cutting_axes
-from distconv.grid.process_grid import ProcessGrid
+from distconv.grid.interface import Grid
 from distconv.ops.support.operands import (
     as_distributed,
     broadcast_cuts,
@@ -41,9 +41,7 @@ def _reduction(
     return reduction
 
 
-def _total(
-    local: Tensor, over: Any, cuts: Cuts, grid: ProcessGrid, kind: torch.dtype
-) -> DistTensor:
+def _total(local: Tensor, over: Any, cuts: Cuts, grid: Grid, kind: torch.dtype) -> DistTensor:
     """The sum of the ranks' `local`, over a number, or over the sum of a tensor of theirs.
 
     It is rounded to the type `kind` in the end, unless autocast asks for the longer type.

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from distconv.comm.collectives import broadcast
-from distconv.grid.process_grid import ProcessGrid
+from distconv.grid.interface import Grid
 from distconv.ops.support.operands import broadcast_shape, local_operand
 from distconv.tensor.aliasing import check_writable
 from distconv.tensor.dispatch import implements, refuse
@@ -30,7 +30,7 @@ _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _MIX = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
 
 
-def _key(grid: ProcessGrid) -> Tensor:
+def _key(grid: Grid) -> Tensor:
     """A fresh key, the same on every rank; all ranks of the grid call it."""
     key = torch.randint(-(2**63), 2**63 - 1, (), device=grid.device)
     broadcast(key, grid)

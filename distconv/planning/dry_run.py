@@ -7,7 +7,7 @@ of any size, and what they would move can be read off (`ledger.trace_movements`)
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from numbers import Integral
 from typing import Any, NamedTuple, NoReturn
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from distconv.geometry.layout import Layout, rank_box
 from distconv.geometry.topology import AXES, Topology
-from distconv.grid.process_grid import ProcessGrid
+from distconv.grid.interface import Grid
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.redistribution import cuts_of_layout
 from distconv.transport.interface import Message
@@ -85,7 +85,10 @@ class _CountingTransport:
             self.traffic.append(Traffic(True, tuple((peer, tensor.nbytes) for peer in others)))
 
 
-class DryRunGrid(ProcessGrid):
+_ALONE = "a rehearsal has no other ranks to talk to; make its tensors by rehearsal.tensor(shape)"
+
+
+class DryRunGrid(Grid):
     """The grid with these extents as one rank sees it, in a single process without MPI.
 
     Its tensors are those of `tensor`, and have no elements.
@@ -107,21 +110,18 @@ class DryRunGrid(ProcessGrid):
                     f"{axis}={n!r}: no ranks have been started whose number could tell; give "
                     "every axis its number of ranks, from 1"
                 )
-        self._topology = Topology(tuple(int(extents.get(axis, 1)) for axis in AXES))
-        middle = {axis: self._topology.extent(axis) // 2 for axis in AXES}
-        self._rank = self._topology.rank(middle) if rank is None else rank
-        if not 0 <= self._rank < self.size:
-            raise ValueError(f"rank={rank} is not on a grid of {self.size}; count from 0")
-        self._device = torch.device("meta")
+        topology = Topology(tuple(int(extents.get(axis, 1)) for axis in AXES))
+        if rank is None:
+            rank = topology.rank({axis: topology.extent(axis) // 2 for axis in AXES})
+        if not 0 <= rank < topology.size:
+            raise ValueError(f"rank={rank} is not on a grid of {topology.size}; count from 0")
         self._counted = _CountingTransport()
-        self._transport = self._counted
+        super().__init__(topology, rank, torch.device("meta"), self._counted)
 
     @property
     def comm(self) -> NoReturn:
-        """There is none."""
-        raise RuntimeError(
-            "a rehearsal has no other ranks to talk to; make its tensors by rehearsal.tensor(shape)"
-        )
+        """Raise: there is none."""
+        raise RuntimeError(_ALONE)
 
     @property
     def reduced(self) -> int:
@@ -132,6 +132,18 @@ class DryRunGrid(ProcessGrid):
         """Size and rank of the communicator along `axes`."""
         peers = self._topology.peers(self.rank, axes)
         return _Group(len(peers), peers.index(self.rank), tuple(peers))
+
+    def all_gather_object(self, value: Any) -> NoReturn:
+        """Raise: there is nobody to gather from."""
+        raise RuntimeError(_ALONE)
+
+    def collective(self, kind: str) -> AbstractContextManager[None]:
+        """Return a context that does nothing."""
+        return nullcontext()
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Return a context that does nothing, as there is nobody to wait for."""
+        return nullcontext()
 
     @contextmanager
     def listening(self) -> Iterator[list[Traffic]]:
@@ -150,8 +162,5 @@ class DryRunGrid(ProcessGrid):
         box = rank_box(shape, cuts, self._topology, self._rank)
         return DistTensor(torch.empty(box.shape, dtype=dtype, device="meta"), shape, cuts, self)
 
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-    def __hash__(self) -> int:
-        return id(self)
+    def __repr__(self) -> str:
+        return f"DryRunGrid({self.topology}), rank {self.rank} of {self.size}"

@@ -18,7 +18,7 @@ from distconv.geometry.layout import (
     cutting_axes,
     rank_box,
 )
-from distconv.grid.process_grid import ProcessGrid
+from distconv.grid.interface import Grid
 from distconv.tensor.shared_memory import SharedMemory
 
 Distributed = TypeVar("Distributed", bound="DistTensorBase")
@@ -36,7 +36,7 @@ class DistTensorBase(torch.Tensor):
         parts of the whole, which is their sum over the replicas; `to_local` accounts for that.
     """
 
-    grid: ProcessGrid
+    grid: Grid
     cuts: Cuts
     shard: Tensor
     _is_param: bool
@@ -53,7 +53,7 @@ class DistTensorBase(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls: type[Distributed], shard: Tensor, shape: Sequence[int], cuts: Cuts, grid: ProcessGrid
+        cls: type[Distributed], shard: Tensor, shape: Sequence[int], cuts: Cuts, grid: Grid
     ) -> Distributed:
         self: Distributed = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, shape, dtype=shard.dtype, device=shard.device, requires_grad=shard.requires_grad

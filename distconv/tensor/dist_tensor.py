@@ -17,6 +17,7 @@ from distconv.geometry.layout import (
     rank_box,
     replicating_axes,
 )
+from distconv.grid.interface import Grid
 from distconv.grid.process_grid import ProcessGrid
 from distconv.grid.whereabouts import CURRENT, operator_name, running
 from distconv.tensor.base import DistTensorBase
@@ -303,12 +304,12 @@ def distribute_tensor(x: Tensor, grid: ProcessGrid, layout: Layout | None = None
     return DistTensor(whole[box.slices].to(grid.device, copy=True), x.shape, cuts, grid)
 
 
-def default_layout(grid: ProcessGrid, ndim: int) -> Layout:
+def default_layout(grid: Grid, ndim: int) -> Layout:
     """The layout of a tensor when none is given: each dimension over the axis of its own name."""
     return Layout.of(default_cuts(ndim, grid.topology))
 
 
-def local_box(shape: Sequence[int], grid: ProcessGrid, layout: Layout | None = None) -> Box:
+def local_box(shape: Sequence[int], grid: Grid, layout: Layout | None = None) -> Box:
     """The box of a tensor of global `shape` that this rank holds; no communication."""
     sizes = whole_numbers(shape, "shape")
     if min(sizes, default=0) < 0:

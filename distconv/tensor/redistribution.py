@@ -12,7 +12,7 @@ from distconv.comm.ledger import Movement, record, tracing
 from distconv.geometry.index_maps import IndexMap, Same
 from distconv.geometry.layout import Cuts, Layout, default_cuts, effective_cuts
 from distconv.geometry.plan import Plan, make_plan
-from distconv.grid.process_grid import ProcessGrid
+from distconv.grid.interface import Grid
 from distconv.tensor.aliasing import make_view
 from distconv.tensor.base import Distributed, DistTensorBase
 from distconv.tensor.module_call import CURRENT_CALL
@@ -38,7 +38,7 @@ def reduce_scatter(
     shape: tuple[int, ...],
     source: Cuts,
     target: Cuts,
-    grid: ProcessGrid,
+    grid: Grid,
     operator: str,
 ) -> Tensor:
     """This rank's block, cut by `target`, of the sum of blocks of `shape` cut by `source`.
@@ -92,7 +92,7 @@ def redistribute_once(x: Distributed, cuts: Cuts, operator: str) -> Distributed:
     return twin
 
 
-def cuts_of_layout(layout: Layout | None, grid: ProcessGrid, ndim: int) -> Cuts:
+def cuts_of_layout(layout: Layout | None, grid: Grid, ndim: int) -> Cuts:
     """How a tensor of `ndim` dimensions is cut in a layout, or in the default one for None."""
     if layout is None:
         return default_cuts(ndim, grid.topology)

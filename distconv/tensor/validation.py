@@ -13,7 +13,7 @@ from torch import Tensor
 from distconv.comm.checksums import CURE, checksum, differing, due
 from distconv.geometry.layout import Cuts, Layout, block, cutting_axes, rank_box
 from distconv.geometry.topology import Topology
-from distconv.grid.process_grid import ProcessGrid
+from distconv.grid.interface import Grid
 from distconv.grid.whereabouts import operator_name, user_line
 from distconv.tensor.aliasing import check_writable
 from distconv.tensor.base import DistTensorBase
@@ -22,7 +22,7 @@ from distconv.tensor.nested import tensors_in
 
 
 def global_shape(
-    local: Tensor, grid: ProcessGrid, cuts: Cuts, layout: Layout, operator: str
+    local: Tensor, grid: Grid, cuts: Cuts, layout: Layout, operator: str
 ) -> tuple[int, ...]:
     """The shape whose cut by `cuts` gives every rank the tensor it passes; collective.
 

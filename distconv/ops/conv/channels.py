@@ -25,7 +25,7 @@ from distconv.geometry.index_maps import Grouped, IndexMap, Interval, Same
 from distconv.geometry.layout import Axes, Box, Cuts, cutting_axes, idle_axes, rank_box, replaced_at
 from distconv.geometry.plan import Slices, make_plan
 from distconv.geometry.topology import AXES, Topology
-from distconv.grid.process_grid import ProcessGrid
+from distconv.grid.interface import Grid
 from distconv.ops.support.operands import Placement
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.redistribution import gather_inputs, reduce_scatter
@@ -152,7 +152,7 @@ class LayerPart:
         block = (zero.squeeze() + saved.to(zero.dtype)).expand(self.box.shape)
         return block if bias is None else block + self._along(bias, block)
 
-    def finish(self, block: Tensor, bias: Tensor | None, grid: ProcessGrid) -> DistTensor:
+    def finish(self, block: Tensor, bias: Tensor | None, grid: Grid) -> DistTensor:
         """The layer's output, to which this rank contributes `block`; all ranks call it.
 
         A bias is added when all has been summed, where others contribute as well.

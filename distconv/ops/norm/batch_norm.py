@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from distconv.comm.collectives import all_reduce, all_reduce_
 from distconv.geometry.layout import cutting_axes
-from distconv.grid.process_grid import ProcessGrid
+from distconv.grid.interface import Grid
 from distconv.ops.norm.moments import element_counts_of_peers, moments
 from distconv.ops.support.operands import (
     Placement,
@@ -218,7 +218,7 @@ class _BatchNorm(Function):
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        grid: ProcessGrid,
+        grid: Grid,
         group: tuple[str, ...],
         counts: tuple[int, ...],
         eps: float,

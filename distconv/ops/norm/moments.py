@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from distconv.comm.collectives import all_gather, all_reduce
 from distconv.geometry.layout import rank_box
-from distconv.grid.process_grid import ProcessGrid
+from distconv.grid.interface import Grid
 from distconv.ops.support.constants import remembered
 from distconv.ops.support.operands import Placement
 from distconv.ops.support.types import to_accumulation_type
@@ -39,7 +39,7 @@ def element_counts_of_peers(
 
 
 def moments(
-    x: Tensor, over: Sequence[int], grid: ProcessGrid, group: tuple[str, ...], counts: Sequence[int]
+    x: Tensor, over: Sequence[int], grid: Grid, group: tuple[str, ...], counts: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     """Mean and biased variance over dimensions and over the ranks along `group`, in float64.
 
@@ -104,7 +104,7 @@ class Standardize(Function):
         ctx: Any,
         x: Tensor,
         over: tuple[int, ...],
-        grid: ProcessGrid,
+        grid: Grid,
         group: tuple[str, ...],
         counts: tuple[int, ...],
         eps: float,

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from distconv.comm.collectives import all_gather_with_grad, all_reduce, all_reduce_with_grad
 from distconv.geometry.layout import cutting_axes
-from distconv.grid.process_grid import ProcessGrid
+from distconv.grid.interface import Grid
 from distconv.ops.reduce.sums import Dims, reduction_result
 from distconv.ops.shape.reshape import unsqueeze
 from distconv.ops.support.argument_forms import normalize_dim, normalize_dims
@@ -46,7 +46,7 @@ class _Extremum(Function):
         x: Tensor,
         largest: bool,
         over: tuple[int, ...],
-        grid: ProcessGrid,
+        grid: Grid,
         axes: tuple[str, ...],
         nan_attains: bool = True,
     ) -> Tensor:

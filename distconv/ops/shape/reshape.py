@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from distconv.geometry.layout import Cuts, Shape
-from distconv.grid.process_grid import ProcessGrid
+from distconv.grid.interface import Grid
 from distconv.ops.support.argument_forms import (
     as_sizes,
     normalize_dim,
@@ -48,7 +48,7 @@ def _groups(before: Shape, after: Shape) -> list[tuple[range, range]]:
     return groups
 
 
-def _reshaped_cuts(before: Shape, cuts: Cuts, after: Shape, grid: ProcessGrid) -> tuple[Cuts, Cuts]:
+def _reshaped_cuts(before: Shape, cuts: Cuts, after: Shape, grid: Grid) -> tuple[Cuts, Cuts]:
     """The cuts that a reshape keeps: those it asks of its input, and those of its result.
 
     A cut survives on the leading dimension of a run, when all parts are equally long; a dimension

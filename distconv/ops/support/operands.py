@@ -19,7 +19,7 @@ from distconv.geometry.layout import (
     rank_box,
 )
 from distconv.geometry.topology import Topology
-from distconv.grid.process_grid import ProcessGrid
+from distconv.grid.interface import Grid
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.redistribution import redistribute
 
@@ -40,7 +40,7 @@ class Placement(NamedTuple):
         return cls(tuple(x.shape), x.cuts, grid.topology, grid.rank, x.shard.dtype)
 
 
-def common_grid(operator: str, operands: Iterable[Any]) -> ProcessGrid:
+def common_grid(operator: str, operands: Iterable[Any]) -> Grid:
     """The one grid of all distributed operands."""
     grids = [x.grid for x in operands if isinstance(x, DistTensor)]
     for grid in grids[1:]:
@@ -52,7 +52,7 @@ def common_grid(operator: str, operands: Iterable[Any]) -> ProcessGrid:
     return grids[0]
 
 
-def as_distributed(x: Tensor, grid: ProcessGrid) -> DistTensor:
+def as_distributed(x: Tensor, grid: Grid) -> DistTensor:
     """`x` itself, or a plain tensor, equal on all ranks, as a DistTensor that is whole on each."""
     if isinstance(x, DistTensor):
         return x
@@ -72,7 +72,7 @@ def uncut(x: DistTensor, dimensions: Iterable[int], operator: str) -> DistTensor
     return redistribute(x, tuple(() if d in chosen else a for d, a in enumerate(x.cuts)), operator)
 
 
-def local_operand(x: Any, shape: Shape, cuts: Cuts, grid: ProcessGrid, operator: str) -> Any:
+def local_operand(x: Any, shape: Shape, cuts: Cuts, grid: Grid, operator: str) -> Any:
     """This rank's part of an operand that is broadcast to a result of `shape` cut by `cuts`.
 
     Numbers pass unchanged, plain tensors (equal on all ranks) are sliced, DistTensors are
@@ -117,7 +117,7 @@ def broadcast_cuts(operands: Sequence[DistTensor], shape: Shape) -> Cuts:
     return cuts_of_broadcast(tuple((tuple(x.shape), x.cuts) for x in operands), shape)
 
 
-def box_on_rank(shape: Sequence[int], cuts: Cuts, grid: ProcessGrid) -> Box:
+def box_on_rank(shape: Sequence[int], cuts: Cuts, grid: Grid) -> Box:
     """The box that this rank holds of a tensor of global `shape` cut by `cuts`."""
     return rank_box(tuple(shape), cuts, grid.topology, grid.rank)
 
