@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import threading
+from array import array
 from collections import deque
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -34,10 +35,8 @@ _FIRST, _EVERY = 64, 16
 """How many steps of each operator count with its arguments, and one in how many after those."""
 _REMEMBERED = 4096
 """Operators with their arguments that are known; beyond, all are forgotten, on all ranks alike."""
-_MODULUS = 2**61 - 1
 _TAGS = 32767
 """Numbers of exchanges, after which they begin again; every MPI has as many tags."""
-_FACTOR = 1_000_003
 
 
 class Step(NamedTuple):
@@ -49,6 +48,13 @@ class Step(NamedTuple):
     tag: int
     line: str | None
     """The line of the user's program, where steps are compared one by one."""
+
+    @classmethod
+    def of(cls, key: Any, tag: int, line: str | None) -> Step:
+        """Return the step of a kind and an operator, of which the arguments may be left out."""
+        kind, function, *arguments = key
+        operator = None if function is None else (function, *(arguments or (None, ())))
+        return cls(kind, operator, tag, line)
 
     def __str__(self) -> str:
         number = f" {self.tag}" if self.tag else ""
@@ -84,10 +90,12 @@ class Order:
         """How many steps this rank has taken, reductions of gradients among them."""
         self._compared = 0
         """How many of them have their place in the order."""
+        self._counted = 0
+        """How many of those are folded into the number that is compared."""
         self._tag = 0
         self._folded = 0
         self._codes: dict[Any, int] = {}
-        self._last: deque[tuple[str, Any, int, str | None]] = deque(maxlen=256)
+        self._last: deque[tuple[Any, int, str | None]] = deque(maxlen=_PERIOD)
         self._counts: dict[Any, int] = {}
         self._thread = threading.get_ident()
         self._under_way: tuple[Any, Any] | None = None
@@ -116,21 +124,18 @@ class Order:
             self._change_thread()
         self.number += 1
         function = CURRENT.function
-        if kind == "all_reduce" and (function is None or function in _BACKWARD):
+        outside = function is None or function in _BACKWARD
+        if outside and kind == "all_reduce":
             # Gradients are reduced as they become ready, which is not everywhere in one order.
             return
+        key: Any = kind, function
+        # Blocks of the ranks' own may be among the arguments of autograd's functions.
+        if not outside and self._counts_in_full(function):
+            key = kind, function, _kept(CURRENT.arguments), _kept(CURRENT.keywords or ())
+        known = self._codes.get(key)
+        new = known is None and self._meet(key)
+        self._last.append((key, tag, user_line() if self.debug else None))
         self._compared += 1
-        operator = self._operator(function)
-        code = self._codes.get((kind, operator))
-        # A name alone may come first at other steps on ranks that differ already.
-        new = code is None and (operator is None or operator[1] is not None)
-        if code is None:
-            if len(self._codes) >= _REMEMBERED:
-                self._codes.clear()
-            code = crc32(f"{kind} {_spelled(operator)}".encode())
-            self._codes[kind, operator] = code
-        self._folded = (self._folded * _FACTOR + code + tag) % _MODULUS
-        self._last.append((kind, operator, tag, user_line() if self.debug else None))
         if new or self.debug:
             self._settle()
             self._start()
@@ -139,21 +144,33 @@ class Order:
             self._settle()
             self._start()
 
-    def _operator(self, function: Any) -> Any:
-        """The operator under way with what has to be the same of its arguments; None for none.
-
-        In most steps, after the first of each operator, that is its name alone.
-        """
-        if function is None or function in _BACKWARD:
-            # Blocks of the ranks' own may be among the arguments of autograd's functions.
-            return function and (function, None, ())
+    def _counts_in_full(self, function: Any) -> bool:
+        """Whether the next step of an operator counts with its arguments, not by its name alone."""
         count = self._counts[function] = self._counts.get(function, 0) + 1
-        if count > _FIRST and count % _EVERY and not self.debug:
-            return function, None, ()
-        return function, _kept(CURRENT.arguments), _kept(CURRENT.keywords or ())
+        return count <= _FIRST or not count % _EVERY or self.debug
+
+    def _meet(self, key: Any) -> bool:
+        """Remember a kind of step; return whether to compare it with other ranks at once.
+
+        A name alone may come first at other steps on ranks that differ already.
+        """
+        if len(self._codes) >= _REMEMBERED:
+            self._fold()
+            self._codes.clear()
+        self._codes[key] = crc32(_spelled(key).encode())
+        return len(key) > 2 or key[1] is None
+
+    def _fold(self) -> None:
+        """Count what has been taken since the last time into the number that ranks compare."""
+        count = self._compared - self._counted
+        latest = list(self._last)[len(self._last) - count :] if count else []
+        numbers = array("q", [self._codes[key] + tag for key, tag, _ in latest])
+        self._folded = crc32(numbers.tobytes(), self._folded)
+        self._counted = self._compared
 
     def _start(self) -> None:
         """Start to compare the folded steps of all ranks."""
+        self._fold()
         mine = np.array([self._folded, -self._folded], dtype=np.int64)
         most = np.empty_like(mine)
         self._under_way = self._comm.Iallreduce(mine, most, op=mpi().MAX), (mine, most)
@@ -172,7 +189,7 @@ class Order:
         """Raise on all ranks, naming the first step in which they differ."""
         here = place_of(self._thread)
         first = self._compared - len(self._last) + 1
-        steps = [str(Step(*step)) for step in self._last]
+        steps = [str(Step.of(*step)) for step in self._last]
         with Wait(self.waiting):
             ranks = self._comm.allgather((first, steps, here))
             # A program that catches the error goes on with the same numbers on all ranks.
@@ -181,7 +198,7 @@ class Order:
         self._codes.clear()
         self._counts.clear()
         self._last.clear()
-        self._compared = max(begin + len(steps) - 1 for begin, steps, _ in ranks)
+        self._compared = self._counted = max(begin + len(steps) - 1 for begin, steps, _ in ranks)
         raise DivergenceError(_difference(ranks, self.debug))
 
     def _change_thread(self) -> None:
@@ -244,11 +261,9 @@ def _kept(argument: Any) -> Any:
 _SIMPLE = {int, float, bool, str, type(None), torch.dtype, torch.memory_format, Layout}
 
 
-def _spelled(operator: Any) -> str:
-    if operator is None:
-        return ""
-    function, *arguments = operator
-    return f"{operator_name(function)} {arguments!r}"
+def _spelled(key: Any) -> str:
+    kind, function, *arguments = key
+    return f"{kind} {'' if function is None else operator_name(function)} {arguments!r}"
 
 
 def _word(value: Any) -> str:
