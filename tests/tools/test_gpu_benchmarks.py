@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
-import shutil
-import subprocess
-import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -234,57 +227,6 @@ def test_ways_to_pack_are_compared(extents: dict[str, int]) -> None:
     rows = list(packing.packings((1, 4, 32, 32), extents, CPU, 0.0))
     assert rows[0].case.startswith("2 boxes" if len(extents) == 1 else "8 boxes")
     assert rows[0].measure == "torch._foreach_copy_, over a copy for each box"
-
-
-ON_CPU = """
-struct Index { unsigned x, y; };
-static Index blockDim, blockIdx, threadIdx;
-#define __global__
-%s
-extern "C" void launch(unsigned columns, unsigned rows, unsigned threads,
-                       const void* block, void* message, const void* boxes)
-{
-    blockDim = {threads, 1};
-    for (blockIdx.y = 0; blockIdx.y < rows; blockIdx.y++)
-        for (blockIdx.x = 0; blockIdx.x < columns; blockIdx.x++)
-            for (threadIdx.x = 0; threadIdx.x < threads; threadIdx.x++)
-                pack((decltype(element) const*)block, (decltype(element)*)message,
-                     (const long long*)boxes);
-}
-"""
-
-
-class Compiled:
-    """Stands for `cupy.RawKernel`: a kernel whose threads run one by one, on the CPU."""
-
-    def __init__(self, code: str, name: str):
-        (word,) = (word for word in packing.WORDS.values() if f"const {word}*" in code)
-        with tempfile.TemporaryDirectory() as folder:
-            source, library = Path(folder) / "pack.cpp", Path(folder) / "pack.so"
-            source.write_text(f"static {word} element;" + ON_CPU % code)
-            subprocess.run(["g++", "-shared", "-fPIC", "-o", library, source], check=True)
-            self._launch = ctypes.CDLL(str(library)).launch
-
-    def __call__(self, grid: tuple[int, int], block: tuple[int], args: tuple[int, ...]) -> None:
-        self._launch(*grid, *block, *map(ctypes.c_void_p, args))
-
-
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-@pytest.mark.parametrize("threads", [1, 7, 256])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_the_kernel_packs_what_copies_pack(dtype: torch.dtype, threads: int, monkeypatch) -> None:
-    streams = SimpleNamespace(ExternalStream=lambda address: nullcontext())
-    cupy = SimpleNamespace(RawKernel=Compiled, cuda=streams)
-    monkeypatch.setitem(sys.modules, "cupy", cupy)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
-    monkeypatch.setattr(packing, "THREADS", threads)
-    whole = torch.arange(2 * 3 * 7 * 6 * 5).view(2, 3, 7, 6, 5).to(dtype)
-    for block in (whole, whole.contiguous(memory_format=torch.channels_last_3d), whole[1]):
-        places = [block[..., :2], block[..., 1:5, :], block[..., 4:, 2:3, 1:]]
-        expected = torch.cat([place.reshape(-1) for place in places])
-        message = torch.full_like(expected, -1)
-        packing.OneKernel(block, places, message)()
-        assert torch.equal(message, expected)
 
 
 def test_a_page_holds_what_is_known_and_what_has_failed(tmp_path: Path) -> None:
