@@ -329,8 +329,6 @@ def prelu(input: DistTensor, weight: Tensor) -> DistTensor:
             f"{tuple(input.shape)}; give 1, or one for each channel"
         )
     if weight.numel() > 1:
-        slopes = weight.reshape(-1, *(1,) * (input.dim() - 2))
-        weight = local_operand(
-            slopes, tuple(input.shape), input.cuts, input.grid, "prelu"
-        ).flatten()
+        channels = (input.shape[1],), (input.cuts[1],)
+        weight = local_operand(weight.flatten(), *channels, input.grid, "prelu")
     return DistTensor(torch.prelu(input.shard, weight), input.shape, input.cuts, input.grid)
