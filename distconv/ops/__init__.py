@@ -2,11 +2,20 @@
 
 from distconv.ops import autograd, foreach, interpolate, linear, loss, random, scalar
 from distconv.ops.conv import functions as convolutions
-from distconv.ops.math import along_dimension, pointwise, product
+from distconv.ops.math import along_dimension, pointwise, product, softmax
 from distconv.ops.norm import batch_norm, sample_norm
 from distconv.ops.pool import adaptive, average, lp_pool, maximum, unpool
 from distconv.ops.reduce import aggregates, extrema, sums
-from distconv.ops.shape import indexing, lookup, pad, patches, pixel_shuffle, rearrange, reshape
+from distconv.ops.shape import (
+    indexing,
+    lookup,
+    pad,
+    patches,
+    pixel_shuffle,
+    rearrange,
+    reshape,
+    scatter,
+)
 
 __all__ = [
     "adaptive",
@@ -35,6 +44,8 @@ __all__ = [
     "reshape",
     "sample_norm",
     "scalar",
+    "scatter",
+    "softmax",
     "sums",
     "unpool",
 ]

@@ -39,37 +39,6 @@ def _applied(
     return type(result)(wrapped)
 
 
-def _implicit(ndim: int) -> int:
-    """The dimension that torch takes for a softmax without one."""
-    return 0 if ndim in (0, 1, 3) else 1
-
-
-def _softmax(function: Callable[..., Tensor], *others: Callable[..., Tensor]) -> None:
-    name = function.__name__
-
-    @implements(function, *others)
-    def rule(
-        input: DistTensor,
-        dim: int | None = None,
-        _stacklevel: int = 3,
-        dtype: torch.dtype | None = None,
-    ) -> DistTensor:
-        if isinstance(_stacklevel, torch.dtype):  # torch.softmax(input, dim, dtype)
-            dtype = _stacklevel
-        kind = dtype or input.dtype
-        if not kind.is_floating_point and input.numel():
-            raise RuntimeError(f"{name}: not implemented for {kind}; pass a floating dtype=")
-        d = normalize_dim(_implicit(input.dim()) if dim is None else dim, input.dim())
-        # Nothing is left that torch could check, which would import much of torch.
-        x = uncut(input, [d], name)
-        return DistTensor(function(x.shard, d, dtype=dtype), x.shape, x.cuts, x.grid)
-
-
-_softmax(F.softmax, torch.softmax, torch.Tensor.softmax)
-_softmax(F.log_softmax, torch.log_softmax, torch.Tensor.log_softmax)
-_softmax(F.softmin)
-
-
 def _first(name: str) -> None:
     """A function of (input, dim, ...)."""
     function: Any = getattr(torch, name)

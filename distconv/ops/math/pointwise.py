@@ -200,10 +200,15 @@ def contiguous(
 
 
 @implements(torch.Tensor.to)
-def to(input: DistTensor, *args: Any, **kwargs: Any) -> DistTensor:
-    """Another type or memory format; `other` may be a tensor, which only lends these."""
+def to(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Another type or memory format; `other` may be a tensor, which only lends these.
+
+    A plain tensor that becomes like a distributed one stays plain.
+    """
     args = tuple(_like(x) for x in args)
     kwargs = {k: _like(x) for k, x in kwargs.items()}
+    if not isinstance(input, DistTensor):
+        return input.to(*args, **kwargs)
     shard = input.shard.to(*args, **kwargs)
     _require_here("to", input, shard.device)
     return input if shard is input.shard else DistTensor(shard, input.shape, input.cuts, input.grid)
@@ -215,7 +220,7 @@ def cpu(
 ) -> DistTensor:
     """The tensor itself, on a grid of CPUs."""
     _require_here("cpu", input, torch.device("cpu"))
-    return to(input, "cpu", memory_format=memory_format)
+    return to(input, "cpu", memory_format=memory_format)  # type: ignore[return-value]
 
 
 def _require_here(operator: str, input: DistTensor, device: torch.device) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,8 +28,8 @@ from distconv.tensor.redistribution import gather_inputs
 
 @implements(torch.Tensor.__getitem__)
 def getitem(input: DistTensor, index: Any) -> DistTensor:
-    """Indexing by integers, slices with positive steps, None, an ellipsis and one tensor."""
-    items = index if isinstance(index, tuple) else (index,)
+    """Indexing by integers, slices with positive steps, None, an ellipsis, one tensor or list."""
+    items = tuple(map(_listed, index if isinstance(index, tuple) else (index,)))
     tensors = [i for i, item in enumerate(items) if _is_lookup(item)]
     if len(tensors) == 1:
         return _looked_up(input, items, tensors[0])
@@ -70,13 +71,22 @@ def getitem(input: DistTensor, index: Any) -> DistTensor:
 def index_per_dimension(input: DistTensor, index: tuple[Any, ...]) -> list[Any]:
     """One integer or slice for each dimension in order, with None for each new one."""
     for item in index:
+        if isinstance(item, Tensor) and item.dtype == torch.bool:
+            refuse(
+                "indexing",
+                "how many elements a mask selects is not known before the ranks have computed it",
+                input,
+                item,
+                way_out="Use torch.where(mask, x, other), multiply by the mask and divide by its "
+                "sum, or index x.full_tensor() by mask.full_tensor()",
+            )
         if not (item is None or item is Ellipsis or isinstance(item, slice) or _is_integer(item)):
             refuse(
                 "indexing",
                 f"an index of type {type(item).__name__} is not supported",
                 input,
-                way_out="Use integers, slices and at most one tensor of integers, torch.where for "
-                "a mask, or index x.full_tensor()",
+                way_out="Use integers, slices and at most one tensor or list of integers, or index "
+                "x.full_tensor()",
             )
     named = sum(item is not None and item is not Ellipsis for item in index)
     if named > input.dim():
@@ -94,6 +104,15 @@ def index_per_dimension(input: DistTensor, index: tuple[Any, ...]) -> list[Any]:
             way_out="Write one",
         )
     return [int(item) if _is_integer(item) else item for item in items]
+
+
+def _listed(item: Any) -> Any:
+    """A list or an array of integers as the tensor that torch makes of it."""
+    if isinstance(item, (list, range, np.ndarray)):
+        tensor = torch.as_tensor(item)
+        # No positions at all are no floating-point numbers.
+        return tensor if tensor.numel() else tensor.long()
+    return item
 
 
 def _is_lookup(item: Any) -> bool:

@@ -57,8 +57,38 @@ def test_what_had_to_be_gathered_is_recorded() -> None:
     grid = dc.ProcessGrid(height=2)
     x = dc.distribute_tensor(torch.ones(1, 2, 4, 3), grid)
     dc.redistributions(reset=True)
-    x.softmax(1)
-    assert dc.redistributions() == []
+    x.cumsum(1)
     x.softmax(2)
+    assert dc.redistributions() == []
+    x.cumsum(2)
     (entry,) = dc.redistributions()
-    assert (entry.operator, entry.times, entry.bytes) == ("softmax", 1, 2 * 2 * 3 * 4)
+    assert (entry.operator, entry.times, entry.bytes) == ("cumsum", 1, 2 * 2 * 3 * 4)
+
+
+@pytest.mark.parallel([2, 3])
+@pytest.mark.parametrize("function", [F.softmax, F.log_softmax, F.softmin])
+def test_softmax_of_masked_and_unbounded_rows(function: Callable) -> None:
+    inf = float("inf")
+    x = torch.tensor(
+        [[-inf, 1.0, 2.0, -inf], [-inf, -inf, -inf, 3.0], [inf, 1.0, 2.0, 3.0]]
+        + [[1e4, 1e4, -1e4, 0.0], [-inf, -inf, -inf, -inf], [float("nan"), 0.0, 1.0, 2.0]],
+        dtype=torch.float64,
+    )
+    grid = dc.ProcessGrid(width=-1)
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        y = dc.distribute_tensor(x.to(dtype), grid, dc.Layout.of(((), ("width",))))
+        got, expected = function(y, 1).full_tensor(), function(x.to(dtype), 1)
+        torch.testing.assert_close(got, expected, equal_nan=True, rtol=2**-7, atol=2**-9)
+
+
+@pytest.mark.parallel([2, 3])
+def test_softmax_along_a_cut_dimension_has_second_derivatives() -> None:
+    grid = dc.ProcessGrid(width=-1)
+    values = random_tensor(random.Random(0), (2, 7))
+    gradients = []
+    for x in (values.clone(), dc.distribute_tensor(values, grid, dc.Layout(channel="width"))):
+        x.requires_grad_()
+        (first,) = torch.autograd.grad(x.softmax(1).pow(3).sum(), [x], create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), [x])
+        gradients.append(second)
+    torch.testing.assert_close(gradients[1].full_tensor(), gradients[0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -168,3 +169,26 @@ def test_options_of_embeddings_are_refused(options: dict) -> None:
         rng,
         error=dc.UnsupportedOperation,
     )
+
+
+@pytest.mark.parallel([1, 2, 3, 4])
+def test_lists_and_arrays_of_integers_index_as_in_torch() -> None:
+    rng = random.Random(8)
+    x = random_tensor(rng, (3, 4, 6))
+    for index in (
+        (slice(None), [2, 0, -1]),
+        ([1],),
+        (..., np.array([0, 5])),
+        (0, [[0, 3], [1, 1]]),
+    ):
+        agrees(lambda x, i=index: x[i], [x], [], random_grid(rng), rng)
+    agrees(lambda x: x[[2, 0]], [x], [], random_grid(rng), rng)
+    agrees(lambda x: x[:, []], [x], [], random_grid(rng), rng)
+
+
+@pytest.mark.parallel([1, 2])
+def test_a_mask_is_refused_with_the_way_out() -> None:
+    x = dc.distribute_tensor(torch.ones(3, 4), dc.ProcessGrid(sample=-1))
+    for mask in (x > 0, torch.ones(3, 4, dtype=torch.bool), [True, False, True]):
+        with pytest.raises(dc.UnsupportedOperation, match="how many elements a mask selects"):
+            x[mask]

@@ -1,0 +1,106 @@
+"""Values written to positions along a dimension, and one-hot classes, equal the serial ones."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import distconv as dc
+from tests.support.serial import agrees, noted, random_grid, random_tensor
+
+INTO: dict[str, Callable[..., Tensor]] = {
+    "values": lambda x, i, v, d: x.scatter(d, i, v),
+    "a number": lambda x, i, v, d: torch.scatter(x, d, i, 2.5),
+    "a number by its name": lambda x, i, v, d: x.scatter(dim=d, index=i, value=2.5),
+    "values in place": lambda x, i, v, d: x.clone().scatter_(d, i, v),
+    "sums": lambda x, i, v, d: x.scatter_add(d, i, v),
+    "sums in place": lambda x, i, v, d: x.clone().scatter_add_(d, i, v),
+    "means": lambda x, i, v, d: x.scatter_reduce(d, i, v, "mean"),
+    "maxima of the values alone": lambda x, i, v, d: torch.scatter_reduce(
+        x, d, i, v, "amax", include_self=False
+    ),
+}
+
+
+def positions(rng: random.Random, shape: list[int], size: int, dim: int) -> Tensor:
+    """Positions without repetitions along the dimension, which torch would write in any order."""
+    generator = torch.Generator().manual_seed(rng.randrange(2**31))
+    full = [size if d == dim else n for d, n in enumerate(shape)]
+    return torch.rand(full, generator=generator).argsort(dim).narrow(dim, 0, shape[dim])
+
+
+@pytest.mark.parallel([1, 2, 3, 4])
+@pytest.mark.parametrize("name", INTO)
+def test_scattering_equals_serial(name: str) -> None:
+    rng = random.Random(name)
+    for _ in range(6):
+        shape = [rng.randrange(1, 7) for _ in range(rng.choice([1, 2, 3]))]
+        dim = rng.randrange(len(shape))
+        taken = [rng.choice([n, n, rng.randrange(1, n + 1)]) for n in shape]
+        index = positions(rng, taken, shape[dim], dim)
+        tensors = [random_tensor(rng, shape), random_tensor(rng, taken)]
+
+        def function(x: Tensor, v: Tensor, i: Tensor, d: int = dim) -> Tensor:
+            return INTO[name](x, i, v, d)
+
+        with noted(shape, taken, dim):
+            agrees(function, [*tensors, index], [], random_grid(rng), rng)
+
+
+@pytest.mark.parallel([1, 2, 3, 4])
+def test_plain_indices_and_values_are_taken() -> None:
+    rng = random.Random(1)
+    x, values = random_tensor(rng, (3, 4, 5)), random_tensor(rng, (3, 2, 5))
+    index = positions(rng, [3, 2, 5], 4, 1)
+    agrees(lambda x, v, i: x.scatter_add(1, i, v), [x], [values, index], random_grid(rng), rng)
+
+
+@pytest.mark.parallel([1, 2, 3, 4])
+def test_one_hot_classes_equal_serial() -> None:
+    rng = random.Random(2)
+    for shape in ([5], [2, 3, 5], [2, 1, 3, 4]):
+        labels = (4 * random_tensor(rng, shape).abs()).long().clamp(max=5)
+        for count in (-1, 6, 9):
+            agrees(lambda t, n=count: F.one_hot(t, n), [labels], [], random_grid(rng), rng)
+
+
+def dice(scores: Any, labels: Any, onehot: Any) -> Any:
+    """The usual Dice loss, of one-hot classes along the dimension of channels."""
+    probabilities = scores.softmax(1)
+    over = tuple(range(2, scores.dim()))
+    both = (probabilities * onehot).sum(over)
+    return (1 - 2 * both / (probabilities + onehot).sum(over)).mean()
+
+
+@pytest.mark.parallel([1, 2, 3, 4])
+def test_the_usual_dice_loss_equals_serial() -> None:
+    rng = random.Random(3)
+    scores = random_tensor(rng, (2, 4, 6, 5))
+    labels = (4 * random_tensor(rng, (2, 1, 6, 5)).abs()).long().clamp(max=3)
+
+    def scattered(scores: Any, labels: Any) -> Any:
+        return dice(scores, labels, torch.zeros_like(scores).scatter_(1, labels, 1.0))
+
+    def by_classes(scores: Any, labels: Any) -> Any:
+        return dice(scores, labels, F.one_hot(labels[:, 0], 4).movedim(-1, 1))
+
+    def into_plain(scores: Any, labels: Any) -> Any:
+        return dice(scores, labels, torch.zeros(2, 4, 6, 5).scatter_(1, labels, 1.0))
+
+    for function in (scattered, by_classes, into_plain):
+        agrees(function, [scores, labels], [], random_grid(rng), rng)
+
+
+@pytest.mark.parallel([2])
+def test_a_plain_tensor_takes_no_distributed_values_that_need_gradients() -> None:
+    grid = dc.ProcessGrid(height=2)
+    values = dc.distribute_tensor(torch.ones(1, 2, 4, 3), grid).requires_grad_()
+    index = torch.zeros(1, 2, 4, 3, dtype=torch.int64)
+    with pytest.raises(dc.UnsupportedOperation, match="only outside autograd"):
+        torch.zeros(1, 2, 4, 3).scatter_(1, index, values)
