@@ -32,10 +32,10 @@ class BoundaryStrip:
 
     outputs: Slices
     place: Slices
-    """Of the inputs in the plan's buffer."""
+    """Where in the plan's buffer the inputs lie."""
     shape: tuple[int, ...]
     starts: tuple[int, ...]
-    """Where in the plane they begin, before it where windows do."""
+    """Where in the plane the inputs begin; before it, where windows do."""
     padding: tuple[int, ...]
     own: tuple[tuple[Slices, Slices], ...]
     """Pairs of a box of the own block, and its place in the strip."""
@@ -61,7 +61,7 @@ def maxima_boundary(
     cuts: Cuts,
     windows: tuple[Window, ...],
 ) -> MaximaBoundary:
-    """The strips of one rank's block, of which `needs_halo` is not None.
+    """Return the strips of one rank's block, where `needs_halo` is not None.
 
     Parameters
     ----------
