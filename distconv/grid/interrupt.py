@@ -45,7 +45,7 @@ def end_when_abandoned() -> None:
 
 @contextlib.contextmanager
 def last_words(speak: Callable[[], object]) -> Iterator[None]:
-    """Within it, let an interrupt of this rank call `speak`, from another thread."""
+    """Let an interrupt of this rank call `speak` within the context, from another thread."""
     _last_words.append(speak)
     try:
         yield

@@ -29,14 +29,15 @@ from distconv.transport.watched import Wait, Waiting
 
 _VARIABLE = "DISTCONV_DEBUG"
 _PERIOD = 256
-"""Steps between comparisons for which nobody waits."""
+"""Steps from one comparison that nobody waits for to the next."""
 _FIRST, _EVERY = 64, 16
 """How many steps of each operator count with its arguments, and one in how many after those."""
 _REMEMBERED = 4096
-"""Operators with their arguments that are known; beyond, all are forgotten, on all ranks alike."""
+"""How many operators with their arguments are known; beyond, all are forgotten, on all ranks alike.
+"""
 _MODULUS = 2**61 - 1
 _TAGS = 32767
-"""Numbers of exchanges, after which they begin again; every MPI has as many tags."""
+"""How many tags there are before they begin again; every MPI has as many."""
 _FACTOR = 1_000_003
 
 
@@ -59,12 +60,12 @@ class Step(NamedTuple):
 class DivergenceError(RuntimeError):
     """The ranks of a grid run different operators, or the same ones with different arguments.
 
-    It is raised on all of them. Where a program catches it, on all ranks, they may go on.
+    It is raised on all ranks. A program that catches it, on all ranks, may go on.
     """
 
 
 def debugging() -> bool:
-    """Whether DISTCONV_DEBUG asks for a comparison before every step."""
+    """Return whether DISTCONV_DEBUG asks for a comparison before every step."""
     return os.environ.get(_VARIABLE, "0") not in ("", "0")
 
 
@@ -94,7 +95,7 @@ class Order:
 
     @property
     def thread(self) -> int:
-        """The thread that takes the steps."""
+        """Return the thread that takes the steps."""
         return self._thread
 
     def next_tag(self) -> int:
@@ -140,7 +141,7 @@ class Order:
             self._start()
 
     def _operator(self, function: Any) -> Any:
-        """The operator under way with what has to be the same of its arguments; None for none.
+        """Return the operator under way with all that has to be the same of its arguments, or None.
 
         In most steps, after the first of each operator, that is its name alone.
         """
@@ -199,7 +200,7 @@ class Order:
 
 
 def described(operator: Any) -> str:
-    """An operator with its arguments, as a user would write the call."""
+    """Return an operator with its arguments in words, as a user would write the call."""
     function, arguments, keywords = operator
     if arguments is None:
         return operator_name(function)
@@ -299,7 +300,7 @@ def _difference(ranks: list[tuple[int, list[str], str]], debug: bool) -> str:
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:
-    """Numbers of ranks as "rank 3" or "ranks 0-2, 5"."""
+    """Return numbers of ranks in words, as "rank 3" or "ranks 0-2, 5"."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][1] + 1:

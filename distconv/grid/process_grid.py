@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 abort_when_a_rank_raises()
 
 _grids: WeakValueDictionary[int, ProcessGrid] = WeakValueDictionary()
-"""All grids of this process, by identity, as equal ones are several."""
+"""All grids of this process, by identity, since several grids may be equal."""
 
 
 class ProcessGrid:
@@ -96,48 +96,48 @@ class ProcessGrid:
 
     @property
     def comm(self) -> MPI.Intracomm:
-        """The communicator of all ranks, in grid order, for use by the program."""
+        """Return the communicator of all ranks, in grid order, for use by the program."""
         return self._comm
 
     @property
     def rank(self) -> int:
-        """This rank's number in the grid."""
+        """Return this rank's number in the grid."""
         return self._rank
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
+        """Return the number of ranks."""
         return self._topology.size
 
     @property
     def shape(self) -> dict[str, int]:
-        """Ranks along each axis."""
+        """Return the number of ranks along each axis."""
         return dict(zip(AXES, self._topology.extents, strict=True))
 
     @property
     def coords(self) -> dict[str, int]:
-        """This rank's position along each axis."""
+        """Return this rank's position along each axis."""
         return self._topology.coordinates(self.rank)
 
     @property
     def topology(self) -> Topology:
-        """The arithmetic of rank numbers and coordinates."""
+        """Return the arithmetic of rank numbers and coordinates."""
         return self._topology
 
     @property
     def device(self) -> torch.device:
-        """What this rank computes on: all its DistTensors on the grid live there."""
+        """Return this rank's device, on which all its DistTensors on the grid live."""
         return self._device
 
     @property
     def transport(self) -> Transport:
-        """What carries this grid's messages."""
+        """Return the carrier of this grid's messages."""
         return self._transport
 
     def communicator(self, axes: Iterable[str], purpose: str = "reductions") -> MPI.Intracomm:
-        """The communicator of the ranks that differ from this one along `axes` only.
+        """Return the communicator of the ranks that differ from this one along `axes` only.
 
-        Made when first asked for, by all ranks of it together, and kept for every grid on the same
+        Its ranks make it together when they first ask for it; it is kept for every grid on the same
         ranks. Reductions that may be under way at the same time need different purposes.
         """
         key = (frozenset(axes), purpose)
@@ -212,7 +212,7 @@ def _ranks_of_mpi(comm: MPI.Intracomm | None) -> MPI.Intracomm:
 
 
 class _OfTheRank:
-    """Stands for what carries messages in a process forked from a rank, where it is an error."""
+    """Stands for a carrier of messages in a process forked from a rank; any use is an error."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(mpi(), name)  # which raises
@@ -221,7 +221,7 @@ class _OfTheRank:
 def _leave_messages_to_the_rank() -> None:
     """Keep a forked process, such as a worker that reads, from waiting for messages for ever.
 
-    What needs none goes on working there: coordinates, and the boxes that follow from them.
+    Coordinates, and the boxes that follow from them, need no messages and go on working there.
     """
     for grid in list(_grids.values()):
         grid._comm = grid._transport = _OfTheRank()  # type: ignore[assignment]
@@ -237,9 +237,9 @@ def _agreed(
     device: str | torch.device | None,
     transport: str | None,
 ) -> tuple[Topology, list[devices.Offer]]:
-    """The topology, which is the same on all ranks, and what each offers; all of them call it.
+    """Return the topology, the same on all ranks, and the offers of all; all ranks call it.
 
-    What one rank cannot have is an error on every rank.
+    Where one rank cannot have what it is asked for, every rank raises an error.
     """
     mine: tuple[Topology, devices.Offer] | str
     try:
@@ -259,13 +259,13 @@ def _agreed(
 
 
 def _named(topology: Topology) -> str:
-    """The axes with several ranks."""
+    """Return the axes with several ranks."""
     extents = zip(AXES, topology.extents, strict=True)
     return ", ".join(f"{axis}={n}" for axis, n in extents if n > 1)
 
 
 def _fit(extents: dict[str, int], ranks: int) -> Topology:
-    """The topology with these extents, one of which may be -1, on this number of ranks."""
+    """Return the topology with these extents, one of which may be -1, on this number of ranks."""
     for axis, n in extents.items():
         if isinstance(n, bool) or not isinstance(n, Integral) or (n < 1 and n != -1):
             raise ValueError(

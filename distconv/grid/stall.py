@@ -72,7 +72,7 @@ class Watch:
         self._looking.start()
 
     def connect(self, comm: Any, order: Order) -> None:
-        """Join the notes of all ranks, which call it together, and count steps by `order`."""
+        """Begin to share notes with all ranks, and to count steps by `order`; all ranks call it."""
         self._board, self._order = Board(comm), order
         _LEAVING.add(self)
 
@@ -119,7 +119,7 @@ class Watch:
                 answered = True
 
     def _look_at_wait(self) -> None:
-        """Alarm where the wait under way is the last look's, and too long or for nobody."""
+        """Raise the alarm where a wait goes on since the last look for too long, or for nobody."""
         wait, now = self._waiting.now, time.monotonic()
         if wait is not self._seen():
             self._since = None if wait is None else ref(wait), now
@@ -131,12 +131,12 @@ class Watch:
                 self._alarm(f"for {ranks_in_words(gone)}, which will not come")
 
     def _seen(self) -> Wait | None:
-        """The wait that the last look has seen, if it is still in use."""
+        """Return the wait that the last look has seen, if it is still in use."""
         wait = self._since[0]
         return None if wait is None else wait()
 
     def _gone(self, wait: Wait) -> list[int]:
-        """The ranks waited for that have left the program before the step that waits."""
+        """Return the ranks waited for that have left the program before the step that waits."""
         board = self._board
         if board is None or board.count("left", 0) < 1:
             return []
@@ -149,7 +149,7 @@ class Watch:
         return gone
 
     def _state(self) -> list[Any]:
-        """What this rank does, the operator and the line of the program, and its step."""
+        """Return what this rank does, its operator, its line of the program, and its step."""
         thread = self._thread if self._order is None else self._order.thread
         wait, since = self._seen(), self._since[1]
         what = "elsewhere"
@@ -168,7 +168,7 @@ class Watch:
         abort_job()
 
     def _ask(self, board: Board) -> dict[int, Any]:
-        """Ask all ranks where they are; returns what they answer."""
+        """Ask all ranks where they are, and return their answers by rank."""
         board.post("alarm", "")
         board.post(f"state/{self._rank}", json.dumps(self._state()))
         if board.count("reporters") > 1:
@@ -188,7 +188,7 @@ class Watch:
 
 
 def _report(why: str, size: int, answers: dict[int, Any]) -> str:
-    """Where each rank is, ranks at the same place together, and what that usually means."""
+    """Return where each rank is, ranks at the same place together, and the usual reason."""
     silent = ["does not answer; it was killed or stopped, or runs code that lets no thread run"]
     places: dict[str, list[int]] = {}
     for rank in range(size):
