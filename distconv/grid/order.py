@@ -84,7 +84,7 @@ class Order:
         self.number = 0
         """How many steps this rank has taken, reductions of gradients among them."""
         self._compared = 0
-        """How many of them have their place in the order."""
+        """How many of these steps have their place in the order."""
         self._tag = 0
         self._folded = 0
         self._codes: dict[Any, int] = {}

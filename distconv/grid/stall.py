@@ -65,7 +65,7 @@ class Watch:
         # A large job asks the first rank less often.
         self._period = max(min(1.0, self._limit / 8), self._size / 2000)
         self._since: tuple[ref[Wait] | None, float] = None, 0.0
-        """The wait that was seen last, whose messages live no longer for that; and since when."""
+        """The wait that was seen last, held weakly so that its messages may go, and since when."""
         self._thread = threading.get_ident()
         self._leaving = threading.Event()
         self._looking = threading.Thread(target=self._look, name="distconv-watch", daemon=True)
