@@ -36,8 +36,8 @@ def implements(*functions: Callable[..., Any]) -> Callable[[Rule], Rule]:
 class UnsupportedOperation(NotImplementedError):
     """An operator, or an argument of it, that is not supported on these layouts.
 
-    Raised on every rank before any message is sent. The message names the operator, the layouts,
-    and the way out.
+    It is raised on every rank before any message is sent. The message names the operator, the
+    layouts, and the way out.
     """
 
 
@@ -72,11 +72,11 @@ WAYS_OUT: dict[Any, str] = {
         for name in ("adam", "adamw", "adagrad", "sgd")
     },
 }
-"""What to do instead of functions for which the whole tensor is no way out."""
+"""Advice for functions that the whole tensor would not help."""
 
 
 UNCHECKED = {torch.autograd.grad, torch.autograd.backward, torch.Tensor.__deepcopy__}
-"""Functions that take plain tensors as plain ones, or what has been copied before."""
+"""Functions that take plain tensors as plain ones, or tensors that have been copied before."""
 
 
 ALIASES = {"axis": "dim", "keepdims": "keepdim"}
