@@ -23,7 +23,7 @@ from distconv.transport.interface import Message
 
 
 class Traffic(NamedTuple):
-    """What a rank gives to its transport at once: the messages of an exchange, or a reduction."""
+    """Bytes that a rank gives to its transport at once: an exchange's messages, or a reduction."""
 
     collective: bool
     messages: tuple[tuple[int, int], ...]
@@ -42,7 +42,7 @@ class _Done:
     """Messages that take no time."""
 
     def wait(self) -> None:
-        """All is complete."""
+        """Return at once: all is complete."""
 
 
 class _CountingTransport:
@@ -88,7 +88,7 @@ class _CountingTransport:
 class DryRunGrid(ProcessGrid):
     """The grid with these extents as one rank sees it, in a single process without MPI.
 
-    Its tensors are those of `tensor`, and have no elements.
+    Its tensors are made by `tensor`, and have no elements.
 
     Parameters
     ----------
@@ -118,24 +118,24 @@ class DryRunGrid(ProcessGrid):
 
     @property
     def comm(self) -> NoReturn:
-        """There is none."""
+        """Raise: there is no communicator."""
         raise RuntimeError(
             "a rehearsal has no other ranks to talk to; make its tensors by rehearsal.tensor(shape)"
         )
 
     @property
     def reduced(self) -> int:
-        """Bytes that this rank has given to reductions so far."""
+        """Return the bytes that this rank has given to reductions so far."""
         return self._counted.reduced
 
     def communicator(self, axes: Iterable[str], purpose: str = "reductions") -> Any:
-        """Size and rank of the communicator along `axes`."""
+        """Return size and rank of the communicator along `axes`."""
         peers = self._topology.peers(self.rank, axes)
         return _Group(len(peers), peers.index(self.rank), tuple(peers))
 
     @contextmanager
     def listening(self) -> Iterator[list[Traffic]]:
-        """What is given to the transport within, in order, as the list that this yields."""
+        """Yield a list of all that the transport is given within the context, in order."""
         heard = self._counted.traffic = []
         try:
             yield heard
@@ -145,7 +145,7 @@ class DryRunGrid(ProcessGrid):
     def tensor(
         self, shape: tuple[int, ...], layout: Layout | None = None, dtype: torch.dtype | None = None
     ) -> DistTensor:
-        """A tensor of global `shape` without elements, cut as `distribute_tensor` would cut it."""
+        """Return a tensor of global `shape` without elements, cut as by `distribute_tensor`."""
         cuts = cuts_of_layout(layout, self, len(shape))
         box = rank_box(shape, cuts, self._topology, self._rank)
         return DistTensor(torch.empty(box.shape, dtype=dtype, device="meta"), shape, cuts, self)
