@@ -1,4 +1,4 @@
-"""How far a command has come: a line on the terminal, and what there is when it is interrupted."""
+"""How far a command has come: a line on the terminal, and the rows so far on an interrupt."""
 
 from __future__ import annotations
 
