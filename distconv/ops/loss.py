@@ -44,9 +44,10 @@ def _reduction(
 def _total(
     local: Tensor, over: Any, cuts: Cuts, grid: ProcessGrid, kind: torch.dtype
 ) -> DistTensor:
-    """The sum of the ranks' `local`, over a number, or over the sum of a tensor of theirs.
+    """Return the sum of the ranks' `local`, over a number, or over the sum of a tensor of theirs.
 
-    It is rounded to the type `kind` in the end, unless autocast asks for the longer type.
+    It is rounded to the type `kind` in the end, unless autocast asks for the longer type. All ranks
+    call it.
     """
     axes = cutting_axes(cuts)
     if isinstance(over, Tensor):
@@ -60,14 +61,14 @@ def _total(
 
 
 def _terms(reduction: str, *tensors: Any) -> list[Any]:
-    """The tensors in a type in which their losses can be added up, where they will be."""
+    """Return the tensors in a type in which their losses can be added up, if they will be."""
     if reduction == "none":
         return list(tensors)
     return [t if t is None else to_accumulation_type(t) for t in tensors]
 
 
 def _weight_that_torch_drops(function: Callable[..., Any]) -> Tensor | None:
-    """The weight given to `function` by its caller.
+    """Return the weight given to `function` by its caller.
 
     Some releases of torch (2.13 among them) do not hand the weight of l1_loss on to a tensor
     subclass. Ignoring it would be a wrong number, so it is taken from the caller's frame.
@@ -84,7 +85,7 @@ def _weight_that_torch_drops(function: Callable[..., Any]) -> Tensor | None:
 
 
 def _regression(function: Callable[..., Tensor]) -> None:
-    """A loss of the difference of input and target, optionally weighted element by element."""
+    """Register a loss of the difference of input and target, optionally weighted by element."""
     name = function.__name__
 
     @implements(function)
@@ -133,7 +134,7 @@ def _regression(function: Callable[..., Tensor]) -> None:
 
 
 def _cross_entropy_of_bits(function: Callable[..., Tensor]) -> None:
-    """Binary cross entropy, of probabilities or of logits."""
+    """Register binary cross entropy, of probabilities or of logits."""
     name = function.__name__
 
     @implements(function)
@@ -186,7 +187,7 @@ def _check_without_samples(
     weight: Tensor | None,
     options: dict[str, Any],
 ) -> None:
-    """torch's own checks of types, weight and options, on a batch of no samples."""
+    """Make torch's own checks of types, weight and options, on a batch of no samples."""
 
     def empty(like: Tensor, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=like.dtype, device=like.device)
@@ -201,7 +202,10 @@ def _check_without_samples(
 
 
 def _classification(function: Callable[..., Tensor]) -> None:
-    """A loss over classes, which are dimension 1; every rank needs all classes of its elements."""
+    """Register a loss over classes, which are dimension 1.
+
+    Every rank needs all classes of its elements.
+    """
     name = function.__name__
 
     @implements(function)
@@ -275,7 +279,7 @@ def kl_div(
     reduction: str = "mean",
     log_target: bool = False,
 ) -> DistTensor:
-    """The Kullback-Leibler divergence of log-probabilities from a target."""
+    """Return the Kullback-Leibler divergence of log-probabilities from a target."""
     by_batch = reduction == "batchmean"
     reduction = _reduction(size_average, reduce, "sum" if by_batch else reduction, "kl_div")
     grid = common_grid("kl_div", (input, target))
@@ -302,7 +306,7 @@ def gaussian_nll_loss(
     eps: float = 1e-6,
     reduction: str = "mean",
 ) -> Tensor:
-    """The negative logarithm of a Gaussian density of given variance, which is at least `eps`.
+    """Return the negative logarithm of a Gaussian density of given variance, at least `eps`.
 
     The rank that holds a negative variance raises.
     """

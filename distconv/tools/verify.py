@@ -484,7 +484,7 @@ class _Compared(ModuleCalls):
 def _gradients(
     serial: nn.Module, model: nn.Module, inputs: Sequence[Tensor], cut: Sequence[Tensor]
 ) -> Iterator[Comparison]:
-    """Return the gradients from the last parameter to the inputs."""
+    """Yield the gradients from the last parameter to the inputs."""
     twins = dict(model.named_parameters())
     largest: dict[str, float] = {}
     for name, p in serial.named_parameters():
