@@ -71,7 +71,7 @@ def record(movement: Movement) -> None:
 
 @contextmanager
 def without_counting() -> Iterator[None]:
-    """Keep what is moved within, by tools and not by the program, out of `redistributions`."""
+    """Keep movements that tools make within the context out of `redistributions`."""
     token = _COUNTING.set(False)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Plans: which boxes a rank needs, who owns them, and what it has to send.
+"""Plans: the boxes that a rank needs, the ranks that own them, and the boxes that it has to send.
 
 A plan moves elements from a tensor cut by one layout into each rank's buffer, where the rank holds
 its block of an output cut by the same or another layout and an index map per dimension says which
@@ -77,7 +77,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class _Dimension:
-    """The geometry of one dimension: how it is cut before and after, and what outputs need."""
+    """One dimension: how input and output are cut along it, and which inputs the outputs need."""
 
     size: int
     source_axes: tuple[str, ...]

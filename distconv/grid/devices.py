@@ -1,7 +1,7 @@
-"""On what each rank of a grid computes, and how messages travel: decided alike on all ranks.
+"""The device of each rank of a grid, and how messages travel: decided alike on all ranks.
 
-Every rank tells what it can see and what it is asked for; the decision follows from what all have
-told, and needs neither a GPU nor messages.
+Every rank offers the devices that it can see, and says what it is asked for. The decision follows
+from the offers of all ranks, and needs neither a GPU nor messages.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Choice(NamedTuple):
 def make_offer(
     device: str | torch.device | None, transport: str | None, kept: torch.device | None
 ) -> Offer:
-    """Return what this rank tells the others; no communication.
+    """Return the offer of this rank, for the others; no communication.
 
     Parameters
     ----------

@@ -1,6 +1,6 @@
 """A thread that notices when ranks wait for each other in vain, says where, and ends the job.
 
-It looks at what this rank waits for about once a second. Where that is the same for longer than
+The thread looks about once a second at the wait under way. Where one wait takes longer than
 DISTCONV_TIMEOUT seconds (300 when not set), or where a rank that is waited for has left the
 program, it asks all ranks where they are, prints one message, and aborts.
 """
@@ -53,7 +53,7 @@ class Watch:
     ----------
     ranks: which ranks of MPI.COMM_WORLD they are, in the order in which they are numbered.
     rank: this rank's number.
-    waiting: what it waits for.
+    waiting: the wait of this rank that is under way.
     """
 
     def __init__(self, ranks: Sequence[int], rank: int, waiting: Waiting):

@@ -198,7 +198,9 @@ def register_post_accumulate_grad_hook(
 def retain_grad(self: DistTensor) -> None:
     """Keep in `.grad` the gradient of a tensor that is no leaf."""
     if not self.requires_grad:
-        raise RuntimeError("retain_grad: the tensor does not require gradients")
+        raise RuntimeError(
+            "retain_grad: the tensor does not require gradients; call requires_grad_()"
+        )
     if not self.is_leaf and self.gradient_hook is None:
         self.gradient_hook = _keep(self)
 

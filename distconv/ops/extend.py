@@ -77,11 +77,11 @@ def windowed(
 
     Parameters
     ----------
-    kernel, stride, dilation, padding: of the windows, a number or one for each spatial dimension;
-        the padding is attached on both sides.
+    kernel, stride, dilation, padding: numbers that describe the windows, one for all spatial
+        dimensions or one for each; the padding is attached on both sides.
     fill: the value of the padding.
-    channels: how many the function returns, where it mixes them; None where it treats every
-        channel alone.
+    channels: the number of channels that the function returns, where it mixes channels; None where
+        it treats every channel alone.
     """
 
     def decorate(function: Function) -> Function:

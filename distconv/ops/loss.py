@@ -157,7 +157,10 @@ def _cross_entropy_of_bits(function: Callable[..., Tensor]) -> None:
             )
         shape = broadcast_shape(name, [t for t in (input, *weights.values()) if t is not None])
         if shape != tuple(input.shape):
-            raise ValueError(f"{name}: weights of shape {shape} for input {tuple(input.shape)}")
+            raise ValueError(
+                f"{name}: the weights broadcast the input from {tuple(input.shape)} to {shape}; "
+                "give weights that are broadcast to the input"
+            )
         cuts = broadcast_cuts(
             [t for t in (input, target) if isinstance(t, DistTensor)]
             or [as_distributed(input, grid)],
@@ -321,7 +324,7 @@ def gaussian_nll_loss(
             )
     own = var.shard if isinstance(var, DistTensor) else torch.as_tensor(var)
     if (own < 0).any():
-        raise ValueError("gaussian_nll_loss: var has negative elements; expected such from 0")
+        raise ValueError("gaussian_nll_loss: var has negative elements; expected none below 0")
     var = var.clone() if isinstance(var, Tensor) else torch.full_like(input, var)
     with torch.no_grad():
         var.clamp_(min=eps)

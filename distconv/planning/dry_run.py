@@ -1,7 +1,7 @@
 """A rank of a grid that is not there: tensors without elements, messages that nobody receives.
 
 Operators decide from global metadata alone, so on torch's "meta" device they run as on a real grid
-of any size, and what they would move can be read off (`ledger.trace_movements`).
+of any size, and the data that they would move is recorded (`ledger.trace_movements`).
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class DryRunGrid(ProcessGrid):
 
     Parameters
     ----------
-    extents: ranks along the axes; 1 along those that are not named.
-    rank: whose part is rehearsed; the rank in the middle of every axis when not given.
+    extents: ranks along the axes; 1 along axes that are not named.
+    rank: the rank whose part is played; by default the rank in the middle of every axis.
     """
 
     def __init__(self, extents: Mapping[str, int], rank: int | None = None):
@@ -104,8 +104,8 @@ class DryRunGrid(ProcessGrid):
                 )
             if isinstance(n, bool) or not isinstance(n, Integral) or n < 1:
                 raise ValueError(
-                    f"{axis}={n!r}: no ranks have been started whose number could tell; give "
-                    "every axis its number of ranks, from 1"
+                    f"{axis}={n!r} cannot be inferred, as no ranks have been started; give every "
+                    "axis its number of ranks, from 1"
                 )
         self._topology = Topology(tuple(int(extents.get(axis, 1)) for axis in AXES))
         middle = {axis: self._topology.extent(axis) // 2 for axis in AXES}
@@ -120,7 +120,7 @@ class DryRunGrid(ProcessGrid):
     def comm(self) -> NoReturn:
         """Raise: there is no communicator."""
         raise RuntimeError(
-            "a rehearsal has no other ranks to talk to; make its tensors by rehearsal.tensor(shape)"
+            "a dry run has no other ranks to talk to; make its tensors by DryRunGrid.tensor(shape)"
         )
 
     @property

@@ -26,10 +26,11 @@ def global_shape(
 ) -> tuple[int, ...]:
     """Return the shape whose cut by `cuts` gives every rank the tensor it passes; collective.
 
-    `layout` is what the ranks intend, and compared with the rest; `operator` is who asks. Whether
-    ranks that hold the same block pass equal ones is looked at now and then (see `checksums`).
+    `layout` is the layout that the ranks intend, and compared with the rest; `operator` is named in
+    errors. Whether ranks that hold the same block pass equal ones is checked now and then (see
+    `checksums`). Raises `ValueError` on every rank, naming the rank that is off.
     """
-    # What lies on the CPU moves to the grid's device.
+    # A tensor on the CPU moves to the grid's device.
     device = "cpu" if local.device == grid.device else str(local.device)
     line = user_line()
     replicated = grid.topology.parts(cutting_axes(cuts)) < grid.size

@@ -139,7 +139,7 @@ def explain(
 ) -> Explanation:
     """Tell, and print, what each layer of `module` does on one rank of `grid`, without running it.
 
-    The forward pass is gone through on tensors without elements, in the mode the module is in;
+    The forward pass runs on tensors without elements, in the mode the module is in;
     nothing of the size of the model or its input is allocated, and the module stays as it is. No
     communication: one process suffices for any grid. Under `torch.no_grad()` nothing is kept.
 
@@ -148,10 +148,11 @@ def explain(
     module: any torch.nn.Module, before `parallelize`.
     input_shape: the global shape of its input, or a sequence of one for each input.
     grid: a grid, or the ranks along its axes, such as {"height": 64, "width": 64}.
-    dtype: of the input, or of each; that of the parameters when not given.
-    layout: of the input, or of each; every dimension over the axis of its name when not given.
-    layouts: of the inputs of modules within, for patterns of names, as `parallelize` takes them.
-    rank: whose part is told; the rank in the middle of every axis when not given.
+    dtype: the type of the input, or one for each input; the type of the parameters by default.
+    layout: the layout of the input, or one for each input; by default every dimension is cut over
+        the axis of its own name.
+    layouts: layouts for the inputs of modules within, by patterns of names, as for `parallelize`.
+    rank: the rank whose part is told; by default the rank in the middle of every axis.
     show: whether to print the table, on rank 0.
     progress: is called with each line of the table as it comes.
 
@@ -159,7 +160,7 @@ def explain(
     ------
     RuntimeError
         Where the forward pass raises, naming the layer; also where it asks for the elements of a
-        tensor. A layer that is refused raises nothing: it is the last of the table.
+        tensor. A layer that is refused raises nothing: it is the last row of the table.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"explain: {type(module).__name__} is not a torch.nn.Module")
@@ -246,7 +247,7 @@ def _dry_run(
     layouts: Mapping[str, Layout],
     progress: Callable[[LayerPlan], object] = lambda layer: None,
 ) -> list[LayerPlan]:
-    """Return the plan of a module without elements on the rank that `grid` rehearses."""
+    """Return the plan of a module without elements on the rank that the dry `grid` stands for."""
     within = enter_call()
     accounts = _LayerRecorder(module, grid, progress)
     # After the hooks of the accounts, so that a layer's line has what its input costs.
@@ -290,7 +291,7 @@ def _first_of(result: Any) -> _Output | None:
 
 
 class _LayerRecorder(ModuleCalls):
-    """Writes down, call by call, what has been moved, reduced and kept since the one before."""
+    """A record, call by call, of all that was moved, reduced and kept since the call before."""
 
     def __init__(
         self, module: nn.Module, grid: DryRunGrid, progress: Callable[[LayerPlan], object]

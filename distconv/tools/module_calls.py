@@ -14,7 +14,7 @@ def is_layer(module: nn.Module) -> bool:
 
 
 class ModuleCalls:
-    """Hooks on a module and all within it; those who watch override `entered` and `left`.
+    """Hooks on a module and all within it; a subclass overrides `entered` and `left`.
 
     Attributes
     ----------

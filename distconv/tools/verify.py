@@ -1,4 +1,4 @@
-"""Whether a module computes on a grid what it computes serially, layer by layer."""
+"""Compare what a module computes on a grid with what it computes serially, layer by layer."""
 
 from __future__ import annotations
 
@@ -137,16 +137,17 @@ def verify(
     module: any torch.nn.Module that runs on plain tensors as well.
     input: the whole plain input, or a sequence of them, equal on all ranks.
     grid: a grid, or the ranks along its axes, of which MPI has started as many.
-    layout: of the input, or of each; every dimension over the axis of its name when not given.
-    layouts: of the inputs of modules within, for patterns of names, as `parallelize` takes them.
-    tolerance: largest relative difference that is rounding. By default 1e-10 in float64, 1e-4 in
-        float32, and 64 times the rounding of shorter types, of which the coarsest counts. Wrong
-        results stand out best in float64. Where no tolerance is given, what amplifies rounding is
-        allowed a hundred times what the serial program itself differs by when its input and
-        parameters are changed in their last place: batch norm over a few elements, say.
-    backward: whether to compare gradients. Those of a layer's parameters are relative to the
+    layout: the layout of the input, or one for each input; by default every dimension is cut over
+        the axis of its own name.
+    layouts: layouts for the inputs of modules within, by patterns of names, as for `parallelize`.
+    tolerance: the largest relative difference that counts as rounding. By default 1e-10 in float64,
+        1e-4 in float32, and 64 times the rounding of shorter types; the coarsest type counts. Wrong
+        results stand out best in float64. By default, a tensor that amplifies rounding (behind a
+        batch norm over a few elements, say) may also differ by a hundred times the difference that
+        the serial program shows when its input and parameters are changed in their last place.
+    backward: whether to compare gradients. Gradients of a layer's parameters are relative to the
         largest of them, as a bias before a norm has a gradient that is zero but for rounding.
-    seed: of the gradient of the outputs.
+    seed: the seed of the random gradient of the outputs.
     show: whether to print the table, on rank 0.
     progress: is called with each comparison as it comes, before its difference is judged.
 

@@ -1,6 +1,6 @@
 """Memory of messages, used again for later messages of the same size.
 
-Fresh memory costs page faults when it is first written, up to several times what the message costs.
+Fresh memory costs page faults when it is first written, up to several times the message's cost.
 """
 
 from __future__ import annotations

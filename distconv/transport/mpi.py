@@ -50,7 +50,7 @@ class MPIRequest:
     Parameters
     ----------
     memory: the tensors that MPI reads and writes.
-    finish: called when all is complete, for a reduction in memory of its own.
+    finish: is called when all is complete, for a reduction in memory of its own.
     """
 
     def __init__(

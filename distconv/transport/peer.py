@@ -63,11 +63,11 @@ class PeerTransport:
     Parameters
     ----------
     comm: the ranks.
-    reached: for each of them those whose memory it has been given, itself among them. Two ranks
-        write to each other where both have been.
+    reached: for each rank the ranks whose memory it has been given, itself among them. Two ranks
+        write to each other where each has been given the other's memory.
     node: the numbers by which `boxes` knows the ranks of this node.
-    lane, boxes: what is done in order, and the memory in which messages arrive.
-    beyond: what carries messages and reductions between other ranks.
+    lane, boxes: the stream that works in order, and the memory in which messages arrive.
+    beyond: the transport of messages and reductions between other ranks.
     """
 
     def __init__(

@@ -50,9 +50,9 @@ class StagedTransport:
 
     Parameters
     ----------
-    mpi: what carries the messages on the host.
-    copies: from and to the GPU.
-    queue: what has not been given to MPI yet, of all transports of this process.
+    mpi: the transport of messages on the host.
+    copies: copies from and to the GPU.
+    queue: messages and reductions not given to MPI yet, of all transports of this process.
     direct: whether MPI sends from and receives into the memory of GPUs. Reductions go through the
         host all the same, where MPI adds up.
     """

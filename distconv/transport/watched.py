@@ -71,10 +71,10 @@ class WatchedTransport:
 
     Parameters
     ----------
-    carrier: what carries the messages.
-    steps: compares what the ranks are about to do.
+    carrier: the transport that carries the messages.
+    steps: the collective steps, by which it is compared what the ranks are about to do.
     waiting: where a wait is visible.
-    members: the ranks of a group in the numbers of the grid.
+    members: returns the ranks of a group in the numbers of the grid.
     """
 
     def __init__(

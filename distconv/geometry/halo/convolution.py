@@ -1,12 +1,12 @@
-"""The boundary of a block of outputs: what halos contribute to windows that reach beyond the block.
+"""The boundary of a block of outputs, where windows reach beyond the rank's own inputs into halos.
 
-A linear windowed operator is the sum of what it makes of a rank's own inputs, with zeros around
-them, and of its halos. The halos lie in slabs along the sides of the own block, and touch a few
-outputs, through a few taps of the kernel. A corner belongs to the first of its dimensions, so that
-no element counts twice.
+The result of a linear windowed operator is the sum of two: one for a rank's own inputs, with zeros
+around them, and one for its halos. The halos lie in slabs along the sides of the own block, and
+touch a few outputs, through a few taps of the kernel. A corner belongs to the first of its
+dimensions, so that no element counts twice.
 
-Index arithmetic only. Positions of inputs are those of the plan's buffer, which begins where the
-first window does, in the padding if need be.
+Index arithmetic only. Positions of inputs are counted in the plan's buffer, which begins where
+the first window does, in the padding if need be.
 """
 
 from __future__ import annotations

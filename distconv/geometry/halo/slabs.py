@@ -39,7 +39,11 @@ class LocalInput:
 
 @dataclass(frozen=True)
 class MessagePart:
-    """Elements of a slab that come with one message, `box` of `shape` from `start` on."""
+    """Elements of a slab that come with one message.
+
+    The message holds a box of `shape` from its element `start` on; `box` of this box goes to
+    `place` of the slab.
+    """
 
     message: int
     start: int
@@ -80,7 +84,7 @@ class HaloSlab:
 
 @dataclass(frozen=True)
 class Boundary:
-    """What a rank exchanges, how an operator runs on its block, and the slabs that are missing."""
+    """The plan of a rank, how an operator runs on its own block, and the slabs that are missing."""
 
     plan: Plan
     own: LocalInput

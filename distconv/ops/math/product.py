@@ -55,7 +55,9 @@ def _contract(
     sizes: dict[str, int] = {}
     for term, x in zip(terms, operands, strict=True):
         if len(term) != x.dim():
-            raise RuntimeError(f"{name}: {term!r} for a tensor of {x.dim()} dimensions")
+            raise RuntimeError(
+                f"{name}: {term!r} names {len(term)} dimensions of a tensor that has {x.dim()}"
+            )
         for letter, n in zip(term, x.shape, strict=True):
             if sizes.setdefault(letter, n) != n and 1 not in (n, sizes[letter]):
                 raise RuntimeError(

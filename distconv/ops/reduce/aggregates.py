@@ -79,7 +79,7 @@ def prod(
 def logsumexp(input: DistTensor, dim: Dims, keepdim: bool = False) -> DistTensor:
     """Return the logarithm of the sum of exponentials over dimensions."""
     if _names_nothing(dim):
-        raise RuntimeError("logsumexp: dim names no dimension")
+        raise RuntimeError("logsumexp: dim names no dimension; expected at least one")
     over = normalize_dims(dim, input.dim())
     x = input.shard
     if not (input.is_floating_point() or input.is_complex()):

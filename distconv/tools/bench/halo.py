@@ -1,8 +1,8 @@
 """The exchange of halos alone, with packing, against MPI's own Sendrecv of as many bytes.
 
-Bytes that have just been written lie in the cache of the core that wrote them, and have to be
-fetched from there; those that were sent before and have not changed lie in the receiver's already.
-Halos are of the first kind. The bound is both.
+Bytes that have just been written, as halos are, lie in the cache of the core that wrote them, and
+have to be fetched from there. Bytes that were sent before and have not changed lie in the
+receiver's cache already. There is a bound for each kind.
 """
 
 from __future__ import annotations
