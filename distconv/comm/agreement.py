@@ -21,7 +21,7 @@ def fingerprint(state: object) -> int:
 
     Parameters
     ----------
-    state: of numbers, strings, and tuples and lists of them.
+    state: numbers, strings, and tuples and lists of them.
     """
     return crc32(repr(state).encode()) % 2**_BITS
 

@@ -237,6 +237,15 @@ def operand_cuts(operand: Shape, shape: Shape, cuts: Cuts) -> Cuts:
 
 @lru_cache(maxsize=4096)
 def cuts_of_broadcast(operands: tuple[tuple[Shape, Cuts], ...], shape: Shape) -> Cuts:
+    """Return the cuts of a result of `shape` to which operands are broadcast.
+
+    Each dimension is cut as in the largest operand that has it in full, as far as those grid axes
+    are still free.
+
+    Parameters
+    ----------
+    operands: shape and cuts of each operand.
+    """
     cuts: list[tuple[str, ...]] = [()] * len(shape)
     settled = [False] * len(shape)
     for sizes, own in sorted(operands, key=lambda x: -prod(x[0])):

@@ -75,7 +75,7 @@ class Order:
     Parameters
     ----------
     comm: a communicator that nothing else uses.
-    waiting: where the waits of comparisons can be seen.
+    waiting: shows the waits of comparisons to the watching thread.
     """
 
     def __init__(self, comm: Any, waiting: Waiting):
@@ -267,7 +267,7 @@ def _difference(ranks: list[tuple[int, list[str], str]], debug: bool) -> str:
 
     Parameters
     ----------
-    ranks: of each rank, the number of the first of its last steps, these steps, and where it is.
+    ranks: for each rank the number of its first remembered step, these steps, and where it is.
     """
     begin = max(first for first, _, _ in ranks)
     end = max(first + len(steps) for first, steps, _ in ranks)

@@ -39,7 +39,7 @@ class ProcessGrid:
     comm: mpi4py communicator, MPI.COMM_WORLD when not given. All its ranks construct the grid.
     sample, channel, filter, depth, height, width: ranks along each axis; their product is the
         number of ranks. One may be -1 and is inferred.
-    device: what this rank computes on: "cpu", "cuda" or "cuda:1", say. When not given, a GPU where
+    device: this rank's device: "cpu", "cuda" or "cuda:1", say. When not given, a GPU where
         there are any: in rank order, the one that the fewest ranks have. A rank keeps its GPU on
         other grids. It becomes torch's current one.
     transport: how bytes travel: "nccl", between GPUs of which each belongs to one rank; "peer",

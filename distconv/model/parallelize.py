@@ -61,7 +61,7 @@ def parallelize(
     shard_parameters: whether every rank keeps only its blocks of the weights of convolutions and
         fully connected layers whose layout cuts channels. They become DistTensors; optimizers that
         have no state yet may have been made before. Weights that are parametrized stay whole.
-    bucket_bytes: how much of the gradient travels in one message.
+    bucket_bytes: the bytes of gradients that travel in one message.
 
     Raises
     ------

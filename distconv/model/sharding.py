@@ -28,8 +28,8 @@ def shard_weights(module: nn.Module, layouts: Mapping[str, Layout], grid: Proces
 
     Parameters
     ----------
-    layouts: of the inputs of modules, by name, which hold for the parts of a module too. Others
-        have the grid's default layout.
+    layouts: the layouts of the inputs of modules, by name; each holds for the parts of its module
+        too. The inputs of other modules have the grid's default layout.
     """
     for name, part in module.named_modules():
         weight = part._parameters.get("weight")

@@ -104,7 +104,7 @@ class DistTensor(DistTensorBase):
         local: this rank's block, of the shape that the canonical cut gives it, on the CPU or the
             grid's device. It moves to the latter; without waiting for the GPU, where the program
             moves it before, `local.to(grid.device, non_blocking=True)` from pinned memory.
-        layout: how the global tensor is cut; every dimension over the grid axis of its own name
+        layout: the cuts of the global tensor; every dimension over the grid axis of its own name
             when not given.
 
         Raises
@@ -257,8 +257,8 @@ class DistTensor(DistTensorBase):
 
         Parameters
         ----------
-        gradient: of the same global shape, as a DistTensor or a plain tensor equal on all ranks;
-            1 when not given, for a tensor of one element only.
+        gradient: the gradient of this tensor, of the same global shape, as a DistTensor or a plain
+            tensor equal on all ranks; 1 when not given, for a tensor of one element only.
         """
         with running("backward", self), started_at([self.shard]):
             seed = gradient_seed(self, gradient, "backward")
@@ -281,7 +281,7 @@ def distribute_tensor(x: Tensor, grid: ProcessGrid, layout: Layout | None = None
     Parameters
     ----------
     x: the global tensor, on the CPU or the grid's device, to which each rank's box moves.
-    layout: how to cut it; every dimension over the grid axis of its own name when not given.
+    layout: the cuts; every dimension over the grid axis of its own name when not given.
 
     Raises
     ------

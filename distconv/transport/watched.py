@@ -73,7 +73,7 @@ class WatchedTransport:
     ----------
     carrier: the transport that carries the messages.
     steps: the collective steps, by which it is compared what the ranks are about to do.
-    waiting: where a wait is visible.
+    waiting: shows the wait under way to the watching thread.
     members: returns the ranks of a group in the numbers of the grid.
     """
 

@@ -60,8 +60,8 @@ def renumber_positions(
 
     Parameters
     ----------
-    starts: where the one begins in the global plane, before it where elements are repeated.
-    origin: where the other does; at the first position when not given.
+    starts: where `searched` begins in the global plane; before it, where elements are repeated.
+    origin: where `plane` begins; at the first position of the global plane when not given.
     """
     rows_are_whole = tuple(searched[1:]) == tuple(plane[1:]) and not any(starts[1:])
     if rows_are_whole and starts[0] >= 0 and origin is None:
