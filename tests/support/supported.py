@@ -21,10 +21,6 @@ from distconv.tensor.dist_tensor import DistTensor
 from tests.support.samples import HOMES, Sample, bare, function_of, is_random, names, samples_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "coverage.md"
-_ANSWERED = {
-    name for kind in DistTensor.__mro__[: DistTensor.__mro__.index(Tensor)] for name in vars(kind)
-}
-"""Attributes that DistTensor or a class between it and torch's tensors defines."""
 RANKS = 2
 """What is redistributed does not depend on the number of ranks, but for one of them."""
 
@@ -70,7 +66,8 @@ def status(name: str, grid: dc.ProcessGrid) -> str:
     samples = samples_of(name)
     if samples:
         return _measured(name, samples, grid)
-    if name.startswith("torch.Tensor.") and bare(name) in _ANSWERED:
+    own = DistTensor.__mro__[: DistTensor.__mro__.index(Tensor)]
+    if name.startswith("torch.Tensor.") and any(bare(name) in vars(each) for each in own):
         return "metadata"
     x = dc.distribute_tensor(torch.ones(3, 5), grid)
     try:
