@@ -37,7 +37,7 @@ _JUMP = 2**31 - 1
 """A prime; blocks are off their regular places by multiples of it, as samples often begin alike."""
 
 _ELEMENTS = 1024
-"""Of how many elements the values are compared, and on GPUs the checksums made."""
+"""The number of elements whose values are compared, and on GPUs make the checksum."""
 
 _ROUNDING = 64
 """Units in the last place of the largest element by which rounding may make tensors differ."""

@@ -1,4 +1,4 @@
-"""What a process has once: communicators for each set of ranks and purpose, transports, a GPU.
+"""The things that a process has once: communicators for each purpose, transports, a GPU.
 
 MPI has about two thousand communicators to give; a program may build any number of grids.
 """

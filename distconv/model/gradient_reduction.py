@@ -106,7 +106,7 @@ class GradientReduction:
         stream = _current_stream(self._grid.device)
         if stream != self._stream:
             # A node accumulates on the stream on which it was made, for as long as it is held here.
-            # What is captured on another stream may not wait for that one: let torch make it anew.
+            # A capture on another stream may not wait for that one: let torch make the node anew.
             self._hooked, self._stream = dict.fromkeys(self._hooked), stream
         trainable = [p for p in self._leaves if p.requires_grad]
         for p, node in zip(trainable, _accumulating(trainable), strict=True):
@@ -287,7 +287,7 @@ class GradientReduction:
             self._checked = backward_pass
         self._new = p.grad is None
         if p.grad is not None and p not in self._parts:
-            # What an earlier backward pass has summed becomes parts again, all of it on one rank.
+            # A sum of an earlier backward pass becomes a part again, all of it on one rank.
             bucket = self._buckets[self._place_of[p][0]]
             if bucket.comm.rank:
                 p.grad.zero_()
@@ -319,7 +319,7 @@ class GradientReduction:
             def finish() -> None:
                 self._finish()
 
-            # A pass that fails leaves reductions under way; autograd drops what it would call.
+            # A pass that fails leaves reductions under way; autograd drops its callbacks then.
             finalize(finish, self._settle).atexit = False
             Variable._execution_engine.queue_callback(finish)  # type: ignore[attr-defined]
 

@@ -24,7 +24,7 @@ def full_state_dict(source: nn.Module | Optimizer) -> dict[str, Any]:
     own: Any = source.state_dict()
     state: dict[str, Any] = _mapped(own, _whole)
     if hasattr(own, "_metadata"):
-        # By the versions in it modules tell how to read what earlier ones have written.
+        # The versions in it tell a module how to read a state that an earlier release has written.
         state._metadata = own._metadata  # type: ignore[attr-defined]
     return state
 

@@ -59,7 +59,7 @@ class _CountingTransport:
         return 0
 
     def empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        # Nothing will arrive there, and CPUs are slow on what happens to be a denormal number.
+        # Nothing will arrive there, and CPUs are slow on memory that looks like denormal numbers.
         return like.new_zeros(shape) if like.is_cpu else like.new_empty(shape)
 
     def exchange(self, arriving: Sequence[Message], leaving: Sequence[Message], tag: int) -> _Done:

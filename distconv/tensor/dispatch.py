@@ -1,5 +1,4 @@
-"""What torch functions mean on DistTensors: the rules, and how a function without one is
-refused."""
+"""The rules of torch functions on DistTensors, and the refusal of functions without one."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ Rule = TypeVar("Rule", bound=Callable[..., Any])
 
 
 RULES: dict[Callable[..., Any], Callable[..., Any]] = {}
-"""What each torch function means on DistTensors: a function of the same arguments."""
+"""The rule of each torch function on DistTensors: a function of the same arguments."""
 
 
 def implements(*functions: Callable[..., Any]) -> Callable[[Rule], Rule]:

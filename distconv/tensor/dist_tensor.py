@@ -120,7 +120,7 @@ class DistTensor(DistTensorBase):
             check_brought("from_local", local)
         own = local.to(grid.device)
         shard = replication.replicate(own, grid, axes)
-        # Autograd forbids to write in place to what a Function has passed on.
+        # Autograd forbids to write in place to a tensor that a Function has passed on.
         return cls(shard.clone() if shard.requires_grad else shard, shape, cuts, grid)
 
     def to_local(self) -> Tensor:

@@ -85,7 +85,7 @@ def _check_plain(
     if x is None or x.grid.size == 1:
         return
     watch(plain)
-    # One rank alone may compute with what it has in full, to print it, say.
+    # One rank alone may compute with a tensor that it has in full, to print it, say.
     if not (any(x.cuts) or x.shard.requires_grad):
         return
     if not due((operator, x.shape), x.grid, first=2, then=256):

@@ -79,7 +79,7 @@ def redistribute_once(x: Distributed, cuts: Cuts, operator: str) -> Distributed:
     if cuts == x.cuts:
         return x
     call, state = CURRENT_CALL.get(), None
-    # Tensors of the inference mode count no versions, and what is made without gradients has none.
+    # Inference tensors count no versions; a copy made without gradients serves without them only.
     if call is not None and not x.shard.is_inference():
         state = call, torch.is_grad_enabled(), x.shard.requires_grad, x.shard._version
         made = x._redistributed.get(cuts)

@@ -250,12 +250,12 @@ def _dry_run(
     """Return the plan of a module without elements on the rank that the dry `grid` stands for."""
     within = enter_call()
     accounts = _LayerRecorder(module, grid, progress)
-    # After the hooks of the accounts, so that a layer's line has what its input costs.
+    # After the hooks of the accounts, so that a layer's line has the cost of its input.
     redistribute_inputs(module, layouts)
     try:
         with trace_movements() as accounts.movements, without_counting():
             keeping = saved_tensors_hooks(accounts.keep, lambda x: x)
-            # What a forward makes without naming a device has no elements either.
+            # A tensor that a forward makes without naming a device has no elements either.
             with torch.random.fork_rng(devices=[]), torch.device("meta"):
                 with keeping, _Functions(accounts):
                     module(*inputs)
@@ -325,7 +325,7 @@ class _LayerRecorder(ModuleCalls):
         self._parameters |= own
         weight = sum(p.nbytes for p in own)
         result = _first_of(output)
-        # The last line is that of the module's result.
+        # The last line belongs to the module's result.
         always = is_layer(module) or (not self.stack and result != self._last)
         self.close(name, type(module).__name__, result, weight, always=always)
 

@@ -1,4 +1,4 @@
-"""What MPI starts when an event of a GPU has happened, in the order of the program."""
+"""Messages that MPI starts after an event of a GPU, in the order of the program."""
 
 from __future__ import annotations
 

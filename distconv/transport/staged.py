@@ -87,7 +87,7 @@ class StagedTransport:
         messages = [(rank, host) for (rank, _), host in zip(leaving, hosts, strict=True)]
         sent = self._queue.add(ready, partial(self._mpi.exchange, (), messages, tag))
         pairs = [(host, t) for (_, host), (_, t) in zip(incoming, arriving, strict=True)]
-        # To wait for what is sent is to wait for `ready`: the memory of what arrives is free then.
+        # A wait for the sends is a wait for `ready`, after which the receive buffers are free.
         return StagedRequest(self._copies, (sent, received), pairs)
 
     def all_reduce(self, tensor: Tensor, group: MPI.Intracomm) -> Request:

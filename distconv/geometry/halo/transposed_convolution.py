@@ -84,7 +84,7 @@ def _halo_extents(
         if inputs[0] >= inputs[1]:
             continue
         # The taps through which the last input reaches the own outputs or beyond, and the first
-        # reaches them or what comes before.
+        # reaches them or outputs before them.
         low = -(((inputs[1] - 1) * m.stride - m.padding - made[0]) // m.dilation)
         high = (made[1] - 1 - inputs[0] * m.stride + m.padding) // m.dilation + 1
         taps = max(low, 0), min(high, m.kernel)

@@ -115,7 +115,7 @@ def pointwise_rule(function: Callable[..., Any], in_place: bool = False) -> Call
             if isinstance(written, DistTensor) and written.shard.requires_grad:
                 written.sync_requires_grad()
             return written
-        # A conversion to what the tensor is already returns the tensor itself, as in torch.
+        # A conversion that changes nothing returns the tensor itself, as in torch.
         return first if result is first.shard else DistTensor(result, shape, cuts, grid)
 
     return rule

@@ -184,7 +184,7 @@ def _added(
                 *factors,
                 way_out="Use whole numbers, or convert the tensors",
             )
-        # What is multiplied by 0 is left out, nan included.
+        # A term that is multiplied by 0 is left out, nan included.
         start = (
             input * beta
             if beta

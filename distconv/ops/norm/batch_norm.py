@@ -230,7 +230,7 @@ class _BatchNorm(Function):
         statistics = moments(x, over, grid, group, counts)
         mean, variance = (m.view(-1).to(kind) for m in statistics)
         if x.numel():
-            # torch takes parameters in the type of the statistics, or all in that of a half input.
+            # torch takes parameters in the type of the statistics, or all in a half input's type.
             wide, shift = (p if p is None else p.to(kind) for p in (weight, bias))
             y = F.batch_norm(x, mean, variance, wide, shift, False, 0.0, eps)
         else:

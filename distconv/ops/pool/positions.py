@@ -1,4 +1,4 @@
-"""Where in the plane maxima are: borders of buffers that are searched, and numbers of positions."""
+"""Positions of maxima in the plane: borders of buffers that are searched, and their numbers."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def renumber_positions(
     for (local, start, window, first), size in zip(coordinates, plane, strict=True):
         position = local + start
         if start < 0:
-            # What lies before the plane repeats elements of it.
+            # Positions before the plane repeat elements of it.
             position = torch.where(position < 0, position % window.dilation, position)
         number = number * size + (position if origin is None else position - first)
     return number

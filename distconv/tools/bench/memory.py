@@ -107,7 +107,7 @@ def peak_of(make: Callable[[], Callable[[], object]]) -> Peak:
     live: dict[int, int] = {}
     total = least = most = 0
     for when, change in changes:
-        # A release tells its size as a negative number; what is older than the record is ignored.
+        # A release tells its size as a negative number; older memory is ignored.
         if change["Bytes"] > 0:
             live[change["Addr"]] = change["Bytes"]
             total += change["Bytes"]

@@ -1,4 +1,4 @@
-"""What distconv costs beside the computing: microseconds of Python on tensors so small that the
+"""The cost of distconv beside the computing: microseconds of Python on tensors so small that the
 kernels take next to nothing, minus the same kernels called directly; and a model on a single rank.
 """
 
