@@ -1,4 +1,4 @@
-"""Whether all ranks do a thing alike, found out by a small message beside the computation."""
+"""Checks that all ranks do a thing alike, by a small message beside the computation."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from distconv.geometry.topology import AXES
 from distconv.grid.interface import Grid
 
 _BITS = 24
-"""Of a fingerprint, so that sums of squares over 16,000 ranks are exact in 64 bits."""
+"""Bits of a fingerprint, so that sums of squares over 16,000 ranks are exact in 64 bits."""
 
 
 def fingerprint(state: object) -> int:
-    """A number that is most probably another for another state; equal on all ranks for equal ones.
+    """Return a number that is most probably another for another state; equal states have equal
+    ones.
 
     Parameters
     ----------
-    state: of numbers, strings, and tuples and lists of them.
+    state: numbers, strings, and tuples and lists of them.
     """
     return crc32(repr(state).encode()) % 2**_BITS
 
@@ -28,7 +29,7 @@ def fingerprint(state: object) -> int:
 class Agreement:
     """Questions to all ranks of a grid whether they have the same numbers, one at a time.
 
-    All ranks ask the same questions in the same order, and go on until they take the answer. That
+    All ranks ask the same questions in the same order, and go on until they take the answer, which
     is there when every rank has asked.
     """
 
@@ -51,7 +52,7 @@ class Agreement:
         self._asked = self._comm.Iallreduce(mine, sums), sums, mine
 
     def answer(self) -> list[bool]:
-        """For each number that was last asked about, whether all ranks have the same."""
+        """Return whether all ranks have the same, for each number that was last asked about."""
         if self._asked is None:
             return []
         (request, sums, _), self._asked = self._asked, None
@@ -61,7 +62,7 @@ class Agreement:
         return [self._size * q == t * t for t, q in zip(totals, squares, strict=True)]
 
     def everyone(self, mine: Any) -> list[Any]:
-        """What each rank brings; all of them call it."""
+        """Return the values that all ranks bring, in rank order; all of them call it."""
         return self._grid.all_gather_object(mine)
 
     def _wait(self, request: Any) -> None:
@@ -70,7 +71,7 @@ class Agreement:
 
 
 def differences(everyone: Sequence[dict[str, Any]]) -> list[str]:
-    """For each name whose value is not that of rank 0 on all ranks, what it is where."""
+    """Return each name whose value is not rank 0's on all ranks, with its values."""
     found = []
     for name, first in everyone[0].items():
         others = [rank for rank, theirs in enumerate(everyone) if theirs[name] != first]

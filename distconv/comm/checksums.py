@@ -1,11 +1,9 @@
-"""Whether tensors that have to be equal on several ranks are equal: checksums, now and then.
+"""Checks that tensors which have to be equal on several ranks are: checksums, now and then.
 
-Cut from tensors that differ, a batch is a mixture of two, and a network computes something that no
-serial program does, without a sign of it. So the first uses of each place in the program are
-compared, and then one in many; with DISTCONV_DEBUG=1 all of them, in full.
-
-Values that differ as rounding makes them differ are accepted: processors of other kinds round
-otherwise.
+A batch cut from tensors that differ is a mixture of two, and a network computes on it something
+that no serial program does, without a sign of it. So the first uses of each place in the program
+are compared, and then one in many; with DISTCONV_DEBUG=1 all of them, in full. Values that differ
+only as rounding makes them differ are accepted: processors of other kinds round otherwise.
 """
 
 from __future__ import annotations
@@ -36,13 +34,13 @@ _WHOLE, _BLOCK, _BLOCKS = 2**18, 2**11, 128
 """Up to how many bytes a tensor is looked at in full, and in which blocks beyond that."""
 
 _JUMP = 2**31 - 1
-"""A prime, by multiples of which blocks are off their regular places: samples often begin alike."""
+"""A prime; blocks are off their regular places by multiples of it, as samples often begin alike."""
 
 _ELEMENTS = 1024
-"""Of how many elements the values are compared, and the checksums of tensors on GPUs made."""
+"""The number of elements whose values are compared, and on GPUs make the checksum."""
 
 _ROUNDING = 64
-"""By how many units in the last place of the largest element rounding is taken to differ."""
+"""Units in the last place of the largest element by which rounding may make tensors differ."""
 
 _PLACES = 4096
 """How many different uses are counted before counting starts anew."""
@@ -73,13 +71,13 @@ def _uses_of(grid: Grid) -> _Uses:
 
 
 def possible(grid: Grid) -> bool:
-    """Whether there are ranks to compare with, and the host may read tensors now."""
+    """Return whether there are ranks to compare with, and the host may read tensors now."""
     uses = _uses_of(grid)
     return uses.comparable and not (uses.on_gpu and torch.cuda.is_current_stream_capturing())
 
 
 def due(use: Hashable, grid: Grid, first: int, then: int) -> bool:
-    """Whether to compare in this use of a grid: the first ones, and every `then`-th.
+    """Return whether to compare in this use of a grid: the first ones, and every `then`-th.
 
     Counted on each rank; the answer is the same on all where they make the same calls.
     """
@@ -94,10 +92,10 @@ def due(use: Hashable, grid: Grid, first: int, then: int) -> bool:
 
 
 def checksum(x: Tensor) -> int:
-    """A number that most probably changes with any element, or with their order.
+    """Return a number that most probably changes with any element, or with their order.
 
-    Of large tensors it sees blocks all over them and the end, on GPUs elements, and of sparse
-    tensors and of those on the meta device nothing.
+    Of large tensors it sees blocks all over them and the end, on GPUs single elements, and nothing
+    of sparse tensors and of tensors on the meta device.
     """
     if x.layout != torch.strided or x.is_meta:
         return 0
@@ -116,7 +114,7 @@ def checksum(x: Tensor) -> int:
 
 
 def differing(local: Tensor, axes: Sequence[str], sums: Sequence[int], grid: Grid) -> str:
-    """Which ranks have another tensor than ranks that should have the same; "" for none.
+    """Return in words which ranks have another tensor than ranks that should have the same, or "".
 
     All ranks of the grid call it, with the checksums of all. They communicate where any differ.
 
@@ -144,7 +142,7 @@ def differing(local: Tensor, axes: Sequence[str], sums: Sequence[int], grid: Gri
 
 
 def unequal(tensors: Iterable[Checked], grid: Grid) -> tuple[str, str] | None:
-    """The first tensor that is not equal where it should be, and the ranks; None for none.
+    """Return the first tensor that is not equal where it should be, and the ranks; None for none.
 
     All ranks of the grid call it, with tensors of the same names in the same order.
     """
@@ -175,7 +173,7 @@ def unequal(tensors: Iterable[Checked], grid: Grid) -> tuple[str, str] | None:
 
 
 def _odd(sums: Sequence[int], axes: Sequence[str], topology: Topology) -> list[tuple[int, int]]:
-    """The ranks whose number is not the most frequent one of their group, and a rank of that."""
+    """Return ranks whose number is not their group's most frequent, with a rank that has that."""
     if len(set(sums)) == 1:
         return []
     found = []
@@ -188,7 +186,7 @@ def _odd(sums: Sequence[int], axes: Sequence[str], topology: Topology) -> list[t
 
 @lru_cache(maxsize=256)
 def _groups(axes: tuple[str, ...], topology: Topology) -> tuple[tuple[int, ...], ...]:
-    """The ranks that have the same coordinates along `axes`, for all such coordinates."""
+    """Return the groups of ranks that share their coordinates along `axes`."""
     groups = defaultdict(list)
     for rank in range(topology.size):
         groups[topology.part(topology.coordinates(rank), axes)].append(rank)
@@ -196,12 +194,12 @@ def _groups(axes: tuple[str, ...], topology: Topology) -> tuple[tuple[int, ...],
 
 
 def _spread(flat: Tensor) -> Tensor:
-    """Some elements of a vector at regular distances."""
+    """Return some elements of a vector at regular distances."""
     return flat[:: max(1, len(flat) // _ELEMENTS)]
 
 
 def _values(x: Tensor) -> tuple[float, Any]:
-    """Some elements, and by how much rounding may change them; 0 where it is not considered."""
+    """Return some elements, and by how much rounding may change them; 0 to ignore rounding."""
     some = _spread(x.detach().resolve_conj().reshape(-1)).cpu()
     if some.dtype not in (torch.float32, torch.float64):
         return 0.0, some.view(torch.uint8).numpy()
@@ -210,7 +208,7 @@ def _values(x: Tensor) -> tuple[float, Any]:
 
 
 def _rounded(mine: tuple[float, Any], other: tuple[float, Any]) -> bool:
-    """Whether values differ, by no more than rounding does: all of them a little."""
+    """Return whether values differ by no more than rounding makes them: all of them a little."""
     (tolerance, a), (_, b) = mine, other
     if not tolerance or a.shape != b.shape or np.array_equal(a, b, equal_nan=True):
         return False
@@ -218,6 +216,6 @@ def _rounded(mine: tuple[float, Any], other: tuple[float, Any]) -> bool:
 
 
 def names_of(tensors: Iterable[Tensor]) -> Iterator[Checked]:
-    """Plain tensors, which are equal on all ranks, by their shapes."""
+    """Yield plain tensors, equal on all ranks, each with its shape and type for a name."""
     for x in tensors:
         yield Checked(f"{tuple(x.shape)} of {str(x.dtype).removeprefix('torch.')}", x)

@@ -15,12 +15,12 @@ from distconv.grid.interface import Grid
 
 
 def all_reduce_with_grad(local: Tensor, grid: Grid, axes: Iterable[str]) -> Tensor:
-    """The sum of `local` over the ranks along `axes`, on each of them; those ranks call it."""
+    """Return the sum of `local` over the ranks along `axes`, which all of them call."""
     return apply_along_axes(_AllReduce, local, grid, axes)
 
 
 def all_gather_with_grad(local: Tensor, grid: Grid, axes: Iterable[str]) -> Tensor:
-    """The `local` of all ranks along `axes`, stacked in rank order; those ranks call it."""
+    """Return the `local` of all ranks along `axes`, which call it, stacked in rank order."""
     axes = tuple(axes)
     if grid.topology.parts(axes) == 1:
         return local.unsqueeze(0)
@@ -30,7 +30,7 @@ def all_gather_with_grad(local: Tensor, grid: Grid, axes: Iterable[str]) -> Tens
 def apply_along_axes(
     function: type[Function], local: Tensor, grid: Grid, axes: Iterable[str]
 ) -> Tensor:
-    """`function` of `local` over the ranks along `axes`; `local` itself where that is one rank."""
+    """Apply `function` to `local` over the ranks along `axes`; return `local` for one rank."""
     axes = tuple(axes)
     if grid.topology.parts(axes) == 1:
         return local
@@ -39,7 +39,7 @@ def apply_along_axes(
 
 
 def all_reduce(local: Tensor, grid: Grid, axes: Iterable[str]) -> Tensor:
-    """A new tensor with the sum of `local` over the ranks along `axes`, outside autograd."""
+    """Return a new tensor, the sum of `local` over the ranks along `axes`, outside autograd."""
     total = resolved_contiguous(local.detach()).clone(memory_format=torch.contiguous_format)
     all_reduce_(total, grid, axes)
     return total
@@ -51,12 +51,12 @@ def all_reduce_(tensor: Tensor, grid: Grid, axes: Iterable[str]) -> None:
 
 
 def all_gather(local: Tensor, grid: Grid, axes: Iterable[str]) -> Tensor:
-    """The `local` of all ranks along `axes`, stacked in rank order, outside autograd."""
+    """Return the `local` of all ranks along `axes`, stacked in rank order, outside autograd."""
     return grid.transport.all_gather(resolved_contiguous(local.detach()), grid.communicator(axes))
 
 
 def broadcast(tensor: Tensor, grid: Grid) -> None:
-    """Overwrite a tensor by that of rank 0; all ranks of the grid call it."""
+    """Overwrite a tensor by the one of rank 0; all ranks of the grid call it."""
     if not tensor.numel() or grid.size == 1:
         return
     message = resolved_contiguous(tensor.detach())

@@ -1,4 +1,4 @@
-"""What has been moved between ranks on the way, so that nobody is surprised by communication."""
+"""A record of what has been moved between ranks, so that nobody is surprised by communication."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Redistribution:
 
 @dataclass(frozen=True)
 class Movement:
-    """What an operator moves: inputs that are redistributed, or halos, or sums of results."""
+    """One movement for an operator: inputs that are redistributed, or halos, or sums of results."""
 
     operator: str
     source: Layout
@@ -37,12 +37,12 @@ class Movement:
 
     @property
     def redistributes(self) -> bool:
-        """Whether the layout changes."""
+        """Return whether the layout changes."""
         return self.source != self.target
 
     @property
     def bytes(self) -> int:
-        """Bytes received from other ranks."""
+        """Return the bytes received from other ranks."""
         routes = self.plan.sends if self.adjoint else self.plan.receives
         return self.itemsize * sum(route.size for route in routes)
 
@@ -53,7 +53,7 @@ _COUNTING: ContextVar[bool] = ContextVar("distconv_counting", default=True)
 
 
 def tracing() -> bool:
-    """Whether somebody listens to every movement, not to redistributions only."""
+    """Return whether every movement is recorded, not redistributions only."""
     return _TRACE.get() is not None
 
 
@@ -71,7 +71,7 @@ def record(movement: Movement) -> None:
 
 @contextmanager
 def without_counting() -> Iterator[None]:
-    """Keep what is moved within, by tools and not by the program, out of `redistributions`."""
+    """Keep movements that tools make within the context out of `redistributions`."""
     token = _COUNTING.set(False)
     try:
         yield
@@ -81,7 +81,7 @@ def without_counting() -> Iterator[None]:
 
 @contextmanager
 def trace_movements() -> Iterator[list[Movement]]:
-    """The movements of forward passes within, in order, as the list that this yields."""
+    """Yield a list that records the movements of forward passes within the context, in order."""
     movements: list[Movement] = []
     token = _TRACE.set(movements)
     try:
@@ -91,7 +91,7 @@ def trace_movements() -> Iterator[list[Movement]]:
 
 
 def redistributions(*, reset: bool = False) -> list[Redistribution]:
-    """The redistributions so far, implicit and explicit, in order of first appearance.
+    """Return the redistributions so far, implicit and explicit, in order of first appearance.
 
     Every rank keeps its own count of the bytes it has received in forward passes. `reset` empties
     the list after it has been read. No communication.

@@ -13,14 +13,14 @@ from distconv.transport.interface import Message
 
 
 def resolved_contiguous(tensor: Tensor) -> Tensor:
-    """A tensor whose memory holds just its elements, in order: itself, where that is so."""
+    """Return a tensor whose memory holds just its elements, in order: itself if possible."""
     if _is_resolved_contiguous(tensor):
         return tensor
     return torch.empty_like(tensor, memory_format=torch.contiguous_format).copy_(tensor)
 
 
 def empty_in_format(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Memory for `shape`, with the channels last where those of `like` are."""
+    """Return uninitialised memory of this shape, with channels last where `like` has them last."""
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(like.dim())
     # Strides tell it of a cropped tensor as well.
     if last is None or like.is_contiguous() or like.stride(1) != 1 or like.stride(-1) == 1:
@@ -29,12 +29,12 @@ def empty_in_format(shape: tuple[int, ...], like: Tensor) -> Tensor:
 
 
 def pack_messages(tensor: Tensor, routes: Iterable[Route], grid: Grid) -> list[Message]:
-    """For each route its rank, and its boxes of `tensor` as one contiguous message."""
+    """Return for each route its rank, and its boxes of `tensor` as one contiguous message."""
     return [(route.peer, _pack_route(tensor, route, grid)) for route in routes]
 
 
 def receive_buffers(routes: Iterable[Route], like: Tensor, grid: Grid) -> list[Message]:
-    """For each route its rank, and memory for its message."""
+    """Return for each route its rank, and memory for its message."""
     return [(r.peer, grid.transport.empty((r.size,), like)) for r in routes]
 
 
@@ -46,7 +46,7 @@ def add_received(tensor: Tensor, routes: Iterable[Route], incoming: Iterable[Mes
 
 
 def _pack_route(tensor: Tensor, route: Route, grid: Grid) -> Tensor:
-    """The boxes of a route as one contiguous message; a contiguous box travels uncopied."""
+    """Return the boxes of a route as one contiguous message; a contiguous box is not copied."""
     if len(route.boxes) == 1:
         place = tensor[route.boxes[0]]
         if _is_resolved_contiguous(place):
@@ -59,14 +59,14 @@ def _pack_route(tensor: Tensor, route: Route, grid: Grid) -> Tensor:
 
 
 def receive_buffer(buffer: Tensor, route: Route, grid: Grid) -> Tensor:
-    """Memory for a message: its place in the buffer where that is contiguous."""
+    """Return memory for a message: its place in the buffer where that is contiguous."""
     if len(route.boxes) == 1 and (place := buffer[route.boxes[0]]).is_contiguous():
         return place
     return grid.transport.empty((route.size,), buffer)
 
 
 def _is_resolved_contiguous(tensor: Tensor) -> bool:
-    """Whether the memory of a tensor holds just its elements, in order."""
+    """Return whether the memory of a tensor holds just its elements, in order."""
     return (
         tensor.is_contiguous()
         and not tensor.is_conj()
@@ -76,7 +76,7 @@ def _is_resolved_contiguous(tensor: Tensor) -> bool:
 
 
 def route_boxes(tensor: Tensor, route: Route, message: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """The boxes of a route in `tensor`, each with its part of the message."""
+    """Yield the boxes of a route in `tensor`, each with its part of the message."""
     start = 0
     for box in route.boxes:
         place = tensor[box]

@@ -1,6 +1,7 @@
 """Values that several ranks hold alike, as they enter and leave the distributed program.
 
-The gradient of a replicated value is the sum over its replicas."""
+The gradient of a replicated value is the sum over its replicas.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from distconv.grid.interface import Grid
 
 
 def unreplicate(local: Tensor, grid: Grid, axes: Iterable[str]) -> Tensor:
-    """A value replicated along `axes` as a plain tensor: its gradient is shared out equally."""
+    """Return a value replicated along `axes` as a plain tensor, its gradient shared equally."""
     shared = apply_along_axes(_Unreplicate, local, grid, axes)
     if shared is local and local.grad_fn is not None:
         notes: Any = local.grad_fn.metadata
@@ -26,12 +27,12 @@ def unreplicate(local: Tensor, grid: Grid, axes: Iterable[str]) -> Tensor:
 
 
 def is_unreplicated(node: Any) -> bool:
-    """Whether `unreplicate` has handed out what this node of the graph has made."""
+    """Return whether `unreplicate` has handed out the result of this node of the graph."""
     return isinstance(node, _Unreplicate._backward_cls) or _UNREPLICATED in node.metadata
 
 
 def depends_on_unreplicated(x: Tensor) -> bool:
-    """Whether the graph of a plain tensor holds a replicated value that was shared out."""
+    """Return whether the graph of a plain tensor holds a replicated value that was shared out."""
     seen: set[Any] = set()
     waiting: list[Any] = [x.grad_fn]
     while waiting:
@@ -48,17 +49,17 @@ def depends_on_unreplicated(x: Tensor) -> bool:
 
 
 _UNREPLICATED = "distconv_out"
-"""Notes on a node that its block was handed out to the plain world as it is."""
+"""The mark on a node that its block was handed out as a plain tensor as it is."""
 
 
 _PLAIN = "distconv_plain"
-"""Notes on a node of the graph that nothing before it was shared out."""
+"""The mark on a node of the graph that nothing before it was handed out by `unreplicate`."""
 
 
 def replicated_on_paths(roots: Iterable[Tensor], x: Tensor) -> set[bool]:
-    """For the paths from `roots` to a plain tensor, whether `replicate` lies on them.
+    """Return, for the paths from `roots` to a plain tensor, whether `replicate` lies on them.
 
-    What it has made of the tensor has a gradient that is whole on every rank already.
+    The gradient of the tensor that `replicate` has returned is whole on every rank already.
     """
     edge = get_gradient_edge(x)
     found, seen = set(), set()
@@ -80,10 +81,11 @@ def replicated_on_paths(roots: Iterable[Tensor], x: Tensor) -> set[bool]:
 
 
 def replicate(local: Tensor, grid: Grid, axes: Iterable[str]) -> Tensor:
-    """A plain tensor, equal along `axes`, as a replicated value: its gradients are added up.
+    """Return a plain tensor, equal along `axes`, as a replicated value, whose gradients are added
+    up.
 
-    What requires a gradient gets a node in the graph also where there is nothing to add, by which
-    `replicated_on_paths` knows it.
+    A tensor that requires a gradient gets a node in the graph also where there is nothing to add;
+    `replicated_on_paths` finds it by that.
     """
     result: Tensor = _Replicate.apply(local, grid, tuple(axes))
     return result
@@ -115,6 +117,6 @@ class _Replicate(Function):
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    """The tensor as what an autograd function returns; view_as() may give it other strides."""
+    """Return the tensor as an autograd function must; view_as() may give it other strides."""
     alias: Tensor = torch.ops.aten.alias(tensor)
     return alias

@@ -17,15 +17,15 @@ class IndexMap(Protocol):
     """From outputs to needed inputs along one dimension; hashable, so that plans can be cached."""
 
     def output_size(self, size: int) -> int:
-        """Number of outputs along a dimension of `size` inputs."""
+        """Return the number of outputs along a dimension of `size` inputs."""
 
     def intervals(self, size: int, start: int, stop: int) -> tuple[Interval, ...]:
-        """The input intervals needed for the outputs [start, stop), start < stop."""
+        """Return the input intervals needed for the outputs [start, stop), start < stop."""
 
 
 @dataclass(frozen=True)
 class Same:
-    """Output i needs input i."""
+    """An index map by which output i needs input i."""
 
     def output_size(self, size: int) -> int:
         return size
@@ -49,7 +49,7 @@ class Window:
 
     @property
     def extent(self) -> int:
-        """Inputs from the first to the last that one window touches."""
+        """Return the inputs from the first to the last that one window touches, gaps included."""
         return self.dilation * (self.kernel - 1) + 1
 
     def output_size(self, size: int) -> int:
@@ -76,7 +76,7 @@ class AdaptiveWindow:
         return self.outputs
 
     def window(self, size: int, output: int) -> Interval:
-        """The inputs that one output covers."""
+        """Return the interval of inputs that one output covers."""
         return output * size // self.outputs, -(-(output + 1) * size // self.outputs)
 
     def intervals(self, size: int, start: int, stop: int) -> tuple[Interval, ...]:
@@ -118,9 +118,9 @@ class Span:
 
 @dataclass(frozen=True)
 class Grouped:
-    """Each `factor` outputs are computed from the next `inputs` inputs.
+    """An index map by which each `factor` outputs are computed from the next `inputs` inputs.
 
-    So do pixel shuffle, and the groups of grouped convolution.
+    Pixel shuffle and the groups of grouped convolution are of this kind.
     """
 
     factor: int
@@ -193,7 +193,7 @@ class Pad:
         return tuple(piece for piece in pieces if piece[0] < piece[1])
 
     def order(self, size: int, start: int, stop: int) -> list[int] | None:
-        """For each output in [start, stop) its place in the buffer; None where it is the same."""
+        """Return the place in the buffer of each output in [start, stop); None where they agree."""
         if self.mode == "constant":
             return None
         first, last = start - self.before, stop - self.before
@@ -204,14 +204,14 @@ class Pad:
         return None if order == list(range(len(buffer))) else order
 
     def _source_range(self, size: int) -> Interval:
-        """The inputs that the outside repeats: what wraps around goes round what is not cropped."""
+        """Return the inputs that the outside repeats: all, or for "circular" those not cropped."""
         if self.mode == "circular":
             return max(-self.before, 0), size + min(self.after, 0)
         return 0, size
 
 
 def _source(mode: str, inputs: Interval, position: int) -> int:
-    """The input that an output takes, which stands at `position` counted from the first input."""
+    """Return the input that the output at `position`, counted from the first input, takes."""
     start, stop = inputs
     if mode == "circular":
         return start + (position - start) % (stop - start)
@@ -221,7 +221,7 @@ def _source(mode: str, inputs: Interval, position: int) -> int:
 
 
 def _mirror(mode: str, inputs: Interval, start: int, stop: int) -> Interval:
-    """The input interval that the outside positions [start, stop), all on one side, repeat."""
+    """Return the input interval that positions [start, stop) outside, all on one side, repeat."""
     if start >= stop:
         return (0, 0)
     ends = _source(mode, inputs, start), _source(mode, inputs, stop - 1)
@@ -251,7 +251,7 @@ class TransposedWindow:
         return ((min(first, (start + self.padding) // self.stride), last),)
 
     def written(self, size: int, start: int, stop: int) -> Interval:
-        """The outputs that the inputs needed for [start, stop) reach, from first to last."""
+        """Return the outputs that the inputs needed for [start, stop) reach, first to last."""
         ((first, last),) = self.intervals(size, start, stop)
         offset = -self.padding
         return (

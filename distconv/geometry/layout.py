@@ -20,14 +20,14 @@ Cuts = tuple[tuple[str, ...], ...]
 
 
 def block(size: int, parts: int, index: int) -> tuple[int, int]:
-    """Start and stop of part `index` when `size` elements are cut into `parts` canonical blocks."""
+    """Return start and stop of part `index` when `size` elements are cut into `parts` blocks."""
     quotient, remainder = divmod(size, parts)
     start = index * quotient + min(index, remainder)
     return start, start + quotient + (index < remainder)
 
 
 def owning_part(size: int, parts: int, position: int) -> int:
-    """The part that holds `position` of `size` elements cut into `parts` canonical blocks."""
+    """Return the part that holds `position` of `size` elements cut into `parts` blocks."""
     quotient, remainder = divmod(size, parts)
     longer = remainder * (quotient + 1)
     if position < longer:
@@ -44,24 +44,25 @@ class Box:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Extent along every dimension."""
+        """Return the extent along every dimension."""
         return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The index that takes this box out of an array of the global shape."""
+        """Return the index that takes this box out of an array of the global shape."""
         return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """Return the number of elements."""
         return prod(self.shape)
 
 
 def dimension_names(ndim: int) -> tuple[str, ...]:
-    """Names by position: (sample, channel, width), (sample, channel, height, width), ...
+    """Return the names of dimensions by position: (sample, channel, width), and so on.
 
-    Beyond five dimensions those between the channel and the spatial ones are `dim2`, `dim3`, ...
+    Four dimensions are (sample, channel, height, width), five (sample, channel, depth, height,
+    width). Beyond five, the dimensions between channel and space are `dim2`, `dim3`, ...
     """
     spatial = ("depth", "height", "width")[max(0, 5 - ndim) :] if ndim > 2 else ()
     between = tuple(f"dim{i}" for i in range(2, ndim - 3))
@@ -117,9 +118,9 @@ class Layout:
 
     @classmethod
     def of(cls, cuts: Cuts, *, weight: bool = False) -> Layout:
-        """The layout with these cuts, one tuple of grid axes for each dimension in order.
+        """Return the layout with these cuts, one tuple of grid axes for each dimension in order.
 
-        With `weight` the first dimension is that of the filters.
+        With `weight` the first dimension is called `filter`, not `sample`.
         """
         names = dimension_names(len(cuts))
         if weight:
@@ -127,7 +128,10 @@ class Layout:
         return cls(**dict(zip(names, cuts, strict=True)))
 
     def cuts(self, ndim: int) -> Cuts:
-        """The grid axes over which each dimension of an `ndim`-dimensional tensor is cut."""
+        """Return the grid axes over which each dimension of a tensor of `ndim` dimensions is cut.
+
+        Raises `ValueError` where the layout cuts a dimension that such a tensor does not have.
+        """
         names = dimension_names(ndim)
         position = {name: i for i, name in enumerate(names)}
         if ndim:
@@ -143,12 +147,12 @@ class Layout:
         return tuple(cuts)
 
     def axes(self, name: str) -> tuple[str, ...]:
-        """The grid axes over which the dimension of this name is cut."""
+        """Return the grid axes over which the dimension of this name is cut."""
         return dict(self._cut).get(name, ())
 
     @property
     def cutting_axes(self) -> tuple[str, ...]:
-        """All grid axes that cut some dimension."""
+        """Return all grid axes that cut some dimension."""
         return cutting_axes(axes for _, axes in self._cut)
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -165,7 +169,7 @@ class Layout:
 
     @property
     def _by_position(self) -> frozenset[tuple[str, tuple[str, ...]]]:
-        """The cuts, with one name for each dimension."""
+        """Return the cuts, with one name for each dimension."""
         return frozenset(("sample" if d == "filter" else d, axes) for d, axes in self._cut)
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -182,7 +186,7 @@ def _layout_from_items(items: tuple[tuple[str, tuple[str, ...]], ...]) -> Layout
 
 
 def default_cuts(ndim: int, topology: Topology) -> Cuts:
-    """Every dimension over the grid axis of its own name, where that axis has several ranks."""
+    """Return cuts of every dimension over the axis of its own name, if that has several ranks."""
     return tuple(
         (name,) if name in AXES and topology.extent(name) > 1 else ()
         for name in dimension_names(ndim)
@@ -190,24 +194,24 @@ def default_cuts(ndim: int, topology: Topology) -> Cuts:
 
 
 def effective_cuts(cuts: Cuts, topology: Topology) -> Cuts:
-    """`cuts` without the axes of a single rank, so that equal cuts compare equal."""
+    """Return `cuts` without the axes of a single rank, so that equal cuts compare equal."""
     return tuple(tuple(a for a in axes if topology.extent(a) > 1) for axes in cuts)
 
 
 def cutting_axes(cuts: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
-    """All grid axes that cut some dimension."""
+    """Return all grid axes that cut some dimension."""
     return tuple(axis for axes in cuts for axis in axes)
 
 
 def replicating_axes(cuts: Cuts, topology: Topology) -> tuple[str, ...]:
-    """The grid axes of several ranks along which a tensor is replicated."""
+    """Return the grid axes of several ranks along which a tensor is replicated."""
     used = cutting_axes(cuts)
     return tuple(a for a in AXES if a not in used and topology.extent(a) > 1)
 
 
 @lru_cache(maxsize=65536)
 def rank_box(shape: tuple[int, ...], cuts: Cuts, topology: Topology, rank: int) -> Box:
-    """The box of a tensor of global `shape` that `rank` holds."""
+    """Return the box of a tensor of global `shape` that `rank` holds."""
     coordinates = topology.coordinates(rank)
     bounds = [
         block(n, topology.parts(axes), topology.part(coordinates, axes)) if axes else (0, n)
@@ -220,7 +224,10 @@ Shape: TypeAlias = tuple[int, ...]
 
 
 def operand_cuts(operand: Shape, shape: Shape, cuts: Cuts) -> Cuts:
-    """The cuts with which an operand meets a result of `shape` and `cuts` it is broadcast to."""
+    """Return the cuts of an operand that is broadcast to a result of `shape` cut by `cuts`.
+
+    A dimension of the operand is cut as in the result where the sizes agree, and whole otherwise.
+    """
     lead = len(shape) - len(operand)
     return tuple(
         axes if n == m else ()
@@ -230,6 +237,15 @@ def operand_cuts(operand: Shape, shape: Shape, cuts: Cuts) -> Cuts:
 
 @lru_cache(maxsize=4096)
 def cuts_of_broadcast(operands: tuple[tuple[Shape, Cuts], ...], shape: Shape) -> Cuts:
+    """Return the cuts of a result of `shape` to which operands are broadcast.
+
+    Each dimension is cut as in the largest operand that has it in full, as far as those grid axes
+    are still free.
+
+    Parameters
+    ----------
+    operands: shape and cuts of each operand.
+    """
     cuts: list[tuple[str, ...]] = [()] * len(shape)
     settled = [False] * len(shape)
     for sizes, own in sorted(operands, key=lambda x: -prod(x[0])):
@@ -249,10 +265,10 @@ T = TypeVar("T")
 
 
 def replaced_at(values: tuple[T, ...], dimension: int, value: T) -> tuple[T, ...]:
-    """`values` with another one for this dimension."""
+    """Return `values` with `value` in the place of this dimension's."""
     return (*values[:dimension], value, *values[dimension + 1 :])
 
 
 def idle_axes(used: Axes, topology: Topology) -> Axes:
-    """The axes for channels and filters that cut nothing yet."""
+    """Return the grid axes for channels and filters, of several ranks, that `used` leaves free."""
     return tuple(a for a in ("channel", "filter") if a not in used and topology.extent(a) > 1)

@@ -1,4 +1,4 @@
-"""Plans: which boxes a rank needs, who owns them, and what it has to send.
+"""Plans: the boxes that a rank needs, the ranks that own them, and the boxes that it has to send.
 
 A plan moves elements from a tensor cut by one layout into each rank's buffer, where the rank holds
 its block of an output cut by the same or another layout and an index map per dimension says which
@@ -62,7 +62,7 @@ class Plan:
 
     @cached_property
     def buffer_is_block(self) -> bool:
-        """Whether the buffer equals the rank's own block, element for element."""
+        """Return whether the buffer equals the rank's own block, element for element."""
         return self.buffer_shape == self.block_shape and (
             prod(self.buffer_shape) == 0
             or (not self.receives and len(self.own) == 1 and self.own[0][0] == self.own[0][1])
@@ -70,14 +70,14 @@ class Plan:
 
     @cached_property
     def covered(self) -> bool:
-        """Whether every element of the buffer is written, so that none is left to the padding."""
+        """Return whether every element of the buffer is written, and none left to the padding."""
         own = sum(prod(s.stop - s.start for s in source) for source, _ in self.own)
         return own + sum(r.size for r in self.receives) == prod(self.buffer_shape)
 
 
 @dataclass(frozen=True)
 class _Dimension:
-    """The geometry of one dimension: how it is cut before and after, and what outputs need."""
+    """One dimension: how input and output are cut along it, and which inputs the outputs need."""
 
     size: int
     source_axes: tuple[str, ...]
@@ -88,20 +88,20 @@ class _Dimension:
     needs: IndexMap
 
     def intervals(self, part: int) -> tuple[Interval, ...]:
-        """The unclipped input intervals that target part number `part` needs."""
+        """Return the unclipped input intervals that target part number `part` needs."""
         start, stop = block(self.outputs, self.target_parts, part)
         return self.needs.intervals(self.size, start, stop) if start < stop else ()
 
     @property
     def identity(self) -> bool:
-        """Whether every target part needs the source part of the same number, and has its ranks."""
+        """Return whether every target part needs the source part of its number, on its ranks."""
         return (self.source_axes, self.size) == (self.target_axes, self.outputs) and all(
             self.intervals(j) == (block(self.size, self.source_parts, j),)
             for j in range(min(self.source_parts, self.size))
         )
 
     def links(self, source: int, target: int) -> tuple[Link, ...]:
-        """The runs of elements that target part `target` takes from source part `source`."""
+        """Return the runs of elements that target part `target` takes from source part `source`."""
         start, stop = block(self.size, self.source_parts, source)
         links, offset = [], 0
         for first, last in self.intervals(target):
@@ -112,7 +112,7 @@ class _Dimension:
         return tuple(links)
 
     def sources(self, target: int) -> set[int]:
-        """The source parts from which target part `target` takes elements."""
+        """Return the source parts from which target part `target` takes elements."""
         parts: set[int] = set()
         for first, last in self.intervals(target):
             a, b = max(first, 0), min(last, self.size)
@@ -131,7 +131,7 @@ def make_plan(
     target: Cuts,
     needs: tuple[IndexMap, ...],
 ) -> Plan:
-    """The part of `rank` in bringing to every rank the inputs that its block of outputs needs.
+    """Return the part of `rank` in bringing to every rank the inputs of its block of outputs.
 
     Parameters
     ----------
@@ -192,10 +192,10 @@ def _targets(
     source: Cuts,
     target: Cuts,
 ) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """The ranks that take elements from `rank`, each with its target part in every dimension.
+    """Yield the ranks that take elements from `rank`, each with its target part in every dimension.
 
-    A rank takes from the replica whose coordinates along the axes that do not cut the input are its
-    own; so those are fixed to this rank's, and the others run.
+    A rank takes from the replica that has the same coordinates as itself along the grid axes that
+    do not cut the input. So these coordinates are fixed to this rank's, and the others vary.
     """
     here = topology.coordinates(rank)
     moving = set(cutting_axes(source))
@@ -218,7 +218,7 @@ def _targets(
 def _boxes(
     dimensions: list[_Dimension], source: Sequence[int], target: Sequence[int]
 ) -> tuple[tuple[Slices, Slices], ...]:
-    """What moves from source parts to target parts: boxes of the block and boxes of the buffer."""
+    """Return what moves from source to target parts, as boxes of the block and of the buffer."""
     runs = [d.links(i, j) for d, i, j in zip(dimensions, source, target, strict=True)]
     return tuple(
         (

@@ -43,11 +43,11 @@ class Resampled:
         return _intervals(self, size, start, stop)
 
     def taps(self, size: int, start: int, stop: int) -> tuple[NDArray, NDArray]:
-        """Input positions and weights of the outputs [start, stop), each (stop - start, taps)."""
+        """Return input positions and weights of outputs [start, stop): (stop - start, taps)."""
         return _taps(self, size, start, stop)
 
     def step(self, size: int) -> np.floating:
-        """Inputs per output."""
+        """Return the inputs per output."""
         real = np.dtype(self.precision).type
         if self.align_corners:
             return real(size - 1) / real(self.outputs - 1) if self.outputs > 1 else real(0)
@@ -56,11 +56,11 @@ class Resampled:
         return real(size) / real(self.outputs)
 
     def ambiguous(self, size: int) -> bool:
-        """Whether torch's kernels take different inputs for the nearest.
+        """Return whether torch's kernels disagree about which input is the nearest.
 
-        Some take the ratio of the sizes where that is 1 or 2, whatever the scale, and some compute
-        in the precision of the data. Forward and backward pass may differ in that, as may memory
-        formats; all agree in two dimensions.
+        Some take the ratio of the sizes where it is 1 or 2, whatever the scale, and some compute in
+        the precision of the data. Forward and backward pass may differ in that, as may memory
+        formats. All agree in two dimensions.
         """
         return self.mode.startswith("nearest") and _ambiguous(self, size)
 
@@ -108,7 +108,7 @@ def _taps(r: Resampled, size: int, start: int, stop: int) -> tuple[NDArray, NDAr
 
 
 def _nearest(r: Resampled, size: int, outputs: NDArray) -> NDArray:
-    """torch computes these positions in float32 whatever the type of the data."""
+    """Return the nearest inputs, computed in float32 as by torch, whatever the type of the data."""
     if r.mode == "nearest" and r.outputs in (size, 2 * size):
         return outputs // (r.outputs // size)
     return _scaled(r, size, outputs, np.float32)
@@ -122,7 +122,7 @@ def _scaled(r: Resampled, size: int, outputs: NDArray, real: type[np.floating]) 
 
 
 def _antialiased(r: Resampled, size: int, outputs: NDArray) -> tuple[NDArray, NDArray]:
-    """A filter as wide as an output, as in Pillow."""
+    """Return positions and weights of a filter as wide as an output, as in Pillow."""
     real = np.dtype(r.precision).type
     step = r.step(size)
     half_width = real(1 if r.mode == "linear" else 2)
@@ -144,7 +144,7 @@ def _antialiased(r: Resampled, size: int, outputs: NDArray) -> tuple[NDArray, ND
 
 
 def _cubic(distance: NDArray, a: float) -> NDArray:
-    """The cubic convolution kernel (Keys 1981) at distances of 0 to 2 from its centre."""
+    """Return the cubic convolution kernel (Keys 1981) at distances of 0 to 2 from its centre."""
     near = ((a + 2) * distance - (a + 3)) * distance * distance + 1
     far = ((a * distance - 5 * a) * distance + 8 * a) * distance - 4 * a
     return np.where(distance <= 1, near, np.where(distance < 2, far, 0))

@@ -31,45 +31,45 @@ class Topology:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
+        """Return the number of ranks."""
         return prod(self.extents)
 
     def extent(self, axis: str) -> int:
-        """Number of ranks along one axis."""
+        """Return the number of ranks along one axis."""
         return self._extent[axis]
 
     def parts(self, axes: Iterable[str]) -> int:
-        """Number of parts into which a dimension falls when it is cut over `axes`."""
+        """Return the number of parts into which a dimension falls when it is cut over `axes`."""
         return prod(self._extent[axis] for axis in axes)
 
     def coordinate(self, rank: int, axis: str) -> int:
-        """Position of `rank` along `axis`."""
+        """Return the position of `rank` along `axis`."""
         return rank // self._stride[axis] % self._extent[axis]
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Position of `rank` along every axis."""
+        """Return the position of `rank` along every axis."""
         return {axis: self.coordinate(rank, axis) for axis in AXES}
 
     def rank(self, coordinates: Mapping[str, int]) -> int:
-        """The rank at `coordinates`, one for every axis."""
+        """Return the rank at `coordinates`, one for every axis."""
         return sum(coordinates[axis] * self._stride[axis] for axis in AXES)
 
     def part(self, coordinates: Mapping[str, int], axes: Iterable[str]) -> int:
-        """Index of the part held at `coordinates` of a dimension cut over `axes`, first slowest."""
+        """Return which part of a dimension cut over `axes`, first slowest, is at `coordinates`."""
         index = 0
         for axis in axes:
             index = index * self.extent(axis) + coordinates[axis]
         return index
 
     def unravel(self, part: int, axes: tuple[str, ...]) -> dict[str, int]:
-        """The coordinates along `axes` at which part number `part` is held (inverse of `part`)."""
+        """Return the coordinates along `axes` of part number `part`; the inverse of `part`."""
         coordinates = {}
         for axis in reversed(axes):
             part, coordinates[axis] = divmod(part, self.extent(axis))
         return coordinates
 
     def peers(self, rank: int, axes: Iterable[str]) -> tuple[int, ...]:
-        """The ranks reached from `rank` by moving along `axes` only, in rank order."""
+        """Return the ranks reached from `rank` by moving along `axes` only, in rank order."""
         ranks = [rank]
         for axis in axes:
             stride, extent = self._stride[axis], self._extent[axis]

@@ -69,8 +69,8 @@ def _running() -> Any:
 def _place() -> tuple[int, int]:
     """Return which of how many ranks this process is; the only one where it is no rank.
 
-    Before MPI has started that is known where the launcher has to be told of an error: under that
-    of MPICH. Others end the job when a process does.
+    Before MPI has started, the rank is known only under MPICH's launcher, which has to be told of
+    an error. Other launchers end the job when a process does.
     """
     if is_copy() or multiprocessing.parent_process() is not None:
         return 0, 1

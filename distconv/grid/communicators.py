@@ -1,4 +1,4 @@
-"""What a process has once: communicators for each set of ranks and purpose, transports, a GPU.
+"""The things that a process has once: communicators for each purpose, transports, a GPU.
 
 MPI has about two thousand communicators to give; a program may build any number of grids.
 """
@@ -28,7 +28,7 @@ Key = tuple[str, tuple[int, ...]]
 
 
 class _Store:
-    """What has been made so far; it hangs on MPI.COMM_WORLD, and so does not outlive MPI."""
+    """What this process has made so far; it hangs on MPI.COMM_WORLD, and does not outlive MPI."""
 
     def __init__(self) -> None:
         self.communicators: dict[Key, MPI.Intracomm] = {}
@@ -54,7 +54,7 @@ def _store() -> _Store:
 
 
 def world_ranks(comm: MPI.Intracomm) -> tuple[int, ...]:
-    """The ranks of `comm` as ranks of MPI.COMM_WORLD; no communication."""
+    """Return the ranks of `comm` as ranks of MPI.COMM_WORLD; no communication."""
     MPI = mpi()
     ranks = MPI.Group.Translate_ranks(comm.group, None, MPI.COMM_WORLD.group)
     if MPI.UNDEFINED in ranks:
@@ -63,7 +63,7 @@ def world_ranks(comm: MPI.Intracomm) -> tuple[int, ...]:
 
 
 def communicator(parent: MPI.Intracomm, ranks: tuple[int, ...], purpose: str) -> MPI.Intracomm:
-    """A communicator of `ranks` (of MPI.COMM_WORLD) for one purpose.
+    """Return a communicator of `ranks` (of MPI.COMM_WORLD) for one purpose.
 
     Collective over those ranks at the first call, and a look-up ever after.
     """
@@ -81,11 +81,11 @@ def transport(
     devices: tuple[str, ...],
     beyond: str = "mpi",
 ) -> Transport:
-    """The transport of a name among `ranks`, between tensors on the device of each.
+    """Return the transport of a name among `ranks`, between tensors on the device of each.
 
-    Collective over those ranks at the first call, and a look-up ever after: on all of them, so it
-    is known by the devices of all. `beyond` is the name of what carries messages between ranks that
-    "peer" cannot join.
+    Collective over those ranks at the first call, and a look-up ever after, on all of them; so it
+    is known by the devices of all. `beyond` names the transport between ranks that "peer" cannot
+    join.
     """
     carrier = _carrier(parent, ranks, name, devices, beyond)
     if len(ranks) == 1:
@@ -104,9 +104,9 @@ def transport(
 
 
 def order(parent: MPI.Intracomm, ranks: tuple[int, ...]) -> Order:
-    """The collective steps of `ranks`, for all grids on them; made as `communicator` is.
+    """Return the collective steps of `ranks`, for all grids on them; made as `communicator` is.
 
-    From then on a thread looks at what this rank waits for.
+    From the first call on, a thread looks at what this rank waits for.
     """
     made = _store().orders
     if ranks not in made:
@@ -147,11 +147,11 @@ def _carrier(
 
 
 def gpu() -> torch.device | None:
-    """The GPU that this rank has on other grids."""
+    """Return the GPU that this rank has on other grids."""
     return _store().gpu
 
 
 def take_gpu(device: torch.device) -> None:
-    """Make it that of this rank, and torch's current one."""
+    """Make a GPU this rank's on all grids, and torch's current one."""
     torch.cuda.set_device(device)
     _store().gpu = device

@@ -1,7 +1,7 @@
-"""On what each rank of a grid computes, and how messages travel: decided alike on all ranks.
+"""The device of each rank of a grid, and how messages travel: decided alike on all ranks.
 
-Every rank tells what it can see and what it is asked for; the decision follows from what all have
-told, and needs neither a GPU nor messages.
+Every rank offers the devices that it can see, and says what it is asked for. The decision follows
+from the offers of all ranks, and needs neither a GPU nor messages.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ class Offer(NamedTuple):
     """What a rank tells the others when it makes a grid."""
 
     device: str | None
-    """What it is asked to compute on: "cpu", "cuda" or one GPU; None where that is open."""
+    """The device that this rank is asked for: "cpu", "cuda" or one GPU; None where that is open."""
     transport: str | None
     gpus: tuple[str, ...] = ()
-    """The identities of the GPUs that it sees, unless it is asked not to look."""
+    """The identities of the GPUs that this rank sees, unless it is asked not to look."""
     no_nccl: str | None = None
-    """Why it cannot use NCCL."""
+    """Why this rank cannot use NCCL."""
     no_peer: str | None = None
-    """Why it cannot use CUDA IPC."""
+    """Why this rank cannot use CUDA IPC."""
 
 
 class Choice(NamedTuple):
     """What the ranks of a grid compute on, and how their messages travel."""
 
     devices: tuple[str, ...]
-    """Of each rank, by its own numbers."""
+    """The device of each rank, by the rank's own numbering."""
     transport: str
     beyond: str = "mpi"
-    """What carries messages between ranks that "peer" cannot join."""
+    """The transport between ranks that "peer" cannot join."""
     notice: str | None = None
-    """What somebody who looks for speed should know."""
+    """A warning for whoever looks for speed, if there is a reason."""
 
 
 def make_offer(
     device: str | torch.device | None, transport: str | None, kept: torch.device | None
 ) -> Offer:
-    """What this rank tells; no communication.
+    """Return the offer of this rank, for the others; no communication.
 
     Parameters
     ----------
@@ -81,11 +81,12 @@ def _visible() -> tuple[str, ...]:
 
 
 def choose(offers: Sequence[Offer]) -> Choice:
-    """What follows from the offers of all ranks.
+    """Return the decision that follows from the offers of all ranks.
 
-    Ranks that are asked for no certain GPU take, in rank order, the one that the fewest ranks have
-    of those that they see: those of a node take its GPUs in turn. Messages travel by NCCL where
-    every rank has a GPU of its own, by CUDA IPC where ranks share GPUs; by MPI without cupy.
+    A rank that is asked for no certain GPU takes, in rank order, of the GPUs that it sees the one
+    that the fewest ranks have; so the ranks of a node take its GPUs in turn. Messages travel by
+    NCCL where every rank has a GPU of its own, by CUDA IPC where ranks share GPUs, and by MPI
+    without cupy.
 
     Raises
     ------
@@ -128,7 +129,7 @@ def choose(offers: Sequence[Offer]) -> Choice:
 
 
 def _notice(offers: Sequence[Offer], gpus: Sequence[str]) -> str | None:
-    """Whether ranks share GPUs, and what to do about it."""
+    """Return whether ranks share GPUs, and what to do about it, in words."""
     used, seen = len(set(gpus)), len({gpu for o in offers for gpu in o.gpus})
     if used == len(gpus):
         return None
@@ -138,12 +139,12 @@ def _notice(offers: Sequence[Offer], gpus: Sequence[str]) -> str | None:
 
 
 def _obstacle(each: Sequence[str | None]) -> str | None:
-    """The first of the ranks', and whose it is."""
+    """Return the first obstacle that a rank reports, and which rank's it is."""
     return next((f"{one} (rank {rank})" for rank, one in enumerate(each) if one), None)
 
 
 def _sharing(gpus: Sequence[str]) -> str | None:
-    """Which ranks have the same GPU, if any."""
+    """Return which ranks have the same GPU, in words; None where none do."""
     for rank, gpu in enumerate(gpus):
         first = gpus.index(gpu)
         if first < rank:
@@ -158,7 +159,7 @@ def _kind(o: Offer) -> str:
 
 
 def _numbers(offers: Sequence[Offer]) -> list[int]:
-    """The number of each rank's GPU among those that it sees."""
+    """Return the number of each rank's GPU among the GPUs that it sees."""
     given = [(o.device or "").partition(":")[2] for o in offers]
     for rank, (o, number) in enumerate(zip(offers, given, strict=True)):
         if len(o.gpus) <= int(number or 0):

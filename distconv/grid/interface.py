@@ -24,37 +24,37 @@ class Grid(ABC):
 
     @property
     def topology(self) -> Topology:
-        """The arithmetic of rank numbers and coordinates."""
+        """Return the arithmetic of rank numbers and coordinates."""
         return self._topology
 
     @property
     def rank(self) -> int:
-        """This rank's number in the grid."""
+        """Return this rank's number in the grid."""
         return self._rank
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
+        """Return the number of ranks."""
         return self._topology.size
 
     @property
     def shape(self) -> dict[str, int]:
-        """Ranks along each axis."""
+        """Return the number of ranks along each axis."""
         return dict(zip(AXES, self._topology.extents, strict=True))
 
     @property
     def coords(self) -> dict[str, int]:
-        """This rank's position along each axis."""
+        """Return this rank's position along each axis."""
         return self._topology.coordinates(self.rank)
 
     @property
     def device(self) -> torch.device:
-        """What this rank computes on: all its DistTensors on the grid live there."""
+        """Return this rank's device, on which all its DistTensors on the grid live."""
         return self._device
 
     @property
     def transport(self) -> Transport:
-        """What carries this grid's messages."""
+        """Return the carrier of this grid's messages."""
         return self._transport
 
     @abstractmethod

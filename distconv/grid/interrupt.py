@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 
 PATIENCE = 5.0
-"""Seconds that a rank has after an interrupt, to report or to save what it holds."""
+"""Seconds that a rank has after an interrupt, to report or to save its results."""
 
 _INTERVAL = 1.0
 """Seconds between two looks at the process that has started this one."""
@@ -30,9 +30,9 @@ def end_when_abandoned() -> None:
     """Start to watch for interrupts and for the end of the launcher, once in a process.
 
     Seconds after an interrupt (Ctrl-C) the process ends, whatever it waits for, and whether or not
-    it has caught the KeyboardInterrupt: ranks that were interrupted no longer know what others send
-    them. A program with a handler of its own for SIGINT decides for itself. When the launcher, or
-    what else has started this rank, is gone, it ends at once.
+    it has caught the KeyboardInterrupt: ranks that were interrupted no longer know which messages
+    others send them. A program with a handler of its own for SIGINT decides for itself. When the
+    launcher, or any other process that has started this rank, is gone, the rank ends at once.
     """
     global _watched_in
     if _watched_in == os.getpid():
@@ -45,7 +45,7 @@ def end_when_abandoned() -> None:
 
 @contextlib.contextmanager
 def last_words(speak: Callable[[], object]) -> Iterator[None]:
-    """Within it, let an interrupt of this rank call `speak`, from another thread."""
+    """Let an interrupt of this rank call `speak` within the context, from another thread."""
     _last_words.append(speak)
     try:
         yield
@@ -54,7 +54,7 @@ def last_words(speak: Callable[[], object]) -> Iterator[None]:
 
 
 def _signals() -> int | None:
-    """Return where the numbers of signals can be read as they come; None where others read them."""
+    """Return a pipe with the numbers of signals as they come; None where others read them."""
     if threading.current_thread() is not threading.main_thread():
         return None
     arriving, written = os.pipe()
@@ -69,7 +69,7 @@ def _signals() -> int | None:
 
 
 def _watch(launcher: int, signals: int | None) -> None:
-    """Wait for what ends this process."""
+    """Wait for an interrupt or the loss of the launcher, and end this process."""
     last: float | None = None
     while True:
         if signals is None:

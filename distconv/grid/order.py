@@ -30,13 +30,14 @@ from distconv.transport.watched import Wait, Waiting
 
 _VARIABLE = "DISTCONV_DEBUG"
 _PERIOD = 256
-"""Steps between comparisons for which nobody waits."""
+"""Steps from one comparison that nobody waits for to the next."""
 _FIRST, _EVERY = 64, 16
 """How many steps of each operator count with its arguments, and one in how many after those."""
 _REMEMBERED = 4096
-"""Operators with their arguments that are known; beyond, all are forgotten, on all ranks alike."""
+"""How many operators with their arguments are known; beyond, all are forgotten, on all ranks alike.
+"""
 _TAGS = 32767
-"""Numbers of exchanges, after which they begin again; every MPI has as many tags."""
+"""How many tags there are before they begin again; every MPI has as many."""
 
 
 class Step(NamedTuple):
@@ -65,12 +66,12 @@ class Step(NamedTuple):
 class DivergenceError(RuntimeError):
     """The ranks of a grid run different operators, or the same ones with different arguments.
 
-    It is raised on all of them. Where a program catches it, on all ranks, they may go on.
+    It is raised on all ranks. A program that catches it, on all ranks, may go on.
     """
 
 
 def debugging() -> bool:
-    """Whether DISTCONV_DEBUG asks for a comparison before every step."""
+    """Return whether DISTCONV_DEBUG asks for a comparison before every step."""
     return os.environ.get(_VARIABLE, "0") not in ("", "0")
 
 
@@ -80,7 +81,7 @@ class Order:
     Parameters
     ----------
     comm: a communicator that nothing else uses.
-    waiting: where the waits of comparisons can be seen.
+    waiting: shows the waits of comparisons to the watching thread.
     """
 
     def __init__(self, comm: Any, waiting: Waiting):
@@ -89,7 +90,7 @@ class Order:
         self.number = 0
         """How many steps this rank has taken, reductions of gradients among them."""
         self._compared = 0
-        """How many of them have their place in the order."""
+        """How many of these steps have their place in the order."""
         self._counted = 0
         """How many of those are folded into the number that is compared."""
         self._tag = 0
@@ -102,7 +103,7 @@ class Order:
 
     @property
     def thread(self) -> int:
-        """The thread that takes the steps."""
+        """Return the thread that takes the steps."""
         return self._thread
 
     def next_tag(self) -> int:
@@ -145,7 +146,8 @@ class Order:
             self._start()
 
     def _counts_in_full(self, function: Any) -> bool:
-        """Whether the next step of an operator counts with its arguments, not by its name alone."""
+        """Return whether the next step of an operator counts with its arguments, not by its name
+        alone."""
         count = self._counts[function] = self._counts.get(function, 0) + 1
         return count <= _FIRST or not count % _EVERY or self.debug
 
@@ -216,7 +218,7 @@ class Order:
 
 
 def described(operator: Any) -> str:
-    """An operator with its arguments, as a user would write the call."""
+    """Return an operator with its arguments in words, as a user would write the call."""
     function, arguments, keywords = operator
     if arguments is None:
         return operator_name(function)
@@ -281,7 +283,7 @@ def _difference(ranks: list[tuple[int, list[str], str]], debug: bool) -> str:
 
     Parameters
     ----------
-    ranks: of each rank, the number of the first of its last steps, these steps, and where it is.
+    ranks: for each rank the number of its first remembered step, these steps, and where it is.
     """
     begin = max(first for first, _, _ in ranks)
     end = max(first + len(steps) for first, steps, _ in ranks)
@@ -314,7 +316,7 @@ def _difference(ranks: list[tuple[int, list[str], str]], debug: bool) -> str:
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:
-    """Numbers of ranks as "rank 3" or "ranks 0-2, 5"."""
+    """Return numbers of ranks in words, as "rank 3" or "ranks 0-2, 5"."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][1] + 1:

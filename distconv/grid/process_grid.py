@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 abort_when_a_rank_raises()
 
 _grids: WeakValueDictionary[int, ProcessGrid] = WeakValueDictionary()
-"""All grids of this process, by identity, as equal ones are several."""
+"""All grids of this process, by identity, since several grids may be equal."""
 
 
 class ProcessGrid(Grid):
@@ -39,7 +39,7 @@ class ProcessGrid(Grid):
     comm: mpi4py communicator, MPI.COMM_WORLD when not given. All its ranks construct the grid.
     sample, channel, filter, depth, height, width: ranks along each axis; their product is the
         number of ranks. One may be -1 and is inferred.
-    device: what this rank computes on: "cpu", "cuda" or "cuda:1", say. When not given, a GPU where
+    device: this rank's device: "cpu", "cuda" or "cuda:1", say. When not given, a GPU where
         there are any: in rank order, the one that the fewest ranks have. A rank keeps its GPU on
         other grids. It becomes torch's current one.
     transport: how bytes travel: "nccl", between GPUs of which each belongs to one rank; "peer",
@@ -97,13 +97,13 @@ class ProcessGrid(Grid):
 
     @property
     def comm(self) -> MPI.Intracomm:
-        """The communicator of all ranks, in grid order, for use by the program."""
+        """Return the communicator of all ranks, in grid order, for use by the program."""
         return self._comm
 
     def communicator(self, axes: Iterable[str], purpose: str = "reductions") -> MPI.Intracomm:
-        """The communicator of the ranks that differ from this one along `axes` only.
+        """Return the communicator of the ranks that differ from this one along `axes` only.
 
-        Made when first asked for, by all ranks of it together, and kept for every grid on the same
+        Its ranks make it together when they first ask for it; it is kept for every grid on the same
         ranks. Reductions that may be under way at the same time need different purposes.
         """
         key = (frozenset(axes), purpose)
@@ -172,7 +172,7 @@ def _ranks_of_mpi(comm: MPI.Intracomm | None) -> MPI.Intracomm:
 
 
 class _OfTheRank:
-    """Stands for what carries messages in a process forked from a rank, where it is an error."""
+    """Stands for a carrier of messages in a process forked from a rank; any use is an error."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(mpi(), name)  # which raises
@@ -181,7 +181,7 @@ class _OfTheRank:
 def _leave_messages_to_the_rank() -> None:
     """Keep a forked process, such as a worker that reads, from waiting for messages for ever.
 
-    What needs none goes on working there: coordinates, and the boxes that follow from them.
+    Coordinates, and the boxes that follow from them, need no messages and go on working there.
     """
     for grid in list(_grids.values()):
         grid._comm = grid._transport = _OfTheRank()  # type: ignore[assignment]
@@ -197,9 +197,9 @@ def _agreed(
     device: str | torch.device | None,
     transport: str | None,
 ) -> tuple[Topology, list[devices.Offer]]:
-    """The topology, which is the same on all ranks, and what each offers; all of them call it.
+    """Return the topology, the same on all ranks, and the offers of all; all ranks call it.
 
-    What one rank cannot have is an error on every rank.
+    Where one rank cannot have what it is asked for, every rank raises an error.
     """
     mine: tuple[Topology, devices.Offer] | str
     try:
@@ -219,7 +219,7 @@ def _agreed(
 
 
 def _fit(extents: dict[str, int], ranks: int) -> Topology:
-    """The topology with these extents, one of which may be -1, on this number of ranks."""
+    """Return the topology with these extents, one of which may be -1, on this number of ranks."""
     for axis, n in extents.items():
         if isinstance(n, bool) or not isinstance(n, Integral) or (n < 1 and n != -1):
             raise ValueError(

@@ -1,6 +1,6 @@
 """A thread that notices when ranks wait for each other in vain, says where, and ends the job.
 
-It looks at what this rank waits for about once a second. Where that is the same for longer than
+The thread looks about once a second at the wait under way. Where one wait takes longer than
 DISTCONV_TIMEOUT seconds (300 when not set), or where a rank that is waited for has left the
 program, it asks all ranks where they are, prints one message, and aborts.
 """
@@ -53,7 +53,7 @@ class Watch:
     ----------
     ranks: which ranks of MPI.COMM_WORLD they are, in the order in which they are numbered.
     rank: this rank's number.
-    waiting: what it waits for.
+    waiting: the wait of this rank that is under way.
     """
 
     def __init__(self, ranks: Sequence[int], rank: int, waiting: Waiting):
@@ -65,14 +65,14 @@ class Watch:
         # A large job asks the first rank less often.
         self._period = max(min(1.0, self._limit / 8), self._size / 2000)
         self._since: tuple[ref[Wait] | None, float] = None, 0.0
-        """The wait that was seen last, whose messages live no longer for that; and since when."""
+        """The wait that was seen last, held weakly so that its messages may go, and since when."""
         self._thread = threading.get_ident()
         self._leaving = threading.Event()
         self._looking = threading.Thread(target=self._look, name="distconv-watch", daemon=True)
         self._looking.start()
 
     def connect(self, comm: Any, order: Order) -> None:
-        """Join the notes of all ranks, which call it together, and count steps by `order`."""
+        """Begin to share notes with all ranks, and to count steps by `order`; all ranks call it."""
         self._board, self._order = Board(comm), order
         _LEAVING.add(self)
 
@@ -119,7 +119,7 @@ class Watch:
                 answered = True
 
     def _look_at_wait(self) -> None:
-        """Alarm where the wait under way is the last look's, and too long or for nobody."""
+        """Raise the alarm where a wait goes on since the last look for too long, or for nobody."""
         wait, now = self._waiting.now, time.monotonic()
         if wait is not self._seen():
             self._since = None if wait is None else ref(wait), now
@@ -131,12 +131,12 @@ class Watch:
                 self._alarm(f"for {ranks_in_words(gone)}, which will not come")
 
     def _seen(self) -> Wait | None:
-        """The wait that the last look has seen, if it is still in use."""
+        """Return the wait that the last look has seen, if it is still in use."""
         wait = self._since[0]
         return None if wait is None else wait()
 
     def _gone(self, wait: Wait) -> list[int]:
-        """The ranks waited for that have left the program before the step that waits."""
+        """Return the ranks waited for that have left the program before the step that waits."""
         board = self._board
         if board is None or board.count("left", 0) < 1:
             return []
@@ -149,7 +149,7 @@ class Watch:
         return gone
 
     def _state(self) -> list[Any]:
-        """What this rank does, the operator and the line of the program, and its step."""
+        """Return what this rank does, its operator, its line of the program, and its step."""
         thread = self._thread if self._order is None else self._order.thread
         wait, since = self._seen(), self._since[1]
         what = "elsewhere"
@@ -168,7 +168,7 @@ class Watch:
         abort_job()
 
     def _ask(self, board: Board) -> dict[int, Any]:
-        """Ask all ranks where they are; returns what they answer."""
+        """Ask all ranks where they are, and return their answers by rank."""
         board.post("alarm", "")
         board.post(f"state/{self._rank}", json.dumps(self._state()))
         if board.count("reporters") > 1:
@@ -188,7 +188,7 @@ class Watch:
 
 
 def _report(why: str, size: int, answers: dict[int, Any]) -> str:
-    """Where each rank is, ranks at the same place together, and what that usually means."""
+    """Return where each rank is, ranks at the same place together, and the usual reason."""
     silent = ["does not answer; it was killed or stopped, or runs code that lets no thread run"]
     places: dict[str, list[int]] = {}
     for rank in range(size):

@@ -41,7 +41,10 @@ CURRENT = CurrentCall()
 
 
 class running:
-    """Within it, `name` of these arguments is what this thread runs, unless it runs something."""
+    """A context in which this thread counts as running `name` with these arguments.
+
+    Where the thread runs a function on DistTensors already, that one goes on counting.
+    """
 
     __slots__ = ("_arguments", "_name", "_outermost")
 
@@ -59,19 +62,19 @@ class running:
 
 
 def operator_name(function: Any) -> str:
-    """The name of a torch function, as a user writes it, or of anything that is called."""
+    """Return the name of a torch function as a user writes it, or of anything that is called."""
     if isinstance(function, str):
         return function
     return resolve_name(function) or getattr(function, "__name__", repr(function))
 
 
 def frame_of(thread: int) -> FrameType | None:
-    """The innermost frame of a thread; None where it has ended."""
+    """Return the innermost frame of a thread; None where it has ended."""
     return sys._current_frames().get(thread)
 
 
 def is_parked(thread: int) -> bool:
-    """Whether a thread has ended, or waits for another one in Python's own library."""
+    """Return whether a thread has ended, or waits for another one in Python's own library."""
     frame = frame_of(thread)
     if frame is None:
         return True
@@ -79,17 +82,17 @@ def is_parked(thread: int) -> bool:
 
 
 def place_of(thread: int) -> str:
-    """The line of the user's program at which a thread is: "train.py:41 in main"."""
+    """Return the line of the user's program at which a thread is: "train.py:41 in main"."""
     return _user_line(frame_of(thread))
 
 
 def user_line() -> str:
-    """The line of the user's program from which the caller has been called."""
+    """Return the line of the user's program from which the caller has been called."""
     return _user_line(sys._getframe(1))
 
 
 def operator_of(thread: int) -> str | None:
-    """The function on DistTensors that a thread is running; None where none is."""
+    """Return the function on DistTensors that a thread is running; None where none is."""
     found = None
     for frame in _outwards(frame_of(thread)):
         code = frame.f_code
@@ -104,7 +107,7 @@ def operator_of(thread: int) -> str | None:
 
 
 def _user_line(frame: FrameType | None) -> str:
-    """The innermost line outside this package and installed libraries, or outside this package."""
+    """Return the innermost line of the user's program, or else of an installed library."""
     fallback = None
     for outer in _outwards(frame):
         file = outer.f_code.co_filename

@@ -25,7 +25,7 @@ class DeviceMemory:
 
     @property
     def device(self) -> torch.device:
-        """The GPU."""
+        """Return the GPU."""
         return self._tensor.device
 
     @property
@@ -38,13 +38,13 @@ BucketMemory: TypeAlias = NDArray[np.uint8] | DeviceMemory
 
 
 def memory_of_tensor(tensor: Tensor) -> BucketMemory:
-    """The memory of a contiguous tensor, which it keeps alive."""
+    """Return the memory of a contiguous tensor, which it keeps alive."""
     flat = tensor.view(torch.uint8)
     return DeviceMemory(flat) if flat.is_cuda else flat.numpy()
 
 
 def tensor_on_memory(memory: BucketMemory) -> Tensor:
-    """A tensor of bytes in this memory, with a storage of its own."""
+    """Return a tensor of bytes in this memory, with a storage of its own."""
     if isinstance(memory, DeviceMemory):
         return torch.as_tensor(memory, device=memory.device)
     return torch.from_numpy(memory)

@@ -29,11 +29,11 @@ class _GradientSlot:
         self.bytes = slice(start, start + p.numel() * p.element_size())
         self.slice: ReferenceType[BucketMemory] | None = None
         self.here = False
-        """Whether the slice is one of the present memory, not of one before it."""
+        """Whether the slice belongs to the present memory, not to an earlier one."""
 
     @property
     def in_use(self) -> bool:
-        """Whether anybody uses the last gradient that has lived here."""
+        """Return whether anybody uses the last gradient that has lived here."""
         return self.slice is not None and self.slice() is not None
 
 
@@ -44,10 +44,10 @@ class Bucket:
     reduction has finished, without being copied again. The memory lives as long as a gradient in
     it, as in serial torch: no longer than to `zero_grad()`.
 
-    Serial torch gives a parameter whose gradient was set to None another tensor, and who has kept
-    the old one keeps its values. So a place is not used again while anybody holds what was there:
-    the bucket takes fresh memory then, and the gradient stays outside, to be copied in and out. So
-    does one that the program has set itself.
+    Serial torch gives a parameter whose gradient was set to None another tensor, and a program that
+    has kept the old one keeps its values. So a place is not used again while anybody holds the
+    gradient that was there: the bucket takes fresh memory then, and the gradient stays outside, to
+    be copied in and out. So does a gradient that the program has set itself.
     """
 
     def __init__(self, parameters: Sequence[Tensor], comm: Any):
@@ -69,7 +69,7 @@ class Bucket:
         self._request: Request | None = None
 
     def prepare(self, backward_pass: int) -> None:
-        """Before a backward pass writes to it: memory in which only gradients are in use."""
+        """Take memory in which only gradients are in use, before a backward pass writes to it."""
         if self._pass == backward_pass:
             return
         self._pass = backward_pass
@@ -99,7 +99,7 @@ class Bucket:
     def start(self, parts: Collection[Tensor], grid: ProcessGrid) -> None:
         """Start adding up; `parts` are the parameters of whose gradients this rank has a part.
 
-        A gradient that is no part is the same on all ranks, and counted on the first only.
+        A gradient that is no part is the same on all ranks, and counted on the first rank only.
         """
         self._used = used = []
         for p, place in zip(self.parameters, self._places, strict=True):
@@ -114,7 +114,7 @@ class Bucket:
         self._request = grid.transport.all_reduce(flat, self.comm)
 
     def finish(self) -> bool:
-        """Wait for the sum, and give it to gradients outside; whether it was under way."""
+        """Wait for the sum, and copy it to gradients outside; return whether one was under way."""
         if self._request is None:
             return False
         self._request.wait()
@@ -155,7 +155,7 @@ class Bucket:
 
 
 def _strides(p: Tensor) -> tuple[int, ...]:
-    """Those of a gradient: the parameter's own where they leave no gaps, else row by row."""
+    """Return the strides of a gradient: the parameter's own if without gaps, else row by row."""
     own = p.stride()
     dense: Tensor = torch.empty_like(p, device="meta")
     return own if dense.stride() == own else torch.empty(p.shape, device="meta").stride()

@@ -21,11 +21,12 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """torch.nn.utils.clip_grad_norm_ in few messages, where parameters are sharded.
+    """Scale all gradients down to a norm of at most `max_norm`, in few messages.
 
-    All ranks of the grid call it together, after `backward()`. Of sharded parameters every rank
-    adds its blocks, in one message for all that are cut over the same axes; torch's own function
-    sends one for each, and returns a DistTensor.
+    This is torch.nn.utils.clip_grad_norm_ for models with sharded parameters. All ranks of the grid
+    call it together, after `backward()`. Of sharded parameters every rank adds its blocks, in one
+    message for all that are cut over the same axes; torch's own function sends one for each, and
+    returns a DistTensor.
 
     Parameters
     ----------

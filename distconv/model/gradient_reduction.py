@@ -32,11 +32,11 @@ from distconv.tensor.nested import shards_of, tensors_in
 from distconv.tensor.ownership import check_counted_once, own
 
 REDUCTION_ATTRIBUTE = "_distconv_gradient_reduction"
-"""Where a module, and each of its parts, keeps what adds up its gradients."""
+"""The attribute by which a module, and each of its parts, keeps its `GradientReduction`."""
 
 
 def reduction_of(module: nn.Module) -> GradientReduction | None:
-    """What adds up the gradients of `module`; None for a copy of a parallelized module."""
+    """Return the `GradientReduction` of a module; None for a copy of a parallelized module."""
     reduction: GradientReduction | None = module.__dict__.get(REDUCTION_ATTRIBUTE)
     return reduction if reduction is not None and reduction.covers(module) else None
 
@@ -53,7 +53,7 @@ class GradientReduction:
         self._tables: list[dict[str, Any]] = []
         """Where the module and its parts keep their parameters and parts."""
         self._entries: list[Any] = []
-        """What is in the tables."""
+        """The parameters and parts that were in the tables."""
         for p in self._parameters:
             if isinstance(p, DistTensor):
                 p.mark_gradient_summed()
@@ -61,7 +61,7 @@ class GradientReduction:
         self._leaves = shards_of(self._parameters)
         own((*self._parameters, *self._leaves, *module.buffers()), grid.size)
         self._axes = [_replicated_over(p, grid) for p in self._parameters]
-        """For each parameter, along which its gradient is summed."""
+        """For each parameter, the grid axes over which its gradient is summed."""
         self._buckets: list[Bucket] = []
         self._place_of: dict[Tensor, tuple[int, int]] = {}
         """For each parameter its bucket, and its number there."""
@@ -69,9 +69,9 @@ class GradientReduction:
         self._hooked: dict[Tensor, Node | None] = {}
         """For each parameter that is watched, the node that accumulates its gradient."""
         self._stream: Any = None
-        """That on which the nodes were made."""
+        """The stream on which the nodes were made."""
         self._parts: set[Tensor] = set()
-        """Parameters whose .grad holds this rank's part of a sum; others have the same on all."""
+        """Parameters whose .grad is this rank's part of a sum; others' are equal on all ranks."""
         self._missing: list[int] = []
         """For each bucket, how many gradients the present backward pass still has to make."""
         self._new = False
@@ -97,7 +97,7 @@ class GradientReduction:
         raise TypeError("a parallelized module belongs to its MPI job; save its state_dict()")
 
     def covers(self, module: nn.Module) -> bool:
-        """Whether `module` is the one it was made for, or a part of that."""
+        """Return whether `module` is the one that this reduction was made for, or a part of it."""
         whole = self._module()
         return whole is not None and any(part is module for part in whole.modules())
 
@@ -106,7 +106,7 @@ class GradientReduction:
         stream = _current_stream(self._grid.device)
         if stream != self._stream:
             # A node accumulates on the stream on which it was made, for as long as it is held here.
-            # What is captured on another stream may not wait for that one: let torch make it anew.
+            # A capture on another stream may not wait for that one: let torch make the node anew.
             self._hooked, self._stream = dict.fromkeys(self._hooked), stream
         trainable = [p for p in self._leaves if p.requires_grad]
         for p, node in zip(trainable, _accumulating(trainable), strict=True):
@@ -135,12 +135,12 @@ class GradientReduction:
         }
 
     def _kind(self, p: Tensor) -> str:
-        """What of a parameter decides where its gradient lies in the buckets, if at all."""
+        """Return all that decides where a parameter's gradient lies in the buckets, if at all."""
         stride = "" if isinstance(p, DistTensor) else f" of strides {p.stride()}"
         return f"{p.dtype}{stride}, requires_grad={p.requires_grad}"
 
     def _filled(self) -> list[Bucket]:
-        """Buckets in the order in which backward passes are to fill them."""
+        """Return the buckets in the order in which backward passes are to fill them."""
         buckets = []
         filling: dict[tuple[tuple[str, ...], torch.dtype], list[Tensor]] = {}
 
@@ -159,7 +159,7 @@ class GradientReduction:
         return buckets
 
     def _hook(self, p: Tensor, node: Node) -> None:
-        """Watch a parameter; again where a change of its type, or stream, gives it another node."""
+        """Watch a parameter; again where a change of type or stream gives it another node."""
         if self._hooked.get(p) is node:
             return
         if p not in self._hooked:
@@ -287,7 +287,7 @@ class GradientReduction:
             self._checked = backward_pass
         self._new = p.grad is None
         if p.grad is not None and p not in self._parts:
-            # What an earlier backward pass has summed becomes parts again, all of it on one rank.
+            # A sum of an earlier backward pass becomes a part again, all of it on one rank.
             bucket = self._buckets[self._place_of[p][0]]
             if bucket.comm.rank:
                 p.grad.zero_()
@@ -319,7 +319,7 @@ class GradientReduction:
             def finish() -> None:
                 self._finish()
 
-            # A pass that fails leaves reductions under way; autograd drops what it would call.
+            # A pass that fails leaves reductions under way; autograd drops its callbacks then.
             finalize(finish, self._settle).atexit = False
             Variable._execution_engine.queue_callback(finish)  # type: ignore[attr-defined]
 
@@ -330,24 +330,25 @@ class GradientReduction:
         self._started += 1
 
     def _finish(self) -> None:
-        """At the end of backward: start what is left, and give every parameter its sum."""
+        """Start the reductions left at the end of backward, and give parameters their sums."""
         while self._started < len(self._buckets):
             self._start_next()
         self._settle()
         self._pass = -1
 
     def _settle(self) -> None:
-        """Wait for the reductions under way: what they have added up is no part any more."""
+        """Wait for the reductions under way: a gradient they have summed is no part any more."""
         for bucket in self._buckets:
             if bucket.finish():
                 self._parts.difference_update(bucket.parameters)
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """Call a method for as long as its object lives, without keeping it alive.
+    """Return a function that calls a method for as long as its object lives, without keeping it
+    alive.
 
-    What parameters and the nodes of autograd hold, Python's garbage collector does not see: a
-    reference from there to what holds the parameters would keep all of them for ever.
+    Python's garbage collector does not see what parameters and the nodes of autograd hold: a
+    reference from there to an object that holds the parameters would keep all of them for ever.
     """
     reference = WeakMethod(method)
 
@@ -368,19 +369,19 @@ def _current_stream(device: torch.device) -> torch.cuda.Stream | None:
 
 
 def _replicated_over(p: Tensor, grid: ProcessGrid) -> tuple[str, ...]:
-    """The axes along which ranks hold the same block of a parameter."""
+    """Return the axes along which ranks hold the same block of a parameter."""
     return replicating_axes(p.cuts if isinstance(p, DistTensor) else (), grid.topology)
 
 
 def _checked(name: str, tensor: Tensor) -> Checked:
-    """A parameter or buffer, for comparison among the ranks that hold the same block."""
+    """Return a parameter or buffer, for comparison among the ranks that hold the same block."""
     if isinstance(tensor, DistTensor):
         return Checked(name, tensor.shard, cutting_axes(tensor.cuts))
     return Checked(name, tensor)
 
 
 class _Edges(Function):
-    """Leads to all its inputs."""
+    """An autograd function that leads to all its inputs."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Tensor) -> Tensor:
@@ -388,7 +389,10 @@ class _Edges(Function):
 
 
 def _accumulating(parameters: list[Tensor]) -> list[Node]:
-    """The nodes that accumulate gradients; one by one torch takes several times as long."""
+    """Return the nodes that accumulate gradients.
+
+    They are found in one call, as torch takes several times as long to give them one by one.
+    """
     if not parameters:
         return []
     with torch.enable_grad():

@@ -14,7 +14,7 @@ from distconv.tensor.redistribution import cuts_of_layout, redistribute_once
 
 
 def match_layouts(module: nn.Module, layouts: Mapping[str, Layout]) -> dict[str, Layout]:
-    """For names of modules the layout of the last pattern that matches one of the module's names.
+    """Return the layout of each module that a pattern names; the last pattern that matches counts.
 
     Raises
     ------

@@ -36,7 +36,14 @@ def parallelize(
     shard_parameters: bool = False,
     bucket_bytes: int = 2**20,
 ) -> Module:
-    """Make `module` compute on DistTensors of `grid` what it computes serially; returns it.
+    """Make `module` compute on DistTensors of `grid` what it computes serially, and return it.
+
+    Parameters and buffers become those of rank 0, on the grid's device. From then on, when
+    `backward()` returns, the gradients of the parameters are, on every rank, those of the serial
+    program. Parameters that take no part in a backward pass keep their gradient, or None. Hooks on
+    parameters see this rank's part, before the sum. The state_dict stays that of the plain module.
+
+    All ranks of the grid call it together, and run the same forward and backward passes.
 
     Parameters and buffers become those of rank 0, on the grid's device. From then on, when
     `backward()` returns, the gradients of the parameters are, on every rank, those of the serial
@@ -54,7 +61,7 @@ def parallelize(
     shard_parameters: whether every rank keeps only its blocks of the weights of convolutions and
         fully connected layers whose layout cuts channels. They become DistTensors; optimizers that
         have no state yet may have been made before. Weights that are parametrized stay whole.
-    bucket_bytes: how much of the gradient travels in one message.
+    bucket_bytes: the bytes of gradients that travel in one message.
 
     Raises
     ------
@@ -105,7 +112,7 @@ def parallelize(
 
 @contextmanager
 def no_sync(module: nn.Module) -> Iterator[None]:
-    """Within it, backward passes leave every rank its own part of the gradients.
+    """Leave every rank its own part of the gradients in backward passes within the context.
 
     The next backward pass outside adds all parts up: accumulation over several mini-batches for the
     price of one reduction. Until then a gradient that the program sets is a part, too. All ranks
@@ -122,7 +129,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
 
 
 def _compare(mine: dict[str, Any], grid: ProcessGrid, way_out: str) -> list[dict[str, Any]]:
-    """What every rank has; raises on all of them where that differs."""
+    """Return what every rank has, after a check that raises on all of them where it differs."""
     everyone: list[dict[str, Any]] = grid.all_gather_object(mine)
     for rank, theirs in enumerate(everyone):
         for name in sorted(everyone[0].keys() | theirs.keys()):

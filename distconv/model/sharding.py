@@ -1,7 +1,7 @@
 """Parameters of which every rank holds its own block only.
 
-A sharded parameter is a DistTensor: operators, optimizers and load_state_dict take it as the whole
-tensor that it is, and what they make of it, such as an optimizer's state, is cut in the same way.
+A sharded parameter is a DistTensor: operators, optimizers and load_state_dict see the whole tensor,
+and tensors that they make of it, such as an optimizer's state, are cut in the same way.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from distconv.tensor.dist_tensor import DistTensor, as_parameter, default_layout
 def shard_weights(module: nn.Module, layouts: Mapping[str, Layout], grid: ProcessGrid) -> None:
     """Replace weights by DistTensors, where the layout of their layer cuts channels.
 
-    The weights of convolutions and fully connected layers are cut; they are almost all there is.
-    What is computed from other parameters, as by a parametrization, is none and stays whole. Every
-    rank passes the same module; no communication.
+    The weights of convolutions and fully connected layers are cut; they are almost all there is. A
+    weight that is computed from other parameters, as by a parametrization, stays whole. Every rank
+    passes the same module; no communication.
 
     Parameters
     ----------
-    layouts: of the inputs of modules, by name, which hold for the parts of a module too. Others
-        have the grid's default layout.
+    layouts: the layouts of the inputs of modules, by name; each holds for the parts of its module
+        too. The inputs of other modules have the grid's default layout.
     """
     for name, part in module.named_modules():
         weight = part._parameters.get("weight")
@@ -45,7 +45,7 @@ def shard_weights(module: nn.Module, layouts: Mapping[str, Layout], grid: Proces
 
 
 def _layout_of(name: str, layouts: Mapping[str, Layout], grid: ProcessGrid) -> Layout:
-    """The layout of the module of this name, or of the next one around it that has one."""
+    """Return the layout of the module of this name, or of the nearest around it that has one."""
     while name not in layouts:
         if not name:
             return default_layout(grid, 2)
@@ -54,10 +54,11 @@ def _layout_of(name: str, layouts: Mapping[str, Layout], grid: ProcessGrid) -> L
 
 
 def _cuts(layer: nn.Module, weight: Tensor, layout: Layout, topology: Topology) -> Cuts:
-    """How to cut a layer's weight over the axes that cut the channels of its input.
+    """Return how to cut a layer's weight over the axes that cut the channels of its input.
 
-    In channels, in filters or in both, as the layer's `parallel` says (see `ops.conv.channels`).
-    Otherwise in channels where the sums for all outputs are fewer than the inputs.
+    It is cut in channels, in filters or in both, as the layer's `parallel` says (see
+    `ops.conv.channels`); otherwise in channels where the sums for all outputs are fewer than the
+    inputs.
     """
     (axes,) = effective_cuts((layout.axes("channel"),), topology)
     if not axes:
@@ -84,7 +85,7 @@ def _cuts(layer: nn.Module, weight: Tensor, layout: Layout, topology: Topology) 
 
 
 def _sharded(weight: Tensor, cuts: Cuts, grid: ProcessGrid) -> DistTensor:
-    """This rank's block of a parameter, as a parameter."""
+    """Return this rank's block of a parameter, as a parameter."""
     box = rank_box(tuple(weight.shape), cuts, grid.topology, grid.rank)
     block = weight.detach()[box.slices].clone().requires_grad_(weight.requires_grad)
     return as_parameter(DistTensor(block, weight.shape, cuts, grid))

@@ -15,15 +15,16 @@ from distconv.tensor.redistribution import redistribute
 
 
 def full_state_dict(source: nn.Module | Optimizer) -> dict[str, Any]:
-    """The state of a module or an optimizer as the serial program has it, on every rank.
+    """Return the state of a module or an optimizer as in the serial program, on every rank.
 
     All ranks of the grid call it together. Serial torch takes it by `load_state_dict`, and
-    `load_full_state_dict` on any grid. What is not sharded is not copied, as in a state_dict.
+    `load_full_state_dict` on any grid. Values that are not sharded are not copied, as in a
+    state_dict.
     """
     own: Any = source.state_dict()
     state: dict[str, Any] = _mapped(own, _whole)
     if hasattr(own, "_metadata"):
-        # By the versions in it modules tell how to read what earlier ones have written.
+        # The versions in it tell a module how to read a state that an earlier release has written.
         state._metadata = own._metadata  # type: ignore[attr-defined]
     return state
 
@@ -53,7 +54,7 @@ def _whole(x: Any) -> Any:
 
 
 def _cut(x: Any, parameter: DistTensor) -> Any:
-    """The block of what is kept for a parameter, or for its rows, cut as an optimizer makes it."""
+    """Return the block of an optimizer's value for a parameter, or for its rows."""
     if not isinstance(x, Tensor) or x.dim() != parameter.dim():
         return x
     cuts = operand_cuts(tuple(x.shape), tuple(parameter.shape), parameter.cuts)
@@ -63,7 +64,7 @@ def _cut(x: Any, parameter: DistTensor) -> Any:
 
 
 def _mapped(state: Any, function: Callable[[Any], Any]) -> Any:
-    """A state with `function` of everything in its dictionaries and lists."""
+    """Return a state with `function` applied to all that its dictionaries and lists hold."""
     if isinstance(state, dict):
         return type(state)((key, _mapped(value, function)) for key, value in state.items())
     if isinstance(state, list):

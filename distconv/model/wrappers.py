@@ -1,4 +1,4 @@
-"""Modules of torch that average or shard gradients themselves, which would count them wrongly here.
+"""Modules of torch that average or shard gradients themselves, and would count them wrongly here.
 
 Each of them divides the sum over its ranks by their number, or cuts the parameters, on its own
 account: around a parallelized module, or within it, the gradients are no longer the serial ones.
@@ -72,7 +72,7 @@ def refuse_wrappers_around(parallelized: Callable[[nn.Module], object]) -> None:
 
 
 def _among(kind: type, names: frozenset[str]) -> str:
-    """The name of the first class, among the bases of `kind`, of these names; "" for none."""
+    """Return the first of these names that a base class of `kind` has; "" for none."""
     for base in kind.__mro__:
         if base.__name__ in names and base.__module__.startswith("torch."):
             return base.__name__

@@ -1,7 +1,7 @@
 """Gradients on demand, and hooks: autograd lives on the shards, its users see whole tensors.
 
-The gradient of a replicated value, plain tensors included, is the sum over its replicas. What is
-handed out here is that sum, so these functions communicate in the backward pass where something is
+The gradient of a replicated value, plain tensors included, is the sum over its replicas. The
+functions here hand out this sum, so they communicate in the backward pass where something is
 replicated, in the order of the graph, which is the same on all ranks.
 """
 
@@ -34,7 +34,7 @@ GradientArguments = Tensor | Sequence[Tensor | None] | None
 def _seeds(
     tensors: Sequence[Tensor], gradients: GradientArguments, operator: str
 ) -> tuple[list[Tensor], list[Tensor | None]]:
-    """The shards at which a backward pass starts, and the gradients that it starts with."""
+    """Return the shards at which a backward pass starts, and the gradients that it starts with."""
     given: Sequence[Tensor | None]
     if gradients is None:
         given = [None] * len(tensors)
@@ -81,11 +81,11 @@ def grad(
     is_grads_batched: bool = False,
     materialize_grads: bool = False,
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of the sum of outputs, as the serial program has them; all ranks call it.
+    """Return the gradients of the sum of outputs, as the serial program has them; collective.
 
-    That of a DistTensor is a DistTensor of its layout. That of a plain tensor, equal on all ranks,
-    is the sum over them: a plain tensor, or with `create_graph` a DistTensor that is whole on every
-    rank, so that it can be differentiated again.
+    The gradient of a DistTensor is a DistTensor of its layout. The gradient of a plain tensor,
+    equal on all ranks, is the sum over the ranks: a plain tensor, or with `create_graph` a
+    DistTensor that is whole on every rank, so that it can be differentiated again.
     """
     roots, wanted = as_list(outputs), as_list(inputs)
     grid = common_grid("grad", [*roots, *wanted])
@@ -140,7 +140,7 @@ def grad(
 
 
 def _total(part: Tensor, cuts: Cuts, grid: Grid) -> Tensor:
-    """The gradient of a tensor cut by `cuts`, of which every replica has a part."""
+    """Return the gradient of a tensor cut by `cuts`, of which every replica has a part."""
     return all_reduce_with_grad(part, grid, replicating_axes(cuts, grid.topology))
 
 
@@ -196,15 +196,17 @@ def register_post_accumulate_grad_hook(
 
 @implements(torch.Tensor.retain_grad)
 def retain_grad(self: DistTensor) -> None:
-    """Keep the gradient of what is no leaf in `.grad`."""
+    """Keep in `.grad` the gradient of a tensor that is no leaf."""
     if not self.requires_grad:
-        raise RuntimeError("retain_grad: the tensor does not require gradients")
+        raise RuntimeError(
+            "retain_grad: the tensor does not require gradients; call requires_grad_()"
+        )
     if not self.is_leaf and self.gradient_hook is None:
         self.gradient_hook = _keep(self)
 
 
 def _keep(x: DistTensor) -> RemovableHandle:
-    """Keep the gradient of what is no leaf, from now on."""
+    """Keep the gradient of a tensor that is no leaf, from now on."""
     keeper = ref(x)
 
     def keep(gradient: DistTensor | None) -> None:
@@ -219,13 +221,13 @@ def _keep(x: DistTensor) -> RemovableHandle:
 
 @implements(torch.Tensor.retains_grad.__get__)  # type: ignore[attr-defined]
 def retains_grad(self: DistTensor) -> bool:
-    """Whether it is no leaf and keeps its gradient."""
+    """Return whether the tensor is no leaf and keeps its gradient."""
     return self.gradient_hook is not None
 
 
 @implements(torch.Tensor.__deepcopy__)
 def deep_copy(self: DistTensor, memo: dict[int, Any]) -> DistTensor:
-    """A leaf with the same elements, gradient and layout, on the same grid; no communication."""
+    """Return a leaf with equal elements, gradient, layout and grid; no communication."""
     if id(self) in memo:
         twin: DistTensor = memo[id(self)]
         return twin

@@ -1,7 +1,8 @@
 """Rules for functions of one's own: element-wise, and over windows.
 
-A Python function that only calls torch functions needs no rule, as those have theirs. What wants
-plain tensors does: a `torch.autograd.Function`, a compiled kernel, a call into another library.
+A Python function that only calls torch functions needs no rule, as those have theirs. A function
+that wants plain tensors does: a `torch.autograd.Function`, a compiled kernel, a call into another
+library.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ def elementwise(function: Function) -> Function:
 
     On DistTensors it is called with this rank's blocks; operands are broadcast against each other
     as torch does, and plain tensors among them have the global shape. On plain tensors alone it is
-    called as it is. No communication, unless the operands come in different layouts.
+    called as it is. All ranks call it together; nothing is sent, unless operands come in different
+    layouts. A result of another shape raises `ValueError`.
 
     Parameters
     ----------
@@ -70,14 +72,16 @@ def windowed(
     already attached, and returns one output for every window that lies within it, as a convolution
     without padding does. It is called so on plain tensors as well. Its gradients are those that
     autograd takes of it. Further tensors are passed whole. All ranks of the grid call it together.
+    A result of another shape, or windows that do not fit the plane, raise `ValueError` on every
+    rank.
 
     Parameters
     ----------
-    kernel, stride, dilation, padding: of the windows, a number or one for each spatial dimension;
-        the padding is attached on both sides.
+    kernel, stride, dilation, padding: numbers that describe the windows, one for all spatial
+        dimensions or one for each; the padding is attached on both sides.
     fill: the value of the padding.
-    channels: how many the function returns, where it mixes them; None where it treats every
-        channel alone.
+    channels: the number of channels that the function returns, where it mixes channels; None where
+        it treats every channel alone.
     """
 
     def decorate(function: Function) -> Function:

@@ -22,7 +22,7 @@ _IN_PLACE = (*(f"{name}_" for name in _NAMES), "copy_", "zero_")
 
 
 def _one_by_one(name: str) -> Callable[..., list[Tensor]]:
-    """Tensor's method of each tensor in the first list, with its operands from the others."""
+    """Return a rule that applies a method of Tensor to each tensor of the first list."""
     method = getattr(Tensor, name, None) or _in_place(getattr(Tensor, name.rstrip("_")))
     scaled = name.rstrip("_") in ("addcmul", "addcdiv")
 
@@ -39,13 +39,16 @@ def _one_by_one(name: str) -> Callable[..., list[Tensor]]:
 
 @implements(torch._foreach_norm)
 def norm(tensors: list[Tensor], ord: float = 2, dtype: torch.dtype | None = None) -> list[Tensor]:
-    """The norm of each tensor."""
+    """Return the norm of each tensor."""
     return [torch.linalg.vector_norm(x, ord, dtype=dtype) for x in tensors]
 
 
 @implements(torch._amp_foreach_non_finite_check_and_unscale_)
 def unscale(gradients: list[Tensor], found: Tensor, inverse: Tensor) -> None:
-    """Multiply by `inverse`; all ranks find what is not finite, where any of them has it."""
+    """Multiply gradients by `inverse`, and tell all ranks whether any has one that is not finite.
+
+    All ranks call it.
+    """
     shards = shards_of(gradients)
     torch._amp_foreach_non_finite_check_and_unscale_(
         [shard for shard in shards if shard.numel()], found, inverse
@@ -55,7 +58,7 @@ def unscale(gradients: list[Tensor], found: Tensor, inverse: Tensor) -> None:
 
 
 def _in_place(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """What has no form that writes in place."""
+    """Return a function that writes the result of `method` to its first argument."""
     return lambda x, *operands: x.copy_(method(x, *operands))
 
 

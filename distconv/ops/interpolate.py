@@ -32,7 +32,7 @@ def interpolate(
     recompute_scale_factor: bool | None = None,
     antialias: bool = False,
 ) -> DistTensor:
-    """Resampling of the spatial dimensions to a size, or by a factor, in all of torch's modes."""
+    """Resample the spatial dimensions to a size, or by a factor, in all of torch's modes."""
     arguments: Any = (mode, align_corners, recompute_scale_factor, antialias)
     of_bytes = mode.startswith("nearest") or mode in ("bilinear", "bicubic")
     if not (input.is_floating_point() or (input.dtype == torch.uint8 and of_bytes)):
@@ -102,7 +102,7 @@ def interpolate(
 def _resample(
     buffer: Tensor, d: int, resampled: Resampled, size: int, start: int, stop: int, cut: bool
 ) -> Tensor:
-    """The outputs [start, stop) along dimension `d`, from a buffer of the inputs they need."""
+    """Return the outputs [start, stop) along dimension `d`, from a buffer of their inputs."""
     first = resampled.intervals(size, start, stop)[0][0] if cut else 0
     taps = _taps(buffer.device, resampled, size, start, stop, first, buffer.dtype)
     if resampled.mode.startswith("nearest"):
@@ -129,7 +129,7 @@ def _taps(
     first: int,
     dtype: torch.dtype,
 ) -> list[tuple[Tensor, Tensor]]:
-    """For each tap the inputs, counted from `first`, and their weights."""
+    """Return for each tap the inputs, counted from `first`, and their weights."""
     pairs = zip(*(array.T for array in resampled.taps(size, start, stop)), strict=True)
     with torch.inference_mode(False):
         return [

@@ -15,7 +15,7 @@ from distconv.tensor.redistribution import gather_inputs
 
 @implements(F.linear)
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x A^T + b over the last dimension."""
+    """Return x A^T + b over the last dimension: (..., in) to (..., out), A of shape (out, in)."""
     x = distributed_input("linear", input, weight, bias)
     if x.shape[-1] != weight.shape[-1]:
         raise RuntimeError(

@@ -42,9 +42,10 @@ def _reduction(
 
 
 def _total(local: Tensor, over: Any, cuts: Cuts, grid: Grid, kind: torch.dtype) -> DistTensor:
-    """The sum of the ranks' `local`, over a number, or over the sum of a tensor of theirs.
+    """Return the sum of the ranks' `local`, over a number, or over the sum of a tensor of theirs.
 
-    It is rounded to the type `kind` in the end, unless autocast asks for the longer type.
+    It is rounded to the type `kind` in the end, unless autocast asks for the longer type. All ranks
+    call it.
     """
     axes = cutting_axes(cuts)
     if isinstance(over, Tensor):
@@ -58,14 +59,14 @@ def _total(local: Tensor, over: Any, cuts: Cuts, grid: Grid, kind: torch.dtype) 
 
 
 def _terms(reduction: str, *tensors: Any) -> list[Any]:
-    """The tensors in a type in which their losses can be added up, where they will be."""
+    """Return the tensors in a type in which their losses can be added up, if they will be."""
     if reduction == "none":
         return list(tensors)
     return [t if t is None else to_accumulation_type(t) for t in tensors]
 
 
 def _weight_that_torch_drops(function: Callable[..., Any]) -> Tensor | None:
-    """The weight given to `function` by its caller.
+    """Return the weight given to `function` by its caller.
 
     Some releases of torch (2.13 among them) do not hand the weight of l1_loss on to a tensor
     subclass. Ignoring it would be a wrong number, so it is taken from the caller's frame.
@@ -82,7 +83,7 @@ def _weight_that_torch_drops(function: Callable[..., Any]) -> Tensor | None:
 
 
 def _regression(function: Callable[..., Tensor]) -> None:
-    """A loss of the difference of input and target, optionally weighted element by element."""
+    """Register a loss of the difference of input and target, optionally weighted by element."""
     name = function.__name__
 
     @implements(function)
@@ -131,7 +132,7 @@ def _regression(function: Callable[..., Tensor]) -> None:
 
 
 def _cross_entropy_of_bits(function: Callable[..., Tensor]) -> None:
-    """Binary cross entropy, of probabilities or of logits."""
+    """Register binary cross entropy, of probabilities or of logits."""
     name = function.__name__
 
     @implements(function)
@@ -154,7 +155,10 @@ def _cross_entropy_of_bits(function: Callable[..., Tensor]) -> None:
             )
         shape = broadcast_shape(name, [t for t in (input, *weights.values()) if t is not None])
         if shape != tuple(input.shape):
-            raise ValueError(f"{name}: weights of shape {shape} for input {tuple(input.shape)}")
+            raise ValueError(
+                f"{name}: the weights broadcast the input from {tuple(input.shape)} to {shape}; "
+                "give weights that are broadcast to the input"
+            )
         cuts = broadcast_cuts(
             [t for t in (input, target) if isinstance(t, DistTensor)]
             or [as_distributed(input, grid)],
@@ -184,7 +188,7 @@ def _check_without_samples(
     weight: Tensor | None,
     options: dict[str, Any],
 ) -> None:
-    """torch's own checks of types, weight and options, on a batch of no samples."""
+    """Make torch's own checks of types, weight and options, on a batch of no samples."""
 
     def empty(like: Tensor, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=like.dtype, device=like.device)
@@ -199,7 +203,10 @@ def _check_without_samples(
 
 
 def _classification(function: Callable[..., Tensor]) -> None:
-    """A loss over classes, which are dimension 1; every rank needs all classes of its elements."""
+    """Register a loss over classes, which are dimension 1.
+
+    Every rank needs all classes of its elements.
+    """
     name = function.__name__
 
     @implements(function)
@@ -273,7 +280,7 @@ def kl_div(
     reduction: str = "mean",
     log_target: bool = False,
 ) -> DistTensor:
-    """The Kullback-Leibler divergence of log-probabilities from a target."""
+    """Return the Kullback-Leibler divergence of log-probabilities from a target."""
     by_batch = reduction == "batchmean"
     reduction = _reduction(size_average, reduce, "sum" if by_batch else reduction, "kl_div")
     grid = common_grid("kl_div", (input, target))
@@ -300,7 +307,7 @@ def gaussian_nll_loss(
     eps: float = 1e-6,
     reduction: str = "mean",
 ) -> Tensor:
-    """The negative logarithm of a Gaussian density of given variance, which is at least `eps`.
+    """Return the negative logarithm of a Gaussian density of given variance, at least `eps`.
 
     The rank that holds a negative variance raises.
     """
@@ -315,7 +322,7 @@ def gaussian_nll_loss(
             )
     own = var.shard if isinstance(var, DistTensor) else torch.as_tensor(var)
     if (own < 0).any():
-        raise ValueError("gaussian_nll_loss: var has negative elements; expected such from 0")
+        raise ValueError("gaussian_nll_loss: var has negative elements; expected none below 0")
     var = var.clone() if isinstance(var, Tensor) else torch.full_like(input, var)
     with torch.no_grad():
         var.clamp_(min=eps)

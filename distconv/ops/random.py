@@ -31,14 +31,14 @@ _MIX = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
 
 
 def _key(grid: Grid) -> Tensor:
-    """A fresh key, the same on every rank; all ranks of the grid call it."""
+    """Return a fresh key, the same on every rank; all ranks of the grid call it."""
     key = torch.randint(-(2**63), 2**63 - 1, (), device=grid.device)
     broadcast(key, grid)
     return key
 
 
 def _uniform(x: DistTensor, dims: int | None = None) -> Tensor:
-    """Uniform random numbers in [0, 1), float64, for this rank's block; all ranks call it.
+    """Return uniform random numbers in [0, 1), float64, for this rank's block; all ranks call it.
 
     With `dims` given they differ along the first `dims` dimensions only.
     """
@@ -62,17 +62,17 @@ def _right(bits: Tensor, shift: int) -> Tensor:
 
 
 def _normal(x: DistTensor) -> Tensor:
-    """Standard normal random numbers, float64, by inversion; all ranks call it."""
+    """Return standard normal random numbers, float64, by inversion; all ranks call it."""
     return torch.special.ndtri(_uniform(x) + 2.0**-54)
 
 
 def _integers(x: DistTensor, low: int, high: int) -> Tensor:
-    """Random integers from `low` to `high` (exclusive); all ranks call it."""
+    """Return random integers from `low` to `high` (exclusive); all ranks call it."""
     return (_uniform(x) * (high - low)).floor() + low
 
 
 def _check(function: Callable[..., Any], dtype: torch.dtype, *args: Any) -> None:
-    """torch's own checks of type and arguments, on one element and a generator of its own."""
+    """Make torch's own checks of type and arguments, on one element and a generator of its own."""
     function(torch.zeros(1, dtype=dtype, device="cpu"), *args, generator=torch.Generator())
 
 
@@ -91,7 +91,10 @@ def _to_zero(x: Tensor, kept: Tensor, p: float) -> Tensor:
 
 
 def _to_saturation(x: Tensor, kept: Tensor, p: float) -> Tensor:
-    """Keeps mean and variance of SELU's output (Klambauer et al., NeurIPS 2017)."""
+    """Set dropped elements to SELU's saturation, and keep mean and variance.
+
+    The affine map is that of Klambauer et al., NeurIPS 2017.
+    """
     if p == 1:
         return x * kept
     saturation = -1.7580993408473766
@@ -159,7 +162,7 @@ def rand_like(
     device: Any = None,
     requires_grad: bool = False,
 ) -> DistTensor:
-    """Uniform in [0, 1), in the layout of `input`."""
+    """Return uniform random numbers in [0, 1), in the layout of `input`."""
     kind = dtype or input.dtype
     _require_real("rand_like", input, kind)
     _check(torch.Tensor.uniform_, kind)
@@ -176,7 +179,7 @@ def randn_like(
     device: Any = None,
     requires_grad: bool = False,
 ) -> DistTensor:
-    """Standard normal, in the layout of `input`."""
+    """Return standard normal random numbers, in the layout of `input`."""
     kind = dtype or input.dtype
     _require_real("randn_like", input, kind)
     _check(torch.Tensor.normal_, kind)
@@ -193,7 +196,7 @@ def randint_like(
     device: Any = None,
     requires_grad: bool = False,
 ) -> DistTensor:
-    """Integers from `low`, or 0 when only one bound is given, up to the other, exclusive."""
+    """Return integers from `low`, or 0 when only one bound is given, up to the other, exclusive."""
     low, high = (0, low) if high is None else (low, high)
     kind = dtype or input.dtype
     _check(torch.Tensor.random_, kind, low, high)
@@ -201,7 +204,7 @@ def randint_like(
 
 
 def _probabilities(p: Any, name: str) -> Any:
-    """`p` itself; the rank that holds an element from outside [0, 1] raises, or its GPU does."""
+    """Return `p` itself; the rank with an element outside [0, 1] raises, or its GPU does."""
     if isinstance(p, Tensor):
         within = ((p >= 0) & (p <= 1)).all()
         torch._assert_async(
@@ -212,7 +215,7 @@ def _probabilities(p: Any, name: str) -> Any:
 
 @implements(torch.bernoulli, torch.Tensor.bernoulli)
 def bernoulli(input: DistTensor, p: float | None = None) -> DistTensor:
-    """1 with the probability that the element, or `p`, gives."""
+    """Return 1 with the probability that the element, or `p`, gives, else 0."""
     _check(torch.bernoulli, input.dtype, *([] if p is None else [p]))
     # All ranks draw before one of them may raise, and stay in step.
     drawn = _uniform(input)
@@ -250,7 +253,7 @@ def normal_(
 
 @implements(torch.Tensor.bernoulli_)
 def bernoulli_(input: DistTensor, p: Any = 0.5, *, generator: Any = None) -> DistTensor:
-    """Fill with 1 with probability `p`, a number or a tensor that is broadcast, else 0."""
+    """Fill with 1 with probability `p`, a number or a tensor that is broadcast, else with 0."""
     _only_default("bernoulli_", generator, input)
     shape = tuple(input.shape)
     if not isinstance(p, Tensor):
@@ -268,7 +271,7 @@ def bernoulli_(input: DistTensor, p: Any = 0.5, *, generator: Any = None) -> Dis
 def init_uniform_(
     tensor: DistTensor, a: float = 0.0, b: float = 1.0, generator: Any = None
 ) -> DistTensor:
-    """torch.nn.init.uniform_."""
+    """Fill with uniform random numbers, as torch.nn.init.uniform_."""
     return uniform_(tensor, a, b, generator)
 
 
@@ -277,14 +280,14 @@ def init_uniform_(
 def init_normal_(
     tensor: DistTensor, mean: float = 0.0, std: float = 1.0, generator: Any = None
 ) -> DistTensor:
-    """torch.nn.init.normal_."""
+    """Fill with normal random numbers, as torch.nn.init.normal_."""
     return normal_(tensor, mean, std, generator=generator)
 
 
 @implements(nn.init.constant_)
 @torch.no_grad()
 def init_constant_(tensor: DistTensor, val: float) -> Tensor:
-    """torch.nn.init.constant_."""
+    """Fill with one value, as torch.nn.init.constant_."""
     return tensor.fill_(val)
 
 
@@ -297,7 +300,10 @@ def init_kaiming_uniform_(
     nonlinearity: str = "leaky_relu",
     generator: Any = None,
 ) -> DistTensor:
-    """torch.nn.init.kaiming_uniform_ (He et al., ICCV 2015), with the fan of the global shape."""
+    """Fill as torch.nn.init.kaiming_uniform_ (He et al., ICCV 2015).
+
+    The fan is that of the global shape.
+    """
     inward, outward = nn.init._calculate_fan_in_and_fan_out(tensor)
     fan = {"fan_in": inward, "fan_out": outward}[mode]
     bound = nn.init.calculate_gain(nonlinearity, a) * sqrt(3.0 / fan)  # type: ignore[arg-type]

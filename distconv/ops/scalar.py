@@ -39,8 +39,8 @@ for _name in (
 def is_contiguous(
     input: DistTensor, memory_format: torch.memory_format = torch.contiguous_format
 ) -> bool:
-    """Whether it is in torch's default order, as far as the program can tell: it always is.
+    """Return whether a tensor is in torch's default order, as far as the program can tell: always.
 
-    How the blocks lie in memory may differ from rank to rank, and view works on all of them.
+    How the blocks lie in memory may differ from rank to rank, and `view` works on all of them.
     """
     return memory_format == torch.contiguous_format

@@ -1,7 +1,7 @@
 """A rank of a grid that is not there: tensors without elements, messages that nobody receives.
 
 Operators decide from global metadata alone, so on torch's "meta" device they run as on a real grid
-of any size, and what they would move can be read off (`ledger.trace_movements`).
+of any size, and the data that they would move is recorded (`ledger.trace_movements`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from distconv.transport.interface import Message
 
 
 class Traffic(NamedTuple):
-    """What a rank gives to its transport at once: the messages of an exchange, or a reduction."""
+    """Bytes that a rank gives to its transport at once: an exchange's messages, or a reduction."""
 
     collective: bool
     messages: tuple[tuple[int, int], ...]
@@ -42,7 +42,7 @@ class _Done:
     """Messages that take no time."""
 
     def wait(self) -> None:
-        """All is complete."""
+        """Return at once: all is complete."""
 
 
 class _CountingTransport:
@@ -59,7 +59,7 @@ class _CountingTransport:
         return 0
 
     def empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        # Nothing will arrive there, and CPUs are slow on what happens to be a denormal number.
+        # Nothing will arrive there, and CPUs are slow on memory that looks like denormal numbers.
         return like.new_zeros(shape) if like.is_cpu else like.new_empty(shape)
 
     def exchange(self, arriving: Sequence[Message], leaving: Sequence[Message], tag: int) -> _Done:
@@ -91,12 +91,12 @@ _ALONE = "a rehearsal has no other ranks to talk to; make its tensors by rehears
 class DryRunGrid(Grid):
     """The grid with these extents as one rank sees it, in a single process without MPI.
 
-    Its tensors are those of `tensor`, and have no elements.
+    Its tensors are made by `tensor`, and have no elements.
 
     Parameters
     ----------
-    extents: ranks along the axes; 1 along those that are not named.
-    rank: whose part is rehearsed; the rank in the middle of every axis when not given.
+    extents: ranks along the axes; 1 along axes that are not named.
+    rank: the rank whose part is played; by default the rank in the middle of every axis.
     """
 
     def __init__(self, extents: Mapping[str, int], rank: int | None = None):
@@ -107,8 +107,8 @@ class DryRunGrid(Grid):
                 )
             if isinstance(n, bool) or not isinstance(n, Integral) or n < 1:
                 raise ValueError(
-                    f"{axis}={n!r}: no ranks have been started whose number could tell; give "
-                    "every axis its number of ranks, from 1"
+                    f"{axis}={n!r} cannot be inferred, as no ranks have been started; give every "
+                    "axis its number of ranks, from 1"
                 )
         topology = Topology(tuple(int(extents.get(axis, 1)) for axis in AXES))
         if rank is None:
@@ -120,16 +120,16 @@ class DryRunGrid(Grid):
 
     @property
     def comm(self) -> NoReturn:
-        """Raise: there is none."""
+        """Raise: there is no communicator."""
         raise RuntimeError(_ALONE)
 
     @property
     def reduced(self) -> int:
-        """Bytes that this rank has given to reductions so far."""
+        """Return the bytes that this rank has given to reductions so far."""
         return self._counted.reduced
 
     def communicator(self, axes: Iterable[str], purpose: str = "reductions") -> Any:
-        """Size and rank of the communicator along `axes`."""
+        """Return size and rank of the communicator along `axes`."""
         peers = self._topology.peers(self.rank, axes)
         return _Group(len(peers), peers.index(self.rank), tuple(peers))
 
@@ -147,7 +147,7 @@ class DryRunGrid(Grid):
 
     @contextmanager
     def listening(self) -> Iterator[list[Traffic]]:
-        """What is given to the transport within, in order, as the list that this yields."""
+        """Yield a list of all that the transport is given within the context, in order."""
         heard = self._counted.traffic = []
         try:
             yield heard
@@ -157,7 +157,7 @@ class DryRunGrid(Grid):
     def tensor(
         self, shape: tuple[int, ...], layout: Layout | None = None, dtype: torch.dtype | None = None
     ) -> DistTensor:
-        """A tensor of global `shape` without elements, cut as `distribute_tensor` would cut it."""
+        """Return a tensor of global `shape` without elements, cut as by `distribute_tensor`."""
         cuts = cuts_of_layout(layout, self, len(shape))
         box = rank_box(shape, cuts, self._topology, self._rank)
         return DistTensor(torch.empty(box.shape, dtype=dtype, device="meta"), shape, cuts, self)

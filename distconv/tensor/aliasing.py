@@ -14,10 +14,11 @@ from distconv.tensor.dispatch import refuse
 def make_view(
     x: Distributed, shard: Tensor, shape: Sequence[int], cuts: Cuts, *, copied: bool
 ) -> Distributed:
-    """What torch makes a view of `x`; `copied` where its elements may lie elsewhere.
+    """Return what torch makes a view of `x`, with this shard, shape and these cuts.
 
-    Whether they may has to follow from global metadata. Writing to one of the two is then refused
-    for as long as the other is in use (`check_writable`).
+    `copied` says that its elements may lie elsewhere than those of `x`, which has to follow from
+    global metadata. Writing to one of the two is then refused for as long as the other is in use
+    (`check_writable`).
     """
     view = type(x)(shard, shape, cuts, x.grid)
     view._memory = x._memory.copy() if copied else x._memory

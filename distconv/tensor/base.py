@@ -1,6 +1,7 @@
-"""What a DistTensor is, apart from what it does: its shard, its cuts, its grid, and metadata.
+"""The base of DistTensor: its shard, its cuts, its grid, and its metadata, without any operator.
 
-Modules below `dist_tensor` take this base of it; whatever they make of a tensor is of its own type.
+Modules below `dist_tensor` know a DistTensor by this base; the tensors that they make of one are of
+its own type.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from distconv.grid.interface import Grid
 from distconv.tensor.shared_memory import SharedMemory
 
 Distributed = TypeVar("Distributed", bound="DistTensorBase")
-"""The type of a DistTensor, which a function keeps."""
+"""A type of DistTensor that a function returns as it is given."""
 
 
 class DistTensorBase(torch.Tensor):
@@ -45,11 +46,11 @@ class DistTensorBase(torch.Tensor):
     sums_gradient: bool
     """Whether a hook, or a module, adds up the gradients of the leaf's replicas."""
     gradient_hook: Any
-    """The hook that keeps the gradient of what is no leaf in `retained_gradient`, or None."""
+    """The hook that keeps a non-leaf's gradient in `retained_gradient`, or None."""
     retained_gradient: Tensor | None
     _redistributed: dict[Cuts, tuple[Any, Any]]
-    """What `redistribute_once` has made of it in the present call, and in which state of the
-    tensor."""
+    """The tensors that `redistribute_once` has made of this one in the present call, by their cuts,
+    and the state in which it was then."""
 
     @staticmethod
     def __new__(
@@ -72,37 +73,37 @@ class DistTensorBase(torch.Tensor):
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
-        """The global shape."""
+        """Return the global shape."""
         return self._shape
 
     # Asked for so often that torch's way to them would tell.
 
     def dim(self) -> int:
-        """The number of dimensions."""
+        """Return the number of dimensions."""
         return len(self._shape)
 
     def numel(self) -> int:
-        """The number of elements of the global tensor."""
+        """Return the number of elements of the global tensor."""
         return self._shape.numel()
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
-        """The type of its elements."""
+        """Return the type of the elements."""
         return self.shard.dtype
 
     @property
     def layout(self) -> Layout:  # type: ignore[override]
-        """How it is cut; of a parameter, the first dimension is that of the filters."""
+        """Return the layout; of a parameter, the first dimension is called `filter`."""
         return Layout.of(self.cuts, weight=getattr(self, "_is_param", False))
 
     @property
     def box(self) -> Box:
-        """The box of global indices that this rank holds."""
+        """Return the box of global indices that this rank holds."""
         return rank_box(tuple(self.shape), self.cuts, self.grid.topology, self.grid.rank)
 
     @property
     def replicas(self) -> int:
-        """The number of ranks that hold the same box."""
+        """Return the number of ranks that hold the same box."""
         return self.grid.size // self.grid.topology.parts(cutting_axes(self.cuts))
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]

@@ -1,5 +1,4 @@
-"""What torch functions mean on DistTensors: the rules, and how a function without one is
-refused."""
+"""The rules of torch functions on DistTensors, and the refusal of functions without one."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ Rule = TypeVar("Rule", bound=Callable[..., Any])
 
 
 RULES: dict[Callable[..., Any], Callable[..., Any]] = {}
-"""What each torch function means on DistTensors: a function of the same arguments."""
+"""The rule of each torch function on DistTensors: a function of the same arguments."""
 
 
 def implements(*functions: Callable[..., Any]) -> Callable[[Rule], Rule]:
@@ -36,8 +35,8 @@ def implements(*functions: Callable[..., Any]) -> Callable[[Rule], Rule]:
 class UnsupportedOperation(NotImplementedError):
     """An operator, or an argument of it, that is not supported on these layouts.
 
-    Raised on every rank before any message is sent. The message names the operator, the layouts,
-    and the way out.
+    It is raised on every rank before any message is sent. The message names the operator, the
+    layouts, and the way out.
     """
 
 
@@ -72,11 +71,11 @@ WAYS_OUT: dict[Any, str] = {
         for name in ("adam", "adamw", "adagrad", "sgd")
     },
 }
-"""What to do instead of functions for which the whole tensor is no way out."""
+"""Advice for functions that the whole tensor would not help."""
 
 
 UNCHECKED = {torch.autograd.grad, torch.autograd.backward, torch.Tensor.__deepcopy__}
-"""Functions that take plain tensors as plain ones, or what has been copied before."""
+"""Functions that take plain tensors as plain ones, or tensors that have been copied before."""
 
 
 ALIASES = {"axis": "dim", "keepdims": "keepdim"}

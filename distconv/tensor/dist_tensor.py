@@ -95,17 +95,17 @@ class DistTensor(DistTensorBase):
     def from_local(
         cls, local: Tensor, grid: ProcessGrid, layout: Layout | None = None
     ) -> DistTensor:
-        """The global tensor of which every rank passes its own box.
+        """Make the global tensor of which every rank passes its own box.
 
         All ranks of the grid call it together; their shapes are compared. The gradient of `local`
-        is that of the global tensor's box, also where several ranks hold the same box.
+        is the gradient of the global tensor's box, also where several ranks hold the same box.
 
         Parameters
         ----------
         local: this rank's block, of the shape that the canonical cut gives it, on the CPU or the
             grid's device. It moves to the latter; without waiting for the GPU, where the program
             moves it before, `local.to(grid.device, non_blocking=True)` from pinned memory.
-        layout: how the global tensor is cut; every dimension over the grid axis of its own name
+        layout: the cuts of the global tensor; every dimension over the grid axis of its own name
             when not given.
 
         Raises
@@ -121,11 +121,11 @@ class DistTensor(DistTensorBase):
             check_brought("from_local", local)
         own = local.to(grid.device)
         shard = replication.replicate(own, grid, axes)
-        # Autograd forbids to write in place to what a Function has passed on.
+        # Autograd forbids to write in place to a tensor that a Function has passed on.
         return cls(shard.clone() if shard.requires_grad else shard, shape, cuts, grid)
 
     def to_local(self) -> Tensor:
-        """This rank's box as a plain tensor, sharing memory; no communication.
+        """Return this rank's box as a plain tensor, sharing memory; no communication.
 
         Where several ranks hold the box, its gradient is shared out equally among them.
         """
@@ -135,7 +135,7 @@ class DistTensor(DistTensorBase):
         return replication.unreplicate(self.shard, self.grid, axes)
 
     def full_tensor(self) -> Tensor:
-        """The whole tensor as a plain tensor, on every rank; all ranks call it together."""
+        """Return the whole tensor as a plain tensor, on every rank; all ranks call it together."""
         if self.grid.size > 1:
             self._stay_distributed("full_tensor")
         with running("full_tensor", self):
@@ -154,7 +154,7 @@ class DistTensor(DistTensorBase):
             )
 
     def redistribute(self, layout: Layout) -> DistTensor:
-        """The same tensor in another layout on the same grid; all ranks call it together."""
+        """Return the tensor in another layout on the same grid; all ranks call it together."""
         with running("redistribute", self, layout):
             return redistribute(self, cuts_of_layout(layout, self.grid, self.dim()), "redistribute")
 
@@ -162,7 +162,7 @@ class DistTensor(DistTensorBase):
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
-        """Whether operations on it are recorded."""
+        """Return whether operations on the tensor are recorded."""
         return self.shard.requires_grad
 
     @requires_grad.setter
@@ -191,7 +191,7 @@ class DistTensor(DistTensorBase):
         return self
 
     def mark_gradient_summed(self) -> None:
-        """Tell that somebody else adds up the gradients of its replicas from now on."""
+        """Note that something else adds up the gradients of the replicas from now on."""
         self.sums_gradient = True
 
     def sync_requires_grad(self) -> None:
@@ -201,12 +201,12 @@ class DistTensor(DistTensorBase):
 
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]
-        """Whether it is a leaf of the autograd graph."""
+        """Return whether the tensor is a leaf of the autograd graph."""
         return self.shard.is_leaf
 
     @property
     def grad_fn(self) -> Any:  # type: ignore[override]
-        """The autograd node that has made the shard."""
+        """Return the autograd node that has made the shard."""
         check_recorded("grad_fn", self)
         if _getframe(1).f_globals.get("__name__") == torch.nn.Module.__module__:
             refuse(
@@ -220,7 +220,7 @@ class DistTensor(DistTensorBase):
 
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]
-        """The gradient of a leaf, or a retained one, in the tensor's own layout."""
+        """Return the gradient of a leaf, or a retained one, in the tensor's own layout."""
         if self.gradient_hook is not None:
             return self.retained_gradient
         gradient = self.shard.grad
@@ -258,8 +258,8 @@ class DistTensor(DistTensorBase):
 
         Parameters
         ----------
-        gradient: of the same global shape, as a DistTensor or a plain tensor equal on all ranks;
-            1 when not given, for a tensor of one element only.
+        gradient: the gradient of this tensor, of the same global shape, as a DistTensor or a plain
+            tensor equal on all ranks; 1 when not given, for a tensor of one element only.
         """
         with running("backward", self), started_at([self.shard]):
             seed = gradient_seed(self, gradient, "backward")
@@ -268,7 +268,7 @@ class DistTensor(DistTensorBase):
 
 
 def as_parameter(x: DistTensor) -> DistTensor:
-    """A leaf as what torch.nn takes for a Parameter."""
+    """Make a leaf into a tensor that torch.nn takes for a Parameter."""
     x._is_param = True
     return x
 
@@ -282,7 +282,7 @@ def distribute_tensor(x: Tensor, grid: ProcessGrid, layout: Layout | None = None
     Parameters
     ----------
     x: the global tensor, on the CPU or the grid's device, to which each rank's box moves.
-    layout: how to cut it; every dimension over the grid axis of its own name when not given.
+    layout: the cuts; every dimension over the grid axis of its own name when not given.
 
     Raises
     ------
@@ -305,12 +305,12 @@ def distribute_tensor(x: Tensor, grid: ProcessGrid, layout: Layout | None = None
 
 
 def default_layout(grid: Grid, ndim: int) -> Layout:
-    """The layout of a tensor when none is given: each dimension over the axis of its own name."""
+    """Return the layout by default: each dimension over the axis of its own name."""
     return Layout.of(default_cuts(ndim, grid.topology))
 
 
 def local_box(shape: Sequence[int], grid: Grid, layout: Layout | None = None) -> Box:
-    """The box of a tensor of global `shape` that this rank holds; no communication."""
+    """Return the box of a tensor of global `shape` that this rank holds; no communication."""
     sizes = whole_numbers(shape, "shape")
     if min(sizes, default=0) < 0:
         raise ValueError(f"local_box: shape={sizes} has a negative size")
@@ -323,7 +323,7 @@ def _run(
     args: Sequence[Any],
     kwargs: dict[str, Any] | None,
 ) -> Any:
-    """What a torch function means on these arguments, by its rule."""
+    """Return the result of a torch function on these arguments, by its rule."""
     named = {ALIASES.get(name, name): x for name, x in kwargs.items()} if kwargs else {}
     out = named.pop("out", None)
     if func not in UNCHECKED:

@@ -9,7 +9,7 @@ from distconv.tensor.base import DistTensorBase
 
 
 class ModuleCall:
-    """A call of a parallelized module, and of all that it calls: what is redistributed within."""
+    """A call of a parallelized module and all within, with the tensors redistributed in it."""
 
     def __init__(self) -> None:
         self._holders: list[ref[DistTensorBase]] = []
@@ -29,7 +29,7 @@ class ModuleCall:
 
 CURRENT_CALL: ContextVar[ModuleCall | None] = ContextVar("distconv_in_module", default=None)
 """The present outermost call of a parallelized module, whose parameters get parts of their
-gradients; None where none is computing."""
+gradients; None where no such module is computing."""
 
 
 def enter_call() -> Token[ModuleCall | None]:

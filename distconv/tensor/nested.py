@@ -13,17 +13,17 @@ Tensors = Tensor | Sequence[Tensor]
 
 
 def as_list(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:
-    """One tensor or several as a list."""
+    """Return one tensor or several as a list."""
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 
 def shards_of(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:
-    """The tensors that autograd knows."""
+    """Return the tensors that autograd knows: the shards of DistTensors, and plain ones."""
     return [x.shard if isinstance(x, DistTensorBase) else x for x in as_list(tensors)]
 
 
 def tensors_in(*arguments: Any) -> list[Tensor]:
-    """The tensors in arguments, also within lists, tuples and dictionaries of them."""
+    """Return the tensors in arguments, also within lists, tuples and dictionaries of them."""
     found: list[Tensor] = []
     for argument in arguments:
         if isinstance(argument, Tensor):

@@ -21,13 +21,13 @@ from torch.nn import Parameter
 from distconv.comm.replication import is_unreplicated
 
 OWNED = "_distconv_owned"
-"""Notes on a parameter or buffer over how many ranks its parallelized module lies."""
+"""The attribute of a parameter or buffer with the number of ranks of its parallelized module."""
 
 _WATCHED = "_distconv_watched"
 """Where a parameter without a parallelized module keeps the handle of the hook that says so."""
 
 _DISTRIBUTED: list[list[Tensor]] = []
-"""The blocks at which the backward passes under way have started, as parts of a whole."""
+"""The blocks of distributed tensors at which the backward passes under way have started."""
 
 
 def own(tensors: Iterable[Tensor], ranks: int) -> None:
@@ -40,10 +40,10 @@ def own(tensors: Iterable[Tensor], ranks: int) -> None:
 
 
 def watch(plain: Iterable[Tensor]) -> None:
-    """Raise when backward() gives one of these a gradient, if it is a parameter without a module.
+    """Raise when `backward()` gives one of these a gradient, if it is a parameter without a module.
 
-    Called with what meets tensors that are distributed over several ranks. Other plain tensors, and
-    those who ask torch.autograd.grad, get a rank's part.
+    It is called with the plain tensors that meet tensors distributed over several ranks. Other
+    plain tensors, and programs that ask torch.autograd.grad, get a rank's part.
     """
     if not torch.is_grad_enabled():
         return
@@ -64,7 +64,7 @@ def _refuse_part(p: Tensor) -> None:
 
 @contextmanager
 def started_at(shards: Sequence[Tensor]) -> Iterator[None]:
-    """Within it, a backward pass runs that starts at these blocks of distributed tensors."""
+    """Note within the context that a backward pass starts at these distributed blocks."""
     _DISTRIBUTED.append(list(shards))
     try:
         yield
@@ -73,9 +73,9 @@ def started_at(shards: Sequence[Tensor]) -> Iterator[None]:
 
 
 def check_counted_once() -> None:
-    """Raise in a backward pass that reaches a parallelized parameter from the plain world alone.
+    """Raise in a backward pass that reaches a parallelized parameter from plain tensors alone.
 
-    There every rank computes the whole gradient. Called while the pass is under way.
+    In such a pass every rank computes the whole gradient. Called while the pass is under way.
     """
     known = {id(shard) for shards in _DISTRIBUTED for shard in shards}
     p = owned_among(x for x in _roots() if id(x) not in known)
@@ -90,9 +90,9 @@ def check_counted_once() -> None:
 
 
 def owned_among(roots: Iterable[Tensor]) -> Tensor | None:
-    """A parameter over several ranks on which `roots` depend through plain tensors; None for none.
+    """Return a parameter over several ranks on which `roots` depend through plain tensors, or None.
 
-    What depends on values that the distributed world has handed out is not looked at beyond them.
+    The search ends at values that have been handed out as plain tensors by distributed ones.
     """
     seen: set[Any] = set()
     waiting: list[Any] = []
@@ -114,7 +114,7 @@ def owned_among(roots: Iterable[Tensor]) -> Tensor | None:
 
 
 def _roots() -> list[Tensor]:
-    """The tensors at which the backward pass has started that is now under way; [] if unknown."""
+    """Return the tensors at which the backward pass under way has started; [] if unknown."""
     found = _started_below(sys._getframe(1))
     if found is None:
         # Of a GPU torch goes through the graph in a thread of its own, without Python above.
@@ -125,7 +125,7 @@ def _roots() -> list[Tensor]:
 
 
 def _started_below(frame: Any) -> list[Tensor] | None:
-    """The roots of the backward pass that this frame or one that has called it has started."""
+    """Return the roots of the backward pass that this frame, or a caller of it, has started."""
     while frame is not None and frame.f_code is not _engine_run_backward.__code__:
         frame = frame.f_back
     if frame is None:

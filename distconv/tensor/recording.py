@@ -1,4 +1,4 @@
-"""Whether autograd records what happens to DistTensors, and what a backward pass starts with."""
+"""Checks that autograd records what happens to DistTensors, and the gradients it starts with."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from distconv.tensor.redistribution import redistribute
 
 
 def check_brought(operator: str, x: Tensor) -> None:
-    """Refuse to distribute what depends on parameters whose gradients are added up already."""
+    """Refuse to distribute a tensor that depends on parameters with gradients summed already."""
     p = owned_among([x]) if x.requires_grad else None
     if p is not None:
         refuse(
@@ -35,8 +35,10 @@ def check_recorded(operator: Callable[..., Any] | str, *operands: Any) -> None:
 
     A torch.autograd.Function sees no shards, and so records nothing. Autograd lives on the shards;
     below torch's functions the wrapper only remembers that they require gradients, so that torch
-    marks what a Function has returned. A value that was handed out to the plain world, where every
-    rank computes the same with it, is no parameter, of which every rank computes a part.
+    marks the results of such a Function.
+
+    A value that was handed out as a plain tensor, with which every rank computes the same, is no
+    parameter, of which every rank computes a part.
     """
     plain = []
     for x in operands:
@@ -74,16 +76,16 @@ def check_recorded(operator: Callable[..., Any] | str, *operands: Any) -> None:
 def _check_plain(
     operator: Callable[..., Any] | str, plain: list[Tensor], distributed: list[DistTensorBase]
 ) -> None:
-    """Raise on every rank where plain operands differ between ranks; looks at some calls only.
+    """Raise on every rank where plain operands differ between ranks; in some calls only.
 
-    Parameters that belong to no parallelized module are watched; those of one are compared as a
-    whole, elsewhere.
+    Parameters that belong to no parallelized module are watched; those of a parallelized module are
+    compared as a whole, elsewhere.
     """
     x = next(iter(distributed), None)
     if x is None or x.grid.size == 1:
         return
     watch(plain)
-    # One rank alone may compute with what it has in full, to print it, say.
+    # One rank alone may compute with a tensor that it has in full, to print it, say.
     if not (any(x.cuts) or x.shard.requires_grad):
         return
     if not due((operator, x.shape), x.grid, first=2, then=256):
@@ -99,7 +101,7 @@ def _check_plain(
 
 
 def gradient_seed(x: DistTensorBase, gradient: Tensor | None, operator: str) -> Tensor:
-    """This rank's share of the gradient with which a backward pass starts at `x`.
+    """Return this rank's share of the gradient with which a backward pass starts at `x`.
 
     A replicated value's gradient is the sum over its replicas. All ranks call it.
     """

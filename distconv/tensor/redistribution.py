@@ -21,10 +21,10 @@ from distconv.tensor.module_call import CURRENT_CALL
 def gather_inputs(
     x: DistTensorBase, needs: Sequence[IndexMap], cuts: Cuts, operator: str, fill: float = 0.0
 ) -> Tensor:
-    """The inputs that this rank's block of an output cut by `cuts` needs, in one buffer.
+    """Return the inputs that this rank's block of an output cut by `cuts` needs, in one buffer.
 
-    All ranks call it. Where the output is cut otherwise than `x`, that is a redistribution and
-    recorded under `operator`.
+    All ranks call it. Where the output is cut otherwise than `x`, the movement is a redistribution,
+    and recorded under the name of `operator`. `fill` stands where windows reach outside the tensor.
     """
     if cuts == x.cuts and all(isinstance(need, Same) for need in needs):
         return x.shard
@@ -41,10 +41,10 @@ def reduce_scatter(
     grid: Grid,
     operator: str,
 ) -> Tensor:
-    """This rank's block, cut by `target`, of the sum of blocks of `shape` cut by `source`.
+    """Return this rank's block, cut by `target`, of the sum of blocks of `shape` cut by `source`.
 
     All ranks call it, each with its summand. The sum is over the ranks along the axes that only
-    `target` cuts; `partial` itself where there are none.
+    `target` cuts; where there are none, `partial` itself is returned.
     """
     if source == target:
         return partial
@@ -55,7 +55,7 @@ def reduce_scatter(
 
 
 def record_gather(x: DistTensorBase, plan: Plan, cuts: Cuts, operator: str) -> None:
-    """Let the ledger know what `operator` moves of `x` to an output cut by `cuts`."""
+    """Record in the ledger what `operator` moves of `x` to an output cut by `cuts`."""
     if cuts != x.cuts or tracing():
         itemsize = x.shard.element_size()
         target = Layout.of(cuts, weight=getattr(x, "_is_param", False))
@@ -63,7 +63,7 @@ def record_gather(x: DistTensorBase, plan: Plan, cuts: Cuts, operator: str) -> N
 
 
 def redistribute(x: Distributed, cuts: Cuts, operator: str) -> Distributed:
-    """`x` with other cuts, recorded as a redistribution on behalf of `operator`."""
+    """Return `x` with other cuts, a redistribution recorded for `operator`; all ranks call it."""
     if cuts == x.cuts:
         return x
     shard = gather_inputs(x, (Same(),) * x.dim(), cuts, operator)
@@ -71,15 +71,15 @@ def redistribute(x: Distributed, cuts: Cuts, operator: str) -> Distributed:
 
 
 def redistribute_once(x: Distributed, cuts: Cuts, operator: str) -> Distributed:
-    """`x` with other cuts for one of several consumers within a call of a parallelized module.
+    """Return `x` with other cuts for one of several consumers within a parallelized module's call.
 
-    They share what has been made for the first. To the program the result is `x` itself, so it
-    counts as a view of it.
+    The consumers share the tensor that has been made for the first. To the program it is `x`
+    itself, so it counts as a view of `x`. Collective.
     """
     if cuts == x.cuts:
         return x
     call, state = CURRENT_CALL.get(), None
-    # Tensors of the inference mode count no versions, and what is made without gradients has none.
+    # Inference tensors count no versions; a copy made without gradients serves without them only.
     if call is not None and not x.shard.is_inference():
         state = call, torch.is_grad_enabled(), x.shard.requires_grad, x.shard._version
         made = x._redistributed.get(cuts)
@@ -93,7 +93,10 @@ def redistribute_once(x: Distributed, cuts: Cuts, operator: str) -> Distributed:
 
 
 def cuts_of_layout(layout: Layout | None, grid: Grid, ndim: int) -> Cuts:
-    """How a tensor of `ndim` dimensions is cut in a layout, or in the default one for None."""
+    """Return how a tensor of `ndim` dimensions is cut in a layout, or by default for None.
+
+    Raises `TypeError` for what is no `Layout`.
+    """
     if layout is None:
         return default_cuts(ndim, grid.topology)
     if not isinstance(layout, Layout):

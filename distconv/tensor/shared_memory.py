@@ -1,4 +1,4 @@
-"""Which tensors share memory, and which of them would in serial torch but do not here."""
+"""Which tensors share memory, and which would in serial torch but do not here."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from weakref import WeakSet
 
 
 class SharedMemory:
-    """What tensors that share memory share, to know which views of them have become copies."""
+    """The memory of some tensors, and the copies of it that serial torch would have made views."""
 
     __slots__ = ("__weakref__", "_family")
 
@@ -15,7 +15,7 @@ class SharedMemory:
         """The memories in use of which serial torch would have made a single one."""
 
     def copy(self) -> SharedMemory:
-        """The memory of a copy that serial torch would have made a view."""
+        """Return the memory of a copy that serial torch would have made a view."""
         if self._family is None:
             self._family = WeakSet([self])
         twin = SharedMemory()
@@ -25,5 +25,5 @@ class SharedMemory:
 
     @property
     def alone(self) -> bool:
-        """Whether no tensor in use lies elsewhere that would share this memory in serial torch."""
+        """Return whether no tensor in use lies elsewhere that serial torch would keep here."""
         return all(memory is self for memory in self._family or ())

@@ -1,4 +1,4 @@
-"""Whether the blocks that the ranks bring make one tensor, and which rank is off if they do not."""
+"""Checks that the blocks which the ranks bring make one tensor, naming the rank that is off."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ from distconv.tensor.nested import tensors_in
 def global_shape(
     local: Tensor, grid: Grid, cuts: Cuts, layout: Layout, operator: str
 ) -> tuple[int, ...]:
-    """The shape whose cut by `cuts` gives every rank the tensor it passes; collective.
+    """Return the shape whose cut by `cuts` gives every rank the tensor it passes; collective.
 
-    `layout` is what the ranks intend, and compared with the rest; `operator` is who asks. Whether
-    ranks that hold the same block pass equal ones is looked at now and then (see `checksums`).
+    `layout` is the layout that the ranks intend, and compared with the rest; `operator` is named in
+    errors. Whether ranks that hold the same block pass equal ones is checked now and then (see
+    `checksums`). Raises `ValueError` on every rank, naming the rank that is off.
     """
-    # What lies on the CPU moves to the grid's device.
+    # A tensor on the CPU moves to the grid's device.
     device = "cpu" if local.device == grid.device else str(local.device)
     line = user_line()
     replicated = grid.topology.parts(cutting_axes(cuts)) < grid.size
@@ -76,7 +77,7 @@ def global_shape(
 def _fitting_shape(
     shapes: tuple[tuple[int, ...], ...], cuts: Cuts, topology: Topology
 ) -> tuple[int, ...]:
-    """The shape whose cut gives the ranks blocks of these shapes."""
+    """Return the shape whose cut gives the ranks blocks of these shapes."""
     shape = tuple(_global_size(shapes, d, cuts[d], topology) for d in range(len(cuts)))
     expected = [rank_box(shape, cuts, topology, r).shape for r in range(topology.size)]
     off = [r for r in range(topology.size) if shapes[r] != expected[r]]
@@ -96,7 +97,7 @@ def _fitting_shape(
 def _global_size(
     shapes: tuple[tuple[int, ...], ...], dimension: int, axes: tuple[str, ...], topology: Topology
 ) -> int:
-    """The size of one dimension that fits the blocks of the most ranks."""
+    """Return the size of one dimension that fits the blocks of the most ranks."""
     parts = topology.parts(axes)
     part = [topology.part(topology.coordinates(r), axes) for r in range(topology.size)]
     held = [shape[dimension] for shape in shapes]

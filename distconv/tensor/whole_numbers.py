@@ -7,7 +7,7 @@ from typing import Any
 
 
 def whole_number(value: Any, what: str) -> int:
-    """`value` as an int; TypeError where it is none, also where it could be rounded to one."""
+    """Return `value` as an int; raise TypeError where it is none, even if it could be rounded."""
     try:
         return index(value)
     except TypeError:
@@ -15,7 +15,7 @@ def whole_number(value: Any, what: str) -> int:
 
 
 def whole_numbers(value: Any, what: str) -> tuple[int, ...]:
-    """One whole number, or a tuple or list of them, as a tuple."""
+    """Return one whole number, or a tuple or list of them, as a tuple."""
     if isinstance(value, int):
         return (value,)
     members = value if isinstance(value, (tuple, list)) else (value,)

@@ -21,11 +21,12 @@ _Ended: TypeAlias = tuple[Any, list[tuple[bool, str]]]
 """The exit status of a rank that has not got through, and what it says: on stdout, or stderr."""
 
 _HEARD: ContextVar[list[tuple[bool, str]] | None] = ContextVar("_HEARD", default=None)
-"""What parsers say while all ranks parse, so that it is said once."""
+"""The messages of parsers while all ranks parse, so that each is printed once."""
 
 
 class RankParser(argparse.ArgumentParser):
-    """A parser for every rank: all get through, or all end with what the first of them says.
+    """A parser for every rank: all get through, or all end with the message of the first that
+    fails.
 
     Parsing is collective. A command line that differs between ranks is an error on all of them, and
     so is one that only one rank complains of, about a file that only others can read, say. Rank 0
@@ -41,11 +42,11 @@ class RankParser(argparse.ArgumentParser):
         self._comm = world() if comm is None else comm
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Return what `argparse` does; all ranks call it."""
+        """Return the parsed arguments, as `argparse` does; all ranks call it."""
         return self._together(super().parse_args, args, namespace)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Return what `argparse` does; all ranks call it."""
+        """Return parsed and remaining arguments, as `argparse` does; all ranks call it."""
         return self._together(super().parse_known_args, args, namespace)
 
     def _together(self, parse: Callable[[Any, Any], Any], args: Any, namespace: Any) -> Any:
@@ -87,7 +88,7 @@ class RankParser(argparse.ArgumentParser):
 
 
 def grid_axes(text: str, axes: Sequence[str] = AXES) -> dict[str, int]:
-    """`sample=2,height=-1` as the keyword arguments of a `ProcessGrid`."""
+    """Parse `sample=2,height=-1` into the keyword arguments of a `ProcessGrid`."""
     extents: dict[str, int] = {}
     for part in text.split(","):
         axis, equals, ranks = part.strip().partition("=")
@@ -104,7 +105,7 @@ def grid_axes(text: str, axes: Sequence[str] = AXES) -> dict[str, int]:
 
 
 def shape(text: str) -> tuple[int, ...]:
-    """`1,18,256,256` as the shape of a tensor."""
+    """Parse `1,18,256,256` into the shape of a tensor."""
     sizes = text.split(",")
     if not all(size.strip().isdecimal() for size in sizes):
         raise argparse.ArgumentTypeError(
@@ -114,7 +115,7 @@ def shape(text: str) -> tuple[int, ...]:
 
 
 def layout(text: str) -> Layout:
-    """`height=height+width,sample` as a `Layout`; `whole` is one without cuts."""
+    """Parse `height=height+width,sample` into a `Layout`; `whole` is one without cuts."""
     dimensions = {}
     for part in text.split(",") if text != "whole" else ():
         name, equals, axes = part.strip().partition("=")
@@ -129,7 +130,7 @@ def layout(text: str) -> Layout:
 
 
 def pattern_and_layout(text: str) -> tuple[str, Layout]:
-    """`block5.*:channel=height,sample` as a pattern of module names and its `Layout`."""
+    """Parse `block5.*:channel=height,sample` into a pattern of module names and its `Layout`."""
     pattern, colon, cuts = text.rpartition(":")
     if not colon:
         raise argparse.ArgumentTypeError(

@@ -1,4 +1,4 @@
-"""What can be asked of a module from the command line: `python -m distconv COMMAND`."""
+"""The command line, `python -m distconv COMMAND`: explain, verify and bench."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 
 class BadArguments(Exception):
-    """What the command line asks for cannot be done; alike on every rank."""
+    """The command line asks for something that cannot be done; alike on every rank."""
 
 
 class Command(NamedTuple):
-    """A subcommand: what it does, its own options, and how it is run, to an exit status."""
+    """A subcommand: its purpose, its own options, and the function that runs it."""
 
     purpose: str
     options: Callable[[argparse.ArgumentParser], None]
@@ -44,7 +44,7 @@ class Command(NamedTuple):
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command; every rank that MPI has started calls it. Returns the exit status."""
+    """Run one command and return its exit status; every rank that MPI has started calls it."""
     parser = RankParser(prog="python -m distconv", description=__doc__)
     parser.add_argument("--version", action="version", version=f"distconv {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -101,7 +101,7 @@ def _module_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _made(factory: str, seed: int) -> nn.Module:
-    """The module that the factory of this name makes."""
+    """Return the module that the factory of this name makes."""
     path, colon, name = factory.rpartition(":")
     if not colon or not name:
         raise BadArguments(
@@ -123,7 +123,7 @@ def _made(factory: str, seed: int) -> nn.Module:
 
 
 def _imported(path: str) -> Any:
-    """The module of this name."""
+    """Return the module of this name."""
     try:
         return importlib.import_module(path)
     except ModuleNotFoundError as error:
@@ -136,7 +136,7 @@ def _imported(path: str) -> Any:
 
 
 def _from_file(path: Path) -> Any:
-    """The module in a file, which finds its neighbours as a script does."""
+    """Import and return the module in a file, which finds its neighbours as a script does."""
     if not path.is_file():
         raise BadArguments(f"there is no file {str(path)!r}")
     sys.path.insert(0, str(path.resolve().parent))
@@ -148,7 +148,7 @@ def _from_file(path: Path) -> Any:
 
 
 def _made_everywhere(factory: str, seed: int) -> nn.Module:
-    """The module, which every rank makes; all ranks complain where one cannot."""
+    """Return the module, which every rank makes; all ranks complain where one cannot."""
     module, problem = None, None
     try:
         module = _made(factory, seed)
@@ -201,7 +201,7 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 
 def _interrupted(rows: list[Any]) -> str:
-    """What there is of a result, as a line of JSON."""
+    """Return the part of a result that there is, as a line of JSON."""
     return json.dumps({"interrupted": True, "rows": [json.loads(as_json(row)) for row in rows]})
 
 
@@ -213,7 +213,7 @@ def _verify_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _grid(extents: dict[str, Any], command: str) -> ProcessGrid:
-    """The grid of all ranks with these extents."""
+    """Return the grid of all ranks with these extents."""
     ranks = prod(extents.values())
     if min(extents.values()) > 0 and ranks != mpi().COMM_WORLD.size:
         raise BadArguments(

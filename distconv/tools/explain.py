@@ -1,4 +1,4 @@
-"""What a module would do on a grid: layouts, halos, redistributions and memory, without running.
+"""Predict what a module does on a grid: layouts, halos, redistributions and memory.
 
 The module's own Python runs on tensors without elements, as one rank of a grid that need not exist
 (`planning.dry_run`); so the plan is that of the very code that will run.
@@ -36,13 +36,13 @@ Shape = Sequence[int]
 
 @dataclass(frozen=True)
 class Halo:
-    """What an operator needs of other ranks' blocks, where the layout stays."""
+    """The elements that an operator needs of other ranks' blocks, where the layout stays."""
 
     operator: str
     widths: dict[str, tuple[int, int]]
     """Elements before and after the rank's own, along every dimension that is cut."""
     bytes: int
-    """Bytes received."""
+    """Bytes received from other ranks."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,13 @@ class LayerPlan:
     """One call of a layer in the forward pass, or of a function between layers, on one rank."""
 
     name: str
-    """Where it is in the module; for a function, the module whose `forward` calls it."""
+    """The layer's place in the module; for a function, the module whose `forward` calls it."""
     kind: str
     """The type of the layer, or the name of the function."""
     shape: tuple[int, ...] | None
     """Global shape of the (first) output."""
     layout: Layout | None
-    """How that is cut; None for a plain tensor."""
+    """How the output is cut; None for a plain tensor."""
     local_shape: tuple[int, ...] | None
     halos: tuple[Halo, ...]
     redistributions: tuple[Redistribution, ...]
@@ -65,24 +65,24 @@ class LayerPlan:
     kept_bytes: int
     """Memory kept for the backward pass, without parameters and what earlier layers keep."""
     parameter_bytes: int
-    """Its own parameters, where they appear first."""
+    """The layer's own parameters, where they appear first."""
     refusal: str | None = None
-    """Why it cannot run on this grid."""
+    """The reason why the layer cannot run on this grid, if it cannot."""
 
     @property
     def halo_bytes(self) -> int:
-        """Bytes received in halos."""
+        """Return the bytes received in halos."""
         return sum(halo.bytes for halo in self.halos)
 
     @property
     def redistributed_bytes(self) -> int:
-        """Bytes received in redistributions."""
+        """Return the bytes received in redistributions."""
         return sum(moved.bytes for moved in self.redistributions)
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a module does on one rank of a grid; prints as a table."""
+    """The plan of a module on one rank of a grid; prints as a table."""
 
     module: str
     grid: str
@@ -97,12 +97,12 @@ class Explanation:
 
     @property
     def kept_bytes(self) -> int:
-        """Memory that the rank keeps for the backward pass, without parameters."""
+        """Return the memory that the rank keeps for the backward pass, without parameters."""
         return sum(layer.kept_bytes for layer in self.layers)
 
     @property
     def refusal(self) -> str | None:
-        """Why the module cannot run on this grid; None when it can."""
+        """Return why the module cannot run on this grid; None when it can."""
         return self.layers[-1].refusal if self.layers else None
 
     def __str__(self) -> str:
@@ -139,7 +139,7 @@ def explain(
 ) -> Explanation:
     """Tell, and print, what each layer of `module` does on one rank of `grid`, without running it.
 
-    The forward pass is gone through on tensors without elements, in the mode the module is in;
+    The forward pass runs on tensors without elements, in the mode the module is in;
     nothing of the size of the model or its input is allocated, and the module stays as it is. No
     communication: one process suffices for any grid. Under `torch.no_grad()` nothing is kept.
 
@@ -148,10 +148,11 @@ def explain(
     module: any torch.nn.Module, before `parallelize`.
     input_shape: the global shape of its input, or a sequence of one for each input.
     grid: a grid, or the ranks along its axes, such as {"height": 64, "width": 64}.
-    dtype: of the input, or of each; that of the parameters when not given.
-    layout: of the input, or of each; every dimension over the axis of its name when not given.
-    layouts: of the inputs of modules within, for patterns of names, as `parallelize` takes them.
-    rank: whose part is told; the rank in the middle of every axis when not given.
+    dtype: the type of the input, or one for each input; the type of the parameters by default.
+    layout: the layout of the input, or one for each input; by default every dimension is cut over
+        the axis of its own name.
+    layouts: layouts for the inputs of modules within, by patterns of names, as for `parallelize`.
+    rank: the rank whose part is told; by default the rank in the middle of every axis.
     show: whether to print the table, on rank 0.
     progress: is called with each line of the table as it comes.
 
@@ -159,7 +160,7 @@ def explain(
     ------
     RuntimeError
         Where the forward pass raises, naming the layer; also where it asks for the elements of a
-        tensor. A layer that is refused raises nothing: it is the last of the table.
+        tensor. A layer that is refused raises nothing: it is the last row of the table.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"explain: {type(module).__name__} is not a torch.nn.Module")
@@ -193,7 +194,7 @@ def explain(
 
 
 def dtype_of(module: nn.Module, otherwise: torch.dtype) -> torch.dtype:
-    """The type of a module's parameters, or `otherwise` where it has none."""
+    """Return the type of a module's parameters, or `otherwise` where it has none."""
     floating = (p.dtype for p in module.parameters() if p.is_floating_point())
     return next(floating, otherwise)
 
@@ -208,7 +209,7 @@ def _shapes(given: Any) -> list[tuple[int, ...]]:
 
 
 def _each(value: Any, count: int, what: str) -> list[Any]:
-    """One `what` for each of `count` inputs."""
+    """Return one `what` for each of `count` inputs."""
     if not isinstance(value, (list, tuple)):
         return [value] * count
     if len(value) != count:
@@ -217,7 +218,7 @@ def _each(value: Any, count: int, what: str) -> list[Any]:
 
 
 def _without_elements(module: nn.Module) -> nn.Module:
-    """A copy of a module whose parameters, buffers and other tensors have no elements."""
+    """Return a copy of a module whose parameters, buffers and other tensors have no elements."""
     memo: dict[int, Any] = {}
     for part in module.modules():
         if any(name.startswith("_distconv") for name in vars(part)):
@@ -246,15 +247,15 @@ def _dry_run(
     layouts: Mapping[str, Layout],
     progress: Callable[[LayerPlan], object] = lambda layer: None,
 ) -> list[LayerPlan]:
-    """The plan of a module without elements on the rank that `grid` rehearses."""
+    """Return the plan of a module without elements on the rank that the dry `grid` stands for."""
     within = enter_call()
     accounts = _LayerRecorder(module, grid, progress)
-    # After the hooks of the accounts, so that a layer's line has what its input costs.
+    # After the hooks of the accounts, so that a layer's line has the cost of its input.
     redistribute_inputs(module, layouts)
     try:
         with trace_movements() as accounts.movements, without_counting():
             keeping = saved_tensors_hooks(accounts.keep, lambda x: x)
-            # What a forward makes without naming a device has no elements either.
+            # A tensor that a forward makes without naming a device has no elements either.
             with torch.random.fork_rng(devices=[]), torch.device("meta"):
                 with keeping, _Functions(accounts):
                     module(*inputs)
@@ -281,7 +282,7 @@ _Output = tuple[tuple[int, ...], Layout | None, tuple[int, ...] | None]
 
 
 def _first_of(result: Any) -> _Output | None:
-    """The first tensor of a result."""
+    """Return the first tensor of a result."""
     for x in tensors_in(result):
         if isinstance(x, DistTensor):
             return tuple(x.shape), x.layout, tuple(x.shard.shape)
@@ -290,7 +291,7 @@ def _first_of(result: Any) -> _Output | None:
 
 
 class _LayerRecorder(ModuleCalls):
-    """Writes down, call by call, what has been moved, reduced and kept since the one before."""
+    """A record, call by call, of all that was moved, reduced and kept since the call before."""
 
     def __init__(
         self, module: nn.Module, grid: DryRunGrid, progress: Callable[[LayerPlan], object]
@@ -324,7 +325,7 @@ class _LayerRecorder(ModuleCalls):
         self._parameters |= own
         weight = sum(p.nbytes for p in own)
         result = _first_of(output)
-        # The last line is that of the module's result.
+        # The last line belongs to the module's result.
         always = is_layer(module) or (not self.stack and result != self._last)
         self.close(name, type(module).__name__, result, weight, always=always)
 
@@ -428,7 +429,7 @@ def listed(layers: Sequence[LayerPlan], *more: tuple[str, ...]) -> str:
 
 
 def _cells(layer: LayerPlan) -> tuple[str, ...]:
-    """The row of the table."""
+    """Return the row of the table."""
     moved = [
         f"{_cut(r.source)} -> {_cut(r.target)}" + (f" by {how}" if how else "")
         for r in layer.redistributions
@@ -455,7 +456,7 @@ def _cells(layer: LayerPlan) -> tuple[str, ...]:
 
 
 def _operator_suffix(kind: str, operator: str) -> str:
-    """What the name of an operator says that the kind of its layer does not."""
+    """Return the part of an operator's name that the kind of its layer does not say."""
     return "" if operator in kind else operator.removeprefix(f"{kind}, ")
 
 
@@ -466,11 +467,11 @@ def _layout_of(layer: LayerPlan) -> str:
 
 
 def _cut(layout: Layout) -> str:
-    """A layout in few letters: dimensions, with their grid axes where those have other names."""
+    """Return a layout in few letters: dimensions, with their grid axes where the names differ."""
     text = repr(layout).removeprefix("Layout(").removesuffix(")")
     return re.sub(r"\b(\w+)='\1'", r"\1", text) or "whole"
 
 
 def _size(count: int) -> str:
-    """A number of bytes; nothing for none, so that what there is stands out."""
+    """Return a number of bytes as text; nothing for none, so that the others stand out."""
     return size(count) if count else ""

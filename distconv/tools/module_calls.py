@@ -9,12 +9,12 @@ from torch import nn
 
 
 def is_layer(module: nn.Module) -> bool:
-    """Whether a module has no modules within."""
+    """Return whether a module has no modules within."""
     return next(module.children(), None) is None
 
 
 class ModuleCalls:
-    """Hooks on a module and all within it; those who watch override `entered` and `left`.
+    """Hooks on a module and all within it; a subclass overrides `entered` and `left`.
 
     Attributes
     ----------
@@ -36,14 +36,14 @@ class ModuleCalls:
         ]
 
     def entered(self, module: nn.Module) -> None:
-        """A call begins, which is the last of `stack`."""
+        """Take note that a call begins, which is the last of `stack`; to be overridden."""
 
     def left(self, name: str, module: nn.Module, output: Any) -> None:
-        """A call has returned; it is no longer on `stack`."""
+        """Take note that a call has returned, and is no longer on `stack`; to be overridden."""
 
     @property
     def where(self) -> tuple[str, nn.Module]:
-        """The innermost call under way, or, after an exception, the one that has raised."""
+        """Return the innermost call under way, or, after an exception, the one that has raised."""
         return self.stack[-1] if self.stack else (self._paths[self._module], self._module)
 
     def remove(self) -> None:

@@ -1,4 +1,4 @@
-"""How far a command has come: a line on the terminal, and what there is when it is interrupted."""
+"""How far a command has come: a line on the terminal, and the rows so far on an interrupt."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Row = TypeVar("Row")
 
 
 class Progress(Generic[Row]):
-    """Rows as they come: on stderr how many and the last, where that is a terminal.
+    """Rows as they come: their number and the last one on stderr, where that is a terminal.
 
     Within `with`, an interrupt shows all rows so far, also while this rank waits in MPI.
 
     Parameters
     ----------
-    name: what is said of a row, in a few words.
+    name: describes a row in a few words.
     show: prints the rows so far, after an interrupt.
     first: whether this is the rank that prints.
     """

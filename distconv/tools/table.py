@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
-    """Rows of equal length as aligned columns, of which those in `right` end on one line.
+    """Return rows of equal length as aligned columns; columns in `right` are right-aligned.
 
     Columns that are empty but for their heading, the first row, are left out.
     """
@@ -23,7 +23,7 @@ def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
 
 
 def size(count: int) -> str:
-    """A number of bytes with its unit, powers of 1024."""
+    """Return a number of bytes with its unit, powers of 1024."""
     value, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
     while value >= 999.5 and len(units) > 1:
         value /= 1024

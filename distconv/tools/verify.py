@@ -1,4 +1,4 @@
-"""Whether a module computes on a grid what it computes serially, layer by layer."""
+"""Compare what a module computes on a grid with what it computes serially, layer by layer."""
 
 from __future__ import annotations
 
@@ -24,20 +24,21 @@ from distconv.tools.module_calls import ModuleCalls, is_layer
 from distconv.tools.table import table
 
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}
-"""What rounding in another order stays below in networks that amplify it moderately, while a
-missing halo or a wrong count does not."""
+"""The largest difference that rounding in another order makes in networks that amplify it
+moderately; a missing halo or a wrong count makes a larger one."""
 
 _AMPLIFIED = 100
 """Rounding enters at every addition, and is measured as if it entered at inputs and parameters."""
 
 _UNTELLING = 0.2
-"""What is never taken for rounding, however much the serial program amplifies it."""
+"""The difference from which on nothing is taken for rounding, however much the serial program
+amplifies it."""
 
 _HALF = 64
 """The same for shorter types, in units of their rounding."""
 
 _NEGLIGIBLE = 1e-3
-"""Of the largest gradient of all parameters: one below it is measured against this much of that."""
+"""The share of the largest gradient of all parameters that smaller ones are measured against."""
 
 _RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU)
 
@@ -69,16 +70,16 @@ class Verification:
     rows: tuple[Comparison, ...]
     """Outputs in the order of the calls, buffers, and gradients from the last layer backwards."""
     notes: tuple[str, ...]
-    """What has to be known to read it."""
+    """Remarks without which the rows might be misread."""
 
     @property
     def first_deviation(self) -> Comparison | None:
-        """The first that deviates; those after it may only have inherited that."""
+        """Return the first row that deviates; later ones may only have inherited it."""
         return next((row for row in self.rows if not row.ok), None)
 
     @property
     def ok(self) -> bool:
-        """Whether nothing deviates."""
+        """Return whether no row deviates."""
         return self.first_deviation is None
 
     def __str__(self) -> str:
@@ -136,16 +137,17 @@ def verify(
     module: any torch.nn.Module that runs on plain tensors as well.
     input: the whole plain input, or a sequence of them, equal on all ranks.
     grid: a grid, or the ranks along its axes, of which MPI has started as many.
-    layout: of the input, or of each; every dimension over the axis of its name when not given.
-    layouts: of the inputs of modules within, for patterns of names, as `parallelize` takes them.
-    tolerance: largest relative difference that is rounding. By default 1e-10 in float64, 1e-4 in
-        float32, and 64 times the rounding of shorter types, of which the coarsest counts. Wrong
-        results stand out best in float64. Where no tolerance is given, what amplifies rounding is
-        allowed a hundred times what the serial program itself differs by when its input and
-        parameters are changed in their last place: batch norm over a few elements, say.
-    backward: whether to compare gradients. Those of a layer's parameters are relative to the
+    layout: the layout of the input, or one for each input; by default every dimension is cut over
+        the axis of its own name.
+    layouts: layouts for the inputs of modules within, by patterns of names, as for `parallelize`.
+    tolerance: the largest relative difference that counts as rounding. By default 1e-10 in float64,
+        1e-4 in float32, and 64 times the rounding of shorter types; the coarsest type counts. Wrong
+        results stand out best in float64. By default, a tensor that amplifies rounding (behind a
+        batch norm over a few elements, say) may also differ by a hundred times the difference that
+        the serial program shows when its input and parameters are changed in their last place.
+    backward: whether to compare gradients. Gradients of a layer's parameters are relative to the
         largest of them, as a bias before a norm has a gradient that is zero but for rounding.
-    seed: of the gradient of the outputs.
+    seed: the seed of the random gradient of the outputs.
     show: whether to print the table, on rank 0.
     progress: is called with each comparison as it comes, before its difference is judged.
 
@@ -214,7 +216,7 @@ def listed(rows: Sequence[Comparison], *, judged: bool = True) -> str:
 
 
 def _agreed_inputs(module: Any, input: Any, grid: ProcessGrid, options: Any) -> list[Tensor]:
-    """The inputs, of which all ranks know that they are what all have; collective."""
+    """Return the inputs, after a check that all ranks have the same; collective."""
     inputs = list(input) if isinstance(input, (tuple, list)) else [input]
     problem = None
     if not isinstance(module, nn.Module):
@@ -268,7 +270,7 @@ def _compare(
     seed: int,
     progress: Callable[[Comparison], object],
 ) -> tuple[list[Comparison], list[str], set[torch.dtype]]:
-    """All comparisons, not yet judged; what to know; and the floating types that occur."""
+    """Return all comparisons, not yet judged; notes; and the floating types that occur."""
     plain, model = copy.deepcopy(module).to(grid.device), copy.deepcopy(module)
     quiet = _without_dropout(plain)
     _without_dropout(model)
@@ -309,7 +311,7 @@ def _compare(
 
 
 class _Serial:
-    """A serial run, forward and backward, with which others are compared."""
+    """A serial run, forward and backward, with which other runs are compared."""
 
     def __init__(self, module: nn.Module, inputs: list[Tensor], generator: torch.Generator):
         self._module = module
@@ -372,12 +374,12 @@ class _Serial:
 
 
 def _is_continuous(x: Tensor) -> bool:
-    """Whether its numbers are rounded, and may have gradients."""
+    """Return whether the numbers of a tensor are rounded, and may have gradients."""
     return x.is_floating_point() or x.is_complex()
 
 
 def _shaken(x: Tensor, generator: torch.Generator) -> Tensor:
-    """`x` with every element changed in its last place, up or down."""
+    """Return `x` with every element changed in its last place, up or down."""
     if not _is_continuous(x):
         return x.clone()
     up = torch.rand(x.shape, generator=generator, device="cpu").to(x.device) < 0.5
@@ -389,12 +391,12 @@ def _state(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _leaf(x: Tensor) -> Tensor:
-    """`x`, with a gradient where it can have one."""
+    """Return `x`, with a gradient where it can have one."""
     return x.requires_grad_(_is_continuous(x) and torch.is_grad_enabled())
 
 
 def _without_dropout(module: nn.Module) -> list[str]:
-    """Put dropout layers into eval mode; the names of those that were not."""
+    """Put dropout layers into eval mode, and return the names of those that were not."""
     names = []
     for name, part in module.named_modules():
         if isinstance(part, _RANDOM) and part.training and getattr(part, "p", 1) > 0:
@@ -404,15 +406,15 @@ def _without_dropout(module: nn.Module) -> list[str]:
 
 
 class _Recorded(ModuleCalls):
-    """What each call of a layer returns, copied before later layers may write to it."""
+    """The results of each call of a layer, copied before later layers may write to them."""
 
     def __init__(self, module: nn.Module):
         super().__init__(module)
         self.outputs: dict[str, list[Tensor] | None] = {}
-        """By the name of the call; None where a layer within has just returned the same."""
+        """Outputs by the name of the call; None where a layer within has just returned the same."""
         self.dtypes: set[torch.dtype] = set()
         self.random: str | None = None
-        """The first that has drawn random numbers."""
+        """The first layer that has drawn random numbers."""
         self._last: list[tuple[Tensor, int]] = []
         self._state = torch.get_rng_state()
 
@@ -440,7 +442,7 @@ class _Recorded(ModuleCalls):
 
 
 class _Compared(ModuleCalls):
-    """What each call of a layer returns, compared with what is expected, which is forgotten."""
+    """The results of each call of a layer, compared with the expected ones, which are forgotten."""
 
     def __init__(
         self,
@@ -472,7 +474,7 @@ class _Compared(ModuleCalls):
             self.add(_comparison(f"{name}[{i}]" if i else name, "output", x, y))
 
     def complete(self) -> None:
-        """Miss what has been called serially only."""
+        """Note the calls that were made serially only as missing."""
         for name in self._expected:
             self._differ(name, "is called serially only")
 
@@ -483,7 +485,7 @@ class _Compared(ModuleCalls):
 def _gradients(
     serial: nn.Module, model: nn.Module, inputs: Sequence[Tensor], cut: Sequence[Tensor]
 ) -> Iterator[Comparison]:
-    """Gradients from the last parameter to the inputs."""
+    """Yield the gradients from the last parameter to the inputs."""
     twins = dict(model.named_parameters())
     largest: dict[str, float] = {}
     for name, p in serial.named_parameters():
@@ -530,7 +532,7 @@ def _comparison(
 
 
 def _difference(actual: Tensor, expected: Tensor, scale: float) -> float:
-    """Relative to the largest entry; of numbers that are not floating, how many differ."""
+    """Return the difference relative to the largest entry; of integers, how many differ."""
     if not expected.numel():
         return 0.0
     if not _is_continuous(expected):

@@ -1,6 +1,6 @@
 """Memory of messages, used again for later messages of the same size.
 
-Fresh memory costs page faults when it is first written, up to several times what the message costs.
+Fresh memory costs page faults when it is first written, up to several times the message's cost.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class BufferPool:
         self._lent: dict[int, tuple[ref[ByteArray], ByteArray]] = {}
 
     def empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """A contiguous CPU tensor of `shape` in the type of `like`, with anything in it."""
+        """Return a contiguous CPU tensor of `shape` in the type of `like`, with anything in it."""
         size = prod(shape) * like.element_size()
         if not size:
             return like.new_empty(shape)

@@ -9,39 +9,39 @@ import torch
 from torch import Tensor
 
 SUM_TYPES = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.bool: torch.int32}
-"""The types in which others are added up."""
+"""For types that are not added up as they are, the type in which they are."""
 
 Message: TypeAlias = tuple[int, Tensor]
-"""The other rank, and the contiguous tensor that leaves for it or arrives from it."""
+"""Another rank, and the contiguous tensor that leaves for it or arrives from it."""
 
 
 class Request(Protocol):
     """Messages or a reduction under way."""
 
     def wait(self) -> None:
-        """Return when what the program does next finds all complete, and may use the tensors.
+        """Return when all is complete for what the program does next, which may use the tensors.
 
-        On a GPU that is what the current stream is given next; the host may return before.
+        On a GPU that is the work given to the current stream next; the host may return earlier.
         """
 
 
 class Transport(Protocol):
-    """What carries the messages of the ranks of one grid, which wait for them in one order.
+    """A carrier of messages between the ranks of one grid, which wait for them in one order.
 
     `next_tag` numbers the exchanges. All ranks start them in the order of the program, so an
     exchange has one number everywhere, and its messages cannot be taken for those of another in
-    flight. Tensors on a GPU are those that the current stream has written when it comes to the
-    exchange. Groups are what `ProcessGrid.communicator` returns; all their ranks call a collective
+    flight. A tensor on a GPU is read as the current stream has written it when it comes to the
+    exchange. A group is what `ProcessGrid.communicator` returns; all its ranks call a collective
     together. Tensors are contiguous.
     """
 
     name: str
 
     def next_tag(self) -> int:
-        """The tag of the next exchange."""
+        """Return the tag of the next exchange, the same on all ranks."""
 
     def empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Memory for a message, of the type of `like` and on its device, with anything in it."""
+        """Return uninitialised memory for a message, of the type of `like` and on its device."""
 
     def exchange(
         self, arriving: Sequence[Message], leaving: Sequence[Message], tag: int
@@ -55,7 +55,7 @@ class Transport(Protocol):
         """
 
     def all_gather(self, tensor: Tensor, group: Any) -> Tensor:
-        """The tensors of all ranks of `group`, stacked in rank order."""
+        """Return the tensors of all ranks of `group`, stacked in rank order."""
 
     def broadcast(self, tensor: Tensor, group: Any) -> None:
-        """Overwrite a tensor by that of the first rank of `group`."""
+        """Overwrite a tensor by the one of the first rank of `group`."""

@@ -15,10 +15,11 @@ _GRANULE = 2 * 2**20
 
 
 def share_memory(node: MPI.Intracomm, nbytes: int, head: Sequence[int]) -> list[int | None]:
-    """Memory of each rank of `node` on its current GPU: addresses in this process.
+    """Return the addresses, in this process, of memory of each rank of `node` on its current GPU.
 
-    Collective over `node`. A rank has `nbytes`, which begin with the 32-bit numbers `head`, until
-    its process ends; None stands for a rank whose memory cannot be shared, or reached from here.
+    Collective over `node`. Each rank has `nbytes` bytes, which begin with the 32-bit numbers
+    `head`, until its process ends. None stands for a rank whose memory cannot be shared, or reached
+    from here.
     """
     from cupy.cuda import runtime
 
@@ -37,7 +38,7 @@ def share_memory(node: MPI.Intracomm, nbytes: int, head: Sequence[int]) -> list[
 
 
 def _tried(runtime: Any, function: Callable[..., Any], *args: object) -> Any:
-    """What a function of CUDA returns; None where that is not possible here."""
+    """Return the result of a function of CUDA; None where the call is not possible here."""
     try:
         return function(*args)
     except runtime.CUDARuntimeError:

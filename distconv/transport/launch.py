@@ -19,7 +19,7 @@ _SIZES = {
     "uses",
     "WORLD_SIZE": "torchrun, which starts no MPI",
 }
-"""Where launchers tell the number of processes, and which do."""
+"""The variables in which launchers tell the number of processes, and which launcher each is of."""
 
 _STEP_SIZE = "SLURM_STEP_NUM_TASKS"
 """The tasks of one srun. SLURM_NTASKS also stands in the shell of a whole allocation, where a
@@ -97,7 +97,8 @@ def world() -> Any:
 def launched(environment: Mapping[str, str] = os.environ) -> dict[str, int]:
     """Return the variables in which launchers have told the number of processes, with the numbers.
 
-    Those of Slurm count for what an srun has started, and where MPI's own launcher says nothing.
+    Slurm's variables count for processes that an srun has started, and where MPI's own launcher has
+    set none.
     """
     found = {}
     for name in _SIZES:
@@ -141,5 +142,5 @@ def check_launch(ranks: int, environment: Mapping[str, str] = os.environ) -> Non
 
 
 def _whole(text: str | None) -> int | None:
-    """Return the number that a variable tells, if it does."""
+    """Return the whole number that a variable holds; None where it holds none."""
     return int(text) if text is not None and text.isdecimal() else None

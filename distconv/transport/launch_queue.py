@@ -1,4 +1,4 @@
-"""What MPI starts when an event of a GPU has happened, in the order of the program."""
+"""Messages that MPI starts after an event of a GPU, in the order of the program."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class LaunchQueue:
     """Messages and reductions that a process has not given to MPI yet.
 
     Whoever waits for one of them starts all. So ranks may wait for them in different orders, also
-    for those of several grids: what another rank waits for has been started here, and collectives
-    in the same order on all ranks.
+    for those of several grids: a message that another rank waits for has been started here, and
+    collectives are started in the same order on all ranks.
     """
 
     def __init__(self) -> None:
@@ -34,13 +34,13 @@ class LaunchQueue:
         return queued
 
     def start_all(self) -> None:
-        """Give them to MPI, in the order in which they came."""
+        """Give all that is queued to MPI, in the order in which it came."""
         while self._waiting:
             self._waiting.popleft().start()
 
 
 class QueuedRequest:
-    """One of them."""
+    """A message or a reduction in the queue."""
 
     def __init__(self, queue: LaunchQueue, ready: Event, start: Callable[[], Request]):
         self._queue, self._ready, self._start = queue, ready, start
@@ -52,7 +52,7 @@ class QueuedRequest:
         self._request = self._start()
 
     def wait(self) -> None:
-        """Return when it is complete."""
+        """Return when it is complete; this starts all that is queued."""
         self._queue.start_all()
         assert self._request is not None
         self._request.wait()

@@ -36,7 +36,7 @@ Chunk = tuple[int, int]
 
 
 class OrderedCopies(Protocol):
-    """What is done in order, as by `peer_stream.PeerStream`."""
+    """Copies and semaphores that are worked off in order, as by `peer_stream.PeerStream`."""
 
     def acquire(self, semaphore: int) -> None:
         """Wait until the semaphore at an address is released, and take it."""
@@ -49,17 +49,17 @@ class OrderedCopies(Protocol):
 
 
 def mailbox_bytes(ranks: int, slot: int = SLOT) -> int:
-    """The bytes of a rank's memory on a node with this number of ranks."""
+    """Return the bytes of a rank's memory on a node with this number of ranks."""
     return _HEAD + ranks * SLOTS * slot
 
 
 def initial_semaphores(ranks: int) -> list[int]:
-    """What the memory begins with, before anything is sent: all slots are free."""
+    """Return the numbers with which the memory begins before anything is sent: all slots free."""
     return [int(what == FREE) for _ in range(ranks * SLOTS) for what in (FULL, FREE)]
 
 
 class Mailboxes:
-    """Those of the ranks of a node, as one of them sees them.
+    """The mailboxes of the ranks of a node, as one of these ranks sees them.
 
     Parameters
     ----------
@@ -78,9 +78,10 @@ class Mailboxes:
         self._received: defaultdict[int, int] = defaultdict(int)
 
     def exchange(self, arriving: Iterable[Message], leaving: Iterable[Message]) -> None:
-        """Move contiguous tensors: those to one rank arrive there in the order in which they leave.
+        """Move contiguous tensors; tensors for one rank arrive there in the order in which they
+        leave.
 
-        What this rank sends to itself is copied.
+        A tensor that this rank sends to itself is copied.
         """
         out, into = self._chunks(leaving), self._chunks(arriving)
         for (source, nbytes), (target, _) in zip(
@@ -108,7 +109,7 @@ class Mailboxes:
         self._lane.release(self._semaphore(rank, self._mine, turn, FREE))
 
     def _chunks(self, messages: Iterable[Message]) -> dict[int, list[Chunk]]:
-        """The pieces for each rank, or from each."""
+        """Return the pieces of the messages for each rank, or from each."""
         pieces: dict[int, list[Chunk]] = defaultdict(list)
         for rank, tensor in messages:
             address, nbytes = tensor.data_ptr(), tensor.nbytes
@@ -119,11 +120,11 @@ class Mailboxes:
         return pieces
 
     def _semaphore(self, owner: int, other: int, turn: int, what: int) -> int:
-        """The address, in `owning_part`'s memory, of one for a slot that it shares with `other`."""
+        """Return the address, in `owner`'s memory, of a semaphore of a slot shared with `other`."""
         return self._base(owner) + _SEMAPHORE * (2 * (SLOTS * other + turn) + what)
 
     def _place(self, owner: int, sender: int, turn: int) -> int:
-        """The address of a slot in `owning_part`'s memory."""
+        """Return the address, in `owner`'s memory, of a slot for messages of `sender`."""
         return self._base(owner) + _HEAD + self._slot * (SLOTS * sender + turn)
 
     def _base(self, rank: int) -> int:
@@ -133,6 +134,6 @@ class Mailboxes:
 
 
 def _rounds(pieces: Mapping[int, Sequence[Chunk]]) -> Iterable[list[tuple[int, Chunk]]]:
-    """In each round at most one piece of each rank."""
+    """Yield the pieces of each round: at most one of each rank."""
     for number in range(max(map(len, pieces.values()), default=0)):
         yield [(rank, each[number]) for rank, each in pieces.items() if number < len(each)]

@@ -27,8 +27,8 @@ _DATATYPES = {
 class Abandoned:
     """Requests that nobody waits for any more, with the memory that MPI still works on.
 
-    An exception between the start and the end of an exchange leaves them behind. Their memory must
-    not be used for anything else until MPI is done with it.
+    An exception between the start and the end of an exchange leaves such requests behind. Their
+    memory must not be used for anything else until MPI is done with it.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Abandoned:
         self._kept.append((requests, memory))
 
     def release(self) -> None:
-        """Let go of what has been completed."""
+        """Let go of the requests that have completed, and of their memory."""
         if self._kept:
             self._kept = [kept for kept in self._kept if not MPI.Request.Testall(kept[0])]
 
@@ -50,7 +50,7 @@ class MPIRequest:
     Parameters
     ----------
     memory: the tensors that MPI reads and writes.
-    finish: called when all is complete, for a reduction in memory of its own.
+    finish: is called when all is complete, for a reduction in memory of its own.
     """
 
     def __init__(
@@ -97,12 +97,12 @@ class MPITransport:
         self._abandoned = Abandoned()
 
     def next_tag(self) -> int:
-        """The tag of the next exchange."""
+        """Return the tag of the next exchange."""
         self._last_tag = (self._last_tag + 1) % self._tags
         return self._last_tag
 
     def empty(self, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
-        """Memory for a message."""
+        """Return uninitialised memory for a message, of the type of `like`."""
         return self._buffers.empty(shape, like)
 
     def exchange(
@@ -133,13 +133,13 @@ class MPITransport:
         return MPIRequest([request], wide, self._abandoned, lambda: tensor.copy_(wide))
 
     def all_gather(self, tensor: torch.Tensor, group: MPI.Intracomm) -> torch.Tensor:
-        """The tensors of all ranks of `group`, stacked in rank order."""
+        """Return the tensors of all ranks of `group`, stacked in rank order."""
         gathered = tensor.new_empty((group.size, *tensor.shape))
         group.Allgather(_bytes(tensor), _bytes(gathered))
         return gathered
 
     def broadcast(self, tensor: torch.Tensor, group: MPI.Intracomm) -> None:
-        """Overwrite a tensor by that of the first rank of `group`."""
+        """Overwrite a tensor by the one of the first rank of `group`."""
         group.Bcast(_bytes(tensor), root=0)
 
 

@@ -32,7 +32,7 @@ _WIDER = SUM_TYPES | {torch.int16: torch.int32}
 
 
 def why_unavailable() -> str | None:
-    """Why this process cannot use NCCL; None where it can."""
+    """Return why this process cannot use NCCL; None where it can."""
     try:
         from cupy.cuda import nccl
     except ImportError as error:
@@ -41,7 +41,7 @@ def why_unavailable() -> str | None:
 
 
 class _WideSum:
-    """A reduction under way in memory of its own, as NCCL does not add up the type itself."""
+    """A reduction under way in memory of its own, of a type that NCCL does not add up itself."""
 
     def __init__(self, request: StreamRequest, total: Tensor, into: Tensor):
         self._request, self._total, self._into = request, total, into
@@ -80,11 +80,11 @@ class NCCLTransport:
         self._groups: dict[int, _StreamCommunicator] = {}
 
     def next_tag(self) -> int:
-        """No exchange needs a tag."""
+        """Return 0, since messages of NCCL carry no tag."""
         return 0
 
     def empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Memory for a message, of which torch keeps enough for later."""
+        """Return uninitialised memory for a message; torch keeps enough of it for later."""
         return like.new_empty(shape)
 
     def exchange(
@@ -122,7 +122,7 @@ class NCCLTransport:
         return channel.mark([tensor])
 
     def all_gather(self, tensor: Tensor, group: MPI.Intracomm) -> Tensor:
-        """The tensors of all ranks of `group`, stacked in rank order."""
+        """Return the tensors of all ranks of `group`, stacked in rank order."""
         gathered = tensor.new_empty((group.size, *tensor.shape))
         nccl, channel = self._nccl, self._channel(group)
         channel.follow()
@@ -132,7 +132,7 @@ class NCCLTransport:
         return gathered
 
     def broadcast(self, tensor: Tensor, group: MPI.Intracomm) -> None:
-        """Overwrite a tensor by that of the first rank of `group`."""
+        """Overwrite a tensor by the one of the first rank of `group`."""
         nccl, channel, address = self._nccl, self._channel(group), tensor.data_ptr()
         channel.follow()
         what = tensor.nbytes, nccl.NCCL_UINT8, 0, channel.address
@@ -140,7 +140,7 @@ class NCCLTransport:
         channel.mark([tensor]).wait()
 
     def _channel(self, group: MPI.Intracomm) -> _StreamCommunicator:
-        """That of the ranks of `group`, made when they first need it, together."""
+        """Return the NCCL communicator of `group`, which its ranks make together at first need."""
         if group.handle not in self._groups:
             self._groups[group.handle] = _StreamCommunicator(group, self._device)
         return self._groups[group.handle]

@@ -25,7 +25,7 @@ _AT_ONCE = 2**16
 
 
 def why_unavailable() -> str | None:
-    """Why this process cannot use CUDA IPC; None where it can."""
+    """Return why this process cannot use CUDA IPC; None where it can."""
     try:
         from cupy.cuda import runtime  # noqa: F401
     except ImportError as error:
@@ -34,16 +34,16 @@ def why_unavailable() -> str | None:
 
 
 class OrderedStream(OrderedCopies, Protocol):
-    """What a rank does on a stream of its own, as on a `peer_stream.PeerStream`."""
+    """A stream on which a rank copies, computes and waits in order, as a `PeerStream`."""
 
     def follow(self) -> None:
-        """Go on after what the current stream has been given so far."""
+        """Go on after all that the current stream has been given so far."""
 
     def run(self, work: Callable[[], object]) -> None:
         """Compute with tensors."""
 
     def mark(self, tensors: Iterable[Tensor]) -> Request:
-        """What has been given to it so far, which uses `tensors`."""
+        """Return a request for all that this stream has been given so far, which uses `tensors`."""
 
 
 class _Requests:
@@ -63,11 +63,11 @@ class PeerTransport:
     Parameters
     ----------
     comm: the ranks.
-    reached: for each of them those whose memory it has been given, itself among them. Two ranks
-        write to each other where both have been.
+    reached: for each rank the ranks whose memory it has been given, itself among them. Two ranks
+        write to each other where each has been given the other's memory.
     node: the numbers by which `boxes` knows the ranks of this node.
-    lane, boxes: what is done in order, and the memory in which messages arrive.
-    beyond: what carries messages and reductions between other ranks.
+    lane, boxes: the stream that works in order, and the memory in which messages arrive.
+    beyond: the transport of messages and reductions between other ranks.
     """
 
     def __init__(
@@ -90,11 +90,11 @@ class PeerTransport:
         self.name = "peer" if everywhere else f"peer and {beyond.name}"
 
     def next_tag(self) -> int:
-        """The tag of the next exchange, for messages that go beyond."""
+        """Return the tag of the next exchange, for messages that go beyond the node."""
         return self._beyond.next_tag()
 
     def empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Memory for a message, of which torch keeps enough for later."""
+        """Return uninitialised memory for a message; torch keeps enough of it for later."""
         return like.new_empty(shape)
 
     def exchange(
@@ -110,7 +110,8 @@ class PeerTransport:
     def all_reduce(self, tensor: Tensor, group: MPI.Intracomm) -> Request:
         """Start adding up a tensor in place over the ranks of `group`; to the same bits on all.
 
-        Every rank adds up a part and sends it to all; a small tensor each adds up for itself.
+        Every rank adds up one part and sends it to all ranks; of a small tensor, each rank adds up
+        all.
         """
         ranks = self._members(group)
         if len(ranks) == 1:
@@ -134,7 +135,7 @@ class PeerTransport:
         return self._lane.mark([tensor, total, each])
 
     def all_gather(self, tensor: Tensor, group: MPI.Intracomm) -> Tensor:
-        """The tensors of all ranks of `group`, stacked in rank order."""
+        """Return the tensors of all ranks of `group`, stacked in rank order."""
         ranks = self._members(group)
         if not self._all_near(ranks):
             return self._beyond.all_gather(tensor, group)
@@ -144,7 +145,7 @@ class PeerTransport:
         return gathered
 
     def broadcast(self, tensor: Tensor, group: MPI.Intracomm) -> None:
-        """Overwrite a tensor by that of the first rank of `group`."""
+        """Overwrite a tensor by the one of the first rank of `group`."""
         ranks = self._members(group)
         if not self._all_near(ranks):
             self._beyond.broadcast(tensor, group)
@@ -164,22 +165,22 @@ class PeerTransport:
         self._boxes.exchange(self._near(arriving), self._near(leaving))
 
     def _near(self, messages: Iterable[Message]) -> list[Message]:
-        """Those within the node, with the numbers that ranks have there."""
+        """Return the messages within the node, with the numbers that ranks have there."""
         return [(self._node[rank], tensor) for rank, tensor in messages if self._is_near(rank)]
 
     def _far(self, messages: Iterable[Message]) -> list[Message]:
-        """Those that go beyond."""
+        """Return the messages that go beyond the node."""
         return [message for message in messages if not self._is_near(message[0])]
 
     def _is_near(self, rank: int) -> bool:
         return rank in self._peers[self._comm.rank]
 
     def _all_near(self, ranks: Sequence[int]) -> bool:
-        """Whether all of them reach each other, which all know of all."""
+        """Return whether all ranks of a group reach each other, which all of them know."""
         return all(self._peers[rank].issuperset(ranks) for rank in ranks)
 
     def _members(self, group: MPI.Intracomm) -> list[int]:
-        """The ranks of a group, by their numbers in this transport."""
+        """Return the ranks of a group, by their numbers in this transport."""
         if group.handle not in self._groups:
             from mpi4py import MPI
 
@@ -189,7 +190,7 @@ class PeerTransport:
 
 
 def connect(comm: MPI.Intracomm, device: torch.device, beyond: Transport) -> PeerTransport:
-    """That of the ranks of `comm`, on the current GPU of each; all of them call it."""
+    """Return the transport of the ranks of `comm`, on each one's current GPU; all call it."""
     from mpi4py import MPI
 
     from distconv.transport.peer_stream import PeerStream

@@ -1,4 +1,4 @@
-"""What ranks do to each other's memory, in order, on a stream beside that of the computation."""
+"""A stream, beside that of the computation, on which a rank writes to other ranks' memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class PeerStream(SideStream):
         self._semaphores.acquire(self.address, semaphore)
 
     def release(self, semaphore: int) -> None:
-        """Release the semaphore at an address, after all that comes before."""
+        """Release the semaphore at an address, after all that comes before on the stream."""
         self._semaphores.release(self.address, semaphore)
 
     def copy(self, target: int, source: int, nbytes: int) -> None:

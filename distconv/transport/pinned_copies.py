@@ -20,11 +20,11 @@ class PinnedCopies:
         self._arriving = torch.cuda.Stream(device, priority=-1)
 
     def host(self, like: Tensor) -> Tensor:
-        """Pinned memory for a contiguous tensor."""
+        """Return pinned memory for a contiguous tensor."""
         return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=True)
 
     def now(self) -> torch.cuda.Event:
-        """What the current stream has been given so far, for which the host is going to wait."""
+        """Return an event after all that the current stream has been given so far."""
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "transport 'mpi' lets the host wait for the GPU, which no graph of CUDA can hold; "
@@ -50,7 +50,7 @@ class PinnedCopies:
     def to_device(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Copy from the host into tensors, for which the current stream waits, not the host.
 
-        What has used the memory of the tensors before is done.
+        All that has used the memory of the tensors before is done by then.
         """
         with torch.cuda.stream(self._arriving):
             for host, tensor in pairs:

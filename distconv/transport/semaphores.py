@@ -13,14 +13,14 @@ class Semaphores(Protocol):
     """What a stream, known by its address, can do with the semaphore at an address."""
 
     def acquire(self, stream: int, semaphore: int) -> None:
-        """Let the stream wait until it is 1, and make it 0."""
+        """Let the stream wait until the semaphore is 1, and make it 0."""
 
     def release(self, stream: int, semaphore: int) -> None:
-        """Make it 1, when what the stream has been given before can be seen by other GPUs."""
+        """Make the semaphore 1, when other GPUs can see all that the stream was given before."""
 
 
 class DriverSemaphores:
-    """By the operations on memory that the driver offers on streams, through cuda-bindings."""
+    """Semaphores by the operations on memory that the driver offers on streams (cuda-bindings)."""
 
     def __init__(self) -> None:
         from cuda.bindings import driver
@@ -35,16 +35,16 @@ class DriverSemaphores:
             self._until_equal |= int(kinds.CU_STREAM_WAIT_VALUE_FLUSH)
 
     def acquire(self, stream: int, semaphore: int) -> None:
-        """Let the stream wait until it is 1, and make it 0."""
+        """Let the stream wait until the semaphore is 1, and make it 0."""
         self._checked(self._driver.cuStreamWaitValue32(stream, semaphore, 1, self._until_equal))
         self._checked(self._driver.cuStreamWriteValue32(stream, semaphore, 0, 0))
 
     def release(self, stream: int, semaphore: int) -> None:
-        """Make it 1; the driver orders that after what has been written before."""
+        """Make the semaphore 1; the driver orders that after all earlier writes."""
         self._checked(self._driver.cuStreamWriteValue32(stream, semaphore, 1, 0))
 
     def _checked(self, answer: tuple[Any, ...]) -> Any:
-        """What a function of the driver returns, if anything."""
+        """Return the result of a function of the driver, if it has one."""
         status, *value = answer
         if status != self._driver.CUresult.CUDA_SUCCESS:
             raise RuntimeError(f"an operation on memory of a GPU failed: {status!s}")
@@ -65,9 +65,9 @@ extern "C" __global__ void release(volatile unsigned int* semaphore) {
 
 
 class KernelSemaphores:
-    """By kernels of one thread, where cuda-bindings is missing; they hold the GPU while they wait.
+    """Semaphores by kernels of one thread, where cuda-bindings is missing.
 
-    They need GPUs from Volta on.
+    Such a kernel holds the GPU while it waits. It needs GPUs from Volta on.
     """
 
     def __init__(self) -> None:
@@ -78,18 +78,18 @@ class KernelSemaphores:
         self._acquire, self._release = (module.get_function(n) for n in ("acquire", "release"))
 
     def acquire(self, stream: int, semaphore: int) -> None:
-        """Let the stream wait until it is 1, and make it 0."""
+        """Let the stream wait until the semaphore is 1, and make it 0."""
         with self._stream(stream):
             self._acquire((1,), (1,), (semaphore,))
 
     def release(self, stream: int, semaphore: int) -> None:
-        """Make it 1."""
+        """Make the semaphore 1."""
         with self._stream(stream):
             self._release((1,), (1,), (semaphore,))
 
 
 def make_semaphores() -> Semaphores:
-    """Those that this process has the libraries for; a context of CUDA is current."""
+    """Return the semaphores that this process has libraries for; a CUDA context is current."""
     try:
         return DriverSemaphores()
     except ImportError:

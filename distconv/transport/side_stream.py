@@ -9,11 +9,11 @@ from torch import Tensor
 
 
 class StreamRequest:
-    """What has been given to a stream beside the current one so far, and the tensors it uses.
+    """All that a stream beside the current one has been given so far, and the tensors it uses.
 
-    They are held until somebody waits. What the current stream is given then comes later, and so
-    does all that gets their memory. (`record_stream` would do as well, but keeps the memory out of
-    use for as long as a graph is captured.)
+    The tensors are held until somebody waits. What the current stream is given then comes later,
+    and so does whatever gets their memory. (`record_stream` would do as well, but keeps the memory
+    out of use for as long as a graph is captured.)
     """
 
     def __init__(self, stream: torch.cuda.Stream, tensors: Iterable[Tensor]):
@@ -21,7 +21,7 @@ class StreamRequest:
         self._tensors = tuple(tensors)
 
     def wait(self) -> None:
-        """Let what follows on the current stream find it complete; the host goes on."""
+        """Let all that follows on the current stream find it complete; the host goes on."""
         torch.cuda.current_stream(self._device).wait_event(self._event)
         self._tensors = ()
 
@@ -34,14 +34,14 @@ class SideStream:
 
     @property
     def address(self) -> int:
-        """That by which other libraries know the stream."""
+        """Return the address by which other libraries know the stream."""
         address: int = self.stream.cuda_stream
         return address
 
     def follow(self) -> None:
-        """Go on after what the current stream has been given so far."""
+        """Go on after all that the current stream has been given so far."""
         self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
 
     def mark(self, tensors: Iterable[Tensor]) -> StreamRequest:
-        """What has been given to it so far, which uses `tensors`."""
+        """Return a request for all that this stream has been given so far, which uses `tensors`."""
         return StreamRequest(self.stream, tensors)

@@ -50,9 +50,9 @@ class StagedTransport:
 
     Parameters
     ----------
-    mpi: what carries the messages on the host.
-    copies: from and to the GPU.
-    queue: what has not been given to MPI yet, of all transports of this process.
+    mpi: the transport of messages on the host.
+    copies: copies from and to the GPU.
+    queue: messages and reductions not given to MPI yet, of all transports of this process.
     direct: whether MPI sends from and receives into the memory of GPUs. Reductions go through the
         host all the same, where MPI adds up.
     """
@@ -65,11 +65,11 @@ class StagedTransport:
         self._mpi, self._copies, self._queue, self._direct = mpi, copies, queue, direct
 
     def next_tag(self) -> int:
-        """The tag of the next exchange."""
+        """Return the tag of the next exchange, the same on all ranks."""
         return self._mpi.next_tag()
 
     def empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Memory for a message, of which torch keeps enough for later."""
+        """Return uninitialised memory for a message; torch keeps enough of it for later."""
         return like.new_empty(shape)
 
     def exchange(
@@ -87,7 +87,7 @@ class StagedTransport:
         messages = [(rank, host) for (rank, _), host in zip(leaving, hosts, strict=True)]
         sent = self._queue.add(ready, partial(self._mpi.exchange, (), messages, tag))
         pairs = [(host, t) for (_, host), (_, t) in zip(incoming, arriving, strict=True)]
-        # To wait for what is sent is to wait for `ready`: the memory of what arrives is free then.
+        # A wait for the sends is a wait for `ready`, after which the receive buffers are free.
         return StagedRequest(self._copies, (sent, received), pairs)
 
     def all_reduce(self, tensor: Tensor, group: MPI.Intracomm) -> Request:
@@ -99,12 +99,12 @@ class StagedTransport:
         return StagedRequest(self._copies, (reduced,), [(host, tensor)])
 
     def all_gather(self, tensor: Tensor, group: MPI.Intracomm) -> Tensor:
-        """The tensors of all ranks of `group`, stacked in rank order."""
+        """Return the tensors of all ranks of `group`, stacked in rank order."""
         self._queue.start_all()
         return self._mpi.all_gather(self._on_host(tensor), group).to(tensor.device)
 
     def broadcast(self, tensor: Tensor, group: MPI.Intracomm) -> None:
-        """Overwrite a tensor by that of the first rank of `group`."""
+        """Overwrite a tensor by the one of the first rank of `group`."""
         self._queue.start_all()
         host = self._on_host(tensor)
         self._mpi.broadcast(host, group)
@@ -117,10 +117,10 @@ class StagedTransport:
 
 
 def takes_device_memory(comm: MPI.Intracomm) -> bool:
-    """Whether MPI takes pointers into the memory of GPUs, on all ranks of `comm`; collective.
+    """Return whether MPI takes pointers into the memory of GPUs, on all ranks of `comm`.
 
-    It is asked, where DISTCONV_CUDA_AWARE_MPI is not set to 1 or 0; another value is an error, on
-    all ranks.
+    Collective over `comm`. MPI is asked, unless DISTCONV_CUDA_AWARE_MPI is set to 1 or 0; another
+    value is an error, on all ranks.
     """
     answers = comm.allgather(os.environ.get(_VARIABLE) or _asked())
     for rank, answer in enumerate(answers):
@@ -132,7 +132,7 @@ def takes_device_memory(comm: MPI.Intracomm) -> bool:
 
 
 def _asked() -> str:
-    """What MPI answers, in some implementations."""
+    """Return what MPI says about it, in the implementations that can be asked."""
     from mpi4py import MPI
 
     query = getattr(ctypes.CDLL(MPI.__file__), "MPIX_Query_cuda_support", None)

@@ -1,4 +1,4 @@
-"""Any carrier, watched: what it waits for is visible, and its steps are compared between ranks."""
+"""Any carrier, watched: its waits are visible, and its steps are compared between ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Steps(Protocol):
 
 
 class Waiting:
-    """What this rank waits for at the moment, for a thread to look at.
+    """The wait of this rank under way, for a thread to look at.
 
     Attributes
     ----------
@@ -74,10 +74,10 @@ class WatchedTransport:
 
     Parameters
     ----------
-    carrier: what carries the messages.
-    steps: compares what the ranks are about to do.
-    waiting: where a wait is visible.
-    members: the ranks of a group in the numbers of the grid.
+    carrier: the transport that carries the messages.
+    steps: the collective steps, by which it is compared what the ranks are about to do.
+    waiting: shows the wait under way to the watching thread.
+    members: returns the ranks of a group in the numbers of the grid.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class WatchedTransport:
             return self.carrier.all_gather(tensor, group)
 
     def broadcast(self, tensor: Tensor, group: Any) -> None:
-        """Overwrite a tensor by that of the first rank of `group`."""
+        """Overwrite a tensor by the one of the first rank of `group`."""
         self._steps.take("broadcast")
         with Wait(self._waiting, lambda: self._members(group)):
             self.carrier.broadcast(tensor, group)

@@ -1,12 +1,12 @@
-"""The boundary of a block of outputs: what halos contribute to windows that reach beyond the block.
+"""The boundary of a block of outputs, where windows reach beyond the rank's own inputs into halos.
 
-A linear windowed operator is the sum of what it makes of a rank's own inputs, with zeros around
-them, and of its halos. The halos lie in slabs along the sides of the own block, and touch a few
-outputs, through a few taps of the kernel. A corner belongs to the first of its dimensions, so that
-no element counts twice.
+The result of a linear windowed operator is the sum of two: one for a rank's own inputs, with zeros
+around them, and one for its halos. The halos lie in slabs along the sides of the own block, and
+touch a few outputs, through a few taps of the kernel. A corner belongs to the first of its
+dimensions, so that no element counts twice.
 
-Index arithmetic only. Positions of inputs are those of the plan's buffer, which begins where the
-first window does, in the padding if need be.
+Index arithmetic only. Positions of inputs are counted in the plan's buffer, which begins where
+the first window does, in the padding if need be.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ def needs_halo(
     pooled: bool = False,
     ceil_mode: bool = False,
 ) -> bool | None:
-    """Whether any part's windows reach beyond its own inputs; None where that is not the question.
+    """Return whether any part's windows reach beyond its own inputs, or None.
 
-    The operator has to make of every part's own inputs just its own outputs, with some padding
-    equal on both sides, and most of the outputs have to be right already.
+    None means that the operator cannot run on the parts' own inputs: it would have to make of them
+    just their own outputs, with some padding equal on both sides, and most of these outputs would
+    have to be right already.
 
     Parameters
     ----------
@@ -74,12 +75,12 @@ def needs_halo(
 
 
 def own_padding(window: Window, own: Interval, made: Interval) -> int:
-    """How far the first window begins before the own inputs."""
+    """Return how far the first window begins before the own inputs."""
     return window.padding[0] + own[0] - made[0] * window.stride
 
 
 def outputs_without_halo(window: Window, size: int, own: Interval, made: Interval) -> Interval:
-    """The outputs that need no halo, counted from the first that is made of the own inputs."""
+    """Return the outputs that need no halo, counted from the first one that this part has."""
     count = made[1] - made[0]
     padding = own_padding(window, own, made)
     low = min(-(-padding // window.stride), count) if own[0] > 0 else 0
@@ -98,7 +99,7 @@ def convolution_boundary(
     cuts: Cuts,
     windows: tuple[Window, ...],
 ) -> Boundary:
-    """The boundary of one rank's block, of which `needs_halo` is not None.
+    """Return the boundary of one rank's block, where `needs_halo` is not None.
 
     Parameters
     ----------
@@ -129,7 +130,7 @@ def convolution_boundary(
 def _halo_extents(
     w: Window, size: int, held: Interval, made: Interval, own: Interval
 ) -> list[SlabExtent]:
-    """The halos before and after the own inputs of one dimension."""
+    """Return the halos before and after the own inputs of one dimension."""
     low, high = outputs_without_halo(w, size, held, made)
     count = made[1] - made[0]
     sides = []

@@ -1,7 +1,7 @@
 """The strips of inputs around a block from which max pooling computes the outputs at its boundary.
 
-A maximum is not a sum of what own inputs and halos contribute: outputs whose windows reach beyond
-the block are computed once more, from halos and the own inputs next to them. An output at a corner
+A maximum is not a sum over own inputs and halos: outputs whose windows reach beyond the block are
+computed once more, from halos and the own inputs next to them. An output at a corner
 belongs to the first of its dimensions.
 
 Index arithmetic only.
@@ -32,10 +32,10 @@ class BoundaryStrip:
 
     outputs: Slices
     place: Slices
-    """Of the inputs in the plan's buffer."""
+    """Where in the plan's buffer the inputs lie."""
     shape: tuple[int, ...]
     starts: tuple[int, ...]
-    """Where in the plane they begin, before it where windows do."""
+    """Where in the plane the inputs begin; before it, where windows do."""
     padding: tuple[int, ...]
     own: tuple[tuple[Slices, Slices], ...]
     """Pairs of a box of the own block, and its place in the strip."""
@@ -44,7 +44,7 @@ class BoundaryStrip:
 
 @dataclass(frozen=True)
 class MaximaBoundary:
-    """What a rank exchanges, how the operator runs on its block, and what is computed again."""
+    """The plan of a rank, how max pooling runs on its block, and the outputs it computes again."""
 
     plan: Plan
     padding: tuple[int, ...]
@@ -61,7 +61,7 @@ def maxima_boundary(
     cuts: Cuts,
     windows: tuple[Window, ...],
 ) -> MaximaBoundary:
-    """The strips of one rank's block, of which `needs_halo` is not None.
+    """Return the strips of one rank's block, where `needs_halo` is not None.
 
     Parameters
     ----------

@@ -1,7 +1,8 @@
 """Slabs of halos along the sides of a block, and where their elements come from.
 
-Index arithmetic only. Positions of inputs are those of the plan's buffer, which begins where the
-first window does, in the padding if need be."""
+Index arithmetic only. Positions of inputs are counted in the plan's buffer, which begins where the
+first window does, in the padding if need be.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +39,11 @@ class LocalInput:
 
 @dataclass(frozen=True)
 class MessagePart:
-    """Elements of a slab that come with one message, `box` of `shape` from `start` on."""
+    """Elements of a slab that come with one message.
+
+    The message holds a box of `shape` from its element `start` on; `box` of this box goes to
+    `place` of the slab.
+    """
 
     message: int
     start: int
@@ -49,7 +54,7 @@ class MessagePart:
     """Whether the message holds nothing else."""
 
     def of(self, messages: Any) -> Any:
-        """The array that its message, of all of them by number, holds there."""
+        """Return the array that holds this part's elements, given all messages by number."""
         message = messages[self.message]
         if not self.alone:
             message = message[self.start : self.start + prod(self.shape)]
@@ -58,10 +63,10 @@ class MessagePart:
 
 @dataclass(frozen=True)
 class HaloSlab:
-    """Halos along one side of the block, as an input of the operator, and what they contribute to.
+    """Halos along one side of the block, as an input of the operator, and the outputs they add to.
 
-    The taps are slices of the kernel, after its first two dimensions; with them the piece makes
-    just the outputs. What `halo` does not fill of the inputs is zero.
+    The taps are slices of the kernel, after its first two dimensions. With them the operator makes
+    just these outputs of the halos. Inputs that `halo` does not fill are zero.
     """
 
     piece: LocalInput
@@ -71,7 +76,7 @@ class HaloSlab:
 
     @cached_property
     def whole(self) -> MessagePart | None:
-        """The one part that is the inputs as they are, and all of its message, if there is one."""
+        """Return the one part that is the whole input, and all of its message, if there is one."""
         part, shape = self.halo[0], self.piece.shape
         covered = tuple(s.stop - s.start for s in part.place)
         return part if part.alone and part.shape == covered == shape else None
@@ -79,19 +84,19 @@ class HaloSlab:
 
 @dataclass(frozen=True)
 class Boundary:
-    """What a rank exchanges, how an operator runs on its block, and the slabs that are missing."""
+    """The plan of a rank, how an operator runs on its own block, and the slabs that are missing."""
 
     plan: Plan
     own: LocalInput
     buffer: LocalInput
-    """The inputs assembled, from which the operator makes the same outputs by itself."""
+    """The assembled inputs, from which the operator makes the same outputs in one call."""
     slabs: tuple[HaloSlab, ...]
     crop: tuple[Interval, ...] | None = None
-    """What is too much of what the operator makes of the block, as in a piece."""
+    """How much too large the result for the own block is, before and after; see `LocalInput`."""
 
     @cached_property
     def composed(self) -> tuple[tuple[int, int], ...]:
-        """The messages that are not the halos of one slab as they are, and their sizes."""
+        """Return the messages that are not one slab's halos as they are, with their sizes."""
         whole = {slab.whole.message for slab in self.slabs if slab.whole is not None}
         sizes = enumerate(route.size for route in self.plan.receives)
         return tuple((i, size) for i, size in sizes if i not in whole)
@@ -99,11 +104,11 @@ class Boundary:
 
 @dataclass(frozen=True)
 class SlabExtent:
-    """One dimension of a piece: its inputs in the buffer, and how the operator runs along it."""
+    """One dimension of a slab: its inputs in the buffer, and how the operator runs along it."""
 
     inputs: Interval
     halo: Interval
-    """Of the inputs, those that are not left to be zero."""
+    """The inputs that halos fill; the others stay zero."""
     outputs: Interval
     taps: Interval
     padding: int = 0
@@ -112,7 +117,7 @@ class SlabExtent:
 
 
 CutDimension = tuple[Any, int, Interval, Interval, bool]
-"""Of one dimension: its map, size, the inputs and outputs that a rank holds, whether it is cut."""
+"""One dimension: its index map, its size, the inputs and outputs of a rank, whether it is cut."""
 
 
 def plan_with_dimensions(
@@ -123,7 +128,7 @@ def plan_with_dimensions(
     cuts: Cuts,
     maps: Sequence[Any],
 ) -> tuple[Plan, list[CutDimension]]:
-    """The plan of what a rank needs along the dimensions that are cut, and every spatial one."""
+    """Return a rank's plan along the dimensions that are cut, and every spatial dimension."""
     cut = [bool(axes) for axes in cuts[2:]]
     needs = (m if c else Same() for m, c in zip(maps, cut, strict=True))
     plan = make_plan(topology, rank, shape, cuts, cuts, (Same(), Same(), *needs))
@@ -138,10 +143,10 @@ def halo_slabs(
     every: Sequence[SlabExtent],
     sides: Sequence[Sequence[SlabExtent]],
 ) -> tuple[HaloSlab, ...]:
-    """The slabs on each of the sides of each dimension.
+    """Return the slabs on each of the sides of each dimension.
 
-    Along the dimensions before theirs they are as long as the own inputs, along those that follow
-    they have corners.
+    Along earlier dimensions a slab is as long as the own inputs; along later ones it has the
+    corners.
     """
     everything = (slice(None), slice(None))
     found = []
@@ -163,7 +168,7 @@ def halo_slabs(
 
 
 def local_input(plan: Plan, sides: Sequence[SlabExtent]) -> LocalInput:
-    """The piece with these sides, and all channels and samples of the rank."""
+    """Return the input with these extents, and all samples and channels of the rank."""
     return LocalInput(
         shape=(*plan.buffer_shape[:2], *(s.inputs[1] - s.inputs[0] for s in sides)),
         kernel=tuple(s.taps[1] - s.taps[0] for s in sides),
@@ -176,7 +181,7 @@ def local_input(plan: Plan, sides: Sequence[SlabExtent]) -> LocalInput:
 def message_parts(
     plan: Plan, filled: Sequence[Interval], covered: Sequence[Interval]
 ) -> tuple[MessagePart, ...]:
-    """The elements of messages that are to be `slab_inputs` of what is `covered` of the buffer."""
+    """Return the parts of messages that fill `filled`, placed in what `covered` spans."""
     found = []
     for message, route in enumerate(plan.receives):
         shapes = [tuple(s.stop - s.start for s in box) for box in route.boxes]
@@ -192,7 +197,7 @@ def message_parts(
 def intersection(
     box: Slices, filled: Sequence[Interval], covered: Sequence[Interval]
 ) -> tuple[Slices, Slices] | None:
-    """What of a box is to be filled: as a place in the box, and in what is covered."""
+    """Return the part of a box to be filled: its place in the box, and in what `covered` spans."""
     lead = [(s.start, s.stop) for s in box[:2]]
     pairs = zip(box, [*lead, *filled], [*lead, *covered], strict=True)
     both = [(max(s.start, a, c), min(s.stop, b, e)) for s, (a, b), (c, e) in pairs]

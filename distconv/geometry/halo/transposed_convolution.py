@@ -1,8 +1,7 @@
 """The boundary of a block of outputs of a transposed convolution: what halos write there.
 
-The mirror image of `transposed_convolution_boundary`: every input is spread over some outputs. Own
-inputs and halos alike are spread as far as the taps reach, and what lies outside the own outputs is
-cropped.
+The mirror image of `convolution_boundary`: every input is spread over some outputs. Own inputs and
+halos alike are spread as far as the taps reach, and outputs outside the own block are cropped.
 
 Index arithmetic only.
 """
@@ -28,10 +27,10 @@ from distconv.geometry.topology import Topology
 def transposed_needs_halo(
     maps: tuple[TransposedWindow, ...], sizes: tuple[int, ...], parts: tuple[int, ...]
 ) -> bool | None:
-    """Whether any part's inputs reach beyond its own outputs; None where that is not the question.
+    """Return whether any part's inputs reach beyond its own outputs, or None.
 
-    What the operator makes of every part's own inputs has to contain its own outputs, and most of
-    these have to be right already.
+    None means that the operator cannot run on the parts' own inputs: its results would have to
+    contain the own outputs, and most of these would have to be right already.
 
     Parameters
     ----------
@@ -54,9 +53,9 @@ def transposed_needs_halo(
 def _crop_arguments(
     m: TransposedWindow, inputs: Interval, outputs: Interval, taps: Interval | None = None
 ) -> tuple[int, int, Interval] | None:
-    """How to make just these outputs of these inputs: padding, output padding, and what to crop.
+    """Return how to make just these outputs of these inputs: padding, output padding, and crop.
 
-    None where that cannot be, as the first of the outputs comes before what is written.
+    None where it is impossible, as the first of the outputs comes before all that is written.
     """
     first, last = _written_outputs(m, inputs, taps or (0, m.kernel))
     before, after = outputs[0] - first, last - outputs[1]
@@ -69,7 +68,7 @@ def _crop_arguments(
 
 
 def _written_outputs(m: TransposedWindow, inputs: Interval, taps: Interval) -> Interval:
-    """The outputs from the first to the last that these inputs reach through these taps."""
+    """Return the outputs, from first to last, that these inputs reach through these taps."""
     start = inputs[0] * m.stride - m.padding + taps[0] * m.dilation
     stop = (inputs[1] - 1) * m.stride - m.padding + (taps[1] - 1) * m.dilation + 1
     return start, stop
@@ -78,14 +77,14 @@ def _written_outputs(m: TransposedWindow, inputs: Interval, taps: Interval) -> I
 def _halo_extents(
     m: TransposedWindow, size: int, own: Interval, made: Interval
 ) -> list[SlabExtent]:
-    """The halos before and after the own inputs of one dimension, placed in the plane."""
+    """Return the halos before and after the own inputs of one dimension, placed in the plane."""
     ((first, last),) = m.intervals(size, *made)
     sides = []
     for inputs in ((max(first, 0), own[0]), (own[1], min(last, size))):
         if inputs[0] >= inputs[1]:
             continue
         # The taps through which the last input reaches the own outputs or beyond, and the first
-        # reaches them or what comes before.
+        # reaches them or outputs before them.
         low = -(((inputs[1] - 1) * m.stride - m.padding - made[0]) // m.dilation)
         high = (made[1] - 1 - inputs[0] * m.stride + m.padding) // m.dilation + 1
         taps = max(low, 0), min(high, m.kernel)
@@ -115,7 +114,7 @@ def transposed_convolution_boundary(
     cuts: Cuts,
     maps: tuple[TransposedWindow, ...],
 ) -> Boundary:
-    """The boundary of one rank's block, of which `transposed_needs_halo` is not None.
+    """Return the boundary of one rank's block, where `transposed_needs_halo` is not None.
 
     Parameters
     ----------
@@ -145,7 +144,7 @@ def transposed_convolution_boundary(
 
 
 def _shifted(side: SlabExtent, first: int, made: int) -> SlabExtent:
-    """A side with its inputs counted from `first` on, and its outputs from `made` on."""
+    """Return an extent with inputs counted from `first` on, and outputs from `made` on."""
     inputs = side.inputs[0] - first, side.inputs[1] - first
     outputs = side.outputs[0] - made, side.outputs[1] - made
     return replace(side, inputs=inputs, halo=inputs, outputs=outputs)

@@ -1,4 +1,4 @@
-"""Functions that need one dimension in full and treat all the others element by element.
+"""Functions that need one dimension in full and treat all others element by element.
 
 Where that dimension is cut it is made whole first, which is recorded as a redistribution.
 """
@@ -27,7 +27,7 @@ def _applied(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """`function(input, *args, **kwargs)`, which works along `dims`."""
+    """Return `function(input, *args, **kwargs)`, which works along `dims`."""
     shapes = check_on_meta(function, input, *args, **kwargs)
     x = uncut(input, dims, name)
     result = function(x.shard, *args, **kwargs)
@@ -40,7 +40,7 @@ def _applied(
 
 
 def _first(name: str) -> None:
-    """A function of (input, dim, ...)."""
+    """Register a function of (input, dim, ...)."""
     function: Any = getattr(torch, name)
 
     def rule(input: DistTensor, *args: Any, **kwargs: Any) -> Any:
@@ -78,14 +78,14 @@ _sort("sort")
 def topk(
     input: DistTensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
 ) -> Any:
-    """The k largest or smallest elements along one dimension, and their indices."""
+    """Return the k largest or smallest elements along one dimension, and their indices."""
     d = normalize_dim(dim, input.dim())
     return _applied(torch.topk, "topk", input, [d], k, d, largest, sorted)
 
 
 @implements(F.glu)
 def glu(input: DistTensor, dim: int = -1) -> DistTensor:
-    """One half of a dimension, gated by the sigmoid of the other."""
+    """Return one half of a dimension, gated by the sigmoid of the other."""
     check_on_meta(F.glu, any_type(input), dim)
     d = normalize_dim(dim, input.dim())
     result: DistTensor = _applied(F.glu, "glu", input, [d], d)

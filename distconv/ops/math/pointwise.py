@@ -50,7 +50,7 @@ _DUNDERS = """
 
 
 def _writes(name: str) -> bool:
-    """Whether a torch function of this name writes to its first argument."""
+    """Return whether a torch function of this name writes to its first argument."""
     if name.startswith("__"):
         return name.startswith("__i") and name != "__invert__"
     return name.endswith("_")
@@ -70,10 +70,10 @@ def _torch_rule(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def pointwise_rule(function: Callable[..., Any], in_place: bool = False) -> Callable[..., Any]:
-    """What a function that treats every element alone means on DistTensors.
+    """Return the rule on DistTensors of a function that treats every element alone.
 
-    `in_place` tells that it writes to its first argument, and returns that. A plain one, equal on
-    all ranks, takes what is whole on every rank, outside autograd.
+    `in_place` tells that the function writes to its first argument, and returns it. A plain first
+    argument, equal on all ranks, takes values that are whole on every rank, outside autograd.
     """
     name = getattr(function, "__name__", str(function))
 
@@ -115,14 +115,14 @@ def pointwise_rule(function: Callable[..., Any], in_place: bool = False) -> Call
             if isinstance(written, DistTensor) and written.shard.requires_grad:
                 written.sync_requires_grad()
             return written
-        # A conversion to what the tensor is already returns the tensor itself, as in torch.
+        # A conversion that changes nothing returns the tensor itself, as in torch.
         return first if result is first.shard else DistTensor(result, shape, cuts, grid)
 
     return rule
 
 
 def _alike(tensors: list[Tensor]) -> bool:
-    """Whether all are DistTensors of one shape and layout, so that their blocks fit as they are."""
+    """Return whether all are DistTensors of one shape and layout, whose blocks fit as they are."""
     first = tensors[0]
     return isinstance(first, DistTensor) and all(
         isinstance(x, DistTensor)
@@ -134,7 +134,7 @@ def _alike(tensors: list[Tensor]) -> bool:
 
 
 def _is_constant(tensors: list[Tensor]) -> bool:
-    """Whether every rank has the same of all tensors, in full, and records nothing."""
+    """Return whether every rank has the same of all tensors, in full, and records nothing."""
     recorded = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     return not recorded and not any(isinstance(x, DistTensor) and any(x.cuts) for x in tensors)
 
@@ -154,31 +154,31 @@ _register()
 
 @implements(torch.detach, torch.Tensor.detach, torch.Tensor.data.__get__)  # type: ignore[attr-defined]
 def detach(input: DistTensor) -> DistTensor:
-    """The same memory, outside the autograd graph."""
+    """Return a tensor of the same memory, outside the autograd graph."""
     return make_view(input, input.shard.detach(), input.shape, input.cuts, copied=False)
 
 
 @implements(vars(torch._C.TensorBase)["real"].__get__)
 def real(input: DistTensor) -> Tensor:
-    """The real part; the tensor itself where it is real."""
+    """Return the real part; the tensor itself where it is real."""
     return torch.real(input)
 
 
 @implements(vars(torch._C.TensorBase)["imag"].__get__)
 def imag(input: DistTensor) -> Tensor:
-    """The imaginary part."""
+    """Return the imaginary part."""
     return torch.imag(input)
 
 
 @implements(torch.Tensor.where)
 def where_method(input: Tensor, condition: Tensor, other: Any) -> DistTensor:
-    """`input` where the condition holds, `other` elsewhere."""
+    """Return `input` where the condition holds, `other` elsewhere."""
     return where(condition, input, other)
 
 
 @implements(torch.where)
 def where(condition: Tensor, input: Any = None, other: Any = None) -> DistTensor:
-    """Choice between two values, element by element."""
+    """Return one of two values, element by element, as the condition says."""
     if input is None:
         refuse(
             "where",
@@ -194,14 +194,14 @@ def where(condition: Tensor, input: Any = None, other: Any = None) -> DistTensor
 def contiguous(
     input: DistTensor, memory_format: torch.memory_format = torch.contiguous_format
 ) -> DistTensor:
-    """The blocks contiguous in memory; those that are so already are not copied."""
+    """Return the tensor with blocks contiguous in memory; those that are so are not copied."""
     shard = input.shard.contiguous(memory_format=memory_format)
     return make_view(input, shard, input.shape, input.cuts, copied=True)
 
 
 @implements(torch.Tensor.to)
 def to(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Another type or memory format; `other` may be a tensor, which only lends these.
+    """Return the tensor in another type or memory format, or in those of the tensor `other`.
 
     A plain tensor that becomes like a distributed one stays plain.
     """
@@ -218,7 +218,7 @@ def to(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 def cpu(
     input: DistTensor, memory_format: torch.memory_format = torch.preserve_format
 ) -> DistTensor:
-    """The tensor itself, on a grid of CPUs."""
+    """Return the tensor itself, on a grid of CPUs."""
     _require_here("cpu", input, torch.device("cpu"))
     return to(input, "cpu", memory_format=memory_format)  # type: ignore[return-value]
 
@@ -236,13 +236,13 @@ def _require_here(operator: str, input: DistTensor, device: torch.device) -> Non
 
 @implements(torch.Tensor.type_as)
 def type_as(input: Tensor, other: Tensor) -> Tensor:
-    """The type of another tensor."""
+    """Return the tensor in the type of another one."""
     return input.type(other.dtype)
 
 
 @implements(torch.Tensor.type)
 def type_(input: DistTensor, dtype: Any = None, non_blocking: bool = False) -> Any:
-    """The name of the type, or a tensor of another type."""
+    """Return the name of the type, or the tensor in another type."""
     result = input.shard.type(dtype, non_blocking) if dtype is not None else input.shard.type()
     if isinstance(result, str):
         return result
@@ -278,7 +278,7 @@ def _made(
     requires_grad: bool = False,
     **kwargs: Any,
 ) -> DistTensor:
-    """A new tensor, cut as `input` where it is as large, if it has as many dimensions."""
+    """Return a new tensor, cut as `input` if it has as many dimensions, where it is as large."""
     torch.empty(shape, device="meta")  # raises for negative sizes
     cuts: Cuts = ((),) * len(shape)
     if len(shape) == input.dim():
@@ -303,7 +303,7 @@ _new(torch.Tensor.new_empty)
 
 @implements(torch.Tensor.new)
 def new(input: DistTensor, *size: Any) -> DistTensor:
-    """`new_empty` by the name that older programs, and torch's LBFGS, have for it."""
+    """Return `new_empty` by the name that older programs, and torch's LBFGS, have for it."""
     if not all(type(n) is int for n in size):
         refuse("new", "only sizes are taken", input, way_out="Use distribute_tensor for data")
     return _made(torch.Tensor.new_empty, input, size)
@@ -313,13 +313,13 @@ def new(input: DistTensor, *size: Any) -> DistTensor:
 def new_full(
     input: DistTensor, size: Sequence[int], fill_value: float, **kwargs: Any
 ) -> DistTensor:
-    """A new tensor of one value throughout."""
+    """Return a new tensor of one value throughout."""
     return _made(torch.Tensor.new_full, input, tuple(size), fill_value, **kwargs)
 
 
 @implements(F.prelu, torch.prelu, torch.Tensor.prelu)
 def prelu(input: DistTensor, weight: Tensor) -> DistTensor:
-    """PReLU: one slope, or one for each channel."""
+    """Return PReLU of the input, with one slope, or one for each channel."""
     if not isinstance(input, DistTensor) or isinstance(weight, DistTensor):
         refuse(
             "prelu",

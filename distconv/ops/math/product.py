@@ -32,7 +32,7 @@ from distconv.tensor.dist_tensor import DistTensor
 
 @implements(torch.einsum, torch.functional.einsum)
 def einsum(equation: str, *operands: Any) -> DistTensor:
-    """An Einstein sum in torch's notation; an ellipsis is refused."""
+    """Return an Einstein sum in torch's notation; an ellipsis is refused."""
     if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
         operands = tuple(operands[0])
     if "." in equation:
@@ -55,7 +55,9 @@ def _contract(
     sizes: dict[str, int] = {}
     for term, x in zip(terms, operands, strict=True):
         if len(term) != x.dim():
-            raise RuntimeError(f"{name}: {term!r} for a tensor of {x.dim()} dimensions")
+            raise RuntimeError(
+                f"{name}: {term!r} names {len(term)} dimensions of a tensor that has {x.dim()}"
+            )
         for letter, n in zip(term, x.shape, strict=True):
             if sizes.setdefault(letter, n) != n and 1 not in (n, sizes[letter]):
                 raise RuntimeError(
@@ -88,7 +90,7 @@ def _contract(
 
 @implements(torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
 def matmul(input: Tensor, other: Tensor) -> DistTensor:
-    """The matrix product over the last two dimensions, broadcast over those in front."""
+    """Return the matrix product over the last two dimensions, broadcast over those in front."""
     if not input.dim() or not other.dim():
         raise RuntimeError("matmul: both arguments need at least 1 dimension")
     batch = max(input.dim(), other.dim(), 2) - 2
@@ -108,12 +110,12 @@ def matmul(input: Tensor, other: Tensor) -> DistTensor:
 
 @implements(torch.Tensor.__rmatmul__)
 def rmatmul(input: Tensor, other: Tensor) -> DistTensor:
-    """The matrix product with the operands exchanged."""
+    """Return the matrix product with the operands exchanged."""
     return matmul(other, input)
 
 
 def _product(name: str, input: Tensor, other: Tensor, dims: tuple[int, int]) -> DistTensor:
-    """The matrix product of tensors that have to have so many dimensions."""
+    """Return the matrix product of tensors that must have so many dimensions."""
     if (input.dim(), other.dim()) != dims:
         raise RuntimeError(
             f"{name}: expected tensors of {dims[0]} and {dims[1]} dimensions, got "
@@ -128,38 +130,38 @@ def _product(name: str, input: Tensor, other: Tensor, dims: tuple[int, int]) -> 
 
 @implements(torch.mm, torch.Tensor.mm)
 def mm(input: Tensor, mat2: Tensor) -> DistTensor:
-    """The product of two matrices."""
+    """Return the product of two matrices."""
     return _product("mm", input, mat2, (2, 2))
 
 
 @implements(torch.bmm, torch.Tensor.bmm)
 def bmm(input: Tensor, mat2: Tensor) -> DistTensor:
-    """The products of two batches of matrices."""
+    """Return the products of two batches of matrices."""
     return _product("bmm", input, mat2, (3, 3))
 
 
 @implements(torch.mv, torch.Tensor.mv)
 def mv(input: Tensor, vec: Tensor) -> DistTensor:
-    """The product of a matrix and a vector."""
+    """Return the product of a matrix and a vector."""
     return _product("mv", input, vec, (2, 1))
 
 
 @implements(torch.dot, torch.Tensor.dot)
 def dot(input: Tensor, tensor: Tensor) -> DistTensor:
-    """The product of two vectors."""
+    """Return the product of two vectors."""
     return _product("dot", input, tensor, (1, 1))
 
 
 @implements(torch.outer, torch.Tensor.outer)
 def outer(input: Tensor, vec2: Tensor) -> DistTensor:
-    """All products of the elements of two vectors."""
+    """Return all products of the elements of two vectors."""
     return _contract("outer", ["a", "b"], "ab", [input, vec2])
 
 
 def _added(
     function: Any, product: Callable[[Tensor, Tensor], Tensor], first: str, second: str
 ) -> None:
-    """A function of (input, first, second), as in beta * input + alpha * product(first, second)."""
+    """Register (input, first, second) -> beta * input + alpha * product(first, second)."""
     name = function.__name__
 
     @implements(function, getattr(torch.Tensor, name))
@@ -182,7 +184,7 @@ def _added(
                 *factors,
                 way_out="Use whole numbers, or convert the tensors",
             )
-        # What is multiplied by 0 is left out, nan included.
+        # A term that is multiplied by 0 is left out, nan included.
         start = (
             input * beta
             if beta
@@ -208,7 +210,7 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> DistTensor:
-    """Attention of (..., L, E) queries to (..., S, E) keys; the keys are gathered, not the queries.
+    """Return the attention of (..., L, E) queries to (..., S, E) keys; the keys are gathered.
 
     The leading dimensions keep the cuts of the query.
     """

@@ -44,7 +44,7 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> DistTensor:
-    """Batch normalisation with the statistics of the global batch, as serial torch takes them."""
+    """Normalise a batch by the statistics of the global batch, as serial torch takes them."""
     return batch_norm_over(
         None, input, running_mean, running_var, weight, bias, training, momentum, eps
     )
@@ -61,7 +61,7 @@ def batch_norm_over(
     momentum: float,
     eps: float,
 ) -> DistTensor:
-    """Batch normalisation with statistics over the ranks that differ from this one along `axes`.
+    """Normalise a batch by statistics over the ranks that differ from this one along `axes`.
 
     All ranks call it. None means all axes that cut the input: the global batch. With fewer axes
     each group of ranks has statistics of its own, and the running ones take their mean over the
@@ -110,10 +110,10 @@ def batch_norm_over(
 
 
 def _with_batch_stride(x: Tensor) -> Tensor:
-    """The block, as torch's kernels know its memory format.
+    """Return the block in the memory format that torch's kernels take it for.
 
-    The stride of a single sample may be any number, but if it is not that of the format, they read
-    a gradient of the other format in the wrong order.
+    The stride of a single sample may be any number, but if it is not that of the format, the
+    kernels read a gradient of the other format in the wrong order.
     """
     if not x.numel() or x.shape[0] != 1 or x.is_contiguous() or x.stride(0) == x.numel():
         return x
@@ -124,9 +124,9 @@ class _Statistics(NamedTuple):
     """How a rank normalises a batch; remembered, as it follows from metadata."""
 
     training: bool
-    """Whether by the statistics of the batch: torch takes none of nothing."""
+    """Whether the batch's own statistics are used: torch takes none of an empty batch."""
     group: tuple[str, ...]
-    """The axes over which they are taken."""
+    """The grid axes over which the statistics are taken."""
     rest: tuple[str, ...]
     """Other axes that cut the input."""
     counts: tuple[int, ...]
@@ -168,7 +168,7 @@ def _decide(
 
 
 def own_channels(values: Tensor | None, x: DistTensor, operator: str) -> Tensor | None:
-    """Of one value for each channel of `x`, those for the channels that this rank holds."""
+    """Return the values for this rank's channels, of one value for each channel of `x`."""
     axes = x.cuts[1] if x.dim() > 1 else ()
     if not axes:
         everything: Tensor | None = gather_whole(values, operator)
@@ -181,7 +181,7 @@ def own_channels(values: Tensor | None, x: DistTensor, operator: str) -> Tensor 
 def gather_running_statistics(
     x: DistTensor, running: Sequence[Tensor | None], own: Sequence[Tensor | None], operator: str
 ) -> None:
-    """Let all ranks have the running statistics that each has updated for its own channels."""
+    """Give all ranks the running statistics that each has updated for its own channels."""
     pairs = [(t, o) for t, o in zip(running, own, strict=True) if t is not None and o is not None]
     if x.cuts[1] and pairs:
         shape = len(pairs), x.shape[1]
@@ -191,7 +191,7 @@ def gather_running_statistics(
 
 
 def _without_elements(x: Tensor, *parameters: Tensor | None) -> Tensor:
-    """What torch does not normalise, in the graph of all parameters."""
+    """Return an empty result, which torch does not normalise, in the graph of all parameters."""
     block = x.clone()
     for p in parameters:
         block = block if p is None else block + p.sum().to(x.dtype)
@@ -199,9 +199,10 @@ def _without_elements(x: Tensor, *parameters: Tensor | None) -> Tensor:
 
 
 def _groups_with_elements(x: Placement, group: tuple[str, ...]) -> tuple[int, int]:
-    """Elements per channel in the smallest group of ranks that has any, and how many such groups.
+    """Return elements per channel in the smallest group of ranks that has any, and such groups'
+    number.
 
-    The same numbers on every rank.
+    The numbers are the same on every rank.
     """
     sizes = [x.shape[0], *x.shape[2:]]
     cuts = [x.cuts[0], *x.cuts[2:]]
@@ -229,7 +230,7 @@ class _BatchNorm(Function):
         statistics = moments(x, over, grid, group, counts)
         mean, variance = (m.view(-1).to(kind) for m in statistics)
         if x.numel():
-            # torch takes parameters in the type of the statistics, or all in that of a half input.
+            # torch takes parameters in the type of the statistics, or all in a half input's type.
             wide, shift = (p if p is None else p.to(kind) for p in (weight, bias))
             y = F.batch_norm(x, mean, variance, wide, shift, False, 0.0, eps)
         else:
@@ -272,7 +273,8 @@ class _BatchNorm(Function):
 def _sums(
     dy: Tensor, x: Tensor, mean: Tensor, variance: Tensor, scale: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Per channel, the sums of dy * (x - mean) / deviation and of dy over this rank's elements.
+    """Return, per channel, the sums of dy * (x - mean) / deviation and of dy over this rank's
+    elements.
 
     They are its parts of the gradients of weight and bias.
     """

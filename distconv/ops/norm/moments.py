@@ -29,7 +29,7 @@ from distconv.ops.support.types import to_accumulation_type
 def element_counts_of_peers(
     x: Placement, over: tuple[int, ...], group: tuple[str, ...], block: int = 1
 ) -> tuple[int, ...]:
-    """For each rank along `group`, in rank order: how many elements of `x` a statistic takes there.
+    """Return how many elements of `x` a statistic takes on each rank along `group`, in rank order.
 
     `block` multiplies the extents along the dimensions `over`.
     """
@@ -41,7 +41,7 @@ def element_counts_of_peers(
 def moments(
     x: Tensor, over: Sequence[int], grid: Grid, group: tuple[str, ...], counts: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance over dimensions and over the ranks along `group`, in float64.
+    """Return mean and biased variance over dimensions and over the ranks along `group`, in float64.
 
     Those ranks call it; `counts` tells how many elements each of them contributes. The dimensions
     stay, with one element each.
@@ -62,12 +62,12 @@ def moments(
 
 @remembered
 def _share(device: torch.device, counts: tuple[int, ...]) -> Tensor:
-    """What part of all elements each rank contributes."""
+    """Return the part of all elements that each rank contributes."""
     return torch.tensor(counts, dtype=torch.float64, device=device) / max(sum(counts), 1)
 
 
 def _variances_and_means(x: Tensor, over: Sequence[int]) -> Tensor:
-    """Both of this rank's elements, in float64."""
+    """Return variance and mean of this rank's elements, in float64."""
     if not x.numel():
         shape = [1 if d in over else n for d, n in enumerate(x.shape)]
         return x.new_zeros((2, *shape), dtype=torch.float64)
@@ -80,11 +80,14 @@ def _variances_and_means(x: Tensor, over: Sequence[int]) -> Tensor:
 
 
 _PIECE = 2**19
-"""Elements at once. Fresh memory of the size of an activation costs more than the arithmetic."""
+"""Elements at once: fresh memory of the size of an activation costs more than the arithmetic."""
 
 
 def _variance_and_mean(x: Tensor, over: Sequence[int]) -> Tensor:
-    """Both in float64, in two stable passes; torch.var_mean takes ten times as long on CPUs."""
+    """Return variance and mean in float64, in two stable passes.
+
+    torch.var_mean takes ten times as long on CPUs.
+    """
     wide = to_accumulation_type(x)
     if x.is_cuda:
         return torch.stack(torch.var_mean(wide, tuple(over), correction=0, keepdim=True)).double()

@@ -33,14 +33,13 @@ from distconv.tensor.redistribution import redistribute
 def _affine(
     x: DistTensor, shard: Tensor, weight: Tensor | None, bias: Tensor | None, name: str
 ) -> DistTensor:
-    """`shard_weights`, a block like those of x, times weight plus bias, which are broadcast to
-    x."""
+    """Return the block `shard` times weight plus bias, which are broadcast to the tensor `x`."""
     arguments = tuple(x.shape), x.cuts, x.grid, name
     return _scaled(x, shard, *(local_operand(t, *arguments) for t in (weight, bias)))
 
 
 def _scaled(x: DistTensor, shard: Tensor, weight: Tensor | None, bias: Tensor | None) -> DistTensor:
-    """The same with the blocks of weight and bias that meet the rank's own."""
+    """Return `shard` times weight plus bias, with the blocks of both that meet the rank's own."""
     if weight is not None:
         shard = shard * weight
     if bias is not None:
@@ -67,7 +66,7 @@ def group_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> DistTensor:
-    """Statistics of each sample and group of channels, over the whole plane."""
+    """Normalise each sample and group of channels over the whole plane."""
     name = "group_norm"
     x = as_distributed(input, common_grid("group_norm", (input, weight, bias)))
     _parameter_types("group_norm", x, weight, bias)
@@ -105,7 +104,7 @@ def instance_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> DistTensor:
-    """Statistics of each sample and channel over the whole plane; running ones on request."""
+    """Normalise each sample and channel over the whole plane; running statistics on request."""
     x = as_distributed(input, common_grid("instance_norm", (input, weight, bias)))
     _parameter_types("instance_norm", x, weight, bias)
     if not use_input_stats:
@@ -152,7 +151,7 @@ def layer_norm(
     eps: float = 1e-5,
     cudnn_enable: bool = True,
 ) -> DistTensor:
-    """Statistics over the last dimensions, cut or not."""
+    """Normalise each sample over the last dimensions, cut or not."""
     x = as_distributed(input, common_grid("layer_norm", (input, weight, bias)))
     _parameter_types("layer_norm", x, weight, bias)
     weight, bias = gather_whole(weight, "layer_norm"), gather_whole(bias, "layer_norm")
@@ -176,7 +175,7 @@ def rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> DistTensor:
-    """Division by the root of the mean square over the last dimensions, cut or not."""
+    """Divide by the root of the mean square over the last dimensions, cut or not."""
     x = as_distributed(input, common_grid("rms_norm", (input, weight)))
     check_on_meta(F.rms_norm, any_type(x), tuple(normalized_shape), any_type(weight), eps)
     over = list(range(x.dim() - len(normalized_shape), x.dim()))
@@ -192,7 +191,7 @@ def rms_norm(
 def local_response_norm(
     input: DistTensor, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0
 ) -> DistTensor:
-    """Division by a power of the mean square over neighbouring channels."""
+    """Divide by a power of the mean square over neighbouring channels."""
     check_on_meta(F.local_response_norm, any_type(input), size, alpha, beta, k)
     x = uncut(input, [1], "local_response_norm")
     if x.shard.numel():

@@ -24,13 +24,13 @@ from distconv.tensor.redistribution import gather_inputs
 from distconv.tensor.whole_numbers import whole_number
 
 _MOST = 2**20
-"""Windows that are computed one by one."""
+"""How many windows are at most computed one by one."""
 
 
 def _adaptive(
     name: str, input: DistTensor, output_size: Any, pool: Callable[..., Tensor], n: int
 ) -> DistTensor:
-    """Adaptive pooling with windows that differ from output to output.
+    """Pool adaptively, with windows that differ from output to output.
 
     A dimension with fewer outputs than parts becomes whole on every rank, which are thereby spared
     empty blocks; in the heads of networks it is about to be flattened anyway.
@@ -66,7 +66,7 @@ def _adaptive(
 
 
 def _cells(window: AdaptiveWindow, size: int, start: int, stop: int) -> list[slice]:
-    """Where the buffer holds the inputs of each of the outputs start to stop."""
+    """Return where the buffer holds the inputs of each of the outputs start to stop."""
     bounds = [window.window(size, o) for o in range(start, stop)]
     return [slice(a - bounds[0][0], b - bounds[0][0]) for a, b in bounds]
 

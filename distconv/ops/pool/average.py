@@ -39,7 +39,7 @@ from distconv.tensor.whole_numbers import whole_number
 
 _AVERAGED = (torch.float64, torch.float32, torch.int64)
 _HALF = (torch.float16, torch.bfloat16)
-"""Types of which torch has averages, the latter in up to two dimensions."""
+"""Half types of which torch has averages, the latter in up to two dimensions."""
 
 
 def _avg_pool(local: Callable[..., Tensor], n: int) -> None:
@@ -100,7 +100,7 @@ def _avg_pool(local: Callable[..., Tensor], n: int) -> None:
 
 @lru_cache(maxsize=4096)
 def _counts(window: Window, size: int, start: int, stop: int, include_pad: bool) -> tuple[int, ...]:
-    """Elements along one dimension that count in the averages start to stop."""
+    """Return the elements along one dimension that count in each of the averages start to stop."""
     counts = []
     for o in range(start, stop):
         first = o * window.stride - window.padding[0]
@@ -111,7 +111,7 @@ def _counts(window: Window, size: int, start: int, stop: int, include_pad: bool)
 
 @lru_cache(maxsize=4096)
 def _uniform(windows: tuple[Window, ...], sizes: tuple[int, ...], include_pad: bool) -> int | None:
-    """How many elements count in every average of the plane; None where that differs."""
+    """Return how many elements count in every average of the plane; None where that differs."""
     every = [
         _counts(w, n, 0, w.output_size(n), include_pad) for w, n in zip(windows, sizes, strict=True)
     ]
@@ -119,7 +119,7 @@ def _uniform(windows: tuple[Window, ...], sizes: tuple[int, ...], include_pad: b
 
 
 def _divisor(x: DistTensor, windows: Sequence[Window], box: Box, include_pad: bool) -> Tensor | int:
-    """What each sum is divided by; one number where all windows, of all ranks, have as many."""
+    """Return the divisor of each sum; one number where all windows, of all ranks, have as many."""
     uniform = _uniform(tuple(windows), tuple(x.shape[2:]), include_pad)
     if uniform is not None:
         return uniform
@@ -137,7 +137,7 @@ def _average(
     ceil_mode: bool,
     divisor: int,
 ) -> Tensor:
-    """The sums over windows, divided; in one dimension by way of two, where torch has a divisor."""
+    """Return the sums over windows, divided; in one dimension by way of two, for the divisor."""
     if len(kernel) == 1:
         flat = (1, *kernel), (1, *stride), (0, *padding)
         # In place, as no autograd function may return a view that others are to change in place.
@@ -155,7 +155,7 @@ def _average_backward(
     ceil_mode: bool,
     divisor: int,
 ) -> Tensor:
-    """The gradient of the inputs, of `shape`."""
+    """Return the gradient of the inputs, of `shape`."""
     if len(kernel) == 1:
         flat = (*shape[:2], 1, *shape[2:]), (1, *kernel), (1, *stride), (0, *padding)
         return _average_backward(dy.unsqueeze(2), *flat, ceil_mode, divisor).squeeze(2)

@@ -1,4 +1,4 @@
-"""What torch's local poolings ask for: types, channels, and when they run on a block as it is."""
+"""Requirements of torch's local poolings, and when they run on a block as it is."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ def check_pooled_type(name: str, input: DistTensor, implemented: bool) -> None:
 
 
 def with_some_channel(x: Tensor) -> Tensor:
-    """`x` itself, or its empty batch with one channel: torch pools nothing without channels."""
+    """Return `x`, or its empty batch with one channel: torch pools nothing without channels."""
     return x if x.shape[1] else x.reshape(0, 1, *x.shape[2:])
 
 
 def unread_input(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """What torch's backward passes of pooling take for inputs, of which they read the shape alone.
+    """Return a tensor in place of the input of a backward pass of pooling, which reads its shape
+    alone.
 
-    On GPUs they take the order of dimensions from it as well, and make it contiguous first.
+    On GPUs torch takes the order of dimensions from it as well, and makes it contiguous first.
     """
     return empty_in_format(shape, like) if like.is_cuda else like.new_empty(()).expand(shape)
 
@@ -42,9 +43,11 @@ _POOLED = 2**16
 
 
 def overlapping_ceil_mode(x: DistTensor, windows: Sequence[Window]) -> bool | None:
-    """With which ceil mode to pool a block of `x` while halos travel; None where it is assembled.
+    """Return the ceil mode for pooling a block of `x` while halos travel; None where it is
+    assembled.
 
-    The same on all ranks: that with which the local operator makes just the outputs of each block.
+    It is the same on all ranks, and such that the local operator makes just the outputs of each
+    block.
     """
     return _overlapping_ceil_mode(Placement.of(x), tuple(windows), chosen_method())
 

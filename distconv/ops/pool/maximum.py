@@ -28,7 +28,7 @@ from distconv.tensor.dist_tensor import DistTensor
 
 
 def _max_pool(local: Callable[..., Any], functions: Sequence[Any], n: int, *, places: bool) -> None:
-    """Register maxima, by what torch calls locally; with `places` it returns their places too."""
+    """Register max pooling by torch's local function; with `places` it returns their places too."""
     name = f"max_pool{n}d"
 
     @implements(*functions)
@@ -75,7 +75,7 @@ def _max_pool(local: Callable[..., Any], functions: Sequence[Any], n: int, *, pl
 
 
 def _overlaps(x: DistTensor, windows: Sequence[Window]) -> bool | None:
-    """With which ceil mode to compute while halos travel, if at all; the same on all ranks.
+    """Return the ceil mode for pooling while halos travel, or None; the same on all ranks.
 
     Integers are assembled: torch refuses them with and without places in different cases.
     """

@@ -1,4 +1,4 @@
-"""Where in the plane maxima are: borders of buffers that are searched, and numbers of positions."""
+"""Positions of maxima in the plane: borders of buffers that are searched, and their numbers."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from distconv.tensor.dist_tensor import DistTensor
 
 
 def lowest_value(x: Tensor) -> float:
-    """What no element of the type of `x` is smaller than."""
+    """Return the number that no element of the type of `x` is smaller than."""
     return -torch.inf if x.dtype.is_floating_point else torch.iinfo(x.dtype).min
 
 
 def buffer_starts(input: DistTensor, windows: Sequence[Window], box: Box) -> list[int]:
-    """Where in the plane the buffer of inputs for the block `box` of outputs starts.
+    """Return where in the plane the buffer of inputs for the block `box` of outputs starts.
 
     Along a dimension that is not cut the local operator pads by itself, outside the buffer.
     """
@@ -33,10 +33,11 @@ def buffer_starts(input: DistTensor, windows: Sequence[Window], box: Box) -> lis
 
 
 def fill_border(buffer: Tensor, windows: Sequence[Window], starts: Sequence[int]) -> Tensor:
-    """The fresh buffer with elements of the plane in place of the padding before it.
+    """Return the fresh buffer with elements of the plane in place of the padding before it.
 
-    A position there repeats the first one in the plane of the windows that it begins. Maxima are
-    the same, and a window of nothing but `lowest_value` finds its own in the plane, as in torch.
+    A position there repeats the first position, within the plane, of the windows that it begins.
+    Maxima are the same, and a window of nothing but `lowest_value` finds its own in the plane, as
+    in torch.
     """
     for d, (window, start) in enumerate(zip(windows, starts, strict=True), 2):
         if start < 0:
@@ -55,12 +56,12 @@ def renumber_positions(
     plane: Sequence[int],
     origin: Sequence[int] | None = None,
 ) -> Tensor:
-    """Row-major numbers of positions in `searched`, as numbers in `plane`.
+    """Return row-major numbers of positions in `searched` as numbers in `plane`.
 
     Parameters
     ----------
-    starts: where the one begins in the global plane, before it where elements are repeated.
-    origin: where the other does; at the first position when not given.
+    starts: where `searched` begins in the global plane; before it, where elements are repeated.
+    origin: where `plane` begins; at the first position of the global plane when not given.
     """
     rows_are_whole = tuple(searched[1:]) == tuple(plane[1:]) and not any(starts[1:])
     if rows_are_whole and starts[0] >= 0 and origin is None:
@@ -70,14 +71,14 @@ def renumber_positions(
     for (local, start, window, first), size in zip(coordinates, plane, strict=True):
         position = local + start
         if start < 0:
-            # What lies before the plane repeats elements of it.
+            # Positions before the plane repeat elements of it.
             position = torch.where(position < 0, position % window.dilation, position)
         number = number * size + (position if origin is None else position - first)
     return number
 
 
 def _unravel(number: Tensor, plane: Sequence[int]) -> list[Tensor]:
-    """The coordinates of row-major numbers in a plane."""
+    """Return the coordinates of row-major numbers in a plane."""
     coordinates: list[Tensor] = []
     for size in reversed(plane):
         coordinates.insert(0, number % size)

@@ -1,4 +1,4 @@
-"""Reductions of which the ranks' results are reduced alike, such as products and norms."""
+"""Reductions, such as products and norms, in which the ranks' results are reduced alike."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _aggregate(
 
 
 def _names_nothing(dim: Any) -> bool:
-    """Whether `dim` is an empty sequence, which for some functions is not all dimensions."""
+    """Return whether `dim` is an empty sequence, which some functions do not take for all."""
     return isinstance(dim, Sequence) and not dim
 
 
@@ -59,9 +59,10 @@ def prod(
     *,
     dtype: torch.dtype | None = None,
 ) -> DistTensor:
-    """The product over one dimension, or over all, which become whole on every rank.
+    """Return the product over one dimension, or over all, which become whole on every rank.
 
-    Where an element is 0 or infinite its gradient is the product of all others, on other ranks too.
+    Where an element is 0 or infinite, its gradient is the product of all others, on other ranks
+    too.
     """
     if dim is None:
         x = redistribute(input, ((),) * input.dim(), "prod")
@@ -76,9 +77,9 @@ def prod(
 
 @implements(torch.logsumexp, torch.Tensor.logsumexp, torch.special.logsumexp)
 def logsumexp(input: DistTensor, dim: Dims, keepdim: bool = False) -> DistTensor:
-    """The logarithm of the sum of exponentials, over dimensions."""
+    """Return the logarithm of the sum of exponentials over dimensions."""
     if _names_nothing(dim):
-        raise RuntimeError("logsumexp: dim names no dimension")
+        raise RuntimeError("logsumexp: dim names no dimension; expected at least one")
     over = normalize_dims(dim, input.dim())
     x = input.shard
     if not (input.is_floating_point() or input.is_complex()):
@@ -97,7 +98,7 @@ def logsumexp(input: DistTensor, dim: Dims, keepdim: bool = False) -> DistTensor
 
 @implements(torch.all, torch.Tensor.all)
 def all_(input: DistTensor, dim: Dims = None, keepdim: bool = False) -> DistTensor:
-    """Whether all elements along dimensions are true."""
+    """Return whether all elements along dimensions are true."""
     if _names_nothing(dim):
         return _as_booleans(input)
     return _aggregate(input, dim, keepdim, lambda x, over: torch.all(x, over, keepdim=True))
@@ -105,7 +106,7 @@ def all_(input: DistTensor, dim: Dims = None, keepdim: bool = False) -> DistTens
 
 @implements(torch.any, torch.Tensor.any)
 def any_(input: DistTensor, dim: Dims = None, keepdim: bool = False) -> DistTensor:
-    """Whether any element along dimensions is true."""
+    """Return whether any element along dimensions is true."""
     if _names_nothing(dim):
         return _as_booleans(input)
     return _aggregate(input, dim, keepdim, lambda x, over: torch.any(x, over, keepdim=True))
@@ -120,7 +121,7 @@ def vector_norm(
     *,
     dtype: torch.dtype | None = None,
 ) -> DistTensor:
-    """The norm of given order over dimensions; the norm of the ranks' norms is the norm."""
+    """Return the norm of given order over dimensions, which is the norm of the ranks' norms."""
     if ord < 0:
         refuse(
             "vector_norm",
@@ -149,7 +150,7 @@ def norm(
     keepdim: bool = False,
     dtype: torch.dtype | None = None,
 ) -> DistTensor:
-    """The norm of all elements over dimensions; of matrices only the Frobenius norm."""
+    """Return the norm of all elements over dimensions; of matrices only the Frobenius norm."""
     if p == "nuc":
         refuse("norm", "the nuclear norm is not supported", input, way_out="Use x.full_tensor()")
     if p == "fro" and isinstance(dim, Sequence) and len(dim) > 2:
@@ -159,13 +160,13 @@ def norm(
 
 @implements(F.normalize)
 def normalize(input: DistTensor, p: float = 2.0, dim: Dims = 1, eps: float = 1e-12) -> Tensor:
-    """Division by the norm along dimensions, or by `eps` where that is larger."""
+    """Divide by the norm along dimensions, or by `eps` where that is larger."""
     return input / norm(input, p, dim, keepdim=True).clamp_min(eps)
 
 
 @implements(F.cosine_similarity)
 def cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
-    """The cosine of the angle between vectors along one dimension."""
+    """Return the cosine of the angle between vectors along one dimension."""
     shape = broadcast_shape("cosine_similarity", (x1, x2))
     directions = []
     for x in (x1.expand(shape), x2.expand(shape)):
@@ -179,9 +180,10 @@ def cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -
 
 
 class _Squares(Function):
-    """Squared deviations from the mean, as a function of which their sum is stationary.
+    """Squared deviations from the mean, with the gradient that holds where their sum is stationary.
 
-    Leaving out its gradient spares the sum of deviations, which are 0 or, beside infinities, nan.
+    Leaving out the mean's gradient spares the sum of deviations, which are 0 or, beside infinities,
+    nan.
     """
 
     @staticmethod
@@ -199,7 +201,7 @@ class _Squares(Function):
 def _variance(
     input: DistTensor, dim: Any, unbiased: Any, correction: Any, keepdim: bool
 ) -> tuple[Tensor, Tensor]:
-    """Variance and mean over dimensions, from squared deviations, so that nothing cancels."""
+    """Return variance and mean over dimensions, from squared deviations, which do not cancel."""
     if isinstance(dim, bool):  # var(input, unbiased)
         dim, unbiased = None, dim
     if correction is None:
@@ -227,7 +229,7 @@ def _variance(
 
 
 def _root(variance: Tensor) -> Tensor:
-    """The square root, whose gradient is 0 where the variance is 0, as torch has it for std."""
+    """Return the square root, with a gradient of 0 where the variance is 0, as torch's std."""
     zero = variance == 0
     return torch.where(zero, 0.0, torch.where(zero, 1.0, variance).sqrt())
 

@@ -21,14 +21,14 @@ from distconv.tensor.dist_tensor import DistTensor
 
 
 class Values(NamedTuple):
-    """What torch returns for an extremum along one dimension."""
+    """The pair that torch returns for an extremum along one dimension."""
 
     values: DistTensor
     indices: DistTensor
 
 
 def _worst(x: Tensor, largest: bool) -> Any:
-    """What no element is worse than, for ranks that hold none."""
+    """Return the value that no element is worse than, for ranks that hold none."""
     if x.dtype == torch.bool:
         return not largest
     if x.dtype.is_floating_point:
@@ -84,7 +84,7 @@ def _require_elements(name: str, input: DistTensor, over: tuple[int, ...]) -> No
 def extreme(
     name: str, input: Any, dim: Dims, keepdim: bool, largest: bool, nan_attains: bool = True
 ) -> DistTensor:
-    """The largest or smallest elements of a DistTensor over dimensions.
+    """Return the largest or smallest elements of a DistTensor over dimensions.
 
     The gradient of a nan goes to the elements that are nan, or, unless `nan_attains`, is nan.
     """
@@ -96,7 +96,7 @@ def extreme(
 
 
 def _indices_along(input: DistTensor, d: int, largest: bool) -> Tensor:
-    """The global index of the first extremum along dimension `d`, which stays with one element."""
+    """Return the global index of the first extremum along dimension `d`, which is kept."""
     x, start = input.shard.detach(), input.box.start[d]
     function = torch.max if largest else torch.min
     if x.shape[d]:

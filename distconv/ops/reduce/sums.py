@@ -21,8 +21,10 @@ Dims = int | Sequence[int] | None
 def reduction_result(
     input: DistTensor, shard: Tensor, over: tuple[int, ...], keepdim: bool
 ) -> DistTensor:
-    """The result of a reduction of `input` over dimensions, which `shard_weights` has with one
-    element."""
+    """Return the result of a reduction of `input` over the dimensions `over`.
+
+    `shard` is this rank's block of it, in which these dimensions have one element.
+    """
     kept = [d for d in range(input.dim()) if keepdim or d not in over]
     return DistTensor(
         shard if keepdim or not over else shard.squeeze(over),
@@ -47,7 +49,11 @@ def sum(
 def mean(
     input: DistTensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> DistTensor:
-    """Mean over dimensions, of as many elements as the global shape has there."""
+    """Return the mean over dimensions, of as many elements as the global shape has there.
+
+    The result is whole along them and replicated where they were cut. Raises `RuntimeError` on
+    every rank for a type that is not floating.
+    """
     kind = dtype or input.dtype
     if not (kind.is_floating_point or kind.is_complex):
         raise RuntimeError(

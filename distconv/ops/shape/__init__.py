@@ -1,1 +1,1 @@
-"""Changes of shape, parts of tensors, and what rearranges their elements."""
+"""Changes of shape, parts of tensors, and other orders of their elements."""

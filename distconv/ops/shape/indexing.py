@@ -1,7 +1,7 @@
 """Parts of a tensor: slices, single positions, splits, and their inverse, concatenation.
 
 A slice of a cut dimension is cut canonically again, so its elements may change their rank; only
-those that do are sent.
+elements that do are sent.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from distconv.tensor.redistribution import gather_inputs
 
 @implements(torch.Tensor.__getitem__)
 def getitem(input: DistTensor, index: Any) -> DistTensor:
-    """Indexing by integers, slices with positive steps, None, an ellipsis, one tensor or list."""
+    """Return a part by integers, slices with positive steps, None, an ellipsis and one tensor."""
     items = tuple(map(_listed, index if isinstance(index, tuple) else (index,)))
     tensors = [i for i, item in enumerate(items) if _is_lookup(item)]
     if len(tensors) == 1:
@@ -69,7 +69,7 @@ def getitem(input: DistTensor, index: Any) -> DistTensor:
 
 
 def index_per_dimension(input: DistTensor, index: tuple[Any, ...]) -> list[Any]:
-    """One integer or slice for each dimension in order, with None for each new one."""
+    """Return one integer or slice for each dimension in order, with None for each new one."""
     for item in index:
         if isinstance(item, Tensor) and item.dtype == torch.bool:
             refuse(
@@ -107,7 +107,7 @@ def index_per_dimension(input: DistTensor, index: tuple[Any, ...]) -> list[Any]:
 
 
 def _listed(item: Any) -> Any:
-    """A list or an array of integers as the tensor that torch makes of it."""
+    """Return a list or an array of integers as the tensor that torch makes of it."""
     if isinstance(item, (list, range, np.ndarray)):
         tensor = torch.as_tensor(item)
         # No positions at all are no floating-point numbers.
@@ -120,7 +120,7 @@ def _is_lookup(item: Any) -> bool:
 
 
 def _looked_up(input: DistTensor, items: tuple[Any, ...], at: int) -> DistTensor:
-    """Indexing by a tensor of positions at place `at`, by integers, slices and so on elsewhere."""
+    """Return a part by a tensor of positions at place `at`, and by integers, slices and so on."""
     index, marker = items[at], slice(None)
     picks = index_per_dimension(input, (*items[:at], marker, *items[at + 1 :]))
     place = next(i for i, pick in enumerate(picks) if pick is marker)
@@ -141,7 +141,7 @@ def _is_integer(item: Any) -> bool:
 
 
 def strided_run(pick: Any, size: int, dimension: int) -> tuple[int, int, int]:
-    """First position, step and number of positions of an integer or slice."""
+    """Return first position, step and number of positions of an integer or slice."""
     if isinstance(pick, int):
         if not -size <= pick < size:
             raise IndexError(
@@ -155,7 +155,7 @@ def strided_run(pick: Any, size: int, dimension: int) -> tuple[int, int, int]:
 
 
 def _slice(first: int, step: int, outputs: int) -> slice:
-    """The slice of so many positions, which may be none."""
+    """Return the slice of so many positions, which may be none."""
     return slice(first, first + (outputs - 1) * step + 1, step) if outputs else slice(0, 0)
 
 
@@ -166,7 +166,7 @@ def _slice_of(input: DistTensor, dim: int, start: int, stop: int) -> DistTensor:
 
 @implements(torch.narrow, torch.Tensor.narrow)
 def narrow(input: DistTensor, dim: int, start: int | Tensor, length: int) -> DistTensor:
-    """`length` positions along one dimension."""
+    """Return `length` positions along one dimension."""
     if isinstance(start, Tensor):
         if not _is_integer(start):
             raise RuntimeError(
@@ -186,7 +186,7 @@ def narrow(input: DistTensor, dim: int, start: int | Tensor, length: int) -> Dis
 
 @implements(torch.select, torch.Tensor.select)
 def select(input: DistTensor, dim: int, index: int) -> DistTensor:
-    """One position along one dimension, which disappears."""
+    """Return one position along one dimension, which disappears."""
     d = normalize_dim(dim, input.dim())
     return getitem(input, (*(slice(None),) * d, index))
 
@@ -195,14 +195,14 @@ def select(input: DistTensor, dim: int, index: int) -> DistTensor:
 def split(
     tensor: DistTensor, split_size_or_sections: int | Sequence[int], dim: int = 0
 ) -> tuple[DistTensor, ...]:
-    """Consecutive pieces of given sizes along one dimension."""
+    """Return consecutive pieces of given sizes along one dimension."""
     shapes = check_on_meta(torch.split, any_type(tensor), split_size_or_sections, dim)
     return _consecutive(tensor, [shape[dim] for shape in shapes], dim)
 
 
 @implements(torch.chunk, torch.Tensor.chunk)
 def chunk(input: DistTensor, chunks: int, dim: int = 0) -> tuple[DistTensor, ...]:
-    """At most `chunks` pieces of equal size, the last one perhaps smaller."""
+    """Return at most `chunks` pieces of equal size, the last one perhaps smaller."""
     shapes = check_on_meta(torch.chunk, any_type(input), chunks, dim)
     return _consecutive(input, [shape[dim] for shape in shapes], dim)
 
@@ -216,14 +216,14 @@ def _consecutive(x: DistTensor, lengths: Sequence[int], dim: int) -> tuple[DistT
 
 @implements(torch.unbind, torch.Tensor.unbind, torch.Tensor.__iter__)
 def unbind(input: DistTensor, dim: int = 0) -> tuple[DistTensor, ...]:
-    """Every position along one dimension, which disappears."""
+    """Return every position along one dimension, which disappears."""
     d = normalize_dim(dim, input.dim())
     return tuple(select(input, d, i) for i in range(input.shape[d]))
 
 
 @implements(torch.cat, torch.concat, torch.concatenate)
 def cat(tensors: Sequence[Tensor], dim: int = 0) -> DistTensor:
-    """Concatenation along one dimension, in the layout of the largest tensor."""
+    """Concatenate along one dimension, in the layout of the largest tensor."""
     grid = common_grid("cat", tensors)
     # torch skips tensors of shape (0,), whatever the other shapes, but not in the backward pass.
     pieces = [as_distributed(t, grid) for t in tensors]
@@ -255,7 +255,7 @@ def cat(tensors: Sequence[Tensor], dim: int = 0) -> DistTensor:
 
 @implements(torch.stack)
 def stack(tensors: Sequence[Tensor], dim: int = 0) -> DistTensor:
-    """Tensors of one shape along a new dimension, which is whole on every rank."""
+    """Return tensors of one shape along a new dimension, which is whole on every rank."""
     grid = common_grid("stack", tensors)
     if len({tuple(t.shape) for t in tensors}) > 1:
         shapes = ", ".join(str(tuple(t.shape)) for t in tensors)

@@ -24,14 +24,14 @@ from distconv.tensor.dist_tensor import DistTensor
 
 
 def wrap_negative(index: Tensor, size: int) -> Tensor:
-    """Positions counted from the end, -1 and so on, counted from the beginning."""
+    """Return positions counted from the beginning, where negative ones count from the end."""
     counted: Tensor = index + size * (index < 0)
     return counted
 
 
 @implements(torch.index_select, torch.Tensor.index_select)
 def index_select(input: Tensor, dim: int, index: Tensor) -> DistTensor:
-    """The positions `index`, a vector, along one dimension."""
+    """Return the positions `index`, a vector, along one dimension."""
     grid = common_grid("index_select", (input, index))
     x = as_distributed(input, grid)
     if index.dtype not in (torch.int32, torch.int64):
@@ -48,7 +48,7 @@ def index_select(input: Tensor, dim: int, index: Tensor) -> DistTensor:
 
 @implements(torch.gather, torch.Tensor.gather)
 def gather(input: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> DistTensor:
-    """For each position of `index` the element that it names along one dimension."""
+    """Return for each position of `index` the element that it names along one dimension."""
     grid = common_grid("gather", (input, index))
     x = as_distributed(input, grid)
     shape = check_on_meta(torch.gather, input, dim, index)
@@ -66,7 +66,7 @@ def gather(input: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False)
 
 @implements(torch.take_along_dim, torch.Tensor.take_along_dim)
 def take_along_dim(input: Tensor, indices: Tensor, dim: int | None = None) -> DistTensor:
-    """`gather` of operands that are broadcast against each other along the other dimensions."""
+    """Return `gather` of operands broadcast against each other along the other dimensions."""
     if indices.dtype != torch.int64:
         raise RuntimeError(f"take_along_dim: indices of {indices.dtype}; expected int64")
     if dim is None:
@@ -95,7 +95,7 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> DistTensor:
-    """A row of the weight, which is whole on every rank, for each position."""
+    """Return a row of the weight, which is whole on every rank, for each position."""
     grid = common_grid("embedding", (input, weight))
     if max_norm is not None or scale_grad_by_freq or sparse:
         refuse(

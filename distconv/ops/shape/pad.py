@@ -1,4 +1,4 @@
-"""Padding of cut planes, in all modes: the outside comes from the owner of what it repeats."""
+"""Padding of cut planes, in all modes: the owner of the elements that it repeats sends them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def pad(
             if order is not None:
                 buffer = buffer.index_select(d, constant(buffer.device, tuple(order)))
     buffer = _pad_whole_dimensions(buffer, amounts, needs, len(pad) // 2, mode, value, box.shape)
-    # What pads by nothing copies all the same.
+    # Padding by nothing copies all the same.
     shard = buffer.clone() if buffer is input.shard else buffer
     return DistTensor(shard, shape, input.cuts, input.grid)
 

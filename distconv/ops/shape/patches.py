@@ -1,4 +1,4 @@
-"""Sliding blocks as columns and back, and power-average pooling."""
+"""Sliding blocks as columns, and back."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def unfold(
     padding: Sizes = 0,
     stride: Sizes = 1,
 ) -> DistTensor:
-    """Every window of (N, C, H, W) as a column: (N, C * prod(kernel), windows)."""
+    """Return every window of (N, C, H, W) as a column: (N, C * prod(kernel), windows)."""
     check_on_meta(F.unfold, any_type(input), kernel_size, dilation, padding, stride)
     windows = make_windows(kernel_size, stride, padding, dilation, False, 2)
     kernels, strides, _, dilations = window_arguments(windows)
@@ -57,7 +57,7 @@ def fold(
     padding: Sizes = 0,
     stride: Sizes = 1,
 ) -> DistTensor:
-    """Columns added up into the windows they stand for; the columns are made whole first."""
+    """Add columns up into the windows they stand for; the columns are made whole first."""
     if not (input.is_floating_point() or input.is_complex()):
         raise RuntimeError(f"fold: not implemented for {input.dtype}; convert it, x.float()")
     arguments: Any = (output_size, kernel_size, dilation, padding, stride)

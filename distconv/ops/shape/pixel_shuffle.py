@@ -1,4 +1,4 @@
-"""Resampling: rearrangement of channels into space and back."""
+"""Rearrangement of channels into space, and back."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from distconv.tensor.redistribution import gather_inputs
 
 
 def _planes(function: Callable[..., Tensor], buffer: Tensor, r: int) -> Tensor:
-    """A rearrangement of the last three dimensions.
+    """Rearrange the last three dimensions.
 
-    One of volumes depends on the order of the dimensions in memory, which is each rank's own.
+    All others become one: for volumes torch's result depends on the order of the dimensions in
+    memory, which is each rank's own.
     """
     result = function(buffer.reshape(-1, *buffer.shape[-3:]), r)
     return result.reshape(*buffer.shape[:-3], *result.shape[1:])
@@ -26,7 +27,7 @@ def _planes(function: Callable[..., Tensor], buffer: Tensor, r: int) -> Tensor:
 
 @implements(torch.pixel_shuffle)
 def pixel_shuffle(input: DistTensor, upscale_factor: int) -> DistTensor:
-    """Channels into space: (N, C r^2, H, W) to (N, C, H r, W r)."""
+    """Rearrange channels into space: (N, C r^2, H, W) to (N, C, H r, W r)."""
     r = upscale_factor
     shape = check_on_meta(torch.pixel_shuffle, any_type(input), r)
     x, lead = input, input.dim() - 2
@@ -46,7 +47,7 @@ def pixel_shuffle(input: DistTensor, upscale_factor: int) -> DistTensor:
 
 @implements(torch.pixel_unshuffle)
 def pixel_unshuffle(input: DistTensor, downscale_factor: int) -> DistTensor:
-    """Space into channels: (N, C, H r, W r) to (N, C r^2, H, W)."""
+    """Rearrange space into channels: (N, C, H r, W r) to (N, C r^2, H, W)."""
     r = downscale_factor
     shape = check_on_meta(torch.pixel_unshuffle, any_type(input), r)
     x, lead = input, input.dim() - 2

@@ -31,7 +31,7 @@ from distconv.tensor.whole_numbers import whole_numbers
 @implements(torch.flip, torch.Tensor.flip)
 @takes_sequence("dims")
 def flip(input: DistTensor, *dims: Any) -> DistTensor:
-    """The order along dimensions reversed."""
+    """Return the elements in reverse order along dimensions."""
     named = as_sizes(dims)
     chosen = normalize_dims(named, input.dim()) if named else ()
     needs = [Reversed() if d in chosen and axes else Same() for d, axes in enumerate(input.cuts)]
@@ -41,13 +41,13 @@ def flip(input: DistTensor, *dims: Any) -> DistTensor:
 
 @implements(torch.fliplr, torch.Tensor.fliplr)
 def fliplr(input: DistTensor) -> DistTensor:
-    """Dimension 1 reversed."""
+    """Return the elements in reverse order along dimension 1."""
     return flip(input, 1)
 
 
 @implements(torch.flipud, torch.Tensor.flipud)
 def flipud(input: DistTensor) -> DistTensor:
-    """Dimension 0 reversed."""
+    """Return the elements in reverse order along dimension 0."""
     if not input.dim():
         raise RuntimeError("flipud: the tensor has no dimensions; expected at least 1")
     return flip(input, 0)
@@ -57,7 +57,7 @@ def flipud(input: DistTensor) -> DistTensor:
 def roll(
     input: DistTensor, shifts: int | Sequence[int], dims: int | Sequence[int] | None = None
 ) -> DistTensor:
-    """The elements moved along dimensions, those that leave at one end entering at the other."""
+    """Move the elements along dimensions; those that leave at one end enter at the other."""
     if dims is None or (isinstance(dims, (tuple, list)) and not dims):
         flat = input.flatten()
         assert isinstance(flat, DistTensor)
@@ -83,7 +83,7 @@ def roll(
 @implements(torch.tile, torch.Tensor.tile)
 @takes_sequence("dims")
 def tile(input: DistTensor, *dims: Any) -> DistTensor:
-    """The tensor side by side with itself, so many times along each of the last dimensions."""
+    """Repeat the tensor so many times along each of the last dimensions."""
     times = as_sizes(dims)
     return repeat(input, (1,) * (input.dim() - len(times)) + times)
 
@@ -91,7 +91,7 @@ def tile(input: DistTensor, *dims: Any) -> DistTensor:
 @implements(torch.Tensor.repeat)
 @takes_sequence("repeats")
 def repeat(input: DistTensor, *repeats: Any) -> DistTensor:
-    """The tensor side by side with itself, so many times along each dimension."""
+    """Repeat the tensor so many times along each dimension."""
     times = as_sizes(repeats)
     check_on_meta(torch.Tensor.repeat, any_type(input), times)
     x = input
@@ -109,7 +109,7 @@ def repeat(input: DistTensor, *repeats: Any) -> DistTensor:
 def movedim(
     input: DistTensor, source: int | Sequence[int], destination: int | Sequence[int]
 ) -> DistTensor:
-    """Dimensions at other places, the rest in their order."""
+    """Move dimensions to other places, the rest staying in order."""
     numbered = torch.empty(tuple(range(input.dim())), device="meta")
     moved = torch.movedim(numbered, source, destination)  # type: ignore[arg-type]
     return permute(input, tuple(moved.shape))
@@ -117,7 +117,7 @@ def movedim(
 
 @implements(torch.t, torch.Tensor.t, torch.Tensor.T.__get__)  # type: ignore[attr-defined]
 def t(input: DistTensor) -> DistTensor:
-    """The transpose of a matrix."""
+    """Return the transpose of a matrix."""
     if input.dim() > 2:
         raise RuntimeError(f"t: expected at most 2 dimensions, got {input.dim()}; use permute")
     return permute(input, list(reversed(range(input.dim()))))
@@ -125,16 +125,16 @@ def t(input: DistTensor) -> DistTensor:
 
 @implements(torch.Tensor.mT.__get__, torch.adjoint)  # type: ignore[attr-defined]
 def matrix_transpose(input: DistTensor) -> Tensor:
-    """The last two dimensions exchanged."""
+    """Return the tensor with the last two dimensions exchanged."""
     return input.transpose(-2, -1)
 
 
 @implements(torch.Tensor.__setitem__)
 def setitem(input: DistTensor, index: Any, value: Any) -> None:
-    """Assignment to slices and positions; each rank writes what lies in its block.
+    """Assign to slices and positions; each rank writes what lies in its block.
 
     `value` is a number, or a tensor that is broadcast to the slice; a distributed one is made whole
-    first. Where a mask is true it is a number.
+    first. With a mask as the index it is a number.
     """
     if not isinstance(input, DistTensor):
         refuse(
@@ -180,7 +180,7 @@ def setitem(input: DistTensor, index: Any, value: Any) -> None:
 
 
 def _assign_where(input: DistTensor, mask: Tensor, value: Any) -> None:
-    """Assignment of a number where a mask of the leading dimensions is true."""
+    """Assign a number where a mask of the leading dimensions is true."""
     if not isinstance(value, Number):
         refuse(
             "assignment to a mask",
@@ -199,7 +199,7 @@ def _assign_where(input: DistTensor, mask: Tensor, value: Any) -> None:
 
 
 def _part(value: Tensor, shape: list[int], taken: list[slice]) -> Tensor:
-    """What this rank writes of a value that is broadcast to `shape`, where -1 are absent."""
+    """Return this rank's part of a value broadcast to `shape`, where -1 stands for no dimension."""
     kept = [n for n in shape if n >= 0]
     while value.dim() > len(kept) and value.shape[0] == 1:
         value = value.squeeze(0)

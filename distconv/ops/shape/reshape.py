@@ -24,12 +24,12 @@ from distconv.tensor.redistribution import redistribute
 
 
 def _inferred(sizes: Shape, shape: Shape) -> Shape:
-    """`sizes` with -1 replaced, as torch does it."""
+    """Return `sizes` with -1 replaced, as torch does it."""
     return tuple(torch.empty(shape, device="meta").reshape(sizes).shape)
 
 
 def _groups(before: Shape, after: Shape) -> list[tuple[range, range]]:
-    """The shortest runs of dimensions of equal product, from left to right."""
+    """Return the shortest runs of dimensions of equal product, from left to right."""
     groups = []
     i = j = 0
     while i < len(before) or j < len(after):
@@ -49,7 +49,7 @@ def _groups(before: Shape, after: Shape) -> list[tuple[range, range]]:
 
 
 def _reshaped_cuts(before: Shape, cuts: Cuts, after: Shape, grid: Grid) -> tuple[Cuts, Cuts]:
-    """The cuts that a reshape keeps: those it asks of its input, and those of its result.
+    """Return the cuts that a reshape keeps: those it asks of its input, and those of its result.
 
     A cut survives on the leading dimension of a run, when all parts are equally long; a dimension
     that stays as it is keeps any cut.
@@ -85,14 +85,14 @@ def _reshape(input: DistTensor, shape: Shape, operator: str) -> DistTensor:
 @implements(torch.reshape, torch.Tensor.reshape)
 @takes_sequence("shape")
 def reshape(input: DistTensor, *shape: Any) -> DistTensor:
-    """Another shape of the same elements in row-major order."""
+    """Return the same elements, in row-major order, in another shape."""
     return _reshape(input, _inferred(as_sizes(shape), tuple(input.shape)), "reshape")
 
 
 @implements(torch.Tensor.view)
 @takes_sequence("size")
 def view(input: DistTensor, *shape: Any) -> DistTensor:
-    """Another shape of the same elements; a type instead of a shape is refused."""
+    """Return the same elements in another shape; a type instead of a shape is refused."""
     if shape and isinstance(shape[0], torch.dtype):
         refuse("view", "the bits cannot be read as another type", input, way_out="Use x.to(dtype)")
     return _reshape(input, _inferred(as_sizes(shape), tuple(input.shape)), "view")
@@ -100,13 +100,13 @@ def view(input: DistTensor, *shape: Any) -> DistTensor:
 
 @implements(torch.Tensor.view_as)
 def view_as(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """The shape of another tensor."""
+    """Return the tensor in the shape of another one."""
     return input.view(tuple(other.shape))
 
 
 @implements(torch.Tensor.reshape_as)
 def reshape_as(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """The shape of another tensor."""
+    """Return the tensor in the shape of another one."""
     return input.reshape(tuple(other.shape))
 
 
@@ -149,7 +149,7 @@ def unsqueeze(input: DistTensor, dim: int) -> DistTensor:
 @implements(torch.permute, torch.Tensor.permute)
 @takes_sequence("dims")
 def permute(input: DistTensor, *dims: Any) -> DistTensor:
-    """The dimensions in another order, each with its cut."""
+    """Return the dimensions in another order, each with its cut."""
     named = as_sizes(dims)
     if len(named) != input.dim():
         raise RuntimeError(f"permute: {named} does not name all {input.dim()} dimensions")
@@ -160,21 +160,21 @@ def permute(input: DistTensor, *dims: Any) -> DistTensor:
 
 @implements(torch.transpose, torch.Tensor.transpose)
 def transpose(input: DistTensor, dim0: int, dim1: int) -> DistTensor:
-    """Two dimensions exchanged."""
+    """Return the tensor with two dimensions exchanged."""
     numbered = torch.empty(tuple(range(input.dim())), device="meta")
     return permute(input, tuple(numbered.transpose(dim0, dim1).shape))
 
 
 @implements(torch.swapaxes, torch.Tensor.swapaxes)
 def swapaxes(input: DistTensor, axis0: int, axis1: int) -> DistTensor:
-    """Two dimensions exchanged."""
+    """Return the tensor with two dimensions exchanged."""
     return transpose(input, axis0, axis1)
 
 
 @implements(torch.Tensor.expand)
 @takes_sequence("size")
 def expand(input: DistTensor, *sizes: Any) -> DistTensor:
-    """Dimensions of one element repeated, whole on every rank; new ones in front."""
+    """Repeat dimensions of one element, whole on every rank; new ones come in front."""
     shape = tuple(torch.empty(tuple(input.shape), device="meta").expand(as_sizes(sizes)).shape)
     lead = len(shape) - input.dim()
     grown = [d for d in range(input.dim()) if input.shape[d] != shape[d + lead]]

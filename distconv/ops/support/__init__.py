@@ -1,1 +1,1 @@
-"""What the rules of all families need: operands, arguments, types and checks."""
+"""Operands, arguments, types and checks, for the rules of all families."""

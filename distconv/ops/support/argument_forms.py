@@ -15,7 +15,10 @@ from distconv.tensor.whole_numbers import whole_numbers
 
 
 def normalize_dims(dim: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
-    """Dimension numbers from 0; all of them for None or ()."""
+    """Return dimension numbers from 0; all of them for None or ().
+
+    Raises `IndexError` out of range, `RuntimeError` where a dimension appears twice.
+    """
     chosen = () if dim is None else whole_numbers(dim, "dim")
     if not chosen:
         return tuple(range(ndim))
@@ -32,12 +35,12 @@ def normalize_dims(dim: int | Sequence[int] | None, ndim: int) -> tuple[int, ...
 
 
 def normalize_dim(dim: int, ndim: int) -> int:
-    """The number from 0 of one dimension; 0 for a tensor without any, which counts as a vector."""
+    """Return the number from 0 of one dimension; 0 for a scalar, which counts as a vector."""
     return next(iter(normalize_dims(dim, ndim)), 0)
 
 
 def as_sizes(arguments: tuple[Any, ...]) -> tuple[int, ...]:
-    """Numbers given one by one, or as one sequence."""
+    """Return numbers given one by one, or as one sequence, as a tuple."""
     if len(arguments) == 1 and isinstance(arguments[0], (tuple, list, torch.Size)):
         arguments = tuple(arguments[0])
     return whole_numbers(arguments, "size")
@@ -60,7 +63,7 @@ Sizes = int | Sequence[int]
 
 
 def to_tuple(value: Sizes, n: int, what: str) -> tuple[int, ...]:
-    """One number for each of `n` spatial dimensions."""
+    """Return one number for each of `n` spatial dimensions; raise for another count of them."""
     numbers = whole_numbers(value, what)
     if len(numbers) == 1:
         return numbers * n
@@ -70,9 +73,10 @@ def to_tuple(value: Sizes, n: int, what: str) -> tuple[int, ...]:
 
 
 def accepts_unbatched(name: str, spatial: int) -> Callable[[Rule], Rule]:
-    """Let a rule for (sample, channel, *spatial) take a single sample without the first dimension.
+    """Let a rule for (sample, channel, *spatial) take one sample without the first dimension.
 
-    As in torch, that is a mini-batch of one; its dimensions are cut as they are.
+    As in torch, that is a mini-batch of one; its dimensions are cut as they are. Other numbers of
+    dimensions raise `RuntimeError` on every rank.
     """
 
     def decorate(rule: Rule) -> Rule:

@@ -1,6 +1,6 @@
 """Small tensors of fixed numbers, made once for each device and used again.
 
-What comes from the host waits for all that a GPU has been given to do.
+A copy from the host to a GPU waits for all that the GPU has been given to do.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ Arguments = ParamSpec("Arguments")
 Made = TypeVar("Made")
 
 LIMIT = 256
-"""What is kept of each kind on CPUs, where the least recently used goes first."""
+"""How many results of each function are kept on CPUs; the least recently used goes first."""
 
 
 def remembered(
     make: Callable[Concatenate[torch.device, Arguments], Made],
 ) -> Callable[Concatenate[torch.device, Arguments], Made]:
-    """Keep what a function makes of its arguments, to which nobody writes.
+    """Keep the tensors that a function makes of its arguments, to which nobody writes.
 
-    The last `KEPT_BYTES` are kept, and on GPUs all of them, for good: a captured graph of CUDA
+    The last `LIMIT` are kept on CPUs, and on GPUs all of them, for good: a captured graph of CUDA
     reads them where they are.
     """
     last, every = lru_cache(maxsize=LIMIT)(make), cache(make)
@@ -41,6 +41,6 @@ def remembered(
 def constant(
     device: torch.device, numbers: tuple[int, ...], dtype: torch.dtype = torch.int64
 ) -> Tensor:
-    """The tensor of these whole numbers."""
+    """Return the tensor of these whole numbers."""
     with torch.inference_mode(False):  # autograd may save it later
         return torch.tensor(numbers, dtype=dtype, device=device)

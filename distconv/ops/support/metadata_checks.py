@@ -16,14 +16,14 @@ from distconv.geometry.layout import Shape
 
 
 class TensorMeta(NamedTuple):
-    """What matters of a tensor: its global shape, and its type, or None where any will do."""
+    """All that matters of a tensor: its global shape, and its type, or None where any will do."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None = None
 
 
 def any_type(x: Tensor | None) -> TensorMeta | None:
-    """A tensor whose type does not matter, for `check_on_meta`."""
+    """Return a tensor whose type does not matter, for `check_on_meta`."""
     return None if x is None else TensorMeta(tuple(x.shape))
 
 
@@ -39,7 +39,7 @@ def check_shapes(
 
 
 def check_on_meta(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-    """The shape of `function(*arguments, **keywords)`, or the shapes of its several results.
+    """Return the shape of `function(*arguments, **keywords)`, or the shapes of its results.
 
     Tensors stand for their global shape and type; `any_type` leaves the type out.
     """

@@ -25,7 +25,8 @@ def method(name: str) -> Iterator[None]:
     "assembled" copies a rank's block and its halos into one buffer and computes on that.
     "overlapped" computes on the block as it is while the halos travel, and mends the boundary.
     Results are equal to rounding. Without a choice the faster is taken. All ranks choose alike.
-    What torch.utils.checkpoint computes again, without reentry, is computed by the same method.
+    Activations that torch.utils.checkpoint computes again, without reentry, are computed by the
+    same method. Another name raises `ValueError`.
     """
     if name not in METHODS:
         raise ValueError(f"method={name!r} is not known; choose from {', '.join(METHODS)}")
@@ -37,7 +38,7 @@ def method(name: str) -> Iterator[None]:
 
 
 def chosen_method() -> str | None:
-    """The method that has been chosen, if any."""
+    """Return the method that has been chosen, if any."""
     name = _FORCED.get()
     if name is None and not _CHECKPOINTED:
         return None
@@ -52,10 +53,10 @@ def chosen_method() -> str | None:
 
 
 def _checkpointed_call() -> Any:
-    """What torch.utils.checkpoint keeps of the call under way; None outside of such calls.
+    """Return what torch.utils.checkpoint keeps of the call under way; None outside of such calls.
 
-    The same when the call is made for the first time and when it is computed again. It is found in
-    the hooks through which torch has all saved tensors go.
+    It is the same object when the call is made for the first time and when it is computed again. It
+    is found in the hooks through which torch has all saved tensors go.
     """
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     hooks = top and top(True)

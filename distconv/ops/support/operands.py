@@ -25,7 +25,7 @@ from distconv.tensor.redistribution import redistribute
 
 
 class Placement(NamedTuple):
-    """How a tensor lies on a grid, as one rank sees it: what decisions about it may rest on."""
+    """How a tensor lies on a grid, as one rank sees it: all that decisions about it may rest on."""
 
     shape: Shape
     cuts: Cuts
@@ -35,13 +35,13 @@ class Placement(NamedTuple):
 
     @classmethod
     def of(cls, x: DistTensor) -> Placement:
-        """That of `x`."""
+        """Return the placement of `x`."""
         grid = x.grid
         return cls(tuple(x.shape), x.cuts, grid.topology, grid.rank, x.shard.dtype)
 
 
 def common_grid(operator: str, operands: Iterable[Any]) -> Grid:
-    """The one grid of all distributed operands."""
+    """Return the one grid of all distributed operands; raise `ValueError` for several."""
     grids = [x.grid for x in operands if isinstance(x, DistTensor)]
     for grid in grids[1:]:
         if grid is not grids[0] and grid != grids[0]:
@@ -53,27 +53,27 @@ def common_grid(operator: str, operands: Iterable[Any]) -> Grid:
 
 
 def as_distributed(x: Tensor, grid: Grid) -> DistTensor:
-    """`x` itself, or a plain tensor, equal on all ranks, as a DistTensor that is whole on each."""
+    """Return `x` as a DistTensor; a plain tensor, equal on all ranks, is whole on each of them."""
     if isinstance(x, DistTensor):
         return x
     return DistTensor(x, x.shape, ((),) * x.dim(), grid)
 
 
 def gather_whole(x: Any, operator: str) -> Any:
-    """A tensor operand in full on this rank; what is not a DistTensor passes unchanged."""
+    """Return a tensor operand in full on this rank; anything but a DistTensor passes unchanged."""
     if not isinstance(x, DistTensor):
         return x
     return redistribute(x, ((),) * x.dim(), operator).shard
 
 
 def uncut(x: DistTensor, dimensions: Iterable[int], operator: str) -> DistTensor:
-    """`x` with these dimensions whole on every rank."""
+    """Return `x` with these dimensions whole on every rank; all ranks call it."""
     chosen = set(dimensions)
     return redistribute(x, tuple(() if d in chosen else a for d, a in enumerate(x.cuts)), operator)
 
 
 def local_operand(x: Any, shape: Shape, cuts: Cuts, grid: Grid, operator: str) -> Any:
-    """This rank's part of an operand that is broadcast to a result of `shape` cut by `cuts`.
+    """Return this rank's part of an operand that is broadcast to `shape` cut by `cuts`.
 
     Numbers pass unchanged, plain tensors (equal on all ranks) are sliced, DistTensors are
     redistributed where their cuts differ.
@@ -91,7 +91,7 @@ def local_operand(x: Any, shape: Shape, cuts: Cuts, grid: Grid, operator: str) -
 
 
 def broadcast_shape(name: str, tensors: Sequence[Tensor]) -> Shape:
-    """The shape of the broadcast of all operands, from their global shapes."""
+    """Return the shape of the broadcast of all operands, from their global shapes, or raise."""
     try:
         return _broadcast(tuple(x.shape for x in tensors))
     except RuntimeError:
@@ -109,19 +109,20 @@ def _broadcast(shapes: tuple[Shape, ...]) -> Shape:
 
 
 def broadcast_cuts(operands: Sequence[DistTensor], shape: Shape) -> Cuts:
-    """The layout of a result broadcast from several operands: that of the largest, first on ties.
+    """Return the cuts of a result broadcast from several operands.
 
-    A dimension along which the largest is itself broadcast is cut as the first operand that has it
-    in full, as far as those grid axes are still free.
+    They are the cuts of the largest operand, of the first among equals. A dimension along which the
+    largest is itself broadcast is cut as in the first operand that has it in full, as far as those
+    grid axes are still free.
     """
     return cuts_of_broadcast(tuple((tuple(x.shape), x.cuts) for x in operands), shape)
 
 
 def box_on_rank(shape: Sequence[int], cuts: Cuts, grid: Grid) -> Box:
-    """The box that this rank holds of a tensor of global `shape` cut by `cuts`."""
+    """Return the box that this rank holds of a tensor of global `shape` cut by `cuts`."""
     return rank_box(tuple(shape), cuts, grid.topology, grid.rank)
 
 
 def empty_block(buffer: Tensor, shape: Shape) -> Tensor:
-    """An empty block of `shape` that hangs on `buffer` in the autograd graph."""
+    """Return an empty block of `shape` that hangs on `buffer` in the autograd graph."""
     return buffer.reshape(-1)[:0].reshape(shape)

@@ -10,7 +10,7 @@ from distconv.tensor.dist_tensor import DistTensor
 
 
 def autocast_type(x: Tensor) -> torch.dtype | None:
-    """The type that autocast now gives the operands of a convolution; None where it is off.
+    """Return the type that autocast now gives the operands of a convolution; None where it is off.
 
     torch has no autocast for tensors without elements.
     """
@@ -22,17 +22,17 @@ def autocast_type(x: Tensor) -> torch.dtype | None:
 
 
 def accumulation_type(dtype: torch.dtype) -> torch.dtype:
-    """The type in which sums over many elements are accurate."""
+    """Return the type in which sums over many elements are accurate."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def to_accumulation_type(x: Tensor) -> Tensor:
-    """`x` in a type in which sums over many elements are accurate."""
+    """Return `x` in a type in which sums over many elements are accurate."""
     return x.to(accumulation_type(x.dtype))
 
 
 def check_same_types(name: str, *tensors: Tensor | None) -> None:
-    """Raise on every rank where torch would on those with elements: for types that differ."""
+    """Raise on every rank for types that differ, as torch does on ranks that have elements."""
     given = [t for t in tensors if t is not None]
     kinds = {t.dtype for t in given}
     if len(kinds) > 1 and autocast_type(given[0]) is None:
@@ -43,7 +43,7 @@ def check_same_types(name: str, *tensors: Tensor | None) -> None:
 
 
 def distributed_input(name: str, input: Tensor, *parameters: Tensor | None) -> DistTensor:
-    """The input, distributed on one grid with its parameters, and of the same type as they."""
+    """Return the input, distributed on one grid with its parameters, after a check of types."""
     x = as_distributed(input, common_grid(name, (input, *parameters)))
     check_same_types(name, x, *parameters)
     return x

@@ -21,6 +21,6 @@ BENCHMARKS: dict[str, Callable[[Settings], Iterator[Row]]] = {
     "memory": memory,
     "overhead": overheads,
 }
-"""What `python -m distconv bench` can measure; all ranks call it."""
+"""The benchmarks of `python -m distconv bench` by name; all ranks call one."""
 
 __all__ = ["BENCHMARKS", "Row", "Settings", "as_table", "plot"]

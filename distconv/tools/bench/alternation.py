@@ -1,4 +1,4 @@
-"""Timing of what is compared side by side, on all ranks, so that both meet the same machine."""
+"""Timing of several things in turns, on all ranks, so that all of them meet the same machine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROUNDS = 5, 200
 
 @dataclass(frozen=True)
 class Contender:
-    """One of the things that are compared: what is called, by whom, on how many threads."""
+    """One of several functions that are compared, with the ranks and threads that run it."""
 
     run: Callable[[], object]
     threads: int = 1
@@ -43,7 +43,7 @@ class Spread(NamedTuple):
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Median and quartiles of at least two numbers."""
+    """Return the median and the quartiles of at least two numbers."""
     low, median, high = quantiles(values, method="inclusive")
     return Spread(median, low, high)
 
@@ -51,10 +51,10 @@ def spread(values: Sequence[float]) -> Spread:
 def alternate(
     comm: MPI.Intracomm, sides: Sequence[Contender], seconds: float
 ) -> tuple[list[float], ...]:
-    """For every side the seconds of a call, round by round; the same numbers on all ranks.
+    """Return for every side the seconds of a call, round by round; the same numbers on all ranks.
 
-    Every round times all sides one after the other, every second round in reverse, so that what
-    disturbs the machine disturbs them alike. A time is that of the slowest rank.
+    Every round times all sides one after the other, every second round in reverse, so that a
+    disturbance of the machine disturbs them alike. A time is that of the slowest rank.
 
     Parameters
     ----------
@@ -74,20 +74,20 @@ def alternate(
 
 
 def in_turns(sides: Sequence[T], rounds: int) -> Iterator[T]:
-    """All sides in each round, in reverse in every second one."""
+    """Yield all sides in each round, in reverse in every second one."""
     for i in range(rounds):
         yield from sides if i % 2 == 0 else reversed(sides)
 
 
 def sleep_until_all_are_here(comm: MPI.Intracomm) -> None:
-    """A barrier that leaves the cores to those that still compute; MPI's own polls."""
+    """Wait for all ranks, leaving the cores to those that compute; MPI's own barrier polls."""
     request = comm.Ibarrier()
     while not request.Test():
         time.sleep(1e-3)
 
 
 def _timed(comm: MPI.Intracomm, side: Contender, repeats: int) -> float:
-    """Seconds of one of several calls, on the slowest rank."""
+    """Return the seconds of one of several calls, on the slowest rank."""
     threads = torch.get_num_threads()
     torch.set_num_threads(side.threads)
     sleep_until_all_are_here(comm)

@@ -28,7 +28,7 @@ class Case(NamedTuple):
 
     name: str
     make: Callable[[str], nn.Module]
-    """Makes the layer for an algorithm, as it is given to `distconv.layers`."""
+    """The function that makes the layer for an algorithm, as `distconv.layers` calls it."""
     shape: tuple[int, ...]
 
 
@@ -47,7 +47,7 @@ CASES = (
 
 
 def channels(settings: Settings, cases: Sequence[Case] = CASES) -> Iterator[Row]:
-    """Two rows for each case and algorithm; all ranks call it."""
+    """Yield two rows for each case and algorithm; all ranks call it."""
     rows = chain("height")
     grids: dict[str, tuple[ProcessGrid, tuple[str, ...]]] = {
         algorithm: (chain("channel"), ("channel",)) for algorithm in ("x", "y")
@@ -79,6 +79,6 @@ def channels(settings: Settings, cases: Sequence[Case] = CASES) -> Iterator[Row]
 def _cut(
     layer: nn.Module, x: Tensor, dy: Tensor, grid: ProcessGrid, layout: Layout, shard: bool = False
 ) -> Callable[[], None]:
-    """A step of a layer on a tensor in this layout, with sharded weights or whole ones."""
+    """Return a step of a layer on a tensor in this layout, with sharded weights or whole ones."""
     parallel = parallelize(layer, grid, layouts={"": layout}, shard_parameters=shard)
     return step_of(parallel, *(distribute_tensor(t, grid, layout) for t in (x, dy)))

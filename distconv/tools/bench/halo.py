@@ -1,8 +1,8 @@
 """The exchange of halos alone, with packing, against MPI's own Sendrecv of as many bytes.
 
-Bytes that have just been written lie in the cache of the core that wrote them, and have to be
-fetched from there; those that were sent before and have not changed lie in the receiver's already.
-Halos are of the first kind. The bound is both.
+Bytes that have just been written, as halos are, lie in the cache of the core that wrote them, and
+have to be fetched from there. Bytes that were sent before and have not changed lie in the
+receiver's cache already. There is a bound for each kind.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 ROW = 16 * 2**10
-"""The target holds for messages of this many elements, 64 KiB, and more."""
+"""Elements of a message, 64 KiB, from which on the target holds."""
 
 CASES = tuple(
     (axis, channels, extent)
@@ -40,7 +40,7 @@ THICKNESS = 8
 
 
 def halos(settings: Settings, cases: Sequence[tuple[str, int, int]] = CASES) -> Iterator[Row]:
-    """Two rows for each case; all ranks call it. Its grids are chains, whatever the settings."""
+    """Yield two rows for each case, on chains of ranks whatever the settings; all ranks call it."""
     for axis, channels, extent in cases:
         grid = chain(axis)
         cut = THICKNESS * grid.size
@@ -65,14 +65,14 @@ def _block(axis: str, channels: int, extent: int) -> tuple[int, ...]:
 
 
 def plan_of(x: DistTensor) -> Plan:
-    """What a 3x3 convolution of `x` with padding 1 exchanges."""
+    """Return the plan by which a 3x3 convolution of `x` with padding 1 exchanges its halos."""
     window = Window(3, padding=(1, 1))
     needs = tuple(window if axes else Same() for axes in x.cuts)
     return make_plan(x.grid.topology, x.grid.rank, tuple(x.shape), x.cuts, x.cuts, needs)
 
 
 def exchange(x: DistTensor, plan: Plan) -> Callable[[], None]:
-    """What an overlapped convolution does of it: pack, send, receive, wait."""
+    """Pack, send, receive and wait, as an overlapped convolution does."""
 
     def run() -> None:
         Transfer(plan, x.grid).start_forward(x.shard).finish()
@@ -81,7 +81,7 @@ def exchange(x: DistTensor, plan: Plan) -> Callable[[], None]:
 
 
 def sendrecv(plan: Plan, grid: ProcessGrid, *, written: bool = True) -> Callable[[], None]:
-    """The same bytes between the same ranks, always in the same memory.
+    """Return a function that moves as many bytes between the same ranks, always in the same memory.
 
     On a chain of ranks, pairs whose lower rank is even go first, so that nobody waits in line.
 

@@ -19,15 +19,15 @@ from distconv.tools.bench.settings import Settings, by
 
 
 class Case(NamedTuple):
-    """A layer, its global input, and what is aimed at."""
+    """A layer, its global input, and its targets."""
 
     name: str
     make: Callable[[], nn.Module]
     shape: tuple[int, ...]
     over_local: float | None = None
-    """The most that it should take, in times of the layer without communication."""
+    """The most that a step should take, in times of the layer without communication."""
     speedup: float = 1.0
-    """How many times as fast as serial torch it should at least be."""
+    """How many times as fast as serial torch a step should at least be."""
 
 
 CASES = (
@@ -82,7 +82,7 @@ CASES = (
 
 
 def layers(settings: Settings, cases: Sequence[Case] = CASES) -> Iterator[Row]:
-    """Two rows for each case; all ranks call it."""
+    """Yield two rows for each case; all ranks call it."""
     for case in cases:
         yield from _rows(case, settings)
 
@@ -118,7 +118,7 @@ def _rows(case: Case, settings: Settings) -> Iterator[Row]:
 
 
 def step_of(layer: nn.Module, x: Tensor, dy: Tensor) -> Callable[[], None]:
-    """Forward and backward, with gradients of input and parameters, plain or distributed."""
+    """Return a step: forward and backward, with gradients of input and parameters."""
     x.requires_grad_()
 
     def step() -> None:

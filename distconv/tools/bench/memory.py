@@ -28,14 +28,14 @@ from distconv.tools.explain import explain
 from distconv.transport.launch import mpi
 
 OVER_SHARE = 1.05
-"""What a rank should need at most of the serial peak divided by the ranks, beside its halos."""
+"""The most that a rank should need, of the serial peak divided by the ranks, beside its halos."""
 _STEP = "distconv.tools.bench.step"
 
 
 class Peak(NamedTuple):
-    """Bytes of tensors at their most in a step: in all, and on top of what lives all through it.
+    """Bytes of tensors at their most in a step: in all, and beyond those that live all through it.
 
-    Parameters do; gradients do not.
+    Parameters live all through it; gradients do not.
     """
 
     whole: int
@@ -43,7 +43,7 @@ class Peak(NamedTuple):
 
 
 def memory(settings: Settings, networks: Sequence[Network] = NETWORKS[:2]) -> Iterator[Row]:
-    """Two rows for each network; all ranks call it."""
+    """Yield two rows for each network; all ranks call it."""
     for network in networks:
         grid = settings.grid(len(network.shape))
         mine = peak_of(partial(_distributed, network, grid))
@@ -87,7 +87,7 @@ def _serial(network: Network) -> Callable[[], None]:
 
 
 def peak_of(make: Callable[[], Callable[[], object]]) -> Peak:
-    """The most memory in the second step of what `make` makes; all its tensors are counted."""
+    """Return the most memory in the second step that `make` makes; all its tensors are counted."""
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         step = make()
@@ -107,7 +107,7 @@ def peak_of(make: Callable[[], Callable[[], object]]) -> Peak:
     live: dict[int, int] = {}
     total = least = most = 0
     for when, change in changes:
-        # A release tells its size as a negative number; what is older than the record is ignored.
+        # A release tells its size as a negative number; older memory is ignored.
         if change["Bytes"] > 0:
             live[change["Addr"]] = change["Bytes"]
             total += change["Bytes"]

@@ -21,7 +21,7 @@ from distconv.tools.bench.settings import Settings, by
 
 
 def models(settings: Settings, networks: Sequence[Network] = NETWORKS) -> Iterator[Row]:
-    """Two rows for each network; all ranks call it.
+    """Yield two rows for each network; all ranks call it.
 
     Without communication the plain network trains on a sample of the shape of the rank's block,
     with batch norm over that.
@@ -50,7 +50,7 @@ def models(settings: Settings, networks: Sequence[Network] = NETWORKS) -> Iterat
 
 
 def sample(network: Network, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """A random input of this shape, and what the network should make of it."""
+    """Return a random input of this shape, and the target that the network should predict."""
     with torch.device("meta"), torch.no_grad():
         made = network.make(shape[2:])(torch.empty(shape)).shape
     y = network.target(tuple(made))
@@ -58,7 +58,7 @@ def sample(network: Network, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 
 
 def cut_sample(network: Network, grid: ProcessGrid) -> tuple[DistTensor, DistTensor]:
-    """The same as DistTensors, of which a rank never holds more than its block."""
+    """Return such a sample as DistTensors, of which a rank never holds more than its block."""
     ndim = len(network.shape)
     x, y = sample(network, local_box(network.shape, grid).shape)
     layout = None
@@ -70,7 +70,7 @@ def cut_sample(network: Network, grid: ProcessGrid) -> tuple[DistTensor, DistTen
 
 
 def step_of(network: Network, module: nn.Module, x: Tensor, y: Tensor) -> Callable[[], None]:
-    """A step of training on one sample, plain or distributed."""
+    """Return a step of training on one sample, plain or distributed."""
     optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
 
     def step() -> None:

@@ -16,21 +16,21 @@ from torch import Tensor, nn
 
 
 class Network(NamedTuple):
-    """A network, a training sample for it, and what is aimed at."""
+    """A network, a training sample for it, and its target."""
 
     name: str
     make: Callable[[Sequence[int]], nn.Module]
-    """Makes the network for an input of these spatial sizes."""
+    """The function that makes the network for an input of these spatial sizes."""
     shape: tuple[int, ...]
     target: Callable[[tuple[int, ...]], Tensor]
-    """Makes what the network should predict, from the shape of its output."""
+    """The function that makes the target of the network from the shape of its output."""
     loss: Callable[[Tensor, Tensor], Tensor]
     over_local: float | None = None
     """The most that a step should take, in times of one without communication."""
 
 
 def mesh_tangling(size: int, quarter: int = 4) -> nn.Module:
-    """The 1K network for `size` x `size` meshes, shrunk to 32 x 32 at the least."""
+    """Return the 1K network for `size` x `size` meshes, shrunk to 32 x 32 at the least."""
     widths = ((128, 256, 256, 256, 256), *((w,) * 5 for w in (384, 512, 384, 384, 128)))
     layers: list[nn.Module] = []
     channels, kernel, shrunk = 18, 5, 1
@@ -50,7 +50,7 @@ def mesh_tangling(size: int, quarter: int = 4) -> nn.Module:
 
 
 class UNet3d(nn.Module):
-    """3-D U-Net from one channel to three classes: two convolutions a level, three levels down."""
+    """A 3-D U-Net from one channel to three classes, of four levels with two convolutions each."""
 
     def __init__(self, quarter: int = 4) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class UNet3d(nn.Module):
         self.head = nn.Conv3d(lasts[0], 3, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Volumes (samples, 1, D, H, W) to logits (samples, 3, D, H, W)."""
+        """Map volumes (samples, 1, D, H, W) to logits (samples, 3, D, H, W)."""
         skips: list[Tensor] = []
         for level in self.down:
             x = level(F.max_pool3d(x, 2) if skips else x)
@@ -92,7 +92,7 @@ def _level(channels: int, *widths: int) -> nn.Sequential:
 
 
 class Form(NamedTuple):
-    """What the two published forms of CosmoFlow differ in."""
+    """The choices in which the two published forms of CosmoFlow differ."""
 
     base: int
     """Channels of the first convolution; every following one has twice as many."""
@@ -108,7 +108,7 @@ MAXIMUM = Form(32, 512, lambda: nn.MaxPool3d(2), (128, 64))
 
 
 def cosmoflow(spatial: Sequence[int], quarter: int = 4, form: Form = AVERAGE) -> nn.Sequential:
-    """CosmoFlow down to 4^3 positions at most, without batch norm."""
+    """Return CosmoFlow down to 4^3 positions at most, without batch norm."""
     layers: list[nn.Module] = []
     channels, width, left = 4, form.base // quarter, tuple(spatial)
     while max(left) > 4:

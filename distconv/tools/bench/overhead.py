@@ -1,4 +1,4 @@
-"""What distconv costs beside the computing: microseconds of Python on tensors so small that the
+"""The cost of distconv beside the computing: microseconds of Python on tensors so small that the
 kernels take next to nothing, minus the same kernels called directly; and a model on a single rank.
 """
 
@@ -39,7 +39,7 @@ _CHANNELS, _ROWS, _WIDTH = 8, 8, 16
 
 
 def overheads(settings: Settings) -> Iterator[Row]:
-    """All rows; all ranks call it. Its grids are chains, whatever the settings."""
+    """Yield all rows, on chains of ranks whatever the settings; all ranks call it."""
     grid = chain("height")
     shape = (1, _CHANNELS, _ROWS * grid.size, _WIDTH)
     yield from pointwise(settings, grid, shape)
@@ -50,7 +50,7 @@ def overheads(settings: Settings) -> Iterator[Row]:
 
 
 def pointwise(settings: Settings, grid: ProcessGrid, shape: tuple[int, ...]) -> Iterator[Row]:
-    """Element-wise operators on a DistTensor, and on the block alone."""
+    """Yield rows of element-wise operators on a DistTensor, over those on the block alone."""
     x = distribute_tensor(torch.randn(shape), grid)
     for name, function in POINTWISE:
         sides = [
@@ -63,7 +63,7 @@ def pointwise(settings: Settings, grid: ProcessGrid, shape: tuple[int, ...]) -> 
 
 
 def convolutions(settings: Settings, grid: ProcessGrid, shape: tuple[int, ...]) -> Iterator[Row]:
-    """A cut 3x3 convolution, forward and backward, and its kernels and messages called directly.
+    """Yield rows of a cut 3x3 convolution, both passes, over its kernels and messages alone.
 
     Once with messages, for which the ranks wait as long as the system lets them; and once on a grid
     that sends nothing, which is Python alone.
@@ -89,7 +89,7 @@ def convolutions(settings: Settings, grid: ProcessGrid, shape: tuple[int, ...]) 
 
 
 def cut_convolution(x: DistTensor, weight: Tensor, dy: Tensor) -> Callable[[], None]:
-    """A 3x3 convolution of `x`, and its gradients for that of this rank's outputs."""
+    """Return a 3x3 convolution of `x`, and its gradients for a gradient of this rank's outputs."""
 
     def run() -> None:
         y = F.conv2d(x, weight, padding=1)
@@ -102,7 +102,7 @@ def cut_convolution(x: DistTensor, weight: Tensor, dy: Tensor) -> Callable[[], N
 def kernels(
     x: DistTensor, weight: Tensor, dy: Tensor, messages: Callable[[], None]
 ) -> Callable[[], None]:
-    """What an overlapped 3x3 convolution of `x`, cut along its height, computes and sends."""
+    """Return all that an overlapped 3x3 convolution of `x`, cut in height, computes and sends."""
     local = x.shard.detach()
     sides = [(slice(0, 1), slice(0, 1))] if x.grid.rank > 0 else []
     sides += [(slice(-1, None), slice(2, 3))] if x.grid.rank < x.grid.size - 1 else []
@@ -126,7 +126,7 @@ def kernels(
 
 
 def plan(samples: int = 100) -> Row:
-    """The plan of a 3^3 convolution for one rank of 16 x 16 x 16, each time of another rank."""
+    """Return the row of a plan of a 3^3 convolution, each time for another of 16^3 ranks."""
     topology = Topology((1, 1, 1, 16, 16, 16))
     shape, cuts = (1, 16, 512, 512, 512), ((), (), ("depth",), ("height",), ("width",))
     needs = (Same(), Same(), *(Window(3, padding=(1, 1)),) * 3)
@@ -153,7 +153,7 @@ def plan(samples: int = 100) -> Row:
 
 
 def one_rank(settings: Settings, channels: int = 32, size: int = 128, depth: int = 3) -> Row:
-    """A stack of convolution, ReLU and batch norm on a grid of rank 0 alone, and plain."""
+    """Return the row of a stack of layers on a grid of rank 0 alone, over the plain stack."""
     shape = 1, channels, size, size
 
     def stack() -> nn.Module:

@@ -19,17 +19,17 @@ class Row:
     case: str
     configuration: str
     measure: str
-    """What `value` is: `subject` over, under or minus which `bound`."""
+    """The meaning of `value`: `subject` over, under or minus which `bound`."""
     unit: str
-    """Of `value`; nothing for ratios."""
+    """The unit of `value`; nothing for ratios."""
     value: float
     """A median, with its quartiles `low` and `high`."""
     low: float
     high: float
     rounds: int
-    """Of how many measurements."""
+    """How many measurements the median is of."""
     subject: float
-    """Median in seconds, or bytes where `in_bytes`."""
+    """The subject's median, in seconds, or bytes where `in_bytes`."""
     bound: float | None = None
     target: float | None = None
     at_least: bool = False
@@ -38,20 +38,20 @@ class Row:
 
     @property
     def met(self) -> bool | None:
-        """Whether the target is met; None where there is none."""
+        """Return whether the target is met; None where there is none."""
         if self.target is None:
             return None
         return self.value >= self.target if self.at_least else self.value <= self.target
 
     @property
     def verdict(self) -> str:
-        """The target's fate in words."""
+        """Return the target's fate in words."""
         if self.target is None or self.met is None:
             return ""
         return "met" if self.met else f"missed by {abs(self.value / self.target - 1):.1%}"
 
     def json(self) -> str:
-        """All of it on one line."""
+        """Return the row as one line of JSON."""
         return as_json(self, met=self.met)
 
 
@@ -62,7 +62,10 @@ def over(
     bound: Sequence[float],
     target: float | None,
 ) -> Row:
-    """The subject's times over the bound's. `row` is benchmark, case and configuration."""
+    """Return the row of the subject's times over the bound's.
+
+    `row` is benchmark, case and configuration.
+    """
     ratios = [s / b for s, b in zip(subject, bound, strict=True)]
     return _row(row, measure, "", ratios, subject, bound, target)
 
@@ -74,7 +77,7 @@ def speedup(
     bound: Sequence[float],
     target: float | None,
 ) -> Row:
-    """How many times as fast as the bound the subject is."""
+    """Return the row of how many times as fast as the bound the subject is."""
     ratios = [b / s for s, b in zip(subject, bound, strict=True)]
     return _row(row, measure, "", ratios, subject, bound, target, at_least=True)
 
@@ -86,7 +89,7 @@ def minus(
     bound: Sequence[float],
     target: float | None,
 ) -> Row:
-    """The microseconds by which the subject takes longer than the bound."""
+    """Return the row of the microseconds by which the subject takes longer than the bound."""
     differences = [(s - b) * 1e6 for s, b in zip(subject, bound, strict=True)]
     return _row(row, measure, "us", differences, subject, bound, target)
 
@@ -112,7 +115,7 @@ _HEADING = (
 
 
 def as_table(rows: Sequence[Row]) -> str:
-    """The rows as aligned columns of text."""
+    """Return the rows as aligned columns of text."""
     return table([_HEADING, *map(_cells, rows)], right=(3, 4, 5))
 
 
