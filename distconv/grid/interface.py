@@ -82,3 +82,6 @@ class Grid(ABC):
 
     def __deepcopy__(self, memo: dict[int, object]) -> Grid:
         return self
+
+    def __repr__(self) -> str:
+        return f"ProcessGrid({self.topology}) on {self.size} rank{'s' if self.size > 1 else ''}"

@@ -147,9 +147,8 @@ class ProcessGrid(Grid):
         raise TypeError("a ProcessGrid belongs to its MPI job and cannot be pickled; make it anew")
 
     def __repr__(self) -> str:
-        where = f" with GPUs, {self._transport.name}" if self._device.type == "cuda" else ""
-        ranks = f"{self.size} rank{'s' if self.size > 1 else ''}"
-        return f"ProcessGrid({self._topology}) on {ranks}{where}"
+        gpus = f" with GPUs, {self._transport.name}" if self._device.type == "cuda" else ""
+        return f"{super().__repr__()}{gpus}"
 
 
 def _ranks_of_mpi(comm: MPI.Intracomm | None) -> MPI.Intracomm:

@@ -161,6 +161,3 @@ class DryRunGrid(Grid):
         cuts = cuts_of_layout(layout, self, len(shape))
         box = rank_box(shape, cuts, self._topology, self._rank)
         return DistTensor(torch.empty(box.shape, dtype=dtype, device="meta"), shape, cuts, self)
-
-    def __repr__(self) -> str:
-        return f"DryRunGrid({self.topology}), rank {self.rank} of {self.size}"
