@@ -32,19 +32,30 @@ from distconv.tensor.dist_tensor import DistTensor
 
 @implements(torch.einsum, torch.functional.einsum)
 def einsum(equation: str, *operands: Any) -> DistTensor:
-    """Return an Einstein sum in torch's notation; an ellipsis is refused."""
+    """Return an Einstein sum in torch's notation."""
     if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
         operands = tuple(operands[0])
-    if "." in equation:
-        refuse(
-            "einsum", "an ellipsis is not supported", *operands, way_out="Name all its dimensions"
-        )
+    check_on_meta(torch.einsum, equation, *operands)
     left, arrow, result = equation.replace(" ", "").partition("->")
-    terms = left.split(",")
     if not arrow:
-        letters = sorted(set(left) - {","})
-        result = "".join(c for c in letters if left.count(c) == 1)
-    return _contract("einsum", terms, result, operands)
+        letters = sorted(set(left) - {",", "."})
+        result = "..." * ("." in left) + "".join(c for c in letters if left.count(c) == 1)
+    terms, rest = _without_ellipsis(left, operands)
+    return _contract("einsum", terms, result.replace("...", rest), operands)
+
+
+def _without_ellipsis(left: str, operands: Sequence[Tensor]) -> tuple[list[str], str]:
+    """Return the terms of an equation with letters in place of each ellipsis, and all of these.
+
+    The dimensions of an ellipsis are broadcast against those of the others, the last to the last.
+    """
+    terms = left.split(",")
+    free = [c for c in ascii_letters if c not in left]
+    counts = [x.dim() - len(t.replace("...", "")) for t, x in zip(terms, operands, strict=True)]
+    rest = "".join(free[: max([n for t, n in zip(terms, counts, strict=True) if "." in t] or [0])])
+    return [
+        t.replace("...", rest[len(rest) - n :]) for t, n in zip(terms, counts, strict=True)
+    ], rest
 
 
 def _contract(
@@ -229,16 +240,12 @@ def scaled_dot_product_attention(
             f"{tuple(value.shape)} do not fit: query and key share the last dimension, key and "
             "value the one before"
         )
-    lead = tuple(q.shape[:-2])
-    if tuple(key.shape[:-2]) != lead or tuple(value.shape[:-2]) != lead:
-        refuse(
-            name,
-            "the leading dimensions differ",
-            query,
-            key,
-            value,
-            way_out="Expand them to one shape",
-        )
+    lead = broadcast_shape(
+        name, [torch.empty(t.shape[:-2], device="meta") for t in (q, key, value)]
+    )
+    key, value = (t.expand(*lead, *t.shape[-2:]) for t in (key, value))
+    if tuple(q.shape[:-2]) != lead:
+        q = as_distributed(q.expand(*lead, *q.shape[-2:]), grid)
     if attn_mask is not None:
         full = (*lead, rows, columns)
         fits = broadcast_shape(name, (torch.empty(full, device="meta"), attn_mask)) == full

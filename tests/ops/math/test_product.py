@@ -126,6 +126,12 @@ def test_a_broken_multiple_of_integers_is_refused(factor: str) -> None:
         ("ii->i", [(4, 4)]),
         ("ij->", [(5, 4)]),
         ("a,b,ab->ab", [(4,), (3,), (4, 3)]),
+        ("...ij,...jk->...ik", [(2, 3, 4, 5), (5, 2)]),
+        ("...ij,...jk", [(3, 1, 4, 5), (2, 5, 2)]),
+        ("b...,bc->c...", [(2, 3, 4), (2, 5)]),
+        ("...a,a", [(4, 5), (5,)]),
+        ("i...->...", [(4, 3, 2)]),
+        ("...,...->", [(4, 3), (3,)]),
     ],
 )
 def test_einstein_sums(equation: str, shapes: list) -> None:
@@ -140,8 +146,8 @@ def test_shapes_that_do_not_fit_are_an_error() -> None:
     x = dc.distribute_tensor(torch.ones(4, 5), dc.ProcessGrid(sample=-1))
     with pytest.raises(RuntimeError, match="5 against 4"):
         x @ torch.ones(4, 3)
-    with pytest.raises(dc.UnsupportedOperation, match="ellipsis"):
-        torch.einsum("...a,a", x, torch.ones(5))
+    with pytest.raises(RuntimeError):
+        torch.einsum("...a,a->...", x, torch.ones(4))
 
 
 @pytest.mark.parallel(RANKS)
@@ -160,6 +166,14 @@ def test_attention_with_cut_queries_and_keys() -> None:
             grid = random_grid(rng)
             layouts = [random_layout(rng, grid, x.shape) for x in (q, k, v)]
             agrees(function, [q, k, v], [] if mask is None else [mask], grid, rng, layouts)
+
+
+@pytest.mark.parallel([1, 2, 3])
+def test_attention_broadcasts_leading_dimensions() -> None:
+    rng = random.Random(4)
+    for q, k, v in (((2, 3, 4, 4), (1, 3, 5, 4), (5, 6)), ((4, 4), (2, 5, 4), (2, 5, 6))):
+        tensors = [random_tensor(rng, shape) for shape in (q, k, v)]
+        agrees(F.scaled_dot_product_attention, tensors, [], random_grid(rng), rng)
 
 
 @pytest.mark.parallel([3, 4])
