@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import TypeAlias, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 from distconv.geometry.topology import AXES, Topology
 
@@ -67,6 +67,12 @@ def dimension_names(ndim: int) -> tuple[str, ...]:
     spatial = ("depth", "height", "width")[max(0, 5 - ndim) :] if ndim > 2 else ()
     between = tuple(f"dim{i}" for i in range(2, ndim - 3))
     return (("sample", "channel")[:ndim]) + between + spatial
+
+
+class _HasCuts(Protocol):
+    """A tensor that is cut: a DistTensor, of which this floor knows no more."""
+
+    cuts: Cuts
 
 
 class Layout:
@@ -126,6 +132,36 @@ class Layout:
         if weight:
             names = ("filter", *names[1:])[: len(cuts)]
         return cls(**dict(zip(names, cuts, strict=True)))
+
+    @classmethod
+    def like(cls, x: _HasCuts, without: str | Iterable[str] = ()) -> Layout:
+        """Return the layout of a tensor that has the dimensions of `x` but for some, cut as there.
+
+        Labels (sample, depth, height, width) beside a volume have the layout
+        `Layout.like(volume, without="channel")`. By position alone their dimensions would be taken
+        for (sample, channel, height, width). No communication.
+
+        Parameters
+        ----------
+        x: a DistTensor.
+        without: names of dimensions of `x` that the other tensor does not have.
+
+        Raises
+        ------
+        ValueError
+            Where `x` has no dimension of such a name.
+        """
+        names = dimension_names(len(x.cuts))
+        left_out = {without} if isinstance(without, str) else set(without)
+        unknown = left_out.difference(names)
+        if unknown:
+            raise ValueError(
+                f"Layout.like: without={sorted(unknown)} of a tensor of the dimensions "
+                f"({', '.join(names)}); name some of these"
+            )
+        return cls.of(
+            tuple(axes for n, axes in zip(names, x.cuts, strict=True) if n not in left_out)
+        )
 
     def cuts(self, ndim: int) -> Cuts:
         """Return the grid axes over which each dimension of a tensor of `ndim` dimensions is cut.

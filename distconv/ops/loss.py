@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.nn import _reduction as _Reduction
 from distconv.comm.collectives import all_reduce_with_grad
 from distconv.geometry.layout import Cuts, cutting_axes
 from distconv.grid.interface import Grid
+from distconv.grid.whereabouts import user_line
 from distconv.ops.support.operands import (
     as_distributed,
     broadcast_cuts,
@@ -202,6 +204,18 @@ def _check_without_samples(
     )
 
 
+def _warn_of_labels_apart(name: str, x: DistTensor, target: Tensor, cuts: Cuts) -> None:
+    """Say on rank 0 where labels lie otherwise than the scores, and are moved in every call."""
+    apart = isinstance(target, DistTensor) and any(target.cuts) and target.cuts != cuts
+    if apart and x.grid.rank == 0:
+        warnings.warn(
+            f"{name} at {user_line()}: the labels {tuple(target.shape)} lie in {target.layout}, "
+            f"the scores {tuple(x.shape)} in {x.layout}, so the labels are redistributed in every "
+            "call; lay them out as Layout.like(scores, without='channel')",
+            stacklevel=2,
+        )
+
+
 def _classification(function: Callable[..., Tensor]) -> None:
     """Register a loss over classes, which are dimension 1.
 
@@ -248,6 +262,7 @@ def _classification(function: Callable[..., Tensor]) -> None:
         if probabilities:
             labels = local_operand(target, tuple(x.shape), x.cuts, grid, name)
         else:
+            _warn_of_labels_apart(name, x, target, cuts)
             labels = local_operand(target, shape, cuts, grid, name)
         scores, labels, weight = _terms(reduction, x.shard, labels, weight)
         local = function(

@@ -218,3 +218,21 @@ def test_a_dimension_that_the_tensor_lacks_is_named_beside_those_it_has() -> Non
         Layout(dim2="depth").cuts(5)
     with pytest.raises(ValueError, match="a tensor of 0 dimensions has"):
         Layout(filter="filter").cuts(0)
+
+
+class Volume:
+    """A tensor that is cut, for `Layout.like`."""
+
+    cuts = (("sample",), ("channel",), ("depth", "filter"), (), ("width",))
+
+
+def test_the_layout_of_labels_is_that_of_the_volume_without_its_channels() -> None:
+    labels = Layout.like(Volume, without="channel").cuts(4)
+    assert labels == (("sample",), ("depth", "filter"), (), ("width",))
+    assert Layout.like(Volume, without=["channel", "width"]).cuts(3) == labels[:3]
+    assert Layout.like(Volume).cuts(5) == Volume.cuts
+
+
+def test_a_dimension_that_is_not_there_cannot_be_left_out() -> None:
+    with pytest.raises(ValueError, match=r"without=\['chanel'\] of a tensor of the dimensions"):
+        Layout.like(Volume, without="chanel")

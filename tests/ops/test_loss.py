@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -331,3 +332,24 @@ def test_a_dice_loss_written_with_sums() -> None:
         return (1 - 2 * (p * y).sum(over) / ((p + y).sum(over) + 1e-5)).mean()
 
     agrees(dice, [x, y], [], random_grid(rng), rng)
+
+
+@pytest.mark.parallel([4])
+def test_labels_of_a_volume_laid_out_like_it_are_not_moved_and_others_with_a_word() -> None:
+    grid = dc.ProcessGrid(depth=2, height=2)
+    scores = dc.distribute_tensor(torch.randn(2, 3, 4, 6, 5), grid)
+    labels = torch.randint(3, (2, 4, 6, 5))
+    alike = dc.distribute_tensor(labels, grid, dc.Layout.like(scores, without="channel"))
+    by_position = dc.distribute_tensor(labels, grid)
+    expected = F.cross_entropy(scores.full_tensor(), labels)
+    dc.redistributions(reset=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.testing.assert_close(F.cross_entropy(scores, alike).full_tensor(), expected)
+    assert dc.redistributions() == []
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        torch.testing.assert_close(F.cross_entropy(scores, by_position).full_tensor(), expected)
+    words = [str(each.message) for each in said]
+    assert len(words) == (grid.rank == 0)
+    assert all("test_loss.py" in text and "without='channel'" in text for text in words)
