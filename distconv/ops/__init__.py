@@ -1,6 +1,6 @@
 """What torch functions mean on DistTensors, one folder a family; importing this registers them."""
 
-from distconv.ops import autograd, foreach, interpolate, linear, loss, random, scalar
+from distconv.ops import autograd, foreach, grid_sample, interpolate, linear, loss, random, scalar
 from distconv.ops.conv import functions as convolutions
 from distconv.ops.math import along_dimension, pointwise, product, softmax
 from distconv.ops.norm import batch_norm, sample_norm
@@ -27,6 +27,7 @@ __all__ = [
     "convolutions",
     "extrema",
     "foreach",
+    "grid_sample",
     "indexing",
     "interpolate",
     "linear",

@@ -429,6 +429,17 @@ _SHAPES: Table = {
     **_each("take_along_dim", of(X, INTEGERS, DIM)),
     **_each("scatter scatter_add", of(X, DIM, INTEGERS, X)),
     **_each("scatter_reduce", of(X, DIM, INTEGERS, X, "sum")),
+    **_each(
+        "grid_sample",
+        of(X, Operand((3, 6, 4, 2), _unit), align_corners=False),
+        of(X, Operand((3, 2, 5, 2)), "nearest", "border", True),
+        of(VOLUME, Operand((3, 2, 3, 4, 3)), padding_mode="reflection", align_corners=True),
+    ),
+    **_each(
+        "affine_grid",
+        of(Operand((3, 2, 3)), (3, 4, 5, 7), align_corners=False),
+        of(Operand((3, 3, 4)), (3, 4, 2, 5, 3), align_corners=True),
+    ),
     **_each("one_hot", of(INTEGERS, 5), of(INTEGERS)),
     **_each("split chunk", of(X, 3, DIM)),
     **_each("unbind", of(X, DIM)),
