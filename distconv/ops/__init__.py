@@ -1,6 +1,16 @@
 """What torch functions mean on DistTensors, one folder a family; importing this registers them."""
 
-from distconv.ops import autograd, foreach, grid_sample, interpolate, linear, loss, random, scalar
+from distconv.ops import (
+    attention,
+    autograd,
+    foreach,
+    grid_sample,
+    interpolate,
+    linear,
+    loss,
+    random,
+    scalar,
+)
 from distconv.ops.conv import functions as convolutions
 from distconv.ops.math import along_dimension, pointwise, product, softmax
 from distconv.ops.norm import batch_norm, sample_norm
@@ -21,6 +31,7 @@ __all__ = [
     "adaptive",
     "aggregates",
     "along_dimension",
+    "attention",
     "autograd",
     "average",
     "batch_norm",

@@ -440,6 +440,14 @@ _SHAPES: Table = {
         of(Operand((3, 2, 3)), (3, 4, 5, 7), align_corners=False),
         of(Operand((3, 3, 4)), (3, 4, 2, 5, 3), align_corners=True),
     ),
+    **_each(
+        "multi_head_attention_forward",
+        of(
+            *(Operand((5, 3, 8)), Operand((4, 3, 8)), Operand((4, 3, 8)), 8, 2),
+            *(Operand((24, 8), plain=True), Operand((24,), plain=True), None, None, False, 0.0),
+            *(Operand((8, 8), plain=True), Operand((8,), plain=True)),
+        ),
+    ),
     **_each("one_hot", of(INTEGERS, 5), of(INTEGERS)),
     **_each("split chunk", of(X, 3, DIM)),
     **_each("unbind", of(X, DIM)),
