@@ -1,4 +1,4 @@
-"""nn.MultiheadAttention on distributed tensors is the serial one, with its weights and gradients."""
+"""nn.MultiheadAttention on distributed tensors equals the serial one, its weights included."""
 
 from __future__ import annotations
 
