@@ -10,6 +10,7 @@ import numpy as np
 
 from distconv.geometry.topology import AXES
 from distconv.grid.interface import Grid
+from distconv.grid.order import ranks_in_words
 
 _BITS = 24
 """Bits of a fingerprint, so that sums of squares over 16,000 ranks are exact in 64 bits."""
@@ -77,7 +78,6 @@ def differences(everyone: Sequence[dict[str, Any]]) -> list[str]:
         others = [rank for rank, theirs in enumerate(everyone) if theirs[name] != first]
         if others:
             value = everyone[others[0]][name]
-            ranks = [str(rank) for rank in others if everyone[rank][name] == value]
-            where = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}"
+            where = ranks_in_words(rank for rank in others if everyone[rank][name] == value)
             found.append(f"{name} is {value} on {where} and {first} on rank 0")
     return found
