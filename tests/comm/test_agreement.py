@@ -57,7 +57,7 @@ def test_a_rank_whose_parameters_are_all_frozen_is_told_too() -> None:
     x = dc.distribute_tensor(torch.rand(4, 3, 8, 8), grid).requires_grad_()
     model.requires_grad_(WORLD.rank == 0)
     message = raised_everywhere(RuntimeError, lambda: step(model, x))
-    others = "rank 1" if WORLD.size == 2 else "ranks 1, 2"
+    others = "rank 1" if WORLD.size == 2 else "ranks 1-2"
     assert f"requires_grad=False on {others} and" in message
 
 
