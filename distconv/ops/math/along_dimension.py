@@ -58,7 +58,7 @@ def _softmax(function: Callable[..., Tensor], *others: Callable[..., Tensor]) ->
             dtype = _stacklevel
         kind = dtype or input.dtype
         if not kind.is_floating_point and input.numel():
-            raise RuntimeError(f"{name}: not implemented for {kind}; pass a floating dtype=")
+            raise NotImplementedError(f"{name}: not implemented for {kind}; pass a floating dtype=")
         d = normalize_dim(_implicit(input.dim()) if dim is None else dim, input.dim())
         # Nothing is left that torch could check, which would import much of torch.
         x = uncut(input, [d], name)
