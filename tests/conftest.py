@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,6 +36,25 @@ settings.load_profile("default")
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Without it no test sees a GPU; with it, run those that are marked `gpu` (`make gpu`)."""
     parser.addoption("--gpu", action="store_true", help="let the tests see GPUs")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makeitem(
+    collector: pytest.Collector, name: str, obj: Any
+) -> list[pytest.Item] | None:
+    """Make no items of a test for other numbers of ranks, which every rank would then deselect."""
+    if "parallel[match]" not in collector.config.option.markexpr or not name.startswith("test_"):
+        return None
+    ranks = [mark.args[0] for mark in getattr(obj, "pytestmark", ()) if mark.name == "parallel"]
+    wanted = ranks[0] if ranks else 1
+    here = MPI.COMM_WORLD.size
+    return None if here in (wanted if isinstance(wanted, list) else [wanted]) else []
+
+
+def pytest_collection_finish() -> None:
+    """Keep garbage collections from looking through all that the imports have made, each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

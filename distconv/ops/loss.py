@@ -157,7 +157,7 @@ def _cross_entropy_of_bits(function: Callable[..., Tensor]) -> None:
             )
         shape = broadcast_shape(name, [t for t in (input, *weights.values()) if t is not None])
         if shape != tuple(input.shape):
-            raise ValueError(
+            raise RuntimeError(
                 f"{name}: the weights broadcast the input from {tuple(input.shape)} to {shape}; "
                 "give weights that are broadcast to the input"
             )
@@ -242,14 +242,15 @@ def _classification(function: Callable[..., Tensor]) -> None:
         cuts = tuple(a for d, a in enumerate(x.cuts) if d != classes)
         probabilities = target.shape == x.shape and target.is_floating_point()
         if not probabilities and tuple(target.shape) != shape:
-            raise ValueError(
+            error = RuntimeError if x.dim() > 2 else ValueError  # as torch
+            raise error(
                 f"{name}: target has shape {tuple(target.shape)}, expected {shape} for input "
                 f"{tuple(x.shape)}"
             )
         # torch looks at the type only where there are targets, in some versions.
         kinds = (torch.int64,) if x.dim() > 2 else (torch.int64, torch.uint8)
         if not probabilities and target.dtype not in kinds:
-            raise TypeError(
+            raise RuntimeError(
                 f"{name}: target is {target.dtype}, expected class numbers in torch.int64, or "
                 "probabilities in the shape of the input; target.long() converts"
             )

@@ -20,7 +20,7 @@ from distconv.geometry.layout import Cuts, rank_box
 from distconv.geometry.plan import Plan, make_plan
 from distconv.geometry.topology import AXES
 from tests.support.geometry import OUTSIDE, needed
-from tests.support.serial import random_grid, random_layout
+from tests.support.serial import examples, random_grid, random_layout
 
 RANKS = [1, 2, 3, 4, 6, 8]
 DTYPES = [
@@ -106,7 +106,7 @@ def inner(a: Tensor, b: Tensor) -> float:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_random_movements_bring_every_buffer_its_elements(dtype: torch.dtype) -> None:
     rng = random.Random(str(dtype))
-    for _ in range(15):
+    for _ in examples(15):
         case = Case(rng)
         local = values(case.index[case.box.slices], dtype)
         expected = values(case.wanted, dtype).masked_fill(case.wanted == OUTSIDE, 1)
@@ -118,7 +118,7 @@ def test_random_movements_bring_every_buffer_its_elements(dtype: torch.dtype) ->
 @pytest.mark.parallel(RANKS)
 def test_blocks_of_any_memory_layout_are_moved() -> None:
     rng = random.Random(1)
-    for _ in range(15):
+    for _ in examples(15):
         case = Case(rng)
         local = case.index[case.box.slices]
         backwards = tuple(reversed(range(local.dim())))
@@ -148,7 +148,7 @@ def test_channels_last_blocks_are_moved_both_ways() -> None:
 @pytest.mark.parallel(RANKS)
 def test_values_with_a_conjugation_or_negation_pending_arrive_resolved() -> None:
     rng = random.Random(2)
-    for _ in range(15):
+    for _ in examples(15):
         case = Case(rng, same)
         z = values(case.index, torch.complex64)
         for lazy in (torch.conj, lambda x: torch.imag(torch.conj(x))):
@@ -162,7 +162,7 @@ def test_values_with_a_conjugation_or_negation_pending_arrive_resolved() -> None
 @pytest.mark.parallel(RANKS)
 def test_redistribution_between_any_two_layouts_and_back_is_the_identity() -> None:
     rng = random.Random(3)
-    for _ in range(40):
+    for _ in examples(40):
         grid = random_grid(rng)
         shape = tuple(rng.randrange(9) for _ in range(rng.randrange(6)))
         x = torch.arange(torch.Size(shape).numel()).reshape(shape)
@@ -188,7 +188,7 @@ def test_messages_lie_where_tensors_do_whatever_torch_makes_by_default() -> None
 @pytest.mark.parallel(RANKS)
 def test_the_backward_of_a_gather_is_its_adjoint() -> None:
     rng = random.Random(4)
-    for seed in range(40):
+    for seed in examples(40):
         case = Case(rng, same if seed % 3 == 0 else random_map)
         x = integers(case.plan.block_shape, seed).requires_grad_()
         buffer = gather(x, case.plan, case.grid)
@@ -200,7 +200,7 @@ def test_the_backward_of_a_gather_is_its_adjoint() -> None:
 @pytest.mark.parallel(RANKS)
 def test_the_second_derivative_of_a_gather_is_right() -> None:
     rng = random.Random(5)
-    for seed in range(15):
+    for seed in examples(15):
         case = Case(rng)
         x = integers(case.plan.block_shape, seed).requires_grad_()
         v = integers(case.plan.block_shape, seed + 1)
@@ -216,7 +216,7 @@ def test_the_second_derivative_of_a_gather_is_right() -> None:
 @pytest.mark.parallel(RANKS)
 def test_the_backward_of_a_sum_over_ranks_is_its_adjoint() -> None:
     rng = random.Random(6)
-    for seed in range(10):
+    for seed in examples(10):
         grid = random_grid(rng)
         axes = tuple(rng.sample(AXES, rng.randrange(1, 4)))
         x = integers((3, 2), seed).requires_grad_()
@@ -232,7 +232,7 @@ def test_the_backward_of_a_sum_over_ranks_is_its_adjoint() -> None:
 @pytest.mark.parallel(RANKS)
 def test_replicate_and_share_are_adjoint_when_a_plain_value_counts_once() -> None:
     rng = random.Random(7)
-    for seed in range(10):
+    for seed in examples(10):
         grid = random_grid(rng)
         axes = tuple(rng.sample(AXES, rng.randrange(1, 4)))
         replicas = grid.topology.parts(axes)

@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -82,8 +84,7 @@ def assert_gone(processes: list[int]) -> None:
     assert not left
 
 
-@pytest.mark.parametrize("body", [WAITING, CAUGHT, CAUGHT_BY_ONE])
-def test_an_interrupt_ends_ranks_that_wait_or_have_caught_it(tmp_path: Path, body: str) -> None:
+def interrupted(tmp_path: Path, body: str) -> None:
     job, ranks, _ = started(tmp_path, body)
     job.send_signal(signal.SIGINT)
     end = end_of(job)
@@ -91,7 +92,19 @@ def test_an_interrupt_ends_ranks_that_wait_or_have_caught_it(tmp_path: Path, bod
     assert_gone(ranks)
 
 
-def test_an_interrupt_ends_processes_of_ranks_too(tmp_path: Path) -> None:
+def an_interrupt_ends_ranks_that_wait(tmp_path: Path) -> None:
+    interrupted(tmp_path, WAITING)
+
+
+def an_interrupt_ends_ranks_that_have_caught_it(tmp_path: Path) -> None:
+    interrupted(tmp_path, CAUGHT)
+
+
+def an_interrupt_ends_ranks_that_wait_for_one_that_has_caught_it(tmp_path: Path) -> None:
+    interrupted(tmp_path, CAUGHT_BY_ONE)
+
+
+def an_interrupt_ends_processes_of_ranks_too(tmp_path: Path) -> None:
     body = """
 child = os.fork()
 if child == 0:
@@ -110,7 +123,7 @@ wait()
     assert_gone(children)
 
 
-def test_a_program_with_a_handler_of_its_own_decides_for_itself(tmp_path: Path) -> None:
+def a_program_with_a_handler_of_its_own_decides_for_itself(tmp_path: Path) -> None:
     body = """
 from distconv.grid import interrupt
 asked = []
@@ -127,21 +140,21 @@ print("saved", flush=True)
     assert end.returncode == 0 and end.stdout.count("saved") == 2
 
 
-def test_a_killed_launcher_leaves_no_ranks(tmp_path: Path) -> None:
+def a_killed_launcher_leaves_no_ranks(tmp_path: Path) -> None:
     job, ranks, _ = started(tmp_path, WAITING)
     job.kill()
     assert_gone(ranks)
     end_of(job)
 
 
-def test_ranks_end_when_what_has_started_them_is_killed(tmp_path: Path) -> None:
+def ranks_end_when_what_has_started_them_is_killed(tmp_path: Path) -> None:
     job, ranks, parent = started(tmp_path, WAITING)
     os.kill(parent, signal.SIGKILL)
     assert_gone(ranks)
     assert end_of(job).returncode != 0
 
 
-def test_an_interrupt_of_a_worker_is_not_one_of_its_rank(tmp_path: Path) -> None:
+def an_interrupt_of_a_worker_is_not_one_of_its_rank(tmp_path: Path) -> None:
     body = """
 from distconv.grid import interrupt
 child = os.fork()
@@ -158,3 +171,34 @@ print("whole", flush=True)
     job, _, _ = started(tmp_path, body)
     end = end_of(job)
     assert end.returncode == 0 and end.stdout.count("whole") == 2, end.stderr
+
+
+BEHAVIOURS = {
+    behaviour.__name__: behaviour
+    for behaviour in (
+        an_interrupt_ends_ranks_that_wait,
+        an_interrupt_ends_ranks_that_have_caught_it,
+        an_interrupt_ends_ranks_that_wait_for_one_that_has_caught_it,
+        an_interrupt_ends_processes_of_ranks_too,
+        a_program_with_a_handler_of_its_own_decides_for_itself,
+        a_killed_launcher_leaves_no_ranks,
+        ranks_end_when_what_has_started_them_is_killed,
+        an_interrupt_of_a_worker_is_not_one_of_its_rank,
+    )
+}
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[None]]]:
+    """All of them, a few at the same time, as they mostly wait."""
+    with ThreadPoolExecutor(3) as pool:
+        yield {
+            name: pool.submit(behaviour, tmp_path_factory.mktemp("job"))
+            for name, behaviour in BEHAVIOURS.items()
+        }
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("behaviour", BEHAVIOURS)
+def test_ranks_end_together(shown: dict[str, Future[None]], behaviour: str) -> None:
+    shown[behaviour].result()

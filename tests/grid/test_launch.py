@@ -70,9 +70,9 @@ def test_the_grid_of_a_wrong_launch_is_an_error_and_that_of_one_rank_is_not(
 ) -> None:
     script = tmp_path / "script.py"
     script.write_text(PROGRAM)
-    end = end_of(start(script, WORLD_SIZE="2"))
+    end = end_of(start(script, fresh=False, WORLD_SIZE="2"))
     assert end.returncode == 1 and "WORLD_SIZE=2 says that it is one of 2" in end.stderr
-    end = end_of(start(script, WORLD_SIZE="2", DISTCONV_ALLOW_SINGLE="1"))
+    end = end_of(start(script, fresh=False, WORLD_SIZE="2", DISTCONV_ALLOW_SINGLE="1"))
     assert (end.returncode, end.stdout) == (0, "ProcessGrid() on 1 rank\n"), end.stderr
 
 

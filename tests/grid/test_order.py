@@ -188,7 +188,7 @@ for t in threads: t.start()
 for t in threads: t.join()
 raise failed[0]
 """
-    end = job(tmp_path, body, ranks=2)
+    end = job(tmp_path, body, fresh=False)
     assert end.returncode != 0
     assert "two threads use one grid" in end.stderr and "script.py" in end.stderr
 
@@ -203,5 +203,5 @@ for _ in range(3):
     thread.join()
     work()
 """
-    end = job(tmp_path, body, ranks=2)
+    end = job(tmp_path, body, fresh=False)
     assert (end.returncode, end.stderr) == (0, "")

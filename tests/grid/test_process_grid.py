@@ -188,7 +188,7 @@ def test_communicators_are_kept_for_every_grid_on_the_same_ranks() -> None:
 @pytest.mark.parallel([1, 2, 4])
 def test_thousands_of_grids_do_not_exhaust_mpi() -> None:
     rng = random.Random(2)
-    for i in range(3000):
+    for i in range(2400):  # more than MPI has communicators
         if i % 3:
             grid = random_grid(rng)
         else:

@@ -97,10 +97,12 @@ train(1)
 def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The ends of all these jobs, some of which run at the same time, as they mostly wait."""
 
-    def end(body: str) -> Any:
-        return job(tmp_path_factory.mktemp("job"), SET_UP + body, ranks=2, DISTCONV_TIMEOUT="4")
+    folders = [tmp_path_factory.mktemp("job") for _ in HANGS]
 
-    with ThreadPoolExecutor(3) as pool:
+    def end(body: str) -> Any:
+        return job(folders.pop(), SET_UP + body, fresh=False, DISTCONV_TIMEOUT="4")
+
+    with ThreadPoolExecutor(8) as pool:
         return dict(zip(HANGS, pool.map(end, HANGS.values()), strict=True))
 
 
@@ -116,26 +118,26 @@ def test_a_hang_ends_with_one_message(ends: dict[str, Any], what: str) -> None:
 
 def test_the_message_names_operators_and_lines_of_all_ranks(tmp_path: Path) -> None:
     body = "for i in range(2):\n    if one and i == 1: time.sleep(1000)\n    train(1)"
-    end = job(tmp_path, "import time\n" + SET_UP + body, ranks=3, DISTCONV_TIMEOUT="4")
+    end = job(tmp_path, "import time\n" + SET_UP + body, ranks=3, fresh=False, DISTCONV_TIMEOUT="4")
     assert "ranks wait for more than DISTCONV_TIMEOUT=4 seconds" in end.stderr
     assert "ranks 0, 2: waiting" in end.stderr and ".conv2d at" in end.stderr
     assert "rank 1: elsewhere at" in end.stderr
 
 
 def test_a_rank_that_leaves_is_noticed_long_before_the_limit(tmp_path: Path) -> None:
-    end = job(tmp_path, SET_UP + "if one: sys.exit()\ntrain(1)", ranks=2)
+    end = job(tmp_path, SET_UP + "if one: sys.exit()\ntrain(1)")
     assert end.returncode != 0
     assert "ranks wait for rank 1, which will not come" in end.stderr
     assert "rank 1: has left the program" in end.stderr
 
 
 def test_ranks_that_leave_at_different_times_without_need_end_in_silence(tmp_path: Path) -> None:
-    end = job(tmp_path, SET_UP + "if one: __import__('time').sleep(4)", ranks=2)
+    end = job(tmp_path, SET_UP + "if one: __import__('time').sleep(4)")
     assert (end.returncode, end.stderr) == (0, "")
 
 
 def test_a_limit_that_is_no_number_is_an_error(tmp_path: Path) -> None:
-    end = job(tmp_path, "", ranks=2, DISTCONV_TIMEOUT="soon")
+    end = job(tmp_path, "", DISTCONV_TIMEOUT="soon")
     assert end.returncode != 0 and "DISTCONV_TIMEOUT='soon'" in end.stderr
 
 

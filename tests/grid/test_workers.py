@@ -11,12 +11,15 @@ from tests.support.jobs import end_of, start
 
 
 def ended(
-    tmp_path: Path, program: str, ranks: int = 0, *arguments: str
+    tmp_path: Path, program: str, ranks: int = 0, *arguments: str, fresh: bool = True
 ) -> subprocess.CompletedProcess[str]:
-    """The end of a program on this number of ranks; without a launcher for none."""
+    """The end of a program on this number of ranks; without a launcher for none.
+
+    For `fresh` see `start`.
+    """
     script = tmp_path / "program.py"
     script.write_text(program)
-    return end_of(start(script, ranks, *arguments))
+    return end_of(start(script, ranks, *arguments, fresh=fresh))
 
 
 def test_importing_the_library_does_not_start_mpi(tmp_path: Path) -> None:
@@ -108,7 +111,7 @@ def test_workers_of_a_data_loader_read_however_they_are_started(
 def test_what_a_worker_raises_reaches_its_rank(
     tmp_path: Path, method: str, act: str, message: str
 ) -> None:
-    end = ended(tmp_path, LOADER, 2, method, act)
+    end = ended(tmp_path, LOADER, 2, method, act, fresh=False)
     assert end.returncode != 0 and "read" not in end.stdout
     assert message in end.stderr and "of 2 raised" in end.stderr
 
@@ -142,7 +145,7 @@ if grid.rank == 0 or child:
     ],
 )
 def test_a_forked_process_ends_alone(tmp_path: Path, body: str, status: int, error: str) -> None:
-    end = ended(tmp_path, FORKS.format(body=body), 2)
+    end = ended(tmp_path, FORKS.format(body=body), 2, fresh=False)
     assert end.returncode == 0, end.stderr
     assert f"status {status}" in end.stdout and end.stdout.count("whole") == 2
     assert error in end.stderr and "raised" not in end.stderr

@@ -86,7 +86,9 @@ RAISED: dict[str, Callable] = {
         x, torch.zeros(3), None, training=True
     ),
     "instance_norm without momentum": lambda x: F.instance_norm(x, momentum=None),
-    "instance_norm with one running statistic": lambda x: F.instance_norm(x, torch.zeros(3)),
+    "instance_norm with one running statistic": lambda x: F.instance_norm(
+        x, torch.zeros(3).double()
+    ),
     "flipud of a number": lambda x: torch.flipud(x[0, 0, 0]),
     "narrow from a boolean": lambda x: x.narrow(0, torch.tensor(True), 1),
     "split with negative sizes": lambda x: x.split([3, -1]),

@@ -14,7 +14,15 @@ from torch import Tensor
 
 import distconv as dc
 from distconv.tensor.dispatch import RULES
-from tests.support.serial import agrees, noted, random_grid, random_layout, random_tensor, refused
+from tests.support.serial import (
+    agrees,
+    examples,
+    noted,
+    random_grid,
+    random_layout,
+    random_tensor,
+    refused,
+)
 
 RANKS = [1, 2, 3, 4, 6]
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
@@ -63,7 +71,7 @@ def test_the_example_by_hand_of_the_page(page: dict[str, Any]) -> None:
 @pytest.mark.parallel(RANKS)
 def test_windows_of_any_geometry_that_mix_channels() -> None:
     rng = random.Random(3)
-    for _ in range(20):
+    for _ in examples(20):
         n = rng.choice([1, 2, 3])
         conv = (F.conv1d, F.conv2d, F.conv3d)[n - 1]
         geometry = [(rng.choice([1, 2, 3, 5]), rng.choice([1, 2, 3])) for _ in range(n)]

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import distconv as dc
-from tests.support.serial import agrees, noted, random_grid, random_layout, random_tensor
+from tests.support.serial import agrees, examples, noted, random_grid, random_layout, random_tensor
 
 pytestmark = pytest.mark.gpu
 
@@ -24,7 +24,7 @@ MODES = {
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_random_interpolations_equal_serial(n: int) -> None:
     rng = random.Random(n)
-    for _ in range(30):
+    for _ in examples(30):
         grid = random_grid(rng)
         shape = (2, 3, *(rng.randrange(1, 12) for _ in range(n)))
         mode = rng.choice(MODES[n])

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import distconv as dc
-from tests.support.serial import agrees, noted, raises_alike, random_grid, random_tensor
+from tests.support.serial import agrees, examples, noted, raises_alike, random_grid, random_tensor
 
 RANKS = [1, 2, 3, 4, 6, 8]
 REDUCTIONS = ["none", "mean", "sum"]
@@ -56,7 +56,7 @@ def random_shape(rng: random.Random) -> tuple[int, ...]:
 )
 def test_regression_losses_equal_serial(function: Any, arguments: dict, weighted: bool) -> None:
     rng = random.Random(len(function.__name__))
-    for _ in range(12):
+    for _ in examples(12):
         shape = random_shape(rng)
         tensors = [random_tensor(rng, shape), random_tensor(rng, shape)]
         options = {**arguments, "reduction": rng.choice(REDUCTIONS)}
@@ -92,7 +92,7 @@ def test_regression_losses_broadcast_as_in_serial(function: Any) -> None:
 @pytest.mark.parametrize("logits", [True, False])
 def test_binary_cross_entropies_equal_serial_with_broadcast_weights(logits: bool) -> None:
     rng = random.Random(2)
-    for _ in range(24):
+    for _ in examples(24):
         shape = random_shape(rng)
         x, y = random_tensor(rng, shape), random_tensor(rng, shape).sigmoid()
         tensors = [x if logits else x.sigmoid(), y]
@@ -121,7 +121,7 @@ def test_binary_cross_entropies_equal_serial_with_broadcast_weights(logits: bool
 @pytest.mark.parametrize("function", [F.cross_entropy, F.nll_loss])
 def test_classification_by_class_index_equals_serial(function: Any) -> None:
     rng = random.Random(3)
-    for _ in range(24):
+    for _ in examples(24):
         classes = rng.choice([1, 3, 5])
         spatial = [rng.choice([1, 2, 4, 7]) for _ in range(rng.choice([0, 0, 1, 2, 3]))]
         shape = [rng.choice([1, 2, 5]), classes, *spatial]
@@ -147,7 +147,7 @@ def test_classification_by_class_index_equals_serial(function: Any) -> None:
 @pytest.mark.parallel(RANKS)
 def test_cross_entropy_with_probabilities_equals_serial() -> None:
     rng = random.Random(4)
-    for _ in range(16):
+    for _ in examples(16):
         shape = [rng.choice([1, 2, 5]), rng.choice([2, 3]), *[4, 3, 2][: rng.randrange(4)]]
         tensors = [random_tensor(rng, shape), random_tensor(rng, shape).softmax(1)]
         if rng.random() < 0.5:

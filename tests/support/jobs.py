@@ -6,9 +6,21 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
+import threading
+import time
 from pathlib import Path
 
 import pytest
+
+from tests.support import forks
+
+SHARED_CORES = {
+    "OMP_NUM_THREADS": "1",
+    "MPIR_CVAR_POLLS_BEFORE_YIELD": "1",
+    "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1",
+}
+"""Variables of ranks that are more than the cores; see Makefile."""
 
 LIMIT = 60
 """Seconds after which a job counts as hanging."""
@@ -27,14 +39,43 @@ def own_environment(**more: str) -> dict[str, str]:
     """Return the environment of a job, and `more`, without what launchers tell their ranks."""
     foreign = ("PMI", "MPI", "HYD", "OMPI", "PYTEST", "SLURM", "WORLD_SIZE", "DISTCONV")
     environment = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
-    return environment | {"OMP_NUM_THREADS": "1", "MPIR_CVAR_POLLS_BEFORE_YIELD": "1"} | more
+    return environment | SHARED_CORES | more
 
 
-def start(script: Path, ranks: int = 0, *arguments: str, **more: str) -> subprocess.Popen[str]:
-    """Start a program on this number of ranks, in a session of its own; without MPI for none."""
+_FOLDER = tempfile.TemporaryDirectory()
+_STARTING = threading.Lock()
+
+
+def server() -> Path:
+    """Return where the server of `forks` listens, which is started when first asked for."""
+    path = Path(_FOLDER.name, "socket")
+    with _STARTING:
+        if not path.exists():
+            process = subprocess.Popen(
+                [sys.executable, forks.__file__, str(path)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env=own_environment(),
+                start_new_session=True,
+            )
+            limit = time.monotonic() + LIMIT
+            while not path.exists():
+                assert process.poll() is None and time.monotonic() < limit
+                time.sleep(0.05)
+    return path
+
+
+def start(
+    script: Path, ranks: int = 0, *arguments: str, fresh: bool = True, **more: str
+) -> subprocess.Popen[str]:
+    """Start a program on this number of ranks, in a session of its own; without MPI for none.
+
+    Each rank is a `fresh` process of its launcher, or else forked, where torch is imported already.
+    """
     launcher = [mpiexec(), "-n", str(ranks)] if ranks else []
+    python = [] if fresh else ["-S", "-E", forks.__file__, str(server())]
     return subprocess.Popen(
-        [*launcher, sys.executable, str(script), *arguments],
+        [*launcher, sys.executable, *python, str(script), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

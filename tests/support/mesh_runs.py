@@ -19,6 +19,7 @@ import pytest
 from mpi4py import MPI
 
 from examples.mesh_tangling.together import InvalidInput
+from tests.support.jobs import SHARED_CORES
 
 WORLD = MPI.COMM_WORLD
 REPOSITORY = Path(__file__).parents[2]
@@ -83,7 +84,7 @@ def job(program: str, words: list[str]) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
         [str(mpiexec), "-n", "2", sys.executable, "-c", program, *words],
         cwd=REPOSITORY,
-        env=outside | {"OMP_NUM_THREADS": "1", "MPIR_CVAR_POLLS_BEFORE_YIELD": "1"},
+        env=outside | SHARED_CORES,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -20,6 +20,14 @@ TOLERANCE = 1e-10
 """Largest deviation from serial in float64, relative to the largest entry."""
 
 
+_SHARE = {6: 0.5, 8: 0.5}
+
+
+def examples(n: int) -> range:
+    """Number `n` random examples, and half as many where ranks are so many that each takes long."""
+    return range(max(1, round(n * _SHARE.get(MPI.COMM_WORLD.size, 1.0))))
+
+
 def raised_everywhere(error: type[Exception], function: Callable, *arguments: object) -> str:
     """The message of the error that the call raises on every rank."""
     with pytest.raises(error) as caught:
@@ -116,6 +124,7 @@ def agrees(
         assert got.shape == wanted.shape and got.dtype == wanted.dtype
         assert got.shard.shape == got.box.shape, "the block is not canonical"
         assert deviation(got.detach().full_tensor(), wanted.detach()) <= tolerance, "output"
+        assert got.requires_grad == wanted.requires_grad, "what is differentiable"
     differentiable = [(g, w) for g, w in pairs if w.requires_grad]
     if not differentiable:
         return
@@ -126,17 +135,23 @@ def agrees(
     for i, ((got, _), seed) in enumerate(zip(differentiable, seeds, strict=True)):
         got.backward(seed.to(grid.device), retain_graph=i + 1 < len(seeds))
     for got, wanted in zip(distributed, serial_inputs, strict=True):
+        assert (got.grad is None) == (wanted.grad is None), "an input gradient, or none"
         if wanted.grad is not None:
-            assert got.grad is not None, "no input gradient"
             assert deviation(got.grad.full_tensor(), wanted.grad) <= tolerance, "input gradient"
     for got, wanted in zip(plain, serial_parameters, strict=True):
         if wanted.grad is not None:
             total = summed(got.grad, wanted.grad)
             assert deviation(total, wanted.grad) <= tolerance, "parameter gradient"
+        else:
+            assert got.grad is None, "a parameter gradient where serial torch has none"
 
 
 def _flat(result: Any) -> list[Tensor]:
     return list(result) if isinstance(result, (tuple, list)) else [result]
+
+
+REFUSALS = (RuntimeError, ValueError, IndexError, TypeError, ArithmeticError)
+"""What serial torch raises for arguments that it does not take."""
 
 
 def raises_alike(
@@ -148,9 +163,9 @@ def raises_alike(
     layouts: Sequence[dc.Layout | None] | None = None,
 ) -> None:
     """Assert that the serial function raises, and the distributed one on all ranks, in silence."""
-    with pytest.raises((RuntimeError, ValueError, IndexError, TypeError, ZeroDivisionError)):
+    with pytest.raises(REFUSALS) as serial:
         function(*inputs, *parameters)
-    refused(function, inputs, parameters, grid, rng, layouts)
+    refused(function, inputs, parameters, grid, rng, layouts, serial.type)
 
 
 def refused(
@@ -160,9 +175,12 @@ def refused(
     grid: dc.ProcessGrid,
     rng: random.Random,
     layouts: Sequence[dc.Layout | None] | None = None,
-    error: type[Exception] | tuple[type[Exception], ...] = Exception,
+    error: type[Exception] = dc.UnsupportedOperation,
 ) -> None:
-    """Assert that the distributed function raises on all ranks before it sends anything."""
+    """Assert that the distributed function raises on all ranks before it sends anything.
+
+    It raises `error`, or that it is not supported. Whatever else it raises is an error of its own.
+    """
     if layouts is None:
         layouts = [random_layout(rng, grid, x.shape) for x in inputs]
     distributed = [
@@ -176,7 +194,7 @@ def refused(
         ]
         try:
             function(*distributed, *parameters)
-        except error as caught:
+        except (error, dc.UnsupportedOperation) as caught:
             raised = caught
     everywhere = MPI.COMM_WORLD.allgather((repr(raised)[:200], any(s.called for s in sends)))
     assert all(text != "None" for text, _ in everywhere), f"raised on some ranks: {everywhere}"

@@ -29,7 +29,7 @@ from torch import Tensor
 import distconv as dc
 from distconv.geometry.topology import AXES
 from tests.support.geometry import cuts_of
-from tests.support.serial import TOLERANCE, agrees, refused
+from tests.support.serial import REFUSALS, TOLERANCE, agrees, examples, refused
 
 RANKS = [1, 2, 3, 4, 6, 8]
 HALF = (torch.float16, torch.bfloat16)
@@ -41,16 +41,19 @@ _PATIENCE = 90.0
 """Seconds that a rank which has judged an example waits for the others."""
 
 
-def on_any_grid(examples: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Let a test of a `Case` hold for `examples` random ones, and 50 times as many nightly.
+def on_any_grid(count: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Let a test of a `Case` hold for `count` random ones, and 50 times as many nightly.
 
-    Whatever a rank raises, all raise, with the report of the first that did.
+    Whatever a rank raises, all raise, with the report of the first that did. Where ranks are many
+    there are fewer `examples`, but not nightly.
     """
+    times = settings().max_examples // 100
+    wanted = count * times if times > 1 else len(examples(count))
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         @pytest.mark.parallel(RANKS)
         @pytest.mark.filterwarnings("ignore::UserWarning")
-        @settings(max_examples=examples * settings().max_examples // 100)
+        @settings(max_examples=wanted)
         @given(case=st.data())
         @functools.wraps(test)
         def judge(case: st.DataObject, **parameters: Any) -> None:
@@ -252,13 +255,15 @@ class Case:
         try:
             leaves = [t.clone().requires_grad_(t.is_floating_point()) for t in (*inputs, *plain)]
             result = call(*leaves)
-        except (RuntimeError, ValueError, IndexError, TypeError, ArithmeticError) as error:
+        except REFUSALS as error:
             parts = zip(inputs, shares, strict=True)
             operands = [dc.distribute_tensor(x, self.grid, layout) for x, layout in parts]
             try:
                 call(*operands, *plain)
-            except Exception:
-                return
+            except Exception as ours:
+                if isinstance(ours, (dc.UnsupportedOperation, type(error))):
+                    return
+                raise
             raise AssertionError("serial torch raises, and this rank does not") from error
         if not _derivable(result):  # by serial torch; values alone are compared
             fixed.update(places)

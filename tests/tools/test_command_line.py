@@ -14,22 +14,16 @@ import pytest
 
 import distconv
 from distconv.tools.command_line import main
-from tests.support.jobs import LIMIT, end_of, mpiexec, own_environment
+from tests.support.jobs import LIMIT, end_of, mpiexec, own_environment, start
 
 MESH = "examples.mesh_tangling.network:mesh_tangling_1k"
 
 
 def command(*arguments: str, ranks: int = 0) -> subprocess.CompletedProcess[str]:
     """The end of the command on this number of ranks; without a launcher for none."""
-    launcher = [mpiexec(), "-n", str(ranks)] if ranks else []
-    return subprocess.run(
-        [*launcher, sys.executable, "-m", "distconv", *arguments],
-        capture_output=True,
-        text=True,
-        env=own_environment(),
-        cwd=Path(__file__).parents[2],
-        timeout=60,
-    )
+    root = Path(__file__).parents[2]
+    program = root / "distconv" / "__main__.py"
+    return end_of(start(program, ranks, *arguments, fresh=False, PYTHONPATH=str(root)))
 
 
 def test_explain_prints_the_plan_of_a_grid_that_is_not_there() -> None:

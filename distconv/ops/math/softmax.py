@@ -40,7 +40,7 @@ def _softmax(function: Callable[..., Tensor], *others: Callable[..., Tensor]) ->
             dtype = _stacklevel
         kind = dtype or input.dtype
         if not kind.is_floating_point and input.numel():
-            raise RuntimeError(f"{name}: not implemented for {kind}; pass a floating dtype=")
+            raise NotImplementedError(f"{name}: not implemented for {kind}; pass a floating dtype=")
         d = normalize_dim(_implicit(input.dim()) if dim is None else dim, input.dim())
         x, axes = input, input.cuts[d] if input.dim() else ()
         if axes and input.numel() and autocast_type(input.shard) is None:

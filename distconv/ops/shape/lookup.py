@@ -36,6 +36,8 @@ def index_select(input: Tensor, dim: int, index: Tensor) -> DistTensor:
     x = as_distributed(input, grid)
     if index.dtype not in (torch.int32, torch.int64):
         raise RuntimeError(f"index_select: an index of {index.dtype}; expected int32 or int64")
+    if index.dim() > 1:
+        raise IndexError(f"index_select: an index of shape {tuple(index.shape)} is no vector")
     shape = check_on_meta(torch.index_select, input, dim, index)
     if not x.dim():
         refuse("index_select", "the tensor has no dimensions", x, way_out="Use x.reshape(1)")

@@ -193,6 +193,8 @@ def _assign_where(input: DistTensor, mask: Tensor, value: Any) -> None:
             f"the mask of shape {tuple(mask.shape)} does not match the first dimensions of the "
             f"tensor of shape {tuple(input.shape)}"
         )
+    if isinstance(value, complex) and not input.is_complex():
+        raise RuntimeError(f"{value} cannot be converted to {input.dtype}")
     rest = (None,) * (input.dim() - mask.dim())
     # A number of another type is converted as in an assignment, which masked_fill_ refuses.
     input.masked_fill_(mask[(..., *rest)], torch.tensor(value, dtype=input.dtype).item())

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.support.serial import agrees, noted, random_grid, random_layout, random_tensor
+from tests.support.serial import agrees, examples, noted, random_grid, random_layout, random_tensor
 
 pytestmark = pytest.mark.gpu
 
@@ -46,7 +46,7 @@ def random_case(rng: random.Random, n: int) -> tuple:
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_random_convolutions_equal_serial(n: int) -> None:
     rng = random.Random(n)
-    for _ in range(25):
+    for _ in examples(25):
         grid = random_grid(rng)
         shape, kernel, arguments = random_case(rng, n)
         x, w = random_tensor(rng, shape), random_tensor(rng, kernel)

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch.nn.functional as F
 
-from tests.support.serial import agrees, noted, random_grid, random_layout, random_tensor
+from tests.support.serial import agrees, examples, noted, random_grid, random_layout, random_tensor
 
 pytestmark = pytest.mark.gpu
 
@@ -18,7 +18,7 @@ FUNCTIONS = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_random_transposed_convolutions_equal_serial(n: int) -> None:
     rng = random.Random(n)
-    for _ in range(20):
+    for _ in examples(20):
         grid = random_grid(rng)
         groups = rng.choice([1, 1, 2])
         shape = (rng.choice([1, 2, 3]), groups * rng.choice([1, 2]))

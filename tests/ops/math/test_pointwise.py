@@ -18,6 +18,7 @@ from distconv.tensor.dispatch import RULES
 from tests.support.serial import (
     agrees,
     deviation,
+    examples,
     noted,
     raises_alike,
     random_grid,
@@ -189,7 +190,7 @@ def test_every_registered_function_equals_serial_on_random_layouts_and_operands(
 def test_every_combination_of_broadcasting_dimensions_equals_serial() -> None:
     rng = random.Random(1)
     sizes = [5, 1, 2]
-    for n in range(25):
+    for n in examples(25):
         shapes = [[rng.choice([m, m, 1]) for m in sizes][rng.randrange(3) :] for _ in range(3)]
         grid = random_grid(rng)
         tensors = [random_tensor(rng, shape) for shape in shapes]

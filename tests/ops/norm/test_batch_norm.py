@@ -20,6 +20,7 @@ from tests.support.serial import (
     TOLERANCE,
     agrees,
     deviation,
+    examples,
     noted,
     raises_alike,
     random_grid,
@@ -58,7 +59,7 @@ def buffers_agree(actual: nn.Module, expected: nn.Module) -> None:
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_batch_norm_equals_serial_with_its_running_statistics(n: int, training: bool) -> None:
     rng = random.Random(n)
-    for _ in range(20):
+    for _ in examples(20):
         grid, x = random_grid(rng), random_samples(rng, n)
         channels = x.shape[1]
         running = [random_tensor(rng, [channels]), random_tensor(rng, [channels]).abs()]
@@ -149,7 +150,7 @@ def ghost_batches(x: Tensor, grid: dc.ProcessGrid, layout: dc.Layout, statistics
 @pytest.mark.parametrize("statistics", ["sample", "local"])
 def test_ghost_batches_equal_the_serial_norm_of_each_group(statistics: str) -> None:
     rng = random.Random(6)
-    for _ in range(10):
+    for _ in examples(10):
         grid = random_grid(rng, ["sample", "height", "width"])
         x = random_tensor(rng, (9, 2, 9, 10)) * 2 + 3
         layout = dc.default_layout(grid, 4)

@@ -9,7 +9,14 @@ import torch
 import torch.nn.functional as F
 
 import distconv as dc
-from tests.support.serial import agrees, deviation, random_grid, random_layout, random_tensor
+from tests.support.serial import (
+    agrees,
+    deviation,
+    examples,
+    random_grid,
+    random_layout,
+    random_tensor,
+)
 
 RANKS = [1, 2, 3, 4, 6, 8]
 
@@ -22,7 +29,7 @@ def random_shape(rng: random.Random, channels: int) -> tuple[int, ...]:
 @pytest.mark.parallel(RANKS)
 def test_group_norm() -> None:
     rng = random.Random(1)
-    for _ in range(15):
+    for _ in examples(15):
         groups = rng.choice([1, 2, 3])
         shape = random_shape(rng, groups * rng.choice([1, 2]))
         parameters = [random_tensor(rng, shape[1:2]) for _ in range(rng.choice([0, 2]))]
@@ -44,7 +51,7 @@ def test_group_norm_of_one_value_for_each_channel_of_a_rank() -> None:
 @pytest.mark.parallel(RANKS)
 def test_instance_norm() -> None:
     rng = random.Random(2)
-    for _ in range(15):
+    for _ in examples(15):
         shape = random_shape(rng, rng.choice([1, 3]))
         parameters = [random_tensor(rng, shape[1:2]) for _ in range(rng.choice([0, 2]))]
 
@@ -58,7 +65,7 @@ def test_instance_norm() -> None:
 @pytest.mark.parametrize("function", [F.layer_norm, F.rms_norm])
 def test_norms_over_the_last_dimensions(function) -> None:
     rng = random.Random(3)
-    for _ in range(15):
+    for _ in examples(15):
         shape = random_shape(rng, rng.choice([1, 2, 3]))
         last = shape[rng.randrange(1, len(shape)) :]
         count = rng.choice([0, 1 if function is F.rms_norm else 2])

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import distconv as dc
 from tests.support.serial import (
     agrees,
+    examples,
     noted,
     raises_alike,
     random_grid,
@@ -55,7 +56,7 @@ def random_windows(rng: random.Random, n: int, dilated: bool) -> dict[str, Any]:
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_max_pooling_equals_serial_with_ties_and_negative_borders(n: int) -> None:
     rng = random.Random(n)
-    for _ in range(30):
+    for _ in examples(30):
         grid, x, arguments = random_grid(rng), random_plane(rng, n, 7), random_windows(rng, n, True)
         layout = random_layout(rng, grid, x.shape)
         with noted(tuple(x.shape), arguments, layout, grid):
@@ -66,7 +67,7 @@ def test_max_pooling_equals_serial_with_ties_and_negative_borders(n: int) -> Non
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_average_pooling_equals_serial_for_every_divisor(n: int) -> None:
     rng = random.Random(10 + n)
-    for _ in range(30):
+    for _ in examples(30):
         grid, x, arguments = random_grid(rng), random_plane(rng, n), random_windows(rng, n, False)
         arguments["count_include_pad"] = rng.random() < 0.5
         if n > 1:
@@ -178,7 +179,7 @@ def test_windows_of_nothing_but_the_lowest_value_take_their_first_element(
     n: int, indices: bool, method: str
 ) -> None:
     rng = random.Random(f"{n}{method}")
-    for _ in range(20):
+    for _ in examples(20):
         grid, x, arguments = random_grid(rng), random_plane(rng, n, 7), random_windows(rng, n, True)
         x = torch.where(random_tensor(rng, x.shape) > rng.choice([-9, 0, 1]), -torch.inf, x)
         layout = random_layout(rng, grid, x.shape)

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from tests.support.serial import agrees, random_grid, random_layout, random_tensor
+from tests.support.serial import agrees, examples, random_grid, random_layout, random_tensor
 
 RANKS = [1, 2, 3, 4, 6, 8]
 
@@ -23,7 +23,7 @@ def random_case(rng: random.Random) -> torch.Tensor:
 @pytest.mark.parametrize("name", ["amax", "amin"])
 def test_extreme_values_over_any_dimensions(name: str) -> None:
     rng = random.Random(1)
-    for _ in range(15):
+    for _ in examples(15):
         x = random_case(rng)
         dims = rng.sample(range(x.dim()), rng.randrange(1, x.dim() + 1))
         keepdim = rng.random() < 0.5
@@ -38,7 +38,7 @@ def test_extreme_values_over_any_dimensions(name: str) -> None:
 @pytest.mark.parametrize("name", ["max", "min"])
 def test_values_and_global_indices_along_one_dimension(name: str) -> None:
     rng = random.Random(2)
-    for _ in range(15):
+    for _ in examples(15):
         x = random_case(rng)
         dim, keepdim = rng.randrange(-x.dim(), x.dim()), rng.random() < 0.5
 
@@ -53,7 +53,7 @@ def test_values_and_global_indices_along_one_dimension(name: str) -> None:
 @pytest.mark.parametrize("name", ["argmax", "argmin"])
 def test_positions_are_those_in_the_global_tensor(name: str) -> None:
     rng = random.Random(3)
-    for _ in range(15):
+    for _ in examples(15):
         x = random_case(rng)
         dim = rng.choice([None, *range(x.dim())])
 

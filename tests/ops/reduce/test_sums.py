@@ -12,6 +12,7 @@ from torch import Tensor
 import distconv as dc
 from tests.support.serial import (
     agrees,
+    examples,
     noted,
     raises_alike,
     random_grid,
@@ -38,7 +39,7 @@ def random_reduction(rng: random.Random, x: Tensor, mean: bool) -> tuple[tuple, 
 @pytest.mark.parametrize("name", ["sum", "mean"])
 def test_random_reductions_equal_serial(name: str) -> None:
     rng = random.Random(len(name))
-    for _ in range(60):
+    for _ in examples(60):
         shape = [rng.choice([1, 2, 3, 5, 8]) for _ in range(rng.randrange(1, 6))]
         x = random_tensor(rng, shape)
         if rng.random() < 0.3:

@@ -12,7 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import distconv as dc
-from tests.support.serial import agrees, noted, raises_alike, random_grid, random_tensor, refused
+from tests.support.serial import (
+    agrees,
+    examples,
+    noted,
+    raises_alike,
+    random_grid,
+    random_tensor,
+    refused,
+)
 
 RANKS = [1, 2, 3, 4, 6, 8]
 
@@ -36,7 +44,7 @@ def picks(function: Callable, x: Tensor, index: Tensor, rng: random.Random) -> N
 @pytest.mark.parallel(RANKS)
 def test_index_select() -> None:
     rng = random.Random(1)
-    for _ in range(12):
+    for _ in examples(12):
         shape = random_shape(rng)
         dim = rng.randrange(-len(shape), len(shape))
         index = positions(rng, [rng.randrange(9)], shape[dim])
@@ -46,7 +54,7 @@ def test_index_select() -> None:
 @pytest.mark.parallel(RANKS)
 def test_gather_with_a_shorter_or_longer_index() -> None:
     rng = random.Random(2)
-    for _ in range(12):
+    for _ in examples(12):
         shape = random_shape(rng)
         dim = rng.randrange(len(shape))
         longest = [rng.choice([n, n, rng.randrange(1, n + 1)]) for n in shape]
@@ -58,7 +66,7 @@ def test_gather_with_a_shorter_or_longer_index() -> None:
 @pytest.mark.parallel(RANKS)
 def test_take_along_a_dimension() -> None:
     rng = random.Random(3)
-    for _ in range(10):
+    for _ in examples(10):
         shape = random_shape(rng)
         dim = rng.choice([None, *range(len(shape))])
         size = torch.Size(shape).numel() if dim is None else shape[dim]

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch.nn.functional as F
 
-from tests.support.serial import agrees, random_grid, random_tensor
+from tests.support.serial import agrees, examples, random_grid, random_tensor
 
 pytestmark = pytest.mark.gpu
 
@@ -17,7 +17,7 @@ RANKS = [1, 2, 3, 4, 6, 8]
 @pytest.mark.parallel(RANKS)
 def test_unfold() -> None:
     rng = random.Random(1)
-    for _ in range(10):
+    for _ in examples(10):
         kernel = rng.randrange(1, 4), rng.randrange(1, 4)
         arguments = {
             "kernel_size": kernel,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import distconv as dc
-from tests.support.serial import agrees, raises_alike, random_grid, random_tensor, refused
+from tests.support.serial import agrees, examples, raises_alike, random_grid, random_tensor, refused
 
 RANKS = [1, 2, 3, 4, 6, 8]
 
@@ -21,7 +21,7 @@ def random_shape(rng: random.Random) -> list[int]:
 @pytest.mark.parallel(RANKS)
 def test_flip() -> None:
     rng = random.Random(1)
-    for _ in range(10):
+    for _ in examples(10):
         shape = random_shape(rng)
         dims = rng.sample(range(len(shape)), rng.randrange(len(shape) + 1))
         x = random_tensor(rng, shape)
@@ -31,7 +31,7 @@ def test_flip() -> None:
 @pytest.mark.parallel(RANKS)
 def test_roll() -> None:
     rng = random.Random(2)
-    for _ in range(10):
+    for _ in examples(10):
         shape = random_shape(rng)
         dims = rng.sample(range(len(shape)), rng.randrange(1, len(shape) + 1))
         shifts = [rng.randrange(-9, 10) for _ in dims]
@@ -88,7 +88,7 @@ def random_index(rng: random.Random, shape: list[int]) -> tuple[Any, ...]:
 @pytest.mark.parallel(RANKS)
 def test_assignment_of_numbers_and_tensors_to_slices() -> None:
     rng = random.Random(5)
-    for _ in range(15):
+    for _ in examples(15):
         shape = random_shape(rng)
         index = random_index(rng, shape)
         x = random_tensor(rng, shape)
@@ -113,7 +113,7 @@ def test_assignment_of_numbers_and_tensors_to_slices() -> None:
 @pytest.mark.parallel(RANKS)
 def test_assignment_of_numbers_where_a_mask_is_true() -> None:
     rng = random.Random(6)
-    for _ in range(15):
+    for _ in examples(15):
         shape = random_shape(rng)
         x, other = random_tensor(rng, shape), random_tensor(rng, shape)
         first = random_tensor(rng, shape[: rng.randrange(len(shape) + 1)])

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import distconv as dc
 from tests.support.serial import (
     agrees,
+    examples,
     noted,
     raises_alike,
     random_grid,
@@ -53,7 +54,7 @@ def regrouped(rng: random.Random, shape: list[int]) -> list[int]:
 @pytest.mark.parallel(RANKS)
 def test_random_reshapes_equal_serial() -> None:
     rng = random.Random(0)
-    for _ in range(50):
+    for _ in examples(50):
         shape = random_shape(rng)
         sizes = regrouped(rng, shape) if rng.random() < 0.8 else [-1]
         if 0 not in shape and sizes and rng.random() < 0.3:
@@ -112,7 +113,7 @@ def random_rearrangement(rng: random.Random, x: Tensor) -> Any:
 @pytest.mark.parallel(RANKS)
 def test_random_rearrangements_equal_serial() -> None:
     rng = random.Random(1)
-    for n in range(70):
+    for n in examples(70):
         x = random_tensor(rng, random_shape(rng, 1, 4))
         function = random_rearrangement(rng, x)
         grid = random_grid(rng)
@@ -139,7 +140,7 @@ def random_pick(rng: random.Random, size: int) -> Any:
 @pytest.mark.parallel(RANKS)
 def test_random_slices_equal_serial() -> None:
     rng = random.Random(2)
-    for _ in range(70):
+    for _ in examples(70):
         shape = random_shape(rng)
         index: list[Any] = [random_pick(rng, n) for n in shape]
         where = rng.randrange(len(index) + 1)
@@ -187,7 +188,7 @@ def random_parting(rng: random.Random, x: Tensor) -> Any:
 @pytest.mark.parallel(RANKS)
 def test_random_partings_equal_serial() -> None:
     rng = random.Random(3)
-    for n in range(40):
+    for n in examples(40):
         x = random_tensor(rng, random_shape(rng, 1, 4))
         function = random_parting(rng, x)
         grid = random_grid(rng)
@@ -199,7 +200,7 @@ def test_random_partings_equal_serial() -> None:
 @pytest.mark.parallel(RANKS)
 def test_random_joinings_equal_serial_with_plain_and_empty_pieces() -> None:
     rng = random.Random(4)
-    for n in range(40):
+    for n in examples(40):
         shape = random_shape(rng, 1, 4)
         d = rng.randrange(-len(shape), len(shape))
         count, stacked = rng.randrange(1, 5), rng.random() < 0.3
@@ -225,7 +226,7 @@ def test_random_joinings_equal_serial_with_plain_and_empty_pieces() -> None:
 @pytest.mark.parallel(RANKS)
 def test_pixel_shuffle_and_its_inverse_equal_serial_with_uneven_cuts() -> None:
     rng = random.Random(5)
-    for _ in range(30):
+    for _ in examples(30):
         r = rng.choice([1, 2, 3])
         lead = [rng.choice([1, 2, 3]) for _ in range(rng.choice([0, 1, 1, 2]))]
         plane = [rng.choice([1, 2, 3, 5]), rng.choice([1, 2, 4])]
