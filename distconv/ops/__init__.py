@@ -15,7 +15,7 @@ from distconv.ops.conv import functions as convolutions
 from distconv.ops.math import along_dimension, pointwise, product, softmax
 from distconv.ops.norm import batch_norm, sample_norm
 from distconv.ops.pool import adaptive, average, lp_pool, maximum, unpool
-from distconv.ops.reduce import aggregates, extrema, sums
+from distconv.ops.reduce import aggregates, extrema, norms, sums
 from distconv.ops.shape import (
     indexing,
     lookup,
@@ -46,6 +46,7 @@ __all__ = [
     "loss",
     "lp_pool",
     "maximum",
+    "norms",
     "pad",
     "patches",
     "pixel_shuffle",

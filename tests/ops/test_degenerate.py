@@ -23,6 +23,11 @@ ONE: dict[str, tuple[Callable, list]] = {
     "amin of nan": (lambda x: x.amin(0), [[NAN, 1.0], [NAN, 2.0], [3.0, 0.0]]),
     "max of all with nan": (lambda x: x.max(), [[NAN, 1.0], [NAN, 2.0], [3.0, 0.0]]),
     "largest norm of nan": (lambda x: x.norm(INF, 1), [[NAN, 1.0], [-5.0, 2.0], [3.0, 0.0]]),
+    "sum of magnitudes beside a nan": (lambda x: x.norm(1), [[NAN], [1.0], [-2.0], [0.0]]),
+    "length beside an infinity": (lambda x: x.norm(2, 0), [[INF], [1.0], [-2.0], [0.0]]),
+    "cubic norm beside a nan": (lambda x: x.norm(3), [[NAN], [1.0], [0.0], [2.0]]),
+    "norm of zeros": (lambda x: torch.linalg.vector_norm(x, 1.5), [[0.0], [0.0], [0.0]]),
+    "norm of low order beside a zero": (lambda x: x.norm(0.5), [[0.0], [1.0], [-2.0], [4.0]]),
     "var of too few": (lambda x: x.var(0, correction=2), [[1.0, 5.0], [3.0, 5.0]]),
     "std of too few": (lambda x: x.std(0, correction=2), [[1.0, 5.0], [3.0, 5.0]]),
     "var beside an infinity": (lambda x: x.var(1), [[1.0, INF, 2.0], [4.0, 3.0, 1.0]]),
@@ -67,6 +72,10 @@ def test_a_tensor_without_dimensions_counts_as_a_vector(name: str) -> None:
 
 
 RAISED: dict[str, Callable] = {
+    "max of no elements": lambda x: x[:0].max(),
+    "amin of no elements": lambda x: x[:0].amin(),
+    "argmax of no elements": lambda x: x[:0].argmax(),
+    "max along no elements": lambda x: x[:0].max(0),
     "uniform_ upside down": lambda x: x.clone().uniform_(2, 1),
     "uniform_ of integers": lambda x: x.long().uniform_(),
     "normal_ with a negative deviation": lambda x: x.clone().normal_(0, -1),

@@ -7,7 +7,6 @@ from math import prod as product
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
@@ -17,7 +16,7 @@ from distconv.ops.reduce.extrema import extreme
 from distconv.ops.reduce.sums import Dims, mean, reduction_result
 from distconv.ops.reduce.sums import sum as sum_of
 from distconv.ops.support.argument_forms import normalize_dim, normalize_dims
-from distconv.ops.support.operands import broadcast_shape, uncut
+from distconv.ops.support.operands import uncut
 from distconv.ops.support.types import to_accumulation_type
 from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
@@ -110,73 +109,6 @@ def any_(input: DistTensor, dim: Dims = None, keepdim: bool = False) -> DistTens
     if _names_nothing(dim):
         return _as_booleans(input)
     return _aggregate(input, dim, keepdim, lambda x, over: torch.any(x, over, keepdim=True))
-
-
-@implements(torch.linalg.vector_norm)
-def vector_norm(
-    input: DistTensor,
-    ord: float = 2,
-    dim: Dims = None,
-    keepdim: bool = False,
-    *,
-    dtype: torch.dtype | None = None,
-) -> DistTensor:
-    """Return the norm of given order over dimensions, which is the norm of the ranks' norms."""
-    if ord < 0:
-        refuse(
-            "vector_norm",
-            f"the order {ord} is not supported",
-            input,
-            way_out="Use an order from 0, or x.full_tensor()",
-        )
-
-    if ord == float("inf"):
-        x = input.abs() if dtype is None else input.to(dtype).abs()
-        return extreme("vector_norm", x, dim, keepdim, True)
-
-    def local(x: Tensor, over: tuple[int, ...]) -> Tensor:
-        return torch.linalg.vector_norm(x, ord, over, True, dtype=dtype)
-
-    if ord == 0:
-        return _aggregate(input, dim, keepdim, local, lambda parts: parts.sum(0))
-    return _aggregate(input, dim, keepdim, local)
-
-
-@implements(torch.norm, torch.Tensor.norm, torch.functional.norm)
-def norm(
-    input: DistTensor,
-    p: Any = "fro",
-    dim: Dims = None,
-    keepdim: bool = False,
-    dtype: torch.dtype | None = None,
-) -> DistTensor:
-    """Return the norm of all elements over dimensions; of matrices only the Frobenius norm."""
-    if p == "nuc":
-        refuse("norm", "the nuclear norm is not supported", input, way_out="Use x.full_tensor()")
-    if p == "fro" and isinstance(dim, Sequence) and len(dim) > 2:
-        raise RuntimeError(f"norm: a matrix has two dimensions, not dim={tuple(dim)}; pass p=2")
-    return vector_norm(input, 2.0 if p in ("fro", None) else p, dim, keepdim, dtype=dtype)
-
-
-@implements(F.normalize)
-def normalize(input: DistTensor, p: float = 2.0, dim: Dims = 1, eps: float = 1e-12) -> Tensor:
-    """Divide by the norm along dimensions, or by `eps` where that is larger."""
-    return input / norm(input, p, dim, keepdim=True).clamp_min(eps)
-
-
-@implements(F.cosine_similarity)
-def cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
-    """Return the cosine of the angle between vectors along one dimension."""
-    shape = broadcast_shape("cosine_similarity", (x1, x2))
-    directions = []
-    for x in (x1.expand(shape), x2.expand(shape)):
-        length = torch.linalg.vector_norm(x, 2, dim, keepdim=True)
-        # As in torch, the limit is not seen by the gradient.
-        bounded = length.clone()
-        with torch.no_grad():
-            bounded.clamp_(min=eps)
-        directions.append(x / bounded)
-    return (directions[0] * directions[1]).sum(dim)
 
 
 class _Squares(Function):

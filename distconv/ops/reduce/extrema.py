@@ -89,6 +89,8 @@ def extreme(
     The gradient of a nan goes to the elements that are nan, or, unless `nan_attains`, is nan.
     """
     over = normalize_dims(dim, input.dim())
+    if not input.numel() and not (isinstance(dim, int) or dim):
+        raise RuntimeError(f"{name}: {tuple(input.shape)} has no elements; name a dimension")
     _require_elements(name, input, over)
     axes = cutting_axes(input.cuts[d] for d in over)
     value = _Extremum.apply(input.shard, largest, over, input.grid, axes, nan_attains)

@@ -1,0 +1,129 @@
+"""Norms over any dimensions, cut or not, and what is divided by them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+
+from distconv.comm.collectives import all_gather, all_reduce_with_grad
+from distconv.geometry.layout import cutting_axes
+from distconv.grid.interface import Grid
+from distconv.ops.reduce.extrema import extreme
+from distconv.ops.reduce.sums import Dims, reduction_result
+from distconv.ops.support.argument_forms import normalize_dims
+from distconv.ops.support.operands import broadcast_shape
+from distconv.tensor.dispatch import implements, refuse
+from distconv.tensor.dist_tensor import DistTensor
+
+
+class _VectorNorm(Function):
+    """The norm of the ranks' norms, whose gradient is torch's formula in the norm of all.
+
+    Composed of the ranks' gradients it would differ beside zeros, infinities and nan, as a rank
+    does not know of those of the others.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, order: float, over: tuple[int, ...], grid: Grid, axes: tuple[str, ...]
+    ) -> Tensor:
+        norm = torch.linalg.vector_norm(x, order, over, True)
+        if axes:
+            norms = all_gather(norm, grid, axes)
+            norm = norms.sum(0) if order == 0 else torch.linalg.vector_norm(norms, order, 0)
+        ctx.save_for_backward(x, norm)
+        ctx.movement = order, grid, axes
+        return norm
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, norm = ctx.saved_tensors
+        order, grid, axes = ctx.movement
+        gradient = all_reduce_with_grad(grads[0], grid, axes)
+        return _gradient(x, order, norm, gradient), None, None, None, None
+
+
+def _gradient(x: Tensor, order: float, norm: Tensor, gradient: Tensor) -> Tensor:
+    """Return the gradient of `x` of a norm, as torch's norm_backward has it."""
+    if order == 0:
+        return torch.zeros_like(x)
+    if order == 1:
+        return x.sgn() * gradient
+    if order == 2:
+        return (gradient * (x / norm)).masked_fill(norm == 0, 0)
+    if order < 1:
+        powers = (x.sgn() * x.abs().pow(order - 1)).masked_fill(x == 0, 0)
+        return powers * gradient * norm.pow(1 - order)
+    powers = x.sgn() * x.abs().pow(order - 1) if order < 2 else x * x.abs().pow(order - 2)
+    return powers * (gradient / norm.pow(order - 1)).masked_fill(norm == 0, 0)
+
+
+@implements(torch.linalg.vector_norm)
+def vector_norm(
+    input: DistTensor,
+    ord: float = 2,
+    dim: Dims = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> DistTensor:
+    """Return the norm of given order over dimensions, which is the norm of the ranks' norms."""
+    if ord < 0:
+        refuse(
+            "vector_norm",
+            f"the order {ord} is not supported",
+            input,
+            way_out="Use an order from 0, or x.full_tensor()",
+        )
+
+    if ord == float("inf"):
+        x = input.abs() if dtype is None else input.to(dtype).abs()
+        return extreme("vector_norm", x, dim, keepdim, True)
+
+    over = normalize_dims(dim, input.dim())
+    axes = cutting_axes(input.cuts[d] for d in over)
+    x = input.shard if dtype is None else input.shard.to(dtype)
+    value = _VectorNorm.apply(x, float(ord), over, input.grid, axes)
+    return reduction_result(input, value, over, keepdim)
+
+
+@implements(torch.norm, torch.Tensor.norm, torch.functional.norm)
+def norm(
+    input: DistTensor,
+    p: Any = "fro",
+    dim: Dims = None,
+    keepdim: bool = False,
+    dtype: torch.dtype | None = None,
+) -> DistTensor:
+    """Return the norm of all elements over dimensions; of matrices only the Frobenius norm."""
+    if p == "nuc":
+        refuse("norm", "the nuclear norm is not supported", input, way_out="Use x.full_tensor()")
+    if p == "fro" and isinstance(dim, Sequence) and len(dim) > 2:
+        raise RuntimeError(f"norm: a matrix has two dimensions, not dim={tuple(dim)}; pass p=2")
+    return vector_norm(input, 2.0 if p in ("fro", None) else p, dim, keepdim, dtype=dtype)
+
+
+@implements(F.normalize)
+def normalize(input: DistTensor, p: float = 2.0, dim: Dims = 1, eps: float = 1e-12) -> Tensor:
+    """Divide by the norm along dimensions, or by `eps` where that is larger."""
+    return input / norm(input, p, dim, keepdim=True).clamp_min(eps)
+
+
+@implements(F.cosine_similarity)
+def cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
+    """Return the cosine of the angle between vectors along one dimension."""
+    shape = broadcast_shape("cosine_similarity", (x1, x2))
+    directions = []
+    for x in (x1.expand(shape), x2.expand(shape)):
+        length = torch.linalg.vector_norm(x, 2, dim, keepdim=True)
+        # As in torch, the limit is not seen by the gradient.
+        bounded = length.clone()
+        with torch.no_grad():
+            bounded.clamp_(min=eps)
+        directions.append(x / bounded)
+    return (directions[0] * directions[1]).sum(dim)
