@@ -44,14 +44,14 @@ class _VectorNorm(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, norm = ctx.saved_tensors
         order, grid, axes = ctx.movement
+        if order == 0:
+            return None, None, None, None, None
         gradient = all_reduce_with_grad(grads[0], grid, axes)
         return _gradient(x, order, norm, gradient), None, None, None, None
 
 
 def _gradient(x: Tensor, order: float, norm: Tensor, gradient: Tensor) -> Tensor:
     """Return the gradient of `x` of a norm, as torch's norm_backward has it."""
-    if order == 0:
-        return torch.zeros_like(x)
     if order == 1:
         return x.sgn() * gradient
     if order == 2:
