@@ -39,7 +39,14 @@ _NAMES = """
     true_divide trunc xlog1py xlogy zero zeta
     celu elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu logsigmoid mish relu relu6
     selu silu softplus softshrink softsign tanhshrink
-    float double half bfloat16 int long short char byte bool copy
+    float double half bfloat16 int long short char byte bool cdouble cfloat chalf copy
+    airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1 chebyshev_polynomial_t chebyshev_polynomial_u
+    chebyshev_polynomial_v chebyshev_polynomial_w complex gammainc gammaincc gammaln
+    hermite_polynomial_h hermite_polynomial_he laguerre_polynomial_l legendre_polynomial_p
+    modified_bessel_i0 modified_bessel_i1 modified_bessel_k0 modified_bessel_k1 multigammaln polar
+    scaled_modified_bessel_k0 scaled_modified_bessel_k1 shifted_chebyshev_polynomial_t
+    shifted_chebyshev_polynomial_u shifted_chebyshev_polynomial_v shifted_chebyshev_polynomial_w
+    spherical_bessel_j0
 """.split()
 
 _DUNDERS = """
