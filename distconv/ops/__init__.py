@@ -1,6 +1,16 @@
 """What torch functions mean on DistTensors, one folder a family; importing this registers them."""
 
-from distconv.ops import autograd, comparison, foreach, interpolate, linear, loss, random, scalar
+from distconv.ops import (
+    autograd,
+    comparison,
+    foreach,
+    interpolate,
+    linear,
+    loss,
+    margin_losses,
+    random,
+    scalar,
+)
 from distconv.ops.conv import functions as convolutions
 from distconv.ops.linalg import matrices, vectors
 from distconv.ops.math import (
@@ -55,6 +65,7 @@ __all__ = [
     "lookup",
     "loss",
     "lp_pool",
+    "margin_losses",
     "matrices",
     "maximum",
     "order_statistics",

@@ -68,6 +68,18 @@ def _with_gaps(rng: random.Random, shape: Sequence[int]) -> Tensor:
     return random_tensor(rng, shape).masked_fill(_booleans(rng, shape), torch.nan)
 
 
+def _signs(rng: random.Random, shape: Sequence[int]) -> Tensor:
+    return random_tensor(rng, shape).sign()
+
+
+def _label_sets(rng: random.Random, shape: Sequence[int]) -> Tensor:
+    """Two different classes, and -1 for no more of them."""
+    labels = torch.full(tuple(shape), -1)
+    labels[..., 0] = _integers(rng, shape[:-1])
+    labels[..., 1] = labels[..., 0] + 1
+    return labels
+
+
 def _different(rng: random.Random, shape: Sequence[int]) -> Tensor:
     """Positions of which no two are the same."""
     return torch.tensor(rng.sample(range(5), shape[0]))
@@ -189,7 +201,7 @@ def writes_in_place(name: str) -> bool:
 
 def is_random(name: str) -> bool:
     """Whether its numbers are not those of serial torch, but the same on any grid."""
-    return bare(name).removesuffix("_") in _RANDOM
+    return name in _RANDOM or bare(name).removesuffix("_") in _RANDOM
 
 
 def samples_of(name: str) -> tuple[Sample, ...]:
@@ -224,6 +236,7 @@ BATCHES = Operand((3, 5, 7)), Operand((3, 7, 4))
 BIAS = Operand((6,), plain=True)
 MATRICES = Operand((3, 4, 4), _regular)
 VECTOR = Operand((7,))
+SIGNS, LABEL_ROW = Operand(X.shape, _signs), Operand((5,), _integers)
 LABEL_VECTOR = Operand((9,), _integers)
 GAPS = Operand(X.shape, _with_gaps)
 PAIRS = Operand((3, 4, 5, 2))
@@ -261,6 +274,10 @@ def _undifferentiated(function: Any, *args: Any, **kwargs: Any) -> Any:
     """For functions whose gradient serial torch does not have, for some argument."""
     args = tuple(a.detach().clone() if isinstance(a, Tensor) else a for a in args)
     return function(*args, **kwargs)
+
+
+def _with_constant_target(function: Any, x: Tensor, target: Tensor) -> Any:
+    return function(x, target.detach(), reduction="sum")
 
 
 def _symmetric(function: Any, x: Tensor) -> Any:
@@ -432,6 +449,8 @@ _POINTWISE: Table = {
     **_each("new", of(X, through=lambda function, x: function(x, 3, 4, 5, 2).zero_())),
     **_each("new_full", of(X, (3, 4, 5, 2), 2.5)),
     **_each("new_empty", of(X, through=lambda function, x: function(x, 3, 4, 5, 2).zero_())),
+    **_each("torch.embedding", of(Operand((5, 3), plain=True), INTEGERS)),
+    **_each("new_tensor", of(X, ((1, 2), (3, 4)))),
     **_each("embedding", of(INTEGERS, Operand((5, 3), plain=True), 1)),
     **_each("empty_like", of(X, through=lambda function, x: function(x).zero_())),
     **_dunders(
@@ -686,6 +705,7 @@ _PLANES: Table = {
     **_of_any_rank("lp_pool{}d", lambda n, x: (of(Operand(x.shape, _unit), 2, 3, 2),)),
     **_of_any_rank("adaptive_avg_pool{}d", lambda n, x: (of(x, 1), of(x, 3))),
     **_of_any_rank("adaptive_max_pool{}d", lambda n, x: (of(x, 1), of(x, 3))),
+    **_of_any_rank("adaptive_max_pool{}d_with_indices", lambda n, x: (of(x, 3),)),
     **_each("unfold", of(X, 3, padding=1)),
     **_each("fold", of(Operand((3, 16, 20)), (5, 6), 2)),
     **_each("interpolate", of(X, scale_factor=2), of(X, (9, 4), mode="bilinear")),
@@ -701,6 +721,8 @@ _NORMS: Table = {
             through=lambda function, x, *running: function(x, *(r.detach() for r in running)),
         ),
     ),
+    **_each("torch.batch_norm", of(X, CHANNELS, CHANNELS, None, None, True, 0.1, 1e-5, False)),
+    **_each("torch.instance_norm", of(X, CHANNELS, CHANNELS, None, None, True, 0.1, 1e-5, False)),
     **_each("group_norm", of(X, 2, CHANNELS, CHANNELS)),
     **_each("instance_norm", of(X, weight=CHANNELS, bias=CHANNELS)),
     **_each("layer_norm rms_norm", of(X, (5, 7), Operand((5, 7), plain=True))),
@@ -713,6 +735,25 @@ _LOSSES: Table = {
     **_each("binary_cross_entropy_with_logits", of(X, UNIT)),
     **_each("cross_entropy nll_loss", of(X, LABELS)),
     **_each("gaussian_nll_loss", of(X, X, UNIT)),
+    **_each("torch.kl_div", of(UNIT, UNIT)),
+    **_each("torch.binary_cross_entropy_with_logits", of(X, UNIT), of(X, UNIT, None, None, 2)),
+    **_each("cosine_embedding_loss", of(ROWS, ROWS, Operand((5,), _signs), 0.1)),
+    **_each("torch.nn.functional.hinge_embedding_loss", of(X, SIGNS, reduction="none")),
+    **_each("hinge_embedding_loss", of(X, SIGNS)),
+    **_each("margin_ranking_loss", of(X, X, SIGNS, 0.5)),
+    **_each("poisson_nll_loss", of(X, ABOVE), of(UNIT, ABOVE, False, True)),
+    **_each("torch.poisson_nll_loss", of(X, ABOVE, True, True, 1e-8, 1)),
+    **_each("soft_margin_loss", of(X, SIGNS, through=_with_constant_target)),
+    **_each("multilabel_soft_margin_loss", of(X, UNIT, Operand((7,), _unit, plain=True))),
+    **_each("multi_margin_loss", of(ROWS, LABEL_ROW, 2), of(VECTOR, WHOLE_NUMBER)),
+    **_each(
+        "multilabel_margin_loss",
+        of(ROWS, Operand((5, 7), _label_sets), reduction="none"),
+        of(VECTOR, Operand((7,), _label_sets)),
+    ),
+    **_each("triplet_margin_loss", of(X, X, X), of(ROWS, ROWS, ROWS, 2.0, 1, swap=True)),
+    **_each("torch.triplet_margin_loss", of(X, X, X, 2.0)),
+    **_each("triplet_margin_with_distance_loss", of(X, X, X), of(ROWS, ROWS, ROWS, swap=True)),
 }
 
 _TO_PYTHON: Table = {
@@ -730,6 +771,12 @@ _TO_PYTHON: Table = {
 }
 
 _RANDOM: Table = {
+    **_each("torch.dropout torch.alpha_dropout torch.feature_alpha_dropout", of(X, 0.5, True)),
+    **_each("torch.feature_dropout", of(X, 0.5, True)),
+    **_each("exponential cauchy log_normal", of(X)),
+    **_each("geometric", of(X, 0.3)),
+    **_each("rrelu", of(X, training=True)),
+    **_each("gumbel_softmax", of(X, 0.5), of(X, hard=True, dim=1)),
     **_each("dropout dropout2d alpha_dropout feature_alpha_dropout", of(X)),
     **_each("dropout1d", of(SEQUENCE)),
     **_each("dropout3d", of(VOLUME)),

@@ -319,6 +319,22 @@ def new_full(
     return _made(torch.Tensor.new_full, input, tuple(size), fill_value, **kwargs)
 
 
+@implements(torch.Tensor.new_tensor)
+def new_tensor(
+    input: DistTensor, data: Any, *, requires_grad: bool = False, **kwargs: Any
+) -> DistTensor:
+    """A tensor of these numbers, the same on all ranks, that is whole on each."""
+    if isinstance(data, DistTensor):
+        shard, shape, cuts = data.shard.detach().clone(), data.shape, data.cuts
+        shard = shard.to(kwargs.get("dtype") or shard.dtype)
+    else:
+        shard = input.shard.new_tensor(data, **kwargs)
+        shape, cuts = shard.shape, ((),) * shard.dim()
+    _require_here("new_tensor", input, shard.device)
+    result = DistTensor(shard, shape, cuts, input.grid)
+    return result.requires_grad_() if requires_grad else result
+
+
 @implements(F.prelu, torch.prelu, torch.Tensor.prelu)
 def prelu(input: DistTensor, weight: Tensor) -> DistTensor:
     """PReLU: one slope, or one for each channel."""

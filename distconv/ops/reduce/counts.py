@@ -16,6 +16,7 @@ from distconv.comm.collectives import all_reduce_with_grad
 from distconv.geometry.layout import cutting_axes
 from distconv.ops.reduce.extrema import extreme
 from distconv.ops.reduce.sums import Dims
+from distconv.ops.reduce.sums import sum as sum_of
 from distconv.ops.support.operands import common_grid, gather_whole, local_operand
 from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
@@ -24,7 +25,7 @@ from distconv.tensor.dist_tensor import DistTensor
 @implements(torch.count_nonzero, torch.Tensor.count_nonzero)
 def count_nonzero(input: Tensor, dim: Dims = None) -> Tensor:
     """The number of elements along dimensions that are not 0."""
-    present: Any = input != 0
+    present: Any = input.bool()
     counted: Tensor = present.sum(dim)
     return counted
 
@@ -49,8 +50,7 @@ def nansum(
     """The sum over dimensions of the elements that are not nan."""
     _require_real("nansum", input)
     present = DistTensor(_Present.apply(input.shard), input.shape, input.cuts, input.grid)
-    total: Tensor = present.sum(dim, keepdim, dtype=dtype)
-    return total
+    return sum_of(present, dim, keepdim, dtype=dtype)
 
 
 @implements(torch.nanmean, torch.Tensor.nanmean)

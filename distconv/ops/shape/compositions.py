@@ -26,9 +26,10 @@ implements(torch.swapdims, torch.Tensor.swapdims)(
 
 
 @implements(torch.broadcast_to, torch.Tensor.broadcast_to)
-def broadcast_to(input: DistTensor, size: Sequence[int]) -> DistTensor:
+@takes_sequence("size")
+def broadcast_to(input: DistTensor, *size: Any) -> DistTensor:
     """Dimensions of one element repeated; new ones in front."""
-    return expand(input, size)
+    return expand(input, *size)
 
 
 @implements(torch.Tensor.expand_as)
