@@ -75,17 +75,23 @@ def _added(local: Tensor, x: DistTensor) -> DistTensor:
     return DistTensor(total, total.shape, ((),) * total.dim(), x.grid)
 
 
-def _range(input: DistTensor, low: float, high: float) -> tuple[float, float]:
-    """The interval to be divided: that of all elements where it is not given."""
-    if low == high and input.numel():
+def _bounds(
+    name: str, input: DistTensor, given: Sequence[float] | None, widening: float
+) -> tuple[float, float]:
+    """The interval to be divided: that of all elements where none is given.
+
+    An interval without length is widened on both sides.
+    """
+    low, high = given or (0.0, 1.0 if name == "histogram" else 0.0)
+    if given is None and input.numel():
         x = input.detach()
-        low, high = (extreme("histc", x, None, False, m).shard.item() for m in (False, True))
+        low, high = (extreme(name, x, None, False, m).shard.item() for m in (False, True))
     if not (float("-inf") < low <= high < float("inf")):
         raise RuntimeError(
-            f"the elements to be counted range from {low} to {high}; expected finite bounds, the "
-            "lower one first"
+            f"{name}: the elements to be counted range from {low} to {high}; expected finite "
+            "bounds, the lower one first"
         )
-    return (low - 1, high + 1) if low == high else (low, high)
+    return (low - widening, high + widening) if low == high else (low, high)
 
 
 @implements(torch.histc, torch.Tensor.histc)
@@ -95,7 +101,7 @@ def histc(input: DistTensor, bins: int = 100, min: float = 0, max: float = 0) ->
         raise RuntimeError(f"histc: not implemented for {input.dtype}; convert it, x.double()")
     if bins <= 0:
         raise RuntimeError(f"histc: bins={bins} is not positive")
-    bounds = _range(input, min, max)
+    bounds = _bounds("histc", input, None if min == max else (min, max), 1)
     return _added(torch.histc(input.shard.detach(), bins, *bounds), input)
 
 
@@ -124,7 +130,7 @@ def histogram(
             raise TypeError("histogram: the bounds in bins and a range exclude each other")
         bins = gather_whole(bins, "histogram")
     else:
-        options["range"] = _range(input, *(range or (0.0, 0.0)))
+        options["range"] = _bounds("histogram", input, range, 0.5)
     found = torch.histogram(x.contiguous().flatten(), bins, **options)
     counts = _added(found.hist, input)
     if density:

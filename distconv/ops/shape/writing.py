@@ -127,8 +127,8 @@ def _places(
     d = normalize_dim(dim, x.dim())
     n = x.shape[d]
     places = gather_whole(index, name).reshape(-1)
-    if ((places < -n) | (places >= n)).any():
-        raise IndexError(f"{name}: some positions are not in dimension {d} of {n} elements")
+    within = ((places >= -n) & (places < n)).all()
+    torch._assert_async(within, f"{name}: not all positions lie in dimension {d}, of {n} elements")
     return x, d, wrap_negative(places, n)
 
 
@@ -140,14 +140,15 @@ def _placed(
     shape = (*x.shape[:d], len(places), *x.shape[d + 1 :])
     cuts = (*x.cuts[:d], (), *x.cuts[d + 1 :])
     slices = local_operand(source, shape, cuts, x.grid, name)
-    box = x.box
-    mine = ((places >= box.start[d]) & (places < box.stop[d])).nonzero().flatten()
+    start, stop = x.box.start[d], x.box.stop[d]
+    # What belongs elsewhere goes to one more slice, so that nobody waits to count it.
+    here = torch.where((places >= start) & (places < stop), places - start, stop - start)
+    spare = x.shard.new_ones([1 if i == d else m for i, m in enumerate(x.shard.shape)])
     function: Callable[..., Tensor] = getattr(torch, name)
-    here = places[mine] - box.start[d]
-    shard = function(
-        x.shard, d, here.to(index.dtype), source=slices.index_select(d, mine), **options
+    written = function(
+        torch.cat([x.shard, spare], d), d, here.to(index.dtype), source=slices, **options
     )
-    return DistTensor(shard, x.shape, x.cuts, x.grid)
+    return DistTensor(written.narrow(d, 0, stop - start), x.shape, x.cuts, x.grid)
 
 
 @implements(torch.take, torch.Tensor.take)
