@@ -3,21 +3,36 @@
 from distconv.ops import (
     attention,
     autograd,
+    comparison,
     foreach,
     grid_sample,
     interpolate,
     linear,
     loss,
+    margin_losses,
     random,
     scalar,
 )
 from distconv.ops.conv import functions as convolutions
-from distconv.ops.math import along_dimension, pointwise, product, softmax
+from distconv.ops.linalg import matrices, vectors
+from distconv.ops.math import (
+    along_dimension,
+    differences,
+    distances,
+    fourier,
+    pointwise,
+    product,
+    search,
+    softmax,
+)
 from distconv.ops.norm import batch_norm, sample_norm
 from distconv.ops.pool import adaptive, average, lp_pool, maximum, unpool
-from distconv.ops.reduce import aggregates, extrema, norms, sums
+from distconv.ops.reduce import aggregates, counts, extrema, norms, order_statistics, sums
 from distconv.ops.shape import (
+    compositions,
+    diagonals,
     indexing,
+    joining,
     lookup,
     pad,
     patches,
@@ -25,6 +40,10 @@ from distconv.ops.shape import (
     rearrange,
     reshape,
     scatter,
+    selection,
+    splitting,
+    views,
+    writing,
 )
 
 __all__ = [
@@ -35,18 +54,29 @@ __all__ = [
     "autograd",
     "average",
     "batch_norm",
+    "comparison",
+    "compositions",
     "convolutions",
+    "counts",
+    "diagonals",
+    "differences",
+    "distances",
     "extrema",
     "foreach",
+    "fourier",
     "grid_sample",
     "indexing",
     "interpolate",
+    "joining",
     "linear",
     "lookup",
     "loss",
     "lp_pool",
+    "margin_losses",
+    "matrices",
     "maximum",
     "norms",
+    "order_statistics",
     "pad",
     "patches",
     "pixel_shuffle",
@@ -58,7 +88,13 @@ __all__ = [
     "sample_norm",
     "scalar",
     "scatter",
+    "search",
+    "selection",
     "softmax",
+    "splitting",
     "sums",
     "unpool",
+    "vectors",
+    "views",
+    "writing",
 ]

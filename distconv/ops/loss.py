@@ -31,7 +31,7 @@ from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
 
 
-def _reduction(
+def reduction_name(
     size_average: bool | None, reduce: bool | None, reduction: str, operator: str
 ) -> str:
     if size_average is not None or reduce is not None:
@@ -98,7 +98,7 @@ def _regression(function: Callable[..., Tensor]) -> None:
         weight: Tensor | None = None,
         **arguments: float,
     ) -> DistTensor:
-        reduction = _reduction(size_average, reduce, reduction, name)
+        reduction = reduction_name(size_average, reduce, reduction, name)
         weight = _weight_that_torch_drops(function) if weight is None else weight
         grid = common_grid(name, (input, target, weight))
         shape = broadcast_shape(name, (input, target))
@@ -147,7 +147,7 @@ def _cross_entropy_of_bits(function: Callable[..., Tensor]) -> None:
         reduction: str = "mean",
         **pos_weight: Tensor | None,
     ) -> DistTensor:
-        reduction = _reduction(size_average, reduce, reduction, name)
+        reduction = reduction_name(size_average, reduce, reduction, name)
         weights = {"weight": weight, **pos_weight}
         grid = common_grid(name, (input, target, *weights.values()))
         if target.shape != input.shape:
@@ -234,7 +234,7 @@ def _classification(function: Callable[..., Tensor]) -> None:
         reduction: str = "mean",
         **smoothing: float,
     ) -> DistTensor:
-        reduction = _reduction(size_average, reduce, reduction, name)
+        reduction = reduction_name(size_average, reduce, reduction, name)
         grid = common_grid(name, (input, target, weight))
         x = as_distributed(input, grid)
         classes = 1 if x.dim() > 1 else 0
@@ -298,7 +298,7 @@ def kl_div(
 ) -> DistTensor:
     """Return the Kullback-Leibler divergence of log-probabilities from a target."""
     by_batch = reduction == "batchmean"
-    reduction = _reduction(size_average, reduce, "sum" if by_batch else reduction, "kl_div")
+    reduction = reduction_name(size_average, reduce, "sum" if by_batch else reduction, "kl_div")
     grid = common_grid("kl_div", (input, target))
     shape = broadcast_shape("kl_div", (input, target))
     cuts = broadcast_cuts([x for x in (input, target) if isinstance(x, DistTensor)], shape)
@@ -327,7 +327,7 @@ def gaussian_nll_loss(
 
     The rank that holds a negative variance raises.
     """
-    reduction = _reduction(None, None, reduction, "gaussian_nll_loss")
+    reduction = reduction_name(None, None, reduction, "gaussian_nll_loss")
     if isinstance(var, Tensor) and var.shape != input.shape:
         if var.shape == input.shape[:-1]:
             var = var.unsqueeze(-1)

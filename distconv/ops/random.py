@@ -12,7 +12,8 @@ number generators", OOPSLA 2014) on its Weyl sequence, entered at the position.
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import sqrt
+from functools import partial
+from math import log1p, pi, sqrt
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from distconv.comm.collectives import broadcast
 from distconv.grid.interface import Grid
 from distconv.ops.support.operands import broadcast_shape, local_operand
 from distconv.tensor.aliasing import check_writable
-from distconv.tensor.dispatch import implements, refuse
+from distconv.tensor.dispatch import RULES, implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
 
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
@@ -142,6 +143,16 @@ _dropout(F.alpha_dropout, _to_saturation, None)
 _dropout(F.feature_alpha_dropout, _to_saturation, 2)
 
 
+def _lower_dropout(function: Callable[..., Tensor], input: Tensor, p: float, train: bool) -> Tensor:
+    """Dropout by the arguments of its namesake in torch, below torch.nn.functional."""
+    return function(input, p, train)
+
+
+for _lower in ("dropout", "alpha_dropout", "feature_alpha_dropout", "feature_dropout"):
+    _function = getattr(F, "dropout2d" if _lower == "feature_dropout" else _lower)
+    RULES[getattr(torch, _lower)] = partial(_lower_dropout, _function)
+
+
 def _new(
     input: DistTensor,
     values: Tensor,
@@ -249,6 +260,71 @@ def normal_(
     _require_real("normal_", input, input.dtype)
     _check(torch.Tensor.normal_, input.dtype, mean, std)
     return _written(input, _normal(input) * std + mean, "normal_")
+
+
+def _fills(name: str, values: Callable[..., Tensor]) -> None:
+    """A method that fills a tensor with a function of uniform numbers and the arguments."""
+    method: Callable[..., Any] = getattr(torch.Tensor, name)
+
+    @implements(method)
+    def rule(input: DistTensor, *args: float, generator: Any = None, **kwargs: float) -> DistTensor:
+        _only_default(name, generator, input)
+        _require_real(name, input, input.dtype)
+        method(torch.zeros(1, dtype=input.dtype), *args, generator=torch.Generator(), **kwargs)
+        return _written(input, values(_uniform(input), *args, **kwargs), name)
+
+
+def _exponential(u: Tensor, lambd: float = 1.0) -> Tensor:
+    return -torch.log1p(-u) / lambd
+
+
+def _geometric(u: Tensor, p: float) -> Tensor:
+    return (torch.log1p(-u) / log1p(-p)).floor() + 1
+
+
+def _cauchy(u: Tensor, median: float = 0.0, sigma: float = 1.0) -> Tensor:
+    return median + sigma * torch.tan(pi * (u - 0.5))
+
+
+def _log_normal(u: Tensor, mean: float = 1.0, std: float = 2.0) -> Tensor:
+    return (torch.special.ndtri(u + 2.0**-54) * std + mean).exp()
+
+
+_fills("exponential_", _exponential)
+_fills("geometric_", _geometric)
+_fills("cauchy_", _cauchy)
+_fills("log_normal_", _log_normal)
+
+
+@implements(F.rrelu, torch.rrelu)
+def rrelu(
+    input: Any,
+    lower: float = 1.0 / 8,
+    upper: float = 1.0 / 3,
+    training: bool = False,
+    inplace: bool = False,
+) -> Tensor:
+    """Leaky ReLU of slopes drawn from `lower` to `upper`, or of their mean where not training."""
+    if not training:
+        return F.leaky_relu(input, (lower + upper) / 2, inplace=inplace)
+    slopes = lower + (upper - lower) * rand_like(input.detach())
+    result = torch.where(input <= 0, input * slopes, input)
+    return input.copy_(result) if inplace else result  # type: ignore[no-any-return]
+
+
+@implements(F.gumbel_softmax)
+def gumbel_softmax(
+    logits: Any, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1
+) -> Tensor:
+    """The softmax of logits with Gumbel noise, in one-hot form, of the same gradient, if `hard`."""
+    noise = torch.empty_like(logits.detach()).exponential_().log()
+    soft = F.softmax((logits - noise) / tau, dim)
+    if not hard:
+        return soft
+    largest = soft.detach().argmax(dim, keepdim=True)
+    places = torch.arange(soft.shape[dim], device=soft.device)
+    chosen = places.view(-1, *(1,) * (soft.dim() - 1 - dim % soft.dim())) == largest
+    return chosen.to(soft.dtype) - soft.detach() + soft
 
 
 @implements(torch.Tensor.bernoulli_)

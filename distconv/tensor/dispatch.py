@@ -84,7 +84,8 @@ ALIASES = {"axis": "dim", "keepdims": "keepdim"}
 
 _PROPERTIES = (
     *("dtype", "device", "ndim", "itemsize", "nbytes"),
-    *("is_cpu", "is_cuda", "is_meta", "is_mps", "is_nested", "is_quantized", "is_sparse", "is_xpu"),
+    *("is_cpu", "is_cuda", "is_ipu", "is_maia", "is_meta", "is_mkldnn", "is_mps", "is_mtia"),
+    *("is_nested", "is_quantized", "is_sparse", "is_sparse_csr", "is_vulkan", "is_xla", "is_xpu"),
 )
 
 
@@ -102,6 +103,8 @@ METADATA: set[Any] = {
     torch.Tensor.is_signed,
     torch.Tensor.is_inference,
     torch.is_inference,
+    torch.Tensor.is_distributed,
+    torch.is_distributed,
     torch.is_floating_point,
     torch.is_complex,
     torch.is_signed,

@@ -64,6 +64,37 @@ def _single(rng: random.Random, shape: Sequence[int]) -> Tensor:
     return random_tensor(rng, shape, torch.float32)
 
 
+def _with_gaps(rng: random.Random, shape: Sequence[int]) -> Tensor:
+    return random_tensor(rng, shape).masked_fill(_booleans(rng, shape), torch.nan)
+
+
+def _signs(rng: random.Random, shape: Sequence[int]) -> Tensor:
+    return random_tensor(rng, shape).sign()
+
+
+def _label_sets(rng: random.Random, shape: Sequence[int]) -> Tensor:
+    """Two different classes, and -1 for no more of them."""
+    labels = torch.full(tuple(shape), -1)
+    labels[..., 0] = _integers(rng, shape[:-1])
+    labels[..., 1] = labels[..., 0] + 1
+    return labels
+
+
+def _different(rng: random.Random, shape: Sequence[int]) -> Tensor:
+    """Positions of which no two are the same."""
+    return torch.tensor(rng.sample(range(5), shape[0]))
+
+
+def _ascending(rng: random.Random, shape: Sequence[int]) -> Tensor:
+    return random_tensor(rng, shape).sort().values
+
+
+def _regular(rng: random.Random, shape: Sequence[int]) -> Tensor:
+    """Matrices far from singular ones, of eigenvalues and singular values that differ."""
+    scale = torch.arange(2, 2 + shape[-1], dtype=torch.float64)
+    return torch.diag_embed(scale.expand(shape[:-1])) + 0.1 * random_tensor(rng, shape)
+
+
 @dataclass(frozen=True)
 class Operand:
     """A tensor of a sample call; `plain` ones, such as weights, are not distributed."""
@@ -170,7 +201,7 @@ def writes_in_place(name: str) -> bool:
 
 def is_random(name: str) -> bool:
     """Whether its numbers are not those of serial torch, but the same on any grid."""
-    return bare(name).removesuffix("_") in _RANDOM
+    return name in _RANDOM or bare(name).removesuffix("_") in _RANDOM
 
 
 def samples_of(name: str) -> tuple[Sample, ...]:
@@ -202,6 +233,19 @@ POSITIVE_CHANNELS = Operand((4,), _unit, plain=True)
 LABELS = Operand((3, 5, 7), _integers)
 ROWS, COLUMNS = Operand((5, 7)), Operand((7, 4))
 BATCHES = Operand((3, 5, 7)), Operand((3, 7, 4))
+BIAS = Operand((6,), plain=True)
+MATRICES = Operand((3, 4, 4), _regular)
+VECTOR = Operand((7,))
+SIGNS, LABEL_ROW = Operand(X.shape, _signs), Operand((5,), _integers)
+LABEL_VECTOR = Operand((9,), _integers)
+GAPS = Operand(X.shape, _with_gaps)
+PAIRS = Operand((3, 4, 5, 2))
+COUNTS = Operand((5,), _integers, plain=True)
+POSITIONS = Operand((6,), _integers, plain=True)
+PERMUTED = Operand((3,), _different, plain=True)
+SLICES = Operand((3, 6, 5, 7))
+QUANTILES = Operand((2,), _unit, plain=True)
+BOUNDARIES, SORTED = Operand((4,), _ascending, plain=True), Operand((3, 7), _ascending)
 DIM = Dim(1)
 
 PLANES = {1: SEQUENCE, 2: X, 3: VOLUME}
@@ -226,9 +270,47 @@ def _of_any_rank(name: str, make: Callable[[int, Operand], tuple[Sample, ...]]) 
     return {name.format(n): make(n, plane) for n, plane in PLANES.items()}
 
 
-def _undifferentiated(function: Any, *args: Any) -> Any:
+def _undifferentiated(function: Any, *args: Any, **kwargs: Any) -> Any:
     """For functions whose gradient serial torch does not have, for some argument."""
-    return function(*(a.detach().clone() if isinstance(a, Tensor) else a for a in args))
+    args = tuple(a.detach().clone() if isinstance(a, Tensor) else a for a in args)
+    return function(*args, **kwargs)
+
+
+def _with_constant_target(function: Any, x: Tensor, target: Tensor) -> Any:
+    return function(x, target.detach(), reduction="sum")
+
+
+def _symmetric(function: Any, x: Tensor) -> Any:
+    return function(x + x.mT)
+
+
+def _singular_vectors(function: Any, x: Tensor) -> Tensor:
+    """The matrix again: singular vectors are unique but for their signs."""
+    u, values, v = function(x)
+    return u * values.unsqueeze(-2).sqrt() @ (v.mT if function is not torch.linalg.svd else v)
+
+
+def _eigenvectors(function: Any, x: Tensor) -> Tensor:
+    """Another function of the matrix: eigenvectors are unique but for a factor."""
+    values, vectors = function(x)
+    return vectors * values.sin().unsqueeze(-2) @ torch.linalg.inv(vectors)
+
+
+def _lu_solved(function: Any, b: Tensor, x: Tensor) -> Tensor:
+    return function(b, *torch.linalg.lu_factor(x))
+
+
+def _lu_solved_first(function: Any, b: Tensor, x: Tensor) -> Tensor:
+    return function(*torch.linalg.lu_factor(x), b)
+
+
+def _lu_unpacked(function: Any, x: Tensor) -> Any:
+    return function(*torch.linalg.lu_factor(x))
+
+
+def _ldl_solved(function: Any, b: Tensor, x: Tensor) -> Tensor:
+    factors, pivots = torch.linalg.ldl_factor((x + x.mT).detach())
+    return function(factors, pivots, b.detach())
 
 
 def _convolution(n: int, plane: Operand) -> tuple[Sample, ...]:
@@ -302,7 +384,7 @@ _POINTWISE: Table = {
         logsigmoid long mish nan_to_num ndtr ndtri neg negative ones_like positive psi rad2deg
         reciprocal relu relu6 resolve_conj resolve_neg round rsqrt selu sgn short sigmoid sign
         signbit silu sin sinc sinh softplus softshrink softsign sqrt square tan tanh tanhshrink
-        trunc type zero zeros_like contiguous is_contiguous
+        trunc type zero zeros_like contiguous is_contiguous cdouble cfloat gammaln
         """,
         of(UNIT),
     ),
@@ -335,7 +417,26 @@ _POINTWISE: Table = {
     **_each("fill full_like", of(X, 2.5)),
     **_each("ldexp", of(X, INTEGERS)),
     **_each("masked_fill", of(X, BOOLEANS, 2.5)),
-    **_each("mvlgamma", of(ABOVE, 1)),
+    **_each("mvlgamma multigammaln", of(ABOVE, 1)),
+    **_each("complex polar", of(UNIT, UNIT)),
+    **_each("chalf", of(UNIT, through=lambda function, x: function(x).to(torch.complex64))),
+    **_each(
+        """
+        airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1 modified_bessel_i0 modified_bessel_i1
+        modified_bessel_k0 modified_bessel_k1 scaled_modified_bessel_k0 scaled_modified_bessel_k1
+        spherical_bessel_j0
+        """,
+        of(UNIT, through=_undifferentiated),
+    ),
+    **_each(
+        """
+        chebyshev_polynomial_t chebyshev_polynomial_u chebyshev_polynomial_v chebyshev_polynomial_w
+        gammainc gammaincc hermite_polynomial_h hermite_polynomial_he laguerre_polynomial_l
+        legendre_polynomial_p shifted_chebyshev_polynomial_t shifted_chebyshev_polynomial_u
+        shifted_chebyshev_polynomial_v shifted_chebyshev_polynomial_w
+        """,
+        of(UNIT, ABOVE, through=_undifferentiated),
+    ),
     **_each("polygamma", of(1, UNIT)),
     **_each("torch.Tensor.polygamma polygamma_", of(UNIT, 1)),
     **_each("prelu", of(X, CHANNELS)),
@@ -348,6 +449,8 @@ _POINTWISE: Table = {
     **_each("new", of(X, through=lambda function, x: function(x, 3, 4, 5, 2).zero_())),
     **_each("new_full", of(X, (3, 4, 5, 2), 2.5)),
     **_each("new_empty", of(X, through=lambda function, x: function(x, 3, 4, 5, 2).zero_())),
+    **_each("torch.embedding", of(Operand((5, 3), plain=True), INTEGERS)),
+    **_each("new_tensor", of(X, ((1, 2), (3, 4)))),
     **_each("embedding", of(INTEGERS, Operand((5, 3), plain=True), 1)),
     **_each("empty_like", of(X, through=lambda function, x: function(x).zero_())),
     **_dunders(
@@ -381,6 +484,37 @@ _REDUCTIONS: Table = {
         of(X, DIM),
     ),
     **_each("topk", of(X, 2, DIM)),
+    **_each("count_nonzero", of(INTEGERS), of(INTEGERS, DIM)),
+    **_each("nansum nanmean", of(GAPS), of(GAPS, DIM), of(GAPS, (0, 2), keepdim=True)),
+    **_each("histc", of(X, 4, -1, 1)),
+    **_each("histogram", of(X, 5, through=_undifferentiated)),
+    **_each(
+        "torch.histogram",
+        of(X, 4, range=(-1, 1), density=True, through=_undifferentiated),
+        of(X, BOUNDARIES, through=_undifferentiated),
+    ),
+    **_each(
+        "bincount",
+        of(LABEL_VECTOR),
+        of(LABEL_VECTOR, Operand((9,), _unit), 7, through=_undifferentiated),
+    ),
+    **_each("median nanmedian", of(X), of(X, DIM)),
+    **_each("mode", of(INTEGERS, DIM)),
+    **_each("kthvalue", of(X, 2, DIM)),
+    **_each("quantile nanquantile", of(X, 0.3), of(X, QUANTILES, 1, keepdim=True)),
+    **_each("aminmax", of(X), of(X, dim=1, keepdim=True)),
+    **_each("dist", of(X, X), of(X, X, 3)),
+    **_each("diff", of(X, 2), of(X, 1, DIM, Operand((3, 2, 5, 7)))),
+    **_each("trapezoid trapz", of(X, dx=0.5, dim=1), of(X, VECTOR), of(X, X, dim=2)),
+    **_each("cumulative_trapezoid", of(X, dx=0.5, dim=1), of(X, VECTOR)),
+    **_each("frexp", of(X, through=_undifferentiated)),
+    **_each("renorm", of(X, 2, DIM, 3.0)),
+    **_each("pairwise_distance", of(ROWS, ROWS), of(X, X, 1.0, keepdim=True)),
+    **_each("cdist", of(X, Operand((3, 4, 6, 7)))),
+    **_each("pdist", of(ROWS)),
+    **_each("isin", of(INTEGERS, Operand((2,), _integers, plain=True))),
+    **_each("bucketize", of(X, BOUNDARIES)),
+    **_each("searchsorted", of(BOUNDARIES, X), of(SORTED, SORTED, right=True)),
 }
 
 _PRODUCTS: Table = {
@@ -396,10 +530,70 @@ _PRODUCTS: Table = {
     **_each("baddbmm", of(Operand((3, 5, 4)), *BATCHES)),
     **_each("addbmm", of(Operand((5, 4)), *BATCHES, beta=0)),
     **_each("dot", of(Operand((7,)), Operand((7,)))),
-    **_each("outer", of(Operand((5,)), Operand((7,)))),
+    **_each("outer ger", of(Operand((5,)), Operand((7,)))),
+    **_each("addr", of(Operand((5, 7)), Operand((5,)), VECTOR, beta=2, alpha=3)),
+    **_each("addmm_", of(Operand((5, 4)), ROWS, COLUMNS, beta=2, alpha=3)),
     **_each("einsum", of("bchw,ck->bkhw", X, Operand((4, 6), plain=True))),
     **_each("linear", of(X, Operand((6, 7), plain=True), Operand((6,), plain=True))),
     **_each("scaled_dot_product_attention", of(X, X, X)),
+    **_each("bilinear", of(ROWS, Operand((5, 4)), Operand((6, 7, 4), plain=True), BIAS)),
+}
+
+_LINEAR_ALGEBRA: Table = {
+    **_each(
+        """
+        cond cholesky_inverse det eigvals inv inverse inv_ex lu lu_factor
+        lu_factor_ex logdet matrix_exp pinv pinverse qr slogdet svdvals tensorinv
+        """,
+        of(MATRICES),
+    ),
+    **_each("tensorinv", of(Operand((2, 3, 6)), 2)),
+    **_each("cholesky cholesky_ex eigh eigvalsh", of(MATRICES, through=_symmetric)),
+    **_each("svd", of(MATRICES, through=_singular_vectors)),
+    **_each("eig", of(MATRICES, through=_eigenvectors)),
+    **_each("matrix_rank ldl_factor ldl_factor_ex", of(MATRICES, through=_undifferentiated)),
+    **_each("matrix_power", of(MATRICES, 3)),
+    **_each(
+        "solve solve_ex",
+        of(MATRICES, Operand((3, 4, 2))),
+        of(MATRICES, Operand((3, 4))),
+        of(MATRICES, Operand((4,), plain=True)),
+    ),
+    **_each("solve_triangular", of(MATRICES, Operand((3, 4, 2)), upper=True)),
+    **_each("triangular_solve", of(Operand((3, 4, 2)), MATRICES)),
+    **_each("cholesky_solve", of(Operand((3, 4, 2)), MATRICES)),
+    **_each("torch.lu_solve lu_solve", of(Operand((3, 4, 2)), MATRICES, through=_lu_solved)),
+    **_each("torch.linalg.lu_solve", of(Operand((3, 4, 2)), MATRICES, through=_lu_solved_first)),
+    **_each("ldl_solve", of(Operand((3, 4, 2)), MATRICES, through=_ldl_solved)),
+    **_each("lu_unpack", of(MATRICES, through=_lu_unpacked)),
+    **_each("householder_product orgqr", of(MATRICES, Operand((3, 4), _unit))),
+    **_each("ormqr", of(MATRICES, Operand((3, 4), _unit), Operand((3, 4, 2)))),
+    **_each("torch.linalg.norm", of(X), of(X, 3, DIM), of(X, "fro", (1, 2)), of(ROWS, "nuc")),
+    **_each("matrix_norm", of(X), of(X, "nuc", (0, 2))),
+    **_each("nuclear_norm", of(ROWS), of(X, (0, 2))),
+    **_each("tensorsolve", of(Operand((2, 3, 6)), Operand((2, 3)))),
+    **_each("multi_dot", of([ROWS, COLUMNS, Operand((4, 3), plain=True)])),
+    **_each("chain_matmul", of(ROWS, COLUMNS, Operand((4, 3)))),
+    **_each("vecdot", of(X, X, dim=1), of(COMPLEX, COMPLEX)),
+    **_each("vdot", of(Operand((7,), _complex), Operand((7,), _complex))),
+    **_each("cross", of(X, X, dim=0)),
+    **_each("inner", of(ROWS, Operand((4, 7)))),
+    **_each("tensordot", of(X, Operand((7, 5, 2)), ((2, 3), (1, 0))), of(ROWS, COLUMNS, 1)),
+    **_each("kron", of(ROWS, Operand((2, 3)))),
+    **_each("vander", of(ROWS), of(ROWS, N=3)),
+    **_each("cov", of(ROWS), of(ROWS, correction=0, aweights=Operand((7,), _unit, plain=True))),
+    **_each("corrcoef", of(ROWS)),
+}
+
+_FOURIER: Table = {
+    **_each("fft ifft hfft ihfft rfft irfft", of(UNIT, None, DIM), of(X, 4)),
+    **_each("fft2 ifft2 hfft2 ihfft2 rfft2 irfft2", of(X)),
+    **_each("fftn ifftn hfftn ihfftn rfftn irfftn", of(X, (3, 4)), of(X, None, (0, 2))),
+    **_each("fftshift ifftshift", of(X), of(X, DIM)),
+    **_each(
+        "stft",
+        of(Operand((3, 21)), 8, window=Operand((8,), _unit, plain=True), return_complex=True),
+    ),
 }
 
 _SHAPES: Table = {
@@ -411,7 +605,7 @@ _SHAPES: Table = {
     **_each("unsqueeze", of(X, 1)),
     **_each("permute", of(X, (0, 2, 3, 1))),
     **_each("transpose swapaxes movedim moveaxis", of(X, 1, 3)),
-    **_each("adjoint mT", of(X)),
+    **_each("mT", of(X)),
     **_each("t T", of(ROWS)),
     **_each("expand", of(Operand((3, 1, 5, 7)), (3, 4, 5, 7))),
     **_each("flip", of(X, (1, 3))),
@@ -455,6 +649,75 @@ _SHAPES: Table = {
     **_each("stack", of([X, X], 1)),
     **_each("pad", of(X, (1, 2, 0, 1)), of(X, (1, 2, 0, 1), "reflect")),
     **_each("pixel_shuffle", of(X, 2)),
+    **_each("swapdims", of(X, 1, 3)),
+    **_each("broadcast_to", of(Operand((3, 1, 5, 7)), (3, 4, 5, 7))),
+    **_each("expand_as", of(Operand((3, 1, 5, 7)), X)),
+    **_each("sum_to_size", of(X, (4, 1, 7))),
+    **_each("ravel __reversed__", of(X)),
+    **_each("H", of(ROWS), of(Operand((5, 7), _complex))),
+    **_each("mH adjoint", of(X), of(COMPLEX)),
+    **_each("atleast_1d atleast_2d atleast_3d", of(X), of(ROWS, Operand((7,)), NUMBER)),
+    **_each("rot90", of(X), of(X, -1, (1, 3)), of(X, 2, (0, 2))),
+    **_each("channel_shuffle", of(X, 2)),
+    **_each("native_channel_shuffle", of(X, 2, through=_undifferentiated)),
+    **_each("repeat_interleave", of(X, 2, DIM), of(X, 3), of(ROWS, COUNTS, 0)),
+    **_each("constant_pad_nd", of(X, (1, 2, 0, 1), 2.5)),
+    **_each("msort", of(X)),
+    **_each("unravel_index", of(INTEGERS, (2, 3))),
+    **_each("tensor_split", of(X, 3, 3), of(X, (1, 3), DIM)),
+    **_each("hsplit", of(X, 2), of(Operand((6,)), (1, 4))),
+    **_each("vsplit", of(X, 3)),
+    **_each("dsplit", of(X, (1, 3))),
+    **_each("split_with_sizes unsafe_split_with_sizes", of(X, (2, 5), 3)),
+    **_each("unsafe_split unsafe_chunk", of(X, 3, DIM)),
+    **_each("broadcast_tensors", of(ROWS, Operand((3, 1, 7)), Operand((7,), plain=True))),
+    **_each("hstack vstack dstack row_stack column_stack", of([X, X]), of([VECTOR, VECTOR])),
+    **_each("block_diag", of(ROWS, COLUMNS, VECTOR)),
+    **_each("meshgrid", of(VECTOR, Operand((5,)), Operand((4,)), indexing="xy")),
+    **_each("cartesian_prod", of(VECTOR, Operand((5,)))),
+    **_each("combinations", of(VECTOR, 3)),
+    **_each("tril triu", of(X), of(X, -2), of(ROWS, 1)),
+    **_each("diagonal", of(X), of(X, 1, 3, 1)),
+    **_each("torch.linalg.diagonal", of(X)),
+    **_each("diag_embed", of(X), of(X, -1, 0, 2)),
+    **_each("diag", of(ROWS), of(VECTOR, 1)),
+    **_each("diagflat", of(ROWS)),
+    **_each("trace", of(ROWS)),
+    **_each("fill_diagonal_", of(Operand((9, 4)), 2.5), of(Operand((9, 4)), 2.5, wrap=True)),
+    **_each("torch.Tensor.unfold", of(X, 3, 3, 2), of(X, 1, 2, 1)),
+    **_each("view_as_real", of(COMPLEX)),
+    **_each("view_as_complex", of(PAIRS)),
+    **_each("select_scatter", of(X, Operand((3, 5, 7)), DIM, 2)),
+    **_each("slice_scatter", of(X, Operand((3, 4, 5, 3)), 3, 1, 7, 2)),
+    **_each("diagonal_scatter", of(X, Operand((3, 5, 4)), 0, 1, 3)),
+    **_each("index_fill", of(X, DIM, POSITIONS, 2.5), of(X, DIM, POSITIONS, NUMBER)),
+    **_each("index_add", of(X, DIM, POSITIONS, SLICES, alpha=2)),
+    **_each("index_copy", of(X, 2, PERMUTED, Operand((3, 4, 3, 7)))),
+    **_each("index_reduce", of(X, DIM, POSITIONS, SLICES, "amax")),
+    **_each("take", of(X, INTEGERS)),
+    **_each("nonzero argwhere", of(BOOLEANS)),
+    **_each("nonzero_static", of(BOOLEANS, size=9)),
+    **_each("unique unique_consecutive", of(INTEGERS), of(INTEGERS, return_counts=True, dim=1)),
+    **_each("masked_select", of(X, BOOLEANS), of(X, Operand((5, 1), _booleans, plain=True))),
+    **_each("alias_copy", of(X)),
+    **_each("detach_copy", of(X, through=_undifferentiated)),
+    **_each("diagonal_copy", of(X, 1, 3, 1)),
+    **_each("expand_copy", of(Operand((3, 1, 5, 7)), (3, 4, 5, 7))),
+    **_each("narrow_copy", of(X, DIM, 1, 2)),
+    **_each("permute_copy", of(X, (0, 2, 3, 1))),
+    **_each("select_copy", of(X, DIM, 2)),
+    **_each("slice_copy", of(X, 3, 1, None, 2)),
+    **_each("split_copy", of(X, 3, DIM)),
+    **_each("split_with_sizes_copy", of(X, (2, 5), 3)),
+    **_each("squeeze_copy", of(Operand((3, 1, 5, 7)), DIM)),
+    **_each("t_copy", of(ROWS)),
+    **_each("transpose_copy", of(X, 1, 3)),
+    **_each("unbind_copy", of(X, DIM)),
+    **_each("unfold_copy", of(X, 3, 3, 2)),
+    **_each("unsqueeze_copy", of(X, 1)),
+    **_each("view_copy", of(X, (3, 20, 7))),
+    **_each("view_as_real_copy", of(COMPLEX)),
+    **_each("view_as_complex_copy", of(PAIRS, through=_undifferentiated)),
     **_each("pixel_unshuffle", of(Operand((3, 4, 6, 10)), 2)),
 }
 
@@ -468,6 +731,7 @@ _PLANES: Table = {
     **_of_any_rank("lp_pool{}d", lambda n, x: (of(Operand(x.shape, _unit), 2, 3, 2),)),
     **_of_any_rank("adaptive_avg_pool{}d", lambda n, x: (of(x, 1), of(x, 3))),
     **_of_any_rank("adaptive_max_pool{}d", lambda n, x: (of(x, 1), of(x, 3))),
+    **_of_any_rank("adaptive_max_pool{}d_with_indices", lambda n, x: (of(x, 3),)),
     **_each("unfold", of(X, 3, padding=1)),
     **_each("fold", of(Operand((3, 16, 20)), (5, 6), 2)),
     **_each("interpolate", of(X, scale_factor=2), of(X, (9, 4), mode="bilinear")),
@@ -483,6 +747,8 @@ _NORMS: Table = {
             through=lambda function, x, *running: function(x, *(r.detach() for r in running)),
         ),
     ),
+    **_each("torch.batch_norm", of(X, CHANNELS, CHANNELS, None, None, True, 0.1, 1e-5, False)),
+    **_each("torch.instance_norm", of(X, CHANNELS, CHANNELS, None, None, True, 0.1, 1e-5, False)),
     **_each("group_norm", of(X, 2, CHANNELS, CHANNELS)),
     **_each("instance_norm", of(X, weight=CHANNELS, bias=CHANNELS)),
     **_each("layer_norm rms_norm", of(X, (5, 7), Operand((5, 7), plain=True))),
@@ -495,9 +761,33 @@ _LOSSES: Table = {
     **_each("binary_cross_entropy_with_logits", of(X, UNIT)),
     **_each("cross_entropy nll_loss", of(X, LABELS)),
     **_each("gaussian_nll_loss", of(X, X, UNIT)),
+    **_each("torch.kl_div", of(UNIT, UNIT)),
+    **_each("torch.binary_cross_entropy_with_logits", of(X, UNIT), of(X, UNIT, None, None, 2)),
+    **_each("cosine_embedding_loss", of(ROWS, ROWS, Operand((5,), _signs), 0.1)),
+    **_each("torch.nn.functional.hinge_embedding_loss", of(X, SIGNS, reduction="none")),
+    **_each("hinge_embedding_loss", of(X, SIGNS)),
+    **_each("margin_ranking_loss", of(X, X, SIGNS, 0.5)),
+    **_each("poisson_nll_loss", of(X, ABOVE), of(UNIT, ABOVE, False, True)),
+    **_each("torch.poisson_nll_loss", of(X, ABOVE, True, True, 1e-8, 1)),
+    **_each("soft_margin_loss", of(X, SIGNS, through=_with_constant_target)),
+    **_each("multilabel_soft_margin_loss", of(X, UNIT, Operand((7,), _unit, plain=True))),
+    **_each("multi_margin_loss", of(ROWS, LABEL_ROW, 2), of(VECTOR, WHOLE_NUMBER)),
+    **_each(
+        "multilabel_margin_loss",
+        of(ROWS, Operand((5, 7), _label_sets), reduction="none"),
+        of(VECTOR, Operand((7,), _label_sets)),
+    ),
+    **_each("triplet_margin_loss", of(X, X, X), of(ROWS, ROWS, ROWS, 2.0, 1, swap=True)),
+    **_each("torch.triplet_margin_loss", of(X, X, X, 2.0)),
+    **_each("triplet_margin_with_distance_loss", of(X, X, X), of(ROWS, ROWS, ROWS, swap=True)),
 }
 
 _TO_PYTHON: Table = {
+    **_each("equal", of(X, X), of(INTEGERS, INTEGERS)),
+    **_each("allclose", of(X, X), of(X, X, 0.1, 100.0)),
+    **_each("is_same_size", of(X, ROWS)),
+    **_each("is_nonzero", of(NUMBER)),
+    **_each("is_conj is_neg", of(COMPLEX)),
     **_each("item", of(NUMBER)),
     **_each("tolist numpy __array__", of(INTEGERS)),
     **_dunders("contains", of(INTEGERS, 2)),
@@ -507,6 +797,12 @@ _TO_PYTHON: Table = {
 }
 
 _RANDOM: Table = {
+    **_each("torch.dropout torch.alpha_dropout torch.feature_alpha_dropout", of(X, 0.5, True)),
+    **_each("torch.feature_dropout", of(X, 0.5, True)),
+    **_each("exponential cauchy log_normal", of(X)),
+    **_each("geometric", of(X, 0.3)),
+    **_each("rrelu", of(X, training=True)),
+    **_each("gumbel_softmax", of(X, 0.5), of(X, hard=True, dim=1)),
     **_each("dropout dropout2d alpha_dropout feature_alpha_dropout", of(X)),
     **_each("dropout1d", of(SEQUENCE)),
     **_each("dropout3d", of(VOLUME)),
@@ -537,6 +833,8 @@ SAMPLES: Table = {
     **_POINTWISE,
     **_REDUCTIONS,
     **_PRODUCTS,
+    **_LINEAR_ALGEBRA,
+    **_FOURIER,
     **_SHAPES,
     **_PLANES,
     **_NORMS,

@@ -5,7 +5,6 @@ Where that dimension is cut it is made whole first, which is recorded as a redis
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,30 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distconv.ops.support.argument_forms import normalize_dim
+from distconv.ops.support.in_place import implements_in_place
 from distconv.ops.support.metadata_checks import any_type, check_on_meta
-from distconv.ops.support.operands import uncut
+from distconv.ops.support.whole_dimensions import apply_along
 from distconv.tensor.dispatch import RULES, implements
 from distconv.tensor.dist_tensor import DistTensor
-
-
-def _applied(
-    function: Callable[..., Any],
-    name: str,
-    input: DistTensor,
-    dims: Sequence[int],
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """Return `function(input, *args, **kwargs)`, which works along `dims`."""
-    shapes = check_on_meta(function, input, *args, **kwargs)
-    x = uncut(input, dims, name)
-    result = function(x.shard, *args, **kwargs)
-    if isinstance(result, Tensor):
-        return DistTensor(result, shapes, x.cuts, x.grid)
-    wrapped = [
-        DistTensor(part, shape, x.cuts, x.grid) for part, shape in zip(result, shapes, strict=True)
-    ]
-    return type(result)(wrapped)
 
 
 def _first(name: str) -> None:
@@ -49,13 +29,16 @@ def _first(name: str) -> None:
         if dim is None:
             raise TypeError(f"{name}: dim is missing; name the dimension to work along")
         d = normalize_dim(dim, input.dim())
-        return _applied(function, name, input, [d], d, *arguments, **kwargs)
+        return apply_along(function, name, input, [d], d, *arguments, **kwargs)
 
     RULES[function] = RULES[getattr(torch.Tensor, name)] = rule
 
 
 for _name in ("cummax", "cummin", "cumprod", "cumsum", "logcumsumexp"):
     _first(_name)
+
+for _name in ("cumprod", "cumsum"):
+    implements_in_place(getattr(torch.Tensor, f"{_name}_"), RULES[getattr(torch, _name)])
 
 
 def _sort(name: str) -> None:
@@ -67,7 +50,7 @@ def _sort(name: str) -> None:
     ) -> Any:
         d = normalize_dim(dim, input.dim())
         order: Any = dict(dim=d, descending=descending, stable=stable)
-        return _applied(function, name, input, [d], **order)
+        return apply_along(function, name, input, [d], **order)
 
 
 _sort("argsort")
@@ -80,7 +63,7 @@ def topk(
 ) -> Any:
     """Return the k largest or smallest elements along one dimension, and their indices."""
     d = normalize_dim(dim, input.dim())
-    return _applied(torch.topk, "topk", input, [d], k, d, largest, sorted)
+    return apply_along(torch.topk, "topk", input, [d], k, d, largest, sorted)
 
 
 @implements(F.glu)
@@ -88,5 +71,25 @@ def glu(input: DistTensor, dim: int = -1) -> DistTensor:
     """Return one half of a dimension, gated by the sigmoid of the other."""
     check_on_meta(F.glu, any_type(input), dim)
     d = normalize_dim(dim, input.dim())
-    result: DistTensor = _applied(F.glu, "glu", input, [d], d)
+    result: DistTensor = apply_along(F.glu, "glu", input, [d], d)
     return result
+
+
+@implements(torch.frexp, torch.Tensor.frexp)
+def frexp(input: DistTensor) -> Any:
+    """Mantissas and exponents."""
+    return apply_along(torch.frexp, "frexp", input, [])
+
+
+@implements(torch.renorm, torch.Tensor.renorm)
+def renorm(input: Any, p: float, dim: int, maxnorm: float) -> Tensor:
+    """The slices along one dimension, those whose norm exceeds `maxnorm` scaled to it."""
+    check_on_meta(torch.renorm, input, p, dim, maxnorm)
+    d = normalize_dim(dim, input.dim())
+    over = [i for i in range(input.dim()) if i != d]
+    length = torch.linalg.vector_norm(input, p, over, keepdim=True)
+    scale = torch.where(length > maxnorm, maxnorm / (length + 1e-7), 1.0)
+    return input * scale.to(input.dtype)
+
+
+implements_in_place(torch.Tensor.renorm_, renorm)

@@ -39,7 +39,14 @@ _NAMES = """
     true_divide trunc xlog1py xlogy zero zeta
     celu elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu logsigmoid mish relu relu6
     selu silu softplus softshrink softsign tanhshrink
-    float double half bfloat16 int long short char byte bool copy
+    float double half bfloat16 int long short char byte bool cdouble cfloat chalf copy
+    airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1 chebyshev_polynomial_t chebyshev_polynomial_u
+    chebyshev_polynomial_v chebyshev_polynomial_w complex gammainc gammaincc gammaln
+    hermite_polynomial_h hermite_polynomial_he laguerre_polynomial_l legendre_polynomial_p
+    modified_bessel_i0 modified_bessel_i1 modified_bessel_k0 modified_bessel_k1 multigammaln polar
+    scaled_modified_bessel_k0 scaled_modified_bessel_k1 shifted_chebyshev_polynomial_t
+    shifted_chebyshev_polynomial_u shifted_chebyshev_polynomial_v shifted_chebyshev_polynomial_w
+    spherical_bessel_j0
 """.split()
 
 _DUNDERS = """
@@ -315,6 +322,22 @@ def new_full(
 ) -> DistTensor:
     """Return a new tensor of one value throughout."""
     return _made(torch.Tensor.new_full, input, tuple(size), fill_value, **kwargs)
+
+
+@implements(torch.Tensor.new_tensor)
+def new_tensor(
+    input: DistTensor, data: Any, *, requires_grad: bool = False, **kwargs: Any
+) -> DistTensor:
+    """A tensor of these numbers, the same on all ranks, that is whole on each."""
+    if isinstance(data, DistTensor):
+        shard, shape, cuts = data.shard.detach().clone(), data.shape, data.cuts
+        shard = shard.to(kwargs.get("dtype") or shard.dtype)
+    else:
+        shard = input.shard.new_tensor(data, **kwargs)
+        shape, cuts = shard.shape, ((),) * shard.dim()
+    _require_here("new_tensor", input, shard.device)
+    result = DistTensor(shard, shape, cuts, input.grid)
+    return result.requires_grad_() if requires_grad else result
 
 
 @implements(F.prelu, torch.prelu, torch.Tensor.prelu)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from distconv.comm.collectives import all_reduce_with_grad
 from distconv.geometry.layout import cutting_axes
+from distconv.ops.support.in_place import implements_in_place
 from distconv.ops.support.metadata_checks import check_on_meta
 from distconv.ops.support.operands import (
     as_distributed,
@@ -41,7 +42,7 @@ def einsum(equation: str, *operands: Any) -> DistTensor:
         letters = sorted(set(left) - {",", "."})
         result = "..." * ("." in left) + "".join(c for c in letters if left.count(c) == 1)
     terms, rest = _without_ellipsis(left, operands)
-    return _contract("einsum", terms, result.replace("...", rest), operands)
+    return contract("einsum", terms, result.replace("...", rest), operands)
 
 
 def _without_ellipsis(left: str, operands: Sequence[Tensor]) -> tuple[list[str], str]:
@@ -58,7 +59,7 @@ def _without_ellipsis(left: str, operands: Sequence[Tensor]) -> tuple[list[str],
     ], rest
 
 
-def _contract(
+def contract(
     name: str, terms: Sequence[str], result: str, operands: Sequence[Tensor]
 ) -> DistTensor:
     grid = common_grid(name, operands)
@@ -116,7 +117,7 @@ def matmul(input: Tensor, other: Tensor) -> DistTensor:
             f"{k[0]} against {k[1]}"
         )
     result = lead + (rows if input.dim() > 1 else "") + (columns if other.dim() > 1 else "")
-    return _contract("matmul", [left, right], result, [input, other])
+    return contract("matmul", [left, right], result, [input, other])
 
 
 @implements(torch.Tensor.__rmatmul__)
@@ -163,10 +164,10 @@ def dot(input: Tensor, tensor: Tensor) -> DistTensor:
     return _product("dot", input, tensor, (1, 1))
 
 
-@implements(torch.outer, torch.Tensor.outer)
+@implements(torch.outer, torch.Tensor.outer, torch.ger, torch.Tensor.ger)
 def outer(input: Tensor, vec2: Tensor) -> DistTensor:
     """Return all products of the elements of two vectors."""
-    return _contract("outer", ["a", "b"], "ab", [input, vec2])
+    return contract("outer", ["a", "b"], "ab", [input, vec2])
 
 
 def _added(
@@ -203,11 +204,14 @@ def _added(
         )
         return torch.add(start, product(*factors), alpha=alpha)
 
+    implements_in_place(getattr(torch.Tensor, f"{name}_"), rule)
+
 
 _added(torch.addmm, torch.mm, "mat1", "mat2")
 _added(torch.addmv, torch.mv, "mat", "vec")
 _added(torch.baddbmm, torch.bmm, "batch1", "batch2")
 _added(torch.addbmm, lambda x, y: torch.bmm(x, y).sum(0), "batch1", "batch2")
+_added(torch.addr, torch.outer, "vec1", "vec2")
 
 
 @implements(F.scaled_dot_product_attention)

@@ -66,6 +66,6 @@ def _along_cut(name: str, x: Tensor, d: int, grid: Grid, axes: tuple[str, ...]) 
     return result.to(x.dtype)
 
 
-_softmax(F.softmax, torch.softmax, torch.Tensor.softmax)
-_softmax(F.log_softmax, torch.log_softmax, torch.Tensor.log_softmax)
+_softmax(F.softmax, torch.softmax, torch.Tensor.softmax, torch.special.softmax)
+_softmax(F.log_softmax, torch.log_softmax, torch.Tensor.log_softmax, torch.special.log_softmax)
 _softmax(F.softmin)

@@ -93,6 +93,23 @@ def group_norm(
     return _scaled(x, shard.flatten(1, 2), weight, bias)
 
 
+@implements(torch.instance_norm)
+def _instance_norm(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    use_input_stats: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Tensor:
+    return F.instance_norm(
+        input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps
+    )
+
+
 @implements(F.instance_norm)
 def instance_norm(
     input: Tensor,

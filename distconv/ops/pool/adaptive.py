@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
 from math import prod
 from typing import Any
@@ -17,6 +17,7 @@ from distconv.ops.pool.local_pooling import check_pooled_type
 from distconv.ops.reduce.sums import mean
 from distconv.ops.support.argument_forms import accepts_unbatched
 from distconv.ops.support.operands import box_on_rank
+from distconv.ops.support.whole_dimensions import apply_along
 from distconv.ops.windowed.assembled import output_shape
 from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
@@ -131,9 +132,32 @@ def _adaptive_max_pool(local: Callable[..., Any], function: Any, n: int) -> None
         return _adaptive(name, input, output_size, pool, n)
 
 
+def _adaptive_max_pool_with_places(
+    local: Callable[..., Any], functions: Sequence[Any], n: int
+) -> None:
+    """Adaptive pooling that tells where the maxima are, in planes that are made whole."""
+    name = f"adaptive_max_pool{n}d"
+
+    @implements(*functions)
+    @accepts_unbatched(name, n)
+    def rule(input: DistTensor, output_size: Any, return_indices: bool = False) -> Any:
+        check_pooled_type(name, input, input.is_floating_point())
+        outputs = _adaptive_sizes(output_size, tuple(input.shape[2:]), n)
+        return apply_along(local, name, input, range(2, n + 2), outputs)
+
+
 _adaptive_avg_pool(F.adaptive_avg_pool1d, 1)
 _adaptive_avg_pool(F.adaptive_avg_pool2d, 2)
 _adaptive_avg_pool(F.adaptive_avg_pool3d, 3)
 _adaptive_max_pool(torch.adaptive_max_pool1d, F.adaptive_max_pool1d, 1)
 _adaptive_max_pool(torch._C._nn.adaptive_max_pool2d, F.adaptive_max_pool2d, 2)
 _adaptive_max_pool(torch._C._nn.adaptive_max_pool3d, F.adaptive_max_pool3d, 3)
+_adaptive_max_pool_with_places(
+    torch.adaptive_max_pool1d, (F.adaptive_max_pool1d_with_indices, torch.adaptive_max_pool1d), 1
+)
+_adaptive_max_pool_with_places(
+    torch._C._nn.adaptive_max_pool2d, (F.adaptive_max_pool2d_with_indices,), 2
+)
+_adaptive_max_pool_with_places(
+    torch._C._nn.adaptive_max_pool3d, (F.adaptive_max_pool3d_with_indices,), 3
+)

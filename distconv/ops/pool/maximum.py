@@ -85,6 +85,11 @@ def _overlaps(x: DistTensor, windows: Sequence[Window]) -> bool | None:
 _max_pool(torch.max_pool1d, (F.max_pool1d, torch.max_pool1d), 1, places=False)
 _max_pool(torch.max_pool2d, (F.max_pool2d, torch.max_pool2d), 2, places=False)
 _max_pool(torch.max_pool3d, (F.max_pool3d, torch.max_pool3d), 3, places=False)
-_max_pool(torch.max_pool1d_with_indices, (F.max_pool1d_with_indices,), 1, places=True)
+_max_pool(
+    torch.max_pool1d_with_indices,
+    (F.max_pool1d_with_indices, torch.max_pool1d_with_indices),
+    1,
+    places=True,
+)
 _max_pool(torch._C._nn.max_pool2d_with_indices, (F.max_pool2d_with_indices,), 2, places=True)
 _max_pool(torch._C._nn.max_pool3d_with_indices, (F.max_pool3d_with_indices,), 3, places=True)

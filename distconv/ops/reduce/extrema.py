@@ -16,7 +16,7 @@ from distconv.grid.interface import Grid
 from distconv.ops.reduce.sums import Dims, reduction_result
 from distconv.ops.shape.reshape import unsqueeze
 from distconv.ops.support.argument_forms import normalize_dim, normalize_dims
-from distconv.tensor.dispatch import RULES
+from distconv.tensor.dispatch import RULES, implements
 from distconv.tensor.dist_tensor import DistTensor
 
 
@@ -191,6 +191,24 @@ def _register(largest: bool, short: str, arg: str, full: str) -> None:
     for name, rule in rules.items():
         RULES[getattr(torch, name)] = RULES[getattr(torch.Tensor, name)] = rule
     RULES[method] = RULES[function] = extremum
+
+
+class Range(NamedTuple):
+    """What torch returns for both extrema."""
+
+    min: DistTensor
+    max: DistTensor
+
+
+@implements(torch.aminmax, torch.Tensor.aminmax)
+def aminmax(input: DistTensor, *, dim: int | None = None, keepdim: bool = False) -> Range:
+    """The smallest and the largest elements, of all or along one dimension."""
+    return Range(
+        *(
+            extreme("aminmax", input, dim, keepdim, largest, nan_attains=False)
+            for largest in (False, True)
+        )
+    )
 
 
 _register(True, "max", "argmax", "amax")

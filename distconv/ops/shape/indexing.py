@@ -159,9 +159,12 @@ def _slice(first: int, step: int, outputs: int) -> slice:
     return slice(first, first + (outputs - 1) * step + 1, step) if outputs else slice(0, 0)
 
 
-def _slice_of(input: DistTensor, dim: int, start: int, stop: int) -> DistTensor:
+def slice_of(
+    input: DistTensor, dim: int, start: int | None, stop: int | None, step: int = 1
+) -> DistTensor:
+    """The positions from `start` to `stop`, exclusive, along one dimension."""
     d = normalize_dim(dim, input.dim())
-    return getitem(input, (*(slice(None),) * d, slice(start, stop)))
+    return getitem(input, (*(slice(None),) * d, slice(start, stop, step)))
 
 
 @implements(torch.narrow, torch.Tensor.narrow)
@@ -181,7 +184,7 @@ def narrow(input: DistTensor, dim: int, start: int | Tensor, length: int) -> Dis
             f"narrow: start {start} and length {length} exceed dimension {d} of size "
             f"{input.shape[d]}"
         )
-    return _slice_of(input, d, start, start + length)
+    return slice_of(input, d, start, start + length)
 
 
 @implements(torch.select, torch.Tensor.select)
@@ -197,21 +200,21 @@ def split(
 ) -> tuple[DistTensor, ...]:
     """Return consecutive pieces of given sizes along one dimension."""
     shapes = check_on_meta(torch.split, any_type(tensor), split_size_or_sections, dim)
-    return _consecutive(tensor, [shape[dim] for shape in shapes], dim)
+    return consecutive(tensor, [shape[dim] for shape in shapes], dim)
 
 
 @implements(torch.chunk, torch.Tensor.chunk)
 def chunk(input: DistTensor, chunks: int, dim: int = 0) -> tuple[DistTensor, ...]:
     """Return at most `chunks` pieces of equal size, the last one perhaps smaller."""
     shapes = check_on_meta(torch.chunk, any_type(input), chunks, dim)
-    return _consecutive(input, [shape[dim] for shape in shapes], dim)
+    return consecutive(input, [shape[dim] for shape in shapes], dim)
 
 
-def _consecutive(x: DistTensor, lengths: Sequence[int], dim: int) -> tuple[DistTensor, ...]:
+def consecutive(x: DistTensor, lengths: Sequence[int], dim: int) -> tuple[DistTensor, ...]:
     """Return consecutive slices of the given lengths."""
     d = normalize_dim(dim, x.dim())
     bounds = pairwise(accumulate(lengths, initial=0))
-    return tuple(_slice_of(x, d, start, stop) for start, stop in bounds)
+    return tuple(slice_of(x, d, start, stop) for start, stop in bounds)
 
 
 @implements(torch.unbind, torch.Tensor.unbind, torch.Tensor.__iter__)

@@ -6,6 +6,8 @@ that meets a position out of range raises.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -113,3 +115,16 @@ def embedding(
     x = as_distributed(input, grid)
     shard = F.embedding(x.shard, gather_whole(weight, "embedding"), padding_idx)
     return DistTensor(shard, shape, (*x.cuts, ()), grid)
+
+
+@implements(torch.embedding)
+def _embedding(
+    weight: Tensor,
+    indices: Tensor,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> DistTensor:
+    padding = None if padding_idx == -1 else padding_idx
+    options: Any = dict(scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
+    return embedding(indices, weight, padding, **options)

@@ -123,7 +123,7 @@ def t(input: DistTensor) -> DistTensor:
     return permute(input, list(reversed(range(input.dim()))))
 
 
-@implements(torch.Tensor.mT.__get__, torch.adjoint)  # type: ignore[attr-defined]
+@implements(torch.Tensor.mT.__get__)  # type: ignore[attr-defined]
 def matrix_transpose(input: DistTensor) -> Tensor:
     """Return the tensor with the last two dimensions exchanged."""
     return input.transpose(-2, -1)

@@ -1,0 +1,1 @@
+"""Linear algebra: functions of matrices, and products of vectors."""

@@ -1,0 +1,179 @@
+"""Decompositions, solvers and functions of matrices, which are the last two dimensions.
+
+Matrices are made whole on every rank; the dimensions in front of them, a batch, stay cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distconv.ops.support.argument_forms import normalize_dims
+from distconv.ops.support.metadata_checks import check_on_meta
+from distconv.ops.support.operands import as_distributed, common_grid, gather_whole
+from distconv.ops.support.whole_dimensions import (
+    apply_along,
+    apply_to_batches,
+    distributed_results,
+)
+from distconv.tensor.dispatch import RULES, implements, refuse
+
+
+def _batchwise(function: Callable[..., Any], names: Sequence[str], inner: Sequence[int]) -> None:
+    """Register the rule of a function whose first arguments are batches of matrices or vectors.
+
+    `names` are those of the arguments, `inner` the numbers of dimensions that each is made of.
+    """
+    label = function.__name__.removeprefix("linalg_")
+
+    def rule(*args: Any, **kwargs: Any) -> Any:
+        operands = list(args[: len(names)])
+        for name in names[len(operands) :]:
+            if name not in kwargs:
+                raise TypeError(f"{label}: the argument {name} is missing")
+            operands.append(kwargs.pop(name))
+        rest = args[len(names) :]
+        limits = [x for x in (*rest, *kwargs.values()) if isinstance(x, Tensor)]
+        if limits:
+            refuse(
+                label,
+                "a tensor in the place of a number is not supported",
+                *operands,
+                *limits,
+                way_out="Pass a number, or call it on x.full_tensor()",
+            )
+        return apply_to_batches(function, label, operands, inner, *rest, **kwargs)
+
+    RULES[function] = rule
+
+
+_OF_ONE = """
+    cholesky cholesky_ex cond det eig eigh eigvals eigvalsh inv inv_ex ldl_factor ldl_factor_ex lu
+    lu_factor lu_factor_ex matrix_exp matrix_power matrix_rank pinv qr slogdet svd svdvals
+""".split()
+
+_OF_ONE_IN_TORCH = """
+    cholesky cholesky_inverse det inverse logdet lu matrix_exp matrix_power pinverse qr slogdet svd
+""".split()
+
+for _name in _OF_ONE:
+    _batchwise(getattr(torch.linalg, _name), ["A"], [2])
+for _name in _OF_ONE_IN_TORCH:
+    for _home in (torch, torch.Tensor):
+        _batchwise(getattr(_home, _name), ["A" if _name == "lu" else "input"], [2])
+
+_batchwise(torch.linalg.solve_triangular, ["A", "B"], [2, 2])
+_batchwise(torch.linalg.lu_solve, ["LU", "pivots", "B"], [2, 1, 2])
+_batchwise(torch.linalg.ldl_solve, ["LD", "pivots", "B"], [2, 1, 2])
+_batchwise(torch.linalg.householder_product, ["input", "tau"], [2, 1])
+_batchwise(torch.lu_unpack, ["LU_data", "LU_pivots"], [2, 1])
+for _home in (torch, torch.Tensor):
+    _batchwise(_home.cholesky_solve, ["input", "input2"], [2, 2])
+    _batchwise(_home.triangular_solve, ["input", "A"], [2, 2])
+    _batchwise(_home.lu_solve, ["input", "LU_data", "LU_pivots"], [2, 2, 1])
+    _batchwise(_home.orgqr, ["input", "input2"], [2, 1])
+    _batchwise(_home.ormqr, ["input", "input2", "input3"], [2, 1, 2])
+
+
+def _aligned(A: Tensor, B: Tensor) -> tuple[Tensor, bool]:
+    """The right-hand sides as matrices with all dimensions of `A`, and whether they are vectors."""
+    vectors = B.dim() == 1 or (A.dim() - 1 == B.dim() and A.shape[:-1] == B.shape)
+    columns = B.unsqueeze(-1) if vectors else B
+    while columns.dim() < A.dim():
+        columns = columns.unsqueeze(0)
+    return columns, vectors
+
+
+@implements(torch.linalg.solve)
+def solve(A: Tensor, B: Tensor, *, left: bool = True) -> Tensor:
+    """The solutions of A X = B, or of X A = B unless `left`; B of matrices, or of vectors."""
+    check_on_meta(torch.linalg.solve, A, B, left=left)
+    columns, vectors = _aligned(A, B)
+    found: Tensor = apply_to_batches(torch.linalg.solve, "solve", [A, columns], [2, 2], left=left)
+    return found.squeeze(-1) if vectors else found
+
+
+@implements(torch.linalg.solve_ex)
+def solve_ex(A: Tensor, B: Tensor, *, left: bool = True, check_errors: bool = False) -> Any:
+    """`solve`, and for each matrix whether it could be solved."""
+    options: Any = dict(left=left, check_errors=check_errors)
+    check_on_meta(torch.linalg.solve_ex, A, B, **options)
+    columns, vectors = _aligned(A, B)
+    found = apply_to_batches(torch.linalg.solve_ex, "solve_ex", [A, columns], [2, 2], **options)
+    return type(found)((found[0].squeeze(-1), found[1])) if vectors else found
+
+
+@implements(torch.linalg.matrix_norm)
+def matrix_norm(
+    A: Any,
+    ord: Any = "fro",
+    dim: Sequence[int] = (-2, -1),
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Any:
+    """The norm of matrices, which two dimensions hold."""
+    check_on_meta(torch.linalg.matrix_norm, A, ord, tuple(dim), keepdim, dtype=dtype)
+    over = normalize_dims(dim, A.dim())
+    return apply_along(
+        torch.linalg.matrix_norm,
+        "matrix_norm",
+        A,
+        over,
+        ord,
+        over,
+        keepdim,
+        dropped=() if keepdim else over,
+        dtype=dtype,
+    )
+
+
+@implements(torch.linalg.norm)
+def norm(
+    A: Tensor,
+    ord: Any = None,
+    dim: int | Sequence[int] | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Any:
+    """The norm of vectors or of matrices, by the number of dimensions that are named."""
+    check_on_meta(torch.linalg.norm, A, ord, dim, keepdim, dtype=dtype)
+    count = A.dim() if dim is None else 1 if isinstance(dim, int) else len(dim)
+    if ord is None or count == 1:
+        ord = 2 if ord is None else ord
+        return torch.linalg.vector_norm(A, ord, dim, keepdim, dtype=dtype)
+    pair: Any = (-2, -1) if dim is None else dim
+    return matrix_norm(A, ord, pair, keepdim, dtype=dtype)
+
+
+@implements(torch.nuclear_norm)
+def nuclear_norm(input: Any, dim: Sequence[int] = (-2, -1), keepdim: bool = False) -> Any:
+    """The sum of the singular values of matrices."""
+    return matrix_norm(input, "nuc", dim, keepdim)
+
+
+@implements(torch.linalg.tensorinv)
+def tensorinv(A: Tensor, ind: int = 2) -> Any:
+    """The inverse of a tensor as a matrix of its first `ind` against its other dimensions."""
+    return _of_whole(torch.linalg.tensorinv, "tensorinv", [A], ind)
+
+
+@implements(torch.linalg.tensorsolve)
+def tensorsolve(A: Tensor, B: Tensor, dims: Sequence[int] | None = None) -> Any:
+    """The solution of a linear system whose matrix and vectors are tensors."""
+    return _of_whole(torch.linalg.tensorsolve, "tensorsolve", [A, B], dims)
+
+
+def _of_whole(
+    function: Callable[..., Any], name: str, operands: Sequence[Tensor], *args: Any
+) -> Any:
+    """A function of tensors that are whole on every rank, as its result is."""
+    grid = common_grid(name, operands)
+    shapes = check_on_meta(function, *operands, *args)
+    wholes = [gather_whole(as_distributed(x, grid), name) for x in operands]
+    result = function(*wholes, *args)
+    return distributed_results(result, shapes, lambda shape: ((),) * len(shape), grid)

@@ -1,0 +1,327 @@
+"""Losses that are sums or means of terms which other functions with rules add up to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from distconv.ops.loss import reduction_name
+from distconv.ops.support.operands import gather_whole
+from distconv.ops.support.whole_dimensions import apply_to_batches
+from distconv.tensor.dispatch import implements
+
+REDUCTIONS = ("none", "mean", "sum")
+"""In the order of the numbers that stand for them below torch.nn.functional."""
+
+
+def _reduced(terms: Tensor, reduction: str) -> Tensor:
+    if reduction == "none":
+        return terms
+    return terms.mean() if reduction == "mean" else terms.sum()
+
+
+def _check_dimensions(name: str, *tensors: Tensor) -> None:
+    if len({t.dim() for t in tensors}) > 1:
+        shapes = ", ".join(str(tuple(t.shape)) for t in tensors)
+        raise RuntimeError(f"{name}: the shapes {shapes} differ in their number of dimensions")
+
+
+@implements(F.cosine_embedding_loss)
+def cosine_embedding_loss(
+    input1: Tensor,
+    input2: Tensor,
+    target: Tensor,
+    margin: float = 0,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+) -> Tensor:
+    """1 - cosine of pairs of vectors where the target is 1, what the cosine exceeds where -1."""
+    name = "cosine_embedding_loss"
+    reduction = reduction_name(size_average, reduce, reduction, name)
+    _check_dimensions(name, input1, input2)
+    if target.dim() > 1 or input1.dim() != target.dim() + 1:
+        raise RuntimeError(
+            f"{name}: a target {tuple(target.shape)} for inputs {tuple(input1.shape)}; expected "
+            "one number for each vector, of which there are one or a batch"
+        )
+    dim = target.dim()
+    squares = [(x * x).sum(dim) + 1e-12 for x in (input1, input2)]
+    cosine = (input1 * input2).sum(dim) / (squares[0] * squares[1]).sqrt()
+    alike = torch.where(target == 1, 1 - cosine, 0.0)
+    return _reduced(
+        alike + torch.where(target == -1, (cosine - margin).clamp_min(0), 0.0), reduction
+    )
+
+
+@implements(F.hinge_embedding_loss)
+def hinge_embedding_loss(
+    input: Tensor,
+    target: Tensor,
+    margin: float = 1.0,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+) -> Tensor:
+    """The distance where the target is 1, what it lacks to the margin where -1."""
+    reduction = reduction_name(size_average, reduce, reduction, "hinge_embedding_loss")
+    lacking = torch.where(target != 1, (margin - input).clamp_min(0), 0.0)
+    return _reduced(lacking + torch.where(target != -1, input, 0.0), reduction)
+
+
+@implements(F.margin_ranking_loss)
+def margin_ranking_loss(
+    input1: Tensor,
+    input2: Tensor,
+    target: Tensor,
+    margin: float = 0,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+) -> Tensor:
+    """What the difference lacks to the margin, in the direction that the target gives."""
+    reduction = reduction_name(size_average, reduce, reduction, "margin_ranking_loss")
+    _check_dimensions("margin_ranking_loss", input1, input2, target)
+    return _reduced((-target * (input1 - input2) + margin).clamp_min(0), reduction)
+
+
+@implements(F.poisson_nll_loss)
+def poisson_nll_loss(
+    input: Tensor,
+    target: Tensor,
+    log_input: bool = True,
+    full: bool = False,
+    size_average: bool | None = None,
+    eps: float = 1e-8,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+) -> Tensor:
+    """The negative logarithm of Poisson densities, of which the input is the mean or its log."""
+    reduction = reduction_name(size_average, reduce, reduction, "poisson_nll_loss")
+    if log_input:
+        terms = input.exp() - target * input
+    else:
+        terms = input - target * (input + eps).log()
+    if full:
+        stirling = target * target.log() - target + 0.5 * (2 * math.pi * target).log()
+        terms = terms + stirling.masked_fill(target <= 1, 0)
+    return _reduced(terms, reduction)
+
+
+@implements(F.soft_margin_loss)
+def soft_margin_loss(
+    input: Tensor,
+    target: Tensor,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+) -> Tensor:
+    """The logistic loss of classes 1 and -1."""
+    reduction = reduction_name(size_average, reduce, reduction, "soft_margin_loss")
+    return _reduced((-target * input).exp().log1p(), reduction)
+
+
+@implements(F.multilabel_soft_margin_loss)
+def multilabel_soft_margin_loss(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+) -> Tensor:
+    """The mean over the classes, the last dimension, of their logistic losses."""
+    reduction = reduction_name(size_average, reduce, reduction, "multilabel_soft_margin_loss")
+    terms = -(target * F.logsigmoid(input) + (1 - target) * F.logsigmoid(-input))
+    if weight is not None:
+        terms = terms * weight
+    return _reduced(terms.sum(-1) / input.shape[-1], reduction)
+
+
+@implements(F.multi_margin_loss)
+def multi_margin_loss(
+    input: Tensor,
+    target: Tensor,
+    p: int = 1,
+    margin: float = 1.0,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+) -> Tensor:
+    """What the score of the right class lacks to a margin above the others, the last dimension.
+
+    The classes are made whole on every rank.
+    """
+    reduction = reduction_name(size_average, reduce, reduction, "multi_margin_loss")
+    options: Any = dict(p=p, margin=margin, weight=gather_whole(weight, "multi_margin_loss"))
+    return _of_classes(F.multi_margin_loss, input, target, 0, reduction, **options)
+
+
+@implements(F.multilabel_margin_loss)
+def multilabel_margin_loss(
+    input: Tensor,
+    target: Tensor,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+) -> Tensor:
+    """What the scores of the right classes lack to 1 above the others, the last dimension.
+
+    The classes are made whole on every rank.
+    """
+    reduction = reduction_name(size_average, reduce, reduction, "multilabel_margin_loss")
+    return _of_classes(F.multilabel_margin_loss, input, target, 1, reduction)
+
+
+def _of_classes(
+    function: Callable[..., Tensor],
+    input: Tensor,
+    target: Tensor,
+    inner: int,
+    reduction: str,
+    **options: Any,
+) -> Tensor:
+    """A loss of scores, whose last dimension is the classes, and labels of `inner` dimensions."""
+    if input.dim() == 1:
+        # torch's own checks take the loss of a single sample for that of a batch.
+        batch = input.unsqueeze(0), target.unsqueeze(0)
+        terms = _of_classes(function, *batch, inner, "none", **options)
+        return _reduced(terms.squeeze(0), reduction)
+    terms = apply_to_batches(
+        function, function.__name__, [input, target], [1, inner], reduction="none", **options
+    )
+    return _reduced(terms, reduction)
+
+
+@implements(F.triplet_margin_loss)
+def triplet_margin_loss(
+    anchor: Tensor,
+    positive: Tensor,
+    negative: Tensor,
+    margin: float = 1.0,
+    p: float = 2,
+    eps: float = 1e-6,
+    swap: bool = False,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+) -> Tensor:
+    """What the distance to the negative lacks to a margin above the distance to the positive."""
+    reduction = reduction_name(size_average, reduce, reduction, "triplet_margin_loss")
+    _check_dimensions("triplet_margin_loss", anchor, positive, negative)
+
+    def distance(x: Tensor, y: Tensor) -> Tensor:
+        return F.pairwise_distance(x, y, p, eps)
+
+    return _triplet(anchor, positive, negative, distance, margin, swap, reduction)
+
+
+@implements(F.triplet_margin_with_distance_loss)
+def triplet_margin_with_distance_loss(
+    anchor: Tensor,
+    positive: Tensor,
+    negative: Tensor,
+    *,
+    distance_function: Callable[[Tensor, Tensor], Tensor] | None = None,
+    margin: float = 1.0,
+    swap: bool = False,
+    reduction: str = "mean",
+) -> Tensor:
+    """`triplet_margin_loss` with a distance of the user's."""
+    name = "triplet_margin_with_distance_loss"
+    reduction = reduction_name(None, None, reduction, name)
+    if margin <= 0:
+        raise ValueError(f"{name}: margin={margin} is not positive")
+    _check_dimensions(name, anchor, positive, negative)
+    distance = distance_function or F.pairwise_distance
+    return _triplet(anchor, positive, negative, distance, margin, swap, reduction)
+
+
+def _triplet(
+    anchor: Tensor,
+    positive: Tensor,
+    negative: Tensor,
+    distance: Callable[[Tensor, Tensor], Tensor],
+    margin: float,
+    swap: bool,
+    reduction: str,
+) -> Tensor:
+    near, far = distance(anchor, positive), distance(anchor, negative)
+    if swap:
+        far = torch.minimum(far, distance(positive, negative))
+    return _reduced((margin + near - far).clamp_min(0), reduction)
+
+
+# The same below torch.nn.functional, where numbers stand for the reductions, 0 unless given.
+
+
+@implements(torch.cosine_embedding_loss)
+def _cosine_embedding(
+    input1: Tensor, input2: Tensor, target: Tensor, margin: float = 0.0, reduction: int = 0
+) -> Tensor:
+    return F.cosine_embedding_loss(input1, input2, target, margin, reduction=REDUCTIONS[reduction])
+
+
+@implements(torch.hinge_embedding_loss)
+def _hinge_embedding(
+    input: Tensor, target: Tensor, margin: float = 1.0, reduction: int = 0
+) -> Tensor:
+    return F.hinge_embedding_loss(input, target, margin, reduction=REDUCTIONS[reduction])
+
+
+@implements(torch.margin_ranking_loss)
+def _margin_ranking(
+    input1: Tensor, input2: Tensor, target: Tensor, margin: float = 0.0, reduction: int = 0
+) -> Tensor:
+    return F.margin_ranking_loss(input1, input2, target, margin, reduction=REDUCTIONS[reduction])
+
+
+@implements(torch.triplet_margin_loss)
+def _triplet_margin(
+    anchor: Tensor,
+    positive: Tensor,
+    negative: Tensor,
+    margin: float = 1.0,
+    p: float = 2,
+    eps: float = 1e-6,
+    swap: bool = False,
+    reduction: int = 0,
+) -> Tensor:
+    return F.triplet_margin_loss(
+        anchor, positive, negative, margin, p, eps, swap, reduction=REDUCTIONS[reduction]
+    )
+
+
+@implements(torch.poisson_nll_loss)
+def _poisson_nll(
+    input: Tensor, target: Tensor, log_input: bool, full: bool, eps: float, reduction: int
+) -> Tensor:
+    return F.poisson_nll_loss(
+        input, target, log_input, full, eps=eps, reduction=REDUCTIONS[reduction]
+    )
+
+
+@implements(torch.kl_div)
+def _kl_div(
+    input: Tensor, target: Tensor, reduction: int = 0, *, log_target: bool = False
+) -> Tensor:
+    return F.kl_div(input, target, reduction=REDUCTIONS[reduction], log_target=log_target)
+
+
+@implements(torch.binary_cross_entropy_with_logits)
+def _binary_cross_entropy_with_logits(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    pos_weight: Tensor | None = None,
+    reduction: int = 0,
+) -> Tensor:
+    return F.binary_cross_entropy_with_logits(
+        input, target, weight, reduction=REDUCTIONS[reduction], pos_weight=pos_weight
+    )

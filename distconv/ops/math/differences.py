@@ -1,0 +1,102 @@
+"""Differences of neighbours, sums by the trapezoidal rule, and distances."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from distconv.ops.reduce.norms import norm
+from distconv.ops.shape.indexing import cat
+from distconv.ops.support.argument_forms import normalize_dim
+from distconv.ops.support.metadata_checks import check_on_meta
+from distconv.ops.support.operands import as_distributed, common_grid
+from distconv.tensor.dispatch import implements
+
+
+def _neighbours(x: Tensor, d: int) -> tuple[Tensor, Tensor]:
+    """All elements along a dimension that follow another, and those that they follow."""
+    n = x.shape[d]
+    return x.narrow(d, 1, n - 1), x.narrow(d, 0, n - 1)
+
+
+@implements(torch.diff, torch.Tensor.diff)
+def diff(
+    input: Tensor,
+    n: int = 1,
+    dim: int = -1,
+    prepend: Tensor | None = None,
+    append: Tensor | None = None,
+) -> Tensor:
+    """The differences of neighbours along one dimension, `n` times over."""
+    pieces = [x for x in (prepend, input, append) if x is not None]
+    check_on_meta(torch.diff, input, n, dim, prepend, append)
+    d = normalize_dim(dim, input.dim())
+    x = cat(pieces, d) if len(pieces) > 1 else as_distributed(input, common_grid("diff", pieces))
+    if n == 0:
+        return x.clone()
+    result: Tensor = x
+    for _ in range(min(n, x.shape[d])):
+        later, earlier = _neighbours(result, d)
+        result = later ^ earlier if x.dtype == torch.bool else later - earlier
+    return result
+
+
+def _spacing(y: Tensor, x: Tensor | None, dx: Any, d: int) -> Any:
+    """The distances of neighbouring samples along a dimension."""
+    if x is None:
+        return dx
+    if x.dim() == 1:
+        x = x.reshape(tuple(-1 if i == d else 1 for i in range(y.dim())))
+    else:
+        d += x.dim() - y.dim()
+    later, earlier = _neighbours(x, d)
+    return later - earlier
+
+
+@implements(torch.trapezoid, torch.trapz)
+def trapezoid(y: Tensor, x: Tensor | None = None, *, dx: Any = 1.0, dim: int = -1) -> Tensor:
+    """The integral along one dimension by the trapezoidal rule."""
+    check_on_meta(_trapezoid, y, x, dx, dim)
+    d = normalize_dim(dim, y.dim())
+    if not y.shape[d]:
+        return y.sum(d)
+    later, earlier = _neighbours(y, d)
+    return ((later + earlier) * _spacing(y, x, dx, d)).sum(d) / 2
+
+
+@implements(torch.cumulative_trapezoid)
+def cumulative_trapezoid(
+    y: Tensor, x: Tensor | None = None, *, dx: Any = 1.0, dim: int = -1
+) -> Tensor:
+    """The integrals up to each position along one dimension by the trapezoidal rule."""
+    check_on_meta(_trapezoid, y, x, dx, dim)
+    d = normalize_dim(dim, y.dim())
+    later, earlier = _neighbours(y, d)
+    return ((later + earlier) * _spacing(y, x, dx, d)).cumsum(d) / 2
+
+
+def _trapezoid(y: Tensor, x: Tensor | None, dx: Any, dim: int) -> Tensor:
+    if x is None:
+        return torch.cumulative_trapezoid(y, dx=dx, dim=dim)
+    return torch.cumulative_trapezoid(y, x, dim=dim)
+
+
+@implements(torch.dist, torch.Tensor.dist)
+def dist(input: Tensor, other: Tensor, p: float = 2) -> Tensor:
+    """The norm of the difference."""
+    check_on_meta(torch.dist, input, other, p)
+    difference: Any = input - other
+    return norm(difference, p)
+
+
+@implements(F.pairwise_distance, torch.pairwise_distance)
+def pairwise_distance(
+    x1: Tensor, x2: Tensor, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False
+) -> Tensor:
+    """The norms of the differences of vectors, the last dimension, of which each gets `eps`."""
+    check_on_meta(F.pairwise_distance, x1, x2, p, eps, keepdim)
+    difference: Any = x1 - x2 + eps
+    return norm(difference, p, -1, keepdim)

@@ -1,0 +1,168 @@
+"""Counts: of elements that are not 0, or not nan, and of elements by value or by interval.
+
+Each rank counts in its own block, and the counts are added up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from distconv.comm.collectives import all_reduce_with_grad
+from distconv.geometry.layout import cutting_axes
+from distconv.ops.reduce.extrema import extreme
+from distconv.ops.reduce.sums import Dims
+from distconv.ops.reduce.sums import sum as sum_of
+from distconv.ops.support.operands import common_grid, gather_whole, local_operand
+from distconv.tensor.dispatch import implements, refuse
+from distconv.tensor.dist_tensor import DistTensor
+
+
+@implements(torch.count_nonzero, torch.Tensor.count_nonzero)
+def count_nonzero(input: Tensor, dim: Dims = None) -> Tensor:
+    """The number of elements along dimensions that are not 0."""
+    present: Any = input.bool()
+    counted: Tensor = present.sum(dim)
+    return counted
+
+
+class _Present(Function):
+    """The elements with 0 for nan, whose gradient is 0 times that of the result, as in torch."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x.isnan().logical_not())
+        return torch.where(x.isnan(), 0, x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0] * ctx.saved_tensors[0]
+
+
+@implements(torch.nansum, torch.Tensor.nansum)
+def nansum(
+    input: Any, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Tensor:
+    """The sum over dimensions of the elements that are not nan."""
+    _require_real("nansum", input)
+    present = DistTensor(_Present.apply(input.shard), input.shape, input.cuts, input.grid)
+    return sum_of(present, dim, keepdim, dtype=dtype)
+
+
+@implements(torch.nanmean, torch.Tensor.nanmean)
+def nanmean(
+    input: Any, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Tensor:
+    """The mean over dimensions of the elements that are not nan."""
+    if not (input.is_floating_point() or input.is_complex()):
+        raise RuntimeError(f"nanmean: not implemented for {input.dtype}; convert it, x.double()")
+    count = input.detach().isnan().logical_not().sum(dim, keepdim)
+    return nansum(input, dim, keepdim, dtype=dtype) / count
+
+
+def _require_real(name: str, input: Tensor) -> None:
+    if input.is_complex():
+        raise RuntimeError(f"{name}: not implemented for {input.dtype}; take its real part")
+
+
+def _added(local: Tensor, x: DistTensor) -> DistTensor:
+    """The sum over the parts of `x` of what each rank has counted; whole on every rank."""
+    total = all_reduce_with_grad(local, x.grid, cutting_axes(x.cuts))
+    return DistTensor(total, total.shape, ((),) * total.dim(), x.grid)
+
+
+def _bounds(
+    name: str, input: DistTensor, given: Sequence[float] | None, widening: float
+) -> tuple[float, float]:
+    """The interval to be divided: that of all elements where none is given.
+
+    An interval without length is widened on both sides.
+    """
+    low, high = given or (0.0, 1.0 if name == "histogram" else 0.0)
+    if given is None and input.numel():
+        x = input.detach()
+        low, high = (extreme(name, x, None, False, m).shard.item() for m in (False, True))
+    if not (float("-inf") < low <= high < float("inf")):
+        raise RuntimeError(
+            f"{name}: the elements to be counted range from {low} to {high}; expected finite "
+            "bounds, the lower one first"
+        )
+    return (low - widening, high + widening) if low == high else (low, high)
+
+
+@implements(torch.histc, torch.Tensor.histc)
+def histc(input: DistTensor, bins: int = 100, min: float = 0, max: float = 0) -> DistTensor:
+    """The number of elements in each of `bins` intervals of equal length."""
+    if not input.is_floating_point():
+        raise RuntimeError(f"histc: not implemented for {input.dtype}; convert it, x.double()")
+    if bins <= 0:
+        raise RuntimeError(f"histc: bins={bins} is not positive")
+    bounds = _bounds("histc", input, None if min == max else (min, max), 1)
+    return _added(torch.histc(input.shard.detach(), bins, *bounds), input)
+
+
+@implements(torch.histogram, torch.Tensor.histogram)
+def histogram(
+    input: DistTensor,
+    bins: int | Tensor,
+    *,
+    range: Sequence[float] | None = None,
+    weight: Tensor | None = None,
+    density: bool = False,
+) -> Any:
+    """The number, or weight, of elements in each interval, and the bounds of the intervals."""
+    if not input.is_floating_point():
+        raise RuntimeError(f"histogram: not implemented for {input.dtype}; convert it, x.double()")
+    if weight is not None and (weight.shape != input.shape or weight.dtype != input.dtype):
+        raise RuntimeError(
+            f"histogram: weights {tuple(weight.shape)} of {weight.dtype} for an input "
+            f"{tuple(input.shape)} of {input.dtype}"
+        )
+    x = input.shard.detach()
+    own = local_operand(weight, tuple(input.shape), input.cuts, input.grid, "histogram")
+    options: Any = {} if own is None else {"weight": own.detach().contiguous().flatten()}
+    if isinstance(bins, Tensor):
+        if range is not None:
+            raise TypeError("histogram: the bounds in bins and a range exclude each other")
+        bins = gather_whole(bins, "histogram")
+    else:
+        options["range"] = _bounds("histogram", input, range, 0.5)
+    found = torch.histogram(x.contiguous().flatten(), bins, **options)
+    counts = _added(found.hist, input)
+    if density:
+        counts = counts / (counts.sum() * found.bin_edges.diff())  # type: ignore[assignment]
+    edges = DistTensor(found.bin_edges, found.bin_edges.shape, ((),), input.grid)
+    return type(found)((counts, edges))
+
+
+@implements(torch.bincount, torch.Tensor.bincount)
+def bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> DistTensor:
+    """The number, or weight, of each of the whole numbers from 0 to the largest in a vector."""
+    common_grid("bincount", (input, weights))
+    if not isinstance(input, DistTensor):
+        refuse(
+            "bincount",
+            "a plain vector is counted by distributed weights",
+            weights,
+            way_out="Distribute both, or use weights.full_tensor()",
+        )
+    if input.dim() != 1 or input.is_floating_point() or input.is_complex() or minlength < 0:
+        raise RuntimeError(
+            f"bincount: an input {tuple(input.shape)} of {input.dtype} with minlength={minlength}; "
+            "expected a vector of whole numbers, and a length from 0"
+        )
+    if weights is not None and weights.shape != input.shape:
+        raise RuntimeError(
+            f"bincount: weights {tuple(weights.shape)} for an input {tuple(input.shape)}"
+        )
+    if input.numel():
+        low, high = (extreme("bincount", input, None, False, m).shard.item() for m in (False, True))
+        if low < 0:
+            raise RuntimeError(f"bincount: the input has the element {low}; expected such from 0")
+        minlength = max(minlength, int(high) + 1)
+    own = local_operand(weights, tuple(input.shape), input.cuts, input.grid, "bincount")
+    return _added(torch.bincount(input.shard, own, minlength), input)

@@ -1,0 +1,196 @@
+"""Shapes and orders that other functions with rules add up to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from distconv.ops.shape.indexing import slice_of
+from distconv.ops.shape.lookup import index_select
+from distconv.ops.shape.pad import pad
+from distconv.ops.shape.rearrange import flip
+from distconv.ops.shape.reshape import expand, swapaxes
+from distconv.ops.support.argument_forms import as_sizes, normalize_dim, takes_sequence
+from distconv.ops.support.metadata_checks import any_type, check_on_meta
+from distconv.ops.support.operands import gather_whole
+from distconv.tensor.dispatch import implements, refuse
+from distconv.tensor.dist_tensor import DistTensor
+
+implements(torch.swapdims, torch.Tensor.swapdims)(
+    lambda input, dim0, dim1: swapaxes(input, dim0, dim1)
+)
+
+
+@implements(torch.broadcast_to, torch.Tensor.broadcast_to)
+@takes_sequence("size")
+def broadcast_to(input: DistTensor, *size: Any) -> DistTensor:
+    """Dimensions of one element repeated; new ones in front."""
+    return expand(input, *size)
+
+
+@implements(torch.Tensor.expand_as)
+def expand_as(input: Tensor, other: Tensor) -> Tensor:
+    """The tensor repeated to the shape of another."""
+    return input.expand(tuple(other.shape))
+
+
+@implements(torch.Tensor.sum_to_size)
+@takes_sequence("size")
+def sum_to_size(input: DistTensor, *size: Any) -> Tensor:
+    """The sum over the dimensions along which a tensor of this size would be repeated."""
+    sizes = as_sizes(size)
+    check_on_meta(torch.Tensor.sum_to_size, any_type(input), *sizes)
+    lead = input.dim() - len(sizes)
+    over = [d for d, n in enumerate(input.shape) if d < lead or sizes[d - lead] == 1 != n]
+    return input.sum(over, keepdim=True).reshape(sizes) if over else input
+
+
+@implements(torch.ravel, torch.Tensor.ravel)
+def ravel(input: Tensor) -> Tensor:
+    """All elements as a vector."""
+    return input.flatten()
+
+
+@implements(torch.adjoint, torch.Tensor.adjoint, torch.Tensor.mH.__get__)  # type: ignore[attr-defined]
+def adjoint(input: Tensor) -> Tensor:
+    """The last two dimensions exchanged, and the elements conjugated."""
+    if input.dim() < 2:
+        raise RuntimeError(f"adjoint: expected 2 dimensions or more, got {tuple(input.shape)}")
+    transposed = input.transpose(-2, -1)
+    return transposed.conj() if input.is_complex() else transposed
+
+
+@implements(torch.Tensor.H.__get__)  # type: ignore[attr-defined]
+def hermitian(input: Tensor) -> Tensor:
+    """The adjoint of a matrix; of what has no dimensions its conjugate."""
+    if input.dim() not in (0, 2):
+        raise RuntimeError(f"H: expected a matrix, got the shape {tuple(input.shape)}; use mH")
+    return adjoint(input) if input.dim() else input.conj()
+
+
+@implements(torch.rot90, torch.Tensor.rot90)
+def rot90(input: DistTensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Tensor:
+    """The plane of two dimensions turned `k` times by 90 degrees, from the first to the second."""
+    check_on_meta(torch.rot90, any_type(input), k, tuple(dims))
+    first, second = dims
+    turns = k % 4
+    if turns == 0:
+        return input.clone()
+    if turns == 2:
+        return flip(input, first, second)
+    return flip(input, second if turns == 1 else first).transpose(first, second)
+
+
+@implements(torch.Tensor.__reversed__)
+def reversed_(input: DistTensor) -> DistTensor:
+    """The order along the first dimension reversed."""
+    return flip(input, 0) if input.dim() else input
+
+
+@implements(F.channel_shuffle, torch.channel_shuffle, torch.native_channel_shuffle)
+def channel_shuffle(input: DistTensor, groups: int) -> DistTensor:
+    """The channels in another order: the first of every group, the second of every group, ..."""
+    check_on_meta(torch.channel_shuffle, any_type(input), groups)
+    places = torch.arange(input.shape[1], device=input.device)
+    return index_select(input, 1, places.view(groups, -1).t().flatten())
+
+
+@implements(torch.repeat_interleave, torch.Tensor.repeat_interleave)
+def repeat_interleave(
+    input: DistTensor,
+    repeats: Any = None,
+    dim: int | None = None,
+    *,
+    output_size: int | None = None,
+) -> DistTensor:
+    """Every position along one dimension so many times in a row, all alike or each its own."""
+    if repeats is None:
+        refuse(
+            "repeat_interleave",
+            "numbers of repetitions alone are not supported",
+            input,
+            way_out="Call it on x.full_tensor()",
+        )
+    x: Any = input.flatten() if dim is None else input
+    d = normalize_dim(0 if dim is None else dim, x.dim())
+    if not x.dim():
+        x = x.reshape(1)
+    places = torch.arange(x.shape[d], device=x.device)
+    counts = gather_whole(repeats, "repeat_interleave")
+    chosen = torch.repeat_interleave(places, counts, output_size=output_size)
+    return index_select(x, d, chosen)
+
+
+@implements(torch.constant_pad_nd)
+def constant_pad_nd(input: DistTensor, pad_: Sequence[int], value: float = 0) -> DistTensor:
+    """Padding by a number, last dimension first."""
+    return pad(input, pad_, "constant", value)
+
+
+@implements(torch.msort, torch.Tensor.msort)
+def msort(input: Tensor) -> Tensor:
+    """The elements in ascending order along the first dimension."""
+    return torch.sort(input, 0).values
+
+
+@implements(torch.unravel_index)
+def unravel_index(indices: Tensor, shape: Any) -> tuple[Tensor, ...]:
+    """The coordinates, in a tensor of this shape, of positions in row-major order."""
+    sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+    check_on_meta(_unraveled, indices, sizes)
+    coordinates, rest = [], indices
+    for n in reversed(sizes):
+        coordinates.append(rest % n)
+        rest = rest.div(n, rounding_mode="floor")
+    return tuple(reversed(coordinates))
+
+
+def _unraveled(indices: Tensor, sizes: tuple[int, ...]) -> Any:
+    if indices.is_floating_point() or indices.is_complex() or indices.dtype == torch.bool:
+        raise TypeError(f"unravel_index: indices of {indices.dtype}; expected whole numbers")
+    if min(sizes, default=0) < 0:
+        raise ValueError(f"unravel_index: the shape {sizes} has a negative size")
+    return [indices for _ in sizes]
+
+
+# Functions that return a copy of what the function without `_copy` returns as a view.
+
+
+def _copied(function: Callable[..., Any], view: Callable[..., Any]) -> None:
+    @implements(function)
+    def rule(*args: Any, **kwargs: Any) -> Any:
+        result = view(*args, **kwargs)
+        if isinstance(result, Tensor):
+            return result.clone()
+        return tuple(part.clone() for part in result)
+
+
+def _sliced(
+    input: DistTensor,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+) -> DistTensor:
+    return slice_of(input, dim, start, end, step)
+
+
+def _expanded(input: DistTensor, size: Sequence[int], *, implicit: bool = False) -> DistTensor:
+    return expand(input, size)
+
+
+for _name in """
+    detach diagonal narrow permute select split split_with_sizes squeeze t transpose unbind
+    unsqueeze view_as_complex view_as_real
+""".split():
+    _copied(getattr(torch, f"{_name}_copy"), getattr(torch, _name))
+_copied(torch.Tensor.narrow_copy, torch.narrow)
+_copied(torch.alias_copy, lambda input: input)
+_copied(torch.expand_copy, _expanded)
+_copied(torch.slice_copy, _sliced)
+_copied(torch.unfold_copy, torch.Tensor.unfold)
+_copied(torch.view_copy, torch.Tensor.view)

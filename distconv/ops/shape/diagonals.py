@@ -1,0 +1,124 @@
+"""Diagonals of matrices, and the triangles on their two sides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from distconv.ops.shape.reshape import flatten
+from distconv.ops.support.argument_forms import normalize_dims
+from distconv.ops.support.metadata_checks import any_type, check_on_meta
+from distconv.ops.support.operands import uncut
+from distconv.tensor.aliasing import check_writable, make_view
+from distconv.tensor.dispatch import implements
+from distconv.tensor.dist_tensor import DistTensor
+
+
+def _triangle(name: str) -> None:
+    """The elements on one side of a diagonal, which lies elsewhere in this rank's block."""
+    function: Callable[..., Tensor] = getattr(torch, name)
+    write: Callable[..., Tensor] = getattr(torch.Tensor, f"{name}_")
+
+    def own(input: DistTensor, diagonal: int) -> int:
+        check_on_meta(function, input, diagonal)
+        row, column = input.box.start[-2:]
+        return diagonal + row - column
+
+    @implements(function, getattr(torch.Tensor, name))
+    def rule(input: DistTensor, diagonal: int = 0) -> DistTensor:
+        shard = function(input.shard, own(input, diagonal))
+        return DistTensor(shard, input.shape, input.cuts, input.grid)
+
+    @implements(write)
+    def writing(input: DistTensor, diagonal: int = 0) -> DistTensor:
+        moved = own(input, diagonal)
+        check_writable(input, f"{name}_")
+        write(input.shard, moved)
+        input.sync_requires_grad()
+        return input
+
+
+_triangle("tril")
+_triangle("triu")
+
+
+@implements(torch.diagonal, torch.Tensor.diagonal)
+def diagonal(input: DistTensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> DistTensor:
+    """A diagonal of matrices, which two dimensions hold, as the last dimension."""
+    shape = check_on_meta(torch.diagonal, any_type(input), offset, dim1, dim2)
+    pair = normalize_dims((dim1, dim2), input.dim())
+    x = uncut(input, pair, "diagonal")
+    cuts = (*(axes for d, axes in enumerate(x.cuts) if d not in pair), ())
+    return make_view(input, x.shard.diagonal(offset, *pair), shape, cuts, copied=x is not input)
+
+
+@implements(torch.linalg.diagonal)
+def linalg_diagonal(
+    A: DistTensor, *, offset: int = 0, dim1: int = -2, dim2: int = -1
+) -> DistTensor:
+    """A diagonal of matrices as the last dimension."""
+    return diagonal(A, offset, dim1, dim2)
+
+
+@implements(torch.diag_embed, torch.Tensor.diag_embed)
+def diag_embed(input: DistTensor, offset: int = 0, dim1: int = -2, dim2: int = -1) -> DistTensor:
+    """Matrices, in two dimensions, that have the last dimension as a diagonal, and 0 elsewhere."""
+    shape = check_on_meta(torch.diag_embed, any_type(input), offset, dim1, dim2)
+    pair = normalize_dims((dim1, dim2), len(shape))
+    x = uncut(input, [input.dim() - 1], "diag_embed")
+    cuts = list(x.cuts[:-1])
+    for d in sorted(pair):
+        cuts.insert(d, ())
+    return DistTensor(torch.diag_embed(x.shard, offset, *pair), shape, tuple(cuts), x.grid)
+
+
+@implements(torch.diag, torch.Tensor.diag)
+def diag(input: DistTensor, diagonal: int = 0) -> Tensor:
+    """The diagonal of a matrix, or a matrix of which a vector is the diagonal."""
+    check_on_meta(torch.diag, any_type(input), diagonal)
+    if input.dim() == 1:
+        return diag_embed(input, diagonal)
+    return input.diagonal(diagonal).clone()
+
+
+@implements(torch.diagflat, torch.Tensor.diagflat)
+def diagflat(input: DistTensor, offset: int = 0) -> DistTensor:
+    """A matrix of which all elements are the diagonal."""
+    return diag_embed(flatten(input), offset)
+
+
+@implements(torch.trace, torch.Tensor.trace)
+def trace(input: DistTensor) -> Tensor:
+    """The sum of the diagonal of a matrix; each rank adds up what lies in its block."""
+    if input.dim() != 2:
+        raise RuntimeError(f"trace: expected a matrix, got the shape {tuple(input.shape)}")
+    rows, columns = _positions(input)
+    shard = torch.where(rows == columns, input.shard, 0)
+    return DistTensor(shard, input.shape, input.cuts, input.grid).sum()
+
+
+def _positions(x: DistTensor) -> list[Tensor]:
+    """The global indices along each dimension of this rank's block, to be broadcast to it."""
+    box = x.box
+    return [
+        torch.arange(start, stop, device=x.device).view(-1, *(1,) * (x.dim() - 1 - d))
+        for d, (start, stop) in enumerate(zip(box.start, box.stop, strict=True))
+    ]
+
+
+@implements(torch.Tensor.fill_diagonal_)
+def fill_diagonal_(input: DistTensor, fill_value: float, wrap: bool = False) -> DistTensor:
+    """Write a number to the diagonal; with `wrap` it begins anew below a tall matrix's end."""
+    check_on_meta(torch.Tensor.fill_diagonal_, input, fill_value, wrap)
+    check_writable(input, "fill_diagonal_")
+    first, *others = _positions(input)
+    if wrap and input.dim() == 2:
+        first = first % (input.shape[1] + 1)
+    mask = torch.ones_like(input.shard, dtype=torch.bool)
+    for positions in others:
+        mask &= positions == first
+    input.shard.masked_fill_(mask, fill_value)
+    input.sync_requires_grad()
+    return input

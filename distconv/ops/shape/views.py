@@ -1,0 +1,51 @@
+"""Views by windows, and of complex numbers as pairs of real ones."""
+
+from __future__ import annotations
+
+import torch
+
+from distconv.geometry.index_maps import IndexMap, Same, Window
+from distconv.ops.support.argument_forms import normalize_dim
+from distconv.ops.support.metadata_checks import any_type, check_on_meta
+from distconv.ops.support.operands import box_on_rank, empty_block, uncut
+from distconv.tensor.aliasing import make_view
+from distconv.tensor.dispatch import implements
+from distconv.tensor.dist_tensor import DistTensor
+from distconv.tensor.redistribution import gather_inputs
+
+
+@implements(torch.Tensor.unfold)
+def unfold(input: DistTensor, dimension: int, size: int, step: int) -> DistTensor:
+    """All windows along one dimension, each as a new last dimension."""
+    shape = check_on_meta(torch.Tensor.unfold, any_type(input), dimension, size, step)
+    d = normalize_dim(dimension, input.dim())
+    needs: list[IndexMap] = [Same()] * input.dim()
+    moved = bool(input.dim() and input.cuts[d])
+    if moved:
+        needs[d] = Window(size, step)
+    buffer = gather_inputs(input, needs, input.cuts, "unfold")
+    cuts = (*input.cuts, ()) if input.dim() else ((),)
+    block = box_on_rank(shape, cuts, input.grid).shape
+    if moved and 0 in block:
+        shard = empty_block(buffer, block)
+    else:
+        shard = buffer.unfold(d, size, step) if moved else input.shard.unfold(d, size, step)
+    return make_view(input, shard, shape, cuts, copied=moved)
+
+
+@implements(torch.view_as_real)
+def view_as_real(input: DistTensor) -> DistTensor:
+    """Complex numbers as pairs of real ones, in a new last dimension."""
+    shape = check_on_meta(torch.view_as_real, input)
+    shard = torch.view_as_real(input.shard)
+    return make_view(input, shard, shape, (*input.cuts, ()), copied=False)
+
+
+@implements(torch.view_as_complex)
+def view_as_complex(input: DistTensor) -> DistTensor:
+    """Pairs of real numbers, in the last dimension, as complex ones."""
+    shape = check_on_meta(torch.view_as_complex, input)
+    x = uncut(input, [input.dim() - 1], "view_as_complex")
+    # Whether a block's numbers lie in pairs is each rank's own affair.
+    shard = torch.view_as_complex(x.shard.contiguous())
+    return make_view(input, shard, shape, x.cuts[:-1], copied=True)

@@ -1,0 +1,167 @@
+"""Tensors of which some positions, named by a dimension and indices, hold something else.
+
+Each rank writes what lies in its block; what is written is made whole along that dimension first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distconv.ops.shape.lookup import wrap_negative
+from distconv.ops.support.argument_forms import normalize_dim, normalize_dims
+from distconv.ops.support.in_place import implements_in_place
+from distconv.ops.support.metadata_checks import check_on_meta
+from distconv.ops.support.operands import (
+    as_distributed,
+    common_grid,
+    gather_whole,
+    local_operand,
+    uncut,
+)
+from distconv.tensor.dispatch import implements, refuse
+from distconv.tensor.dist_tensor import DistTensor
+
+
+@implements(torch.select_scatter, torch.Tensor.select_scatter)
+def select_scatter(input: Tensor, src: Tensor, dim: int, index: int) -> Tensor:
+    """A copy with another tensor at one position along a dimension."""
+    check_on_meta(torch.select_scatter, input, src, dim, index)
+    d = normalize_dim(dim, input.dim())
+    return _written("select_scatter", input, src, (*(slice(None),) * d, index))
+
+
+@implements(torch.slice_scatter, torch.Tensor.slice_scatter)
+def slice_scatter(
+    input: Tensor,
+    src: Tensor,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+) -> Tensor:
+    """A copy with another tensor at a slice along a dimension."""
+    check_on_meta(torch.slice_scatter, input, src, dim, start, end, step)
+    d = normalize_dim(dim, input.dim())
+    place = (*(slice(None),) * d, slice(start, end, step))
+    return _written("slice_scatter", input, src, place)
+
+
+def _written(name: str, input: Tensor, src: Tensor, place: Any) -> Tensor:
+    result = as_distributed(input, common_grid(name, (input, src))).clone()
+    result[place] = src
+    return result
+
+
+@implements(torch.diagonal_scatter, torch.Tensor.diagonal_scatter)
+def diagonal_scatter(
+    input: Tensor, src: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1
+) -> DistTensor:
+    """A copy with another tensor on a diagonal of two dimensions, which become whole."""
+    name = "diagonal_scatter"
+    grid = common_grid(name, (input, src))
+    shape = check_on_meta(torch.diagonal_scatter, input, src, offset, dim1, dim2)
+    given = as_distributed(input, grid)
+    pair = normalize_dims((dim1, dim2), given.dim())
+    x = uncut(given, pair, name)
+    lead = [d for d in range(x.dim()) if d not in pair]
+    cuts = (*(x.cuts[d] for d in lead), ())
+    own = local_operand(src, tuple(src.shape), cuts, grid, name)
+    return DistTensor(x.shard.diagonal_scatter(own, offset, *pair), shape, x.cuts, grid)
+
+
+@implements(torch.index_fill, torch.Tensor.index_fill)
+def index_fill(input: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
+    """A copy with a number at the positions `index` along a dimension."""
+    check_on_meta(torch.index_fill, input, dim, index, value)
+    x, d, places = _places("index_fill", input, dim, index)
+    mask = torch.zeros(x.shape[d], dtype=torch.bool, device=x.device)
+    mask[places] = True
+    return x.masked_fill(
+        mask.view(-1, *(1,) * (x.dim() - 1 - d)), gather_whole(value, "index_fill")
+    )
+
+
+@implements(torch.index_add, torch.Tensor.index_add)
+def index_add(
+    input: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1
+) -> DistTensor:
+    """The sum with the slices of `source`, each at its position `index` along a dimension."""
+    check_on_meta(torch.index_add, input, dim, index, source, alpha=alpha)
+    return _placed("index_add", input, dim, index, source, alpha=alpha)
+
+
+@implements(torch.index_copy, torch.Tensor.index_copy)
+def index_copy(input: Tensor, dim: int, index: Tensor, source: Tensor) -> DistTensor:
+    """A copy with the slices of `source`, each at its position `index` along a dimension."""
+    check_on_meta(torch.index_copy, input, dim, index, source)
+    return _placed("index_copy", input, dim, index, source)
+
+
+@implements(torch.index_reduce, torch.Tensor.index_reduce)
+def index_reduce(
+    input: Tensor,
+    dim: int,
+    index: Tensor,
+    source: Tensor,
+    reduce: str,
+    *,
+    include_self: bool = True,
+) -> DistTensor:
+    """The products, means or extrema with the slices of `source` at their positions `index`."""
+    options: Any = dict(reduce=reduce, include_self=include_self)
+    check_on_meta(torch.index_reduce, input, dim, index, source, **options)
+    return _placed("index_reduce", input, dim, index, source, **options)
+
+
+def _places(
+    name: str, input: Tensor, dim: int, index: Tensor, *others: Tensor
+) -> tuple[DistTensor, int, Tensor]:
+    """The input, the dimension, and the positions along it, which every rank checks."""
+    x = as_distributed(input, common_grid(name, (input, index, *others)))
+    if not x.dim():
+        refuse(name, "the tensor has no dimensions", x, way_out="Use x.reshape(1)")
+    d = normalize_dim(dim, x.dim())
+    n = x.shape[d]
+    places = gather_whole(index, name).reshape(-1)
+    within = ((places >= -n) & (places < n)).all()
+    torch._assert_async(within, f"{name}: not all positions lie in dimension {d}, of {n} elements")
+    return x, d, wrap_negative(places, n)
+
+
+def _placed(
+    name: str, input: Tensor, dim: int, index: Tensor, source: Tensor, **options: Any
+) -> DistTensor:
+    """The function of this name on what of the positions and slices belongs to this block."""
+    x, d, places = _places(name, input, dim, index, source)
+    shape = (*x.shape[:d], len(places), *x.shape[d + 1 :])
+    cuts = (*x.cuts[:d], (), *x.cuts[d + 1 :])
+    slices = local_operand(source, shape, cuts, x.grid, name)
+    start, stop = x.box.start[d], x.box.stop[d]
+    # What belongs elsewhere goes to one more slice, so that nobody waits to count it.
+    here = torch.where((places >= start) & (places < stop), places - start, stop - start)
+    spare = x.shard.new_ones([1 if i == d else m for i, m in enumerate(x.shard.shape)])
+    function: Callable[..., Tensor] = getattr(torch, name)
+    written = function(
+        torch.cat([x.shard, spare], d), d, here.to(index.dtype), source=slices, **options
+    )
+    return DistTensor(written.narrow(d, 0, stop - start), x.shape, x.cuts, x.grid)
+
+
+@implements(torch.take, torch.Tensor.take)
+def take(input: Tensor, index: Tensor) -> DistTensor:
+    """The elements at positions of the tensor as a vector, which is made whole first."""
+    grid = common_grid("take", (input, index))
+    shape = check_on_meta(torch.take, input, index)
+    places = as_distributed(index, grid)
+    whole = gather_whole(input, "take")
+    return DistTensor(whole.take(places.shard), shape, places.cuts, grid)
+
+
+implements_in_place(torch.Tensor.index_add_, index_add)
+implements_in_place(torch.Tensor.index_copy_, index_copy)
+implements_in_place(torch.Tensor.index_fill_, index_fill)
+implements_in_place(torch.Tensor.index_reduce_, index_reduce)

@@ -1,0 +1,122 @@
+"""Functions that work along some dimensions, and treat all others element by element.
+
+What they work along is made whole on every rank first, which is recorded as a redistribution; the
+others stay cut. Where an argument is bad by its values, such as a singular matrix, the rank that
+holds it raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distconv.geometry.layout import Cuts, Shape, cuts_of_broadcast
+from distconv.grid.interface import Grid
+from distconv.ops.support.metadata_checks import check_on_meta
+from distconv.ops.support.operands import (
+    as_distributed,
+    box_on_rank,
+    common_grid,
+    local_operand,
+    uncut,
+)
+from distconv.tensor.dist_tensor import DistTensor
+
+
+def distributed_results(
+    result: Any, shapes: Any, cuts_of: Callable[[Shape], Cuts], grid: Grid
+) -> Any:
+    """What a function has made of this rank's blocks, as distributed tensors of these shapes."""
+    if isinstance(result, Tensor):
+        return DistTensor(result, shapes, cuts_of(shapes), grid)
+    return type(result)(
+        [
+            DistTensor(part, shape, cuts_of(shape), grid)
+            for part, shape in zip(result, shapes, strict=True)
+        ]
+    )
+
+
+def apply_along(
+    function: Callable[..., Any],
+    name: str,
+    input: DistTensor,
+    dims: Sequence[int],
+    *args: Any,
+    dropped: Sequence[int] = (),
+    **kwargs: Any,
+) -> Any:
+    """`function(input, *args, **kwargs)`, which works along `dims`.
+
+    Its results have the dimensions of the input without those in `dropped`, and perhaps others
+    after them.
+    """
+    shapes = check_on_meta(function, input, *args, **kwargs)
+    x = uncut(input, dims, name)
+    kept = tuple(axes for d, axes in enumerate(x.cuts) if d not in dropped)
+
+    def cuts_of(shape: Shape) -> Cuts:
+        return (*kept, *((),) * (len(shape) - len(kept)))
+
+    if 0 in x.shard.shape and input.numel():
+        result = _of_no_elements(function, x.shard, args, kwargs, shapes, cuts_of, x.grid)
+    else:
+        result = function(x.shard, *args, **kwargs)
+    return distributed_results(result, shapes, cuts_of, x.grid)
+
+
+def _of_no_elements(
+    function: Callable[..., Any],
+    block: Tensor,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    shapes: Any,
+    cuts_of: Callable[[Shape], Cuts],
+    grid: Grid,
+) -> Any:
+    """What a function, which may not take empty blocks, makes of one; part of the same graph."""
+    filled = block.new_ones([max(n, 1) for n in block.shape]) + block.sum().to(block.dtype)
+    result = function(filled, *args, **kwargs)
+
+    def none_of(part: Tensor, shape: Shape) -> Tensor:
+        box = box_on_rank(shape, cuts_of(shape), grid)
+        return part[tuple(slice(0, n) for n in box.shape)]
+
+    if isinstance(result, Tensor):
+        return none_of(result, shapes)
+    return type(result)([none_of(part, shape) for part, shape in zip(result, shapes, strict=True)])
+
+
+def apply_to_batches(
+    function: Callable[..., Any],
+    name: str,
+    operands: Sequence[Tensor],
+    inner: Sequence[int],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """`function(*operands, *args, **kwargs)`, which works along the last dimensions of each.
+
+    `inner` tells of each operand how many these are. The leading ones are broadcast against each
+    other, and lead the results.
+    """
+    grid = common_grid(name, operands)
+    shapes = check_on_meta(function, *operands, *args, **kwargs)
+    given = [as_distributed(x, grid) for x in operands]
+    leading = [
+        (tuple(x.shape[: x.dim() - n]), x.cuts[: x.dim() - n])
+        for x, n in zip(given, inner, strict=True)
+    ]
+    batch: Shape = tuple(torch.broadcast_shapes(*(shape for shape, _ in leading)))
+    cuts = cuts_of_broadcast(tuple(leading), batch)
+    blocks = [
+        local_operand(x, (*batch, *x.shape[x.dim() - n :]), (*cuts, *((),) * n), grid, name)
+        for x, n in zip(operands, inner, strict=True)
+    ]
+    result = function(*blocks, *args, **kwargs)
+    return distributed_results(
+        result, shapes, lambda shape: (*cuts, *((),) * (len(shape) - len(batch))), grid
+    )
