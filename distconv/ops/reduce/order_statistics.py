@@ -72,7 +72,7 @@ def _quantile(name: str) -> None:
         d = normalize_dim(dim, input.dim())
         fractions = gather_whole(q, name)
         if not isinstance(fractions, Tensor):
-            fractions = torch.tensor(fractions, dtype=input.dtype, device=input.device)
+            fractions = torch.full((), fractions, dtype=input.dtype, device=input.device)
         # The quantiles of a vector of fractions are in front; they go last to fit the cuts.
         last = apply_along(
             _with_quantiles_last, name, input, [d], function, fractions, d, interpolation,
