@@ -64,7 +64,7 @@ WAYS_OUT: dict[Any, str] = {
     torch._has_compatible_shallow_copy_type: _CONVERT,
     torch.Tensor.data.__set__: _CONVERT,  # type: ignore[attr-defined]
     torch.norm_except_dim: _PARAMETRIZE,
-    torch.Tensor.H.__get__: f"Use x.mT.conj(). {_PARAMETRIZE}",  # type: ignore[attr-defined]
+    torch.nn.functional.normalize: f"Use the returned tensor. {_PARAMETRIZE}",
     torch.ops.aten.set_.source_Tensor: _PARAMETRIZE,
     **{
         getattr(torch, f"_fused_{name}_"): "Make the optimizer with fused=False"

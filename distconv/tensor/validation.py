@@ -17,7 +17,7 @@ from distconv.grid.interface import Grid
 from distconv.grid.whereabouts import operator_name, user_line
 from distconv.tensor.aliasing import check_writable
 from distconv.tensor.base import DistTensorBase
-from distconv.tensor.dispatch import refuse
+from distconv.tensor.dispatch import WAYS_OUT, refuse
 from distconv.tensor.nested import tensors_in
 
 
@@ -131,6 +131,6 @@ def check_out(operator: Callable[..., Any], out: Any, result: Any, *operands: Te
             "out= has to be a distributed tensor of the shape, layout and type of the result, "
             "outside autograd",
             *tensors_in(out, *operands),
-            way_out="Use the returned tensor",
+            way_out=WAYS_OUT.get(operator, "Use the returned tensor"),
         )
     check_writable(out, operator_name(operator))

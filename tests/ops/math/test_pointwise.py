@@ -66,7 +66,8 @@ DOMAIN: dict[str, Callable[[Tensor], Tensor]] = {
 
 def registered() -> list[Callable[..., Any]]:
     made = ("pointwise_rule", "_torch_rule")
-    return [f for f, rule in RULES.items() if rule.__qualname__.startswith(made)]
+    names = {f: getattr(rule, "__qualname__", "") for f, rule in RULES.items()}
+    return [f for f, name in names.items() if name.startswith(made)]
 
 
 def base_name(function: Callable[..., Any]) -> str:
