@@ -37,6 +37,10 @@ BINARY = set(
     logical_and logical_or logical_xor lshift lt maximum minimum mod mul multiply ne nextafter
     not_equal or pow radd rand rdiv remainder rfloordiv rlshift rmod rmul ror rpow rrshift rshift
     rsub rtruediv rxor sub subtract true_divide truediv xlog1py xlogy xor zeta
+    chebyshev_polynomial_t chebyshev_polynomial_u chebyshev_polynomial_v chebyshev_polynomial_w
+    complex gammainc gammaincc hermite_polynomial_h hermite_polynomial_he laguerre_polynomial_l
+    legendre_polynomial_p polar shifted_chebyshev_polynomial_t shifted_chebyshev_polynomial_u
+    shifted_chebyshev_polynomial_v shifted_chebyshev_polynomial_w
 """.split()
 )
 INTEGER = set(
@@ -49,6 +53,7 @@ TERNARY = {"addcdiv", "addcmul", "lerp", "clamp", "clip"}
 NUMBERS = {
     "_threshold": (0.4, 7.0),
     "threshold": (0.4, 7.0),
+    "multigammaln": (2,),
     "mvlgamma": (2,),
     "softshrink": (0.2,),
     "fill": (2.5,),
@@ -58,6 +63,7 @@ COMPLEX = {"real", "imag", "resolve_conj", "conj", "conj_physical", "angle", "sg
 DOMAIN: dict[str, Callable[[Tensor], Tensor]] = {
     "acosh": lambda x: x + 1,
     "arccosh": lambda x: x + 1,
+    "multigammaln": lambda x: x + 2,
     "mvlgamma": lambda x: x + 2,
     "zeta": lambda x: x + 2,
 }
