@@ -19,7 +19,7 @@ from distconv.ops.shape.lookup import index_select, wrap_negative
 from distconv.ops.shape.reshape import unflatten, unsqueeze
 from distconv.ops.support.argument_forms import normalize_dim
 from distconv.ops.support.metadata_checks import any_type, check_on_meta
-from distconv.ops.support.operands import as_distributed, common_grid
+from distconv.ops.support.operands import as_distributed, common_grid, gather_whole
 from distconv.tensor.aliasing import make_view
 from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
@@ -28,9 +28,15 @@ from distconv.tensor.redistribution import gather_inputs
 
 @implements(torch.Tensor.__getitem__)
 def getitem(input: DistTensor, index: Any) -> DistTensor:
-    """Return a part by integers, slices with positive steps, None, an ellipsis and one tensor."""
+    """Return a part by integers, slices with positive steps, None, an ellipsis, tensors and lists.
+
+    Where there are masks, or several tensors, everything is made whole on every rank first.
+    """
     items = tuple(map(_listed, index if isinstance(index, tuple) else (index,)))
     tensors = [i for i, item in enumerate(items) if _is_lookup(item)]
+    masks = [item for item in items if isinstance(item, Tensor) and item.dtype == torch.bool]
+    if masks or len(tensors) > 1:
+        return _gathered(input, items)
     if len(tensors) == 1:
         return _looked_up(input, items, tensors[0])
     picks = index_per_dimension(input, items)
@@ -71,22 +77,12 @@ def getitem(input: DistTensor, index: Any) -> DistTensor:
 def index_per_dimension(input: DistTensor, index: tuple[Any, ...]) -> list[Any]:
     """Return one integer or slice for each dimension in order, with None for each new one."""
     for item in index:
-        if isinstance(item, Tensor) and item.dtype == torch.bool:
-            refuse(
-                "indexing",
-                "how many elements a mask selects is not known before the ranks have computed it",
-                input,
-                item,
-                way_out="Use torch.where(mask, x, other), multiply by the mask and divide by its "
-                "sum, or index x.full_tensor() by mask.full_tensor()",
-            )
         if not (item is None or item is Ellipsis or isinstance(item, slice) or _is_integer(item)):
             refuse(
                 "indexing",
                 f"an index of type {type(item).__name__} is not supported",
                 input,
-                way_out="Use integers, slices and at most one tensor or list of integers, or index "
-                "x.full_tensor()",
+                way_out="Use integers, slices, tensors and lists, or index x.full_tensor()",
             )
     named = sum(item is not None and item is not Ellipsis for item in index)
     if named > input.dim():
@@ -104,6 +100,13 @@ def index_per_dimension(input: DistTensor, index: tuple[Any, ...]) -> list[Any]:
             way_out="Write one",
         )
     return [int(item) if _is_integer(item) else item for item in items]
+
+
+def _gathered(input: Tensor, items: tuple[Any, ...]) -> DistTensor:
+    """Return what masks, or several tensors, pick out of the whole tensor; it is whole, too."""
+    grid = common_grid("indexing", (input, *items))
+    whole = gather_whole(input, "indexing")[tuple(gather_whole(i, "indexing") for i in items)]
+    return as_distributed(whole, grid)
 
 
 def _listed(item: Any) -> Any:

@@ -121,9 +121,6 @@ def test_wrong_positions_are_an_error_on_all_ranks(function: Callable) -> None:
 @pytest.mark.parametrize(
     "function",
     [
-        lambda x: x[x > 0],
-        lambda x: x[torch.ones(4, dtype=torch.bool)],
-        lambda x: x[torch.tensor([0]), torch.tensor([1])],
         lambda x: x[..., ..., 0],
         lambda x: x.__setitem__(torch.tensor([0]), 1.0),
     ],
@@ -194,9 +191,14 @@ def test_lists_and_arrays_of_integers_index_as_in_torch() -> None:
     agrees(lambda x: x[:, []], [x], [], random_grid(rng), rng)
 
 
-@pytest.mark.parallel([1, 2])
-def test_a_mask_is_refused_with_the_way_out() -> None:
-    x = dc.distribute_tensor(torch.ones(3, 4), dc.ProcessGrid(sample=-1))
-    for mask in (x > 0, torch.ones(3, 4, dtype=torch.bool), [True, False, True]):
-        with pytest.raises(dc.UnsupportedOperation, match="how many elements a mask selects"):
-            x[mask]
+@pytest.mark.parallel([1, 2, 3])
+def test_masks_and_several_tensors_index_what_is_made_whole() -> None:
+    rng = random.Random(9)
+    x = random_tensor(rng, (3, 4, 6))
+    agrees(lambda x: x[x > 0.3], [x], [], random_grid(rng), rng)
+    agrees(lambda x: x[:, x[0, :, 0] > 0, 2:], [x], [], random_grid(rng), rng)
+    agrees(lambda x, m: x[m], [x], [x[:, :, 0] > 0], random_grid(rng), rng)
+    agrees(lambda m, x: x[m], [x > 0], [x], random_grid(rng), rng)
+    agrees(lambda x: x[[True, False, True]], [x], [], random_grid(rng), rng)
+    first, second = positions(rng, [2, 5], 3), positions(rng, [5], 6, -6)
+    agrees(lambda x, i, j: x[i, 1:, j], [x, first], [second], random_grid(rng), rng)

@@ -349,7 +349,6 @@ def test_bad_arguments_are_refused_on_all_ranks(function: Any) -> None:
 @pytest.mark.parametrize(
     "function",
     [
-        lambda x: x[[0, 1], [1, 0]],
         lambda x: x[True],
         lambda x: x.view(torch.int64),
         lambda x: torch.cat([x, x], out=torch.empty(1)),
