@@ -27,7 +27,7 @@ from tests.support.serial import (
     refused,
 )
 
-RANKS = [1, 2, 3, 4, 6, 8]
+RANKS = [1, 2, 3, 4, 6]
 BINARY = set(
     """
     add and arctan2 atan2 bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor

@@ -29,7 +29,7 @@ from tests.support.serial import (
     refused,
 )
 
-RANKS = [1, 2, 3, 4, 6, 8]
+RANKS = [1, 2, 3, 4, 6]
 TORCH = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
 DISTCONV = {1: layers.BatchNorm1d, 2: layers.BatchNorm2d, 3: layers.BatchNorm3d}
 

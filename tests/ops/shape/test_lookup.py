@@ -22,7 +22,7 @@ from tests.support.serial import (
     refused,
 )
 
-RANKS = [1, 2, 3, 4, 6, 8]
+RANKS = [1, 2, 3, 4, 6]
 
 
 def random_shape(rng: random.Random) -> list[int]:
