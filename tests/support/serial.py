@@ -207,5 +207,6 @@ def noted(*what: Any) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        error.add_note(" ".join(map(str, what)))
+        if hasattr(error, "add_note"):  # from Python 3.11 on
+            error.add_note(" ".join(map(str, what)))
         raise
