@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 from torch import Tensor
 
 from distconv.geometry.halo.convolution import convolution_boundary, needs_halo
-from distconv.geometry.halo.slabs import Boundary
 from distconv.geometry.index_maps import IndexMap, Window
 from distconv.geometry.layout import Box, Cuts, Shape
-from distconv.geometry.topology import Topology
 from distconv.ops.conv.specification import ConvolutionSpec
 from distconv.ops.support.metadata_checks import check_shapes
 from distconv.ops.windowed.assembled import window_needs, windowed_block
@@ -25,6 +22,8 @@ class Convolution(ConvolutionSpec):
     """A convolution, of which each output needs one window of inputs."""
 
     transposed = False
+    needs_halo = staticmethod(needs_halo)
+    boundary = staticmethod(convolution_boundary)
 
     def output_shape(self, x: Shape, weight: Shape, bias: Shape | None) -> Shape:
         groups, padding = self.groups, self.padding
@@ -54,20 +53,6 @@ class Convolution(ConvolutionSpec):
 
     def inputs_to_gather(self, maps: tuple[Window, ...], cuts: Cuts) -> Sequence[IndexMap]:
         return window_needs(maps, cuts)
-
-    def needs_halo(self, maps: tuple[Window, ...], sizes: Shape, parts: Shape) -> bool | None:
-        return needs_halo(maps, sizes, parts)
-
-    def boundary(
-        self,
-        topology: Topology,
-        rank: int,
-        shape: Shape,
-        made: Shape,
-        cuts: Cuts,
-        maps: tuple[Any, ...],
-    ) -> Boundary:
-        return convolution_boundary(topology, rank, shape, made, cuts, maps)
 
     def fewest_to_overlap(self, weight: Shape) -> int:
         # Every side of the block costs another convolution, which handles the weights once more.

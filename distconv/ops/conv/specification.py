@@ -12,7 +12,6 @@ from torch import Tensor
 from distconv.geometry.halo.slabs import Boundary
 from distconv.geometry.index_maps import IndexMap
 from distconv.geometry.layout import Box, Cuts, Shape
-from distconv.geometry.topology import Topology
 from distconv.tensor.dist_tensor import DistTensor
 
 Sides = tuple[int, ...]
@@ -37,6 +36,12 @@ class ConvolutionSpec(ABC):
 
     transposed: ClassVar[bool]
     """Whether the weight is (channel, filter, *kernel), not (filter, channel, *kernel)."""
+    needs_halo: ClassVar[Callable[..., bool | None]]
+    """Takes (maps, sizes, parts), and tells whether any rank needs a halo; None where blocks of
+    inputs and outputs do not line up."""
+    boundary: ClassVar[Callable[..., Boundary]]
+    """Takes (topology, rank, shape, made, cuts, maps), and returns what a rank sends, receives and
+    mends to compute while its halos travel."""
 
     @property
     def name(self) -> str:
@@ -57,27 +62,6 @@ class ConvolutionSpec(ABC):
     @abstractmethod
     def inputs_to_gather(self, maps: tuple[Any, ...], cuts: Cuts) -> Sequence[IndexMap]:
         """Return what the assembled computation gathers along each spatial dimension."""
-
-    @abstractmethod
-    def needs_halo(self, maps: tuple[Any, ...], sizes: Shape, parts: Shape) -> bool | None:
-        """Return whether any rank needs a halo; None where it cannot compute on its own block.
-
-        Parameters
-        ----------
-        sizes, parts: inputs along each spatial dimension, and into how many parts they are cut.
-        """
-
-    @abstractmethod
-    def boundary(
-        self,
-        topology: Topology,
-        rank: int,
-        shape: Shape,
-        made: Shape,
-        cuts: Cuts,
-        maps: tuple[Any, ...],
-    ) -> Boundary:
-        """Return what a rank sends, receives and mends to compute while its halos travel."""
 
     @abstractmethod
     def fewest_to_overlap(self, weight: Shape) -> int:

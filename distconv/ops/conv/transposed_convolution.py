@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 from torch import Tensor
 
-from distconv.geometry.halo.slabs import Boundary
 from distconv.geometry.halo.transposed_convolution import (
     transposed_convolution_boundary,
     transposed_needs_halo,
 )
 from distconv.geometry.index_maps import IndexMap, Same, TransposedWindow
 from distconv.geometry.layout import Box, Cuts, Shape
-from distconv.geometry.topology import Topology
 from distconv.ops.conv.specification import ConvolutionSpec, Sides
 from distconv.ops.support.metadata_checks import check_shapes
 from distconv.tensor.dist_tensor import DistTensor
@@ -29,6 +26,8 @@ class TransposedConvolution(ConvolutionSpec):
     output_padding: Sides
 
     transposed = True
+    needs_halo = staticmethod(transposed_needs_halo)
+    boundary = staticmethod(transposed_convolution_boundary)
 
     def output_shape(self, x: Shape, weight: Shape, bias: Shape | None) -> Shape:
         name, strides, dilations = self.name, self.stride, self.dilation
@@ -61,22 +60,6 @@ class TransposedConvolution(ConvolutionSpec):
         self, maps: tuple[TransposedWindow, ...], cuts: Cuts
     ) -> Sequence[IndexMap]:
         return [m if axes else Same() for m, axes in zip(maps, cuts[2:], strict=True)]
-
-    def needs_halo(
-        self, maps: tuple[TransposedWindow, ...], sizes: Shape, parts: Shape
-    ) -> bool | None:
-        return transposed_needs_halo(maps, sizes, parts)
-
-    def boundary(
-        self,
-        topology: Topology,
-        rank: int,
-        shape: Shape,
-        made: Shape,
-        cuts: Cuts,
-        maps: tuple[Any, ...],
-    ) -> Boundary:
-        return transposed_convolution_boundary(topology, rank, shape, made, cuts, maps)
 
     def fewest_to_overlap(self, weight: Shape) -> int:
         # As for convolution, the sides handle the weights again. Assembling saves less here, as it

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from distconv.ops.support.argument_forms import normalize_dims
 from distconv.ops.support.metadata_checks import check_on_meta
-from distconv.ops.support.operands import as_distributed, common_grid, gather_whole
+from distconv.ops.support.operands import common_grid, gather_whole
 from distconv.ops.support.whole_dimensions import (
     apply_along,
     apply_to_batches,
@@ -174,6 +174,6 @@ def _of_whole(
     """A function of tensors that are whole on every rank, as its result is."""
     grid = common_grid(name, operands)
     shapes = check_on_meta(function, *operands, *args)
-    wholes = [gather_whole(as_distributed(x, grid), name) for x in operands]
+    wholes = [gather_whole(x, name) for x in operands]
     result = function(*wholes, *args)
     return distributed_results(result, shapes, lambda shape: ((),) * len(shape), grid)

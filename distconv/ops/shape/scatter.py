@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distconv.ops.support.argument_forms import normalize_dim
+from distconv.ops.support.in_place import implements_in_place
 from distconv.ops.support.metadata_checks import check_on_meta
 from distconv.ops.support.operands import (
     as_distributed,
@@ -71,14 +72,9 @@ _scatter(torch.scatter_reduce, torch.Tensor.scatter_reduce)
 
 
 def _in_place(name: str) -> None:
-    made: Any = RULES[getattr(torch, name)]
     function = getattr(torch.Tensor, f"{name}_")
 
-    @implements(function)
-    def rule(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if isinstance(input, DistTensor):
-            # The gradient may need what was there before.
-            return input.copy_(made(input.clone(), *args, **kwargs))
+    def into_plain(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         operands = tensors_in(input, args, kwargs)
         if torch.is_grad_enabled() and any(x.requires_grad for x in operands):
             refuse(
@@ -91,6 +87,8 @@ def _in_place(name: str) -> None:
         named = {key: gather_whole(x, f"{name}_") for key, x in kwargs.items()}
         result: Tensor = function(input, *whole, **named)
         return result
+
+    implements_in_place(function, RULES[getattr(torch, name)], into_plain)
 
 
 for _name in ("scatter", "scatter_add", "scatter_reduce"):

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distconv.grid.interface import Grid
-from distconv.ops.support.operands import broadcast_shape, common_grid, gather_whole
+from distconv.ops.support.operands import (
+    as_distributed,
+    broadcast_shape,
+    common_grid,
+    gather_whole,
+)
 from distconv.tensor.dispatch import RULES, implements
 from distconv.tensor.dist_tensor import DistTensor
-
-
-def _whole(x: Tensor, grid: Grid) -> DistTensor:
-    return DistTensor(x, x.shape, ((),) * x.dim(), grid)
 
 
 def _found(function: Callable[..., Any]) -> None:
@@ -27,8 +27,8 @@ def _found(function: Callable[..., Any]) -> None:
     def rule(input: DistTensor, *args: Any, **kwargs: Any) -> Any:
         result = function(gather_whole(input, function.__name__), *args, **kwargs)
         if isinstance(result, Tensor):
-            return _whole(result, input.grid)
-        return tuple(_whole(part, input.grid) for part in result)
+            return as_distributed(result, input.grid)
+        return tuple(as_distributed(part, input.grid) for part in result)
 
     RULES[function] = rule
 
@@ -47,4 +47,4 @@ def masked_select(input: Tensor, mask: Tensor) -> DistTensor:
     grid = common_grid("masked_select", (input, mask))
     broadcast_shape("masked_select", (input, mask))
     x, chosen = (gather_whole(t, "masked_select") for t in (input, mask))
-    return _whole(x.masked_select(chosen), grid)
+    return as_distributed(x.masked_select(chosen), grid)

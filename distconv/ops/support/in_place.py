@@ -13,13 +13,24 @@ from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
 
 
-def implements_in_place(method: Callable[..., Any], rule: Callable[..., Any]) -> None:
-    """Register for `method`, which writes in place, that it writes what `rule` returns."""
+def implements_in_place(
+    method: Callable[..., Any],
+    rule: Callable[..., Any],
+    into_plain: Callable[..., Any] | None = None,
+) -> None:
+    """Register for `method`, which writes in place, that it writes what `rule` returns.
+
+    Parameters
+    ----------
+    into_plain: what is called where the first argument is a plain tensor; refused if not given.
+    """
     name = method.__name__
 
     @implements(method)
     def writing(input: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(input, DistTensor):
+            if into_plain is not None:
+                return into_plain(input, *args, **kwargs)
             refuse(
                 name,
                 "a plain tensor takes no distributed one in place",
