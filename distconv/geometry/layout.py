@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import Protocol, TypeAlias, TypeVar
+from typing import ClassVar, Protocol, TypeAlias, TypeVar
 
 from distconv.geometry.topology import AXES, Topology
 
@@ -91,6 +91,9 @@ class Layout:
     """
 
     __slots__ = ("_cut",)
+    dense: ClassVar[object] = None
+    """What else every layout is equal to: torch's word for a tensor that is not sparse, so that
+    code that asks a DistTensor whether it is dense hears that it is. Set where torch is known."""
     _cut: tuple[tuple[str, tuple[str, ...]], ...]
 
     def __init__(self, **dimensions: str | tuple[str, ...] | list[str] | None) -> None:
@@ -198,10 +201,13 @@ class Layout:
         raise AttributeError("a Layout is immutable; make a new one")
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Layout) and self._by_position == other._by_position
+        if isinstance(other, Layout):
+            return self._by_position == other._by_position
+        return other is self.dense
 
     def __hash__(self) -> int:
-        return hash(self._by_position)
+        # Equal to that of `dense`, and so of all layouts; there are few in a program.
+        return hash(self.dense)
 
     @property
     def _by_position(self) -> frozenset[tuple[str, tuple[str, ...]]]:

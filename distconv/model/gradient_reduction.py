@@ -27,6 +27,7 @@ from distconv.grid.process_grid import ProcessGrid
 from distconv.model.buckets import Bucket
 from distconv.model.wrappers import check_no_active_wrapper, check_unwrapped
 from distconv.tensor.dist_tensor import DistTensor
+from distconv.tensor.eager import run_eagerly
 from distconv.tensor.module_call import ModuleCall, enter_call, leave_call
 from distconv.tensor.nested import shards_of, tensors_in
 from distconv.tensor.ownership import check_counted_once, own
@@ -169,6 +170,7 @@ class GradientReduction:
         before = _weakly(self._before_accumulation)
         node.register_prehook(lambda grads, p=p: before(p, *grads))
 
+    @run_eagerly
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         inputs = tensors_in(args, kwargs)
         grids = [x.grid for x in inputs if isinstance(x, DistTensor)]
@@ -215,6 +217,7 @@ class GradientReduction:
         self._tables = [t for m in module.modules() for t in (m._parameters, m._modules)]
         self._entries = [x for table in self._tables for x in table.values()]
 
+    @run_eagerly
     def _after_forward(self, module: nn.Module, _: Any, result: Any) -> None:
         if module is not self._module():
             return

@@ -10,6 +10,7 @@ from torch import nn
 
 from distconv.geometry.layout import Layout
 from distconv.tensor.dist_tensor import DistTensor
+from distconv.tensor.eager import run_eagerly
 from distconv.tensor.redistribution import cuts_of_layout, redistribute_once
 
 
@@ -62,6 +63,7 @@ class _Redistribution:
     def __init__(self, name: str, layout: Layout):
         self._name, self._layout = name, layout
 
+    @run_eagerly
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         return self._recut(args), self._recut(kwargs)
 

@@ -45,12 +45,6 @@ def parallelize(
 
     All ranks of the grid call it together, and run the same forward and backward passes.
 
-    Parameters and buffers become those of rank 0, on the grid's device. From then on, when
-    `backward()` returns, the gradients of the parameters are, on every rank, those of the serial
-    program. Parameters that take no part in a backward pass keep their gradient, or None. Hooks on
-    parameters see this rank's part, before the sum. The state_dict stays that of the plain module.
-    All ranks of the grid call it together, and run the same forward and backward passes.
-
     Parameters
     ----------
     module: any torch.nn.Module; its inputs are then DistTensors.

@@ -1,8 +1,7 @@
 """Rules for functions of one's own: element-wise, and over windows.
 
 A Python function that only calls torch functions needs no rule, as those have theirs. A function
-that wants plain tensors does: a `torch.autograd.Function`, a compiled kernel, a call into another
-library.
+that wants plain tensors does: a compiled kernel, a call into another library.
 """
 
 from __future__ import annotations

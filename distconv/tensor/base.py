@@ -26,6 +26,9 @@ Distributed = TypeVar("Distributed", bound="DistTensorBase")
 """A type of DistTensor that a function returns as it is given."""
 
 
+Layout.dense = torch.strided
+
+
 class DistTensorBase(torch.Tensor):
     """A tensor that is cut over the ranks of a grid; `.shape` is the global shape.
 
@@ -93,7 +96,10 @@ class DistTensorBase(torch.Tensor):
 
     @property
     def layout(self) -> Layout:  # type: ignore[override]
-        """Return the layout; of a parameter, the first dimension is called `filter`."""
+        """Return the layout; of a parameter, the first dimension is called `filter`.
+
+        It is equal to `torch.strided`, which stands here in other tensors.
+        """
         return Layout.of(self.cuts, weight=getattr(self, "_is_param", False))
 
     @property

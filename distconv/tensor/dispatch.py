@@ -59,7 +59,16 @@ _PARAMETRIZE = "Apply parametrizations, such as weight_norm or spectral_norm, be
 _CONVERT = "Convert a module before parallelize, or a tensor by x.to(...)"
 
 
+SERIAL = "Do that with the serial module, before parallelize, and plain tensors"
+"""Advice for tools that take a module apart."""
+
+
 WAYS_OUT: dict[Any, str] = {
+    torch.Tensor._is_view: f"torch.export looks beneath torch's functions. {SERIAL}",
+    torch.Tensor.untyped_storage: "The memory belongs to x.to_local(), this rank's part. A summary "
+    f"of a module, such as torchinfo's, takes input_size=. {SERIAL}",
+    torch._C._VariableFunctions._make_dual: "Use torch.autograd.grad; forward-mode derivatives are "
+    "not supported",
     torch.Tensor.__reduce_ex__: _SAVE,
     torch._has_compatible_shallow_copy_type: _CONVERT,
     torch.Tensor.data.__set__: _CONVERT,  # type: ignore[attr-defined]
@@ -72,6 +81,17 @@ WAYS_OUT: dict[Any, str] = {
     },
 }
 """Advice for functions that the whole tensor would not help."""
+
+
+def way_out_of(function: Any) -> str:
+    """Return what to do instead of calling `function`, which has no rule, on DistTensors."""
+    if isinstance(function, (torch.ScriptMethod, torch.ScriptFunction)):
+        return "Use the module or function as it was before torch.jit.script or torch.jit.trace"
+    return WAYS_OUT.get(
+        function,
+        "Compute it on the whole tensor, x.full_tensor(), or, where it treats every element alone, "
+        "on x.to_local()",
+    )
 
 
 UNCHECKED = {torch.autograd.grad, torch.autograd.backward, torch.Tensor.__deepcopy__}

@@ -21,7 +21,17 @@ from distconv.grid.interface import Grid
 from distconv.grid.process_grid import ProcessGrid
 from distconv.grid.whereabouts import CURRENT, operator_name, running
 from distconv.tensor.base import DistTensorBase
-from distconv.tensor.dispatch import ALIASES, METADATA, RULES, UNCHECKED, WAYS_OUT, refuse
+from distconv.tensor.dispatch import (
+    ALIASES,
+    METADATA,
+    RULES,
+    SERIAL,
+    UNCHECKED,
+    WAYS_OUT,
+    refuse,
+    way_out_of,
+)
+from distconv.tensor.eager import run_eagerly
 from distconv.tensor.module_call import CURRENT_CALL
 from distconv.tensor.nested import Tensors, shards_of, tensors_in
 from distconv.tensor.ownership import started_at
@@ -46,6 +56,7 @@ class DistTensor(DistTensorBase):
     """
 
     @classmethod
+    @run_eagerly
     def __torch_function__(
         cls,
         func: Callable[..., Any],
@@ -69,11 +80,7 @@ class DistTensor(DistTensorBase):
             operator_name(func),
             "there is no rule for this function on distributed tensors",
             *tensors_in(args, kwargs),
-            way_out=WAYS_OUT.get(
-                func,
-                "Compute it on the whole tensor, x.full_tensor(), or, where it treats every "
-                "element alone, on x.to_local()",
-            ),
+            way_out=way_out_of(func),
         )
 
     @classmethod
@@ -85,13 +92,16 @@ class DistTensor(DistTensorBase):
             "a distributed tensor has reached torch below its functions",
             *tensors_in(args, kwargs),
             way_out=WAYS_OUT.get(
-                func, "Pass x.full_tensor() or x.to_local() to code below torch's functions"
+                func,
+                "Pass x.full_tensor() or x.to_local() to code below torch's functions; in place of "
+                "torch.func's transforms use torch.autograd.grad, and loops",
             ),
         )
 
     # Into and out of the distributed world
 
     @classmethod
+    @run_eagerly
     def from_local(
         cls, local: Tensor, grid: ProcessGrid, layout: Layout | None = None
     ) -> DistTensor:
@@ -124,6 +134,7 @@ class DistTensor(DistTensorBase):
         # Autograd forbids to write in place to a tensor that a Function has passed on.
         return cls(shard.clone() if shard.requires_grad else shard, shape, cuts, grid)
 
+    @run_eagerly
     def to_local(self) -> Tensor:
         """Return this rank's box as a plain tensor, sharing memory; no communication.
 
@@ -134,6 +145,7 @@ class DistTensor(DistTensorBase):
         axes = replicating_axes(self.cuts, self.grid.topology)
         return replication.unreplicate(self.shard, self.grid, axes)
 
+    @run_eagerly
     def full_tensor(self) -> Tensor:
         """Return the whole tensor as a plain tensor, on every rank; all ranks call it together."""
         if self.grid.size > 1:
@@ -153,6 +165,7 @@ class DistTensor(DistTensorBase):
                 "under torch.no_grad() to look at it",
             )
 
+    @run_eagerly
     def redistribute(self, layout: Layout) -> DistTensor:
         """Return the tensor in another layout on the same grid; all ranks call it together."""
         with running("redistribute", self, layout):
@@ -247,6 +260,7 @@ class DistTensor(DistTensorBase):
         else:
             self.shard.grad = value.shard
 
+    @run_eagerly
     def backward(  # type: ignore[override]
         self,
         gradient: Tensor | None = None,
@@ -273,6 +287,7 @@ def as_parameter(x: DistTensor) -> DistTensor:
     return x
 
 
+@run_eagerly
 def distribute_tensor(x: Tensor, grid: ProcessGrid, layout: Layout | None = None) -> DistTensor:
     """Cut a tensor that every rank holds in full; each rank keeps its own box.
 
@@ -324,6 +339,13 @@ def _run(
     kwargs: dict[str, Any] | None,
 ) -> Any:
     """Return the result of a torch function on these arguments, by its rule."""
+    if torch._C._get_tracing_state() is not None:
+        refuse(
+            operator_name(func),
+            "torch.jit.trace, or a tool that uses it, is tracing the program",
+            *tensors_in(args, kwargs),
+            way_out=SERIAL,
+        )
     named = {ALIASES.get(name, name): x for name, x in kwargs.items()} if kwargs else {}
     out = named.pop("out", None)
     if func not in UNCHECKED:

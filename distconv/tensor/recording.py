@@ -10,12 +10,19 @@ from torch import Tensor
 
 from distconv.comm import replication
 from distconv.comm.checksums import CURE, due, names_of, unequal
-from distconv.geometry.layout import replicating_axes
+from distconv.geometry.layout import Cuts, Shape, cutting_axes, rank_box, replicating_axes
+from distconv.grid.interface import Grid
 from distconv.grid.whereabouts import operator_name, user_line
 from distconv.tensor.base import DistTensorBase
 from distconv.tensor.dispatch import refuse
 from distconv.tensor.ownership import OWNED, owned_among, watch
 from distconv.tensor.redistribution import redistribute
+
+ADVICE_FOR_FUNCTIONS = (
+    "Use torch functions, or wrap it in a function with a rule (distconv.elementwise, .windowed, "
+    ".implements); in torch.utils.checkpoint set use_reentrant=False; instead of a full backward "
+    "hook register a forward hook that calls register_hook on the module's output"
+)
 
 
 def check_brought(operator: str, x: Tensor) -> None:
@@ -33,9 +40,9 @@ def check_brought(operator: str, x: Tensor) -> None:
 def check_recorded(operator: Callable[..., Any] | str, *operands: Any) -> None:
     """Refuse operands whose gradients would be lost, or shared out over the ranks twice.
 
-    A torch.autograd.Function sees no shards, and so records nothing. Autograd lives on the shards;
-    below torch's functions the wrapper only remembers that they require gradients, so that torch
-    marks the results of such a Function.
+    What torch records below its functions is recorded on the DistTensors, and lost: autograd lives
+    on the shards. The wrapper only remembers that they require gradients, so that such a result is
+    found. A user's own torch.autograd.Function is recorded right, by `ops/custom_function.py`.
 
     A value that was handed out as a plain tensor, with which every rank computes the same, is no
     parameter, of which every rank computes a part.
@@ -51,10 +58,7 @@ def check_recorded(operator: Callable[..., Any] | str, *operands: Any) -> None:
                     "a torch.autograd.Function was applied to a distributed tensor, which loses "
                     "its gradients",
                     x,
-                    way_out="Wrap it in a function with a rule (distconv.elementwise, .windowed, "
-                    ".implements), or use torch functions; in torch.utils.checkpoint set "
-                    "use_reentrant=False; instead of a full backward hook register a forward hook "
-                    "that calls register_hook on the module's output",
+                    way_out=ADVICE_FOR_FUNCTIONS,
                 )
         elif not isinstance(x, Tensor) or OWNED in x.__dict__:
             continue
@@ -113,20 +117,30 @@ def gradient_seed(x: DistTensorBase, gradient: Tensor | None, operator: str) -> 
                 f"shape {tuple(x.shape)}; pass the gradient"
             )
         return torch.ones_like(x.shard) / x.replicas
-    if gradient.shape != x.shape:
+    return gradient_part(gradient, tuple(x.shape), x.cuts, x.grid, operator)
+
+
+def gradient_part(gradient: Tensor, shape: Shape, cuts: Cuts, grid: Grid, operator: str) -> Tensor:
+    """Return this rank's part of the gradient of a tensor of this shape, cut by `cuts`.
+
+    The gradient is a DistTensor, or a plain tensor equal on all ranks. All ranks call it.
+    """
+    check_recorded(operator, gradient)
+    if gradient.shape != shape:
         raise RuntimeError(
-            f"{operator}: gradient has shape {tuple(gradient.shape)}, expected {tuple(x.shape)}"
+            f"{operator}: gradient has shape {tuple(gradient.shape)}, expected {shape}"
         )
+    replicas = grid.size // grid.topology.parts(cutting_axes(cuts))
     if not isinstance(gradient, DistTensorBase):
-        axes = replicating_axes((), x.grid.topology)
-        return replication.replicate(gradient, x.grid, axes)[x.box.slices] / x.replicas
-    if gradient.grid != x.grid:
+        whole = replication.replicate(gradient, grid, replicating_axes((), grid.topology))
+        return whole[rank_box(shape, cuts, grid.topology, grid.rank).slices] / replicas
+    if gradient.grid != grid:
         raise ValueError(
-            f"{operator}: the gradient lives on {gradient.grid}, the tensor on {x.grid}; make "
+            f"{operator}: the gradient lives on {gradient.grid}, the tensor on {grid}; make "
             "them on one grid"
         )
-    own = redistribute(gradient, x.cuts, operator).shard
-    return own / x.replicas if x.replicas > 1 else own
+    own = redistribute(gradient, cuts, operator).shard
+    return own / replicas if replicas > 1 else own
 
 
 _GRAD_FN: Any = vars(torch._C.TensorBase)["grad_fn"].__get__

@@ -457,3 +457,26 @@ def test_redistributions_are_counted_with_the_bytes_this_rank_has_received() -> 
     assert entries[1].times == 1, "what has been read changes"
     assert dc.redistributions(reset=True)[1].times == 2
     assert dc.redistributions() == []
+
+
+@pytest.mark.parallel([1, 2, 3])
+def test_torch_compares_distributed_tensors_and_says_where_they_differ() -> None:
+    torch.manual_seed(3)
+    x = torch.randn(2, 3, 7, 5)
+    d = dc.distribute_tensor(x, dc.ProcessGrid(height=-1))
+    torch.testing.assert_close(d, d.clone())
+    torch.testing.assert_close(d, x)
+    torch.testing.assert_close(x, d)
+    wrong = x.clone()
+    wrong[1, 2, 6, 4] += 1
+    with pytest.raises(AssertionError, match=r"Mismatched elements: 1 / 210(.|\n)*\(1, 2, 6, 4\)"):
+        torch.testing.assert_close(d, wrong)
+
+
+@pytest.mark.parallel([1, 2])
+def test_a_distributed_tensor_is_dense_for_torch() -> None:
+    d = dc.distribute_tensor(torch.ones(2, 3, 7, 5), dc.ProcessGrid(height=-1))
+    assert d.layout == torch.strided == d.layout
+    assert d.layout in {torch.strided}
+    assert d.layout != torch.sparse_coo
+    assert d.layout != dc.Layout(width="width")

@@ -1,0 +1,221 @@
+"""A user's own torch.autograd.Function on DistTensors.
+
+torch calls such a Function below its functions and records it on the DistTensors, while autograd
+lives on their shards. So `apply` records it on the shards: its forward and its backward run as they
+are, on DistTensors, and are exact by the rules of the functions that they call.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import _SingleLevelFunction
+
+from distconv.comm.collectives import all_reduce_with_grad
+from distconv.geometry.layout import Cuts, Shape, replicating_axes
+from distconv.grid.interface import Grid
+from distconv.ops.support.operands import common_grid
+from distconv.tensor.base import DistTensorBase
+from distconv.tensor.dispatch import refuse
+from distconv.tensor.dist_tensor import DistTensor
+from distconv.tensor.eager import run_eagerly
+from distconv.tensor.nested import shards_of, tensors_in
+from distconv.tensor.recording import ADVICE_FOR_FUNCTIONS, check_recorded, gradient_part
+
+
+class _Place(NamedTuple):
+    """Where the blocks of a distributed tensor lie; of a plain one, that it is whole everywhere."""
+
+    shape: Shape
+    cuts: Cuts
+    grid: Grid
+    distributed: bool
+
+    @classmethod
+    def of(cls, x: Tensor, grid: Grid) -> _Place:
+        distributed = isinstance(x, DistTensorBase)
+        cuts = x.cuts if isinstance(x, DistTensorBase) else ((),) * x.dim()
+        return cls(tuple(x.shape), cuts, grid, distributed)
+
+    def tensor(self, shard: Tensor) -> Tensor:
+        """Return the tensor of which this rank holds `shard`."""
+        return DistTensor(shard, self.shape, self.cuts, self.grid) if self.distributed else shard
+
+    def whole_gradient(self, part: Tensor) -> Tensor:
+        """Return the gradient of a distributed tensor, of which every replica has a part."""
+        axes = replicating_axes(self.cuts, self.grid.topology)
+        return self.tensor(all_reduce_with_grad(part, self.grid, axes))
+
+
+class _Context:
+    """The `ctx` of a user's Function, with torch's methods and whatever attributes it is given."""
+
+    def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
+        self.needs_input_grad = needs_input_grad
+        self.saved_tensors: tuple[Tensor | None, ...] = ()
+        self._to_save: tuple[Tensor | None, ...] = ()
+        self._not_differentiable: tuple[Tensor, ...] = ()
+        self._dirty: tuple[Tensor, ...] = ()
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        """Keep tensors for `saved_tensors` in the backward pass."""
+        self._to_save = tensors
+
+    def mark_non_differentiable(self, *outputs: Tensor) -> None:
+        """Say which outputs have no gradient."""
+        self._not_differentiable = outputs
+
+    def mark_dirty(self, *inputs: Tensor) -> None:
+        """Say which inputs were written to in place."""
+        self._dirty = inputs
+
+    def set_materialize_grads(self, value: bool) -> None:
+        """Do nothing: gradients of outputs that were not used are zeros, on all ranks alike."""
+
+
+class _Call:
+    """One call of a user's Function: its arguments until it has run, then where its tensors lie."""
+
+    def __init__(self, function: Any, arguments: tuple[Any, ...], grid: Grid) -> None:
+        self._function, self._arguments, self._grid = function, arguments, grid
+        self._inputs = [_Place.of(x, grid) if isinstance(x, Tensor) else None for x in arguments]
+        self._context = _Context(
+            tuple(isinstance(x, Tensor) and x.requires_grad for x in arguments)
+        )
+        self._saved: list[_Place | None] = []
+        self._outputs: list[_Place | None] = []
+        self._several = False
+
+    def run(self) -> Any:
+        """Return what the Function returns, recorded on the shards."""
+        arguments, self._arguments = self._arguments, ()
+        shards = shards_of(x for x in arguments if isinstance(x, Tensor))
+        results = _OnShards.apply(self, arguments, *shards)
+        outputs = tuple(
+            x if place is None else place.tensor(x)
+            for x, place in zip(results, self._outputs, strict=True)
+        )
+        return outputs if self._several else outputs[0]
+
+    def forward(self, node: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Run the user's forward, and leave to `node` what it says; return the outputs' shards."""
+        function, context, grid = self._function, self._context, self._grid
+        if function.setup_context is Function.setup_context:
+            result = function.forward(context, *arguments)
+        else:
+            result = function.forward(*arguments)
+            function.setup_context(context, arguments, result)
+        self._several = isinstance(result, tuple)
+        outputs = result if self._several else (result,)
+        self._check(outputs)
+        self._outputs = [
+            _Place.of(x, grid) if isinstance(x, DistTensorBase) else None for x in outputs
+        ]
+        self._saved = [None if x is None else _Place.of(x, grid) for x in context._to_save]
+        node.save_for_backward(*map(_shard, context._to_save))
+        node.mark_non_differentiable(*map(_shard, context._not_differentiable))
+        context._to_save = context._not_differentiable = ()
+        return tuple(map(_shard, outputs))
+
+    def _check(self, outputs: tuple[Any, ...]) -> None:
+        """Refuse outputs whose gradients could not be found."""
+        name, context = self._function.__name__, self._context
+        if context._dirty:
+            refuse(
+                f"{name}.apply",
+                "it writes to its inputs in place",
+                *context._dirty,
+                way_out="Return a new tensor instead of marking an input as dirty",
+            )
+        marked = {id(x) for x in context._not_differentiable}
+        for x in outputs:
+            plain = isinstance(x, Tensor) and not isinstance(x, DistTensorBase)
+            if plain and x.is_floating_point() and id(x) not in marked:
+                refuse(
+                    f"{name}.apply",
+                    f"it makes a plain tensor, {tuple(x.shape)}, of distributed ones",
+                    way_out="Return a DistTensor, x.redistribute(Layout()) for one that is whole "
+                    "on every rank, or mark the output by ctx.mark_non_differentiable",
+                )
+
+    def backward(self, node: Any, parts: tuple[Any, ...]) -> list[Tensor | None]:
+        """Run the user's backward; return this rank's parts of the gradients of all tensors."""
+        function, context = self._function, self._context
+        name = f"{function.__name__}.backward"
+        context.saved_tensors = tuple(
+            x if place is None else place.tensor(x)
+            for x, place in zip(node.saved_tensors, self._saved, strict=True)
+        )
+        gradients = (
+            part if place is None else place.whole_gradient(part)
+            for part, place in zip(parts, self._outputs, strict=True)
+        )
+        overridden = function.vjp is not Function.vjp
+        try:
+            result = (function.vjp if overridden else function.backward)(context, *gradients)
+        finally:
+            context.saved_tensors = ()
+        returned = result if isinstance(result, tuple) else (result,)
+        expected = len(self._inputs)
+        if len(returned) < expected or any(x is not None for x in returned[expected:]):
+            raise RuntimeError(
+                f"{name} returned {len(returned)} gradients; expected {expected}, one for each "
+                "input of forward"
+            )
+        return [
+            None
+            if gradient is None or not needed
+            else gradient_part(gradient, place.shape, place.cuts, place.grid, name)
+            for gradient, place, needed in zip(
+                returned, self._inputs, context.needs_input_grad, strict=False
+            )
+            if place is not None
+        ]
+
+
+class _OnShards(Function):
+    """A user's Function as one node of the graph of the shards."""
+
+    @staticmethod
+    def forward(node: Any, call: _Call, arguments: tuple[Any, ...], *shards: Tensor) -> Any:
+        node.call = call
+        return call.forward(node, arguments)
+
+    @staticmethod
+    def backward(node: Any, *parts: Any) -> Any:
+        return None, None, *node.call.backward(node, parts)
+
+
+def _shard(x: Any) -> Any:
+    return x.shard if isinstance(x, DistTensorBase) else x
+
+
+@run_eagerly
+def _apply(cls: Any, *arguments: Any) -> Any:
+    """Apply a Function; on the shards where it is recorded and gets DistTensors.
+
+    All ranks of their grid then call it together. Gradients are exact where its backward is.
+    """
+    if not any(isinstance(x, DistTensorBase) for x in arguments):
+        return super(_SingleLevelFunction, cls).apply(*arguments)
+    tensors = [x for x in arguments if isinstance(x, Tensor)]
+    if not torch.is_grad_enabled() or not any(x.requires_grad for x in tensors):
+        return super(_SingleLevelFunction, cls).apply(*arguments)
+    name = f"{cls.__name__}.apply"
+    if cls.__module__.partition(".")[0] == "torch":
+        refuse(
+            name,
+            "this torch.autograd.Function of torch was applied to a distributed tensor",
+            *tensors,
+            way_out=ADVICE_FOR_FUNCTIONS,
+        )
+    grid = common_grid(name, tensors)
+    check_recorded(name, *tensors_in(*arguments))
+    return _Call(cls, arguments, grid).run()
+
+
+# Beneath `Function.apply`, which programs keep by another name before distconv is imported.
+_SingleLevelFunction.apply = classmethod(_apply)  # type: ignore[attr-defined]

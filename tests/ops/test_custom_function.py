@@ -1,0 +1,194 @@
+"""A user's own torch.autograd.Function runs on DistTensors as it is, and is exact."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import distconv as dc
+
+
+class Scale(torch.autograd.Function):
+    """Three outputs, one without a gradient; a saved output; a weight and a number."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, power: float) -> Any:
+        y = x * x * weight.view(1, -1, 1, 1) * power
+        ctx.save_for_backward(x, weight, y)
+        ctx.power = power
+        strongest = y.argmax(1)
+        ctx.mark_non_differentiable(strongest)
+        return y, x.mean((2, 3)), strongest
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, weight, y = ctx.saved_tensors
+        dy, dmean, _ = grads
+        of_mean = dmean[:, :, None, None].expand(x.shape) / (x.shape[2] * x.shape[3])
+        dx = 2 * dy * x * weight.view(1, -1, 1, 1) * ctx.power + of_mean
+        return dx, (dy * y).sum((0, 2, 3)) / weight, None
+
+
+class Reverse(torch.autograd.Function):
+    """In torch's newer form, which separates forward and context; the output is a view."""
+
+    @staticmethod
+    def forward(x: Tensor, strength: float = 0.5) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.strength = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return -ctx.strength * grads[0], None
+
+
+class Same(torch.autograd.Function):
+    """Returns its input, and no gradient for it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return None
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv2d(2, 3, 3, padding=1, dtype=torch.float64)
+        self.weight = nn.Parameter(torch.rand(3, dtype=torch.float64) + 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, mean, _ = SCALE(self.conv(x), self.weight, 2.0)
+        return (Reverse.apply(y.sin()) ** 2).sum() + (mean**3).sum()
+
+
+SCALE = Scale.apply
+"""As programs keep it, maybe before distconv is imported."""
+
+GRIDS = {
+    1: [{}],
+    2: [{"height": 2}, {"sample": 2}, {"channel": 2}],
+    3: [{"height": 3}],
+    4: [{"sample": 2, "height": 2}, {"height": 2, "width": 2}],
+}
+
+
+def inputs() -> Tensor:
+    torch.manual_seed(1)
+    return torch.randn(3, 2, 7, 5, dtype=torch.float64)
+
+
+def grids() -> list[dc.ProcessGrid]:
+    size = dc.ProcessGrid(sample=-1).size
+    return [dc.ProcessGrid(**axes) for axes in GRIDS[size]]
+
+
+def close(actual: Any, expected: Any) -> None:
+    whole = actual.full_tensor() if isinstance(actual, dc.DistTensor) else actual
+    torch.testing.assert_close(whole, expected, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parallel([1, 2, 3, 4])
+def test_a_function_in_a_network_gives_the_serial_gradients() -> None:
+    for grid in grids():
+        serial, model = Net(), dc.parallelize(Net(), grid)
+        x = inputs().requires_grad_()
+        d = dc.distribute_tensor(inputs(), grid).requires_grad_()
+        expected, actual = serial(x), model(d)
+        close(actual, expected)
+        expected.backward()
+        actual.backward()
+        close(d.grad, x.grad)
+        for p, q in zip(model.parameters(), serial.parameters(), strict=True):
+            close(p.grad, q.grad)
+
+
+@pytest.mark.parallel([1, 2, 3, 4])
+def test_second_derivatives_run_through_the_backward_of_a_function() -> None:
+    def derivatives(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        y, mean, _ = Scale.apply(x, weight, 3.0)
+        z = (Reverse.apply(y, 0.3) ** 2).sum() + (mean**3).sum()
+        first = torch.autograd.grad(z, (x, weight), create_graph=True)
+        return (*first, *torch.autograd.grad(sum((g**2).sum() for g in first), (x, weight)))
+
+    for grid in grids():
+        weight = torch.tensor([0.5, 2.0], dtype=torch.float64, requires_grad=True)
+        expected = derivatives(inputs().requires_grad_(), weight)
+        distributed = dc.distribute_tensor(inputs(), grid).requires_grad_()
+        for actual, wanted in zip(derivatives(distributed, weight), expected, strict=True):
+            close(actual, wanted)
+
+
+@pytest.mark.parallel([1, 2])
+def test_a_function_may_give_no_gradient() -> None:
+    for grid in grids():
+        d = dc.distribute_tensor(inputs(), grid).requires_grad_()
+        y = Same.apply(d)
+        assert y.requires_grad
+        y.sum().backward()
+        assert d.grad is None
+
+
+@pytest.mark.parallel([1, 2])
+def test_a_graph_can_be_used_once_only() -> None:
+    d = dc.distribute_tensor(inputs(), grids()[0]).requires_grad_()
+    y = Scale.apply(d, torch.ones(2, dtype=torch.float64), 1.0)[0].sum()
+    y.backward()
+    with pytest.raises(RuntimeError, match="a second time"):
+        y.backward()
+
+
+class Dirty(Same):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+
+class Plain(Same):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.ones(2)
+
+
+class Deeper(Same):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.ops.aten.relu(x)
+
+
+class Short(Scale):
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0]
+
+
+@pytest.mark.parallel([1, 2])
+def test_what_cannot_be_exact_is_refused() -> None:
+    for grid in grids():
+        d = dc.distribute_tensor(inputs(), grid).requires_grad_() * 1
+        with pytest.raises(dc.UnsupportedOperation, match=r"Dirty.apply: it writes to its inputs"):
+            Dirty.apply(d)
+        with pytest.raises(dc.UnsupportedOperation, match="Plain.apply: it makes a plain tensor"):
+            Plain.apply(d)
+        with pytest.raises(dc.UnsupportedOperation, match="there is no rule"):
+            Deeper.apply(d)
+
+
+@pytest.mark.parallel([1, 2])
+def test_a_backward_with_too_few_gradients_is_an_error() -> None:
+    for grid in grids():
+        d = dc.distribute_tensor(inputs(), grid).requires_grad_()
+        y = Short.apply(d, torch.ones(2, dtype=torch.float64), 1.0)[0]
+        with pytest.raises(RuntimeError, match=r"returned 1 gradients; expected 3"):
+            y.sum().backward()
