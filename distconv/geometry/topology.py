@@ -26,7 +26,7 @@ class Topology:
         object.__setattr__(self, "_stride", dict(zip(AXES, strides, strict=True)))
 
     def __str__(self) -> str:
-        """The axes with several ranks, as `height=2, width=2`."""
+        """Return the axes with several ranks, as `height=2, width=2`."""
         return ", ".join(f"{axis}={n}" for axis, n in self._extent.items() if n > 1)
 
     @property

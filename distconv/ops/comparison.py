@@ -14,7 +14,7 @@ from distconv.tensor.dist_tensor import DistTensor
 
 @implements(torch.equal, torch.Tensor.equal)
 def equal(input: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same shape and the same elements; all ranks call it."""
+    """Return whether two tensors have the same shape and the same elements; all ranks call it."""
     return input.shape == other.shape and bool((input == other).all())
 
 
@@ -22,19 +22,19 @@ def equal(input: Tensor, other: Tensor) -> bool:
 def allclose(
     input: Tensor, other: Tensor, rtol: float = 1e-05, atol: float = 1e-08, equal_nan: bool = False
 ) -> bool:
-    """Whether all elements of two tensors are close; all ranks call it."""
+    """Return whether all elements of two tensors are close; all ranks call it."""
     return bool(torch.isclose(input, other, rtol, atol, equal_nan).all())
 
 
 @implements(torch.is_same_size, torch.Tensor.is_same_size)
 def is_same_size(input: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same shape."""
+    """Return whether two tensors have the same shape."""
     return input.shape == other.shape
 
 
 @implements(torch.is_nonzero, torch.Tensor.is_nonzero)
 def is_nonzero(input: Any) -> bool:
-    """Whether the only element is not 0."""
+    """Return whether the only element is not 0."""
     if input.numel() != 1:
         raise RuntimeError(f"is_nonzero: expected one element, got the shape {tuple(input.shape)}")
     return bool(input.reshape(()))

@@ -41,7 +41,9 @@ def cosine_embedding_loss(
     reduce: bool | None = None,
     reduction: str = "mean",
 ) -> Tensor:
-    """1 - cosine of pairs of vectors where the target is 1, what the cosine exceeds where -1."""
+    """Return 1 - cosine of pairs of vectors where the target is 1, what the cosine exceeds where
+    -1.
+    """
     name = "cosine_embedding_loss"
     reduction = reduction_name(size_average, reduce, reduction, name)
     _check_dimensions(name, input1, input2)
@@ -68,7 +70,7 @@ def hinge_embedding_loss(
     reduce: bool | None = None,
     reduction: str = "mean",
 ) -> Tensor:
-    """The distance where the target is 1, what it lacks to the margin where -1."""
+    """Return the distance where the target is 1, what it lacks to the margin where -1."""
     reduction = reduction_name(size_average, reduce, reduction, "hinge_embedding_loss")
     lacking = torch.where(target != 1, (margin - input).clamp_min(0), 0.0)
     return _reduced(lacking + torch.where(target != -1, input, 0.0), reduction)
@@ -84,7 +86,7 @@ def margin_ranking_loss(
     reduce: bool | None = None,
     reduction: str = "mean",
 ) -> Tensor:
-    """What the difference lacks to the margin, in the direction that the target gives."""
+    """Return what the difference lacks to the margin, in the direction that the target gives."""
     reduction = reduction_name(size_average, reduce, reduction, "margin_ranking_loss")
     _check_dimensions("margin_ranking_loss", input1, input2, target)
     return _reduced((-target * (input1 - input2) + margin).clamp_min(0), reduction)
@@ -101,7 +103,9 @@ def poisson_nll_loss(
     reduce: bool | None = None,
     reduction: str = "mean",
 ) -> Tensor:
-    """The negative logarithm of Poisson densities, of which the input is the mean or its log."""
+    """Return the negative logarithm of Poisson densities, of which the input is the mean or its
+    log.
+    """
     reduction = reduction_name(size_average, reduce, reduction, "poisson_nll_loss")
     if log_input:
         terms = input.exp() - target * input
@@ -121,7 +125,7 @@ def soft_margin_loss(
     reduce: bool | None = None,
     reduction: str = "mean",
 ) -> Tensor:
-    """The logistic loss of classes 1 and -1."""
+    """Return the logistic loss of classes 1 and -1."""
     reduction = reduction_name(size_average, reduce, reduction, "soft_margin_loss")
     return _reduced((-target * input).exp().log1p(), reduction)
 
@@ -135,7 +139,7 @@ def multilabel_soft_margin_loss(
     reduce: bool | None = None,
     reduction: str = "mean",
 ) -> Tensor:
-    """The mean over the classes, the last dimension, of their logistic losses."""
+    """Return the mean over the classes, the last dimension, of their logistic losses."""
     reduction = reduction_name(size_average, reduce, reduction, "multilabel_soft_margin_loss")
     terms = -(target * F.logsigmoid(input) + (1 - target) * F.logsigmoid(-input))
     if weight is not None:
@@ -154,7 +158,8 @@ def multi_margin_loss(
     reduce: bool | None = None,
     reduction: str = "mean",
 ) -> Tensor:
-    """What the score of the right class lacks to a margin above the others, the last dimension.
+    """Return what the score of the right class lacks to a margin above the others, the last
+    dimension.
 
     The classes are made whole on every rank.
     """
@@ -171,7 +176,7 @@ def multilabel_margin_loss(
     reduce: bool | None = None,
     reduction: str = "mean",
 ) -> Tensor:
-    """What the scores of the right classes lack to 1 above the others, the last dimension.
+    """Return what the scores of the right classes lack to 1 above the others, the last dimension.
 
     The classes are made whole on every rank.
     """
@@ -187,7 +192,9 @@ def _of_classes(
     reduction: str,
     **options: Any,
 ) -> Tensor:
-    """A loss of scores, whose last dimension is the classes, and labels of `inner` dimensions."""
+    """Return a loss of scores, whose last dimension is the classes, and labels of `inner`
+    dimensions.
+    """
     if input.dim() == 1:
         # torch's own checks take the loss of a single sample for that of a batch.
         batch = input.unsqueeze(0), target.unsqueeze(0)
@@ -212,7 +219,9 @@ def triplet_margin_loss(
     reduce: bool | None = None,
     reduction: str = "mean",
 ) -> Tensor:
-    """What the distance to the negative lacks to a margin above the distance to the positive."""
+    """Return what the distance to the negative lacks to a margin above the distance to the
+    positive.
+    """
     reduction = reduction_name(size_average, reduce, reduction, "triplet_margin_loss")
     _check_dimensions("triplet_margin_loss", anchor, positive, negative)
 
@@ -233,7 +242,7 @@ def triplet_margin_with_distance_loss(
     swap: bool = False,
     reduction: str = "mean",
 ) -> Tensor:
-    """`triplet_margin_loss` with a distance of the user's."""
+    """Return `triplet_margin_loss` with a distance of the user's."""
     name = "triplet_margin_with_distance_loss"
     reduction = reduction_name(None, None, reduction, name)
     if margin <= 0:

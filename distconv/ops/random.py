@@ -144,7 +144,7 @@ _dropout(F.feature_alpha_dropout, _to_saturation, 2)
 
 
 def _lower_dropout(function: Callable[..., Tensor], input: Tensor, p: float, train: bool) -> Tensor:
-    """Dropout by the arguments of its namesake in torch, below torch.nn.functional."""
+    """Drop out by the arguments of its namesake in torch, below torch.nn.functional."""
     return function(input, p, train)
 
 
@@ -263,7 +263,7 @@ def normal_(
 
 
 def _fills(name: str, values: Callable[..., Tensor]) -> None:
-    """A method that fills a tensor with a function of uniform numbers and the arguments."""
+    """Return a method that fills a tensor with a function of uniform numbers and the arguments."""
     method: Callable[..., Any] = getattr(torch.Tensor, name)
 
     @implements(method)
@@ -304,7 +304,9 @@ def rrelu(
     training: bool = False,
     inplace: bool = False,
 ) -> Tensor:
-    """Leaky ReLU of slopes drawn from `lower` to `upper`, or of their mean where not training."""
+    """Return leaky ReLU of slopes drawn from `lower` to `upper`, or of their mean where not
+    training.
+    """
     if not training:
         return F.leaky_relu(input, (lower + upper) / 2, inplace=inplace)
     slopes = lower + (upper - lower) * rand_like(input.detach())
@@ -316,7 +318,9 @@ def rrelu(
 def gumbel_softmax(
     logits: Any, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1
 ) -> Tensor:
-    """The softmax of logits with Gumbel noise, in one-hot form, of the same gradient, if `hard`."""
+    """Return the softmax of logits with Gumbel noise, in one-hot form, of the same gradient, if
+    `hard`.
+    """
     noise = torch.empty_like(logits.detach()).exponential_().log()
     soft = F.softmax((logits - noise) / tau, dim)
     if not hard:

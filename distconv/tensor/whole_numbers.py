@@ -6,6 +6,9 @@ from operator import index
 from typing import Any
 
 
+_INTEGERS = frozenset({int})
+
+
 def whole_number(value: Any, what: str) -> int:
     """Return `value` as an int; raise TypeError where it is none, even if it could be rounded."""
     try:
@@ -16,6 +19,8 @@ def whole_number(value: Any, what: str) -> int:
 
 def whole_numbers(value: Any, what: str) -> tuple[int, ...]:
     """Return one whole number, or a tuple or list of them, as a tuple."""
+    if type(value) is tuple and _INTEGERS.issuperset(map(type, value)):
+        return value
     if isinstance(value, int):
         return (value,)
     members = value if isinstance(value, (tuple, list)) else (value,)

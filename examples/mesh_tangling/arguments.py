@@ -72,14 +72,14 @@ def parse_arguments(
 
 
 def natural(text: str) -> int:
-    """A whole number from 0."""
+    """Return a whole number from 0."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0")
     return int(text)
 
 
 def positive(kind: type[int] | type[float]) -> Callable[[str], int | float]:
-    """The conversion of a text to a positive number of this kind."""
+    """Return the conversion of a text to a positive number of this kind."""
 
     def convert(text: str) -> int | float:
         try:

@@ -57,7 +57,7 @@ def save_checkpoint(
 
 
 def checkpoint_size(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """The bytes of a checkpoint, at most, before the optimizer has kept anything."""
+    """Return the bytes of a checkpoint, at most, before the optimizer has kept anything."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     # torch's optimizers keep two tensors of its size for each parameter, or fewer.
     tensors = [*model.state_dict().values(), *2 * parameters]
@@ -94,7 +94,7 @@ def load_checkpoint(
 
 
 def _newest(path: Path) -> tuple[bytes, Path]:
-    """The content of the file at `path` or of the one before it, and which of them it is."""
+    """Return the content of the file at `path` or of the one before it, and which of them it is."""
     try:
         return read_checksummed(path), path
     except (DamagedFile, FileNotFoundError) as error:
@@ -111,7 +111,9 @@ def _newest(path: Path) -> tuple[bytes, Path]:
 
 
 def _state(path: Path, content: bytes) -> dict[str, Any]:
-    """The dictionary that a checkpoint holds, of which the parts have the types they should."""
+    """Return the dictionary that a checkpoint holds, of which the parts have the types they
+    should.
+    """
     try:
         state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises whatever its unpickler stumbles over
@@ -183,7 +185,7 @@ def _load(
 
 
 def _tensors(state: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """All tensors in nested dictionaries and lists, by names with dots."""
+    """Return all tensors in nested dictionaries and lists, by names with dots."""
     if isinstance(state, torch.Tensor):
         yield name, state
     elif isinstance(state, dict | list):

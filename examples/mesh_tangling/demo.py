@@ -63,7 +63,9 @@ def main() -> None:
 
 
 def mpiexec() -> str:
-    """The launcher beside the running Python, as the wheels install it, or that on the path."""
+    """Return the launcher beside the running Python, as the wheels install it, or that on the
+    path.
+    """
     beside = Path(sys.executable).with_name("mpiexec")
     found = str(beside) if beside.exists() else shutil.which("mpiexec")
     if found is None:

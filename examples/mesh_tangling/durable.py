@@ -110,7 +110,9 @@ def read_checksummed(path: Path) -> bytes:
 
 
 def previous_of(path: Path) -> Path:
-    """The name beside `path` for the file that was there before: `run.pt`, `run.previous.pt`."""
+    """Return the name beside `path` for the file that was there before: `run.pt`,
+    `run.previous.pt`.
+    """
     return path.with_name(f"{path.stem}.previous{path.suffix}")
 
 
@@ -216,7 +218,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _unwritable(path: Path, error: OSError, size: int | None = None) -> OSError:
-    """What to tell of a file that cannot be written, and what to do about it."""
+    """Return what to tell of a file that cannot be written, and what to do about it."""
     amount = "" if size is None else f" ({size / 1e6:.1f} MB)"
     reason = " ".join(str(error.strerror or error).split())
     return OSError(

@@ -50,7 +50,7 @@ def generate(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m examples.mesh_tangling.generate", description=__doc__
     )

@@ -97,7 +97,7 @@ class MeshTanglingNet(nn.Module):
 
 
 def mesh_tangling_1k(width: float = 1.0, size: int = 1024) -> MeshTanglingNet:
-    """The network for 1024 x 1024 meshes: 31 convolutions, 34.4 M weights, total stride 32.
+    """Return the network for 1024 x 1024 meshes: 31 convolutions, 34.4 M weights, total stride 32.
 
     `width` multiplies its channels; `size` scales it down to smaller meshes (see `scaled`).
     """
@@ -105,7 +105,7 @@ def mesh_tangling_1k(width: float = 1.0, size: int = 1024) -> MeshTanglingNet:
 
 
 def mesh_tangling_2k(width: float = 1.0, size: int = 2048) -> MeshTanglingNet:
-    """The network for 2048 x 2048 meshes: 19 convolutions, 12.4 M weights, total stride 64.
+    """Return the network for 2048 x 2048 meshes: 19 convolutions, 12.4 M weights, total stride 64.
 
     `width` multiplies its channels; `size` scales it down to smaller meshes (see `scaled`).
     """
@@ -116,7 +116,8 @@ NETWORKS = {"1k": mesh_tangling_1k, "2k": mesh_tangling_2k}
 
 
 def scaled(blocks: tuple[Block, ...], size: int) -> tuple[Block, ...]:
-    """The table for meshes of `size` x `size` zones, which is `blocks` from the published size on.
+    """Return the table for meshes of `size` x `size` zones, which is `blocks` from the published
+    size on.
 
     On a smaller mesh the last blocks open with stride 1, so that the mesh shrinks to no fewer
     than the published 32 x 32 positions: each of them answers for the same fraction of the
@@ -131,7 +132,7 @@ def scaled(blocks: tuple[Block, ...], size: int) -> tuple[Block, ...]:
 
 
 def _block(channels: int, filters: list[int], kernel: int, stride: int) -> nn.Sequential:
-    """Convolution, ReLU and batch norm, once per entry of `filters`."""
+    """Return layers: convolution, ReLU and batch norm, once per entry of `filters`."""
     layers: list[nn.Module] = []
     for count in filters:
         layers += [

@@ -99,7 +99,7 @@ def _map(
     low: float = 0.0,
     high: float = 1.0,
 ) -> AxesImage:
-    """One value per zone as an image, with the first row of zones at the bottom."""
+    """Return one value per zone as an image, with the first row of zones at the bottom."""
     axes.set_title(title)
     return axes.imshow(
         values, origin="lower", cmap=colours, vmin=low, vmax=high, interpolation="nearest"

@@ -32,11 +32,11 @@ class Progress:
 
     @property
     def steps(self) -> int:
-        """The steps recorded so far."""
+        """Return the steps recorded so far."""
         return len(self._losses)
 
     def record(self) -> dict[str, Any]:
-        """The loss of every step, and samples per second, from the beginning until now."""
+        """Return the loss of every step, and samples per second, from the beginning until now."""
         seconds = time.perf_counter() - self._begin
         return {"step_losses": self._losses, "samples_per_second": self._samples / seconds}
 

@@ -32,7 +32,7 @@ TINY = 1e-30
 
 
 def corners_of(nodes: Array) -> Array:
-    """The four nodes of every zone of a structured mesh, counter-clockwise.
+    """Return the four nodes of every zone of a structured mesh, counter-clockwise.
 
     `nodes` has shape (2, rows + 1, columns + 1): x, which grows with the column, and y, which grows
     with the row. The result has shape (2, 4, rows, columns).
@@ -43,12 +43,13 @@ def corners_of(nodes: Array) -> Array:
 
 
 def edges_of(corners: Array) -> Array:
-    """The edges L_k = P_{k+1} - P_k, of the shape (2, 4, *zones) of `corners`."""
+    """Return the edges L_k = P_{k+1} - P_k, of the shape (2, 4, *zones) of `corners`."""
     return np.roll(corners, -1, axis=1) - corners
 
 
 def corner_jacobians(corners: Array) -> Array:
-    """The Jacobian a_k = L_{k-1} x L_k at every corner: twice the area of the corner's triangle.
+    """Return the Jacobian a_k = L_{k-1} x L_k at every corner: twice the area of the corner's
+    triangle.
 
     `corners` has shape (2, 4, *zones), the result (4, *zones), in units of length squared. A zone
     is valid where all four are positive, and tangled elsewhere.
@@ -65,68 +66,73 @@ class Quadrilaterals:
 
     @cached_property
     def edges(self) -> Array:
-        """L_k, of shape (2, 4, *zones)."""
+        """Return L_k, of shape (2, 4, *zones)."""
         return edges_of(self.corners)
 
     @cached_property
     def corner_jacobians(self) -> Array:
-        """a_k, of shape (4, *zones)."""
+        """Return a_k, of shape (4, *zones)."""
         return corner_jacobians(self.corners)
 
     @cached_property
     def corner_dots(self) -> Array:
-        """-L_{k-1} . L_k, the dot product of the edges leaving corner k, of shape (4, *zones)."""
+        """Return -L_{k-1} . L_k, the dot product of the edges leaving corner k, of shape (4,
+        *zones).
+        """
         return -_dot(np.roll(self.edges, 1, axis=1), self.edges)
 
     @cached_property
     def squared_lengths(self) -> Array:
-        """|L_k|^2, of shape (4, *zones)."""
+        """Return |L_k|^2, of shape (4, *zones)."""
         return _dot(self.edges, self.edges)
 
     @cached_property
     def lengths(self) -> Array:
-        """|L_k|, of shape (4, *zones)."""
+        """Return |L_k|, of shape (4, *zones)."""
         return np.sqrt(self.squared_lengths)
 
     @cached_property
     def length_products(self) -> Array:
-        """|L_{k-1}| |L_k|, of shape (4, *zones)."""
+        """Return |L_{k-1}| |L_k|, of shape (4, *zones)."""
         return np.roll(self.lengths, 1, axis=0) * self.lengths
 
     @cached_property
     def length_square_sums(self) -> Array:
-        """|L_{k-1}|^2 + |L_k|^2, of shape (4, *zones)."""
+        """Return |L_{k-1}|^2 + |L_k|^2, of shape (4, *zones)."""
         return np.roll(self.squared_lengths, 1, axis=0) + self.squared_lengths
 
     @cached_property
     def corner_cosines(self) -> Array:
-        """Cosine of the angle included at corner k, of shape (4, *zones)."""
+        """Return the cosine of the angle included at corner k, of shape (4, *zones)."""
         cosines = _ratio(self.corner_dots, self.length_products, if_zero=0.0)
         return np.clip(cosines, -1.0, 1.0)
 
     @cached_property
     def principal_axes(self) -> Array:
-        """X1 and X2, of shape (2, 2, *zones)."""
+        """Return X1 and X2, of shape (2, 2, *zones)."""
         return self.edges[:, :2] - self.edges[:, 2:]
 
     @cached_property
     def principal_lengths(self) -> Array:
-        """|X1| and |X2|, of shape (2, *zones)."""
+        """Return |X1| and |X2|, of shape (2, *zones)."""
         return np.sqrt(_dot(self.principal_axes, self.principal_axes))
 
     @cached_property
     def has_zero_edge(self) -> NDArray[np.bool_]:
-        """Where two neighbouring nodes coincide, of shape (*zones)."""
+        """Return where two neighbouring nodes coincide, of shape (*zones)."""
         return self.squared_lengths.min(axis=0) <= TINY
 
 
 def area(zones: Quadrilaterals) -> Array:
-    """Signed area, (a_0 + a_1 + a_2 + a_3) / 4: the zone's volume. Negative where inverted."""
+    """Return the signed area, (a_0 + a_1 + a_2 + a_3) / 4: the zone's volume. Negative where
+    inverted.
+    """
     return zones.corner_jacobians.mean(axis=0)
 
 
 def aspect_ratio(zones: Quadrilaterals) -> Array:
-    """Longest edge times perimeter, max|L_k| (|L_0| + |L_1| + |L_2| + |L_3|) / (4 |area|).
+    """Return the longest edge times perimeter, max|L_k| (|L_0| + |L_1| + |L_2| + |L_3|) / (4
+    |area|).
 
     In [1, CAP], square 1; CAP where the area is zero.
     """
@@ -135,7 +141,8 @@ def aspect_ratio(zones: Quadrilaterals) -> Array:
 
 
 def condition_number(zones: Quadrilaterals) -> Array:
-    """Largest condition number of a corner's matrix, max (|L_{k-1}|^2 + |L_k|^2) / (2 a_k).
+    """Return the largest condition number of a corner's matrix, max (|L_{k-1}|^2 + |L_k|^2) /
+    (2 a_k).
 
     In [1, CAP], square 1; CAP where some a_k is not positive.
     """
@@ -144,7 +151,8 @@ def condition_number(zones: Quadrilaterals) -> Array:
 
 
 def distortion(zones: Quadrilaterals) -> Array:
-    """Least Jacobian over the mean one, min a_k / |area|. In [-CAP, 1], parallelograms 1.
+    """Return the least Jacobian over the mean one, min a_k / |area|. In [-CAP, 1],
+    parallelograms 1.
 
     It is the manual's min|J| * 4 / area: the Jacobian of the bilinear map is least at a corner,
     where it is a_k / 4. -CAP where the area is zero.
@@ -153,12 +161,12 @@ def distortion(zones: Quadrilaterals) -> Array:
 
 
 def jacobian(zones: Quadrilaterals) -> Array:
-    """Least corner Jacobian, min a_k, in units of length squared. Unit square 1."""
+    """Return the least corner Jacobian, min a_k, in units of length squared. Unit square 1."""
     return zones.corner_jacobians.min(axis=0)
 
 
 def largest_angle(zones: Quadrilaterals) -> Array:
-    """Largest included angle in degrees, arccos of -L_{k-1} . L_k / (|L_{k-1}| |L_k|).
+    """Return the largest included angle in degrees, arccos of -L_{k-1} . L_k / (|L_{k-1}| |L_k|).
 
     In [90, 360], rectangles 90. It is 360 minus that where some a_k is negative, as the included
     angle is the reflex one there; 0 where two neighbouring nodes coincide, as in Verdict.
@@ -169,7 +177,7 @@ def largest_angle(zones: Quadrilaterals) -> Array:
 
 
 def oddy(zones: Quadrilaterals) -> Array:
-    """Largest deviation of a corner's metric tensor from a multiple of the identity.
+    """Return the largest deviation of a corner's metric tensor from a multiple of the identity.
 
     max ((|L_{k-1}|^2 - |L_k|^2)^2 + 4 (L_{k-1} . L_k)^2) / (2 a_k^2). In [0, CAP], square 0; CAP
     where some a_k is zero.
@@ -180,7 +188,9 @@ def oddy(zones: Quadrilaterals) -> Array:
 
 
 def scaled_jacobian(zones: Quadrilaterals) -> Array:
-    """Least sine of an included angle, min a_k / (|L_{k-1}| |L_k|). In [-1, 1], rectangles 1.
+    """Return the least sine of an included angle, min a_k / (|L_{k-1}| |L_k|). In [-1, 1],
+    rectangles
+    1.
 
     0 where two neighbouring nodes coincide.
     """
@@ -189,7 +199,7 @@ def scaled_jacobian(zones: Quadrilaterals) -> Array:
 
 
 def shape(zones: Quadrilaterals) -> Array:
-    """Inverse of the condition number, max(0, min 2 a_k / (|L_{k-1}|^2 + |L_k|^2)).
+    """Return the inverse of the condition number, max(0, min 2 a_k / (|L_{k-1}|^2 + |L_k|^2)).
 
     In [0, 1], square 1; 0 where two neighbouring nodes coincide or some a_k is not positive.
     """
@@ -198,12 +208,13 @@ def shape(zones: Quadrilaterals) -> Array:
 
 
 def shear(zones: Quadrilaterals) -> Array:
-    """The scaled Jacobian where it is positive, else 0. In [0, 1], rectangles 1."""
+    """Return the scaled Jacobian where it is positive, else 0. In [0, 1], rectangles 1."""
     return np.maximum(scaled_jacobian(zones), 0.0)
 
 
 def skew(zones: Quadrilaterals) -> Array:
-    """Cosine between the principal axes, |X1 . X2| / (|X1| |X2|). In [0, 1], rectangles 0.
+    """Return the cosine between the principal axes, |X1 . X2| / (|X1| |X2|). In [0, 1],
+    rectangles 0.
 
     0 where a principal axis vanishes.
     """
@@ -213,7 +224,7 @@ def skew(zones: Quadrilaterals) -> Array:
 
 
 def smallest_angle(zones: Quadrilaterals) -> Array:
-    """Smallest included angle in degrees, arccos of -L_{k-1} . L_k / (|L_{k-1}| |L_k|).
+    """Return the smallest included angle in degrees, arccos of -L_{k-1} . L_k / (|L_{k-1}| |L_k|).
 
     In [0, 90], rectangles 90; 360 where two neighbouring nodes coincide, as in Verdict.
     """
@@ -222,7 +233,7 @@ def smallest_angle(zones: Quadrilaterals) -> Array:
 
 
 def stretch(zones: Quadrilaterals) -> Array:
-    """Shortest edge over longest diagonal, sqrt(2) min|L_k| / max(|P2 - P0|, |P3 - P1|).
+    """Return the shortest edge over longest diagonal, sqrt(2) min|L_k| / max(|P2 - P0|, |P3 - P1|).
 
     In [0, 1] for valid zones, at most CAP for any, square 1; CAP where both diagonals vanish.
     """
@@ -232,7 +243,7 @@ def stretch(zones: Quadrilaterals) -> Array:
 
 
 def taper(zones: Quadrilaterals) -> Array:
-    """Cross derivative over the shorter principal axis, |X12| / min(|X1|, |X2|).
+    """Return the cross derivative over the shorter principal axis, |X12| / min(|X1|, |X2|).
 
     In [0, CAP], parallelograms 0; CAP where a principal axis vanishes.
     """
@@ -261,12 +272,12 @@ METRICS: dict[str, Callable[[Quadrilaterals], Array]] = {
 
 
 def _dot(first: Array, second: Array) -> Array:
-    """Dot product of vectors whose components lie along the first axis."""
+    """Return the dot product of vectors whose components lie along the first axis."""
     return first[0] * second[0] + first[1] * second[1]
 
 
 def _ratio(numerator: Array, denominator: Array, *, if_zero: float) -> Array:
-    """The quotient, cut off at +-CAP; `if_zero` where the denominator is not above TINY."""
+    """Return the quotient, cut off at +-CAP; `if_zero` where the denominator is not above TINY."""
     quotient = np.full(np.shape(denominator), if_zero)
     # Overflow is no accident here: an infinite quotient is one that the cap cuts off.
     with np.errstate(over="ignore"):

@@ -86,14 +86,16 @@ class MeshTanglingData:
             )
 
     def channel(self, sample: int, name: str) -> np.ndarray:
-        """One channel of one state, whole and as it is in the file: (S, S). Not collective."""
+        """Return one channel of one state, whole and as it is in the file: (S, S). Not
+        collective.
+        """
         channel = [channel.name for channel in CHANNELS].index(name)
         values = np.empty((1, 1, self.size, self.size), self._file.dtype("state"))
         self._file.read_into(values, 0, "state", sample, (slice(channel, channel + 1),))
         return values[0, 0]
 
     def _read(self, samples: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """This rank's box of the states, normalised, and of the targets."""
+        """Return this rank's box of the states, normalised, and of the targets."""
         states, box = self._read_box("state", samples)
         channels = box.slices[1]
         states.sub_(self._mean[channels]).div_(self._deviation[channels]).clamp_(-LIMIT, LIMIT)
@@ -101,7 +103,7 @@ class MeshTanglingData:
         return states, targets
 
     def _read_box(self, name: str, samples: Sequence[int]) -> tuple[torch.Tensor, dc.Box]:
-        """This rank's box of some samples of a dataset."""
+        """Return this rank's box of some samples of a dataset."""
         box = dc.local_box((len(samples), *self._file.shape(name)[1:]), self.grid)
         in_batch, *in_sample = box.slices
         values = np.empty(box.shape, self._file.dtype(name))
@@ -128,7 +130,7 @@ def check_batch_size(batch_size: int, data: MeshTanglingData) -> None:
 
 
 def shuffled_batches(samples: int, batch_size: int, seed: int, epoch: int) -> list[list[int]]:
-    """The sample numbers of every training mini-batch of an epoch.
+    """Return the sample numbers of every training mini-batch of an epoch.
 
     They follow from the arguments alone, so they are the same on all ranks and on any grid, and
     an epoch can be repeated after an interruption. All mini-batches are full: the samples left
@@ -140,7 +142,7 @@ def shuffled_batches(samples: int, batch_size: int, seed: int, epoch: int) -> li
 
 
 def ordered_batches(samples: int, batch_size: int) -> list[list[int]]:
-    """The sample numbers of every validation mini-batch: each sample exactly once, in order.
+    """Return the sample numbers of every validation mini-batch: each sample exactly once, in order.
 
     The last mini-batch is smaller if need be.
     """
@@ -151,5 +153,5 @@ def ordered_batches(samples: int, batch_size: int) -> list[list[int]]:
 
 
 def _per_channel(statistic: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-    """A statistic of every channel as (18, 1, 1), to be applied to (samples, 18, S, S)."""
+    """Return a statistic of every channel as (18, 1, 1), to be applied to (samples, 18, S, S)."""
     return torch.from_numpy(statistic).to(dtype).reshape(-1, 1, 1)

@@ -84,17 +84,19 @@ class Shock:
     decay: float
 
     def passed(self, x: Array, y: Array, time: float) -> Array:
-        """The profile of the shock: 0 well ahead of it, 1 well behind it."""
+        """Return the profile of the shock: 0 well ahead of it, 1 well behind it."""
         return self._profile(self._behind(self._distance(x, y), time))
 
     def velocity(self, x: Array, y: Array, time: float) -> tuple[Array, Array]:
-        """Velocity of the gas: towards the focus behind the shock, zero ahead of it."""
+        """Return the velocity of the gas: towards the focus behind the shock, zero ahead of it."""
         distance = self._distance(x, y)
         speed = self._velocity_towards_focus(self._behind(distance, time)) / distance
         return speed * (self.focus[0] - x), speed * (self.focus[1] - y)
 
     def compression(self, x: Array, y: Array) -> Array:
-        """Density over that at rest at time zero, by conservation of mass across the shock."""
+        """Return the density over that at rest at time zero, by conservation of mass across the
+        shock.
+        """
         behind = self._behind(self._distance(x, y), 0.0)
         return self.speed / (self.speed - self._velocity_towards_focus(behind))
 
@@ -126,11 +128,13 @@ class Bubble:
     outline: NDArray[np.complex128]
 
     def interface(self, direction: NDArray[np.complex128]) -> NDArray[np.complex128]:
-        """x + iy of the interface, from the centre, in directions given by numbers of modulus 1."""
+        """Return x + iy of the interface, from the centre, in directions given by numbers of
+        modulus 1.
+        """
         return self._extent(direction) * direction
 
     def contains(self, x: Array, y: Array) -> NDArray[np.bool_]:
-        """Whether points lie inside the interface."""
+        """Return whether points lie inside the interface."""
         position = (x - self.centre[0]) + 1j * (y - self.centre[1])
         distance = np.abs(position)
         return distance < self._extent(position / np.maximum(distance, 1e-12))
@@ -156,7 +160,9 @@ class Flow:
     snapshot_time: float
 
     def velocity(self, points: Array, blobs: Array, time: float) -> Array:
-        """Velocity in m/s at `points`, of shape (2, n), while the vortices are at `blobs`."""
+        """Return the velocity in m/s at `points`, of shape (2, n), while the vortices are at
+        `blobs`.
+        """
         strengths = self.circulations * self.shock.passed(blobs[0], blobs[1], time)
         strengths /= 2.0 * np.pi
         velocity = np.empty_like(points)
@@ -182,7 +188,9 @@ class Carried:
     blobs: Array
 
     def step(self, flow: Flow, duration: float) -> Carried:
-        """Where everything is `duration` seconds later, by the midpoint rule (Runge-Kutta 2)."""
+        """Return where everything is `duration` seconds later, by the midpoint rule (Runge-Kutta
+        2).
+        """
         points = np.concatenate([self.nodes.reshape(2, -1), self.blobs], axis=1)
         middle = points + 0.5 * duration * flow.velocity(points, self.blobs, self.time)
         count = self.blobs.shape[1]
@@ -191,7 +199,7 @@ class Carried:
         return Carried(self.time + duration, nodes.reshape(self.nodes.shape), blobs)
 
     def steps_until(self, flow: Flow, stop: float) -> Iterator[Carried]:
-        """What is carried after each of the equal time steps up to the time `stop`."""
+        """Return what is carried after each of the equal time steps up to the time `stop`."""
         steps = int(np.ceil((stop - self.time) / TIME_STEP))
         carried, duration = self, (stop - self.time) / steps
         for _ in range(steps):
@@ -212,7 +220,7 @@ class Sample:
 
 
 def draw_flow(seed: int, index: int) -> Flow:
-    """The random flow of sample `index`: the same whichever other samples are drawn."""
+    """Return the random flow of sample `index`: the same whichever other samples are drawn."""
     random = np.random.default_rng([seed, index])
     bubble = _draw_bubble(random)
     angle = random.uniform(0.0, 2.0 * np.pi)
@@ -266,13 +274,15 @@ def _draw_shock(random: np.random.Generator, bubble: Bubble, heading: Array) -> 
 
 
 def initial_nodes(size: int) -> Array:
-    """The nodes of `size` x `size` equal zones in the unit square: (2, size + 1, size + 1)."""
+    """Return the nodes of `size` x `size` equal zones in the unit square: (2, size + 1, size +
+    1).
+    """
     ticks = np.linspace(0.0, 1.0, size + 1)
     return np.stack(np.meshgrid(ticks, ticks))
 
 
 def volume_fraction(bubble: Bubble, size: int) -> Array:
-    """The share of bubble gas in each of the initial zones, of shape (size, size)."""
+    """Return the share of bubble gas in each of the initial zones, of shape (size, size)."""
     fraction = np.zeros((size, size))
     offsets = (np.arange(SUBSAMPLES) + 0.5) / SUBSAMPLES
     for along_x in offsets:
@@ -284,12 +294,14 @@ def volume_fraction(bubble: Bubble, size: int) -> Array:
 
 
 def rest_density(gas: Gas, fraction: Array) -> Array:
-    """Density at rest, in kg/m^3, of air with the volume fraction `fraction` of `gas`."""
+    """Return the density at rest, in kg/m^3, of air with the volume fraction `fraction` of
+    `gas`."""
     return fraction * gas.density + (1.0 - fraction) * AIR.density
 
 
 def zone_masses(flow: Flow, fraction: Array) -> Array:
-    """Mass of every zone, in kg per metre of depth, of the shape (S, S) of `fraction`."""
+    """Return the mass of every zone, in kg per metre of depth, of the shape (S, S) of
+    `fraction`."""
     size = len(fraction)
     centres = (np.arange(size) + 0.5) / size
     compression = flow.shock.compression(centres[None, :], centres[:, None])
@@ -297,7 +309,9 @@ def zone_masses(flow: Flow, fraction: Array) -> Array:
 
 
 def adiabatic_pressure(gas: Gas, fraction: Array, density: Array) -> Array:
-    """Pressure in Pa at `density`, p_rest (density / rest density)^index, with the mixture's index.
+    """Return the pressure in Pa at `density`, p_rest (density / rest density)^index, with the
+    mixture's
+    index.
 
     1 / (index - 1) of a mixture in pressure equilibrium is the mean of the gases' by volume.
     """
@@ -308,7 +322,7 @@ def adiabatic_pressure(gas: Gas, fraction: Array, density: Array) -> Array:
 
 
 def tangled_zones(nodes: Array) -> NDArray[np.bool_]:
-    """Which zones have a corner Jacobian that is not positive, of shape (S, S)."""
+    """Return which zones have a corner Jacobian that is not positive, of shape (S, S)."""
     return np.concatenate(
         [
             quality.corner_jacobians(quality.corners_of(nodes[:, rows])).min(axis=0) <= 0.0
@@ -318,7 +332,7 @@ def tangled_zones(nodes: Array) -> NDArray[np.bool_]:
 
 
 def zone_metrics(nodes: Array) -> dict[str, Array]:
-    """The fourteen quality metrics of every zone by name, each of shape (S, S)."""
+    """Return the fourteen quality metrics of every zone by name, each of shape (S, S)."""
     size = nodes.shape[-1] - 1
     metrics = {name: np.empty((size, size)) for name in quality.METRICS}
     for rows in _node_bands(nodes):
@@ -329,7 +343,9 @@ def zone_metrics(nodes: Array) -> dict[str, Array]:
 
 
 def _node_bands(nodes: Array) -> Iterator[slice]:
-    """Rows of nodes that bound up to BAND zones each; neighbouring bands share a row of nodes."""
+    """Return rows of nodes that bound up to BAND zones each; neighbouring bands share a row of
+    nodes.
+    """
     size = nodes.shape[-1] - 1
     height = max(1, BAND // size)
     for start in range(0, size, height):
@@ -337,7 +353,9 @@ def _node_bands(nodes: Array) -> Iterator[slice]:
 
 
 def snapshot(flow: Flow, carried: Carried) -> dict[str, Array]:
-    """The eighteen fields of the simulation's state by channel name, each of shape (S, S)."""
+    """Return the eighteen fields of the simulation's state by channel name, each of shape (S,
+    S).
+    """
     nodes = carried.nodes
     size = nodes.shape[-1] - 1
     gas = flow.bubble.gas
@@ -354,7 +372,9 @@ def snapshot(flow: Flow, carried: Carried) -> dict[str, Array]:
 
 
 def radial_velocity(flow: Flow, carried: Carried, fraction: Array) -> Array:
-    """Mean over a zone's nodes of the velocity away from the bubble's centre, in m/s: (S, S).
+    """Return the mean over a zone's nodes of the velocity away from the bubble's centre, in
+    m/s: (S,
+    S).
 
     The centre is that of the gas of the bubble, where the flow has carried it.
     """

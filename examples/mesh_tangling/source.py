@@ -60,11 +60,11 @@ class SampleFile:
         self.checksummed = all(datasets[name].fletcher32 for name in ("state", "tangled"))
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of the dataset `name`."""
+        """Return the shape of the dataset `name`."""
         return self._datasets[name].shape
 
     def dtype(self, name: str) -> np.dtype:
-        """The type of the values of the dataset `name`, as this machine has it."""
+        """Return the type of the values of the dataset `name`, as this machine has it."""
         return self._datasets[name].dtype.newbyteorder("=")
 
     def read_into(
@@ -91,7 +91,7 @@ class SampleFile:
             )
 
     def facts(self) -> dict[str, str]:
-        """What ranks that have opened the same file agree on, by name.
+        """Return what ranks that have opened the same file agree on, by name.
 
         The checksum is of the statistics, and of the first zones of the first and the last sample.
         """
@@ -128,7 +128,7 @@ def _damaged(path: Path, error: Exception) -> OSError:
 
 
 def _dataset(file: h5py.File, path: Path, name: str) -> h5py.Dataset:
-    """A dataset that lies in the file itself."""
+    """Return a dataset that lies in the file itself."""
     if name not in file.keys():
         raise ValueError(f"{path}: no dataset {name!r}; the file has {sorted(file)}")
     if not isinstance(file.get(name, getlink=True), h5py.HardLink):

@@ -112,7 +112,7 @@ class Writer:
         self._tangled[index, 0] = tangled
 
     def statistics(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Mean and standard deviation of every channel over all samples and zones."""
+        """Return mean and standard deviation of every channel over all samples and zones."""
         missing = np.flatnonzero(np.isnan(self._means).any(axis=1))
         if missing.size:
             raise ValueError(
@@ -163,7 +163,7 @@ def create(
 
 
 def _bytes_at_most(samples: int, size: int) -> int:
-    """The size of a file, of whole chunks and of what HDF5 keeps about them, rounded up."""
+    """Return the size of a file, of whole chunks and of what HDF5 keeps about them, rounded up."""
     tile = min(size, TILE)
     tiles = (size + tile - 1) // tile
     return samples * tiles**2 * (tile**2 * (4 * len(CHANNELS) + 1) + 128) + 2**16

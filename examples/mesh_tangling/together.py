@@ -102,7 +102,7 @@ def in_step(comm: MPI.Comm, items: Generator[tuple[str, Item], None, None]) -> I
 
 
 def _largest(comm: MPI.Comm, numbers: list[int]) -> list[int]:
-    """The largest of each number over all ranks."""
+    """Return the largest of each number over all ranks."""
     largest = np.array(numbers, np.int64)
     comm.Allreduce(MPI.IN_PLACE, largest, MPI.MAX)
     return largest.tolist()

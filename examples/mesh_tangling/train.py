@@ -115,13 +115,15 @@ def train(args: argparse.Namespace, comm: MPI.Intracomm) -> None:
 
 
 def build_model(args: argparse.Namespace) -> MeshTanglingNet:
-    """The untrained model, the same on every rank and every grid."""
+    """Return the untrained model, the same on every rank and every grid."""
     torch.manual_seed(args.seed)
     return NETWORKS[args.network](args.width, args.size).to(PRECISIONS[args.precision])
 
 
 def build_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.Optimizer:
-    """torch's own optimizer: after `backward()` the gradients on every rank are the serial ones."""
+    """Return torch's own optimizer: after `backward()` the gradients on every rank are the serial
+    ones.
+    """
     return OPTIMIZERS[args.optimizer](model.parameters(), lr=args.learning_rate)
 
 
@@ -191,7 +193,7 @@ def compare_serial(args: argparse.Namespace, grid: dc.ProcessGrid) -> dict[str, 
 
 
 def predict(model: nn.Module, data: MeshTanglingData, sample: int) -> tuple[np.ndarray, np.ndarray]:
-    """The truth and the predicted probability of one sample, (S, S) each. Collective."""
+    """Return the truth and the predicted probability of one sample, (S, S) each. Collective."""
     model.eval()
     with torch.no_grad():
         [(x, y)] = data.batches([[sample]])

@@ -53,7 +53,7 @@ class Division:
 
     @property
     def output(self) -> Axes:
-        """The axes over which the filters of the output are cut.
+        """Return the axes over which the filters of the output are cut.
 
         Blocks of filters are cut further over the ranks that have contributed to them.
         """
@@ -61,7 +61,7 @@ class Division:
 
     @property
     def algorithm(self) -> str:
-        """What stays on its rank: x, y or w; empty where nothing is divided."""
+        """Return what stays on its rank: x, y or w; empty where nothing is divided."""
         if self.channels and self.filters:
             return "w"
         return "x" if self.channels else "y" if self.filters else ""
@@ -77,7 +77,7 @@ class _WeightBlock:
     """None where that is everything."""
 
     def of(self, operand: Tensor, operator: str) -> Tensor:
-        """They; all ranks call it, as distributed operands are gathered."""
+        """Return this rank's block of the operand; all ranks call it, which may gather."""
         if isinstance(operand, DistTensor):
             return gather_inputs(operand, self.needs, self.cuts, operator)
         return operand if self.slices is None else operand[self.slices]
@@ -119,7 +119,7 @@ class LayerPart:
     def operands(
         self, weight: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """This rank's weight, the bias that it computes with, or else that for `finish`.
+        """Return this rank's weight, the bias that it computes with, or else that for `finish`.
 
         All ranks call it.
         """
@@ -130,7 +130,8 @@ class LayerPart:
         return (own, None, bias) if self._summed else (own, bias, None)
 
     def alone(self, x: Placement) -> tuple[tuple[int, ...], tuple[int, ...], Cuts]:
-        """Shapes of this rank's channels of inputs that stay, and of its outputs; and their cuts.
+        """Return shapes of this rank's channels of inputs that stay, and of its outputs; and their
+        cuts.
 
         Ranks that share a block of channels compute it as if there were no others.
         """
@@ -143,7 +144,7 @@ class LayerPart:
         )
 
     def empty_result(self, buffer: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The result without channels or filters, which torch's operators refuse.
+        """Return the result without channels or filters, which torch's operators refuse.
 
         It hangs on all operands in the autograd graph and has the type that autocast gives it.
         """
@@ -153,7 +154,7 @@ class LayerPart:
         return block if bias is None else block + self._along(bias, block)
 
     def finish(self, block: Tensor, bias: Tensor | None, grid: Grid) -> DistTensor:
-        """The layer's output, to which this rank contributes `block`; all ranks call it.
+        """Return the layer's output, to which this rank contributes `block`; all ranks call it.
 
         A bias is added when all has been summed, where others contribute as well.
         """
@@ -166,7 +167,7 @@ class LayerPart:
         return DistTensor(y, shape, made, grid)
 
     def _along(self, bias: Tensor, block: Tensor) -> Tensor:
-        """A bias as it is broadcast to `block`."""
+        """Return a bias as it is broadcast to `block`."""
         return bias.view(-1, *(1,) * (block.dim() - 1 - self._dimension))
 
 
@@ -196,7 +197,7 @@ class WeightMeta(NamedTuple):
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None) -> WeightMeta:
-        """Those of a layer, distributed or whole."""
+        """Return the shapes and cuts of a layer's weight and bias, distributed or whole."""
         cuts = weight.cuts if isinstance(weight, DistTensor) else ((),) * weight.dim()
         return cls(tuple(weight.shape), cuts, None if bias is None else tuple(bias.shape))
 
@@ -225,14 +226,14 @@ class Layer(NamedTuple):
     transposed: bool = False
 
     def weight_axes(self, of: int) -> Axes:
-        """The axes that cut the weight along its dimension `of`, and of the inputs no more than
-        channels.
+        """Return the axes that cut the weight along its dimension `of`, and of the inputs no more
+        than channels.
         """
         taken = cutting_axes(replaced_at(self.x.cuts, self.dimension, ()))
         return tuple(a for a in self.weights.cuts[of] if a not in taken)
 
     def block(self, shape: tuple[int, ...], cuts: Cuts) -> _WeightBlock:
-        """The block of a weight or bias of this shape."""
+        """Return the block of a weight or bias of this shape."""
         box = rank_box(shape, cuts, self.x.topology, self.x.rank)
         return _WeightBlock(
             (Same(),) * len(shape), cuts, box.slices if cutting_axes(cuts) else None
@@ -240,13 +241,13 @@ class Layer(NamedTuple):
 
 
 def algorithm() -> str:
-    """That of `parallel`."""
+    """Return the algorithm of `parallel`."""
     return _CHOSEN.get()
 
 
 @lru_cache(maxsize=4096)
 def layer_part(layer: Layer) -> LayerPart:
-    """A rank's part of a layer.
+    """Return a rank's part of a layer.
 
     The cuts of a distributed weight say how the layer is divided. Where it is whole, or is not cut
     over all axes that cut the channels of the inputs, that is as `parallel` says.
@@ -282,7 +283,7 @@ def layer_part(layer: Layer) -> LayerPart:
 
 
 def _grouped_layer_part(layer: Layer) -> LayerPart:
-    """Own filters take the channels of their groups; those of groups on several ranks travel.
+    """Let own filters take the channels of their groups; those of groups on several ranks travel.
 
     Each of these ranks then computes all filters of the group, and keeps its own.
     """
@@ -322,20 +323,22 @@ def _grouped_layer_part(layer: Layer) -> LayerPart:
 
 
 def _interval(needs: IndexMap, outputs: Interval) -> Interval:
-    """The inputs, in one piece, that some outputs need."""
+    """Return the inputs, in one piece, that some outputs need."""
     start, stop = outputs
     return next(iter(needs.intervals(0, start, stop))) if start < stop else (0, 0)
 
 
 def _over_groups(layer: Layer) -> Axes:
-    """The axes over which the filters of a grouped layer are cut, and its groups with them."""
+    """Return the axes over which the filters of a grouped layer are cut, and its groups with
+    them.
+    """
     given, cut = layer.weight_axes(0), layer.x.cuts[layer.dimension]
     axes = (*given, *(a for a in cut if a not in given))
     return cut if len(axes) == len(cut) else axes
 
 
 def _division(layer: Layer, of_filters: int, of_channels: int) -> Division:
-    """How a layer without groups is divided; the same on all ranks."""
+    """Return how a layer without groups is divided; the same on all ranks."""
     filters, channels = layer.weight_axes(of_filters), layer.weight_axes(of_channels)
     topology, cut = layer.x.topology, layer.x.cuts[layer.dimension]
     rest = tuple(a for a in cut if a not in (*filters, *channels))
@@ -359,8 +362,9 @@ def _division(layer: Layer, of_filters: int, of_channels: int) -> Division:
 
 
 def _communication_in_the_middle(layer: Layer, division: Division) -> int:
-    """`communication_volume` of all ranks that share one place in the batch and in space, in the
-    middle."""
+    """Return `communication_volume` of all ranks that share one place in the batch and in space, in
+    the middle.
+    """
     topology, d = layer.x.topology, layer.dimension
     middle = topology.rank({axis: topology.extent(axis) // 2 for axis in AXES})
     elsewhere = cutting_axes(replaced_at(layer.x.cuts, d, ()))
@@ -381,7 +385,8 @@ def communication_volume(
     dimension: int,
     division: Division,
 ) -> int:
-    """Elements that `rank` receives in the forward and backward pass of a layer without groups.
+    """Return elements that `rank` receives in the forward and backward pass of a layer without
+    groups.
 
     What it gathers it gets forward; what others have gathered of it comes back as gradients. The
     output is scattered by the adjoint of a gathering.

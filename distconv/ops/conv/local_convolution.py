@@ -66,7 +66,7 @@ class LocalConvolution:
         return dx, dw, db
 
     def _arguments(self, piece: LocalInput) -> tuple[Any, ...]:
-        """Those of torch.convolution after the bias."""
+        """Return the arguments of torch.convolution after the bias."""
         stride, padding, dilation, extra = self.stride, piece.padding, self.dilation, piece.extra
         if piece.flat is not None:
             d = piece.flat - 2

@@ -45,7 +45,7 @@ class ConvolutionSpec(ABC):
 
     @property
     def name(self) -> str:
-        """The name of the function, as messages and records have it."""
+        """Return the name of the function, as messages and records have it."""
         return self.function.__name__
 
     @abstractmethod

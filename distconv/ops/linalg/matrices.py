@@ -79,7 +79,9 @@ for _home in (torch, torch.Tensor):
 
 
 def _aligned(A: Tensor, B: Tensor) -> tuple[Tensor, bool]:
-    """The right-hand sides as matrices with all dimensions of `A`, and whether they are vectors."""
+    """Return the right-hand sides as matrices with all dimensions of `A`, and whether they are
+    vectors.
+    """
     vectors = B.dim() == 1 or (A.dim() - 1 == B.dim() and A.shape[:-1] == B.shape)
     columns = B.unsqueeze(-1) if vectors else B
     while columns.dim() < A.dim():
@@ -89,7 +91,9 @@ def _aligned(A: Tensor, B: Tensor) -> tuple[Tensor, bool]:
 
 @implements(torch.linalg.solve)
 def solve(A: Tensor, B: Tensor, *, left: bool = True) -> Tensor:
-    """The solutions of A X = B, or of X A = B unless `left`; B of matrices, or of vectors."""
+    """Return the solutions of A X = B, or of X A = B unless `left`; B of matrices, or of
+    vectors.
+    """
     check_on_meta(torch.linalg.solve, A, B, left=left)
     columns, vectors = _aligned(A, B)
     found: Tensor = apply_to_batches(torch.linalg.solve, "solve", [A, columns], [2, 2], left=left)
@@ -98,7 +102,7 @@ def solve(A: Tensor, B: Tensor, *, left: bool = True) -> Tensor:
 
 @implements(torch.linalg.solve_ex)
 def solve_ex(A: Tensor, B: Tensor, *, left: bool = True, check_errors: bool = False) -> Any:
-    """`solve`, and for each matrix whether it could be solved."""
+    """Return `solve`, and for each matrix whether it could be solved."""
     options: Any = dict(left=left, check_errors=check_errors)
     check_on_meta(torch.linalg.solve_ex, A, B, **options)
     columns, vectors = _aligned(A, B)
@@ -115,7 +119,7 @@ def matrix_norm(
     *,
     dtype: torch.dtype | None = None,
 ) -> Any:
-    """The norm of matrices, which two dimensions hold."""
+    """Return the norm of matrices, which two dimensions hold."""
     check_on_meta(torch.linalg.matrix_norm, A, ord, tuple(dim), keepdim, dtype=dtype)
     over = normalize_dims(dim, A.dim())
     return apply_along(
@@ -140,7 +144,7 @@ def norm(
     *,
     dtype: torch.dtype | None = None,
 ) -> Any:
-    """The norm of vectors or of matrices, by the number of dimensions that are named."""
+    """Return the norm of vectors or of matrices, by the number of dimensions that are named."""
     check_on_meta(torch.linalg.norm, A, ord, dim, keepdim, dtype=dtype)
     count = A.dim() if dim is None else 1 if isinstance(dim, int) else len(dim)
     if ord is None or count == 1:
@@ -152,26 +156,28 @@ def norm(
 
 @implements(torch.nuclear_norm)
 def nuclear_norm(input: Any, dim: Sequence[int] = (-2, -1), keepdim: bool = False) -> Any:
-    """The sum of the singular values of matrices."""
+    """Return the sum of the singular values of matrices."""
     return matrix_norm(input, "nuc", dim, keepdim)
 
 
 @implements(torch.linalg.tensorinv)
 def tensorinv(A: Tensor, ind: int = 2) -> Any:
-    """The inverse of a tensor as a matrix of its first `ind` against its other dimensions."""
+    """Return the inverse of a tensor as a matrix of its first `ind` against its other
+    dimensions.
+    """
     return _of_whole(torch.linalg.tensorinv, "tensorinv", [A], ind)
 
 
 @implements(torch.linalg.tensorsolve)
 def tensorsolve(A: Tensor, B: Tensor, dims: Sequence[int] | None = None) -> Any:
-    """The solution of a linear system whose matrix and vectors are tensors."""
+    """Return the solution of a linear system whose matrix and vectors are tensors."""
     return _of_whole(torch.linalg.tensorsolve, "tensorsolve", [A, B], dims)
 
 
 def _of_whole(
     function: Callable[..., Any], name: str, operands: Sequence[Tensor], *args: Any
 ) -> Any:
-    """A function of tensors that are whole on every rank, as its result is."""
+    """Return a function of tensors that are whole on every rank, as its result is."""
     grid = common_grid(name, operands)
     shapes = check_on_meta(function, *operands, *args)
     wholes = [gather_whole(x, name) for x in operands]

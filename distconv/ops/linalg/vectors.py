@@ -22,7 +22,7 @@ implements(torch.linalg.matmul)(matmul)
 
 @implements(torch.linalg.multi_dot)
 def multi_dot(tensors: Sequence[Tensor]) -> Tensor:
-    """The product of a chain of matrices, of which the first and the last may be vectors."""
+    """Return the product of a chain of matrices, of which the first and the last may be vectors."""
     check_on_meta(_multi_dot, *tensors)
     return reduce(torch.matmul, tensors)
 
@@ -33,28 +33,28 @@ def _multi_dot(*tensors: Tensor) -> Tensor:
 
 @implements(torch.chain_matmul)
 def chain_matmul(*matrices: Tensor) -> Tensor:
-    """The product of a chain of matrices."""
+    """Return the product of a chain of matrices."""
     check_on_meta(torch.chain_matmul, *matrices)
     return reduce(torch.matmul, matrices)
 
 
 @implements(torch.linalg.vecdot)
 def vecdot(x: Tensor, y: Tensor, *, dim: int = -1) -> Tensor:
-    """The products of vectors along one dimension, the first of them conjugated."""
+    """Return the products of vectors along one dimension, the first of them conjugated."""
     check_on_meta(torch.linalg.vecdot, x, y, dim=dim)
     return (x.conj() * y).sum(dim)
 
 
 @implements(torch.vdot, torch.Tensor.vdot)
 def vdot(input: Tensor, other: Tensor) -> Tensor:
-    """The product of two vectors, the first of them conjugated."""
+    """Return the product of two vectors, the first of them conjugated."""
     check_on_meta(torch.vdot, input, other)
     return torch.dot(input.conj(), other)
 
 
 @implements(torch.linalg.cross)
 def linalg_cross(input: Tensor, other: Tensor, *, dim: int = -1) -> Tensor:
-    """The cross products of vectors of three elements along one dimension."""
+    """Return the cross products of vectors of three elements along one dimension."""
     check_on_meta(torch.linalg.cross, input, other, dim=dim)
     first = torch.roll(input, -1, dim) * torch.roll(other, -2, dim)
     return first - torch.roll(input, -2, dim) * torch.roll(other, -1, dim)
@@ -62,7 +62,7 @@ def linalg_cross(input: Tensor, other: Tensor, *, dim: int = -1) -> Tensor:
 
 @implements(torch.cross, torch.Tensor.cross)
 def cross(input: Tensor, other: Tensor, dim: int | None = None) -> Tensor:
-    """The cross products along one dimension, or along the first of three elements."""
+    """Return the cross products along one dimension, or along the first of three elements."""
     check_on_meta(torch.cross, input, other, dim)
     shape = torch.broadcast_shapes(input.shape, other.shape)
     return linalg_cross(input, other, dim=shape.index(3) if dim is None else dim)
@@ -70,7 +70,7 @@ def cross(input: Tensor, other: Tensor, dim: int | None = None) -> Tensor:
 
 @implements(torch.inner, torch.Tensor.inner)
 def inner(input: Tensor, other: Tensor) -> Tensor:
-    """The products over the last dimensions."""
+    """Return the products over the last dimensions."""
     check_on_meta(torch.inner, input, other)
     if not input.dim() or not other.dim():
         return input * other
@@ -82,7 +82,7 @@ def inner(input: Tensor, other: Tensor) -> Tensor:
 
 @implements(torch.tensordot)
 def tensordot(a: Tensor, b: Tensor, dims: Any = 2) -> Tensor:
-    """The product over so many last and first dimensions, or over pairs of dimensions."""
+    """Return the product over so many last and first dimensions, or over pairs of dimensions."""
     if isinstance(dims, Tensor):
         dims = dims.tolist()
     if not isinstance(dims, int):
@@ -102,7 +102,7 @@ def tensordot(a: Tensor, b: Tensor, dims: Any = 2) -> Tensor:
 
 @implements(torch.kron, torch.Tensor.kron)
 def kron(input: Tensor, other: Tensor) -> Tensor:
-    """The Kronecker product: every element of the first times the second."""
+    """Return the Kronecker product: every element of the first times the second."""
     check_on_meta(torch.kron, input, other)
     n = max(input.dim(), other.dim())
     x, y = (t.reshape((1,) * (n - t.dim()) + tuple(t.shape)) for t in (input, other))
@@ -114,7 +114,9 @@ def kron(input: Tensor, other: Tensor) -> Tensor:
 
 @implements(torch.linalg.vander)
 def vander(x: Tensor, N: int | None = None) -> Tensor:
-    """The powers 0, 1, ... of every element, as many as the last dimension has unless given."""
+    """Return the powers 0, 1, ... of every element, as many as the last dimension has unless
+    given.
+    """
     shape = check_on_meta(torch.linalg.vander, x, N=N)
     exponents = torch.arange(shape[-1], device=x.device)
     return x.unsqueeze(-1) ** exponents
@@ -122,7 +124,7 @@ def vander(x: Tensor, N: int | None = None) -> Tensor:
 
 @implements(F.bilinear, torch.bilinear)
 def bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x1^T A x2 + b over the last dimensions, for every matrix A of the weight."""
+    """Return x1^T A x2 + b over the last dimensions, for every matrix A of the weight."""
     check_same_types("bilinear", input1, input2, weight, bias)
     check_on_meta(F.bilinear, input1, input2, weight, bias)
     lead = ascii_letters[3 : input1.dim() + 2]
@@ -139,7 +141,7 @@ def cov(
     fweights: Tensor | None = None,
     aweights: Tensor | None = None,
 ) -> Tensor:
-    """The covariances of variables, the rows, over observations, the columns."""
+    """Return the covariances of variables, the rows, over observations, the columns."""
     x = _observations("cov", input)
     weights = [w for w in (fweights, aweights) if w is not None]
     for w in weights:
@@ -163,7 +165,7 @@ def cov(
 
 
 def _observations(name: str, input: Tensor) -> Tensor:
-    """The observations, the columns, of variables, the rows; a vector is one variable."""
+    """Return the observations, the columns, of variables, the rows; a vector is one variable."""
     if input.dim() > 2 or not input.is_floating_point() and not input.is_complex():
         raise RuntimeError(
             f"{name}: an input {tuple(input.shape)} of {input.dtype}; expected at most two "
@@ -175,7 +177,9 @@ def _observations(name: str, input: Tensor) -> Tensor:
 
 @implements(torch.corrcoef, torch.Tensor.corrcoef)
 def corrcoef(input: Tensor) -> Tensor:
-    """The correlation coefficients of variables, the rows, over observations, the columns."""
+    """Return the correlation coefficients of variables, the rows, over observations, the
+    columns.
+    """
     c = cov(_observations("corrcoef", input))
     if not c.dim():
         return c / c

@@ -77,13 +77,13 @@ def glu(input: DistTensor, dim: int = -1) -> DistTensor:
 
 @implements(torch.frexp, torch.Tensor.frexp)
 def frexp(input: DistTensor) -> Any:
-    """Mantissas and exponents."""
+    """Return mantissas and exponents."""
     return apply_along(torch.frexp, "frexp", input, [])
 
 
 @implements(torch.renorm, torch.Tensor.renorm)
 def renorm(input: Any, p: float, dim: int, maxnorm: float) -> Tensor:
-    """The slices along one dimension, those whose norm exceeds `maxnorm` scaled to it."""
+    """Return the slices along one dimension, those whose norm exceeds `maxnorm` scaled to it."""
     check_on_meta(torch.renorm, input, p, dim, maxnorm)
     d = normalize_dim(dim, input.dim())
     over = [i for i in range(input.dim()) if i != d]

@@ -17,7 +17,7 @@ from distconv.tensor.dispatch import implements
 
 
 def _neighbours(x: Tensor, d: int) -> tuple[Tensor, Tensor]:
-    """All elements along a dimension that follow another, and those that they follow."""
+    """Return all elements along a dimension that follow another, and those that they follow."""
     n = x.shape[d]
     return x.narrow(d, 1, n - 1), x.narrow(d, 0, n - 1)
 
@@ -30,7 +30,7 @@ def diff(
     prepend: Tensor | None = None,
     append: Tensor | None = None,
 ) -> Tensor:
-    """The differences of neighbours along one dimension, `n` times over."""
+    """Return the differences of neighbours along one dimension, `n` times over."""
     pieces = [x for x in (prepend, input, append) if x is not None]
     check_on_meta(torch.diff, input, n, dim, prepend, append)
     d = normalize_dim(dim, input.dim())
@@ -45,7 +45,7 @@ def diff(
 
 
 def _spacing(y: Tensor, x: Tensor | None, dx: Any, d: int) -> Any:
-    """The distances of neighbouring samples along a dimension."""
+    """Return the distances of neighbouring samples along a dimension."""
     if x is None:
         return dx
     if x.dim() == 1:
@@ -58,7 +58,7 @@ def _spacing(y: Tensor, x: Tensor | None, dx: Any, d: int) -> Any:
 
 @implements(torch.trapezoid, torch.trapz)
 def trapezoid(y: Tensor, x: Tensor | None = None, *, dx: Any = 1.0, dim: int = -1) -> Tensor:
-    """The integral along one dimension by the trapezoidal rule."""
+    """Return the integral along one dimension by the trapezoidal rule."""
     check_on_meta(_trapezoid, y, x, dx, dim)
     d = normalize_dim(dim, y.dim())
     if not y.shape[d]:
@@ -71,7 +71,7 @@ def trapezoid(y: Tensor, x: Tensor | None = None, *, dx: Any = 1.0, dim: int = -
 def cumulative_trapezoid(
     y: Tensor, x: Tensor | None = None, *, dx: Any = 1.0, dim: int = -1
 ) -> Tensor:
-    """The integrals up to each position along one dimension by the trapezoidal rule."""
+    """Return the integrals up to each position along one dimension by the trapezoidal rule."""
     check_on_meta(_trapezoid, y, x, dx, dim)
     d = normalize_dim(dim, y.dim())
     later, earlier = _neighbours(y, d)
@@ -86,7 +86,7 @@ def _trapezoid(y: Tensor, x: Tensor | None, dx: Any, dim: int) -> Tensor:
 
 @implements(torch.dist, torch.Tensor.dist)
 def dist(input: Tensor, other: Tensor, p: float = 2) -> Tensor:
-    """The norm of the difference."""
+    """Return the norm of the difference."""
     check_on_meta(torch.dist, input, other, p)
     difference: Any = input - other
     return norm(difference, p)
@@ -96,7 +96,9 @@ def dist(input: Tensor, other: Tensor, p: float = 2) -> Tensor:
 def pairwise_distance(
     x1: Tensor, x2: Tensor, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False
 ) -> Tensor:
-    """The norms of the differences of vectors, the last dimension, of which each gets `eps`."""
+    """Return the norms of the differences of vectors, the last dimension, of which each gets
+    `eps`.
+    """
     check_on_meta(F.pairwise_distance, x1, x2, p, eps, keepdim)
     difference: Any = x1 - x2 + eps
     return norm(difference, p, -1, keepdim)

@@ -21,7 +21,8 @@ def cdist(
     p: float = 2.0,
     compute_mode: str | None = "use_mm_for_euclid_dist_if_necessary",
 ) -> DistTensor:
-    """The distances of all (..., P, M) from all (..., R, M) vectors; the second are made whole.
+    """Return the distances of all (..., P, M) from all (..., R, M) vectors; the second are made
+    whole.
 
     So are the elements of all vectors; the dimensions in front, and P, stay cut.
     """
@@ -45,6 +46,8 @@ def cdist(
 
 @implements(F.pdist, torch.pdist)
 def pdist(input: DistTensor, p: float = 2.0) -> DistTensor:
-    """The distances of all pairs of rows of a matrix, which is made whole, as the result is."""
+    """Return the distances of all pairs of rows of a matrix, which is made whole, as the result
+    is.
+    """
     result: DistTensor = apply_along(F.pdist, "pdist", input, [0, 1], p, dropped=[0, 1])
     return result

@@ -328,7 +328,7 @@ def new_full(
 def new_tensor(
     input: DistTensor, data: Any, *, requires_grad: bool = False, **kwargs: Any
 ) -> DistTensor:
-    """A tensor of these numbers, the same on all ranks, that is whole on each."""
+    """Return a tensor of these numbers, the same on all ranks, that is whole on each."""
     if isinstance(data, DistTensor):
         shard, shape, cuts = data.shard.detach().clone(), data.shape, data.cuts
         shard = shard.to(kwargs.get("dtype") or shard.dtype)

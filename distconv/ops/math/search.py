@@ -18,7 +18,7 @@ from distconv.tensor.dist_tensor import DistTensor
 def isin(
     elements: Any, test_elements: Any, *, assume_unique: bool = False, invert: bool = False
 ) -> Any:
-    """Whether each element is among those of another tensor, which is made whole."""
+    """Return whether each element is among those of another tensor, which is made whole."""
     among = gather_whole(test_elements, "isin")
     if not isinstance(elements, DistTensor):
         grid = test_elements.grid
@@ -33,7 +33,9 @@ def isin(
 def bucketize(
     input: Any, boundaries: Tensor, *, out_int32: bool = False, right: bool = False
 ) -> Any:
-    """For each element the interval between boundaries, a vector that is made whole, it is in."""
+    """Return for each element the interval between boundaries, a vector that is made whole, it is
+    in.
+    """
     if boundaries.dim() != 1:
         raise RuntimeError(f"bucketize: boundaries {tuple(boundaries.shape)}; expected a vector")
     return searchsorted(boundaries, input, out_int32=out_int32, right=right)
@@ -49,7 +51,9 @@ def searchsorted(
     side: str | None = None,
     sorter: Tensor | None = None,
 ) -> Any:
-    """Where elements would be inserted in vectors, the last dimension, which are made whole."""
+    """Return where elements would be inserted in vectors, the last dimension, which are made
+    whole.
+    """
     options: Any = dict(out_int32=out_int32, right=right, side=side)
     if sorter is not None:
         refuse(

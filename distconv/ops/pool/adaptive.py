@@ -135,7 +135,7 @@ def _adaptive_max_pool(local: Callable[..., Any], function: Any, n: int) -> None
 def _adaptive_max_pool_with_places(
     local: Callable[..., Any], functions: Sequence[Any], n: int
 ) -> None:
-    """Adaptive pooling that tells where the maxima are, in planes that are made whole."""
+    """Pool adaptively, and tell where the maxima are, in planes that are made whole."""
     name = f"adaptive_max_pool{n}d"
 
     @implements(*functions)

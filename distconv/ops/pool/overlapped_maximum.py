@@ -35,7 +35,7 @@ def overlapped_maxima(
     *,
     places: bool,
 ) -> Any:
-    """Maxima of global `shape`, and if asked for, their numbers in the global plane.
+    """Return maxima of global `shape`, and if asked for, their numbers in the global plane.
 
     `needs_halo` allows it of pooling with `ceil_mode`; all ranks call it.
     """
@@ -56,7 +56,7 @@ class _LocalMaxPool:
     ceil_mode: bool
 
     def forward(self, x: Tensor, padding: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """Maxima and their places in `x`."""
+        """Return maxima and their places in `x`."""
         flat = len(padding) == 1
         inputs = with_some_channel(x).unsqueeze(2) if flat else with_some_channel(x)
         volume = torch._C._nn.max_pool3d_with_indices
@@ -73,7 +73,7 @@ class _LocalMaxPool:
     def backward(
         self, dy: Tensor, index: Tensor, shape: tuple[int, ...], padding: tuple[int, ...]
     ) -> Tensor:
-        """The gradient of inputs of `shape`."""
+        """Return the gradient of inputs of `shape`."""
         flat = len(padding) == 1
         pieces = [with_some_channel(t) for t in (dy, index)]
         if flat:
@@ -169,7 +169,7 @@ class _Maxima(Function):
 def _strip_inputs(
     strip: BoundaryStrip, x: Tensor, halos: Sequence[Tensor], windows: Sequence[Window]
 ) -> Tensor:
-    """The inputs of a strip, and `lowest_value` where they are padding."""
+    """Return the inputs of a strip, and `lowest_value` where they are padding."""
     inputs = x.new_full(strip.shape, lowest_value(x))
     for source, place in strip.own:
         inputs[place] = x[source]

@@ -24,7 +24,7 @@ from distconv.tensor.dist_tensor import DistTensor
 
 @implements(torch.count_nonzero, torch.Tensor.count_nonzero)
 def count_nonzero(input: Tensor, dim: Dims = None) -> Tensor:
-    """The number of elements along dimensions that are not 0."""
+    """Return the number of elements along dimensions that are not 0."""
     present: Any = input.bool()
     counted: Tensor = present.sum(dim)
     return counted
@@ -47,7 +47,7 @@ class _Present(Function):
 def nansum(
     input: Any, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """The sum over dimensions of the elements that are not nan."""
+    """Return the sum over dimensions of the elements that are not nan."""
     _require_real("nansum", input)
     present = DistTensor(_Present.apply(input.shard), input.shape, input.cuts, input.grid)
     return sum_of(present, dim, keepdim, dtype=dtype)
@@ -57,7 +57,7 @@ def nansum(
 def nanmean(
     input: Any, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """The mean over dimensions of the elements that are not nan."""
+    """Return the mean over dimensions of the elements that are not nan."""
     if not (input.is_floating_point() or input.is_complex()):
         raise RuntimeError(f"nanmean: not implemented for {input.dtype}; convert it, x.double()")
     count = input.detach().isnan().logical_not().sum(dim, keepdim)
@@ -70,7 +70,7 @@ def _require_real(name: str, input: Tensor) -> None:
 
 
 def _added(local: Tensor, x: DistTensor) -> DistTensor:
-    """The sum over the parts of `x` of what each rank has counted; whole on every rank."""
+    """Return the sum over the parts of `x` of what each rank has counted; whole on every rank."""
     total = all_reduce_with_grad(local, x.grid, cutting_axes(x.cuts))
     return DistTensor(total, total.shape, ((),) * total.dim(), x.grid)
 
@@ -78,7 +78,7 @@ def _added(local: Tensor, x: DistTensor) -> DistTensor:
 def _bounds(
     name: str, input: DistTensor, given: Sequence[float] | None, widening: float
 ) -> tuple[float, float]:
-    """The interval to be divided: that of all elements where none is given.
+    """Return the interval to be divided: that of all elements where none is given.
 
     An interval without length is widened on both sides.
     """
@@ -96,7 +96,7 @@ def _bounds(
 
 @implements(torch.histc, torch.Tensor.histc)
 def histc(input: DistTensor, bins: int = 100, min: float = 0, max: float = 0) -> DistTensor:
-    """The number of elements in each of `bins` intervals of equal length."""
+    """Return the number of elements in each of `bins` intervals of equal length."""
     if not input.is_floating_point():
         raise RuntimeError(f"histc: not implemented for {input.dtype}; convert it, x.double()")
     if bins <= 0:
@@ -114,7 +114,9 @@ def histogram(
     weight: Tensor | None = None,
     density: bool = False,
 ) -> Any:
-    """The number, or weight, of elements in each interval, and the bounds of the intervals."""
+    """Return the number, or weight, of elements in each interval, and the bounds of the
+    intervals.
+    """
     if not input.is_floating_point():
         raise RuntimeError(f"histogram: not implemented for {input.dtype}; convert it, x.double()")
     if weight is not None and (weight.shape != input.shape or weight.dtype != input.dtype):
@@ -141,7 +143,9 @@ def histogram(
 
 @implements(torch.bincount, torch.Tensor.bincount)
 def bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> DistTensor:
-    """The number, or weight, of each of the whole numbers from 0 to the largest in a vector."""
+    """Return the number, or weight, of each of the whole numbers from 0 to the largest in a
+    vector.
+    """
     common_grid("bincount", (input, weights))
     if not isinstance(input, DistTensor):
         refuse(

@@ -202,7 +202,7 @@ class Range(NamedTuple):
 
 @implements(torch.aminmax, torch.Tensor.aminmax)
 def aminmax(input: DistTensor, *, dim: int | None = None, keepdim: bool = False) -> Range:
-    """The smallest and the largest elements, of all or along one dimension."""
+    """Return the smallest and the largest elements, of all or along one dimension."""
     return Range(
         *(
             extreme("aminmax", input, dim, keepdim, largest, nan_attains=False)

@@ -28,20 +28,20 @@ implements(torch.swapdims, torch.Tensor.swapdims)(
 @implements(torch.broadcast_to, torch.Tensor.broadcast_to)
 @takes_sequence("size")
 def broadcast_to(input: DistTensor, *size: Any) -> DistTensor:
-    """Dimensions of one element repeated; new ones in front."""
+    """Repeat dimensions of one element; add new ones in front."""
     return expand(input, *size)
 
 
 @implements(torch.Tensor.expand_as)
 def expand_as(input: Tensor, other: Tensor) -> Tensor:
-    """The tensor repeated to the shape of another."""
+    """Return the tensor repeated to the shape of another."""
     return input.expand(tuple(other.shape))
 
 
 @implements(torch.Tensor.sum_to_size)
 @takes_sequence("size")
 def sum_to_size(input: DistTensor, *size: Any) -> Tensor:
-    """The sum over the dimensions along which a tensor of this size would be repeated."""
+    """Return the sum over the dimensions along which a tensor of this size would be repeated."""
     sizes = as_sizes(size)
     check_on_meta(torch.Tensor.sum_to_size, any_type(input), *sizes)
     lead = input.dim() - len(sizes)
@@ -51,13 +51,13 @@ def sum_to_size(input: DistTensor, *size: Any) -> Tensor:
 
 @implements(torch.ravel, torch.Tensor.ravel)
 def ravel(input: Tensor) -> Tensor:
-    """All elements as a vector."""
+    """Return all elements as a vector."""
     return input.flatten()
 
 
 @implements(torch.adjoint, torch.Tensor.adjoint, torch.Tensor.mH.__get__)  # type: ignore[attr-defined]
 def adjoint(input: Tensor) -> Tensor:
-    """The last two dimensions exchanged, and the elements conjugated."""
+    """Return the last two dimensions exchanged, and the elements conjugated."""
     if input.dim() < 2:
         raise RuntimeError(f"adjoint: expected 2 dimensions or more, got {tuple(input.shape)}")
     transposed = input.transpose(-2, -1)
@@ -66,7 +66,7 @@ def adjoint(input: Tensor) -> Tensor:
 
 @implements(torch.Tensor.H.__get__)  # type: ignore[attr-defined]
 def hermitian(input: Tensor) -> Tensor:
-    """The adjoint of a matrix; of what has no dimensions its conjugate."""
+    """Return the adjoint of a matrix; of what has no dimensions its conjugate."""
     if input.dim() not in (0, 2):
         raise RuntimeError(f"H: expected a matrix, got the shape {tuple(input.shape)}; use mH")
     return adjoint(input) if input.dim() else input.conj()
@@ -74,7 +74,9 @@ def hermitian(input: Tensor) -> Tensor:
 
 @implements(torch.rot90, torch.Tensor.rot90)
 def rot90(input: DistTensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Tensor:
-    """The plane of two dimensions turned `k` times by 90 degrees, from the first to the second."""
+    """Return the plane of two dimensions turned `k` times by 90 degrees, from the first to the
+    second.
+    """
     check_on_meta(torch.rot90, any_type(input), k, tuple(dims))
     first, second = dims
     turns = k % 4
@@ -87,13 +89,15 @@ def rot90(input: DistTensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Tensor
 
 @implements(torch.Tensor.__reversed__)
 def reversed_(input: DistTensor) -> DistTensor:
-    """The order along the first dimension reversed."""
+    """Return the order along the first dimension reversed."""
     return flip(input, 0) if input.dim() else input
 
 
 @implements(F.channel_shuffle, torch.channel_shuffle, torch.native_channel_shuffle)
 def channel_shuffle(input: DistTensor, groups: int) -> DistTensor:
-    """The channels in another order: the first of every group, the second of every group, ..."""
+    """Return the channels in another order: the first of every group, the second of every group,
+    ...
+    """
     check_on_meta(torch.channel_shuffle, any_type(input), groups)
     places = torch.arange(input.shape[1], device=input.device)
     return index_select(input, 1, places.view(groups, -1).t().flatten())
@@ -107,7 +111,7 @@ def repeat_interleave(
     *,
     output_size: int | None = None,
 ) -> DistTensor:
-    """Every position along one dimension so many times in a row, all alike or each its own."""
+    """Repeat every position along one dimension in a row, all alike or each its own number."""
     if repeats is None:
         refuse(
             "repeat_interleave",
@@ -127,19 +131,19 @@ def repeat_interleave(
 
 @implements(torch.constant_pad_nd)
 def constant_pad_nd(input: DistTensor, pad_: Sequence[int], value: float = 0) -> DistTensor:
-    """Padding by a number, last dimension first."""
+    """Pad by a number, last dimension first."""
     return pad(input, pad_, "constant", value)
 
 
 @implements(torch.msort, torch.Tensor.msort)
 def msort(input: Tensor) -> Tensor:
-    """The elements in ascending order along the first dimension."""
+    """Return the elements in ascending order along the first dimension."""
     return torch.sort(input, 0).values
 
 
 @implements(torch.unravel_index)
 def unravel_index(indices: Tensor, shape: Any) -> tuple[Tensor, ...]:
-    """The coordinates, in a tensor of this shape, of positions in row-major order."""
+    """Return the coordinates, in a tensor of this shape, of positions in row-major order."""
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
     check_on_meta(_unraveled, indices, sizes)
     coordinates, rest = [], indices

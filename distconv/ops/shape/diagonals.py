@@ -17,7 +17,7 @@ from distconv.tensor.dist_tensor import DistTensor
 
 
 def _triangle(name: str) -> None:
-    """The elements on one side of a diagonal, which lies elsewhere in this rank's block."""
+    """Return the elements on one side of a diagonal, which lies elsewhere in this rank's block."""
     function: Callable[..., Tensor] = getattr(torch, name)
     write: Callable[..., Tensor] = getattr(torch.Tensor, f"{name}_")
 
@@ -46,7 +46,7 @@ _triangle("triu")
 
 @implements(torch.diagonal, torch.Tensor.diagonal)
 def diagonal(input: DistTensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> DistTensor:
-    """A diagonal of matrices, which two dimensions hold, as the last dimension."""
+    """Return a diagonal of matrices, which two dimensions hold, as the last dimension."""
     shape = check_on_meta(torch.diagonal, any_type(input), offset, dim1, dim2)
     pair = normalize_dims((dim1, dim2), input.dim())
     x = uncut(input, pair, "diagonal")
@@ -58,13 +58,15 @@ def diagonal(input: DistTensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -
 def linalg_diagonal(
     A: DistTensor, *, offset: int = 0, dim1: int = -2, dim2: int = -1
 ) -> DistTensor:
-    """A diagonal of matrices as the last dimension."""
+    """Return a diagonal of matrices as the last dimension."""
     return diagonal(A, offset, dim1, dim2)
 
 
 @implements(torch.diag_embed, torch.Tensor.diag_embed)
 def diag_embed(input: DistTensor, offset: int = 0, dim1: int = -2, dim2: int = -1) -> DistTensor:
-    """Matrices, in two dimensions, that have the last dimension as a diagonal, and 0 elsewhere."""
+    """Return matrices, in two dimensions, that have the last dimension as a diagonal, and 0
+    elsewhere.
+    """
     shape = check_on_meta(torch.diag_embed, any_type(input), offset, dim1, dim2)
     pair = normalize_dims((dim1, dim2), len(shape))
     x = uncut(input, [input.dim() - 1], "diag_embed")
@@ -76,7 +78,7 @@ def diag_embed(input: DistTensor, offset: int = 0, dim1: int = -2, dim2: int = -
 
 @implements(torch.diag, torch.Tensor.diag)
 def diag(input: DistTensor, diagonal: int = 0) -> Tensor:
-    """The diagonal of a matrix, or a matrix of which a vector is the diagonal."""
+    """Return the diagonal of a matrix, or a matrix of which a vector is the diagonal."""
     check_on_meta(torch.diag, any_type(input), diagonal)
     if input.dim() == 1:
         return diag_embed(input, diagonal)
@@ -85,13 +87,13 @@ def diag(input: DistTensor, diagonal: int = 0) -> Tensor:
 
 @implements(torch.diagflat, torch.Tensor.diagflat)
 def diagflat(input: DistTensor, offset: int = 0) -> DistTensor:
-    """A matrix of which all elements are the diagonal."""
+    """Return a matrix of which all elements are the diagonal."""
     return diag_embed(flatten(input), offset)
 
 
 @implements(torch.trace, torch.Tensor.trace)
 def trace(input: DistTensor) -> Tensor:
-    """The sum of the diagonal of a matrix; each rank adds up what lies in its block."""
+    """Return the sum of the diagonal of a matrix; each rank adds up what lies in its block."""
     if input.dim() != 2:
         raise RuntimeError(f"trace: expected a matrix, got the shape {tuple(input.shape)}")
     rows, columns = _positions(input)
@@ -100,7 +102,9 @@ def trace(input: DistTensor) -> Tensor:
 
 
 def _positions(x: DistTensor) -> list[Tensor]:
-    """The global indices along each dimension of this rank's block, to be broadcast to it."""
+    """Return the global indices along each dimension of this rank's block, to be broadcast to
+    it.
+    """
     box = x.box
     return [
         torch.arange(start, stop, device=x.device).view(-1, *(1,) * (x.dim() - 1 - d))

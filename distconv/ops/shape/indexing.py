@@ -165,7 +165,7 @@ def _slice(first: int, step: int, outputs: int) -> slice:
 def slice_of(
     input: DistTensor, dim: int, start: int | None, stop: int | None, step: int = 1
 ) -> DistTensor:
-    """The positions from `start` to `stop`, exclusive, along one dimension."""
+    """Return the positions from `start` to `stop`, exclusive, along one dimension."""
     d = normalize_dim(dim, input.dim())
     return getitem(input, (*(slice(None),) * d, slice(start, stop, step)))
 

@@ -24,7 +24,7 @@ def _distributed(name: str, tensors: Sequence[Tensor]) -> list[DistTensor]:
 
 @implements(torch.broadcast_tensors)
 def broadcast_tensors(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """All tensors in the shape of their broadcast."""
+    """Return all tensors in the shape of their broadcast."""
     shape = broadcast_shape("broadcast_tensors", tensors)
     return tuple(x.expand(shape) for x in _distributed("broadcast_tensors", tensors))
 
@@ -55,32 +55,32 @@ _at_least(torch.atleast_3d, _as_volume)
 
 @implements(torch.hstack)
 def hstack(tensors: Sequence[Tensor]) -> DistTensor:
-    """Tensors side by side: along dimension 1, or 0 of vectors."""
+    """Join tensors side by side: along dimension 1, or 0 of vectors."""
     pieces = [_as_vector(x) for x in tensors]
     return cat(pieces, 0 if pieces[0].dim() == 1 else 1)
 
 
 @implements(torch.vstack, torch.row_stack)
 def vstack(tensors: Sequence[Tensor]) -> DistTensor:
-    """Tensors one below the other, vectors as rows."""
+    """Join tensors one below the other, vectors as rows."""
     return cat([_as_matrix(x) for x in tensors], 0)
 
 
 @implements(torch.dstack)
 def dstack(tensors: Sequence[Tensor]) -> DistTensor:
-    """Tensors one behind the other, along dimension 2."""
+    """Join tensors one behind the other, along dimension 2."""
     return cat([_as_volume(x) for x in tensors], 2)
 
 
 @implements(torch.column_stack)
 def column_stack(tensors: Sequence[Tensor]) -> DistTensor:
-    """Tensors side by side, vectors as columns."""
+    """Join tensors side by side, vectors as columns."""
     return cat([x if x.dim() > 1 else _as_vector(x).unsqueeze(1) for x in tensors], 1)
 
 
 @implements(torch.block_diag)
 def block_diag(*tensors: Tensor) -> DistTensor:
-    """A matrix of which the tensors, vectors as rows, are the blocks on the diagonal."""
+    """Return a matrix of which the tensors, vectors as rows, are the blocks on the diagonal."""
     if any(x.dim() > 2 for x in tensors):
         shapes = ", ".join(str(tuple(x.shape)) for x in tensors)
         raise RuntimeError(f"block_diag: expected at most 2 dimensions, got {shapes}")
@@ -95,7 +95,7 @@ def block_diag(*tensors: Tensor) -> DistTensor:
 
 @implements(torch.meshgrid)
 def meshgrid(*tensors: Tensor, indexing: str | None = None) -> tuple[Tensor, ...]:
-    """The coordinates of a grid's points, each along a dimension of its own."""
+    """Return the coordinates of a grid's points, each along a dimension of its own."""
     shapes = check_on_meta(torch.meshgrid, *tensors, indexing=indexing or "ij")
     order = list(range(len(tensors)))
     if indexing == "xy" and len(tensors) > 1:
@@ -110,7 +110,7 @@ def meshgrid(*tensors: Tensor, indexing: str | None = None) -> tuple[Tensor, ...
 
 @implements(torch.cartesian_prod)
 def cartesian_prod(*tensors: Tensor) -> Tensor:
-    """All tuples of an element of each vector, as rows."""
+    """Return all tuples of an element of each vector, as rows."""
     check_on_meta(torch.cartesian_prod, *map(any_type, tensors))
     if len(tensors) == 1:
         return tensors[0]
@@ -119,7 +119,7 @@ def cartesian_prod(*tensors: Tensor) -> Tensor:
 
 @implements(torch.combinations)
 def combinations(input: DistTensor, r: int = 2, with_replacement: bool = False) -> Tensor:
-    """All combinations of `r` elements of a vector, as rows."""
+    """Return all combinations of `r` elements of a vector, as rows."""
     if input.dim() != 1:
         raise RuntimeError(f"combinations: expected a vector, got the shape {tuple(input.shape)}")
     places = torch.arange(input.shape[0], device=input.device)

@@ -97,7 +97,9 @@ for _name in ("scatter", "scatter_add", "scatter_reduce"):
 
 @implements(F.one_hot)
 def one_hot(tensor: DistTensor, num_classes: int = -1) -> DistTensor:
-    """1 at the class of each element along a new last dimension, which is whole; 0 elsewhere."""
+    """Return 1 at the class of each element along a new last dimension, which is whole; 0
+    elsewhere.
+    """
     check_on_meta(F.one_hot, tensor, max(num_classes, 1))
     if num_classes < 0:
         num_classes = int(tensor.max().item()) + 1

@@ -22,7 +22,7 @@ from distconv.tensor.dist_tensor import DistTensor
 
 
 def _found(function: Callable[..., Any]) -> None:
-    """A function of one tensor, of which it returns one or several."""
+    """Return a function of one tensor, of which it returns one or several."""
 
     def rule(input: DistTensor, *args: Any, **kwargs: Any) -> Any:
         result = function(gather_whole(input, function.__name__), *args, **kwargs)
@@ -41,7 +41,7 @@ for _home in (torch, torch.Tensor):
 
 @implements(torch.masked_select, torch.Tensor.masked_select)
 def masked_select(input: Tensor, mask: Tensor) -> DistTensor:
-    """The elements where a mask is true, as a vector."""
+    """Return the elements where a mask is true, as a vector."""
     if mask.dtype != torch.bool:
         raise RuntimeError(f"masked_select: a mask of {mask.dtype}; expected torch.bool")
     grid = common_grid("masked_select", (input, mask))

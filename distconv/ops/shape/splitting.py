@@ -32,7 +32,7 @@ def tensor_split(
     sections: Sections | None = None,
     indices: Sections | None = None,
 ) -> tuple[DistTensor, ...]:
-    """Pieces of nearly equal size, so many, or from one position to the next."""
+    """Return pieces of nearly equal size, so many, or from one position to the next."""
     named = sections if indices is None else indices
     given: Any = _as_numbers(indices_or_sections if named is None else named)
     shapes = check_on_meta(torch.tensor_split, any_type(input), given, dim)
@@ -70,17 +70,17 @@ _along(torch.dsplit, torch.Tensor.dsplit, 2)
 def split_with_sizes(
     input: DistTensor, split_sizes: Sequence[int], dim: int = 0
 ) -> tuple[DistTensor, ...]:
-    """Consecutive pieces of given sizes."""
+    """Return consecutive pieces of given sizes."""
     return split(input, tuple(split_sizes), dim)
 
 
 @implements(torch.unsafe_split, torch.Tensor.unsafe_split)
 def unsafe_split(tensor: DistTensor, split_size: int, dim: int = 0) -> tuple[DistTensor, ...]:
-    """Consecutive pieces of one size, the last one perhaps smaller."""
+    """Return consecutive pieces of one size, the last one perhaps smaller."""
     return split(tensor, split_size, dim)
 
 
 @implements(torch.unsafe_chunk, torch.Tensor.unsafe_chunk)
 def unsafe_chunk(input: Tensor, chunks: int, dim: int = 0) -> Any:
-    """At most `chunks` pieces of equal size, the last one perhaps smaller."""
+    """Return at most `chunks` pieces of equal size, the last one perhaps smaller."""
     return input.chunk(chunks, dim)

@@ -16,7 +16,7 @@ from distconv.tensor.redistribution import gather_inputs
 
 @implements(torch.Tensor.unfold)
 def unfold(input: DistTensor, dimension: int, size: int, step: int) -> DistTensor:
-    """All windows along one dimension, each as a new last dimension."""
+    """Return all windows along one dimension, each as a new last dimension."""
     shape = check_on_meta(torch.Tensor.unfold, any_type(input), dimension, size, step)
     d = normalize_dim(dimension, input.dim())
     needs: list[IndexMap] = [Same()] * input.dim()
@@ -35,7 +35,7 @@ def unfold(input: DistTensor, dimension: int, size: int, step: int) -> DistTenso
 
 @implements(torch.view_as_real)
 def view_as_real(input: DistTensor) -> DistTensor:
-    """Complex numbers as pairs of real ones, in a new last dimension."""
+    """Return complex numbers as pairs of real ones, in a new last dimension."""
     shape = check_on_meta(torch.view_as_real, input)
     shard = torch.view_as_real(input.shard)
     return make_view(input, shard, shape, (*input.cuts, ()), copied=False)
@@ -43,7 +43,7 @@ def view_as_real(input: DistTensor) -> DistTensor:
 
 @implements(torch.view_as_complex)
 def view_as_complex(input: DistTensor) -> DistTensor:
-    """Pairs of real numbers, in the last dimension, as complex ones."""
+    """Return pairs of real numbers, in the last dimension, as complex ones."""
     shape = check_on_meta(torch.view_as_complex, input)
     x = uncut(input, [input.dim() - 1], "view_as_complex")
     # Whether a block's numbers lie in pairs is each rank's own affair.

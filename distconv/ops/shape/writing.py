@@ -28,7 +28,7 @@ from distconv.tensor.dist_tensor import DistTensor
 
 @implements(torch.select_scatter, torch.Tensor.select_scatter)
 def select_scatter(input: Tensor, src: Tensor, dim: int, index: int) -> Tensor:
-    """A copy with another tensor at one position along a dimension."""
+    """Return a copy with another tensor at one position along a dimension."""
     check_on_meta(torch.select_scatter, input, src, dim, index)
     d = normalize_dim(dim, input.dim())
     return _written("select_scatter", input, src, (*(slice(None),) * d, index))
@@ -43,7 +43,7 @@ def slice_scatter(
     end: int | None = None,
     step: int = 1,
 ) -> Tensor:
-    """A copy with another tensor at a slice along a dimension."""
+    """Return a copy with another tensor at a slice along a dimension."""
     check_on_meta(torch.slice_scatter, input, src, dim, start, end, step)
     d = normalize_dim(dim, input.dim())
     place = (*(slice(None),) * d, slice(start, end, step))
@@ -60,7 +60,7 @@ def _written(name: str, input: Tensor, src: Tensor, place: Any) -> Tensor:
 def diagonal_scatter(
     input: Tensor, src: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1
 ) -> DistTensor:
-    """A copy with another tensor on a diagonal of two dimensions, which become whole."""
+    """Return a copy with another tensor on a diagonal of two dimensions, which become whole."""
     name = "diagonal_scatter"
     grid = common_grid(name, (input, src))
     shape = check_on_meta(torch.diagonal_scatter, input, src, offset, dim1, dim2)
@@ -75,7 +75,7 @@ def diagonal_scatter(
 
 @implements(torch.index_fill, torch.Tensor.index_fill)
 def index_fill(input: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
-    """A copy with a number at the positions `index` along a dimension."""
+    """Return a copy with a number at the positions `index` along a dimension."""
     check_on_meta(torch.index_fill, input, dim, index, value)
     x, d, places = _places("index_fill", input, dim, index)
     mask = torch.zeros(x.shape[d], dtype=torch.bool, device=x.device)
@@ -89,14 +89,16 @@ def index_fill(input: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
 def index_add(
     input: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1
 ) -> DistTensor:
-    """The sum with the slices of `source`, each at its position `index` along a dimension."""
+    """Return the sum with the slices of `source`, each at its position `index` along a
+    dimension.
+    """
     check_on_meta(torch.index_add, input, dim, index, source, alpha=alpha)
     return _placed("index_add", input, dim, index, source, alpha=alpha)
 
 
 @implements(torch.index_copy, torch.Tensor.index_copy)
 def index_copy(input: Tensor, dim: int, index: Tensor, source: Tensor) -> DistTensor:
-    """A copy with the slices of `source`, each at its position `index` along a dimension."""
+    """Return a copy with the slices of `source`, each at its position `index` along a dimension."""
     check_on_meta(torch.index_copy, input, dim, index, source)
     return _placed("index_copy", input, dim, index, source)
 
@@ -111,7 +113,9 @@ def index_reduce(
     *,
     include_self: bool = True,
 ) -> DistTensor:
-    """The products, means or extrema with the slices of `source` at their positions `index`."""
+    """Return the products, means or extrema with the slices of `source` at their positions
+    `index`.
+    """
     options: Any = dict(reduce=reduce, include_self=include_self)
     check_on_meta(torch.index_reduce, input, dim, index, source, **options)
     return _placed("index_reduce", input, dim, index, source, **options)
@@ -120,7 +124,7 @@ def index_reduce(
 def _places(
     name: str, input: Tensor, dim: int, index: Tensor, *others: Tensor
 ) -> tuple[DistTensor, int, Tensor]:
-    """The input, the dimension, and the positions along it, which every rank checks."""
+    """Return the input, the dimension, and the positions along it, which every rank checks."""
     x = as_distributed(input, common_grid(name, (input, index, *others)))
     if not x.dim():
         refuse(name, "the tensor has no dimensions", x, way_out="Use x.reshape(1)")
@@ -135,7 +139,9 @@ def _places(
 def _placed(
     name: str, input: Tensor, dim: int, index: Tensor, source: Tensor, **options: Any
 ) -> DistTensor:
-    """The function of this name on what of the positions and slices belongs to this block."""
+    """Return the function of this name on what of the positions and slices belongs to this
+    block.
+    """
     x, d, places = _places(name, input, dim, index, source)
     shape = (*x.shape[:d], len(places), *x.shape[d + 1 :])
     cuts = (*x.cuts[:d], (), *x.cuts[d + 1 :])
@@ -153,7 +159,7 @@ def _placed(
 
 @implements(torch.take, torch.Tensor.take)
 def take(input: Tensor, index: Tensor) -> DistTensor:
-    """The elements at positions of the tensor as a vector, which is made whole first."""
+    """Return the elements at positions of the tensor as a vector, which is made whole first."""
     grid = common_grid("take", (input, index))
     shape = check_on_meta(torch.take, input, index)
     places = as_distributed(index, grid)

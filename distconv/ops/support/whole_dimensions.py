@@ -29,7 +29,9 @@ from distconv.tensor.dist_tensor import DistTensor
 def distributed_results(
     result: Any, shapes: Any, cuts_of: Callable[[Shape], Cuts], grid: Grid
 ) -> Any:
-    """What a function has made of this rank's blocks, as distributed tensors of these shapes."""
+    """Return what a function has made of this rank's blocks, as distributed tensors of these
+    shapes.
+    """
     if isinstance(result, Tensor):
         return DistTensor(result, shapes, cuts_of(shapes), grid)
     return type(result)(
@@ -49,7 +51,7 @@ def apply_along(
     dropped: Sequence[int] = (),
     **kwargs: Any,
 ) -> Any:
-    """`function(input, *args, **kwargs)`, which works along `dims`.
+    """Return `function(input, *args, **kwargs)`, which works along `dims`.
 
     Its results have the dimensions of the input without those in `dropped`, and perhaps others
     after them.
@@ -77,7 +79,9 @@ def _of_no_elements(
     cuts_of: Callable[[Shape], Cuts],
     grid: Grid,
 ) -> Any:
-    """What a function, which may not take empty blocks, makes of one; part of the same graph."""
+    """Return what a function, which may not take empty blocks, makes of one; part of the same
+    graph.
+    """
     filled = block.new_ones([max(n, 1) for n in block.shape]) + block.sum().to(block.dtype)
     result = function(filled, *args, **kwargs)
 
@@ -98,7 +102,7 @@ def apply_to_batches(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """`function(*operands, *args, **kwargs)`, which works along the last dimensions of each.
+    """Return `function(*operands, *args, **kwargs)`, which works along the last dimensions of each.
 
     `inner` tells of each operand how many these are. The leading ones are broadcast against each
     other, and lead the results.

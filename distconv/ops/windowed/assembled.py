@@ -18,7 +18,7 @@ from distconv.tensor.redistribution import gather_inputs
 def make_windows(
     kernel: Sizes, stride: Sizes | None, padding: Sizes, dilation: Sizes, ceil: bool, n: int
 ) -> list[Window]:
-    """The windows over the last `n` dimensions, padded on both sides alike."""
+    """Return the windows over the last `n` dimensions, padded on both sides alike."""
     kernels = to_tuple(kernel, n, "kernel_size")
     strides = (
         kernels
@@ -36,13 +36,13 @@ def make_windows(
 
 
 def window_arguments(windows: Sequence[Window]) -> tuple[tuple[int, ...], ...]:
-    """Kernels, strides, paddings and dilations, as torch's functions take them."""
+    """Return kernels, strides, paddings and dilations, as torch's functions take them."""
     rows = [(w.kernel, w.stride, w.padding[0], w.dilation) for w in windows]
     return tuple(zip(*rows, strict=True))
 
 
 def output_shape(channels: int, x: DistTensor, windows: Sequence[IndexMap]) -> tuple[int, ...]:
-    """The global shape that windows over the last dimensions of `x` make."""
+    """Return the global shape that windows over the last dimensions of `x` make."""
     spatial = zip(windows, x.shape[2:], strict=True)
     return (x.shape[0], channels, *(w.output_size(n) for w, n in spatial))
 
@@ -56,7 +56,7 @@ def apply_windows(
     *,
     fill: float = 0.0,
 ) -> DistTensor:
-    """A windowed operator over the spatial dimensions of `x`, assembled.
+    """Return a windowed operator over the spatial dimensions of `x`, assembled.
 
     Each rank gathers the inputs that its block of outputs needs, with `fill` where they are
     padding, and runs the local operator on them.
@@ -79,7 +79,8 @@ _FAR = 2**16
 
 
 def window_needs(windows: Sequence[Window], cuts: Cuts) -> list[IndexMap]:
-    """The inputs to gather for windows over the last dimensions, which are cut by the last `cuts`.
+    """Return the inputs to gather for windows over the last dimensions, which are cut by the last
+    `cuts`.
 
     Along a dimension that is whole on every rank and padded alike on both sides the local operator
     pads by itself, which saves a copy.
@@ -94,7 +95,9 @@ def windowed_block(
     block: tuple[int, ...],
     compute: Callable[[Tensor, tuple[int, ...]], Tensor],
 ) -> Tensor:
-    """What the local operator makes of inputs that were gathered by `window_needs`: a block."""
+    """Return what the local operator makes of inputs that were gathered by `window_needs`: a
+    block.
+    """
     left = tuple(w.padding[0] if by_itself else 0 for w, by_itself in _padding(windows, cuts))
     if prod(block) == 0:
         # The local operator refuses empty planes, but not an empty batch.
@@ -105,7 +108,7 @@ def windowed_block(
 
 
 def _padding(windows: Sequence[Window], cuts: Cuts) -> list[tuple[Window, bool]]:
-    """Each window, and whether the local operator pads by itself there."""
+    """Return each window, and whether the local operator pads by itself there."""
     last = cuts[len(cuts) - len(windows) :]
     return [
         (w, not axes and w.padding[0] == w.padding[1])

@@ -33,10 +33,10 @@ class LinearOperator(Protocol):
 
     @property
     def bilinear(self) -> bool:
-        """Whether there is a weight, so that gradients need input and weight."""
+        """Return whether there is a weight, so that gradients need input and weight."""
 
     def forward(self, piece: LocalInput, x: Tensor, weight: Any, bias: Any) -> Tensor:
-        """The outputs."""
+        """Return the outputs."""
 
     def backward(
         self,
@@ -47,11 +47,11 @@ class LinearOperator(Protocol):
         bias: Sequence[int] | None,
         mask: Sequence[bool],
     ) -> OperandGradients:
-        """The gradients that `mask` asks for; `bias` is its shape."""
+        """Return the gradients that `mask` asks for; `bias` is its shape."""
 
 
 def may_overlap(x: Placement, method: str | None, smallest: int) -> bool:
-    """Whether to compute while halos travel, if blocks line up; the same on all ranks.
+    """Return whether to compute while halos travel, if blocks line up; the same on all ranks.
 
     Parameters
     ----------
@@ -72,7 +72,7 @@ def overlapped_linear(
     edge: Boundary,
     operator: str,
 ) -> Tensor:
-    """This rank's block of the result of a linear operator on `x`; all ranks call it.
+    """Return this rank's block of the result of a linear operator on `x`; all ranks call it.
 
     Parameters
     ----------
@@ -84,7 +84,7 @@ def overlapped_linear(
 
 
 def crop_outputs(y: Tensor, crop: Sequence[tuple[int, int]] | None) -> Tensor:
-    """`y` without so many elements before and after each spatial dimension."""
+    """Return `y` without so many elements before and after each spatial dimension."""
     if crop is None:
         return y
     kept = (slice(a, n - b) for (a, b), n in zip(crop, y.shape[2:], strict=True))
@@ -92,7 +92,7 @@ def crop_outputs(y: Tensor, crop: Sequence[tuple[int, int]] | None) -> Tensor:
 
 
 def slab_inputs(slab: HaloSlab, halos: Sequence[Tensor]) -> Tensor:
-    """The inputs of a slab."""
+    """Return the inputs of a slab."""
     if slab.whole is not None:
         inputs: Tensor = slab.whole.of(halos)
         return inputs

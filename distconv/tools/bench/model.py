@@ -60,6 +60,8 @@ def sample(network: Network, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 def cut_sample(network: Network, grid: ProcessGrid) -> tuple[DistTensor, DistTensor]:
     """Return such a sample as DistTensors, of which a rank never holds more than its block."""
     ndim = len(network.shape)
+    # A target that is not cut has to be the same on all ranks.
+    torch.manual_seed(0)
     x, y = sample(network, local_box(network.shape, grid).shape)
     layout = None
     if y.dim() == ndim - 1:
