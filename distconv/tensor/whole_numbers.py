@@ -5,7 +5,6 @@ from __future__ import annotations
 from operator import index
 from typing import Any
 
-
 _INTEGERS = frozenset({int})
 
 
