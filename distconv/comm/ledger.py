@@ -9,15 +9,18 @@ from dataclasses import dataclass, replace
 
 from distconv.geometry.layout import Layout
 from distconv.geometry.plan import Plan
+from distconv.grid.whereabouts import module_path
 
 
 @dataclass
 class Redistribution:
-    """The redistributions that one operator has asked for between two layouts, on this rank."""
+    """The redistributions between two layouts for one operator in one module, on this rank."""
 
     operator: str
     source: Layout
     target: Layout
+    module: str
+    """The name of the module that was called, as `named_modules` has it; empty outside of any."""
     times: int = 0
     bytes: int = 0
     """Bytes received from other ranks."""
@@ -47,7 +50,7 @@ class Movement:
         return self.itemsize * sum(route.size for route in routes)
 
 
-_LEDGER: dict[tuple[str, Layout, Layout], Redistribution] = {}
+_LEDGER: dict[tuple[str, Layout, Layout, str], Redistribution] = {}
 _TRACE: ContextVar[list[Movement] | None] = ContextVar("distconv_trace", default=None)
 _COUNTING: ContextVar[bool] = ContextVar("distconv_counting", default=True)
 
@@ -63,7 +66,7 @@ def record(movement: Movement) -> None:
     if trace is not None:
         trace.append(movement)
     if movement.redistributes and _COUNTING.get():
-        key = movement.operator, movement.source, movement.target
+        key = movement.operator, movement.source, movement.target, module_path()
         entry = _LEDGER.setdefault(key, Redistribution(*key))
         entry.times += 1
         entry.bytes += movement.bytes

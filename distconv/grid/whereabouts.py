@@ -11,11 +11,13 @@ import sys
 import sysconfig
 import threading
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
+from torch import nn
 from torch.overrides import resolve_name
 
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
@@ -104,6 +106,29 @@ def operator_of(thread: int) -> str | None:
         elif not code.co_name.startswith("_"):
             found = code.co_name
     return found
+
+
+def module_path() -> str:
+    """Return the name of the module whose call is under way, within the outermost one called.
+
+    It is the name that `named_modules` of the outermost module gives it; empty where that is the
+    module itself, or none is called.
+    """
+    calls: list[nn.Module] = []
+    for frame in _outwards(sys._getframe(1)):
+        if frame.f_code is nn.Module._call_impl.__code__:
+            calls.append(frame.f_locals["self"])
+    names = [_name_within(outer, inner) for inner, outer in pairwise(calls)]
+    return ".".join(filter(None, reversed(names)))
+
+
+def _name_within(outer: nn.Module, inner: nn.Module) -> str:
+    """Return the name of one module within another; that of its class where it is not within."""
+    for modules in (outer.named_children(), outer.named_modules()):
+        for name, part in modules:
+            if part is inner:
+                return name
+    return type(inner).__name__
 
 
 def _user_line(frame: FrameType | None) -> str:

@@ -367,7 +367,7 @@ class _LayerRecorder(ModuleCalls):
                 local_shape,
                 tuple(_halo(m) for m in moved if not m.redistributes),
                 tuple(
-                    Redistribution(m.operator, m.source, m.target, 1, m.bytes)
+                    Redistribution(m.operator, m.source, m.target, name, 1, m.bytes)
                     for m in moved
                     if m.redistributes
                 ),

@@ -450,13 +450,42 @@ def test_redistributions_are_counted_with_the_bytes_this_rank_has_received() -> 
     missing = 4 * (x.numel() - d.to_local().numel())
     layouts = d.layout, dc.Layout()
     assert entries == [
-        dc.Redistribution("redistribute", *layouts, times=3, bytes=3 * missing),
-        dc.Redistribution("full_tensor", *layouts, times=1, bytes=missing),
+        dc.Redistribution("redistribute", *layouts, module="", times=3, bytes=3 * missing),
+        dc.Redistribution("full_tensor", *layouts, module="", times=1, bytes=missing),
     ]
     d.full_tensor()
     assert entries[1].times == 1, "what has been read changes"
     assert dc.redistributions(reset=True)[1].times == 2
     assert dc.redistributions() == []
+
+
+class _Listed(torch.nn.Module):
+    """A network whose layers are no children of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        block = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Flatten())
+        self.blocks = torch.nn.ModuleList([block])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.blocks[0](x)
+        return y
+
+
+@pytest.mark.parallel(2)
+def test_redistributions_name_the_module_that_was_called() -> None:
+    d = dc.distribute_tensor(torch.ones(4, 2, 4), dc.ProcessGrid(width=-1))
+    dc.redistributions(reset=True)
+    model = dc.parallelize(_Listed(), d.grid)
+    d.full_tensor()
+    model(d)
+    torch.nn.Sequential(model)(d)
+    found = [(moved.module, moved.operator) for moved in dc.redistributions(reset=True)]
+    assert found == [
+        ("", "full_tensor"),
+        ("blocks.0.1", "flatten"),
+        ("0.blocks.0.1", "flatten"),
+    ]
 
 
 @pytest.mark.parallel([1, 2, 3])
