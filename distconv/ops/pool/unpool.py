@@ -1,4 +1,8 @@
-"""The inverse of max pooling that tells where the maxima are, in the global plane."""
+"""The inverse of max pooling that tells where the maxima are, in the global plane.
+
+Indices that max pooling has made lie within the window of their input, and neighbours exchange
+halos of inputs, as for a transposed convolution. Where any lies elsewhere, the plane is gathered.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,18 @@ from collections.abc import Callable
 from math import prod
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from distconv.comm.collectives import all_reduce
+from distconv.geometry.index_maps import IndexMap, Same, TransposedWindow
+from distconv.geometry.layout import Box, Shape, cutting_axes
 from distconv.ops.support.argument_forms import Sizes, accepts_unbatched, to_tuple
 from distconv.ops.support.operands import as_distributed, box_on_rank, empty_block, uncut
 from distconv.tensor.dispatch import implements
 from distconv.tensor.dist_tensor import DistTensor
-from distconv.tensor.redistribution import redistribute
+from distconv.tensor.redistribution import gather_inputs, redistribute
 
 
 def _unpool(function: Callable[..., Tensor], n: int) -> None:
@@ -39,22 +47,87 @@ def _unpool(function: Callable[..., Tensor], n: int) -> None:
             )
         size = None if output_size is None else tuple(output_size)
         kernels = to_tuple(kernel_size, n, "kernel_size")
-        arguments = (
-            kernels,
-            kernels if stride is None else to_tuple(stride, n, "stride"),
-            to_tuple(padding, n, "padding"),
-        )
+        strides = kernels if stride is None else to_tuple(stride, n, "stride")
+        paddings = to_tuple(padding, n, "padding")
         output_plane: Any = F._unpool_output_size  # type: ignore[attr-defined]
-        plane = output_plane(input, *map(list, arguments), size)
-        spatial = range(2, input.dim())
-        x = uncut(input, spatial, name)
-        shape = (*x.shape[:2], *plane)
+        plane = tuple(output_plane(input, list(kernels), list(strides), list(paddings), size))
+        shape = (*input.shape[:2], *plane)
+        windows = [
+            TransposedWindow(k, s, 1, p, made - ((m - 1) * s + k - 2 * p))
+            for k, s, p, m, made in zip(
+                kernels, strides, paddings, input.shape[2:], plane, strict=True
+            )
+        ]
+        where = redistribute(where, input.cuts, name)
+        if any(input.cuts[2:]) and _within(windows, where, plane):
+            return _from_neighbours(input, where, windows, shape, name)
+        x = uncut(input, range(2, input.dim()), name)
         box = box_on_rank(shape, x.cuts, x.grid)
         index = redistribute(where, x.cuts, name).shard
         if not prod(box.shape):
             return DistTensor(empty_block(x.shard, box.shape), shape, x.cuts, x.grid)
-        shard = function(x.shard, index, *arguments, tuple(plane))
+        shard = function(x.shard, index, kernels, strides, paddings, plane)
         return DistTensor(shard, shape, x.cuts, x.grid)
+
+
+def _within(windows: list[TransposedWindow], where: DistTensor, plane: Shape) -> bool:
+    """Return whether every index lies in the window of its input; collective, the same everywhere.
+
+    Without elements, in a dry run, they do.
+    """
+    if where.shard.is_meta:
+        return True
+    box, own = where.box, where.shard.detach()
+    outside = (own < 0) | (own >= prod(plane))
+    for d, (window, position) in enumerate(zip(windows, _unravel(own, plane), strict=True), 2):
+        inputs = torch.arange(box.start[d], box.stop[d], device=own.device)
+        first = _along(inputs * window.stride - window.padding, d, own.dim())
+        outside |= (position < first) | (position >= first + window.kernel)
+    count = all_reduce(outside.sum(), where.grid, cutting_axes(where.cuts))
+    return not count.item()
+
+
+def _from_neighbours(
+    x: DistTensor, where: DistTensor, windows: list[TransposedWindow], shape: Shape, name: str
+) -> DistTensor:
+    """Return the plane of which every rank takes what its own and its neighbours' inputs write."""
+    cut = zip(windows, x.cuts[2:], strict=True)
+    needs: list[IndexMap] = [Same(), Same(), *(w if axes else Same() for w, axes in cut)]
+    values = gather_inputs(x, needs, x.cuts, name)
+    index = gather_inputs(where, needs, x.cuts, name, fill=-1)
+    box = box_on_rank(shape, x.cuts, x.grid)
+    shard = _scatter(values, index, box, shape[2:])
+    return DistTensor(shard, shape, x.cuts, x.grid)
+
+
+def _scatter(values: Tensor, index: Tensor, box: Box, plane: Shape) -> Tensor:
+    """Return this rank's box of a plane of zeros with `values` at these indices of the plane."""
+    inside = index >= 0
+    own = torch.zeros_like(index)
+    block = box.shape[2:]
+    for d, position in enumerate(_unravel(index, plane)):
+        local = position - box.start[d + 2]
+        inside &= (local >= 0) & (local < block[d])
+        own = own * block[d] + local
+    # What lies elsewhere goes behind the block.
+    beyond = prod(block)
+    places = torch.where(inside, own, beyond).flatten(2)
+    made = values.new_zeros((*values.shape[:2], beyond + 1))
+    return made.scatter(2, places, values.flatten(2))[:, :, :beyond].reshape(box.shape)
+
+
+def _unravel(index: Tensor, plane: Shape) -> list[Tensor]:
+    """Return the coordinates of row-major indices into a plane, one tensor for each dimension."""
+    coordinates = []
+    for size in reversed(plane):
+        coordinates.append(index % size)
+        index = index.div(size, rounding_mode="floor")
+    return coordinates[::-1]
+
+
+def _along(x: Tensor, dim: int, ndim: int) -> Tensor:
+    """Return a vector along one of `ndim` dimensions, to be broadcast over the others."""
+    return x.reshape([-1 if d == dim else 1 for d in range(ndim)])
 
 
 _unpool(F.max_unpool1d, 1)
