@@ -135,6 +135,27 @@ class Grouped:
 
 
 @dataclass(frozen=True)
+class Rows:
+    """Rows of another length, as a reshape makes them: the elements of all rows follow each other.
+
+    Inputs are rows of `before` elements, outputs of `after` elements.
+    """
+
+    before: int
+    after: int
+
+    def output_size(self, size: int) -> int:
+        return size * self.before // self.after
+
+    def intervals(self, size: int, start: int, stop: int) -> tuple[Interval, ...]:
+        return ((start * self.after // self.before, -(-stop * self.after // self.before)),)
+
+    def offset(self, start: int) -> int:
+        """Return the place of output `start` in its buffer, in elements."""
+        return start * self.after % self.before
+
+
+@dataclass(frozen=True)
 class Reversed:
     """Output i is input n - 1 - i; the buffer is in input order."""
 

@@ -15,6 +15,7 @@ from distconv.geometry.index_maps import (
     IndexMap,
     Interval,
     Pad,
+    Rows,
     Same,
     Span,
     Strided,
@@ -171,6 +172,22 @@ def test_a_grouped_map_repeats_every_input(size: int, factor: int, data: st.Data
     start, stop = data.draw(spans(len(repeated)))
     assert Grouped(factor).output_size(size) == len(repeated)
     assert taken(Grouped(factor), size, start, stop) == sorted(set(repeated[start:stop].tolist()))
+
+
+@given(sizes, st.integers(1, 9), st.data())
+def test_rows_of_another_length_take_the_rows_that_hold_their_elements(
+    size: int, before: int, data: st.DataObject
+) -> None:
+    elements = size * before
+    after = data.draw(st.sampled_from([n for n in range(1, 100) if elements % n == 0]))
+    start, stop = data.draw(spans(elements // after))
+    row_of = np.arange(elements) // before
+    rows = Rows(before, after)
+    assert rows.output_size(size) == elements // after
+    assert (
+        taken(rows, size, start, stop) == np.unique(row_of[start * after : stop * after]).tolist()
+    )
+    assert rows.offset(start) == start * after - row_of[start * after] * before
 
 
 @given(sizes, st.integers(-6, 12), st.integers(-6, 12), st.data())

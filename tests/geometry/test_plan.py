@@ -14,6 +14,7 @@ from distconv.geometry.index_maps import (
     Grouped,
     IndexMap,
     Pad,
+    Rows,
     Same,
     Span,
     Strided,
@@ -97,7 +98,7 @@ class Movement:
 @st.composite
 def index_maps(draw: st.DrawFn, n: int) -> IndexMap:
     """Any map along a dimension of n inputs that makes at least no outputs."""
-    kinds = [Same, Window, TransposedWindow, AdaptiveWindow, Strided, Span, Grouped, Pad]
+    kinds = [Same, Window, TransposedWindow, AdaptiveWindow, Strided, Span, Grouped, Rows, Pad]
     kind = draw(st.sampled_from(kinds))
     small = st.integers(0, 4)
     if kind is Same:
@@ -124,6 +125,9 @@ def index_maps(draw: st.DrawFn, n: int) -> IndexMap:
         return Span(offset := draw(small), offset + n + draw(small))
     if kind is Grouped:
         return Grouped(draw(st.integers(1, 3)))
+    if kind is Rows:
+        row = draw(st.integers(1, 6))
+        return Rows(row, draw(st.sampled_from([m for m in range(1, 40) if n * row % m == 0])))
     mode = draw(st.sampled_from(["constant", "reflect", "replicate", "circular"]))
     most = {"constant": 9, "reflect": n - 1, "replicate": 9 if n else 0, "circular": n}[mode]
     before, after = draw(st.integers(-2, max(most, 0))), draw(st.integers(-2, max(most, 0)))

@@ -1,14 +1,18 @@
-"""Changes of shape that move no elements between ranks, where the cut dimensions stay whole."""
+"""Changes of shape. Cut dimensions that lead the way stay cut; neighbours exchange parts of rows
+where the blocks do not fit, and nothing is sent where they do.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from distconv.geometry.layout import Cuts, Shape
+from distconv.geometry.index_maps import IndexMap, Rows, Same
+from distconv.geometry.layout import Box, Cuts, Shape
 from distconv.grid.interface import Grid
 from distconv.ops.support.argument_forms import (
     as_sizes,
@@ -20,7 +24,7 @@ from distconv.ops.support.operands import box_on_rank, uncut
 from distconv.tensor.aliasing import make_view
 from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
-from distconv.tensor.redistribution import redistribute
+from distconv.tensor.redistribution import gather_inputs, redistribute
 
 
 def _inferred(sizes: Shape, shape: Shape) -> Shape:
@@ -48,26 +52,51 @@ def _groups(before: Shape, after: Shape) -> list[tuple[range, range]]:
     return groups
 
 
-def _reshaped_cuts(before: Shape, cuts: Cuts, after: Shape, grid: Grid) -> tuple[Cuts, Cuts]:
-    """Return the cuts that a reshape keeps: those it asks of its input, and those of its result.
+class _Run(NamedTuple):
+    """Dimensions that a reshape makes of others of equal product, the first of which are cut."""
 
-    A cut survives on the leading dimension of a run, when all parts are equally long; a dimension
-    that stays as it is keeps any cut.
+    old: range
+    into: int
+    """The leading dimension of the result."""
+    rows: Rows
+
+    def crop(self, buffer: Tensor, box: Box) -> Tensor:
+        """Return the rows gathered for `box`, in one dimension, without what is not part of it."""
+        first = self.old.start
+        start = self.rows.offset(box.start[self.into])
+        length = self.rows.after * box.shape[self.into]
+        return buffer.flatten(first, self.old.stop - 1).narrow(first, start, length)
+
+
+def _reshaped_cuts(
+    before: Shape, cuts: Cuts, after: Shape, grid: Grid
+) -> tuple[Cuts, Cuts, list[_Run]]:
+    """Return the cuts that a reshape asks of its input, those of its result, and the uneven runs.
+
+    A dimension that stays as it is keeps any cut. Of a run whose leading dimension is cut, the
+    leading dimension of the result is cut likewise, and over the axes of the run's other dimensions
+    as well, which are asked for there. Where not all parts are equally long, neighbours exchange
+    parts of rows.
     """
     asked: list[tuple[str, ...]] = [()] * len(before)
     made: list[tuple[str, ...]] = [()] * len(after)
+    uneven = []
     for old, new in _groups(before, after):
         if not old or not new:
             continue
         # Dimensions of one element in front belong to nobody.
         first = next((d for d in old if before[d] != 1), old[0])
         into = next((d for d in new if after[d] != 1), new[0])
-        axes = cuts[first]
-        parts = grid.topology.parts(axes)
-        unchanged = before[first] == after[into] and prod(before[d] for d in old) == before[first]
-        if unchanged or (before[first] % parts == 0 and after[into] % parts == 0):
-            asked[first] = made[into] = axes
-    return tuple(asked), tuple(made)
+        elements = prod(before[d] for d in old)
+        if before[first] == after[into] == elements:
+            asked[first] = made[into] = cuts[first]
+        elif cuts[first]:
+            asked[first] = made[into] = axes = tuple(axis for d in old for axis in cuts[d])
+            parts = grid.topology.parts(axes)
+            if before[first] % parts or after[into] % parts:
+                rows = Rows(elements // before[first], elements // after[into])
+                uneven.append(_Run(range(first, old.stop), into, rows))
+    return tuple(asked), tuple(made), uneven
 
 
 def _reshape(input: DistTensor, shape: Shape, operator: str) -> DistTensor:
@@ -75,11 +104,21 @@ def _reshape(input: DistTensor, shape: Shape, operator: str) -> DistTensor:
     if 0 in before:
         asked: Cuts = ((),) * input.dim()
         made: Cuts = ((),) * len(shape)
+        uneven: list[_Run] = []
     else:
-        asked, made = _reshaped_cuts(before, input.cuts, shape, input.grid)
+        asked, made, uneven = _reshaped_cuts(before, input.cuts, shape, input.grid)
+    box = box_on_rank(shape, made, input.grid)
     x = redistribute(input, asked, operator)
-    shard = x.shard.reshape(box_on_rank(shape, made, input.grid).shape)
-    return make_view(input, shard, shape, made, copied=True)
+    buffer = x.shard
+    if uneven:
+        rows = {run.old.start: run.rows for run in uneven}
+        needs: list[IndexMap] = [rows.get(d, Same()) for d in range(x.dim())]
+        buffer = gather_inputs(x, needs, asked, operator)
+        if 0 not in box.shape:
+            # From behind, so that the dimensions in front keep their numbers.
+            for run in reversed(uneven):
+                buffer = run.crop(buffer, box)
+    return make_view(input, buffer.reshape(box.shape), shape, made, copied=True)
 
 
 @implements(torch.reshape, torch.Tensor.reshape)
@@ -99,13 +138,13 @@ def view(input: DistTensor, *shape: Any) -> DistTensor:
 
 
 @implements(torch.Tensor.view_as)
-def view_as(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+def view_as(input: Tensor, other: Tensor) -> Tensor:
     """Return the tensor in the shape of another one."""
     return input.view(tuple(other.shape))
 
 
 @implements(torch.Tensor.reshape_as)
-def reshape_as(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+def reshape_as(input: Tensor, other: Tensor) -> Tensor:
     """Return the tensor in the shape of another one."""
     return input.reshape(tuple(other.shape))
 
