@@ -22,7 +22,7 @@ from distconv.geometry.topology import AXES
 from tests.support.geometry import OUTSIDE, needed
 from tests.support.serial import examples, random_grid, random_layout
 
-RANKS = [1, 2, 3, 4, 6, 8]
+RANKS = [1, 2, 4, 6]
 DTYPES = [
     torch.float64,
     torch.float32,
@@ -285,7 +285,7 @@ def ring(grid: dc.ProcessGrid, n: int) -> tuple[Plan, Cuts]:
     return make_plan(grid.topology, grid.rank, shape, cuts, cuts, needs), cuts
 
 
-@pytest.mark.parallel([2, 3, 4])
+@pytest.mark.parallel([2, 4])
 def test_messages_of_two_exchanges_do_not_mix_whatever_their_order() -> None:
     grid = dc.ProcessGrid(height=-1)
     transport = grid.transport.carrier
@@ -307,7 +307,7 @@ def test_messages_of_two_exchanges_do_not_mix_whatever_their_order() -> None:
     assert [x.tolist() for x in landed] == [[10.0 * before + i] * 3 for i in range(5)]
 
 
-@pytest.mark.parallel([1, 2, 3, 4])
+@pytest.mark.parallel([1, 2, 4])
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_gradients_of_two_equal_exchanges_do_not_mix_in_either_order(
     order: tuple[int, int],
@@ -323,7 +323,7 @@ def test_gradients_of_two_equal_exchanges_do_not_mix_in_either_order(
         assert inner(b.detach(), c) == inner(a.detach(), a.grad)
 
 
-@pytest.mark.parallel([1, 2, 3, 4])
+@pytest.mark.parallel([1, 2, 4])
 def test_exchanges_of_several_grids_on_the_same_ranks_are_numbered_together() -> None:
     grids = [dc.ProcessGrid(height=-1), dc.ProcessGrid(width=-1)]
     x = torch.arange(2 * WORLD.size).reshape(1, 1, 2 * WORLD.size, 1)
@@ -333,7 +333,7 @@ def test_exchanges_of_several_grids_on_the_same_ranks_are_numbered_together() ->
     assert len(set(WORLD.allgather([g.transport.next_tag() for g in grids])[0])) == 2
 
 
-@pytest.mark.parallel([2, 3, 4])
+@pytest.mark.parallel([2, 4])
 def test_backward_passes_agree_on_their_order_where_some_ranks_have_nothing_to_move() -> None:
     # The message is too large to be sent before the other side has asked for it.
     n = 2**17

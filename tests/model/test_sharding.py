@@ -94,7 +94,7 @@ def check(model: nn.Module, serial: nn.Module, tolerance: float = 1e-10) -> None
         assert deviation(state[name], value) <= tolerance, name
 
 
-@pytest.mark.parallel([1, 2, 3, 4, 6])
+@pytest.mark.parallel([1, 2, 4])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_sharded_parameters_train_as_serially(name: str) -> None:
     make = OPTIMIZERS[name]
@@ -137,7 +137,7 @@ def test_lbfgs_and_its_state_are_the_serial_ones(search: str | None) -> None:
         check(model, serial, 1e-8)
 
 
-@pytest.mark.parallel([2, 3, 4])
+@pytest.mark.parallel([2, 4])
 def test_a_rank_holds_its_share_of_weights_gradients_and_optimizer_state() -> None:
     grid = dc.ProcessGrid(channel=-1)
     torch.manual_seed(0)
@@ -168,7 +168,7 @@ def test_a_fused_optimizer_names_the_way_out(make: str) -> None:
         step(model, optimizer, dc.distribute_tensor(batch(0), grid))
 
 
-@pytest.mark.parallel([1, 2, 3, 4])
+@pytest.mark.parallel([1, 2, 4])
 @pytest.mark.parametrize("name", ["Adam", "Adafactor"])
 def test_states_go_from_any_grid_to_any_other_and_to_serial_torch(name: str) -> None:
     make = OPTIMIZERS[name]
@@ -210,7 +210,7 @@ CLIPS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-@pytest.mark.parallel([1, 2, 3, 4])
+@pytest.mark.parallel([1, 2, 4])
 @pytest.mark.parametrize("order", [2.0, 1.0, float("inf")])
 @pytest.mark.parametrize("name", CLIPS)
 def test_gradients_are_clipped_by_their_true_norm(name: str, order: float) -> None:
@@ -230,7 +230,7 @@ def test_gradients_are_clipped_by_their_true_norm(name: str, order: float) -> No
         check(model, serial)
 
 
-@pytest.mark.parallel([1, 2, 3, 4])
+@pytest.mark.parallel([1, 2, 4])
 @pytest.mark.parametrize("lists", [None, True])
 def test_torch_s_functions_of_all_gradients_take_sharded_ones(lists: bool | None) -> None:
     for grid in grids(5):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import distconv as dc
 from tests.support.serial import agrees, examples, noted, raises_alike, random_grid, random_tensor
 
-RANKS = [1, 2, 3, 4, 6]
+RANKS = [1, 2, 4]
 REDUCTIONS = ["none", "mean", "sum"]
 
 
@@ -258,7 +258,7 @@ def test_bad_arguments_are_refused_on_all_ranks(function: Any) -> None:
         raises_alike(function, x, [], grid, rng, [layout])
 
 
-@pytest.mark.parallel([1, 2, 3, 4])
+@pytest.mark.parallel([1, 2, 4])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("ignore_index", [-100, 2, 300])
 def test_class_numbers_of_eight_bits(ignore_index: int, weighted: bool) -> None:
@@ -284,7 +284,7 @@ def test_class_numbers_of_planes_have_sixty_four_bits() -> None:
     raises_alike(lambda x: F.cross_entropy(x, labels), x, [], grid, rng, [dc.Layout(width="width")])
 
 
-@pytest.mark.parallel([1, 2, 3, 4])
+@pytest.mark.parallel([1, 2, 4])
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum", "batchmean"])
 def test_divergence_of_log_probabilities(reduction: str) -> None:
     rng = random.Random(reduction)

@@ -29,7 +29,7 @@ WITH_PARAMETERS: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], .
 }
 
 
-@pytest.mark.parallel([2, 3, 4])
+@pytest.mark.parallel([2, 4])
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("name", WITH_PARAMETERS)
 def test_parameters_on_planes_of_few_rows_equal_serial(name: str, rows: int) -> None:

@@ -21,7 +21,7 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.parallel([1, 2, 3, 4])
+@pytest.mark.parallel([1, 2, 4])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_single_sample(name: str) -> None:
     spatial, function = FUNCTIONS[name]

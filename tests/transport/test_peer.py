@@ -95,7 +95,7 @@ def test_tensors_are_gathered_and_broadcast_within_groups(apart: bool) -> None:
     group.Free()
 
 
-@pytest.mark.parallel([2, 3, 4])
+@pytest.mark.parallel([2, 4])
 @pytest.mark.parametrize("method", ["overlapped", "assembled"])
 def test_halos_are_bitwise_those_of_mpi(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     grid = dc.ProcessGrid(height=-1)

@@ -187,7 +187,7 @@ def test_messages_cross_the_memory_of_ranks(libraries: None) -> None:
     assert total.eq(sum(range(WORLD.size + 1))).all()
 
 
-@pytest.mark.parallel([2, 3, 4])
+@pytest.mark.parallel([2, 4])
 @pytest.mark.parametrize("shared", [False, True])
 def test_ranks_out_of_reach_get_their_messages_by_mpi(libraries: None, shared: bool) -> None:
     if WORLD.rank == 0:
@@ -227,7 +227,7 @@ def test_memory_begins_as_it_is_asked_to(libraries: None) -> None:
         assert list((ctypes.c_uint32 * 3).from_address(base)) == [5, 6, 7 + rank]
 
 
-@pytest.mark.parallel([2, 3, 4])
+@pytest.mark.parallel([2, 4])
 @pytest.mark.parametrize("method", ["overlapped", "assembled"])
 def test_a_step_equals_that_of_serial_torch(
     libraries: None, method: str, monkeypatch: pytest.MonkeyPatch

@@ -24,7 +24,7 @@ from distconv.ops.conv.channels import Division, communication_volume, parallel
 from distconv.transport.interface import Message
 from tests.support.serial import TOLERANCE, agrees, deviation, noted, random_layout, random_tensor
 
-RANKS = [2, 3, 4, 6, 8]
+RANKS = [2, 4, 6]
 ALGORITHMS = ["x", "y", "w", "auto"]
 CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
@@ -362,7 +362,7 @@ PAIRS: list[tuple[type[nn.Module], type[nn.Module], tuple[Any, ...], tuple[int, 
 ]
 
 
-@pytest.mark.parallel([1, 2, 3, 4])
+@pytest.mark.parallel([1, 2, 4])
 @pytest.mark.parametrize("ours, theirs, arguments, shape", PAIRS)
 def test_layers_stand_in_for_those_of_torch(
     ours: Any, theirs: Any, arguments: tuple[Any, ...], shape: tuple[int, ...]
@@ -395,7 +395,7 @@ def test_autocast_has_one_type_on_ranks_with_and_without_filters() -> None:
         assert set(MPI.COMM_WORLD.allgather(y.dtype)) == {torch.bfloat16}
 
 
-@pytest.mark.parallel([2, 3, 4])
+@pytest.mark.parallel([2, 4])
 def test_a_checkpoint_computes_again_on_ranks_without_filters_too() -> None:
     size = MPI.COMM_WORLD.size
     grid = dc.ProcessGrid(channel=-1)
