@@ -6,7 +6,7 @@ from distconv.geometry.layout import Box, Layout
 from distconv.grid.process_grid import ProcessGrid
 from distconv.model.clipping import clip_grad_norm_
 from distconv.model.parallelize import no_sync, parallelize
-from distconv.model.states import full_state_dict, load_full_state_dict
+from distconv.model.state_dicts import full_state_dict, load_full_state_dict
 from distconv.ops.extend import elementwise, windowed
 from distconv.ops.support.method import method
 from distconv.tensor.dispatch import UnsupportedOperation, implements

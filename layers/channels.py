@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from distconv.ops.conv.channels import ALGORITHMS, parallel
+from distconv.ops.conv.channel_algorithms import ALGORITHMS, parallel
 
 
 class _ChannelParallel(nn.Module):

@@ -57,8 +57,8 @@ def _cuts(layer: nn.Module, weight: Tensor, layout: Layout, topology: Topology) 
     """Return how to cut a layer's weight over the axes that cut the channels of its input.
 
     It is cut in channels, in filters or in both, as the layer's `parallel` says (see
-    `ops.conv.channels`); otherwise in channels where the sums for all outputs are fewer than the
-    inputs.
+    `ops.conv.channel_algorithms`); otherwise in channels where the sums for all outputs are fewer
+    than the inputs.
     """
     (axes,) = effective_cuts((layout.axes("channel"),), topology)
     if not axes:

@@ -26,7 +26,13 @@ from distconv.ops.math import (
     search,
     softmax,
 )
-from distconv.ops.norm import batch_norm, sample_norm
+from distconv.ops.norm import (
+    batch_norm,
+    group_norm,
+    instance_norm,
+    layer_norm,
+    local_response_norm,
+)
 from distconv.ops.pool import adaptive, average, lp_pool, maximum, unpool
 from distconv.ops.reduce import aggregates, counts, extrema, norms, order_statistics, sums
 from distconv.ops.shape import (
@@ -67,10 +73,14 @@ __all__ = [
     "foreach",
     "fourier",
     "grid_sample",
+    "group_norm",
     "indexing",
+    "instance_norm",
     "interpolate",
     "joining",
+    "layer_norm",
     "linear",
+    "local_response_norm",
     "lookup",
     "loss",
     "lp_pool",
@@ -87,7 +97,6 @@ __all__ = [
     "random",
     "rearrange",
     "reshape",
-    "sample_norm",
     "scalar",
     "scatter",
     "search",

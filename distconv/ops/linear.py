@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distconv.geometry.index_maps import Same
-from distconv.ops.conv.channels import Layer, WeightMeta, algorithm, layer_part
+from distconv.ops.conv.channel_algorithms import Layer, WeightMeta, algorithm, layer_part
 from distconv.ops.support.operands import Placement
 from distconv.ops.support.types import distributed_input
 from distconv.tensor.dispatch import implements, refuse

@@ -1,6 +1,6 @@
 """Convolution, and transposed convolution, whose channels or filters are cut over ranks.
 
-How the layer is divided is decided in `channels`; each rank's part is then computed as in
+How the layer is divided is decided in `channel_algorithms`; each rank's part is then computed as in
 `spatial`, and sums over channels that lie on several ranks are completed.
 """
 
@@ -12,7 +12,7 @@ from functools import lru_cache
 from torch import Tensor
 
 from distconv.geometry.index_maps import Same
-from distconv.ops.conv.channels import Layer, LayerPart, WeightMeta, algorithm, layer_part
+from distconv.ops.conv.channel_algorithms import Layer, LayerPart, WeightMeta, algorithm, layer_part
 from distconv.ops.conv.spatial import SpatialPlan, boundary_of, convolve_block
 from distconv.ops.conv.specification import ConvolutionSpec
 from distconv.ops.support.method import chosen_method

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import distconv as dc
-from distconv.ops.conv.channels import parallel
+from distconv.ops.conv.channel_algorithms import parallel
 from tests.support.strategies import FLOATING, INTEGER, Case, each, on_any_grid, sizes
 
 pytestmark = pytest.mark.gpu

@@ -19,8 +19,8 @@ import distconv as dc
 from distconv import layers
 from distconv.comm.ledger import trace_movements
 from distconv.geometry.index_maps import Same, Window
-from distconv.ops.conv import channels, spatial
-from distconv.ops.conv.channels import Division, communication_volume, parallel
+from distconv.ops.conv import channel_algorithms, spatial
+from distconv.ops.conv.channel_algorithms import Division, communication_volume, parallel
 from distconv.transport.interface import Message
 from tests.support.serial import TOLERANCE, agrees, deviation, noted, random_layout, random_tensor
 
@@ -379,7 +379,7 @@ def test_layers_stand_in_for_those_of_torch(
         y = layer(dc.distribute_tensor(x, grid))
         assert deviation(y.full_tensor().detach(), serial(x).detach()) <= TOLERANCE
         assert y.cuts[1] == (("channel",) if grid.size > 1 else ())
-    assert channels._CHOSEN.get() == "auto"
+    assert channel_algorithms._CHOSEN.get() == "auto"
     with pytest.raises(ValueError, match="parallel='z' is not known; choose from x, y, w, auto"):
         ours(*arguments, parallel="z")
 

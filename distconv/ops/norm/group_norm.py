@@ -1,0 +1,52 @@
+"""Normalisation of each sample and group of channels."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from distconv.geometry.layout import cutting_axes
+from distconv.ops.norm.affine import check_parameter_types, per_channel, scale_and_shift_blocks
+from distconv.ops.norm.batch_norm import own_channels
+from distconv.ops.norm.moments import Standardize, element_counts_of_peers
+from distconv.ops.support.metadata_checks import any_type, check_on_meta
+from distconv.ops.support.operands import Placement, as_distributed, common_grid, uncut
+from distconv.tensor.dispatch import implements
+from distconv.tensor.dist_tensor import DistTensor
+from distconv.tensor.redistribution import redistribute
+
+
+@implements(F.group_norm, torch.group_norm)
+def group_norm(
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> DistTensor:
+    """Normalise each sample and group of channels over the whole plane."""
+    name = "group_norm"
+    x = as_distributed(input, common_grid("group_norm", (input, weight, bias)))
+    check_parameter_types("group_norm", x, weight, bias)
+    check_on_meta(F.group_norm, any_type(x), num_groups, any_type(weight), any_type(bias), eps)
+    channels, cuts = x.shape[1] // num_groups, x.cuts
+    if num_groups % x.grid.topology.parts(cuts[1]) and channels != 1:
+        # Some groups lie on several ranks.
+        return redistribute(
+            group_norm(uncut(x, [1], name), num_groups, weight, bias, eps), cuts, name
+        )
+    weight, bias = own_channels(weight, x, name), own_channels(bias, x, name)
+    groups = x.shard.shape[1] // max(channels, 1)
+    spatial = tuple(range(2, x.dim()))
+    group = cutting_axes(cuts[2:])
+    if not group and x.shard.numel():
+        # torch.nn.functional would look at the size of this block once more.
+        shard = torch.group_norm(x.shard, groups, weight, bias, eps)
+        return DistTensor(shard, x.shape, cuts, x.grid)
+    counts = element_counts_of_peers(Placement.of(x), spatial, group, block=channels)
+    grouped = x.shard.unflatten(1, (groups, channels))
+    over = tuple(range(2, grouped.dim()))
+    shard, _, _ = Standardize.apply(grouped, over, x.grid, group, counts, eps)
+    weight, bias = per_channel(weight, x.dim()), per_channel(bias, x.dim())
+    return scale_and_shift_blocks(x, shard.flatten(1, 2), weight, bias)
