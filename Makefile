@@ -30,9 +30,9 @@ demo: $(VENV)/ready
 # Before a pull request, in under two minutes on two cores: style and types, then what finds most for
 # its time. On one rank that is index arithmetic and the floors; on two, a sample of every function
 # against serial torch, and a file or two of each folder.
-QUICK := $(addprefix tests/,ops/test_coverage.py ops/conv/test_convolution.py \
-         ops/conv/test_overlapped_convolution.py ops/pool/test_overlapped_pool.py \
-         ops/norm/test_batch_norm.py ops/reduce/test_sums.py tensor/test_dist_tensor.py \
+QUICK := $(addprefix tests/,ops/test_coverage.py ops/test_custom_function.py \
+         ops/conv/test_overlapped_convolution.py ops/windowed/test_properties.py \
+         ops/norm/test_properties.py ops/reduce/test_properties.py tensor/test_dist_tensor.py \
          model/test_buckets.py model/test_parallelize.py comm/test_movements.py \
          transport/test_staged.py grid/test_order.py)
 check: lint

@@ -43,16 +43,19 @@ _PATIENCE = 90.0
 """Seconds that a rank which has judged an example waits for the others."""
 
 
-def on_any_grid(count: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def on_any_grid(
+    count: int, more: Sequence[int] = ()
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Let a test of a `Case` hold for `count` random ones, and 50 times as many nightly.
 
     Whatever a rank raises, all raise, with the report of the first that did. Where ranks are many
-    there are fewer `examples`, but not nightly, when more numbers of ranks are tried as well.
+    there are fewer `examples`, but not nightly, when all numbers of ranks are tried. By day the
+    test runs on 1, 2 and 4 ranks, and on `more`.
     """
     wanted = count * TIMES if TIMES > 1 else len(examples(count))
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
-        @pytest.mark.parallel(RANKS)
+        @pytest.mark.parallel(sorted({*RANKS, *more}))
         @pytest.mark.filterwarnings("ignore::UserWarning")
         @settings(max_examples=wanted)
         @given(case=st.data())

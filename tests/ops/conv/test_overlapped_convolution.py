@@ -1,11 +1,10 @@
-"""Overlapped convolutions equal serial, save halos only, and can be differentiated again."""
+"""Overlapped convolutions save halos only, and can be differentiated again."""
 
 from __future__ import annotations
 
 import copy
 import random
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -15,95 +14,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import distconv as dc
-from distconv.ops.conv import spatial
 from tests.support.serial import (
     TOLERANCE,
     agrees,
     deviation,
-    noted,
     random_grid,
     random_tensor,
     summed,
 )
-
-RANKS = [2, 3, 8]
-FUNCTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
-TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
-
-
-def random_case(rng: random.Random, n: int) -> tuple[list[int], list[int], dict[str, Any]]:
-    """Planes that are large beside the windows, and padded so that blocks line up."""
-    stride = [rng.choice([1, 1, 1, 2, 3]) for _ in range(n)]
-    kernel = [rng.choice([1, 2, 3, 5]) if s > 1 else rng.choice([1, 3, 3, 5]) for s in stride]
-    dilation = [rng.choice([1, 1, 1, 2]) for _ in range(n)]
-    padding = [d * (k - 1) // 2 for k, d in zip(kernel, dilation, strict=True)]
-    groups = rng.choice([1, 1, 2])
-    plane = [rng.randrange(*((60, 120), (24, 50), (16, 26))[n - 1]) for _ in range(n)]
-    arguments = dict(stride=stride, padding=padding, dilation=dilation, groups=groups)
-    return [rng.choice([1, 2, 3]), 2 * groups, *plane], [2 * groups, 2, *kernel], arguments
-
-
-@pytest.mark.parallel(RANKS)
-@pytest.mark.parametrize("n", [1, 2, 3])
-def test_overlapped_convolutions_equal_serial(n: int) -> None:
-    rng = random.Random(n)
-    with mock.patch.object(
-        spatial, "overlapped_linear", wraps=spatial.overlapped_linear
-    ) as overlapped:
-        for i in range(16):
-            grid = random_grid(rng, ("depth", "height", "width")[3 - n :])
-            shape, kernel, arguments = random_case(rng, n)
-            x, w = random_tensor(rng, shape), random_tensor(rng, kernel)
-            parameters = [w, random_tensor(rng, kernel[:1])] if i % 2 else [w]
-
-            def function(x: Tensor, w: Tensor, b: Any = None, a: Any = arguments) -> Tensor:
-                with dc.method("overlapped"):
-                    return FUNCTIONS[n](x, w, b, **a)
-
-            with noted(shape, kernel, arguments, grid):
-                agrees(function, [x], parameters, grid, rng, [None])
-    assert overlapped.call_count >= 3
-
-
-def random_transposed_case(
-    rng: random.Random, n: int
-) -> tuple[list[int], list[int], dict[str, Any]]:
-    """Planes that are mostly upsampled by a whole factor, and evenly or unevenly cut."""
-    stride = [rng.choice([1, 2, 2, 3]) for _ in range(n)]
-    kernel = [s + rng.choice([0, 1, 2, 2, 3]) for s in stride]
-    dilation = [rng.choice([1, 1, 1, 2]) for _ in range(n)]
-    reach = [d * (k - 1) + 1 - s for k, d, s in zip(kernel, dilation, stride, strict=True)]
-    padding = [max(r, 0) // 2 for r in reach]
-    extra = [r % 2 if s > 1 else 0 for r, s in zip(reach, stride, strict=True)]
-    groups = rng.choice([1, 1, 2])
-    plane = [rng.randrange(*((40, 80), (16, 33), (8, 17))[n - 1]) for _ in range(n)]
-    arguments = dict(
-        stride=stride, padding=padding, output_padding=extra, dilation=dilation, groups=groups
-    )
-    return [rng.choice([1, 2, 3]), 2 * groups, *plane], [2 * groups, 2, *kernel], arguments
-
-
-@pytest.mark.parallel(RANKS)
-@pytest.mark.parametrize("n", [1, 2, 3])
-def test_overlapped_transposed_convolutions_equal_serial(n: int) -> None:
-    rng = random.Random(n)
-    with mock.patch.object(
-        spatial, "overlapped_linear", wraps=spatial.overlapped_linear
-    ) as overlapped:
-        for i in range(16):
-            grid = random_grid(rng, ("depth", "height", "width")[3 - n :])
-            shape, kernel, arguments = random_transposed_case(rng, n)
-            x, w = random_tensor(rng, shape), random_tensor(rng, kernel)
-            filters = 2 * arguments["groups"]
-            parameters = [w, random_tensor(rng, [filters])] if i % 2 else [w]
-
-            def function(x: Tensor, w: Tensor, b: Any = None, a: Any = arguments) -> Tensor:
-                with dc.method("overlapped"):
-                    return TRANSPOSED[n](x, w, b, **a).relu_()
-
-            with noted(shape, kernel, arguments, grid):
-                agrees(function, [x], parameters, grid, rng, [None])
-    assert overlapped.call_count >= 3
 
 
 @pytest.mark.parallel([2, 4])

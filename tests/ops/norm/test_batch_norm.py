@@ -1,4 +1,4 @@
-"""Batch normalisation equals serial: statistics, gradients, running statistics; ghost batches."""
+"""Batch normalisation modules, ghost batches, and arguments that are refused."""
 
 from __future__ import annotations
 
@@ -34,16 +34,6 @@ TORCH = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
 DISTCONV = {1: layers.BatchNorm1d, 2: layers.BatchNorm2d, 3: layers.BatchNorm3d}
 
 
-def random_samples(rng: random.Random, n: int) -> Tensor:
-    # With two values per channel the input gradient is zero but for eps, and its rounding is large.
-    shape = (
-        rng.choice([3, 4, 5]),
-        rng.choice([1, 2, 3, 4]),
-        *(rng.randrange(1, 9) for _ in range(n)),
-    )
-    return 3 * random_tensor(rng, shape) + 7
-
-
 def equal_on_all_ranks(x: Tensor) -> bool:
     return len(set(MPI.COMM_WORLD.allgather(tuple(x.flatten().tolist())))) == 1
 
@@ -52,43 +42,6 @@ def buffers_agree(actual: nn.Module, expected: nn.Module) -> None:
     for (name, got), wanted in zip(actual.named_buffers(), expected.buffers(), strict=True):
         assert deviation(got, wanted) <= TOLERANCE, name
         assert equal_on_all_ranks(got), name
-
-
-@pytest.mark.parallel(RANKS)
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("n", [1, 2, 3])
-def test_batch_norm_equals_serial_with_its_running_statistics(n: int, training: bool) -> None:
-    rng = random.Random(n)
-    for _ in examples(20):
-        grid, x = random_grid(rng), random_samples(rng, n)
-        channels = x.shape[1]
-        running = [random_tensor(rng, [channels]), random_tensor(rng, [channels]).abs()]
-        if training and rng.random() < 0.2:
-            running = []
-        affine = [random_tensor(rng, [channels]) for _ in range(rng.choice([0, 1, 2, 2]))]
-        momentum, eps = rng.choice([0.0, 0.1, 0.7]), rng.choice([1e-5, 1e-1])
-        results = []
-
-        def function(
-            x: Tensor,
-            *affine: Tensor,
-            running: Any = running,
-            momentum: Any = momentum,
-            eps: Any = eps,
-            results: Any = results,
-        ) -> Tensor:
-            statistics = [r.clone() for r in running] or [None, None]
-            results.append(statistics if running else [])
-            return F.batch_norm(
-                x, *statistics, *affine, training=training, momentum=momentum, eps=eps
-            )
-
-        layout = random_layout(rng, grid, x.shape)
-        with noted(tuple(x.shape), layout, grid, len(running), len(affine)):
-            agrees(function, [x], affine, grid, rng, [layout])
-            for wanted, got in zip(*results, strict=True):
-                assert deviation(got, wanted) <= TOLERANCE, "running statistics"
-                assert equal_on_all_ranks(got)
 
 
 @pytest.mark.parallel([1, 2, 4])

@@ -1,10 +1,9 @@
-"""Overlapped pooling equals serial and assembled pooling, saves little, is differentiated again."""
+"""Overlapped pooling equals assembled pooling, saves little, and is differentiated again."""
 
 from __future__ import annotations
 
 import random
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -12,82 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import distconv as dc
-from distconv.ops.pool import average, maximum
-from tests.support.serial import TOLERANCE, agrees, deviation, noted, random_grid, random_tensor
-
-RANKS = [2, 4]
-SPATIAL = ("depth", "height", "width")
-AVERAGE = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
-MAX = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
-
-
-def random_plane(rng: random.Random, n: int) -> list[int]:
-    """The shape of a plane that is large beside the windows, and often cut evenly."""
-    sizes = ((60, 120), (24, 50), (16, 26))[n - 1]
-    plane = [rng.choice([rng.randrange(*sizes), 72 // n]) for _ in range(n)]
-    return [rng.choice([1, 2, 3]), rng.choice([1, 2]), *plane]
-
-
-def random_windows(rng: random.Random, n: int) -> dict[str, Any]:
-    """Windows of which blocks often line up."""
-    kernel = [rng.choice([1, 2, 3, 3, 3, 5]) for _ in range(n)]
-    return dict(
-        kernel_size=kernel,
-        stride=[rng.choice([1, 1, 2, 2, 3]) for _ in range(n)],
-        padding=[k // 2 if k % 2 else 0 for k in kernel],
-        ceil_mode=rng.random() < 0.3,
-    )
-
-
-@pytest.mark.parallel(RANKS)
-@pytest.mark.parametrize("n", [1, 2, 3])
-def test_overlapped_averages_equal_serial_for_every_divisor(n: int) -> None:
-    rng = random.Random(n)
-    with mock.patch.object(
-        average, "overlapped_linear", wraps=average.overlapped_linear
-    ) as overlapped:
-        for _ in range(16):
-            grid, shape = random_grid(rng, SPATIAL[3 - n :]), random_plane(rng, n)
-            arguments = random_windows(rng, n) | dict(count_include_pad=rng.random() < 0.5)
-            if n > 1:
-                arguments["divisor_override"] = rng.choice([None, None, 3])
-            x = random_tensor(rng, shape)
-
-            def function(x: Tensor, a: Any = arguments) -> Tensor:
-                with dc.method("overlapped"):
-                    return AVERAGE[n](x, **a)
-
-            with noted(shape, arguments, grid):
-                agrees(function, [x], [], grid, rng, [None])
-    assert overlapped.call_count >= 3
-
-
-@pytest.mark.parallel(RANKS)
-@pytest.mark.parametrize("n", [1, 2, 3])
-@pytest.mark.parametrize("indices", [False, True])
-def test_overlapped_maxima_equal_serial_with_ties_and_nan(n: int, indices: bool) -> None:
-    rng = random.Random(n)
-    with mock.patch.object(
-        maximum, "overlapped_maxima", wraps=maximum.overlapped_maxima
-    ) as overlapped:
-        for _ in range(20):
-            grid, shape = random_grid(rng, SPATIAL[3 - n :]), random_plane(rng, n)
-            arguments = random_windows(rng, n)
-            # torch pads by no more than half the kernel, so that dilated windows do not line up
-            # along what is cut.
-            arguments["dilation"] = [rng.choice([1, 1, 1, 1, 2]) for _ in range(n)]
-            x = random_tensor(rng, shape)
-            lower = torch.full_like(x, rng.choice([-torch.inf, torch.nan]))
-            values = x, x.round(), -1 - x.abs(), torch.zeros_like(x), torch.where(x > 1, x, lower)
-            x = rng.choice(values)
-
-            def function(x: Tensor, a: Any = arguments) -> Tensor:
-                with dc.method("overlapped"):
-                    return MAX[n](x, return_indices=indices, **a)
-
-            with noted(shape, arguments, grid):
-                agrees(function, [x], [], grid, rng, [None])
-    assert overlapped.call_count >= 3
+from tests.support.serial import TOLERANCE, agrees, deviation, random_grid, random_tensor
 
 
 def both(function: Any, x: Tensor, grid: dc.ProcessGrid) -> list[list[Tensor]]:

@@ -1,4 +1,4 @@
-"""Pooling on cut planes equals serial pooling: windows, borders, ties, adaptive windows."""
+"""Pooling modules, integers, and ranks without elements; see also `windowed/test_properties`."""
 
 from __future__ import annotations
 
@@ -21,11 +21,7 @@ from tests.support.serial import (
     random_tensor,
 )
 
-RANKS = [1, 2, 4]
 MAX = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
-AVERAGE = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
-ADAPTIVE_MAX = {1: F.adaptive_max_pool1d, 2: F.adaptive_max_pool2d, 3: F.adaptive_max_pool3d}
-ADAPTIVE_AVERAGE = {1: F.adaptive_avg_pool1d, 2: F.adaptive_avg_pool2d, 3: F.adaptive_avg_pool3d}
 
 
 def random_plane(rng: random.Random, n: int, smallest: int = 5) -> Tensor:
@@ -50,48 +46,6 @@ def random_windows(rng: random.Random, n: int, dilated: bool) -> dict[str, Any]:
     if dilated:
         arguments["dilation"] = [rng.choice([1, 1, 2]) for _ in range(n)]
     return arguments
-
-
-@pytest.mark.parallel(RANKS)
-@pytest.mark.parametrize("n", [1, 2, 3])
-def test_max_pooling_equals_serial_with_ties_and_negative_borders(n: int) -> None:
-    rng = random.Random(n)
-    for _ in examples(30):
-        grid, x, arguments = random_grid(rng), random_plane(rng, n, 7), random_windows(rng, n, True)
-        layout = random_layout(rng, grid, x.shape)
-        with noted(tuple(x.shape), arguments, layout, grid):
-            agrees(lambda x, a=arguments: MAX[n](x, **a), [x], [], grid, rng, [layout])
-
-
-@pytest.mark.parallel(RANKS)
-@pytest.mark.parametrize("n", [1, 2, 3])
-def test_average_pooling_equals_serial_for_every_divisor(n: int) -> None:
-    rng = random.Random(10 + n)
-    for _ in examples(30):
-        grid, x, arguments = random_grid(rng), random_plane(rng, n), random_windows(rng, n, False)
-        arguments["count_include_pad"] = rng.random() < 0.5
-        if n > 1:
-            arguments["divisor_override"] = rng.choice([None, None, 3])
-        layout = random_layout(rng, grid, x.shape)
-        with noted(tuple(x.shape), arguments, layout, grid):
-            agrees(lambda x, a=arguments: AVERAGE[n](x, **a), [x], [], grid, rng, [layout])
-
-
-@pytest.mark.parallel(RANKS)
-@pytest.mark.parametrize("kind", ["max", "average"])
-@pytest.mark.parametrize("n", [1, 2, 3])
-def test_adaptive_pooling_equals_serial_with_few_and_uneven_outputs(n: int, kind: str) -> None:
-    rng = random.Random(20 + n)
-    function = (ADAPTIVE_MAX if kind == "max" else ADAPTIVE_AVERAGE)[n]
-    for _ in range(16 if n < 3 else 10):
-        grid, x = random_grid(rng), random_plane(rng, n, 1)
-        sizes: Any = [rng.choice([1, 2, 3, 5, 7]) for _ in range(n)]
-        if n > 1:
-            sizes[rng.randrange(n)] = rng.choice([1, 4, None])
-        sizes = rng.choice([sizes, sizes, 1, 2])
-        layout = random_layout(rng, grid, x.shape)
-        with noted(tuple(x.shape), sizes, layout, grid):
-            agrees(lambda x, s=sizes: function(x, s), [x], [], grid, rng, [layout])
 
 
 @pytest.mark.parallel([1, 2, 4])

@@ -1,9 +1,8 @@
-"""Flips, rolls, repetitions and assignment to slices equal the serial ones on any cut."""
+"""Dimensions change places, and masks choose what numbers are assigned to, as serially."""
 
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import pytest
 import torch
@@ -16,42 +15,6 @@ RANKS = [1, 2, 4]
 
 def random_shape(rng: random.Random) -> list[int]:
     return [rng.randrange(1, 8) for _ in range(rng.choice([1, 2, 3, 4]))]
-
-
-@pytest.mark.parallel(RANKS)
-def test_flip() -> None:
-    rng = random.Random(1)
-    for _ in examples(10):
-        shape = random_shape(rng)
-        dims = rng.sample(range(len(shape)), rng.randrange(len(shape) + 1))
-        x = random_tensor(rng, shape)
-        agrees(lambda x, dims=dims: torch.flip(x, dims), [x], [], random_grid(rng), rng)
-
-
-@pytest.mark.parallel(RANKS)
-def test_roll() -> None:
-    rng = random.Random(2)
-    for _ in examples(10):
-        shape = random_shape(rng)
-        dims = rng.sample(range(len(shape)), rng.randrange(1, len(shape) + 1))
-        shifts = [rng.randrange(-9, 10) for _ in dims]
-        x = random_tensor(rng, shape)
-
-        def function(x, shifts=shifts, dims=dims):
-            return x.roll(shifts, dims) + x.roll(shifts[0])
-
-        agrees(function, [x], [], random_grid(rng), rng)
-
-
-@pytest.mark.parallel(RANKS)
-def test_repeat() -> None:
-    rng = random.Random(3)
-    for _ in range(8):
-        shape = random_shape(rng)
-        times = [rng.choice([1, 1, 2, 3]) for _ in range(len(shape) + rng.choice([0, 1]))]
-        x = random_tensor(rng, shape)
-        agrees(lambda x, times=times: x.repeat(*times), [x], [], random_grid(rng), rng)
-        agrees(lambda x, times=times: x.tile(times[-1:]), [x], [], random_grid(rng), rng)
 
 
 @pytest.mark.parallel([1, 2, 4])
@@ -68,46 +31,6 @@ def test_dimensions_change_places() -> None:
         torch.flipud,
     ):
         agrees(function, [x], [], random_grid(rng), rng)
-
-
-def random_index(rng: random.Random, shape: list[int]) -> tuple[Any, ...]:
-    index: list[Any] = []
-    for n in shape:
-        kind = rng.random()
-        if kind < 0.25:
-            index.append(rng.randrange(-n, n))
-        elif kind < 0.75:
-            index.append(
-                slice(rng.randrange(n), rng.choice([None, n, n - 1]), rng.choice([1, 2, 3]))
-            )
-        else:
-            index.append(slice(None))
-    return tuple(index[: rng.randrange(1, len(index) + 1)])
-
-
-@pytest.mark.parallel(RANKS)
-def test_assignment_of_numbers_and_tensors_to_slices() -> None:
-    rng = random.Random(5)
-    for _ in examples(15):
-        shape = random_shape(rng)
-        index = random_index(rng, shape)
-        x = random_tensor(rng, shape)
-        values = [random_tensor(rng, x[index].shape), random_tensor(rng, x[index].shape[-1:])]
-
-        def number(x, index=index):
-            y = x * 2
-            y[index] = 7
-            return y * x
-
-        def tensor(x, value, index=index):
-            y = x * 2
-            y[index] = value
-            return y * x
-
-        agrees(number, [x], [], random_grid(rng), rng)
-        for value in values:
-            agrees(tensor, [x], [value], random_grid(rng), rng)
-            agrees(tensor, [x, value], [], random_grid(rng), rng)
 
 
 @pytest.mark.parallel(RANKS)

@@ -53,7 +53,7 @@ def by_any_method(case: Case, function: Callable[..., Any]) -> Callable[..., Any
     return call
 
 
-@on_any_grid(18)
+@on_any_grid(18, [3, 8])
 def test_convolution_equals_serial_for_all_arguments(case: Case) -> None:
     n, groups = case.one_of(2, 1, 3), case.one_of(1, 1, 2, 3)
     channels, filters = groups * case.draw(sizes(1, 2)), groups * case.draw(sizes(1, 3))
@@ -78,7 +78,7 @@ def test_convolution_equals_serial_for_all_arguments(case: Case) -> None:
     case.agrees(function, *tensors, cut=cut)
 
 
-@on_any_grid(14)
+@on_any_grid(14, [3])
 def test_transposed_convolution_equals_serial_for_all_arguments(case: Case) -> None:
     n, groups = case.one_of(2, 1, 3), case.one_of(1, 1, 2)
     channels, filters = groups * case.draw(sizes(1, 2)), case.draw(sizes(1, 3))
@@ -114,7 +114,7 @@ def windows(case: Case, n: int, padding: int = 1) -> dict[str, Any]:
     )
 
 
-@on_any_grid(14)
+@on_any_grid(14, [3])
 def test_max_pooling_equals_serial_with_and_without_indices(case: Case) -> None:
     n = case.one_of(2, 1, 3)
     arguments = windows(case, n, 2)
