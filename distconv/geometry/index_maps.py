@@ -2,11 +2,13 @@
 
 Every map answers, along one dimension of size n, which input intervals are needed to compute the
 outputs [start, stop), and how many outputs there are. An interval may reach outside [0, n): those
-positions are padding. The needed buffer is the concatenation of the intervals.
+positions are padding. The needed buffer is the concatenation of the intervals. The other way round,
+`dependents` tells among which outputs those are that need some inputs, without asking each.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,6 +24,29 @@ class IndexMap(Protocol):
     def intervals(self, size: int, start: int, stop: int) -> tuple[Interval, ...]:
         """Return the input intervals needed for the outputs [start, stop), start < stop."""
 
+    def dependents(self, size: int, start: int, stop: int) -> tuple[Interval, ...]:
+        """Return output intervals; what needs any of the inputs [start, stop) meets one of them."""
+
+
+class Ascending:
+    """An index map by which later outputs need no earlier inputs, and each one interval."""
+
+    def dependents(self: IndexMap, size: int, start: int, stop: int) -> tuple[Interval, ...]:
+        outputs = range(self.output_size(size))
+        if not outputs:
+            return ()
+
+        def first(output: int) -> int:
+            return self.intervals(size, output, output + 1)[0][0]
+
+        def last(output: int) -> int:
+            return self.intervals(size, output, output + 1)[0][1]
+
+        low = min(bisect_right(outputs, start, key=last), len(outputs) - 1)
+        high = max(bisect_left(outputs, stop, key=first) - 1, 0)
+        # Inputs that windows leave out belong to what contains the outputs on both sides.
+        return ((min(low, high), max(low, high) + 1),)
+
 
 @dataclass(frozen=True)
 class Same:
@@ -33,9 +58,12 @@ class Same:
     def intervals(self, size: int, start: int, stop: int) -> tuple[Interval, ...]:
         return ((start, stop),)
 
+    def dependents(self, size: int, start: int, stop: int) -> tuple[Interval, ...]:
+        return ((start, stop),)
+
 
 @dataclass(frozen=True)
-class Window:
+class Window(Ascending):
     """A sliding window: convolution and pooling.
 
     Output o covers the inputs o*stride - padding[0] + dilation*i for i in range(kernel).
@@ -67,7 +95,7 @@ class Window:
 
 
 @dataclass(frozen=True)
-class AdaptiveWindow:
+class AdaptiveWindow(Ascending):
     """Adaptive pooling to m outputs: output o covers the inputs [o*n // m, ceil((o+1)*n / m))."""
 
     outputs: int
@@ -84,7 +112,7 @@ class AdaptiveWindow:
 
 
 @dataclass(frozen=True)
-class Strided:
+class Strided(Ascending):
     """A slice: output i is input first + i*step, step positive."""
 
     first: int
@@ -115,9 +143,12 @@ class Span:
         first, last = max(start - self.offset, 0), min(stop - self.offset, size)
         return ((first, last),) if first < last else ()
 
+    def dependents(self, size: int, start: int, stop: int) -> tuple[Interval, ...]:
+        return ((self.offset + start, self.offset + stop),)
+
 
 @dataclass(frozen=True)
-class Grouped:
+class Grouped(Ascending):
     """An index map by which each `factor` outputs are computed from the next `inputs` inputs.
 
     Pixel shuffle and the groups of grouped convolution are of this kind.
@@ -135,7 +166,7 @@ class Grouped:
 
 
 @dataclass(frozen=True)
-class Rows:
+class Rows(Ascending):
     """Rows of another length, as a reshape makes them: the elements of all rows follow each other.
 
     Inputs are rows of `before` elements, outputs of `after` elements.
@@ -165,6 +196,9 @@ class Reversed:
     def intervals(self, size: int, start: int, stop: int) -> tuple[Interval, ...]:
         return ((size - stop, size - start),)
 
+    def dependents(self, size: int, start: int, stop: int) -> tuple[Interval, ...]:
+        return self.intervals(size, start, stop)
+
 
 @dataclass(frozen=True)
 class Rolled:
@@ -179,6 +213,9 @@ class Rolled:
         first = (start - self.shift) % size
         last = first + stop - start
         return ((first, last),) if last <= size else ((first, size), (0, last - size))
+
+    def dependents(self, size: int, start: int, stop: int) -> tuple[Interval, ...]:
+        return Rolled(-self.shift).intervals(size, start, stop)
 
 
 @dataclass(frozen=True)
@@ -212,6 +249,19 @@ class Pad:
         inside = (max(first, 0), min(last, size))
         pieces = [_mirror(self.mode, inputs, *low), inside, _mirror(self.mode, inputs, *high)]
         return tuple(piece for piece in pieces if piece[0] < piece[1])
+
+    def dependents(self, size: int, start: int, stop: int) -> tuple[Interval, ...]:
+        inside = (start + self.before, stop + self.before)
+        if self.mode == "constant":
+            return (inside,)
+        left, right = (0, self.before), (self.before + size, self.output_size(size))
+        repeats = [side for side in (left, right) if side[0] < side[1]]
+        return (inside, *(s for s in repeats if self._takes(size, s, (start, stop))))
+
+    def _takes(self, size: int, outputs: Interval, inputs: Interval) -> bool:
+        """Return whether any of the outputs needs any of the inputs."""
+        needed = self.intervals(size, *outputs)
+        return any(max(a, inputs[0]) < min(b, inputs[1]) for a, b in needed)
 
     def order(self, size: int, start: int, stop: int) -> list[int] | None:
         """Return the place in the buffer of each output in [start, stop); None where they agree."""
@@ -250,7 +300,7 @@ def _mirror(mode: str, inputs: Interval, start: int, stop: int) -> Interval:
 
 
 @dataclass(frozen=True)
-class TransposedWindow:
+class TransposedWindow(Ascending):
     """The transpose of a `Window`: input i reaches the outputs from i*stride - padding on."""
 
     kernel: int

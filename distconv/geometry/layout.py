@@ -7,9 +7,10 @@ more, so the box that a rank holds follows from (shape, layout, grid) and nothin
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from math import prod
 from typing import ClassVar, Protocol, TypeAlias, TypeVar
 
@@ -24,6 +25,26 @@ def block(size: int, parts: int, index: int) -> tuple[int, int]:
     quotient, remainder = divmod(size, parts)
     start = index * quotient + min(index, remainder)
     return start, start + quotient + (index < remainder)
+
+
+def distinct_parts(
+    first: int, second: int, parts: int, steps: tuple[int, int] = (1, 1)
+) -> Iterator[int]:
+    """Yield the numbers of parts that stand for all, where two dimensions are cut alike.
+
+    Of those left out each has blocks as long as a part before it, and their positions, times
+    `steps`, are as far from each other. So many parts are looked at only where that distance
+    changes from each to the next.
+
+    Parameters
+    ----------
+    first, second: the elements of the two dimensions, inputs and outputs, say.
+    """
+    edges = {0, 1, first % parts, second % parts, parts - 1, parts}
+    for start, stop in pairwise(sorted(edge for edge in edges if edge <= parts)):
+        lengths = ((b - a) for a, b in (block(n, parts, start) for n in (first, second)))
+        drift = sum(step * n for step, n in zip((steps[0], -steps[1]), lengths, strict=True))
+        yield from (range(start, stop) if drift else (start,))
 
 
 def owning_part(size: int, parts: int, position: int) -> int:

@@ -18,7 +18,7 @@ from functools import cached_property, lru_cache
 from itertools import product
 from math import prod
 
-from distconv.geometry.index_maps import IndexMap, Interval
+from distconv.geometry.index_maps import IndexMap, Interval, Same, Window
 from distconv.geometry.layout import Cuts, block, cutting_axes, owning_part, rank_box
 from distconv.geometry.topology import Topology
 
@@ -95,7 +95,10 @@ class _Dimension:
     @property
     def identity(self) -> bool:
         """Return whether every target part needs the source part of its number, on its ranks."""
-        return (self.source_axes, self.size) == (self.target_axes, self.outputs) and all(
+        if (self.source_axes, self.size) != (self.target_axes, self.outputs):
+            return False
+        # The first part tells of most maps that they are not.
+        return self.needs in (Same(), Window(1)) or all(
             self.intervals(j) == (block(self.size, self.source_parts, j),)
             for j in range(min(self.source_parts, self.size))
         )
@@ -110,6 +113,17 @@ class _Dimension:
                 links.append(Link(a - start, offset + a - first, b - a))
             offset += last - first
         return tuple(links)
+
+    def targets(self, source: int) -> set[int]:
+        """Return target parts, all among them that take elements from source part `source`."""
+        start, stop = block(self.size, self.source_parts, source)
+        parts: set[int] = set()
+        for first, last in self.needs.dependents(self.size, start, stop) if start < stop else ():
+            a, b = max(first, 0), min(last, self.outputs)
+            if a < b:
+                low = owning_part(self.outputs, self.target_parts, a)
+                parts.update(range(low, owning_part(self.outputs, self.target_parts, b - 1) + 1))
+        return parts
 
     def sources(self, target: int) -> set[int]:
         """Return the source parts from which target part `target` takes elements."""
@@ -203,7 +217,7 @@ def _targets(
     for d, i in zip(dimensions, source_here, strict=True):
         fixed = [axis for axis in d.target_axes if axis not in moving]
         parts = []
-        for j in range(d.target_parts):
+        for j in sorted(d.targets(i)):
             where = topology.unravel(j, d.target_axes)
             if all(where[axis] == here[axis] for axis in fixed) and d.links(i, j):
                 parts.append(j)

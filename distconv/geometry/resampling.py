@@ -12,14 +12,14 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from distconv.geometry.index_maps import Interval
+from distconv.geometry.index_maps import Ascending, Interval
 
 _CUBIC = -0.75
 _CUBIC_ANTIALIAS = -0.5
 
 
 @dataclass(frozen=True)
-class Resampled:
+class Resampled(Ascending):
     """Resampling of a dimension to `outputs` positions.
 
     Parameters

@@ -14,6 +14,8 @@ from distconv.geometry.index_maps import (
     Grouped,
     IndexMap,
     Pad,
+    Reversed,
+    Rolled,
     Rows,
     Same,
     Span,
@@ -98,7 +100,10 @@ class Movement:
 @st.composite
 def index_maps(draw: st.DrawFn, n: int) -> IndexMap:
     """Any map along a dimension of n inputs that makes at least no outputs."""
-    kinds = [Same, Window, TransposedWindow, AdaptiveWindow, Strided, Span, Grouped, Rows, Pad]
+    kinds = [
+        *(Same, Window, TransposedWindow, AdaptiveWindow, Strided, Span, Grouped, Rows, Pad),
+        *(Reversed, Rolled),
+    ]
     kind = draw(st.sampled_from(kinds))
     small = st.integers(0, 4)
     if kind is Same:
@@ -125,6 +130,10 @@ def index_maps(draw: st.DrawFn, n: int) -> IndexMap:
         return Span(offset := draw(small), offset + n + draw(small))
     if kind is Grouped:
         return Grouped(draw(st.integers(1, 3)))
+    if kind is Reversed:
+        return Reversed()
+    if kind is Rolled:
+        return Rolled(draw(st.integers(-9, 9))) if n else Same()
     if kind is Rows:
         row = draw(st.integers(1, 6))
         return Rows(row, draw(st.sampled_from([m for m in range(1, 40) if n * row % m == 0])))
@@ -133,6 +142,21 @@ def index_maps(draw: st.DrawFn, n: int) -> IndexMap:
     before, after = draw(st.integers(-2, max(most, 0))), draw(st.integers(-2, max(most, 0)))
     fits = n + min(before, 0) + min(after, 0) > 0
     return Pad(before, after, mode) if fits else Same()
+
+
+@given(st.integers(1, 12).flatmap(lambda n: st.tuples(st.just(n), index_maps(n))), st.data())
+def test_what_needs_an_input_meets_its_dependents(
+    case: tuple[int, IndexMap], data: st.DataObject
+) -> None:
+    n, m = case
+    start = data.draw(st.integers(0, n - 1))
+    stop = data.draw(st.integers(start + 1, n))
+    dependents = m.dependents(n, start, stop)
+    outputs = m.output_size(n)
+    for first in range(outputs):
+        for last in range(first + 1, outputs + 1):
+            needs = any(a < stop and start < b for a, b in m.intervals(n, first, last))
+            assert not needs or any(a < last and first < b for a, b in dependents)
 
 
 @st.composite

@@ -22,7 +22,7 @@ from distconv.geometry.halo.slabs import (
     plan_with_dimensions,
 )
 from distconv.geometry.index_maps import Interval, Window
-from distconv.geometry.layout import Cuts, block
+from distconv.geometry.layout import Cuts, block, distinct_parts
 from distconv.geometry.topology import Topology
 
 
@@ -56,7 +56,7 @@ def needs_halo(
             if window.padding[0] != window.padding[1] or own_window.output_size(size) != outputs:
                 return None
             continue
-        for j in range(n):
+        for j in distinct_parts(size, outputs, n, (1, window.stride)):
             own, made = block(size, n, j), block(outputs, n, j)
             count, held = made[1] - made[0], own[1] - own[0]
             padding = own_padding(window, own, made)

@@ -19,7 +19,7 @@ from distconv.geometry.halo.slabs import (
     plan_with_dimensions,
 )
 from distconv.geometry.index_maps import Interval, TransposedWindow
-from distconv.geometry.layout import Cuts, block
+from distconv.geometry.layout import Cuts, block, distinct_parts
 from distconv.geometry.topology import Topology
 
 
@@ -38,8 +38,9 @@ def transposed_needs_halo(
     """
     found = False
     for m, size, n in zip(maps, sizes, parts, strict=True):
-        for j in range(n):
-            own, made = block(size, n, j), block(m.output_size(size), n, j)
+        outputs = m.output_size(size)
+        for j in distinct_parts(size, outputs, n, (m.stride, 1)):
+            own, made = block(size, n, j), block(outputs, n, j)
             if own[0] == own[1] or made[0] == made[1] or _crop_arguments(m, own, made) is None:
                 return None
             if n > 1:
