@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from distconv.comm import collectives, replication
+from distconv.comm import checksums, collectives, replication
 from distconv.geometry.layout import (
     Box,
     Layout,
@@ -37,7 +37,7 @@ from distconv.tensor.nested import Tensors, shards_of, tensors_in
 from distconv.tensor.ownership import started_at
 from distconv.tensor.recording import check_brought, check_recorded, gradient_seed
 from distconv.tensor.redistribution import cuts_of_layout, redistribute
-from distconv.tensor.validation import check_out, global_shape
+from distconv.tensor.validation import check_block, check_out, global_shape
 from distconv.tensor.whole_numbers import whole_numbers
 
 
@@ -103,12 +103,18 @@ class DistTensor(DistTensorBase):
     @classmethod
     @run_eagerly
     def from_local(
-        cls, local: Tensor, grid: ProcessGrid, layout: Layout | None = None
+        cls,
+        local: Tensor,
+        grid: ProcessGrid,
+        layout: Layout | None = None,
+        *,
+        shape: Sequence[int] | None = None,
     ) -> DistTensor:
         """Make the global tensor of which every rank passes its own box.
 
-        All ranks of the grid call it together; their shapes are compared. The gradient of `local`
-        is the gradient of the global tensor's box, also where several ranks hold the same box.
+        All ranks of the grid call it together; their shapes are compared, unless `shape` is given.
+        The gradient of `local` is the gradient of the global tensor's box, also where several ranks
+        hold the same box.
 
         Parameters
         ----------
@@ -117,6 +123,9 @@ class DistTensor(DistTensorBase):
             moves it before, `local.to(grid.device, non_blocking=True)` from pinned memory.
         layout: the cuts of the global tensor; every dimension over the grid axis of its own name
             when not given.
+        shape: the global shape, the same on every rank, of a program that knows it. Then nothing is
+            sent: each rank looks at its own block, and raises for itself where that is off. With
+            DISTCONV_DEBUG=1 the ranks are compared all the same.
 
         Raises
         ------
@@ -125,7 +134,10 @@ class DistTensor(DistTensorBase):
         """
         cuts = cuts_of_layout(layout, grid, local.dim())
         with running("DistTensor.from_local"):
-            shape = global_shape(local, grid, cuts, Layout.of(cuts), "from_local")
+            if shape is not None:
+                check_block(local, grid, cuts, shape := whole_numbers(shape, "shape"))
+            if shape is None or checksums.ALWAYS:
+                shape = global_shape(local, grid, cuts, Layout.of(cuts), "from_local")
         axes = replicating_axes(cuts, grid.topology)
         if axes:
             check_brought("from_local", local)

@@ -73,6 +73,25 @@ def global_shape(
     return shape
 
 
+def check_block(local: Tensor, grid: Grid, cuts: Cuts, shape: tuple[int, ...]) -> None:
+    """Raise `ValueError` on this rank where its block is not that of a tensor of this shape.
+
+    No communication.
+    """
+    expected = rank_box(shape, cuts, grid.topology, grid.rank).shape
+    if tuple(local.shape) != expected:
+        raise ValueError(
+            f"from_local: rank {grid.rank} holds a block of shape {tuple(local.shape)}; of a "
+            f"tensor of shape {shape} in {Layout.of(cuts)} it should hold {expected}. "
+            "distconv.local_box(shape, grid, layout) tells each rank its box"
+        )
+    if local.device.type != "cpu" and local.device != grid.device:
+        raise ValueError(
+            f"from_local: the block of rank {grid.rank} lives on {local.device}, and the grid on "
+            f"{grid.device} there; pass x.to(grid.device), or a CPU tensor, which is moved there"
+        )
+
+
 @lru_cache(maxsize=1024)
 def _fitting_shape(
     shapes: tuple[tuple[int, ...], ...], cuts: Cuts, topology: Topology

@@ -459,6 +459,33 @@ def test_redistributions_are_counted_with_the_bytes_this_rank_has_received() -> 
     assert dc.redistributions() == []
 
 
+@pytest.mark.parallel([1, 2, 4])
+def test_blocks_of_a_known_shape_are_taken_without_a_message(monkeypatch) -> None:
+    monkeypatch.setattr("distconv.comm.checksums.ALWAYS", False)
+    grid = dc.ProcessGrid(height=-1)
+    whole = torch.arange(2 * 3 * 7 * 4.0).reshape(2, 3, 7, 4)
+    mine = whole[dc.local_box(whole.shape, grid).slices]
+    with monkeypatch.context() as patch:
+        patch.setattr(dc.ProcessGrid, "all_gather_object", lambda *_: pytest.fail("a message"))
+        d = dc.DistTensor.from_local(mine, grid, shape=whole.shape)
+    assert torch.equal(d.full_tensor(), whole)
+    with pytest.raises(
+        ValueError, match=rf"rank {grid.rank} holds a block of shape \(1, 1, 1, 1\)"
+    ):
+        dc.DistTensor.from_local(torch.ones(1, 1, 1, 1), grid, shape=whole.shape)
+    with pytest.raises(TypeError, match="is not a whole number"):
+        dc.DistTensor.from_local(mine, grid, shape=(2, 3, 7.5, 4))
+
+
+@pytest.mark.parallel(2)
+def test_blocks_of_a_known_shape_are_compared_when_debugging(monkeypatch) -> None:
+    monkeypatch.setattr("distconv.comm.checksums.ALWAYS", True)
+    grid = dc.ProcessGrid(height=-1)
+    mine = torch.ones(1, 1, 3, 2).to(torch.float32 if grid.rank else torch.float64)
+    with pytest.raises(ValueError, match="differ in type"):
+        dc.DistTensor.from_local(mine, grid, shape=(1, 1, 6, 2))
+
+
 class _Listed(torch.nn.Module):
     """A network whose layers are no children of its own."""
 
