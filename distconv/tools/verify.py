@@ -146,7 +146,8 @@ def verify(
         batch norm over a few elements, say) may also differ by a hundred times the difference that
         the serial program shows when its input and parameters are changed in their last place.
     backward: whether to compare gradients. Gradients of a layer's parameters are relative to the
-        largest of them, as a bias before a norm has a gradient that is zero but for rounding.
+        largest of them, as a bias before a norm has a gradient that is zero but for rounding; and
+        so are its buffers, as the running mean of what a norm has centred is.
     seed: the seed of the random gradient of the outputs.
     show: whether to print the table, on rank 0.
     progress: is called with each comparison as it comes, before its difference is judged.
@@ -290,7 +291,7 @@ def _compare(
     torch.manual_seed(seed)
     rounding = {
         (row.layer, row.kind): row.difference
-        for row in serial.against(shaken, [_shaken(x, generator) for x in inputs], last=False)
+        for row in serial.against(shaken, [_shaken_input(x, generator) for x in inputs], last=False)
     }
     del shaken
     cut = [distribute_tensor(x, grid, k) for x, k in zip(inputs, of_inputs, strict=True)]
@@ -351,8 +352,10 @@ class _Serial:
             # A backward pass through checkpoints calls layers again.
             compared.remove()
             buffers = dict(self._module.named_buffers())
+            largest = _largest_by_layer(buffers)
             for name, buffer in model.named_buffers():
-                compared.add(_comparison(name, "buffer", buffer, buffers[name]))
+                scale = largest[name.rpartition(".")[0]]
+                compared.add(_comparison(name, "buffer", buffer, buffers[name], scale))
             compared.stack.append(("backward", model))
             if [y.shape if y.requires_grad else None for y in outputs] == self._shapes:
                 for i, seed in self._seeds.items():
@@ -384,6 +387,12 @@ def _shaken(x: Tensor, generator: torch.Generator) -> Tensor:
         return x.clone()
     up = torch.rand(x.shape, generator=generator, device="cpu").to(x.device) < 0.5
     return x * (1 + torch.finfo(x.dtype).eps * torch.where(up, 1, -1).to(x.dtype))
+
+
+def _shaken_input(x: Tensor, generator: torch.Generator) -> Tensor:
+    """Return the same of an input, but for whole numbers: labels and masks are exact."""
+    shaken = _shaken(x, generator)
+    return torch.where(x == x.round(), x, shaken) if x.is_floating_point() else shaken
 
 
 def _state(module: nn.Module) -> dict[str, Tensor]:
@@ -487,10 +496,7 @@ def _gradients(
 ) -> Iterator[Comparison]:
     """Yield the gradients from the last parameter to the inputs."""
     twins = dict(model.named_parameters())
-    largest: dict[str, float] = {}
-    for name, p in serial.named_parameters():
-        layer = name.rpartition(".")[0]
-        largest[layer] = max(largest.get(layer, 0.0), _largest(p.grad))
+    largest = _largest_by_layer({name: p.grad for name, p in serial.named_parameters()})
     floor = _NEGLIGIBLE * max(largest.values(), default=0.0)
     pairs: list[tuple[str, Tensor, Tensor, float]] = [
         (name, twins[name], p, max(largest[name.rpartition(".")[0]], floor))
@@ -508,6 +514,16 @@ def _gradients(
             yield Comparison(name, "gradient", math.inf, note=note)
         else:
             yield _comparison(name, "gradient", got, wanted, scale)
+
+
+def _largest_by_layer(tensors: Mapping[str, Tensor | None]) -> dict[str, float]:
+    """Return the largest entry of the tensors of each layer, of which they have the names."""
+    largest: dict[str, float] = {}
+    for name, x in tensors.items():
+        layer = name.rpartition(".")[0]
+        continuous = x is not None and _is_continuous(x)
+        largest[layer] = max(largest.get(layer, 0.0), _largest(x) if continuous else 0.0)
+    return largest
 
 
 def _largest(x: Tensor | None) -> float:
