@@ -371,6 +371,11 @@ def _assigned(_: Any, x: Tensor, *arguments: Any) -> Tensor:
     return x
 
 
+def _asserted(function: Any, x: Tensor, message: str) -> Tensor:
+    function((x == x).all(), message)
+    return x
+
+
 _IN_PLACE = "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift idiv".split()
 
 _POINTWISE: Table = {
@@ -787,6 +792,7 @@ _TO_PYTHON: Table = {
     **_each("allclose", of(X, X), of(X, X, 0.1, 100.0)),
     **_each("is_same_size", of(X, ROWS)),
     **_each("is_nonzero", of(NUMBER)),
+    **_each("_assert_async", of(NUMBER, "is 0", through=_asserted)),
     **_each("is_conj is_neg", of(COMPLEX)),
     **_each("item", of(NUMBER)),
     **_each("tolist numpy __array__", of(INTEGERS)),
