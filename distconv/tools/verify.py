@@ -414,6 +414,11 @@ def _without_dropout(module: nn.Module) -> list[str]:
     return names
 
 
+def _version(x: Tensor) -> int | None:
+    """Return how often `x` has been written to, which tensors of inference mode do not count."""
+    return None if x.is_inference() else x._version
+
+
 class _Recorded(ModuleCalls):
     """The results of each call of a layer, copied before later layers may write to them."""
 
@@ -433,9 +438,9 @@ class _Recorded(ModuleCalls):
     def left(self, name: str, module: nn.Module, output: Any) -> None:
         self._look_for_random_numbers(name)
         tensors = tensors_in(output)
-        last, self._last = self._last, [(x, x._version) for x in tensors]
+        last, self._last = self._last, [(x, _version(x)) for x in tensors]
         same = len(tensors) == len(last) and all(
-            x is y and x._version == version for x, (y, version) in zip(tensors, last, strict=True)
+            x is y and _version(x) == version for x, (y, version) in zip(tensors, last, strict=True)
         )
         if same and self.stack and not is_layer(module):
             self.outputs[name] = None

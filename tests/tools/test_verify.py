@@ -153,6 +153,18 @@ def test_the_running_mean_of_what_a_norm_has_centred_is_no_deviation() -> None:
 
 
 @pytest.mark.parallel([2])
+def test_what_computes_in_inference_mode_is_compared() -> None:
+    class Counting(nn.Module):
+        @torch.inference_mode()
+        def forward(self, x: Tensor) -> Tensor:
+            return (x > 0).sum((2, 3))
+
+    x = torch.randn(2, 3, 9, 7)
+    result = dc.verify(Counting(), x, {"height": 2}, show=False)
+    assert result.ok and [row.kind for row in result.rows] == ["output"]
+
+
+@pytest.mark.parallel([2])
 def test_labels_among_the_inputs_are_not_shaken() -> None:
     class Weighted(nn.Module):
         def forward(self, x: Tensor, labels: Tensor) -> Tensor:
