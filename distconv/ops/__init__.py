@@ -11,6 +11,7 @@ from distconv.ops import (
     loss,
     margin_losses,
     random,
+    recurrent,
     scalar,
 )
 from distconv.ops.conv import functions as convolutions
@@ -84,6 +85,7 @@ __all__ = [
     "product",
     "random",
     "rearrange",
+    "recurrent",
     "reshape",
     "sample_norm",
     "scalar",
