@@ -26,7 +26,7 @@ from distconv.ops.support.argument_forms import (
     takes_sequence,
 )
 from distconv.ops.support.metadata_checks import any_type, check_on_meta
-from distconv.ops.support.operands import gather_whole
+from distconv.ops.support.operands import common_grid, gather_whole
 from distconv.tensor.aliasing import check_writable
 from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
@@ -141,16 +141,13 @@ def setitem(input: DistTensor, index: Any, value: Any) -> None:
     """Assign to slices and positions; each rank writes what lies in its block.
 
     `value` is a number, or a tensor that is broadcast to the slice; a distributed one is made whole
-    first. Where tensors are indices, everything is, but for a number where one mask is true.
+    first. Where tensors are indices, everything is, but for a number where one mask is true. A
+    plain tensor takes distributed values outside autograd.
     """
-    if not isinstance(input, DistTensor):
-        refuse(
-            "assignment",
-            "a plain tensor takes neither distributed values nor distributed masks",
-            *tensors_in(index, value),
-            way_out="Use their full_tensor(), or assign to a distributed tensor",
-        )
     items = indices_of(index)
+    if not isinstance(input, DistTensor):
+        _assign_to_plain(input, items, value)
+        return
     picked = [item for item in items if picks_elements(item)]
     if len(items) == 1 and picked and items[0].dtype == torch.bool and isinstance(value, Number):
         _assign_where(input, items[0], value)
@@ -189,6 +186,21 @@ def setitem(input: DistTensor, index: Any, value: Any) -> None:
     if isinstance(value, Tensor):
         value = _part(value, shape, taken)
     input.shard[tuple(into)] = value
+
+
+def _assign_to_plain(input: Tensor, items: tuple[Any, ...], value: Any) -> None:
+    """Assign to a plain tensor, equal on all ranks, what is made whole on every rank."""
+    operands = tensors_in(input, items, value)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in operands):
+        refuse(
+            "assignment",
+            "a plain tensor takes distributed values only outside autograd",
+            *operands,
+            way_out="Assign to a distributed tensor, such as x.new_zeros(...), or use torch.cat",
+        )
+    common_grid("assignment", operands)
+    picked = tuple(gather_whole(item, "assignment") for item in items)
+    input[picked] = gather_whole(value, "assignment")
 
 
 def _assign_where(input: DistTensor, mask: Tensor, value: Any) -> None:
