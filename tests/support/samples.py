@@ -235,7 +235,7 @@ ROWS, COLUMNS = Operand((5, 7)), Operand((7, 4))
 BATCHES = Operand((3, 5, 7)), Operand((3, 7, 4))
 BIAS = Operand((6,), plain=True)
 MATRICES = Operand((3, 4, 4), _regular)
-SEQUENCES, BEGUN = Operand((5, 5, 7)), Operand((1, 5, 3))
+SEQUENCES, BEGUN = Operand((4, 5, 7)), Operand((1, 5, 3))
 VECTOR = Operand((7,))
 SIGNS, LABEL_ROW = Operand(X.shape, _signs), Operand((5,), _integers)
 LABEL_VECTOR = Operand((9,), _integers)
@@ -548,9 +548,9 @@ _PRODUCTS: Table = {
     **_each("linear", of(X, Operand((6, 7), plain=True), Operand((6,), plain=True))),
     **_each("scaled_dot_product_attention", of(X, X, X)),
     **_each("lstm", of(SEQUENCES, [BEGUN, BEGUN], [*_gates(12)], True, 1, 0.0, True, False, False)),
-    **_each("gru", of(SEQUENCES, BEGUN, [*_gates(9)], True, 1, 0.0, True, False, True)),
+    **_each("gru", of(SEQUENCES, BEGUN, [*_gates(9)], True, 1, 0.0, True, False, False)),
     **_each(
-        "rnn_tanh rnn_relu", of(SEQUENCES, BEGUN, [*_gates(3)], True, 1, 0.0, True, False, True)
+        "rnn_tanh rnn_relu", of(SEQUENCES, BEGUN, [*_gates(3)], True, 1, 0.0, True, False, False)
     ),
     **_each("bilinear", of(ROWS, Operand((5, 4)), Operand((6, 7, 4), plain=True), BIAS)),
 }
