@@ -16,7 +16,7 @@ LIMIT  := timeout -k 10
 # Every rank of every job would compile the sources anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo check test nightly bench gpu coverage lint clean
+.PHONY: demo check test nightly bench gpu coverage networks lint clean
 
 $(VENV)/ready: setup.cfg constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -108,10 +108,21 @@ gpu:
 	$(RUN) $(LIMIT) 50 mpiexec -n 2 $(GPU_PYTHON) -m benchmarks.gpu benchmarks/results || status=1; \
 	exit $$status
 
+# Networks, losses and metrics of other packages against their serial runs, into docs/networks.md; in
+# under 40 minutes on two cores. The packages lie in a folder of their own, without what they depend
+# on, so that nothing replaces torch.
+NETWORKS := .networks
+$(NETWORKS)/ready: tests/networks/requirements.txt $(VENV)/ready
+	rm -rf $(NETWORKS)
+	$(BIN)/pip install -q --no-deps --target $(NETWORKS) -r $<
+	touch $@
+networks: $(NETWORKS)/ready
+	PYTHONPATH=$(CURDIR)/$(NETWORKS) $(BIN)/python -m tests.networks
+
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) build *.egg-info runs data
+	rm -rf $(VENV) $(NETWORKS) build *.egg-info runs data

@@ -12,6 +12,7 @@ from distconv.ops import (
     loss,
     margin_losses,
     random,
+    recurrent,
     scalar,
 )
 from distconv.ops.conv import functions as convolutions
@@ -96,6 +97,7 @@ __all__ = [
     "product",
     "random",
     "rearrange",
+    "recurrent",
     "reshape",
     "scalar",
     "scatter",

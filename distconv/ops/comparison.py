@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distconv.ops.support.operands import gather_whole
 from distconv.tensor.dispatch import RULES, implements
 from distconv.tensor.dist_tensor import DistTensor
 
@@ -38,6 +39,12 @@ def is_nonzero(input: Any) -> bool:
     if input.numel() != 1:
         raise RuntimeError(f"is_nonzero: expected one element, got the shape {tuple(input.shape)}")
     return bool(input.reshape(()))
+
+
+@implements(torch._assert_async)
+def assert_async(input: DistTensor, *message: str) -> None:
+    """Raise an error, on every rank, where the only element is 0."""
+    torch._assert_async(gather_whole(input, "_assert_async"), *message)
 
 
 def _flag(function: Callable[..., bool], *others: Callable[..., bool]) -> None:

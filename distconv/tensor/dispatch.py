@@ -75,6 +75,9 @@ WAYS_OUT: dict[Any, str] = {
     torch.norm_except_dim: _PARAMETRIZE,
     torch.nn.functional.normalize: f"Use the returned tensor. {_PARAMETRIZE}",
     torch.ops.aten.set_.source_Tensor: _PARAMETRIZE,
+    torch.ops.aten.alias.default: (
+        "Pass x.full_tensor() to what makes tensors of another type, such as MONAI's MetaTensor"
+    ),
     **{
         getattr(torch, f"_fused_{name}_"): "Make the optimizer with fused=False"
         for name in ("adam", "adamw", "adagrad", "sgd")

@@ -146,7 +146,8 @@ def verify(
         batch norm over a few elements, say) may also differ by a hundred times the difference that
         the serial program shows when its input and parameters are changed in their last place.
     backward: whether to compare gradients. Gradients of a layer's parameters are relative to the
-        largest of them, as a bias before a norm has a gradient that is zero but for rounding.
+        largest of them, as a bias before a norm has a gradient that is zero but for rounding; and
+        so are its buffers, as the running mean of what a norm has centred is.
     seed: the seed of the random gradient of the outputs.
     show: whether to print the table, on rank 0.
     progress: is called with each comparison as it comes, before its difference is judged.
@@ -290,7 +291,7 @@ def _compare(
     torch.manual_seed(seed)
     rounding = {
         (row.layer, row.kind): row.difference
-        for row in serial.against(shaken, [_shaken(x, generator) for x in inputs], last=False)
+        for row in serial.against(shaken, [_shaken_input(x, generator) for x in inputs], last=False)
     }
     del shaken
     cut = [distribute_tensor(x, grid, k) for x, k in zip(inputs, of_inputs, strict=True)]
@@ -351,8 +352,10 @@ class _Serial:
             # A backward pass through checkpoints calls layers again.
             compared.remove()
             buffers = dict(self._module.named_buffers())
+            largest = _largest_by_layer(buffers)
             for name, buffer in model.named_buffers():
-                compared.add(_comparison(name, "buffer", buffer, buffers[name]))
+                scale = largest[name.rpartition(".")[0]]
+                compared.add(_comparison(name, "buffer", buffer, buffers[name], scale))
             compared.stack.append(("backward", model))
             if [y.shape if y.requires_grad else None for y in outputs] == self._shapes:
                 for i, seed in self._seeds.items():
@@ -386,6 +389,12 @@ def _shaken(x: Tensor, generator: torch.Generator) -> Tensor:
     return x * (1 + torch.finfo(x.dtype).eps * torch.where(up, 1, -1).to(x.dtype))
 
 
+def _shaken_input(x: Tensor, generator: torch.Generator) -> Tensor:
+    """Return the same of an input, but for whole numbers: labels and masks are exact."""
+    shaken = _shaken(x, generator)
+    return torch.where(x == x.round(), x, shaken) if x.is_floating_point() else shaken
+
+
 def _state(module: nn.Module) -> dict[str, Tensor]:
     return dict(module.named_parameters()) | dict(module.named_buffers())
 
@@ -405,6 +414,11 @@ def _without_dropout(module: nn.Module) -> list[str]:
     return names
 
 
+def _version(x: Tensor) -> int | None:
+    """Return how often `x` has been written to, which tensors of inference mode do not count."""
+    return None if x.is_inference() else x._version
+
+
 class _Recorded(ModuleCalls):
     """The results of each call of a layer, copied before later layers may write to them."""
 
@@ -415,7 +429,7 @@ class _Recorded(ModuleCalls):
         self.dtypes: set[torch.dtype] = set()
         self.random: str | None = None
         """The first layer that has drawn random numbers."""
-        self._last: list[tuple[Tensor, int]] = []
+        self._last: list[tuple[Tensor, int | None]] = []
         self._state = torch.get_rng_state()
 
     def entered(self, module: nn.Module) -> None:
@@ -424,9 +438,9 @@ class _Recorded(ModuleCalls):
     def left(self, name: str, module: nn.Module, output: Any) -> None:
         self._look_for_random_numbers(name)
         tensors = tensors_in(output)
-        last, self._last = self._last, [(x, x._version) for x in tensors]
+        last, self._last = self._last, [(x, _version(x)) for x in tensors]
         same = len(tensors) == len(last) and all(
-            x is y and x._version == version for x, (y, version) in zip(tensors, last, strict=True)
+            x is y and _version(x) == version for x, (y, version) in zip(tensors, last, strict=True)
         )
         if same and self.stack and not is_layer(module):
             self.outputs[name] = None
@@ -487,10 +501,7 @@ def _gradients(
 ) -> Iterator[Comparison]:
     """Yield the gradients from the last parameter to the inputs."""
     twins = dict(model.named_parameters())
-    largest: dict[str, float] = {}
-    for name, p in serial.named_parameters():
-        layer = name.rpartition(".")[0]
-        largest[layer] = max(largest.get(layer, 0.0), _largest(p.grad))
+    largest = _largest_by_layer({name: p.grad for name, p in serial.named_parameters()})
     floor = _NEGLIGIBLE * max(largest.values(), default=0.0)
     pairs: list[tuple[str, Tensor, Tensor, float]] = [
         (name, twins[name], p, max(largest[name.rpartition(".")[0]], floor))
@@ -508,6 +519,16 @@ def _gradients(
             yield Comparison(name, "gradient", math.inf, note=note)
         else:
             yield _comparison(name, "gradient", got, wanted, scale)
+
+
+def _largest_by_layer(tensors: Mapping[str, Tensor | None]) -> dict[str, float]:
+    """Return the largest entry of the tensors of each layer, of which they have the names."""
+    largest: dict[str, float] = {}
+    for name, x in tensors.items():
+        layer = name.rpartition(".")[0]
+        continuous = x is not None and _is_continuous(x)
+        largest[layer] = max(largest.get(layer, 0.0), _largest(x) if continuous else 0.0)
+    return largest
 
 
 def _largest(x: Tensor | None) -> float:

@@ -235,6 +235,7 @@ ROWS, COLUMNS = Operand((5, 7)), Operand((7, 4))
 BATCHES = Operand((3, 5, 7)), Operand((3, 7, 4))
 BIAS = Operand((6,), plain=True)
 MATRICES = Operand((3, 4, 4), _regular)
+SEQUENCES, BEGUN = Operand((4, 5, 7)), Operand((1, 5, 3))
 VECTOR = Operand((7,))
 SIGNS, LABEL_ROW = Operand(X.shape, _signs), Operand((5,), _integers)
 LABEL_VECTOR = Operand((9,), _integers)
@@ -365,9 +366,19 @@ def _retained(function: Any, x: Tensor) -> Tensor | None:
     return y.grad
 
 
+def _gates(rows: int) -> tuple[Operand, ...]:
+    """The weights and biases of a recurrent layer of 7 features and a state of 3."""
+    return tuple(Operand(shape, plain=True) for shape in ((rows, 7), (rows, 3), (rows,), (rows,)))
+
+
 def _assigned(_: Any, x: Tensor, *arguments: Any) -> Tensor:
     x = x.clone()
     x.__setitem__(*arguments)
+    return x
+
+
+def _asserted(function: Any, x: Tensor, message: str) -> Tensor:
+    function((x == x).all(), message)
     return x
 
 
@@ -536,6 +547,11 @@ _PRODUCTS: Table = {
     **_each("einsum", of("bchw,ck->bkhw", X, Operand((4, 6), plain=True))),
     **_each("linear", of(X, Operand((6, 7), plain=True), Operand((6,), plain=True))),
     **_each("scaled_dot_product_attention", of(X, X, X)),
+    **_each("lstm", of(SEQUENCES, [BEGUN, BEGUN], [*_gates(12)], True, 1, 0.0, True, False, False)),
+    **_each("gru", of(SEQUENCES, BEGUN, [*_gates(9)], True, 1, 0.0, True, False, False)),
+    **_each(
+        "rnn_tanh rnn_relu", of(SEQUENCES, BEGUN, [*_gates(3)], True, 1, 0.0, True, False, False)
+    ),
     **_each("bilinear", of(ROWS, Operand((5, 4)), Operand((6, 7, 4), plain=True), BIAS)),
 }
 
@@ -787,6 +803,7 @@ _TO_PYTHON: Table = {
     **_each("allclose", of(X, X), of(X, X, 0.1, 100.0)),
     **_each("is_same_size", of(X, ROWS)),
     **_each("is_nonzero", of(NUMBER)),
+    **_each("_assert_async", of(NUMBER, "is 0", through=_asserted)),
     **_each("is_conj is_neg", of(COMPLEX)),
     **_each("item", of(NUMBER)),
     **_each("tolist numpy __array__", of(INTEGERS)),

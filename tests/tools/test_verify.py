@@ -144,6 +144,40 @@ def test_a_network_that_amplifies_rounding_is_not_mistaken_for_a_wrong_one() -> 
 
 
 @pytest.mark.parallel([2])
+def test_the_running_mean_of_what_a_norm_has_centred_is_no_deviation() -> None:
+    layers = nn.BatchNorm2d(3), nn.Conv2d(3, 8, 1, bias=False), nn.BatchNorm2d(8)
+    x = torch.randn(2, 3, 9, 7, dtype=torch.float64)
+    result = dc.verify(nn.Sequential(*layers).double(), x, {"height": 2}, show=False)
+    means = [row for row in result.rows if row.layer == "2.running_mean"]
+    assert result.ok and means[0].difference <= result.tolerance
+
+
+@pytest.mark.parallel([2])
+def test_what_computes_in_inference_mode_is_compared() -> None:
+    class Counting(nn.Module):
+        @torch.inference_mode()
+        def forward(self, x: Tensor) -> Tensor:
+            return (x > 0).sum((2, 3))
+
+    x = torch.randn(2, 3, 9, 7)
+    result = dc.verify(Counting(), x, {"height": 2}, show=False)
+    assert result.ok and [row.kind for row in result.rows] == ["output"]
+
+
+@pytest.mark.parallel([2])
+def test_labels_among_the_inputs_are_not_shaken() -> None:
+    class Weighted(nn.Module):
+        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+            if labels.max() > 1:
+                raise ValueError("labels are 0 or 1")
+            return (x * labels).sum()
+
+    x = torch.randn(2, 3, 9, 7, dtype=torch.float64)
+    labels = torch.randint(2, x.shape).double()
+    assert dc.verify(Weighted(), [x, labels], {"height": 2}, show=False).ok
+
+
+@pytest.mark.parallel([2])
 def test_a_rule_that_is_wrong_is_found(monkeypatch) -> None:
     rule = RULES[F.avg_pool2d]
     monkeypatch.setitem(RULES, F.avg_pool2d, lambda x, *rest: rule(x, *rest) * (1 + 1e-6))

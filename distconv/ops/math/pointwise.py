@@ -80,7 +80,7 @@ def pointwise_rule(function: Callable[..., Any], in_place: bool = False) -> Call
     """Return the rule on DistTensors of a function that treats every element alone.
 
     `in_place` tells that the function writes to its first argument, and returns it. A plain first
-    argument, equal on all ranks, takes values that are whole on every rank, outside autograd.
+    argument, equal on all ranks, takes values outside autograd; they are made whole on every rank.
     """
     name = getattr(function, "__name__", str(function))
 
@@ -90,11 +90,10 @@ def pointwise_rule(function: Callable[..., Any], in_place: bool = False) -> Call
         written = (args[0] if args else kwargs["input"]) if in_place else None
         if isinstance(written, DistTensor):
             check_writable(written, name)
-        elif written is not None and not _is_constant(tensors):
+        elif written is not None and _is_recorded(tensors):
             refuse(
                 name,
-                "a plain tensor takes a distributed one in place only where that is whole on every "
-                "rank, and outside autograd",
+                "a plain tensor takes a distributed one in place only outside autograd",
                 *operands,
                 way_out="Use the function that returns a new tensor; an optimizer of sharded "
                 "parameters has to be made after parallelize",
@@ -104,9 +103,10 @@ def pointwise_rule(function: Callable[..., Any], in_place: bool = False) -> Call
         if len(tensors) > 1 and not _alike(tensors):
             grid = common_grid(name, operands)
             shape = broadcast_shape(name, tensors)
-            cuts = (
-                written.cuts if isinstance(written, DistTensor) else broadcast_cuts(operands, shape)
-            )
+            if written is None:
+                cuts = broadcast_cuts(operands, shape)
+            else:
+                cuts = written.cuts if isinstance(written, DistTensor) else ((),) * len(shape)
             if written is not None and shape != tuple(written.shape):
                 raise RuntimeError(
                     f"{name}: output with shape {tuple(written.shape)} doesn't match the "
@@ -140,10 +140,9 @@ def _alike(tensors: list[Tensor]) -> bool:
     )
 
 
-def _is_constant(tensors: list[Tensor]) -> bool:
-    """Return whether every rank has the same of all tensors, in full, and records nothing."""
-    recorded = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    return not recorded and not any(isinstance(x, DistTensor) and any(x.cuts) for x in tensors)
+def _is_recorded(tensors: list[Tensor]) -> bool:
+    """Return whether autograd records an operation on these tensors."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 def _register() -> None:
@@ -184,17 +183,11 @@ def where_method(input: Tensor, condition: Tensor, other: Any) -> DistTensor:
 
 
 @implements(torch.where)
-def where(condition: Tensor, input: Any = None, other: Any = None) -> DistTensor:
-    """Return one of two values, element by element, as the condition says."""
-    if input is None:
-        refuse(
-            "where",
-            "the positions of true elements are not distributed",
-            condition,
-            way_out="Call it on x.full_tensor()",
-        )
-    result: DistTensor = pointwise_rule(torch.where)(condition, input, other)
-    return result
+def where(condition: Tensor, input: Any = None, other: Any = None) -> Any:
+    """Return one of two values, element by element, as the condition says; its positions alone."""
+    if input is None and other is None:
+        return torch.nonzero(condition, as_tuple=True)
+    return pointwise_rule(torch.where)(condition, input, other)
 
 
 @implements(torch.Tensor.contiguous)

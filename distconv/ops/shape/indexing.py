@@ -32,11 +32,11 @@ def getitem(input: DistTensor, index: Any) -> DistTensor:
 
     Where there are masks, or several tensors, everything is made whole on every rank first.
     """
-    items = tuple(map(_listed, index if isinstance(index, tuple) else (index,)))
+    items = indices_of(index)
     tensors = [i for i, item in enumerate(items) if _is_lookup(item)]
     masks = [item for item in items if isinstance(item, Tensor) and item.dtype == torch.bool]
     if masks or len(tensors) > 1:
-        return _gathered(input, items)
+        return _picked(input, items)
     if len(tensors) == 1:
         return _looked_up(input, items, tensors[0])
     picks = index_per_dimension(input, items)
@@ -74,6 +74,22 @@ def getitem(input: DistTensor, index: Any) -> DistTensor:
     return make_view(input, buffer[tuple(local)], shape, tuple(kept), copied=moved)
 
 
+def indices_of(index: Any) -> tuple[Any, ...]:
+    """Return what stands between the brackets as a tuple, with tensors for lists and arrays.
+
+    A short list of anything but numbers is such a tuple, as in torch.
+    """
+    several = (Tensor, slice, list, tuple, range, np.ndarray, type(None), type(Ellipsis))
+    if isinstance(index, list) and len(index) < 32 and any(isinstance(i, several) for i in index):
+        index = tuple(index)
+    return tuple(map(_listed, index if isinstance(index, tuple) else (index,)))
+
+
+def picks_elements(item: Any) -> bool:
+    """Return whether an index is a tensor, of booleans or positions, and no single position."""
+    return isinstance(item, Tensor) and (item.dtype == torch.bool or _is_lookup(item))
+
+
 def index_per_dimension(input: DistTensor, index: tuple[Any, ...]) -> list[Any]:
     """Return one integer or slice for each dimension in order, with None for each new one."""
     for item in index:
@@ -102,11 +118,20 @@ def index_per_dimension(input: DistTensor, index: tuple[Any, ...]) -> list[Any]:
     return [int(item) if _is_integer(item) else item for item in items]
 
 
-def _gathered(input: Tensor, items: tuple[Any, ...]) -> DistTensor:
+def _picked(input: Tensor, items: tuple[Any, ...]) -> DistTensor:
     """Return what masks, or several tensors, pick out of the whole tensor; it is whole, too."""
     grid = common_grid("indexing", (input, *items))
     whole = gather_whole(input, "indexing")[tuple(gather_whole(i, "indexing") for i in items)]
     return as_distributed(whole, grid)
+
+
+def assign_picked(input: DistTensor, items: tuple[Any, ...], value: Any) -> None:
+    """Assign where masks and tensors pick elements of the whole tensor; each rank keeps its box."""
+    grid = common_grid("assignment", (input, *items, value))
+    whole = gather_whole(input, "assignment").clone()
+    picked = tuple(gather_whole(i, "assignment") for i in items)
+    whole[picked] = gather_whole(value, "assignment")
+    input.copy_(as_distributed(whole, grid))
 
 
 def _listed(item: Any) -> Any:

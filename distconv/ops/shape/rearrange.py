@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from distconv.geometry.index_maps import IndexMap, Reversed, Rolled, Same
-from distconv.ops.shape.indexing import cat, index_per_dimension, strided_run
+from distconv.ops.shape.indexing import (
+    assign_picked,
+    cat,
+    index_per_dimension,
+    indices_of,
+    picks_elements,
+    strided_run,
+)
 from distconv.ops.shape.reshape import permute, unsqueeze
 from distconv.ops.support.argument_forms import (
     as_sizes,
@@ -19,7 +26,7 @@ from distconv.ops.support.argument_forms import (
     takes_sequence,
 )
 from distconv.ops.support.metadata_checks import any_type, check_on_meta
-from distconv.ops.support.operands import gather_whole
+from distconv.ops.support.operands import common_grid, gather_whole
 from distconv.tensor.aliasing import check_writable
 from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
@@ -134,26 +141,28 @@ def setitem(input: DistTensor, index: Any, value: Any) -> None:
     """Assign to slices and positions; each rank writes what lies in its block.
 
     `value` is a number, or a tensor that is broadcast to the slice; a distributed one is made whole
-    first. With a mask as the index it is a number.
+    first. Where tensors are indices, everything is, but for a number where one mask is true. A
+    plain tensor takes distributed values outside autograd.
     """
+    items = indices_of(index)
     if not isinstance(input, DistTensor):
-        refuse(
-            "assignment",
-            "a plain tensor takes neither distributed values nor distributed masks",
-            *tensors_in(index, value),
-            way_out="Use their full_tensor(), or assign to a distributed tensor",
-        )
-    if isinstance(index, Tensor) and index.dtype == torch.bool:
-        _assign_where(input, index, value)
+        _assign_to_plain(input, items, value)
         return
-    check_writable(input, "assignment to a slice")
-    value = gather_whole(value, "assignment to a slice")
+    picked = [item for item in items if picks_elements(item)]
+    if len(items) == 1 and picked and items[0].dtype == torch.bool and isinstance(value, Number):
+        _assign_where(input, items[0], value)
+        return
+    check_writable(input, "assignment")
+    if picked:
+        assign_picked(input, items, value)
+        return
+    value = gather_whole(value, "assignment")
     box = input.box
     into: list[Any] = []
     taken: list[slice] = []
     shape: list[int] = []
     d = 0
-    for pick in index_per_dimension(input, index if isinstance(index, tuple) else (index,)):
+    for pick in index_per_dimension(input, items):
         if pick is None:
             into.append(None)
             taken.append(slice(None))
@@ -179,15 +188,23 @@ def setitem(input: DistTensor, index: Any, value: Any) -> None:
     input.shard[tuple(into)] = value
 
 
+def _assign_to_plain(input: Tensor, items: tuple[Any, ...], value: Any) -> None:
+    """Assign to a plain tensor, equal on all ranks, what is made whole on every rank."""
+    operands = tensors_in(input, items, value)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in operands):
+        refuse(
+            "assignment",
+            "a plain tensor takes distributed values only outside autograd",
+            *operands,
+            way_out="Assign to a distributed tensor, such as x.new_zeros(...), or use torch.cat",
+        )
+    common_grid("assignment", operands)
+    picked = tuple(gather_whole(item, "assignment") for item in items)
+    input[picked] = gather_whole(value, "assignment")
+
+
 def _assign_where(input: DistTensor, mask: Tensor, value: Any) -> None:
     """Assign a number where a mask of the leading dimensions is true."""
-    if not isinstance(value, Number):
-        refuse(
-            "assignment to a mask",
-            f"a value of type {type(value).__name__} is not supported",
-            input,
-            way_out="Assign a number, or use torch.where(mask, value, x)",
-        )
     if mask.shape != input.shape[: mask.dim()]:
         raise IndexError(
             f"the mask of shape {tuple(mask.shape)} does not match the first dimensions of the "

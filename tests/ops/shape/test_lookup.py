@@ -118,17 +118,10 @@ def test_wrong_positions_are_an_error_on_all_ranks(function: Callable) -> None:
 
 
 @pytest.mark.parallel([1, 2, 3])
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda x: x[..., ..., 0],
-        lambda x: x.__setitem__(torch.tensor([0]), 1.0),
-    ],
-)
-def test_what_cannot_be_looked_up_is_refused(function: Callable) -> None:
+def test_what_follows_a_second_ellipsis_is_refused() -> None:
     rng = random.Random(6)
     x = random_tensor(rng, (4, 5))
-    refused(function, [x], [], random_grid(rng), rng, error=dc.UnsupportedOperation)
+    refused(lambda x: x[..., ..., 0], [x], [], random_grid(rng), rng)
 
 
 @pytest.mark.parallel(RANKS)
@@ -200,5 +193,28 @@ def test_masks_and_several_tensors_index_what_is_made_whole() -> None:
     agrees(lambda x, m: x[m], [x], [x[:, :, 0] > 0], random_grid(rng), rng)
     agrees(lambda m, x: x[m], [x > 0], [x], random_grid(rng), rng)
     agrees(lambda x: x[[True, False, True]], [x], [], random_grid(rng), rng)
+    agrees(lambda x: torch.where(x > 0.3), [x], [], random_grid(rng), rng)
     first, second = positions(rng, [2, 5], 3), positions(rng, [5], 6, -6)
     agrees(lambda x, i, j: x[i, 1:, j], [x, first], [second], random_grid(rng), rng)
+
+
+@pytest.mark.parallel([1, 2, 3])
+@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")
+def test_a_list_of_anything_but_numbers_is_a_tuple_of_indices_as_in_torch() -> None:
+    rng = random.Random(10)
+    x = random_tensor(rng, (3, 4, 6))
+    for index in (
+        [slice(None), slice(1, 3), slice(None, None, 2)],
+        [[0, 2], [3, 1]],
+        [None, 1],
+        [..., 2],
+        [slice(None), [2, 0]],
+    ):
+        agrees(lambda x, index=index: x[index], [x], [], random_grid(rng), rng)
+
+        def assigned(x, index=index):
+            y = x * 2
+            y[index] = 3.0
+            return y * x
+
+        agrees(assigned, [x], [], random_grid(rng), rng)

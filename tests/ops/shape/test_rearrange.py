@@ -8,7 +8,16 @@ import pytest
 import torch
 
 import distconv as dc
-from tests.support.serial import agrees, examples, raises_alike, random_grid, random_tensor, refused
+from tests.support.serial import (
+    agrees,
+    deviation,
+    examples,
+    raises_alike,
+    random_grid,
+    random_layout,
+    random_tensor,
+    refused,
+)
 
 RANKS = [1, 2, 4]
 
@@ -64,15 +73,64 @@ def test_assignment_of_numbers_where_a_mask_is_true() -> None:
             agrees(function, [x], [first], random_grid(rng), rng)
 
 
+@pytest.mark.parallel(RANKS)
+def test_assignment_where_masks_and_positions_pick_elements() -> None:
+    rng = random.Random(8)
+    x, values = random_tensor(rng, (5, 4, 3)), random_tensor(rng, (5, 4, 3))
+    one, places = random_tensor(rng, ()), torch.tensor([3, 0, -1])
+
+    def by_a_mask(x, values):
+        y = x * 2
+        y[x > 0] = values[x > 0]
+        return y * x
+
+    def of_one_value(x, one):
+        y = x.sin()
+        y[..., x[0, 0] > 0] = one
+        return y * x
+
+    def by_positions(x, values):
+        y = x * 1.5
+        y[:, places] = values[:, :3]
+        y[[4, 1], 2:, [0, 2]] = 7.0
+        return y * x
+
+    def before_autograd(x, values):
+        y = x.detach().clone()
+        y[values > 0] = values.detach()[values > 0]
+        return y * x
+
+    for _ in examples(6):
+        for function in (by_a_mask, by_positions, before_autograd):
+            agrees(function, [x, values], [], random_grid(rng), rng)
+            agrees(function, [x], [values], random_grid(rng), rng)
+        agrees(of_one_value, [x, one], [], random_grid(rng), rng)
+
+
+@pytest.mark.parallel(RANKS)
+def test_a_plain_tensor_is_assigned_what_is_made_whole_on_every_rank() -> None:
+    rng = random.Random(9)
+    grid, whole = random_grid(rng), random_tensor(rng, (5, 4))
+    x = dc.distribute_tensor(whole, grid, random_layout(rng, grid, whole.shape))
+
+    def written(x: torch.Tensor) -> torch.Tensor:
+        y = torch.zeros(5, 4, dtype=torch.float64)
+        y[1:3] = x[2:4]
+        y[0, 2] = x.sum()
+        y[x > 1] = 7.0
+        return y
+
+    actual, expected = written(x), written(whole)
+    assert type(actual) is torch.Tensor and deviation(actual, expected) <= 1e-12
+
+
 @pytest.mark.parallel([1, 2, 3])
 def test_assignments_that_cannot_be_made_are_refused_on_all_ranks() -> None:
     rng = random.Random(7)
     x, plain = random_tensor(rng, (4, 3)), torch.ones(4, 3, dtype=torch.float64)
     for function in (
-        lambda x: x.__setitem__(x > 0, plain[0, 0]),
-        lambda x: x.__setitem__((0, plain[0] > 0), 1.0),
-        lambda x: plain.__setitem__(0, x[:1]),
-        lambda x: plain.__setitem__(x > 0, 1.0),
+        lambda x: plain.__setitem__(0, x.requires_grad_()[0]),
+        lambda x: plain.clone().requires_grad_().mul(2).__setitem__(x > 0, 1.0),
     ):
         grid = random_grid(rng)
         refused(function, [x], [], grid, rng, [dc.Layout()], dc.UnsupportedOperation)

@@ -1,0 +1,88 @@
+"""What a case is: a module of a third party, and the inputs with which it is tried."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Input = Callable[[torch.Generator], Tensor]
+"""Draws an input, the same on every rank."""
+
+# The compiled functions of torchvision's wheels do not load beside a torch for CPUs, and its import
+# asks for two of them. No case calls them.
+_TORCHVISION = torch.library.Library("torchvision", "DEF")
+for _name in ("nms", "qnms"):
+    _TORCHVISION.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A network, a loss or a metric, to be compared with its serial run."""
+
+    package: str
+    name: str
+    build: Callable[[], nn.Module]
+    inputs: tuple[Input, ...]
+
+    @property
+    def key(self) -> str:
+        """Return what names the case among all."""
+        return f"{self.package}: {self.name}"
+
+    def tensors(self) -> list[Tensor]:
+        """Return the inputs."""
+        generator = torch.Generator().manual_seed(0)
+        return [draw(generator) for draw in self.inputs]
+
+
+class Call(nn.Module):
+    """A function, or what is no module, as a module; a number that it returns is a tensor."""
+
+    def __init__(self, function: Callable[..., Any]):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs: Tensor) -> Any:
+        result = self.function(*inputs)
+        return torch.as_tensor(result) if isinstance(result, (int, float)) else result
+
+
+def of(path: str) -> Any:
+    """Return what `path` names: a module, and of it an attribute, which is imported only now."""
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+def normal(*shape: int) -> Input:
+    """Draw normal numbers."""
+    return lambda g: torch.randn(shape, generator=g, dtype=torch.float64)
+
+
+def uniform(*shape: int) -> Input:
+    """Draw numbers between 0 and 1, such as an image has."""
+    return lambda g: torch.rand(shape, generator=g, dtype=torch.float64)
+
+
+def classes(number: int, *shape: int) -> Input:
+    """Draw class indices."""
+    return lambda g: torch.randint(number, shape, generator=g)
+
+
+def one_hot(number: int, *shape: int) -> Input:
+    """Draw class indices of (sample, *space), and return them as (sample, class, *space)."""
+
+    def draw(g: torch.Generator) -> Tensor:
+        labels = torch.randint(number, shape, generator=g)
+        return nn.functional.one_hot(labels, number).movedim(-1, 1).double()
+
+    return draw
+
+
+def binary(*shape: int) -> Input:
+    """Draw zeros and ones, as floating-point numbers."""
+    return lambda g: torch.randint(2, shape, generator=g).double()

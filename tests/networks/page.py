@@ -1,0 +1,100 @@
+"""Write docs/networks.md from the results of a run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from tests.networks.cases import Case
+from tests.networks.losses import LOSSES
+from tests.networks.networks import NETWORKS
+
+PAGE = Path(__file__).parents[2] / "docs" / "networks.md"
+
+INTRODUCTION = """\
+# Networks, losses and metrics of other packages
+
+This page is measured, not written: by `make networks`, which runs each case forward and backward in
+float64 on 2 and on 4 ranks, cut in space, and compares outputs, input gradients and parameter
+gradients with the serial run.
+
+- **right**: they are equal to rounding.
+- **refused**: `UnsupportedOperation` on every rank, before any message; the reasons are below.
+- **wrong**, **error**, **hang**: not so.
+
+*Redistributed* are the bytes, over all ranks, that a forward pass on 4 ranks moves beyond halos and
+reductions, as counted by `dc.redistributions()`, and the operator that moves most of them; *input*
+are those of the inputs.
+"""
+
+Results = dict[int, dict[str, dict[str, Any]]]
+"""What has become of each case, by the number of ranks and the case's key."""
+
+
+def write(results: Results) -> None:
+    """Write the page."""
+    packages = sorted({case.package for case in (*NETWORKS, *LOSSES)})
+    versions = ", ".join(f"{name} {version(name)}" for name in packages)
+    parts = [INTRODUCTION, f"With torch {version('torch').partition('+')[0]}, {versions}."]
+    for title, cases in (("Networks", NETWORKS), ("Losses and metrics", LOSSES)):
+        parts += [f"\n## {title}\n", _counted(cases, results), "", *_table(cases, results)]
+    parts += ["\n## What is not right\n", *_reasons(results)]
+    PAGE.write_text("\n".join(parts) + "\n")
+
+
+def _counted(cases: tuple[Case, ...], results: Results) -> str:
+    """Return how many cases there are of each result, the worst of each case."""
+    worst = Counter(max(_words(case, results), key=_SEVERITY.index) for case in cases)
+    numbers = (f"{worst[word]} {word}" for word in _SEVERITY if worst[word])
+    return f"{len(cases)} of {len({c.package for c in cases})} packages: {', '.join(numbers)}."
+
+
+_SEVERITY = ("right", "refused", "error", "hang", "wrong")
+
+
+def _words(case: Case, results: Results) -> list[str]:
+    return [found[case.key]["result"] for found in results.values()]
+
+
+def _table(cases: tuple[Case, ...], results: Results) -> list[str]:
+    ranks = sorted(results)
+    heads = " | ".join(f"{n} ranks" for n in ranks)
+    lines = [
+        f"| package | | inputs | {heads} | input | redistributed | mostly for |",
+        f"|---|---|---|{'---|' * len(ranks)}---:|---:|---|",
+    ]
+    for case in sorted(cases, key=lambda case: case.package.lower()):
+        last = results[ranks[-1]][case.key]
+        moved = last.get("redistributed")
+        shapes = ", ".join("x".join(map(str, shape)) for shape in last.get("shapes", ()))
+        cells = (
+            *(case.package, case.name, shapes),
+            *(results[n][case.key]["result"] for n in ranks),
+            *(_size(last.get("input")), _size(moved), last.get("most") or ""),
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _size(number: int | None) -> str:
+    return "" if number is None else f"{number / 1024:.1f} KiB" if number else "0"
+
+
+def _reasons(results: Results) -> list[str]:
+    """Return a line for each case that is not right, with the first sentence of why."""
+    lines = []
+    for case in (*NETWORKS, *LOSSES):
+        whys = {
+            (each["result"], _first(each["why"]))
+            for found in results.values()
+            if (each := found[case.key])["result"] != "right"
+        }
+        lines += [f"- {case.package}, {case.name}: {word}. {why}" for word, why in sorted(whys)]
+    return lines or ["Nothing."]
+
+
+def _first(why: str) -> str:
+    """Return what is refused and why, without the operands, which depend on the ranks."""
+    return " ".join(why.partition(" [")[0].split())[:200]
