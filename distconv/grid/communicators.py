@@ -12,7 +12,6 @@ import torch
 
 from distconv.grid.order import Order
 from distconv.grid.stall import Watch
-from distconv.transport import peer
 from distconv.transport.interface import Transport
 from distconv.transport.launch import mpi
 from distconv.transport.launch_queue import LaunchQueue
@@ -79,15 +78,13 @@ def transport(
     ranks: tuple[int, ...],
     name: str,
     devices: tuple[str, ...],
-    beyond: str = "mpi",
 ) -> Transport:
     """Return the transport of a name among `ranks`, between tensors on the device of each.
 
     Collective over those ranks at the first call, and a look-up ever after, on all of them; so it
-    is known by the devices of all. `beyond` names the transport between ranks that "peer" cannot
-    join.
+    is known by the devices of all.
     """
-    carrier = _carrier(parent, ranks, name, devices, beyond)
+    carrier = _carrier(parent, ranks, name, devices)
     if len(ranks) == 1:
         return carrier
     made = _store().transports
@@ -123,7 +120,7 @@ def order(parent: MPI.Intracomm, ranks: tuple[int, ...]) -> Order:
 
 
 def _carrier(
-    parent: MPI.Intracomm, ranks: tuple[int, ...], name: str, devices: tuple[str, ...], beyond: str
+    parent: MPI.Intracomm, ranks: tuple[int, ...], name: str, devices: tuple[str, ...]
 ) -> Transport:
     made = _store().carriers
     key = name, devices, ranks
@@ -136,11 +133,8 @@ def _carrier(
             made[key] = MPITransport(comm)
         elif name == "nccl":
             made[key] = NCCLTransport(comm, device)
-        elif name == "peer":
-            others = _carrier(parent, ranks, beyond, devices, "mpi")
-            made[key] = peer.connect(comm, device, others)
         else:
-            mpi: Any = _carrier(parent, ranks, name, ("cpu",) * len(ranks), "mpi")
+            mpi: Any = _carrier(parent, ranks, name, ("cpu",) * len(ranks))
             direct = takes_device_memory(comm)
             made[key] = StagedTransport(mpi, PinnedCopies(device), _store().queue, direct)
     return made[key]

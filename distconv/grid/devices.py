@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import torch
 
-from distconv.transport import nccl, peer
+from distconv.transport import nccl
 
-TRANSPORTS = ("nccl", "peer", "mpi")
+TRANSPORTS = ("nccl", "mpi")
 
 
 class Offer(NamedTuple):
@@ -28,8 +28,6 @@ class Offer(NamedTuple):
     """The identities of the GPUs that this rank sees, unless it is asked not to look."""
     no_nccl: str | None = None
     """Why this rank cannot use NCCL."""
-    no_peer: str | None = None
-    """Why this rank cannot use CUDA IPC."""
 
 
 class Choice(NamedTuple):
@@ -38,8 +36,6 @@ class Choice(NamedTuple):
     devices: tuple[str, ...]
     """The device of each rank, by the rank's own numbering."""
     transport: str
-    beyond: str = "mpi"
-    """The transport between ranks that "peer" cannot join."""
     notice: str | None = None
     """A warning for whoever looks for speed, if there is a reason."""
 
@@ -70,7 +66,7 @@ def make_offer(
     gpus = _visible()
     if not gpus or transport == "mpi":
         return Offer(wanted, transport, gpus)
-    return Offer(wanted, transport, gpus, nccl.why_unavailable(), peer.why_unavailable())
+    return Offer(wanted, transport, gpus, nccl.why_unavailable())
 
 
 def _visible() -> tuple[str, ...]:
@@ -85,8 +81,7 @@ def choose(offers: Sequence[Offer]) -> Choice:
 
     A rank that is asked for no certain GPU takes, in rank order, of the GPUs that it sees the one
     that the fewest ranks have; so the ranks of a node take its GPUs in turn. Messages travel by
-    NCCL where every rank has a GPU of its own, by CUDA IPC where ranks share GPUs, and by MPI
-    without cupy.
+    NCCL where every rank has a GPU of its own, and by MPI where ranks share GPUs, or without cupy.
 
     Raises
     ------
@@ -103,7 +98,7 @@ def choose(offers: Sequence[Offer]) -> Choice:
                 f"pass {what}= with the same on every rank"
             )
     if kinds[0] == "cpu":
-        if transport in ("nccl", "peer"):
+        if transport == "nccl":
             raise ValueError(
                 f"ProcessGrid: transport={transport!r} is for GPUs, and the ranks compute on CPUs; "
                 "choose 'mpi'"
@@ -114,7 +109,6 @@ def choose(offers: Sequence[Offer]) -> Choice:
     gpus = [o.gpus[number] for o, number in zip(offers, numbers, strict=True)]
     obstacles = {
         "nccl": _obstacle([o.no_nccl for o in offers]) or _sharing(gpus),
-        "peer": _obstacle([o.no_peer for o in offers]),
         "mpi": None,
     }
     if transport is not None and obstacles[transport]:
@@ -124,8 +118,7 @@ def choose(offers: Sequence[Offer]) -> Choice:
         )
     chosen = transport or next(name for name in TRANSPORTS if not obstacles[name])
     devices = tuple(f"cuda:{number}" for number in numbers)
-    beyond = "mpi" if obstacles["nccl"] else "nccl"
-    return Choice(devices, chosen, beyond, _notice(offers, gpus))
+    return Choice(devices, chosen, _notice(offers, gpus))
 
 
 def _notice(offers: Sequence[Offer], gpus: Sequence[str]) -> str | None:

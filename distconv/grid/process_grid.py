@@ -42,10 +42,9 @@ class ProcessGrid(Grid):
     device: this rank's device: "cpu", "cuda" or "cuda:1", say. When not given, a GPU where
         there are any: in rank order, the one that the fewest ranks have. A rank keeps its GPU on
         other grids. It becomes torch's current one.
-    transport: how bytes travel: "nccl", between GPUs of which each belongs to one rank; "peer",
-        where ranks of a node write into each other's memory, and "nccl" or "mpi" beyond it; or
-        "mpi", which takes what lies on a GPU through the host, unless the MPI is CUDA-aware. The
-        first of them that is possible, when not given.
+    transport: how bytes travel: "nccl", between GPUs of which each belongs to one rank; or "mpi",
+        which takes what lies on a GPU through the host, unless the MPI is CUDA-aware. The first of
+        them that is possible, when not given.
 
     Raises
     ------
@@ -89,7 +88,7 @@ class ProcessGrid(Grid):
             communicators.take_gpu(own)
         with self.waiting():
             carrier = communicators.transport(
-                self._comm, self._ranks, choice.transport, self._devices, choice.beyond
+                self._comm, self._ranks, choice.transport, self._devices
             )
         super().__init__(topology, rank, own, carrier)
         self._communicators: dict[tuple[frozenset[str], str], MPI.Intracomm] = {}

@@ -25,7 +25,7 @@ def offers(*gpus: tuple[str, ...], **asked: object) -> list[Offer]:
 @pytest.mark.parallel([1])
 def test_the_ranks_of_a_node_take_its_gpus_in_turn() -> None:
     choice = choose(offers(NODE, OTHER, NODE, NODE, OTHER))
-    assert choice == (("cuda:0", "cuda:0", "cuda:1", "cuda:2", "cuda:1"), "nccl", "nccl", None)
+    assert choice == (("cuda:0", "cuda:0", "cuda:1", "cuda:2", "cuda:1"), "nccl", None)
 
 
 @pytest.mark.parallel([1])
@@ -35,23 +35,21 @@ def test_ranks_take_what_the_fewest_others_have() -> None:
     assert choose(offers(("a",), ("a", "b"))).devices == ("cuda:0", "cuda:1")
     # A rank keeps what it has on another grid.
     choice = choose([*offers(NODE, NODE), Offer("cuda:0", None, NODE), *offers(NODE)])
-    assert choice == (("cuda:1", "cuda:2", "cuda:0", "cuda:3"), "nccl", "nccl", None)
+    assert choice == (("cuda:1", "cuda:2", "cuda:0", "cuda:3"), "nccl", None)
 
 
 @pytest.mark.parallel([1])
 def test_a_rank_that_is_shown_one_gpu_takes_it() -> None:
     choice = choose(offers(("a",), ("b",), ("c",)))
-    assert choice == (("cuda:0",) * 3, "nccl", "nccl", None)
+    assert choice == (("cuda:0",) * 3, "nccl", None)
 
 
 @pytest.mark.parallel([1])
-def test_ranks_that_share_gpus_use_ipc_and_say_so() -> None:
+def test_ranks_that_share_gpus_use_mpi_and_say_so() -> None:
     choice = choose(offers(*[NODE[:2]] * 4))
     assert choice.devices == ("cuda:0", "cuda:1", "cuda:0", "cuda:1")
-    assert choice[1:3] == ("peer", "mpi")
+    assert choice.transport == "mpi"
     assert choice.notice == "4 ranks share 2 of 2 GPUs; start one rank for each"
-    assert choose(offers(*[NODE[:2]] * 4, no_peer="no cupy")).transport == "mpi"
-    assert choose(offers(NODE, NODE, transport="peer"))[1:] == ("peer", "nccl", None)
     kept = choose([Offer("cuda:1", None, NODE)] * 2).notice or ""
     assert "2 ranks share 1 of 4 GPUs; make the grid of all ranks before" in kept
 
@@ -60,10 +58,10 @@ def test_ranks_that_share_gpus_use_ipc_and_say_so() -> None:
 def test_a_rank_computes_on_what_it_is_asked_to() -> None:
     two = Offer("cuda:3", None, NODE), Offer("cuda:1", None, NODE)
     assert choose(two).devices == ("cuda:3", "cuda:1")
-    assert choose([Offer("cpu", None)] * 2) == (("cpu", "cpu"), "mpi", "mpi", None)
-    assert choose(offers((), ())) == (("cpu", "cpu"), "mpi", "mpi", None)
+    assert choose([Offer("cpu", None)] * 2) == (("cpu", "cpu"), "mpi", None)
+    assert choose(offers((), ())) == (("cpu", "cpu"), "mpi", None)
     assert choose(offers(NODE, NODE, transport="mpi")).transport == "mpi"
-    without = Offer(None, None, NODE, "no cupy", "no cupy")
+    without = Offer(None, None, NODE, "no cupy")
     assert choose([*offers(NODE), without]).transport == "mpi"
 
 
@@ -85,13 +83,8 @@ def test_a_rank_computes_on_what_it_is_asked_to() -> None:
         (offers(("a",), ("b",), ("a",), transport="nccl"), "ranks 0 and 2 share a GPU"),
         (
             [*offers(NODE, transport="nccl"), Offer(None, "nccl", NODE, "no cupy")],
-            r"transport='nccl': no cupy \(rank 1\), or choose 'peer' or 'mpi'",
+            r"transport='nccl': no cupy \(rank 1\), or choose 'mpi'",
         ),
-        (
-            [*offers(NODE, transport="peer"), Offer(None, "peer", NODE, None, "no cupy")],
-            r"transport='peer': no cupy \(rank 1\), or choose 'nccl' or 'mpi'",
-        ),
-        (offers((), transport="peer"), "transport='peer' is for GPUs"),
     ],
 )
 def test_what_cannot_be_had_is_refused_with_the_way_out(given: list[Offer], message: str) -> None:
