@@ -6,16 +6,20 @@ from the offers of all ranks, and needs neither a GPU nor messages.
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
-from distconv.transport import nccl
+from distconv.transport import nccl, torch_groups
 
-TRANSPORTS = ("nccl", "mpi")
+TRANSPORTS = {"cuda": ("torch", "mpi", "nccl"), "cpu": ("mpi", "torch")}
+"""The transports between devices of a kind, by preference."""
+
+_VARIABLE = "DISTCONV_TRANSPORT"
 
 
 class Offer(NamedTuple):
@@ -26,8 +30,8 @@ class Offer(NamedTuple):
     transport: str | None
     gpus: tuple[str, ...] = ()
     """The identities of the GPUs that this rank sees, unless it is asked not to look."""
-    no_nccl: str | None = None
-    """Why this rank cannot use NCCL."""
+    missing: Mapping[str, str] = {}
+    """Why this rank cannot use a transport, by its name."""
 
 
 class Choice(NamedTuple):
@@ -41,7 +45,10 @@ class Choice(NamedTuple):
 
 
 def make_offer(
-    device: str | torch.device | None, transport: str | None, kept: torch.device | None
+    device: str | torch.device | None,
+    transport: str | None,
+    kept: torch.device | None,
+    by_mpi: bool = True,
 ) -> Offer:
     """Return the offer of this rank, for the others; no communication.
 
@@ -49,13 +56,16 @@ def make_offer(
     ----------
     device, transport: as the program gives them to the grid.
     kept: the GPU that this rank has had on another grid, which it keeps.
+    by_mpi: whether MPI has started the ranks.
     """
-    if transport not in (None, *TRANSPORTS):
-        way_out = " or ".join(map(repr, TRANSPORTS))
-        raise ValueError(f"ProcessGrid: transport={transport!r} is not known; choose {way_out}")
+    given, transport = transport, transport or os.environ.get(_VARIABLE) or None
+    if transport not in (None, *TRANSPORTS["cuda"]):
+        name = "transport" if given else _VARIABLE
+        way_out = " or ".join(map(repr, TRANSPORTS["cuda"]))
+        raise ValueError(f"ProcessGrid: {name}={transport!r} is not known; choose {way_out}")
     wanted = None if device is None else str(device)
     if wanted == "cpu":
-        return Offer(wanted, transport)
+        return Offer(wanted, transport, (), _missing("cpu", by_mpi))
     if wanted is not None and not re.fullmatch(r"cuda(:\d+)?", wanted):
         raise ValueError(
             f"ProcessGrid: device={wanted!r} is not supported; choose 'cpu', 'cuda', or one of its "
@@ -64,9 +74,17 @@ def make_offer(
     if kept is not None and wanted in (None, "cuda"):
         wanted = str(kept)
     gpus = _visible()
-    if not gpus or transport == "mpi":
-        return Offer(wanted, transport, gpus)
-    return Offer(wanted, transport, gpus, nccl.why_unavailable())
+    return Offer(wanted, transport, gpus, _missing("cuda" if gpus else "cpu", by_mpi))
+
+
+def _missing(kind: str, by_mpi: bool) -> dict[str, str]:
+    """Return why this rank cannot use transports between devices of a kind, by their names."""
+    reasons = {
+        "mpi": None if by_mpi else "MPI has not started the ranks; start them with mpiexec",
+        "torch": torch_groups.why_unavailable(kind),
+        "nccl": nccl.why_unavailable() if kind == "cuda" else None,
+    }
+    return {name: why for name, why in reasons.items() if why is not None}
 
 
 def _visible() -> tuple[str, ...]:
@@ -80,8 +98,9 @@ def choose(offers: Sequence[Offer]) -> Choice:
     """Return the decision that follows from the offers of all ranks.
 
     A rank that is asked for no certain GPU takes, in rank order, of the GPUs that it sees the one
-    that the fewest ranks have; so the ranks of a node take its GPUs in turn. Messages travel by
-    NCCL where every rank has a GPU of its own, and by MPI where ranks share GPUs, or without cupy.
+    that the fewest ranks have; so the ranks of a node take its GPUs in turn. Messages between GPUs
+    travel by torch's NCCL where every rank has one of its own, and by MPI where ranks share GPUs;
+    those between CPUs by MPI, or torch's gloo where MPI has not started the ranks.
 
     Raises
     ------
@@ -98,27 +117,39 @@ def choose(offers: Sequence[Offer]) -> Choice:
                 f"pass {what}= with the same on every rank"
             )
     if kinds[0] == "cpu":
-        if transport == "nccl":
-            raise ValueError(
-                f"ProcessGrid: transport={transport!r} is for GPUs, and the ranks compute on CPUs; "
-                "choose 'mpi'"
-            )
-        return Choice(("cpu",) * len(offers), "mpi")
-
+        return Choice(("cpu",) * len(offers), _transport(transport, "cpu", offers))
     numbers = _numbers(offers)
     gpus = [o.gpus[number] for o, number in zip(offers, numbers, strict=True)]
-    obstacles = {
-        "nccl": _obstacle([o.no_nccl for o in offers]) or _sharing(gpus),
-        "mpi": None,
-    }
-    if transport is not None and obstacles[transport]:
-        others = " or ".join(repr(name) for name, obstacle in obstacles.items() if not obstacle)
-        raise ValueError(
-            f"ProcessGrid: transport={transport!r}: {obstacles[transport]}, or choose {others}"
-        )
-    chosen = transport or next(name for name in TRANSPORTS if not obstacles[name])
     devices = tuple(f"cuda:{number}" for number in numbers)
+    chosen = _transport(transport, "cuda", offers, _sharing(gpus))
     return Choice(devices, chosen, _notice(offers, gpus))
+
+
+def _transport(
+    asked: str | None, kind: str, offers: Sequence[Offer], sharing: str | None = None
+) -> str:
+    """Return the transport that is asked for, or the first that all ranks can use.
+
+    Parameters
+    ----------
+    sharing: which ranks share a GPU, in words, as none do with NCCL.
+    """
+    obstacles = {
+        name: _obstacle([o.missing.get(name) for o in offers])
+        or (sharing if name != "mpi" else None)
+        for name in TRANSPORTS[kind]
+    }
+    if kind == "cpu":
+        obstacles["nccl"] = "that is for GPUs, and the ranks compute on CPUs"
+    possible = [name for name in TRANSPORTS[kind] if not obstacles[name]]
+    if asked in possible:
+        return asked
+    if asked is None and possible:
+        return possible[0]
+    names = [asked] if asked else TRANSPORTS[kind]
+    why = "; ".join(f"transport={name!r}: {obstacles[name]}" for name in names)
+    way_out = f", or choose {' or '.join(map(repr, possible))}" if possible else ""
+    raise ValueError(f"ProcessGrid: {why}{way_out}")
 
 
 def _notice(offers: Sequence[Offer], gpus: Sequence[str]) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import pytest
@@ -10,7 +11,7 @@ from mpi4py import MPI
 
 import distconv as dc
 from distconv.grid import communicators
-from distconv.grid.devices import Offer, choose
+from distconv.grid.devices import Offer, choose, make_offer
 from distconv.transport import nccl
 from distconv.transport.interface import Transport
 
@@ -25,7 +26,7 @@ def offers(*gpus: tuple[str, ...], **asked: object) -> list[Offer]:
 @pytest.mark.parallel([1])
 def test_the_ranks_of_a_node_take_its_gpus_in_turn() -> None:
     choice = choose(offers(NODE, OTHER, NODE, NODE, OTHER))
-    assert choice == (("cuda:0", "cuda:0", "cuda:1", "cuda:2", "cuda:1"), "nccl", None)
+    assert choice == (("cuda:0", "cuda:0", "cuda:1", "cuda:2", "cuda:1"), "torch", None)
 
 
 @pytest.mark.parallel([1])
@@ -35,13 +36,13 @@ def test_ranks_take_what_the_fewest_others_have() -> None:
     assert choose(offers(("a",), ("a", "b"))).devices == ("cuda:0", "cuda:1")
     # A rank keeps what it has on another grid.
     choice = choose([*offers(NODE, NODE), Offer("cuda:0", None, NODE), *offers(NODE)])
-    assert choice == (("cuda:1", "cuda:2", "cuda:0", "cuda:3"), "nccl", None)
+    assert choice == (("cuda:1", "cuda:2", "cuda:0", "cuda:3"), "torch", None)
 
 
 @pytest.mark.parallel([1])
 def test_a_rank_that_is_shown_one_gpu_takes_it() -> None:
     choice = choose(offers(("a",), ("b",), ("c",)))
-    assert choice == (("cuda:0",) * 3, "nccl", None)
+    assert choice == (("cuda:0",) * 3, "torch", None)
 
 
 @pytest.mark.parallel([1])
@@ -61,8 +62,27 @@ def test_a_rank_computes_on_what_it_is_asked_to() -> None:
     assert choose([Offer("cpu", None)] * 2) == (("cpu", "cpu"), "mpi", None)
     assert choose(offers((), ())) == (("cpu", "cpu"), "mpi", None)
     assert choose(offers(NODE, NODE, transport="mpi")).transport == "mpi"
-    without = Offer(None, None, NODE, "no cupy")
+    without = Offer(None, None, NODE, {"torch": "no NCCL"})
     assert choose([*offers(NODE), without]).transport == "mpi"
+
+
+@pytest.mark.parallel([1])
+def test_ranks_that_mpi_has_not_started_use_torch() -> None:
+    by_torch = {"missing": {"mpi": "start them with mpiexec"}}
+    assert choose(offers((), (), **by_torch)).transport == "torch"
+    assert choose(offers(("a",), ("b",), **by_torch)).transport == "torch"
+    with pytest.raises(ValueError, match="'torch': ranks 0 and 1 share a GPU.*'mpi': start them"):
+        choose(offers(("a",), ("a",), **by_torch))
+
+
+@pytest.mark.parallel([1])
+def test_the_environment_says_by_what_messages_travel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DISTCONV_TRANSPORT", "torch")
+    assert make_offer("cpu", None, None).transport == "torch"
+    assert make_offer("cpu", "mpi", None).transport == "mpi"
+    monkeypatch.setenv("DISTCONV_TRANSPORT", "tcp")
+    with pytest.raises(ValueError, match="DISTCONV_TRANSPORT='tcp' is not known; choose 'torch'"):
+        make_offer("cpu", None, None)
 
 
 @pytest.mark.parallel([1])
@@ -82,8 +102,8 @@ def test_a_rank_computes_on_what_it_is_asked_to() -> None:
         ),
         (offers(("a",), ("b",), ("a",), transport="nccl"), "ranks 0 and 2 share a GPU"),
         (
-            [*offers(NODE, transport="nccl"), Offer(None, "nccl", NODE, "no cupy")],
-            r"transport='nccl': no cupy \(rank 1\), or choose 'mpi'",
+            [*offers(NODE, transport="nccl"), Offer(None, "nccl", NODE, {"nccl": "no cupy"})],
+            r"transport='nccl': no cupy \(rank 1\), or choose 'torch' or 'mpi'",
         ),
     ],
 )
@@ -95,7 +115,8 @@ def test_what_cannot_be_had_is_refused_with_the_way_out(given: list[Offer], mess
 @pytest.mark.parallel([1, 2])
 def test_a_grid_without_gpus_computes_on_the_cpu() -> None:
     grid = dc.ProcessGrid(height=-1)
-    assert grid.device == torch.device("cpu") and grid.transport.name == "mpi"
+    assert grid.device == torch.device("cpu")
+    assert grid.transport.name == os.environ.get("DISTCONV_TRANSPORT", "mpi")
     assert grid == dc.ProcessGrid(height=-1, device="cpu")
     assert "GPU" not in repr(grid)
 
@@ -109,7 +130,7 @@ def test_a_transport_is_made_by_all_ranks_where_one_has_another_device(
 
     def made(*last: str) -> Transport:
         devices = ("cuda:0",) * (WORLD.size - 1) + last
-        return communicators.transport(WORLD, ranks, "mpi", devices)
+        return communicators.transport(ranks, "mpi", devices)
 
     first = made("cuda:1")
     assert made("cuda:0") is not first and made("cuda:1") is first

@@ -13,10 +13,12 @@ import pytest
 import torch
 from mpi4py import MPI
 
+from distconv.transport.mpi_communicator import MPICommunicator
 from distconv.transport.nccl import NCCLTransport
 from tests.support.streams import Stream, replace_modules, replace_streams
 
 WORLD = MPI.COMM_WORLD
+ALL = MPICommunicator(WORLD)
 RANKS = [1, 2, 3]
 TYPES = {0: MPI.INT8_T, 1: MPI.UINT8_T, 2: MPI.INT32_T, 4: MPI.INT64_T, 7: MPI.FLOAT, 8: MPI.DOUBLE}
 """By the numbers that NCCL gives them."""
@@ -88,7 +90,7 @@ def transport(monkeypatch: pytest.MonkeyPatch) -> Iterator[NCCLTransport]:
     replace_modules(monkeypatch, ModuleType("cupy"), ModuleType("cupy.cuda"), nccl)
     replace_streams(monkeypatch)
     monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "0")
-    yield NCCLTransport(WORLD, torch.device("cpu"))
+    yield NCCLTransport(ALL, torch.device("cpu"))
     assert Communicator.group is None
 
 
@@ -113,7 +115,7 @@ def test_messages_are_the_bytes_of_tensors(transport: NCCLTransport, dtype: torc
 def test_all_types_are_added_up(transport: NCCLTransport, dtype: torch.dtype) -> None:
     each = [(torch.arange(9) % 4 + r).to(dtype) for r in range(WORLD.size)]
     total = each[WORLD.rank].clone()
-    transport.all_reduce(total, WORLD).wait()
+    transport.all_reduce(total, ALL).wait()
     wide = dtype if dtype.is_complex else torch.float64
     expected = torch.stack(each).to(wide).sum(0)
     assert torch.equal(total, expected.ne(0) if dtype == torch.bool else expected.to(dtype))
@@ -122,14 +124,14 @@ def test_all_types_are_added_up(transport: NCCLTransport, dtype: torch.dtype) ->
 @pytest.mark.parallel([1])
 def test_a_type_that_cannot_be_added_up_is_refused(transport: NCCLTransport) -> None:
     with pytest.raises(TypeError, match="NCCL cannot add up torch.uint16"):
-        transport.all_reduce(torch.zeros(1, dtype=torch.uint16), WORLD)
+        transport.all_reduce(torch.zeros(1, dtype=torch.uint16), ALL)
 
 
 @pytest.mark.parallel(RANKS)
 def test_tensors_are_gathered_and_broadcast(transport: NCCLTransport) -> None:
-    gathered = transport.all_gather(torch.full((2, 3), WORLD.rank), WORLD)
+    gathered = transport.all_gather(torch.full((2, 3), WORLD.rank), ALL)
     assert gathered.shape == (WORLD.size, 2, 3)
     assert gathered[:, 1, 2].tolist() == list(range(WORLD.size))
     value = torch.full((4,), 1.0 + WORLD.rank)
-    transport.broadcast(value, WORLD)
+    transport.broadcast(value, ALL)
     assert value.tolist() == [1.0] * 4
