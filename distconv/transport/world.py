@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import cache
 from typing import Any
 
@@ -50,7 +51,10 @@ def _by_torch() -> TorchCommunicator:
     store, rank, size = _meeting()
     from torch.distributed import PrefixStore
 
-    return TorchCommunicator(PrefixStore("distconv", store), rank, tuple(range(size)), "world")
+    # torchrun keeps its store when it starts ranks again, with the addresses of those that are gone.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    own = PrefixStore(f"distconv {attempt} {size}", store)
+    return TorchCommunicator(own, rank, tuple(range(size)), "world")
 
 
 def _meeting() -> tuple[Any, int, int]:
