@@ -21,6 +21,9 @@ TRANSPORTS = {"cuda": ("torch", "mpi", "nccl"), "cpu": ("mpi", "torch")}
 
 _VARIABLE = "DISTCONV_TRANSPORT"
 
+_SHARE = "DISTCONV_SHARE_GPUS"
+"""Set to 1 where NCCL is to take several ranks on one GPU, which old versions refuse."""
+
 
 class Offer(NamedTuple):
     """What a rank tells the others when it makes a grid."""
@@ -32,6 +35,8 @@ class Offer(NamedTuple):
     """The identities of the GPUs that this rank sees, unless it is asked not to look."""
     missing: Mapping[str, str] = {}
     """Why this rank cannot use a transport, by its name."""
+    may_share: bool = False
+    """Whether NCCL is to take several ranks on one GPU."""
 
 
 class Choice(NamedTuple):
@@ -74,7 +79,8 @@ def make_offer(
     if kept is not None and wanted in (None, "cuda"):
         wanted = str(kept)
     gpus = _visible()
-    return Offer(wanted, transport, gpus, _missing("cuda" if gpus else "cpu", by_mpi))
+    missing = _missing("cuda" if gpus else "cpu", by_mpi)
+    return Offer(wanted, transport, gpus, missing, os.environ.get(_SHARE) == "1")
 
 
 def _missing(kind: str, by_mpi: bool) -> dict[str, str]:
@@ -121,8 +127,17 @@ def choose(offers: Sequence[Offer]) -> Choice:
     numbers = _numbers(offers)
     gpus = [o.gpus[number] for o, number in zip(offers, numbers, strict=True)]
     devices = tuple(f"cuda:{number}" for number in numbers)
-    chosen = _transport(transport, "cuda", offers, _sharing(gpus))
-    return Choice(devices, chosen, _notice(offers, gpus))
+    sharing = None if all(o.may_share for o in offers) else _sharing(gpus)
+    chosen = _transport(transport, "cuda", offers, sharing)
+    staged = transport is None and chosen == "mpi" and sharing is None
+    notice = _staging(offers) if staged else _notice(offers, gpus)
+    return Choice(devices, chosen, notice)
+
+
+def _staging(offers: Sequence[Offer]) -> str:
+    """Return why messages between GPUs go by MPI, in words."""
+    why = _obstacle([o.missing.get("torch") for o in offers])
+    return f"messages between GPUs go by MPI, mostly through the host: {why}"
 
 
 def _transport(
@@ -172,7 +187,10 @@ def _sharing(gpus: Sequence[str]) -> str | None:
     for rank, gpu in enumerate(gpus):
         first = gpus.index(gpu)
         if first < rank:
-            return f"ranks {first} and {rank} share a GPU; start one rank for each"
+            return (
+                f"ranks {first} and {rank} share a GPU; start one rank for each, or set {_SHARE}=1 "
+                "where NCCL allows it"
+            )
     return None
 
 

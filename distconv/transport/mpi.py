@@ -87,7 +87,7 @@ class MPIRequest:
 class MPITransport:
     """Messages over one communicator, which nothing else uses; see `Transport`."""
 
-    name = "mpi"
+    name, ordered = "mpi", False
 
     def __init__(self, comm: MPICommunicator):
         self._comm = comm.mpi

@@ -7,7 +7,6 @@ Messages have no tags: they meet in the order in which ranks start them, the sam
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from distconv.transport.communicator import Communicator
 from distconv.transport.interface import Message, Request
+from distconv.transport.launch_order import keep_order, why_too_old
 from distconv.transport.side_stream import SideStream
 from distconv.transport.sums import Summand
 
@@ -34,12 +34,23 @@ def why_unavailable() -> str | None:
     try:
         from cupy.cuda import nccl
     except ImportError as error:
-        return f"cupy is missing ({error}); install cupy-cuda12x or cupy-cuda13x"
-    return None if nccl.available else "cupy finds no NCCL; install nvidia-nccl-cu12 or -cu13"
+        return f"cupy is missing ({error}); install cupy-cuda13x, or -cuda12x for CUDA 12"
+    if not nccl.available:
+        return "cupy finds no NCCL; install nvidia-nccl-cu13, or -cu12"
+    major, rest = divmod(nccl.get_version(), 10_000)
+    return why_too_old((major, rest // 100, rest % 100))
 
 
 class _StreamCommunicator(SideStream):
     """A communicator of NCCL, and its stream."""
+
+    def follow(self) -> None:
+        """Go on after all that the current stream has been given so far.
+
+        Raises what NCCL has met with since the last time, such as a lost connection.
+        """
+        self.comm.check_async_error()
+        super().follow()
 
     def __init__(self, group: Communicator, device: torch.device):
         from cupy.cuda import nccl
@@ -53,14 +64,12 @@ class _StreamCommunicator(SideStream):
 class NCCLTransport:
     """Messages between GPUs of which each belongs to one rank; see `Transport`."""
 
-    name = "nccl"
+    name, ordered = "nccl", True
 
     def __init__(self, comm: Communicator, device: torch.device):
         from cupy.cuda import nccl
 
-        # Kernels of several communicators, which wait for other ranks, run in the host's order: in
-        # others they could wait for each other. NCCL 2.26 and newer.
-        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+        keep_order()
         self._nccl, self._device = nccl, device
         self._messages = _StreamCommunicator(comm, device)
         self._groups: dict[tuple[str, tuple[int, ...]], _StreamCommunicator] = {}
@@ -81,11 +90,13 @@ class NCCLTransport:
         self._messages.follow()
         stream = self._messages.address
         nccl.groupStart()
-        for rank, t in arriving:
-            comm.recv(t.data_ptr(), t.nbytes, nccl.NCCL_UINT8, rank, stream)
-        for rank, t in leaving:
-            comm.send(t.data_ptr(), t.nbytes, nccl.NCCL_UINT8, rank, stream)
-        nccl.groupEnd()
+        try:
+            for rank, t in arriving:
+                comm.recv(t.data_ptr(), t.nbytes, nccl.NCCL_UINT8, rank, stream)
+            for rank, t in leaving:
+                comm.send(t.data_ptr(), t.nbytes, nccl.NCCL_UINT8, rank, stream)
+        finally:
+            nccl.groupEnd()  # an open group would take in all that comes later
         return self._messages.mark(tensor for _, tensor in (*arriving, *leaving))
 
     def all_reduce(self, tensor: Tensor, group: Communicator) -> Request:

@@ -57,7 +57,7 @@ class StagedTransport:
         host all the same, where MPI adds up.
     """
 
-    name = "mpi"
+    name, ordered = "mpi", False
 
     def __init__(
         self, mpi: MPITransport, copies: PinnedCopies, queue: LaunchQueue, direct: bool = False

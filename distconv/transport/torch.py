@@ -94,7 +94,7 @@ class TorchTransport:
         self, comm: Communicator, store: Store | None, device: torch.device, limit: timedelta
     ):
         self._store, self._device, self._limit = store, device, limit
-        self._on_gpu = device.type == "cuda"
+        self.ordered = self._on_gpu = device.type == "cuda"
         self._library = "NCCL" if self._on_gpu else "gloo"
         self._rank, self._last_tag = comm.rank, 0
         self._buffers = BufferPool()

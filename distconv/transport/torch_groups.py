@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
+from distconv.transport.launch_order import keep_order, why_too_old
+
 if TYPE_CHECKING:
     from distconv.transport.communicator import Communicator
 
@@ -34,8 +36,11 @@ def why_unavailable(device: str) -> str | None:
     distributed = torch.distributed
     if not distributed.is_available():
         return "this torch is built without torch.distributed"
-    there = distributed.is_nccl_available() if device == "cuda" else distributed.is_gloo_available()
-    return None if there else f"this torch has no {'NCCL' if device == 'cuda' else 'gloo'}"
+    if device != "cuda":
+        return None if distributed.is_gloo_available() else "this torch has no gloo"
+    if not distributed.is_nccl_available():
+        return "this torch has no NCCL"
+    return why_too_old(torch.cuda.nccl.version())
 
 
 def open_store(comm: Communicator) -> Store:
@@ -104,6 +109,7 @@ def nccl_group(
     """
     from torch.distributed import PrefixStore, ProcessGroupNCCL
 
+    keep_order()
     options = ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = limit
     group: ProcessGroup = ProcessGroupNCCL(PrefixStore(name, store), rank, size, options)

@@ -87,7 +87,7 @@ class WatchedTransport:
         waiting: Waiting,
         members: Callable[[Any], Iterable[int]],
     ):
-        self.carrier, self.name = carrier, carrier.name
+        self.carrier, self.name, self.ordered = carrier, carrier.name, carrier.ordered
         self._steps, self._waiting, self._members = steps, waiting, members
 
     def next_tag(self) -> int:

@@ -14,6 +14,7 @@ from distconv.grid import communicators
 from distconv.grid.devices import Offer, choose, make_offer
 from distconv.transport import nccl
 from distconv.transport.interface import Transport
+from distconv.transport.launch_order import why_too_old
 
 WORLD = MPI.COMM_WORLD
 NODE, OTHER = tuple("abcd"), tuple("efgh")
@@ -63,7 +64,24 @@ def test_a_rank_computes_on_what_it_is_asked_to() -> None:
     assert choose(offers((), ())) == (("cpu", "cpu"), "mpi", None)
     assert choose(offers(NODE, NODE, transport="mpi")).transport == "mpi"
     without = Offer(None, None, NODE, {"torch": "no NCCL"})
-    assert choose([*offers(NODE), without]).transport == "mpi"
+    choice = choose([*offers(NODE), without])
+    assert choice.transport == "mpi"
+    assert choice.notice == (
+        "messages between GPUs go by MPI, mostly through the host: no NCCL (rank 1)"
+    )
+    assert choose(offers(NODE, NODE, transport="mpi")).notice is None
+
+
+@pytest.mark.parallel([1])
+def test_nccl_takes_ranks_that_share_a_gpu_where_it_is_told_to() -> None:
+    assert choose(offers(("a",), ("a",), may_share=True)).transport == "torch"
+    assert choose([*offers(("a",), may_share=True), *offers(("a",))]).transport == "mpi"
+
+
+@pytest.mark.parallel([1])
+def test_an_nccl_that_does_not_keep_the_order_of_the_host_is_refused() -> None:
+    assert why_too_old((2, 26)) is None and why_too_old((2, 27, 3)) is None
+    assert "NCCL 2.25.1 does not start" in (why_too_old((2, 25, 1)) or "")
 
 
 @pytest.mark.parallel([1])

@@ -14,7 +14,7 @@ import torch
 from mpi4py import MPI
 
 from distconv.transport.mpi_communicator import MPICommunicator
-from distconv.transport.nccl import NCCLTransport
+from distconv.transport.nccl import NCCLTransport, why_unavailable
 from tests.support.streams import Stream, replace_modules, replace_streams
 
 WORLD = MPI.COMM_WORLD
@@ -34,10 +34,16 @@ class Communicator:
 
     group: list[MPI.Request] | None = None
     """What has been started since groupStart."""
+    lost = False
+    """Whether NCCL has met with an error meanwhile."""
 
     def __init__(self, ndev: int, commId: tuple[int, ...], rank: int):
         self._comm = WORLD.Dup()
         assert len(commId) == 128 and (ndev, rank) == (WORLD.size, WORLD.rank)
+
+    def check_async_error(self) -> None:
+        if Communicator.lost:
+            raise RuntimeError("NCCL_ERROR_REMOTE_ERROR")
 
     def send(self, buffer: int, count: int, datatype: int, peer: int, stream: int) -> None:
         assert Communicator.group is not None and stream == Stream.cuda_stream
@@ -135,3 +141,37 @@ def test_tensors_are_gathered_and_broadcast(transport: NCCLTransport) -> None:
     value = torch.full((4,), 1.0 + WORLD.rank)
     transport.broadcast(value, ALL)
     assert value.tolist() == [1.0] * 4
+
+
+@pytest.mark.parallel([1, 2])
+def test_an_exception_leaves_no_group_open(transport: NCCLTransport) -> None:
+    broken: Any = "no tensor"
+    with pytest.raises(AttributeError):
+        transport.exchange([], [(0, broken)], 1)
+    assert Communicator.group is None
+    value = torch.full((4,), 1.0 + WORLD.rank)
+    landing = torch.zeros(4)
+    transport.exchange([(WORLD.rank, landing)], [(WORLD.rank, value)], 2).wait()
+    assert torch.equal(landing, value)
+
+
+@pytest.mark.parallel([1])
+def test_what_nccl_meets_with_is_raised_by_the_next_message(
+    transport: NCCLTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transport.all_reduce(torch.ones(3), ALL).wait()
+    monkeypatch.setattr(Communicator, "lost", True)
+    with pytest.raises(RuntimeError, match="REMOTE_ERROR"):
+        transport.all_reduce(torch.ones(3), ALL)
+
+
+@pytest.mark.parallel([1])
+@pytest.mark.parametrize(("version", "usable"), [(22512, False), (22602, True), (22900, True)])
+def test_versions_of_nccl_are_looked_at(
+    transport: NCCLTransport, monkeypatch: pytest.MonkeyPatch, version: int, usable: bool
+) -> None:
+    from cupy.cuda import nccl
+
+    monkeypatch.setattr(nccl, "available", True, raising=False)
+    monkeypatch.setattr(nccl, "get_version", lambda: version, raising=False)
+    assert (why_unavailable() is None) is usable
