@@ -21,7 +21,7 @@ from distconv.transport.pinned_copies import PinnedCopies
 from distconv.transport.staged import StagedTransport, takes_device_memory
 from distconv.transport.torch import TorchTransport
 from distconv.transport.torch_communicator import TorchCommunicator
-from distconv.transport.torch_groups import common_store
+from distconv.transport.torch_groups import Store, common_store
 from distconv.transport.watched import Wait, Waiting, WatchedTransport
 from distconv.transport.world import world
 
@@ -113,8 +113,7 @@ def _connected(comm: Communicator, name: str, devices: tuple[str, ...]) -> Trans
     """Return a new carrier; all ranks of `comm` call it."""
     device = torch.device(devices[comm.rank])
     if name == "torch":
-        shared = comm.store if isinstance(comm, TorchCommunicator) else None
-        store = common_store(comm) if shared is None and comm.size > 1 else shared
+        store = store_of(comm)
         limit = timedelta(seconds=min(time_limit() + _LONGER, _LONGEST.total_seconds()))
         return TorchTransport(comm, store, device, limit)
     if name == "nccl":
@@ -127,6 +126,13 @@ def _connected(comm: Communicator, name: str, devices: tuple[str, ...]) -> Trans
     on_host: Any = _carrier(comm.ranks, name, ("cpu",) * comm.size)
     direct = takes_device_memory(comm)
     return StagedTransport(on_host, PinnedCopies(device), _store().queue, direct)
+
+
+def store_of(comm: Communicator) -> Store:
+    """Return a store of torch.distributed for the ranks of `comm`, all of which call it."""
+    if isinstance(comm, TorchCommunicator):
+        return comm.store
+    return common_store(comm) if comm.size > 1 else None
 
 
 def gpu() -> torch.device | None:

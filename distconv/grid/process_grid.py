@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakValueDictionary
@@ -14,6 +15,7 @@ import torch
 from distconv.geometry.topology import AXES, Topology
 from distconv.grid import communicators, devices
 from distconv.grid.abort import abort_when_a_rank_raises
+from distconv.grid.device_mesh import arranged, axes_of_mesh, make_device_mesh
 from distconv.grid.interface import Grid
 from distconv.grid.interrupt import end_when_abandoned
 from distconv.grid.members import ranks_of
@@ -24,6 +26,7 @@ from distconv.transport.watched import Wait
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 abort_when_a_rank_raises()
 
@@ -112,6 +115,35 @@ class ProcessGrid(Grid):
         small objects, under the same names: `rank`, `size`, `bcast(value)`, `allgather(value)`.
         """
         return self._comm.for_program()
+
+    @classmethod
+    def from_device_mesh(
+        cls, mesh: DeviceMesh, axes: Mapping[str, str] | None = None, **options: Any
+    ) -> ProcessGrid:
+        """Return the grid with the ranks of a mesh of torch.distributed; all of them call it.
+
+        Parameters
+        ----------
+        mesh: its dimensions are called by axes of the grid, in any order.
+        axes: the axes by names of the mesh, where they are called otherwise: {"dp": "sample"}.
+        options: `device` and `transport`, as for any grid.
+
+        Raises
+        ------
+        ValueError
+            Where a dimension has no axis, or two have the same.
+        """
+        ranks, extents = arranged(mesh, axes_of_mesh(mesh, axes))
+        return cls(ranks, **(options | extents))
+
+    @cached_property
+    def device_mesh(self) -> DeviceMesh:
+        """Return the same ranks as a mesh of torch.distributed, with the axes of several ranks.
+
+        All ranks ask for it together at first. The grid has to have all ranks of the job; a default
+        group of torch.distributed is initialised where there is none.
+        """
+        return make_device_mesh(self, self._ranks)
 
     def communicator(self, axes: Iterable[str], purpose: str = "reductions") -> Communicator:
         """Return the communicator of the ranks that differ from this one along `axes` only.
