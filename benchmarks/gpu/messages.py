@@ -22,7 +22,7 @@ from distconv.tools.bench.halo import exchange, plan_of
 from distconv.tools.bench.report import over
 from distconv.tools.table import size
 
-TRANSPORTS = "mpi", "nccl", "peer"
+TRANSPORTS = "mpi", "nccl"
 """The oldest first: on several ranks nothing is measured after what has failed."""
 SIZES = tuple(2**n for n in (10, 14, 18, 20, 22, 24, 26))
 """Bytes of a message."""

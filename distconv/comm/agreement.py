@@ -6,14 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 from zlib import crc32
 
-import numpy as np
-
 from distconv.geometry.topology import AXES
 from distconv.grid.interface import Grid
 from distconv.grid.order import ranks_in_words
-
-_BITS = 24
-"""Bits of a fingerprint, so that sums of squares over 16,000 ranks are exact in 64 bits."""
+from distconv.transport.communicator import Comparison
 
 
 def fingerprint(state: object) -> int:
@@ -24,7 +20,7 @@ def fingerprint(state: object) -> int:
     ----------
     state: numbers, strings, and tuples and lists of them.
     """
-    return crc32(repr(state).encode()) % 2**_BITS
+    return crc32(repr(state).encode())
 
 
 class Agreement:
@@ -39,36 +35,27 @@ class Agreement:
         # On the meta device there are no other ranks that could answer.
         self._size = 1 if grid.device.type == "meta" else grid.size
         self._comm = grid.communicator(AXES, "checks")
-        self._asked: tuple[Any, Any, Any] | None = None
+        self._asked: Comparison | None = None
 
     def ask(self, *numbers: int) -> None:
-        """Start to compare numbers of at most 24 bits with those of the other ranks."""
+        """Start to compare numbers with those of the other ranks."""
         if self._size == 1:
             return
-        if self._asked is not None:
-            # The program was interrupted before the answer, and so were the others.
-            self._wait(self._asked[0])
-        mine = np.array((*numbers, *(n * n for n in numbers)), dtype=np.int64)
-        sums = np.empty_like(mine)
-        self._asked = self._comm.Iallreduce(mine, sums), sums, mine
+        # An answer that nobody has taken: the program was interrupted, and so were the others.
+        self.answer()
+        self._asked = self._comm.compare(numbers)
 
     def answer(self) -> list[bool]:
         """Return whether all ranks have the same, for each number that was last asked about."""
         if self._asked is None:
             return []
-        (request, sums, _), self._asked = self._asked, None
-        self._wait(request)
-        # The mean of squares is the square of the mean where all are equal, and nowhere else.
-        totals, squares = sums.reshape(2, -1).tolist()
-        return [self._size * q == t * t for t, q in zip(totals, squares, strict=True)]
+        comparison, self._asked = self._asked, None
+        with self._grid.waiting():
+            return comparison.wait()
 
     def everyone(self, mine: Any) -> list[Any]:
         """Return the values that all ranks bring, in rank order; all of them call it."""
         return self._grid.all_gather_object(mine)
-
-    def _wait(self, request: Any) -> None:
-        with self._grid.waiting():
-            request.Wait()
 
 
 def differences(everyone: Sequence[dict[str, Any]]) -> list[str]:

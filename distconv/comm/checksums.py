@@ -152,9 +152,8 @@ def unequal(tensors: Iterable[Checked], grid: Grid) -> tuple[str, str] | None:
     for (name, number), (_, _, axes) in zip(mine, checked, strict=True):
         kinds[axes] = crc32(f"{name} {number}".encode(), kinds[axes])
     comm = grid.communicator(AXES, "checks")
-    together = np.empty((grid.size, len(kinds)), dtype=np.int64)
     with grid.collective("checksums"):
-        comm.Allgather(np.array(list(kinds.values()), dtype=np.int64), together)
+        together = comm.all_gather_numbers(list(kinds.values()))
     if not any(
         _odd(column, axes, grid.topology)
         for column, axes in zip(together.T.tolist(), kinds, strict=True)

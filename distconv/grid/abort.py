@@ -11,7 +11,7 @@ import time
 from types import TracebackType
 from typing import Any
 
-from distconv.transport.launch import is_copy
+from distconv.transport.launch import is_copy, place_by_torch
 
 _GRACE = 1.5
 """Seconds that another rank waits for rank 0 to report, so that an error all ranks share is
@@ -70,9 +70,13 @@ def _place() -> tuple[int, int]:
     """Return which of how many ranks this process is; the only one where it is no rank.
 
     Before MPI has started, the rank is known only under MPICH's launcher, which has to be told of
-    an error. Other launchers end the job when a process does.
+    an error, and under torchrun. Other launchers end the job when a process does.
     """
-    if is_copy() or multiprocessing.parent_process() is not None:
+    if is_copy():
+        return 0, 1
+    if place := place_by_torch():
+        return place
+    if multiprocessing.parent_process() is not None:
         return 0, 1
     if MPI := _running():
         return MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
@@ -93,6 +97,8 @@ def abort_job() -> None:
     killer = threading.Timer(_PATIENCE, os.kill, (os.getpid(), signal.SIGKILL))
     killer.daemon = True
     killer.start()
+    if place_by_torch():
+        os._exit(1)  # and torchrun ends the others, or starts all anew
     if MPI := _running():
         MPI.COMM_WORLD.Abort(1)
     # Before MPI has started MPICH's launcher takes an exit status for a result, but no signal.

@@ -1,13 +1,9 @@
-"""Short notes that ranks leave for each other while their programs wait in MPI."""
+"""Short notes that ranks leave for each other while their programs wait for messages."""
 
 from __future__ import annotations
 
-import socket
-from datetime import timedelta
-from typing import Any
-
-_PATIENCE = timedelta(seconds=20)
-"""How long to try to reach the rank that keeps the notes."""
+from distconv.transport.communicator import Communicator
+from distconv.transport.torch_groups import open_store
 
 
 class Board:
@@ -17,29 +13,8 @@ class Board:
     rank goes without: it reads nothing, and its notes are lost.
     """
 
-    def __init__(self, comm: Any):
-        from torch.distributed import TCPStore
-
-        self._store: Any = None
-        mine = socket.gethostname()
-        if comm.rank == 0:
-            try:
-                self._store = TCPStore(mine, 0, None, True, _PATIENCE, wait_for_workers=False)
-            except RuntimeError:
-                pass
-        host, port = comm.bcast((mine, None if self._store is None else self._store.port))
-        if comm.rank and port is not None:
-            try:
-                self._store = TCPStore(
-                    "localhost" if host == mine else host,
-                    port,
-                    None,
-                    False,
-                    _PATIENCE,
-                    wait_for_workers=False,
-                )
-            except RuntimeError:
-                pass
+    def __init__(self, comm: Communicator):
+        self._store = open_store(comm)
 
     def post(self, name: str, text: str) -> None:
         """Leave a note, which replaces the earlier one of that name."""

@@ -5,33 +5,37 @@ MPI has about two thousand communicators to give; a program may build any number
 
 from __future__ import annotations
 
+from datetime import timedelta
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from distconv.grid.order import Order
-from distconv.grid.stall import Watch
-from distconv.transport import peer
+from distconv.grid.stall import Watch, time_limit
+from distconv.transport.communicator import Communicator
 from distconv.transport.interface import Transport
-from distconv.transport.launch import mpi
 from distconv.transport.launch_queue import LaunchQueue
 from distconv.transport.nccl import NCCLTransport
 from distconv.transport.pinned_copies import PinnedCopies
 from distconv.transport.staged import StagedTransport, takes_device_memory
+from distconv.transport.torch import TorchTransport
+from distconv.transport.torch_communicator import TorchCommunicator
+from distconv.transport.torch_groups import Store, common_store
 from distconv.transport.watched import Wait, Waiting, WatchedTransport
+from distconv.transport.world import world
 
-if TYPE_CHECKING:
-    from mpi4py import MPI
+_LONGER = 60.0
+"""Seconds that NCCL waits longer than DISTCONV_TIMEOUT, whose message tells more."""
 
-Key = tuple[str, tuple[int, ...]]
+_LONGEST = timedelta(days=365)
 
 
 class _Store:
-    """What this process has made so far; it hangs on MPI.COMM_WORLD, and does not outlive MPI."""
+    """What this process has made so far."""
 
     def __init__(self) -> None:
-        self.communicators: dict[Key, MPI.Intracomm] = {}
+        self.communicators: dict[tuple[str, tuple[int, ...]], Communicator] = {}
         self.carriers: dict[tuple[str, tuple[str, ...], tuple[int, ...]], Transport] = {}
         self.transports: dict[tuple[str, tuple[str, ...], tuple[int, ...]], Transport] = {}
         self.orders: dict[tuple[int, ...], Order] = {}
@@ -40,70 +44,44 @@ class _Store:
 
 
 @cache
-def _keyval() -> int:
-    return int(mpi().Comm.Create_keyval())
-
-
 def _store() -> _Store:
-    world = mpi().COMM_WORLD
-    store: Any = world.Get_attr(_keyval())
-    if store is None:
-        store = _Store()
-        world.Set_attr(_keyval(), store)
-    return store  # type: ignore[no-any-return]
+    return _Store()
 
 
-def world_ranks(comm: MPI.Intracomm) -> tuple[int, ...]:
-    """Return the ranks of `comm` as ranks of MPI.COMM_WORLD; no communication."""
-    MPI = mpi()
-    ranks = MPI.Group.Translate_ranks(comm.group, None, MPI.COMM_WORLD.group)
-    if MPI.UNDEFINED in ranks:
-        raise ValueError("ProcessGrid: every rank of comm has to be a rank of MPI.COMM_WORLD")
-    return tuple(ranks)
-
-
-def communicator(parent: MPI.Intracomm, ranks: tuple[int, ...], purpose: str) -> MPI.Intracomm:
-    """Return a communicator of `ranks` (of MPI.COMM_WORLD) for one purpose.
+def communicator(ranks: tuple[int, ...], purpose: str) -> Communicator:
+    """Return a communicator of `ranks` of the job for one purpose.
 
     Collective over those ranks at the first call, and a look-up ever after.
     """
     made = _store().communicators
     key = (purpose, ranks)
     if key not in made:
-        made[key] = parent.Create_group(mpi().COMM_WORLD.group.Incl(ranks))
+        made[key] = world().subgroup(ranks, purpose)
     return made[key]
 
 
-def transport(
-    parent: MPI.Intracomm,
-    ranks: tuple[int, ...],
-    name: str,
-    devices: tuple[str, ...],
-    beyond: str = "mpi",
-) -> Transport:
+def transport(ranks: tuple[int, ...], name: str, devices: tuple[str, ...]) -> Transport:
     """Return the transport of a name among `ranks`, between tensors on the device of each.
 
     Collective over those ranks at the first call, and a look-up ever after, on all of them; so it
-    is known by the devices of all. `beyond` names the transport between ranks that "peer" cannot
-    join.
+    is known by the devices of all.
     """
-    carrier = _carrier(parent, ranks, name, devices, beyond)
+    carrier = _carrier(ranks, name, devices)
     if len(ranks) == 1:
         return carrier
     made = _store().transports
     key = name, devices, ranks
     if key not in made:
-        steps = order(parent, ranks)
-        comm = communicator(parent, ranks, "exchange")
+        steps = order(ranks)
 
-        def members(group: MPI.Intracomm) -> list[int]:
-            return list(mpi().Group.Translate_ranks(group.group, None, comm.group))
+        def members(group: Communicator) -> list[int]:
+            return [ranks.index(rank) for rank in group.ranks]
 
         made[key] = WatchedTransport(carrier, steps, steps.waiting, members)
     return made[key]
 
 
-def order(parent: MPI.Intracomm, ranks: tuple[int, ...]) -> Order:
+def order(ranks: tuple[int, ...]) -> Order:
     """Return the collective steps of `ranks`, for all grids on them; made as `communicator` is.
 
     From the first call on, a thread looks at what this rank waits for.
@@ -114,36 +92,47 @@ def order(parent: MPI.Intracomm, ranks: tuple[int, ...]) -> Order:
         if len(ranks) == 1:
             made[ranks] = Order(None, waiting)
             return made[ranks]
-        watch = Watch(ranks, ranks.index(mpi().COMM_WORLD.rank), waiting)
+        watch = Watch(ranks, ranks.index(world().rank), waiting)
         with Wait(waiting):
-            comm = communicator(parent, ranks, "order")
+            comm = communicator(ranks, "order")
             made[ranks] = Order(comm, waiting)
             watch.connect(comm, made[ranks])
     return made[ranks]
 
 
-def _carrier(
-    parent: MPI.Intracomm, ranks: tuple[int, ...], name: str, devices: tuple[str, ...], beyond: str
-) -> Transport:
+def _carrier(ranks: tuple[int, ...], name: str, devices: tuple[str, ...]) -> Transport:
     made = _store().carriers
     key = name, devices, ranks
     if key not in made:
-        comm = communicator(parent, ranks, "exchange")
-        device = torch.device(devices[comm.rank])
-        if device.type == "cpu":
-            from distconv.transport.mpi import MPITransport  # which imports MPI
-
-            made[key] = MPITransport(comm)
-        elif name == "nccl":
-            made[key] = NCCLTransport(comm, device)
-        elif name == "peer":
-            others = _carrier(parent, ranks, beyond, devices, "mpi")
-            made[key] = peer.connect(comm, device, others)
-        else:
-            mpi: Any = _carrier(parent, ranks, name, ("cpu",) * len(ranks), "mpi")
-            direct = takes_device_memory(comm)
-            made[key] = StagedTransport(mpi, PinnedCopies(device), _store().queue, direct)
+        comm = communicator(ranks, "exchange")
+        made[key] = _connected(comm, name, devices)
     return made[key]
+
+
+def _connected(comm: Communicator, name: str, devices: tuple[str, ...]) -> Transport:
+    """Return a new carrier; all ranks of `comm` call it."""
+    device = torch.device(devices[comm.rank])
+    if name == "torch":
+        store = store_of(comm)
+        limit = timedelta(seconds=min(time_limit() + _LONGER, _LONGEST.total_seconds()))
+        return TorchTransport(comm, store, device, limit)
+    if name == "nccl":
+        return NCCLTransport(comm, device)
+    if device.type == "cpu":
+        from distconv.transport.mpi import MPITransport  # which imports MPI
+
+        of_mpi: Any = comm
+        return MPITransport(of_mpi)
+    on_host: Any = _carrier(comm.ranks, name, ("cpu",) * comm.size)
+    direct = takes_device_memory(comm)
+    return StagedTransport(on_host, PinnedCopies(device), _store().queue, direct)
+
+
+def store_of(comm: Communicator) -> Store:
+    """Return a store of torch.distributed for the ranks of `comm`, all of which call it."""
+    if isinstance(comm, TorchCommunicator):
+        return comm.store
+    return common_store(comm) if comm.size > 1 else None
 
 
 def gpu() -> torch.device | None:

@@ -6,16 +6,23 @@ from the offers of all ranks, and needs neither a GPU nor messages.
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
-from distconv.transport import nccl, peer
+from distconv.transport import nccl, torch_groups
 
-TRANSPORTS = ("nccl", "peer", "mpi")
+TRANSPORTS = {"cuda": ("torch", "mpi", "nccl"), "cpu": ("mpi", "torch")}
+"""The transports between devices of a kind, by preference."""
+
+_VARIABLE = "DISTCONV_TRANSPORT"
+
+_SHARE = "DISTCONV_SHARE_GPUS"
+"""Set to 1 where NCCL is to take several ranks on one GPU, which old versions refuse."""
 
 
 class Offer(NamedTuple):
@@ -26,10 +33,10 @@ class Offer(NamedTuple):
     transport: str | None
     gpus: tuple[str, ...] = ()
     """The identities of the GPUs that this rank sees, unless it is asked not to look."""
-    no_nccl: str | None = None
-    """Why this rank cannot use NCCL."""
-    no_peer: str | None = None
-    """Why this rank cannot use CUDA IPC."""
+    missing: Mapping[str, str] = {}
+    """Why this rank cannot use a transport, by its name."""
+    may_share: bool = False
+    """Whether NCCL is to take several ranks on one GPU."""
 
 
 class Choice(NamedTuple):
@@ -38,14 +45,15 @@ class Choice(NamedTuple):
     devices: tuple[str, ...]
     """The device of each rank, by the rank's own numbering."""
     transport: str
-    beyond: str = "mpi"
-    """The transport between ranks that "peer" cannot join."""
     notice: str | None = None
     """A warning for whoever looks for speed, if there is a reason."""
 
 
 def make_offer(
-    device: str | torch.device | None, transport: str | None, kept: torch.device | None
+    device: str | torch.device | None,
+    transport: str | None,
+    kept: torch.device | None,
+    by_mpi: bool = True,
 ) -> Offer:
     """Return the offer of this rank, for the others; no communication.
 
@@ -53,13 +61,16 @@ def make_offer(
     ----------
     device, transport: as the program gives them to the grid.
     kept: the GPU that this rank has had on another grid, which it keeps.
+    by_mpi: whether MPI has started the ranks.
     """
-    if transport not in (None, *TRANSPORTS):
-        way_out = " or ".join(map(repr, TRANSPORTS))
-        raise ValueError(f"ProcessGrid: transport={transport!r} is not known; choose {way_out}")
+    given, transport = transport, transport or os.environ.get(_VARIABLE) or None
+    if transport not in (None, *TRANSPORTS["cuda"]):
+        name = "transport" if given else _VARIABLE
+        way_out = " or ".join(map(repr, TRANSPORTS["cuda"]))
+        raise ValueError(f"ProcessGrid: {name}={transport!r} is not known; choose {way_out}")
     wanted = None if device is None else str(device)
     if wanted == "cpu":
-        return Offer(wanted, transport)
+        return Offer(wanted, transport, (), _missing("cpu", by_mpi))
     if wanted is not None and not re.fullmatch(r"cuda(:\d+)?", wanted):
         raise ValueError(
             f"ProcessGrid: device={wanted!r} is not supported; choose 'cpu', 'cuda', or one of its "
@@ -68,9 +79,18 @@ def make_offer(
     if kept is not None and wanted in (None, "cuda"):
         wanted = str(kept)
     gpus = _visible()
-    if not gpus or transport == "mpi":
-        return Offer(wanted, transport, gpus)
-    return Offer(wanted, transport, gpus, nccl.why_unavailable(), peer.why_unavailable())
+    missing = _missing("cuda" if gpus else "cpu", by_mpi)
+    return Offer(wanted, transport, gpus, missing, os.environ.get(_SHARE) == "1")
+
+
+def _missing(kind: str, by_mpi: bool) -> dict[str, str]:
+    """Return why this rank cannot use transports between devices of a kind, by their names."""
+    reasons = {
+        "mpi": None if by_mpi else "MPI has not started the ranks; start them with mpiexec",
+        "torch": torch_groups.why_unavailable(kind),
+        "nccl": nccl.why_unavailable() if kind == "cuda" else None,
+    }
+    return {name: why for name, why in reasons.items() if why is not None}
 
 
 def _visible() -> tuple[str, ...]:
@@ -84,9 +104,9 @@ def choose(offers: Sequence[Offer]) -> Choice:
     """Return the decision that follows from the offers of all ranks.
 
     A rank that is asked for no certain GPU takes, in rank order, of the GPUs that it sees the one
-    that the fewest ranks have; so the ranks of a node take its GPUs in turn. Messages travel by
-    NCCL where every rank has a GPU of its own, by CUDA IPC where ranks share GPUs, and by MPI
-    without cupy.
+    that the fewest ranks have; so the ranks of a node take its GPUs in turn. Messages between GPUs
+    travel by torch's NCCL where every rank has one of its own, and by MPI where ranks share GPUs;
+    those between CPUs by MPI, or torch's gloo where MPI has not started the ranks.
 
     Raises
     ------
@@ -103,29 +123,48 @@ def choose(offers: Sequence[Offer]) -> Choice:
                 f"pass {what}= with the same on every rank"
             )
     if kinds[0] == "cpu":
-        if transport in ("nccl", "peer"):
-            raise ValueError(
-                f"ProcessGrid: transport={transport!r} is for GPUs, and the ranks compute on CPUs; "
-                "choose 'mpi'"
-            )
-        return Choice(("cpu",) * len(offers), "mpi")
-
+        return Choice(("cpu",) * len(offers), _transport(transport, "cpu", offers))
     numbers = _numbers(offers)
     gpus = [o.gpus[number] for o, number in zip(offers, numbers, strict=True)]
-    obstacles = {
-        "nccl": _obstacle([o.no_nccl for o in offers]) or _sharing(gpus),
-        "peer": _obstacle([o.no_peer for o in offers]),
-        "mpi": None,
-    }
-    if transport is not None and obstacles[transport]:
-        others = " or ".join(repr(name) for name, obstacle in obstacles.items() if not obstacle)
-        raise ValueError(
-            f"ProcessGrid: transport={transport!r}: {obstacles[transport]}, or choose {others}"
-        )
-    chosen = transport or next(name for name in TRANSPORTS if not obstacles[name])
     devices = tuple(f"cuda:{number}" for number in numbers)
-    beyond = "mpi" if obstacles["nccl"] else "nccl"
-    return Choice(devices, chosen, beyond, _notice(offers, gpus))
+    sharing = None if all(o.may_share for o in offers) else _sharing(gpus)
+    chosen = _transport(transport, "cuda", offers, sharing)
+    staged = transport is None and chosen == "mpi" and sharing is None
+    notice = _staging(offers) if staged else _notice(offers, gpus)
+    return Choice(devices, chosen, notice)
+
+
+def _staging(offers: Sequence[Offer]) -> str:
+    """Return why messages between GPUs go by MPI, in words."""
+    why = _obstacle([o.missing.get("torch") for o in offers])
+    return f"messages between GPUs go by MPI, mostly through the host: {why}"
+
+
+def _transport(
+    asked: str | None, kind: str, offers: Sequence[Offer], sharing: str | None = None
+) -> str:
+    """Return the transport that is asked for, or the first that all ranks can use.
+
+    Parameters
+    ----------
+    sharing: which ranks share a GPU, in words, as none do with NCCL.
+    """
+    obstacles = {
+        name: _obstacle([o.missing.get(name) for o in offers])
+        or (sharing if name != "mpi" else None)
+        for name in TRANSPORTS[kind]
+    }
+    if kind == "cpu":
+        obstacles["nccl"] = "that is for GPUs, and the ranks compute on CPUs"
+    possible = [name for name in TRANSPORTS[kind] if not obstacles[name]]
+    if asked in possible:
+        return asked
+    if asked is None and possible:
+        return possible[0]
+    names = [asked] if asked else TRANSPORTS[kind]
+    why = "; ".join(f"transport={name!r}: {obstacles[name]}" for name in names)
+    way_out = f", or choose {' or '.join(map(repr, possible))}" if possible else ""
+    raise ValueError(f"ProcessGrid: {why}{way_out}")
 
 
 def _notice(offers: Sequence[Offer], gpus: Sequence[str]) -> str | None:
@@ -148,7 +187,10 @@ def _sharing(gpus: Sequence[str]) -> str | None:
     for rank, gpu in enumerate(gpus):
         first = gpus.index(gpu)
         if first < rank:
-            return f"ranks {first} and {rank} share a GPU; start one rank for each"
+            return (
+                f"ranks {first} and {rank} share a GPU; start one rank for each, or set {_SHARE}=1 "
+                "where NCCL allows it"
+            )
     return None
 
 

@@ -25,7 +25,7 @@ from torch.nn import Parameter
 
 from distconv.geometry.layout import Layout
 from distconv.grid.whereabouts import CURRENT, is_parked, operator_name, place_of, user_line
-from distconv.transport.launch import mpi
+from distconv.transport.communicator import Comparison
 from distconv.transport.watched import Wait, Waiting
 
 _VARIABLE = "DISTCONV_DEBUG"
@@ -80,7 +80,7 @@ class Order:
 
     Parameters
     ----------
-    comm: a communicator that nothing else uses.
+    comm: a `Communicator` that nothing else uses; None for a rank alone, which compares nothing.
     waiting: shows the waits of comparisons to the watching thread.
     """
 
@@ -99,7 +99,7 @@ class Order:
         self._last: deque[tuple[Any, int, str | None]] = deque(maxlen=_PERIOD)
         self._counts: dict[Any, int] = {}
         self._thread = threading.get_ident()
-        self._under_way: tuple[Any, Any] | None = None
+        self._under_way: Comparison | None = None
 
     @property
     def thread(self) -> int:
@@ -173,18 +173,16 @@ class Order:
     def _start(self) -> None:
         """Start to compare the folded steps of all ranks."""
         self._fold()
-        mine = np.array([self._folded, -self._folded], dtype=np.int64)
-        most = np.empty_like(mine)
-        self._under_way = self._comm.Iallreduce(mine, most, op=mpi().MAX), (mine, most)
+        self._under_way = self._comm.compare([self._folded])
 
     def _settle(self) -> None:
         """Wait for the comparison under way, if there is one, and raise where the ranks differ."""
         if self._under_way is None:
             return
-        (request, (_, most)), self._under_way = self._under_way, None
+        comparison, self._under_way = self._under_way, None
         with Wait(self.waiting):
-            request.Wait()
-        if most[0] != -most[1]:
+            alike = all(comparison.wait())
+        if not alike:
             self._explain()
 
     def _explain(self) -> None:

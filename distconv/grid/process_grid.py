@@ -1,10 +1,11 @@
-"""The ranks of an MPI communicator as a grid with named axes."""
+"""The ranks of a job, or some of them, as a grid with named axes."""
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakValueDictionary
@@ -14,13 +15,18 @@ import torch
 from distconv.geometry.topology import AXES, Topology
 from distconv.grid import communicators, devices
 from distconv.grid.abort import abort_when_a_rank_raises
+from distconv.grid.device_mesh import arranged, axes_of_mesh, make_device_mesh
 from distconv.grid.interface import Grid
 from distconv.grid.interrupt import end_when_abandoned
-from distconv.transport.launch import check_launch, mpi
+from distconv.grid.members import ranks_of
+from distconv.transport.communicator import Communicator, ObjectCommunicator
+from distconv.transport.launch import check_is_rank
+from distconv.transport.torch_communicator import TorchCommunicator
 from distconv.transport.watched import Wait
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 abort_when_a_rank_raises()
 
@@ -36,16 +42,20 @@ class ProcessGrid(Grid):
 
     Parameters
     ----------
-    comm: mpi4py communicator, MPI.COMM_WORLD when not given. All its ranks construct the grid.
+    comm: the ranks, all of which construct the grid: a communicator of mpi4py, a process group of
+        torch.distributed, what `comm` of another grid is, or their numbers in the job. All ranks
+        of the job when not given: those that mpiexec, torchrun, or a default group of
+        torch.distributed has joined.
     sample, channel, filter, depth, height, width: ranks along each axis; their product is the
         number of ranks. One may be -1 and is inferred.
     device: this rank's device: "cpu", "cuda" or "cuda:1", say. When not given, a GPU where
         there are any: in rank order, the one that the fewest ranks have. A rank keeps its GPU on
         other grids. It becomes torch's current one.
-    transport: how bytes travel: "nccl", between GPUs of which each belongs to one rank; "peer",
-        where ranks of a node write into each other's memory, and "nccl" or "mpi" beyond it; or
-        "mpi", which takes what lies on a GPU through the host, unless the MPI is CUDA-aware. The
-        first of them that is possible, when not given.
+    transport: how bytes travel: "torch", by torch.distributed, which is NCCL between GPUs of which
+        each belongs to one rank, and gloo between CPUs; "nccl", between such GPUs by cupy; or
+        "mpi", which takes what lies on a GPU through the host, unless the MPI is CUDA-aware. When
+        not given, what DISTCONV_TRANSPORT says, and else the first of them that is possible; on
+        CPUs that is "mpi", but under torchrun.
 
     Raises
     ------
@@ -53,13 +63,13 @@ class ProcessGrid(Grid):
         On every rank, when the extents do not fit the number of ranks, or device and transport
         cannot be had.
     RuntimeError
-        On every rank, when the environment shows several processes and MPI knows each alone, as
-        under torchrun; DISTCONV_ALLOW_SINGLE=1 allows it. In a worker process, which is no rank.
+        On every rank, when the environment shows several processes that do not know each other;
+        DISTCONV_ALLOW_SINGLE=1 allows it. In a worker process, which is no rank.
     """
 
     def __init__(
         self,
-        comm: MPI.Intracomm | None = None,
+        comm: ObjectCommunicator | ProcessGroup | Sequence[int] | None = None,
         *,
         sample: int = 1,
         channel: int = 1,
@@ -70,15 +80,14 @@ class ProcessGrid(Grid):
         device: str | torch.device | None = None,
         transport: str | None = None,
     ):
-        comm = _ranks_of_mpi(comm)
+        self._ranks = ranks_of(comm)
         extents = dict(zip(AXES, (sample, channel, filter, depth, height, width), strict=True))
-        if comm.size > 1:
+        if len(self._ranks) > 1:
             end_when_abandoned()
-        self._ranks = communicators.world_ranks(comm)
-        self._order = communicators.order(comm, self._ranks)
+        self._order = communicators.order(self._ranks)
         with self.waiting():
-            self._comm = communicators.communicator(comm, self._ranks, "user")
-            rank = int(self._comm.rank)
+            self._comm = communicators.communicator(self._ranks, "user")
+            rank = self._comm.rank
             topology, offers = _agreed(self._comm, extents, device, transport)
         choice = devices.choose(offers)
         if choice.notice and rank == 0:
@@ -88,19 +97,55 @@ class ProcessGrid(Grid):
         if own.type == "cuda":
             communicators.take_gpu(own)
         with self.waiting():
-            carrier = communicators.transport(
-                self._comm, self._ranks, choice.transport, self._devices, choice.beyond
-            )
+            carrier = communicators.transport(self._ranks, choice.transport, self._devices)
         super().__init__(topology, rank, own, carrier)
-        self._communicators: dict[tuple[frozenset[str], str], MPI.Intracomm] = {}
+        self._communicators: dict[tuple[frozenset[str], str], Communicator] = {}
         _grids[id(self)] = self
 
     @property
-    def comm(self) -> MPI.Intracomm:
-        """Return the communicator of all ranks, in grid order, for use by the program."""
-        return self._comm
+    def ranks(self) -> tuple[int, ...]:
+        """Return the numbers that the ranks of the grid have in the job, in grid order."""
+        return self._ranks
 
-    def communicator(self, axes: Iterable[str], purpose: str = "reductions") -> MPI.Intracomm:
+    @property
+    def comm(self) -> Any:
+        """Return the communicator of all ranks, in grid order, for use by the program.
+
+        It is mpi4py's where MPI has started the ranks. Elsewhere it has what a program needs for
+        small objects, under the same names: `rank`, `size`, `bcast(value)`, `allgather(value)`.
+        """
+        return self._comm.for_program()
+
+    @classmethod
+    def from_device_mesh(
+        cls, mesh: DeviceMesh, axes: Mapping[str, str] | None = None, **options: Any
+    ) -> ProcessGrid:
+        """Return the grid with the ranks of a mesh of torch.distributed; all of them call it.
+
+        Parameters
+        ----------
+        mesh: its dimensions are called by axes of the grid, in any order.
+        axes: the axes by names of the mesh, where they are called otherwise: {"dp": "sample"}.
+        options: `device` and `transport`, as for any grid.
+
+        Raises
+        ------
+        ValueError
+            Where a dimension has no axis, or two have the same.
+        """
+        ranks, extents = arranged(mesh, axes_of_mesh(mesh, axes))
+        return cls(ranks, **(options | extents))
+
+    @cached_property
+    def device_mesh(self) -> DeviceMesh:
+        """Return the same ranks as a mesh of torch.distributed, with the axes of several ranks.
+
+        All ranks ask for it together at first. The grid has to have all ranks of the job; a default
+        group of torch.distributed is initialised where there is none.
+        """
+        return make_device_mesh(self, self._ranks)
+
+    def communicator(self, axes: Iterable[str], purpose: str = "reductions") -> Communicator:
         """Return the communicator of the ranks that differ from this one along `axes` only.
 
         Its ranks make it together when they first ask for it; it is kept for every grid on the same
@@ -113,7 +158,7 @@ class ProcessGrid(Grid):
             if len(ranks) > 1:
                 self._order.take("making a communicator")
             with self.waiting():
-                self._communicators[key] = communicators.communicator(self._comm, ranks, purpose)
+                self._communicators[key] = communicators.communicator(ranks, purpose)
         return self._communicators[key]
 
     def all_gather_object(self, value: Any) -> list[Any]:
@@ -151,30 +196,12 @@ class ProcessGrid(Grid):
         return f"{super().__repr__()}{gpus}"
 
 
-def _ranks_of_mpi(comm: MPI.Intracomm | None) -> MPI.Intracomm:
-    """Return the communicator that a grid is asked to be on, if it can be."""
-    world = mpi().COMM_WORLD
-    comm = world if comm is None else comm
-    if not isinstance(comm, mpi().Intracomm):
-        raise TypeError(
-            f"ProcessGrid: comm={comm!r} is no intracommunicator of mpi4py; pass MPI.COMM_WORLD, "
-            "or what Split and Create_group make of it"
-        )
-    if comm == mpi().COMM_NULL:
-        raise ValueError(
-            "ProcessGrid: this rank is not a member of comm, which is MPI.COMM_NULL here; make "
-            "the grid on its members only"
-        )
-    if comm == world:
-        check_launch(comm.size)
-    return comm
-
-
 class _OfTheRank:
     """Stands for a carrier of messages in a process forked from a rank; any use is an error."""
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(mpi(), name)  # which raises
+    def __getattr__(self, name: str) -> NoReturn:
+        check_is_rank()
+        raise AttributeError(name)
 
 
 def _leave_messages_to_the_rank() -> None:
@@ -191,7 +218,7 @@ os.register_at_fork(after_in_child=_leave_messages_to_the_rank)
 
 
 def _agreed(
-    comm: MPI.Intracomm,
+    comm: Communicator,
     extents: dict[str, int],
     device: str | torch.device | None,
     transport: str | None,
@@ -202,7 +229,9 @@ def _agreed(
     """
     mine: tuple[Topology, devices.Offer] | str
     try:
-        mine = _fit(extents, comm.size), devices.make_offer(device, transport, communicators.gpu())
+        by_mpi = not isinstance(comm, TorchCommunicator)
+        offer = devices.make_offer(device, transport, communicators.gpu(), by_mpi)
+        mine = _fit(extents, comm.size), offer
     except ValueError as error:
         mine = str(error)
     everyone = comm.allgather(mine)

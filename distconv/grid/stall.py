@@ -51,7 +51,7 @@ class Watch:
 
     Parameters
     ----------
-    ranks: which ranks of MPI.COMM_WORLD they are, in the order in which they are numbered.
+    ranks: which ranks of the job they are, in the order in which they are numbered.
     rank: this rank's number.
     waiting: the wait of this rank that is under way.
     """

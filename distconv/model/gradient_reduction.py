@@ -69,8 +69,8 @@ class GradientReduction:
         self._laid_out: list[Any] = []
         self._hooked: dict[Tensor, Node | None] = {}
         """For each parameter that is watched, the node that accumulates its gradient."""
-        self._stream: Any = None
-        """The stream on which the nodes were made."""
+        self._stream: int | None = None
+        """The number of the stream on which the nodes were made."""
         self._parts: set[Tensor] = set()
         """Parameters whose .grad is this rank's part of a sum; others' are equal on all ranks."""
         self._missing: list[int] = []
@@ -104,7 +104,7 @@ class GradientReduction:
 
     def _prepare(self) -> None:
         """Hook the trainable parameters and lay out the buckets, last parameters first."""
-        stream = _current_stream(self._grid.device)
+        stream = _number_of_stream(self._grid.device)
         if stream != self._stream:
             # A node accumulates on the stream on which it was made, for as long as it is held here.
             # A capture on another stream may not wait for that one: let torch make the node anew.
@@ -310,6 +310,10 @@ class GradientReduction:
         if not self.enabled:
             return
         self._missing[b] -= 1
+        if self._grid.transport.ordered:
+            # A parameter may have no gradient on some ranks. Those start its bucket at the end, and
+            # so do all: among the exchanges of the backward pass it would have another place there.
+            return
         while self._started < len(self._buckets) and not self._missing[self._started]:
             self._start_next()
 
@@ -367,8 +371,9 @@ def _weakly(method: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-def _current_stream(device: torch.device) -> torch.cuda.Stream | None:
-    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+def _number_of_stream(device: torch.device) -> int | None:
+    """Return the number of a GPU's current stream; streams themselves are never unequal by `!=`."""
+    return torch.cuda.current_stream(device).stream_id if device.type == "cuda" else None
 
 
 def _replicated_over(p: Tensor, grid: ProcessGrid) -> tuple[str, ...]:

@@ -48,7 +48,7 @@ class _Done:
 class _CountingTransport:
     """A transport that carries nothing, and counts what it would have carried."""
 
-    name = "rehearsal"
+    name, ordered = "rehearsal", False
 
     def __init__(self) -> None:
         self.reduced = 0

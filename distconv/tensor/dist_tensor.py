@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from sys import _getframe
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from distconv.geometry.layout import (
     rank_box,
     replicating_axes,
 )
+from distconv.grid.device_mesh import arranged, axes_of_mesh
 from distconv.grid.interface import Grid
 from distconv.grid.process_grid import ProcessGrid
 from distconv.grid.whereabouts import CURRENT, operator_name, running
@@ -31,6 +32,7 @@ from distconv.tensor.dispatch import (
     refuse,
     way_out_of,
 )
+from distconv.tensor.dtensor import block_of_dtensor, to_dtensor
 from distconv.tensor.eager import run_eagerly
 from distconv.tensor.module_call import CURRENT_CALL
 from distconv.tensor.nested import Tensors, shards_of, tensors_in
@@ -39,6 +41,9 @@ from distconv.tensor.recording import check_brought, check_recorded, gradient_se
 from distconv.tensor.redistribution import cuts_of_layout, redistribute
 from distconv.tensor.validation import check_block, check_out, global_shape
 from distconv.tensor.whole_numbers import whole_numbers
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 class DistTensor(DistTensorBase):
@@ -145,6 +150,48 @@ class DistTensor(DistTensorBase):
         shard = replication.replicate(own, grid, axes)
         # Autograd forbids to write in place to a tensor that a Function has passed on.
         return cls(shard.clone() if shard.requires_grad else shard, shape, cuts, grid)
+
+    @classmethod
+    @run_eagerly
+    def from_dtensor(
+        cls, d: DTensor, grid: ProcessGrid | None = None, axes: Mapping[str, str] | None = None
+    ) -> DistTensor:
+        """Return a DTensor of torch as a DistTensor; all its ranks call it together.
+
+        Nothing is copied between ranks where torch cuts the dimensions as `Layout` does, as where
+        the number of ranks divides the size; others are made whole on the way. Gradients go back
+        to the DTensor.
+
+        Parameters
+        ----------
+        grid: with the ranks of the DTensor's mesh; made of the mesh when not given.
+        axes: the axis of the grid for each name of the mesh, where they differ.
+
+        Raises
+        ------
+        ValueError, TypeError
+            On every rank, where mesh and grid do not fit, or the placements are no `Shard`,
+            `Replicate` or `Partial`.
+        """
+        named = axes_of_mesh(d.device_mesh, axes)
+        ranks, _ = arranged(d.device_mesh, named)
+        grid = ProcessGrid.from_device_mesh(d.device_mesh, axes) if grid is None else grid
+        if tuple(ranks) != grid.ranks:
+            raise ValueError(
+                f"from_dtensor: the mesh has the ranks {ranks}, in the order of the axes, and the "
+                f"grid {list(grid.ranks)}; make it by ProcessGrid.from_device_mesh"
+            )
+        local, layout = block_of_dtensor(d, named, grid)
+        return cls.from_local(local, grid, layout)
+
+    @run_eagerly
+    def to_dtensor(self) -> DTensor:
+        """Return the tensor as a DTensor of torch on `grid.device_mesh`; all ranks call it.
+
+        It shares memory where torch cuts the dimensions as this tensor's layout does; other
+        dimensions are made whole on the way. Gradients come back from the DTensor.
+        """
+        return to_dtensor(self)
 
     @run_eagerly
     def to_local(self) -> Tensor:

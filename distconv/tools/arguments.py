@@ -7,15 +7,11 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from distconv.geometry.layout import Layout
 from distconv.geometry.topology import AXES
-from distconv.transport.launch import world
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
+from distconv.transport.world import world_if_rank
 
 _Ended: TypeAlias = tuple[Any, list[tuple[bool, str]]]
 """The exit status of a rank that has not got through, and what it says: on stdout, or stderr."""
@@ -34,12 +30,12 @@ class RankParser(argparse.ArgumentParser):
 
     Parameters
     ----------
-    comm: mpi4py communicator of the ranks, MPI.COMM_WORLD when not given.
+    comm: what `ProcessGrid.comm` is; all ranks of the job when not given.
     """
 
-    def __init__(self, comm: MPI.Intracomm | None = None, **keywords: Any) -> None:
+    def __init__(self, comm: Any = None, **keywords: Any) -> None:
         super().__init__(**keywords)
-        self._comm = world() if comm is None else comm
+        self._comm = world_if_rank() if comm is None else comm
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Return the parsed arguments, as `argparse` does; all ranks call it."""

@@ -26,7 +26,7 @@ from distconv.tools.progress import Progress
 from distconv.tools.verify import Comparison, verify
 from distconv.tools.verify import listed as comparisons_listed
 from distconv.tools.version import __version__
-from distconv.transport.launch import mpi, world
+from distconv.transport.world import world, world_if_rank
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 
@@ -154,7 +154,7 @@ def _made_everywhere(factory: str, seed: int) -> nn.Module:
         module = _made(factory, seed)
     except BadArguments as error:
         problem = error
-    for found in mpi().COMM_WORLD.allgather(problem):
+    for found in world().allgather(problem):
         if found is not None:
             raise found
     assert module is not None
@@ -181,7 +181,7 @@ def _explain(arguments: argparse.Namespace) -> int:
         else:
             print(layers_listed(layers), f"interrupted after {len(layers)} lines", sep="\n")
 
-    comm = world()
+    comm = world_if_rank()
     first = comm is None or comm.rank == 0
     with Progress[LayerPlan](lambda layer: layer.name, show, first) as progress:
         try:
@@ -215,9 +215,9 @@ def _verify_options(parser: argparse.ArgumentParser) -> None:
 def _grid(extents: dict[str, Any], command: str) -> ProcessGrid:
     """Return the grid of all ranks with these extents."""
     ranks = prod(extents.values())
-    if min(extents.values()) > 0 and ranks != mpi().COMM_WORLD.size:
+    if min(extents.values()) > 0 and ranks != world().size:
         raise BadArguments(
-            f"the grid has {ranks} ranks, but MPI has started {mpi().COMM_WORLD.size}; start it "
+            f"the grid has {ranks} ranks, but {world().size} have been started; start it "
             f"with mpiexec -n {ranks} python -m distconv {command} ..."
         )
     try:
@@ -286,11 +286,11 @@ def _bench_options(parser: argparse.ArgumentParser) -> None:
 def _bench(arguments: argparse.Namespace) -> int:
     if arguments.grid is not None:
         _grid(arguments.grid, "bench")
-    if arguments.benchmark == "halo" and mpi().COMM_WORLD.size == 1:
+    if arguments.benchmark == "halo" and world().size == 1:
         raise BadArguments("one rank has no halos; start it with mpiexec -n 2 or more")
     torch.set_num_threads(arguments.threads)
     settings = Settings(arguments.grid, arguments.threads, arguments.seconds)
-    first = mpi().COMM_WORLD.rank == 0
+    first = world().rank == 0
 
     def show(rows: list[Row]) -> None:
         if not arguments.json:

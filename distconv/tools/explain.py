@@ -29,7 +29,7 @@ from distconv.tensor.module_call import enter_call, leave_call
 from distconv.tensor.nested import tensors_in
 from distconv.tools.module_calls import ModuleCalls, is_layer
 from distconv.tools.table import size, table
-from distconv.transport.launch import world
+from distconv.transport.world import world_if_rank
 
 Shape = Sequence[int]
 
@@ -187,7 +187,7 @@ def explain(
         sum(p.nbytes for p in module.parameters()),
         None if serial is None else sum(layer.kept_bytes for layer in serial),
     )
-    comm = grid if isinstance(grid, ProcessGrid) else world()
+    comm = grid if isinstance(grid, ProcessGrid) else world_if_rank()
     if show and (comm is None or comm.rank == 0):
         print(explanation, flush=True)
     return explanation

@@ -36,6 +36,9 @@ class Transport(Protocol):
     """
 
     name: str
+    ordered: bool
+    """Whether all ranks have to start messages of every kind in one order, also those of different
+    groups: a GPU may work them off one after the other, each of which waits for other ranks."""
 
     def next_tag(self) -> int:
         """Return the tag of the next exchange, the same on all ranks."""

@@ -1,4 +1,7 @@
-"""Starting MPI: when a program first needs it, and only in a process that is a rank of its own."""
+"""How the ranks have been started: by MPI, which starts when a program first needs it, or by torch.
+
+Either is for processes that are ranks of their own, and not for their workers.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,12 @@ _SIZES = {
     "that mpi4py uses",
     "OMPI_COMM_WORLD_SIZE": "the mpiexec of Open MPI, whose library is not the one that mpi4py "
     "uses",
-    "WORLD_SIZE": "torchrun, which starts no MPI",
+    "WORLD_SIZE": "something like torchrun, but RANK, MASTER_ADDR and MASTER_PORT, by which ranks "
+    "meet, are not all set",
 }
 """The variables in which launchers tell the number of processes, and which launcher each is of."""
+
+_SIZES_OF_MPI = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
 
 _STEP_SIZE = "SLURM_STEP_NUM_TASKS"
 """The tasks of one srun. SLURM_NTASKS also stands in the shell of a whole allocation, where a
@@ -28,13 +34,22 @@ program that is started by itself is meant to be alone."""
 _FIRST_UNNUMBERED_STEP = 0xFFFFFFF0
 """Slurm gives steps that are no srun of the user's, such as a batch script, numbers from here."""
 
+_MEETING = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""The variables by which ranks of torch.distributed find each other."""
+
+_BY_TORCHRUN = "TORCHELASTIC_RUN_ID"
+"""The variable that torchrun alone sets."""
+
 _copied_from: int | None = None
-"""The process with MPI that this one has been forked from."""
+"""The rank that this process has been forked from."""
+
+_has_joined = False
+"""Whether this process has met the other ranks over a store of torch.distributed."""
 
 
 def _note_fork() -> None:
     global _copied_from
-    if "mpi4py.MPI" in sys.modules and _copied_from is None:
+    if ("mpi4py.MPI" in sys.modules or _has_joined) and _copied_from is None:
         _copied_from = os.getppid()
         atexit.register(_leave)
 
@@ -53,8 +68,32 @@ os.register_at_fork(after_in_child=_note_fork)
 
 
 def is_copy() -> bool:
-    """Tell whether this process has been forked from one that had started MPI."""
+    """Tell whether this process has been forked from a rank that had met the others."""
     return _copied_from is not None
+
+
+def join() -> None:
+    """Note that this process meets the other ranks over a store of torch.distributed."""
+    global _has_joined
+    _has_joined = True
+
+
+def check_is_rank() -> None:
+    """Raise `RuntimeError` in a worker process: it would wait for ever for messages of ranks."""
+    if _copied_from is not None:
+        raise RuntimeError(
+            f"distconv: process {os.getpid()} has been forked from process {_copied_from}, a rank "
+            "of the job, and cannot send messages itself; return plain tensors from workers, and "
+            "make grids and DistTensors of them in the rank"
+        )
+    started = "mpi4py.MPI" in sys.modules or _has_joined or has_default_group()
+    if not started and multiprocessing.parent_process() is not None and launched():
+        raise RuntimeError(
+            f"distconv: process {os.getpid()} ({multiprocessing.current_process().name}) is a "
+            "worker that multiprocessing has started, and not a rank of the job; make grids and "
+            'DistTensors in the rank, under `if __name__ == "__main__":` where workers import the '
+            "program anew, and return plain tensors from workers"
+        )
 
 
 def mpi() -> ModuleType:
@@ -63,35 +102,45 @@ def mpi() -> ModuleType:
     Raises
     ------
     RuntimeError
-        In a worker process, which is no rank: MPI would wait there for ever, or end the job.
+        In a worker process, which is no rank.
     """
-    if _copied_from is not None:
-        raise RuntimeError(
-            f"distconv: process {os.getpid()} has been forked from process {_copied_from}, a rank "
-            "of MPI, and cannot use MPI itself; return plain tensors from workers, and make grids "
-            "and DistTensors of them in the rank"
-        )
-    started = sys.modules.get("mpi4py.MPI")
-    if started is not None:
-        return started
-    if multiprocessing.parent_process() is not None and launched():
-        raise RuntimeError(
-            f"distconv: process {os.getpid()} ({multiprocessing.current_process().name}) is a "
-            "worker that multiprocessing has started, and not a rank of MPI; make grids and "
-            'DistTensors in the rank, under `if __name__ == "__main__":` where workers import the '
-            "program anew, and return plain tensors from workers"
-        )
+    check_is_rank()
     from mpi4py import MPI
 
     return MPI
 
 
-def world() -> Any:
-    """Return MPI.COMM_WORLD; None in a process that cannot start MPI."""
+def has_mpi() -> bool:
+    """Return whether there is an MPI to load, which starts it."""
     try:
-        return mpi().COMM_WORLD
+        mpi()
     except (ImportError, RuntimeError):
-        return None
+        return False
+    return True
+
+
+def has_default_group() -> bool:
+    """Return whether the program has initialised a default group of torch.distributed."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()
+
+
+def meets_by_torch(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether the ranks of the job find each other by torch.distributed, and not by MPI.
+
+    They do under torchrun; and, unless a launcher of MPI has started several, where the same
+    variables are set or there is a default group.
+    """
+    if environment.get(ALLOW_SINGLE) == "1":
+        return False
+    meeting = all(environment.get(name) for name in _MEETING)
+    if meeting and _BY_TORCHRUN in environment:
+        return True  # where MPI or Slurm has started torchrun on each node, too
+    started: Any = sys.modules.get("mpi4py.MPI")
+    by_mpi = (started is not None and started.COMM_WORLD.size > 1) or any(
+        (_whole(environment.get(name)) or 1) > 1 for name in _SIZES_OF_MPI
+    )
+    return (meeting or has_default_group()) and not by_mpi
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> dict[str, int]:
@@ -106,39 +155,64 @@ def launched(environment: Mapping[str, str] = os.environ) -> dict[str, int]:
             found[name] = size
     step = _whole(environment.get("SLURM_STEP_ID"))
     size = _whole(environment.get(_STEP_SIZE)) or _whole(environment.get("SLURM_NTASKS"))
-    by_mpi = "PMI_SIZE" in found or "OMPI_COMM_WORLD_SIZE" in found
+    by_mpi = any(name in found for name in _SIZES_OF_MPI)
     if size is not None and step is not None and step < _FIRST_UNNUMBERED_STEP and not by_mpi:
         found[_STEP_SIZE if environment.get(_STEP_SIZE) else "SLURM_NTASKS"] = size
     return found
 
 
+def place_by_torch() -> tuple[int, int] | None:
+    """Return which of how many ranks of torch.distributed this process is; None where it is none.
+
+    A worker that multiprocessing has started in a rank has the rank's variables, and is none.
+    """
+    if not meets_by_torch():
+        return None
+    if has_default_group():
+        from torch import distributed
+
+        return distributed.get_rank(), distributed.get_world_size()
+    if not _has_joined and multiprocessing.parent_process() is not None:
+        return None
+    rank, size = (_whole(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
+    return None if rank is None or size is None else (rank, size)
+
+
 def check_launch(ranks: int, environment: Mapping[str, str] = os.environ) -> None:
-    """Raise `RuntimeError` where MPI knows one rank and a launcher has started several processes.
+    """Raise `RuntimeError` where a rank knows no other and a launcher has started several.
 
     Each of them would compute by itself, and nothing would tell.
 
     Parameters
     ----------
-    ranks: the size of MPI.COMM_WORLD.
+    ranks: how many know each other.
     """
     if ranks > 1 or environment.get(ALLOW_SINGLE) == "1":
         return
     for name, size in launched(environment).items():
         if size > 1:
-            of_slurm = name not in _SIZES
-            launcher = "srun, of which MPI has not heard" if of_slurm else _SIZES[name]
-            way_out = (
-                "srun --mpi=pmix or --mpi=pmi2 (srun --mpi=list names those there are)"
-                if of_slurm
-                else f"the mpiexec -n {size} of the library that mpi4py uses "
-                "(python -c 'from mpi4py import MPI; print(MPI.Get_library_version())')"
-            )
+            launcher = _SIZES.get(name, "srun, of which MPI has not heard")
             raise RuntimeError(
-                f"ProcessGrid: MPI has started this process alone, but {name}={size} says that it "
+                f"ProcessGrid: this process knows no other ranks, but {name}={size} says that it "
                 f"is one of {size}, and each would compute by itself. It was set by {launcher}; "
-                f"start it with {way_out}. Where one rank is meant, unset {name} or set "
-                f"{ALLOW_SINGLE}=1"
+                f"start it with {_way_out(name, size)}. Where one rank is meant, unset {name} or "
+                f"set {ALLOW_SINGLE}=1"
             )
+
+
+def _way_out(name: str, size: int) -> str:
+    """Return how to start as many ranks so that they know each other."""
+    if name == "WORLD_SIZE":
+        return f"torchrun --nproc-per-node {size}, or mpiexec -n {size}"
+    if name in _SIZES_OF_MPI:
+        return (
+            f"the mpiexec -n {size} of the library that mpi4py uses "
+            "(python -c 'from mpi4py import MPI; print(MPI.Get_library_version())'), or torchrun"
+        )
+    return (
+        "srun --mpi=pmix or --mpi=pmi2 (srun --mpi=list names those there are), or torchrun on "
+        "each node"
+    )
 
 
 def _whole(text: str | None) -> int | None:

@@ -10,6 +10,7 @@ from mpi4py import MPI
 
 from distconv.transport.buffers import BufferPool
 from distconv.transport.interface import SUM_TYPES, Message
+from distconv.transport.mpi_communicator import MPICommunicator
 
 _DATATYPES = {
     torch.float32: MPI.FLOAT,
@@ -86,11 +87,11 @@ class MPIRequest:
 class MPITransport:
     """Messages over one communicator, which nothing else uses; see `Transport`."""
 
-    name = "mpi"
+    name, ordered = "mpi", False
 
-    def __init__(self, comm: MPI.Intracomm):
-        self._comm = comm
-        bound = comm.Get_attr(MPI.TAG_UB)
+    def __init__(self, comm: MPICommunicator):
+        self._comm = comm.mpi
+        bound = comm.mpi.Get_attr(MPI.TAG_UB)
         self._tags = bound if isinstance(bound, int) else 32767
         self._last_tag = 0
         self._buffers = BufferPool()
@@ -119,28 +120,28 @@ class MPITransport:
             requests.append(comm.Isend(_bytes(tensor), rank, tag))
         return under_way
 
-    def all_reduce(self, tensor: torch.Tensor, group: MPI.Intracomm) -> MPIRequest:
+    def all_reduce(self, tensor: torch.Tensor, group: MPICommunicator) -> MPIRequest:
         """Start adding up a tensor in place over the ranks of `group`."""
         if tensor.dtype in _DATATYPES:
-            request = group.Iallreduce(MPI.IN_PLACE, _typed(tensor), MPI.SUM)
+            request = group.mpi.Iallreduce(MPI.IN_PLACE, _typed(tensor), MPI.SUM)
             return MPIRequest([request], tensor, self._abandoned)
         if tensor.dtype not in SUM_TYPES:
             raise TypeError(
                 f"MPI cannot add up {tensor.dtype}; convert to one that it can, x.float()"
             )
         wide = tensor.to(SUM_TYPES[tensor.dtype])
-        request = group.Iallreduce(MPI.IN_PLACE, _typed(wide), MPI.SUM)
+        request = group.mpi.Iallreduce(MPI.IN_PLACE, _typed(wide), MPI.SUM)
         return MPIRequest([request], wide, self._abandoned, lambda: tensor.copy_(wide))
 
-    def all_gather(self, tensor: torch.Tensor, group: MPI.Intracomm) -> torch.Tensor:
+    def all_gather(self, tensor: torch.Tensor, group: MPICommunicator) -> torch.Tensor:
         """Return the tensors of all ranks of `group`, stacked in rank order."""
         gathered = tensor.new_empty((group.size, *tensor.shape))
-        group.Allgather(_bytes(tensor), _bytes(gathered))
+        group.mpi.Allgather(_bytes(tensor), _bytes(gathered))
         return gathered
 
-    def broadcast(self, tensor: torch.Tensor, group: MPI.Intracomm) -> None:
+    def broadcast(self, tensor: torch.Tensor, group: MPICommunicator) -> None:
         """Overwrite a tensor by the one of the first rank of `group`."""
-        group.Bcast(_bytes(tensor), root=0)
+        group.mpi.Bcast(_bytes(tensor), root=0)
 
 
 def _memory(tensor: torch.Tensor) -> MPI.buffer:

@@ -1,24 +1,23 @@
 """Transport over NCCL, by cupy: to the host, starting an exchange is launching one more kernel.
 
-Communicators are made through MPI. Each has a stream of its own, which waits for the current one
+Each communicator of NCCL has a stream of its own, which waits for the current one
 before it sends or adds up; the current one waits for it when somebody waits, and the host never.
 Messages have no tags: they meet in the order in which ranks start them, the same on all.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from distconv.transport.interface import SUM_TYPES, Message, Request
-from distconv.transport.side_stream import SideStream, StreamRequest
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
+from distconv.transport.communicator import Communicator
+from distconv.transport.interface import Message, Request
+from distconv.transport.launch_order import keep_order, why_too_old
+from distconv.transport.side_stream import SideStream
+from distconv.transport.sums import Summand
 
 _TYPES = {
     torch.float32: "NCCL_FLOAT32",
@@ -28,7 +27,6 @@ _TYPES = {
     torch.int32: "NCCL_INT32",
     torch.int64: "NCCL_INT64",
 }
-_WIDER = SUM_TYPES | {torch.int16: torch.int32}
 
 
 def why_unavailable() -> str | None:
@@ -36,26 +34,25 @@ def why_unavailable() -> str | None:
     try:
         from cupy.cuda import nccl
     except ImportError as error:
-        return f"cupy is missing ({error}); install cupy-cuda12x or cupy-cuda13x"
-    return None if nccl.available else "cupy finds no NCCL; install nvidia-nccl-cu12 or -cu13"
-
-
-class _WideSum:
-    """A reduction under way in memory of its own, of a type that NCCL does not add up itself."""
-
-    def __init__(self, request: StreamRequest, total: Tensor, into: Tensor):
-        self._request, self._total, self._into = request, total, into
-
-    def wait(self) -> None:
-        """Let what follows on the current stream find it complete."""
-        self._request.wait()
-        self._into.copy_(self._total)
+        return f"cupy is missing ({error}); install cupy-cuda13x, or -cuda12x for CUDA 12"
+    if not nccl.available:
+        return "cupy finds no NCCL; install nvidia-nccl-cu13, or -cu12"
+    major, rest = divmod(nccl.get_version(), 10_000)
+    return why_too_old((major, rest // 100, rest % 100))
 
 
 class _StreamCommunicator(SideStream):
     """A communicator of NCCL, and its stream."""
 
-    def __init__(self, group: MPI.Intracomm, device: torch.device):
+    def follow(self) -> None:
+        """Go on after all that the current stream has been given so far.
+
+        Raises what NCCL has met with since the last time, such as a lost connection.
+        """
+        self.comm.check_async_error()
+        super().follow()
+
+    def __init__(self, group: Communicator, device: torch.device):
         from cupy.cuda import nccl
 
         super().__init__(device)
@@ -67,17 +64,15 @@ class _StreamCommunicator(SideStream):
 class NCCLTransport:
     """Messages between GPUs of which each belongs to one rank; see `Transport`."""
 
-    name = "nccl"
+    name, ordered = "nccl", True
 
-    def __init__(self, comm: MPI.Intracomm, device: torch.device):
+    def __init__(self, comm: Communicator, device: torch.device):
         from cupy.cuda import nccl
 
-        # Kernels of several communicators, which wait for other ranks, run in the host's order: in
-        # others they could wait for each other. NCCL 2.26 and newer.
-        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+        keep_order()
         self._nccl, self._device = nccl, device
         self._messages = _StreamCommunicator(comm, device)
-        self._groups: dict[int, _StreamCommunicator] = {}
+        self._groups: dict[tuple[str, tuple[int, ...]], _StreamCommunicator] = {}
 
     def next_tag(self) -> int:
         """Return 0, since messages of NCCL carry no tag."""
@@ -95,33 +90,26 @@ class NCCLTransport:
         self._messages.follow()
         stream = self._messages.address
         nccl.groupStart()
-        for rank, t in arriving:
-            comm.recv(t.data_ptr(), t.nbytes, nccl.NCCL_UINT8, rank, stream)
-        for rank, t in leaving:
-            comm.send(t.data_ptr(), t.nbytes, nccl.NCCL_UINT8, rank, stream)
-        nccl.groupEnd()
+        try:
+            for rank, t in arriving:
+                comm.recv(t.data_ptr(), t.nbytes, nccl.NCCL_UINT8, rank, stream)
+            for rank, t in leaving:
+                comm.send(t.data_ptr(), t.nbytes, nccl.NCCL_UINT8, rank, stream)
+        finally:
+            nccl.groupEnd()  # an open group would take in all that comes later
         return self._messages.mark(tensor for _, tensor in (*arriving, *leaving))
 
-    def all_reduce(self, tensor: Tensor, group: MPI.Intracomm) -> Request:
+    def all_reduce(self, tensor: Tensor, group: Communicator) -> Request:
         """Start adding up a tensor in place over the ranks of `group`."""
-        if tensor.dtype in _WIDER:
-            wide = tensor.to(_WIDER[tensor.dtype])
-            return _WideSum(self._add_up(wide, group), wide, tensor)
-        return self._add_up(tensor, group)
-
-    def _add_up(self, tensor: Tensor, group: MPI.Intracomm) -> StreamRequest:
-        numbers = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        if numbers.dtype not in _TYPES:
-            raise TypeError(
-                f"NCCL cannot add up {tensor.dtype}; convert to one that it can, x.float()"
-            )
+        summand = Summand.of(tensor, "NCCL")
+        numbers = summand.numbers
         nccl, channel, address = self._nccl, self._channel(group), numbers.data_ptr()
         what = numbers.numel(), getattr(nccl, _TYPES[numbers.dtype]), nccl.NCCL_SUM
         channel.follow()
         channel.comm.allReduce(address, address, *what, channel.address)
-        return channel.mark([tensor])
+        return summand.arriving(channel.mark([numbers]))
 
-    def all_gather(self, tensor: Tensor, group: MPI.Intracomm) -> Tensor:
+    def all_gather(self, tensor: Tensor, group: Communicator) -> Tensor:
         """Return the tensors of all ranks of `group`, stacked in rank order."""
         gathered = tensor.new_empty((group.size, *tensor.shape))
         nccl, channel = self._nccl, self._channel(group)
@@ -131,7 +119,7 @@ class NCCLTransport:
         channel.mark([tensor, gathered]).wait()
         return gathered
 
-    def broadcast(self, tensor: Tensor, group: MPI.Intracomm) -> None:
+    def broadcast(self, tensor: Tensor, group: Communicator) -> None:
         """Overwrite a tensor by the one of the first rank of `group`."""
         nccl, channel, address = self._nccl, self._channel(group), tensor.data_ptr()
         channel.follow()
@@ -139,8 +127,9 @@ class NCCLTransport:
         channel.comm.broadcast(address, address, *what)
         channel.mark([tensor]).wait()
 
-    def _channel(self, group: MPI.Intracomm) -> _StreamCommunicator:
+    def _channel(self, group: Communicator) -> _StreamCommunicator:
         """Return the NCCL communicator of `group`, which its ranks make together at first need."""
-        if group.handle not in self._groups:
-            self._groups[group.handle] = _StreamCommunicator(group, self._device)
-        return self._groups[group.handle]
+        key = group.purpose, group.ranks
+        if key not in self._groups:
+            self._groups[key] = _StreamCommunicator(group, self._device)
+        return self._groups[key]

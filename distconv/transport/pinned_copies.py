@@ -28,7 +28,7 @@ class PinnedCopies:
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "transport 'mpi' lets the host wait for the GPU, which no graph of CUDA can hold; "
-                "capture steps on a grid with transport='nccl' or 'peer'"
+                "capture steps on a grid with transport='nccl'"
             )
         return torch.cuda.current_stream(self._device).record_event()
 

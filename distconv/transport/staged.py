@@ -19,9 +19,9 @@ from distconv.transport.launch_queue import LaunchQueue
 from distconv.transport.pinned_copies import PinnedCopies
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
-
+    from distconv.transport.communicator import Communicator
     from distconv.transport.mpi import MPITransport
+    from distconv.transport.mpi_communicator import MPICommunicator
 
 _VARIABLE = "DISTCONV_CUDA_AWARE_MPI"
 
@@ -57,7 +57,7 @@ class StagedTransport:
         host all the same, where MPI adds up.
     """
 
-    name = "mpi"
+    name, ordered = "mpi", False
 
     def __init__(
         self, mpi: MPITransport, copies: PinnedCopies, queue: LaunchQueue, direct: bool = False
@@ -90,7 +90,7 @@ class StagedTransport:
         # A wait for the sends is a wait for `ready`, after which the receive buffers are free.
         return StagedRequest(self._copies, (sent, received), pairs)
 
-    def all_reduce(self, tensor: Tensor, group: MPI.Intracomm) -> Request:
+    def all_reduce(self, tensor: Tensor, group: MPICommunicator) -> Request:
         """Start adding up a tensor in place over the ranks of `group`."""
         if group.size == 1:
             return StagedRequest(self._copies)
@@ -98,12 +98,12 @@ class StagedTransport:
         reduced = self._queue.add(ready, partial(self._mpi.all_reduce, host, group))
         return StagedRequest(self._copies, (reduced,), [(host, tensor)])
 
-    def all_gather(self, tensor: Tensor, group: MPI.Intracomm) -> Tensor:
+    def all_gather(self, tensor: Tensor, group: MPICommunicator) -> Tensor:
         """Return the tensors of all ranks of `group`, stacked in rank order."""
         self._queue.start_all()
         return self._mpi.all_gather(self._on_host(tensor), group).to(tensor.device)
 
-    def broadcast(self, tensor: Tensor, group: MPI.Intracomm) -> None:
+    def broadcast(self, tensor: Tensor, group: MPICommunicator) -> None:
         """Overwrite a tensor by the one of the first rank of `group`."""
         self._queue.start_all()
         host = self._on_host(tensor)
@@ -116,7 +116,7 @@ class StagedTransport:
         return host
 
 
-def takes_device_memory(comm: MPI.Intracomm) -> bool:
+def takes_device_memory(comm: Communicator) -> bool:
     """Return whether MPI takes pointers into the memory of GPUs, on all ranks of `comm`.
 
     Collective over `comm`. MPI is asked, unless DISTCONV_CUDA_AWARE_MPI is set to 1 or 0; another

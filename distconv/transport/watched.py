@@ -87,7 +87,7 @@ class WatchedTransport:
         waiting: Waiting,
         members: Callable[[Any], Iterable[int]],
     ):
-        self.carrier, self.name = carrier, carrier.name
+        self.carrier, self.name, self.ordered = carrier, carrier.name, carrier.ordered
         self._steps, self._waiting, self._members = steps, waiting, members
 
     def next_tag(self) -> int:
@@ -113,9 +113,13 @@ class WatchedTransport:
     def all_reduce(self, tensor: Tensor, group: Any) -> Request:
         """Start adding up a tensor in place over the ranks of `group`."""
         self._steps.take("all_reduce")
-        return _WatchedRequest(
-            self.carrier.all_reduce(tensor, group), self._waiting, lambda: self._members(group)
-        )
+
+        def members() -> Iterable[int]:
+            return self._members(group)
+
+        with Wait(self._waiting, members):  # where the ranks of a group have to connect first
+            request = self.carrier.all_reduce(tensor, group)
+        return _WatchedRequest(request, self._waiting, members)
 
     def all_gather(self, tensor: Tensor, group: Any) -> Tensor:
         """Return the tensors of all ranks of `group`, stacked in rank order."""

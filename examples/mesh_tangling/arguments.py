@@ -6,19 +6,16 @@ import argparse
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from distconv.tools.arguments import RankParser, grid_axes
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
+from distconv.transport.communicator import ObjectCommunicator
 
 AXES = ("sample", "channel", "filter", "height", "width")
 """Meshes have no depth."""
 
 
 def parse_arguments(
-    comm: MPI.Intracomm,
+    comm: ObjectCommunicator,
     arguments: Sequence[str] | None,
     description: str | None,
     networks: Iterable[str],

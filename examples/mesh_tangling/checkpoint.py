@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mpi4py import MPI
 from torch import nn
+
+from distconv.transport.communicator import ObjectCommunicator
 
 from .durable import DamagedFile, previous_of, read_checksummed, write_checksummed
 from .together import rank_zero, together
@@ -66,7 +67,7 @@ def checkpoint_size(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
 
 def load_checkpoint(
     path: Path,
-    comm: MPI.Comm,
+    comm: ObjectCommunicator,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     settings: dict[str, Any],

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
-from mpi4py import MPI
 from torch import nn
 from torch.nn import functional as F
 
@@ -66,7 +65,7 @@ def compare_with_serial(
     distributed = _steps(model, build_optimizer(model), data.batches(batches))
 
     def serial(batches: list[list[int]]) -> Course:
-        whole = MeshTanglingData(data.path, dc.ProcessGrid(MPI.COMM_SELF), data.dtype)
+        whole = MeshTanglingData(data.path, dc.ProcessGrid(data.grid.ranks[:1]), data.dtype)
         model = build_model().to(whole.grid.device)
         plain = ((x.to_local(), y.to_local()) for x, y in whole.batches(batches))
         return _steps(model, build_optimizer(model), plain)

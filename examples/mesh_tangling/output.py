@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import os
+from pathlib import Path
 
 from .durable import check_room, previous_of, remove_partial, set_aside_damaged
 
 RESULTS_SIZE = 2**20
 """Bytes that are sure to be enough for metrics.json and the pictures."""
+
+
+def restarted_from(args: argparse.Namespace) -> Path | None:
+    """The checkpoint to continue from: what `--resume` says, or the last of a run that torchrun
+    starts again after a rank has been lost."""
+    checkpoint: Path = args.output / "checkpoint.pt"
+    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    there = checkpoint.exists() or previous_of(checkpoint).exists()
+    return checkpoint if again and there else args.resume
 
 
 def prepare_output(args: argparse.Namespace) -> None:

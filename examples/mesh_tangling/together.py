@@ -7,12 +7,9 @@ from contextlib import closing
 from functools import partial
 from itertools import count
 from typing import TypeVar
-from zlib import crc32
-
-import numpy as np
-from mpi4py import MPI
 
 from distconv.grid.order import ranks_in_words
+from distconv.transport.communicator import ObjectCommunicator
 
 Result = TypeVar("Result")
 Item = TypeVar("Item")
@@ -22,7 +19,7 @@ class InvalidInput(Exception):
     """A file or an argument that cannot be used. Raised on every rank with the same message."""
 
 
-def together(comm: MPI.Comm, action: Callable[[], Result]) -> Result:
+def together(comm: ObjectCommunicator, action: Callable[[], Result]) -> Result:
     """Run `action` on every rank of `comm` and return its result. Collective.
 
     Raises:
@@ -40,7 +37,7 @@ def together(comm: MPI.Comm, action: Callable[[], Result]) -> Result:
     return result
 
 
-def rank_zero(comm: MPI.Comm, action: Callable[[], Result]) -> Result:
+def rank_zero(comm: ObjectCommunicator, action: Callable[[], Result]) -> Result:
     """Run `action` on rank 0 alone and give its result to every rank of `comm`. Collective.
 
     Raises:
@@ -50,7 +47,7 @@ def rank_zero(comm: MPI.Comm, action: Callable[[], Result]) -> Result:
     return comm.bcast(result)
 
 
-def check_alike(comm: MPI.Comm, facts: Mapping[str, str], remedy: str) -> None:
+def check_alike(comm: ObjectCommunicator, facts: Mapping[str, str], remedy: str) -> None:
     """Compare what every rank of `comm` has found out under the same names. Collective.
 
     Args:
@@ -73,10 +70,12 @@ def check_alike(comm: MPI.Comm, facts: Mapping[str, str], remedy: str) -> None:
         raise InvalidInput(f"the ranks differ: {'; '.join(complaints)}. {remedy}")
 
 
-def in_step(comm: MPI.Comm, items: Generator[tuple[str, Item], None, None]) -> Iterator[Item]:
+def in_step(
+    comm: ObjectCommunicator, items: Generator[tuple[str, Item], None, None]
+) -> Iterator[Item]:
     """Yield the items of this rank while every rank of `comm` has one of the same name. Collective.
 
-    One reduction of three numbers an item; it ends when the items of all ranks do.
+    Its name travels for each item; it ends when the items of all ranks do.
 
     Raises:
         InvalidInput: on every rank, where the names differ, or some ranks have items left and
@@ -89,23 +88,16 @@ def in_step(comm: MPI.Comm, items: Generator[tuple[str, Item], None, None]) -> I
                 entry = next(items, None)
             except (OSError, ValueError) as error:
                 complaint = error
-            code = crc32(entry[0].encode()) + 1 if entry else 0
-            failed, largest, smallest = _largest(comm, [complaint is not None, code, -code])
-            if failed:
+            name = entry[0] if entry else None
+            everyone = comm.allgather((complaint is not None, name))
+            if any(failed for failed, _ in everyone):
                 together(comm, partial(_raise, complaint))
-            if largest != -smallest:
-                facts = {f"mini-batch {place}": entry[0]} if entry else {}
+            if len(set(everyone)) > 1:
+                facts = {} if name is None else {f"mini-batch {place}": name}
                 check_alike(comm, facts, "All ranks have to ask for the same mini-batches.")
             if entry is None:
                 return
             yield entry[1]
-
-
-def _largest(comm: MPI.Comm, numbers: list[int]) -> list[int]:
-    """Return the largest of each number over all ranks."""
-    largest = np.array(numbers, np.int64)
-    comm.Allreduce(MPI.IN_PLACE, largest, MPI.MAX)
-    return largest.tolist()
 
 
 def _raise(error: Exception | None) -> None:

@@ -3,6 +3,7 @@
     mpiexec -n 4 python -m examples.mesh_tangling.train \\
         --data train.h5 --validation validation.h5 --grid sample=2,height=2 --output run
 
+or without MPI, by `torchrun --nproc-per-node 4 -m examples.mesh_tangling.train ...`.
 Interrupted at any moment, it continues after the last whole epoch, on the same grid or another:
 
     mpiexec -n 2 python -m examples.mesh_tangling.train \\
@@ -24,18 +25,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from mpi4py import MPI
 from torch import nn
 from torch.nn import functional as F
 
 import distconv as dc
+from distconv.transport.communicator import ObjectCommunicator
+from distconv.transport.world import world
 
 from .arguments import parse_arguments
 from .checkpoint import checkpoint_size, load_checkpoint, save_checkpoint
 from .compare import compare_with_serial
 from .durable import write_atomically
 from .network import NETWORKS, MeshTanglingNet
-from .output import make_room, prepare_output
+from .output import make_room, prepare_output, restarted_from
 from .plots import CHANNELS_SHOWN, plot_loss, plot_prediction
 from .progress import Progress
 from .reader import MeshTanglingData, check_batch_size, ordered_batches, shuffled_batches
@@ -65,7 +67,7 @@ class Diverged(ArithmeticError):
     """Training that has come to numbers which are not finite. Raised on every rank."""
 
 
-def train(args: argparse.Namespace, comm: MPI.Intracomm) -> None:
+def train(args: argparse.Namespace, comm: ObjectCommunicator) -> None:
     """Train, validate and save epoch by epoch, then draw and write the results. Collective."""
     grid = together(comm, lambda: dc.ProcessGrid(comm, **args.grid))
     training = MeshTanglingData(args.data, grid, PRECISIONS[args.precision])
@@ -73,6 +75,7 @@ def train(args: argparse.Namespace, comm: MPI.Intracomm) -> None:
     args.size = args.size or training.size
     network = build_model(args)
     together(comm, lambda: check(args, network, training, validation))
+    args.resume = rank_zero(comm, lambda: restarted_from(args))
     rank_zero(comm, lambda: prepare_output(args))
     tell_of_unchecked(grid.rank, training, validation)
 
@@ -108,7 +111,7 @@ def train(args: argparse.Namespace, comm: MPI.Intracomm) -> None:
         if grid.rank == 0:
             print(f"validation: {score}", flush=True)
 
-    metrics["bytes_read_by_rank"] = comm.gather(training.bytes_read + validation.bytes_read)
+    metrics["bytes_read_by_rank"] = comm.allgather(training.bytes_read + validation.bytes_read)
     metrics["history"] = history
     truth, probability = predict(model, validation, sample=0)
     rank_zero(comm, lambda: write_results(args, metrics, validation, truth, probability))
@@ -218,8 +221,10 @@ def write_results(
     plot_prediction(args.output / "prediction.png", inputs, truth, probability)
 
 
-def main(arguments: Sequence[str] | None = None, comm: MPI.Intracomm = MPI.COMM_WORLD) -> None:
+def main(arguments: Sequence[str] | None = None, comm: ObjectCommunicator | None = None) -> None:
     """Train on the ranks of `comm`; what is wrong is one line on rank 0, and exit status 2."""
+    if comm is None:
+        comm = world().for_program()
     try:
         args = parse_arguments(comm, arguments, __doc__, NETWORKS, OPTIMIZERS, PRECISIONS)
         train(args, comm)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import distconv as dc
-from distconv.transport.mpi import MPITransport
+from distconv.grid import communicators
 
 WORLD = MPI.COMM_WORLD
 
@@ -75,8 +75,10 @@ def test_a_step_after_a_caught_error_is_right_wherever_it_was_raised(way: str) -
 
 
 @pytest.mark.parallel([2])
-def test_memory_of_an_abandoned_message_is_not_used_before_it_has_arrived() -> None:
-    transport = MPITransport(WORLD.Dup())
+@pytest.mark.parametrize("name", ["mpi", "torch"])
+def test_memory_of_an_abandoned_message_is_not_used_before_it_has_arrived(name: str) -> None:
+    watched: Any = communicators.transport((0, 1), name, ("cpu", "cpu"))
+    transport = watched.carrier
     like = torch.zeros(1000)
     if WORLD.rank:
         landing = transport.empty((1000,), like)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import distconv as dc
-from distconv.transport import nccl, peer
+from distconv.transport import nccl
 
 
 @pytest.fixture(autouse=True)
@@ -15,7 +15,7 @@ def _gpu() -> None:
         pytest.skip("needs a GPU, and to be let see it: make gpu")
 
 
-@pytest.fixture(params=["mpi", "peer", "nccl"])
+@pytest.fixture(params=["mpi", "nccl"])
 def grid(request: pytest.FixtureRequest) -> dc.ProcessGrid:
     """All ranks along the height, with each transport that they can have."""
     automatic = dc.ProcessGrid(height=-1)
@@ -23,6 +23,4 @@ def grid(request: pytest.FixtureRequest) -> dc.ProcessGrid:
         return automatic
     if request.param == "nccl":
         pytest.skip(f"nccl: {nccl.why_unavailable() or 'ranks share a GPU'}")
-    if request.param == "peer" and peer.why_unavailable():
-        pytest.skip(f"peer: {peer.why_unavailable()}")
     return dc.ProcessGrid(height=-1, transport=request.param)

@@ -1,4 +1,4 @@
-"""Training on GPUs gives the numbers of serial torch, and by NCCL or IPC lets no host wait."""
+"""Training on GPUs gives the numbers of serial torch, and by NCCL lets no host wait."""
 
 from __future__ import annotations
 

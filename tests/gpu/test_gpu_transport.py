@@ -6,19 +6,14 @@ import random
 
 import pytest
 import torch
-import torch.nn.functional as F
-from mpi4py import MPI
 from torch import Tensor
 
 import distconv as dc
 from distconv.geometry.topology import AXES
-from distconv.transport import peer, peer_stream
 from distconv.transport.interface import Request
-from distconv.transport.semaphores import DriverSemaphores, KernelSemaphores, Semaphores
 
 pytestmark = pytest.mark.gpu
 
-WORLD = MPI.COMM_WORLD
 RANKS = [1, 2, 4]
 SIZE = 2**18
 SLOWLY = 2 * 10**7
@@ -80,39 +75,6 @@ def test_streams_and_ranks_that_are_late_change_nothing(grid: dc.ProcessGrid) ->
             landing, request = flights[j]
             request.wait()
             assert torch.equal(landing, torch.arange(size, device=grid.device) * (j + i + before))
-
-
-@pytest.mark.parallel(RANKS)
-@pytest.mark.parametrize("way", [DriverSemaphores, KernelSemaphores])
-def test_messages_by_ipc_are_bitwise_those_of_mpi(
-    way: type[Semaphores], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if peer.why_unavailable():
-        pytest.skip(peer.why_unavailable())
-    if way is DriverSemaphores:
-        pytest.importorskip("cuda.bindings")
-    mpi = dc.ProcessGrid(height=-1, transport="mpi")
-    monkeypatch.setattr(peer_stream, "make_semaphores", way)
-    ipc = peer.connect(WORLD, mpi.device, mpi.transport)
-    assert ipc.name == "peer"
-    rng, mine = random.Random(1), random.Random(mpi.rank)
-    for _ in range(20):
-        kernel, width = rng.choice([1, 3, 5, 7]), rng.randrange(1, 200)
-        shape = 2, rng.randrange(1, 9), rng.randrange(kernel, 40), width + kernel
-        generator = torch.Generator().manual_seed(rng.randrange(2**30))
-        weight = torch.randn(5, shape[1], kernel, kernel, generator=generator).to(mpi.device)
-        x = torch.randn(shape, generator=generator)
-        results = []
-        for transport in (mpi.transport, ipc):
-            monkeypatch.setattr(mpi, "_transport", transport)
-            cut = dc.distribute_tensor(x, mpi).requires_grad_()
-            wait_a_while(mine)
-            y = F.conv2d(cut, weight, padding=kernel // 2)
-            wait_a_while(mine)
-            (gradient,) = torch.autograd.grad((y * y).sum(), cut)
-            results.append((y.to_local(), gradient.to_local()))
-        for ours, theirs in zip(*results, strict=True):
-            assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parallel(RANKS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import pytest
@@ -10,9 +11,10 @@ from mpi4py import MPI
 
 import distconv as dc
 from distconv.grid import communicators
-from distconv.grid.devices import Offer, choose
+from distconv.grid.devices import Offer, choose, make_offer
 from distconv.transport import nccl
 from distconv.transport.interface import Transport
+from distconv.transport.launch_order import why_too_old
 
 WORLD = MPI.COMM_WORLD
 NODE, OTHER = tuple("abcd"), tuple("efgh")
@@ -25,7 +27,7 @@ def offers(*gpus: tuple[str, ...], **asked: object) -> list[Offer]:
 @pytest.mark.parallel([1])
 def test_the_ranks_of_a_node_take_its_gpus_in_turn() -> None:
     choice = choose(offers(NODE, OTHER, NODE, NODE, OTHER))
-    assert choice == (("cuda:0", "cuda:0", "cuda:1", "cuda:2", "cuda:1"), "nccl", "nccl", None)
+    assert choice == (("cuda:0", "cuda:0", "cuda:1", "cuda:2", "cuda:1"), "torch", None)
 
 
 @pytest.mark.parallel([1])
@@ -35,23 +37,21 @@ def test_ranks_take_what_the_fewest_others_have() -> None:
     assert choose(offers(("a",), ("a", "b"))).devices == ("cuda:0", "cuda:1")
     # A rank keeps what it has on another grid.
     choice = choose([*offers(NODE, NODE), Offer("cuda:0", None, NODE), *offers(NODE)])
-    assert choice == (("cuda:1", "cuda:2", "cuda:0", "cuda:3"), "nccl", "nccl", None)
+    assert choice == (("cuda:1", "cuda:2", "cuda:0", "cuda:3"), "torch", None)
 
 
 @pytest.mark.parallel([1])
 def test_a_rank_that_is_shown_one_gpu_takes_it() -> None:
     choice = choose(offers(("a",), ("b",), ("c",)))
-    assert choice == (("cuda:0",) * 3, "nccl", "nccl", None)
+    assert choice == (("cuda:0",) * 3, "torch", None)
 
 
 @pytest.mark.parallel([1])
-def test_ranks_that_share_gpus_use_ipc_and_say_so() -> None:
+def test_ranks_that_share_gpus_use_mpi_and_say_so() -> None:
     choice = choose(offers(*[NODE[:2]] * 4))
     assert choice.devices == ("cuda:0", "cuda:1", "cuda:0", "cuda:1")
-    assert choice[1:3] == ("peer", "mpi")
+    assert choice.transport == "mpi"
     assert choice.notice == "4 ranks share 2 of 2 GPUs; start one rank for each"
-    assert choose(offers(*[NODE[:2]] * 4, no_peer="no cupy")).transport == "mpi"
-    assert choose(offers(NODE, NODE, transport="peer"))[1:] == ("peer", "nccl", None)
     kept = choose([Offer("cuda:1", None, NODE)] * 2).notice or ""
     assert "2 ranks share 1 of 4 GPUs; make the grid of all ranks before" in kept
 
@@ -60,11 +60,47 @@ def test_ranks_that_share_gpus_use_ipc_and_say_so() -> None:
 def test_a_rank_computes_on_what_it_is_asked_to() -> None:
     two = Offer("cuda:3", None, NODE), Offer("cuda:1", None, NODE)
     assert choose(two).devices == ("cuda:3", "cuda:1")
-    assert choose([Offer("cpu", None)] * 2) == (("cpu", "cpu"), "mpi", "mpi", None)
-    assert choose(offers((), ())) == (("cpu", "cpu"), "mpi", "mpi", None)
+    assert choose([Offer("cpu", None)] * 2) == (("cpu", "cpu"), "mpi", None)
+    assert choose(offers((), ())) == (("cpu", "cpu"), "mpi", None)
     assert choose(offers(NODE, NODE, transport="mpi")).transport == "mpi"
-    without = Offer(None, None, NODE, "no cupy", "no cupy")
-    assert choose([*offers(NODE), without]).transport == "mpi"
+    without = Offer(None, None, NODE, {"torch": "no NCCL"})
+    choice = choose([*offers(NODE), without])
+    assert choice.transport == "mpi"
+    assert choice.notice == (
+        "messages between GPUs go by MPI, mostly through the host: no NCCL (rank 1)"
+    )
+    assert choose(offers(NODE, NODE, transport="mpi")).notice is None
+
+
+@pytest.mark.parallel([1])
+def test_nccl_takes_ranks_that_share_a_gpu_where_it_is_told_to() -> None:
+    assert choose(offers(("a",), ("a",), may_share=True)).transport == "torch"
+    assert choose([*offers(("a",), may_share=True), *offers(("a",))]).transport == "mpi"
+
+
+@pytest.mark.parallel([1])
+def test_an_nccl_that_does_not_keep_the_order_of_the_host_is_refused() -> None:
+    assert why_too_old((2, 26)) is None and why_too_old((2, 27, 3)) is None
+    assert "NCCL 2.25.1 does not start" in (why_too_old((2, 25, 1)) or "")
+
+
+@pytest.mark.parallel([1])
+def test_ranks_that_mpi_has_not_started_use_torch() -> None:
+    by_torch = {"missing": {"mpi": "start them with mpiexec"}}
+    assert choose(offers((), (), **by_torch)).transport == "torch"
+    assert choose(offers(("a",), ("b",), **by_torch)).transport == "torch"
+    with pytest.raises(ValueError, match="'torch': ranks 0 and 1 share a GPU.*'mpi': start them"):
+        choose(offers(("a",), ("a",), **by_torch))
+
+
+@pytest.mark.parallel([1])
+def test_the_environment_says_by_what_messages_travel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DISTCONV_TRANSPORT", "torch")
+    assert make_offer("cpu", None, None).transport == "torch"
+    assert make_offer("cpu", "mpi", None).transport == "mpi"
+    monkeypatch.setenv("DISTCONV_TRANSPORT", "tcp")
+    with pytest.raises(ValueError, match="DISTCONV_TRANSPORT='tcp' is not known; choose 'torch'"):
+        make_offer("cpu", None, None)
 
 
 @pytest.mark.parallel([1])
@@ -84,14 +120,9 @@ def test_a_rank_computes_on_what_it_is_asked_to() -> None:
         ),
         (offers(("a",), ("b",), ("a",), transport="nccl"), "ranks 0 and 2 share a GPU"),
         (
-            [*offers(NODE, transport="nccl"), Offer(None, "nccl", NODE, "no cupy")],
-            r"transport='nccl': no cupy \(rank 1\), or choose 'peer' or 'mpi'",
+            [*offers(NODE, transport="nccl"), Offer(None, "nccl", NODE, {"nccl": "no cupy"})],
+            r"transport='nccl': no cupy \(rank 1\), or choose 'torch' or 'mpi'",
         ),
-        (
-            [*offers(NODE, transport="peer"), Offer(None, "peer", NODE, None, "no cupy")],
-            r"transport='peer': no cupy \(rank 1\), or choose 'nccl' or 'mpi'",
-        ),
-        (offers((), transport="peer"), "transport='peer' is for GPUs"),
     ],
 )
 def test_what_cannot_be_had_is_refused_with_the_way_out(given: list[Offer], message: str) -> None:
@@ -102,7 +133,8 @@ def test_what_cannot_be_had_is_refused_with_the_way_out(given: list[Offer], mess
 @pytest.mark.parallel([1, 2])
 def test_a_grid_without_gpus_computes_on_the_cpu() -> None:
     grid = dc.ProcessGrid(height=-1)
-    assert grid.device == torch.device("cpu") and grid.transport.name == "mpi"
+    assert grid.device == torch.device("cpu")
+    assert grid.transport.name == os.environ.get("DISTCONV_TRANSPORT", "mpi")
     assert grid == dc.ProcessGrid(height=-1, device="cpu")
     assert "GPU" not in repr(grid)
 
@@ -116,7 +148,7 @@ def test_a_transport_is_made_by_all_ranks_where_one_has_another_device(
 
     def made(*last: str) -> Transport:
         devices = ("cuda:0",) * (WORLD.size - 1) + last
-        return communicators.transport(WORLD, ranks, "mpi", devices)
+        return communicators.transport(ranks, "mpi", devices)
 
     first = made("cuda:1")
     assert made("cuda:0") is not first and made("cuda:1") is first

@@ -15,7 +15,10 @@ SRUN = {"SLURM_NTASKS": "4", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        ({"WORLD_SIZE": "4", "RANK": "2"}, "WORLD_SIZE=4 says .* torchrun, which starts no MPI"),
+        (
+            {"WORLD_SIZE": "4", "RANK": "2"},
+            "WORLD_SIZE=4 says .* RANK, MASTER_ADDR and MASTER_PORT, .* not all set",
+        ),
         ({"PMI_SIZE": "2"}, "PMI_SIZE=2 .* MPICH .* start it with the mpiexec -n 2"),
         ({"OMPI_COMM_WORLD_SIZE": "8"}, "OMPI_COMM_WORLD_SIZE=8 .* Open MPI"),
         (SRUN, "SLURM_STEP_NUM_TASKS=4 .* srun --mpi=pmix"),

@@ -72,7 +72,7 @@ def test_ranks_that_share_a_sample_are_neighbours_in_rank_order() -> None:
         ({"depth": True}, "depth=True is not a number of ranks"),
         (
             {"height": -1, "transport": "tcp"},
-            "transport='tcp' is not known; choose 'nccl' or 'peer' or 'mpi'",
+            "transport='tcp' is not known; choose 'torch' or 'mpi' or 'nccl'",
         ),
         ({"height": -1, "transport": "nccl"}, "is for GPUs, and the ranks compute on CPUs"),
         ({"height": -1, "device": "cuda"}, "device='cuda', and rank 0 sees 0 GPUs"),

@@ -35,17 +35,36 @@ assert "mpi4py.MPI" in sys.modules
     assert (end.returncode, end.stderr) == (0, "")
 
 
-def test_without_an_mpi_library_a_plan_can_be_had_and_a_grid_is_an_error(tmp_path: Path) -> None:
-    program = """
+@pytest.mark.parametrize("missing", ["mpi4py", "mpi4py.MPI"])
+def test_without_mpi_one_process_plans_and_trains_alone(tmp_path: Path, missing: str) -> None:
+    program = f"""
 import sys
-sys.modules["mpi4py"] = None
+sys.modules[{missing!r}] = None
 import torch, distconv as dc
-dc.explain(torch.nn.Conv2d(1, 1, 3), (1, 1, 9, 9), {"height": 2})
-dc.ProcessGrid()
+dc.explain(torch.nn.Conv2d(1, 1, 3), (1, 1, 9, 9), {{"height": 2}})
+grid = dc.ProcessGrid()
+model = dc.parallelize(torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.BatchNorm2d(2)), grid)
+model(dc.distribute_tensor(torch.rand(2, 1, 8, 8), grid)).square().mean().backward()
+assert all(p.grad is not None for p in model.parameters())
+print(grid, grid.transport.name, grid.comm.allgather(3), dc.full_state_dict(model)["0.bias"].shape)
+dc.verify(torch.nn.Conv2d(1, 1, 3), torch.ones(1, 1, 9, 9), grid)
 """
     end = ended(tmp_path, program)
     assert "Conv2d on rank 1 of ProcessGrid(height=2)" in end.stdout
-    assert end.returncode == 1 and "ModuleNotFoundError" in end.stderr
+    assert "ProcessGrid() on 1 rank torch [3] torch.Size([2])" in end.stdout
+    assert (end.returncode, end.stderr) == (0, "")
+
+
+def test_without_mpi_a_rank_of_several_is_an_error(tmp_path: Path) -> None:
+    program = """
+import sys
+sys.modules["mpi4py"] = None
+import distconv as dc
+dc.ProcessGrid()
+"""
+    end = ended(tmp_path, program, 2)
+    assert end.returncode != 0
+    assert "PMI_SIZE=2 says that it is one of 2" in end.stderr
 
 
 LOADER = """

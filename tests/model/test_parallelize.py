@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-import sys
 from collections.abc import Callable
 
 import pytest
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 import distconv as dc
+from distconv.model import gradient_reduction
 from tests.support.serial import (
     deviation,
     raised_everywhere,
@@ -589,9 +589,11 @@ def test_gradients_are_accumulated_on_the_stream_of_the_forward_pass(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # torch's nodes stay on the stream on which they were made, and captured graphs on theirs.
-    current = ["first"]
-    module = sys.modules["distconv.model.gradient_reduction"]
-    monkeypatch.setattr(module, "_current_stream", lambda device: current[0])
+    first, second = (torch.Stream(stream_id=n, device_index=0, device_type=1) for n in (3, 4))
+    current = [first]
+    number, gpu = gradient_reduction._number_of_stream, torch.device("cuda:0")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[0])
+    monkeypatch.setattr(gradient_reduction, "_number_of_stream", lambda device: number(gpu))
     serial, model = net(), dc.parallelize(net(), dc.ProcessGrid(height=-1))
     x = torch.ones(2, 3, 8, 8).double()
 
@@ -603,7 +605,7 @@ def test_gradients_are_accumulated_on_the_stream_of_the_forward_pass(
         return known
 
     for _ in range(2):
-        for stream, renewed in (("first", True), ("first", False), ("second", True)):
+        for stream, renewed in ((first, True), (first, False), (second, True)):
             current[0] = stream
             serial(x).square().sum().backward()
             loss = model(dc.distribute_tensor(x, dc.ProcessGrid(height=-1))).square().sum()

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,8 @@ def mpiexec() -> str:
 def own_environment(**more: str) -> dict[str, str]:
     """Return the environment of a job, and `more`, without what launchers tell their ranks."""
     foreign = ("PMI", "MPI", "HYD", "OMPI", "PYTEST", "SLURM", "WORLD_SIZE", "DISTCONV")
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
+    kept = ("DISTCONV_TRANSPORT",)
+    environment = {k: v for k, v in os.environ.items() if k in kept or not k.startswith(foreign)}
     return environment | SHARED_CORES | more
 
 
@@ -65,6 +67,12 @@ def server() -> Path:
     return path
 
 
+def torchrun(ranks: int, *options: str) -> list[str]:
+    """Return the command that starts a script on this number of ranks without MPI."""
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [*run, f"--nproc-per-node={ranks}", *options]
+
+
 def start(
     script: Path, ranks: int = 0, *arguments: str, fresh: bool = True, **more: str
 ) -> subprocess.Popen[str]:
@@ -73,9 +81,19 @@ def start(
     Each rank is a `fresh` process of its launcher, or else forked, where torch is imported already.
     """
     launcher = [mpiexec(), "-n", str(ranks)] if ranks else []
-    python = [] if fresh else ["-S", "-E", forks.__file__, str(server())]
+    program = [str(script)] if fresh else ["-S", "-E", *forked(script)]
+    return started([*launcher, sys.executable, *program, *arguments], **more)
+
+
+def forked(script: Path) -> list[str]:
+    """Return what Python is to run, so that a script runs in a fork of where torch is imported."""
+    return [forks.__file__, str(server()), str(script)]
+
+
+def started(command: Sequence[str], **more: str) -> subprocess.Popen[str]:
+    """Start a command in a session of its own."""
     return subprocess.Popen(
-        [*launcher, sys.executable, *python, str(script), *arguments],
+        command,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

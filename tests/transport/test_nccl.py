@@ -13,10 +13,12 @@ import pytest
 import torch
 from mpi4py import MPI
 
-from distconv.transport.nccl import NCCLTransport
+from distconv.transport.mpi_communicator import MPICommunicator
+from distconv.transport.nccl import NCCLTransport, why_unavailable
 from tests.support.streams import Stream, replace_modules, replace_streams
 
 WORLD = MPI.COMM_WORLD
+ALL = MPICommunicator(WORLD)
 RANKS = [1, 2, 3]
 TYPES = {0: MPI.INT8_T, 1: MPI.UINT8_T, 2: MPI.INT32_T, 4: MPI.INT64_T, 7: MPI.FLOAT, 8: MPI.DOUBLE}
 """By the numbers that NCCL gives them."""
@@ -32,10 +34,16 @@ class Communicator:
 
     group: list[MPI.Request] | None = None
     """What has been started since groupStart."""
+    lost = False
+    """Whether NCCL has met with an error meanwhile."""
 
     def __init__(self, ndev: int, commId: tuple[int, ...], rank: int):
         self._comm = WORLD.Dup()
         assert len(commId) == 128 and (ndev, rank) == (WORLD.size, WORLD.rank)
+
+    def check_async_error(self) -> None:
+        if Communicator.lost:
+            raise RuntimeError("NCCL_ERROR_REMOTE_ERROR")
 
     def send(self, buffer: int, count: int, datatype: int, peer: int, stream: int) -> None:
         assert Communicator.group is not None and stream == Stream.cuda_stream
@@ -88,7 +96,7 @@ def transport(monkeypatch: pytest.MonkeyPatch) -> Iterator[NCCLTransport]:
     replace_modules(monkeypatch, ModuleType("cupy"), ModuleType("cupy.cuda"), nccl)
     replace_streams(monkeypatch)
     monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "0")
-    yield NCCLTransport(WORLD, torch.device("cpu"))
+    yield NCCLTransport(ALL, torch.device("cpu"))
     assert Communicator.group is None
 
 
@@ -113,7 +121,7 @@ def test_messages_are_the_bytes_of_tensors(transport: NCCLTransport, dtype: torc
 def test_all_types_are_added_up(transport: NCCLTransport, dtype: torch.dtype) -> None:
     each = [(torch.arange(9) % 4 + r).to(dtype) for r in range(WORLD.size)]
     total = each[WORLD.rank].clone()
-    transport.all_reduce(total, WORLD).wait()
+    transport.all_reduce(total, ALL).wait()
     wide = dtype if dtype.is_complex else torch.float64
     expected = torch.stack(each).to(wide).sum(0)
     assert torch.equal(total, expected.ne(0) if dtype == torch.bool else expected.to(dtype))
@@ -122,14 +130,48 @@ def test_all_types_are_added_up(transport: NCCLTransport, dtype: torch.dtype) ->
 @pytest.mark.parallel([1])
 def test_a_type_that_cannot_be_added_up_is_refused(transport: NCCLTransport) -> None:
     with pytest.raises(TypeError, match="NCCL cannot add up torch.uint16"):
-        transport.all_reduce(torch.zeros(1, dtype=torch.uint16), WORLD)
+        transport.all_reduce(torch.zeros(1, dtype=torch.uint16), ALL)
 
 
 @pytest.mark.parallel(RANKS)
 def test_tensors_are_gathered_and_broadcast(transport: NCCLTransport) -> None:
-    gathered = transport.all_gather(torch.full((2, 3), WORLD.rank), WORLD)
+    gathered = transport.all_gather(torch.full((2, 3), WORLD.rank), ALL)
     assert gathered.shape == (WORLD.size, 2, 3)
     assert gathered[:, 1, 2].tolist() == list(range(WORLD.size))
     value = torch.full((4,), 1.0 + WORLD.rank)
-    transport.broadcast(value, WORLD)
+    transport.broadcast(value, ALL)
     assert value.tolist() == [1.0] * 4
+
+
+@pytest.mark.parallel([1, 2])
+def test_an_exception_leaves_no_group_open(transport: NCCLTransport) -> None:
+    broken: Any = "no tensor"
+    with pytest.raises(AttributeError):
+        transport.exchange([], [(0, broken)], 1)
+    assert Communicator.group is None
+    value = torch.full((4,), 1.0 + WORLD.rank)
+    landing = torch.zeros(4)
+    transport.exchange([(WORLD.rank, landing)], [(WORLD.rank, value)], 2).wait()
+    assert torch.equal(landing, value)
+
+
+@pytest.mark.parallel([1])
+def test_what_nccl_meets_with_is_raised_by_the_next_message(
+    transport: NCCLTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transport.all_reduce(torch.ones(3), ALL).wait()
+    monkeypatch.setattr(Communicator, "lost", True)
+    with pytest.raises(RuntimeError, match="REMOTE_ERROR"):
+        transport.all_reduce(torch.ones(3), ALL)
+
+
+@pytest.mark.parallel([1])
+@pytest.mark.parametrize(("version", "usable"), [(22512, False), (22602, True), (22900, True)])
+def test_versions_of_nccl_are_looked_at(
+    transport: NCCLTransport, monkeypatch: pytest.MonkeyPatch, version: int, usable: bool
+) -> None:
+    from cupy.cuda import nccl
+
+    monkeypatch.setattr(nccl, "available", True, raising=False)
+    monkeypatch.setattr(nccl, "get_version", lambda: version, raising=False)
+    assert (why_unavailable() is None) is usable

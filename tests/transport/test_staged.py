@@ -17,6 +17,7 @@ import distconv as dc
 from distconv.transport.interface import Transport
 from distconv.transport.launch_queue import LaunchQueue
 from distconv.transport.mpi import MPITransport
+from distconv.transport.mpi_communicator import MPICommunicator
 from distconv.transport.pinned_copies import PinnedCopies
 from distconv.transport.staged import StagedTransport, takes_device_memory
 from tests.support.late import Late
@@ -24,13 +25,14 @@ from tests.support.serial import deviation
 from tests.support.streams import replace_streams
 
 WORLD = MPI.COMM_WORLD
+ALL = MPICommunicator(WORLD)
 RANKS = [2, 3, 4]
 # More than MPI sends before the receiver asks for it.
 SIZE = 2**17
 
 
 def staged(gpu: Late, direct: bool = False, queue: LaunchQueue | None = None) -> StagedTransport:
-    mpi, copies = MPITransport(WORLD.Dup()), cast(PinnedCopies, gpu)
+    mpi, copies = MPITransport(MPICommunicator(WORLD.Dup())), cast(PinnedCopies, gpu)
     return StagedTransport(mpi, copies, queue or LaunchQueue(), direct)
 
 
@@ -81,7 +83,7 @@ def test_ranks_may_wait_for_exchanges_of_several_grids_in_different_orders() -> 
 
 @pytest.mark.parallel(RANKS)
 def test_ranks_may_wait_for_reductions_and_exchanges_in_different_orders() -> None:
-    transport, group = staged(Late()), WORLD.Dup()
+    transport, group = staged(Late()), MPICommunicator(WORLD.Dup())
     totals = [torch.full((SIZE,), float(WORLD.rank + i)) for i in range(2)]
     first = transport.all_reduce(totals[0], group)
     ring = Ring(transport, torch.full((SIZE,), float(WORLD.rank)), 1)
@@ -91,12 +93,12 @@ def test_ranks_may_wait_for_reductions_and_exchanges_in_different_orders() -> No
     assert ring.landing[-1] == (WORLD.rank - 1) % WORLD.size
     for i, total in enumerate(totals):
         assert torch.equal(total, torch.full((SIZE,), sum(r + i for r in range(WORLD.size)) * 1.0))
-    group.Free()
+    group.mpi.Free()
 
 
 @pytest.mark.parallel(RANKS)
 def test_what_others_wait_for_is_sent_before_a_collective() -> None:
-    transport, group = staged(Late()), WORLD.Dup()
+    transport, group = staged(Late()), MPICommunicator(WORLD.Dup())
     ring = Ring(transport, torch.full((SIZE,), float(WORLD.rank)), 1)
     if WORLD.rank % 2:
         ring.request.wait()
@@ -108,17 +110,17 @@ def test_what_others_wait_for_is_sent_before_a_collective() -> None:
     value = torch.full((3,), float(WORLD.rank))
     transport.broadcast(value, group)
     assert value.tolist() == [0.0] * 3
-    group.Free()
+    group.mpi.Free()
 
 
 @pytest.mark.parallel(RANKS)
 def test_half_types_are_added_up_in_float32() -> None:
     value = torch.full((SIZE,), 1 / 3, dtype=torch.bfloat16)
     expected = (value.float() * WORLD.size).bfloat16()
-    group = WORLD.Dup()
+    group = MPICommunicator(WORLD.Dup())
     staged(Late()).all_reduce(value, group).wait()
     assert torch.equal(value, expected)
-    group.Free()
+    group.mpi.Free()
 
 
 @pytest.mark.parallel([2, 3])
@@ -169,7 +171,7 @@ def test_copies_are_made_on_streams_beside(monkeypatch: pytest.MonkeyPatch) -> N
     used: list[Tensor] = []
     monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: used.append(tensor))
     copies = PinnedCopies(torch.device("cpu"))
-    transport = StagedTransport(MPITransport(WORLD.Dup()), copies, LaunchQueue())
+    transport = StagedTransport(MPITransport(MPICommunicator(WORLD.Dup())), copies, LaunchQueue())
     value = torch.full((SIZE,), float(WORLD.rank))
     ring = Ring(transport, value, 1)
     assert ring.arrived() == (WORLD.rank - 1) % WORLD.size
@@ -178,9 +180,9 @@ def test_copies_are_made_on_streams_beside(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     for refused in (
         lambda: Ring(transport, value, 2),
-        lambda: transport.all_gather(value, WORLD),
-        lambda: transport.broadcast(value, WORLD),
-        lambda: StagedTransport(MPITransport(WORLD), copies, LaunchQueue(), True).exchange(
+        lambda: transport.all_gather(value, ALL),
+        lambda: transport.broadcast(value, ALL),
+        lambda: StagedTransport(MPITransport(ALL), copies, LaunchQueue(), True).exchange(
             [], [(WORLD.rank, value)], 3
         ),
     ):
@@ -193,13 +195,13 @@ def test_the_environment_tells_whether_mpi_takes_memory_of_gpus(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("DISTCONV_CUDA_AWARE_MPI", "1")
-    assert takes_device_memory(WORLD)
+    assert takes_device_memory(ALL)
     # It has to be so everywhere.
     monkeypatch.setenv("DISTCONV_CUDA_AWARE_MPI", "0" if WORLD.rank == WORLD.size - 1 else "1")
-    assert not takes_device_memory(WORLD)
+    assert not takes_device_memory(ALL)
     monkeypatch.delenv("DISTCONV_CUDA_AWARE_MPI")
-    assert len(set(WORLD.allgather(takes_device_memory(WORLD)))) == 1
+    assert len(set(WORLD.allgather(takes_device_memory(ALL)))) == 1
     if WORLD.rank == 0:
         monkeypatch.setenv("DISTCONV_CUDA_AWARE_MPI", "yes")
     with pytest.raises(ValueError, match="DISTCONV_CUDA_AWARE_MPI='yes' on rank 0; set it to 1"):
-        takes_device_memory(WORLD)
+        takes_device_memory(ALL)

@@ -1,0 +1,100 @@
+"""A grid as a mesh of torch.distributed, and back: the same ranks, with the same names of axes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from distconv.geometry.topology import AXES
+from distconv.grid import communicators
+from distconv.grid.interface import Grid
+from distconv.transport.world import world
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def axes_of_mesh(mesh: DeviceMesh, axes: Mapping[str, str] | None) -> tuple[str, ...]:
+    """Return the grid axis of each dimension of a mesh.
+
+    Parameters
+    ----------
+    axes: grid axes by names of the mesh; a name that is not there is an axis itself.
+    """
+    named = tuple((axes or {}).get(name, name) for name in mesh.mesh_dim_names or ())
+    if len(named) != mesh.ndim or len(set(named)) < len(named) or not set(named) <= set(AXES):
+        raise ValueError(
+            f"from_device_mesh: the dimensions of {mesh} are called {mesh.mesh_dim_names}; name "
+            f"each by another axis of {', '.join(AXES)}: mesh_dim_names, or axes={{name: axis}}"
+        )
+    return named
+
+
+def arranged(mesh: DeviceMesh, axes: Sequence[str]) -> tuple[list[int], dict[str, int]]:
+    """Return the ranks of a mesh in the order of a grid with these axes, and its extents.
+
+    Raises `ValueError` where ranks do not ascend along each dimension.
+    """
+    _check_ascending(mesh.mesh)
+    order = sorted(range(mesh.ndim), key=lambda i: AXES.index(axes[i]))
+    ranks: list[int] = mesh.mesh.permute(order).reshape(-1).tolist()
+    return ranks, dict(zip(axes, mesh.mesh.shape, strict=True))
+
+
+def _check_ascending(ranks: torch.Tensor) -> None:
+    """Raise where torch's groups, which sort their ranks, have another order than the mesh."""
+    for dimension in range(ranks.dim()):
+        if not (ranks.diff(dim=dimension) > 0).all():
+            raise ValueError(
+                f"device_mesh: the ranks {ranks.tolist()} do not ascend along each dimension, and "
+                "torch.distributed would sort them; arrange them so that they do"
+            )
+
+
+def mesh_axes(grid: Grid) -> tuple[str, ...]:
+    """Return the axes of the mesh of a grid: those with several ranks, or `sample`."""
+    return tuple(axis for axis, n in grid.shape.items() if n > 1) or ("sample",)
+
+
+def make_device_mesh(grid: Grid, ranks: tuple[int, ...]) -> DeviceMesh:
+    """Return a mesh with the ranks of a grid; all of them call it.
+
+    Parameters
+    ----------
+    ranks: their numbers in the job.
+
+    Where there is no default group of torch.distributed, this initialises one.
+
+    Raises
+    ------
+    ValueError
+        On every rank, where the grid has some ranks of the job only, they do not ascend along its
+        axes, or the program has numbered them otherwise in a default group of its own.
+    """
+    from torch import distributed
+    from torch.distributed.device_mesh import DeviceMesh
+
+    job = world()
+    if grid.size != job.size:
+        raise ValueError(
+            f"device_mesh: the grid has {grid.size} of {job.size} ranks, and torch.distributed "
+            "makes groups with all; ask a grid of all ranks"
+        )
+    if not distributed.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if grid.device.type == "cuda" else "gloo"
+        store = communicators.store_of(communicators.communicator(job.ranks, "default group"))
+        store = distributed.HashStore() if store is None else store
+        distributed.init_process_group(backend, store=store, rank=job.rank, world_size=job.size)
+    theirs = tuple(grid.all_gather_object(distributed.get_rank()))
+    if theirs != ranks:
+        raise ValueError(
+            f"device_mesh: the default group numbers the ranks of the grid {theirs}, and the job "
+            f"{ranks}; initialise it with the job's numbers"
+        )
+    axes = mesh_axes(grid)
+    arranged_ranks = torch.tensor(ranks).reshape([grid.shape[axis] for axis in axes])
+    _check_ascending(arranged_ranks)
+    mesh: Any = DeviceMesh(grid.device.type, arranged_ranks, mesh_dim_names=axes)
+    return mesh  # type: ignore[no-any-return]

@@ -1,0 +1,59 @@
+"""Sums of types that a library does not add up itself, in those that it does."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from distconv.transport.interface import SUM_TYPES, Request
+
+_ADDED = {
+    torch.float32,
+    torch.float64,
+    torch.int8,
+    torch.uint8,
+    torch.int32,
+    torch.int64,
+}
+"""What NCCL and gloo add up."""
+
+_WIDER = SUM_TYPES | {torch.int16: torch.int32}
+
+
+class Summand(NamedTuple):
+    """What is added up in place of a tensor."""
+
+    numbers: Tensor
+    """The tensor itself, its real and imaginary parts, or a copy in a wider type."""
+    into: Tensor | None
+    """The tensor that the sum is copied to, where the numbers do not share its memory."""
+
+    @classmethod
+    def of(cls, tensor: Tensor, library: str) -> Summand:
+        """Return what `library`, NCCL or gloo, is to add up for a contiguous tensor."""
+        if tensor.dtype in _WIDER:
+            return cls(tensor.to(_WIDER[tensor.dtype]), tensor)
+        numbers = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        if numbers.dtype not in _ADDED:
+            raise TypeError(
+                f"{library} cannot add up {tensor.dtype}; convert to one that it can, x.float()"
+            )
+        return cls(numbers, None)
+
+    def arriving(self, request: Request) -> Request:
+        """Return the request of a sum of the numbers as one of the sum of the tensor."""
+        return request if self.into is None else _CopiedSum(request, self.numbers, self.into)
+
+
+class _CopiedSum:
+    """A sum under way in memory of its own."""
+
+    def __init__(self, request: Request, total: Tensor, into: Tensor):
+        self._request, self._total, self._into = request, total, into
+
+    def wait(self) -> None:
+        """Let what follows find the sum in the tensor."""
+        self._request.wait()
+        self._into.copy_(self._total)

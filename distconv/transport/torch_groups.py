@@ -1,0 +1,143 @@
+"""Process groups of torch.distributed, made directly for some ranks, and the stores they meet over.
+
+No default group is needed. A group is known by a name that its ranks give it alike, under which
+they find each other in a store.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+
+from distconv.transport.launch_order import keep_order, why_too_old
+
+if TYPE_CHECKING:
+    from distconv.transport.communicator import Communicator
+
+Store: TypeAlias = Any
+"""A store of torch.distributed."""
+ProcessGroup: TypeAlias = Any
+"""A backend of torch.distributed: `ProcessGroupGloo` or `ProcessGroupNCCL`."""
+
+NO_LIMIT = timedelta(days=365)
+"""The time-out of gloo, which must not come before DISTCONV_TIMEOUT: that tells more."""
+
+_REACH = timedelta(seconds=20)
+"""How long to try to reach the rank that keeps a store."""
+
+
+def why_unavailable(device: str) -> str | None:
+    """Return why torch cannot carry messages between devices of a kind; None where it can."""
+    distributed = torch.distributed
+    if not distributed.is_available():
+        return "this torch is built without torch.distributed"
+    if device != "cuda":
+        return None if distributed.is_gloo_available() else "this torch has no gloo"
+    if not distributed.is_nccl_available():
+        return "this torch has no NCCL"
+    return why_too_old(torch.cuda.nccl.version())
+
+
+def open_store(comm: Communicator) -> Store:
+    """Return a store over TCP that the first rank keeps, or None where that cannot be reached.
+
+    All ranks of `comm` call it. The first rank has to be the last one that leaves.
+    """
+    from torch.distributed import TCPStore
+
+    store: Store = None
+    mine = socket.gethostname()
+    if comm.rank == 0:
+        try:
+            store = TCPStore(mine, 0, None, True, _REACH, wait_for_workers=False)
+        except RuntimeError:
+            pass
+    host, port = comm.bcast((mine, None if store is None else store.port))
+    if comm.rank and port is not None:
+        try:
+            there = "localhost" if host == mine else host
+            store = TCPStore(there, port, None, False, _REACH, wait_for_workers=False)
+        except RuntimeError:
+            pass
+    return store
+
+
+def common_store(comm: Communicator) -> Store:
+    """Return a store for the groups of the ranks of `comm`, which all call it.
+
+    Raises
+    ------
+    RuntimeError
+        On every rank, where one of them cannot reach it.
+    """
+    store = open_store(comm)
+    hosts = comm.allgather((socket.gethostname(), store is not None))
+    lost = [f"{host} (rank {rank})" for rank, (host, reached) in enumerate(hosts) if not reached]
+    if lost:
+        raise RuntimeError(
+            f"transport 'torch': {', '.join(lost)} cannot reach a port of {hosts[0][0]}, over "
+            "which ranks find each other; open the ports between the nodes, or choose "
+            "transport='mpi'"
+        )
+    store.set_timeout(NO_LIMIT)
+    return store
+
+
+def group_name(purpose: str, ranks: tuple[int, ...]) -> str:
+    """Return the name of a group, short however many ranks it has."""
+    return f"{purpose} {sha256(repr(ranks).encode()).hexdigest()}"
+
+
+def gloo_group(store: Store, name: str, rank: int, size: int) -> ProcessGroup:
+    """Return the group of a name, by which hosts send messages; all its ranks call it."""
+    from torch.distributed import PrefixStore, ProcessGroupGloo
+
+    return ProcessGroupGloo(PrefixStore(name, store), rank, size, timeout=NO_LIMIT)
+
+
+def nccl_group(
+    store: Store, name: str, rank: int, size: int, device: torch.device, limit: timedelta
+) -> ProcessGroup:
+    """Return the group of a name, by which GPUs send messages; all its ranks call it.
+
+    The communicator of NCCL is made at once: by a first batch of messages only its ranks would.
+    """
+    from torch.distributed import PrefixStore, ProcessGroupNCCL
+
+    keep_order()
+    options = ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = limit
+    group: ProcessGroup = ProcessGroupNCCL(PrefixStore(name, store), rank, size, options)
+    group.allreduce([torch.zeros(1, device=device)]).wait()
+    return group
+
+
+def start(collective: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what torch.distributed calls the work of a collective."""
+    try:
+        return collective(*arguments)
+    except RuntimeError as error:
+        raise explained(error) from error
+
+
+def finish(work: Any) -> None:
+    """Return when a collective is complete for what is done next."""
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise explained(error) from error
+
+
+def explained(error: RuntimeError) -> RuntimeError:
+    """Return an error of torch.distributed with what the reason may be."""
+    return RuntimeError(
+        f"torch.distributed could not complete the messages of an operator ({error}). Where it "
+        "says that a connection was closed, another rank has ended; where it says that sizes "
+        "differ, the ranks run different operators, and DISTCONV_DEBUG=1 names the first that "
+        "differs"
+    )

@@ -1,0 +1,68 @@
+"""All ranks of the job, however they were started."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from typing import Any
+
+from distconv.transport import launch
+from distconv.transport.communicator import Communicator
+from distconv.transport.torch_communicator import TorchCommunicator
+
+
+def world() -> Communicator:
+    """Return the communicator of all ranks that have been started together.
+
+    It is theirs who make grids; a program asks `ProcessGrid.comm`. The first call starts MPI, or
+    connects to the store of torchrun or of the default group of torch.distributed; where there is
+    neither, the process is a rank alone.
+
+    Raises
+    ------
+    RuntimeError
+        In a worker process, which is no rank.
+    """
+    launch.check_is_rank()
+    return _world()
+
+
+def world_if_rank() -> Communicator | None:
+    """Return what `world` does; None in a process that is no rank."""
+    try:
+        return world()
+    except RuntimeError:
+        return None
+
+
+@cache
+def _world() -> Communicator:
+    if launch.meets_by_torch():
+        launch.join()
+        return _by_torch()
+    if launch.has_mpi():
+        from distconv.transport.mpi_communicator import MPICommunicator
+
+        return MPICommunicator(launch.mpi().COMM_WORLD, "world")
+    return TorchCommunicator(None, 0, (0,), "world")
+
+
+def _by_torch() -> TorchCommunicator:
+    store, rank, size = _meeting()
+    from torch.distributed import PrefixStore
+
+    # torchrun keeps its store when it starts ranks anew, with the addresses of those that are gone.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    own = PrefixStore(f"distconv {attempt} {size}", store)
+    return TorchCommunicator(own, rank, tuple(range(size)), "world")
+
+
+def _meeting() -> tuple[Any, int, int]:
+    """Return the store over which the ranks meet, this rank's number, and how many there are."""
+    from torch import distributed
+
+    if launch.has_default_group():
+        store = distributed.distributed_c10d._get_default_store()
+        return store, distributed.get_rank(), distributed.get_world_size()
+    store, rank, size = next(distributed.rendezvous("env://"))
+    return store, rank, size

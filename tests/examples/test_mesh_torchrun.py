@@ -1,0 +1,78 @@
+"""The mesh-tangling run under torchrun: the numbers of mpiexec, and a restart after a lost rank.
+
+These tests launch jobs of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.support.jobs import end_of, mpiexec, started, torchrun
+from tests.support.mesh_runs import LIMIT, REPOSITORY, arguments, write_file
+
+MODULE = ["-m", "examples.mesh_tangling.train"]
+
+
+def results(output: Path) -> tuple[list[float], dict[str, Any]]:
+    """The losses of all steps, and the parameters after the last."""
+    history = json.loads((output / "metrics.json").read_text())["history"]
+    state = torch.load(output / "checkpoint.pt", weights_only=True)["model"]
+    return [loss for epoch in history for loss in epoch["step_losses"]], state
+
+
+def test_torchrun_trains_to_the_numbers_of_mpiexec(tmp_path: Path) -> None:
+    file = tmp_path / "data.h5"
+    write_file(file, samples=4)
+    grid = {"sample": 2, "height": 2}
+    ways = {"torchrun": torchrun(4), "mpiexec": [mpiexec(), "-n", "4", sys.executable]}
+    for name, launcher in ways.items():
+        words = arguments(file, tmp_path / name, grid, 5)
+        end = end_of(started([*launcher, *MODULE, *words], PYTHONPATH=str(REPOSITORY)), LIMIT)
+        assert end.returncode == 0, end.stderr
+    (losses, state), (other_losses, other_state) = (results(tmp_path / name) for name in ways)
+    assert len(losses) == 5
+    torch.testing.assert_close(losses, other_losses, rtol=1e-9, atol=0)
+    for name, value in state.items():
+        torch.testing.assert_close(value, other_state[name], rtol=1e-9, atol=1e-12)
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from examples.mesh_tangling import train
+
+def killing(progress, loss, samples, step=train.Progress.step):
+    # In the second epoch, before the second checkpoint, and not again.
+    if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        if (Path({output!r}) / "checkpoint.pt").exists():
+            os.kill(os.getpid(), signal.SIGKILL)
+    step(progress, loss, samples)
+
+train.Progress.step = killing
+train.main()
+"""
+
+
+def test_a_run_that_loses_a_rank_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
+    file, script = tmp_path / "data.h5", tmp_path / "script.py"
+    write_file(file, samples=4)
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    script.write_text(KILLED.format(output=str(broken)))
+    for program, output in (MODULE, whole), (["--max-restarts=1", str(script)], broken):
+        words = arguments(file, output, {"height": 2}, 3)
+        command = [*torchrun(2), *program, *words]
+        end = end_of(started(command, PYTHONPATH=str(REPOSITORY)), LIMIT)
+        assert end.returncode == 0, end.stderr
+    # What is at hand of the first attempt is its first epoch, which was not trained again.
+    assert "Signal 9" in end.stderr or "-9" in end.stderr
+    assert end.stdout.count("validation: ") == 3
+    (losses, state), (other_losses, other_state) = results(whole), results(broken)
+    assert len(losses) == 3
+    torch.testing.assert_close(losses, other_losses, rtol=1e-9, atol=0)
+    for name, value in state.items():
+        torch.testing.assert_close(value, other_state[name], rtol=1e-9, atol=1e-12)

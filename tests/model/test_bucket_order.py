@@ -1,0 +1,79 @@
+"""Carriers that meet messages by their order get them in one order on all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from mpi4py import MPI
+from torch import Tensor, nn
+
+import distconv as dc
+
+WORLD = MPI.COMM_WORLD
+
+
+class Recorded:
+    """A transport that writes down what it is given, in order."""
+
+    def __init__(self, carrier: Any, ordered: bool):
+        self._carrier, self.ordered = carrier, ordered
+        self.given: list[tuple[str, str]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._carrier, name)
+
+    def exchange(self, *arguments: Any) -> Any:
+        self.given.append(("exchange", "all"))
+        return self._carrier.exchange(*arguments)
+
+    def all_reduce(self, tensor: Tensor, group: Any) -> Any:
+        self.given.append(("all_reduce", f"{group.purpose} {tensor.numel()}"))
+        return self._carrier.all_reduce(tensor, group)
+
+
+class Net(nn.Module):
+    """Two layers that exchange halos, and a parameter behind them that rank 0 alone uses."""
+
+    def __init__(self, grid: dc.ProcessGrid):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(1, 3, 3, padding=1), nn.Conv2d(3, 2, 5, padding=2)
+        self.last = nn.ParameterList([torch.tensor(3.0)])
+        self._grid = grid
+
+    def forward(self, x: dc.DistTensor) -> Tensor:
+        y = self.second(self.first(x)).to_local()
+        own = y * self.last[0] if self._grid.rank == 0 else y * 3.0
+        return dc.DistTensor.from_local(own, self._grid)
+
+
+def backward(ordered: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], list[Tensor]]:
+    """What the transport is given in a backward pass, and the gradients."""
+    torch.manual_seed(0)
+    grid = dc.ProcessGrid(height=-1)
+    model = dc.parallelize(Net(grid).double(), grid, bucket_bytes=1)
+    x = dc.distribute_tensor(torch.rand(1, 1, 16, 8, dtype=torch.float64), grid)
+    recorded = Recorded(grid.transport, ordered)
+    monkeypatch.setattr(grid, "_transport", recorded)
+    loss = model(x).square().sum()
+    recorded.given.clear()
+    loss.backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    return recorded.given, gradients
+
+
+@pytest.mark.parallel([2, 3, 4])
+def test_a_parameter_without_a_gradient_on_some_ranks_changes_no_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given, gradients = backward(True, monkeypatch)
+    everywhere = WORLD.allgather(given)
+    assert everywhere == [given] * WORLD.size
+    assert ("exchange", "all") in given
+    # Where carriers tell messages apart, reductions begin as early as each rank can.
+    early, same = backward(False, monkeypatch)
+    assert sorted(early) == sorted(given)
+    assert len({tuple(theirs) for theirs in WORLD.allgather(early)}) > 1
+    for a, b in zip(gradients, same, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
