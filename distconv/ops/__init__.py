@@ -32,6 +32,7 @@ from distconv.ops.reduce import aggregates, counts, extrema, norms, order_statis
 from distconv.ops.shape import (
     compositions,
     diagonals,
+    in_place,
     indexing,
     joining,
     lookup,
@@ -66,6 +67,7 @@ __all__ = [
     "foreach",
     "fourier",
     "grid_sample",
+    "in_place",
     "indexing",
     "interpolate",
     "joining",

@@ -429,7 +429,7 @@ class _Recorded(ModuleCalls):
         self.dtypes: set[torch.dtype] = set()
         self.random: str | None = None
         """The first layer that has drawn random numbers."""
-        self._last: list[tuple[Tensor, int]] = []
+        self._last: list[tuple[Tensor, int | None]] = []
         self._state = torch.get_rng_state()
 
     def entered(self, module: nn.Module) -> None:
