@@ -390,3 +390,14 @@ def test_a_shape_changes_in_place_while_views_keep_theirs() -> None:
         lambda x: torch.no_grad()(torch.Tensor.unsqueeze_)(x.requires_grad_() * 2, 0),
     ):
         refused(function, [x], [], random_grid(rng), rng)
+
+
+@pytest.mark.parallel([2, 3])
+def test_what_is_cut_stays_so_beside_what_is_whole() -> None:
+    grid = dc.ProcessGrid(height=-1)
+    whole = dc.distribute_tensor(torch.rand(2, 5, 7, 4), grid, dc.Layout())
+    cut = dc.distribute_tensor(torch.rand(2, 3, 7, 4), grid)
+    dc.redistributions(reset=True)
+    joined = torch.cat([whole, cut], 1)
+    assert joined.cuts == cut.cuts
+    assert not sum(entry.bytes for entry in dc.redistributions(reset=True))
