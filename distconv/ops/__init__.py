@@ -39,6 +39,7 @@ from distconv.ops.reduce import aggregates, counts, extrema, norms, order_statis
 from distconv.ops.shape import (
     compositions,
     diagonals,
+    in_place,
     indexing,
     joining,
     lookup,
@@ -75,6 +76,7 @@ __all__ = [
     "fourier",
     "grid_sample",
     "group_norm",
+    "in_place",
     "indexing",
     "instance_norm",
     "interpolate",

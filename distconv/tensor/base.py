@@ -107,6 +107,12 @@ class DistTensorBase(torch.Tensor):
         """Return the box of global indices that this rank holds."""
         return rank_box(tuple(self.shape), self.cuts, self.grid.topology, self.grid.rank)
 
+    def become(self, view: DistTensorBase) -> None:
+        """Take the shard, the shape, the cuts and the memory of a view of this tensor."""
+        self.shard, self.cuts = view.shard, view.cuts
+        self._shape, self._memory = view._shape, view._memory
+        self._redistributed.clear()
+
     @property
     def replicas(self) -> int:
         """Return the number of ranks that hold the same box."""

@@ -377,6 +377,12 @@ def _assigned(_: Any, x: Tensor, *arguments: Any) -> Tensor:
     return x
 
 
+def _of_a_copy(function: Any, x: Tensor, *args: Any) -> Tensor:
+    x = x.clone()
+    function(x, *args)
+    return x
+
+
 def _asserted(function: Any, x: Tensor, message: str) -> Tensor:
     function((x == x).all(), message)
     return x
@@ -618,6 +624,10 @@ _SHAPES: Table = {
     **_each("reshape_as view_as", of(X, Operand((3, 20, 7)))),
     **_each("unflatten", of(X, DIM, (2, 2))),
     **_each("squeeze", of(Operand((3, 1, 5, 7)), DIM)),
+    **_each("squeeze_", of(Operand((3, 1, 5, 7)), DIM, through=_of_a_copy)),
+    **_each("unsqueeze_", of(X, 1, through=_of_a_copy)),
+    **_each("transpose_ swapaxes_ swapdims_", of(X, 1, 3, through=_of_a_copy)),
+    **_each("t_", of(ROWS, through=_of_a_copy)),
     **_each("unsqueeze", of(X, 1)),
     **_each("permute", of(X, (0, 2, 3, 1))),
     **_each("transpose swapaxes movedim moveaxis", of(X, 1, 3)),

@@ -254,7 +254,7 @@ def unbind(input: DistTensor, dim: int = 0) -> tuple[DistTensor, ...]:
 
 @implements(torch.cat, torch.concat, torch.concatenate)
 def cat(tensors: Sequence[Tensor], dim: int = 0) -> DistTensor:
-    """Concatenate along one dimension, in the layout of the largest tensor."""
+    """Concatenate along one dimension, in the layout of the largest tensor that is cut."""
     grid = common_grid("cat", tensors)
     # torch skips tensors of shape (0,), whatever the other shapes, but not in the backward pass.
     pieces = [as_distributed(t, grid) for t in tensors]
@@ -263,7 +263,8 @@ def cat(tensors: Sequence[Tensor], dim: int = 0) -> DistTensor:
     if not pieces:
         pieces, skipped = skipped, []
     given = [x for x in pieces if any(x is t for t in tensors)] or pieces
-    largest = max(given, key=DistTensor.numel)
+    # To cut what is whole moves nothing.
+    largest = max(given, key=lambda x: (any(x.cuts), x.numel()))
     d = normalize_dim(dim, largest.dim())
     rest = {tuple(n for i, n in enumerate(x.shape) if i != d) for x in pieces}
     if len(rest) > 1:

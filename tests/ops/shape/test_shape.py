@@ -117,3 +117,38 @@ def test_what_has_no_rule_is_refused_on_all_ranks(function: Any) -> None:
         None,
         dc.UnsupportedOperation,
     )
+
+
+@pytest.mark.parallel([1, 2, 3, 4])
+def test_a_shape_changes_in_place_while_views_keep_theirs() -> None:
+    rng = random.Random(31)
+    for _ in examples(5):
+        x = random_tensor(rng, (3, 1, 5))
+
+        def function(x):
+            y = x * 2
+            before = y.flip(2)
+            y.unsqueeze_(0).transpose_(1, 3)
+            y.squeeze_(2)
+            assert y.size() == y.shape == (1, 5, 3) and y.dim() == 3
+            return y.mul_(3), before * x
+
+        agrees(function, [x], [], random_grid(rng), rng)
+        with torch.no_grad():
+            agrees(lambda x: x.clone().t_(), [x[:, 0]], [], random_grid(rng), rng)
+    for function in (
+        lambda x: x.requires_grad_().unsqueeze_(0),
+        lambda x: torch.no_grad()(torch.Tensor.unsqueeze_)(x.requires_grad_() * 2, 0),
+    ):
+        refused(function, [x], [], random_grid(rng), rng)
+
+
+@pytest.mark.parallel([2, 3])
+def test_what_is_cut_stays_so_beside_what_is_whole() -> None:
+    grid = dc.ProcessGrid(height=-1)
+    whole = dc.distribute_tensor(torch.rand(2, 5, 7, 4), grid, dc.Layout())
+    cut = dc.distribute_tensor(torch.rand(2, 3, 7, 4), grid)
+    dc.redistributions(reset=True)
+    joined = torch.cat([whole, cut], 1)
+    assert joined.cuts == cut.cuts
+    assert not sum(entry.bytes for entry in dc.redistributions(reset=True))
