@@ -179,7 +179,8 @@ class TorchTransport:
 
 def _bytes(tensor: Tensor) -> Tensor:
     """Return the memory of a contiguous tensor as a vector of bytes."""
-    return tensor.detach().view(-1).view(torch.uint8)
+    # A single element is contiguous whatever its stride, which a view would keep.
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _copy_own(rank: int, arriving: Sequence[Message], leaving: Sequence[Message]) -> None:

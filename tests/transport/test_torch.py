@@ -51,6 +51,16 @@ def test_messages_arrive_whatever_the_order_of_waiting(dtype: torch.dtype) -> No
                 assert landing.eq(torch.tensor(10.0 * i + rank).to(dtype)).all()
 
 
+@pytest.mark.parallel([2])
+def test_a_single_element_travels_whatever_its_stride() -> None:
+    carrier, other = transport(), 1 - WORLD.rank
+    element = torch.arange(8).reshape(4, 2)[WORLD.rank : WORLD.rank + 1, 0]
+    assert element.stride() == (2,) and element.is_contiguous()
+    into = carrier.empty((1,), element)
+    carrier.exchange([(other, into)], [(other, element)], carrier.next_tag()).wait()
+    assert into.item() == 2 * other
+
+
 @pytest.mark.parallel(RANKS)
 @pytest.mark.parametrize(
     "dtype",
