@@ -1,0 +1,32 @@
+"""Learning at scale: what depends on how many replicas learn together.
+
+Everything here counts P_N, the replicas of a grid, and never its ranks: a worker is a replica, the
+P_S ranks that share a sample. Models, optimizers and training loops stay those of the program.
+"""
+
+from distconv.training.advice import advise, max_batch
+from distconv.training.decay import (
+    Constant,
+    Cosine,
+    Decay,
+    Exponential,
+    InverseTime,
+    Polynomial,
+    Step,
+)
+from distconv.training.recipe import Recipe, base_rate, number_of_steps
+
+__all__ = [
+    "Constant",
+    "Cosine",
+    "Decay",
+    "Exponential",
+    "InverseTime",
+    "Polynomial",
+    "Recipe",
+    "Step",
+    "advise",
+    "base_rate",
+    "max_batch",
+    "number_of_steps",
+]
