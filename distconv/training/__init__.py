@@ -14,9 +14,12 @@ from distconv.training.decay import (
     Polynomial,
     Step,
 )
+from distconv.training.larc import LARC, LARS
 from distconv.training.recipe import Recipe, base_rate, number_of_steps
 
 __all__ = [
+    "LARC",
+    "LARS",
     "Constant",
     "Cosine",
     "Decay",
