@@ -97,6 +97,11 @@ class GradientReduction:
     def __reduce__(self) -> NoReturn:
         raise TypeError("a parallelized module belongs to its MPI job; save its state_dict()")
 
+    @property
+    def grid(self) -> ProcessGrid:
+        """Return the grid over which the gradients are added up."""
+        return self._grid
+
     def covers(self, module: nn.Module) -> bool:
         """Return whether `module` is the one that this reduction was made for, or a part of it."""
         whole = self._module()
@@ -245,7 +250,7 @@ class GradientReduction:
         if (rare and not checksums.ALWAYS) or not possible(self._grid):
             return
         state = (*module.named_parameters(), *module.named_buffers())
-        found = unequal((_checked(name, tensor) for name, tensor in state), self._grid)
+        found = unequal((checked(name, tensor) for name, tensor in state), self._grid)
         if found:
             raise RuntimeError(
                 f"{found[0]} of the parallelized module is not the same on all ranks: {found[1]}. "
@@ -376,7 +381,7 @@ def _replicated_over(p: Tensor, grid: ProcessGrid) -> tuple[str, ...]:
     return replicating_axes(p.cuts if isinstance(p, DistTensor) else (), grid.topology)
 
 
-def _checked(name: str, tensor: Tensor) -> Checked:
+def checked(name: str, tensor: Tensor) -> Checked:
     """Return a parameter or buffer, for comparison among the ranks that hold the same block."""
     if isinstance(tensor, DistTensor):
         return Checked(name, tensor.shard, cutting_axes(tensor.cuts))

@@ -5,6 +5,7 @@ P_S ranks that share a sample. Models, optimizers and training loops stay those 
 """
 
 from distconv.training.advice import advise, max_batch
+from distconv.training.consistency import assert_in_sync
 from distconv.training.decay import (
     Constant,
     Cosine,
@@ -29,6 +30,7 @@ __all__ = [
     "Recipe",
     "Step",
     "advise",
+    "assert_in_sync",
     "base_rate",
     "max_batch",
     "number_of_steps",
