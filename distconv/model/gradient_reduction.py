@@ -35,6 +35,9 @@ from distconv.tensor.ownership import check_counted_once, own
 REDUCTION_ATTRIBUTE = "_distconv_gradient_reduction"
 """The attribute by which a module, and each of its parts, keeps its `GradientReduction`."""
 
+_OUTSIDE = -2
+"""In place of the number of a backward pass, where there is none."""
+
 
 def reduction_of(module: nn.Module) -> GradientReduction | None:
     """Return the `GradientReduction` of a module; None for a copy of a parallelized module."""
@@ -106,6 +109,17 @@ class GradientReduction:
         """Return whether `module` is the one that this reduction was made for, or a part of it."""
         whole = self._module()
         return whole is not None and any(part is module for part in whole.modules())
+
+    def reduce(self) -> None:
+        """Add up the parts that backward passes in `no_sync` have left; all ranks call it together.
+
+        Sums of earlier passes stay as they are.
+        """
+        if self._grid.size == 1:
+            return
+        self._settle()
+        self._pass, self._started = _OUTSIDE, 0
+        self._finish()
 
     def _prepare(self) -> None:
         """Hook the trainable parameters and lay out the buckets, last parameters first."""

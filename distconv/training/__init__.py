@@ -16,6 +16,7 @@ from distconv.training.decay import (
     Step,
 )
 from distconv.training.larc import LARC, LARS
+from distconv.training.noise_scale import NoiseScale
 from distconv.training.recipe import Recipe, base_rate, number_of_steps
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "Decay",
     "Exponential",
     "InverseTime",
+    "NoiseScale",
     "Polynomial",
     "Recipe",
     "Step",
