@@ -15,9 +15,11 @@ from distconv.training.decay import (
     Polynomial,
     Step,
 )
+from distconv.training.elastic import ElasticAveraging
 from distconv.training.larc import LARC, LARS
 from distconv.training.noise_scale import NoiseScale
 from distconv.training.recipe import Recipe, base_rate, number_of_steps
+from distconv.training.workers import worker_grid
 
 __all__ = [
     "LARC",
@@ -25,6 +27,7 @@ __all__ = [
     "Constant",
     "Cosine",
     "Decay",
+    "ElasticAveraging",
     "Exponential",
     "InverseTime",
     "NoiseScale",
@@ -36,4 +39,5 @@ __all__ = [
     "base_rate",
     "max_batch",
     "number_of_steps",
+    "worker_grid",
 ]

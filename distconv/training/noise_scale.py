@@ -15,7 +15,7 @@ from math import isfinite, nan
 import torch
 from torch import Tensor, nn
 
-from distconv.comm.collectives import all_reduce_
+from distconv.comm.collectives import all_reduce_, all_reduce_coalesced
 from distconv.geometry.layout import cutting_axes, replicating_axes
 from distconv.geometry.topology import AXES
 from distconv.model.gradient_reduction import reduction_of
@@ -113,17 +113,14 @@ class NoiseScale:
 
     def _squared_parts(self) -> Tensor:
         """Return this rank's share of the sum over replicas of the squares of their gradients."""
-        flat: dict[tuple[tuple[str, ...], torch.dtype], list[Tensor]] = defaultdict(list)
+        groups: dict[tuple[str, ...], list[Tensor]] = defaultdict(list)
         for p, axes in self._parameters():
             within = tuple(axis for axis in axes if axis != "sample")
-            part = torch.zeros_like(p) if p.grad is None else p.grad
-            flat[within, p.dtype].append(part.reshape(-1))
+            groups[within].append(torch.zeros_like(p) if p.grad is None else p.grad)
         shares = self._zero()
-        for (within, _), parts in flat.items():
-            gradient = torch.cat(parts)
-            if self._grid.topology.parts(within) > 1:
-                all_reduce_(gradient, self._grid, within)
-            shares = shares + self._share(gradient, within)
+        for within, parts in groups.items():
+            for gradient in all_reduce_coalesced(parts, self._grid, within):
+                shares = shares + self._share(gradient, within)
         return shares
 
     def _learn(self, squares: Tensor, samples: int, units: int) -> None:
