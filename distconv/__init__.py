@@ -1,5 +1,9 @@
 """Convolutional networks on tensors cut over many processes, with the serial numbers."""
 
+from importlib import import_module as _import_module
+from types import ModuleType as _ModuleType
+from typing import TYPE_CHECKING
+
 from distconv import ops as _ops  # registers what torch functions mean on DistTensors
 from distconv.comm.ledger import Redistribution, redistributions
 from distconv.geometry.layout import Box, Layout
@@ -14,6 +18,9 @@ from distconv.tensor.dist_tensor import DistTensor, default_layout, distribute_t
 from distconv.tools.explain import explain
 from distconv.tools.verify import verify
 from distconv.tools.version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from distconv import training as training
 
 __all__ = [
     "Box",
@@ -38,4 +45,13 @@ __all__ = [
     "verify",
     "windowed",
 ]
-del _ops
+del _ops, TYPE_CHECKING
+
+_ON_DEMAND = ("training",)
+"""Folders that the rest does without: imported when first asked for."""
+
+
+def __getattr__(name: str) -> _ModuleType:
+    if name in _ON_DEMAND:
+        return _import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

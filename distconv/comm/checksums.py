@@ -91,19 +91,19 @@ def due(use: Hashable, grid: Grid, first: int, then: int) -> bool:
     return ALWAYS or number <= first or not number % then
 
 
-def checksum(x: Tensor) -> int:
+def checksum(x: Tensor, full: bool = ALWAYS) -> int:
     """Return a number that most probably changes with any element, or with their order.
 
-    Of large tensors it sees blocks all over them and the end, on GPUs single elements, and nothing
-    of sparse tensors and of tensors on the meta device.
+    Where not in `full`, of large tensors it sees blocks all over them and the end, on GPUs single
+    elements. It sees nothing of sparse tensors and of tensors on the meta device.
     """
     if x.layout != torch.strided or x.is_meta:
         return 0
     flat = x.detach().resolve_conj().resolve_neg().reshape(-1)
     if not flat.is_cpu:
-        flat = (flat if ALWAYS else _spread(flat)).cpu()
+        flat = (flat if full else _spread(flat)).cpu()
     data: Any = flat.contiguous().view(torch.uint8).numpy()
-    if ALWAYS or len(data) <= _WHOLE:
+    if full or len(data) <= _WHOLE:
         return crc32(data)
     number = crc32(data[-_BLOCK:])
     distance = len(data) // _BLOCKS
@@ -141,13 +141,14 @@ def differing(local: Tensor, axes: Sequence[str], sums: Sequence[int], grid: Gri
     return f"ranks {', '.join(map(str, ranks[:8]))}{more} differ from rank {usual}"
 
 
-def unequal(tensors: Iterable[Checked], grid: Grid) -> tuple[str, str] | None:
+def unequal(tensors: Iterable[Checked], grid: Grid, full: bool = ALWAYS) -> tuple[str, str] | None:
     """Return the first tensor that is not equal where it should be, and the ranks; None for none.
 
-    All ranks of the grid call it, with tensors of the same names in the same order.
+    All ranks of the grid call it, with tensors of the same names in the same order. Large tensors
+    are looked at in `full`, or in parts.
     """
     checked = list(tensors)
-    mine = [(c.name, checksum(c.tensor)) for c in checked]
+    mine = [(c.name, checksum(c.tensor, full)) for c in checked]
     kinds: dict[tuple[str, ...], int] = defaultdict(int)
     for (name, number), (_, _, axes) in zip(mine, checked, strict=True):
         kinds[axes] = crc32(f"{name} {number}".encode(), kinds[axes])

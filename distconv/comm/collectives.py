@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -50,17 +51,40 @@ def all_reduce_(tensor: Tensor, grid: Grid, axes: Iterable[str]) -> None:
     grid.transport.all_reduce(tensor, grid.communicator(axes)).wait()
 
 
+def all_reduce_coalesced(
+    tensors: Sequence[Tensor], grid: Grid, axes: Iterable[str]
+) -> list[Tensor]:
+    """Return the sum of each tensor over the ranks along `axes`, outside autograd.
+
+    They travel in one message for each type; with one rank the tensors themselves are returned.
+    """
+    sums, axes = list(tensors), tuple(axes)
+    if grid.topology.parts(axes) == 1:
+        return sums
+    by_type: dict[torch.dtype, list[int]] = defaultdict(list)
+    for i, x in enumerate(tensors):
+        by_type[x.dtype].append(i)
+    for numbers in by_type.values():
+        flat = torch.cat([tensors[i].detach().reshape(-1) for i in numbers])
+        all_reduce_(flat, grid, axes)
+        pieces = flat.split([tensors[i].numel() for i in numbers])
+        for i, piece in zip(numbers, pieces, strict=True):
+            sums[i] = piece.view(tensors[i].shape)
+    return sums
+
+
 def all_gather(local: Tensor, grid: Grid, axes: Iterable[str]) -> Tensor:
     """Return the `local` of all ranks along `axes`, stacked in rank order, outside autograd."""
     return grid.transport.all_gather(resolved_contiguous(local.detach()), grid.communicator(axes))
 
 
-def broadcast(tensor: Tensor, grid: Grid) -> None:
-    """Overwrite a tensor by the one of rank 0; all ranks of the grid call it."""
-    if not tensor.numel() or grid.size == 1:
+def broadcast(tensor: Tensor, grid: Grid, axes: Iterable[str] = AXES) -> None:
+    """Overwrite a tensor by that of the first of the ranks along `axes`, which all call it."""
+    axes = tuple(axes)
+    if not tensor.numel() or grid.topology.parts(axes) == 1:
         return
     message = resolved_contiguous(tensor.detach())
-    grid.transport.broadcast(message, grid.communicator(AXES))
+    grid.transport.broadcast(message, grid.communicator(axes))
     if message.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(message)
 

@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from math import inf, nan
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakValueDictionary
@@ -167,6 +168,42 @@ class ProcessGrid(Grid):
             return [value]
         with self.collective("all_gather_object"):
             return self._comm.allgather(value)
+
+    def mean(self, value: float | torch.Tensor, weight: float = 1.0) -> float:
+        """Return the weighted mean of what the ranks pass, such as a metric of their samples.
+
+        All ranks of the grid call it together. Ranks that share samples pass the same, as a weight
+        the number of samples that the value stands for. A value without weight does not count,
+        whatever it is; where none has any, the mean is NaN.
+
+        Parameters
+        ----------
+        value: a number, or a tensor of one element.
+
+        Raises
+        ------
+        ValueError
+            On every rank, where a weight is negative or not finite on one.
+        """
+        own = value.item() if isinstance(value, torch.Tensor) else float(value)
+        wrong = not 0 <= weight < inf
+        counts = not wrong and weight > 0
+        numbers = torch.tensor(
+            (weight * own if counts else 0.0, weight if counts else 0.0, float(wrong)),
+            dtype=torch.float64,
+            device=self.device,
+        )
+        if self.size > 1:
+            group = self.communicator(AXES)
+            with self.collective("mean"):
+                self._transport.all_reduce(numbers, group).wait()
+        total, weights, bad = numbers.tolist()
+        if bad:
+            mine = f"weight={weight!r} here" if wrong else "the weight on another rank"
+            raise ValueError(
+                f"mean: {mine} is no weight; pass the number of samples, from 0 on, on every rank"
+            )
+        return total / weights if weights else nan
 
     def collective(self, kind: str) -> Wait:
         """Return a context for a collective of the grid's communicators, compared between ranks."""

@@ -132,6 +132,7 @@ class Bucket:
             else:
                 p.grad.copy_(self._view(place))
         self._request = self._memory = None
+        self._pass = -1
         return True
 
     def _inside(self, p: Tensor, place: _GradientSlot) -> bool:

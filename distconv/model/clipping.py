@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-from distconv.comm.collectives import all_gather
-from distconv.geometry.layout import cutting_axes
-from distconv.grid.interface import Grid
-from distconv.tensor.dist_tensor import DistTensor
-from distconv.tensor.nested import as_list
+from distconv.model.norms import tensor_norms
+from distconv.tensor.nested import as_list, shards_of
 
 
 def clip_grad_norm_(
@@ -43,31 +39,17 @@ def clip_grad_norm_(
             f"clip_grad_norm_: norm_type={norm_type} is not positive; choose 2.0, 1.0 or inf, say"
         )
     gradients = [p.grad for p in as_list(parameters) if p.grad is not None]
-    blocks: dict[tuple[Grid, tuple[str, ...]], list[Tensor]] = defaultdict(list)
-    whole: list[Tensor] = []
-    for gradient in gradients:
-        if isinstance(gradient, DistTensor):
-            blocks[gradient.grid, cutting_axes(gradient.cuts)].append(gradient.shard)
-        else:
-            whole.append(gradient)
     with torch.no_grad():
-        norms = _norms(whole, norm_type)
-        for (grid, axes), shards in blocks.items():
-            norms += list(all_gather(torch.stack(_norms(shards, norm_type)), grid, axes))
+        norms = tensor_norms(gradients, norm_type)
         if not norms:
             return torch.tensor(0.0)
-        total = torch.linalg.vector_norm(torch.cat([n.reshape(-1) for n in norms]), norm_type)
+        total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
         if error_if_nonfinite and not total.isfinite():
             raise RuntimeError(
                 f"clip_grad_norm_: the norm of order {norm_type} of all gradients is {total}; "
                 "pass error_if_nonfinite=False to scale them all the same"
             )
         factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-        for block in (*whole, *(shard for shards in blocks.values() for shard in shards)):
+        for block in shards_of(gradients):
             block.mul_(factor)
     return total
-
-
-def _norms(tensors: Iterable[Tensor], order: float) -> list[Tensor]:
-    # Blocks may be empty, of which torch takes no maximum.
-    return [torch.linalg.vector_norm(t, order) if t.numel() else t.new_zeros(()) for t in tensors]

@@ -35,6 +35,9 @@ from distconv.tensor.ownership import check_counted_once, own
 REDUCTION_ATTRIBUTE = "_distconv_gradient_reduction"
 """The attribute by which a module, and each of its parts, keeps its `GradientReduction`."""
 
+_OUTSIDE = -2
+"""In place of the number of a backward pass, where there is none."""
+
 
 def reduction_of(module: nn.Module) -> GradientReduction | None:
     """Return the `GradientReduction` of a module; None for a copy of a parallelized module."""
@@ -97,10 +100,26 @@ class GradientReduction:
     def __reduce__(self) -> NoReturn:
         raise TypeError("a parallelized module belongs to its MPI job; save its state_dict()")
 
+    @property
+    def grid(self) -> ProcessGrid:
+        """Return the grid over which the gradients are added up."""
+        return self._grid
+
     def covers(self, module: nn.Module) -> bool:
         """Return whether `module` is the one that this reduction was made for, or a part of it."""
         whole = self._module()
         return whole is not None and any(part is module for part in whole.modules())
+
+    def reduce(self) -> None:
+        """Add up the parts that backward passes in `no_sync` have left; all ranks call it together.
+
+        Sums of earlier passes stay as they are.
+        """
+        if self._grid.size == 1:
+            return
+        self._settle()
+        self._pass, self._started = _OUTSIDE, 0
+        self._finish()
 
     def _prepare(self) -> None:
         """Hook the trainable parameters and lay out the buckets, last parameters first."""
@@ -245,7 +264,7 @@ class GradientReduction:
         if (rare and not checksums.ALWAYS) or not possible(self._grid):
             return
         state = (*module.named_parameters(), *module.named_buffers())
-        found = unequal((_checked(name, tensor) for name, tensor in state), self._grid)
+        found = unequal((checked(name, tensor) for name, tensor in state), self._grid)
         if found:
             raise RuntimeError(
                 f"{found[0]} of the parallelized module is not the same on all ranks: {found[1]}. "
@@ -381,7 +400,7 @@ def _replicated_over(p: Tensor, grid: ProcessGrid) -> tuple[str, ...]:
     return replicating_axes(p.cuts if isinstance(p, DistTensor) else (), grid.topology)
 
 
-def _checked(name: str, tensor: Tensor) -> Checked:
+def checked(name: str, tensor: Tensor) -> Checked:
     """Return a parameter or buffer, for comparison among the ranks that hold the same block."""
     if isinstance(tensor, DistTensor):
         return Checked(name, tensor.shard, cutting_axes(tensor.cuts))

@@ -1,0 +1,126 @@
+"""How a learning rate falls after its warm-up: closed forms in the number of the step."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from math import cos, isfinite, pi
+from typing import ClassVar
+
+
+class Decay(ABC):
+    """A factor of the learning rate that is 1 at step 0, the first after the warm-up.
+
+    Attributes
+    ----------
+    needs_end: whether the factor depends on how many steps there are in all.
+    """
+
+    needs_end: ClassVar[bool] = False
+
+    @abstractmethod
+    def factor(self, step: int, steps: int) -> float:
+        """Return the factor in a step, of `steps` after the warm-up; beyond them that of the last.
+
+        Without `needs_end`, `steps` says nothing.
+        """
+
+
+@dataclass(frozen=True)
+class Constant(Decay):
+    """Keep the learning rate."""
+
+    def factor(self, step: int, steps: int) -> float:
+        """Return 1."""
+        return 1.0
+
+
+@dataclass(frozen=True)
+class Step(Decay):
+    """Multiply the learning rate by `gamma` after every `step_size` steps."""
+
+    step_size: int
+    gamma: float = 0.1
+
+    def __post_init__(self) -> None:
+        check_count("Step", "step_size", self.step_size, 1)
+        _check_shrinking("Step", self.gamma)
+
+    def factor(self, step: int, steps: int) -> float:
+        """Return gamma ** floor(step / step_size)."""
+        return self.gamma ** (step // self.step_size)
+
+
+@dataclass(frozen=True)
+class Exponential(Decay):
+    """Multiply the learning rate by `gamma` after every step."""
+
+    gamma: float
+
+    def __post_init__(self) -> None:
+        _check_shrinking("Exponential", self.gamma)
+
+    def factor(self, step: int, steps: int) -> float:
+        """Return gamma ** step."""
+        return self.gamma**step
+
+
+@dataclass(frozen=True)
+class InverseTime(Decay):
+    """Divide the learning rate by 1 + gamma * step."""
+
+    gamma: float
+
+    def __post_init__(self) -> None:
+        _check_positive("InverseTime", "gamma", self.gamma)
+
+    def factor(self, step: int, steps: int) -> float:
+        """Return 1 / (1 + gamma * step)."""
+        return 1.0 / (1.0 + self.gamma * step)
+
+
+@dataclass(frozen=True)
+class Polynomial(Decay):
+    """Let the learning rate fall to 0 in the last step, as (1 - step / steps) ** power.
+
+    LARS was published with a power of 2 (You et al., arXiv:1708.03888).
+    """
+
+    power: float = 1.0
+    needs_end: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        _check_positive("Polynomial", "power", self.power)
+
+    def factor(self, step: int, steps: int) -> float:
+        """Return (1 - step / steps) ** power."""
+        return (1.0 - min(step, steps) / steps) ** self.power
+
+
+@dataclass(frozen=True)
+class Cosine(Decay):
+    """Let the learning rate fall to 0 in the last step, along half a period of a cosine."""
+
+    needs_end: ClassVar[bool] = True
+
+    def factor(self, step: int, steps: int) -> float:
+        """Return (1 + cos(pi * step / steps)) / 2."""
+        return 0.5 * (1.0 + cos(pi * min(step, steps) / steps))
+
+
+def check_count(owner: str, name: str, value: object, least: int) -> None:
+    """Raise ValueError where a value is not an integer from `least` on."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{owner}: {name}={value!r} is no count; give an integer from {least} on")
+
+
+def _check_positive(owner: str, name: str, value: float) -> None:
+    if not (value > 0 and isfinite(value)):
+        raise ValueError(f"{owner}: {name}={value!r} is not positive; give a number above 0")
+
+
+def _check_shrinking(owner: str, gamma: float) -> None:
+    if not 0 < gamma <= 1:
+        raise ValueError(
+            f"{owner}: gamma={gamma!r} is no factor of a decay; give one above 0 and up to 1"
+        )

@@ -1,0 +1,139 @@
+"""Elastic averaging: workers that train apart, each tied to a common center by a spring.
+
+Zhang, Choromanska, LeCun, "Deep learning with Elastic Averaging SGD", arXiv:1412.6651. This is the
+synchronous form, in which nobody holds the center for the others: every worker keeps a copy of it,
+and an all-reduce of the pulls moves all copies alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from distconv.comm.collectives import all_reduce_coalesced, broadcast
+from distconv.grid.process_grid import ProcessGrid
+from distconv.model.gradient_reduction import reduction_of
+from distconv.tensor.nested import shards_of
+from distconv.training.decay import check_count
+
+
+class ElasticAveraging:
+    """Tie the models of workers to a center; all ranks of `grid` make it together.
+
+    In a step each worker i is pulled towards the center, and the center towards all of them:
+
+        d_i = alpha (x_i - center);  x_i <- x_i - d_i;  center <- center + sum of all d_i
+
+    Called between `backward()` and the optimizer's step, pull and gradient belong to the same
+    weights, as published. Momentum is that of the optimizer, whose velocity the pull does not enter
+    (EAMSGD; with nesterov=True the pull is taken at the weights that torch holds, which are those
+    that the velocity will lead to). Buffers, such as running statistics, stay each worker's own.
+
+    Parameters
+    ----------
+    model: has been parallelized on `worker_grid(grid)`; every worker begins with the parameters and
+        buffers of the first, where the center is as well.
+    grid: all workers, the replicas of it.
+    alpha: the strength of the springs, up to 1 / P_N, beyond which the center would overshoot; by
+        default 0.9 / P_N, as published.
+    period: the number of steps from one pull to the next.
+
+    Raises
+    ------
+    ValueError
+        On every rank, where the model is not parallelized on the grid of its worker, a value is out
+        of its range, or the ranks pass different ones.
+    """
+
+    def __init__(
+        self, model: nn.Module, grid: ProcessGrid, *, alpha: float | None = None, period: int = 1
+    ):
+        workers = grid.shape["sample"]
+        alpha = 0.9 / workers if alpha is None else alpha
+        reduction = reduction_of(model)
+        if reduction is None or reduction.grid.shape != {**grid.shape, "sample": 1}:
+            where = "not parallelized" if reduction is None else f"parallelized on {reduction.grid}"
+            raise ValueError(
+                f"ElasticAveraging: the model is {where}; parallelize it on worker_grid(grid), the "
+                f"part of {grid} that belongs to this worker"
+            )
+        everyone = grid.all_gather_object((alpha, period))
+        if any(theirs != everyone[0] for theirs in everyone):
+            raise ValueError(
+                f"ElasticAveraging: alpha and period are {', '.join(map(str, everyone))} on the "
+                "ranks; pass the same on every rank"
+            )
+        if not 0 < alpha * workers <= 1 + 1e-9:
+            raise ValueError(
+                f"ElasticAveraging: alpha={alpha!r} is out of range; choose one above 0, and up to "
+                f"1 / {workers} for {workers} workers"
+            )
+        check_count("ElasticAveraging", "period", period, 1)
+        self.alpha, self.period = alpha, period
+        self._grid = grid
+        self._names = [name for name, _ in model.named_parameters()]
+        self._parameters = list(model.parameters())
+        self._steps = 0
+        for shard in shards_of((*self._parameters, *model.buffers())):
+            broadcast(shard, grid, ("sample",))
+        self._center = [p.detach().clone() for p in self._parameters]
+
+    def step(self) -> None:
+        """Count a step, and pull in every `period`-th; all ranks of the grid call it together."""
+        self._steps += 1
+        if self._steps % self.period:
+            return
+        with torch.no_grad():
+            pulls = []
+            for x, center in self._pairs():
+                pulls.append((x - center).mul_(self.alpha))
+                x.sub_(pulls[-1])
+            totals = all_reduce_coalesced(pulls, self._grid, ("sample",))
+            for (_, center), total in zip(self._pairs(), totals, strict=True):
+                center.add_(total)
+
+    @contextmanager
+    def center(self) -> Iterator[None]:
+        """Give the model the parameters of the center within the context, to evaluate or save it.
+
+        The worker's own come back afterwards. Nothing is sent.
+        """
+        with torch.no_grad():
+            own = [x.clone() for x, _ in self._pairs()]
+            for x, center in self._pairs():
+                x.copy_(center)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for (x, _), value in zip(self._pairs(), own, strict=True):
+                    x.copy_(value)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the center, each parameter under its name, and the number of steps taken.
+
+        Each worker saves the state of its model and optimizer beside it. Of sharded parameters it
+        holds this rank's blocks.
+        """
+        blocks = (center.clone() for _, center in self._pairs())
+        return {"steps": self._steps, "center": dict(zip(self._names, blocks, strict=True))}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up the center, and the number of steps, that this rank has saved."""
+        if list(state["center"]) != self._names:
+            raise ValueError(
+                f"ElasticAveraging: the center saved has the parameters {list(state['center'])}, "
+                f"the model {self._names}; load the state of the same model"
+            )
+        for (_, center), saved in zip(self._pairs(), state["center"].values(), strict=True):
+            center.copy_(saved)
+        self._steps = int(state["steps"])
+
+    def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield this rank's block of each parameter, and of its center."""
+        own = (x.detach() for x in shards_of(self._parameters))
+        return zip(own, shards_of(self._center), strict=True)

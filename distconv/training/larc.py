@@ -1,0 +1,225 @@
+"""Layer-wise learning rates: LARS and LARC around any optimizer of torch.
+
+A layer's step is held in proportion to its weights. That keeps a large learning rate from tearing
+apart the layers whose gradients are large beside their weights, which limits large batches.
+
+- LARS: You et al., "Large Batch Training of Convolutional Networks", arXiv:1708.03888.
+- LARC limits the rate where LARS sets it: Kurth et al., "Exascale Deep Learning for Climate
+  Analytics", SC 2018.
+- On the update of Adam, scaled, it is what LAMB does: You et al., arXiv:1904.00962.
+
+Parameters with fewer than two dimensions, biases and those of normalisations, keep the optimizer's
+own step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from math import isfinite
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+
+from distconv.model.norms import tensor_norms
+from distconv.tensor.nested import shards_of
+
+Group = dict[str, Any]
+
+_DECOUPLED = ("AdamW", "Adafactor", "Muon")
+"""Classes of optimizers, of which not every torch has all, that decay weights beside the step."""
+
+
+class LARC(Optimizer):
+    """Wrap an optimizer so that no layer moves far beside the size of its weights.
+
+    It is used in place of the optimizer, whose parameter groups and state are its own: schedulers,
+    gradient scalers and checkpoints work with it, and a checkpoint may come from the optimizer
+    alone. All ranks of a grid take a step together: norms of sharded parameters are those of the
+    whole, in one message for many. With w the weights of a layer, g their gradient, wd the weight
+    decay, lr the learning rate and D the optimizer's own update, a step is
+
+    - on="gradient": the optimizer's step on r (g + wd w), without its own weight decay, where
+      t = trust |w| / (|g| + wd |w|) and r is t to scale, min(t / lr, 1) to clip. Gradients are
+      overwritten, as by `clip_grad_norm_`. As published, for SGD.
+    - on="update": r D, where t = trust |w| / |D| and r is lr t to scale, min(t, 1) to clip.
+      For Adam and its kin, whose updates hardly depend on the size of gradients.
+
+    Where a norm is 0, r is 1.
+
+    Parameters
+    ----------
+    optimizer: any of torch's, except those that compute gradients again within a step (LBFGS).
+    trust: how far a layer moves in a step beside the norm of its weights; for "gradient" and to
+        scale, at a learning rate of 1.
+    clip: whether to limit the step only, rather than to set it.
+    on: "gradient" or "update".
+
+    Raises
+    ------
+    ValueError
+        For a `trust` or `on` that is none.
+    TypeError
+        For an optimizer that cannot be wrapped.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, trust: float = 0.02, *, clip: bool = True, on: str = "gradient"
+    ):
+        kind = type(self).__name__
+        if not isinstance(optimizer, Optimizer) or isinstance(optimizer, (LBFGS, LARC)):
+            raise TypeError(
+                f"{kind}: {type(optimizer).__name__} is no optimizer that can be wrapped; pass one "
+                "of torch's that takes one gradient a step, such as SGD or Adam"
+            )
+        if not (trust > 0 and isfinite(trust)):
+            raise ValueError(f"{kind}: trust={trust!r} is not positive; give 0.02, say")
+        if on not in ("gradient", "update"):
+            raise ValueError(f'{kind}: on={on!r} is unknown; choose "gradient" or "update"')
+        # Not Optimizer's: groups and state are those of the optimizer within.
+        self.optimizer = optimizer
+        self.trust, self.clip, self.on = trust, clip, on
+
+    @property
+    def param_groups(self) -> list[Group]:  # type: ignore[override]
+        """Return the parameter groups of the optimizer within."""
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """Return the state of the optimizer within."""
+        return self.optimizer.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """Return the defaults of the optimizer within."""
+        return self.optimizer.defaults
+
+    def __repr__(self) -> str:
+        how = f"trust={self.trust}, clip={self.clip}, on={self.on!r}"
+        return f"{type(self).__name__}({self.optimizer!r}, {how})"
+
+    def __getattr__(self, name: str) -> Any:
+        # torch's methods that register hooks look here for the lists of them.
+        if name.startswith("_optimizer_") and "optimizer" in self.__dict__:
+            return getattr(self.optimizer, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__.copy()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the optimizer within."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Give the optimizer within its state."""
+        self.optimizer.load_state_dict(dict(state_dict))
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add parameters to the optimizer within."""
+        self.optimizer.add_param_group(param_group)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Let go of all gradients, or set them to zero."""
+        self.optimizer.zero_grad(set_to_none)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Take a step; return what `closure` does, which computes the gradients where given."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            if self.on == "gradient":
+                self._scale_gradients()
+                with _without_weight_decay(self.param_groups):
+                    self.optimizer.step()
+            else:
+                before = [
+                    (group, p, p.detach().clone()) for group, p in self._layers() if p.dim() > 1
+                ]
+                self.optimizer.step()
+                self._scale_updates(before)
+        return loss
+
+    def _layers(self) -> Iterator[tuple[Group, Tensor]]:
+        """Yield the parameters that have got a gradient, each with its group."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    yield group, p
+
+    def _scale_gradients(self) -> None:
+        layers = list(self._layers())
+        kind = type(self.optimizer)
+        apart = any(base.__name__ in _DECOUPLED for base in kind.__mro__)
+        for group, _ in layers:
+            if _decay(group) and (apart or group.get("decoupled_weight_decay", False)):
+                raise ValueError(
+                    f"{type(self).__name__}: the weight decay of {kind.__name__} is no part of the "
+                    'gradient; use on="update", or weight_decay=0'
+                )
+        scaled = [(group, p, cast(Tensor, p.grad)) for group, p in layers if p.dim() > 1]
+        norms = tensor_norms([t for _, p, gradient in scaled for t in (p.detach(), gradient)])
+        ratios = {}
+        for (group, p, _), size, slope in zip(scaled, norms[::2], norms[1::2], strict=True):
+            ratio = self.trust * size / (slope + _decay(group) * size)
+            if self.clip:
+                ratio = (ratio / group["lr"]).clamp(max=1.0)
+            ratios[p] = _one_where_zero(ratio, size, slope)
+        for group, p in layers:
+            gradient, weights = shards_of([cast(Tensor, p.grad), p.detach()])
+            if _decay(group):
+                sign = -1.0 if group.get("maximize", False) else 1.0
+                gradient.add_(weights, alpha=sign * _decay(group))
+            if p in ratios:
+                gradient.mul_(ratios[p])
+
+    def _scale_updates(self, layers: list[tuple[Group, Tensor, Tensor]]) -> None:
+        norms = tensor_norms([t for _, p, before in layers for t in (before, p.detach() - before)])
+        for (group, p, before), size, moved in zip(layers, norms[::2], norms[1::2], strict=True):
+            ratio = self.trust * size / moved
+            ratio = ratio.clamp(max=1.0) if self.clip else ratio * group["lr"]
+            weights, old = shards_of([p.detach(), before])
+            # With a ratio of 1 lerp returns the optimizer's own result, to the bit.
+            weights.copy_(old.lerp(weights, _one_where_zero(ratio, size, moved).to(old.dtype)))
+
+
+class LARS(LARC):
+    """Wrap an optimizer so that the step of each layer is in proportion to the size of its weights.
+
+    This is `LARC` with clip=False. The learning rate of the optimizer is that of all layers
+    together, which the schedule lets grow and fall; published with SGD and momentum.
+    """
+
+    def __init__(self, optimizer: Optimizer, trust: float = 0.001, *, on: str = "gradient"):
+        super().__init__(optimizer, trust, clip=False, on=on)
+
+
+def _decay(group: Group) -> float:
+    return float(group.get("weight_decay", 0.0))
+
+
+def _one_where_zero(ratio: Tensor, *norms: Tensor) -> Tensor:
+    """Return the ratio, and 1 where one of the norms is 0; the host need not know which."""
+    zero = torch.stack(norms).eq(0).any()
+    return torch.where(zero, torch.ones_like(ratio), ratio)
+
+
+@contextmanager
+def _without_weight_decay(groups: list[Group]) -> Iterator[None]:
+    """Keep an optimizer from adding the weight decay once more."""
+    kept = [(group, group["weight_decay"]) for group in groups if "weight_decay" in group]
+    for group, _ in kept:
+        group["weight_decay"] = 0.0
+    try:
+        yield
+    finally:
+        for group, decay in kept:
+            group["weight_decay"] = decay
