@@ -18,5 +18,6 @@ def worker_grid(grid: ProcessGrid) -> ProcessGrid:
     ranks, on their own samples, apart from the other replicas.
     """
     extents: dict[str, Any] = {axis: grid.shape[axis] for axis in _WITHIN_A_SAMPLE}
-    ranks = grid.communicator(_WITHIN_A_SAMPLE, "workers")
+    peers = grid.topology.peers(grid.rank, _WITHIN_A_SAMPLE)
+    ranks = [grid.ranks[peer] for peer in peers]
     return ProcessGrid(ranks, device=grid.device, **extents)
