@@ -91,6 +91,11 @@ class GradientReduction:
         module.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         module.register_forward_hook(self._after_forward, always_call=True)
 
+    @property
+    def grid(self) -> ProcessGrid:
+        """Return the grid over which gradients are added up."""
+        return self._grid
+
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientReduction:
         return self
 
