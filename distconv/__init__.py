@@ -4,8 +4,10 @@ from importlib import import_module as _import_module
 from types import ModuleType as _ModuleType
 from typing import TYPE_CHECKING
 
+from distconv import data
 from distconv import ops as _ops  # registers what torch functions mean on DistTensors
 from distconv.comm.ledger import Redistribution, redistributions
+from distconv.data.checkpoint import load_checkpoint, save_checkpoint
 from distconv.geometry.layout import Box, Layout
 from distconv.grid.process_grid import ProcessGrid
 from distconv.model.clipping import clip_grad_norm_
@@ -30,18 +32,21 @@ __all__ = [
     "Redistribution",
     "UnsupportedOperation",
     "clip_grad_norm_",
+    "data",
     "default_layout",
     "distribute_tensor",
     "elementwise",
     "explain",
     "full_state_dict",
     "implements",
+    "load_checkpoint",
     "load_full_state_dict",
     "local_box",
     "method",
     "no_sync",
     "parallelize",
     "redistributions",
+    "save_checkpoint",
     "verify",
     "windowed",
 ]

@@ -94,16 +94,16 @@ class GradientReduction:
         module.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         module.register_forward_hook(self._after_forward, always_call=True)
 
+    @property
+    def grid(self) -> ProcessGrid:
+        """Return the grid over which gradients are added up."""
+        return self._grid
+
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientReduction:
         return self
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a parallelized module belongs to its MPI job; save its state_dict()")
-
-    @property
-    def grid(self) -> ProcessGrid:
-        """Return the grid over which the gradients are added up."""
-        return self._grid
 
     def covers(self, module: nn.Module) -> bool:
         """Return whether `module` is the one that this reduction was made for, or a part of it."""

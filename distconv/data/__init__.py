@@ -1,0 +1,33 @@
+"""Reading samples box by box, and keeping the state of a run.
+
+It is imported without h5py and zarr, which are needed where such files are opened.
+"""
+
+from distconv.data.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from distconv.data.dataset import Dataset
+from distconv.data.distribute import distribute
+from distconv.data.loader import Loader, Traffic
+from distconv.data.normalize import Normalize
+from distconv.data.sampler import Sampler
+from distconv.data.sources.functions import Function
+from distconv.data.sources.hdf5 import HDF5Source
+from distconv.data.sources.interface import Source
+from distconv.data.sources.opening import open_files
+from distconv.data.together import DataError
+
+__all__ = [
+    "Checkpoint",
+    "DataError",
+    "Dataset",
+    "Function",
+    "HDF5Source",
+    "Loader",
+    "Normalize",
+    "Sampler",
+    "Source",
+    "Traffic",
+    "distribute",
+    "load_checkpoint",
+    "open_files",
+    "save_checkpoint",
+]

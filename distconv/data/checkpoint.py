@@ -1,0 +1,330 @@
+"""The state of a training run in files, complete at any moment, the last few of them.
+
+A checkpoint holds plain tensors under the names of the serial program and nothing about the grid,
+so a run can be continued on any other grid, or on one rank without distconv.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import warnings
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from distconv.data.durable import (
+    DamagedFile,
+    read_checksummed,
+    remove_partial,
+    write_checksummed,
+)
+from distconv.data.together import DataError, bytes_of_rank_zero, on_rank_zero, together
+from distconv.grid.interface import Grid
+from distconv.model.gradient_reduction import reduction_of
+from distconv.model.state_dicts import full_state_dict, load_full_state_dict
+
+FORMAT = 1
+"""The number of the layout of checkpoints."""
+
+_NAME = "checkpoint-{step:010d}.pt"
+_NAMES = re.compile(r"checkpoint-(\d{10,})\.pt")
+
+_PARTS = {"step": int, "model": dict, "random": Tensor, "extra": dict}
+"""What every checkpoint has, and of which types."""
+
+
+class Stateful(Protocol):
+    """What has a state of plain values: a scheduler, or a Loader."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Take a state."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What `load_checkpoint` has found.
+
+    Attributes
+    ----------
+    path: the file.
+    step: the number under which it was saved.
+    extra: what else was saved.
+    """
+
+    path: Path
+    step: int
+    extra: dict[str, Any]
+
+
+def save_checkpoint(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: Stateful | None = None,
+    loader: Stateful | None = None,
+    step: int = 0,
+    *,
+    keep: int = 2,
+    extra: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write the state of a run to a file of its own in `folder`, and return its path. Collective.
+
+    Rank 0 writes: a fresh file, which reaches the disk, ends with its checksum, and then takes its
+    name in one step. Older checkpoints beyond the last `keep`, and what killed writers have left,
+    are removed afterwards.
+
+    Parameters
+    ----------
+    folder: is made where it is missing.
+    model: parallelized; its shards are gathered.
+    optimizer, scheduler, loader: what else goes on from its state.
+    step: a number that grows from one checkpoint to the next.
+    keep: how many checkpoints there are at most.
+    extra: plain values and tensors, the same on all ranks.
+
+    Raises
+    ------
+    DataError
+        On every rank, where the file cannot be written, or holds objects that `torch.load` with
+        weights_only would refuse. The checkpoints that there were remain.
+    """
+    grid = _grid_of(model)
+    folder = Path(folder)
+    state: dict[str, Any] = {
+        "format": FORMAT,
+        "step": step,
+        "model": full_state_dict(model),
+        "random": torch.get_rng_state(),
+        "extra": dict(extra or {}),
+    }
+    if optimizer is not None:
+        state["optimizer"] = full_state_dict(optimizer)
+    for name, part in (("scheduler", scheduler), ("loader", loader)):
+        if part is not None:
+            state[name] = part.state_dict()
+
+    def write() -> Path:
+        if keep < 1 or step < 0:
+            raise ValueError(f"step={step} has to be at least 0, and keep={keep} at least 1")
+        _check_plain(state)
+        _make(folder)
+        path = folder / _NAME.format(step=step)
+        _check_newest(folder, path)
+        write_checksummed(path, lambda file: torch.save(state, file))
+        for old in checkpoints_in(folder)[keep:]:
+            old.unlink(missing_ok=True)
+        remove_partial(folder, "checkpoint-*.pt")
+        return path
+
+    return on_rank_zero(grid, write)
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: Stateful | None = None,
+    loader: Stateful | None = None,
+    *,
+    missing_ok: bool = False,
+) -> Checkpoint | None:
+    """Put a saved state into a model and what goes on with it, on this grid. Collective.
+
+    Rank 0 reads, and sends the file to all. In a folder it takes the newest checkpoint that is
+    whole; damaged ones are told of and renamed, so that they get in nobody's way. torch's random
+    numbers go on where rank 0's were.
+
+    Parameters
+    ----------
+    path: the folder, or one file in it.
+    model: parallelized, on any grid.
+    optimizer, scheduler, loader: what goes on from its state; the rest of what was saved is left.
+    missing_ok: return None where there is no checkpoint.
+
+    Raises
+    ------
+    DataError
+        On every rank, where there is no whole checkpoint, or it is one of another model, optimizer,
+        scheduler or loader. What was given may then be changed in part.
+    """
+    grid = _grid_of(model)
+    content = b""
+
+    def read() -> Path | None:
+        nonlocal content
+        found, content = _newest(Path(path), missing_ok)
+        return found
+
+    found = on_rank_zero(grid, read)
+    if found is None:
+        return None
+    content = bytes_of_rank_zero(grid, content)
+    parts = {"scheduler": scheduler, "loader": loader}
+
+    def load() -> Checkpoint:
+        state = _state(found, content)
+        try:
+            load_full_state_dict(model, state["model"])
+            if optimizer is not None:
+                _load_optimizer(optimizer, _part(found, state, "optimizer"))
+        except Exception as error:  # torch trusts the types of what it is given
+            if isinstance(error, DataError):
+                raise
+            raise ValueError(f"{found} is the checkpoint of another model: {error!r}") from error
+        for name, part in parts.items():
+            if part is not None:
+                try:
+                    part.load_state_dict(_part(found, state, name))
+                except (KeyError, TypeError, ValueError) as error:
+                    raise ValueError(f"{found} does not fit the {name}: {error}") from error
+        torch.set_rng_state(state["random"])
+        return Checkpoint(found, state["step"], state["extra"])
+
+    return together(grid, load)
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Return the checkpoints in a folder, the newest first."""
+    found = [path for path in folder.glob("checkpoint-*.pt") if _step_of(path) >= 0]
+    return sorted(found, key=_step_of, reverse=True)
+
+
+def _grid_of(model: nn.Module) -> Grid:
+    reduction = reduction_of(model)
+    if reduction is None:
+        raise ValueError("a checkpoint is of a parallelized module; call parallelize(model, grid)")
+    return reduction.grid
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(
+            f"{folder} cannot be made: {error.strerror}; choose another folder"
+        ) from error
+
+
+def _check_newest(folder: Path, path: Path) -> None:
+    """Raise `FileExistsError` where a folder holds checkpoints of later steps."""
+    for newest in checkpoints_in(folder)[:1]:
+        if _step_of(newest) > _step_of(path):
+            raise FileExistsError(
+                f"{newest} is of a later step than {path.name}, and would be taken for the newest; "
+                "choose another folder, or remove it"
+            )
+
+
+def _step_of(path: Path) -> int:
+    """Return the step in the name of a checkpoint; -1 for another name."""
+    match = _NAMES.fullmatch(path.name)
+    return int(match[1]) if match else -1
+
+
+def _check_plain(state: dict[str, Any]) -> None:
+    """Raise `ValueError` for a state that could not be loaded with weights_only."""
+    file = io.BytesIO()
+    try:
+        torch.save(_without_tensors(state), file)
+        torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    except Exception as error:  # torch raises whatever its pickler stumbles over
+        words = str(error).strip().splitlines() or [type(error).__name__]
+        raise ValueError(
+            "the state holds objects that cannot be loaded safely; save plain numbers, texts, "
+            f"lists, dictionaries and tensors only ({' '.join(words)[:300]})"
+        ) from error
+
+
+def _without_tensors(state: Any) -> Any:
+    if isinstance(state, Tensor):
+        return None
+    if isinstance(state, Mapping):
+        return {key: _without_tensors(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return [_without_tensors(value) for value in state]
+    return state
+
+
+def _newest(path: Path, missing_ok: bool) -> tuple[Path | None, bytes]:
+    """Return the newest whole checkpoint in a folder, or the file itself, with its content."""
+    if path.is_file():
+        return path, read_checksummed(path)
+    complaints = []
+    for candidate in checkpoints_in(path):
+        try:
+            content = read_checksummed(candidate)
+        except DamagedFile as error:
+            complaints.append(str(error))
+            _set_aside(candidate)
+            continue
+        if complaints:
+            warnings.warn(f"{'; '.join(complaints)}; continuing from {candidate}", stacklevel=6)
+        return candidate, content
+    if complaints:
+        raise DamagedFile(f"{'; '.join(complaints)}; there is no checkpoint before")
+    if missing_ok:
+        return None, b""
+    raise FileNotFoundError(
+        f"{path}: {'no checkpoint in this folder' if path.is_dir() else 'no such file or folder'}"
+    )
+
+
+def _set_aside(path: Path) -> None:
+    """Rename a damaged checkpoint, where the folder may be written to."""
+    with suppress(OSError):
+        os.replace(path, path.with_name(f"{path.stem}.damaged{path.suffix}"))
+
+
+def _state(path: Path, content: bytes) -> dict[str, Any]:
+    """Return the dictionary that a checkpoint holds, after a look at its parts."""
+    try:
+        state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises whatever its unpickler stumbles over
+        raise ValueError(f"{path} is not a checkpoint: {error}") from error
+    if not isinstance(state, dict):
+        raise ValueError(
+            f"{path} is not a checkpoint of distconv: it holds {type(state).__name__}, expected a "
+            f"dict with {sorted(_PARTS)}"
+        )
+    if state.get("format") != FORMAT:
+        raise ValueError(
+            f"{path} is not a checkpoint of distconv that this version knows: its format is "
+            f"{state.get('format')}, expected {FORMAT}"
+        )
+    for name, kind in _PARTS.items():
+        if not isinstance(state.get(name), kind):
+            found = type(state[name]).__name__ if name in state else "missing"
+            raise ValueError(
+                f"{path} is not a checkpoint of distconv: {name!r} is {found}, expected "
+                f"{kind.__name__}"
+            )
+    return state
+
+
+def _part(path: Path, state: dict[str, Any], name: str) -> dict[str, Any]:
+    if not isinstance(state.get(name), dict):
+        raise DataError(f"{path} holds no state of the {name}; load it without")
+    part: dict[str, Any] = state[name]
+    return part
+
+
+def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Load the state of an optimizer; what torch would take amiss later is found here."""
+    load_full_state_dict(optimizer, state)
+    for parameter, kept in optimizer.state.items():
+        for name, value in kept.items():
+            if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
+                raise ValueError(
+                    f"the optimizer's {name} has shape {tuple(value.shape)} for a parameter of "
+                    f"{tuple(parameter.shape)}"
+                )

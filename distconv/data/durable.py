@@ -1,0 +1,186 @@
+"""Files that are whole at any moment, and that tell when they are no longer what was written.
+
+A file is written under a fresh name beside its own, reaches the disk, and then takes its name in
+one step. A stop of the process or of the machine at any moment leaves the old file or the new one,
+whole. Where a disk or a copy damages a file later, the checksum behind its content says so.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+_MARK = b"\nsha256 "
+_TRAILER = len(_MARK) + 2 * hashlib.sha256().digest_size + 1
+"""Bytes behind the content: the mark, the checksum in hexadecimal digits, and the end of a line.
+Readers of zip archives, torch.load among them, do not mind them."""
+
+
+class DamagedFile(ValueError):
+    """A file that is not what was written: truncated, or changed since."""
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Open a new file in a `with` block, at whose end it is on the disk and takes the name `path`.
+
+    Until then the file has a fresh name in the same folder, which no link can have been planted
+    at, and `path` stays as it is. An error in the block, of any kind, removes the new file.
+    Raises OSError, naming `path`, where the folder cannot be written to or the disk is full.
+    """
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}.partial")
+    try:
+        try:
+            # Mode "x" makes the file, or fails where the name is taken, be it by a link.
+            with open(partial, "x+b") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, path)
+            _sync_folder(path.parent)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Replace `path` by what `write` writes, or leave it as it is (see `replacing`)."""
+    with replacing(path) as file:
+        write(file)
+
+
+def write_checksummed(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Replace `path` by what `write` writes, followed by its checksum, or leave it as it is.
+
+    `write` is given an object with the methods `write` and `flush`, which torch.save is content
+    with.
+    """
+    with replacing(path) as file:
+        summing = _Summing(file)
+        try:
+            write(summing)  # type: ignore[arg-type]
+        finally:
+            # Whatever `write` makes of a full disk or an interrupt, that is what is to be told.
+            if summing.error is not None:
+                raise summing.error
+        file.write(summing.trailer())
+
+
+def read_checksummed(path: Path) -> bytes:
+    """Return what `write_checksummed` has written to `path`, without the checksum.
+
+    Raises
+    ------
+    DamagedFile
+        If a bit of it is another than was written, or some of it is missing.
+    OSError
+        If it cannot be read.
+    """
+    try:
+        with open(path, "rb") as file:
+            content = file.read(max(0, os.fstat(file.fileno()).st_size - _TRAILER))
+            trailer = file.read()
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{path}: no such file") from error
+    except OSError as error:
+        raise OSError(f"{path} cannot be read: {error.strerror or error}") from error
+    if not trailer.startswith(_MARK):
+        raise DamagedFile(
+            f"{path} does not end with its checksum: it is truncated, damaged there, or was not "
+            "written by this program"
+        )
+    if trailer != _trailer(hashlib.sha256(content).hexdigest()):
+        raise DamagedFile(f"{path} is damaged: its content does not fit its checksum")
+    return content
+
+
+def remove_partial(folder: Path, pattern: str) -> None:
+    """Remove what killed processes have left of files whose names match, as they wrote them."""
+    for partial in folder.glob(f"{pattern}.*.partial"):
+        partial.unlink(missing_ok=True)
+
+
+def reserve(file: BinaryIO, size: int) -> None:
+    """Give a new file `size` bytes of the disk and of its writer's quota, on systems that can.
+
+    What is written there later will not find the disk full. Raises OSError where it is full now.
+    """
+    if not hasattr(os, "posix_fallocate"):
+        return
+    try:
+        os.posix_fallocate(file.fileno(), 0, size)
+    except OSError as error:
+        # A file system that cannot reserve will say later whether it is full.
+        if error.errno != errno.EOPNOTSUPP:
+            raise
+
+
+def check_room(path: Path, size: int) -> None:
+    """Raise `OSError` unless `size` bytes can be written beside `path` now.
+
+    The bytes are allocated and given back: quotas and limits count as a full disk does.
+    """
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}.partial")
+    try:
+        try:
+            with open(partial, "xb") as file:
+                reserve(file, size)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:
+        raise _unwritable(path, error, size) from error
+
+
+class _Summing:
+    """Writes through to a file and sums up what is written."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._sum = hashlib.sha256()
+        self.error: BaseException | None = None
+
+    def write(self, data: bytes) -> int:
+        # torch.save puts a complaint of its own in the place of what a file raises.
+        if self.error is None:
+            try:
+                self._file.write(data)
+                self._sum.update(data)
+            except BaseException as error:
+                self.error = error
+        return len(data)
+
+    def flush(self) -> None:
+        """Do nothing: the whole file is flushed when it is complete."""
+
+    def trailer(self) -> bytes:
+        return _trailer(self._sum.hexdigest())
+
+
+def _trailer(checksum: str) -> bytes:
+    return _MARK + checksum.encode() + b"\n"
+
+
+def _sync_folder(folder: Path) -> None:
+    """Bring the names in a folder to the disk, which they reach on their own."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _unwritable(path: Path, error: OSError, size: int | None = None) -> OSError:
+    """Return what to tell of a file that cannot be written, and what to do about it."""
+    amount = "" if size is None else f" ({size / 1e6:.1f} MB)"
+    reason = " ".join(str(error.strerror or error).split())
+    return OSError(
+        f"{path} cannot be written{amount}: {reason}; free space there, or "
+        "choose another folder that you may write to"
+    )

@@ -1,0 +1,63 @@
+"""How the tensors of one mini-batch are cut, from the shapes of a sample's fields."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from distconv.geometry.layout import Cuts, Layout
+from distconv.grid.interface import Grid
+from distconv.tensor.redistribution import cuts_of_layout
+
+Name = TypeVar("Name")
+
+
+def batch_cuts(
+    shapes: Mapping[Name, tuple[int, ...]],
+    layout: Layout | Mapping[Any, Layout] | None,
+    grid: Grid,
+) -> dict[Name, Cuts]:
+    """Return the grid axes over which each dimension of each field of a mini-batch is cut.
+
+    What is not said is cut as is most useful beside the first field: a field of its number of
+    dimensions alike, one that lacks its channel alike without that, others by samples only.
+
+    Parameters
+    ----------
+    shapes: of one sample of each field, without the dimension of samples.
+    layout: of the first field, or by name; every dimension over the axis of its own name when not
+        given.
+
+    Raises
+    ------
+    ValueError
+        For names that are no fields, and dimensions that a field does not have.
+    """
+    by_name = layout if isinstance(layout, Mapping) else {}
+    check_names(shapes, layout=layout)
+    names = list(shapes)
+    chosen = by_name.get(names[0]) if isinstance(layout, Mapping) else layout
+    first_shape = shapes[names[0]]
+    first = cuts_of_layout(chosen, grid, 1 + len(first_shape))
+    cuts = {}
+    for name, shape in shapes.items():
+        ndim = 1 + len(shape)
+        if name in by_name:
+            cuts[name] = cuts_of_layout(by_name[name], grid, ndim)
+        elif ndim == len(first):
+            cuts[name] = first
+        elif len(first) > 2 and shape == first_shape[1:]:
+            cuts[name] = (first[0], *first[2:])
+        else:
+            cuts[name] = (first[0], *[()] * (ndim - 1))
+    return cuts
+
+
+def check_names(names: Mapping[Any, object], **choices: Any) -> None:
+    """Raise `ValueError` where an argument that is a dictionary by name has other names."""
+    for argument, choice in choices.items():
+        unknown = set(choice) - set(names) if isinstance(choice, Mapping) else set()
+        if unknown:
+            raise ValueError(
+                f"{argument}= names {sorted(map(str, unknown))}, and the fields are {list(names)}"
+            )

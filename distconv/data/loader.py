@@ -1,0 +1,173 @@
+"""Mini-batches as DistTensors, read ahead of the computation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from distconv.data.dataset import Batch, Blocks, Dataset
+from distconv.data.prefetch import prefetched
+from distconv.data.sampler import FixedBatches, Sampler
+from distconv.data.together import check_alike, in_step, together
+from distconv.grid.process_grid import ProcessGrid
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What reading has cost this rank so far.
+
+    Attributes
+    ----------
+    bytes_read: of this rank's boxes, in the types of the source.
+    bytes_fetched: the same with the whole of each chunk of which a part was read.
+    seconds_waited: time that the program has waited for samples to be read.
+    """
+
+    bytes_read: int
+    bytes_fetched: int
+    seconds_waited: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.bytes_read / 1e6:.1f} MB read ({self.bytes_fetched / 1e6:.1f} MB with whole "
+            f"chunks), {self.seconds_waited:.2f} s waited"
+        )
+
+
+class Loader:
+    """The mini-batches of a dataset, epoch by epoch. Collective, with the same arguments.
+
+    Each `for` loop goes through the next epoch. Mini-batches are counted over all ranks; they are
+    the same on any grid. A background thread reads ahead.
+
+    Parameters
+    ----------
+    dataset: the samples.
+    batch_size: samples of a mini-batch, over all ranks.
+    shuffle: whether each epoch has an order of its own.
+    drop_last: whether samples that do not fill a mini-batch sit out the epoch. Otherwise the last
+        mini-batch is smaller, and some ranks may have no samples of it.
+    seed: of the shuffling.
+    batch_sampler: in place of these, a `Sampler`, or the sample numbers of each mini-batch.
+    ahead: how many mini-batches are read before they are asked for.
+
+    Attributes
+    ----------
+    dataset: the samples.
+    batch_sampler: what makes the mini-batches.
+
+    Raises
+    ------
+    DataError
+        On every rank, where arguments differ or make no mini-batch; in a loop, where a rank cannot
+        read its box.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        batch_size: int = 1,
+        shuffle: bool = False,
+        *,
+        drop_last: bool = False,
+        seed: int = 0,
+        batch_sampler: Sampler | Iterable[Sequence[int]] | None = None,
+        ahead: int = 2,
+    ) -> None:
+        self.dataset = dataset
+        self._ahead = ahead
+        self._waited = 0.0
+        self._batch = 0
+        self._epoch = 0
+        self._begun = False
+
+        def chosen() -> Sampler | FixedBatches:
+            if ahead < 1:
+                raise ValueError(f"ahead={ahead} is no number of mini-batches; choose 1 or more")
+            if batch_sampler is None:
+                return Sampler(
+                    len(dataset), batch_size, shuffle=shuffle, drop_last=drop_last, seed=seed
+                )
+            if isinstance(batch_sampler, Sampler):
+                return batch_sampler
+            return FixedBatches(batch_sampler)
+
+        self.batch_sampler = together(self.grid, chosen)
+        facts = {name: str(value) for name, value in self.batch_sampler.description().items()}
+        check_alike(self.grid, facts, "Make the loader with the same arguments on all ranks.")
+
+    @property
+    def grid(self) -> ProcessGrid:
+        """Return the grid of the dataset."""
+        return self.dataset.grid
+
+    @property
+    def epoch(self) -> int:
+        """Return the epoch, from 0, of the mini-batch that comes next."""
+        return self._position()[0]
+
+    @property
+    def traffic(self) -> Traffic:
+        """Return what reading has cost this rank so far; of the dataset, over all its loaders."""
+        return Traffic(self.dataset.bytes_read, self.dataset.bytes_fetched, self._waited)
+
+    def __len__(self) -> int:
+        """Return the number of mini-batches of an epoch."""
+        return len(self.batch_sampler)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Go through the next epoch, or the rest of the one that `load_state_dict` tells."""
+        if self._begun:
+            self._epoch, self._batch = self._epoch + 1, 0
+        self._epoch, self._batch = self._position()
+        self._begun = True
+        return self._batches(self.batch_sampler.batches(self._epoch)[self._batch :])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place in the course of mini-batches: what the loop has been given is done.
+
+        The same on all ranks, and good for any grid.
+        """
+        epoch, batch = self._position()
+        return {"epoch": epoch, "batch": batch, "sampler": self.batch_sampler.description()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next loop go on where `state_dict` was taken, on this grid or another.
+
+        Raises ValueError where the state is of a loader with other mini-batches. No communication.
+        """
+        own, saved = self.batch_sampler.description(), dict(state["sampler"])
+        for name in dict.fromkeys([*own, *saved]):
+            if own.get(name) != saved.get(name):
+                raise ValueError(
+                    f"the state is of a loader with {name}={saved.get(name)}, this one has "
+                    f"{name}={own.get(name)}; make it with the same, or start anew"
+                )
+        self._epoch, self._batch, self._begun = int(state["epoch"]), int(state["batch"]), False
+
+    def _position(self) -> tuple[int, int]:
+        """Return the epoch and its first mini-batch that the loop has not been given."""
+        if self._batch < len(self) or not len(self):
+            return self._epoch, self._batch
+        return self._epoch + 1, 0
+
+    def _batches(self, batches: list[list[int]]) -> Iterator[Batch]:
+        for blocks in in_step(self.grid, self._timed(batches)):
+            self._batch += 1
+            yield self.dataset.assemble(blocks)
+
+    def _timed(self, batches: list[list[int]]) -> Generator[tuple[str, Blocks], None, None]:
+        """Yield this rank's blocks of each mini-batch with its name, and count the waiting."""
+        reading = prefetched(self.dataset.read, batches, self._ahead)
+        try:
+            while True:
+                start = time.perf_counter()
+                blocks = next(reading, None)
+                self._waited += time.perf_counter() - start
+                if blocks is None:
+                    return
+                yield f"samples {blocks.samples}", blocks
+        finally:
+            reading.close()

@@ -1,0 +1,58 @@
+"""Scaling of channels on the fly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distconv.geometry.layout import Box
+
+
+class Normalize:
+    """Scale each channel: (x - mean) / deviation, clipped to a number of deviations if asked for.
+
+    A transform of `Dataset`: it is given this rank's block (samples, channels, ...) and changes it
+    in place.
+
+    Parameters
+    ----------
+    mean: of each channel.
+    deviation: of each channel, positive.
+    limit: clip to so many deviations on both sides; None for no clipping.
+
+    Raises
+    ------
+    ValueError
+        For means that are not finite, deviations that are not positive, or unequal numbers of them.
+    """
+
+    def __init__(self, mean: Any, deviation: Any, limit: float | None = None) -> None:
+        self.mean = torch.as_tensor(mean, dtype=torch.float64).reshape(-1)
+        self.deviation = torch.as_tensor(deviation, dtype=torch.float64).reshape(-1)
+        self.limit = limit
+        if self.mean.shape != self.deviation.shape:
+            raise ValueError(
+                f"Normalize: {len(self.mean)} means and {len(self.deviation)} deviations; expected "
+                "one of each for every channel"
+            )
+        if not self.mean.isfinite().all():
+            raise ValueError("Normalize: the mean must be finite in every channel")
+        if not (self.deviation.isfinite() & (self.deviation > 0)).all():
+            raise ValueError("Normalize: the deviation must be positive in every channel")
+
+    def __call__(self, block: Tensor, box: Box) -> Tensor:
+        """Scale the block of a mini-batch that lies at `box`."""
+        if block.dim() < 2 or box.stop[1] > len(self.mean):
+            raise ValueError(
+                f"Normalize: {len(self.mean)} channels are known, and the values at {box} have "
+                "others; expected (samples, channels, ...)"
+            )
+        shape = (-1, *[1] * (block.dim() - 2))
+        channels = box.slices[1]
+        mean, deviation = (
+            x[channels].to(block.dtype).reshape(shape) for x in (self.mean, self.deviation)
+        )
+        block.sub_(mean).div_(deviation)
+        return block if self.limit is None else block.clamp_(-self.limit, self.limit)

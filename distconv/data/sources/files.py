@@ -1,0 +1,76 @@
+"""Samples in many files of one kind, as one source."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from pathlib import Path
+from threading import Lock
+
+from distconv.data.sources.interface import Array, Source
+from distconv.geometry.layout import Box
+
+_OPEN = 16
+"""How many files are kept open."""
+
+
+class FilesSource(Source):
+    """The samples of many files in order, a file a sample, or the samples of one after the other.
+
+    Parameters
+    ----------
+    paths: the files.
+    open_file: returns the source that a file is; of one sample, unless `stacked`.
+    stacked: each file holds any number of samples. All are opened at once, to count them.
+
+    Raises
+    ------
+    ValueError
+        Where a file has samples of another shape or type than the first, when it is opened.
+    """
+
+    def __init__(
+        self, paths: Sequence[Path], open_file: Callable[[Path], Source], stacked: bool = False
+    ) -> None:
+        self._paths, self._open_file = list(paths), open_file
+        self._opened: OrderedDict[int, Source] = OrderedDict()
+        self._lock = Lock()
+        first = open_file(self._paths[0])
+        self.name = f"{first.name} and {len(paths) - 1} more" if len(paths) > 1 else first.name
+        self.shape, self.dtype, self.chunks = first.shape, first.dtype, first.chunks
+        self._facts = first.facts()
+        counts = [self._opened_file(i).samples if stacked else 1 for i in range(len(paths))]
+        self._ends = list(accumulate(counts))
+        self.samples = self._ends[-1]
+
+    def read_into(self, out: Array, sample: int, box: Box) -> None:
+        """Read a box of one sample from the file that has it."""
+        place = bisect_right(self._ends, sample)
+        with self._lock:
+            source = self._opened_file(place)
+        source.read_into(out, sample - (self._ends[place - 1] if place else 0), box)
+
+    def facts(self) -> dict[str, str]:
+        """Return what ranks agree on: the names of the files, and what the first is like."""
+        return self._facts | {
+            f"files with {self.name}": ", ".join(path.name for path in self._paths),
+            f"samples of {self.name}": str(self.samples),
+        }
+
+    def _opened_file(self, place: int) -> Source:
+        """Return the source of a file, which is kept open while it is among the last ones used."""
+        source = self._opened.pop(place, None)
+        if source is None:
+            path = self._paths[place]
+            source = self._open_file(path)
+            if (source.shape, source.dtype) != (self.shape, self.dtype):
+                raise ValueError(
+                    f"{path}: its samples are {source.shape} of {source.dtype}, those of "
+                    f"{self._paths[0]} {self.shape} of {self.dtype}; expected the same in all"
+                )
+        self._opened[place] = source
+        if len(self._opened) > _OPEN:
+            self._opened.popitem(last=False)
+        return source

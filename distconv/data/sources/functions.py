@@ -1,0 +1,111 @@
+"""Samples that a program makes: by a function of sample and box, or by a torch dataset."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from threading import Lock
+from typing import Any
+
+import numpy as np
+import torch
+
+from distconv.data.sources.interface import Array, Source
+from distconv.geometry.layout import Box
+
+
+class Function(Source):
+    """Samples of which a function returns any box.
+
+    Parameters
+    ----------
+    read: `read(sample, box)` returns the values at `box.slices` of one sample, an array of
+        `box.shape`. It is called in a background thread, on each rank for that rank's boxes, and
+        has to be a function of its arguments alone, so that boxes make one sample.
+    samples: the number of samples.
+    shape: the shape of one sample.
+    dtype: the type of the values.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[int, Box], Any],
+        samples: int,
+        shape: Sequence[int],
+        dtype: Any = "float32",
+    ) -> None:
+        self._read = read
+        self.name = getattr(read, "__name__", type(read).__name__)
+        self.samples, self.shape, self.dtype = int(samples), tuple(shape), np.dtype(dtype)
+        self.check_numbers()
+
+    def read_into(self, out: Array, sample: int, box: Box) -> None:
+        """Call the function for a box of one sample."""
+        values = np.asarray(self._read(sample, box))
+        if values.shape != box.shape:
+            raise ValueError(
+                f"{self.name} has returned shape {values.shape} for {box} of sample {sample}; "
+                f"expected {box.shape}"
+            )
+        out[...] = values
+
+
+class Items:
+    """A torch dataset with `__len__` and `__getitem__`, whose items have several fields.
+
+    The last item is kept, as its fields are asked for one after the other.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        self._lock = Lock()
+        self._last: tuple[int, Any] | None = None
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def fields(self) -> list[str | int | None]:
+        """Return the names of the fields of an item: keys, numbers, or None for a bare tensor."""
+        item = self.item(0)
+        if isinstance(item, Mapping):
+            return list(item)
+        return list(range(len(item))) if isinstance(item, tuple | list) else [None]
+
+    def item(self, sample: int) -> Any:
+        """Return an item."""
+        with self._lock:
+            if self._last is None or self._last[0] != sample:
+                self._last = sample, self.dataset[sample]
+            return self._last[1]
+
+
+class ItemSource(Source):
+    """One field of the items of a torch dataset. Every rank loads whole items and cuts its box."""
+
+    def __init__(self, items: Items, field: str | int | None) -> None:
+        self._items, self._field = items, field
+        kind = type(items.dataset).__name__
+        self.name = kind if field is None else f"field {field!r} of {kind}"
+        if not len(items):
+            raise ValueError(f"{kind} holds no samples")
+        values = self._values(0)
+        self.samples, self.shape, self.dtype = len(items), values.shape, values.dtype
+        self.chunks = (1, *self.shape)
+        self.check_numbers()
+
+    def read_into(self, out: Array, sample: int, box: Box) -> None:
+        """Take a box out of an item."""
+        values = self._values(sample)
+        if (values.shape, values.dtype) != (self.shape, self.dtype):
+            raise ValueError(
+                f"{self.name} is {values.shape} of {values.dtype} in sample {sample}, and "
+                f"{self.shape} of {self.dtype} in sample 0; expected the same in all"
+            )
+        out[...] = values[box.slices]
+
+    def _values(self, sample: int) -> Array:
+        item = self._items.item(sample)
+        try:
+            values = item if self._field is None else item[self._field]
+        except (KeyError, IndexError, TypeError) as error:
+            raise ValueError(f"{self.name}: there is none in sample {sample}") from error
+        return np.asarray(values.detach().cpu() if isinstance(values, torch.Tensor) else values)

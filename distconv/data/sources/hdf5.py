@@ -1,0 +1,154 @@
+"""Samples in a dataset of an HDF5 file: checked when it is opened, and whenever it is read."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from distconv.data.sources.arrays import check_file, check_unchanged, only_name
+from distconv.data.sources.interface import Array, Source
+from distconv.geometry.layout import Box
+
+if TYPE_CHECKING:
+    import h5py
+
+_ERRORS = (OSError, RuntimeError, KeyError, ValueError, TypeError, AttributeError)
+"""What h5py raises for files that are damaged, depending on where they are."""
+
+
+class HDF5Source(Source):
+    """A dataset of an HDF5 file, samples first. HDF5 reads whole chunks where they have filters, or
+    are of at most 1 MiB, and otherwise what is asked for.
+
+    Parameters
+    ----------
+    path: the file; every rank opens it.
+    dataset: its name in the file; None for the only one that there is.
+    single: the dataset is one sample, and has no dimension for samples.
+
+    Raises
+    ------
+    OSError
+        For a file that is missing, damaged, or may not be read.
+    ValueError
+        For a dataset that is missing, or not made of numbers in the file itself.
+    """
+
+    def __init__(self, path: Path, dataset: str | None = None, single: bool = False) -> None:
+        self._path, self._single = path, single
+        self._file = open_hdf5(path)
+        try:
+            self._dataset = _dataset(self._file, path, dataset)
+            self._label = self._dataset.name.lstrip("/")
+            self.name = f"{self._label!r} of {path.name}"
+            self._describe()
+        except Exception as error:
+            self._file.close()
+            if isinstance(error, OSError | ValueError) and path.name in str(error):
+                raise
+            raise _damaged(path, error) from error
+        self._descriptor = self._file.id.get_vfd_handle()
+        self._bytes = os.fstat(self._descriptor).st_size
+
+    def _describe(self) -> None:
+        shape = self._dataset.shape
+        if shape is None or (not shape and not self._single):
+            raise ValueError(
+                f"{self._path}: {self._label!r} has shape {shape}; expected an array of samples"
+            )
+        self.samples, self.shape = (1, shape) if self._single else (shape[0], shape[1:])
+        self.dtype = self._dataset.dtype.newbyteorder("=")
+        chunks = self._dataset.chunks
+        if chunks is not None:
+            self.chunks = (1, *chunks) if self._single else chunks
+        self.check_numbers()
+
+    @property
+    def checksummed(self) -> bool:
+        """Return whether damage to the values is noticed when they are read."""
+        return bool(self._dataset.fletcher32)
+
+    def read_into(self, out: Array, sample: int, box: Box) -> None:
+        """Read a box of one sample straight into `out`.
+
+        Raises OSError for a sample that is damaged, or no longer there.
+        """
+        index = box.slices if self._single else (sample, *box.slices)
+        try:
+            if out.ndim:
+                self._dataset.read_direct(out, index)
+            else:
+                out[...] = self._dataset[index]
+            bytes_now = os.fstat(self._descriptor).st_size
+        except _ERRORS as error:
+            raise OSError(
+                f"{self._path}: cannot read {self._label!r} of sample {sample}: {error}; make or "
+                "copy the file again"
+            ) from error
+        check_unchanged(self._path, self._bytes, bytes_now)
+
+    def facts(self) -> dict[str, str]:
+        """Return what ranks agree on, a checksum of the first values of two samples included."""
+        digest = hashlib.sha256()
+        for sample in (0, self.samples - 1):
+            corner = Box((0,) * len(self.shape), (*(1,) * len(self.shape[:-1]), *self.shape[-1:]))
+            values = np.empty(corner.shape, self.dtype)
+            self.read_into(values, sample, corner)
+            digest.update(values.tobytes())
+        return super().facts() | {
+            f"size of {self._path.name}": f"{self._bytes} bytes",
+            f"attributes of {self._path.name}": _attributes(self._file),
+            f"attributes of {self.name}": _attributes(self._dataset),
+            f"checksum of {self.name}": digest.hexdigest()[:16],
+        }
+
+
+def open_hdf5(path: Path) -> h5py.File:
+    """Return an HDF5 file, open for reading. Raises OSError naming it where it cannot be."""
+    try:
+        import h5py
+    except ImportError as error:
+        raise ImportError(
+            f"{path}: reading HDF5 needs the package h5py; pip install 'distconv[data]'"
+        ) from error
+    check_file(path, "an HDF5 file")
+    try:
+        return h5py.File(path, "r")
+    except PermissionError as error:
+        raise PermissionError(f"{path}: you may not read this file ({error})") from error
+    except _ERRORS as error:
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: Path, error: Exception) -> OSError:
+    return OSError(f"{path}: not a whole HDF5 file; make or copy it again ({error})")
+
+
+def _dataset(file: h5py.File, path: Path, name: str | None) -> h5py.Dataset:
+    """Return a dataset that lies in the file itself."""
+    import h5py
+
+    if name is None or name not in file:
+        name = only_name(path, name, sorted(file))
+    if not isinstance(file.get(name, getlink=True), h5py.HardLink):
+        raise ValueError(
+            f"{path}: {name!r} is a link; expected a dataset in the file itself, as h5repack or "
+            "h5copy -f ext,soft make it"
+        )
+    dataset = file[name]
+    if not isinstance(dataset, h5py.Dataset):
+        raise ValueError(f"{path}: {name!r} is a {type(dataset).__name__}; expected a dataset")
+    if dataset.is_virtual or dataset.external:
+        raise ValueError(
+            f"{path}: the values of {name!r} lie in other files, which nobody would miss; copy "
+            "them into the file itself"
+        )
+    return dataset
+
+
+def _attributes(place: h5py.File | h5py.Dataset) -> str:
+    return ", ".join(f"{name}={place.attrs[name]}" for name in sorted(place.attrs))

@@ -1,0 +1,74 @@
+"""What a source of samples is: one array, of which any box of any sample can be read."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distconv.geometry.layout import Box
+
+Array = NDArray[Any]
+
+NUMBERS = "biufc"
+"""The kinds of numbers, as numpy calls them, that may be read."""
+
+
+class Source(ABC):
+    """Samples of one shape and type. Each rank reads for itself; nothing here is collective.
+
+    Attributes
+    ----------
+    name: what errors and reports call it.
+    samples: the number of samples.
+    shape: the shape of one sample, without a dimension for the samples.
+    dtype: the type of the values, in the byte order of this machine.
+    chunks: the extents, samples first, of the pieces that are fetched as a whole; None where any
+        box is fetched alone.
+    """
+
+    name: str
+    samples: int
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    chunks: tuple[int, ...] | None = None
+
+    @abstractmethod
+    def read_into(self, out: Array, sample: int, box: Box) -> None:
+        """Read a box of one sample into `out`, which has the shape of the box, and `dtype`.
+
+        Raises an exception that names the source and the sample where it cannot.
+        """
+
+    def facts(self) -> dict[str, str]:
+        """Return what ranks that have opened the same source agree on, by name."""
+        return {
+            f"shape of {self.name}": str((self.samples, *self.shape)),
+            f"type of {self.name}": str(self.dtype),
+        }
+
+    def fetched(self, box: Box) -> int:
+        """Return the bytes of the pieces that a box of one sample lies in, or of the box itself."""
+        if self.chunks is None:
+            return box.size * self.dtype.itemsize
+        if not box.size:
+            return 0
+        # Samples are taken in any order, so that of a piece of several only one is of use.
+        touched = [min(self.chunks[0], self.samples)]
+        for start, stop, size, chunk in zip(
+            box.start, box.stop, self.shape, self.chunks[1:], strict=True
+        ):
+            touched.append(min(-(-stop // chunk) * chunk, size) - start // chunk * chunk)
+        return prod(touched) * self.dtype.itemsize
+
+    def check_numbers(self) -> None:
+        """Raise `ValueError` for values that are no numbers, and for a source without samples."""
+        if self.dtype.kind not in NUMBERS:
+            raise ValueError(f"{self.name} has values of type {self.dtype}; expected numbers")
+        if not self.samples or not prod(self.shape):
+            raise ValueError(
+                f"{self.name} holds no samples: its shape is {(self.samples, *self.shape)}"
+            )

@@ -1,0 +1,137 @@
+"""Which source is meant by what a user passes: a path, a pattern, an array, a dataset, several."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from distconv.data.sources.arrays import ArraySource, open_npy, open_zarr
+from distconv.data.sources.files import FilesSource
+from distconv.data.sources.functions import Items, ItemSource
+from distconv.data.sources.hdf5 import HDF5Source
+from distconv.data.sources.interface import Source
+
+Field: TypeAlias = str | int | None
+"""The name of a field: a dataset of a file, what an item is indexed with; None for a bare one."""
+
+KINDS = {".h5": "hdf5", ".hdf5": "hdf5", ".he5": "hdf5", ".npy": "npy", ".zarr": "zarr"}
+"""Kinds of files by their suffixes."""
+
+_PATTERN = frozenset("*?[")
+_ZARR = ("zarr.json", ".zarray", ".zgroup")
+
+
+def open_sources(source: Any, fields: Sequence[str | int] = ()) -> dict[Field, Source]:
+    """Return the source of each field, in the order asked for; of all of them where none is named.
+
+    Parameters
+    ----------
+    source: see `distconv.data.Dataset`.
+    fields: names of fields.
+
+    Raises
+    ------
+    OSError, ValueError, TypeError
+        Where there is no such source, or it has no such fields; see each kind of source.
+    """
+    if isinstance(source, Mapping):
+        missing = [field for field in fields if field not in source]
+        if missing:
+            raise ValueError(f"there is no source for {missing}; there are {list(source)}")
+        return {f: _of_object(source[f], None, str(f)) for f in fields or source}
+    if not isinstance(source, Source) and _is_torch_dataset(source):
+        items = Items(source)
+        return {f: ItemSource(items, f) for f in fields or items.fields()}
+    if not fields:
+        return {None: _of_object(source, None, "the array")}
+    return {f: _of_object(source, f, str(f)) for f in fields}
+
+
+def open_files(pattern: str | os.PathLike[str], field: Field, stacked: bool = False) -> Source:
+    """Return the samples of all files that a pattern matches, in the order of their names.
+
+    Parameters
+    ----------
+    pattern: as of a shell: "train/*.h5"; `**` stands for folders in folders.
+    field: the dataset in each file, where files have datasets.
+    stacked: each file holds samples along its first dimension; otherwise each is one sample.
+    """
+    paths = [Path(found) for found in sorted(glob.glob(str(pattern), recursive=True))]
+    if not paths:
+        raise FileNotFoundError(f"{pattern}: no file matches")
+    return FilesSource(paths, partial(_of_path, field=field, single=not stacked), stacked)
+
+
+def _of_object(source: Any, field: Field, name: str) -> Source:
+    """Return the source of one field."""
+    if isinstance(source, str | os.PathLike):
+        text = os.fspath(source)
+        path = Path(text)
+        if _PATTERN & set(text) and not path.exists():
+            return open_files(text, field)
+        if path.is_dir() and not _is_zarr(path):
+            return open_files(_only_kind_in(path), field)
+        return _of_path(path, field)
+    if field is not None:
+        raise TypeError(
+            f"{type(source).__name__} has no fields, and inputs or targets name {field!r}; pass "
+            f"{{{field!r}: ...}}, a source for each name"
+        )
+    if isinstance(source, Source):
+        return source
+    if hasattr(source, "shape") and hasattr(source, "dtype") and hasattr(source, "__getitem__"):
+        return ArraySource(source, name)
+    raise TypeError(
+        f"a source of samples cannot be {source!r}; expected a path, a pattern, an array, a torch "
+        "dataset, a distconv.data.Source, or a dictionary of these by name"
+    )
+
+
+def _of_path(path: Path, field: Field = None, single: bool = False) -> Source:
+    """Return the samples of one file; or the file as one sample."""
+    kind = "zarr" if _is_zarr(path) else KINDS.get(path.suffix)
+    if field is not None and not isinstance(field, str):
+        raise TypeError(f"{path}: {field!r} is not the name of a dataset")
+    if kind == "hdf5":
+        return HDF5Source(path, field, single)
+    if kind == "zarr":
+        return open_zarr(path, field, single)
+    if kind == "npy":
+        if field is not None:
+            raise ValueError(
+                f"{path} holds one array without a name, and inputs or targets name {field!r}; "
+                f"pass {{{field!r}: {path.name!r}}}, a file for each name"
+            )
+        return open_npy(path, single)
+    raise ValueError(
+        f"{path}: its suffix {path.suffix!r} tells no kind of file; expected one of "
+        f"{', '.join(KINDS)}, or pass a source, as distconv.data.HDF5Source(path, name)"
+    )
+
+
+def _is_zarr(path: Path) -> bool:
+    return path.suffix == ".zarr" or any((path / name).is_file() for name in _ZARR)
+
+
+def _only_kind_in(folder: Path) -> str:
+    """Return the pattern of the files in a folder that can be read, all of one suffix."""
+    suffixes = sorted({path.suffix for path in folder.iterdir()} & KINDS.keys())
+    if len(suffixes) != 1:
+        raise ValueError(
+            f"{folder} holds {'files of ' + ', '.join(suffixes) if suffixes else 'no samples'}; "
+            f"name the files by a pattern, as {folder}/*.h5"
+        )
+    return f"{glob.escape(str(folder))}/*{suffixes[0]}"
+
+
+def _is_torch_dataset(source: Any) -> bool:
+    return (
+        hasattr(source, "__len__")
+        and hasattr(source, "__getitem__")
+        and not isinstance(source, str)
+        and not hasattr(source, "dtype")
+    )

@@ -1,0 +1,141 @@
+"""Failing together: what goes wrong on one rank is raised on all of them, in the same words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import closing
+from itertools import count
+from typing import TypeVar
+
+from distconv.comm.agreement import Agreement, fingerprint
+from distconv.grid.interface import Grid
+from distconv.grid.order import ranks_in_words
+
+Result = TypeVar("Result")
+Item = TypeVar("Item")
+
+_PIECE = 2**28
+"""Bytes of one message of a large content."""
+
+
+class DataError(RuntimeError):
+    """A file, a sample or an argument that cannot be used. Raised on every rank in one wording."""
+
+
+def together(grid: Grid, action: Callable[[], Result]) -> Result:
+    """Run `action` on every rank of `grid` and return its result. Collective.
+
+    Raises
+    ------
+    DataError
+        On every rank, with the message of the lowest rank on which `action` raised, in one line.
+        Where it raised, the exception is the cause.
+    """
+    error: Exception | None = None
+    try:
+        result = action()
+    except Exception as caught:
+        error = caught
+    complaints = grid.all_gather_object(None if error is None else _in_one_line(error))
+    for complaint in complaints:
+        if complaint is not None:
+            raise DataError(complaint) from error
+    return result
+
+
+def on_rank_zero(grid: Grid, action: Callable[[], Result]) -> Result:
+    """Run `action` on rank 0 alone and give its result to every rank of `grid`. Collective.
+
+    Raises
+    ------
+    DataError
+        On every rank, as in `together`.
+    """
+    result = together(grid, lambda: action() if grid.rank == 0 else None)
+    found: Result = grid.all_gather_object(result)[0]
+    return found
+
+
+def bytes_of_rank_zero(grid: Grid, content: bytes) -> bytes:
+    """Return the content that rank 0 passes, on every rank; others' is ignored. Collective."""
+    if grid.size == 1:
+        return content
+    size = grid.all_gather_object(len(content))[0]
+    pieces = (
+        grid.all_gather_object(content[start : start + _PIECE] if grid.rank == 0 else b"")[0]
+        for start in range(0, size, _PIECE)
+    )
+    return b"".join(pieces)
+
+
+def check_alike(grid: Grid, facts: Mapping[str, str], remedy: str) -> None:
+    """Compare what every rank of `grid` has found out under the same names. Collective.
+
+    Parameters
+    ----------
+    facts: texts by name; a rank may lack some that others have.
+    remedy: what to do where they differ.
+
+    Raises
+    ------
+    DataError
+        On every rank, with the values that differ and the ranks that have them.
+    """
+    everywhere = grid.all_gather_object(dict(facts))
+    complaints = []
+    for name in dict.fromkeys(name for facts in everywhere for name in facts):
+        ranks: dict[str | None, list[int]] = {}
+        for rank, there in enumerate(everywhere):
+            ranks.setdefault(there.get(name), []).append(rank)
+        if len(ranks) > 1:
+            values = (f"{v or 'missing'} on {ranks_in_words(those)}" for v, those in ranks.items())
+            complaints.append(f"{name} is {' and '.join(values)}")
+    if complaints:
+        raise DataError(f"the ranks differ: {'; '.join(complaints)}. {remedy}")
+
+
+def in_step(grid: Grid, items: Generator[tuple[str, Item], None, None]) -> Iterator[Item]:
+    """Yield the items of this rank while every rank of `grid` has one of the same name. Collective.
+
+    One small reduction an item; it ends when the items of all ranks do.
+
+    Raises
+    ------
+    DataError
+        On every rank, where the names differ, or some ranks have items left and others have none,
+        or where making an item raised on any.
+    """
+    agreement = Agreement(grid)
+    with closing(items):
+        for place in count(1):
+            entry: tuple[str, Item] | None = None
+            error: Exception | None = None
+            try:
+                entry = next(items, None)
+            except Exception as caught:
+                error = caught
+            agreement.ask(fingerprint(entry and entry[0]), int(error is not None))
+            if not all(agreement.answer()) or error is not None:
+                _tell_apart(grid, place, entry and entry[0], error)
+            if entry is None:
+                return
+            yield entry[1]
+
+
+def _tell_apart(grid: Grid, place: int, name: str | None, error: Exception | None) -> None:
+    """Raise what is wrong with an item on some rank; all ranks call it where they differ."""
+
+    def fail() -> None:
+        if error is not None:
+            raise error
+
+    together(grid, fail)
+    facts = {} if name is None else {f"mini-batch {place}": name}
+    check_alike(grid, facts, "All ranks have to ask for the same mini-batches.")
+
+
+def _in_one_line(error: Exception) -> str:
+    """Return what an exception says, and of which kind it is where that is not plain."""
+    text = " ".join(str(error).split())
+    plain = isinstance(error, OSError | ValueError | DataError) and text
+    return text if plain else f"{type(error).__name__}: {text}"

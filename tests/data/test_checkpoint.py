@@ -1,0 +1,267 @@
+"""A run goes on from its checkpoint on any grid; what is damaged or foreign is refused by name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import distconv as dc
+from distconv.data import Dataset, Loader
+from distconv.data.checkpoint import FORMAT, checkpoints_in
+from distconv.data.durable import read_checksummed, write_checksummed
+from tests.support.mesh_runs import files_up_to
+from tests.support.sample_files import WORLD, X, Y, fails_everywhere, on_rank_zero
+
+every_size = pytest.mark.parallel([1, 2, 4])
+both = pytest.mark.parallel([1, 2])
+
+GRIDS: dict[int, list[dict[str, int]]] = {
+    1: [{}, {}],
+    2: [{"sample": 2}, {"width": 2}],
+    4: [{"sample": 2, "height": 2}, {"channel": 2, "width": 2}],
+}
+
+
+class Run:
+    """A small training program on a grid, with dropout, momentum and a schedule."""
+
+    def __init__(self, extents: dict[str, int], shard: bool = False, wide: int = 4) -> None:
+        torch.manual_seed(1)
+        net = torch.nn.Sequential(
+            torch.nn.Conv2d(3, wide, 3, padding=1),
+            torch.nn.BatchNorm2d(wide),
+            torch.nn.Dropout(0.3),
+            torch.nn.Conv2d(wide, 4, 1),
+        )
+        grid = dc.ProcessGrid(**extents)
+        self.model = dc.parallelize(net.double(), grid, shard_parameters=shard)
+        self.opt = torch.optim.Adam(self.model.parameters(), lr=0.01)
+        self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.opt, [2, 4], 0.5)
+        fields = {"x": X.astype("f8") / X.max(), "y": Y % 4}
+        data = Dataset(fields, grid, dtype={"x": torch.float64})
+        self.loader = Loader(data, batch_size=2, shuffle=True)
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        return self.model, self.opt, self.scheduler, self.loader
+
+    def train(self, steps: int) -> list[float]:
+        """Take the next steps, over as many epochs as it takes, and return the losses."""
+        losses: list[float] = []
+        while len(losses) < steps:
+            for x, y in self.loader:
+                loss = torch.nn.functional.cross_entropy(self.model(x), y)
+                loss.backward()
+                self.opt.step()
+                self.opt.zero_grad()
+                self.scheduler.step()
+                losses.append(loss.item())
+                if len(losses) == steps:
+                    break
+        return losses
+
+
+def names(folder: Path) -> list[str]:
+    return [path.name for path in checkpoints_in(folder)]
+
+
+def damage(path: Path) -> None:
+    stored = bytearray(path.read_bytes())
+    stored[len(stored) // 2] ^= 16
+    path.write_bytes(stored)
+
+
+@every_size
+@pytest.mark.parametrize("shard", [False, True])
+def test_a_run_goes_on_in_the_middle_of_an_epoch_on_another_grid(folder: Path, shard: bool) -> None:
+    first, second = GRIDS[WORLD.size]
+    expected = Run(first).train(7)
+    before = Run(first, shard)
+    assert before.train(4) == pytest.approx(expected[:4], rel=1e-9)
+    path = dc.save_checkpoint(folder, *before.parts, step=4, extra={"note": [1, "two"]})
+    assert path == folder / "checkpoint-0000000004.pt"
+    after = Run(second, shard and "channel" not in second)
+    torch.manual_seed(99)
+    found = dc.load_checkpoint(folder, *after.parts)
+    assert found is not None
+    assert (found.path, found.step, found.extra) == (path, 4, {"note": [1, "two"]})
+    assert after.train(3) == pytest.approx(expected[4:], rel=1e-9)
+
+
+@both
+def test_serial_torch_takes_the_state_without_distconv(folder: Path) -> None:
+    run = Run(GRIDS[WORLD.size][-1])
+    run.train(1)
+    path = dc.save_checkpoint(folder, run.model)
+    serial = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 4, 3, padding=1),
+        torch.nn.BatchNorm2d(4),
+        torch.nn.Dropout(),
+        torch.nn.Conv2d(4, 4, 1),
+    ).double()
+    serial.load_state_dict(torch.load(path, weights_only=True)["model"])
+    assert torch.equal(serial[0].weight, run.model.state_dict()["0.weight"])
+
+
+@both
+def test_the_last_few_are_kept_and_what_killed_writers_left_is_removed(folder: Path) -> None:
+    run = Run({"height": WORLD.size})
+    on_rank_zero((folder / "checkpoint-0000000001.pt.0123.partial").touch)
+    for step in (1, 2, 3, 10):
+        dc.save_checkpoint(folder, run.model, step=step, keep=3)
+    assert names(folder) == [f"checkpoint-{step:010d}.pt" for step in (10, 3, 2)]
+    assert len(list(folder.iterdir())) == 3
+    WORLD.barrier()
+    fails_everywhere(
+        lambda: dc.save_checkpoint(folder, run.model, step=5), "0010.pt is of a later step than"
+    )
+    fails_everywhere(lambda: dc.save_checkpoint(folder, run.model, step=11, keep=0), "keep=0")
+    assert len(names(folder)) == 3
+
+
+@both
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(folder: Path) -> None:
+    run = Run({"height": WORLD.size})
+    paths = [dc.save_checkpoint(folder, run.model, step=step) for step in (1, 2)]
+    on_rank_zero(lambda: damage(paths[1]))
+
+    def load() -> int:
+        found = dc.load_checkpoint(folder, run.model)
+        assert found is not None
+        return found.step
+
+    if WORLD.rank == 0:
+        with pytest.warns(UserWarning, match="0002.pt is damaged.*continuing from .*0001.pt"):
+            assert load() == 1
+    else:
+        assert load() == 1
+    assert load() == 1
+    assert (folder / "checkpoint-0000000002.damaged.pt").exists()
+    WORLD.barrier()
+    dc.save_checkpoint(folder, run.model, step=2)
+    assert load() == 2
+    on_rank_zero(lambda: [os.truncate(path, 100) for path in paths])
+    fails_everywhere(
+        load, "0002.pt does not end with its checksum.*0001.pt.*there is no checkpoint"
+    )
+    fails_everywhere(load, "no checkpoint in this folder")
+    assert dc.load_checkpoint(folder, run.model, missing_ok=True) is None
+
+
+@both
+def test_one_file_can_be_named_and_nothing_else_is_taken_for_it(folder: Path) -> None:
+    run = Run({"height": WORLD.size})
+    paths = [dc.save_checkpoint(folder, run.model, step=step) for step in (1, 2)]
+    found = dc.load_checkpoint(paths[0], run.model)
+    assert found is not None and found.step == 1
+    on_rank_zero(lambda: damage(paths[1]))
+    fails_everywhere(lambda: dc.load_checkpoint(paths[1], run.model), "0002.pt is damaged")
+    fails_everywhere(lambda: dc.load_checkpoint(folder / "absent", run.model), "no such file or f")
+
+
+class Planted:
+    """What runs a function when it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, ("planted",)
+
+
+def content() -> dict[str, Any]:
+    """What a checkpoint of `Run` holds."""
+    net = torch.nn.Linear(3, 2)
+    opt = torch.optim.Adam(net.parameters())
+    net(torch.ones(1, 3)).sum().backward()
+    opt.step()
+    return {
+        "format": FORMAT,
+        "step": 1,
+        "random": torch.get_rng_state(),
+        "extra": {},
+        "model": net.state_dict(),
+        "optimizer": opt.state_dict(),
+        "scheduler": {},
+    }
+
+
+def changed(path: str, value: Any) -> dict[str, Any]:
+    """The content of a checkpoint with another value at a path of names."""
+    state = place = content()
+    *outer, last = path.split("/")
+    for name in outer:
+        place = place[int(name) if name.isdecimal() else name]
+    place[last] = value
+    return state
+
+
+FOREIGN: dict[str, tuple[Callable[[], Any], str]] = {
+    "list": (lambda: [1, 2], "it holds list"),
+    "tensor": (lambda: torch.zeros(3), "it holds Tensor"),
+    "plain state": (lambda: content()["model"], "its format is None"),
+    "format": (lambda: changed("format", 99), "its format is 99, expected 1"),
+    "no step": (lambda: changed("step", None), "'step' is NoneType, expected int"),
+    "no model": (lambda: changed("model", [1]), "'model' is list, expected dict"),
+    "keys": (lambda: changed("model", {"w": torch.ones(2)}), "of another model"),
+    "shapes": (lambda: changed("model/weight", torch.ones(2, 4)), "of another model.*size"),
+    "numbers": (lambda: changed("model/weight", 1.0), "of another model"),
+    "optimizer": (lambda: changed("optimizer", {}), "of another model"),
+    "no optimizer": (lambda: changed("optimizer", None), "holds no state of the optimizer"),
+    "groups": (lambda: changed("optimizer/param_groups", 3), "of another model"),
+    "kept": (lambda: changed("optimizer/state/0/exp_avg", torch.ones(2, 4)), "exp_avg has shape"),
+    "no loader": (content, "holds no state of the loader"),
+    "loader": (lambda: changed("loader", {"epoch": 1}), "does not fit the loader"),
+    "code": (lambda: changed("extra", Planted()), "is not a checkpoint"),
+}
+
+
+@both
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_a_foreign_checkpoint_is_refused_on_every_rank_in_one_line(folder: Path, kind: str) -> None:
+    make, message = FOREIGN[kind]
+    path = folder / "foreign.pt"
+    on_rank_zero(lambda: write_checksummed(path, lambda file: torch.save(make(), file)))
+    grid = dc.ProcessGrid(sample=-1)
+    model = dc.parallelize(torch.nn.Linear(3, 2), grid)
+    optimizer = torch.optim.Adam(model.parameters())
+    loader = Loader(Dataset(X, grid))
+
+    def load() -> None:
+        dc.load_checkpoint(path, model, optimizer, loader=loader)
+
+    fails_everywhere(load, f"^(?!.*\n).*foreign.pt.*{message}|^{message}.*foreign.pt")
+    assert not Path("planted").exists()
+
+
+@both
+def test_what_could_not_be_loaded_safely_is_not_saved(folder: Path) -> None:
+    run = Run({"height": WORLD.size})
+    fails_everywhere(
+        lambda: dc.save_checkpoint(folder, run.model, extra={"grid": [Planted()]}),
+        "objects that cannot be loaded safely",
+    )
+    assert not names(folder) and not Path("planted").exists()
+
+
+@both
+def test_a_full_disk_leaves_the_checkpoints_that_there_are(folder: Path) -> None:
+    run = Run({"height": WORLD.size}, wide=500)
+    small = dc.parallelize(torch.nn.Linear(2, 2), run.loader.grid)
+    path = dc.save_checkpoint(folder, small, step=1)
+    with files_up_to(20_000):
+        fails_everywhere(
+            lambda: dc.save_checkpoint(folder, run.model, step=2), "0002.pt cannot be written"
+        )
+    assert list(folder.iterdir()) == [path]
+    read_checksummed(path)
+    WORLD.barrier()
+    on_rank_zero((folder / "file").touch)
+    fails_everywhere(lambda: dc.save_checkpoint(folder / "file", small), "cannot be made")
+
+
+def test_a_module_that_is_not_parallelized_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="call parallelize"):
+        dc.save_checkpoint(tmp_path, torch.nn.Linear(2, 2))

@@ -1,0 +1,300 @@
+"""Mini-batches are the serial ones on any grid, in any epoch, and after an interruption."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import distconv as dc
+from distconv.data import Dataset, Function, Loader, Sampler
+from distconv.data.prefetch import prefetched
+from tests.support.sample_files import SAMPLES, WORLD, X, Z, fails_everywhere
+from tests.support.serial import deviation
+
+every_size = pytest.mark.parallel([1, 2, 4])
+several = pytest.mark.parallel([2, 4])
+
+GRIDS: dict[int, list[dict[str, int]]] = {
+    1: [{}, {}],
+    2: [{"sample": 2}, {"width": 2}],
+    4: [{"sample": 4}, {"sample": 2, "height": 2}],
+}
+
+
+def loaders(**options: Any) -> list[Loader]:
+    """A loader on each grid."""
+    return [
+        Loader(Dataset(X, dc.ProcessGrid(**extents)), **options) for extents in GRIDS[WORLD.size]
+    ]
+
+
+def course(loader: Loader, batches: int) -> list[Any]:
+    """The next mini-batches of a loader, whole, over as many epochs as it takes."""
+    found: list[Any] = []
+    while len(found) < batches:
+        for batch in loader:
+            found.append(batch.full_tensor())
+            if len(found) == batches:
+                break
+    return found
+
+
+def equal(some: list[Any], others: list[Any]) -> bool:
+    return len(some) == len(others) and all(map(torch.equal, some, others))
+
+
+# Which samples
+
+
+@pytest.mark.parametrize(("samples", "size"), [(7, 3), (6, 3), (1, 4), (5, 5)])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_every_sample_is_in_one_mini_batch_of_an_epoch(
+    samples: int, size: int, shuffle: bool
+) -> None:
+    sampler = Sampler(samples, size, shuffle=shuffle)
+    for epoch in range(3):
+        batches = sampler.batches(epoch)
+        assert sorted(sum(batches, [])) == list(range(samples))
+        assert len(batches) == len(sampler) and {len(b) for b in batches[:-1]} <= {size}
+
+
+def test_incomplete_mini_batches_are_dropped_where_that_is_asked_for() -> None:
+    sampler = Sampler(10, 3, shuffle=True, drop_last=True, seed=7)
+    epochs = [sampler.batches(epoch) for epoch in range(3)]
+    assert epochs[0] != epochs[1] != epochs[2] and epochs[1] == sampler.batches(1)
+    for batches in epochs:
+        assert [len(batch) for batch in batches] == [3, 3, 3] and len(sampler) == 3
+        assert len(set(sum(batches, []))) == 9
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"batch_size": 0}, "is no mini-batch"),
+        ({"batch_size": 6, "drop_last": True}, "larger than the 5 samples.* at most 5"),
+        ({"seed": -1}, "seed=-1 is negative"),
+        ({"ahead": 0}, "ahead=0 is no number"),
+    ],
+)
+@pytest.mark.parallel([1, 2])
+def test_arguments_that_make_no_mini_batch_are_an_error_on_all_ranks(
+    arguments: dict[str, Any], message: str
+) -> None:
+    data = Dataset(X, dc.ProcessGrid(width=-1))
+    fails_everywhere(lambda: Loader(data, **arguments), message)
+
+
+@every_size
+@pytest.mark.parametrize("options", [{}, {"shuffle": True, "seed": 3}, {"drop_last": True}])
+def test_an_epoch_has_the_serial_mini_batches_on_every_grid(options: dict[str, Any]) -> None:
+    sampler = Sampler(SAMPLES, 2, **options)
+    for loader in loaders(batch_size=2, **options):
+        assert len(loader) == len(sampler)
+        for epoch in range(2):
+            assert loader.epoch == epoch
+            found = [batch.full_tensor() for batch in loader]
+            assert equal(found, [torch.from_numpy(X[b]) for b in sampler.batches(epoch)])
+
+
+@every_size
+def test_mini_batches_may_be_named_one_by_one() -> None:
+    named = [[3, 0], [1], [4, 4, 2]]
+    for loader in loaders(batch_sampler=tuple(named)):
+        for _ in range(2):
+            assert equal([b.full_tensor() for b in loader], [torch.from_numpy(X[b]) for b in named])
+
+
+@every_size
+def test_training_with_an_incomplete_last_mini_batch_equals_serial() -> None:
+    def net() -> torch.nn.Module:
+        torch.manual_seed(0)
+        conv = torch.nn.Conv2d(3, 4, 3, padding=1)
+        mean = torch.nn.AdaptiveAvgPool2d(1)
+        return torch.nn.Sequential(
+            conv, torch.nn.BatchNorm2d(4), torch.nn.ReLU(), mean, torch.nn.Flatten()
+        ).double()
+
+    def train(model: torch.nn.Module, batches: Any) -> list[float]:
+        opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        losses = []
+        for x, z in batches:
+            loss = torch.nn.functional.mse_loss(model(x).mean(1), z)
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    fields = {"x": X.astype("f8") / X.max(), "z": Z / 5}
+    batches = Sampler(SAMPLES, 4, shuffle=True).batches(0)
+    assert [len(b) for b in batches] == [4, 1]
+    plain = [tuple(torch.from_numpy(v[b]) for v in fields.values()) for b in batches]
+    serial = net()
+    expected = train(serial, plain)
+    for extents in GRIDS[WORLD.size]:
+        grid = dc.ProcessGrid(**extents)
+        data = Dataset(fields, grid, dtype=torch.float64)
+        model = dc.parallelize(net(), grid)
+        losses = train(model, Loader(data, batch_size=4, shuffle=True))
+        assert losses == pytest.approx(expected, rel=1e-12)
+        for name, value in model.state_dict().items():
+            assert deviation(value.double(), serial.state_dict()[name].double()) < 1e-12
+
+
+# Going on
+
+
+@every_size
+@pytest.mark.parametrize("done", [0, 1, 2, 3, 4, 6])
+def test_a_loop_goes_on_in_the_middle_of_an_epoch_on_another_grid(done: int) -> None:
+    options = {"batch_size": 2, "shuffle": True, "seed": 5}
+    straight, interrupted = loaders(**options)[0], loaders(**options)[0]
+    expected = course(straight, 9)
+    first = course(interrupted, done)
+    state = interrupted.state_dict()
+    resumed = loaders(**options)[1]
+    resumed.load_state_dict(state)
+    assert (resumed.epoch, resumed.state_dict()) == (done // 3, state)
+    assert equal(first + course(resumed, 9 - done), expected)
+
+
+@every_size
+def test_the_state_in_a_loop_counts_what_the_loop_has_been_given() -> None:
+    for loader in loaders(batch_size=2):
+        places = [loader.state_dict()]
+        places += [loader.state_dict() for _ in loader]
+        assert [(p["epoch"], p["batch"]) for p in places] == [(0, 0), (0, 1), (0, 2), (1, 0)]
+
+
+def test_a_loop_that_was_left_is_followed_by_the_next_epoch() -> None:
+    loader = loaders(batch_size=2, shuffle=True)[0]
+    for _ in loader:
+        break
+    assert equal(
+        [batch.full_tensor() for batch in loader],
+        [torch.from_numpy(X[b]) for b in Sampler(SAMPLES, 2, shuffle=True).batches(1)],
+    )
+
+
+def test_the_state_of_a_loader_with_other_mini_batches_is_refused() -> None:
+    data = Dataset(X, dc.ProcessGrid())
+    state = Loader(data, 2, True, seed=1).state_dict()
+    for other, message in (
+        (Loader(data, 2, True, seed=2), "loader with seed=1, this one has seed=2"),
+        (Loader(data, 3, True, seed=1), "loader with batch_size=2, this one has batch_size=3"),
+        (Loader(data, batch_sampler=[[0]]), "loader with batches=None, this one has"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            other.load_state_dict(state)
+
+
+# What goes wrong
+
+
+@several
+def test_other_mini_batches_on_one_rank_are_an_error_on_all() -> None:
+    last = WORLD.rank == WORLD.size - 1
+    data = Dataset(X, dc.ProcessGrid(width=-1))
+    others = "rank 0" if WORLD.size == 2 else "ranks 0-2"
+    fails_everywhere(
+        lambda: Loader(data, 2, seed=int(last)), f"seed is 0 on {others} and 1 on rank"
+    )
+    fails_everywhere(
+        lambda: Loader(data, batch_sampler=[[0], [1]][: 2 - last]), "batches is .* on rank"
+    )
+
+
+@every_size
+def test_a_sample_that_one_rank_cannot_read_is_an_error_on_all_in_its_turn() -> None:
+    def failing(sample: int, box: dc.Box) -> Any:
+        if sample == 2 and WORLD.rank == WORLD.size - 1:
+            raise OSError("disk on fire")
+        return X[sample][box.slices]
+
+    source = Function(failing, SAMPLES, X.shape[1:])
+    loader = Loader(Dataset(source, dc.ProcessGrid(width=-1)))
+    seen: list[int] = []
+
+    def loop() -> None:
+        seen.extend(len(batch) for batch in loader)
+
+    fails_everywhere(loop, "^disk on fire$")
+    assert len(seen) == 2
+    # The ranks are still in step.
+    assert [len(batch) for batch in Loader(loader.dataset, batch_sampler=[[0], [4]])] == [1, 1]
+
+
+# Reading ahead
+
+
+def test_mini_batches_are_read_while_the_program_computes() -> None:
+    asked = threading.Event()
+
+    def told(sample: int, box: dc.Box) -> Any:
+        if sample == 2:
+            asked.set()
+        return X[sample][box.slices]
+
+    loader = Loader(Dataset(Function(told, SAMPLES, X.shape[1:]), dc.ProcessGrid()))
+    for place, _ in enumerate(loader):
+        assert place or asked.wait(60)
+    assert loader.traffic.bytes_read == X.nbytes and loader.traffic.seconds_waited > 0
+    assert re.search("MB read .* s waited", str(loader.traffic))
+
+
+def test_items_are_read_ahead_in_order() -> None:
+    read: list[int] = []
+    items = prefetched(lambda n: read.append(n) or n, range(10), ahead=2)  # type: ignore[func-returns-value]
+    assert next(items) == 0
+    assert list(items) == list(range(1, 10)) == read[1:]
+
+
+def test_an_abandoned_loop_ends_its_thread_and_reads_no_further() -> None:
+    read: list[int] = []
+
+    def counted(sample: int, box: dc.Box) -> Any:
+        read.append(sample)
+        return X[sample % SAMPLES][box.slices]
+
+    loader = iter(Loader(Dataset(Function(counted, 1000, X.shape[1:]), dc.ProcessGrid())))
+    next(loader)
+    loader.close()  # type: ignore[attr-defined]
+    assert len(read) <= 3
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]
+
+
+def test_an_error_in_the_background_is_raised_where_its_item_would_be() -> None:
+    items = prefetched(lambda n: 1 // n, [1, 1, 0, 1])
+    assert [next(items), next(items)] == [1, 1]
+    with pytest.raises(ZeroDivisionError):
+        next(items)
+
+
+def test_importing_needs_neither_h5py_nor_zarr(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", X)
+    program = f"""
+import sys
+sys.modules["h5py"] = sys.modules["zarr"] = None
+import distconv as dc
+grid = dc.ProcessGrid()
+print(dc.data.Dataset({str(tmp_path / "x.npy")!r}, grid).batch([1]).shape)
+for name in ("a.h5", "a.zarr"):
+    try:
+        dc.data.Dataset(name, grid)
+    except dc.data.DataError as error:
+        print(error)
+"""
+    end = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=100
+    )
+    lines = end.stdout.splitlines()
+    assert lines[0] == "torch.Size([1, 3, 6, 7])", end.stderr
+    assert "needs the package h5py" in lines[1] and "needs the package zarr" in lines[2]
