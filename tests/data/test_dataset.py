@@ -108,6 +108,7 @@ def test_the_six_lines_of_the_design_run(folder: Path) -> None:
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     data = dc.data.Dataset(str(folder / "train.h5"), grid, inputs="x", targets="y")
     losses = []
+    dc.redistributions(reset=True)
     for _ in range(10):
         for x, y in dc.data.Loader(data, batch_size=2, shuffle=True):
             loss = torch.nn.functional.cross_entropy(model(x), y)
