@@ -60,6 +60,11 @@ class _Context:
         self._not_differentiable: tuple[Tensor, ...] = ()
         self._dirty: tuple[Tensor, ...] = ()
 
+    @property
+    def saved_variables(self) -> tuple[Tensor | None, ...]:
+        """Return `saved_tensors`, by the name that they had at first."""
+        return self.saved_tensors
+
     def save_for_backward(self, *tensors: Tensor | None) -> None:
         """Keep tensors for `saved_tensors` in the backward pass."""
         self._to_save = tensors

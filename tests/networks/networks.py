@@ -149,7 +149,6 @@ NETWORKS: tuple[Case, ...] = (
     _timm("mobilevit_xxs", (2, 3, 64, 96)),
     _timm("poolformer_s12"),
     _timm("efficientformerv2_s0", (2, 3, 64, 64), img_size=64),
-    _timm("efficientvit_b0"),
     _timm("vit_tiny_patch16_224", WINDOWS, img_size=(48, 40), patch_size=8, depth=2),
     _timm("pit_ti_224", (2, 3, 64, 64), img_size=64, depth=(1, 1, 1)),
     _timm("levit_128s", (2, 3, 64, 64), img_size=64),

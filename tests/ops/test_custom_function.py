@@ -25,7 +25,7 @@ class Scale(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        x, weight, y = ctx.saved_tensors
+        x, weight, y = ctx.saved_variables if ctx.power == 3 else ctx.saved_tensors
         dy, dmean, _ = grads
         of_mean = dmean[:, :, None, None].expand(x.shape) / (x.shape[2] * x.shape[3])
         dx = 2 * dy * x * weight.view(1, -1, 1, 1) * ctx.power + of_mean
