@@ -16,6 +16,7 @@ from distconv.training.decay import (
     Step,
 )
 from distconv.training.elastic import ElasticAveraging
+from distconv.training.lag import GradientLag
 from distconv.training.larc import LARC, LARS
 from distconv.training.noise_scale import NoiseScale
 from distconv.training.recipe import Recipe, base_rate, number_of_steps
@@ -29,6 +30,7 @@ __all__ = [
     "Decay",
     "ElasticAveraging",
     "Exponential",
+    "GradientLag",
     "InverseTime",
     "NoiseScale",
     "Polynomial",
