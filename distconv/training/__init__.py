@@ -5,6 +5,7 @@ P_S ranks that share a sample. Models, optimizers and training loops stay those 
 """
 
 from distconv.training.advice import advise, max_batch
+from distconv.training.compression import GradientCompression
 from distconv.training.consistency import assert_in_sync
 from distconv.training.decay import (
     Constant,
@@ -30,6 +31,7 @@ __all__ = [
     "Decay",
     "ElasticAveraging",
     "Exponential",
+    "GradientCompression",
     "GradientLag",
     "InverseTime",
     "NoiseScale",

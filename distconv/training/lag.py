@@ -6,22 +6,17 @@ follow w(t+1) = w(t) - lr * g(w(t-1)).
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from distconv.grid.process_grid import ProcessGrid
-from distconv.model.gradient_reduction import axes_of_sum, reduction_of
+from distconv.model.gradient_reduction import reduction_of
 from distconv.model.parallelize import no_sync
-from distconv.ops.support.constants import constant
-from distconv.tensor.nested import shards_of
 from distconv.training.decay import check_count
-from distconv.transport.interface import Request
-
-Axes: TypeAlias = tuple[str, ...]
+from distconv.training.gradient_messages import GradientPacking
 
 _PURPOSE = "lagged gradients"
 
@@ -72,13 +67,9 @@ class GradientLag:
         self._cooldown = None if total_steps is None else total_steps - cooldown_steps
         """The first step of the cool-down."""
         self._model, self._grid = model, reduction.grid
-        self._parameters = list(model.parameters())
-        self._axes = [axes_of_sum(p, self._grid) for p in self._parameters]
-        for axes in dict.fromkeys(self._axes):
-            # All ranks make it together, whatever each of them trains first.
-            self._grid.communicator(axes, _PURPOSE)
+        self._packing = GradientPacking(model, self._grid, _PURPOSE)
         self._steps = 0
-        self._late: deque[_Sums | _Arrived] = deque()
+        self._late: deque[_UnderWay | _Arrived] = deque()
         """The gradients of the last steps, the oldest first."""
 
     def backward(self, loss: Tensor) -> None:
@@ -96,8 +87,8 @@ class GradientLag:
             return
         with no_sync(self._model):
             loss.backward()  # type: ignore[no-untyped-call]
-        leaves = shards_of(self._parameters)
-        self._late.append(_Sums(leaves, self._axes, self._grid))
+        leaves = self._packing.leaves
+        self._late.append(_UnderWay(self._packing, self._grid))
         late = self._late.popleft().wait() if len(self._late) > self.lag else [None] * len(leaves)
         for p, gradient in zip(leaves, late, strict=True):
             p.grad = gradient
@@ -111,7 +102,7 @@ class GradientLag:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up what this rank has saved."""
-        leaves = shards_of(self._parameters)
+        leaves = self._packing.leaves
         saved = []
         for late in state["late"]:
             if len(late) != len(leaves) or any(
@@ -136,43 +127,19 @@ class _Arrived(NamedTuple):
         return self.sums
 
 
-class _Sums:
-    """Gradients that are, or become, sums over the ranks; all ranks make it together.
+class _UnderWay:
+    """Parts of gradients that become sums; they leave when it is made, by all ranks together."""
 
-    They travel in one message for each kind, from when it is made.
-
-    Parameters
-    ----------
-    leaves: parameters, whose gradients are this rank's parts, or None for none.
-    axes: for each, the grid axes along which the parts are added up.
-    """
-
-    def __init__(self, leaves: Sequence[Tensor], axes: Sequence[Axes], grid: ProcessGrid):
-        self._sums: list[Tensor | None] = [None] * len(leaves)
-        kinds: dict[tuple[Axes, torch.dtype], list[int]] = defaultdict(list)
-        for i, p in enumerate(leaves):
-            if p.requires_grad:
-                kinds[axes[i], p.dtype].append(i)
-        self._under_way: list[tuple[Request, Tensor, list[tuple[int, torch.Size]]]] = []
-        for (along, dtype), numbers in kinds.items():
-            here = [leaves[i].grad is not None for i in numbers]
-            # Behind the gradients a number for each says how many ranks have one.
-            flags = constant(grid.device, tuple(here), dtype)
-            flat = torch.cat([*(_part(leaves[i]).reshape(-1) for i in numbers), flags])
-            request = grid.transport.all_reduce(flat, grid.communicator(along, _PURPOSE))
-            self._under_way.append((request, flat, [(i, leaves[i].shape) for i in numbers]))
+    def __init__(self, packing: GradientPacking, grid: ProcessGrid):
+        self._packing, self._messages = packing, packing.pack()
+        self._requests = [
+            grid.transport.all_reduce(message.flat, grid.communicator(message.axes, _PURPOSE))
+            for message in self._messages
+        ]
 
     def wait(self) -> list[Tensor | None]:
-        """Return the sums when they have arrived, None where no rank has a gradient."""
-        for request, flat, places in self._under_way:
+        """Return the sums, when they have arrived."""
+        for request in self._requests:
             request.wait()
-            sizes = [shape.numel() for _, shape in places]
-            *pieces, flags = flat.split([*sizes, len(places)])
-            for (i, shape), piece, ranks in zip(places, pieces, flags.tolist(), strict=True):
-                self._sums[i] = piece.view(shape) if ranks else None
-        self._under_way = []
-        return self._sums
-
-
-def _part(p: Tensor) -> Tensor:
-    return torch.zeros_like(p, requires_grad=False) if p.grad is None else p.grad
+        self._requests = []
+        return self._packing.unpack(self._messages)
