@@ -64,7 +64,7 @@ class GradientReduction:
         # Of a sharded parameter autograd knows this rank's block.
         self._leaves = shards_of(self._parameters)
         own((*self._parameters, *self._leaves, *module.buffers()), grid.size)
-        self._axes = [_replicated_over(p, grid) for p in self._parameters]
+        self._axes = [axes_of_sum(p, grid) for p in self._parameters]
         """For each parameter, the grid axes over which its gradient is summed."""
         self._buckets: list[Bucket] = []
         self._place_of: dict[Tensor, tuple[int, int]] = {}
@@ -395,8 +395,10 @@ def _number_of_stream(device: torch.device) -> int | None:
     return torch.cuda.current_stream(device).stream_id if device.type == "cuda" else None
 
 
-def _replicated_over(p: Tensor, grid: ProcessGrid) -> tuple[str, ...]:
-    """Return the axes along which ranks hold the same block of a parameter."""
+def axes_of_sum(p: Tensor, grid: ProcessGrid) -> tuple[str, ...]:
+    """Return the axes along which ranks hold the same block of a parameter, and parts of its
+    gradient.
+    """
     return replicating_axes(p.cuts if isinstance(p, DistTensor) else (), grid.topology)
 
 

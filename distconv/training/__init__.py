@@ -5,6 +5,7 @@ P_S ranks that share a sample. Models, optimizers and training loops stay those 
 """
 
 from distconv.training.advice import advise, max_batch
+from distconv.training.compression import GradientCompression
 from distconv.training.consistency import assert_in_sync
 from distconv.training.decay import (
     Constant,
@@ -16,6 +17,7 @@ from distconv.training.decay import (
     Step,
 )
 from distconv.training.elastic import ElasticAveraging
+from distconv.training.lag import GradientLag
 from distconv.training.larc import LARC, LARS
 from distconv.training.noise_scale import NoiseScale
 from distconv.training.recipe import Recipe, base_rate, number_of_steps
@@ -29,6 +31,8 @@ __all__ = [
     "Decay",
     "ElasticAveraging",
     "Exponential",
+    "GradientCompression",
+    "GradientLag",
     "InverseTime",
     "NoiseScale",
     "Polynomial",
