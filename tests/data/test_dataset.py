@@ -14,18 +14,8 @@ import torch
 
 import distconv as dc
 from distconv.data import DataError, Dataset
-from tests.support.sample_files import (
-    FIELDS,
-    SAMPLES,
-    SOURCES,
-    WORLD,
-    X,
-    Y,
-    Z,
-    fails_everywhere,
-    on_rank_zero,
-    write_hdf5,
-)
+from tests.support.everywhere import WORLD, fails_everywhere, on_rank_zero
+from tests.support.sample_files import FIELDS, SAMPLES, SOURCES, X, Y, Z, write_hdf5
 
 every_size = pytest.mark.parallel([1, 2, 4])
 several = pytest.mark.parallel([2, 4])
@@ -108,6 +98,7 @@ def test_the_six_lines_of_the_design_run(folder: Path) -> None:
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     data = dc.data.Dataset(str(folder / "train.h5"), grid, inputs="x", targets="y")
     losses = []
+    dc.redistributions(reset=True)
     for _ in range(10):
         for x, y in dc.data.Loader(data, batch_size=2, shuffle=True):
             loss = torch.nn.functional.cross_entropy(model(x), y)
