@@ -5,7 +5,8 @@ It is imported without h5py and zarr, which are needed where such files are open
 
 from distconv.data.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from distconv.data.dataset import Dataset
-from distconv.data.distribute import distribute
+from distconv.data.distributed_loader import distribute
+from distconv.data.errors import DataError, on_rank_zero, together
 from distconv.data.loader import Loader, Traffic
 from distconv.data.normalize import Normalize
 from distconv.data.sampler import Sampler
@@ -13,7 +14,6 @@ from distconv.data.sources.functions import Function
 from distconv.data.sources.hdf5 import HDF5Source
 from distconv.data.sources.interface import Source
 from distconv.data.sources.opening import open_files
-from distconv.data.together import DataError
 
 __all__ = [
     "Checkpoint",
@@ -28,6 +28,8 @@ __all__ = [
     "Traffic",
     "distribute",
     "load_checkpoint",
+    "on_rank_zero",
     "open_files",
     "save_checkpoint",
+    "together",
 ]

@@ -10,7 +10,7 @@ import io
 import os
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ from distconv.data.durable import (
     remove_partial,
     write_checksummed,
 )
-from distconv.data.together import DataError, bytes_of_rank_zero, on_rank_zero, together
+from distconv.data.errors import DataError, bytes_of_rank_zero, on_rank_zero, together
 from distconv.grid.interface import Grid
 from distconv.model.gradient_reduction import reduction_of
 from distconv.model.state_dicts import full_state_dict, load_full_state_dict
@@ -137,6 +137,7 @@ def load_checkpoint(
     loader: Stateful | None = None,
     *,
     missing_ok: bool = False,
+    check: Callable[[Checkpoint], object] | None = None,
 ) -> Checkpoint | None:
     """Put a saved state into a model and what goes on with it, on this grid. Collective.
 
@@ -150,6 +151,8 @@ def load_checkpoint(
     model: parallelized, on any grid.
     optimizer, scheduler, loader: what goes on from its state; the rest of what was saved is left.
     missing_ok: return None where there is no checkpoint.
+    check: is called on every rank before anything is changed, and raises ValueError to refuse what
+        was saved.
 
     Raises
     ------
@@ -173,6 +176,9 @@ def load_checkpoint(
 
     def load() -> Checkpoint:
         state = _state(found, content)
+        checkpoint = Checkpoint(found, state["step"], state["extra"])
+        if check is not None:
+            check(checkpoint)
         try:
             load_full_state_dict(model, state["model"])
             if optimizer is not None:
@@ -188,7 +194,7 @@ def load_checkpoint(
                 except (KeyError, TypeError, ValueError) as error:
                     raise ValueError(f"{found} does not fit the {name}: {error}") from error
         torch.set_rng_state(state["random"])
-        return Checkpoint(found, state["step"], state["extra"])
+        return checkpoint
 
     return together(grid, load)
 

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from distconv.data.errors import DataError, check_alike, together
 from distconv.data.layouts import batch_cuts, check_names
 from distconv.data.sources.interface import Source
 from distconv.data.sources.opening import Field, open_sources
-from distconv.data.together import DataError, check_alike, together
 from distconv.geometry.layout import Box, Cuts, Layout, rank_box
 from distconv.grid.interface import Grid
 from distconv.grid.process_grid import ProcessGrid
@@ -241,10 +241,10 @@ class Dataset:
             if grid.rank == 0 and found[name] >= _TOO_MUCH:
                 best = tuple(map(min, own.source.chunks or (), (1, *boxes[name].shape)))
                 warnings.warn(
-                    f"{own.source.name} is fetched in pieces of {own.source.chunks}: for "
-                    f"{needed / 1e6:.3g} MB of a sample the ranks of {grid} fetch "
-                    f"{fetched / 1e6:.3g} MB, {found[name]:.3g} times as much. Pieces of "
-                    f"{best} would lie within their boxes",
+                    f"{own.source.name} is fetched in pieces of {own.source.chunks}: to have the "
+                    f"{needed:,.0f} bytes of a sample for each replica, the ranks of {grid} fetch "
+                    f"{fetched:,.0f}, {found[name]:.3g} times as much. Pieces of {best} would lie "
+                    "within their boxes",
                     stacklevel=3,
                 )
         return found

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from distconv.data.dataset import Batch, Blocks, Dataset
+from distconv.data.errors import check_alike, in_step, together
 from distconv.data.prefetch import prefetched
 from distconv.data.sampler import FixedBatches, Sampler
-from distconv.data.together import check_alike, in_step, together
 from distconv.grid.process_grid import ProcessGrid
 
 

@@ -58,7 +58,7 @@ def parse_arguments(
     add("--learning-rate", "how far to step", type=positive(float), default=1e-3)
     add("--seed", "of the initial weights and the shuffling", type=natural, default=0)
     add("--precision", "of data, weights and arithmetic", choices=precisions, default="float32")
-    add("--resume", "continue the run that wrote this checkpoint", type=Path, metavar="FILE")
+    add("--resume", "continue from the last checkpoint in this folder", type=Path, metavar="FOLDER")
     add(
         "--compare-serial",
         "first take N steps on the grid and on one rank alone, and print how far they differ",

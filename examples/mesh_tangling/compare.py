@@ -11,8 +11,7 @@ from torch.nn import functional as F
 
 import distconv as dc
 
-from .reader import MeshTanglingData
-from .together import rank_zero
+from .data import MeshTanglingData
 
 Course = tuple[list[float], list[nn.Parameter]]
 """The loss of every step, and the parameters after the last."""
@@ -75,7 +74,7 @@ def compare_with_serial(
         reordered = serial([batch[::-1] for batch in batches])
         return Comparison(_difference(distributed, reference), _difference(reordered, reference))
 
-    return rank_zero(data.grid.comm, compare)
+    return dc.data.on_rank_zero(data.grid, compare)
 
 
 def _steps(

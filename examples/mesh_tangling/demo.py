@@ -11,7 +11,8 @@ import shutil
 import sys
 from pathlib import Path
 
-from .durable import previous_of
+from distconv.data.checkpoint import checkpoints_in
+
 from .generate import generate
 
 SIZE = 128
@@ -44,9 +45,8 @@ def main() -> None:
         if not path.exists():
             print(f"generating {samples} samples of {SIZE} x {SIZE} zones in {path}", flush=True)
             generate(path, samples, SIZE, seed)
-    checkpoint = output / "checkpoint.pt"
-    for path in (checkpoint, previous_of(checkpoint)):
-        path.unlink(missing_ok=True)
+    for path in checkpoints_in(output):
+        path.unlink()
     options = TRAIN | {name: str(output / f"{name}.h5") for name in files} | {"output": str(output)}
     command = [mpiexec(), "-n", "4", sys.executable, "-m", "examples.mesh_tangling.train"]
     command += [word for name, value in options.items() for word in (f"--{name}", value)]

@@ -6,19 +6,24 @@ import argparse
 import os
 from pathlib import Path
 
-from .durable import check_room, previous_of, remove_partial, set_aside_damaged
+from distconv.data.checkpoint import checkpoints_in
+from distconv.data.durable import check_room, remove_partial
+
+KEPT = 2
+"""The number of checkpoints that are kept."""
 
 RESULTS_SIZE = 2**20
 """Bytes that are sure to be enough for metrics.json and the pictures."""
 
 
 def restarted_from(args: argparse.Namespace) -> Path | None:
-    """The checkpoint to continue from: what `--resume` says, or the last of a run that torchrun
-    starts again after a rank has been lost."""
-    checkpoint: Path = args.output / "checkpoint.pt"
+    """Return what to continue from: what `--resume` says, or the output of a run that torchrun
+    starts again after a rank has been lost.
+    """
     again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    there = checkpoint.exists() or previous_of(checkpoint).exists()
-    return checkpoint if again and there else args.resume
+    output: Path = args.output
+    resume: Path | None = args.resume
+    return output if again and checkpoints_in(output) else resume
 
 
 def prepare_output(args: argparse.Namespace) -> None:
@@ -31,11 +36,10 @@ def prepare_output(args: argparse.Namespace) -> None:
         raise OSError(
             f"{args.output} cannot be made: {error.strerror}; choose another --output"
         ) from error
-    checkpoint = args.output / "checkpoint.pt"
-    there = [path for path in (checkpoint, previous_of(checkpoint)) if path.exists()]
+    there = checkpoints_in(args.output)
     if there and not args.resume:
         raise ValueError(
-            f"{there[0]} exists; continue it with --resume {checkpoint}, remove it, or choose "
+            f"{there[0]} exists; continue it with --resume {args.output}, remove it, or choose "
             "another --output"
         )
 
@@ -43,17 +47,13 @@ def prepare_output(args: argparse.Namespace) -> None:
 def make_room(args: argparse.Namespace, size: int, epochs_done: int) -> None:
     """Raise `OSError` unless the output folder takes the checkpoints and results of this run.
 
-    What is left of a run that was killed while it wrote is removed, and a damaged checkpoint
-    makes room for a whole one.
+    What is left of a run that was killed while it wrote is removed.
 
     Args:
         size: bytes of a checkpoint.
         epochs_done: the number of epochs that have been trained before.
     """
-    checkpoint = args.output / "checkpoint.pt"
-    remove_partial(checkpoint)
-    set_aside_damaged(checkpoint)
+    remove_partial(args.output, "checkpoint-*.pt")
     # There are the last, the one before it, and the next while it is written.
-    there = sum(path.exists() for path in (checkpoint, previous_of(checkpoint)))
-    checkpoints = min(args.epochs - epochs_done, 3 - there)
-    check_room(checkpoint, max(0, checkpoints) * size + RESULTS_SIZE)
+    checkpoints = min(args.epochs - epochs_done, KEPT + 1 - len(checkpoints_in(args.output)))
+    check_room(args.output / "checkpoint", max(0, checkpoints) * size + RESULTS_SIZE)

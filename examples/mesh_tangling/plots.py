@@ -11,7 +11,8 @@ from matplotlib.colors import Colormap, ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 
-from .durable import write_atomically
+from distconv.data.durable import write_atomically
+
 from .store import CHANNELS
 
 CHANNELS_SHOWN = ("density", "pressure", "scaled Jacobian")

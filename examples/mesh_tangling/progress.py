@@ -13,12 +13,12 @@ class Progress:
 
     Args:
         title: what stands before the bar.
-        batches: the sample numbers of every mini-batch of the epoch.
+        samples: the samples of all mini-batches of the epoch.
         shown: whether this rank draws the bar.
     """
 
-    def __init__(self, title: str, batches: list[list[int]], shown: bool) -> None:
-        self._bar = tqdm(total=sum(map(len, batches)), desc=title, unit="sample", disable=not shown)
+    def __init__(self, title: str, samples: int, shown: bool) -> None:
+        self._bar = tqdm(total=samples, desc=title, unit="sample", disable=not shown)
         self._begin = time.perf_counter()
         self._samples = 0
         self._losses: list[float] = []

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from .reader import Batch
+from .data import Batch
 
 
 @dataclass(frozen=True)

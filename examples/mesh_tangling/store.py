@@ -29,7 +29,8 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from .durable import check_room, replacing, reserve
+from distconv.data.durable import check_room, replacing, reserve
+from distconv.data.sources.hdf5 import damaged, dataset_in, open_hdf5
 
 Field = NDArray[np.floating[Any]]
 
@@ -73,6 +74,54 @@ CHANNELS = (
 """The channels of `state`, in order."""
 
 _STATISTICS = ("channel_mean", "channel_deviation")
+
+_KINDS = {"state": "f", "tangled": "biu"} | dict.fromkeys(_STATISTICS, "f")
+"""The datasets, and the kinds of numbers, as numpy calls them, that may be in them."""
+
+
+@dataclass(frozen=True)
+class Description:
+    """What is in a file, without the samples.
+
+    Attributes:
+        samples: number of samples.
+        size: zones along each side of the mesh.
+        mean: of every channel, (18,).
+        deviation: likewise.
+        checksummed: whether damage to states and targets is noticed when they are read.
+    """
+
+    samples: int
+    size: int
+    mean: Field
+    deviation: Field
+    checksummed: bool
+
+
+def describe(path: Path) -> Description:
+    """Return what is in the file at `path`. Not collective.
+
+    Raises:
+        OSError: for a file that is missing, damaged, or may not be read.
+        ValueError: for one that is laid out otherwise.
+    """
+    with open_hdf5(path) as file:
+        try:
+            datasets = {name: dataset_in(file, path, name) for name in _KINDS}
+            _check_layout(datasets, path)
+            _check_attributes(file, path)
+            mean, deviation = (datasets[name][:] for name in _STATISTICS)
+        except Exception as error:
+            if isinstance(error, OSError | ValueError) and str(path) in str(error):
+                raise
+            raise damaged(path, error) from error
+        if not np.isfinite(mean).all():
+            raise ValueError(f"{path}: channel_mean must be finite in every channel")
+        if not (np.isfinite(deviation) & (deviation > 0)).all():
+            raise ValueError(f"{path}: channel_deviation must be positive in every channel")
+        samples, _, size, _ = datasets["state"].shape
+        checksummed = all(datasets[name].fletcher32 for name in ("state", "tangled"))
+        return Description(samples, size, mean, deviation, checksummed)
 
 
 class Writer:
@@ -167,3 +216,44 @@ def _bytes_at_most(samples: int, size: int) -> int:
     tile = min(size, TILE)
     tiles = (size + tile - 1) // tile
     return samples * tiles**2 * (tile**2 * (4 * len(CHANNELS) + 1) + 128) + 2**16
+
+
+def _check_layout(datasets: dict[str, h5py.Dataset], path: Path) -> None:
+    """Compare shapes and types with those of `store`."""
+    state = datasets["state"].shape
+    if state is None or len(state) != 4:
+        raise ValueError(
+            f"{path}: dataset 'state' has shape {state}, expected (samples, {len(CHANNELS)}, S, S)"
+        )
+    samples, size = state[:1], state[-1:]
+    expected = {
+        "state": (*samples, len(CHANNELS), *size, *size),
+        "tangled": (*samples, 1, *size, *size),
+        "channel_mean": (len(CHANNELS),),
+        "channel_deviation": (len(CHANNELS),),
+    }
+    for name, shape in expected.items():
+        if datasets[name].shape != shape:
+            raise ValueError(
+                f"{path}: dataset {name!r} has shape {datasets[name].shape}, expected {shape}"
+            )
+        if datasets[name].dtype.kind not in _KINDS[name]:
+            raise ValueError(
+                f"{path}: dataset {name!r} has values of type {datasets[name].dtype}, expected "
+                f"{'floating point' if _KINDS[name] == 'f' else 'whole'} numbers"
+            )
+    if not all(state):
+        raise ValueError(f"{path}: the file holds no samples")
+
+
+def _check_attributes(file: h5py.File, path: Path) -> None:
+    """Compare what the file says of itself, if it does."""
+    version = file.attrs.get("format_version", FORMAT_VERSION)
+    if version != FORMAT_VERSION:
+        raise ValueError(
+            f"{path}: format_version is {version}, expected {FORMAT_VERSION}; generate it again"
+        )
+    names = [channel.name for channel in CHANNELS]
+    found = file["state"].attrs.get("names", names)
+    if list(found) != names:
+        raise ValueError(f"{path}: the channels of 'state' are {list(found)}, expected {names}")

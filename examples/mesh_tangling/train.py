@@ -8,7 +8,7 @@ Interrupted at any moment, it continues after the last whole epoch, on the same 
 
     mpiexec -n 2 python -m examples.mesh_tangling.train \\
         --data train.h5 --validation validation.h5 --grid height=2 --output run \\
-        --resume run/checkpoint.pt
+        --resume run
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from torch import nn
 from torch.nn import functional as F
 
 import distconv as dc
+from distconv.data import DataError, Loader, Sampler, on_rank_zero, together
+from distconv.data.durable import write_atomically
 from distconv.transport.communicator import ObjectCommunicator
 from distconv.transport.world import world
 
 from .arguments import parse_arguments
-from .checkpoint import checkpoint_size, load_checkpoint, save_checkpoint
+from .checkpoint import check_checkpoint, check_finite_state, checkpoint_size
 from .compare import compare_with_serial
-from .durable import write_atomically
+from .data import MeshTanglingData, check_batch_size
 from .network import NETWORKS, MeshTanglingNet
-from .output import make_room, prepare_output, restarted_from
+from .output import KEPT, make_room, prepare_output, restarted_from
 from .plots import CHANNELS_SHOWN, plot_loss, plot_prediction
 from .progress import Progress
-from .reader import MeshTanglingData, check_batch_size, ordered_batches, shuffled_batches
 from .score import evaluate
-from .together import InvalidInput, rank_zero, together
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": partial(torch.optim.SGD, momentum=0.9),
@@ -69,32 +69,32 @@ class Diverged(ArithmeticError):
 
 def train(args: argparse.Namespace, comm: ObjectCommunicator) -> None:
     """Train, validate and save epoch by epoch, then draw and write the results. Collective."""
-    grid = together(comm, lambda: dc.ProcessGrid(comm, **args.grid))
+    grid = make_grid(args, comm)
     training = MeshTanglingData(args.data, grid, PRECISIONS[args.precision])
     validation = MeshTanglingData(args.validation, grid, training.dtype, normalise_as=training)
     args.size = args.size or training.size
     network = build_model(args)
-    together(comm, lambda: check(args, network, training, validation))
-    args.resume = rank_zero(comm, lambda: restarted_from(args))
-    rank_zero(comm, lambda: prepare_output(args))
+    together(grid, lambda: check(args, network, training, validation))
+    args.resume = on_rank_zero(grid, lambda: restarted_from(args))
+    on_rank_zero(grid, lambda: prepare_output(args))
     tell_of_unchecked(grid.rank, training, validation)
 
     model = dc.parallelize(network, grid)
     optimizer = build_optimizer(args, model)
     settings = {name: getattr(args, name) for name in DECISIVE}
-    history: list[dict[str, Any]] = []
-    if args.resume:
-        history = load_checkpoint(args.resume, comm, model, optimizer, settings)
-    rank_zero(comm, lambda: make_room(args, checkpoint_size(model, optimizer), len(history)))
+    loader = Loader(training, args.batch_size, shuffle=True, drop_last=True, seed=args.seed)
+    ordered = Loader(validation, args.batch_size)
+    history = resume(args, model, optimizer, loader, settings)
+    on_rank_zero(grid, lambda: make_room(args, checkpoint_size(model, optimizer), len(history)))
     metrics: dict[str, Any] = {"grid": grid.shape, **settings}
     if args.compare_serial:
         metrics["compare_serial"] = compare_serial(args, grid)
 
     for epoch in range(len(history), args.epochs):
         model.train()
-        batches = shuffled_batches(training.samples, args.batch_size, args.seed, epoch)
-        with Progress(f"epoch {epoch + 1}/{args.epochs}", batches, grid.rank == 0) as progress:
-            for x, y in training.batches(batches):
+        samples = len(loader) * args.batch_size
+        with Progress(f"epoch {epoch + 1}/{args.epochs}", samples, grid.rank == 0) as progress:
+            for x, y in loader:
                 loss = F.mse_loss(model(x), y)
                 loss.backward()
                 optimizer.step()
@@ -102,19 +102,59 @@ def train(args: argparse.Namespace, comm: ObjectCommunicator) -> None:
                 progress.step(loss.item(), len(x))
                 check_finite(args, "loss", loss.item(), len(history), progress.steps)
 
-        batches = ordered_batches(validation.samples, args.batch_size)
-        score = evaluate(model, validation.batches(batches))
+        score = evaluate(model, ordered)
         check_finite(args, "validation loss", score.loss, len(history), progress.steps)
         history.append(progress.record() | asdict(score))
-        state = model, optimizer, settings, history
-        rank_zero(comm, partial(save_checkpoint, args.output / "checkpoint.pt", *state))
+        together(grid, lambda: check_finite_state(model, optimizer))
+        dc.save_checkpoint(
+            args.output,
+            model,
+            optimizer,
+            loader=loader,
+            step=len(history),
+            keep=KEPT,
+            extra={"settings": settings, "history": history},
+        )
         if grid.rank == 0:
             print(f"validation: {score}", flush=True)
 
+    waited = loader.traffic.seconds_waited + ordered.traffic.seconds_waited
     metrics["bytes_read_by_rank"] = comm.allgather(training.bytes_read + validation.bytes_read)
+    metrics["seconds_waited_by_rank"] = comm.allgather(waited)
     metrics["history"] = history
     truth, probability = predict(model, validation, sample=0)
-    rank_zero(comm, lambda: write_results(args, metrics, validation, truth, probability))
+    on_rank_zero(grid, lambda: write_results(args, metrics, validation, truth, probability))
+
+
+def make_grid(args: argparse.Namespace, comm: ObjectCommunicator) -> dc.ProcessGrid:
+    """Return the grid of the command line. Collective."""
+    try:
+        return dc.ProcessGrid(comm, **args.grid)
+    except ValueError as error:
+        raise DataError(str(error)) from error
+
+
+def resume(
+    args: argparse.Namespace,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loader: Loader,
+    settings: dict[str, Any],
+) -> list[dict[str, Any]]:
+    """Return the history of the run that this one continues, whose state it takes. Collective."""
+    if not args.resume:
+        return []
+    found = dc.load_checkpoint(
+        args.resume,
+        model,
+        optimizer,
+        loader=loader,
+        check=partial(check_checkpoint, settings=settings),
+    )
+    assert found is not None
+    together(loader.grid, lambda: check_finite_state(model, optimizer))
+    history: list[dict[str, Any]] = found.extra["history"]
+    return history
 
 
 def build_model(args: argparse.Namespace) -> MeshTanglingNet:
@@ -158,9 +198,8 @@ def check_finite(
     """Raise `Diverged` on every rank, as `value` is the same on all, if it is not finite."""
     if math.isfinite(value):
         return
-    checkpoint = args.output / "checkpoint.pt"
     kept = (
-        f"{checkpoint} holds the state after epoch {epochs_done}"
+        f"{args.output} holds the state after epoch {epochs_done}"
         if epochs_done
         else "there is no checkpoint yet"
     )
@@ -174,11 +213,8 @@ def check_finite(
 def compare_serial(args: argparse.Namespace, grid: dc.ProcessGrid) -> dict[str, Any]:
     """Take the first steps of the run on the grid and on one rank, and print how they differ."""
     data = MeshTanglingData(args.data, grid, PRECISIONS[args.precision])
-    every_batch = (
-        batch
-        for epoch in count()
-        for batch in shuffled_batches(data.samples, args.batch_size, args.seed, epoch)
-    )
+    sampler = Sampler(data.samples, args.batch_size, shuffle=True, drop_last=True, seed=args.seed)
+    every_batch = (batch for epoch in count() for batch in sampler.batches(epoch))
     comparison = compare_with_serial(
         partial(build_model, args),
         partial(build_optimizer, args),
@@ -213,7 +249,11 @@ def write_results(
 ) -> None:
     """Write metrics.json, loss.png and prediction.png into the output folder."""
     least, most = min(metrics["bytes_read_by_rank"]), max(metrics["bytes_read_by_rank"])
-    print(f"read by each rank: {least / 1e6:.1f} to {most / 1e6:.1f} MB")
+    waited = max(metrics["seconds_waited_by_rank"])
+    print(
+        f"read by each rank: {least / 1e6:.1f} to {most / 1e6:.1f} MB; waited for it: at most "
+        f"{waited:.1f} s"
+    )
     text = json.dumps(metrics, indent=1)
     write_atomically(args.output / "metrics.json", lambda file: file.write(text.encode()))
     plot_loss(args.output / "loss.png", metrics["history"])
@@ -228,7 +268,7 @@ def main(arguments: Sequence[str] | None = None, comm: ObjectCommunicator | None
     try:
         args = parse_arguments(comm, arguments, __doc__, NETWORKS, OPTIMIZERS, PRECISIONS)
         train(args, comm)
-    except (InvalidInput, Diverged) as error:
+    except (DataError, Diverged) as error:
         if comm.rank == 0:
             print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

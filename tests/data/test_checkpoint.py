@@ -14,8 +14,9 @@ import distconv as dc
 from distconv.data import Dataset, Loader
 from distconv.data.checkpoint import FORMAT, checkpoints_in
 from distconv.data.durable import read_checksummed, write_checksummed
+from tests.support.everywhere import WORLD, fails_everywhere, on_rank_zero
 from tests.support.mesh_runs import files_up_to
-from tests.support.sample_files import WORLD, X, Y, fails_everywhere, on_rank_zero
+from tests.support.sample_files import X, Y
 
 every_size = pytest.mark.parallel([1, 2, 4])
 both = pytest.mark.parallel([1, 2])

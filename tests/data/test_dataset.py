@@ -14,18 +14,8 @@ import torch
 
 import distconv as dc
 from distconv.data import DataError, Dataset
-from tests.support.sample_files import (
-    FIELDS,
-    SAMPLES,
-    SOURCES,
-    WORLD,
-    X,
-    Y,
-    Z,
-    fails_everywhere,
-    on_rank_zero,
-    write_hdf5,
-)
+from tests.support.everywhere import WORLD, fails_everywhere, on_rank_zero
+from tests.support.sample_files import FIELDS, SAMPLES, SOURCES, X, Y, Z, write_hdf5
 
 every_size = pytest.mark.parallel([1, 2, 4])
 several = pytest.mark.parallel([2, 4])

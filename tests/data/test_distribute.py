@@ -10,7 +10,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import distconv as dc
 from distconv.data import distribute
-from tests.support.sample_files import SAMPLES, WORLD, X, Y, fails_everywhere
+from tests.support.everywhere import WORLD, fails_everywhere
+from tests.support.sample_files import SAMPLES, X, Y
 
 every_size = pytest.mark.parallel([1, 2, 4])
 several = pytest.mark.parallel([2, 4])

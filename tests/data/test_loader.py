@@ -16,7 +16,8 @@ import torch
 import distconv as dc
 from distconv.data import Dataset, Function, Loader, Sampler
 from distconv.data.prefetch import prefetched
-from tests.support.sample_files import SAMPLES, WORLD, X, Z, fails_everywhere
+from tests.support.everywhere import WORLD, fails_everywhere
+from tests.support.sample_files import SAMPLES, X, Z
 from tests.support.serial import deviation
 
 every_size = pytest.mark.parallel([1, 2, 4])

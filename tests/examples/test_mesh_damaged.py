@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,14 +16,17 @@ import torch
 from mpi4py import MPI
 
 import distconv as dc
+from distconv.data import Checkpoint, HDF5Source
+from distconv.data.checkpoint import checkpoints_in
+from distconv.data.durable import read_checksummed
 from examples.mesh_tangling import train
-from examples.mesh_tangling.checkpoint import load_checkpoint, save_checkpoint
-from examples.mesh_tangling.durable import previous_of, read_checksummed, write_checksummed
+from examples.mesh_tangling.checkpoint import check_checkpoint, check_finite_state
+from examples.mesh_tangling.data import MeshTanglingData
 from examples.mesh_tangling.generate import generate
-from examples.mesh_tangling.reader import MeshTanglingData
-from examples.mesh_tangling.source import SampleFile
+from examples.mesh_tangling.store import describe
 from examples.mesh_tangling.train import main
-from tests.support.mesh_runs import SIZE, arguments, fails_everywhere, files_up_to, write_file
+from tests.support.everywhere import fails_everywhere, on_rank_zero
+from tests.support.mesh_runs import SIZE, arguments, files_up_to, write_file
 
 WORLD = MPI.COMM_WORLD
 both = pytest.mark.parallel([1, 2])
@@ -47,12 +49,6 @@ def unprivileged() -> Iterator[None]:
         os.seteuid(0)
 
 
-def on_rank_zero(action: Callable[[], object]) -> None:
-    if WORLD.rank == 0:
-        action()
-    WORLD.barrier()
-
-
 def ends_with_one_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     """The complaint of a run that has to end with one, and with no traceback."""
     capsys.readouterr()
@@ -67,159 +63,72 @@ def ends_with_one_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> 
 # Checkpoints
 
 
-def model_and_optimizer(wide: int = 3) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    model = torch.nn.Linear(wide, 2)
-    optimizer = torch.optim.Adam(model.parameters())
-    model(torch.ones(1, wide)).sum().backward()
-    optimizer.step()
-    return model, optimizer
-
-
-def content() -> dict[str, Any]:
-    model, optimizer = model_and_optimizer()
-    return {
-        "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "settings": {"seed": 1},
-        "history": [dict(RECORD)],
-    }
-
-
-def changed(path: str, value: Any) -> dict[str, Any]:
-    """The content of a checkpoint with another value at a path of names."""
-    state = place = content()
-    *names, last = path.split("/")
-    for name in names:
-        place = place[int(name) if name.isdecimal() else name]
-    place[last] = value
-    return state
-
-
-class Planted:
-    """What runs a function when it is unpickled."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, ("planted",)
-
-
-FOREIGN = {
-    "list": (lambda: [1, 2], "it holds list"),
-    "tensor": (lambda: torch.zeros(3), "it holds Tensor"),
-    "none": (lambda: None, "it holds NoneType"),
-    "plain state": (lambda: content()["model"], "'model' is missing, expected dict"),
-    "no history": (lambda: changed("history", None), "'history' is NoneType, expected list"),
-    "settings": (lambda: changed("settings", [1]), "'settings' is list, expected dict"),
-    "other settings": (lambda: changed("settings/seed", 2), "with --seed 2, this run has --seed 1"),
-    "lacking settings": (lambda: changed("settings", {}), "with --seed None, this run has"),
-    "history of words": (lambda: changed("history", ["a"]), "epoch 1 of its history should"),
-    "no losses": (lambda: changed("history/0/step_losses", []), "epoch 1 of its history should"),
-    "loss of words": (lambda: changed("history/0/loss", "low"), "epoch 1 of its history should"),
-    "keys": (lambda: changed("model", {"w": torch.ones(2)}), "of another model"),
-    "shapes": (lambda: changed("model/weight", torch.ones(2, 4)), "of another model.*size"),
-    "numbers": (lambda: changed("model/weight", 1.0), "of another model"),
-    "optimizer": (lambda: changed("optimizer", {}), "of another model"),
-    "groups": (lambda: changed("optimizer/param_groups", 3), "of another model"),
-    "kept": (lambda: changed("optimizer/state/0/exp_avg", torch.ones(2, 4)), "exp_avg has shape"),
-    "infinite": (
-        lambda: changed("model/bias", torch.tensor([1.0, float("inf")])),
-        "model.bias holds values that are not finite",
+FOREIGN: dict[str, tuple[dict[str, Any], str]] = {
+    "plain": ({}, "it has no settings and history"),
+    "no history": ({"settings": {"seed": 1}}, "it has no settings and history"),
+    "settings": ({"settings": [1], "history": []}, "it has no settings and history"),
+    "other settings": (
+        {"settings": {"seed": 2}, "history": []},
+        "was written with --seed 2, this run has --seed 1",
     ),
-    "code": (lambda: changed("history", [Planted()]), "is not a checkpoint"),
+    "lacking settings": ({"settings": {}, "history": []}, "with --seed None, this run has"),
+    "history of words": (
+        {"settings": {"seed": 1}, "history": ["a"]},
+        "epoch 1 of its history should",
+    ),
+    "no losses": (
+        {"settings": {"seed": 1}, "history": [RECORD | {"step_losses": []}]},
+        "epoch 1 of its history should",
+    ),
+    "loss of words": (
+        {"settings": {"seed": 1}, "history": [RECORD, RECORD | {"loss": "low"}]},
+        "epoch 2 of its history should",
+    ),
 }
 
 
-@both
+@alone
 @pytest.mark.parametrize("kind", FOREIGN)
-def test_a_foreign_checkpoint_is_refused_on_every_rank_in_one_line(folder: Path, kind: str) -> None:
-    make, message = FOREIGN[kind]
-    path = folder / "foreign.pt"
-    on_rank_zero(lambda: write_checksummed(path, lambda file: torch.save(make(), file)))
-
-    def load() -> None:
-        load_checkpoint(path, WORLD, *model_and_optimizer(), {"seed": 1})
-
-    fails_everywhere(load, f"^(?!.*\n).*foreign.pt.*{message}|^{message}.*foreign.pt")
-    assert not Path("planted").exists()
+def test_the_checkpoint_of_another_run_is_refused(kind: str) -> None:
+    extra, message = FOREIGN[kind]
+    with pytest.raises(ValueError, match=f"^run/a.pt.*{message}"):
+        check_checkpoint(Checkpoint(Path("run/a.pt"), 1, extra), {"seed": 1})
+    check_checkpoint(
+        Checkpoint(Path("a.pt"), 1, {"settings": {"seed": 1}, "history": [RECORD]}), {"seed": 1}
+    )
 
 
 @alone
-def test_a_folder_and_a_file_without_permission_are_refused_as_checkpoints(folder: Path) -> None:
-    def load(path: Path) -> None:
-        with unprivileged():
-            load_checkpoint(path, WORLD, *model_and_optimizer(), {})
-
-    def forbid() -> None:
-        (folder / "private").mkdir()
-        (folder / "private" / "a.pt").touch()
-        (folder / "private").chmod(0)
-
-    on_rank_zero(forbid)
-    fails_everywhere(lambda: load_checkpoint(folder, WORLD, *model_and_optimizer(), {}), "Is a dir")
-    fails_everywhere(lambda: load(folder / "private" / "a.pt"), "a.pt.*Permission denied")
-    on_rank_zero(lambda: (folder / "private").chmod(0o700))
-
-
-@both
-def test_a_damaged_checkpoint_gives_way_to_the_one_before(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = folder / "a.pt"
-    model, optimizer = model_and_optimizer()
-
-    def load() -> int:
-        return len(load_checkpoint(path, WORLD, *model_and_optimizer(), {}))
-
-    def damage(path: Path) -> None:
-        stored = bytearray(path.read_bytes())
-        stored[len(stored) // 2] ^= 16
-        path.write_bytes(stored)
-
-    def save() -> None:
-        for epochs in (1, 2):
-            save_checkpoint(path, model, optimizer, {}, [RECORD] * epochs)
-
-    on_rank_zero(save)
-    assert load() == 2
-    on_rank_zero(lambda: damage(path))
-    capsys.readouterr()
-    assert load() == 1
-    told = capsys.readouterr().err
-    if WORLD.rank == 0:
-        assert "a.pt is damaged" in told and "continuing from" in told and "a.previous.pt" in told
-    on_rank_zero(path.unlink)
-    assert load() == 1
-    on_rank_zero(lambda: shutil.copy(previous_of(path), path))
-    on_rank_zero(lambda: [damage(path), damage(previous_of(path))])
-    fails_everywhere(load, "a.pt is damaged.*so is the one before.*a.previous.pt is damaged")
+def test_a_state_that_is_not_finite_is_refused() -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    check_finite_state(model, optimizer)
+    optimizer.state[model.bias]["exp_avg"][0] = float("inf")
+    with pytest.raises(ValueError, match="optimizer.bias.exp_avg holds values that are not finite"):
+        check_finite_state(model, optimizer)
+    with torch.no_grad():
+        model.weight[0, 0] = float("nan")
+    with pytest.raises(ValueError, match="model.weight holds values that are not finite"):
+        check_finite_state(model, optimizer)
 
 
 @both
+@pytest.mark.filterwarnings("ignore:.*checkpoint.*continuing from")
 def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(folder: Path) -> None:
     file, output = folder / "data.h5", folder / "run"
-    path = output / "checkpoint.pt"
     on_rank_zero(lambda: write_file(file))
     main(arguments(file, output, GRID, 2))
-    on_rank_zero(lambda: os.truncate(path, 1000))
-    main(arguments(file, output, GRID, 3, "--resume", str(path)))
+    on_rank_zero(lambda: os.truncate(checkpoints_in(output)[0], 1000))
+    main(arguments(file, output, GRID, 3, "--resume", str(output)))
     epochs = [
-        len(torch.load(path, weights_only=True)["history"]) for path in (path, previous_of(path))
+        len(torch.load(path, weights_only=True)["extra"]["history"])
+        for path in checkpoints_in(output)
     ]
     assert epochs == [3, 2]
-    assert (output / "checkpoint.damaged.pt").stat().st_size == 1000
-
-
-@both
-def test_a_model_that_is_not_finite_is_not_saved(tmp_path: Path) -> None:
-    model, optimizer = model_and_optimizer()
-    path = tmp_path / "a.pt"
-    save_checkpoint(path, model, optimizer, {}, [])
-    there = path.read_bytes()
-    with torch.no_grad():
-        model.bias[0] = float("nan")
-    with pytest.raises(ValueError, match="model.bias holds values that are not finite"):
-        save_checkpoint(path, model, optimizer, {}, [RECORD])
-    assert path.read_bytes() == there
+    [damaged] = output.glob("*.damaged.pt")
+    assert damaged.stat().st_size == 1000
 
 
 # Training
@@ -239,15 +148,15 @@ def test_a_loss_that_is_not_finite_stops_training_and_keeps_the_checkpoint(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file, output = folder / "data.h5", folder / "run"
-    checkpoint = output / "checkpoint.pt"
     on_rank_zero(lambda: write_file(file))
     main(arguments(file, output, GRID, 1))
+    [checkpoint] = checkpoints_in(output)
     there = checkpoint.read_bytes()
     on_rank_zero(lambda: spoil(file))
-    words = arguments(file, output, GRID, 3, "--resume", str(checkpoint))
+    words = arguments(file, output, GRID, 3, "--resume", str(output))
     error = ends_with_one_line(words, capsys)
     assert "the loss is nan in epoch 2 after step 1" in error
-    assert f"{checkpoint} holds the state after epoch 1" in error and "--learning-rate" in error
+    assert f"{output} holds the state after epoch 1" in error and "--learning-rate" in error
     assert checkpoint.read_bytes() == there
 
 
@@ -260,7 +169,7 @@ def test_a_validation_loss_that_is_not_finite_stops_training(
     words = arguments(file, folder / "run", GRID, 1, "--validation", str(other))
     error = ends_with_one_line(words, capsys)
     assert "the validation loss is nan in epoch 1 after step 1; there is no checkpoint" in error
-    assert not (folder / "run" / "checkpoint.pt").exists()
+    assert not checkpoints_in(folder / "run")
 
 
 def never(*arguments: object) -> None:
@@ -283,7 +192,7 @@ def test_an_output_folder_that_cannot_be_written_to_is_found_before_the_first_st
     )
     with files_up_to(1_000_000):
         error = ends_with_one_line(arguments(file, folder / "full", GRID, 1), capsys)
-    assert "checkpoint.pt cannot be written" in error and "free space there" in error
+    assert "checkpoint cannot be written" in error and "free space there" in error
     assert not list((folder / "full").iterdir())
 
 
@@ -299,7 +208,7 @@ def test_an_output_folder_of_somebody_else_is_found_before_the_first_step(
     (folder / "others").mkdir(mode=0o555)
     with unprivileged():
         error = ends_with_one_line(arguments(file, folder / "others", GRID, 1), capsys)
-    assert "checkpoint.pt cannot be written" in error and "Permission denied" in error
+    assert "checkpoint cannot be written" in error and "Permission denied" in error
 
 
 @both
@@ -307,17 +216,16 @@ def test_a_disk_that_fills_up_while_training_keeps_the_last_checkpoint(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, output = folder / "data.h5", folder / "run"
-    checkpoint = output / "checkpoint.pt"
     on_rank_zero(lambda: write_file(file))
     main(arguments(file, output, GRID, 1))
     there = sorted(output.iterdir())
     monkeypatch.setattr(train, "make_room", lambda *arguments: None)
     with files_up_to(10_000):
-        words = arguments(file, output, GRID, 2, "--resume", str(checkpoint))
+        words = arguments(file, output, GRID, 2, "--resume", str(output))
         error = ends_with_one_line(words, capsys)
-    assert "checkpoint.pt cannot be written: File too large; free space" in error
+    assert "checkpoint-0000000002.pt cannot be written: File too large; free space" in error
     assert sorted(output.iterdir()) == there
-    read_checksummed(checkpoint)
+    read_checksummed(checkpoints_in(output)[0])
 
 
 # Data
@@ -428,14 +336,15 @@ def test_a_flipped_bit_of_the_data_is_refused_by_name_or_changes_no_value(tmp_pa
     whole, draw = path.read_bytes(), random.Random(0)
 
     def values() -> list[bytes]:
-        file = SampleFile(path)
-        file.facts()
-        read = [file.mean.tobytes(), file.deviation.tobytes()]
+        described = describe(path)
+        read = [described.mean.tobytes(), described.deviation.tobytes()]
         for name in ("state", "tangled"):
-            for sample in range(file.samples):
-                box = np.empty((1, *file.shape(name)[1:]), file.dtype(name))
-                file.read_into(box, 0, name, sample, ())
-                read.append(box.tobytes())
+            source = HDF5Source(path, name)
+            source.facts()
+            for sample in range(source.samples):
+                values = np.empty(source.shape, source.dtype)
+                source.read_into(values, sample, dc.Box((0, 0, 0), source.shape))
+                read.append(values.tobytes())
         return read
 
     expected, refused = values(), 0

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from examples.mesh_tangling.durable import previous_of, read_checksummed
+from distconv.data.checkpoint import checkpoints_in
+from distconv.data.durable import read_checksummed
 from tests.support.jobs import start
 from tests.support.mesh_runs import LIMIT, REPOSITORY
 
@@ -48,7 +49,7 @@ def ranks_import(folder: Path) -> bool:
 
 def ranks_train(folder: Path) -> bool:
     """Whether the first checkpoint is there."""
-    return (folder / "run" / "checkpoint.pt").exists()
+    return bool(checkpoints_in(folder / "run"))
 
 
 @pytest.mark.timeout(3 * LIMIT)
@@ -86,6 +87,6 @@ def test_what_ends_the_demo_ends_its_ranks_and_leaves_a_whole_checkpoint(
             os.kill(process, signal.SIGKILL)
         demo.communicate()
     if moment is ranks_train:
-        read_checksummed(output / "checkpoint.pt")
-        if previous_of(output / "checkpoint.pt").exists():
-            read_checksummed(previous_of(output / "checkpoint.pt"))
+        assert checkpoints_in(output)
+        for path in checkpoints_in(output):
+            read_checksummed(path)

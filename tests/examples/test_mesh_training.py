@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import threading
 
 import h5py
 import numpy as np
@@ -13,19 +12,11 @@ import torch
 from mpi4py import MPI
 
 import distconv as dc
-from examples.mesh_tangling.checkpoint import load_checkpoint, save_checkpoint
-from examples.mesh_tangling.durable import write_atomically
-from examples.mesh_tangling.prefetch import prefetched
-from examples.mesh_tangling.reader import (
-    LIMIT,
-    MeshTanglingData,
-    check_batch_size,
-    ordered_batches,
-    shuffled_batches,
-)
-from examples.mesh_tangling.together import rank_zero, together
+from distconv.data.checkpoint import checkpoints_in
+from examples.mesh_tangling.data import LIMIT, MeshTanglingData, check_batch_size
 from examples.mesh_tangling.train import main
-from tests.support.mesh_runs import SIZE, arguments, fails_everywhere, launched, write_file
+from tests.support.everywhere import fails_everywhere
+from tests.support.mesh_runs import SIZE, arguments, launched, write_file
 
 WORLD = MPI.COMM_WORLD
 
@@ -58,9 +49,9 @@ def test_a_rank_reads_its_own_box_and_nothing_else(file, monkeypatch):
     selected = []
     read_direct = h5py.Dataset.read_direct
 
-    def recorded(dataset, into, source, destination):
+    def recorded(dataset, into, source):
         selected.append(dataset[source].nbytes)
-        read_direct(dataset, into, source, destination)
+        read_direct(dataset, into, source)
 
     monkeypatch.setattr(h5py.Dataset, "read_direct", recorded)
     with h5py.File(file) as whole:
@@ -70,6 +61,7 @@ def test_a_rank_reads_its_own_box_and_nothing_else(file, monkeypatch):
     for extents in GRIDS[WORLD.size]:
         grid = dc.ProcessGrid(**extents)
         data = MeshTanglingData(file, grid)
+        assert data.bytes_read == 0
         requests = [[3, 0], [4, 1, 2], [2]]  # even, uneven, and too few for all of sample=2
         selected.clear()
         expected_bytes = 0
@@ -84,23 +76,6 @@ def test_a_rank_reads_its_own_box_and_nothing_else(file, monkeypatch):
             expected_bytes += expected.nbytes + tangled[samples][mine].nbytes
         assert data.bytes_read == sum(selected) == expected_bytes
         assert WORLD.allreduce(data.bytes_read) == 6 * SIZE * SIZE * (18 * 4 + 1)
-
-
-@every_size
-def test_the_shuffle_is_the_same_on_all_ranks_and_new_in_every_epoch():
-    epochs = [shuffled_batches(10, 3, seed=7, epoch=epoch) for epoch in range(3)]
-    assert all(epochs == other for other in WORLD.allgather(epochs))
-    assert epochs[0] != epochs[1] != epochs[2]
-    for batches in epochs:
-        assert [len(batch) for batch in batches] == [3, 3, 3]
-        assert len({sample for batch in batches for sample in batch}) == 9
-
-
-@pytest.mark.parametrize(("samples", "batch_size"), [(7, 3), (6, 3), (1, 4)])
-def test_validation_sees_every_sample_once(samples, batch_size):
-    batches = ordered_batches(samples, batch_size)
-    assert [sample for batch in batches for sample in batch] == list(range(samples))
-    assert max(map(len, batches)) <= batch_size
 
 
 @every_size
@@ -121,7 +96,7 @@ def test_a_truncated_file_is_an_error_on_every_rank(file):
 @pytest.mark.parametrize(
     ("name", "shape", "message"),
     [
-        ("tangled", None, "no dataset 'tangled'; the file has"),
+        ("tangled", None, "no dataset 'tangled'; there are"),
         ("state", (5, 17, 64, 64), "'state' has shape (5, 17, 64, 64), expected (5, 18, 64, 64)"),
         ("state", (5, 18, 64), "'state' has shape (5, 18, 64), expected (samples, 18, S, S)"),
         ("state", (0, 18, 64, 64), "'tangled' has shape (5, 1, 64, 64), expected (0, 1, 64, 64)"),
@@ -149,95 +124,23 @@ def test_a_batch_size_that_does_not_fit_is_an_error_with_the_way_out(file):
         check_batch_size(1, data)
 
 
-def test_items_are_read_ahead_in_order():
-    read = []
-    items = prefetched(lambda n: read.append(n) or n, range(10), ahead=2)
-    assert next(items) == 0
-    assert list(items) == list(range(1, 10)) == read[1:]
-
-
-def test_an_abandoned_iteration_ends_its_thread_and_reads_no_further():
-    read = []
-    items = prefetched(lambda n: read.append(n) or n, range(1000), ahead=2)
-    next(items)
-    items.close()
-    assert len(read) <= 3
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]
-
-
-def test_an_error_in_the_background_is_raised_where_its_item_would_be():
-    items = prefetched(lambda n: 1 // n, [1, 1, 0, 1])
-    assert [next(items), next(items)] == [1, 1]
-    with pytest.raises(ZeroDivisionError):
-        next(items)
-
-
-@every_size
-def test_an_error_on_one_rank_is_raised_on_all(folder):
-    def only_the_last_fails():
-        if WORLD.rank == WORLD.size - 1:
-            raise OSError("disk on fire")
-
-    fails_everywhere(lambda: together(WORLD, only_the_last_fails), "disk on fire")
-    assert rank_zero(WORLD, lambda: WORLD.rank) == 0
-
-
-# Checkpoints
-
-
-def test_an_interrupted_write_leaves_the_old_content(tmp_path):
-    path = tmp_path / "checkpoint.pt"
-    write_atomically(path, lambda file: file.write(b"old"))
-
-    def interrupted(file):
-        file.write(b"half of the n")
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        write_atomically(path, interrupted)
-    assert path.read_bytes() == b"old"
-    write_atomically(path, lambda file: file.write(b"new"))
-    assert path.read_bytes() == b"new"
-    assert list(tmp_path.iterdir()) == [path]
-
-
-@every_size
-def test_a_checkpoint_that_cannot_be_used_is_an_error_on_every_rank(folder):
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    path = folder / "checkpoint.pt"
-    if WORLD.rank == 0:
-        save_checkpoint(path, model, optimizer, {"seed": 1}, history=[])
-
-    def load(seed):
-        return load_checkpoint(path, WORLD, model, optimizer, {"seed": seed})
-
-    assert load(seed=1) == []
-    fails_everywhere(lambda: load(seed=2), "checkpoint.pt was written with --seed 1, .* --seed 2")
-    if WORLD.rank == 0:
-        os.truncate(path, path.stat().st_size // 2)
-    WORLD.barrier()
-    fails_everywhere(lambda: load(seed=1), "checkpoint.pt does not end with its checksum")
-    if WORLD.rank == 0:
-        path.unlink()
-    WORLD.barrier()
-    fails_everywhere(lambda: load(seed=1), "checkpoint.pt: no such file")
-
-
 # Training
 
 
 def serial(*command_line):
     """Train on this rank alone, whatever the number of ranks."""
-    rank_zero(WORLD, lambda: main(arguments(*command_line), comm=MPI.COMM_SELF))
+    if WORLD.rank == 0:
+        main(arguments(*command_line), comm=MPI.COMM_SELF)
+    WORLD.barrier()
 
 
 def assert_same_run(output, reference):
     """Assert that two output folders hold the same course and result, to rounding."""
     ours, theirs = (
-        torch.load(folder / "checkpoint.pt", weights_only=True) for folder in (output, reference)
+        torch.load(checkpoints_in(folder)[0], weights_only=True) for folder in (output, reference)
     )
-    for entry, expected in zip(ours["history"], theirs["history"], strict=True):
+    histories = (state["extra"]["history"] for state in (ours, theirs))
+    for entry, expected in zip(*histories, strict=True):
         assert entry["step_losses"] == pytest.approx(expected["step_losses"], rel=1e-10)
         assert entry["loss"] == pytest.approx(expected["loss"], rel=1e-10)
         assert entry["iou"] == expected["iou"]
@@ -259,12 +162,11 @@ def test_every_grid_trains_like_one_rank(file, folder):
 
 @pytest.mark.parallel([2, 4])
 def test_a_run_continues_on_another_grid_with_the_same_result(file, folder):
-    first, second = GRIDS[WORLD.size]
+    first, second = [*GRIDS[WORLD.size], {"height": 2, "width": 2}][:2]
     output = folder / "continued"
-    checkpoint = output / "checkpoint.pt"
     main(arguments(file, output, first, 1))
-    main(arguments(file, output, second, 2, "--resume", str(checkpoint)))
-    serial(file, output, {}, 3, "--resume", str(checkpoint))
+    main(arguments(file, output, second, 2, "--resume", str(output)))
+    serial(file, output, {}, 3, "--resume", str(output))
     main(arguments(file, folder / "straight", first, 3))
     assert_same_run(output, folder / "straight")
 
@@ -304,13 +206,14 @@ def test_the_checkpoint_of_another_run_is_not_overwritten(file, folder, capsys):
     main(arguments(file, folder, {}, 1))
     with pytest.raises(SystemExit):
         main(arguments(file, folder, {}, 1))
-    assert "checkpoint.pt exists; continue it with --resume" in capsys.readouterr().err
+    assert "checkpoint-0000000001.pt exists; continue it with --resume" in capsys.readouterr().err
 
 
 INTERRUPTED = """
 import os, sys
 from mpi4py import MPI
-from examples.mesh_tangling import durable, train
+from distconv.data import durable
+from examples.mesh_tangling import train
 
 replace, saves = os.replace, []
 
@@ -343,8 +246,9 @@ def test_an_interrupted_run_continues_from_its_last_checkpoint(file, folder, ran
     program = INTERRUPTED.format(rank=rank, signal=int(sent))
     ended = launched(program, arguments(file, output, {"height": 2}, 2))
     assert ended.returncode != 0
-    checkpoint = output / "checkpoint.pt"
-    assert len(torch.load(checkpoint, weights_only=True)["history"]) == 1, ended.stderr
-    main(arguments(file, output, {}, 2, "--resume", str(checkpoint)))
+    [checkpoint] = checkpoints_in(output)
+    state = torch.load(checkpoint, weights_only=True)
+    assert len(state["extra"]["history"]) == 1, ended.stderr
+    main(arguments(file, output, {}, 2, "--resume", str(output)))
     main(arguments(file, folder / "straight", {}, 2))
     assert_same_run(output, folder / "straight")

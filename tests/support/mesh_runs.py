@@ -8,17 +8,15 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
-import pytest
 from mpi4py import MPI
 
-from examples.mesh_tangling.together import InvalidInput
 from tests.support.jobs import SHARED_CORES
 
 WORLD = MPI.COMM_WORLD
@@ -43,13 +41,6 @@ def write_file(path: Path, samples: int = SAMPLES, seed: int = 0, **replaced: An
         for name, values in datasets.items():
             if values is not None:
                 file[name] = values
-
-
-def fails_everywhere(action: Callable[[], object], message: str) -> None:
-    """Assert that `action` raises on every rank, with one message that matches."""
-    with pytest.raises(InvalidInput, match=message) as caught:
-        action()
-    assert len(set(WORLD.allgather(str(caught.value)))) == 1
 
 
 def arguments(file: Path, output: Path, grid: dict[str, int], epochs: int, *more: str) -> list[str]:

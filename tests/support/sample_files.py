@@ -8,34 +8,17 @@ from typing import Any
 
 import h5py
 import numpy as np
-import pytest
 import torch
 import zarr
-from mpi4py import MPI
 
 import distconv as dc
-
-WORLD = MPI.COMM_WORLD
+from tests.support.everywhere import on_rank_zero
 
 SAMPLES = 5
 X = np.arange(SAMPLES * 3 * 6 * 7, dtype=np.float32).reshape(SAMPLES, 3, 6, 7)
 Y = np.arange(SAMPLES * 6 * 7, dtype=np.int64).reshape(SAMPLES, 6, 7)
 Z = np.arange(SAMPLES, dtype=np.float64)
 FIELDS = {"x": X, "y": Y, "z": Z}
-
-
-def on_rank_zero(action: Callable[[], object]) -> None:
-    """Run `action` on rank 0, and let the others wait for it."""
-    if WORLD.rank == 0:
-        action()
-    WORLD.barrier()
-
-
-def fails_everywhere(action: Callable[[], object], message: str) -> None:
-    """Assert that `action` raises DataError on every rank, with one message that matches."""
-    with pytest.raises(dc.data.DataError, match=message) as caught:
-        action()
-    assert len(set(WORLD.allgather(str(caught.value)))) == 1
 
 
 def write_hdf5(path: Path, chunks: Any = None, **options: Any) -> None:

@@ -42,7 +42,7 @@ class HDF5Source(Source):
         self._path, self._single = path, single
         self._file = open_hdf5(path)
         try:
-            self._dataset = _dataset(self._file, path, dataset)
+            self._dataset = dataset_in(self._file, path, dataset)
             self._label = self._dataset.name.lstrip("/")
             self.name = f"{self._label!r} of {path.name}"
             self._describe()
@@ -50,7 +50,7 @@ class HDF5Source(Source):
             self._file.close()
             if isinstance(error, OSError | ValueError) and path.name in str(error):
                 raise
-            raise _damaged(path, error) from error
+            raise damaged(path, error) from error
         self._descriptor = self._file.id.get_vfd_handle()
         self._bytes = os.fstat(self._descriptor).st_size
 
@@ -121,15 +121,16 @@ def open_hdf5(path: Path) -> h5py.File:
     except PermissionError as error:
         raise PermissionError(f"{path}: you may not read this file ({error})") from error
     except _ERRORS as error:
-        raise _damaged(path, error) from error
+        raise damaged(path, error) from error
 
 
-def _damaged(path: Path, error: Exception) -> OSError:
+def damaged(path: Path, error: Exception) -> OSError:
+    """Return what to raise for a file that HDF5 stumbles over."""
     return OSError(f"{path}: not a whole HDF5 file; make or copy it again ({error})")
 
 
-def _dataset(file: h5py.File, path: Path, name: str | None) -> h5py.Dataset:
-    """Return a dataset that lies in the file itself."""
+def dataset_in(file: h5py.File, path: Path, name: str | None) -> h5py.Dataset:
+    """Return a dataset that lies in the file itself; for None, the only one. Raises ValueError."""
     import h5py
 
     if name is None or name not in file:

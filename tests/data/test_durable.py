@@ -1,4 +1,4 @@
-"""Files of the mesh-tangling example are the old or the new at any moment, and whole, or refused.
+"""Files are the old or the new at any moment, and whole, or refused.
 
 They need no MPI; the process that is killed is one of their own.
 """
@@ -11,29 +11,29 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import pytest
 import torch
 
-from examples.mesh_tangling import durable, store
-from examples.mesh_tangling.durable import (
+from distconv.data import durable
+from distconv.data.durable import (
     DamagedFile,
     check_room,
-    previous_of,
     read_checksummed,
     remove_partial,
-    set_aside_damaged,
     write_atomically,
     write_checksummed,
 )
+from examples.mesh_tangling import store
 from examples.mesh_tangling.generate import generate
 from tests.support.mesh_runs import REPOSITORY, files_up_to
 
 
 def write(path: Path, content: bytes) -> None:
-    """Write a checksummed file, keeping the one before."""
-    write_checksummed(path, lambda file: file.write(content), previous_of(path))
+    """Write a checksummed file."""
+    write_checksummed(path, lambda file: file.write(content))
 
 
 @pytest.fixture
@@ -104,46 +104,28 @@ def test_planted_links_are_not_followed(tmp_path: Path, monkeypatch: pytest.Monk
     assert read_checksummed(tmp_path / "a.pt") == b"content"
 
 
-def test_the_file_before_is_kept_with_and_without_hard_links(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_write_leaves_the_old_content(tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
-    before = tmp_path / "a.previous.pt"
-    write(path, b"1")
-    assert not before.exists()
-    write(path, b"2")
-    assert (read_checksummed(path), read_checksummed(before)) == (b"2", b"1")
+    write_atomically(path, lambda file: file.write(b"old"))
 
-    def none(old: object, new: object) -> None:
-        raise PermissionError(1, "Operation not permitted")
+    def interrupted(file: BinaryIO) -> None:
+        file.write(b"half of the n")
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(os, "link", none)
-    write(path, b"3")
-    assert (read_checksummed(path), read_checksummed(before)) == (b"3", b"2")
-    assert sorted(tmp_path.iterdir()) == [before, path]
-
-
-def test_a_damaged_file_does_not_take_the_place_of_the_one_before(tmp_path: Path) -> None:
-    path = tmp_path / "a.pt"
-    write(path, b"1")
-    write(path, b"2")
-    set_aside_damaged(path)
-    assert read_checksummed(path) == b"2"
-    path.write_bytes(path.read_bytes()[:-1])
-    set_aside_damaged(path)
-    write(path, b"3")
-    assert read_checksummed(path) == b"3" and read_checksummed(previous_of(path)) == b"1"
-    assert (tmp_path / "a.damaged.pt").exists()
+    with pytest.raises(KeyboardInterrupt):
+        write_atomically(path, interrupted)
+    assert path.read_bytes() == b"old"
+    write_atomically(path, lambda file: file.write(b"new"))
+    assert path.read_bytes() == b"new"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_what_killed_writers_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
-    path = tmp_path / "a[1].pt"
-    write(path, b"1")
-    for name in ("a[1].pt.0123.partial", "a[1].previous.pt.0123.partial"):
+    write(tmp_path / "a-1.pt", b"1")
+    for name in ("a-1.pt.0123.partial", "a-2.pt.0123.partial", "b-1.pt.0123.partial"):
         (tmp_path / name).touch()
-    (tmp_path / "a1.pt.0123.partial").touch()
-    remove_partial(path)
-    assert sorted(tmp_path.iterdir()) == [tmp_path / "a1.pt.0123.partial", path]
+    remove_partial(tmp_path, "a-*.pt")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a-1.pt", "b-1.pt.0123.partial"]
 
 
 @pytest.mark.parametrize("tensors", [1, 100])
@@ -152,7 +134,7 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path: Path, tensor
     write(path, b"old")
     state = {str(place): torch.zeros(200_000 // tensors) for place in range(tensors)}
     with files_up_to(100_000), pytest.raises(OSError, match="a.pt cannot be written: .*free space"):
-        write_checksummed(path, lambda file: torch.save(state, file), previous_of(path))
+        write_checksummed(path, lambda file: torch.save(state, file))
     assert read_checksummed(path) == b"old"
     assert list(tmp_path.iterdir()) == [path]
 
@@ -202,7 +184,7 @@ KILLED = """
 import os, random, signal, sys, time
 from pathlib import Path
 import torch
-from examples.mesh_tangling.durable import previous_of, read_checksummed, write_checksummed
+from distconv.data.durable import read_checksummed, write_checksummed
 
 torch.set_num_threads(1)
 path, draw, seen = Path(sys.argv[1]), random.Random(0), set()
@@ -210,7 +192,7 @@ state = {"number": 0, "weight": torch.zeros(20_000)}
 
 def write():
     state["number"] += 1
-    write_checksummed(path, lambda file: torch.save(state, file), previous_of(path))
+    write_checksummed(path, lambda file: torch.save(state, file))
 
 write()
 for turn in range(60):
@@ -226,8 +208,6 @@ for turn in range(60):
     os.waitpid(child, 0)
     read_checksummed(path)
     state = torch.load(path, weights_only=True)
-    if previous_of(path).exists():
-        read_checksummed(previous_of(path))
     seen.add(state["number"])
 print(len(seen))
 """

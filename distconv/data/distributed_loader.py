@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from distconv.comm.checksums import CURE, checksum, differing, due
+from distconv.data.errors import DataError, in_step, on_rank_zero
 from distconv.data.layouts import batch_cuts
-from distconv.data.together import DataError, in_step, on_rank_zero
 from distconv.geometry.layout import Layout, block, rank_box
 from distconv.grid.process_grid import ProcessGrid
 from distconv.tensor.dist_tensor import DistTensor

@@ -1,0 +1,95 @@
+"""Mesh states from an HDF5 file laid out as `store`, every rank reading its own box."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import distconv as dc
+from distconv.data.errors import check_alike
+
+from . import store
+
+LIMIT = 5.0
+"""Normalised states are clipped to this many deviations: a zone that has folded over can be
+hundreds of them away, and would drown all others in a batch norm's statistics."""
+
+Batch = tuple[dc.DistTensor, dc.DistTensor]
+
+
+class MeshTanglingData(dc.data.Dataset):
+    """The samples of one file: normalised states (batch, 18, S, S), and targets (batch, 1, S, S)
+    that are 1 where the mesh tangles and 0 elsewhere. Opening it is collective.
+
+    Args:
+        path: the HDF5 file; every rank of the grid opens it.
+        grid: the process grid; its axes of the same name cut the dimensions of a mini-batch.
+        dtype: the type of the tensors.
+        normalise_as: take the mean and deviation of each channel from these data. A validation
+            set has to be normalised as its training set was.
+
+    Attributes:
+        size: zones along each side of the mesh.
+        checksummed: whether the file has checksums, so that damage is noticed when it is read.
+
+    Raises:
+        DataError: on every rank, for a file that is missing, truncated or mis-shaped on any, or
+            is not the same on all.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        grid: dc.ProcessGrid,
+        dtype: torch.dtype = torch.float32,
+        normalise_as: MeshTanglingData | None = None,
+    ) -> None:
+        self.path, self.dtype = Path(path), dtype
+        found = dc.data.together(grid, lambda: store.describe(self.path))
+        digest = hashlib.sha256(found.mean.tobytes() + found.deviation.tobytes()).hexdigest()[:16]
+        facts = {f"checksum of the statistics of {self.path.name}": digest}
+        check_alike(grid, facts, f"Give all ranks the same {self.path.name}.")
+        self.size, self.checksummed = found.size, found.checksummed
+        own = dc.data.Normalize(found.mean, found.deviation, LIMIT)
+        self.normalize: dc.data.Normalize = normalise_as.normalize if normalise_as else own
+        super().__init__(
+            self.path,
+            grid,
+            inputs="state",
+            targets="tangled",
+            dtype={"state": dtype, "tangled": dtype},
+            transform={"state": self.normalize},
+        )
+
+    def batches(self, samples_of_batches: Iterable[Sequence[int]]) -> dc.data.Loader:
+        """Return a mini-batch for each sequence of sample numbers. Collective."""
+        return dc.data.Loader(self, batch_sampler=samples_of_batches)
+
+    def channel(self, sample: int, name: str) -> np.ndarray:
+        """Return one channel of one state, whole and as it is in the file: (S, S). Not
+        collective.
+        """
+        channel = [channel.name for channel in store.CHANNELS].index(name)
+        state = self.fields["state"]
+        values = np.empty((1, self.size, self.size), state.dtype)
+        state.read_into(values, sample, dc.Box((channel, 0, 0), (channel + 1, *values.shape[1:])))
+        return values[0]
+
+
+def check_batch_size(batch_size: int, data: MeshTanglingData) -> None:
+    """Raise `ValueError` unless `data` can be trained on in mini-batches of this size."""
+    if batch_size > data.samples:
+        raise ValueError(
+            f"batch size {batch_size} is larger than the {data.samples} samples of {data.path}; "
+            f"choose at most {data.samples}, or generate more samples"
+        )
+    parts = data.grid.shape["sample"]
+    if batch_size < parts:
+        raise ValueError(
+            f"batch size {batch_size} leaves some of the sample={parts} parts of the grid without "
+            f"a sample; choose at least {parts}, or cut over fewer samples and more rows or columns"
+        )

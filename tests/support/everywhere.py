@@ -1,0 +1,26 @@
+"""What a test does on one rank, and what it sees on all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from mpi4py import MPI
+
+from distconv.data import DataError
+
+WORLD = MPI.COMM_WORLD
+
+
+def on_rank_zero(action: Callable[[], object]) -> None:
+    """Run `action` on rank 0, and let the others wait for it."""
+    if WORLD.rank == 0:
+        action()
+    WORLD.barrier()
+
+
+def fails_everywhere(action: Callable[[], object], message: str) -> None:
+    """Assert that `action` raises DataError on every rank, with one message that matches."""
+    with pytest.raises(DataError, match=message) as caught:
+        action()
+    assert len(set(WORLD.allgather(str(caught.value)))) == 1
