@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from distconv.data.checkpoint import checkpoints_in
 from tests.support.jobs import end_of, mpiexec, started, torchrun
 from tests.support.mesh_runs import LIMIT, REPOSITORY, arguments, write_file
 
@@ -21,7 +22,7 @@ MODULE = ["-m", "examples.mesh_tangling.train"]
 def results(output: Path) -> tuple[list[float], dict[str, Any]]:
     """The losses of all steps, and the parameters after the last."""
     history = json.loads((output / "metrics.json").read_text())["history"]
-    state = torch.load(output / "checkpoint.pt", weights_only=True)["model"]
+    state = torch.load(checkpoints_in(output)[0], weights_only=True)["model"]
     return [loss for epoch in history for loss in epoch["step_losses"]], state
 
 
@@ -44,12 +45,13 @@ def test_torchrun_trains_to_the_numbers_of_mpiexec(tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
+from distconv.data.checkpoint import checkpoints_in
 from examples.mesh_tangling import train
 
 def killing(progress, loss, samples, step=train.Progress.step):
     # In the second epoch, before the second checkpoint, and not again.
     if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        if (Path({output!r}) / "checkpoint.pt").exists():
+        if checkpoints_in(Path({output!r})):
             os.kill(os.getpid(), signal.SIGKILL)
     step(progress, loss, samples)
 
