@@ -220,7 +220,7 @@ def test_a_writer_that_is_killed_at_any_moment_leaves_whole_files(tmp_path: Path
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=110,
     )
     assert end.returncode == 0, end.stderr[-2000:]
     assert int(end.stdout) > 5
