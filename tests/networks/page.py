@@ -17,16 +17,16 @@ INTRODUCTION = """\
 # Networks, losses and metrics of other packages
 
 This page is measured, not written: by `make networks`, which runs each case forward and backward in
-float64 on 2 and on 4 ranks, cut in space, and compares outputs, input gradients and parameter
+float64 on several ranks, cut in space, and compares outputs, input gradients and parameter
 gradients with the serial run.
 
 - **right**: they are equal to rounding.
 - **refused**: `UnsupportedOperation` on every rank, before any message; the reasons are below.
 - **wrong**, **error**, **hang**: not so.
 
-*Redistributed* are the bytes, over all ranks, that a forward pass on 4 ranks moves beyond halos and
-reductions, as counted by `dc.redistributions()`, and the operator that moves most of them; *input*
-are those of the inputs.
+*Redistributed* are the bytes, over all ranks, that a forward pass on the most ranks moves beyond
+halos and reductions, as counted by `dc.redistributions()`, and the operator that moves most of
+them; *input* are those of the inputs.
 """
 
 Results = dict[int, dict[str, dict[str, Any]]]
