@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -51,19 +52,17 @@ def open_store(comm: Communicator) -> Store:
     from torch.distributed import TCPStore
 
     store: Store = None
-    mine = socket.gethostname()
+    hosts = comm.allgather(socket.gethostname())
+    # The name of a single machine may be unknown to itself.
+    first = hosts[0] if len(set(hosts)) > 1 else "localhost"
     if comm.rank == 0:
-        try:
-            store = TCPStore(mine, 0, None, True, _REACH, wait_for_workers=False)
-        except RuntimeError:
-            pass
-    host, port = comm.bcast((mine, None if store is None else store.port))
+        with suppress(RuntimeError):
+            store = TCPStore(first, 0, None, True, _REACH, wait_for_workers=False)
+    port = comm.bcast(None if store is None else store.port)
     if comm.rank and port is not None:
-        try:
-            there = "localhost" if host == mine else host
+        there = "localhost" if hosts[comm.rank] == hosts[0] else first
+        with suppress(RuntimeError):
             store = TCPStore(there, port, None, False, _REACH, wait_for_workers=False)
-        except RuntimeError:
-            pass
     return store
 
 

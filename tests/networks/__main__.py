@@ -1,8 +1,8 @@
 """Try networks, losses and metrics of other packages, and write docs/networks.md: `make networks`.
 
-The cases run in jobs on 2 and on 4 ranks, or on those that `--ranks` names. A case that ends its job,
-or that takes too long, is noted, and a new job goes on with the next one. The exit code says whether
-a case was wrong, hung or raised an error.
+The cases run in jobs on 2 and on 4 ranks, or on those that `--ranks` names. A case that ends its
+job, or that takes too long, is noted, and a new job goes on with the next one. The exit code says
+whether a case was wrong, hung or raised an error.
 """
 
 from __future__ import annotations

@@ -14,6 +14,8 @@ from mpi4py import MPI
 import distconv as dc
 from distconv.grid import communicators
 from distconv.transport.interface import Transport
+from distconv.transport.torch_groups import open_store
+from distconv.transport.world import world
 from tests.grid.test_abort import job
 
 WORLD = MPI.COMM_WORLD
@@ -49,6 +51,16 @@ def test_messages_arrive_whatever_the_order_of_waiting(dtype: torch.dtype) -> No
             request.wait()
             for rank, landing in arriving:
                 assert landing.eq(torch.tensor(10.0 * i + rank).to(dtype)).all()
+
+
+@pytest.mark.parallel([2])
+def test_ranks_of_one_machine_meet_though_it_does_not_know_its_name(monkeypatch) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "no-such-machine.invalid")
+    store = open_store(world())
+    assert store is not None
+    store.set(f"rank {WORLD.rank}", "here")
+    assert store.get(f"rank {1 - WORLD.rank}") == b"here"
+    WORLD.barrier()
 
 
 @pytest.mark.parallel([2])
