@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import distconv as dc
-from distconv.transport import nccl
 
 
 @pytest.fixture(autouse=True)
@@ -15,12 +14,10 @@ def _gpu() -> None:
         pytest.skip("needs a GPU, and to be let see it: make gpu")
 
 
-@pytest.fixture(params=["mpi", "nccl"])
+@pytest.fixture(params=["torch", "mpi", "nccl"])
 def grid(request: pytest.FixtureRequest) -> dc.ProcessGrid:
     """All ranks along the height, with each transport that they can have."""
-    automatic = dc.ProcessGrid(height=-1)
-    if request.param == automatic.transport.name:
-        return automatic
-    if request.param == "nccl":
-        pytest.skip(f"nccl: {nccl.why_unavailable() or 'ranks share a GPU'}")
-    return dc.ProcessGrid(height=-1, transport=request.param)
+    try:
+        return dc.ProcessGrid(height=-1, transport=request.param)
+    except ValueError as error:
+        pytest.skip(str(error))
