@@ -43,11 +43,10 @@ check: lint
 	$(RUN) $(LIMIT) 600 $(BIN)/python -m pytest -q --capture=sys tests/geometry tests/test_floors.py || status=1; \
 	exit $$status
 
-# Folders with tests that launch jobs of their own, which mostly wait, in two halves.
-GRID_JOBS := tests/comm tests/grid
-TOOL_JOBS := tests/examples tests/tools
+# Folders with tests that launch jobs of their own, which mostly wait.
+JOBS := tests/comm tests/examples tests/grid tests/tools
 
-# One launch for each number of ranks. On a single rank three at a time: two of them wait for jobs.
+# One launch for each number of ranks. On a single rank two at a time: one of them waits for jobs.
 test: $(VENV)/ready
 	@status=0; \
 	for n in $(RANKS); do \
@@ -55,17 +54,13 @@ test: $(VENV)/ready
 	  $(RUN) $(REST) $(LIMIT) 1500 $(BIN)/mpiexec -n $$n $(BIN)/python -m pytest -q --capture=sys -m "parallel[match]" || status=1; \
 	done; \
 	alone="$(RUN) $(REST) $(LIMIT) 1500 $(BIN)/python -m pytest -q --capture=sys"; \
-	logs=$$(mktemp -d); \
-	env $$alone -m "parallel[match]" $(GRID_JOBS) >$$logs/grids 2>&1 & grids=$$!; \
-	env $$alone -m "parallel[match]" $(patsubst %,--ignore=%,$(GRID_JOBS) $(TOOL_JOBS)) >$$logs/others 2>&1 & others=$$!; \
-	trap "kill $$grids $$others" INT TERM; \
-	echo "== 1 rank, jobs of examples and tools"; \
-	env $$alone -m "parallel[match]" $(TOOL_JOBS) || status=1; \
-	wait $$grids || status=1; \
-	echo "== 1 rank, jobs of grids"; cat $$logs/grids; \
-	wait $$others || status=1; \
-	echo "== 1 rank, the others"; cat $$logs/others; \
-	rm -r $$logs; \
+	others=$$(mktemp); \
+	env $$alone -m "parallel[match]" $(JOBS:%=--ignore=%) >$$others 2>&1 & \
+	trap "kill $$!" INT TERM; \
+	echo "== 1 rank, jobs"; \
+	env $$alone -m "parallel[match]" $(JOBS) || status=1; \
+	wait $$! || status=1; \
+	echo "== 1 rank, the others"; cat $$others; rm $$others; \
 	exit $$status
 
 # Which torch functions are supported, as docs/coverage.md has it.

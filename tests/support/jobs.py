@@ -23,7 +23,7 @@ SHARED_CORES = {
 }
 """Variables of ranks that are more than the cores; see Makefile."""
 
-LIMIT = 60
+LIMIT = 100
 """Seconds after which a job counts as hanging."""
 
 
