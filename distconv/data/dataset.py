@@ -22,7 +22,7 @@ from distconv.grid.process_grid import ProcessGrid
 from distconv.tensor.dist_tensor import DistTensor
 
 Transform: TypeAlias = Callable[[Tensor, Box], Tensor]
-"""What is done to a block of a mini-batch, which lies at the box: returns one of the same shape."""
+"""A function of a block of a mini-batch and the box where it lies, to a block of the same shape."""
 
 Batch: TypeAlias = Any
 """A DistTensor where the samples have one field, and a tuple of them where they have several."""

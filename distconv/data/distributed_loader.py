@@ -40,7 +40,7 @@ def distribute(
 
 
 class DistributedLoader:
-    """What `distribute` returns: iterated in every epoch, by all ranks together.
+    """The mini-batches of another loader on a grid; all ranks go through each epoch together.
 
     A loop raises DataError on every rank where one cannot load its samples, or has others than the
     ranks that share them.

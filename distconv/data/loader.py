@@ -16,7 +16,7 @@ from distconv.grid.process_grid import ProcessGrid
 
 @dataclass(frozen=True)
 class Traffic:
-    """What reading has cost this rank so far.
+    """The cost of reading on this rank so far.
 
     Attributes
     ----------

@@ -32,7 +32,7 @@ _LONGEST = timedelta(days=365)
 
 
 class _Store:
-    """What this process has made so far."""
+    """The communicators, transports and orders that this process has made so far."""
 
     def __init__(self) -> None:
         self.communicators: dict[tuple[str, tuple[int, ...]], Communicator] = {}

@@ -35,7 +35,7 @@ def with_opposites(numbers: Sequence[int]) -> np.ndarray:
 
 
 class ObjectCommunicator(Protocol):
-    """What `ProcessGrid.comm` has in any case, by mpi4py's names: small objects among its ranks.
+    """The part of mpi4py's communicators that `ProcessGrid.comm` has in any case: small objects.
 
     All of them call each method together, and in one order.
     """

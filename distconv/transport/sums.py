@@ -17,13 +17,13 @@ _ADDED = {
     torch.int32,
     torch.int64,
 }
-"""What NCCL and gloo add up."""
+"""The types that NCCL and gloo add up."""
 
 _WIDER = SUM_TYPES | {torch.int16: torch.int32}
 
 
 class Summand(NamedTuple):
-    """What is added up in place of a tensor."""
+    """The numbers that are added up in place of a tensor."""
 
     numbers: Tensor
     """The tensor itself, its real and imaginary parts, or a copy in a wider type."""

@@ -1,4 +1,4 @@
-"""What a checkpoint of this example has to hold beside what any has, and how large it gets."""
+"""The settings and history in a checkpoint of this example, and how large it gets."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ _KINDS = {"state": "f", "tangled": "biu"} | dict.fromkeys(_STATISTICS, "f")
 
 @dataclass(frozen=True)
 class Description:
-    """What is in a file, without the samples.
+    """The description of a file, without the samples.
 
     Attributes:
         samples: number of samples.

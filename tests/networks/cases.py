@@ -1,4 +1,4 @@
-"""What a case is: a module of a third party, and the inputs with which it is tried."""
+"""Cases: modules of third parties, and the inputs with which they are tried."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ them; *input* are those of the inputs.
 """
 
 Results = dict[int, dict[str, dict[str, Any]]]
-"""What has become of each case, by the number of ranks and the case's key."""
+"""The result of each case, by the number of ranks and the case's key."""
 
 
 def write(results: Results) -> None:

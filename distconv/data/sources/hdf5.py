@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import h5py
 
 _ERRORS = (OSError, RuntimeError, KeyError, ValueError, TypeError, AttributeError)
-"""What h5py raises for files that are damaged, depending on where they are."""
+"""The errors that h5py raises for damaged files, depending on where they are damaged."""
 
 
 class HDF5Source(Source):

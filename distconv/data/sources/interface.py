@@ -1,4 +1,4 @@
-"""What a source of samples is: one array, of which any box of any sample can be read."""
+"""The interface of sources: one array, of which any box of any sample can be read."""
 
 from __future__ import annotations
 
