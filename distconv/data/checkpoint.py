@@ -26,8 +26,7 @@ from distconv.data.durable import (
     write_checksummed,
 )
 from distconv.data.errors import DataError, bytes_of_rank_zero, on_rank_zero, together
-from distconv.grid.interface import Grid
-from distconv.model.gradient_reduction import reduction_of
+from distconv.model.gradient_reduction import required_reduction
 from distconv.model.state_dicts import full_state_dict, load_full_state_dict
 
 FORMAT = 1
@@ -37,11 +36,11 @@ _NAME = "checkpoint-{step:010d}.pt"
 _NAMES = re.compile(r"checkpoint-(\d{10,})\.pt")
 
 _PARTS = {"step": int, "model": dict, "random": Tensor, "extra": dict}
-"""What every checkpoint has, and of which types."""
+"""The parts of every checkpoint, and their types."""
 
 
 class Stateful(Protocol):
-    """What has a state of plain values: a scheduler, or a Loader."""
+    """An object with a state of plain values: a scheduler, or a Loader."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state."""
@@ -52,7 +51,7 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What `load_checkpoint` has found.
+    """The checkpoint that `load_checkpoint` has found.
 
     Attributes
     ----------
@@ -98,7 +97,7 @@ def save_checkpoint(
         On every rank, where the file cannot be written, or holds objects that `torch.load` with
         weights_only would refuse. The checkpoints that there were remain.
     """
-    grid = _grid_of(model)
+    grid = required_reduction("save_checkpoint", model).grid
     folder = Path(folder)
     state: dict[str, Any] = {
         "format": FORMAT,
@@ -160,7 +159,7 @@ def load_checkpoint(
         On every rank, where there is no whole checkpoint, or it is one of another model, optimizer,
         scheduler or loader. What was given may then be changed in part.
     """
-    grid = _grid_of(model)
+    grid = required_reduction("load_checkpoint", model).grid
     content = b""
 
     def read() -> Path | None:
@@ -203,13 +202,6 @@ def checkpoints_in(folder: Path) -> list[Path]:
     """Return the checkpoints in a folder, the newest first."""
     found = [path for path in folder.glob("checkpoint-*.pt") if _step_of(path) >= 0]
     return sorted(found, key=_step_of, reverse=True)
-
-
-def _grid_of(model: nn.Module) -> Grid:
-    reduction = reduction_of(model)
-    if reduction is None:
-        raise ValueError("a checkpoint is of a parallelized module; call parallelize(model, grid)")
-    return reduction.grid
 
 
 def _make(folder: Path) -> None:

@@ -27,14 +27,12 @@ def block(size: int, parts: int, index: int) -> tuple[int, int]:
     return start, start + quotient + (index < remainder)
 
 
-def distinct_parts(
-    first: int, second: int, parts: int, steps: tuple[int, int] = (1, 1)
-) -> Iterator[int]:
+def distinct_parts(first: int, second: int, parts: int, steps: tuple[int, int]) -> Iterator[int]:
     """Yield the numbers of parts that stand for all, where two dimensions are cut alike.
 
-    Of those left out each has blocks as long as a part before it, and their positions, times
-    `steps`, are as far from each other. So many parts are looked at only where that distance
-    changes from each to the next.
+    A part left out is like one before it: as many elements of both dimensions, and the same
+    distance between the positions where they begin, times `steps`. Where that distance changes from
+    part to part, each is yielded.
 
     Parameters
     ----------
@@ -42,9 +40,9 @@ def distinct_parts(
     """
     edges = {0, 1, first % parts, second % parts, parts - 1, parts}
     for start, stop in pairwise(sorted(edge for edge in edges if edge <= parts)):
-        lengths = ((b - a) for a, b in (block(n, parts, start) for n in (first, second)))
-        drift = sum(step * n for step, n in zip((steps[0], -steps[1]), lengths, strict=True))
-        yield from (range(start, stop) if drift else (start,))
+        (a, b), (c, d) = block(first, parts, start), block(second, parts, start)
+        drifts = steps[0] * (b - a) != steps[1] * (d - c)
+        yield from range(start, stop) if drifts else (start,)
 
 
 def owning_part(size: int, parts: int, position: int) -> int:
@@ -113,8 +111,9 @@ class Layout:
 
     __slots__ = ("_cut",)
     dense: ClassVar[object] = None
-    """What else every layout is equal to: torch's word for a tensor that is not sparse, so that
-    code that asks a DistTensor whether it is dense hears that it is. Set where torch is known."""
+    """torch's word for the layout of tensors that are not sparse. Every layout is equal to it, so
+    that code that asks a DistTensor whether it is dense hears that it is. Set where torch is
+    known."""
     _cut: tuple[tuple[str, tuple[str, ...]], ...]
 
     def __init__(self, **dimensions: str | tuple[str, ...] | list[str] | None) -> None:

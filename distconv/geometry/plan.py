@@ -12,7 +12,7 @@ Index arithmetic only. Read backwards, a plan is the adjoint: the accumulation o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import product
@@ -117,23 +117,25 @@ class _Dimension:
     def targets(self, source: int) -> set[int]:
         """Return target parts, all among them that take elements from source part `source`."""
         start, stop = block(self.size, self.source_parts, source)
-        parts: set[int] = set()
-        for first, last in self.needs.dependents(self.size, start, stop) if start < stop else ():
-            a, b = max(first, 0), min(last, self.outputs)
-            if a < b:
-                low = owning_part(self.outputs, self.target_parts, a)
-                parts.update(range(low, owning_part(self.outputs, self.target_parts, b - 1) + 1))
-        return parts
+        if start == stop:
+            return set()
+        dependents = self.needs.dependents(self.size, start, stop)
+        return _parts_meeting(self.outputs, self.target_parts, dependents)
 
     def sources(self, target: int) -> set[int]:
         """Return the source parts from which target part `target` takes elements."""
-        parts: set[int] = set()
-        for first, last in self.intervals(target):
-            a, b = max(first, 0), min(last, self.size)
-            if a < b:
-                low = owning_part(self.size, self.source_parts, a)
-                parts.update(range(low, owning_part(self.size, self.source_parts, b - 1) + 1))
-        return parts
+        return _parts_meeting(self.size, self.source_parts, self.intervals(target))
+
+
+def _parts_meeting(size: int, parts: int, intervals: Iterable[Interval]) -> set[int]:
+    """Return the parts of `size` positions that hold any in the intervals, which may reach out."""
+    meeting: set[int] = set()
+    for first, last in intervals:
+        a, b = max(first, 0), min(last, size)
+        if a < b:
+            stop = owning_part(size, parts, b - 1) + 1
+            meeting.update(range(owning_part(size, parts, a), stop))
+    return meeting
 
 
 @lru_cache(maxsize=16384)

@@ -45,6 +45,21 @@ def reduction_of(module: nn.Module) -> GradientReduction | None:
     return reduction if reduction is not None and reduction.covers(module) else None
 
 
+def required_reduction(caller: str, module: nn.Module) -> GradientReduction:
+    """Return the `GradientReduction` of a module; raise `ValueError` where it is not parallelized.
+
+    Parameters
+    ----------
+    caller: the name of whoever needs it, for the message.
+    """
+    reduction = reduction_of(module)
+    if reduction is None:
+        raise ValueError(
+            f"{caller}: the module is not parallelized; call parallelize(module, grid) before"
+        )
+    return reduction
+
+
 class GradientReduction:
     """Hooks on the parameters of one module that add up their gradients over a grid."""
 

@@ -16,7 +16,12 @@ from torch.nn.parameter import is_lazy
 from distconv.comm.collectives import broadcast
 from distconv.geometry.layout import Layout
 from distconv.grid.process_grid import ProcessGrid
-from distconv.model.gradient_reduction import REDUCTION_ATTRIBUTE, GradientReduction, reduction_of
+from distconv.model.gradient_reduction import (
+    REDUCTION_ATTRIBUTE,
+    GradientReduction,
+    reduction_of,
+    required_reduction,
+)
 from distconv.model.input_layouts import match_layouts, redistribute_inputs
 from distconv.model.sharding import shard_weights
 from distconv.model.wrappers import check_unwrapped, refuse_wrappers_around
@@ -112,9 +117,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     price of one reduction. Until then a gradient that the program sets is a part, too. All ranks
     enter it together; `module` has been parallelized.
     """
-    reduction = reduction_of(module)
-    if reduction is None:
-        raise ValueError("no_sync: the module is not parallelized; call parallelize(module, grid)")
+    reduction = required_reduction("no_sync", module)
     before, reduction.enabled = reduction.enabled, False
     try:
         yield

@@ -16,16 +16,13 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from distconv.comm.collectives import all_reduce_with_grad
 from distconv.comm.replication import replicated_on_paths
-from distconv.geometry.layout import Cuts, replicating_axes
-from distconv.grid.interface import Grid
 from distconv.ops.support.operands import common_grid
 from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor, as_parameter
 from distconv.tensor.nested import Tensors, as_list, shards_of
 from distconv.tensor.ownership import started_at
-from distconv.tensor.recording import gradient_seed
+from distconv.tensor.recording import gradient_seed, whole_gradient
 from distconv.tensor.redistribution import redistribute
 
 GradientArguments = Tensor | Sequence[Tensor | None] | None
@@ -130,18 +127,13 @@ def grad(
             return part
         if isinstance(x, DistTensor):
             # A replicated leaf adds up its gradient by itself.
-            total = part if x.sums_gradient else _total(part, x.cuts, grid)
+            total = part if x.sums_gradient else whole_gradient(part, x.cuts, grid)
             return DistTensor(total, x.shape, x.cuts, grid)
         cuts = ((),) * x.dim()
-        total = _total(part, cuts, grid)
+        total = whole_gradient(part, cuts, grid)
         return DistTensor(total, x.shape, cuts, grid) if create_graph else total
 
     return tuple(map(whole, wanted, gradients, ways))
-
-
-def _total(part: Tensor, cuts: Cuts, grid: Grid) -> Tensor:
-    """Return the gradient of a tensor cut by `cuts`, of which every replica has a part."""
-    return all_reduce_with_grad(part, grid, replicating_axes(cuts, grid.topology))
 
 
 @implements(torch.Tensor.register_hook)
@@ -158,7 +150,7 @@ def register_hook(
     def on_shard(part: Tensor | None) -> Tensor | None:
         # A rank without a part takes part in the sum, for the sake of the others.
         own = torch.zeros(block, dtype=dtype, device=device) if part is None else part
-        total = own if leaf else _total(own, cuts, grid)
+        total = own if leaf else whole_gradient(own, cuts, grid)
         changed = hook(None if part is None else DistTensor(total, shape, cuts, grid))
         if changed is None:
             return None

@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import _SingleLevelFunction
 
-from distconv.comm.collectives import all_reduce_with_grad
-from distconv.geometry.layout import Cuts, Shape, replicating_axes
+from distconv.geometry.layout import Cuts, Shape
 from distconv.grid.interface import Grid
 from distconv.ops.support.operands import common_grid
 from distconv.tensor.base import DistTensorBase
@@ -23,7 +22,12 @@ from distconv.tensor.dispatch import refuse
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.eager import run_eagerly
 from distconv.tensor.nested import shards_of, tensors_in
-from distconv.tensor.recording import ADVICE_FOR_FUNCTIONS, check_recorded, gradient_part
+from distconv.tensor.recording import (
+    ADVICE_FOR_FUNCTIONS,
+    check_recorded,
+    gradient_part,
+    whole_gradient,
+)
 
 
 class _Place(NamedTuple):
@@ -44,10 +48,9 @@ class _Place(NamedTuple):
         """Return the tensor of which this rank holds `shard`."""
         return DistTensor(shard, self.shape, self.cuts, self.grid) if self.distributed else shard
 
-    def whole_gradient(self, part: Tensor) -> Tensor:
+    def gradient(self, part: Tensor) -> Tensor:
         """Return the gradient of a distributed tensor, of which every replica has a part."""
-        axes = replicating_axes(self.cuts, self.grid.topology)
-        return self.tensor(all_reduce_with_grad(part, self.grid, axes))
+        return self.tensor(whole_gradient(part, self.cuts, self.grid))
 
 
 class _Context:
@@ -155,7 +158,7 @@ class _Call:
             for x, place in zip(node.saved_tensors, self._saved, strict=True)
         )
         gradients = (
-            part if place is None else place.whole_gradient(part)
+            part if place is None else place.gradient(part)
             for part, place in zip(parts, self._outputs, strict=True)
         )
         overridden = function.vjp is not Function.vjp

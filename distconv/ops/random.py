@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from distconv.comm.collectives import broadcast
 from distconv.grid.interface import Grid
+from distconv.ops.support.global_positions import global_numbers
 from distconv.ops.support.operands import broadcast_shape, local_operand
 from distconv.tensor.aliasing import check_writable
 from distconv.tensor.dispatch import RULES, implements, refuse
@@ -44,13 +45,8 @@ def _uniform(x: DistTensor, dims: int | None = None) -> Tensor:
     With `dims` given they differ along the first `dims` dimensions only.
     """
     dims = x.dim() if dims is None else min(dims, x.dim())
-    box = x.box
-    position = torch.zeros((), dtype=torch.int64, device=x.device)
-    for d in range(dims):
-        along = torch.arange(box.start[d], box.stop[d], device=x.device)
-        position = position.unsqueeze(-1) * x.shape[d] + along
     # Integer arithmetic wraps around modulo 2^64, as the generator wants it.
-    bits = (position + 1) * _GOLDEN + _key(x.grid)
+    bits = (global_numbers(x, dims) + 1) * _GOLDEN + _key(x.grid)
     for shift, factor in _MIX:
         bits = (bits ^ _right(bits, shift)) * factor
     bits = bits ^ _right(bits, 31)

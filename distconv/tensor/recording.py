@@ -10,6 +10,7 @@ from torch import Tensor
 
 from distconv.comm import replication
 from distconv.comm.checksums import CURE, due, names_of, unequal
+from distconv.comm.collectives import all_reduce_with_grad
 from distconv.geometry.layout import Cuts, Shape, cutting_axes, rank_box, replicating_axes
 from distconv.grid.interface import Grid
 from distconv.grid.whereabouts import operator_name, user_line
@@ -141,6 +142,14 @@ def gradient_part(gradient: Tensor, shape: Shape, cuts: Cuts, grid: Grid, operat
         )
     own = redistribute(gradient, cuts, operator).shard
     return own / replicas if replicas > 1 else own
+
+
+def whole_gradient(part: Tensor, cuts: Cuts, grid: Grid) -> Tensor:
+    """Return the gradient of a tensor cut by `cuts`, of which every replica has a part.
+
+    All ranks call it; the sum can be differentiated.
+    """
+    return all_reduce_with_grad(part, grid, replicating_axes(cuts, grid.topology))
 
 
 _GRAD_FN: Any = vars(torch._C.TensorBase)["grad_fn"].__get__

@@ -11,7 +11,7 @@ from math import isqrt, prod
 
 from distconv.geometry.topology import AXES
 from distconv.grid.interface import Grid
-from distconv.training.decay import check_count
+from distconv.training.checks import check_count
 
 
 def max_batch(samples: int) -> int:

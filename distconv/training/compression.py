@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from distconv.grid.process_grid import ProcessGrid
-from distconv.model.gradient_reduction import reduction_of
+from distconv.model.gradient_reduction import required_reduction
 from distconv.model.parallelize import no_sync
 from distconv.training.gradient_messages import GradientMessage, GradientPacking
 
@@ -46,11 +46,7 @@ class GradientCompression:
     """
 
     def __init__(self, model: nn.Module, wire: str = "bfloat16", *, error_feedback: bool = False):
-        reduction = reduction_of(model)
-        if reduction is None:
-            raise ValueError(
-                "GradientCompression: the model is not parallelized; call parallelize before"
-            )
+        reduction = required_reduction("GradientCompression", model)
         if wire not in _WIRES:
             raise ValueError(
                 f"GradientCompression: wire={wire!r} is unknown; choose {' or '.join(_WIRES)}"
@@ -59,7 +55,7 @@ class GradientCompression:
         self._model, self._grid = model, reduction.grid
         self._packing = GradientPacking(model, self._grid, _PURPOSE)
         self._left_out: dict[Kind, Tensor] = {}
-        """What has been rounded away of each kind of message."""
+        """The remainder of rounding for each kind of message."""
 
     def backward(self, loss: Tensor) -> None:
         """Compute the gradients of a step, in place of `loss.backward()`.

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from distconv.comm.checksums import Checked, possible, unequal
-from distconv.model.gradient_reduction import checked, reduction_of
+from distconv.model.gradient_reduction import checked, required_reduction
 from distconv.tensor.nested import tensors_in
 
 _PLAIN = (bool, int, float, str, tuple, list, type(None))
@@ -37,14 +37,10 @@ def assert_in_sync(model: nn.Module, optimizer: Optimizer | None = None) -> None
     ValueError
         Where the model is not parallelized.
     """
-    reduction = reduction_of(model)
-    if reduction is None:
-        raise ValueError(
-            "assert_in_sync: the model is not parallelized; call parallelize(model, grid)"
-        )
-    if not possible(reduction.grid):
+    grid = required_reduction("assert_in_sync", model).grid
+    if not possible(grid):
         return
-    found = unequal([*_of_model(model), *_of_optimizer(optimizer, model)], reduction.grid, True)
+    found = unequal([*_of_model(model), *_of_optimizer(optimizer, model)], grid, True)
     if found:
         raise RuntimeError(
             f"assert_in_sync: {found[0]} is not the same on all ranks: {found[1]}. Every rank has "

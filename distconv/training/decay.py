@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from math import cos, isfinite, pi
 from typing import ClassVar
 
+from distconv.training.checks import check_count
+
 
 class Decay(ABC):
     """A factor of the learning rate that is 1 at step 0, the first after the warm-up.
@@ -106,12 +108,6 @@ class Cosine(Decay):
     def factor(self, step: int, steps: int) -> float:
         """Return (1 + cos(pi * step / steps)) / 2."""
         return 0.5 * (1.0 + cos(pi * min(step, steps) / steps))
-
-
-def check_count(owner: str, name: str, value: object, least: int) -> None:
-    """Raise ValueError where a value is not an integer from `least` on."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{owner}: {name}={value!r} is no count; give an integer from {least} on")
 
 
 def _check_positive(owner: str, name: str, value: float) -> None:

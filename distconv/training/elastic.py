@@ -18,7 +18,7 @@ from distconv.comm.collectives import all_reduce_coalesced, broadcast
 from distconv.grid.process_grid import ProcessGrid
 from distconv.model.gradient_reduction import reduction_of
 from distconv.tensor.nested import shards_of
-from distconv.training.decay import check_count
+from distconv.training.checks import check_count
 
 
 class ElasticAveraging:

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from distconv.grid.process_grid import ProcessGrid
-from distconv.model.gradient_reduction import reduction_of
+from distconv.model.gradient_reduction import required_reduction
 from distconv.model.parallelize import no_sync
-from distconv.training.decay import check_count
+from distconv.training.checks import check_count
 from distconv.training.gradient_messages import GradientPacking
 
 _PURPOSE = "lagged gradients"
@@ -51,9 +51,7 @@ class GradientLag:
         cooldown_steps: int = 0,
         total_steps: int | None = None,
     ):
-        reduction = reduction_of(model)
-        if reduction is None:
-            raise ValueError("GradientLag: the model is not parallelized; call parallelize before")
+        reduction = required_reduction("GradientLag", model)
         check_count("GradientLag", "lag", lag, 1)
         check_count("GradientLag", "warmup_steps", warmup_steps, 0)
         check_count("GradientLag", "cooldown_steps", cooldown_steps, 0)

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from distconv.comm.collectives import all_reduce_, all_reduce_coalesced
-from distconv.geometry.layout import cutting_axes, replicating_axes
+from distconv.geometry.layout import cutting_axes
 from distconv.geometry.topology import AXES
-from distconv.model.gradient_reduction import reduction_of
+from distconv.model.gradient_reduction import axes_of_sum, required_reduction
 from distconv.model.parallelize import no_sync
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.nested import shards_of
-from distconv.training.decay import check_count
+from distconv.training.checks import check_count
 
 
 class NoiseScale:
@@ -50,9 +50,7 @@ class NoiseScale:
     """
 
     def __init__(self, model: nn.Module, *, decay: float = 0.95):
-        reduction = reduction_of(model)
-        if reduction is None:
-            raise ValueError("NoiseScale: the model is not parallelized; call parallelize before")
+        reduction = required_reduction("NoiseScale", model)
         if not 0 <= decay < 1:
             raise ValueError(f"NoiseScale: decay={decay!r} is none; give 0.95, say, at least 0")
         for name, p in model.named_parameters():
@@ -144,8 +142,7 @@ class NoiseScale:
         """Yield what is trained of each parameter here, and the axes along which others hold it."""
         for p in self._model.parameters():
             if p.requires_grad:
-                cuts = p.cuts if isinstance(p, DistTensor) else ()
-                yield shards_of(p)[0], replicating_axes(cuts, self._grid.topology)
+                yield shards_of(p)[0], axes_of_sum(p, self._grid)
 
     def _share(self, gradient: Tensor, axes: tuple[str, ...]) -> Tensor:
         """Return a squared norm, shared out among the ranks along `axes`, which all have it."""

@@ -14,7 +14,8 @@ from math import ceil, sqrt
 from torch import optim
 from torch.optim.lr_scheduler import LambdaLR
 
-from distconv.training.decay import Constant, Decay, check_count
+from distconv.training.checks import check_count
+from distconv.training.decay import Constant, Decay
 
 _BASE_RATES: dict[type[optim.Optimizer], float] = {
     optim.SGD: 1e-2,

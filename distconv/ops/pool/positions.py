@@ -11,6 +11,7 @@ from torch import Tensor
 from distconv.geometry.index_maps import Window
 from distconv.geometry.layout import Box
 from distconv.ops.support.constants import constant
+from distconv.ops.support.global_positions import unravel
 from distconv.tensor.dist_tensor import DistTensor
 
 
@@ -67,7 +68,7 @@ def renumber_positions(
     if rows_are_whole and starts[0] >= 0 and origin is None:
         return index + starts[0] * prod(plane[1:])
     number = torch.zeros_like(index)
-    coordinates = zip(_unravel(index, searched), starts, windows, origin or plane, strict=True)
+    coordinates = zip(unravel(index, searched), starts, windows, origin or plane, strict=True)
     for (local, start, window, first), size in zip(coordinates, plane, strict=True):
         position = local + start
         if start < 0:
@@ -75,12 +76,3 @@ def renumber_positions(
             position = torch.where(position < 0, position % window.dilation, position)
         number = number * size + (position if origin is None else position - first)
     return number
-
-
-def _unravel(number: Tensor, plane: Sequence[int]) -> list[Tensor]:
-    """Return the coordinates of row-major numbers in a plane."""
-    coordinates: list[Tensor] = []
-    for size in reversed(plane):
-        coordinates.insert(0, number % size)
-        number = number // size
-    return coordinates

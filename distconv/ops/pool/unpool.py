@@ -18,6 +18,7 @@ from distconv.comm.collectives import all_reduce
 from distconv.geometry.index_maps import IndexMap, Same, TransposedWindow
 from distconv.geometry.layout import Box, Shape, cutting_axes
 from distconv.ops.support.argument_forms import Sizes, accepts_unbatched, to_tuple
+from distconv.ops.support.global_positions import global_indices, unravel
 from distconv.ops.support.operands import as_distributed, box_on_rank, empty_block, uncut
 from distconv.tensor.dispatch import implements
 from distconv.tensor.dist_tensor import DistTensor
@@ -77,11 +78,11 @@ def _within(windows: list[TransposedWindow], where: DistTensor, plane: Shape) ->
     """
     if where.shard.is_meta:
         return True
-    box, own = where.box, where.shard.detach()
+    own = where.shard.detach()
     outside = (own < 0) | (own >= prod(plane))
-    for d, (window, position) in enumerate(zip(windows, _unravel(own, plane), strict=True), 2):
-        inputs = torch.arange(box.start[d], box.stop[d], device=own.device)
-        first = _along(inputs * window.stride - window.padding, d, own.dim())
+    inputs = global_indices(where)[2:]
+    for window, input, position in zip(windows, inputs, unravel(own, plane), strict=True):
+        first = input * window.stride - window.padding
         outside |= (position < first) | (position >= first + window.kernel)
     count = all_reduce(outside.sum(), where.grid, cutting_axes(where.cuts))
     return not count.item()
@@ -105,7 +106,7 @@ def _scatter(values: Tensor, index: Tensor, box: Box, plane: Shape) -> Tensor:
     inside = index >= 0
     own = torch.zeros_like(index)
     block = box.shape[2:]
-    for d, position in enumerate(_unravel(index, plane)):
+    for d, position in enumerate(unravel(index, plane)):
         local = position - box.start[d + 2]
         inside &= (local >= 0) & (local < block[d])
         own = own * block[d] + local
@@ -114,20 +115,6 @@ def _scatter(values: Tensor, index: Tensor, box: Box, plane: Shape) -> Tensor:
     places = torch.where(inside, own, beyond).flatten(2)
     made = values.new_zeros((*values.shape[:2], beyond + 1))
     return made.scatter(2, places, values.flatten(2))[:, :, :beyond].reshape(box.shape)
-
-
-def _unravel(index: Tensor, plane: Shape) -> list[Tensor]:
-    """Return the coordinates of row-major indices into a plane, one tensor for each dimension."""
-    coordinates = []
-    for size in reversed(plane):
-        coordinates.append(index % size)
-        index = index.div(size, rounding_mode="floor")
-    return coordinates[::-1]
-
-
-def _along(x: Tensor, dim: int, ndim: int) -> Tensor:
-    """Return a vector along one of `ndim` dimensions, to be broadcast over the others."""
-    return x.reshape([-1 if d == dim else 1 for d in range(ndim)])
 
 
 _unpool(F.max_unpool1d, 1)

@@ -16,6 +16,7 @@ from distconv.grid.interface import Grid
 from distconv.ops.reduce.sums import Dims, reduction_result
 from distconv.ops.shape.reshape import unsqueeze
 from distconv.ops.support.argument_forms import normalize_dim, normalize_dims
+from distconv.ops.support.global_positions import global_numbers
 from distconv.tensor.dispatch import RULES, implements
 from distconv.tensor.dist_tensor import DistTensor
 
@@ -153,14 +154,10 @@ def _arg(name: str, input: DistTensor, dim: int | None, keepdim: bool, largest: 
     over = tuple(range(input.dim()))
     _require_elements(name, input, over)
     axes = cutting_axes(input.cuts)
-    x, box = input.shard.detach(), input.box
+    x = input.shard.detach()
     value = _Extremum.apply(x, largest, over, input.grid, axes)
     attained = (x == value) | (x.isnan() & value.isnan())
-    position = torch.zeros((), dtype=torch.int64, device=x.device)
-    for d in over:
-        along = torch.arange(box.start[d], box.stop[d], device=x.device)
-        position = position.unsqueeze(-1) * input.shape[d] + along
-    position = torch.where(attained, position, input.numel())
+    position = torch.where(attained, global_numbers(input, input.dim()), input.numel())
     first = position.amin() if x.numel() else position.new_full((), input.numel())
     first = all_gather_with_grad(first, input.grid, axes).amin(0)
     return reduction_result(input, first.reshape((1,) * input.dim()), over, keepdim)

@@ -15,6 +15,7 @@ from distconv.ops.shape.pad import pad
 from distconv.ops.shape.rearrange import flip
 from distconv.ops.shape.reshape import expand, swapaxes
 from distconv.ops.support.argument_forms import as_sizes, normalize_dim, takes_sequence
+from distconv.ops.support.global_positions import unravel
 from distconv.ops.support.metadata_checks import any_type, check_on_meta
 from distconv.ops.support.operands import gather_whole
 from distconv.tensor.dispatch import implements, refuse
@@ -146,11 +147,7 @@ def unravel_index(indices: Tensor, shape: Any) -> tuple[Tensor, ...]:
     """Return the coordinates, in a tensor of this shape, of positions in row-major order."""
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
     check_on_meta(_unraveled, indices, sizes)
-    coordinates, rest = [], indices
-    for n in reversed(sizes):
-        coordinates.append(rest % n)
-        rest = rest.div(n, rounding_mode="floor")
-    return tuple(reversed(coordinates))
+    return tuple(unravel(indices, sizes))
 
 
 def _unraveled(indices: Tensor, sizes: tuple[int, ...]) -> Any:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from distconv.ops.shape.reshape import flatten
 from distconv.ops.support.argument_forms import normalize_dims
+from distconv.ops.support.global_positions import global_indices
 from distconv.ops.support.metadata_checks import any_type, check_on_meta
 from distconv.ops.support.operands import uncut
 from distconv.tensor.aliasing import check_writable, make_view
@@ -96,20 +97,9 @@ def trace(input: DistTensor) -> Tensor:
     """Return the sum of the diagonal of a matrix; each rank adds up what lies in its block."""
     if input.dim() != 2:
         raise RuntimeError(f"trace: expected a matrix, got the shape {tuple(input.shape)}")
-    rows, columns = _positions(input)
+    rows, columns = global_indices(input)
     shard = torch.where(rows == columns, input.shard, 0)
     return DistTensor(shard, input.shape, input.cuts, input.grid).sum()
-
-
-def _positions(x: DistTensor) -> list[Tensor]:
-    """Return the global indices along each dimension of this rank's block, to be broadcast to
-    it.
-    """
-    box = x.box
-    return [
-        torch.arange(start, stop, device=x.device).view(-1, *(1,) * (x.dim() - 1 - d))
-        for d, (start, stop) in enumerate(zip(box.start, box.stop, strict=True))
-    ]
 
 
 @implements(torch.Tensor.fill_diagonal_)
@@ -117,7 +107,7 @@ def fill_diagonal_(input: DistTensor, fill_value: float, wrap: bool = False) -> 
     """Write a number to the diagonal; with `wrap` it begins anew below a tall matrix's end."""
     check_on_meta(torch.Tensor.fill_diagonal_, input, fill_value, wrap)
     check_writable(input, "fill_diagonal_")
-    first, *others = _positions(input)
+    first, *others = global_indices(input)
     if wrap and input.dim() == 2:
         first = first % (input.shape[1] + 1)
     mask = torch.ones_like(input.shard, dtype=torch.bool)
