@@ -5,6 +5,8 @@ P_S ranks that share a sample. Models, optimizers and training loops stay those 
 """
 
 from distconv.training.advice import advise, max_batch
+from distconv.training.asynchronous_elastic import AsynchronousElastic
+from distconv.training.client import Worker
 from distconv.training.compression import GradientCompression
 from distconv.training.consistency import assert_in_sync
 from distconv.training.decay import (
@@ -16,19 +18,27 @@ from distconv.training.decay import (
     Polynomial,
     Step,
 )
+from distconv.training.downpour import Downpour
 from distconv.training.elastic import ElasticAveraging
 from distconv.training.lag import GradientLag
 from distconv.training.larc import LARC, LARS
 from distconv.training.noise_scale import NoiseScale
 from distconv.training.recipe import Recipe, base_rate, number_of_steps
+from distconv.training.requests import ServerLost
+from distconv.training.server import Report
+from distconv.training.serving import AllWorkersLost, serve, server_state
+from distconv.training.team import Team
 from distconv.training.workers import worker_grid
 
 __all__ = [
     "LARC",
     "LARS",
+    "AllWorkersLost",
+    "AsynchronousElastic",
     "Constant",
     "Cosine",
     "Decay",
+    "Downpour",
     "ElasticAveraging",
     "Exponential",
     "GradientCompression",
@@ -37,11 +47,17 @@ __all__ = [
     "NoiseScale",
     "Polynomial",
     "Recipe",
+    "Report",
+    "ServerLost",
     "Step",
+    "Team",
+    "Worker",
     "advise",
     "assert_in_sync",
     "base_rate",
     "max_batch",
     "number_of_steps",
+    "serve",
+    "server_state",
     "worker_grid",
 ]

@@ -1,0 +1,143 @@
+"""Elastic averaging by a server that holds the center, whenever a worker comes.
+
+Zhang, Choromanska, LeCun, "Deep learning with Elastic Averaging SGD", arXiv:1412.6651, algorithm 1.
+`ElasticAveraging` is the synchronous form, without a server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from distconv.training.checks import check_count
+from distconv.training.requests import Asking, Kind
+
+
+@dataclass(frozen=True)
+class AsynchronousElastic:
+    """Train workers apart, each tied by a spring to a center that a server holds.
+
+    In every `period`-th step of a worker, at x, the server moves the center by d = alpha (x -
+    center), and the worker moves by -d, before its optimizer's step. The center is what is learned.
+
+    Parameters
+    ----------
+    period: the number of steps of a worker from one pull to the next.
+    alpha: the strength of the springs, above 0 and below 1; 0.9 divided by the clients of a server
+        where it is not given.
+
+    Raises
+    ------
+    ValueError
+        Where a value is out of its range.
+    """
+
+    period: int = 1
+    alpha: float | None = None
+
+    def __post_init__(self) -> None:
+        check_count("AsynchronousElastic", "period", self.period, 1)
+        if self.alpha is not None and not 0 < self.alpha < 1:
+            raise ValueError(
+                f"AsynchronousElastic: alpha={self.alpha!r} is out of range; choose one above 0 "
+                "and below 1"
+            )
+
+    def rule(
+        self,
+        parameters: Sequence[Parameter],
+        buffers: Sequence[Tensor],
+        clients: int,
+        above: Asking | None,
+    ) -> ElasticRule:
+        """Return what the server does with what its clients bring."""
+        alpha = 0.9 / clients if self.alpha is None else self.alpha
+        client = self.client(parameters, buffers, None, above, 0) if above else None
+        return ElasticRule(parameters, alpha, client)
+
+    def client(
+        self,
+        parameters: Sequence[Any],
+        buffers: Sequence[Tensor],
+        optimizer: Optimizer | None,
+        server: Asking,
+        steps: int,
+    ) -> ElasticClient:
+        """Return what a client does in its steps."""
+        return ElasticClient(self, parameters, buffers, optimizer, server, steps)
+
+
+class ElasticClient:
+    """The steps of a client; see `DownpourClient`."""
+
+    def __init__(
+        self,
+        method: AsynchronousElastic,
+        parameters: Sequence[Any],
+        buffers: Sequence[Tensor],
+        optimizer: Optimizer | None,
+        server: Asking,
+        steps: int,
+    ):
+        self._period, self._server, self._optimizer = method.period, server, optimizer
+        self._parameters, self._buffers = parameters, buffers
+        self._samples = 0
+        self.steps = steps
+
+    def step(self, samples: int) -> None:
+        """Pull, where that is due, and take a step of the optimizer; no gradients are left."""
+        self.steps += 1
+        self._samples += samples
+        if self.steps % self._period == 0:
+            self._pull()
+        if self._optimizer is not None:
+            self._optimizer.step()
+        for p in self._parameters:
+            p.grad = None
+
+    def finish(self) -> None:
+        """Pull a last time."""
+        if self.steps % self._period:
+            self._pull()
+
+    def _pull(self) -> None:
+        brought = [p.detach() for p in self._parameters]
+        samples, self._samples = self._samples, 0
+        answer = self._server.ask(Kind.PULL, [*brought, *self._buffers], samples, self.steps)
+        for p, pull in zip(self._parameters, answer.tensors, strict=False):
+            if pull is not None:
+                p.detach().sub_(pull)
+
+
+class ElasticRule:
+    """What a server does with the parameters of a client: the center moves towards them."""
+
+    kinds = (Kind.PULL,)
+    waits = False
+    optimizer = scheduler = None
+
+    def __init__(self, parameters: Sequence[Parameter], alpha: float, client: ElasticClient | None):
+        self._parameters, self._alpha, self._client = parameters, alpha, client
+
+    def update(self, brought: Sequence[tuple[list[Tensor | None], int]]) -> list[Tensor | None]:
+        """Move the center; return by how much, which the client moves against it."""
+        [(theirs, samples)] = brought
+        pull: list[Tensor | None] = []
+        for center, x in zip(self._parameters, theirs, strict=True):
+            assert x is not None
+            moved = (x - center.detach()).mul_(self._alpha)
+            center.detach().add_(moved)
+            pull.append(moved)
+        if self._client is not None:
+            self._client.step(samples)
+        return pull
+
+    def finish(self) -> None:
+        """Tie the center to that of the server above a last time."""
+        if self._client is not None:
+            self._client.finish()

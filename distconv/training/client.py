@@ -1,0 +1,207 @@
+"""A worker at work: a replica that trains with the parameters of its server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import finalize
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from distconv.comm.collectives import broadcast
+from distconv.geometry.topology import AXES
+from distconv.grid.process_grid import ProcessGrid
+from distconv.model.gradient_reduction import reduction_of
+from distconv.tensor.dist_tensor import DistTensor
+from distconv.tensor.nested import shards_of
+from distconv.training.requests import Answer, Connection, Kind, ServerLost, Shards, joined
+from distconv.training.serving import Method, described, shards_of_model
+from distconv.training.team import Team
+from distconv.transport.link import Message
+
+
+class Worker:
+    """Train a model with the parameters of a server; all ranks of the worker make it together.
+
+    It begins with the server's parameters and buffers. Used as a context it tells the server at the
+    end that nothing more will come, or that this worker has failed. Workers may take different
+    numbers of steps.
+
+    Parameters
+    ----------
+    team: in which this rank is one of a worker.
+    model: has been parallelized on `team.grid`.
+    method: the same as the server's.
+    optimizer: steps with this worker's own gradients: with Downpour between two fetches, with
+        elastic averaging always.
+
+    Attributes
+    ----------
+    steps: how many this worker has taken, also before the server was started again.
+    samples: how many the server had got when it last answered.
+
+    Raises
+    ------
+    ValueError
+        Where the model is not parallelized on `team.grid`, or this rank is a server.
+    ServerLost
+        On every rank of the worker, where the server ends, here and in every call.
+    """
+
+    def __init__(
+        self, team: Team, model: nn.Module, method: Method, optimizer: Optimizer | None = None
+    ):
+        grid = team.grid
+        if grid is None:
+            raise ValueError("Worker: this rank is a server; call `serve` where team.serves")
+        reduction = reduction_of(model)
+        if reduction is None or reduction.grid != grid:
+            where = "not parallelized" if reduction is None else f"parallelized on {reduction.grid}"
+            raise ValueError(
+                f"Worker: the model is {where}; parallelize it on team.grid, which is {grid}"
+            )
+        shards = shards_of_model(model, team)
+        connection = Connection(team.above, shards, described(model, method))
+        self._server = _Together(connection, shards, grid, [*model.parameters(), *model.buffers()])
+        self._leave = finalize(self, _leave, connection, team.above)
+        leaves, buffers = (shards_of([*some]) for some in (model.parameters(), model.buffers()))
+        self._tensors = [*leaves, *buffers]
+        answer = self._server.ask(Kind.HELLO)
+        self._take(answer.tensors)
+        self.samples = answer.samples
+        self._client = method.client(leaves, buffers, optimizer, self._server, answer.steps)
+
+    @property
+    def steps(self) -> int:
+        """Return how many steps this worker has taken, also before the server started again."""
+        steps: int = self._client.steps
+        return steps
+
+    def step(self, samples: int = 1) -> None:
+        """Take a step by the method, after `backward()`; no gradients are left afterwards.
+
+        All ranks of the worker call it together.
+
+        Parameters
+        ----------
+        samples: of the mini-batch, over all ranks of this worker; they weight what is averaged.
+        """
+        self._client.step(samples)
+        self.samples = self._server.samples
+
+    def meet(self) -> None:
+        """Wait until all workers that are at work have come here, as at the end of an epoch."""
+        self._server.ask(Kind.MEET)
+        self.samples = self._server.samples
+
+    @contextmanager
+    def center(self) -> Iterator[None]:
+        """Give the model the server's parameters and buffers within the context.
+
+        The worker's own come back afterwards. With elastic averaging they are the center.
+        """
+        answer = self._server.ask(Kind.STATE)
+        own = [tensor.detach().clone() for tensor in self._tensors]
+        self._take(answer.tensors)
+        try:
+            yield
+        finally:
+            self._take(own)
+
+    def finish(self) -> None:
+        """Bring what has not been brought, and tell the server that nothing more will come."""
+        if self._leave.alive:
+            self._client.finish()
+            self._server.ask(Kind.DONE)
+            self._leave.detach()
+            self._server.close()
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            self.finish()
+        else:
+            self._leave()
+
+    def _take(self, values: Sequence[Tensor | None]) -> None:
+        with torch.no_grad():
+            for tensor, value in zip(self._tensors, values, strict=True):
+                if value is not None:
+                    tensor.detach().copy_(value)
+
+
+class _Together:
+    """The ranks of a worker, of which the first asks the server for all; see `Asking`.
+
+    Tensors are this rank's blocks. Those of the other ranks are gathered and handed out.
+    """
+
+    def __init__(
+        self, connection: Connection, shards: Shards, grid: ProcessGrid, like: Sequence[Any]
+    ):
+        self._connection, self._shards, self._grid, self._like = connection, shards, grid, like
+        self._comm = grid.communicator(AXES, "servers")
+        self._lost: str | None = None
+        self.samples = 0
+
+    def ask(
+        self,
+        kind: Kind,
+        tensors: Sequence[Tensor | None] | None = None,
+        samples: int = 0,
+        steps: int = 0,
+    ) -> Answer:
+        """Bring tensors, and return the blocks of this rank of what the server answers."""
+        whole = None if tensors is None else self._whole(tensors)
+        found: list[Message] = []
+        if self._grid.rank == 0 and self._lost is None:
+            try:
+                found = self._connection.answers(kind, whole, samples, steps)
+            except ServerLost as error:
+                self._lost = str(error)
+        if kind == Kind.PUSH:
+            return joined([], self._shards)  # where it was lost is told in the next answer
+        heads = [(answer.numbers, len(answer.payload)) for answer in found]
+        # A server may let workers wait for long, which the watch over the grid must not see.
+        self._lost, heads = self._comm.bcast((self._lost, heads))
+        if self._lost is not None:
+            raise ServerLost(self._lost)
+        answers = []
+        for i, (numbers, size) in enumerate(heads):
+            payload = found[i].payload if found else torch.empty(size, dtype=torch.uint8)
+            payload = payload.to(self._grid.device)
+            broadcast(payload, self._grid)
+            answers.append(Message(numbers, payload))
+        answer = joined(answers, self._shards)
+        self.samples = answer.samples
+        return answer._replace(tensors=[self._block(i, t) for i, t in enumerate(answer.tensors)])
+
+    def close(self) -> None:
+        """Hang up."""
+        self._connection.close()
+
+    def _whole(self, blocks: Sequence[Tensor | None]) -> list[Tensor | None]:
+        whole: list[Tensor | None] = []
+        for block, like in zip(blocks, self._like, strict=True):
+            if block is not None and isinstance(like, DistTensor):
+                part = DistTensor(block.detach(), like.shape, like.cuts, like.grid)
+                block = part.full_tensor()
+            whole.append(block)
+        return whole
+
+    def _block(self, place: int, whole: Tensor | None) -> Tensor | None:
+        like = self._like[place]
+        if whole is None or not isinstance(like, DistTensor):
+            return whole
+        return whole[like.box.slices]
+
+
+def _leave(connection: Connection, links: Sequence[Any]) -> None:
+    """Tell the server that this worker has failed; only its first rank has links."""
+    if links:
+        connection.leave()

@@ -1,0 +1,209 @@
+"""Downpour: workers bring gradients to a server that steps, and fetch its parameters.
+
+Dean et al., "Large Scale Distributed Deep Networks", NIPS 2012.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from distconv.training.checks import check_count
+from distconv.training.requests import Asking, Kind
+
+MakeOptimizer = Callable[[Iterable[Parameter]], Optimizer]
+
+
+@dataclass(frozen=True)
+class Downpour:
+    """Train by gradients that workers bring to a server whenever they have some.
+
+    The server steps with each sum of gradients as it comes. What a worker brings belongs to
+    parameters of some updates before; with n workers alike that acts as a momentum of 1 - 1/n
+    (Mitliagkas et al., "Asynchrony begets momentum", arXiv:1605.09774), so choose less momentum.
+
+    Parameters
+    ----------
+    optimizer: makes the server's optimizer of its parameters, as
+        `partial(torch.optim.SGD, lr=0.1)`.
+    push: after how many steps a worker brings the sum of their gradients.
+    fetch: after how many it gets the server's parameters.
+    synchronous: whether the server waits for all workers that are at work, and steps with the mean
+        of what they bring, weighted by their samples. push and fetch have to be the same.
+    schedule: makes a scheduler of the server's optimizer, which steps with it.
+
+    Raises
+    ------
+    ValueError
+        Where a period is out of its range.
+    """
+
+    optimizer: MakeOptimizer = field(repr=False)
+    push: int = 1
+    fetch: int = 1
+    synchronous: bool = False
+    schedule: Callable[[Optimizer], Any] | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        check_count("Downpour", "push", self.push, 1)
+        check_count("Downpour", "fetch", self.fetch, 1)
+        if self.synchronous and self.push != self.fetch:
+            raise ValueError(
+                f"Downpour: push={self.push} and fetch={self.fetch} differ, and all workers wait "
+                "for each other with synchronous=True; give both the same"
+            )
+
+    def rule(
+        self,
+        parameters: Sequence[Parameter],
+        buffers: Sequence[Tensor],
+        clients: int,
+        above: Asking | None,
+    ) -> DownpourRule:
+        """Return what the server does with what its clients bring."""
+        return DownpourRule(self, parameters, buffers, above)
+
+    def client(
+        self,
+        parameters: Sequence[Any],
+        buffers: Sequence[Tensor],
+        optimizer: Optimizer | None,
+        server: Asking,
+        steps: int,
+    ) -> DownpourClient:
+        """Return what a client does in its steps."""
+        return DownpourClient(self, parameters, buffers, optimizer, server, steps)
+
+
+class DownpourClient:
+    """The steps of a client, which begin when it has the server's parameters.
+
+    Parameters
+    ----------
+    parameters, buffers: of the client, which hold their own gradients.
+    optimizer: steps with the client's own gradients between fetches; without, the parameters stay
+        as they are.
+    server: takes gradients.
+    steps: how many the client has taken before.
+    """
+
+    def __init__(
+        self,
+        method: Downpour,
+        parameters: Sequence[Any],
+        buffers: Sequence[Tensor],
+        optimizer: Optimizer | None,
+        server: Asking,
+        steps: int,
+    ):
+        self._method, self._server, self._optimizer = method, server, optimizer
+        self._parameters, self._buffers = parameters, buffers
+        self._sums: list[Tensor | None] = [None] * len(parameters)
+        self._samples = 0
+        self.steps = steps
+
+    def step(self, samples: int) -> None:
+        """Take over the gradients, of so many samples, which are None afterwards."""
+        self.steps += 1
+        self._samples += samples
+        pushes, fetches = (
+            self.steps % period == 0 for period in (self._method.push, self._method.fetch)
+        )
+        for i, p in enumerate(self._parameters):
+            before = self._sums[i]
+            if p.grad is not None:
+                if before is not None:
+                    self._sums[i] = before.add_(p.grad)
+                else:
+                    # Reductions will overwrite their memory in the next backward pass.
+                    self._sums[i] = p.grad if pushes else p.grad.detach().clone()
+        if fetches:
+            kind = Kind.PUSH_AND_FETCH if pushes else Kind.FETCH
+            self._fetch(kind)
+        else:
+            if pushes:
+                self._ask(Kind.PUSH)
+            if self._optimizer is not None:
+                self._optimizer.step()
+        for p in self._parameters:
+            p.grad = None
+
+    def finish(self) -> None:
+        """Bring what has not been brought yet."""
+        if any(gradient is not None for gradient in self._sums):
+            self._fetch(Kind.PUSH_AND_FETCH)
+
+    def _fetch(self, kind: Kind) -> None:
+        answer = self._ask(kind)
+        for p, value in zip(self._parameters, answer, strict=False):
+            if value is not None:
+                p.detach().copy_(value)
+
+    def _ask(self, kind: Kind) -> list[Tensor | None]:
+        if kind == Kind.FETCH:
+            return self._server.ask(kind, steps=self.steps).tensors
+        brought, samples = [*self._sums, *self._buffers], self._samples
+        self._sums, self._samples = [None] * len(self._parameters), 0
+        return self._server.ask(kind, brought, samples, self.steps).tensors
+
+
+class DownpourRule:
+    """What a server does with gradients: a step of its optimizer, and with a server above, more."""
+
+    kinds = (Kind.PUSH, Kind.PUSH_AND_FETCH)
+
+    def __init__(
+        self,
+        method: Downpour,
+        parameters: Sequence[Parameter],
+        buffers: Sequence[Tensor],
+        above: Asking | None,
+    ):
+        self.waits = method.synchronous
+        self._parameters = parameters
+        self.optimizer = method.optimizer(parameters)
+        # Under a server from which it always fetches it takes no steps of its own.
+        steps = above is None or method.fetch > 1
+        self.scheduler = method.schedule(self.optimizer) if method.schedule and steps else None
+        self._client = (
+            method.client(parameters, buffers, self.optimizer, above, 0) if above else None
+        )
+
+    def update(self, brought: Sequence[tuple[list[Tensor | None], int]]) -> list[Tensor | None]:
+        """Step with the gradients of a client, or the weighted mean of those of several."""
+        for i, p in enumerate(self._parameters):
+            p.grad = _mean([(tensors[i], samples) for tensors, samples in brought])
+        samples = sum(samples for _, samples in brought)
+        if self._client is not None:
+            self._client.step(samples)
+        else:
+            self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        for p in self._parameters:
+            p.grad = None
+        return []
+
+    def finish(self) -> None:
+        """Bring the server above what it has not got yet."""
+        if self._client is not None:
+            self._client.finish()
+
+
+def _mean(gradients: Sequence[tuple[Tensor | None, int]]) -> Tensor | None:
+    """Return the mean of gradients weighted by samples; those that are missing count as zero."""
+    if len(gradients) == 1:
+        return gradients[0][0]
+    there = [(g, n) for g, n in gradients if g is not None]
+    samples = sum(n for _, n in gradients)
+    if not there:
+        return None
+    mean = there[0][0] * (there[0][1] / samples)
+    for g, n in there[1:]:
+        mean.add_(g, alpha=n / samples)
+    return mean

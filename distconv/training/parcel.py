@@ -1,0 +1,76 @@
+"""Tensors of known shapes and types in one message of bytes; some of them may be missing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_ALIGNMENT = 16
+"""Bytes to which each tensor is aligned, so that it is used where it lies in the message."""
+
+
+class Packing:
+    """How a list of tensors lies in a message: a byte each for which are there, then those."""
+
+    def __init__(self, tensors: Sequence[Tensor]):
+        self._kinds = [(t.shape, t.dtype, t.numel() * t.element_size()) for t in tensors]
+        self._begin = _aligned(len(tensors))
+
+    def pack(self, tensors: Sequence[Tensor | None]) -> Tensor:
+        """Return the tensors, which may lie on any device, as bytes in host memory, a copy."""
+        size = self._begin
+        for (_, _, nbytes), tensor in zip(self._kinds, tensors, strict=True):
+            size += _aligned(nbytes) if tensor is not None else 0
+        message = torch.zeros(size, dtype=torch.uint8)
+        place = self._begin
+        for i, tensor in enumerate(tensors):
+            if tensor is None:
+                continue
+            shape, dtype, nbytes = self._kinds[i]
+            message[i] = 1
+            message[place : place + nbytes].view(dtype).view(shape).copy_(tensor.detach())
+            place += _aligned(nbytes)
+        return message
+
+    def unpack(self, message: Tensor) -> list[Tensor | None]:
+        """Return the tensors of a message, which lie in its memory, on its device.
+
+        Raises
+        ------
+        ValueError
+            Where its size is not that of such tensors.
+        """
+        there = message[: len(self._kinds)].tolist()
+        tensors: list[Tensor | None] = []
+        place = self._begin
+        for present, (shape, dtype, nbytes) in zip(there, self._kinds, strict=True):
+            if not present:
+                tensors.append(None)
+                continue
+            if place + nbytes > len(message):
+                break
+            tensors.append(message[place : place + nbytes].view(dtype).view(shape))
+            place += _aligned(nbytes)
+        if place != len(message) or len(tensors) != len(self._kinds):
+            raise ValueError(f"a message of {len(message)} bytes is none of {len(there)} tensors")
+        return tensors
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def dealt_out(sizes: Sequence[int], parts: int) -> list[list[int]]:
+    """Return for each part the places of its items, so that parts are about equally large.
+
+    The largest item goes first, each to the part that has least so far, the first of several.
+    """
+    totals = [(0, part) for part in range(parts)]
+    items: list[list[int]] = [[] for _ in range(parts)]
+    for place in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        total, part = min(totals)
+        items[part].append(place)
+        totals[part] = total + sizes[place], part
+    return [sorted(part) for part in items]

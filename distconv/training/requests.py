@@ -1,0 +1,218 @@
+"""What clients ask of their server, and how a client asks all shards of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from distconv.training.parcel import Packing, dealt_out
+from distconv.transport.link import Link, LinkLost, Message, flush, message, receive
+
+
+class Kind(IntEnum):
+    """The first number of a message.
+
+    Behind it a client says of which version its parameters are, how many samples it has seen since
+    it last said so, and how many steps it has taken. The server says of which version the
+    parameters are that it sends, how many samples it has got in all, and to HELLO how many steps of
+    this client it knew before.
+    """
+
+    HELLO = 1
+    """Ask for parameters and buffers, and bring what client and server have to have in common."""
+    PUSH = 2
+    """Bring gradients and buffers; not answered."""
+    FETCH = 3
+    """Ask for parameters."""
+    PUSH_AND_FETCH = 4
+    PULL = 5
+    """Bring parameters and buffers, and ask for the pull on the parameters."""
+    STATE = 6
+    """Ask for parameters and buffers, which the client does not train with."""
+    MEET = 7
+    """Ask to be answered when all clients that are at work have asked so."""
+    DONE = 8
+    """Say that nothing more will come; answered when all is taken in."""
+    LEAVE = 9
+    """Say that this client has failed; not answered."""
+    ANSWER = 10
+    FAILED = 11
+    """Say, in place of an answer, that the server has failed, and why."""
+
+
+_RENEWING = (Kind.HELLO, Kind.FETCH, Kind.PUSH_AND_FETCH, Kind.PULL)
+"""The requests after which a client has parameters of the version that the answer tells."""
+
+
+class ServerLost(RuntimeError):
+    """The server of this rank has ended, or failed. Raised on every rank of a worker."""
+
+
+class Answer(NamedTuple):
+    """The answer of a server.
+
+    Attributes
+    ----------
+    tensors: in the order of the model, parameters and then buffers; None for what does not come.
+    samples: how many the server has got in all.
+    steps: how many of this client the server knew when it came.
+    """
+
+    tensors: list[Tensor | None]
+    samples: int
+    steps: int
+
+
+class Asking(Protocol):
+    """A way to ask a server."""
+
+    def ask(
+        self,
+        kind: Kind,
+        tensors: Sequence[Tensor | None] | None = None,
+        samples: int = 0,
+        steps: int = 0,
+    ) -> Answer:
+        """Bring tensors, in the order of the model, and return the answer, if there is to be one.
+
+        Raises
+        ------
+        ServerLost
+            Where the server has ended.
+        """
+
+
+class Shards:
+    """Which tensors of a model each shard of its server holds; the same on every rank.
+
+    Parameters are dealt out whole, so that layers keep their norms, to shards of about as many
+    bytes; so are buffers.
+
+    Parameters
+    ----------
+    parameters, buffers: of the model, in its order.
+    shards: how many there are.
+
+    Raises
+    ------
+    ValueError
+        Where there are fewer parameters.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor], shards: int):
+        if len(parameters) < shards:
+            raise ValueError(
+                f"Team: servers={shards} are more than the {len(parameters)} parameters of the "
+                "model, of which each holds some; choose fewer"
+            )
+        tensors = [*parameters, *buffers]
+        self.tensors = len(tensors)
+        own, others = (
+            dealt_out([t.numel() * t.element_size() for t in some], shards)
+            for some in (parameters, buffers)
+        )
+        self.parts = [
+            [*first, *(len(parameters) + i for i in second)]
+            for first, second in zip(own, others, strict=True)
+        ]
+        """For each shard, the places of its tensors, parameters first."""
+        self.packings = [Packing([tensors[i] for i in part]) for part in self.parts]
+
+    def joined(self, payloads: Sequence[Tensor]) -> list[Tensor | None]:
+        """Return what all shards have sent in the order of the model."""
+        tensors: list[Tensor | None] = [None] * self.tensors
+        for part, packing, payload in zip(self.parts, self.packings, payloads, strict=False):
+            if payload.numel():
+                for i, tensor in zip(part, packing.unpack(payload), strict=True):
+                    tensors[i] = tensor
+        return tensors
+
+
+class Connection:
+    """The links of one rank to the shards of its server; see `Asking`."""
+
+    def __init__(self, links: Sequence[Link], shards: Shards, agreed: str):
+        self._links, self._shards, self._agreed = links, shards, agreed
+        self._versions = [0] * len(links)
+        """For each shard, of which version the parameters are that this client has."""
+
+    def ask(
+        self,
+        kind: Kind,
+        tensors: Sequence[Tensor | None] | None = None,
+        samples: int = 0,
+        steps: int = 0,
+    ) -> Answer:
+        """Bring tensors, in the order of the model, and return the answer, if there is to be one.
+
+        Raises
+        ------
+        ServerLost
+            Where the server has ended.
+        """
+        found = self.answers(kind, tensors, samples, steps)
+        return joined(found, self._shards)
+
+    def answers(
+        self, kind: Kind, tensors: Sequence[Tensor | None] | None, samples: int, steps: int
+    ) -> list[Message]:
+        """Ask every shard; return its answers as they are, none where there are to be none."""
+        try:
+            for j, link in enumerate(self._links):
+                head = (kind, self._versions[j], samples, steps)
+                link.send(message(head, self._payload(kind, j, tensors)))
+            if kind == Kind.PUSH:
+                for link in self._links:
+                    flush(link)
+                return []
+            found = [receive(link) for link in self._links]
+        except LinkLost as error:
+            raise ServerLost(
+                f"the server has ended: {error}. Its last state is in the folder that `serve` was "
+                "given; start the job again with resume=True"
+            ) from error
+        for j, answer in enumerate(found):
+            if answer.numbers[0] == Kind.FAILED:
+                raise ServerLost(bytes(answer.payload.numpy()).decode())
+            if kind in _RENEWING:
+                self._versions[j] = answer.numbers[1]
+        return found
+
+    def leave(self) -> None:
+        """Tell every shard that this client has failed, where it can be told, and hang up."""
+        for link in self._links:
+            try:
+                link.send(message((Kind.LEAVE,)))
+                flush(link)
+            except LinkLost:
+                continue
+        self.close()
+
+    def close(self) -> None:
+        """Hang up."""
+        for link in self._links:
+            link.close()
+
+    def _payload(self, kind: Kind, j: int, tensors: Sequence[Tensor | None] | None) -> Tensor:
+        if kind == Kind.HELLO:
+            return in_bytes(self._agreed)
+        if tensors is None:
+            return in_bytes("")
+        return self._shards.packings[j].pack([tensors[i] for i in self._shards.parts[j]])
+
+
+def joined(found: Sequence[Message], shards: Shards) -> Answer:
+    """Return the answers of all shards as one; of numbers that differ, as counts do, the least."""
+    if not found:
+        return Answer([None] * shards.tensors, 0, 0)
+    samples, steps = (min(answer.numbers[i] for answer in found) for i in (2, 3))
+    return Answer(shards.joined([answer.payload for answer in found]), samples, steps)
+
+
+def in_bytes(text: str) -> Tensor:
+    """Return a text as the bytes of a message."""
+    return torch.tensor(list(text.encode()), dtype=torch.uint8)

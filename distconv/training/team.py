@@ -1,0 +1,185 @@
+"""Servers and workers: which ranks of a job hold the parameters, and which train with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from math import prod
+from typing import Any
+
+from distconv.geometry.topology import AXES
+from distconv.grid import communicators
+from distconv.grid.interrupt import end_when_abandoned
+from distconv.grid.members import ranks_of
+from distconv.grid.process_grid import ProcessGrid
+from distconv.grid.stall import Watch, time_limit
+from distconv.training.checks import check_count
+from distconv.transport.link import Link
+from distconv.transport.links import open_links
+from distconv.transport.watched import Wait, Waiting
+from distconv.transport.world import world
+
+_teams = count()
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """Who is who among a number of ranks; no communication.
+
+    The first ranks are the servers, one for each shard of the parameters; then, with several
+    groups, those of each group, under the first ones; then the workers, group by group, each of so
+    many ranks one after the other.
+
+    Parameters
+    ----------
+    ranks: of the job.
+    shards: over how many ranks each server is spread.
+    groups: of workers. Where there are several, each has a server of its own.
+    of_worker: the ranks of a worker.
+
+    Raises
+    ------
+    ValueError
+        Where the ranks cannot be arranged so.
+    """
+
+    ranks: int
+    shards: int
+    groups: int
+    of_worker: int
+
+    def __post_init__(self) -> None:
+        workers, left = divmod(self.ranks - self.servers, self.of_worker)
+        if left or workers < self.groups:
+            fits = self.servers + self.of_worker * max(workers, self.groups)
+            raise ValueError(
+                f"Team: {self.ranks} ranks are not {self.servers} of servers and {self.of_worker} "
+                f"for each worker, at least one in each of {self.groups} "
+                f"group{'s' if self.groups > 1 else ''}; start {fits} ranks, say"
+            )
+
+    @property
+    def servers(self) -> int:
+        """Return the number of ranks that serve."""
+        return self.shards * (self.groups + 1 if self.groups > 1 else 1)
+
+    @property
+    def workers(self) -> int:
+        """Return the number of workers."""
+        return (self.ranks - self.servers) // self.of_worker
+
+    def server_of(self, group: int) -> list[int]:
+        """Return the ranks of a group's server, shard by shard."""
+        first = self.shards * (group + 1 if self.groups > 1 else 0)
+        return list(range(first, first + self.shards))
+
+    def group_of(self, worker: int) -> int:
+        """Return the group of a worker; groups differ by one worker at most."""
+        return worker * self.groups // self.workers
+
+    def ranks_of(self, worker: int) -> list[int]:
+        """Return the ranks of a worker, the first of which talks to the server."""
+        first = self.servers + worker * self.of_worker
+        return list(range(first, first + self.of_worker))
+
+    def worker_of(self, rank: int) -> int:
+        """Return the worker of a rank; negative for a server."""
+        return (rank - self.servers) // self.of_worker
+
+    def above(self, rank: int) -> list[int]:
+        """Return the ranks that a rank sends updates to; none for all but the first of a worker."""
+        if rank >= self.servers:
+            worker = self.worker_of(rank)
+            first = rank == self.ranks_of(worker)[0]
+            return self.server_of(self.group_of(worker)) if first else []
+        return [rank % self.shards] if rank >= self.shards else []
+
+    def below(self, rank: int) -> list[int]:
+        """Return the ranks that a server gets updates from."""
+        return [r for r in range(self.ranks) if rank in self.above(r)] if self.serves(rank) else []
+
+    def serves(self, rank: int) -> bool:
+        """Return whether a rank is one of a server."""
+        return rank < self.servers
+
+
+class Team:
+    """The ranks of a job as servers and workers; all ranks of the job make it together.
+
+    A worker is a replica, or several that run in step, on a grid of its own. Workers do not run in
+    step with each other: each trains with the parameters of its server (`serve`, `Worker`).
+
+    Parameters
+    ----------
+    servers: over how many ranks the server is spread, each of which holds some of the parameters,
+        so that no link carries all.
+    groups: of workers. Where there are several, each has a server of its own, of as many ranks,
+        and these are clients of the first, as workers are of theirs.
+    device: as for a `ProcessGrid`, of workers.
+    sample, channel, filter, depth, height, width: the ranks of a worker along each axis. With
+        `sample` above 1 a worker is a synchronous group (hybrid SGD; Kurth et al., "Deep learning
+        at 15PF", SC 2017).
+
+    Attributes
+    ----------
+    workers: how many there are.
+    worker: the number of this rank's; None for a server.
+    grid: of this rank's worker; None for a server.
+
+    Raises
+    ------
+    ValueError
+        On every rank, where the ranks of the job are not as many, or pass different arguments.
+    """
+
+    def __init__(
+        self, *, servers: int = 1, groups: int = 1, device: Any = None, **extents: int
+    ) -> None:
+        ranks = ranks_of(None)
+        if len(ranks) > 1:
+            end_when_abandoned()
+        waiting = Waiting()
+        watch = Watch(ranks, world().rank, waiting)
+        with Wait(waiting):
+            comm = communicators.communicator(ranks, f"links {next(_teams)}")
+            everyone = comm.allgather(
+                (servers, groups, tuple(sorted(extents.items())), time_limit())
+            )
+        watch.leave()
+        if any(theirs != everyone[0] for theirs in everyone):
+            raise ValueError(
+                f"Team: servers, groups, extents and DISTCONV_TIMEOUT are "
+                f"{', '.join(map(str, everyone))} on the ranks; pass the same on every rank"
+            )
+        check_count("Team", "servers", servers, 1)
+        check_count("Team", "groups", groups, 1)
+        for axis, extent in extents.items():
+            if axis not in AXES:
+                raise ValueError(f"Team: {axis}={extent!r} is no axis; there are {', '.join(AXES)}")
+            check_count("Team", axis, extent, 1)
+        self.arrangement = Arrangement(len(ranks), servers, groups, prod(extents.values()))
+        self.rank = comm.rank
+        self.workers = self.arrangement.workers
+        self.serves = self.arrangement.serves(self.rank)
+        self.worker: int | None = None
+        self.grid: ProcessGrid | None = None
+        above, below = self.arrangement.above(self.rank), self.arrangement.below(self.rank)
+        links = open_links(comm, above, below, time_limit())
+        self.above: Sequence[Link] = [links[rank] for rank in above]
+        """The links to the shards of the server that this rank is a client of."""
+        self.below: Sequence[Link] = [links[rank] for rank in below]
+        """The links to the clients of this rank."""
+        if not self.serves:
+            self.worker = self.arrangement.worker_of(self.rank)
+            members: Any = self.arrangement.ranks_of(self.worker)
+            shape: dict[str, Any] = extents
+            self.grid = ProcessGrid(members, device=device, **shape)
+
+    def __repr__(self) -> str:
+        a = self.arrangement
+        return (
+            f"Team of {a.workers} worker{'s' if a.workers > 1 else ''} of {a.of_worker} "
+            f"rank{'s' if a.of_worker > 1 else ''} and {a.servers} "
+            f"server{'s' if a.servers > 1 else ''}"
+        )

@@ -1,0 +1,90 @@
+"""Links: messages between two ranks that do not run in step, one to the other at any time.
+
+A `Transport` carries what all ranks of a grid exchange together. A link carries what a server and a
+client tell each other while others compute.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+NUMBERS = 6
+"""How many whole numbers stand before the bytes of each message."""
+
+_SHORTEST, _LONGEST = 1e-5, 2e-3
+"""Seconds between two looks for a message, which grow while none comes."""
+
+
+class LinkLost(ConnectionError):
+    """The rank at the other end has ended, or cannot be reached."""
+
+
+class Message(NamedTuple):
+    """A message: `NUMBERS` whole numbers, and bytes, a tensor in host memory that may be empty."""
+
+    numbers: tuple[int, ...]
+    payload: Tensor
+
+
+class Link(Protocol):
+    """One end of a link. Messages arrive whole and in the order in which they were sent."""
+
+    peer: int
+    """The rank at the other end, by its number in the job."""
+
+    def send(self, message: Message) -> None:
+        """Start to send a message, whose memory has to stay as it is; raises LinkLost."""
+
+    def poll(self) -> Message | None:
+        """Return the next message if it has arrived, and go on sending; raises LinkLost."""
+
+    @property
+    def idle(self) -> bool:
+        """Return whether all that was sent has left."""
+
+    def close(self) -> None:
+        """End the link; what the other end sends is lost from here on."""
+
+
+class Pause:
+    """Rest between looks for messages: the longer none has come, the longer."""
+
+    def __init__(self) -> None:
+        self._seconds = _SHORTEST
+
+    def rest(self) -> None:
+        """Let others compute for a moment."""
+        time.sleep(self._seconds)
+        self._seconds = min(2 * self._seconds, _LONGEST)
+
+    def wake(self) -> None:
+        """Note that a message has come."""
+        self._seconds = _SHORTEST
+
+
+def receive(link: Link) -> Message:
+    """Return the next message of a link, however long that takes; raises LinkLost."""
+    pause = Pause()
+    while (message := link.poll()) is None:
+        pause.rest()
+    return message
+
+
+def flush(link: Link) -> None:
+    """Return when all that was sent has left; nothing may be arriving. Raises LinkLost."""
+    pause = Pause()
+    while not link.idle:
+        if link.poll() is not None:
+            raise LinkLost(f"rank {link.peer} has sent what nobody has asked for")
+        pause.rest()
+
+
+def message(numbers: Sequence[int], payload: Tensor | None = None) -> Message:
+    """Return a message, with zeros in place of numbers that are not given."""
+    filled = (*numbers, *(0,) * (NUMBERS - len(numbers)))
+    return Message(filled, torch.empty(0, dtype=torch.uint8) if payload is None else payload)
