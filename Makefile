@@ -69,12 +69,13 @@ coverage: $(VENV)/ready
 
 # The properties with 50 times as many examples, others each time, and the same on all ranks. Where
 # every rank waits in MPI, a thread ends the run. SEED repeats an earlier run. Before them, long runs
-# that look for leaks.
+# that look for leaks, and runs of which a rank is killed at a random moment.
 SEED ?= $(shell date +%s)
 nightly: SEED := $(SEED)
 nightly: $(VENV)/ready
 	@status=0; echo "SEED=$(SEED)"; \
 	$(RUN) $(REST) $(LIMIT) 3600 $(BIN)/mpiexec -n 4 $(BIN)/python -m tests.support.soak || status=1; \
+	$(LIMIT) 3600 $(BIN)/python -m tests.support.killed_workers 20 $(SEED) || status=1; \
 	for n in $(RANKS) 1; do \
 	  echo "== $$n ranks"; \
 	  $(RUN) $(REST) $(LIMIT) 14400 $(BIN)/mpiexec -n $$n $(BIN)/python -m pytest -q \

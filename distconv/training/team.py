@@ -15,10 +15,10 @@ from distconv.grid.members import ranks_of
 from distconv.grid.process_grid import ProcessGrid
 from distconv.grid.stall import Watch, time_limit
 from distconv.training.checks import check_count
+from distconv.transport.launch import place_by_torch
 from distconv.transport.link import Link
 from distconv.transport.links import open_links
 from distconv.transport.watched import Wait, Waiting
-from distconv.transport.world import world
 
 _teams = count()
 
@@ -136,12 +136,13 @@ class Team:
     def __init__(
         self, *, servers: int = 1, groups: int = 1, device: Any = None, **extents: int
     ) -> None:
-        ranks = ranks_of(None)
-        if len(ranks) > 1:
-            end_when_abandoned()
+        rank, size = place_by_torch() or (0, 1)
         waiting = Waiting()
-        watch = Watch(ranks, world().rank, waiting)
+        watch = Watch(range(size), rank, waiting)  # also over the first meeting of the ranks
         with Wait(waiting):
+            ranks = ranks_of(None)
+            if len(ranks) > 1:
+                end_when_abandoned()
             comm = communicators.communicator(ranks, f"links {next(_teams)}")
             everyone = comm.allgather(
                 (servers, groups, tuple(sorted(extents.items())), time_limit())

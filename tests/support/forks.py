@@ -14,8 +14,8 @@ import signal
 import socket
 import sys
 
-IMPORTED = ("torch", "numpy", "mpi4py", "h5py", "matplotlib.figure")
-"""None of them starts MPI or a thread."""
+IMPORTED = ("torch", "torch._dynamo", "numpy", "mpi4py", "h5py", "matplotlib.figure")
+"""None of them starts MPI or a thread. Optimizers import torch._dynamo when they are made."""
 
 
 def ask(path: str, words: list[str]) -> None:

@@ -10,8 +10,13 @@ from pathlib import Path
 from tests.support.jobs import forked, started
 
 
-def start_ranks(script: Path, ranks: int, *arguments: str) -> list[subprocess.Popen[str]]:
-    """Start a program as so many ranks of torch.distributed, without any launcher."""
+def start_ranks(
+    script: Path, ranks: int, *arguments: str, **more: str
+) -> list[subprocess.Popen[str]]:
+    """Start a program as so many ranks of torch.distributed, without any launcher.
+
+    `more` are variables of their environment.
+    """
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
@@ -22,6 +27,7 @@ def start_ranks(script: Path, ranks: int, *arguments: str) -> list[subprocess.Po
             WORLD_SIZE=str(ranks),
             MASTER_ADDR="localhost",
             MASTER_PORT=str(port),
+            **more,
         )
         for rank in range(ranks)
     ]
