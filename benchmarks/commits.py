@@ -87,7 +87,7 @@ def tree_of(commit: str, folder: Path, stack: ExitStack) -> Path:
     tree = folder / commit.replace("/", "_")
     subprocess.run(["git", "worktree", "add", "-q", "--detach", tree, commit], cwd=ROOT, check=True)
     stack.callback(
-        subprocess.run, ["git", "worktree", "remove", "--force", tree], cwd=ROOT, check=True
+        lambda: subprocess.run(["git", "worktree", "remove", "--force", tree], cwd=ROOT, check=True)
     )
     return tree
 
