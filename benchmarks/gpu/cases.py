@@ -41,8 +41,7 @@ class Case(NamedTuple):
 def trained(
     loss: Callable[[Tensor, Tensor], Tensor], kind: torch.dtype | None = None
 ) -> Callable[[nn.Module, Tensor, Tensor], Step]:
-    """Return a function that makes steps of forward, loss and backward, under autocast to `kind`.
-    """
+    """Return a function that makes steps: forward, loss and backward, under autocast to `kind`."""
 
     def step_of(module: nn.Module, x: Tensor, y: Tensor) -> Step:
         def step() -> None:
