@@ -38,9 +38,7 @@ RECORD = {"step_losses": [0.5], "loss": 0.5, "iou": 0.5, "trivial_iou": 0.5}
 
 @contextmanager
 def unprivileged() -> Iterator[None]:
-    """Run as the user nobody: permissions do not bind root. MPI cannot reach such a process's
-    memory.
-    """
+    """Run as nobody, as permissions do not bind root; MPI cannot reach such a process's memory."""
     if os.geteuid():
         yield
         return
