@@ -222,7 +222,7 @@ def test_a_dimension_that_the_tensor_lacks_is_named_beside_those_it_has() -> Non
 
 
 class Volume:
-    """A tensor that is cut, for `Layout.like`."""
+    """A tensor that is cut, as an argument of `Layout.like`."""
 
     cuts = (("sample",), ("channel",), ("depth", "filter"), (), ("width",))
 
