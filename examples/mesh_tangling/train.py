@@ -34,12 +34,14 @@ from .network import NETWORKS, MeshTanglingNet
 from .plots import CHANNELS_SHOWN, plot_loss, plot_prediction
 from .score import MeshScore, evaluate
 
+USAGE = __doc__ or ""
+
 
 class MeshTangling(Example[MeshTanglingData, MeshTanglingNet]):
     """From a simulation's state on a mesh, the zones that will tangle."""
 
     name = "mesh_tangling"
-    description = __doc__ or ""
+    description = USAGE
     axes = ("sample", "channel", "filter", "height", "width")
     decisive = ("network", "size", "width")
     score = MeshScore

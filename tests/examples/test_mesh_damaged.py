@@ -24,6 +24,7 @@ from examples.mesh_tangling.data import MeshTanglingData
 from examples.mesh_tangling.generate import generate
 from examples.mesh_tangling.store import describe
 from examples.mesh_tangling.train import MeshTangling, main
+from examples.trainer import training
 from examples.trainer.checkpoint import check_checkpoint, check_finite_state
 from examples.trainer.progress import Progress
 from tests.support.everywhere import fails_everywhere, on_rank_zero
@@ -223,7 +224,7 @@ def test_a_disk_that_fills_up_while_training_keeps_the_last_checkpoint(
     on_rank_zero(lambda: write_file(file))
     main(arguments(file, output, GRID, 1))
     there = sorted(output.iterdir())
-    monkeypatch.setattr(train, "make_room", lambda *arguments: None)
+    monkeypatch.setattr(training, "make_room", lambda *arguments: None)
     with files_up_to(10_000):
         words = arguments(file, output, GRID, 2, "--resume", str(output))
         error = ends_with_one_line(words, capsys)
