@@ -38,7 +38,7 @@ RECORD = {"step_losses": [0.5], "loss": 0.5, "iou": 0.5, "trivial_iou": 0.5}
 
 @contextmanager
 def unprivileged() -> Iterator[None]:
-    """Be nobody: permissions do not bind root. MPI cannot reach the memory of such a process."""
+    """Run as nobody, as permissions do not bind root; MPI cannot reach such a process's memory."""
     if os.geteuid():
         yield
         return
@@ -50,7 +50,7 @@ def unprivileged() -> Iterator[None]:
 
 
 def ends_with_one_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The complaint of a run that has to end with one, and with no traceback."""
+    """Return the error of a run that has to end with one line and without a traceback."""
     capsys.readouterr()
     with pytest.raises(SystemExit) as caught:
         main(words)
@@ -173,7 +173,7 @@ def test_a_validation_loss_that_is_not_finite_stops_training(
 
 
 def never(*arguments: object) -> None:
-    """Stand for what must not happen."""
+    """Fail: the test has called a function that must not be called."""
     raise AssertionError("a step was taken")
 
 
