@@ -41,7 +41,7 @@ SCORES = MeshTangling().scores()
 
 @contextmanager
 def unprivileged() -> Iterator[None]:
-    """Be nobody: permissions do not bind root. MPI cannot reach the memory of such a process."""
+    """Run as nobody, as permissions do not bind root; MPI cannot reach such a process's memory."""
     if os.geteuid():
         yield
         return
@@ -53,7 +53,7 @@ def unprivileged() -> Iterator[None]:
 
 
 def ends_with_one_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The complaint of a run that has to end with one, and with no traceback."""
+    """Return the error of a run that has to end with one line and without a traceback."""
     capsys.readouterr()
     with pytest.raises(SystemExit) as caught:
         main(words)
@@ -178,7 +178,7 @@ def test_a_validation_loss_that_is_not_finite_stops_training(
 
 
 def never(*arguments: object) -> None:
-    """Stand for what must not happen."""
+    """Fail: the test has called a function that must not be called."""
     raise AssertionError("a step was taken")
 
 

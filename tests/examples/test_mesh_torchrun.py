@@ -20,7 +20,7 @@ MODULE = ["-m", "examples.mesh_tangling.train"]
 
 
 def results(output: Path) -> tuple[list[float], dict[str, Any]]:
-    """The losses of all steps, and the parameters after the last."""
+    """Return the losses of all steps, and the parameters after the last one."""
     history = json.loads((output / "metrics.json").read_text())["history"]
     state = torch.load(checkpoints_in(output)[0], weights_only=True)["model"]
     return [loss for epoch in history for loss in epoch["step_losses"]], state
