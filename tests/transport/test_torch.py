@@ -1,4 +1,4 @@
-"""Messages by torch's own process groups: gloo's here, which order and add up as MPI does."""
+"""Messages by torch's own process groups, here gloo's, which match and add up as MPI's do."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RANKS = [1, 2, 3, 4]
 
 
 def transport() -> Transport:
-    """The one of all ranks."""
+    """Return the transport of all ranks."""
     return communicators.transport(tuple(range(WORLD.size)), "torch", ("cpu",) * WORLD.size)
 
 
