@@ -149,6 +149,27 @@ def test_a_peak_is_counted_to_the_byte() -> None:
 
 
 @pytest.mark.parallel(2)
+def test_a_peak_is_counted_to_the_byte_beside_the_threads_of_gloo() -> None:
+    grid = dc.ProcessGrid(height=-1, transport="torch")
+    group = grid.communicator(["height"])
+
+    def make() -> Callable[[], None]:
+        kept = torch.ones(1000)
+
+        def step() -> None:
+            for _ in range(20):
+                doubled = kept * 2
+                grid.transport.all_reduce(doubled, group).wait()
+                del doubled
+            _ = torch.cat([kept, kept, kept])
+
+        return step
+
+    peak = peak_of(make)
+    assert peak.step == 12000 and peak.whole == 16000
+
+
+@pytest.mark.parallel(2)
 def test_overheads_compare_the_same_kernels_on_the_same_shapes() -> None:
     check(list(overheads(QUICK)), "overhead")
     grid = dc.ProcessGrid(height=-1)
