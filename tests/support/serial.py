@@ -24,7 +24,7 @@ _SHARE = {6: 0.5, 8: 0.5}
 
 
 def examples(n: int) -> range:
-    """Number `n` random examples, and half as many where ranks are so many that each takes long."""
+    """Return the numbers of `n` random examples; of fewer where many ranks make each slow."""
     return range(max(1, round(n * _SHARE.get(MPI.COMM_WORLD.size, 1.0))))
 
 
