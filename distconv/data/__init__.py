@@ -1,4 +1,4 @@
-"""Reading samples box by box, and keeping the state of a run.
+"""Reading and writing samples box by box, and keeping the state of a run.
 
 It is imported without h5py and zarr, which are needed where such files are opened.
 """
@@ -14,6 +14,7 @@ from distconv.data.sources.functions import Function
 from distconv.data.sources.hdf5 import HDF5Source
 from distconv.data.sources.interface import Source
 from distconv.data.sources.opening import open_files
+from distconv.data.writing.save import save
 
 __all__ = [
     "Checkpoint",
@@ -30,6 +31,7 @@ __all__ = [
     "load_checkpoint",
     "on_rank_zero",
     "open_files",
+    "save",
     "save_checkpoint",
     "together",
 ]
