@@ -36,7 +36,7 @@ batch` and `flux run` (flux-core 0.60), as their manuals list them."""
 
 
 def script(capsys: pytest.CaptureFixture[str], scheduler: str, *options: str) -> str:
-    """The script that the command prints."""
+    """Return the script that the command prints."""
     arguments = ["launch", "--dry-run", f"--scheduler={scheduler}", *options]
     if "--" not in options:
         arguments += [*JOB, *PROGRAM]
@@ -45,7 +45,7 @@ def script(capsys: pytest.CaptureFixture[str], scheduler: str, *options: str) ->
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *options: str) -> str:
-    """What the command says when it ends with an error."""
+    """Return the error with which the command ends."""
     with pytest.raises(SystemExit) as end:
         main(["launch", *options])
     assert end.value.code == 2
@@ -53,7 +53,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *options: str) -> str:
 
 
 def commands(text: str) -> list[str]:
-    """The lines that the shell runs, continued lines joined."""
+    """Return the lines that the shell runs, with continued lines joined."""
     joined = text.replace("\\\n", " ")
     return [line for line in joined.splitlines() if line and not line.startswith("#")]
 

@@ -1,4 +1,4 @@
-"""What a job needs of a cluster, whichever scheduler runs it."""
+"""A job's needs of a cluster, whichever scheduler runs it."""
 
 from __future__ import annotations
 
