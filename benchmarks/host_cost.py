@@ -11,6 +11,7 @@ import gc
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from math import isqrt
 from pathlib import Path
 from statistics import median
@@ -78,15 +79,12 @@ def geometry(extents: dict[str, int]) -> Iterator[Case]:
 
     for name, window in (("3x3", same), ("5x5, stride 2", strided)):
         two = window, window
-        arguments = topology, rank, shape, of(window), cuts, two
-        yield Case(
-            f"plan of {name}",
-            lambda two=two: make_plan(topology, rank, shape, cuts, cuts, (Same(), Same(), *two)),
-        )
-        yield Case(
-            f"whether {name} needs halos", lambda two=two: needs_halo(two, (SIZE, SIZE), parts)
-        )
-        yield Case(f"boundary of {name}", lambda a=arguments: convolution_boundary(*a))
+        made = of(window)
+        needs = (Same(), Same(), *two)
+        yield Case(f"plan of {name}", partial(make_plan, topology, rank, shape, cuts, cuts, needs))
+        yield Case(f"whether {name} needs halos", partial(needs_halo, two, (SIZE, SIZE), parts))
+        boundary = partial(convolution_boundary, topology, rank, shape, made, cuts, two)
+        yield Case(f"boundary of {name}", boundary)
     yield Case(
         "whether transposed 4x4 needs halos",
         lambda: transposed_needs_halo((spread, spread), (SIZE, SIZE), parts),
