@@ -39,7 +39,7 @@ TINY: tuple[Network, ...] = tuple(
 
 @pytest.fixture(autouse=True)
 def few_rounds(monkeypatch) -> None:
-    """Two measurements of one call each."""
+    """Let a benchmark take two measurements of one call each."""
     monkeypatch.setattr("distconv.tools.bench.alternation.ROUNDS", (2, 2))
     monkeypatch.setattr("distconv.tools.bench.alternation.SHORTEST", 0.0)
     monkeypatch.setattr("distconv.tools.bench.alternation.ceil", lambda x: 1)
@@ -52,7 +52,7 @@ def seeds_of_fresh_processes() -> None:
 
 
 def check(rows: list[Row], benchmark: str) -> None:
-    """Rows are complete, the same on every rank, and can be shown."""
+    """Assert that rows are complete, the same on every rank, and can be shown."""
     assert rows and {row.benchmark for row in rows} == {benchmark}
     for row in rows:
         assert row.case and row.configuration and row.measure
@@ -183,7 +183,7 @@ def test_overheads_compare_the_same_kernels_on_the_same_shapes() -> None:
 
 
 def _convolutions(run: Callable[[], object]) -> Counter[str]:
-    """The convolutions within, forward and backward, with the shapes of their operands."""
+    """Count the convolutions of a call, forward and backward, by the shapes of their operands."""
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as record:
         run()
     names = "aten::_convolution", "aten::convolution_backward"
