@@ -16,7 +16,7 @@ LIMIT  := timeout -k 10
 # Every rank of every job would compile the sources anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo check test nightly bench gpu coverage networks lint clean
+.PHONY: demo check test nightly bench compare gpu coverage networks lint clean
 
 $(VENV)/ready: setup.cfg constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -43,24 +43,16 @@ check: lint
 	$(RUN) $(LIMIT) 600 $(BIN)/python -m pytest -q --capture=sys tests/geometry tests/test_floors.py || status=1; \
 	exit $$status
 
-# Folders with tests that launch jobs of their own, which mostly wait.
-JOBS := tests/comm tests/examples tests/grid tests/tools
-
-# One launch for each number of ranks. On a single rank two at a time: one of them waits for jobs.
+# One launch for each number of ranks. Tests of a single rank run three at a time: some of them wait
+# for jobs of their own.
 test: $(VENV)/ready
 	@status=0; \
 	for n in $(RANKS); do \
 	  echo "== $$n ranks"; \
 	  $(RUN) $(REST) $(LIMIT) 1500 $(BIN)/mpiexec -n $$n $(BIN)/python -m pytest -q --capture=sys -m "parallel[match]" || status=1; \
 	done; \
-	alone="$(RUN) $(REST) $(LIMIT) 1500 $(BIN)/python -m pytest -q --capture=sys"; \
-	others=$$(mktemp); \
-	env $$alone -m "parallel[match]" $(JOBS:%=--ignore=%) >$$others 2>&1 & \
-	trap "kill $$!" INT TERM; \
-	echo "== 1 rank, jobs"; \
-	env $$alone -m "parallel[match]" $(JOBS) || status=1; \
-	wait $$! || status=1; \
-	echo "== 1 rank, the others"; cat $$others; rm $$others; \
+	echo "== 1 rank"; \
+	$(RUN) $(REST) $(LIMIT) 1500 $(BIN)/python -m pytest -q --capture=sys -n 3 --dist worksteal -m "parallel[match]" || status=1; \
 	exit $$status
 
 # Which torch functions are supported, as docs/coverage.md has it.
@@ -90,6 +82,12 @@ RECORD := $(RUN) $(KEEP) KINETO_LOG_LEVEL=99 $(LIMIT) 1200 $(BIN)/mpiexec
 bench: $(VENV)/ready
 	$(RECORD) -n 2 $(BIN)/python -m benchmarks.record benchmarks/results/cpu.md
 	$(RECORD) -n 4 $(BIN)/python -m benchmarks.record benchmarks/results/channels.md channels
+
+# How much longer a step takes than in another commit, in launches of both that take turns, in about
+# eight minutes: `make compare OLD=main`. Nothing else should run meanwhile.
+OLD ?= HEAD
+compare: $(VENV)/ready
+	$(RUN) $(KEEP) $(BIN)/python -m benchmarks.commits $(OLD)
 
 # On a machine with a GPU, in its own Python, with nothing from the network. The ranks share one GPU.
 # Tests marked `gpu` run there; what is serial runs on the CPU. The limits add up to less than 8

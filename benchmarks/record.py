@@ -1,4 +1,4 @@
-"""Runs benchmarks and writes down their results, with what they were measured on.
+"""Run benchmarks and write down their results, with the machine that they were measured on.
 
 `make bench` calls it: `mpiexec -n 2 python -m benchmarks.record benchmarks/results/cpu.md`, with
 names of benchmarks behind for some of them only. Why a target is missed stands in
@@ -41,7 +41,7 @@ def record(path: Path, settings: Settings, names: Iterable[str]) -> None:
 
 
 def machine() -> str:
-    """What the results were measured on."""
+    """Describe the machine and the software that the results were measured on."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     models = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
@@ -61,7 +61,7 @@ def machine() -> str:
 
 
 def _commit() -> str:
-    """The commit that is measured, marked where files differ from it."""
+    """Return the commit that is measured, marked where files differ from it."""
     command = ["git", "describe", "--always", "--dirty"]
     return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
 

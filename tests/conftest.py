@@ -14,7 +14,11 @@ import torch
 from hypothesis import HealthCheck, Phase, settings
 from mpi4py import MPI
 
+from distconv.ops.conv import convolution
+
 torch.set_num_threads(1)
+# Blocks of tests are small, and have to be computed while halos travel all the same.
+convolution.FEWEST_TO_OVERLAP = 0
 
 # Every rank has to draw the same examples: nothing may depend on time, or on earlier runs.
 settings.register_profile(
@@ -34,7 +38,7 @@ settings.load_profile("default")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Without it no test sees a GPU; with it, run those that are marked `gpu` (`make gpu`)."""
+    """Add --gpu: without it no test sees a GPU, with it those marked `gpu` run (`make gpu`)."""
     parser.addoption("--gpu", action="store_true", help="let the tests see GPUs")
 
 
@@ -79,12 +83,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """One folder for all ranks."""
+    """Return one folder for all ranks."""
     return MPI.COMM_WORLD.bcast(tmp_path)
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """A failure on any rank is a failure of the run on all of them."""
+    """Fail the run on all ranks where it has failed on any."""
     failed = MPI.COMM_WORLD.allreduce(session.testsfailed, MPI.SUM)
     if MPI.COMM_WORLD.rank and session.testsfailed:
         reporter = session.config.pluginmanager.getplugin("terminalreporter")

@@ -1,4 +1,4 @@
-"""What a GPU tells, also of more GPUs than there are; `make gpu` calls it.
+"""Benchmarks on a GPU, and predictions for more GPUs than there are; run by `make gpu`.
 
 On one rank: layers and networks beside plain torch, shards of wider cuts, what a step of them would
 take with the links of larger machines, and where the host waits. On two ranks, which may share the

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gpu benchmarks/results` writes gpu-<name>.md there; `make gpu` calls it.
+"""Write gpu-<name>.md: `python -m benchmarks.gpu benchmarks/results`, which `make gpu` calls.
 
 On one rank the page begins anew; on two (`mpiexec -n 2` before it) what needs two is added. The
 exit status tells whether all could be measured.
@@ -29,13 +29,13 @@ from distconv import ProcessGrid
 from distconv.tools.bench import Row
 
 SECONDS = 1.5
-"""That about the rounds of a part take, or of a cut."""
+"""Seconds that the rounds of a part, or of a cut, take about."""
 BUDGET = {1: 115.0, 2: 30.0}
 """Seconds after which no part begins, by the number of ranks; the Makefile has a limit beyond."""
 
 
 def on_one_rank(grid: ProcessGrid) -> dict[str, list[Part]]:
-    """All sections of one rank, the most important ones first."""
+    """Return all sections of one rank, the most important ones first."""
     of_layer = SECONDS / 3
     device = grid.device
     scalings = (MESH_1K, PLANE), (MESH_2K, PLANE), (UNET, VOLUME), (COSMOFLOW_512, VOLUME[3:4])
@@ -62,7 +62,7 @@ def _waits(grid: ProcessGrid) -> Iterator[str]:
 
 
 def on_two_ranks(device: str | None) -> dict[str, list[Part]]:
-    """The sections of two ranks, which both call it."""
+    """Return the sections of two ranks; both ranks call it."""
     sections: dict[str, Callable[[ProcessGrid], Iterator[Row | str]]] = {
         "Messages between two processes": partial(messages, sizes=SIZES, seconds=SECONDS / 5),
         "Where the host waits on two ranks": partial(step, case=MESH_1K),
@@ -74,7 +74,7 @@ def on_two_ranks(device: str | None) -> dict[str, list[Part]]:
 
 
 def record(folder: Path, device: torch.device, sections: dict[str, list[Part]]) -> list[str]:
-    """Write what all sections tell, and return what has failed; all ranks call it."""
+    """Write the results of all sections, and return what has failed; all ranks call it."""
     ranks = MPI.COMM_WORLD.size
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     path = folder / f"gpu-{re.sub('[^a-z0-9]+', '-', name.lower())}.md"
@@ -93,7 +93,7 @@ def _head(name: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """What the command does."""
+    """Run the command line, and return its exit status."""
     parser = argparse.ArgumentParser("python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("folder", type=Path, help="that of the page")
     folder: Path = parser.parse_args(arguments).folder

@@ -14,13 +14,13 @@ from distconv.tools.bench.settings import by
 
 
 def on_grid(case: Case, grid: ProcessGrid) -> Step:
-    """A step of the case as a user has it; all ranks of the grid call it."""
+    """Return a step of the case as a user has it; all ranks of the grid call it."""
     parallel = parallelize(module(case, grid.device), grid)
     return case.step(parallel, *cut(case, grid, grid.device))
 
 
 def alone(case: Case, grid: ProcessGrid, seconds: float) -> Iterator[Row]:
-    """Three rows, on a grid of one rank."""
+    """Yield time, time of the host and peak memory of a grid of one rank, over plain torch's."""
     makes = partial(on_grid, case, grid), partial(plain, case, grid, grid.device)
     times = alternate(grid.device, [make() for make in makes], seconds)
     (mine, mine_host), (bound, bound_host) = times

@@ -23,25 +23,25 @@ Step = Callable[[], None]
 
 
 class Case(NamedTuple):
-    """A layer or a network with its input, and what makes a step of it."""
+    """A layer or a network with its input, and the function that makes a training step of it."""
 
     name: str
     shape: tuple[int, ...]
     make: Callable[[], nn.Module]
     step: Callable[[nn.Module, Tensor, Tensor], Step]
-    """Makes a step of the module, its input, and what `like` has made."""
+    """Makes a step from the module, its input, and the target or gradient made by `like`."""
     like: Callable[[tuple[int, ...]], Tensor] = torch.randn
-    """From the shape of the output: a target for it, or its gradient."""
+    """Makes a target, or a gradient, from the shape of the output."""
     target: float | None = None
     """The most that a step on one rank should take, in times of plain torch's."""
     published: str = ""
-    """What has been published of its strong scaling."""
+    """The published strong scaling, in words."""
 
 
 def trained(
     loss: Callable[[Tensor, Tensor], Tensor], kind: torch.dtype | None = None
 ) -> Callable[[nn.Module, Tensor, Tensor], Step]:
-    """A step is forward, loss and backward; under autocast to `kind`, if given."""
+    """Return a function that makes steps: forward, loss and backward, under autocast to `kind`."""
 
     def step_of(module: nn.Module, x: Tensor, y: Tensor) -> Step:
         def step() -> None:
@@ -64,7 +64,7 @@ def _classes(made: tuple[int, ...]) -> Tensor:
 
 
 def features(network: nn.Sequential) -> nn.Sequential:
-    """The network up to where it leaves space behind: the part that is the same on a block."""
+    """Return the network without its head, which needs whole planes: up to the first `Flatten`."""
     return nn.Sequential(*takewhile(lambda part: not isinstance(part, nn.Flatten), network))
 
 
@@ -130,7 +130,7 @@ COSMOFLOW_512 = Case(
 
 
 def cut(case: Case, grid: Grid, device: torch.device) -> tuple[DistTensor, DistTensor]:
-    """Its input, and what comes with it, of which only this rank's blocks are made."""
+    """Return the input of a case and its target or gradient; only this rank's blocks are made."""
     with torch.device("meta"), torch.no_grad():
         made = tuple(case.make()(torch.empty(case.shape)).shape)
         whole = case.like(made).shape
@@ -148,14 +148,14 @@ def cut(case: Case, grid: Grid, device: torch.device) -> tuple[DistTensor, DistT
 
 
 def module(case: Case, device: torch.device) -> nn.Module:
-    """Its module, with the same parameters every time."""
+    """Return the module of a case, with the same parameters every time."""
     torch.manual_seed(0)
     with device:
         return case.make()
 
 
 def plain(case: Case, grid: Grid, device: torch.device) -> Step:
-    """A step of plain torch on the blocks that this rank has on `grid`."""
+    """Return a step of plain torch on the blocks that this rank has on `grid`."""
     network = module(case, device)
     x, y = cut(case, grid, device)
     return case.step(network, x.shard, y.shard)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from distconv.tools.bench.alternation import in_turns
+from distconv.planning.alternation import in_turns
 from distconv.tools.bench.memory import peak_of as peak_on_cpu
 
 Run = Callable[[], object]
@@ -29,7 +29,7 @@ class Times(NamedTuple):
 
 
 def alternate(device: torch.device, runs: Sequence[Run], seconds: float) -> list[Times]:
-    """The times of calls that take turns, every second round in reverse; about `seconds` in all."""
+    """Time calls that take turns, every second round in reverse, for about `seconds` in all."""
     for run in runs:
         timed(device, run, 3)
     once = [max(timed(device, run, 1)[0], 1e-6) for run in runs]
@@ -45,7 +45,7 @@ def alternate(device: torch.device, runs: Sequence[Run], seconds: float) -> list
 
 
 def timed(device: torch.device, run: Run, repeats: int) -> tuple[float, float]:
-    """Seconds of one of several calls, on the device and on the host."""
+    """Return the seconds of one of `repeats` calls, on the device and on the host."""
     if device.type == "cpu":
         elapsed = _on_host(run, repeats)
         return elapsed, elapsed
@@ -66,7 +66,7 @@ def _on_host(run: Run, repeats: int) -> float:
 
 
 def peak_of(device: torch.device, make: Callable[[], Run]) -> int:
-    """The most bytes in the second step of what `make` makes, with all that it has made."""
+    """Return the peak of bytes in the second call of the step that `make` makes, all included."""
     if device.type == "cpu":
         return peak_on_cpu(make).whole
     gc.collect()

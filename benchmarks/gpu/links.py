@@ -1,4 +1,4 @@
-"""What messages and reductions would take between GPUs that are not there.
+"""A model of the time that messages and reductions take between GPUs that are not there.
 
 A message of n bytes takes a + n / b over a link of latency a and bandwidth b; the messages of an
 exchange, one after another. A reduction of n bytes over p ranks takes the less of
@@ -23,7 +23,7 @@ from distconv.planning.dry_run import Traffic
 
 
 class Link(NamedTuple):
-    """What carries bytes from one GPU to another."""
+    """A connection between two GPUs."""
 
     latency: float
     """Seconds."""
@@ -31,7 +31,7 @@ class Link(NamedTuple):
     """Bytes a second, each way."""
 
     def seconds(self, size: float) -> float:
-        """The time of a message."""
+        """Return the seconds that a message of `size` bytes takes."""
         return self.latency + size / self.bandwidth
 
 
@@ -40,16 +40,16 @@ class Machine(NamedTuple):
 
     name: str
     gpus: int
-    """Of a node."""
+    """GPUs of a node."""
     inside: Link
     between: Link
 
     def link(self, rank: int, peer: int) -> Link:
-        """The link between two ranks."""
+        """Return the link between two ranks."""
         return self.inside if rank // self.gpus == peer // self.gpus else self.between
 
     def seconds(self, rank: int, traffic: Traffic) -> float:
-        """The time of what `rank` has given to its transport at once."""
+        """Return the seconds of an exchange or reduction that `rank` takes part in."""
         links = [(self.link(rank, peer), size) for peer, size in traffic.messages]
         if not traffic.collective:
             return sum(link.seconds(size) for link, size in links)
@@ -62,7 +62,7 @@ class Machine(NamedTuple):
         return min(steps * slowest.seconds(size), 2 * steps * slowest.latency + scattered)
 
     def total(self, rank: int, traffic: Iterable[Traffic]) -> float:
-        """The time of all of it, nothing at the same time as anything else."""
+        """Return the seconds of several exchanges and reductions, one after another."""
         return sum(self.seconds(rank, each) for each in traffic)
 
 

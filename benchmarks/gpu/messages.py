@@ -15,27 +15,27 @@ from benchmarks.gpu.cases import Case
 from benchmarks.gpu.waits import waits
 from distconv import DistTensor, ProcessGrid
 from distconv.geometry.layout import default_cuts
+from distconv.planning.alternation import Contender, alternate
+from distconv.planning.table import size
 from distconv.tensor.dist_tensor import local_box
 from distconv.tools.bench import Row
-from distconv.tools.bench.alternation import Contender, alternate
 from distconv.tools.bench.halo import exchange, plan_of
 from distconv.tools.bench.report import over
-from distconv.tools.table import size
 
 TRANSPORTS = "torch", "mpi", "nccl"
-"""The one that is chosen by itself first, as nothing is measured after what has failed."""
+"""The default comes first, as nothing is measured after a transport has failed."""
 SIZES = tuple(2**n for n in (10, 14, 18, 20, 22, 24, 26))
 """Bytes of a message."""
 CHANNELS, THICKNESS = 16, 8
-"""Of the planes whose halos travel: channels, and rows of every rank's block."""
+"""Channels of the planes whose halos travel, and rows of every rank's block."""
 CALLS = 10
-"""How many are given to the GPU before the host waits for it."""
+"""Calls that are given to the GPU before the host waits for it."""
 
 
 def by_transport(
     name: str, device: str | None, measure: Callable[[ProcessGrid], Iterator[Row | str]]
 ) -> Iterator[Row | str]:
-    """What is measured on a grid of two ranks, or why they cannot have the transport."""
+    """Measure on a grid of two ranks, or yield why they cannot have the transport."""
     try:
         grid = ProcessGrid(height=2, device=device, transport=name)
     except ValueError as error:
@@ -45,12 +45,12 @@ def by_transport(
 
 
 def step(grid: ProcessGrid, case: Case) -> Iterator[str]:
-    """Where the host waits in a step."""
+    """Yield where the host waits in a step."""
     yield waits(f"{case.name}, {grid.size} ranks, {grid.transport.name}", on_grid(case, grid))
 
 
 def messages(grid: ProcessGrid, sizes: Sequence[int], seconds: float) -> Iterator[Row]:
-    """Two rows for messages of each size each way, bare and as halos."""
+    """Yield two rows for messages of each size each way, bare and as halos."""
     for nbytes in sizes:
         yield from _rows(grid, nbytes, seconds)
 
@@ -60,7 +60,7 @@ def _rows(grid: ProcessGrid, nbytes: int, seconds: float) -> Iterator[Row]:
     source, target = (torch.zeros(nbytes, dtype=torch.uint8, device=grid.device) for _ in range(2))
     runs = bare, halo, partial(target.copy_, source)
     sides = [Contender(partial(_several, run, grid.device)) for run in runs[:2]]
-    sides.append(Contender(partial(_several, runs[2], grid.device), alone=True))
+    sides.append(Contender(partial(_several, runs[2], grid.device), ranks=1))
     *each, copy = ([t / CALLS for t in times] for times in alternate(grid.comm, sides, seconds))
     row = "messages", f"{grid.transport.name}, {size(nbytes)} each way", f"{grid.size} ranks"
     for what, times in zip(("a message", "a halo, packed"), each, strict=True):
@@ -75,7 +75,7 @@ def _several(run: Callable[[], object], device: torch.device) -> None:
 
 
 def _bare(grid: ProcessGrid, nbytes: int) -> Callable[[], None]:
-    """An exchange of contiguous memory with the other rank."""
+    """Return an exchange of contiguous memory with the other rank."""
     peer = 1 - grid.rank
     like = torch.zeros(nbytes // 4, device=grid.device)
     leaving = grid.transport.empty((like.numel(),), like).copy_(like)
@@ -89,7 +89,7 @@ def _bare(grid: ProcessGrid, nbytes: int) -> Callable[[], None]:
 
 
 def _halo(grid: ProcessGrid, nbytes: int) -> Callable[[], None]:
-    """What a 3x3 convolution exchanges, a row each way."""
+    """Return the halo exchange of a 3x3 convolution, a row each way."""
     shape = 1, CHANNELS, THICKNESS * grid.size, nbytes // (4 * CHANNELS)
     shard = torch.randn(local_box(shape, grid).shape, device=grid.device)
     x = DistTensor(shard, shape, default_cuts(4, grid.topology), grid)

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gpu.needs` says which wheels `make gpu` misses; it fetches none."""
+"""Say which wheels `make gpu` misses, and fetch none: `python -m benchmarks.gpu.needs`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WHEELS = {
 
 
 def missing(wheels: Mapping[str, str] = WHEELS) -> list[str]:
-    """A line for each thing that is not there, or cannot be loaded."""
+    """Return a line for each module or program that is not there, or cannot be loaded."""
     lines = [] if shutil.which("mpiexec") else ["mpiexec is not on the PATH: bring the wheel mpich"]
     for module, wheel in wheels.items():
         try:

@@ -13,12 +13,12 @@ from benchmarks.gpu.clock import Run, alternate
 from distconv import DistTensor
 from distconv.geometry.layout import default_cuts
 from distconv.planning.dry_run import DryRunGrid
+from distconv.planning.table import size
 from distconv.tensor.dist_tensor import local_box
 from distconv.tools.bench import Row
 from distconv.tools.bench.halo import plan_of
 from distconv.tools.bench.report import over
 from distconv.tools.bench.settings import by
-from distconv.tools.table import size
 
 CASES: tuple[tuple[tuple[int, ...], dict[str, int]], ...] = (
     ((1, 16, 1024, 1024), {"height": 4}),
@@ -60,7 +60,7 @@ THREADS = 256
 
 
 def described(block: Tensor, places: Sequence[Tensor]) -> np.ndarray:
-    """The table of the kernel: a row for each box of a block, in the order of the message."""
+    """Return the table of the kernel: a row for each box, in the order of the message."""
     first = block.storage_offset()
     table, start = [], 0
     for place in places:
@@ -72,7 +72,7 @@ def described(block: Tensor, places: Sequence[Tensor]) -> np.ndarray:
 
 
 class OneKernel:
-    """Packs boxes of a block by one kernel of cupy's on torch's current stream."""
+    """Pack boxes of a block by one kernel of cupy's on torch's current stream."""
 
     def __init__(self, block: Tensor, places: Sequence[Tensor], message: Tensor):
         import cupy
@@ -85,7 +85,7 @@ class OneKernel:
         self._blocks = -(-largest // THREADS), len(places)
 
     def __call__(self) -> None:
-        """Start it."""
+        """Start the kernel."""
         with self._stream:
             self._pack(self._blocks, (THREADS,), tuple(t.data_ptr() for t in self._tensors))
 
@@ -93,7 +93,7 @@ class OneKernel:
 def packings(
     shape: tuple[int, ...], cut: dict[str, int], device: torch.device, seconds: float
 ) -> Iterator[Row]:
-    """Two rows for each way to pack what a 3x3 convolution sends from a block."""
+    """Yield two rows for each way to pack the halos that a 3x3 convolution sends of a block."""
     grid = DryRunGrid(cut)
     with device:
         shard = torch.randn(local_box(shape, grid).shape)

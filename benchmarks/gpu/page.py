@@ -1,4 +1,4 @@
-"""The page of results, which holds what is known whenever the run ends, and what has failed."""
+"""The page of results: all that is known whenever the run ends, and what has failed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from distconv.tools.bench import Row, as_table
 
 
 class Part(NamedTuple):
-    """What is measured at a time, and fails alone."""
+    """A measurement of its own: if it fails, the others are still made."""
 
     name: str
     run: Callable[[], Iterable[Row | str]]
@@ -37,7 +37,7 @@ class Page:
         self.failures: list[str] = []
 
     def add(self, name: str, parts: Iterable[Part], end: float) -> None:
-        """A section of what the parts tell, of those that begin before `end` on the clock.
+        """Add a section with the results of all parts that begin before `end` on the clock.
 
         On one rank a part that raises is told as failed. On several the others would wait for it,
         so the job ends.

@@ -1,4 +1,4 @@
-"""One rank of each of several cuts, timed alone, and what a step of all of them would take.
+"""One rank of each of several cuts, timed alone, and the predicted time of a step of all ranks.
 
 A shard is one rank of a grid that is not there: it computes and packs, and its messages go nowhere.
 Its bound is the plain network on a block of the same shape. What it gives to its transport is
@@ -25,12 +25,12 @@ from distconv.comm.packing import pack_messages
 from distconv.geometry.plan import Route
 from distconv.ops.support.method import METHODS
 from distconv.planning.dry_run import DryRunGrid, Traffic
+from distconv.planning.table import table
 from distconv.tensor.dist_tensor import local_box
 from distconv.tensor.ownership import own
 from distconv.tools.bench import Row
 from distconv.tools.bench.report import over
 from distconv.tools.bench.settings import by
-from distconv.tools.table import table
 
 Cut = Mapping[str, int]
 
@@ -44,21 +44,21 @@ VOLUME: tuple[Cut, ...] = tuple(
 
 
 class Shard(NamedTuple):
-    """What is known of the slowest rank of a cut."""
+    """The measurements of the slowest rank of a cut."""
 
     grid: DryRunGrid
     seconds: float
-    """Of a step in which no message takes time."""
+    """Seconds of a step in which no message takes time."""
     traffic: Sequence[Traffic]
-    """What it gives to its transport in a step."""
+    """Messages and reductions that the rank starts in a step."""
     weights: int
-    """Bytes of its parameters, whose gradients all ranks add up."""
+    """Bytes of the rank's parameters, whose gradients all ranks add up."""
 
 
 def shards(
     case: Case, cuts: Sequence[Cut], device: torch.device, seconds: float
 ) -> Iterator[Row | str]:
-    """Rows for the shards of each cut, and predictions from them.
+    """Yield rows for the shards of each cut, and predictions from them.
 
     Where the first cut leaves the input whole, memory is told over the share of that.
     """
@@ -92,7 +92,7 @@ def _overlapped(case: Case, grid: DryRunGrid, device: torch.device) -> Step:
 
 
 def network_alone(case: Case, device: torch.device) -> nn.Module:
-    """The module of a rank whose gradients nobody adds up, as the other ranks are not there."""
+    """Return the module of one rank; nobody adds up its gradients, as the others are not there."""
     network = module(case, device)
     own(network.parameters(), ranks=1)
     return network
@@ -127,7 +127,7 @@ def _forced(name: str, step: Step) -> None:
 
 
 def packing(step: Step, grid: DryRunGrid, device: torch.device) -> Run:
-    """Packs whatever leaves the rank in the forward pass of a step, and nothing else."""
+    """Return a function that packs all that leaves the rank in the forward pass of a step."""
     with trace_movements() as movements, without_counting():
         _forced("overlapped", step)
     leaving = [_leaving(movement) for movement in movements]
@@ -142,7 +142,7 @@ def packing(step: Step, grid: DryRunGrid, device: torch.device) -> Run:
 
 
 def _leaving(movement: Movement) -> tuple[tuple[int, ...], Sequence[Route]]:
-    """The shape of what a movement packs, and its boxes."""
+    """Return the shape of the tensor that a movement packs, and the routes with its boxes."""
     plan = movement.plan
     if movement.adjoint:
         return plan.buffer_shape, plan.receives
@@ -150,27 +150,27 @@ def _leaving(movement: Movement) -> tuple[tuple[int, ...], Sequence[Route]]:
 
 
 class Prediction(NamedTuple):
-    """Seconds of a step, and of what it is made of."""
+    """The predicted seconds of the parts of a step."""
 
     shard: float
     reductions: float
-    """Of statistics and losses, which nothing hides."""
+    """Seconds of the reductions of statistics and losses, which nothing hides."""
     halos: float
     gradients: float
 
     @property
     def hidden(self) -> float:
-        """The step where computing hides all halos and the sum of the parameters' gradients."""
+        """Return the seconds of a step if all halos and the reduction of gradients are hidden."""
         return self.shard + self.reductions
 
     @property
     def exposed(self) -> float:
-        """The step where it hides none of them."""
+        """Return the seconds of a step if no halos and no reductions of gradients are hidden."""
         return self.hidden + self.halos + self.gradients
 
 
 def predict(machine: Machine, shard: Shard) -> Prediction:
-    """What a step would take with the links of `machine`, with the GPU that was measured."""
+    """Predict the time of a step with the links of `machine` and the GPU that was measured."""
     rank, size = shard.grid.rank, shard.grid.size
     others = tuple((peer, shard.weights) for peer in range(size) if peer != rank)
     collective, halos = (
@@ -188,7 +188,7 @@ _HEADING = (
 
 
 def predictions(case: Case, machine: Machine, shards: Sequence[Shard]) -> str:
-    """A table of the strong scaling that follows from the shards of several cuts."""
+    """Return a table of the strong scaling that follows from the shards of several cuts."""
     steps = {shard.grid.size: predict(machine, shard) for shard in shards}
     rows: list[tuple[str, ...]] = [_HEADING]
     for size, step in steps.items():
@@ -200,7 +200,7 @@ def predictions(case: Case, machine: Machine, shards: Sequence[Shard]) -> str:
 
 
 def _gain(steps: Mapping[int, Prediction], fewer: int, more: int) -> str:
-    """How many times as fast more GPUs are, alike hidden or not."""
+    """Return the speedup of `more` GPUs over `fewer`, from the smaller to the larger prediction."""
     if fewer not in steps or fewer >= more:
         return ""
     base, step = steps[fewer], steps[more]

@@ -18,7 +18,7 @@ _WAITS = re.compile(
 
 
 def calls_of(step: Callable[[], object]) -> Counter[str]:
-    """The calls of CUDA's runtime and driver within a step, by any thread."""
+    """Count the calls of CUDA's runtime and driver within a step, by any thread."""
     kinds = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
         kinds.append(ProfilerActivity.CUDA)
@@ -33,12 +33,12 @@ def calls_of(step: Callable[[], object]) -> Counter[str]:
 
 
 def waits_in(calls: Counter[str]) -> dict[str, int]:
-    """Those at which the host waits, or may: allocations do not return while kernels run."""
+    """Select the calls at which the host waits, or may, as allocations do while kernels run."""
     return {name: n for name, n in sorted(calls.items()) if _WAITS.match(name)}
 
 
 def waits(name: str, step: Callable[[], object]) -> str:
-    """What is found in a step, in words; a few steps before make what is made only once.
+    """Say in words where the host waits in a step, after a few steps for what is made only once.
 
     Raises
     ------

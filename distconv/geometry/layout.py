@@ -301,22 +301,20 @@ def operand_cuts(operand: Shape, shape: Shape, cuts: Cuts) -> Cuts:
 def cuts_of_broadcast(operands: tuple[tuple[Shape, Cuts], ...], shape: Shape) -> Cuts:
     """Return the cuts of a result of `shape` to which operands are broadcast.
 
-    Each dimension is cut as in the largest operand that has it in full, as far as those grid axes
-    are still free.
+    Each dimension is cut as in the largest operand that has it in full and cut, as far as those
+    grid axes are still free. Operands that have it whole are sliced there, which moves nothing.
 
     Parameters
     ----------
     operands: shape and cuts of each operand.
     """
     cuts: list[tuple[str, ...]] = [()] * len(shape)
-    settled = [False] * len(shape)
     for sizes, own in sorted(operands, key=lambda x: -prod(x[0])):
         lead = len(shape) - len(sizes)
         for d, axes in enumerate(own, lead):
-            if not settled[d] and sizes[d - lead] == shape[d]:
+            if not cuts[d] and sizes[d - lead] == shape[d]:
                 used = {a for cut in cuts for a in cut}
                 cuts[d] = axes if not used.intersection(axes) else ()
-                settled[d] = True
     return tuple(cuts)
 
 

@@ -20,6 +20,10 @@ _HEARD: ContextVar[list[tuple[bool, str]] | None] = ContextVar("_HEARD", default
 """The messages of parsers while all ranks parse, so that each is printed once."""
 
 
+class BadArguments(Exception):
+    """The command line asks for something that cannot be done; alike on every rank."""
+
+
 class RankParser(argparse.ArgumentParser):
     """A parser for every rank: all get through, or all end with the message of the first that
     fails.

@@ -1,26 +1,31 @@
-"""The command line, `python -m distconv COMMAND`: explain, verify and bench."""
+"""The command line, `python -m distconv COMMAND`: looks at modules, measures, starts jobs."""
 
 from __future__ import annotations
 
 import argparse
-import importlib
-import importlib.util
 import json
-import sys
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from distconv.grid.process_grid import ProcessGrid
 from distconv.model.input_layouts import match_layouts
-from distconv.tools.arguments import RankParser, grid_axes, layout, pattern_and_layout, shape
+from distconv.tools.arguments import (
+    BadArguments,
+    RankParser,
+    grid_axes,
+    layout,
+    pattern_and_layout,
+    shape,
+)
 from distconv.tools.bench import BENCHMARKS, Row, Settings, as_table, plot
+from distconv.tools.commands import launch, scale
 from distconv.tools.explain import LayerPlan, dtype_of, explain
 from distconv.tools.explain import listed as layers_listed
+from distconv.tools.factories import made, made_everywhere
 from distconv.tools.json_lines import as_json
 from distconv.tools.progress import Progress
 from distconv.tools.verify import Comparison, verify
@@ -29,10 +34,6 @@ from distconv.tools.version import __version__
 from distconv.transport.world import world, world_if_rank
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
-
-
-class BadArguments(Exception):
-    """The command line asks for something that cannot be done; alike on every rank."""
 
 
 class Command(NamedTuple):
@@ -100,67 +101,6 @@ def _module_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one line of JSON instead of a table")
 
 
-def _made(factory: str, seed: int) -> nn.Module:
-    """Return the module that the factory of this name makes."""
-    path, colon, name = factory.rpartition(":")
-    if not colon or not name:
-        raise BadArguments(
-            f"{factory!r} names no factory; write package.module:factory or ./file.py:factory"
-        )
-    make: Any = _from_file(Path(path)) if path.endswith(".py") else _imported(path)
-    for part in name.split("."):
-        make = getattr(make, part, None)
-    if not callable(make):
-        raise BadArguments(f"{path} has no function or class {name!r}")
-    torch.manual_seed(seed)
-    try:
-        module = make()
-    except TypeError as error:
-        raise BadArguments(f"{factory} raised TypeError without arguments: {error}") from error
-    if not isinstance(module, nn.Module):
-        raise BadArguments(f"{factory} makes a {type(module).__name__}, not a torch.nn.Module")
-    return module
-
-
-def _imported(path: str) -> Any:
-    """Return the module of this name."""
-    try:
-        return importlib.import_module(path)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{path}.".startswith(f"{error.name}."):
-            raise
-        raise BadArguments(
-            f"there is no module {error.name!r}; start from the folder it is in, or install it, "
-            "or write its file, ./file.py:factory"
-        ) from None
-
-
-def _from_file(path: Path) -> Any:
-    """Import and return the module in a file, which finds its neighbours as a script does."""
-    if not path.is_file():
-        raise BadArguments(f"there is no file {str(path)!r}")
-    sys.path.insert(0, str(path.resolve().parent))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def _made_everywhere(factory: str, seed: int) -> nn.Module:
-    """Return the module, which every rank makes; all ranks complain where one cannot."""
-    module, problem = None, None
-    try:
-        module = _made(factory, seed)
-    except BadArguments as error:
-        problem = error
-    for found in world().allgather(problem):
-        if found is not None:
-            raise found
-    assert module is not None
-    return module
-
-
 def _explain_options(parser: argparse.ArgumentParser) -> None:
     _module_options(parser)
     parser.add_argument("--dtype", choices=DTYPES, help="of the input (default: as the parameters)")
@@ -170,7 +110,7 @@ def _explain_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _explain(arguments: argparse.Namespace) -> int:
-    module = _made(arguments.factory, arguments.seed)
+    module = made(arguments.factory, arguments.seed)
     dtype = None if arguments.dtype is None else getattr(torch, arguments.dtype)
     options: dict[str, Any] = {"dtype": dtype, "layout": arguments.layout, "rank": arguments.rank}
     options["layouts"] = dict(arguments.layouts)
@@ -228,7 +168,7 @@ def _grid(extents: dict[str, Any], command: str) -> ProcessGrid:
 
 def _verify(arguments: argparse.Namespace) -> int:
     grid = _grid(arguments.grid, "verify")
-    module = _made_everywhere(arguments.factory, arguments.seed)
+    module = made_everywhere(arguments.factory, arguments.seed)
     layouts = dict(arguments.layouts)
     try:
         match_layouts(module, layouts)
@@ -320,4 +260,6 @@ COMMANDS = {
         _bench_options,
         _bench,
     ),
+    "scale": Command(scale.PURPOSE, scale.options, scale.run),
+    "launch": Command(launch.PURPOSE, launch.options, launch.run),
 }

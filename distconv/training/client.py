@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
-from weakref import finalize
 
 import torch
 from torch import Tensor, nn
@@ -66,7 +65,7 @@ class Worker:
         shards = shards_of_model(model, team)
         connection = Connection(team.above, shards, described(model, method))
         self._server = _Together(connection, shards, grid, [*model.parameters(), *model.buffers()])
-        self._leave = finalize(self, _leave, connection, team.above)
+        self._team, self._done = team, False
         leaves, buffers = (shards_of([*some]) for some in (model.parameters(), model.buffers()))
         self._tensors = [*leaves, *buffers]
         answer = self._server.ask(Kind.HELLO)
@@ -113,20 +112,20 @@ class Worker:
 
     def finish(self) -> None:
         """Bring what has not been brought, and tell the server that nothing more will come."""
-        if self._leave.alive:
+        if not self._done:
             self._client.finish()
             self._server.ask(Kind.DONE)
-            self._leave.detach()
-            self._server.close()
+            self._done = True
+            self._team.leave()
 
     def __enter__(self) -> Worker:
         return self
 
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if error is None:
             self.finish()
         else:
-            self._leave()
+            self._team.leave(error)
 
     def _take(self, values: Sequence[Tensor | None]) -> None:
         with torch.no_grad():
@@ -181,10 +180,6 @@ class _Together:
         self.samples = answer.samples
         return answer._replace(tensors=[self._block(i, t) for i, t in enumerate(answer.tensors)])
 
-    def close(self) -> None:
-        """Hang up."""
-        self._connection.close()
-
     def _whole(self, blocks: Sequence[Tensor | None]) -> list[Tensor | None]:
         whole: list[Tensor | None] = []
         for block, like in zip(blocks, self._like, strict=True):
@@ -199,9 +194,3 @@ class _Together:
         if whole is None or not isinstance(like, DistTensor):
             return whole
         return whole[like.box.slices]
-
-
-def _leave(connection: Connection, links: Sequence[Any]) -> None:
-    """Tell the server that this worker has failed; only its first rank has links."""
-    if links:
-        connection.leave()

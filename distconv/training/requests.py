@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from enum import IntEnum
 from typing import NamedTuple, Protocol
 
@@ -182,27 +183,27 @@ class Connection:
                 self._versions[j] = answer.numbers[1]
         return found
 
-    def leave(self) -> None:
-        """Tell every shard that this client has failed, where it can be told, and hang up."""
-        for link in self._links:
-            try:
-                link.send(message((Kind.LEAVE,)))
-                flush(link)
-            except LinkLost:
-                continue
-        self.close()
-
-    def close(self) -> None:
-        """Hang up."""
-        for link in self._links:
-            link.close()
-
     def _payload(self, kind: Kind, j: int, tensors: Sequence[Tensor | None] | None) -> Tensor:
         if kind == Kind.HELLO:
             return in_bytes(self._agreed)
         if tensors is None:
             return in_bytes("")
         return self._shards.packings[j].pack([tensors[i] for i in self._shards.parts[j]])
+
+
+def leave(above: Sequence[Link], below: Sequence[Link], why: str) -> None:
+    """Tell servers that their client has failed, and clients that their server has; hang up."""
+    for links, last in ((above, message((Kind.LEAVE,))), (below, failed(why))):
+        for link in links:
+            with suppress(LinkLost):
+                link.send(last)
+                flush(link)
+            link.close()
+
+
+def failed(why: str) -> Message:
+    """Return the message that a server has failed."""
+    return message((Kind.FAILED,), in_bytes(f"the server has failed: {why}"))
 
 
 def joined(found: Sequence[Message], shards: Shards) -> Answer:

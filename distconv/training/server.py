@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from distconv.training.parcel import Packing
-from distconv.training.requests import Asking, Kind, in_bytes
+from distconv.training.requests import Asking, Kind
 from distconv.transport.link import Message, message
 
 Due = list[tuple[int, Message]]
@@ -212,8 +212,3 @@ class Server:
                 f"client {client} trains {theirs!r}, the server serves {self._agreed!r}; build the "
                 "same model and method on every rank"
             )
-
-
-def failed(why: object) -> Message:
-    """Return the message that the server has failed."""
-    return message((Kind.FAILED,), in_bytes(f"the server has failed: {why}"))

@@ -8,6 +8,7 @@ import os
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,7 +23,7 @@ from distconv.grid.process_grid import ProcessGrid
 from distconv.model.parallelize import parallelize
 from distconv.training.checks import check_count
 from distconv.training.requests import Asking, Connection, Kind, ServerLost, Shards
-from distconv.training.server import Due, Report, Rule, Server, failed
+from distconv.training.server import Due, Report, Rule, Server
 from distconv.training.team import Team
 from distconv.transport.link import Link, LinkLost, Pause, flush
 
@@ -88,7 +89,8 @@ def serve(
     ServerLost
         Where the server above has ended.
     ValueError
-        On every rank, where the ranks have different models or methods.
+        Where the ranks have different models or methods; clients raise ServerLost with the same
+        words.
     """
     if not team.serves:
         raise ValueError(
@@ -116,15 +118,13 @@ def serve(
         rule.finish()
         if above is not None:
             above.ask(Kind.DONE)
-            above.close()
     except BaseException as error:
         if isinstance(error, (AllWorkersLost, KeyboardInterrupt, ServerLost)):
             state.save()  # between two updates
-        _tell(links, error)
-        if above is not None:
-            above.leave()
+        team.leave(error)
         raise
     state.save()
+    team.leave()
     return server.report
 
 
@@ -274,26 +274,14 @@ def _run(server: Server, links: Mapping[int, Link], state: _State) -> None:
         else:
             pause.rest()
     for link in open_links.values():
-        try:
+        with suppress(LinkLost):  # it has come to its end
             flush(link)
-        except LinkLost:
-            continue  # it has come to its end
-        link.close()
     lost = server.report.lost
     if len(lost) == len(links):
         raise AllWorkersLost(
             "all workers are lost: "
             + "; ".join(f"client {client}, as {why}" for client, why in lost.items())
         )
-
-
-def _tell(links: Mapping[int, Link], error: BaseException) -> None:
-    """Tell the clients that the server has failed, where they can be told."""
-    for link in links.values():
-        try:
-            link.send(failed(f"{type(error).__name__}: {error}"))
-        except (LinkLost, OSError):
-            continue
 
 
 def _only(model: nn.Module, part: Sequence[int]) -> nn.Module:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import count
 from math import prod
 from typing import Any
+from weakref import finalize
 
 from distconv.geometry.topology import AXES
 from distconv.grid import communicators
@@ -15,6 +16,7 @@ from distconv.grid.members import ranks_of
 from distconv.grid.process_grid import ProcessGrid
 from distconv.grid.stall import Watch, time_limit
 from distconv.training.checks import check_count
+from distconv.training.requests import leave
 from distconv.transport.launch import place_by_torch
 from distconv.transport.link import Link
 from distconv.transport.links import open_links
@@ -171,11 +173,23 @@ class Team:
         """The links to the shards of the server that this rank is a client of."""
         self.below: Sequence[Link] = [links[rank] for rank in below]
         """The links to the clients of this rank."""
+        self._leave = finalize(self, leave, self.above, self.below, "its program has ended")
         if not self.serves:
             self.worker = self.arrangement.worker_of(self.rank)
             members: Any = self.arrangement.ranks_of(self.worker)
             shape: dict[str, Any] = extents
             self.grid = ProcessGrid(members, device=device, **shape)
+
+    def leave(self, error: BaseException | None = None) -> None:
+        """Hang up, once: in good order, or by an error, of which servers and clients are told.
+
+        A program that ends without tells them, too.
+        """
+        if error is not None and self._leave.detach():
+            leave(self.above, self.below, f"{type(error).__name__}: {error}")
+        elif self._leave.detach():
+            for link in (*self.above, *self.below):
+                link.close()
 
     def __repr__(self) -> str:
         a = self.arrangement

@@ -17,7 +17,7 @@ WORLD = MPI.COMM_WORLD
 
 
 class Failing(TorchDispatchMode):
-    """Counts the local operators, and fails at the one of a given number."""
+    """Count the local operators, and raise in the one of a given number."""
 
     def __init__(self, at: int | None = None):
         super().__init__()
@@ -32,7 +32,7 @@ class Failing(TorchDispatchMode):
 
 
 def network() -> nn.Module:
-    """Layers that exchange halos in all ways."""
+    """Return layers that exchange halos in all ways."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Conv2d(2, 4, 3, padding=1),
@@ -45,7 +45,7 @@ def network() -> nn.Module:
 
 
 def step(model: nn.Module, x: Tensor, grid: dc.ProcessGrid) -> list[Tensor]:
-    """Output and gradients of a training step."""
+    """Take a training step, and return its output and gradients."""
     model.zero_grad()
     input = dc.distribute_tensor(x, grid).requires_grad_()
     y = model(input)

@@ -1,4 +1,4 @@
-"""Ranks that do not train alike are told, instead of adding up what does not belong together."""
+"""Ranks that train differently get an error, before gradients of different passes are added up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors that have to be equal on all ranks, and are not, are found and named."""
+"""Tensors that have to be equal on all ranks, but are not, are found and named."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_one_rank_alone_computes_with_what_it_has_in_full() -> None:
 
 
 def trained(grid: dc.ProcessGrid, fault: str, **options: bool) -> None:
-    """Steps of which one rank takes another one than the others."""
+    """Train for five steps, one of which differs on the last rank by the given fault."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(4, 6, 3, padding=1), nn.BatchNorm2d(6), nn.Conv2d(6, 4, 1))
     dc.parallelize(model, grid, **options)

@@ -85,20 +85,20 @@ def same(rng: random.Random, n: int) -> IndexMap:
 
 
 def values(index: Tensor, dtype: torch.dtype) -> Tensor:
-    """A number for each global index that the type holds exactly."""
+    """Return a number for each global index that the type holds exactly."""
     if dtype.is_complex:
         return (index + 1j * (index % 7)).to(dtype)
     return (index % {torch.bool: 2}.get(dtype, 125)).to(dtype)
 
 
 def integers(shape: tuple[int, ...], seed: int) -> Tensor:
-    """Random integers in float64, of which sums are exact; others on every rank."""
+    """Draw integers in float64, whose sums are exact; each rank draws others."""
     generator = torch.Generator().manual_seed(seed * 64 + WORLD.rank)
     return torch.randint(-9, 10, shape, generator=generator).double()
 
 
 def inner(a: Tensor, b: Tensor) -> float:
-    """The inner product over the elements of all ranks, replicas counted."""
+    """Return the inner product over the elements of all ranks, replicas counted."""
     return WORLD.allreduce((a * b).sum().item())
 
 
@@ -278,7 +278,7 @@ def test_a_sum_is_bitwise_the_same_on_all_ranks() -> None:
 
 
 def ring(grid: dc.ProcessGrid, n: int) -> tuple[Plan, Cuts]:
-    """A plan that gives every rank a halo of one from both neighbours."""
+    """Return a plan that gives every rank a halo of one from both neighbours."""
     cuts = (("height",),)
     shape = (n * grid.size,)
     needs = (Pad(1, 1, "circular"),)

@@ -1,4 +1,4 @@
-"""A run goes on from its checkpoint on any grid; what is damaged or foreign is refused by name."""
+"""A run resumes from its checkpoint on any grid; damaged and foreign files are refused by name."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Run:
         return self.model, self.opt, self.scheduler, self.loader
 
     def train(self, steps: int) -> list[float]:
-        """Take the next steps, over as many epochs as it takes, and return the losses."""
+        """Take the next `steps`, over as many epochs as needed, and return their losses."""
         losses: list[float] = []
         while len(losses) < steps:
             for x, y in self.loader:
@@ -166,14 +166,14 @@ def test_one_file_can_be_named_and_nothing_else_is_taken_for_it(folder: Path) ->
 
 
 class Planted:
-    """What runs a function when it is unpickled."""
+    """An object that runs a function when it is unpickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.mkdir, ("planted",)
 
 
 def content() -> dict[str, Any]:
-    """What a checkpoint of `Run` holds."""
+    """Return the content of a checkpoint of `Run`."""
     net = torch.nn.Linear(3, 2)
     opt = torch.optim.Adam(net.parameters())
     net(torch.ones(1, 3)).sum().backward()
@@ -190,7 +190,7 @@ def content() -> dict[str, Any]:
 
 
 def changed(path: str, value: Any) -> dict[str, Any]:
-    """The content of a checkpoint with another value at a path of names."""
+    """Return the content of a checkpoint with another value at a path of names."""
     state = place = content()
     *outer, last = path.split("/")
     for name in outer:

@@ -25,7 +25,7 @@ BOTH = TensorDataset(torch.from_numpy(X), torch.from_numpy(Y))
 
 
 class Counted(Dataset[Any]):
-    """The samples as dictionaries, and which were loaded."""
+    """Samples as dictionaries, with a record of which were loaded."""
 
     def __init__(self) -> None:
         self.loaded: list[int] = []

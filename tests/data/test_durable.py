@@ -1,4 +1,4 @@
-"""Files are the old or the new at any moment, and whole, or refused.
+"""A file is either the old or the new one at any moment, and is read whole or refused.
 
 They need no MPI; the process that is killed is one of their own.
 """
@@ -38,7 +38,7 @@ def write(path: Path, content: bytes) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 1 MiB of which 128 KiB are left."""
+    """Mount a disk of 1 MiB of which 128 KiB are left."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]

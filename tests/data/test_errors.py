@@ -1,4 +1,4 @@
-"""What is wrong on one rank is raised on all of them, in the same words."""
+"""An error on one rank is raised on all of them, in the same words."""
 
 from __future__ import annotations
 

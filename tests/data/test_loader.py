@@ -31,14 +31,14 @@ GRIDS: dict[int, list[dict[str, int]]] = {
 
 
 def loaders(**options: Any) -> list[Loader]:
-    """A loader on each grid."""
+    """Return a loader on each grid."""
     return [
         Loader(Dataset(X, dc.ProcessGrid(**extents)), **options) for extents in GRIDS[WORLD.size]
     ]
 
 
 def course(loader: Loader, batches: int) -> list[Any]:
-    """The next mini-batches of a loader, whole, over as many epochs as it takes."""
+    """Return the next `batches` of a loader, whole, over as many epochs as needed."""
     found: list[Any] = []
     while len(found) < batches:
         for batch in loader:

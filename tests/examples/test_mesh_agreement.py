@@ -1,4 +1,4 @@
-"""What one rank of a mesh-tangling run has otherwise is an error on all, before they wait."""
+"""Settings or data that differ on one rank of a mesh-tangling run are an error on all ranks."""
 
 from __future__ import annotations
 

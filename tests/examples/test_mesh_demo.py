@@ -29,7 +29,7 @@ RANKS = 4
 
 
 def processes_of(folder: Path) -> list[int]:
-    """The processes that go on and have a path in `folder` on their command lines."""
+    """Return the running processes that have a path in `folder` on their command lines."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -43,12 +43,12 @@ def processes_of(folder: Path) -> list[int]:
 
 
 def ranks_import(folder: Path) -> bool:
-    """Whether launcher and ranks have been started."""
+    """Return whether launcher and ranks have been started."""
     return len(processes_of(folder)) > RANKS
 
 
 def ranks_train(folder: Path) -> bool:
-    """Whether the first checkpoint is there."""
+    """Return whether the first checkpoint is there."""
     return bool(checkpoints_in(folder / "run"))
 
 

@@ -16,7 +16,7 @@ SCALE_FREE = [name for name in quality.METRICS if name not in ("Jacobian", "volu
 
 
 def metrics(*points: tuple[float, float]) -> dict[str, float]:
-    """The fourteen metrics of one zone."""
+    """Return the fourteen metrics of one zone."""
     zone = quality.Quadrilaterals(np.array(points, dtype=float).T)
     return {name: float(metric(zone)) for name, metric in quality.METRICS.items()}
 
@@ -240,7 +240,7 @@ def test_label_is_every_zone_that_is_tangled_at_some_step_up_to_the_horizon(flow
 
 
 def edge(z, from_row, from_column, to_row, to_column):
-    """Difference of node coordinates along one edge of every zone."""
+    """Return the difference of node coordinates along one edge of every zone."""
 
     def corner(row, column):
         return z[row : row + SIZE, column : column + SIZE]

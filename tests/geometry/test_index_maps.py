@@ -1,4 +1,4 @@
-"""The inputs that an interval of outputs needs, against what torch's operators read."""
+"""The inputs that an interval of outputs needs are the inputs that torch's operators read."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ sizes = st.integers(1, 25)
 
 @st.composite
 def spans(draw: st.DrawFn, outputs: int) -> Interval:
-    """A non-empty interval of outputs."""
+    """Draw a non-empty interval of outputs."""
     assume(outputs > 0)
     start = draw(st.integers(0, outputs - 1))
     return start, draw(st.integers(start + 1, outputs))
@@ -39,12 +39,12 @@ def hull(positions: list[int]) -> tuple[Interval, ...]:
 
 
 def taken(index_map: IndexMap, size: int, start: int, stop: int) -> list[int]:
-    """The positions of the needed buffer, in order."""
+    """Return the positions of the needed buffer, in order."""
     return [i for a, b in index_map.intervals(size, start, stop) for i in range(a, b)]
 
 
 def read_by(function, size: int, start: int, stop: int) -> list[int]:
-    """The inputs on which the outputs [start, stop) of a torch function depend."""
+    """Return the inputs on which the outputs [start, stop) of a torch function depend."""
     x = torch.ones(1, 1, size, dtype=torch.float64, requires_grad=True)
     function(x)[..., start:stop].sum().backward()
     return x.grad.flatten().nonzero().flatten().tolist()

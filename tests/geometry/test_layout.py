@@ -14,6 +14,7 @@ from distconv.geometry.layout import (
     Box,
     Layout,
     block,
+    cuts_of_broadcast,
     cutting_axes,
     default_cuts,
     dimension_names,
@@ -221,7 +222,7 @@ def test_a_dimension_that_the_tensor_lacks_is_named_beside_those_it_has() -> Non
 
 
 class Volume:
-    """A tensor that is cut, for `Layout.like`."""
+    """A tensor that is cut, as an argument of `Layout.like`."""
 
     cuts = (("sample",), ("channel",), ("depth", "filter"), (), ("width",))
 
@@ -236,3 +237,21 @@ def test_the_layout_of_labels_is_that_of_the_volume_without_its_channels() -> No
 def test_a_dimension_that_is_not_there_cannot_be_left_out() -> None:
     with pytest.raises(ValueError, match=r"without=\['chanel'\] of a tensor of the dimensions"):
         Layout.like(Volume, without="chanel")
+
+
+@pytest.mark.parametrize(
+    ("operands", "cuts"),
+    [
+        # What is whole is sliced, whether it comes first or is the largest.
+        ([((4, 6), ((), ())), ((4, 6), ((), ("width",)))], ((), ("width",))),
+        ([((4, 6), ((), ())), ((6,), (("width",),))], ((), ("width",))),
+        ([((4, 6), (("height",), ())), ((6,), (("width",),))], (("height",), ("width",))),
+        # Where both are cut, the largest decides, also by what its axes cut elsewhere.
+        ([((6,), (("width",),)), ((4, 6), ((), ("height",)))], ((), ("height",))),
+        ([((6,), (("height",),)), ((4, 6), (("height",), ()))], (("height",), ())),
+        # Dimensions of one element say nothing.
+        ([((4, 1), (("height",), ("width",))), ((1, 6), ((), ()))], (("height",), ())),
+    ],
+)
+def test_a_broadcast_result_is_cut_where_any_operand_is(operands: list, cuts: tuple) -> None:
+    assert cuts_of_broadcast(tuple(operands), (4, 6)) == cuts

@@ -50,14 +50,14 @@ class Movement:
         return f"{self.topology} {self.shape} {self.source} -> {self.target} by {self.needs}"
 
     def blocks(self, whole: np.ndarray) -> list[np.ndarray]:
-        """What every rank holds of an array of the global shape."""
+        """Return the block of every rank of an array of the global shape."""
         return [
             whole[rank_box(self.shape, self.source, self.topology, rank).slices]
             for rank in range(self.topology.size)
         ]
 
     def gather(self, blocks: list[np.ndarray], fill: int = OUTSIDE) -> list[np.ndarray]:
-        """The buffers of all ranks, filled by sending and receiving along the plans."""
+        """Return the buffers of all ranks, filled by sending and receiving along the plans."""
         posted = {}
         for rank, plan in enumerate(self.plans):
             for route in plan.sends:
@@ -81,7 +81,7 @@ class Movement:
         return buffers
 
     def accumulate(self, buffers: list[np.ndarray]) -> list[np.ndarray]:
-        """The reverse: every element of the buffers is added to where it came from."""
+        """Return the blocks to which the buffers add up: the adjoint of `gather`."""
         blocks = [np.zeros(plan.block_shape, int) for plan in self.plans]
         for rank, plan in enumerate(self.plans):
             for source, target in plan.own:
@@ -93,13 +93,13 @@ class Movement:
         return blocks
 
     def expected_buffer(self, whole: np.ndarray, rank: int) -> np.ndarray:
-        """The buffer of a rank by definition."""
+        """Return the buffer of a rank by definition."""
         return needed(whole, self.topology, rank, self.target, self.needs)
 
 
 @st.composite
 def index_maps(draw: st.DrawFn, n: int) -> IndexMap:
-    """Any map along a dimension of n inputs that makes at least no outputs."""
+    """Draw any map along a dimension of n inputs whose number of outputs is not negative."""
     kinds = [
         *(Same, Window, TransposedWindow, AdaptiveWindow, Strided, Span, Grouped, Rows, Pad),
         *(Reversed, Rolled),
@@ -181,7 +181,7 @@ def redistributions(draw: st.DrawFn) -> Movement:
 
 
 def indices(shape: tuple[int, ...]) -> np.ndarray:
-    """An array that holds its global index."""
+    """Return an array that holds its global index."""
     return np.arange(prod(shape)).reshape(shape)
 
 

@@ -1,4 +1,4 @@
-"""These tests need a GPU, which several ranks may share; `make gpu` runs them."""
+"""Fixtures of the tests that need a GPU, which several ranks may share; `make gpu` runs them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _gpu() -> None:
 
 @pytest.fixture(params=["torch", "mpi", "nccl"])
 def grid(request: pytest.FixtureRequest) -> dc.ProcessGrid:
-    """All ranks along the height, with each transport that they can have."""
+    """Make a grid of all ranks along the height, with each transport that they can have."""
     try:
         return dc.ProcessGrid(height=-1, transport=request.param)
     except ValueError as error:

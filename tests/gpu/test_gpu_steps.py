@@ -90,7 +90,7 @@ def test_autocast_and_channels_last_train(grid: dc.ProcessGrid, dtype: torch.dty
 
 @contextmanager
 def waiting_is_an_error() -> Iterator[None]:
-    """Within it, what torch does that lets the host wait for the GPU raises."""
+    """Raise within the block where torch lets the host wait for the GPU."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -21,12 +21,12 @@ SLOWLY = 2 * 10**7
 
 
 def wait_a_while(rng: random.Random) -> None:
-    """Give the current stream up to a quarter of `SLOWLY` to sleep."""
+    """Let the current stream sleep for up to a quarter of `SLOWLY`."""
     torch.cuda._sleep(rng.randrange(SLOWLY // 4))
 
 
 def exchange(grid: dc.ProcessGrid, value: Tensor) -> tuple[Tensor, Request]:
-    """Send to the next rank, which is the same one where there is no other."""
+    """Send to the next rank, which is this one where there is no other."""
     before, after = (grid.rank - 1) % grid.size, (grid.rank + 1) % grid.size
     landing = grid.transport.empty(tuple(value.shape), value)
     messages = [(before, landing)], [(after, value)]

@@ -31,7 +31,7 @@ def exchange():
 def job(
     tmp_path: Path, body: str, ranks: int = 2, fresh: bool = True, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """The end of a job of several ranks; a job that does not end is an error.
+    """Run a job of several ranks, and return how it ended; a job that does not end is an error.
 
     `variables` are set in its environment; for `fresh` see `start`.
     """

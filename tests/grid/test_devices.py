@@ -1,4 +1,4 @@
-"""All ranks decide alike on what they compute and how messages travel, which takes no GPU."""
+"""All ranks agree on what they compute on and how messages travel; these tests need no GPU."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ except KeyboardInterrupt:
 
 
 def started(tmp_path: Path, body: str) -> tuple[subprocess.Popen[str], list[int], int]:
-    """A job of two ranks that are ready, their processes, and the one that has started them."""
+    """Start a job of two ranks; when they are ready, return it, their processes and parent."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT + body)
     process = start(script, 2)
@@ -66,7 +66,7 @@ def started(tmp_path: Path, body: str) -> tuple[subprocess.Popen[str], list[int]
 
 
 def gone(process: int) -> bool:
-    """Whether a process has ended, though nobody may have asked for its status."""
+    """Return whether a process has ended, though nobody may have asked for its status."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except FileNotFoundError:
@@ -74,7 +74,7 @@ def gone(process: int) -> bool:
 
 
 def assert_gone(processes: list[int]) -> None:
-    """Fail where one of them goes on; it is ended then."""
+    """Fail where a process is still running, and end it."""
     limit = time.monotonic() + LIMIT
     while time.monotonic() < limit and not all(map(gone, processes)):
         time.sleep(0.1)
@@ -190,7 +190,7 @@ BEHAVIOURS = {
 
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[None]]]:
-    """All of them, a few at the same time, as they mostly wait."""
+    """Run all behaviours, a few at the same time, as they mostly wait."""
     with ThreadPoolExecutor(3) as pool:
         yield {
             name: pool.submit(behaviour, tmp_path_factory.mktemp("job"))

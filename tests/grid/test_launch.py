@@ -1,4 +1,4 @@
-"""Which launches are wrong: several processes, each of which MPI takes for the only one."""
+"""Wrong launches are errors: several processes, each of which MPI takes for the only one."""
 
 from __future__ import annotations
 

@@ -22,21 +22,21 @@ LAST = WORLD.size - 1
 
 
 def order_of(grid: dc.ProcessGrid) -> Order:
-    """What compares the steps of a grid."""
+    """Return the object that compares the steps of a grid."""
     order: Order = grid.transport._steps  # type: ignore[attr-defined]
     return order
 
 
 @pytest.fixture
 def grid(monkeypatch: pytest.MonkeyPatch) -> Iterator[dc.ProcessGrid]:
-    """A grid over all ranks whose every step is compared."""
+    """Make a grid over all ranks whose every step is compared."""
     made = dc.ProcessGrid(height=-1)
     monkeypatch.setattr(order_of(made), "debug", True)
     yield made
 
 
 def differing(usual: Callable[[], Any], other: Callable[[], Any]) -> str:
-    """The error that all ranks get where the last one runs something else."""
+    """Return the error that all ranks get where the last one runs something else."""
     with pytest.raises(DivergenceError) as caught:
         (other if WORLD.rank == LAST else usual)()
     texts = WORLD.allgather(str(caught.value))
@@ -110,7 +110,7 @@ def test_a_mode_of_a_module_is_named(grid: dc.ProcessGrid) -> None:
 
 @pytest.mark.parallel([2, 3])
 def test_ranks_that_have_caught_the_error_go_on_right(grid: dc.ProcessGrid) -> None:
-    """Hundreds of calls, of which many differ on one rank, in the order of a seed."""
+    """Check hundreds of calls in random order, of which many differ on one rank."""
     whole = torch.randn(2, 3, 16, 8, generator=torch.Generator().manual_seed(0))
     x = dc.distribute_tensor(whole, grid)
     calls: list[Callable[[Any], Any]] = [

@@ -95,7 +95,7 @@ train(1)
 
 @pytest.fixture(scope="module")
 def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The ends of all these jobs, some of which run at the same time, as they mostly wait."""
+    """Run all hanging jobs, several at a time, as they mostly wait; return how each ended."""
 
     folders = [tmp_path_factory.mktemp("job") for _ in HANGS]
 

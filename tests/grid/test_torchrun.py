@@ -32,7 +32,7 @@ def exchange():
 def job(
     tmp_path: Path, body: str, ranks: int = 2, script: str = SCRIPT, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """The end of a job of torchrun, whose ranks are forked where torch is imported already."""
+    """Run a job of torchrun, whose ranks are forked with torch imported; return how it ended."""
     path = tmp_path / "script.py"
     path.write_text(script.format(body=body))
     return end_of(started([*torchrun(ranks), *forked(path)], **variables))

@@ -1,4 +1,4 @@
-"""Processes that a rank starts, such as those of a DataLoader, and MPI, which is not for them."""
+"""Processes that a rank starts, such as workers of a DataLoader, do without MPI."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.jobs import end_of, start
 def ended(
     tmp_path: Path, program: str, ranks: int = 0, *arguments: str, fresh: bool = True
 ) -> subprocess.CompletedProcess[str]:
-    """The end of a program on this number of ranks; without a launcher for none.
+    """Run a program on this number of ranks, without a launcher for 0, and return how it ended.
 
     For `fresh` see `start`.
     """

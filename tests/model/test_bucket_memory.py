@@ -1,4 +1,4 @@
-"""Slices of memory keep the whole alive, and are known to be in use, on CPUs and GPUs alike."""
+"""A slice of memory keeps the whole alive, and shows that it is in use, on CPUs and GPUs alike."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from distconv.model.bucket_memory import (
 )
 
 KINDS: dict[str, Callable[[Tensor], BucketMemory]] = {"cpu": memory_of_tensor, "gpu": DeviceMemory}
-"""A GPU's memory is sliced the same wherever it is."""
+"""Kinds of memory; a GPU's is sliced the same wherever its bytes are."""
 
 
 @pytest.mark.parallel([1])

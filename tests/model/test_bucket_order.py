@@ -1,4 +1,4 @@
-"""Carriers that meet messages by their order get them in one order on all ranks."""
+"""Transports that match messages by their order get them in the same order on all ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WORLD = MPI.COMM_WORLD
 
 
 class Recorded:
-    """A transport that writes down what it is given, in order."""
+    """A transport that records its messages and reductions in order."""
 
     def __init__(self, carrier: Any, ordered: bool):
         self._carrier, self.ordered = carrier, ordered
@@ -34,7 +34,7 @@ class Recorded:
 
 
 class Net(nn.Module):
-    """Two layers that exchange halos, and a parameter behind them that rank 0 alone uses."""
+    """Two layers that exchange halos, and a parameter behind them that only rank 0 uses."""
 
     def __init__(self, grid: dc.ProcessGrid):
         super().__init__()
@@ -49,7 +49,7 @@ class Net(nn.Module):
 
 
 def backward(ordered: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], list[Tensor]]:
-    """What the transport is given in a backward pass, and the gradients."""
+    """Run a backward pass, and return what its transport was given, and the gradients."""
     torch.manual_seed(0)
     grid = dc.ProcessGrid(height=-1)
     model = dc.parallelize(Net(grid).double(), grid, bucket_bytes=1)

@@ -1,4 +1,4 @@
-"""Gradients live in the memory of their bucket, and are to the program those of serial torch."""
+"""Gradients live in the memory of their bucket, and look to the program like serial torch's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SEVERAL = [2, 3, 4]
 
 
 def place_of(module: nn.Module) -> range:
-    """The addresses between the first and the last gradient."""
+    """Return the addresses from the first to the last gradient."""
     gradients = [p.grad for p in module.parameters() if p.grad is not None]
     first = min(gradients, key=Tensor.data_ptr)
     last = max(gradients, key=Tensor.data_ptr)
@@ -268,7 +268,7 @@ def test_copies_of_gradients_are_small_and_on_their_own() -> None:
 
 
 def gaps(seed: int = 0) -> nn.Module:
-    """A net with a weight that is every second column of another tensor."""
+    """Make a net with a weight that is every second column of another tensor."""
     model = net(seed)
     wide = torch.randn(2, 8, dtype=torch.float64)
     model.head.weight = nn.Parameter(wide[:, ::2])
@@ -296,7 +296,7 @@ def test_gradients_have_the_strides_of_the_serial_ones(
 
 
 def strides(p: nn.Parameter) -> tuple[int, ...] | None:
-    """Strides of the gradient, of dimensions in which they tell something."""
+    """Return the strides of the gradient in dimensions of several elements."""
     if p.grad is None:
         return None
     return tuple(s for s, n in zip(p.grad.stride(), p.shape, strict=True) if n > 1)
@@ -330,7 +330,7 @@ def test_types_and_memory_formats_change_between_passes(passes: str) -> None:
 @pytest.mark.parametrize("then", ["keep", "zero", "none"])
 def test_what_a_failed_pass_has_added_up_counts_once(then: str) -> None:
     class Broken(nn.Module):
-        """Fails in its backward pass, when the gradient of its last weight is known."""
+        """A module that fails in its backward pass, after the gradient of its last weight."""
 
         def __init__(self) -> None:
             super().__init__()

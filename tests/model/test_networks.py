@@ -49,7 +49,7 @@ class ConvReluConv(nn.Module):
 
 
 class Residual(nn.Module):
-    """One tensor feeds two convolutions of different kernels, and the sum."""
+    """A block whose input feeds two convolutions of different kernels, and the sum."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Residual(nn.Module):
 
 
 class UNet(nn.Module):
-    """Odd planes: the coarse level is put back by pixel shuffle and padding or cropping."""
+    """A U-Net for odd planes: pixel shuffle brings the coarse level back, padded or cropped."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ NETWORKS: list[tuple[type[nn.Module], tuple[int, ...], Any]] = [
 
 
 def train(model: nn.Module, batches: list[Tensor], loss: Any) -> list[float]:
-    """Three steps of SGD with momentum; the losses."""
+    """Take three steps of SGD with momentum, and return the losses."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
     losses = []
     for x in batches:

@@ -48,7 +48,7 @@ class Net(nn.Module):
 
 
 class Branching(nn.Module):
-    """One of two convolutions, by choice."""
+    """A network that runs one of two convolutions, by choice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -316,7 +316,7 @@ def test_gradients_of_two_models_in_one_loss_do_not_mix() -> None:
 
 
 class Fragile(torch.autograd.Function):
-    """Raises in its backward pass while it is told to."""
+    """A function that raises in its backward pass while it is told to."""
 
     broken = False
 
@@ -332,7 +332,7 @@ class Fragile(torch.autograd.Function):
 
 
 class Breakable(Net):
-    """Raises in the middle of a backward pass, after the gradients of its last layers."""
+    """A network that raises in mid-backward, after the gradients of its last layers."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.norm(self.stem(x)))

@@ -1,4 +1,4 @@
-"""Sharded parameters: each rank keeps its blocks, and everything is as with whole ones."""
+"""Sharded parameters: each rank keeps its blocks, and results are those of whole parameters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WORLD = MPI.COMM_WORLD
 
 
 class Net(nn.Module):
-    """Every kind of layer that has weights to cut, a tied weight and one without gradient."""
+    """Every kind of layer with weights to cut, a tied weight, and a weight without gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def net(seed: int = 0) -> Net:
 
 
 def grids(seed: int, n: int = 3) -> list[dc.ProcessGrid]:
-    """Grids that cut channels, among others."""
+    """Return grids of which some cut channels."""
     rng = random.Random(seed)
     axes = ("channel", "sample", "channel", "height")
     return [dc.ProcessGrid(channel=-1), *(random_grid(rng, axes) for _ in range(n - 1))]

@@ -20,7 +20,7 @@ WORLD = MPI.COMM_WORLD
 
 
 def trained(grid: dc.ProcessGrid, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model after two steps, one of them accumulated over two mini-batches."""
+    """Return a model and optimizer after two steps, each accumulated over two mini-batches."""
     model = nn.Sequential(nn.Conv2d(3, 64, 3, padding=1), nn.BatchNorm2d(64), nn.Conv2d(64, 4, 3))
     dc.parallelize(model, grid, **options)
     optimizer = torch.optim.Adam(model.parameters())

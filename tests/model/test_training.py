@@ -1,4 +1,4 @@
-"""What training loops are made of works on parallelized modules as it does serially."""
+"""The usual parts of training loops work on parallelized modules as they do serially."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RANKS = [1, 2, 4]
 
 
 class Net(nn.Module):
-    """Convolutions, a normalisation, a matrix and no ties in anything."""
+    """A smooth network: convolutions, a normalisation, a matrix, and no maxima that could tie."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ def grid() -> dc.ProcessGrid:
 
 
 def twins(make: Callable[[], nn.Module] = Net, dtype: Any = torch.float64) -> tuple[Any, Any]:
-    """The same module, serial and parallelized."""
+    """Return the same module twice, serial and parallelized."""
     torch.manual_seed(0)
     serial = make().to(dtype)
     return serial, dc.parallelize(copy.deepcopy(serial), grid())

@@ -1,4 +1,4 @@
-"""What else changes gradients in torch is refused around parallelized modules, and within."""
+"""Tools of torch that change gradients themselves are refused on and in parallelized modules."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WORLD = MPI.COMM_WORLD
 
 @pytest.fixture(scope="module", autouse=True)
 def group() -> Iterator[None]:
-    """torch's own group of the ranks."""
+    """Make torch's own process group of the ranks."""
     path = WORLD.bcast(tempfile.mkdtemp() if WORLD.rank == 0 else None)
     store = dist.FileStore(str(Path(path) / "store"), WORLD.size)
     dist.init_process_group("gloo", store=store, rank=WORLD.rank, world_size=WORLD.size)

@@ -34,7 +34,7 @@ FAILURES = ("wrong", "error", "hang")
 
 
 def run(keys: list[str], ranks: int) -> dict[str, dict[str, Any]]:
-    """Return the result of each case on a number of ranks, in as many jobs as it takes."""
+    """Return the result of each case on a number of ranks, starting as many jobs as needed."""
     results: dict[str, dict[str, Any]] = {}
     while left := [key for key in keys if key not in results]:
         begun = None
@@ -55,7 +55,7 @@ def run(keys: list[str], ranks: int) -> dict[str, dict[str, Any]]:
 
 
 class _Job:
-    """Ranks that run cases one after the other, until they are done or do not go on."""
+    """A job whose ranks run cases one after the other, until all are done or the job ends."""
 
     def __init__(self, keys: list[str], ranks: int, folder: Path):
         self._notes, self._errors = folder / "notes", folder / "errors"
@@ -72,7 +72,7 @@ class _Job:
             )
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """Yield what the ranks note, as it comes, and end the job where a case takes too long."""
+        """Yield the ranks' records as they come, and end the job where a case takes too long."""
         with self._notes.open() as notes:
             while True:
                 ended = self._process.poll() is not None
@@ -87,7 +87,7 @@ class _Job:
                 time.sleep(0.2)
 
     def end(self) -> dict[str, Any]:
-        """Return the result of the case that has not survived the job."""
+        """Return the result of the case during which the job has ended."""
         said = " ".join(self._errors.read_text().split())[-600:]
         if self._late:
             return {"result": "hang", "why": f"takes more than {LIMIT} seconds: {said}"}
@@ -100,7 +100,7 @@ def _show(key: str, ranks: int, result: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Run the cases, write the page where it was all of them, and exit with what they say."""
+    """Run the cases, write the page if all cases ran, and exit with status 1 if any failed."""
     parser = argparse.ArgumentParser(prog="python -m tests.networks")
     parser.add_argument("--only", default="", help="a pattern of names of cases; writes no page")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])

@@ -31,7 +31,7 @@ class Case:
 
     @property
     def key(self) -> str:
-        """Return what names the case among all."""
+        """Return the package and the name of the case, which are unique together."""
         return f"{self.package}: {self.name}"
 
     def tensors(self) -> list[Tensor]:
@@ -41,7 +41,7 @@ class Case:
 
 
 class Call(nn.Module):
-    """A function, or what is no module, as a module; a number that it returns is a tensor."""
+    """A module that calls a function or another object, and returns numbers as tensors."""
 
     def __init__(self, function: Callable[..., Any]):
         super().__init__()
@@ -53,7 +53,7 @@ class Call(nn.Module):
 
 
 def of(path: str) -> Any:
-    """Return what `path` names: a module, and of it an attribute, which is imported only now."""
+    """Import a module, and return its attribute: both are named by `path`."""
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(module), name)
 

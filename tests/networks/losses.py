@@ -1,4 +1,4 @@
-"""The losses and the metrics: outputs of networks beside labels, of odd sizes."""
+"""The cases of losses and metrics: outputs of networks beside labels, of odd sizes."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ LARGE = uniform(2, 3, 181, 177), uniform(2, 3, 181, 177)
 
 
 def _loss(package: str, path: str, *inputs: Input, label: str = "", **options: Any) -> Case:
-    """A loss that is a class of torch.nn.Module."""
+    """Return the case of a loss that is a class of modules."""
     name = f"{path.rpartition('.')[2]} {label}".strip()
     return Case(package, name, lambda: of(path)(**options), inputs)
 
 
 def _function(package: str, path: str, *inputs: Input, label: str = "", **options: Any) -> Case:
-    """A loss or metric that is a function."""
+    """Return the case of a loss or metric that is a function."""
     name = f"{path.rpartition('.')[2]} {label}".strip()
     return Case(package, name, lambda: Call(lambda *x: of(path)(*x, **options)), inputs)
 
 
 def _monai_metric(name: str, *inputs: Input, label: str = "", **options: Any) -> Case:
-    """A metric of MONAI: called batch by batch, then aggregated."""
+    """Return the case of a metric of MONAI: called batch by batch, then aggregated."""
 
     def build() -> nn.Module:
         def measure(*x: Tensor) -> Any:
@@ -46,7 +46,7 @@ def _monai_metric(name: str, *inputs: Input, label: str = "", **options: Any) ->
 
 
 def _torchmetrics(path: str, *inputs: Input, **options: Any) -> Case:
-    """A metric of torchmetrics: updated batch by batch, twice here, then computed."""
+    """Return the case of a metric of torchmetrics: updated with two batches, then computed."""
 
     def build() -> nn.Module:
         def measure(*x: Tensor) -> Any:
@@ -61,7 +61,7 @@ def _torchmetrics(path: str, *inputs: Input, **options: Any) -> Case:
 
 
 class _SlidingWindow(nn.Module):
-    """MONAI's inference by windows that overlap, as it is used: without gradients."""
+    """MONAI's inference by overlapping windows, as it is used: without gradients."""
 
     def __init__(self) -> None:
         super().__init__()

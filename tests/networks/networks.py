@@ -1,4 +1,4 @@
-"""The networks: small variants of them, and inputs of odd sizes wherever a network takes them."""
+"""The cases of networks: small variants, with inputs of odd sizes wherever a network takes them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from tests.networks.cases import Case, classes, normal, of
 
 IMAGE = (2, 3, 65, 47)
 EVEN = (2, 3, 96, 64)
-"""For networks that only take multiples of 32: 3 x 2 on the last plane."""
+"""A shape for networks that only take multiples of 32; the last plane has 3 x 2 elements."""
 WINDOWS = (2, 3, 48, 40)
 VOLUME = (1, 1, 33, 21, 19)
 
 
 def _made(package: str, name: str, shape: Sequence[int], path: str, *args: Any, **options: Any):
-    """A network that is made by calling what `path` names."""
+    """Return the case of a network that is made by calling the object named by `path`."""
     return Case(package, name, lambda: of(path)(*args, **options), (normal(*shape),))
 
 

@@ -83,7 +83,7 @@ def _size(number: int | None) -> str:
 
 
 def _reasons(results: Results) -> list[str]:
-    """Return a line for each case that is not right, with the first sentence of why."""
+    """Return a line for each case that is not right, with the first sentence of the reason."""
     lines = []
     for case in (*NETWORKS, *LOSSES):
         whys = {
@@ -96,5 +96,5 @@ def _reasons(results: Results) -> list[str]:
 
 
 def _first(why: str) -> str:
-    """Return what is refused and why, without the operands, which depend on the ranks."""
+    """Return the first sentence of a refusal, without the operands, which depend on the ranks."""
     return " ".join(why.partition(" [")[0].split())[:200]

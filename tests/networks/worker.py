@@ -33,7 +33,7 @@ _AXES = {
     4: (("height",), ("height", "width")),
     5: (("depth",), ("depth", "height")),
 }
-"""By the dimensions of the first input, the grid axes on two ranks and on four."""
+"""The grid axes on two ranks and on four, by the dimensions of the first input."""
 
 
 @lru_cache
@@ -59,7 +59,7 @@ def layouts(inputs: list[Tensor], grid: dc.ProcessGrid) -> list[dc.Layout | None
 
 
 def in_double(module: nn.Module) -> nn.Module:
-    """Return the module with real and complex parameters and buffers of twice their length."""
+    """Return the module with parameters and buffers in double precision."""
     module.double()
     for x in (*module.parameters(), *module.buffers()):
         if x.is_complex():
@@ -68,7 +68,7 @@ def in_double(module: nn.Module) -> nn.Module:
 
 
 def outcome(case: Case) -> dict[str, Any]:
-    """Return what becomes of a case: right, refused, wrong or error, and why; collective."""
+    """Return the result of a case, right, refused, wrong or error, and its reason; collective."""
     torch.manual_seed(0)
     inputs = case.tensors()
     grid = grid_for(inputs[0].dim())
@@ -97,8 +97,7 @@ def moved(
     arranged: list[dc.Layout | None],
     grid: dc.ProcessGrid,
 ) -> dict[str, Any]:
-    """Return the bytes that a forward pass redistributes, over all ranks, and for which operator
-    most; collective."""
+    """Return the bytes that a forward pass redistributes, and the worst operator; collective."""
     model = dc.parallelize(copy.deepcopy(module), grid)
     cut = [dc.distribute_tensor(x, grid, how) for x, how in zip(inputs, arranged, strict=True)]
     dc.redistributions(reset=True)

@@ -16,6 +16,11 @@ from distconv.ops.support.metadata_checks import check_shapes
 from distconv.ops.windowed.assembled import window_needs, windowed_block
 from distconv.tensor.dist_tensor import DistTensor
 
+FEWEST_TO_OVERLAP = 2**15
+"""Elements of a rank's block from which a convolution computes while halos travel, however few its
+weights are: a network of 8 small layers took 0.91 of the time with blocks of 2**14 elements, and
+0.97 to 1.02 with 2**15."""
+
 
 @dataclass(frozen=True)
 class Convolution(ConvolutionSpec):
@@ -56,9 +61,9 @@ class Convolution(ConvolutionSpec):
 
     def fewest_to_overlap(self, weight: Shape) -> int:
         # Every side of the block costs another convolution, which handles the weights once more.
-        # Where a rank has fewer inputs than there are weights, assembling them was measured to cost
-        # less.
-        return prod(weight)
+        # Where a rank has fewer inputs than there are weights, or few at all, assembling them was
+        # measured to cost less.
+        return max(prod(weight), FEWEST_TO_OVERLAP)
 
     def assembled(
         self,

@@ -111,9 +111,8 @@ def _broadcast(shapes: tuple[Shape, ...]) -> Shape:
 def broadcast_cuts(operands: Sequence[DistTensor], shape: Shape) -> Cuts:
     """Return the cuts of a result broadcast from several operands.
 
-    They are the cuts of the largest operand, of the first among equals. A dimension along which the
-    largest is itself broadcast is cut as in the first operand that has it in full, as far as those
-    grid axes are still free.
+    They are the cuts of the largest operand, of the first among equals. A dimension that is whole
+    there is cut as in the next that has it in full, as far as those grid axes are still free.
     """
     return cuts_of_broadcast(tuple((tuple(x.shape), x.cuts) for x in operands), shape)
 

@@ -47,7 +47,7 @@ def test_every_tap_of_every_output_counts_once(rows: list, ceil_mode: bool) -> N
         def operate(
             held: Any, padding: Any, outputs: Any, taps: Any, start: Any, counted: Any = counted
         ) -> None:
-            """Count what an operator makes of the inputs `held`, by output and tap."""
+            """Count the inputs `held` that an operator uses, by output and tap."""
             for o in product(*(range(a, b) for a, b in outputs)):
                 for t in product(*(range(a, b) for a, b in taps)):
                     at = tuple(

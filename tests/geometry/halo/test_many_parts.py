@@ -1,4 +1,4 @@
-"""What is decided from a few parts is what all parts say, and costs no more where they are many."""
+"""Decisions from a few parts are those from all parts, and cost no more where there are many."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ transposed = st.builds(
 
 
 def from_all_parts(module: ModuleType, function: Callable[..., Any], *arguments: Any) -> Any:
-    """The decision of a function from every part, whatever it has been before."""
+    """Return the decision of a function from every part, without its cache."""
     with mock.patch.object(module, "distinct_parts", lambda a, b, n, steps: range(n)):
         return function.__wrapped__(*arguments)  # type: ignore[attr-defined]
 

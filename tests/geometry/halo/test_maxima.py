@@ -45,7 +45,7 @@ def test_what_needs_halos_is_computed_once_from_all_that_it_needs(
         block = set(product(*map(range, own.start[2:], own.stop[2:])))
 
         def seen_by(output: tuple[int, ...]) -> set[tuple[int, ...]]:
-            """The inputs in the plane that an output looks at."""
+            """Return the inputs in the plane that an output looks at."""
             firsts = (o * w.stride - w.padding[0] for o, w in zip(output, window, strict=True))
             taps = (
                 [i for t in range(w.kernel) if 0 <= (i := first + t * w.dilation) < n]

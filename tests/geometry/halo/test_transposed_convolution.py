@@ -1,4 +1,4 @@
-"""What a transposed convolution writes into a block: own inputs and halos, and nothing twice."""
+"""A transposed convolution writes its own inputs and its halos into a block, and nothing twice."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_every_tap_of_every_output_counts_once(rows: list) -> None:
             taps: Any,
             counted=counted,
         ) -> None:
-            """Count where the operator writes its inputs `held`, by output, tap and input."""
+            """Count where the operator writes the inputs `held`, by output, tap and input."""
             every = [range(a, b) for a, b in taps]
             for at, t in product(held, product(*every)):
                 o = tuple(
@@ -69,7 +69,7 @@ def test_every_tap_of_every_output_counts_once(rows: list) -> None:
                     counted[o, t, tuple(i + s for i, s in zip(at, starts, strict=True))] += 1
 
         def size_of(piece: LocalInput, crop: Any) -> list[int]:
-            """Of the result, as torch has it, along each spatial dimension."""
+            """Return the size of the result, as torch has it, along each spatial dimension."""
             return [
                 (n - 1) * m.stride - 2 * p + m.dilation * (k - 1) + 1 + e - sum(c)
                 for n, m, p, k, e, c in zip(

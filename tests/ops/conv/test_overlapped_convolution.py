@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import distconv as dc
+from distconv.ops.conv import convolution
 from tests.support.serial import (
     TOLERANCE,
     agrees,
@@ -24,23 +25,41 @@ from tests.support.serial import (
 )
 
 
-@pytest.mark.parallel([2, 4])
-def test_only_halos_are_saved_beside_the_input() -> None:
-    grid = dc.ProcessGrid(height=-1)
-    x = dc.distribute_tensor(torch.randn(1, 4, 64, 16), grid).requires_grad_()
-    w = torch.randn(4, 4, 3, 3, requires_grad=True)
+def bytes_saved(x: dc.DistTensor, w: Tensor) -> int:
+    """Return the bytes that a convolution keeps for its gradients beside `x` and `w`."""
     kept: dict[int, int] = {}
 
     def keep(t: Tensor) -> Tensor:
         kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
         return t
 
-    with dc.method("overlapped"), torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         F.conv2d(x, w, padding=1)
-    for t in (x.shard, w):
-        del kept[t.untyped_storage().data_ptr()]
+    others = {t.untyped_storage().data_ptr() for t in (x.shard, w)}
+    return sum(size for place, size in kept.items() if place not in others)
+
+
+@pytest.mark.parallel([2, 4])
+def test_only_halos_are_saved_beside_the_input() -> None:
+    grid = dc.ProcessGrid(height=-1)
+    x = dc.distribute_tensor(torch.randn(1, 4, 64, 16), grid).requires_grad_()
+    w = torch.randn(4, 4, 3, 3, requires_grad=True)
     sides = 1 + (0 < grid.rank < grid.size - 1)
-    assert sum(kept.values()) == sides * 4 * 16 * 4
+    with dc.method("overlapped"):
+        assert bytes_saved(x, w) == sides * 4 * 16 * 4
+
+
+@pytest.mark.parallel(2)
+def test_small_blocks_are_assembled_where_nobody_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convolution, "FEWEST_TO_OVERLAP", 32 * 17)
+    grid = dc.ProcessGrid(height=-1)
+    w = torch.randn(1, 1, 3, 3, requires_grad=True)
+    small, large = (
+        dc.distribute_tensor(torch.randn(1, 1, rows, 17), grid).requires_grad_()
+        for rows in (62, 64)
+    )
+    assert bytes_saved(small, w) == (1 + 31 + 1) * 17 * 4  # padding, block, halo
+    assert bytes_saved(large, w) == 17 * 4
 
 
 @pytest.mark.parallel([2, 4])

@@ -1,0 +1,148 @@
+"""Compare training steps of two commits: `python -m benchmarks.commits OLD [--new NEW]`.
+
+Both commits run all the time, each in a launch of its own, and take a few steps in turns, so that
+whatever slows the machine for longer than a tenth of a second slows both. Where the memory of a
+process happens to lie makes some launches faster than others; several launches even that out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import IO
+
+from benchmarks.commit_steps import CASES
+
+ROOT = Path(__file__).resolve().parent.parent
+STEPS = Path(__file__).with_name("commit_steps.py")
+DESCRIPTION = "Compare training steps of two commits, in launches that take turns."
+BURST = 0.06
+"""Seconds for which one commit takes steps before it is the other's turn."""
+
+
+class Launch:
+    """Take steps on the ranks of one commit, which otherwise sleep in the read of a pipe."""
+
+    def __init__(self, tree: Path, ranks: int, folder: Path) -> None:
+        folder.mkdir()
+        for rank in range(ranks):
+            os.mkfifo(folder / f"tell{rank}")
+            os.mkfifo(folder / f"hear{rank}")
+        mpiexec = Path(sys.executable).with_name("mpiexec")
+        self.process = subprocess.Popen(
+            [str(mpiexec), "-n", str(ranks), sys.executable, str(STEPS), str(folder)],
+            cwd=tree,
+            env={**os.environ, "PYTHONPATH": str(tree)},
+        )
+        # Both sides open them one by one in the same order: an open waits for its partner.
+        self._tell: list[IO[str]] = [open(folder / f"tell{rank}", "w") for rank in range(ranks)]
+        self._hear: list[IO[str]] = [open(folder / f"hear{rank}") for rank in range(ranks)]
+
+    def seconds_of(self, case: str, steps: int) -> float:
+        """Take steps of a case; return the seconds of one, on the slowest rank."""
+        for pipe in self._tell:
+            pipe.write(f"{case} {steps}\n")
+            pipe.flush()
+        return max(float(pipe.readline()) for pipe in self._hear) / steps
+
+    def close(self) -> None:
+        """Let the ranks leave, and wait for them."""
+        for pipe in (*self._tell, *self._hear):
+            pipe.close()
+        self.process.wait(60)
+
+
+def compare(
+    old: Path, new: Path, ranks: int, case: str, seconds: float, folder: Path
+) -> list[float]:
+    """Return the ratios of new to old of a case, over pairs of bursts in one pair of launches."""
+    with ExitStack() as stack:
+        sides = []
+        for name, tree in (("old", old), ("new", new)):
+            side = Launch(tree, ranks, folder / name)
+            stack.callback(side.close)
+            sides.append(side)
+        for side in sides:
+            side.seconds_of(case, 5)
+        steps = max(1, round(BURST / sides[0].seconds_of(case, 5)))
+        pairs = max(11, round(seconds / (2 * BURST)))
+        ratios = []
+        for i in range(pairs):
+            turn = sides if i % 2 == 0 else sides[::-1]
+            times = {id(side): side.seconds_of(case, steps) for side in turn}
+            ratios.append(times[id(sides[1])] / times[id(sides[0])])
+    return ratios
+
+
+def tree_of(commit: str, folder: Path, stack: ExitStack) -> Path:
+    """Check a commit out into a folder until the stack closes; take a checkout as it is."""
+    if Path(commit).is_dir():
+        return Path(commit).resolve()
+    tree = folder / commit.replace("/", "_")
+    subprocess.run(["git", "worktree", "add", "-q", "--detach", tree, commit], cwd=ROOT, check=True)
+    stack.callback(
+        lambda: subprocess.run(["git", "worktree", "remove", "--force", tree], cwd=ROOT, check=True)
+    )
+    return tree
+
+
+def known_commit(text: str) -> str:
+    """Return the name of a commit or the folder of a checkout; refuse what is neither."""
+    seen = subprocess.run(
+        ["git", "rev-parse", "-q", "--verify", f"{text}^{{commit}}"], cwd=ROOT, capture_output=True
+    )
+    if seen.returncode and not Path(text, "distconv").is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a commit nor a checkout of distconv")
+    return text
+
+
+def positive(text: str) -> int:
+    """Return a whole number above zero."""
+    if not text.isdigit() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def known_cases(text: str) -> list[str]:
+    """Return the cases of a list with commas; refuse others."""
+    cases = text.split(",")
+    unknown = [case for case in cases if case not in CASES]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"no case {unknown[0]!r}; there are {', '.join(CASES)}")
+    return cases
+
+
+def main() -> None:
+    """Print a row for each case: the median of the launches' median ratios, and each of those."""
+    parser = argparse.ArgumentParser(prog="benchmarks.commits", description=DESCRIPTION)
+    parser.add_argument("old", type=known_commit, help="a commit, or the folder of a checkout")
+    parser.add_argument(
+        "--new", type=known_commit, default=str(ROOT), help="default: this checkout"
+    )
+    parser.add_argument("--ranks", type=positive, default=2)
+    parser.add_argument("--launches", type=positive, default=5)
+    parser.add_argument("--seconds", type=float, default=6.0, help="for a case in one launch")
+    parser.add_argument("--cases", type=known_cases, default=list(CASES))
+    arguments = parser.parse_args()
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        old, new = (tree_of(c, folder, stack) for c in (arguments.old, arguments.new))
+        for case in arguments.cases:
+            medians = []
+            for launch in range(arguments.launches):
+                place = folder / f"{case}-{launch}"
+                place.mkdir()
+                ratios = compare(old, new, arguments.ranks, case, arguments.seconds, place)
+                medians.append(statistics.median(ratios))
+            each = " ".join(f"{median:.3f}" for median in sorted(medians))
+            print(f"{case:14} {statistics.median(medians):.3f}   launches: {each}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

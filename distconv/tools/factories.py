@@ -1,0 +1,76 @@
+"""The modules that command lines name: `package.module:factory`, or `./file.py:factory`."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from distconv.tools.arguments import BadArguments
+from distconv.transport.world import world
+
+
+def made(factory: str, seed: int) -> nn.Module:
+    """Return the module that the factory of this name makes."""
+    path, colon, name = factory.rpartition(":")
+    if not colon or not name:
+        raise BadArguments(
+            f"{factory!r} names no factory; write package.module:factory or ./file.py:factory"
+        )
+    make: Any = _from_file(Path(path)) if path.endswith(".py") else _imported(path)
+    for part in name.split("."):
+        make = getattr(make, part, None)
+    if not callable(make):
+        raise BadArguments(f"{path} has no function or class {name!r}")
+    torch.manual_seed(seed)
+    try:
+        module = make()
+    except TypeError as error:
+        raise BadArguments(f"{factory} raised TypeError without arguments: {error}") from error
+    if not isinstance(module, nn.Module):
+        raise BadArguments(f"{factory} makes a {type(module).__name__}, not a torch.nn.Module")
+    return module
+
+
+def _imported(path: str) -> Any:
+    """Return the module of this name."""
+    try:
+        return importlib.import_module(path)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{path}.".startswith(f"{error.name}."):
+            raise
+        raise BadArguments(
+            f"there is no module {error.name!r}; start from the folder it is in, or install it, "
+            "or write its file, ./file.py:factory"
+        ) from None
+
+
+def _from_file(path: Path) -> Any:
+    """Import and return the module in a file, which finds its neighbours as a script does."""
+    if not path.is_file():
+        raise BadArguments(f"there is no file {str(path)!r}")
+    sys.path.insert(0, str(path.resolve().parent))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def made_everywhere(factory: str, seed: int) -> nn.Module:
+    """Return the module, which every rank makes; all ranks complain where one cannot."""
+    module, problem = None, None
+    try:
+        module = made(factory, seed)
+    except BadArguments as error:
+        problem = error
+    for found in world().allgather(problem):
+        if found is not None:
+            raise found
+    assert module is not None
+    return module

@@ -1,0 +1,50 @@
+"""Two commits are compared by launches that take turns; nothing here looks at times."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.jobs import LIMIT, own_environment
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command from the root of the repository, as the Makefile does."""
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks.commits", *arguments],
+        cwd=ROOT,
+        env=own_environment(),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+
+
+def test_both_launches_take_steps_and_a_row_tells_the_ratio(tmp_path: Path) -> None:
+    job = run(str(ROOT), "--cases", "tiny_32", "--launches", "1", "--seconds", "0.1")
+    assert job.returncode == 0, job.stderr
+    case, median, *rest = job.stdout.split()
+    assert case == "tiny_32" and rest == ["launches:", median]
+    assert float(median) > 0
+
+
+@pytest.mark.parametrize(
+    "arguments, told",
+    [
+        (("no-such-commit",), "no-such-commit"),
+        ((str(ROOT), "--cases", "large"), "large"),
+        ((str(ROOT), "--ranks", "0"), "ranks"),
+    ],
+)
+def test_what_cannot_be_compared_is_said_before_anything_starts(
+    arguments: tuple[str, ...], told: str
+) -> None:
+    job = run(*arguments)
+    assert job.returncode == 2
+    assert told in job.stderr.splitlines()[-1]
+    assert "Traceback" not in job.stderr
