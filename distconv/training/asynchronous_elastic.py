@@ -117,9 +117,10 @@ class ElasticClient:
 class ElasticRule:
     """What a server does with the parameters of a client: the center moves towards them."""
 
-    kinds = (Kind.PULL,)
+    kinds: tuple[Kind, ...] = (Kind.PULL,)
     waits = False
-    optimizer = scheduler = None
+    optimizer: Any = None
+    scheduler: Any = None
 
     def __init__(self, parameters: Sequence[Parameter], alpha: float, client: ElasticClient | None):
         self._parameters, self._alpha, self._client = parameters, alpha, client

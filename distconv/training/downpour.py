@@ -155,7 +155,9 @@ class DownpourClient:
 class DownpourRule:
     """What a server does with gradients: a step of its optimizer, and with a server above, more."""
 
-    kinds = (Kind.PUSH, Kind.PUSH_AND_FETCH)
+    kinds: tuple[Kind, ...] = (Kind.PUSH, Kind.PUSH_AND_FETCH)
+    optimizer: Any
+    scheduler: Any
 
     def __init__(
         self,

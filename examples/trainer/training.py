@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from itertools import count, islice
@@ -21,26 +20,28 @@ from distconv.data.durable import write_atomically
 from distconv.transport.communicator import ObjectCommunicator
 from distconv.transport.world import world
 
-from .arguments import parse_arguments
+from .apart import train_apart
+from .arguments import Add, parse_arguments
+from .building import OPTIMIZERS, Diverged, build_model, build_optimizer, check_finite, make_grid
 from .checkpoint import check_checkpoint, check_finite_state, checkpoint_size
 from .compare import compare_with_serial
 from .example import PRECISIONS, Example, check_batch_size
 from .logs import TensorBoard, write_table
+from .methods import DECISIVE as DECISIVE_OF_METHOD
+from .methods import Steps, add_method_arguments, check_method
 from .output import KEPT, make_room, prepare_output, restarted_from
 from .progress import Progress
 
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "sgd": partial(torch.optim.SGD, momentum=0.9),
-    "adam": torch.optim.Adam,
-    "adamw": torch.optim.AdamW,
-}
-DECISIVE = ("batch_size", "optimizer", "learning_rate", "seed", "precision")
+DECISIVE = (
+    "batch_size",
+    "optimizer",
+    "learning_rate",
+    "seed",
+    "precision",
+    *DECISIVE_OF_METHOD,
+)
 """The shared arguments that determine the numbers of a run, beside those of the example: it can be
 continued only with the same."""
-
-
-class Diverged(ArithmeticError):
-    """Training that has come to numbers which are not finite. Raised on every rank."""
 
 
 def run(
@@ -56,6 +57,11 @@ def run(
     """
     if comm is None:
         comm = world().for_program()
+
+    def add_own(add: Add) -> None:
+        example.add_arguments(add)
+        add_method_arguments(add)
+
     try:
         args = parse_arguments(
             comm,
@@ -63,12 +69,16 @@ def run(
             program=f"python -m examples.{example.name}.train",
             description=example.description,
             axes=example.axes,
-            add_own=example.add_arguments,
+            add_own=add_own,
             optimizers=OPTIMIZERS,
             precisions=PRECISIONS,
             defaults=example.defaults,
         )
-        train(example, args, comm)
+        try:
+            check_method(args)
+        except ValueError as error:
+            raise DataError(str(error)) from error
+        (train if args.method == "sync" else train_apart)(example, args, comm)
     except (DataError, Diverged) as error:
         if comm.rank == 0:
             print(f"error: {error}", file=sys.stderr)
@@ -94,10 +104,11 @@ def train(example: Example[Any, Any], args: argparse.Namespace, comm: ObjectComm
     settings = {name: getattr(args, name) for name in (*example.decisive, *DECISIVE)}
     loader = Loader(training, args.batch_size, shuffle=True, drop_last=True, seed=args.seed)
     ordered = Loader(validation, args.batch_size)
-    history = resume(example, args, model, optimizer, loader, settings)
+    steps = Steps(args, model, optimizer, len(loader))
+    history = resume(example, args, model, optimizer, steps, loader, settings)
     on_rank_zero(grid, lambda: make_room(args, checkpoint_size(model, optimizer), len(history)))
     board = open_board(args, grid, history)
-    metrics: dict[str, Any] = {"grid": grid.shape, **settings}
+    metrics: dict[str, Any] = {"grid": grid.shape, "method": args.method, **settings}
     if args.compare_serial:
         metrics["compare_serial"] = compare_serial(example, args, grid)
 
@@ -108,9 +119,7 @@ def train(example: Example[Any, Any], args: argparse.Namespace, comm: ObjectComm
         with Progress(f"epoch {epoch + 1}/{args.epochs}", samples, grid.rank == 0) as progress:
             for batch in loader:
                 loss = example.loss(model, batch)
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                steps.step(loss)
                 progress.step(loss.item(), len(batch[0]))
                 check_finite(args, "loss", loss.item(), len(history), progress.steps)
         record = progress.record()
@@ -124,10 +133,11 @@ def train(example: Example[Any, Any], args: argparse.Namespace, comm: ObjectComm
             args.output,
             model,
             optimizer,
+            steps.scheduler,
             loader=loader,
             step=len(history),
             keep=KEPT,
-            extra={"settings": settings, "history": history},
+            extra={"settings": settings, "history": history, "late": steps.state_dict()},
         )
         on_rank_zero(grid, lambda: write_table(args.output / "log.csv", history))
         if board is not None:
@@ -146,32 +156,12 @@ def train(example: Example[Any, Any], args: argparse.Namespace, comm: ObjectComm
     example.draw(args, model, validation, history)
 
 
-def make_grid(args: argparse.Namespace, comm: ObjectCommunicator) -> dc.ProcessGrid:
-    """Return the grid of the command line. Collective."""
-    try:
-        return dc.ProcessGrid(comm, **args.grid)
-    except ValueError as error:
-        raise DataError(str(error)) from error
-
-
-def build_model(example: Example[Any, Any], args: argparse.Namespace) -> nn.Module:
-    """Return the untrained model, the same on every rank and every grid."""
-    torch.manual_seed(args.seed)
-    return example.build_model(args).to(PRECISIONS[args.precision])
-
-
-def build_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.Optimizer:
-    """Return torch's own optimizer: after `backward()` the gradients on every rank are the serial
-    ones.
-    """
-    return OPTIMIZERS[args.optimizer](model.parameters(), lr=args.learning_rate)
-
-
 def resume(
     example: Example[Any, Any],
     args: argparse.Namespace,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
+    steps: Steps,
     loader: Loader,
     settings: dict[str, Any],
 ) -> list[dict[str, Any]]:
@@ -182,11 +172,13 @@ def resume(
         args.resume,
         model,
         optimizer,
+        steps.scheduler,
         loader=loader,
         check=partial(check_checkpoint, settings=settings, scores=example.scores()),
     )
     assert found is not None
     together(loader.grid, lambda: check_finite_state(model, optimizer))
+    steps.load_state_dict(found.extra.get("late", {}))
     history: list[dict[str, Any]] = found.extra["history"]
     return history
 
@@ -199,24 +191,6 @@ def open_board(
         return None
     folder = args.output / "tensorboard"
     return together(grid, lambda: None if grid.rank else TensorBoard(folder, history))
-
-
-def check_finite(
-    args: argparse.Namespace, name: str, value: float, epochs_done: int, steps: int
-) -> None:
-    """Raise `Diverged` on every rank, as `value` is the same on all, if it is not finite."""
-    if math.isfinite(value):
-        return
-    kept = (
-        f"{args.output} holds the state after epoch {epochs_done}"
-        if epochs_done
-        else "there is no checkpoint yet"
-    )
-    raise Diverged(
-        f"the {name} is {value} in epoch {epochs_done + 1} after step {steps}; {kept}. "
-        "Start anew with a smaller --learning-rate or with --precision float64, or look for "
-        f"values that are not finite in {args.data} and {args.validation}"
-    )
 
 
 def compare_serial(

@@ -24,7 +24,8 @@ EXAMPLES = sorted(
 )
 SHARED = (
     "data validation output grid epochs batch-size optimizer learning-rate seed precision resume "
-    "compare-serial tensorboard"
+    "compare-serial tensorboard recipe reference-batch-size warmup-epochs lag wire method servers "
+    "groups period"
 ).split()
 
 HISTORY: list[dict[str, Any]] = [

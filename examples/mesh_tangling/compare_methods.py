@@ -1,0 +1,209 @@
+"""Methods of learning together, compared at equal numbers of samples on the demo's data.
+
+python -m examples.mesh_tangling.compare_methods
+
+Each method is a job of its own, one after the other; what has been run before is left as it is, so
+a comparison that was interrupted goes on where it was. In the end the picture of docs/training.md
+is drawn from all of them, and a table printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from distconv.data.durable import write_atomically
+from examples.trainer.arguments import positive
+from examples.trainer.launch import mpiexec, words
+
+from .generate import generate
+
+PICTURE = Path("docs/training_methods.png")
+
+
+@dataclass(frozen=True)
+class Method:
+    """A run of the comparison: on so many ranks, with these options."""
+
+    ranks: int
+    options: dict[str, str] = field(default_factory=dict)
+
+
+METHODS = {
+    "in step": Method(4),
+    "in step, batch 32": Method(4, {"batch-size": "32"}),
+    "in step, batch 32, recipe": Method(
+        4,
+        {
+            "batch-size": "32",
+            "recipe": "cosine",
+            "reference-batch-size": "8",
+            "warmup-epochs": "2",
+        },
+    ),
+    "LARS, batch 32": Method(
+        4, {"batch-size": "32", "optimizer": "lars", "learning-rate": "8", "recipe": "polynomial"}
+    ),
+    "lag 1": Method(4, {"lag": "1"}),
+    "halves": Method(4, {"wire": "bfloat16"}),
+    "elastic": Method(4, {"method": "easgd"}),
+    "Downpour": Method(5, {"method": "downpour"}),
+    "hybrid": Method(5, {"method": "hybrid", "grid": "sample=4"}),
+}
+"""All on four ranks that train, which are two replicas of two but for the hybrid method: there are
+two groups of two replicas. Downpour and hybrid have a server beside them."""
+
+
+def main() -> None:
+    """Run what has not been run, draw and print."""
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.mesh_tangling.compare_methods",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+    def add(option: str, text: str, default: Any, kind: Any) -> None:
+        parser.add_argument(
+            option, help=f"{text} (default %(default)s)", default=default, type=kind
+        )
+
+    add("--output", "folder of data and runs", Path("runs/methods"), Path)
+    add("--picture", "file that is drawn", PICTURE, Path)
+    add("--epochs", "of each run", 8, positive(int))
+    add("--samples", "to train on", 192, positive(int))
+    add("--size", "zones a side of the mesh", 128, positive(int))
+    add("--width", "of the network, as a part of the published one", 0.125, positive(float))
+    parser.add_argument("--only", help="methods to run, by name", nargs="*", choices=METHODS)
+    args = parser.parse_args()
+    files = {"data": (args.samples, 0), "validation": (max(4, args.samples // 6), 1)}
+    for name, (samples, seed) in files.items():
+        path = args.output / f"{name}.h5"
+        if not path.exists():
+            print(f"generating {samples} samples of {args.size} x {args.size} zones in {path}")
+            generate(path, samples, args.size, seed)
+    for name in args.only or METHODS:
+        run(args, name)
+    found = {name: read(folder_of(args, name)) for name in METHODS if done(args, name)}
+    args.picture.parent.mkdir(parents=True, exist_ok=True)
+    draw(args.picture, found)
+    print(table(found))
+
+
+def folder_of(args: argparse.Namespace, name: str) -> Path:
+    """Return the folder of a method's run."""
+    folder: Path = args.output / name.replace(",", "").replace(" ", "-").lower()
+    return folder
+
+
+def done(args: argparse.Namespace, name: str) -> bool:
+    """Return whether a method has been run to its end."""
+    return (folder_of(args, name) / "metrics.json").exists()
+
+
+def run(args: argparse.Namespace, name: str) -> None:
+    """Run a method, or go on with it, unless that has been done."""
+    if done(args, name):
+        print(f"{name}: there already")
+        return
+    method, folder = METHODS[name], folder_of(args, name)
+    options = {
+        "network": "2k",
+        "width": str(args.width),
+        "grid": "sample=2,height=2",
+        "epochs": str(args.epochs),
+        "batch-size": "8",
+        "learning-rate": "0.003",
+        "output": str(folder),
+        **{file: str(args.output / f"{file}.h5") for file in ("data", "validation")},
+    } | method.options
+    if options.get("method", "sync") == "sync" and list(folder.glob("checkpoint-*.pt")):
+        options["resume"] = str(folder)
+    else:
+        for part in folder.glob("server-*/checkpoint-*.pt"):
+            part.unlink()  # of a run that was interrupted, which begins again
+    command = [mpiexec(), "-n", str(method.ranks), sys.executable, "-m"]
+    command += ["examples.mesh_tangling.train", *words(options)]
+    print(f"{name}: {' '.join(command)}", flush=True)
+    shared = {
+        "OMP_NUM_THREADS": "1",
+        "MPIR_CVAR_POLLS_BEFORE_YIELD": "1",
+        "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1",
+    }
+    subprocess.run(command, env=shared | os.environ, check=True)
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """Return the course of a run: samples, seconds of training and score after each epoch, and the
+    staleness of what a server has got.
+    """
+    metrics = json.loads((folder / "metrics.json").read_text())
+    samples = seconds = 0.0
+    course: dict[str, Any] = {"samples": [], "seconds": [], "iou": [], "loss": [], "staleness": {}}
+    for record in metrics["history"]:
+        count = len(record["step_losses"]) * metrics["batch_size"]
+        samples += count
+        seconds += count / record["samples_per_second"]
+        course["samples"].append(samples)
+        course["seconds"].append(seconds)
+        for score in ("iou", "loss"):
+            course[score].append(record[score])
+    for report in folder.glob("server-*.json"):
+        course["staleness"] = json.loads(report.read_text())["staleness"]
+    return course
+
+
+def draw(path: Path, found: dict[str, dict[str, Any]]) -> None:
+    """Draw the score against samples and against time, and how stale updates were."""
+    figure = Figure(figsize=(13, 4.2), layout="constrained")
+    by_samples, by_time, stale = figure.subplots(1, 3)
+    width = 0.8 / max(1, sum(bool(course["staleness"]) for course in found.values()))
+    place = -0.4
+    for number, (name, course) in enumerate(found.items()):
+        colour = f"C{number}"
+        by_samples.plot(course["samples"], course["iou"], "o-", ms=3, color=colour, label=name)
+        by_time.plot(course["seconds"], course["iou"], "o-", ms=3, color=colour)
+        updates = sum(course["staleness"].values())
+        if updates:
+            places = [int(n) + place + width / 2 for n in course["staleness"]]
+            shares = [count / updates for count in course["staleness"].values()]
+            stale.bar(places, shares, width, color=colour, label=name)
+            place += width
+    by_samples.set(xlabel="samples", ylabel="intersection over union", title="By samples")
+    by_time.set(xlabel="seconds of training", ylabel="intersection over union", title="By time")
+    stale.set(xlabel="updates in between", ylabel="share of updates", title="Staleness")
+    for axes in (by_samples, by_time):
+        axes.set_ylim(0, 1)
+        axes.grid(alpha=0.3)
+    by_samples.legend(frameon=False, fontsize="small")
+    if stale.patches:
+        stale.legend(frameon=False, fontsize="small")
+    write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=150))
+
+
+def table(found: dict[str, dict[str, Any]]) -> str:
+    """Return the results as a table of Markdown."""
+    lines = [
+        "| method | samples | seconds | loss | intersection over union | mean staleness |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for name, course in found.items():
+        stale = course["staleness"]
+        mean = sum(int(n) * k for n, k in stale.items()) / max(1, sum(stale.values()))
+        lines.append(
+            f"| {name} | {course['samples'][-1]:.0f} | {course['seconds'][-1]:.0f} | "
+            f"{course['loss'][-1]:.4f} | {course['iou'][-1]:.3f} | "
+            f"{f'{mean:.2f}' if stale else ''} |"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,297 @@
+"""A run whose workers do not run in step: elastic averaging, or servers."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+import distconv as dc
+from distconv.comm.collectives import all_reduce_coalesced
+from distconv.data import DataError, Loader, Sampler, on_rank_zero, together
+from distconv.data.durable import write_atomically
+from distconv.training import (
+    AllWorkersLost,
+    Downpour,
+    ElasticAveraging,
+    Report,
+    ServerLost,
+    Team,
+    Worker,
+    serve,
+    worker_grid,
+)
+from distconv.transport.communicator import ObjectCommunicator
+
+from .building import OPTIMIZERS, Diverged, build_model, build_optimizer, check_finite, make_grid
+from .example import Example, check_batch_size
+from .logs import write_table
+from .methods import recipe_of
+from .output import prepare_output
+from .progress import Progress
+
+
+class Share(Sampler):
+    """The part of each mini-batch that one worker takes; see `Sampler`."""
+
+    def __init__(self, worker: int, workers: int, samples: int, batch_size: int, seed: int):
+        super().__init__(samples, batch_size, shuffle=True, drop_last=True, seed=seed)
+        self.worker, self.workers = worker, workers
+
+    def batches(self, epoch: int) -> list[list[int]]:
+        """Return the sample numbers of every mini-batch of this worker in an epoch."""
+        return [batch[self.worker :: self.workers] for batch in super().batches(epoch)]
+
+
+class Learner(Protocol):
+    """A worker that learns with others."""
+
+    def step(self, samples: int = 1) -> None:
+        """Take a step after `backward()`; no gradients are left."""
+
+    def meet(self) -> None:
+        """Wait for all workers."""
+
+    def center(self) -> AbstractContextManager[None]:
+        """Give the model, within the context, what all have learned together."""
+
+    def finish(self) -> None:
+        """Say that this worker has come to its end."""
+
+
+def train_apart(
+    example: Example[Any, Any], args: argparse.Namespace, comm: ObjectCommunicator
+) -> None:
+    """Train, validate and write the results, on all ranks; errors end the program in one line."""
+    speaks = comm.rank == (0 if args.method == "easgd" else args.servers)
+    try:
+        if args.method == "easgd":
+            _by_elastic_averaging(example, args, comm)
+        else:
+            _by_servers(example, args, comm)
+    except (DataError, Diverged, ServerLost) as error:
+        if speaks:
+            print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except AllWorkersLost:
+        sys.exit(2)  # they have said why
+
+
+def _by_elastic_averaging(
+    example: Example[Any, Any], args: argparse.Namespace, comm: ObjectCommunicator
+) -> None:
+    grid = make_grid(args, comm)
+    own = worker_grid(grid)
+    worker, workers = grid.coords["sample"], grid.shape["sample"]
+
+    def learner(model: nn.Module, epoch: int) -> _Elastic:
+        optimizer = build_optimizer(args, model)
+        recipe = recipe_of(args, args.batch_size // workers, epoch)
+        scheduler = recipe.schedule(optimizer) if recipe else None
+        return _Elastic(
+            ElasticAveraging(model, grid, period=args.period), model, grid, optimizer, scheduler
+        )
+
+    _learn(example, args, own, worker, workers, learner)
+
+
+def _by_servers(
+    example: Example[Any, Any], args: argparse.Namespace, comm: ObjectCommunicator
+) -> None:
+    extents, workers = _groups(args, comm)
+    team = Team(servers=args.servers, **extents)
+
+    def method(epoch: int) -> Downpour:
+        recipe = recipe_of(args, args.batch_size // workers, epoch * workers)
+        optimizer = partial(OPTIMIZERS[args.optimizer], lr=args.learning_rate)
+        schedule = None if recipe is None else recipe.schedule
+        return Downpour(optimizer, args.period, args.period, schedule=schedule)
+
+    if team.grid is not None and team.worker is not None:
+
+        def learner(model: nn.Module, epoch: int) -> Worker:
+            optimizer = build_optimizer(args, model) if args.period > 1 else None
+            return Worker(team, model, method(epoch), optimizer)
+
+        try:
+            _learn(example, args, team.grid, team.worker, workers, learner)
+        except Exception as error:
+            team.leave(error)
+            raise
+        return
+    try:
+        own = dc.ProcessGrid([team.rank], device="cpu")
+        training, _ = example.open(args, own)
+        epoch = len(Share(0, workers, training.samples, args.batch_size, args.seed))
+        report = serve(team, build_model(example, args), method(epoch), folder=args.output)
+        _write_report(args, report, team.rank)
+    except Exception as error:
+        team.leave(error)
+        raise
+
+
+def _groups(args: argparse.Namespace, comm: ObjectCommunicator) -> tuple[dict[str, int], int]:
+    """Return the grid of a worker, and how many workers there are; raises DataError everywhere."""
+    extents: dict[str, int] = {"sample": 1} | args.grid
+    replicas = extents["sample"]
+    ranks = 1
+    for extent in extents.values():
+        ranks *= extent
+    groups = args.groups or (min(2, replicas) if args.method == "hybrid" else replicas)
+    if ranks < 1 or comm.size != args.servers + ranks:
+        raise DataError(
+            f"--method {args.method} with --servers {args.servers} takes as many ranks more than "
+            f"the grid has, all of the job; there are {comm.size}, and the grid is "
+            f"{','.join(f'{axis}={n}' for axis, n in args.grid.items())}"
+        )
+    if replicas % groups:
+        raise DataError(
+            f"--groups {groups} does not divide sample={replicas} of --grid; choose a divisor"
+        )
+    return extents | {"sample": replicas // groups}, groups
+
+
+def _learn(
+    example: Example[Any, Any],
+    args: argparse.Namespace,
+    own: dc.ProcessGrid,
+    worker: int,
+    workers: int,
+    make: Callable[[nn.Module, int], Learner],
+) -> None:
+    """Train on the ranks of one worker; the first one validates what all have learned."""
+    training, validation = example.open(args, own)
+    network = build_model(example, args)
+
+    def check() -> None:
+        example.check(args, network, training, validation)
+        check_batch_size(args.batch_size, training, args.data)
+        if args.batch_size < workers * own.shape["sample"]:
+            raise ValueError(
+                f"batch size {args.batch_size} leaves some replicas without a sample; choose at "
+                f"least {workers * own.shape['sample']}"
+            )
+
+    together(own, check)
+    on_rank_zero(own, lambda: prepare_output(args))
+    model = dc.parallelize(network, own)
+    share = Share(worker, workers, training.samples, args.batch_size, args.seed)
+    loader = Loader(training, batch_sampler=share)
+    ordered = Loader(validation, args.batch_size)
+    learner = make(model, len(share))
+    history: list[dict[str, Any]] = []
+
+    def center() -> AbstractContextManager[None]:
+        return learner.center() if worker == 0 or args.method == "easgd" else nullcontext()
+
+    for epoch in range(args.epochs):
+        model.train()
+        title, shown = f"epoch {epoch + 1}/{args.epochs}", worker == own.rank == 0
+        with Progress(title, len(loader) * args.batch_size, shown) as progress:
+            for batch in loader:
+                loss = example.loss(model, batch)
+                loss.backward()  # type: ignore[no-untyped-call]
+                learner.step(len(batch[0]))
+                progress.step(loss.item(), args.batch_size)
+                check_finite(args, "loss", loss.item(), 0, progress.steps)
+            learner.meet()
+        with center():
+            if worker == 0:
+                score = example.evaluate(model, ordered)
+        learner.meet()
+        if worker == 0:
+            check_finite(args, "validation loss", score.loss, 0, progress.steps)
+            history.append(progress.record() | asdict(score))
+            on_rank_zero(own, lambda: write_table(args.output / "log.csv", history))
+            if own.rank == 0:
+                print(f"validation: {score}", flush=True)
+    with center():
+        if worker == 0:
+            example.draw(args, model, validation, history)
+    learner.finish()
+    if worker == 0:
+        on_rank_zero(own, lambda: _write_metrics(args, own, workers, history))
+
+
+def _write_metrics(
+    args: argparse.Namespace, own: dc.ProcessGrid, workers: int, history: list[dict[str, Any]]
+) -> None:
+    metrics = {
+        "method": args.method,
+        "workers": workers,
+        "grid": own.shape,
+        "batch_size": args.batch_size,
+        "history": history,
+    }
+    _write_json(args, "metrics.json", metrics)
+
+
+def _write_report(args: argparse.Namespace, report: Report, rank: int) -> None:
+    """Write what a server has seen of staleness, and print it."""
+    print(report, flush=True)
+    staleness = {str(n): report.staleness[n] for n in sorted(report.staleness)}
+    facts = {"updates": report.updates, "samples": report.samples, "staleness": staleness}
+    _write_json(args, f"server-{rank}.json", facts)
+
+
+def _write_json(args: argparse.Namespace, name: str, facts: Mapping[str, Any]) -> None:
+    text = json.dumps(facts, indent=1)
+    write_atomically(args.output / name, lambda file: file.write(text.encode()))
+
+
+class _Elastic:
+    """Elastic averaging as a `Learner`; all workers take all its steps together."""
+
+    def __init__(
+        self,
+        elastic: ElasticAveraging,
+        model: nn.Module,
+        grid: dc.ProcessGrid,
+        optimizer: Optimizer,
+        scheduler: Any,
+    ):
+        self._elastic, self._model, self._grid = elastic, model, grid
+        self._optimizer, self._scheduler = optimizer, scheduler
+
+    def step(self, samples: int = 1) -> None:
+        """Pull where that is due, and step."""
+        self._elastic.step()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        if self._scheduler is not None:
+            self._scheduler.step()
+
+    def meet(self) -> None:
+        """Do nothing: workers meet in the pulls."""
+
+    @contextmanager
+    def center(self) -> Iterator[None]:
+        """Give the model the center, with the mean of all workers' running statistics."""
+        buffers = [b for b in self._model.buffers() if b.is_floating_point()]
+        own = [b.clone() for b in buffers]
+        with torch.no_grad(), self._elastic.center():
+            _fill(buffers, [b / self._grid.shape["sample"] for b in self._sums(buffers)])
+            try:
+                yield
+            finally:
+                _fill(buffers, own)
+
+    def finish(self) -> None:
+        """Do nothing: all workers end together."""
+
+    def _sums(self, buffers: list[torch.Tensor]) -> list[torch.Tensor]:
+        return all_reduce_coalesced(buffers, self._grid, ("sample",))
+
+
+def _fill(buffers: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    for buffer, value in zip(buffers, values, strict=True):
+        buffer.copy_(value)

@@ -1,0 +1,76 @@
+"""What a run is made of by its command line: the grid, the network, the optimizer."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+import distconv as dc
+from distconv.data import DataError
+from distconv.training import LARS
+from distconv.transport.communicator import ObjectCommunicator
+
+from .example import PRECISIONS, Example
+
+
+def lars(parameters: Iterable[Any], lr: float) -> Optimizer:
+    """Return SGD with momentum whose steps are in proportion to the weights of each layer."""
+    return LARS(torch.optim.SGD(parameters, lr=lr, momentum=0.9))
+
+
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
+    "sgd": partial(torch.optim.SGD, momentum=0.9),
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "lars": lars,
+}
+
+
+class Diverged(ArithmeticError):
+    """Training that has come to numbers which are not finite. Raised on every rank."""
+
+
+def make_grid(args: argparse.Namespace, comm: ObjectCommunicator) -> dc.ProcessGrid:
+    """Return the grid of the command line. Collective."""
+    try:
+        return dc.ProcessGrid(comm, **args.grid)
+    except ValueError as error:
+        raise DataError(str(error)) from error
+
+
+def build_model(example: Example[Any, Any], args: argparse.Namespace) -> nn.Module:
+    """Return the untrained model, the same on every rank and every grid."""
+    torch.manual_seed(args.seed)
+    return example.build_model(args).to(PRECISIONS[args.precision])
+
+
+def build_optimizer(args: argparse.Namespace, model: nn.Module) -> Optimizer:
+    """Return torch's own optimizer: after `backward()` the gradients on every rank are the serial
+    ones.
+    """
+    return OPTIMIZERS[args.optimizer](model.parameters(), lr=args.learning_rate)
+
+
+def check_finite(
+    args: argparse.Namespace, name: str, value: float, epochs_done: int, steps: int
+) -> None:
+    """Raise `Diverged` on every rank, as `value` is the same on all, if it is not finite."""
+    if math.isfinite(value):
+        return
+    kept = (
+        f"{args.output} holds the state after epoch {epochs_done}"
+        if epochs_done
+        else "there is no checkpoint yet"
+    )
+    raise Diverged(
+        f"the {name} is {value} in epoch {epochs_done + 1} after step {steps}; {kept}. "
+        "Start anew with a smaller --learning-rate or with --precision float64, or look for "
+        f"values that are not finite in {args.data} and {args.validation}"
+    )
