@@ -16,7 +16,7 @@ LIMIT  := timeout -k 10
 # Every rank of every job would compile the sources anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo check test nightly bench compare gpu coverage networks lint clean
+.PHONY: demo check test nightly bench compare gpu coverage study-methods networks lint clean
 
 $(VENV)/ready: setup.cfg constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -106,6 +106,11 @@ gpu:
 	$(LIMIT) 140 $(GPU_PYTHON) -m benchmarks.gpu benchmarks/results || status=1; \
 	$(RUN) $(LIMIT) 50 mpiexec -n 2 $(GPU_PYTHON) -m benchmarks.gpu benchmarks/results || status=1; \
 	exit $$status
+
+# Methods of learning together at equal numbers of samples, into docs/training_methods.png. What has
+# been run before is left as it is (runs/methods).
+study-methods: $(VENV)/ready
+	$(BIN)/python -m examples.mesh_tangling.compare_methods
 
 # Networks, losses and metrics of other packages against their serial runs, into docs/networks.md; in
 # under 40 minutes on two cores. The packages lie in a folder of their own, without what they depend
