@@ -115,7 +115,7 @@ class ElasticClient:
 
 
 class ElasticRule:
-    """What a server does with the parameters of a client: the center moves towards them."""
+    """The part of a server: its center moves towards the parameters of each client."""
 
     kinds: tuple[Kind, ...] = (Kind.PULL,)
     waits = False

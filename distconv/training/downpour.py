@@ -153,7 +153,7 @@ class DownpourClient:
 
 
 class DownpourRule:
-    """What a server does with gradients: a step of its optimizer, and with a server above, more."""
+    """The part of a server: it steps with gradients, or brings them to the server above."""
 
     kinds: tuple[Kind, ...] = (Kind.PUSH, Kind.PUSH_AND_FETCH)
     optimizer: Any

@@ -12,7 +12,7 @@ _ALIGNMENT = 16
 
 
 class Packing:
-    """How a list of tensors lies in a message: a byte each for which are there, then those."""
+    """The layout of tensors in a message: a byte each for which are there, then those."""
 
     def __init__(self, tensors: Sequence[Tensor]):
         self._kinds = [(t.shape, t.dtype, t.numel() * t.element_size()) for t in tensors]

@@ -1,4 +1,4 @@
-"""What clients ask of their server, and how a client asks all shards of it."""
+"""The requests of clients to their server, and how a client asks all shards of it."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class Report:
 
 
 class Rule(Protocol):
-    """How a server takes in what its clients bring, by one method of training."""
+    """The part of a method that a server takes: it takes in what clients bring."""
 
     kinds: tuple[Kind, ...]
     """The requests that bring something."""
@@ -105,9 +105,9 @@ class Server:
         """The clients at work."""
         self._met: list[int] = []
         self._pending: dict[int, tuple[Kind, list[Tensor | None], int]] = {}
-        """What has been brought to an update that waits for others."""
+        """Requests to an update that waits for those of others, by client."""
         self.steps: Counter[int] = Counter()
-        """How many steps of each client have been taken in."""
+        """The number of steps of each client that have been taken in."""
         self.report = Report()
 
     def handle(self, client: int, request: Message) -> Due:

@@ -31,7 +31,7 @@ _FOLDER = "server-{rank}"
 
 
 class Method(Protocol):
-    """How servers and workers train: `Downpour` or `AsynchronousElastic`."""
+    """A method by which servers and workers train: `Downpour` or `AsynchronousElastic`."""
 
     def rule(
         self,

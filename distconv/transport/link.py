@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 NUMBERS = 6
-"""How many whole numbers stand before the bytes of each message."""
+"""The number of whole numbers before the bytes of each message."""
 
 _SHORTEST, _LONGEST = 1e-5, 2e-3
 """Seconds between two looks for a message, which grow while none comes."""

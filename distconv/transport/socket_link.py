@@ -22,7 +22,7 @@ from distconv.transport.link import NUMBERS, LinkLost, Message
 
 _HEAD = struct.Struct(f"<{NUMBERS + 1}q")
 _GREETING = struct.Struct("<32sq")
-"""What a caller sends first: the token of the listener, and its own rank."""
+"""The first bytes of a caller: the token of the listener, and its own rank."""
 
 _QUIET, _PROBES = 60, 5
 """Seconds without a message after which TCP looks whether the other machine is there, and how

@@ -1,4 +1,4 @@
-"""What a run is made of by its command line: the grid, the network, the optimizer."""
+"""The parts of a run by its command line: the grid, the network, the optimizer."""
 
 from __future__ import annotations
 

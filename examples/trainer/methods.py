@@ -1,4 +1,4 @@
-"""How a run learns: the options for large batches and for workers that do not run in step."""
+"""Options for how a run learns: with large batches, and by workers that do not run in step."""
 
 from __future__ import annotations
 
