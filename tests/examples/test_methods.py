@@ -55,7 +55,8 @@ def learned(output: Path) -> list[dict[str, Any]]:
 def test_workers_on_all_ranks_learn(file: Path, folder: Path, options: str) -> None:
     main(arguments(file, folder / "run", GRID, 3, *options.split()))
     history = learned(folder / "run")
-    assert history[-1]["step_losses"][-1] < history[0]["step_losses"][0]
+    first, *_, last = (sum(record["step_losses"]) for record in history)
+    assert last < first
 
 
 @pytest.mark.parallel(4)
@@ -79,10 +80,8 @@ def test_a_run_with_a_method_continues_with_the_same_numbers(
 @pytest.mark.parametrize(
     ("ranks", "grid", "options"),
     [
-        (5, GRID, "--method downpour"),
-        (6, GRID, "--method downpour --servers 2 --period 2 --optimizer sgd"),
-        (5, GRID, "--method hybrid --groups 1"),
-        (5, {"sample": 4}, "--method hybrid --recipe cosine"),
+        (6, GRID, "--method downpour --servers 2 --period 2 --optimizer sgd --learning-rate 0.05"),
+        (5, GRID, "--method hybrid --groups 1 --recipe cosine"),
     ],
 )
 def test_workers_under_a_server_learn(
@@ -98,7 +97,8 @@ def test_workers_under_a_server_learn(
     end = end_of(start(script, ranks, *line, fresh=False))
     assert end.returncode == 0, end.stderr
     history = learned(output)
-    assert history[-1]["step_losses"][-1] < history[0]["step_losses"][0]
+    first, *_, last = (sum(record["step_losses"]) for record in history)
+    assert last < first
     report = json.loads((output / "server-0.json").read_text())
     workers = json.loads((output / "metrics.json").read_text())["workers"]
     assert workers == (1 if "groups" in options else 2) and report["samples"] == 24
