@@ -30,7 +30,7 @@ class Segment(NamedTuple):
 
 
 class Passage(NamedTuple):
-    """What was under way between ranks, as one of them has seen it."""
+    """Messages between ranks, as one of them has seen them."""
 
     place: Place
     """Where it was started."""
