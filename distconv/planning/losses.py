@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distconv.geometry.layout import Layout
 from distconv.planning.recording import Loss, OptimizerFactory
 from distconv.tensor.nested import tensors_in
 
@@ -19,25 +18,25 @@ def _first(output: Any) -> Any:
 
 
 def mean_square(output: Any) -> Tensor:
-    """Return the mean squared error between what a module returns and a target laid out like it."""
+    """Return the mean squared error between what a module returns and zeros laid out like it."""
     y = _first(output)
-    return F.mse_loss(y, y.grid.tensor(tuple(y.shape), y.layout, y.dtype))
+    return F.mse_loss(y, torch.zeros_like(y))
 
 
 def cross_entropy(output: Any) -> Tensor:
-    """Return the cross entropy of logits (samples, classes, ...) and labels without classes."""
+    """Return the cross entropy of logits (samples, classes, ...) and labels of the first class."""
     y = _first(output)
-    cuts = y.cuts[0], *y.cuts[2:]
-    labels = y.grid.tensor((y.shape[0], *y.shape[2:]), Layout.of(cuts), torch.int64)
-    return F.cross_entropy(y, labels)
+    return F.cross_entropy(y, torch.zeros_like(y.detach()[:, 0], dtype=torch.int64))
 
 
 LOSSES: dict[str, Loss] = {"mse": mean_square, "cross-entropy": cross_entropy}
 
 _SGD: Any = torch.optim.SGD
 
+sgd: OptimizerFactory = partial(_SGD, lr=1e-3)
+
 OPTIMIZERS: dict[str, OptimizerFactory] = {
-    "sgd": partial(_SGD, lr=1e-3),
+    "sgd": sgd,
     "momentum": partial(_SGD, lr=1e-3, momentum=0.9),
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
