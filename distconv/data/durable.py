@@ -11,6 +11,7 @@ import errno
 import hashlib
 import os
 import secrets
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,7 +35,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     at, and `path` stays as it is. An error in the block, of any kind, removes the new file.
     Raises OSError, naming `path`, where the folder cannot be written to or the disk is full.
     """
-    partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}.partial")
+    partial = fresh_name(path)
     try:
         try:
             # Mode "x" makes the file, or fails where the name is taken, be it by a link.
@@ -43,11 +44,11 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(partial, path)
-            _sync_folder(path.parent)
+            sync_folder(path.parent)
         finally:
             partial.unlink(missing_ok=True)
     except OSError as error:
-        raise _unwritable(path, error) from error
+        raise unwritable(path, error) from error
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
@@ -101,10 +102,46 @@ def read_checksummed(path: Path) -> bytes:
     return content
 
 
+def fresh_name(path: Path) -> Path:
+    """Return a name beside `path` that nobody can guess, for what is to take its place."""
+    return path.with_name(f"{path.name}.{secrets.token_hex(8)}.partial")
+
+
 def remove_partial(folder: Path, pattern: str) -> None:
     """Remove what killed processes have left of files whose names match, as they wrote them."""
     for partial in folder.glob(f"{pattern}.*.partial"):
-        partial.unlink(missing_ok=True)
+        remove(partial)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, or a folder with all that it holds, if there is one."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def move_into_place(partial: Path, path: Path) -> None:
+    """Give what is complete the name `path`, on the disk too.
+
+    A file is replaced in one step. A folder is first renamed to a fresh name that ends with
+    `.partial`, and removed when the new one has its name: a process that is killed between the two
+    steps leaves both.
+    """
+    before = None
+    if path.is_dir() and not path.is_symlink():
+        before = fresh_name(path)
+        os.replace(path, before)
+    os.replace(partial, path)
+    sync_folder(path.parent)
+    if before is not None:
+        remove(before)
+
+
+def sync(path: Path) -> None:
+    """Bring the content of a file to the disk."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
 
 
 def reserve(file: BinaryIO, size: int) -> None:
@@ -127,7 +164,7 @@ def check_room(path: Path, size: int) -> None:
 
     The bytes are allocated and given back: quotas and limits count as a full disk does.
     """
-    partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}.partial")
+    partial = fresh_name(path)
     try:
         try:
             with open(partial, "xb") as file:
@@ -135,7 +172,7 @@ def check_room(path: Path, size: int) -> None:
         finally:
             partial.unlink(missing_ok=True)
     except OSError as error:
-        raise _unwritable(path, error, size) from error
+        raise unwritable(path, error, size) from error
 
 
 class _Summing:
@@ -167,7 +204,7 @@ def _trailer(checksum: str) -> bytes:
     return _MARK + checksum.encode() + b"\n"
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Bring the names in a folder to the disk, which they reach on their own."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -176,7 +213,7 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _unwritable(path: Path, error: OSError, size: int | None = None) -> OSError:
+def unwritable(path: Path, error: OSError, size: int | None = None) -> OSError:
     """Return what to tell of a file that cannot be written, and what to do about it."""
     amount = "" if size is None else f" ({size / 1e6:.1f} MB)"
     reason = " ".join(str(error.strerror or error).split())

@@ -1,4 +1,4 @@
-"""The command line, `python -m distconv COMMAND`: explain, verify and bench."""
+"""The command line, `python -m distconv COMMAND`: looks at modules, measures, starts jobs."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from distconv.tools.arguments import (
     shape,
 )
 from distconv.tools.bench import BENCHMARKS, Row, Settings, as_table, plot
+from distconv.tools.commands import calibrate, launch, predict, scale
 from distconv.tools.explain import LayerPlan, dtype_of, explain
 from distconv.tools.explain import listed as layers_listed
 from distconv.tools.factories import made, made_everywhere
@@ -259,4 +260,8 @@ COMMANDS = {
         _bench_options,
         _bench,
     ),
+    "calibrate": Command(calibrate.PURPOSE, calibrate.options, calibrate.run),
+    "predict": Command(predict.PURPOSE, predict.options, predict.run),
+    "scale": Command(scale.PURPOSE, scale.options, scale.run),
+    "launch": Command(launch.PURPOSE, launch.options, launch.run),
 }

@@ -25,10 +25,11 @@ from distconv.transport.torch_communicator import TorchCommunicator
 from distconv.transport.torch_groups import (
     ProcessGroup,
     Store,
+    complete,
     explained,
-    finish,
     gloo_group,
     group_name,
+    lent,
     nccl_group,
     start,
 )
@@ -44,10 +45,11 @@ class TorchRequest:
     ----------
     works: what torch.distributed calls a request.
     memory: the tensors that are read and written.
+    on_gpu: whether a stream waits, and not the host.
     """
 
-    def __init__(self, works: list[Any], memory: Any):
-        self.works, self._memory = works, memory
+    def __init__(self, works: list[Any], memory: Any, on_gpu: bool = False):
+        self.works, self._memory, self._on_gpu = works, memory, on_gpu
 
     def wait(self) -> None:
         """Return when all has arrived, and what was sent may be overwritten.
@@ -64,7 +66,12 @@ class TorchRequest:
     def __del__(self) -> None:
         # An exception may leave messages behind, which arrive in their memory all the same. gloo
         # does not tell whether they have but to who waits.
-        if self.works and not sys.is_finalizing():
+        if not self.works or sys.is_finalizing():
+            return
+        if self._on_gpu:
+            with suppress(RuntimeError):
+                self.wait()
+        else:
             abandoned = TorchRequest(self.works, self._memory)
             self.works = []
             threading.Thread(target=_outlive, args=(abandoned,), daemon=True).start()
@@ -117,7 +124,7 @@ class TorchTransport:
         _copy_own(self._rank, arriving, leaving)
         receives, sends = self._to_others(arriving), self._to_others(leaving)
         group, works = self._messages, list[Any]()
-        under_way = TorchRequest(works, (arriving, leaving))
+        under_way = TorchRequest(works, (arriving, leaving), self._on_gpu)
         # NCCL has to be given all at once, and no empty batch.
         together = self._on_gpu and bool(receives or sends)
         if together:
@@ -139,8 +146,8 @@ class TorchTransport:
         summand = Summand.of(tensor, self._library)
         if group.size == 1 or not tensor.numel():
             return TorchRequest([], None)
-        work = start(self._group_of(group).allreduce, [summand.numbers])
-        return summand.arriving(TorchRequest([work], summand.numbers))
+        work = start(self._group_of(group).allreduce, [lent(summand.numbers)])
+        return summand.arriving(TorchRequest([work], summand.numbers, self._on_gpu))
 
     def all_gather(self, tensor: Tensor, group: Communicator) -> Tensor:
         """Return the tensors of all ranks of `group`, stacked in rank order."""
@@ -149,13 +156,13 @@ class TorchTransport:
             gathered[0] = tensor
         elif tensor.numel():
             gather = self._group_of(group)._allgather_base
-            finish(start(gather, _bytes(gathered), _bytes(tensor)))
+            complete(gather, _bytes(gathered), _bytes(tensor))
         return gathered
 
     def broadcast(self, tensor: Tensor, group: Communicator) -> None:
         """Overwrite a tensor by the one of the first rank of `group`."""
         if group.size > 1 and tensor.numel():
-            finish(start(self._group_of(group).broadcast, _bytes(tensor), 0))
+            complete(self._group_of(group).broadcast, _bytes(tensor), 0)
 
     def _to_others(self, messages: Sequence[Message]) -> list[Message]:
         """Return the bytes of the messages that travel."""

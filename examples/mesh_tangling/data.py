@@ -18,8 +18,6 @@ LIMIT = 5.0
 """Normalised states are clipped to this many deviations: a zone that has folded over can be
 hundreds of them away, and would drown all others in a batch norm's statistics."""
 
-Batch = tuple[dc.DistTensor, dc.DistTensor]
-
 
 class MeshTanglingData(dc.data.Dataset):
     """The samples of one file: normalised states (batch, 18, S, S), and targets (batch, 1, S, S)
@@ -78,18 +76,3 @@ class MeshTanglingData(dc.data.Dataset):
         values = np.empty((1, self.size, self.size), state.dtype)
         state.read_into(values, sample, dc.Box((channel, 0, 0), (channel + 1, *values.shape[1:])))
         return values[0]
-
-
-def check_batch_size(batch_size: int, data: MeshTanglingData) -> None:
-    """Raise `ValueError` unless `data` can be trained on in mini-batches of this size."""
-    if batch_size > data.samples:
-        raise ValueError(
-            f"batch size {batch_size} is larger than the {data.samples} samples of {data.path}; "
-            f"choose at most {data.samples}, or generate more samples"
-        )
-    parts = data.grid.shape["sample"]
-    if batch_size < parts:
-        raise ValueError(
-            f"batch size {batch_size} leaves some of the sample={parts} parts of the grid without "
-            f"a sample; choose at least {parts}, or cut over fewer samples and more rows or columns"
-        )

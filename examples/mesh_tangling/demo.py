@@ -6,12 +6,10 @@ python -m examples.mesh_tangling.demo
 from __future__ import annotations
 
 import argparse
-import os
-import shutil
-import sys
 from pathlib import Path
 
 from distconv.data.checkpoint import checkpoints_in
+from examples.trainer.launch import become_ranks, words
 
 from .generate import generate
 
@@ -48,29 +46,12 @@ def main() -> None:
     for path in checkpoints_in(output):
         path.unlink()
     options = TRAIN | {name: str(output / f"{name}.h5") for name in files} | {"output": str(output)}
-    command = [mpiexec(), "-n", "4", sys.executable, "-m", "examples.mesh_tangling.train"]
-    command += [word for name, value in options.items() for word in (f"--{name}", value)]
-    print(" ".join(command))
     print(
         f"look at {output / 'prediction.png'}, {output / 'loss.png'} and {output / 'metrics.json'} "
         "when it has ended",
         flush=True,
     )
-    threads = max(1, (os.cpu_count() or 4) // 4)
-    environment = {"OMP_NUM_THREADS": str(threads), "MPIR_CVAR_POLLS_BEFORE_YIELD": "1"}
-    # The launcher takes the place of this process: what ends the demo, be it SIGKILL, ends the job.
-    os.execve(command[0], command, environment | os.environ)
-
-
-def mpiexec() -> str:
-    """Return the launcher beside the running Python, as the wheels install it, or that on the
-    path.
-    """
-    beside = Path(sys.executable).with_name("mpiexec")
-    found = str(beside) if beside.exists() else shutil.which("mpiexec")
-    if found is None:
-        sys.exit("error: there is no mpiexec; pip install mpich, or load the cluster's MPI")
-    return found
+    become_ranks(4, "examples.mesh_tangling.train", words(options))
 
 
 if __name__ == "__main__":

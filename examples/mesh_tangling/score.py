@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
-from .data import Batch
+from examples.trainer.example import Score
 
 
 @dataclass(frozen=True)
-class Score:
+class MeshScore(Score):
     """The quality of the predictions for a set of samples.
 
     Attributes:
@@ -23,7 +24,6 @@ class Score:
             zones tangled or none.
     """
 
-    loss: float
     iou: float
     trivial_iou: float
 
@@ -34,7 +34,7 @@ class Score:
         )
 
 
-def evaluate(model: nn.Module, batches: Iterable[Batch]) -> Score:
+def evaluate(model: nn.Module, batches: Iterable[Sequence[Any]]) -> MeshScore:
     """Score `model` on all zones of all `batches`, in evaluation mode. Collective."""
     model.eval()
     zones = squared_error = intersection = union = tangled = 0.0
@@ -47,7 +47,7 @@ def evaluate(model: nn.Module, batches: Iterable[Batch]) -> Score:
             intersection += (called & true).sum().item()
             union += (called | true).sum().item()
             tangled += true.sum().item()
-    return Score(
+    return MeshScore(
         loss=squared_error / zones,
         iou=intersection / union if union else 1.0,
         trivial_iou=tangled / zones if tangled else 1.0,

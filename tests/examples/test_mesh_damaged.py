@@ -20,11 +20,13 @@ from distconv.data import Checkpoint, HDF5Source
 from distconv.data.checkpoint import checkpoints_in
 from distconv.data.durable import read_checksummed
 from examples.mesh_tangling import train
-from examples.mesh_tangling.checkpoint import check_checkpoint, check_finite_state
 from examples.mesh_tangling.data import MeshTanglingData
 from examples.mesh_tangling.generate import generate
 from examples.mesh_tangling.store import describe
-from examples.mesh_tangling.train import main
+from examples.mesh_tangling.train import MeshTangling, main
+from examples.trainer import training
+from examples.trainer.checkpoint import check_checkpoint, check_finite_state
+from examples.trainer.progress import Progress
 from tests.support.everywhere import fails_everywhere, on_rank_zero
 from tests.support.mesh_runs import SIZE, arguments, files_up_to, write_file
 
@@ -34,6 +36,7 @@ alone = pytest.mark.parallel(1)
 GRID = {"height": WORLD.size}
 
 RECORD = {"step_losses": [0.5], "loss": 0.5, "iou": 0.5, "trivial_iou": 0.5}
+SCORES = MeshTangling().scores()
 
 
 @contextmanager
@@ -92,9 +95,11 @@ FOREIGN: dict[str, tuple[dict[str, Any], str]] = {
 def test_the_checkpoint_of_another_run_is_refused(kind: str) -> None:
     extra, message = FOREIGN[kind]
     with pytest.raises(ValueError, match=f"^run/a.pt.*{message}"):
-        check_checkpoint(Checkpoint(Path("run/a.pt"), 1, extra), {"seed": 1})
+        check_checkpoint(Checkpoint(Path("run/a.pt"), 1, extra), {"seed": 1}, SCORES)
     check_checkpoint(
-        Checkpoint(Path("a.pt"), 1, {"settings": {"seed": 1}, "history": [RECORD]}), {"seed": 1}
+        Checkpoint(Path("a.pt"), 1, {"settings": {"seed": 1}, "history": [RECORD]}),
+        {"seed": 1},
+        SCORES,
     )
 
 
@@ -181,7 +186,7 @@ def never(*arguments: object) -> None:
 def test_an_output_folder_that_cannot_be_written_to_is_found_before_the_first_step(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(train.Progress, "step", never)
+    monkeypatch.setattr(Progress, "step", never)
     file = folder / "data.h5"
     on_rank_zero(lambda: write_file(file))
     assert "is a file; choose a folder" in ends_with_one_line(
@@ -202,7 +207,7 @@ def test_an_output_folder_of_somebody_else_is_found_before_the_first_step(
 ) -> None:
     file = folder / "data.h5"
     write_file(file)
-    monkeypatch.setattr(train.Progress, "step", never)
+    monkeypatch.setattr(Progress, "step", never)
     for place in (folder, *folder.parents[:2]):
         place.chmod(0o755)
     (folder / "others").mkdir(mode=0o555)
@@ -219,7 +224,7 @@ def test_a_disk_that_fills_up_while_training_keeps_the_last_checkpoint(
     on_rank_zero(lambda: write_file(file))
     main(arguments(file, output, GRID, 1))
     there = sorted(output.iterdir())
-    monkeypatch.setattr(train, "make_room", lambda *arguments: None)
+    monkeypatch.setattr(training, "make_room", lambda *arguments: None)
     with files_up_to(10_000):
         words = arguments(file, output, GRID, 2, "--resume", str(output))
         error = ends_with_one_line(words, capsys)

@@ -24,13 +24,14 @@ TRUNCATED = """
 import os, sys
 from mpi4py import MPI
 from examples.mesh_tangling import train
+from examples.trainer.progress import Progress
 
-def truncating(progress, loss, samples, step=train.Progress.step):
+def truncating(progress, loss, samples, step=Progress.step):
     if MPI.COMM_WORLD.rank == 0:
         os.truncate(sys.argv[2], 2 ** 16)
     step(progress, loss, samples)
 
-train.Progress.step = truncating
+Progress.step = truncating
 train.main()
 """
 

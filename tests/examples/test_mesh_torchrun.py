@@ -47,15 +47,16 @@ import os, signal, sys
 from pathlib import Path
 from distconv.data.checkpoint import checkpoints_in
 from examples.mesh_tangling import train
+from examples.trainer.progress import Progress
 
-def killing(progress, loss, samples, step=train.Progress.step):
+def killing(progress, loss, samples, step=Progress.step):
     # In the second epoch, before the second checkpoint, and not again.
     if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         if checkpoints_in(Path({output!r})):
             os.kill(os.getpid(), signal.SIGKILL)
     step(progress, loss, samples)
 
-train.Progress.step = killing
+Progress.step = killing
 train.main()
 """
 

@@ -13,8 +13,9 @@ from mpi4py import MPI
 
 import distconv as dc
 from distconv.data.checkpoint import checkpoints_in
-from examples.mesh_tangling.data import LIMIT, MeshTanglingData, check_batch_size
+from examples.mesh_tangling.data import LIMIT, MeshTanglingData
 from examples.mesh_tangling.train import main
+from examples.trainer.example import check_batch_size
 from tests.support.everywhere import fails_everywhere
 from tests.support.mesh_runs import SIZE, arguments, launched, write_file
 
@@ -117,11 +118,11 @@ def test_a_misshapen_file_is_an_error_that_names_it(folder, name, shape, message
 @pytest.mark.parallel(2)
 def test_a_batch_size_that_does_not_fit_is_an_error_with_the_way_out(file):
     data = MeshTanglingData(file, dc.ProcessGrid(sample=2))
-    check_batch_size(2, data)
+    check_batch_size(2, data, file)
     with pytest.raises(ValueError, match="batch size 6 is larger than the 5 samples .* at most 5"):
-        check_batch_size(6, data)
+        check_batch_size(6, data, file)
     with pytest.raises(ValueError, match="batch size 1 leaves .* choose at least 2"):
-        check_batch_size(1, data)
+        check_batch_size(1, data, file)
 
 
 # Training
@@ -214,16 +215,18 @@ import os, sys
 from mpi4py import MPI
 from distconv.data import durable
 from examples.mesh_tangling import train
+from examples.trainer.progress import Progress
 
 replace, saves = os.replace, []
 
 def replace_once_then_die(old, new):
-    saves.append(new)
+    if new.suffix == ".pt":
+        saves.append(new)
     if len(saves) == 2:
         os.kill(os.getpid(), {signal})
     replace(old, new)
 
-def step_once_then_die(progress, loss, samples, step=train.Progress.step, steps=[]):
+def step_once_then_die(progress, loss, samples, step=Progress.step, steps=[]):
     steps.append(loss)
     if len(steps) == 2 and MPI.COMM_WORLD.rank == {rank}:
         os.kill(os.getpid(), {signal})
@@ -232,7 +235,7 @@ def step_once_then_die(progress, loss, samples, step=train.Progress.step, steps=
 if {rank} == 0:
     durable.os.replace = replace_once_then_die
 else:
-    train.Progress.step = step_once_then_die
+    Progress.step = step_once_then_die
 train.main(sys.argv[1:])
 """
 

@@ -33,7 +33,7 @@ def close(actual: Tensor, expected: Tensor) -> bool:
 
 
 def cases(seed: int, n: int = 8) -> Any:
-    """A convolution's input and weight, serial and distributed in a random layout."""
+    """Yield a convolution's input and weight, serial and distributed in a random layout."""
     rng = random.Random(seed)
     for i in range(n):
         grid = random_grid(rng)

@@ -29,7 +29,7 @@ NAMELESS = {
     torch._C._nn.pad,
     *(getattr(torch, n) for n in dir(torch) if n.startswith(("_foreach", "_amp"))),
 }
-"""What only torch itself calls."""
+"""Functions that only torch itself calls."""
 
 SAMPLED: dict[str, list[str]] = {}
 """The names of functions with samples, by their bare name."""
@@ -50,7 +50,7 @@ def test_every_overridable_function_is_listed() -> None:
 
 
 def _seeded(call: Callable[..., Any], grid: dc.ProcessGrid) -> Callable[..., Any]:
-    """A call that draws the same numbers each time, also for plain tensors."""
+    """Return a call that draws the same numbers each time, also for plain tensors."""
 
     def drawn(*tensors: Tensor) -> Any:
         torch.manual_seed(0)

@@ -12,7 +12,7 @@ import distconv as dc
 
 
 class Scale(torch.autograd.Function):
-    """Three outputs, one without a gradient; a saved output; a weight and a number."""
+    """A function with three outputs, one without a gradient; it saves one, and takes a weight."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, power: float) -> Any:
@@ -33,7 +33,7 @@ class Scale(torch.autograd.Function):
 
 
 class Reverse(torch.autograd.Function):
-    """In torch's newer form, which separates forward and context; the output is a view."""
+    """A function in torch's newer form, with `setup_context`, whose output is a view."""
 
     @staticmethod
     def forward(x: Tensor, strength: float = 0.5) -> Tensor:
@@ -49,7 +49,7 @@ class Reverse(torch.autograd.Function):
 
 
 class Same(torch.autograd.Function):
-    """Returns its input, and no gradient for it."""
+    """A function that returns its input, and no gradient for it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ class Net(nn.Module):
 
 
 SCALE = Scale.apply
-"""As programs keep it, maybe before distconv is imported."""
+"""A bound `apply`, which programs keep, maybe before distconv is imported."""
 
 GRIDS = {
     1: [{}],

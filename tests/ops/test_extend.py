@@ -30,7 +30,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 
 @pytest.fixture
 def page() -> Any:
-    """The names that the examples of the page define; its rules are gone afterwards."""
+    """Yield the names that the examples of the page define; their rules are gone afterwards."""
     before = dict(RULES)
     names: dict[str, Any] = {}
     for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL):

@@ -50,11 +50,11 @@ ATEN = torch.ops.aten
 
 
 class Fault(Exception):
-    """What a GPU would not do, or not without waiting."""
+    """An action that a GPU refuses, or that waits for it."""
 
 
 class Gpu(TorchDispatchMode):
-    """Watches what torch is given below autograd, backward passes included."""
+    """Watch the operators that reach torch below autograd, backward passes included."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ _COPYING = {ATEN.copy_, ATEN.where, ATEN.index_put, ATEN.index_put_}
 
 @pytest.fixture(autouse=True)
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where rules ask, what lies on the GPU does; tensors of numbers come from the host."""
+    """Let rules take meta tensors for a GPU's; tensors made of numbers come from the host."""
     monkeypatch.setattr(Tensor, "is_cuda", property(lambda x: x.is_meta), raising=False)
     for name in ("tensor", "as_tensor"):
         monkeypatch.setattr(torch, name, _from_the_host(getattr(torch, name)))
@@ -105,7 +105,7 @@ def _block(x: Tensor) -> Tensor:
 
 
 def forward_and_backward(call: Callable[..., Any], tensors: list[Tensor]) -> None:
-    """Run it, and see that results and gradients lie on the GPU."""
+    """Run a call forward and backward, and check that results and gradients lie on the GPU."""
     for x in tensors:
         x.requires_grad_(x.is_floating_point() or x.is_complex())
     made = [y for y in _flat(call(*tensors)) if isinstance(y, Tensor)]
@@ -124,7 +124,7 @@ def _meta(operand: Operand) -> Tensor:
 
 
 def _waits_serially(call: Callable[..., Any], sample: Sample) -> bool:
-    """Whether serial torch has to wait as well."""
+    """Return whether serial torch has to wait as well."""
     tensors = [_meta(o) for plain in (False, True) for o in sample.operands(plain)]
     try:
         with Gpu():
@@ -135,7 +135,7 @@ def _waits_serially(call: Callable[..., Any], sample: Sample) -> bool:
 
 
 def _cut(sample: Sample, size: int | None, grid: DryRunGrid) -> list[Tensor]:
-    """The tensors of a sample call, cut where they have `size` elements."""
+    """Return the tensors of a sample call, cut where they have `size` elements."""
     tensors: list[Tensor] = []
     for o in sample.operands(plain=False):
         at = o.shape.index(size) if size in o.shape else None
@@ -170,12 +170,12 @@ def check(call: Callable[..., Any], sample: Sample, gpu: Gpu) -> bool:
 NAMES = [
     *{bare(name): name for name in [*(n for n in SAMPLES if "." in n), *with_rules()]}.values()
 ]
-"""One for each of the functions that are found in several places."""
+"""One name for each function that is found in several places."""
 
 NAMES.remove("torch.Tensor.new_tensor")  # which tests replace
 
 PARTS = 4
-"""In how many parts their test is run."""
+"""The number of parts in which their test runs."""
 
 PLANES = [name for name in NAMES if "conv" in name or "pool" in name]
 
@@ -187,11 +187,11 @@ WAITING = {
     *("index_fill", "index_fill_", "cov", "corrcoef"),
     *("multi_margin_loss", "multilabel_margin_loss", "one_hot", "unravel_index"),
 }
-"""What asks for values in serial torch."""
+"""Functions that ask for values in serial torch."""
 
 
 def _checked(names: Iterable[str], gpu: Gpu) -> set[str]:
-    """The functions of which serial torch has to wait for a sample call."""
+    """Check functions on their samples; return those for which serial torch has to wait."""
     waiting = set()
     for name in names:
         for sample in samples_of(name):
@@ -284,7 +284,7 @@ CASES: dict[str, tuple[Callable[..., Any], Sample]] = {
         of(Operand((3, 4, 9, 11))),
     ),
 }
-"""Calls that take other ways than the samples: on tensors, distributed and then plain ones."""
+"""Calls that take other paths than the samples: on tensors, distributed and then plain ones."""
 
 
 @pytest.mark.parallel([1])

@@ -1,4 +1,4 @@
-"""Mini-batches of fewer samples than the grid cuts them into, as the last one of an epoch is."""
+"""Mini-batches of fewer samples than the grid cuts them into, such as the last of an epoch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GRIDS = {
 
 
 class Classifier(nn.Module):
-    """Every kind of layer that networks for planes have."""
+    """A network with every kind of layer of networks for planes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Classifier(nn.Module):
 
 
 class Segmenter(nn.Module):
-    """Planes in, planes out, in two resolutions, with a penalty on what attention weighs."""
+    """A network from planes to planes, in two resolutions, with a penalty on attention weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ def plane_loss(y: Tensor, x: Tensor) -> Tensor:
 
 
 def figures(model: nn.Module, x: Tensor) -> list[float]:
-    """What a program reports of a mini-batch."""
+    """Return the figures that a program reports of a mini-batch."""
     with torch.no_grad():
         y = model(x)
         right = y.argmax(1) == 1

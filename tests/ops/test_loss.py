@@ -22,7 +22,7 @@ REDUCTIONS = ["none", "mean", "sum"]
 def compare(
     rng: random.Random, function: Callable[..., Any], tensors: list[Tensor], frozen: tuple[int, ...]
 ) -> None:
-    """`function` of some DistTensors, in layouts of their own, and some plain ones, as in serial.
+    """Compare a loss of some DistTensors, in their own layouts, and some plain tensors with serial.
 
     Tensors at the `frozen` positions take no gradient, which torch does not have for all.
     """

@@ -19,7 +19,7 @@ DTYPES = (torch.float64, torch.float64, torch.float32)
 
 
 def some_broadcast(case: Case, shape: list[int]) -> list[int]:
-    """`shape`, or now and then one that is broadcast to it."""
+    """Draw `shape`, or now and then one that is broadcast to it."""
     return shape if case.draw(st.integers(0, 3)) else [case.one_of(1, n) for n in shape[1:]]
 
 

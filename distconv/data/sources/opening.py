@@ -22,7 +22,7 @@ KINDS = {".h5": "hdf5", ".hdf5": "hdf5", ".he5": "hdf5", ".npy": "npy", ".zarr":
 """Kinds of files by their suffixes."""
 
 _PATTERN = frozenset("*?[")
-_ZARR = ("zarr.json", ".zarray", ".zgroup")
+ZARR_FILES = ("zarr.json", ".zarray", ".zgroup")
 
 
 def open_sources(source: Any, fields: Sequence[str | int] = ()) -> dict[Field, Source]:
@@ -114,7 +114,7 @@ def _of_path(path: Path, field: Field = None, single: bool = False) -> Source:
 
 
 def _is_zarr(path: Path) -> bool:
-    return path.suffix == ".zarr" or any((path / name).is_file() for name in _ZARR)
+    return path.suffix == ".zarr" or any((path / name).is_file() for name in ZARR_FILES)
 
 
 def _only_kind_in(folder: Path) -> str:

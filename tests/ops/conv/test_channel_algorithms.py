@@ -1,4 +1,4 @@
-"""Layers on cut channels equal serial by all algorithms, and move what their formula says."""
+"""Layers on cut channels equal serial by all algorithms, and move as much as their formulas say."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ GRIDS: dict[int, list[dict[str, int]]] = {
 
 
 def grids() -> Iterator[tuple[dc.ProcessGrid, dc.Layout]]:
-    """Grids, and layouts whose channels are cut over one or two axes of them."""
+    """Yield grids, and layouts whose channels are cut over one or two of their axes."""
     for extents in GRIDS[MPI.COMM_WORLD.size]:
         grid = dc.ProcessGrid(**extents)
         space: dict[str, Any] = {a: a for a in extents if a not in ("channel", "filter")}
@@ -67,7 +67,7 @@ def by(algorithm: str, function: Callable[..., Any], **arguments: Any) -> Callab
 
 
 def fitted(layout: dc.Layout, n: int) -> dc.Layout:
-    """The layout for `n` spatial dimensions, those that are missing cut the last."""
+    """Return the layout for `n` spatial dimensions; the axes of missing ones cut the last."""
     cuts = dict(layout._cut)
     names = ("depth", "height", "width")[3 - n :]
     spatial = [cuts.pop(a, ()) for a in ("depth", "height", "width")]
@@ -76,7 +76,7 @@ def fitted(layout: dc.Layout, n: int) -> dc.Layout:
 
 
 def random_convolution(rng: random.Random, n: int) -> tuple[list[int], list[int], dict[str, Any]]:
-    """Shapes of input and weight, and arguments, that a transposed convolution takes as well."""
+    """Draw shapes and arguments that convolution and transposed convolution take."""
     plane = [rng.randrange(5, 10) for _ in range(n)]
     kernel = [rng.choice([1, 2, 3]) for _ in range(n)]
     arguments = dict(
@@ -227,7 +227,7 @@ def test_second_derivatives_are_the_serial_ones(algorithm: str) -> None:
 
 @contextmanager
 def received(grid: dc.ProcessGrid) -> Iterator[list[int]]:
-    """The elements of each message that arrives at this rank within."""
+    """Yield a list that grows by the elements of each message that arrives at this rank."""
     arrived: list[int] = []
     carrier = grid.transport
     exchange = carrier.exchange

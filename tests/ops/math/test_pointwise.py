@@ -67,7 +67,7 @@ DOMAIN: dict[str, Callable[[Tensor], Tensor]] = {
     "mvlgamma": lambda x: x + 2,
     "zeta": lambda x: x + 2,
 }
-"""Values lie in (0, 1), where most functions are defined, but for these."""
+"""Maps from (0, 1), where values lie, to the domains of functions that need others."""
 
 
 def registered() -> list[Callable[..., Any]]:
@@ -103,13 +103,13 @@ def values(rng: random.Random, name: str, shape: list[int]) -> Tensor:
 
 
 def broadcasting(rng: random.Random, shape: list[int]) -> list[int]:
-    """A shape that broadcasts to `shape`: fewer dimensions, some of one element."""
+    """Return a shape that broadcasts to `shape`: fewer dimensions, some of one element."""
     kept = shape[rng.choice([0, 0, 0, 1, 2]) :]
     return [n if rng.random() < 0.75 else 1 for n in kept]
 
 
 def random_operands(rng: random.Random, function: Callable[..., Any]) -> list[Any]:
-    """The operands of one call, accepted by serial torch: tensors and numbers."""
+    """Draw the operands of one call, accepted by serial torch: tensors and numbers."""
     name = base_name(function)
     count = 3 if name in TERNARY else 2 if name in BINARY | {"clamp_max", "clamp_min"} else 1
     shape = [rng.choice([1, 2, 3, 5, 6]) for _ in range(rng.randrange(2, 5))]

@@ -54,7 +54,7 @@ IN_PLACE = """
 
 
 def broadcasting(case: Case, shape: list[int]) -> list[int]:
-    """A shape that is broadcast to `shape`: fewer dimensions, some of one element."""
+    """Draw a shape that broadcasts to `shape`: fewer dimensions, some of one element."""
     kept = shape[case.one_of(0, 0, *range(len(shape) + 1)) :]
     return [case.one_of(n, n, 1) for n in kept]
 

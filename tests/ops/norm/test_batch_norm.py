@@ -88,7 +88,7 @@ def test_the_variance_of_float32_data_far_from_zero_is_right() -> None:
 
 
 def ghost_batches(x: Tensor, grid: dc.ProcessGrid, layout: dc.Layout, statistics: str) -> Any:
-    """The boxes of global indices that share statistics, from the definition."""
+    """Return the boxes of global indices that share statistics, from the definition."""
     boxes = grid.comm.allgather((grid.coords["sample"], dc.local_box(x.shape, grid, layout)))
     if statistics == "local":
         return list({box for _, box in boxes})

@@ -19,12 +19,12 @@ KINDS = ("normal", "negative", "ties")
 
 
 def affine(case: Case, shape: list[int], dtype: torch.dtype, most: int = 2) -> list[Tensor]:
-    """Weight and bias, the weight alone, or neither."""
+    """Draw a weight and a bias, a weight alone, or neither."""
     return [case.tensor(shape, dtype=dtype) for _ in range(case.draw(sizes(0, most)))]
 
 
 def statistics_agree(running: list[list[Tensor]], dtype: torch.dtype) -> None:
-    """That the running statistics are the serial ones, and the same on every rank."""
+    """Assert that running statistics are the serial ones, and the same on every rank."""
     for expected, actual in zip(running[0], running[-1], strict=True):
         assert deviation(actual, expected) <= tolerance_of(dtype), "running statistics"
         copies = MPI.COMM_WORLD.allgather(actual.tolist())

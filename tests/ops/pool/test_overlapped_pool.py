@@ -1,4 +1,4 @@
-"""Overlapped pooling equals assembled pooling, saves little, and is differentiated again."""
+"""Overlapped pooling equals assembled pooling, keeps little memory, and is differentiable twice."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.serial import TOLERANCE, agrees, deviation, random_grid, rand
 
 
 def both(function: Any, x: Tensor, grid: dc.ProcessGrid) -> list[list[Tensor]]:
-    """Result and gradient by each method."""
+    """Return result and gradient by each method."""
     results = []
     for method in ("assembled", "overlapped"):
         d = dc.distribute_tensor(x, grid).requires_grad_(x.is_floating_point())
@@ -55,7 +55,7 @@ def test_maxima_are_exactly_those_of_the_assembled_method(dtype: torch.dtype) ->
 
 
 def kept_by(function: Any, x: dc.DistTensor) -> int:
-    """Bytes that autograd keeps in an overlapped call, without those of the input."""
+    """Return the bytes that autograd keeps in an overlapped call, without those of the input."""
     kept: dict[int, int] = {}
 
     def keep(t: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ MAX = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 
 
 def random_plane(rng: random.Random, n: int, smallest: int = 5) -> Tensor:
-    """Values that a padding of 0 would beat, or that are equal in many places."""
+    """Draw values that are all negative, or equal in many places, or any: hard cases of maxima."""
     shape = (
         rng.choice([1, 2, 3]),
         rng.choice([1, 2, 3]),

@@ -15,7 +15,7 @@ RANKS = [1, 2, 4]
 
 
 def over_random_dimensions(function: Callable, seed: int, cases: int = 10, least: int = 1) -> None:
-    """`function(x, dims, keepdim)` on random tensors, some of them shorter than there are ranks."""
+    """Compare `function(x, dims, keepdim)` with serial; some tensors are shorter than the grid."""
     rng = random.Random(seed)
     for _ in range(cases):
         shape = [rng.randrange(least, 6) for _ in range(rng.choice([1, 2, 3, 4]))]

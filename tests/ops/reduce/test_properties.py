@@ -26,7 +26,7 @@ WILD = ("normal", "negative", "ties", "equal", "wild")
 
 
 def dims(case: Case, x: Tensor) -> Any:
-    """One dimension, several, or None for all."""
+    """Draw one dimension, several, or None for all."""
     several = case.some([case.one_of(d, d - x.dim()) for d in range(x.dim())])
     return case.one_of(*([several[0]] if several else []), several, tuple(several), None)
 

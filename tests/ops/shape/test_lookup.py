@@ -35,7 +35,7 @@ def positions(rng: random.Random, shape: list[int], size: int, first: int = 0) -
 
 
 def picks(function: Callable, x: Tensor, index: Tensor, rng: random.Random) -> None:
-    """The index as a plain and as a distributed tensor."""
+    """Compare with serial, with the index as a plain and as a distributed tensor."""
     with noted(tuple(x.shape), tuple(index.shape)):
         agrees(function, [x], [index], random_grid(rng), rng)
         agrees(function, [x, index], [], random_grid(rng), rng)

@@ -23,7 +23,7 @@ def tensor(case: Case, shape: list[int]) -> Tensor:
 
 
 def factored(case: Case, n: int) -> list[int]:
-    """Numbers whose product is `n`."""
+    """Draw numbers whose product is `n`."""
     factors = []
     while n > 1 and len(factors) < 3:
         factors.append(case.draw(st.sampled_from([k for k in range(1, n + 1) if n % k == 0])))
@@ -119,7 +119,7 @@ def test_parts_equal_serial(case: Case) -> None:
 
 @st.composite
 def picks(draw: st.DrawFn, shape: list[int]) -> tuple[Any, ...]:
-    """Integers, slices, None and ellipses, mostly within the bounds."""
+    """Draw integers, slices, None and ellipses, mostly within the bounds."""
     index: list[Any] = []
     for n in shape[: draw(st.integers(0, len(shape)))]:
         bounds = st.one_of(st.none(), st.integers(-n - 1, n + 1))

@@ -1,4 +1,4 @@
-"""Dimensions change places, and masks choose what numbers are assigned to, as serially."""
+"""Dimensions change places, and numbers are assigned where masks choose, as serially."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ INTO: dict[str, Callable[..., Tensor]] = {
 
 
 def positions(rng: random.Random, shape: list[int], size: int, dim: int) -> Tensor:
-    """Positions without repetitions along the dimension, which torch would write in any order."""
+    """Draw distinct positions along the dimension, as torch writes equal ones in any order."""
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
     full = [size if d == dim else n for d, n in enumerate(shape)]
     return torch.rand(full, generator=generator).argsort(dim).narrow(dim, 0, shape[dim])
@@ -71,7 +71,7 @@ def test_one_hot_classes_equal_serial() -> None:
 
 
 def dice(scores: Any, labels: Any, onehot: Any) -> Any:
-    """The usual Dice loss, of one-hot classes along the dimension of channels."""
+    """Return the usual Dice loss, of one-hot classes along the dimension of channels."""
     probabilities = scores.softmax(1)
     over = tuple(range(2, scores.dim()))
     both = (probabilities * onehot).sum(over)

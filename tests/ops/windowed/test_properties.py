@@ -31,12 +31,12 @@ ADAPTIVE = {
 
 
 def unbatched(case: Case, shape: list[int]) -> list[int]:
-    """The shape, or now and then that of a single sample."""
+    """Draw the shape, or now and then the shape of a single sample."""
     return shape if case.draw(st.integers(0, 4)) else shape[1:]
 
 
 def by_any_method(case: Case, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, by one of the methods or the one that is chosen for it.
+    """Return the function by a drawn method, or by the default one.
 
     Where channels are cut, they are divided by any of the algorithms.
     """

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
-from torch.nn import functional as F
+from torch import Tensor, nn
 
 import distconv as dc
-
-from .data import MeshTanglingData
 
 Course = tuple[list[float], list[nn.Parameter]]
 """The loss of every step, and the parameters after the last."""
@@ -49,47 +46,56 @@ class Comparison:
     rounding: Difference
 
 
+Loss = Callable[[nn.Module, Sequence[Tensor]], Tensor]
+"""The loss of a model on the fields of one mini-batch."""
+
+
 def compare_with_serial(
     build_model: Callable[[], nn.Module],
     build_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
-    data: MeshTanglingData,
+    loss: Loss,
+    open_data: Callable[[dc.ProcessGrid], dc.data.Dataset],
+    grid: dc.ProcessGrid,
     batches: list[list[int]],
 ) -> Comparison:
-    """Take one step for each of `batches`, on the grid of `data` and on its rank 0 alone.
+    """Take one step for each of `batches`, on `grid` and on its rank 0 alone.
 
     Collective. The serial runs have models and optimizers of their own, and read whole samples
     into plain tensors; rank 0 must have the memory for it.
     """
-    model = dc.parallelize(build_model(), data.grid)
-    distributed = _steps(model, build_optimizer(model), data.batches(batches))
+    model = dc.parallelize(build_model(), grid)
+    loader = dc.data.Loader(open_data(grid), batch_sampler=batches)
+    distributed = _steps(model, build_optimizer(model), loss, loader)
 
     def serial(batches: list[list[int]]) -> Course:
-        whole = MeshTanglingData(data.path, dc.ProcessGrid(data.grid.ranks[:1]), data.dtype)
+        whole = open_data(dc.ProcessGrid(grid.ranks[:1]))
         model = build_model().to(whole.grid.device)
-        plain = ((x.to_local(), y.to_local()) for x, y in whole.batches(batches))
-        return _steps(model, build_optimizer(model), plain)
+        loader = dc.data.Loader(whole, batch_sampler=batches)
+        plain = ([field.to_local() for field in batch] for batch in loader)
+        return _steps(model, build_optimizer(model), loss, plain)
 
     def compare() -> Comparison:
         reference = serial(batches)
         reordered = serial([batch[::-1] for batch in batches])
         return Comparison(_difference(distributed, reference), _difference(reordered, reference))
 
-    return dc.data.on_rank_zero(data.grid, compare)
+    return dc.data.on_rank_zero(grid, compare)
 
 
 def _steps(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    batches: Iterable[tuple[torch.Tensor, torch.Tensor]],
+    loss: Loss,
+    batches: Iterable[Sequence[Tensor]],
 ) -> Course:
     """Train on every mini-batch once."""
     losses = []
-    for x, y in batches:
-        loss = F.mse_loss(model(x), y)
-        loss.backward()
+    for batch in batches:
+        value = loss(model, batch)
+        value.backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
+        losses.append(value.item())
     return losses, list(model.parameters())
 
 

@@ -1,8 +1,9 @@
-"""The settings and history in a checkpoint of this example, and how large it gets."""
+"""The settings and history in a checkpoint of an example, and how large it gets."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,9 +14,6 @@ from distconv.data import Checkpoint
 _OVERHEAD = 2**20
 """Bytes that are sure to be enough for names, settings and history."""
 
-_SCORES = ("loss", "iou", "trivial_iou")
-"""What the history has of every epoch beside its step_losses, as the pictures need it."""
-
 
 def checkpoint_size(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Return the bytes of a checkpoint, at most, before the optimizer has kept anything."""
@@ -25,8 +23,13 @@ def checkpoint_size(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     return sum(t.numel() * t.element_size() for t in tensors) + _OVERHEAD
 
 
-def check_checkpoint(found: Checkpoint, settings: dict[str, Any]) -> None:
-    """Raise `ValueError` for a checkpoint of a run with other settings, or of another program."""
+def check_checkpoint(found: Checkpoint, settings: dict[str, Any], scores: Sequence[str]) -> None:
+    """Raise `ValueError` for a checkpoint of a run with other settings, or of another program.
+
+    Args:
+        settings: the arguments that determine the numbers of this run, by name.
+        scores: the numbers that the history has of every epoch beside its step_losses.
+    """
     saved, history = found.extra.get("settings"), found.extra.get("history")
     if not isinstance(saved, dict) or not isinstance(history, list):
         raise ValueError(
@@ -41,14 +44,14 @@ def check_checkpoint(found: Checkpoint, settings: dict[str, Any]) -> None:
             )
     for place, record in enumerate(history):
         try:
-            numbers = [*record["step_losses"], *(record[name] for name in _SCORES)]
+            numbers = [*record["step_losses"], *(record[name] for name in scores)]
             whole = bool(record["step_losses"]) and all(map(math.isfinite, numbers))
         except (KeyError, TypeError):
             whole = False
         if not whole:
             raise ValueError(
                 f"{found.path} is not a checkpoint of this program: epoch {place + 1} of its "
-                f"history should have a list of step_losses and the numbers {', '.join(_SCORES)}"
+                f"history should have a list of step_losses and the numbers {', '.join(scores)}"
             )
 
 

@@ -20,6 +20,7 @@ class Progress:
     def __init__(self, title: str, samples: int, shown: bool) -> None:
         self._bar = tqdm(total=samples, desc=title, unit="sample", disable=not shown)
         self._begin = time.perf_counter()
+        self._end = 0.0
         self._samples = 0
         self._losses: list[float] = []
 
@@ -35,13 +36,18 @@ class Progress:
         """Return the steps recorded so far."""
         return len(self._losses)
 
+    @property
+    def seconds(self) -> float:
+        """Return the time from the beginning to the end of the epoch, or until now."""
+        return (self._end or time.perf_counter()) - self._begin
+
     def record(self) -> dict[str, Any]:
-        """Return the loss of every step, and samples per second, from the beginning until now."""
-        seconds = time.perf_counter() - self._begin
-        return {"step_losses": self._losses, "samples_per_second": self._samples / seconds}
+        """Return the loss of every step, and samples per second."""
+        return {"step_losses": self._losses, "samples_per_second": self._samples / self.seconds}
 
     def __enter__(self) -> Progress:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self._end = time.perf_counter()
         self._bar.close()

@@ -1,57 +1,72 @@
-"""The command line of the training run."""
+"""The command line of a training run."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any, Protocol
 
 from distconv.tools.arguments import RankParser, grid_axes
 from distconv.transport.communicator import ObjectCommunicator
 
-AXES = ("sample", "channel", "filter", "height", "width")
-"""Meshes have no depth."""
+
+class Add(Protocol):
+    """Adds an option to a command line, whose help tells the default where there is one."""
+
+    def __call__(self, option: str, text: str, **keywords: Any) -> None:
+        """Take the keywords of `argparse.ArgumentParser.add_argument`."""
 
 
 def parse_arguments(
     comm: ObjectCommunicator,
     arguments: Sequence[str] | None,
-    description: str | None,
-    networks: Iterable[str],
+    *,
+    program: str,
+    description: str,
+    axes: Sequence[str],
+    add_own: Callable[[Add], None],
     optimizers: Iterable[str],
     precisions: Iterable[str],
+    defaults: Mapping[str, Any],
 ) -> argparse.Namespace:
-    """Parse the command line on every rank of `comm`: all get through, or none. Collective."""
+    """Parse the command line on every rank of `comm`: all get through, or none. Collective.
+
+    Args:
+        program: how the program is started.
+        description: what `--help` begins with.
+        axes: the axes that `--grid` may name.
+        add_own: adds the options of one example.
+        optimizers, precisions: what there is to choose from.
+        defaults: of the shared options, where an example has others.
+    """
     parser = RankParser(
         comm,
-        prog="python -m examples.mesh_tangling.train",
+        prog=program,
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
 
-    def add(option: str, text: str, **keywords: object) -> None:
-        if keywords.get("default") is not None:
+    def add(option: str, text: str, **keywords: Any) -> None:
+        name = option.lstrip("-").replace("-", "_")
+        if name in defaults:
+            keywords["default"] = defaults[name]
+        if keywords.get("default") not in (None, False):
             text += " (default %(default)s)"
-        parser.add_argument(option, help=text, **keywords)  # type: ignore[arg-type]
+        parser.add_argument(option, help=text, **keywords)
 
-    add("--data", "HDF5 file to train on", type=Path, required=True)
-    add("--validation", "HDF5 file to validate on", type=Path, required=True)
+    add("--data", "samples to train on", type=Path, required=True)
+    add("--validation", "samples to validate on", type=Path, required=True)
     add("--output", "folder for checkpoint, pictures and metrics", type=Path, required=True)
     add(
         "--grid",
         "ranks along the axes of the process grid; one may be -1, for all that remain",
-        type=partial(grid_axes, axes=AXES),
+        type=partial(grid_axes, axes=axes),
         default="sample=-1",
         metavar="AXIS=RANKS,...",
     )
-    add("--network", "published for 1024^2 or 2048^2 zones", choices=networks, default="2k")
-    add("--width", "multiplies the channels of the network", type=positive(float), default=1.0)
-    add(
-        "--size",
-        "zones a side of the mesh that the network is scaled to (default: that of the data)",
-        type=positive(int),
-    )
+    add_own(add)
     add("--epochs", "how often to go through the data", type=positive(int), default=18)
     add("--batch-size", "samples of a mini-batch, over all ranks", type=positive(int), default=64)
     add("--optimizer", "how to step", choices=optimizers, default="adam")
@@ -64,6 +79,11 @@ def parse_arguments(
         "first take N steps on the grid and on one rank alone, and print how far they differ",
         type=positive(int),
         metavar="N",
+    )
+    add(
+        "--tensorboard",
+        "also log losses and scores for TensorBoard, in the folder tensorboard of the output",
+        action="store_true",
     )
     return parser.parse_args(arguments)
 

@@ -1,0 +1,1 @@
+"""Writing tensors that are cut over ranks, each rank its own box."""

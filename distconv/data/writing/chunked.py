@@ -1,0 +1,125 @@
+"""Arrays in chunks, as zarr keeps them: two ranks must not write parts of one chunk at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import product
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+
+from distconv.data.durable import sync, sync_folder
+from distconv.data.writing.contiguous import Description
+from distconv.geometry.layout import Box, Cuts, block, owning_part
+from distconv.geometry.topology import Topology
+
+_LARGEST = 2**24
+"""Bytes of a chunk by default, at most."""
+
+
+def default_chunks(
+    shape: tuple[int, ...], cuts: Cuts, topology: Topology, itemsize: int
+) -> tuple[int, ...]:
+    """Return extents of chunks of one sample each that lie within the boxes of ranks, where whole
+    parts of them of at most 16 MiB do.
+    """
+    chunks = [block(n, topology.parts(axes), 0)[1] for n, axes in zip(shape, cuts, strict=True)]
+    chunks[0] = 1
+    while prod(chunks) * itemsize > _LARGEST:
+        longest = chunks.index(max(chunks))
+        divisor = next((f for f in (2, 3, 5, 7) if chunks[longest] % f == 0), 2)
+        chunks[longest] = -(-chunks[longest] // divisor)
+    return tuple(chunks)
+
+
+def turns(
+    shape: tuple[int, ...], cuts: Cuts, topology: Topology, chunks: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Return in how many turns the parts of each dimension have to write.
+
+    Parts whose numbers leave the same rest, divided by the turns, have no chunk in common. It is
+    one turn where all parts begin with a chunk.
+    """
+    return tuple(
+        _turns_along(n, topology.parts(axes), chunk)
+        for n, axes, chunk in zip(shape, cuts, chunks, strict=True)
+    )
+
+
+def turn_of(rank: int, cuts: Cuts, topology: Topology, turns: tuple[int, ...]) -> int:
+    """Return the turn in which a rank writes, of as many as the product of `turns`."""
+    coordinates = topology.coordinates(rank)
+    turn = 0
+    for axes, count in zip(cuts, turns, strict=True):
+        turn = turn * count + topology.part(coordinates, axes) % count
+    return turn
+
+
+def create_zarr(path: Path, arrays: Mapping[str | None, Description]) -> None:
+    """Make a zarr folder of format 3: an array, where its name is None, or a group of several."""
+    zarr = _zarr(path)
+    group = None if None in arrays else zarr.open_group(str(path), mode="w-")
+    for name, array in arrays.items():
+        kind = {"shape": array.shape, "dtype": array.dtype, "chunks": array.chunks}
+        if group is None:
+            zarr.create_array(str(path), **kind)
+        else:
+            group.create_array(name, **kind)
+    sync_tree(path)
+
+
+def write_chunks(path: Path, name: str | None, box: Box, values: NDArray[Any]) -> None:
+    """Write a box of an array in a zarr folder, and bring its chunks to the disk.
+
+    Not collective. A chunk that the box has in part is read and written again, so that nobody else
+    may write to it at the same time.
+    """
+    if not path.exists():
+        raise FileNotFoundError(
+            f"{path}: rank 0 has made this folder, and it cannot be seen here; write to a file "
+            "system that all ranks share"
+        )
+    array = _zarr(path).open_array(str(path), path=name, mode="r+")
+    array[box.slices] = values
+    folder = path if name is None else path / name
+    chunks = (
+        range(start // extent, -(-stop // extent))
+        for start, stop, extent in zip(box.start, box.stop, array.chunks, strict=True)
+    )
+    for place in product(*chunks):
+        chunk = folder / array.metadata.encode_chunk_key(place)
+        if chunk.exists():  # not where all values are the array's fill value
+            sync(chunk)
+
+
+def sync_tree(path: Path) -> None:
+    """Bring the names of all files in a folder to the disk, and the files in its first level."""
+    for folder in (path, *(found for found in path.rglob("*") if found.is_dir())):
+        sync_folder(folder)
+    for found in path.glob("*.json"):
+        sync(found)
+
+
+def _turns_along(size: int, parts: int, chunk: int) -> int:
+    most = 1
+    for part in range(min(parts, size)):
+        _, stop = block(size, parts, part)
+        end = min(-(-stop // chunk) * chunk, size)
+        most = max(most, owning_part(size, parts, end - 1) - part + 1)
+    return most
+
+
+def _zarr(path: Path) -> Any:
+    try:
+        import zarr
+    except ImportError as error:
+        raise ImportError(
+            f"{path}: writing zarr needs the package zarr; pip install 'distconv[data]'"
+        ) from error
+    if not hasattr(zarr, "create_array"):
+        raise ImportError(
+            f"{path}: writing zarr needs zarr 3, this is {zarr.__version__}; pip install 'zarr>=3'"
+        )
+    return zarr

@@ -1,0 +1,113 @@
+"""Arrays whose values stand in a file one after the other: any rank can write its box of them.
+
+HDF5 and numpy both keep an array so. Where the first value stands is known once the file is made,
+and then ranks write to disjoint places of it with the calls of the operating system alone: HDF5
+needs no support of MPI for that.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distconv.geometry.layout import Box
+
+
+@dataclass(frozen=True)
+class Description:
+    """The shape and the type of an array, and the extents of its chunks where it has them."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    chunks: tuple[int, ...] | None = None
+
+
+def create_hdf5(path: Path, arrays: Mapping[str, Description]) -> dict[str, int]:
+    """Make an HDF5 file with room for arrays, and return where each begins in it, in bytes."""
+    try:
+        import h5py
+    except ImportError as error:
+        raise ImportError(
+            f"{path}: writing HDF5 needs the package h5py; pip install 'distconv[data]'"
+        ) from error
+    with h5py.File(path, "x") as file:
+        offsets = {}
+        for name, array in arrays.items():
+            room = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+            room.set_layout(h5py.h5d.CONTIGUOUS)
+            room.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+            room.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+            made = h5py.h5d.create(
+                file.id,
+                name.encode(),
+                h5py.h5t.py_create(array.dtype, logical=True),
+                h5py.h5s.create_simple(array.shape),
+                room,
+            )
+            offsets[name] = made.get_offset()
+    return offsets
+
+
+def create_npy(path: Path, array: Description) -> int:
+    """Make a `.npy` file with room for an array, and return where it begins, in bytes."""
+    made = np.lib.format.open_memmap(path, "w+", array.dtype, array.shape)
+    offset: int = made.offset
+    del made
+    return offset
+
+
+def write_box(
+    path: Path, offset: int, shape: tuple[int, ...], box: Box, values: NDArray[Any]
+) -> None:
+    """Write a box of an array of `shape` that begins at `offset` of a file, and bring it to the
+    disk.
+
+    Not collective: processes may write disjoint boxes at the same time.
+
+    Parameters
+    ----------
+    values: contiguous, of the shape of the box.
+    """
+    try:
+        # Without reading: a page of a remote file that is known in part is written in part.
+        descriptor = os.open(path, os.O_WRONLY)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"{path}: rank 0 has made this file, and it cannot be seen here; write to a file "
+            "system that all ranks share"
+        ) from error
+    try:
+        for index, run in _runs(shape, box, values):
+            write_at(descriptor, run, offset + index * values.itemsize)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_at(descriptor: int, values: NDArray[Any], position: int) -> None:
+    """Write contiguous values, in one dimension, to a place of a file, counted in bytes."""
+    left = memoryview(values.view(np.uint8).data)
+    while left:
+        written = os.pwrite(descriptor, left, position)
+        left, position = left[written:], position + written
+
+
+def _runs(shape: tuple[int, ...], box: Box, values: NDArray[Any]) -> Any:
+    """Yield the index in the flattened array of each run of values of a box, and its bytes."""
+    # Behind this dimension the box has all that there is.
+    last = len(shape) - 1
+    while last > 0 and box.shape[last] == shape[last]:
+        last -= 1
+    strides = [prod(shape[d + 1 :]) for d in range(len(shape))]
+    rows = values.reshape(-1, prod(box.shape[last:]))
+    begin = sum(a * stride for a, stride in zip(box.start, strides, strict=True))
+    for row, index in zip(rows, np.ndindex(*box.shape[:last]), strict=True):
+        # Beyond the last stride, which belongs to the run itself.
+        yield begin + sum(i * n for i, n in zip(index, strides, strict=False)), row

@@ -1,0 +1,202 @@
+"""One file of a tensor that is cut over ranks, written by all of them."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from distconv.data.durable import fresh_name, move_into_place, remove, remove_partial
+from distconv.data.errors import on_rank_zero, together
+from distconv.data.sources.opening import KINDS, ZARR_FILES
+from distconv.data.writing import chunked, contiguous
+from distconv.data.writing.contiguous import Description
+from distconv.geometry.layout import rank_box, replicating_axes
+from distconv.tensor.dist_tensor import DistTensor
+
+_NAME = "data"
+"""The dataset in an HDF5 file that holds a single tensor."""
+
+
+def save(
+    path: str | os.PathLike[str],
+    tensors: DistTensor | Mapping[str, DistTensor],
+    *,
+    chunks: Sequence[int] | Mapping[str, Sequence[int]] | None = None,
+) -> Path:
+    """Write a tensor to a file that `Dataset`, and any program, reads. Collective.
+
+    Each rank writes its own box, from any grid; replicas write once. Nothing is sent between ranks
+    and no rank holds more than its box. All write under a fresh name, on a file system that all of
+    them see; when everything is on the disk, the file takes its name. What had the name before is
+    replaced. A zarr folder is renamed first, as folders cannot be replaced in one step.
+
+    Parameters
+    ----------
+    path: its suffix says what is written:
+        `.h5`, `.hdf5`: an HDF5 file with one contiguous dataset, "data", without compression. All
+            ranks write at once; HDF5 needs no support of MPI.
+        `.npy`: a file of numpy, as well at once.
+        `.zarr`: a compressed zarr array, of format 3. Each rank writes whole chunks where its box
+            begins and ends with one; ranks that share a chunk write it in turns.
+    tensors: a tensor, samples first; or several on one grid, in a dictionary by their names in an
+        HDF5 file or zarr group.
+    chunks: the extents of zarr's chunks, in a dictionary for several tensors. When not given, a
+        part of one sample of at most 16 MiB that lies within the box of a rank, if there is one.
+
+    Returns the path.
+
+    Raises
+    ------
+    DataError
+        On every rank, where a rank cannot write, or there is no such file or type of values. What
+        was at `path` is then still there.
+    """
+    path = Path(path)
+    bare = isinstance(tensors, DistTensor)
+    named: Mapping[Any, Any] = tensors if isinstance(tensors, Mapping) else {None: tensors}
+    for x in named.values():
+        if not isinstance(x, DistTensor):
+            raise TypeError(
+                f"save: expected a DistTensor, or several by name, not {type(x).__name__}; "
+                "numpy.save and others write plain tensors"
+            )
+    if not named:
+        raise ValueError("save: there are no tensors in the dictionary")
+    grid = next(iter(named.values())).grid
+    kind = together(grid, lambda: _kind(path, named))
+    by_name = {None: chunks} if bare else chunks
+    arrays = together(grid, lambda: {n: _describe(n, x, kind, by_name) for n, x in named.items()})
+
+    def prepare() -> str:
+        _check_place(path, kind)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        remove_partial(path.parent, glob.escape(path.name))
+        return str(fresh_name(path))
+
+    partial = Path(on_rank_zero(grid, prepare))
+    try:
+        offsets = on_rank_zero(grid, lambda: _create(partial, kind, arrays))
+        for name, x in named.items():
+            _write(partial, name, x, arrays[name], offsets.get(name))
+        on_rank_zero(grid, lambda: _finish(partial, path))
+    except BaseException:
+        if grid.rank == 0:
+            remove(partial)
+        raise
+    return path
+
+
+def _kind(path: Path, named: Mapping[Any, DistTensor]) -> str:
+    """Return what kind of file is meant, if there is one that holds such tensors."""
+    kind = KINDS.get(path.suffix)
+    if kind is None:
+        raise ValueError(
+            f"{path}: its suffix {path.suffix!r} tells no kind of file; expected one of "
+            f"{', '.join(KINDS)}"
+        )
+    if kind == "npy" and None not in named:
+        raise ValueError(
+            f"{path} holds one array without a name; save {list(named)} to .h5 or .zarr"
+        )
+    grids = {id(x.grid): str(x.grid) for x in named.values()}
+    if len(grids) > 1 and len({x.grid for x in named.values()}) > 1:
+        raise ValueError(f"{path}: the tensors lie on different grids; save those of each alone")
+    return kind
+
+
+def _describe(name: Any, x: DistTensor, kind: str, chunks: Any) -> Description:
+    """Return the array that a tensor becomes."""
+    label = "the tensor" if name is None else f"{name!r}"
+    if not isinstance(name, str | None) or (name is not None and (not name or "/" in name)):
+        raise ValueError(f"save: {name!r} is no name of a tensor; use a text without slashes")
+    shape = tuple(x.shape)
+    if not prod(shape) or not shape:
+        raise ValueError(f"save: {label} of shape {shape} holds no samples")
+    try:
+        dtype = torch.empty(0, dtype=x.dtype).numpy().dtype
+    except TypeError as error:
+        raise ValueError(
+            f"save: {label} is of {x.dtype}, which numpy does not know; save x.float()"
+        ) from error
+    chosen = chunks.get(name) if isinstance(chunks, Mapping) else chunks
+    if kind != "zarr":
+        if chosen is not None:
+            raise ValueError(f"save: chunks={tuple(chosen)} are for .zarr; leave them out")
+        return Description(shape, dtype)
+    if chosen is None:
+        topology = x.grid.topology
+        return Description(
+            shape, dtype, chunked.default_chunks(shape, x.cuts, topology, dtype.itemsize)
+        )
+    extents = tuple(map(int, chosen))
+    if len(extents) != len(shape) or min(extents) < 1:
+        raise ValueError(
+            f"save: chunks={extents} of {label} of shape {shape}; expected an extent from 1 for "
+            "each dimension, or a dictionary of those by name"
+        )
+    return Description(shape, dtype, extents)
+
+
+def _check_place(path: Path, kind: str) -> None:
+    """Raise `OSError` where something else has the name that is to be replaced."""
+    if kind != "zarr" and path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder, and would be replaced; choose another name")
+    if kind == "zarr" and path.exists():
+        zarr = any((path / name).is_file() for name in ZARR_FILES)
+        if not path.is_dir() or (any(path.iterdir()) and not zarr):
+            raise FileExistsError(f"{path} is no zarr folder; choose another name, or remove it")
+
+
+def _create(partial: Path, kind: str, arrays: Mapping[Any, Description]) -> dict[Any, int]:
+    """Make what the ranks write to; return where in the file the values of each array begin."""
+    if kind == "zarr":
+        chunked.create_zarr(partial, arrays)
+        return {}
+    if kind == "npy":
+        return {None: contiguous.create_npy(partial, arrays[None])}
+    offsets = contiguous.create_hdf5(partial, {name or _NAME: a for name, a in arrays.items()})
+    return {name: offsets[name or _NAME] for name in arrays}
+
+
+def _write(
+    partial: Path, name: str | None, x: DistTensor, array: Description, offset: int | None
+) -> None:
+    """Let every rank that holds a box of its own write it. Collective."""
+    grid, topology = x.grid, x.grid.topology
+    box = rank_box(array.shape, x.cuts, topology, grid.rank)
+    replica = any(grid.coords[axis] for axis in replicating_axes(x.cuts, topology))
+    counts = (1,) * len(array.shape)
+    if array.chunks is not None:
+        counts = chunked.turns(array.shape, x.cuts, topology, array.chunks)
+    mine = chunked.turn_of(grid.rank, x.cuts, topology, counts)
+    for turn in range(prod(counts)):
+
+        def write(turn: int = turn) -> None:
+            if replica or not box.size or turn != mine:
+                return
+            if offset is None:
+                chunked.write_chunks(partial, name, box, _values(x))
+            else:
+                contiguous.write_box(partial, offset, array.shape, box, _values(x))
+
+        together(grid, write)
+
+
+def _values(x: DistTensor) -> NDArray[Any]:
+    """Return this rank's block on the host."""
+    own = x.shard.detach().resolve_conj().resolve_neg().cpu()
+    return np.ascontiguousarray(own.numpy())
+
+
+def _finish(partial: Path, path: Path) -> None:
+    if partial.is_dir():
+        chunked.sync_tree(partial)
+    move_into_place(partial, path)

@@ -1,0 +1,1 @@
+"""The training run that all examples share: arguments, progress, checkpoints, metrics, logs."""

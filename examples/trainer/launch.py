@@ -1,0 +1,38 @@
+"""Starting ranks from a program that runs alone, as demos do."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+
+def become_ranks(ranks: int, module: str, arguments: Sequence[str]) -> NoReturn:
+    """Run a module on a number of ranks in the place of this process, with cores shared out.
+
+    What ends this process, be it SIGKILL, then ends the launcher, and with it the job.
+    """
+    command = [mpiexec(), "-n", str(ranks), sys.executable, "-m", module, *arguments]
+    print(" ".join(command), flush=True)
+    threads = max(1, (os.cpu_count() or ranks) // ranks)
+    environment = {"OMP_NUM_THREADS": str(threads), "MPIR_CVAR_POLLS_BEFORE_YIELD": "1"}
+    os.execve(command[0], command, environment | os.environ)
+
+
+def words(options: dict[str, str]) -> list[str]:
+    """Return options by name as they stand on a command line."""
+    return [word for name, value in options.items() for word in (f"--{name}", value)]
+
+
+def mpiexec() -> str:
+    """Return the launcher beside the running Python, as the wheels install it, or that on the
+    path.
+    """
+    beside = Path(sys.executable).with_name("mpiexec")
+    found = str(beside) if beside.exists() else shutil.which("mpiexec")
+    if found is None:
+        sys.exit("error: there is no mpiexec; pip install mpich, or load the cluster's MPI")
+    return found

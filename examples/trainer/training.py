@@ -1,0 +1,260 @@
+"""Training, validation and saving, epoch by epoch: the run that all examples share."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from itertools import count, islice
+from typing import Any
+
+import torch
+from torch import nn
+
+import distconv as dc
+from distconv.data import DataError, Loader, Sampler, on_rank_zero, together
+from distconv.data.durable import write_atomically
+from distconv.transport.communicator import ObjectCommunicator
+from distconv.transport.world import world
+
+from .arguments import parse_arguments
+from .checkpoint import check_checkpoint, check_finite_state, checkpoint_size
+from .compare import compare_with_serial
+from .example import PRECISIONS, Example, check_batch_size
+from .logs import TensorBoard, write_table
+from .output import KEPT, make_room, prepare_output, restarted_from
+from .progress import Progress
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": partial(torch.optim.SGD, momentum=0.9),
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+}
+DECISIVE = ("batch_size", "optimizer", "learning_rate", "seed", "precision")
+"""The shared arguments that determine the numbers of a run, beside those of the example: it can be
+continued only with the same."""
+
+
+class Diverged(ArithmeticError):
+    """Training that has come to numbers which are not finite. Raised on every rank."""
+
+
+def run(
+    example: Example[Any, Any],
+    arguments: Sequence[str] | None = None,
+    comm: ObjectCommunicator | None = None,
+) -> None:
+    """Train on the ranks of `comm`; what is wrong is one line on rank 0, and exit status 2.
+
+    Args:
+        arguments: the command line; that of the program when not given.
+        comm: the ranks; all of the job when not given.
+    """
+    if comm is None:
+        comm = world().for_program()
+    try:
+        args = parse_arguments(
+            comm,
+            arguments,
+            program=f"python -m examples.{example.name}.train",
+            description=example.description,
+            axes=example.axes,
+            add_own=example.add_arguments,
+            optimizers=OPTIMIZERS,
+            precisions=PRECISIONS,
+            defaults=example.defaults,
+        )
+        train(example, args, comm)
+    except (DataError, Diverged) as error:
+        if comm.rank == 0:
+            print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def train(example: Example[Any, Any], args: argparse.Namespace, comm: ObjectCommunicator) -> None:
+    """Train, validate and save epoch by epoch, then draw and write the results. Collective."""
+    grid = make_grid(args, comm)
+    training, validation = example.open(args, grid)
+    network = build_model(example, args)
+
+    def check() -> None:
+        example.check(args, network, training, validation)
+        check_batch_size(args.batch_size, training, args.data)
+
+    together(grid, check)
+    args.resume = on_rank_zero(grid, lambda: restarted_from(args))
+    on_rank_zero(grid, lambda: prepare_output(args))
+
+    model = dc.parallelize(network, grid)
+    optimizer = build_optimizer(args, model)
+    settings = {name: getattr(args, name) for name in (*example.decisive, *DECISIVE)}
+    loader = Loader(training, args.batch_size, shuffle=True, drop_last=True, seed=args.seed)
+    ordered = Loader(validation, args.batch_size)
+    history = resume(example, args, model, optimizer, loader, settings)
+    on_rank_zero(grid, lambda: make_room(args, checkpoint_size(model, optimizer), len(history)))
+    board = open_board(args, grid, history)
+    metrics: dict[str, Any] = {"grid": grid.shape, **settings}
+    if args.compare_serial:
+        metrics["compare_serial"] = compare_serial(example, args, grid)
+
+    seconds = 0.0
+    for epoch in range(len(history), args.epochs):
+        model.train()
+        samples = len(loader) * args.batch_size
+        with Progress(f"epoch {epoch + 1}/{args.epochs}", samples, grid.rank == 0) as progress:
+            for batch in loader:
+                loss = example.loss(model, batch)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                progress.step(loss.item(), len(batch[0]))
+                check_finite(args, "loss", loss.item(), len(history), progress.steps)
+        record = progress.record()
+        seconds += progress.seconds
+
+        score = example.evaluate(model, ordered)
+        check_finite(args, "validation loss", score.loss, len(history), progress.steps)
+        history.append(record | asdict(score))
+        together(grid, lambda: check_finite_state(model, optimizer))
+        dc.save_checkpoint(
+            args.output,
+            model,
+            optimizer,
+            loader=loader,
+            step=len(history),
+            keep=KEPT,
+            extra={"settings": settings, "history": history},
+        )
+        on_rank_zero(grid, lambda: write_table(args.output / "log.csv", history))
+        if board is not None:
+            board.add(history[-1])
+        if grid.rank == 0:
+            print(f"validation: {score}", flush=True)
+
+    metrics["bytes_read_by_rank"] = comm.allgather(training.bytes_read + validation.bytes_read)
+    metrics["seconds_waited_by_rank"] = comm.allgather(
+        loader.traffic.seconds_waited + ordered.traffic.seconds_waited
+    )
+    waited = max(comm.allgather(loader.traffic.seconds_waited))
+    metrics["waiting_share"] = waited / seconds if seconds else 0.0
+    metrics["history"] = history
+    on_rank_zero(grid, lambda: write_metrics(args, metrics))
+    example.draw(args, model, validation, history)
+
+
+def make_grid(args: argparse.Namespace, comm: ObjectCommunicator) -> dc.ProcessGrid:
+    """Return the grid of the command line. Collective."""
+    try:
+        return dc.ProcessGrid(comm, **args.grid)
+    except ValueError as error:
+        raise DataError(str(error)) from error
+
+
+def build_model(example: Example[Any, Any], args: argparse.Namespace) -> nn.Module:
+    """Return the untrained model, the same on every rank and every grid."""
+    torch.manual_seed(args.seed)
+    return example.build_model(args).to(PRECISIONS[args.precision])
+
+
+def build_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.Optimizer:
+    """Return torch's own optimizer: after `backward()` the gradients on every rank are the serial
+    ones.
+    """
+    return OPTIMIZERS[args.optimizer](model.parameters(), lr=args.learning_rate)
+
+
+def resume(
+    example: Example[Any, Any],
+    args: argparse.Namespace,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loader: Loader,
+    settings: dict[str, Any],
+) -> list[dict[str, Any]]:
+    """Return the history of the run that this one continues, whose state it takes. Collective."""
+    if not args.resume:
+        return []
+    found = dc.load_checkpoint(
+        args.resume,
+        model,
+        optimizer,
+        loader=loader,
+        check=partial(check_checkpoint, settings=settings, scores=example.scores()),
+    )
+    assert found is not None
+    together(loader.grid, lambda: check_finite_state(model, optimizer))
+    history: list[dict[str, Any]] = found.extra["history"]
+    return history
+
+
+def open_board(
+    args: argparse.Namespace, grid: dc.ProcessGrid, history: list[dict[str, Any]]
+) -> TensorBoard | None:
+    """Return the log for TensorBoard on rank 0, where it is asked for. Collective."""
+    if not args.tensorboard:
+        return None
+    folder = args.output / "tensorboard"
+    return together(grid, lambda: None if grid.rank else TensorBoard(folder, history))
+
+
+def check_finite(
+    args: argparse.Namespace, name: str, value: float, epochs_done: int, steps: int
+) -> None:
+    """Raise `Diverged` on every rank, as `value` is the same on all, if it is not finite."""
+    if math.isfinite(value):
+        return
+    kept = (
+        f"{args.output} holds the state after epoch {epochs_done}"
+        if epochs_done
+        else "there is no checkpoint yet"
+    )
+    raise Diverged(
+        f"the {name} is {value} in epoch {epochs_done + 1} after step {steps}; {kept}. "
+        "Start anew with a smaller --learning-rate or with --precision float64, or look for "
+        f"values that are not finite in {args.data} and {args.validation}"
+    )
+
+
+def compare_serial(
+    example: Example[Any, Any], args: argparse.Namespace, grid: dc.ProcessGrid
+) -> dict[str, Any]:
+    """Take the first steps of the run on the grid and on one rank, and print how they differ."""
+
+    def training(grid: dc.ProcessGrid) -> dc.data.Dataset:
+        return example.open(args, grid)[0]
+
+    samples = training(grid).samples
+    sampler = Sampler(samples, args.batch_size, shuffle=True, drop_last=True, seed=args.seed)
+    every_batch = (batch for epoch in count() for batch in sampler.batches(epoch))
+    comparison = compare_with_serial(
+        partial(build_model, example, args),
+        partial(build_optimizer, args),
+        example.loss,
+        training,
+        grid,
+        list(islice(every_batch, args.compare_serial)),
+    )
+    if grid.rank == 0:
+        print(
+            f"largest relative difference over the first {args.compare_serial} steps:\n"
+            f"  {grid} and one rank: {comparison.grid}\n"
+            f"  one rank, mini-batches as they are and reversed: {comparison.rounding}",
+            flush=True,
+        )
+    return asdict(comparison)
+
+
+def write_metrics(args: argparse.Namespace, metrics: dict[str, Any]) -> None:
+    """Write metrics.json into the output folder, and say what reading has cost."""
+    least, most = min(metrics["bytes_read_by_rank"]), max(metrics["bytes_read_by_rank"])
+    waited = max(metrics["seconds_waited_by_rank"])
+    print(
+        f"read by each rank: {least / 1e6:.1f} to {most / 1e6:.1f} MB; waited for it: at most "
+        f"{waited:.1f} s, {metrics['waiting_share']:.1%} of the time of training steps"
+    )
+    text = json.dumps(metrics, indent=1)
+    write_atomically(args.output / "metrics.json", lambda file: file.write(text.encode()))

@@ -1,0 +1,120 @@
+"""The training run of the examples: what it writes beside checkpoints, and its command line."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import json
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mpi4py import MPI
+
+from examples.mesh_tangling.train import main
+from examples.trainer.logs import TensorBoard, write_table
+from tests.support.everywhere import on_rank_zero
+from tests.support.mesh_runs import arguments, write_file
+
+WORLD = MPI.COMM_WORLD
+EXAMPLES = sorted(
+    path.parent.name for path in (Path(__file__).parents[2] / "examples").glob("*/train.py")
+)
+SHARED = (
+    "data validation output grid epochs batch-size optimizer learning-rate seed precision resume "
+    "compare-serial tensorboard"
+).split()
+
+HISTORY: list[dict[str, Any]] = [
+    {"step_losses": [4.0, 2.0], "samples_per_second": 8.0, "loss": 1.5, "iou": 0.5},
+    {"step_losses": [1.0, 0.5], "samples_per_second": 9.0, "loss": 0.75, "iou": 0.25},
+]
+
+
+def test_the_table_has_a_line_of_numbers_for_each_epoch(tmp_path: Path) -> None:
+    write_table(tmp_path / "log.csv", HISTORY)
+    with open(tmp_path / "log.csv") as file:
+        rows = [{name: float(text) for name, text in row.items()} for row in csv.DictReader(file)]
+    assert rows == [
+        {
+            "epoch": 1, "steps": 2, "training_loss": 3.0, "samples_per_second": 8.0,
+            "validation_loss": 1.5, "iou": 0.5,
+        },
+        {
+            "epoch": 2, "steps": 4, "training_loss": 0.75, "samples_per_second": 9.0,
+            "validation_loss": 0.75, "iou": 0.25,
+        },
+    ]  # fmt: skip
+
+
+class Recorded:
+    """A stand-in for the writer of events that keeps what it is given."""
+
+    def __init__(self, folder: str, purge_step: int) -> None:
+        self.scalars = {"purged from": [(purge_step, 0.0)]}
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        self.scalars.setdefault(name, []).append((step, value))
+
+    def flush(self) -> None:
+        pass
+
+
+def test_events_go_on_at_the_step_where_a_run_is_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writers: list[Recorded] = []
+    module = types.ModuleType("torch.utils.tensorboard")
+    module.SummaryWriter = lambda *a, **k: writers.append(Recorded(*a, **k)) or writers[-1]  # type: ignore
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    TensorBoard(tmp_path, HISTORY[:1]).add(HISTORY[1])
+    assert writers[0].scalars == {
+        "purged from": [(3, 0.0)],
+        "training/loss": [(3, 1.0), (4, 0.5)],
+        "validation/samples_per_second": [(4, 9.0)],
+        "validation/loss": [(4, 0.75)],
+        "validation/iou": [(4, 0.25)],
+    }
+
+
+@pytest.mark.parallel([1, 2])
+def test_events_without_tensorboard_are_an_error_with_the_way_out(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    file = folder / "data.h5"
+    on_rank_zero(lambda: write_file(file))
+    with pytest.raises(SystemExit) as caught:
+        main(arguments(file, folder / "run", {"height": WORLD.size}, 1, "--tensorboard"))
+    assert caught.value.code == 2
+    said = capsys.readouterr().err
+    assert ("pip install tensorboard" in said) == (WORLD.rank == 0)
+
+
+@pytest.mark.parallel([1, 2])
+def test_a_run_reports_the_share_of_time_that_it_waits_for_samples(folder: Path) -> None:
+    file, output = folder / "data.h5", folder / "run"
+    on_rank_zero(lambda: write_file(file))
+    main(arguments(file, output, {"height": WORLD.size}, 1))
+    metrics = json.loads((output / "metrics.json").read_text())
+    seconds = 4 / metrics["history"][0]["samples_per_second"]
+    most = max(metrics["seconds_waited_by_rank"])
+    assert 0 < metrics["waiting_share"] < 1
+    assert metrics["waiting_share"] * seconds <= most * (1 + 1e-9)
+    assert (output / "log.csv").read_text().count("\n") == 2
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_command_lines_of_all_examples_have_the_shared_options(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train = importlib.import_module(f"examples.{name}.train")
+    with pytest.raises(SystemExit) as caught:
+        train.main(["--help"])
+    assert caught.value.code == 0
+    said = capsys.readouterr().out
+    assert f"usage: python -m examples.{name}.train" in said
+    assert all(f"--{option} " in said or f"--{option}\n" in said for option in SHARED)
+    assert f"mpiexec -n 4 python -m examples.{name}.train" in said
