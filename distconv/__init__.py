@@ -22,6 +22,7 @@ from distconv.tools.verify import verify
 from distconv.tools.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from distconv import horovod as horovod
     from distconv import planning as planning
     from distconv import training as training
 
@@ -53,7 +54,7 @@ __all__ = [
 ]
 del _ops, TYPE_CHECKING
 
-_ON_DEMAND = ("planning", "training")
+_ON_DEMAND = ("horovod", "planning", "training")
 """Folders that the rest does without: imported when first asked for."""
 
 

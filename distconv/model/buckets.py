@@ -68,6 +68,11 @@ class Bucket:
         """For each parameter, whether this rank has added a part of its gradient."""
         self._request: Request | None = None
 
+    @property
+    def elements(self) -> int:
+        """Return the number of elements that travel."""
+        return self._elements
+
     def prepare(self, backward_pass: int) -> None:
         """Take memory in which only gradients are in use, before a backward pass writes to it."""
         if self._pass == backward_pass:
