@@ -18,6 +18,7 @@ from distconv.ops.support.method import method
 from distconv.tensor.dispatch import UnsupportedOperation, implements
 from distconv.tensor.dist_tensor import DistTensor, default_layout, distribute_tensor, local_box
 from distconv.tools.explain import explain
+from distconv.tools.timeline import timeline
 from distconv.tools.verify import verify
 from distconv.tools.version import __version__ as __version__
 
@@ -49,6 +50,7 @@ __all__ = [
     "parallelize",
     "redistributions",
     "save_checkpoint",
+    "timeline",
     "verify",
     "windowed",
 ]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Compressor:
-    """What a tensor becomes before it travels, and the way back.
+    """A way in which tensors change before they travel, and back.
 
     Subclasses define both; the sum of what `compress` returns is taken, and given to `decompress`.
     """

@@ -46,7 +46,7 @@ class Part(NamedTuple):
 
 
 class Announcement(NamedTuple):
-    """What a rank is about to do.
+    """A rank's next step, as it tells the others.
 
     Attributes
     ----------

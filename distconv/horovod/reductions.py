@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from distconv.comm.half_sums import HalfSum
 from distconv.geometry.topology import AXES
 from distconv.grid.process_grid import ProcessGrid
 from distconv.horovod.compression import Compression, Compressor
 from distconv.horovod.handles import give_handle, synchronize
 from distconv.horovod.job import JOINED, PURPOSE, Announcement, Part, check_plain, current
-from distconv.training.compression import summed_in_halves
 from distconv.transport.interface import Request
 
 
@@ -97,7 +97,7 @@ def start_sum(
 ) -> Request | None:
     """Start adding up a vector in place, or do it where it travels in another type."""
     if part.wire:
-        flat.copy_(summed_in_halves(flat, grid, ("sample",), getattr(torch, part.wire))[0])
+        HalfSum(flat, grid, AXES, getattr(torch, part.wire), purpose).wait()
         return None
     return grid.transport.all_reduce(flat, grid.communicator(AXES, purpose))
 

@@ -22,7 +22,7 @@ from distconv.tools.arguments import (
     shape,
 )
 from distconv.tools.bench import BENCHMARKS, Row, Settings, as_table, plot
-from distconv.tools.commands import launch
+from distconv.tools.commands import launch, timeline
 from distconv.tools.explain import LayerPlan, dtype_of, explain
 from distconv.tools.explain import listed as layers_listed
 from distconv.tools.factories import made, made_everywhere
@@ -261,4 +261,5 @@ COMMANDS = {
         _bench,
     ),
     "launch": Command(launch.PURPOSE, launch.options, launch.run),
+    "timeline": Command(timeline.PURPOSE, timeline.options, timeline.run),
 }
