@@ -331,10 +331,12 @@ class GradientReduction:
             self._check_agreement(module)
         results = tensors_in(result)
         for x in results:
-            if isinstance(x, DistTensor) and x.shard.grad_fn is not None:
-                # A backward pass may come when the program has dropped the module.
-                notes: Any = x.shard.grad_fn.metadata
-                notes[REDUCTION_ATTRIBUTE] = self
+            # What is handed out has its block: who looks at it alone waits for nobody.
+            for shard in (x.shard, x.held) if isinstance(x, DistTensor) else ():
+                if shard.grad_fn is not None:
+                    # A backward pass may come when the program has dropped the module.
+                    notes: Any = shard.grad_fn.metadata
+                    notes[REDUCTION_ATTRIBUTE] = self
         if any(x.requires_grad for x in results if not isinstance(x, DistTensor)):
             raise TypeError(
                 "a parallelized module has returned a plain tensor that requires gradients; every "
