@@ -170,7 +170,7 @@ ASSUMPTIONS = (
     Assumption("bandwidth in a node", partial(_link, "within", False), 20e9, 75e9, "B/s"),
     Assumption("latency between nodes", partial(_link, "between", True), 5e-6, 60e-6, "s"),
     Assumption("bandwidth between nodes", partial(_link, "between", False), 2e9, 12.5e9, "B/s"),
-    Assumption("time of the host, in times of that assumed", _host, 0.5, 4.0, ""),
+    Assumption("time of the host, as a factor", _host, 0.5, 4.0, ""),
 )
 
 
@@ -311,7 +311,12 @@ def _panel(ax: Any, found: Outcome, number: Assumption) -> None:
         ax.plot(*points, "o", color=COLOURS[1], label="published")
     axis_of_ranks(ax, places)
     ax.set_xlabel(e.per)
-    ax.set_ylim(bottom=0)
+    if e.measure == "speed-up":
+        ax.set_yscale("log", base=2)
+        ax.set_yticks(ideal, [f"{value:g}" for value in ideal])
+        ax.minorticks_off()
+    else:
+        ax.set_ylim(bottom=0)
     ax.set_title(f"{number.name}\n{number.low:.3g} to {number.high:.3g} {number.unit}", fontsize=6)
 
 
