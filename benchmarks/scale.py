@@ -1,9 +1,10 @@
 """The published experiments on Lassen as the planner predicts them, beside what was published.
 
-`python -m benchmarks.scale benchmarks/results` writes `scale.md` and a picture for each experiment,
-in a few minutes, in one process. Every step is recorded once in a dry run and played on the machine
-of `machines/lassen.json`, then on others in which one assumed number is smaller or larger: that is
-the band of this number. docs/scaling.md says in words why curves differ.
+`python -m benchmarks.scale benchmarks/results` writes a page and a picture for each experiment, in
+a few minutes, in one process; names of experiments behind choose some. Every step is recorded once
+in a dry run and played on the machine of `machines/lassen.json`, then on others in which one
+assumed number is smaller or larger: that is the band of this number. docs/scaling.md says in words
+why curves differ.
 """
 
 from __future__ import annotations
@@ -226,27 +227,17 @@ def _measures(experiment: Experiment, seconds: Sequence[float]) -> list[float]:
     return [experiment.value(seconds[0], s) for s in seconds]
 
 
-def page(machine: Machine, outcomes: Sequence[Outcome]) -> str:
-    """Return the tables of all experiments as a page."""
-    parts = [
-        f"# Published experiments on {machine.name}, predicted\n",
+def page(machine: Machine, found: Outcome) -> str:
+    """Return the tables of an experiment as a page."""
+    e = found.experiment
+    lines = [
+        f"# {e.title[:1].upper()}{e.title[1:]}, predicted on {machine.name}\n",
         "Written by `python -m benchmarks.scale benchmarks/results`. No number here is measured:",
         "local operators follow a roofline, messages latency and bandwidth, of",
         "`machines/lassen.json`, where their sources stand. docs/scaling.md says why predictions",
         "and publications differ.\n",
     ]
-    for found in outcomes:
-        parts.append(_section(found))
-    return "\n".join(parts)
-
-
-def _section(found: Outcome) -> str:
-    e = found.experiment
-    lines = [
-        f"## {e.title}\n",
-        f"![{e.measure}](scale-{e.name}.png)\n",
-        f"Published: {e.source}.\n",
-    ]
+    lines += [f"![{e.measure}](scale-{e.name}.png)\n", f"Published: {e.source}.\n"]
     lines += [
         f"| {e.per} | GPUs | step | compute | exposed messages | hidden messages | memory a GPU | "
         f"{e.measure} | published |",
@@ -320,16 +311,16 @@ def _panel(ax: Any, found: Outcome, number: Assumption) -> None:
     ax.set_title(f"{number.name}\n{number.low:.3g} to {number.high:.3g} {number.unit}", fontsize=6)
 
 
-def main(folder: Path) -> None:
-    """Write the page and the pictures into a folder."""
+def main(folder: Path, names: Sequence[str]) -> None:
+    """Write the pages and the pictures of experiments, all by default, into a folder."""
     machine = Machine.load(MACHINE)
-    outcomes = []
     for experiment in EXPERIMENTS:
-        outcomes.append(outcome(experiment, machine))
-        picture(outcomes[-1], folder / f"scale-{experiment.name}.png")
-        print(f"{experiment.name}: {outcomes[-1].values}", file=sys.stderr, flush=True)
-    (folder / "scale.md").write_text(page(machine, outcomes))
+        if not names or experiment.name in names:
+            found = outcome(experiment, machine)
+            picture(found, folder / f"scale-{experiment.name}.png")
+            (folder / f"scale-{experiment.name}.md").write_text(page(machine, found))
+            print(f"{experiment.name}: {found.values}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])
