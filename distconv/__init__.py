@@ -22,6 +22,7 @@ from distconv.tools.verify import verify
 from distconv.tools.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from distconv import planning as planning
     from distconv import training as training
 
 __all__ = [
@@ -52,7 +53,7 @@ __all__ = [
 ]
 del _ops, TYPE_CHECKING
 
-_ON_DEMAND = ("training",)
+_ON_DEMAND = ("planning", "training")
 """Folders that the rest does without: imported when first asked for."""
 
 

@@ -15,12 +15,12 @@ from benchmarks.gpu.cases import Case
 from benchmarks.gpu.waits import waits
 from distconv import DistTensor, ProcessGrid
 from distconv.geometry.layout import default_cuts
+from distconv.planning.table import size
 from distconv.tensor.dist_tensor import local_box
 from distconv.tools.bench import Row
 from distconv.tools.bench.alternation import Contender, alternate
 from distconv.tools.bench.halo import exchange, plan_of
 from distconv.tools.bench.report import over
-from distconv.tools.table import size
 
 TRANSPORTS = "torch", "mpi", "nccl"
 """The default comes first, as nothing is measured after a transport has failed."""

@@ -25,12 +25,12 @@ from distconv.comm.packing import pack_messages
 from distconv.geometry.plan import Route
 from distconv.ops.support.method import METHODS
 from distconv.planning.dry_run import DryRunGrid, Traffic
+from distconv.planning.table import table
 from distconv.tensor.dist_tensor import local_box
 from distconv.tensor.ownership import own
 from distconv.tools.bench import Row
 from distconv.tools.bench.report import over
 from distconv.tools.bench.settings import by
-from distconv.tools.table import table
 
 Cut = Mapping[str, int]
 

@@ -36,7 +36,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Route:
-    """What one rank exchanges with `peer`: boxes of its own array, in an order both ranks share."""
+    """The elements that a rank exchanges with `peer`: boxes of its array, in both ranks' order."""
 
     peer: int
     boxes: tuple[Slices, ...]

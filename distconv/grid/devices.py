@@ -26,7 +26,7 @@ _SHARE = "DISTCONV_SHARE_GPUS"
 
 
 class Offer(NamedTuple):
-    """What a rank tells the others when it makes a grid."""
+    """The wishes and possibilities that a rank tells the others when it makes a grid."""
 
     device: str | None
     """The device that this rank is asked for: "cpu", "cuda" or one GPU; None where that is open."""
@@ -40,7 +40,7 @@ class Offer(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What the ranks of a grid compute on, and how their messages travel."""
+    """The devices that the ranks of a grid compute on, and the transport of their messages."""
 
     devices: tuple[str, ...]
     """The device of each rank, by the rank's own numbering."""

@@ -1,4 +1,4 @@
-"""What operators ask of a grid, whether its ranks are there or only rehearsed."""
+"""The interface of a grid that operators use, whether its ranks are there or only rehearsed."""
 
 from __future__ import annotations
 

@@ -155,6 +155,28 @@ class Bucket:
         return _tensor(self._slice(place), place)
 
 
+def fill_buckets(
+    parameters: Sequence[tuple[Tensor, tuple[str, ...]]], bucket_bytes: int
+) -> list[tuple[tuple[str, ...], list[Tensor]]]:
+    """Return which parameters share a bucket, in the order in which backward passes fill them.
+
+    The last parameters come first. A bucket is full when it has `bucket_bytes`.
+
+    Parameters
+    ----------
+    parameters: each with the grid axes over which its gradient is summed; those of one bucket have
+        the same, and one type.
+    """
+    buckets = []
+    filling: dict[tuple[tuple[str, ...], torch.dtype], list[Tensor]] = {}
+    for p, axes in reversed(parameters):
+        chosen = filling.setdefault((axes, p.dtype), [])
+        chosen.append(p)
+        if sum(q.numel() * q.element_size() for q in chosen) >= bucket_bytes:
+            buckets.append((axes, filling.pop((axes, p.dtype))))
+    return buckets + [(axes, chosen) for (axes, _), chosen in filling.items()]
+
+
 def _strides(p: Tensor) -> tuple[int, ...]:
     """Return the strides of a gradient: the parameter's own if without gaps, else row by row."""
     own = p.stride()

@@ -23,8 +23,9 @@ from distconv.comm import checksums
 from distconv.comm.agreement import Agreement, differences, fingerprint
 from distconv.comm.checksums import Checked, possible, unequal
 from distconv.geometry.layout import cutting_axes, replicating_axes
+from distconv.grid.interface import Grid
 from distconv.grid.process_grid import ProcessGrid
-from distconv.model.buckets import Bucket
+from distconv.model.buckets import Bucket, fill_buckets
 from distconv.model.wrappers import check_no_active_wrapper, check_unwrapped
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.eager import run_eagerly
@@ -176,22 +177,13 @@ class GradientReduction:
 
     def _filled(self) -> list[Bucket]:
         """Return the buckets in the order in which backward passes are to fill them."""
-        buckets = []
-        filling: dict[tuple[tuple[str, ...], torch.dtype], list[Tensor]] = {}
-
-        def close(axes: tuple[str, ...], dtype: torch.dtype) -> None:
-            comm = self._grid.communicator(axes, "gradients")
-            buckets.append(Bucket(filling.pop((axes, dtype)), comm))
-
-        for p, axes in reversed(list(zip(self._leaves, self._axes, strict=True))):
-            if p.requires_grad:
-                chosen = filling.setdefault((axes, p.dtype), [])
-                chosen.append(p)
-                if sum(q.numel() * q.element_size() for q in chosen) >= self._bucket_bytes:
-                    close(axes, p.dtype)
-        for kind in list(filling):
-            close(*kind)
-        return buckets
+        trained = [
+            (p, axes) for p, axes in zip(self._leaves, self._axes, strict=True) if p.requires_grad
+        ]
+        return [
+            Bucket(parameters, self._grid.communicator(axes, "gradients"))
+            for axes, parameters in fill_buckets(trained, self._bucket_bytes)
+        ]
 
     def _hook(self, p: Tensor, node: Node) -> None:
         """Watch a parameter; again where a change of type or stream gives it another node."""
@@ -410,7 +402,7 @@ def _number_of_stream(device: torch.device) -> int | None:
     return torch.cuda.current_stream(device).stream_id if device.type == "cuda" else None
 
 
-def axes_of_sum(p: Tensor, grid: ProcessGrid) -> tuple[str, ...]:
+def axes_of_sum(p: Tensor, grid: Grid) -> tuple[str, ...]:
     """Return the axes along which ranks hold the same block of a parameter, and parts of its
     gradient.
     """

@@ -1,4 +1,4 @@
-"""What torch functions mean on DistTensors, one folder a family; importing this registers them."""
+"""Rules of torch functions on DistTensors, one folder a family; importing this registers them."""
 
 from distconv.ops import (
     attention,

@@ -34,6 +34,13 @@ from distconv.tensor.dist_tensor import DistTensor
 def reduction_name(
     size_average: bool | None, reduce: bool | None, reduction: str, operator: str
 ) -> str:
+    """Return the reduction that a loss is asked for, also by torch's deprecated arguments.
+
+    Raises
+    ------
+    ValueError
+        For a reduction other than "none", "mean" and "sum".
+    """
     if size_average is not None or reduce is not None:
         reduction = _Reduction.legacy_get_string(size_average, reduce)
     if reduction not in ("none", "mean", "sum"):

@@ -1,1 +1,6 @@
-"""Choosing a grid before there is one."""
+"""Choosing a grid before there is one: the machine, the cost of a step on it, and the search."""
+
+from distconv.planning.calibration import calibrate as calibrate
+from distconv.planning.machine import Machine as Machine
+from distconv.planning.prediction import Prediction as Prediction
+from distconv.planning.prediction import predict as predict

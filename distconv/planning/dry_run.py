@@ -6,13 +6,15 @@ of any size, and the data that they would move is recorded (`ledger.trace_moveme
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from numbers import Integral
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from distconv.geometry.layout import Layout, rank_box
 from distconv.geometry.topology import AXES, Topology
@@ -30,7 +32,7 @@ class Traffic(NamedTuple):
     """The other ranks, and the bytes that each of them sends, or contributes."""
 
 
-class _Group(NamedTuple):
+class DryGroup(NamedTuple):
     """The size of a communicator, this rank's number in it, and the ranks in it."""
 
     size: int
@@ -38,14 +40,14 @@ class _Group(NamedTuple):
     ranks: tuple[int, ...]
 
 
-class _Done:
+class Done:
     """Messages that take no time."""
 
     def wait(self) -> None:
         """Return at once: all is complete."""
 
 
-class _CountingTransport:
+class CountingTransport:
     """A transport that carries nothing, and counts what it would have carried."""
 
     name, ordered = "rehearsal", False
@@ -62,23 +64,23 @@ class _CountingTransport:
         # Nothing will arrive there, and CPUs are slow on memory that looks like denormal numbers.
         return like.new_zeros(shape) if like.is_cpu else like.new_empty(shape)
 
-    def exchange(self, arriving: Sequence[Message], leaving: Sequence[Message], tag: int) -> _Done:
+    def exchange(self, arriving: Sequence[Message], leaving: Sequence[Message], tag: int) -> Done:
         if self.traffic is not None and arriving:
             self.traffic.append(Traffic(False, tuple((rank, t.nbytes) for rank, t in arriving)))
-        return _Done()
+        return Done()
 
-    def all_reduce(self, tensor: Tensor, group: _Group) -> _Done:
+    def all_reduce(self, tensor: Tensor, group: DryGroup) -> Done:
         self._reduce(tensor, group)
-        return _Done()
+        return Done()
 
-    def all_gather(self, tensor: Tensor, group: _Group) -> Tensor:
+    def all_gather(self, tensor: Tensor, group: DryGroup) -> Tensor:
         self._reduce(tensor, group)
         return tensor.new_empty((group.size, *tensor.shape))
 
-    def broadcast(self, tensor: Tensor, group: _Group) -> None:
+    def broadcast(self, tensor: Tensor, group: DryGroup) -> None:
         pass
 
-    def _reduce(self, tensor: Tensor, group: _Group) -> None:
+    def _reduce(self, tensor: Tensor, group: DryGroup) -> None:
         self.reduced += tensor.nbytes
         if self.traffic is not None:
             others = (peer for i, peer in enumerate(group.ranks) if i != group.rank)
@@ -97,9 +99,16 @@ class DryRunGrid(Grid):
     ----------
     extents: ranks along the axes; 1 along axes that are not named.
     rank: the rank whose part is played; by default the rank in the middle of every axis.
+    transport: what counts the messages.
     """
 
-    def __init__(self, extents: Mapping[str, int], rank: int | None = None):
+    def __init__(
+        self,
+        extents: Mapping[str, int],
+        rank: int | None = None,
+        *,
+        transport: CountingTransport | None = None,
+    ):
         for axis, n in extents.items():
             if axis not in AXES:
                 raise ValueError(
@@ -115,7 +124,7 @@ class DryRunGrid(Grid):
             rank = topology.rank({axis: topology.extent(axis) // 2 for axis in AXES})
         if not 0 <= rank < topology.size:
             raise ValueError(f"rank={rank} is not on a grid of {topology.size}; count from 0")
-        self._counted = _CountingTransport()
+        self._counted = CountingTransport() if transport is None else transport
         super().__init__(topology, rank, torch.device("meta"), self._counted)
 
     @property
@@ -131,7 +140,7 @@ class DryRunGrid(Grid):
     def communicator(self, axes: Iterable[str], purpose: str = "reductions") -> Any:
         """Return size and rank of the communicator along `axes`."""
         peers = self._topology.peers(self.rank, axes)
-        return _Group(len(peers), peers.index(self.rank), tuple(peers))
+        return DryGroup(len(peers), peers.index(self.rank), tuple(peers))
 
     def all_gather_object(self, value: Any) -> NoReturn:
         """Raise: there is nobody to gather from."""
@@ -161,3 +170,32 @@ class DryRunGrid(Grid):
         cuts = cuts_of_layout(layout, self, len(shape))
         box = rank_box(shape, cuts, self._topology, self._rank)
         return DistTensor(torch.empty(box.shape, dtype=dtype, device="meta"), shape, cuts, self)
+
+
+def without_elements(module: nn.Module, caller: str) -> nn.Module:
+    """Return a copy of a module whose parameters, buffers and other tensors have no elements.
+
+    Raises
+    ------
+    ValueError
+        For a module that is parallelized, or has parameters without a shape; `caller` is named.
+    """
+    memo: dict[int, Any] = {}
+    for part in module.modules():
+        if any(name.startswith("_distconv") for name in vars(part)):
+            raise ValueError(
+                f"{caller}: the module is parallelized; pass it as it was before parallelize(), "
+                "which changes nothing of the plan"
+            )
+        attributes = (x for x in vars(part).values() if isinstance(x, Tensor))
+        for x in (*part.parameters(False), *part.buffers(False), *attributes):
+            if is_lazy(x):
+                raise ValueError(
+                    f"{caller}: {type(part).__name__} has no shape yet; call the module once on a "
+                    "small plain tensor before"
+                )
+            hollow = torch.empty_like(x, device="meta", requires_grad=False)
+            if isinstance(x, nn.Parameter):
+                hollow = nn.Parameter(hollow, x.requires_grad)
+            memo.setdefault(id(x), hollow)
+    return copy.deepcopy(module, memo)

@@ -1,4 +1,4 @@
-"""The command line, `python -m distconv COMMAND`: explain, verify and bench."""
+"""The command line, `python -m distconv COMMAND`: looks at modules, measures, starts jobs."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from distconv.tools.arguments import (
     shape,
 )
 from distconv.tools.bench import BENCHMARKS, Row, Settings, as_table, plot
+from distconv.tools.commands import launch
 from distconv.tools.explain import LayerPlan, dtype_of, explain
 from distconv.tools.explain import listed as layers_listed
 from distconv.tools.factories import made, made_everywhere
@@ -259,4 +260,5 @@ COMMANDS = {
         _bench_options,
         _bench,
     ),
+    "launch": Command(launch.PURPOSE, launch.options, launch.run),
 }

@@ -6,7 +6,6 @@ The module's own Python runs on tensors without elements, as one rank of a grid 
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,20 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from distconv.comm.ledger import Movement, Redistribution, trace_movements, without_counting
 from distconv.geometry.layout import Layout, dimension_names
 from distconv.grid.process_grid import ProcessGrid
 from distconv.model.input_layouts import match_layouts, redistribute_inputs
-from distconv.planning.dry_run import DryRunGrid
+from distconv.planning.dry_run import DryRunGrid, without_elements
+from distconv.planning.module_calls import ModuleCalls, is_layer
+from distconv.planning.table import size, table
 from distconv.tensor.dispatch import RULES, UnsupportedOperation
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.module_call import enter_call, leave_call
 from distconv.tensor.nested import tensors_in
-from distconv.tools.module_calls import ModuleCalls, is_layer
-from distconv.tools.table import size, table
 from distconv.transport.world import world_if_rank
 
 Shape = Sequence[int]
@@ -173,10 +171,10 @@ def explain(
     extents = grid.shape if isinstance(grid, ProcessGrid) else grid
     dry_run = DryRunGrid(extents, rank)
     cut = map(dry_run.tensor, shapes, of_inputs, dtypes)
-    layers = _dry_run(_without_elements(module), list(cut), dry_run, of_modules, progress)
+    layers = _dry_run(without_elements(module, "explain"), list(cut), dry_run, of_modules, progress)
     whole = [torch.empty(s, dtype=d, device="meta") for s, d in zip(shapes, dtypes, strict=True)]
     try:
-        serial = _dry_run(_without_elements(module), whole, DryRunGrid({}), {})
+        serial = _dry_run(without_elements(module, "explain"), whole, DryRunGrid({}), {})
     except RuntimeError:
         serial = None
     explanation = Explanation(
@@ -215,29 +213,6 @@ def _each(value: Any, count: int, what: str) -> list[Any]:
     if len(value) != count:
         raise ValueError(f"explain: {what} has {len(value)} entries for {count} inputs")
     return list(value)
-
-
-def _without_elements(module: nn.Module) -> nn.Module:
-    """Return a copy of a module whose parameters, buffers and other tensors have no elements."""
-    memo: dict[int, Any] = {}
-    for part in module.modules():
-        if any(name.startswith("_distconv") for name in vars(part)):
-            raise ValueError(
-                "explain: the module is parallelized; pass it as it was before parallelize(), "
-                "which changes nothing of the plan"
-            )
-        attributes = (x for x in vars(part).values() if isinstance(x, Tensor))
-        for x in (*part.parameters(False), *part.buffers(False), *attributes):
-            if is_lazy(x):
-                raise ValueError(
-                    f"explain: {type(part).__name__} has no shape yet; call the module once on a "
-                    "small plain tensor before"
-                )
-            hollow = torch.empty_like(x, device="meta", requires_grad=False)
-            if isinstance(x, nn.Parameter):
-                hollow = nn.Parameter(hollow, x.requires_grad)
-            memo.setdefault(id(x), hollow)
-    return copy.deepcopy(module, memo)
 
 
 def _dry_run(

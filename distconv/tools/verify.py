@@ -17,11 +17,11 @@ from distconv.comm.ledger import without_counting
 from distconv.geometry.layout import Layout
 from distconv.grid.process_grid import ProcessGrid
 from distconv.model.parallelize import parallelize
+from distconv.planning.module_calls import ModuleCalls, is_layer
+from distconv.planning.table import table
 from distconv.tensor.dispatch import UnsupportedOperation
 from distconv.tensor.dist_tensor import DistTensor, distribute_tensor
 from distconv.tensor.nested import tensors_in
-from distconv.tools.module_calls import ModuleCalls, is_layer
-from distconv.tools.table import table
 
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}
 """The largest difference that rounding in another order makes in networks that amplify it

@@ -25,10 +25,11 @@ from distconv.transport.torch_communicator import TorchCommunicator
 from distconv.transport.torch_groups import (
     ProcessGroup,
     Store,
+    complete,
     explained,
-    finish,
     gloo_group,
     group_name,
+    lent,
     nccl_group,
     start,
 )
@@ -139,7 +140,7 @@ class TorchTransport:
         summand = Summand.of(tensor, self._library)
         if group.size == 1 or not tensor.numel():
             return TorchRequest([], None)
-        work = start(self._group_of(group).allreduce, [summand.numbers])
+        work = start(self._group_of(group).allreduce, [lent(summand.numbers)])
         return summand.arriving(TorchRequest([work], summand.numbers))
 
     def all_gather(self, tensor: Tensor, group: Communicator) -> Tensor:
@@ -149,13 +150,13 @@ class TorchTransport:
             gathered[0] = tensor
         elif tensor.numel():
             gather = self._group_of(group)._allgather_base
-            finish(start(gather, _bytes(gathered), _bytes(tensor)))
+            complete(gather, _bytes(gathered), _bytes(tensor))
         return gathered
 
     def broadcast(self, tensor: Tensor, group: Communicator) -> None:
         """Overwrite a tensor by the one of the first rank of `group`."""
         if group.size > 1 and tensor.numel():
-            finish(start(self._group_of(group).broadcast, _bytes(tensor), 0))
+            complete(self._group_of(group).broadcast, _bytes(tensor), 0)
 
     def _to_others(self, messages: Sequence[Message]) -> list[Message]:
         """Return the bytes of the messages that travel."""

@@ -15,6 +15,7 @@ from distconv.transport.communicator import Comparison, with_opposites
 from distconv.transport.torch_groups import (
     ProcessGroup,
     Store,
+    complete,
     finish,
     gloo_group,
     group_name,
@@ -51,7 +52,7 @@ class TorchCommunicator:
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: len(mine)] = mine
         together = padded.new_empty((self.size, len(padded)))
-        finish(start(self.group._allgather_base, together.view(-1), padded))
+        complete(self.group._allgather_base, together.view(-1), padded)
         return [_unpickled(row[:n]) for row, n in zip(together, lengths, strict=True)]
 
     def bcast(self, value: Any = None) -> Any:
@@ -60,9 +61,9 @@ class TorchCommunicator:
             return value
         mine = _pickled(value if self.rank == 0 else None)
         length = torch.tensor([len(mine)])
-        finish(start(self.group.broadcast, length, 0))
+        complete(self.group.broadcast, length, 0)
         message = mine if self.rank == 0 else torch.empty(int(length), dtype=torch.uint8)
-        finish(start(self.group.broadcast, message, 0))
+        complete(self.group.broadcast, message, 0)
         return _unpickled(message)
 
     def all_gather_numbers(self, numbers: Sequence[int]) -> np.ndarray:
@@ -72,7 +73,7 @@ class TorchCommunicator:
         if self.size == 1:
             together[0] = mine
         else:
-            finish(start(self.group._allgather_base, together.view(-1), mine))
+            complete(self.group._allgather_base, together.view(-1), mine)
         return together.numpy()
 
     def compare(self, numbers: Sequence[int]) -> Comparison:

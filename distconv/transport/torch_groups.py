@@ -9,11 +9,13 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 from contextlib import suppress
+from ctypes import c_char
 from datetime import timedelta
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+from torch import Tensor
 
 from distconv.transport.launch_order import keep_order, why_too_old
 
@@ -130,6 +132,24 @@ def finish(work: Any) -> None:
         work.wait()
     except RuntimeError as error:
         raise explained(error) from error
+
+
+def complete(collective: Callable[..., Any], *arguments: Any) -> None:
+    """Run a collective on contiguous tensors, whose memory is the caller's when this returns."""
+    finish(start(collective, *(lent(a) if isinstance(a, Tensor) else a for a in arguments)))
+
+
+def lent(tensor: Tensor) -> Tensor:
+    """Return a contiguous tensor to be given to a process group.
+
+    A thread of gloo holds what it is given for some time after it has let the waiting rank go on.
+    So it gets a tensor that does not own its memory, which whoever calls this keeps until the
+    collective is complete. NCCL's groups hold nothing longer than the GPU works on it.
+    """
+    if tensor.is_cuda or not tensor.numel():
+        return tensor
+    memory = (c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
 
 
 def explained(error: RuntimeError) -> RuntimeError:

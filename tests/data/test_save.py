@@ -1,4 +1,4 @@
-"""What is saved from any grid is read back, whole, or nothing has changed."""
+"""Tensors saved from any grid are read back, whole; a save that fails changes nothing."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ SUFFIXES = (".h5", ".npy", ".zarr")
 
 
 def numbered(shape: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """A tensor whose values are their global indices."""
+    """Return a tensor whose values are their global indices."""
     return torch.arange(np.prod(shape)).reshape(*shape).to(dtype)
 
 
 def content(path: Path, name: str | None = None) -> np.ndarray:
-    """What other programs find in a file."""
+    """Return the content of a file, as other programs find it."""
     if path.suffix == ".npy":
         return np.load(path)
     if path.suffix == ".zarr":
@@ -48,7 +48,7 @@ def content(path: Path, name: str | None = None) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One folder for all examples, and all ranks."""
+    """Return one folder for all examples, and all ranks."""
     return WORLD.bcast(tmp_path_factory.mktemp("saved"))
 
 

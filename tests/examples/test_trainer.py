@@ -1,4 +1,4 @@
-"""What the training run of the examples writes beside checkpoints, and its command line."""
+"""The training run of the examples: what it writes beside checkpoints, and its command line."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_the_table_has_a_line_of_numbers_for_each_epoch(tmp_path: Path) -> None:
 
 
 class Recorded:
-    """Stands for the writer of events, and keeps what it is given."""
+    """A stand-in for the writer of events that keeps what it is given."""
 
     def __init__(self, folder: str, purge_step: int) -> None:
         self.scalars = {"purged from": [(purge_step, 0.0)]}

@@ -1,4 +1,4 @@
-"""What a test does on one rank, and what it sees on all."""
+"""Actions on one rank of a test, and checks of their results on all."""
 
 from __future__ import annotations
 

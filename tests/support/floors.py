@@ -1,4 +1,4 @@
-"""Which modules import which, read from their sources, and what the floors of the house forbid."""
+"""Imports between modules, read from their sources, and those that the floors forbid."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import socket
 import sys
 
 IMPORTED = ("torch", "numpy", "mpi4py", "h5py", "matplotlib.figure")
-"""None of them starts MPI or a thread."""
+"""Modules that the server imports; none of them starts MPI or a thread."""
 
 
 def ask(path: str, words: list[str]) -> None:
@@ -36,7 +36,7 @@ def ask(path: str, words: list[str]) -> None:
 
 
 def serve(path: str) -> list[str]:
-    """Fork for each client, while who has started this lives; return in what is to run a script."""
+    """Fork for each client until the parent ends; return in the child that is to run a script."""
     for name in IMPORTED:
         __import__(name)
     started_by = os.getppid()

@@ -1,4 +1,4 @@
-"""Random topologies and cuts, and what a buffer holds by definition."""
+"""Random topologies and cuts, and the content of a buffer by definition."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from distconv.geometry.layout import Cuts, block
 from distconv.geometry.topology import AXES, Topology
 
 OUTSIDE = -1
-"""What a buffer holds where it reaches outside the tensor."""
+"""The content of a buffer outside the tensor."""
 
 
 @st.composite
 def topologies(draw: st.DrawFn, most: int = 24) -> Topology:
-    """Grids of up to `most` ranks."""
+    """Draw a topology of up to `most` ranks."""
     extents = [1] * len(AXES)
     for i in draw(st.permutations(range(len(AXES)))):
         extents[i] = draw(st.integers(1, min(4, most // prod(extents))))
@@ -27,7 +27,7 @@ def topologies(draw: st.DrawFn, most: int = 24) -> Topology:
 
 @st.composite
 def cuts_of(draw: st.DrawFn, topology: Topology, ndim: int) -> Cuts:
-    """The axes of a topology dealt out to the dimensions, or to none, which replicates."""
+    """Draw cuts: each axis goes to a dimension, or to none, which replicates."""
     cuts: list[tuple[str, ...]] = [()] * ndim
     axes = [axis for axis in AXES if topology.extent(axis) > 1]
     for axis in draw(st.permutations(axes)):
@@ -40,7 +40,7 @@ def cuts_of(draw: st.DrawFn, topology: Topology, ndim: int) -> Cuts:
 def needed(
     whole: np.ndarray, topology: Topology, rank: int, target: Cuts, needs: Sequence[IndexMap]
 ) -> np.ndarray:
-    """The buffer of a rank by definition: the intervals of its outputs, end to end."""
+    """Return the buffer of a rank by definition: the intervals of its outputs, end to end."""
     positions = []
     for n, m, axes in zip(whole.shape, needs, target, strict=True):
         part = topology.part(topology.coordinates(rank), axes)

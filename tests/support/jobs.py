@@ -21,7 +21,7 @@ SHARED_CORES = {
     "MPIR_CVAR_POLLS_BEFORE_YIELD": "1",
     "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1",
 }
-"""Variables of ranks that are more than the cores; see Makefile."""
+"""Environment variables for more ranks than cores; see Makefile."""
 
 LIMIT = 100
 """Seconds after which a job counts as hanging."""
@@ -49,7 +49,7 @@ _STARTING = threading.Lock()
 
 
 def server() -> Path:
-    """Return where the server of `forks` listens, which is started when first asked for."""
+    """Start the server of `forks` if needed, and return its address."""
     path = Path(_FOLDER.name, "socket")
     with _STARTING:
         if not path.exists():
@@ -86,7 +86,7 @@ def start(
 
 
 def forked(script: Path) -> list[str]:
-    """Return what Python is to run, so that a script runs in a fork of where torch is imported."""
+    """Return the arguments of Python that run a script in a fork with torch imported."""
     return [forks.__file__, str(server()), str(script)]
 
 

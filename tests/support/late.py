@@ -1,4 +1,4 @@
-"""A GPU that is as late as can be, on the CPU: it works when somebody waits for it, not before."""
+"""A GPU on the CPU that is as late as can be: it works only when somebody waits for it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 from torch import Tensor
 
 GARBAGE = 77
-"""What memory holds that nothing has been copied to."""
+"""The content of memory that nothing has been copied to."""
 
 
 class Late:
-    """Stands for `transport.pinned_copies.PinnedCopies`: what has been started has not happened
-    yet."""
+    """A stand-in for `transport.pinned_copies.PinnedCopies` that copies as late as it can."""
 
     def __init__(self) -> None:
         self._work: list[Callable[[], object]] = []
@@ -22,7 +21,7 @@ class Late:
         self._work.append(work)
 
     def synchronize(self) -> None:
-        """Do all of it; the one event there is."""
+        """Do all the work: `Late` is the only event that there is."""
         while self._work:
             self._work.pop(0)()
 

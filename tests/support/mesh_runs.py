@@ -28,7 +28,7 @@ LIMIT = 100
 
 
 def write_file(path: Path, samples: int = SAMPLES, seed: int = 0, **replaced: Any) -> None:
-    """A small file of the generator's layout, whose mask follows from two channels."""
+    """Write a small file of the generator's layout, whose mask follows from two channels."""
     rng = np.random.default_rng(seed)
     state = rng.standard_normal((samples, 18, SIZE, SIZE), np.float32)
     datasets = {
@@ -44,7 +44,7 @@ def write_file(path: Path, samples: int = SAMPLES, seed: int = 0, **replaced: An
 
 
 def arguments(file: Path, output: Path, grid: dict[str, int], epochs: int, *more: str) -> list[str]:
-    """The command line of a small run in double precision, where grids must agree."""
+    """Return the command line of a small run in double precision, where grids must agree."""
     axes = ",".join(f"{axis}={ranks}" for axis, ranks in grid.items()) or "sample=1"
     line = (
         f"--data {file} --validation {file} --output {output} --grid {axes} --epochs {epochs} "
@@ -66,7 +66,7 @@ def files_up_to(size: int) -> Iterator[None]:
 
 @contextmanager
 def job(program: str, words: list[str]) -> Iterator[subprocess.Popen[str]]:
-    """A Python program on two ranks, which is in a process group of its own and ends with it."""
+    """Run a Python program on two ranks, in a process group that ends with the block."""
     beside_python = str(Path(sys.executable).parent)
     mpiexec = shutil.which("mpiexec", path=os.pathsep.join([beside_python, os.environ["PATH"]]))
     # Without what this process has from its own mpiexec, if it has one.
@@ -90,7 +90,7 @@ def job(program: str, words: list[str]) -> Iterator[subprocess.Popen[str]]:
 
 
 def launched(program: str, words: list[str]) -> subprocess.CompletedProcess[str]:
-    """The end of a `job`."""
+    """Run a `job` and return how it ended."""
     with job(program, words) as process:
         output, errors = process.communicate(timeout=LIMIT)
     return subprocess.CompletedProcess(process.args, process.returncode, output, errors)

@@ -13,7 +13,7 @@ Norm = Callable[[int], nn.Module]
 
 
 def unit(inward: int, outward: int, norm: Norm, spatial: int = 2, **options: Any) -> nn.Sequential:
-    """Convolution, normalisation, ReLU in place."""
+    """Return convolution, normalisation and ReLU in place."""
     conv = {2: nn.Conv2d, 3: nn.Conv3d}[spatial]
     return nn.Sequential(
         conv(inward, outward, 3, padding=1, bias=False, **options), norm(outward), nn.ReLU(True)
@@ -43,7 +43,7 @@ class Bottleneck(nn.Module):
 
 
 def resnet() -> nn.Module:
-    """ResNet: 7x7 stem, pooling that overlaps, bottlenecks, a linear head."""
+    """Return a ResNet: 7x7 stem, overlapping pooling, bottlenecks, a linear head."""
     return nn.Sequential(
         *(nn.Conv2d(3, 8, 7, 2, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(True)),
         nn.MaxPool2d(3, 2, 1),
@@ -53,7 +53,7 @@ def resnet() -> nn.Module:
 
 
 class UNet(nn.Module):
-    """U-Net whose upsampled planes are padded to the skips, so that any size fits."""
+    """A U-Net whose upsampled planes are padded to the skips, so that any size fits."""
 
     def __init__(self, spatial: int, norm: Norm, widths: Sequence[int] = (4, 6, 8)):
         super().__init__()
@@ -85,7 +85,7 @@ class UNet(nn.Module):
 
 
 class VNet(nn.Module):
-    """V-Net's ingredients: residual stages, strided convolutions down, PReLU."""
+    """A small V-Net: residual stages, strided convolutions down, PReLU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class VNet(nn.Module):
 
 
 def cosmoflow(average: bool) -> nn.Module:
-    """CosmoFlow in its two published forms: average pooling that overlaps, or maximum pooling."""
+    """Return CosmoFlow in one of its published forms: overlapping average or max pooling."""
     layers: list[nn.Module] = []
     channels = 2
     for width in (4, 8):
@@ -117,7 +117,7 @@ def cosmoflow(average: bool) -> nn.Module:
 
 
 class DeepLab(nn.Module):
-    """Dilated convolutions side by side, a pooled branch, bilinear resampling to the input."""
+    """A small DeepLab: dilated convolutions side by side, a pooled branch, bilinear resampling."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class DenseNet(nn.Module):
 
 
 def mobilenet() -> nn.Module:
-    """Depthwise separable convolutions with ReLU6."""
+    """Return a MobileNet: depthwise separable convolutions with ReLU6."""
     layers: list[nn.Module] = [nn.Conv2d(3, 8, 3, 2, 1), nn.ReLU6(True)]
     for stride in (1, 2):
         layers += [nn.Conv2d(8, 8, 3, stride, 1, groups=8), nn.BatchNorm2d(8), nn.Hardswish()]
@@ -167,7 +167,7 @@ def mobilenet() -> nn.Module:
 
 
 class SegResNet(nn.Module):
-    """Group norm before every convolution, trilinear upsampling, sums instead of skips."""
+    """A small SegResNet: group norm before convolutions, trilinear upsampling, skips that add."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -188,7 +188,7 @@ class SegResNet(nn.Module):
 
 
 class ConvNeXt(nn.Module):
-    """A 4x4 patch stem, and 7x7 depthwise blocks with layer norm over channels last."""
+    """A small ConvNeXt: 4x4 patch stem, 7x7 depthwise blocks, layer norm over channels last."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -233,4 +233,4 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "SegResNet": (SegResNet, (1, 9, 10, 7)),
     "ConvNeXt": (ConvNeXt, (3, 37, 30)),
 }
-"""For each network how it is made, and the shape of one sample."""
+"""How each network is made, and the shape of one sample."""

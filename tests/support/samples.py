@@ -31,16 +31,16 @@ HOMES: dict[str, Any] = {
     "torch.nn.init": nn.init,
     "torch.autograd": torch.autograd,
 }
-"""Where programs find functions."""
+"""Modules and classes in which programs find functions."""
 
 LISTWISE = ("_foreach", "_amp")
-"""How functions of lists of tensors begin, which have tests of their own."""
+"""Beginnings of the names of functions of lists of tensors, which have their own tests."""
 
 Values = Callable[[random.Random, Sequence[int]], Tensor]
 
 
 def _unit(rng: random.Random, shape: Sequence[int]) -> Tensor:
-    """From 0.1 to 0.9, where most functions are defined and smooth."""
+    """Return values from 0.1 to 0.9, where most functions are defined and smooth."""
     return 0.1 + 0.8 * torch.sigmoid(random_tensor(rng, shape))
 
 
@@ -73,7 +73,7 @@ def _signs(rng: random.Random, shape: Sequence[int]) -> Tensor:
 
 
 def _label_sets(rng: random.Random, shape: Sequence[int]) -> Tensor:
-    """Two different classes, and -1 for no more of them."""
+    """Return two different classes for each row, and -1 for no more of them."""
     labels = torch.full(tuple(shape), -1)
     labels[..., 0] = _integers(rng, shape[:-1])
     labels[..., 1] = labels[..., 0] + 1
@@ -81,7 +81,7 @@ def _label_sets(rng: random.Random, shape: Sequence[int]) -> Tensor:
 
 
 def _different(rng: random.Random, shape: Sequence[int]) -> Tensor:
-    """Positions of which no two are the same."""
+    """Return positions of which no two are the same."""
     return torch.tensor(rng.sample(range(5), shape[0]))
 
 
@@ -90,7 +90,7 @@ def _ascending(rng: random.Random, shape: Sequence[int]) -> Tensor:
 
 
 def _regular(rng: random.Random, shape: Sequence[int]) -> Tensor:
-    """Matrices far from singular ones, of eigenvalues and singular values that differ."""
+    """Return well-conditioned matrices of distinct eigenvalues and singular values."""
     scale = torch.arange(2, 2 + shape[-1], dtype=torch.float64)
     return torch.diag_embed(scale.expand(shape[:-1])) + 0.1 * random_tensor(rng, shape)
 
@@ -105,7 +105,7 @@ class Operand:
 
 
 class Dim(int):
-    """The dimension that a function works along."""
+    """The number of the dimension that a function works along."""
 
 
 @dataclass(frozen=True)
@@ -120,16 +120,16 @@ class Sample:
     through: Callable[..., Any] | None = None
 
     def operands(self, plain: bool) -> list[Operand]:
-        """Its distributed or its plain tensors, in order."""
+        """Return the distributed or the plain operands of the call, in order."""
         return [x for x in _every(Operand, self.args, dict(self.kwargs)) if x.plain is plain]
 
     @property
     def dim(self) -> int | None:
-        """The dimension that it works along, where it names one."""
+        """Return the dimension that the call works along, where it names one."""
         return next((int(d) for d in _every(Dim, self.args)), None)
 
     def call(self, name: str, *tensors: Tensor) -> Any:
-        """The result of the function of this name on distributed, then plain tensors."""
+        """Call a function by name on distributed, then plain tensors, and return its result."""
         function, count = function_of(name), len(self.operands(plain=False))
         filling = {False: iter(tensors[:count]), True: iter(tensors[count:])}
         args, kwargs = _filled((self.args, dict(self.kwargs)), filling)
@@ -154,7 +154,7 @@ def _every(kind: type, *arguments: Any) -> Iterator[Any]:
 
 
 def _filled(arguments: Any, filling: dict[bool, Iterator[Tensor]]) -> Any:
-    """The arguments with tensors in the places of operands."""
+    """Return the arguments with tensors in the places of operands."""
     if isinstance(arguments, Operand):
         return next(filling[arguments.plain])
     if isinstance(arguments, (tuple, list)):
@@ -165,19 +165,19 @@ def _filled(arguments: Any, filling: dict[bool, Iterator[Tensor]]) -> Any:
 
 
 def function_of(name: str) -> Any:
-    """The function of a qualified name; that of a property is its getter."""
+    """Return the function of a qualified name; for a property, its getter."""
     found = getattr(HOMES[name.rpartition(".")[0]], bare(name))
     return found if callable(found) else found.__get__
 
 
 def bare(name: str) -> str:
-    """The last part of a qualified name."""
+    """Return the last part of a qualified name."""
     return name.rpartition(".")[2]
 
 
 @lru_cache
 def names() -> dict[Any, list[str]]:
-    """The qualified names of functions that the homes hold, properties included."""
+    """Return the qualified names of all functions in `HOMES`, properties included."""
     found: dict[Any, list[str]] = {}
     for home, owner in HOMES.items():
         attributes = (a for a in dir(owner) if not a.startswith(LISTWISE))
@@ -189,23 +189,23 @@ def names() -> dict[Any, list[str]]:
 
 
 def with_rules() -> list[str]:
-    """The qualified names of all functions that have a rule."""
+    """Return the qualified names of all functions that have a rule."""
     return [name for function in RULES for name in names().get(function, [])]
 
 
 def writes_in_place(name: str) -> bool:
-    """Whether the function of this name writes to its first argument."""
+    """Return whether the function of this name writes to its first argument."""
     short = bare(name)
     return short[2:-2] in _IN_PLACE if short.startswith("__") else short.endswith("_")
 
 
 def is_random(name: str) -> bool:
-    """Whether its numbers are not those of serial torch, but the same on any grid."""
+    """Return whether a function draws numbers: the same on any grid, but not serial torch's."""
     return name in _RANDOM or bare(name).removesuffix("_") in _RANDOM
 
 
 def samples_of(name: str) -> tuple[Sample, ...]:
-    """The sample calls of the function of this name, which may be listed by another of its names.
+    """Return the sample calls of a function, which may be listed by another of its names.
 
     A special entry goes before a general one; one by bare name is of functions with a rule only.
     """
@@ -267,12 +267,12 @@ def _dunders(words: str, *samples: Sample) -> Table:
 
 
 def _of_any_rank(name: str, make: Callable[[int, Operand], tuple[Sample, ...]]) -> Table:
-    """The 1-, 2- and 3-dimensional forms of a function of planes; {} stands for the number."""
+    """Return the 1-, 2- and 3-dimensional forms of a function; {} stands for the number."""
     return {name.format(n): make(n, plane) for n, plane in PLANES.items()}
 
 
 def _undifferentiated(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """For functions whose gradient serial torch does not have, for some argument."""
+    """Call a function, for which serial torch lacks gradients of some argument, without them."""
     args = tuple(a.detach().clone() if isinstance(a, Tensor) else a for a in args)
     return function(*args, **kwargs)
 
@@ -286,13 +286,13 @@ def _symmetric(function: Any, x: Tensor) -> Any:
 
 
 def _singular_vectors(function: Any, x: Tensor) -> Tensor:
-    """The matrix again: singular vectors are unique but for their signs."""
+    """Return U S^(1/2) V^T, as singular vectors are only unique up to their signs."""
     u, values, v = function(x)
     return u * values.unsqueeze(-2).sqrt() @ (v.mT if function is not torch.linalg.svd else v)
 
 
 def _eigenvectors(function: Any, x: Tensor) -> Tensor:
-    """Another function of the matrix: eigenvectors are unique but for a factor."""
+    """Return a function of the matrix from eigenvectors, which are only unique up to a factor."""
     values, vectors = function(x)
     return vectors * values.sin().unsqueeze(-2) @ torch.linalg.inv(vectors)
 
@@ -367,7 +367,7 @@ def _retained(function: Any, x: Tensor) -> Tensor | None:
 
 
 def _gates(rows: int) -> tuple[Operand, ...]:
-    """The weights and biases of a recurrent layer of 7 features and a state of 3."""
+    """Return the weights and biases of a recurrent layer of 7 features and a state of 3."""
     return tuple(Operand(shape, plain=True) for shape in ((rows, 7), (rows, 3), (rows,), (rows,)))
 
 
@@ -854,7 +854,7 @@ _COMPOSED: Table = {
     **_each("torch.Tensor.__nonzero__", of(NUMBER)),
     **_each("torch.Tensor.__long__", of(WHOLE_NUMBER)),
 }
-"""Functions without a rule of their own, which torch or DistTensor makes of others."""
+"""Functions without a rule of their own, which torch or DistTensor composes of others."""
 
 SAMPLES: Table = {
     **_POINTWISE,

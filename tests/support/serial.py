@@ -1,4 +1,4 @@
-"""The judge of operator tests: the same function on serial and on distributed tensors."""
+"""Comparison of functions on distributed tensors with serial torch: the judge of all operators."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _SHARE = {6: 0.5, 8: 0.5}
 
 
 def examples(n: int) -> range:
-    """Number `n` random examples, and half as many where ranks are so many that each takes long."""
+    """Return the numbers of `n` random examples; of fewer where many ranks make each slow."""
     return range(max(1, round(n * _SHARE.get(MPI.COMM_WORLD.size, 1.0))))
 
 
 def raised_everywhere(error: type[Exception], function: Callable, *arguments: object) -> str:
-    """The message of the error that the call raises on every rank."""
+    """Return the message of the error that a call raises on every rank, the same on all."""
     with pytest.raises(error) as caught:
         function(*arguments)
     texts = MPI.COMM_WORLD.allgather(str(caught.value))
@@ -38,7 +38,7 @@ def raised_everywhere(error: type[Exception], function: Callable, *arguments: ob
 
 
 def random_grid(rng: random.Random, axes: Sequence[str] = AXES) -> dc.ProcessGrid:
-    """All ranks, factored at random over some of the grid axes; the same grid on every rank."""
+    """Draw a grid of all ranks, factored over some of the grid axes; the same on every rank."""
     left = MPI.COMM_WORLD.size
     extents = dict.fromkeys(axes, 1)
     while left > 1:
@@ -51,7 +51,7 @@ def random_grid(rng: random.Random, axes: Sequence[str] = AXES) -> dc.ProcessGri
 def random_layout(
     rng: random.Random, grid: dc.ProcessGrid, shape: Sequence[int], whole: Sequence[int] = ()
 ) -> dc.Layout:
-    """The grid's axes dealt out at random to the dimensions, or to none, which replicates."""
+    """Draw a layout: each grid axis goes to a dimension, or to none, which replicates."""
     cuts: list[tuple[str, ...]] = [()] * len(shape)
     free = [d for d in range(len(shape)) if d not in whole]
     for axis in rng.sample(AXES, len(AXES)):
@@ -62,13 +62,13 @@ def random_layout(
 
 
 def random_tensor(rng: random.Random, shape: Sequence[int], dtype: Any = torch.float64) -> Tensor:
-    """Normal random values; the same on every rank."""
+    """Draw normal values, the same on every rank."""
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
     return torch.randn(tuple(shape), generator=generator, dtype=dtype)
 
 
 def deviation(actual: Tensor, expected: Tensor) -> float:
-    """The largest difference, relative to the largest entry of what is expected; nan equals nan."""
+    """Return the largest difference, relative to the largest expected entry; nan equals nan."""
     assert actual.shape == expected.shape, (actual.shape, expected.shape)
     actual = actual.to(expected.device)
     if not expected.numel():
@@ -85,7 +85,7 @@ def deviation(actual: Tensor, expected: Tensor) -> float:
 
 
 def summed(gradient: Tensor | None, like: Tensor) -> Tensor:
-    """The sum over the ranks of the parts of a plain tensor's gradient."""
+    """Return the sum over the ranks of the parts of a plain tensor's gradient."""
     total = torch.zeros_like(like) if gradient is None else gradient.to("cpu", copy=True)
     MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, total.numpy(), MPI.SUM)
     return total
@@ -151,7 +151,7 @@ def _flat(result: Any) -> list[Tensor]:
 
 
 REFUSALS = (RuntimeError, ValueError, IndexError, TypeError, ArithmeticError)
-"""What serial torch raises for arguments that it does not take."""
+"""Errors that serial torch raises for arguments that it does not take."""
 
 
 def raises_alike(
@@ -203,7 +203,7 @@ def refused(
 
 @contextmanager
 def noted(*what: Any) -> Iterator[None]:
-    """Name the case in whatever is raised within."""
+    """Add a note that names the case to any error raised within the block."""
     try:
         yield
     except BaseException as error:

@@ -1,4 +1,4 @@
-"""Train for many steps of changing shapes, make and drop many models: what is held stays flat.
+"""Train for many steps of changing shapes, make and drop many models, and check for leaks.
 
 `mpiexec -n 4 python -m tests.support.soak`, as `make nightly` runs it; with `steps` or `models` one
 half. Every rank looks at itself; a rank that holds more than before raises, which ends the job.
@@ -28,7 +28,7 @@ SLACK = 16 * 2**20
 
 
 class Held(NamedTuple):
-    """What this rank holds: memory of tensors and of the process in bytes, and communicators."""
+    """Resources of this rank: memory of tensors and of the process in bytes, and communicators."""
 
     tensors: int
     communicators: int
@@ -42,7 +42,7 @@ class Held(NamedTuple):
 
 
 def held() -> Held:
-    """Return what is held now, when the garbage is gone, and what only garbage has held."""
+    """Return the resources in use, after collecting all garbage."""
     while gc.collect():
         pass
     found = (x for x in gc.get_objects() if issubclass(type(x), Tensor))
@@ -53,7 +53,7 @@ def held() -> Held:
 
 
 class Net(nn.Module):
-    """Layers that keep constants of the shapes, and a branch that not all steps take."""
+    """A network that keeps constants for the shapes, with a branch that not all steps take."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ def train(rounds: int, shapes: int) -> tuple[list[Held], list[float]]:
 
 
 def make_and_drop(rounds: int, models: int) -> list[Held]:
-    """Make models on grids of all kinds, train and drop them; returns what is held each round."""
+    """Make models on grids of all kinds, train and drop them; return each round's resources."""
     marks = []
     for _ in range(rounds):
         for i in range(models):
@@ -127,7 +127,7 @@ def make_and_drop(rounds: int, models: int) -> list[Held]:
 
 
 def check_flat(what: str, marks: list[Held]) -> None:
-    """Print what is held each round; raise where it has grown since caches have filled."""
+    """Print the resources of each round; raise where they have grown after caches have filled."""
     if WORLD.rank == 0:
         for mark in marks:
             print(f"after {what} more: {mark}", flush=True)

@@ -1,4 +1,4 @@
-"""What the properties draw: a grid, tensors, layouts and arguments; and one verdict on all ranks.
+"""Random grids, tensors, layouts and arguments for properties, with one verdict on all ranks.
 
 Under MPI every rank has to draw the same examples and to see the same verdict, or the ranks part
 and wait for each other for ever. Hypothesis is deterministic as conftest configures it;
@@ -32,7 +32,7 @@ from tests.support.geometry import cuts_of
 from tests.support.serial import REFUSALS, TOLERANCE, agrees, examples, refused
 
 TIMES = settings().max_examples // 100
-"""How many times as many examples there are as by default: 50 nightly."""
+"""Multiplier of the number of examples: 1 by default, 50 nightly."""
 RANKS = [1, 2, 4] if TIMES == 1 else [1, 2, 3, 4, 6, 8]
 HALF = (torch.float16, torch.bfloat16)
 FLOATING = (torch.float64, torch.float32, *HALF)
@@ -79,7 +79,7 @@ def on_any_grid(
 
 
 def _first_report(mine: str | None) -> str | None:
-    """The report of the first rank that has one, on every rank; all call it.
+    """Return the report of the first rank that has one, on every rank; all call it.
 
     Where a rank does not come, because it waits for a message of one that has raised, the job ends.
     """
@@ -107,7 +107,7 @@ def _factors(n: int) -> list[int]:
 
 @st.composite
 def grids(draw: st.DrawFn) -> dc.ProcessGrid:
-    """All ranks, factored over the grid axes."""
+    """Draw a grid of all ranks, factored over the grid axes."""
     extents = dict.fromkeys(AXES, 1)
     for factor in _factors(MPI.COMM_WORLD.size):
         extents[
@@ -118,7 +118,7 @@ def grids(draw: st.DrawFn) -> dc.ProcessGrid:
 
 @st.composite
 def layouts(draw: st.DrawFn, grid: dc.ProcessGrid, shape: Sequence[int]) -> dc.Layout:
-    """The grid's axes dealt out to the dimensions, or to none, which replicates."""
+    """Draw a layout: each grid axis goes to a dimension, or to none, which replicates."""
     return dc.Layout.of(draw(cuts_of(grid.topology, len(shape))))
 
 
@@ -150,7 +150,7 @@ def tensor_of(shape: Sequence[int], dtype: torch.dtype, kind: str, seed: int) ->
 
 
 def tolerance_of(*dtypes: torch.dtype) -> float:
-    """What rounding in the coarsest of these types allows, relative to the largest entry."""
+    """Return the relative error that rounding in the coarsest of these types allows."""
     coarsest = max([torch.finfo(t).eps for t in dtypes if t.is_floating_point], default=0.0)
     return TOLERANCE if coarsest < 1e-10 else 1000 * coarsest if coarsest < 1e-4 else 8 * coarsest
 
@@ -160,18 +160,18 @@ def sizes(smallest: int = 1, largest: int = 12) -> st.SearchStrategy[int]:
 
 
 def shapes(least: int = 1, most: int = 4, largest: int = 9) -> st.SearchStrategy[list[int]]:
-    """Shapes of `least` to `most` dimensions, now and then with one of no elements."""
+    """Return a strategy of shapes of `least` to `most` dimensions, some without elements."""
     size = st.one_of(sizes(1, largest), sizes(1, 5), st.integers(0, largest))
     return st.lists(size, min_size=least, max_size=most)
 
 
 def each(elements: st.SearchStrategy[int], n: int) -> st.SearchStrategy[Any]:
-    """A number for all of `n` dimensions, or one for each."""
+    """Return a strategy of one number for all of `n` dimensions, or one for each."""
     return st.one_of(st.tuples(*[elements] * n), elements)
 
 
 def _derivable(result: Any) -> bool:
-    """Whether the gradient is there: some of torch's functions have none in some types."""
+    """Return whether there are gradients: some of torch's functions have none in some types."""
     results = result if isinstance(result, (tuple, list)) else [result]
     results = [y for y in results if y.requires_grad]
     try:
@@ -182,7 +182,7 @@ def _derivable(result: Any) -> bool:
 
 
 class Case:
-    """One example: a grid, and whatever the test draws for it."""
+    """One example of a property: a grid, and the values that the test draws for it."""
 
     def __init__(self, data: st.DataObject):
         self._data = data
@@ -193,11 +193,11 @@ class Case:
         return self._data.draw(strategy, label)
 
     def one_of(self, *choices: Any) -> Any:
-        """One of these; the first is the simplest."""
+        """Draw one of some choices; the first is the simplest."""
         return self.draw(st.sampled_from(choices))
 
     def some(self, choices: Sequence[Any], least: int = 0) -> list[Any]:
-        """Some of these, in any order."""
+        """Draw at least `least` of some choices, in any order."""
         order = self.draw(st.permutations(choices))
         return order[: self.draw(st.integers(least, len(choices)))]
 
@@ -205,7 +205,7 @@ class Case:
         return self.draw(st.booleans())
 
     def plane(self, n: int, channels: int | None = None, smallest: int = 1) -> list[int]:
-        """(sample, channel, *spatial), few elements in three dimensions."""
+        """Draw a shape (sample, channel, *spatial), with few elements in three dimensions."""
         channels = self.draw(sizes(1, 4)) if channels is None else channels
         spatial = [self.draw(sizes(smallest, {1: 13, 2: 11, 3: 6}[n] + smallest)) for _ in range(n)]
         return [self.draw(sizes(1, 4)), channels, *spatial]
@@ -213,7 +213,7 @@ class Case:
     def tensor(
         self, shape: Sequence[int], *kinds: str, dtype: torch.dtype = torch.float64
     ) -> Tensor:
-        """A tensor of one of these kinds of values, normal when none are named."""
+        """Draw a tensor of one of these kinds of values, normal when none are named."""
         kind = self.one_of(*kinds) if kinds else "normal"
         self._tensors += 1000
         return tensor_of(shape, dtype, kind, self._tensors + self.draw(st.integers(0, 999)))
@@ -230,7 +230,7 @@ class Case:
         unsupported: str | None = None,
         tolerance: float | None = None,
     ) -> None:
-        """Assert that `function` is the serial one, gradients included, or raises as that does.
+        """Assert that a function agrees with serial, gradients included, or raises as serial does.
 
         Parameters
         ----------

@@ -1,4 +1,4 @@
-"""Streams of a GPU that is not there: what they are given is done at once."""
+"""Stand-ins for the streams of a GPU, which do all work at once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 
 class Stream:
-    """Stands for torch.cuda.Stream."""
+    """A stand-in for torch.cuda.Stream."""
 
     device, cuda_stream = torch.device("cpu"), 7
 

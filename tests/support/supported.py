@@ -1,4 +1,4 @@
-"""Which torch functions are exact, redistribute or are refused: measured, and written to a page.
+"""Measure which torch functions are exact, redistribute or are refused, and write them to a page.
 
 `python -m tests.support.supported` on two ranks writes docs/coverage.md; see Makefile.
 """
@@ -22,7 +22,7 @@ from tests.support.samples import HOMES, Sample, bare, function_of, is_random, n
 
 PAGE = Path(__file__).parents[2] / "docs" / "coverage.md"
 RANKS = 2
-"""What is redistributed does not depend on the number of ranks, but for one of them."""
+"""The number of ranks; any number but 1 redistributes the same."""
 
 INTRODUCTION = """\
 # Which torch functions are supported
@@ -52,7 +52,7 @@ too, but may redistribute where the sample does not.
 
 
 def listed() -> dict[str, list[str]]:
-    """The names to be listed under each home: of what can be overridden, or has a rule."""
+    """Return the functions to list under each home: they can be overridden, or have a rule."""
     functions = {f for found in get_overridable_functions().values() for f in found} | {*RULES}
     found = [name for function in functions for name in names().get(function, [])]
     by_home: dict[str, list[str]] = {home: [] for home in HOMES}
@@ -62,7 +62,7 @@ def listed() -> dict[str, list[str]]:
 
 
 def status(name: str, grid: dc.ProcessGrid) -> str:
-    """What becomes of a function on distributed tensors; all ranks call it."""
+    """Return the status of a function on distributed tensors; all ranks call it."""
     samples = samples_of(name)
     if samples:
         return _measured(name, samples, grid)
@@ -103,7 +103,7 @@ _ORDER = ("dim", *dimension_names(5))
 
 
 def _outcome(name: str, sample: Sample, grid: dc.ProcessGrid, size: int | None) -> str:
-    """What becomes of a sample call whose tensors are cut where they have `size` elements."""
+    """Return the outcome of a sample call whose tensors are cut where they have `size` elements."""
     rng = random.Random(0)
     tensors: list[Tensor] = []
     for operand in sample.operands(plain=False):
@@ -125,12 +125,12 @@ def _outcome(name: str, sample: Sample, grid: dc.ProcessGrid, size: int | None) 
 
 
 def release(version: str) -> str:
-    """The major and minor number of a version of torch."""
+    """Return the major and minor number of a version of torch."""
     return ".".join(version.split(".")[:2])
 
 
 def page(grid: dc.ProcessGrid) -> str:
-    """The text of the page; all ranks call it."""
+    """Return the text of the page; all ranks call it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # some functions are deprecated
         found = {home: {n: status(n, grid) for n in known} for home, known in listed().items()}

@@ -26,7 +26,7 @@ WORLD = MPI.COMM_WORLD
 
 
 def cases(seed: int, n: int = 12):
-    """Random grids, tensors and layouts, replicated ones among them."""
+    """Yield random grids, tensors and layouts, replicated ones among them."""
     rng = random.Random(seed)
     for i in range(n):
         grid = random_grid(rng)
@@ -487,7 +487,7 @@ def test_blocks_of_a_known_shape_are_compared_when_debugging(monkeypatch) -> Non
 
 
 class _Listed(torch.nn.Module):
-    """A network whose layers are no children of its own."""
+    """A network whose layers are not its own children."""
 
     def __init__(self) -> None:
         super().__init__()

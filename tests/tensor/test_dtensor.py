@@ -1,4 +1,4 @@
-"""DistTensors and DTensors become each other, with their gradients, and grids and meshes too."""
+"""DistTensors and DTensors convert to each other, with their gradients, as grids and meshes do."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_torch_s_checkpoints_save_and_load_sharded_parameters(folder: Path) -> N
     expected = {name: p.clone() for name, p in dc.full_state_dict(model).items()}
 
     def state() -> dict[str, torch.Tensor]:
-        """Sharded parameters as DTensors, the others as they are."""
+        """Return sharded parameters as DTensors, the others as they are."""
         return {
             name: p.detach().to_dtensor() if isinstance(p, dc.DistTensor) else p.detach()
             for name, p in model.named_parameters()

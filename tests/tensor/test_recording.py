@@ -1,4 +1,4 @@
-"""What would silently lose or misplace gradients is recorded right, or refused on every rank."""
+"""Calls that could lose or misplace gradients are recorded right, or refused on every rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import distconv as dc
 
 
 class Between(nn.Module):
-    """A convolution, some function of its result, and a mean."""
+    """A network of a convolution, some function of its result, and a mean."""
 
     def __init__(self, function: Any):
         super().__init__()

@@ -39,7 +39,7 @@ TINY: tuple[Network, ...] = tuple(
 
 @pytest.fixture(autouse=True)
 def few_rounds(monkeypatch) -> None:
-    """Two measurements of one call each."""
+    """Let a benchmark take two measurements of one call each."""
     monkeypatch.setattr("distconv.tools.bench.alternation.ROUNDS", (2, 2))
     monkeypatch.setattr("distconv.tools.bench.alternation.SHORTEST", 0.0)
     monkeypatch.setattr("distconv.tools.bench.alternation.ceil", lambda x: 1)
@@ -52,7 +52,7 @@ def seeds_of_fresh_processes() -> None:
 
 
 def check(rows: list[Row], benchmark: str) -> None:
-    """Rows are complete, the same on every rank, and can be shown."""
+    """Assert that rows are complete, the same on every rank, and can be shown."""
     assert rows and {row.benchmark for row in rows} == {benchmark}
     for row in rows:
         assert row.case and row.configuration and row.measure
@@ -149,6 +149,27 @@ def test_a_peak_is_counted_to_the_byte() -> None:
 
 
 @pytest.mark.parallel(2)
+def test_a_peak_is_counted_to_the_byte_beside_the_threads_of_gloo() -> None:
+    grid = dc.ProcessGrid(height=-1, transport="torch")
+    group = grid.communicator(["height"])
+
+    def make() -> Callable[[], None]:
+        kept = torch.ones(1000)
+
+        def step() -> None:
+            for _ in range(20):
+                doubled = kept * 2
+                grid.transport.all_reduce(doubled, group).wait()
+                del doubled
+            _ = torch.cat([kept, kept, kept])
+
+        return step
+
+    peak = peak_of(make)
+    assert peak.step == 12000 and peak.whole == 16000
+
+
+@pytest.mark.parallel(2)
 def test_overheads_compare_the_same_kernels_on_the_same_shapes() -> None:
     check(list(overheads(QUICK)), "overhead")
     grid = dc.ProcessGrid(height=-1)
@@ -162,7 +183,7 @@ def test_overheads_compare_the_same_kernels_on_the_same_shapes() -> None:
 
 
 def _convolutions(run: Callable[[], object]) -> Counter[str]:
-    """The convolutions within, forward and backward, with the shapes of their operands."""
+    """Count the convolutions of a call, forward and backward, by the shapes of their operands."""
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as record:
         run()
     names = "aten::_convolution", "aten::convolution_backward"

@@ -20,7 +20,7 @@ MESH = "examples.mesh_tangling.network:mesh_tangling_1k"
 
 
 def command(*arguments: str, ranks: int = 0) -> subprocess.CompletedProcess[str]:
-    """The end of the command on this number of ranks; without a launcher for none."""
+    """Run the command on this number of ranks, 0 for no launcher, and return how it ended."""
     root = Path(__file__).parents[2]
     program = root / "distconv" / "__main__.py"
     return end_of(start(program, ranks, *arguments, fresh=False, PYTHONPATH=str(root)))

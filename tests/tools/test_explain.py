@@ -1,4 +1,4 @@
-"""What `explain` tells of a module is what a real run does, and it needs no ranks to tell it."""
+"""The plan that `explain` makes of a module agrees with a real run, and it needs no ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SLACK = {"DeepLab": 0.02, "SegResNet": 0.02}
 
 
 def kept_by(module: nn.Module, x: Tensor) -> tuple[int, Tensor]:
-    """The memory that autograd keeps in a call, without that of the parameters; and the result."""
+    """Return the bytes that autograd keeps in a call, without the parameters, and the result."""
     storages = {}
 
     def pack(x: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ def kept_by(module: nn.Module, x: Tensor) -> tuple[int, Tensor]:
 
 
 def told_as_it_runs(module: nn.Module, x: Tensor, slack: float) -> None:
-    """Assert that what `explain` tells of a module on several grids is what a real run does."""
+    """Assert that the plan of `explain` for a module on several grids is that of a real run."""
     for extents in GRIDS[MPI.COMM_WORLD.size]:
         grid = dc.ProcessGrid(**extents)
         plan = dc.explain(module, tuple(x.shape), grid, rank=grid.rank, show=False)

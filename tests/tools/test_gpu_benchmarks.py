@@ -40,7 +40,7 @@ SQUARES = trained(F.mse_loss)
 
 
 class Launching(nn.Conv2d):
-    """A layer that a profiler takes for one that launches a kernel."""
+    """A layer that looks to a profiler as if it launched a kernel."""
 
     def forward(self, input: Tensor) -> Tensor:
         with record_function("cudaLaunchKernel"):
@@ -65,7 +65,7 @@ HALF = MESH._replace(name="half", step=trained(F.mse_loss, torch.bfloat16))
 
 @pytest.fixture(autouse=True)
 def few_rounds(monkeypatch) -> None:
-    """Two measurements of one call each."""
+    """Let a benchmark take two measurements of one call each."""
     monkeypatch.setattr(clock, "ROUNDS", (2, 2))
     monkeypatch.setattr(clock, "SHORTEST", 1e-9)
     monkeypatch.setattr("distconv.tools.bench.alternation.ROUNDS", (2, 2))

@@ -1,4 +1,4 @@
-"""Command lines that all ranks parse: all get through, or none."""
+"""Command lines that all ranks parse: all ranks accept them, or none does."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 
 
 def parser() -> RankParser:
-    """A parser with a subcommand, whose type one rank alone may complain of."""
+    """Return a parser with a subcommand, of whose type one rank alone may complain."""
 
     def readable(text: str) -> str:
         if text == "absent" and RANK == SIZE - 1:

@@ -28,7 +28,7 @@ GRIDS = {
 
 @pytest.fixture(autouse=True)
 def alike() -> None:
-    """The same random numbers on every rank."""
+    """Let every rank draw the same random numbers."""
     torch.manual_seed(0)
 
 
@@ -68,7 +68,7 @@ def test_rounding_of_shorter_types_is_no_deviation(dtype: torch.dtype) -> None:
 
 
 class LocalConv(nn.Conv2d):
-    """Forgets the halo."""
+    """A convolution that forgets the halo."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not isinstance(x, dc.DistTensor):
@@ -77,7 +77,7 @@ class LocalConv(nn.Conv2d):
 
 
 class HalfTheGradient(nn.Module):
-    """Computes right, and passes on a wrong gradient on a grid."""
+    """A layer that computes right, but passes on a wrong gradient on a grid."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x / 2 + x.detach() / 2 if isinstance(x, dc.DistTensor) else x * 1
@@ -205,7 +205,7 @@ def test_a_layer_that_is_refused_is_named_with_the_reason(capsys) -> None:
 
 
 class Branches(nn.Module):
-    """A layer called twice, shared parameters, two inputs, a dictionary, writing in place."""
+    """A layer called twice, shared parameters, two inputs, a dictionary, and writes in place."""
 
     def __init__(self) -> None:
         super().__init__()

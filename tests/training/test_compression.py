@@ -1,4 +1,4 @@
-"""Sums of halves are those of the rounded parts, alike on all ranks, in half the bytes."""
+"""Sums in half precision are those of rounded parts, alike on all ranks, and halve the bytes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHAPES = ((5, 3), (7,))
 
 
 class Sum(nn.Module):
-    """Has the inputs for gradients."""
+    """A module whose gradients are its inputs."""
 
     def __init__(self, dtype: Any) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Sum(nn.Module):
 
 
 def parts(step: int, dtype: Any, ranks: int = WORLD.size) -> Tensor:
-    """The gradient of every rank."""
+    """Return the gradient of every rank."""
     return random_tensor(random.Random(step), (ranks, 22), torch.float64).to(dtype)
 
 
@@ -68,7 +68,7 @@ def rounded_sum(x: Tensor, kind: Any) -> Tensor:
 @pytest.mark.parallel([2, 4])
 @pytest.mark.parametrize("wire", WIRES)
 def test_with_error_feedback_nothing_is_lost_in_the_long_run(wire: str) -> None:
-    """What has been delivered in all differs from the truth by what the last step left out."""
+    """Compare all that is delivered with the truth: only the rest of the last step is missing."""
     grid = dc.ProcessGrid(sample=-1)
     sums = {}
     for feedback in (False, True):

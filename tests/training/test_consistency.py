@@ -1,4 +1,4 @@
-"""Ranks that have come apart are found and named; metrics are averaged by samples."""
+"""Ranks that have diverged are found and named; metrics are averaged by samples."""
 
 from __future__ import annotations
 

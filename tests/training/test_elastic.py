@@ -27,7 +27,7 @@ tensor = partial(torch.tensor, dtype=torch.float64)
 
 
 class Point(nn.Module):
-    """Two numbers, seen by every pixel."""
+    """A module of two numbers, by which every pixel is multiplied."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ def grids() -> list[dc.ProcessGrid]:
 
 
 def start(grid: dc.ProcessGrid, **options: Any) -> tuple[Any, ElasticAveraging, dc.ProcessGrid]:
-    """Workers that have moved apart since the center was there."""
+    """Return a worker's model that has moved since the center was set, its averaging, its grid."""
     own = worker_grid(grid)
     model = Point()
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Late gradients give the steps of the serial recursion, to whatever model and optimizer."""
+"""Late gradients give the steps of the serial recursion, with any model and optimizer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def optimizer_of(model: nn.Module) -> Optimizer:
 
 
 class Serial:
-    """Steps with gradients kept in a queue for as long as they are to be late."""
+    """A serial run whose gradients wait in a queue for as long as they are to be late."""
 
     def __init__(self, model: nn.Module, lag: int):
         self.model, self.optimizer = model, optimizer_of(model)
@@ -74,7 +74,7 @@ def test_steps_are_those_of_the_serial_recursion(make: Any, lag: int) -> None:
 
 
 class Slope(nn.Module):
-    """Whose loss is half the square of its weight."""
+    """A module whose loss is half the square of its weight."""
 
     def __init__(self) -> None:
         super().__init__()

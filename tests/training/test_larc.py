@@ -26,7 +26,7 @@ LR, MOMENTUM, DECAY, TRUST = 0.3, 0.9, 0.01, 0.02
 
 
 def values(seed: int = 0) -> tuple[list[Tensor], list[list[Tensor]]]:
-    """A matrix, one of zeros, and a bias; and their gradients in four steps."""
+    """Return a matrix, a matrix of zeros and a bias, and their gradients in four steps."""
     rng = random.Random(seed)
     shapes = ((5, 3), (2, 2), (4,))
     weights = [random_tensor(rng, s) for s in shapes]

@@ -22,7 +22,7 @@ SIZES = (8, 3, 4)
 
 
 class Sum(nn.Module):
-    """Has the gradient x.sum(2) in a sample, and half of it negative in a bias."""
+    """A module with gradients x.sum(2) of a weight, and minus half of it of a bias, by sample."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ def numbers(seed: int, samples: int = SIZES[0]) -> Tensor:
 
 
 def expected(units: Tensor, samples: int) -> tuple[float, float]:
-    """Return the estimates of the publication from the gradients of units."""
+    """Return the published estimates from the gradients of units."""
     n = len(units)
     b = samples / n
     small, large = units.square().sum(1).mean(), units.mean(0).square().sum()
@@ -107,7 +107,7 @@ def test_micro_batches_are_units_as_well(count: int) -> None:
 
 @pytest.mark.parallel([1, 2, 4])
 def test_on_synthetic_gradients_it_is_the_ratio_of_noise_and_signal() -> None:
-    """Within 5%, from gradients with |G|^2 = 2 and tr(Sigma) = 16."""
+    """Check the estimate to 5% on gradients with |G|^2 = 2 and tr(Sigma) = 16."""
     grid = dc.ProcessGrid(sample=-1)
     dimension, samples = 32, 128
     mean = torch.full((dimension,), 0.25).double()

@@ -46,7 +46,7 @@ def test_the_rest_of_the_library_does_without_training() -> None:
 
 def test_base_rates_are_those_of_the_class_or_of_its_base() -> None:
     class Own(SGD):
-        """A class of one's own."""
+        """An optimizer of a user's own class."""
 
     rates = {SGD: 1e-2, Adam: 1e-3, AdamW: 1e-3, RMSprop: 1e-3, Adagrad: 1e-2, Adadelta: 1.0}
     assert {kind: base_rate(kind) for kind in rates} == rates

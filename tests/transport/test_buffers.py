@@ -1,4 +1,4 @@
-"""Memory of messages is used again, and never while anything still refers to it."""
+"""Memory of messages is used again, but never while anything still refers to it."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What is handed to NCCL: addresses, counts and types, by the signatures that cupy documents.
+"""The arguments handed to NCCL: addresses, counts and types, by cupy's documented signatures.
 
 Memory is the CPU's, streams are none, and MPI stands in for NCCL.
 """
@@ -21,7 +21,7 @@ WORLD = MPI.COMM_WORLD
 ALL = MPICommunicator(WORLD)
 RANKS = [1, 2, 3]
 TYPES = {0: MPI.INT8_T, 1: MPI.UINT8_T, 2: MPI.INT32_T, 4: MPI.INT64_T, 7: MPI.FLOAT, 8: MPI.DOUBLE}
-"""By the numbers that NCCL gives them."""
+"""MPI's types by the numbers that NCCL gives them."""
 
 
 def memory(address: int, count: int, datatype: int) -> list[Any]:
@@ -30,10 +30,10 @@ def memory(address: int, count: int, datatype: int) -> list[Any]:
 
 
 class Communicator:
-    """cupy's NcclCommunicator, over MPI."""
+    """A stand-in for cupy's NcclCommunicator, over MPI."""
 
     group: list[MPI.Request] | None = None
-    """What has been started since groupStart."""
+    """The requests started since groupStart."""
     lost = False
     """Whether NCCL has met with an error meanwhile."""
 
@@ -86,7 +86,7 @@ def group_end() -> None:
 
 @pytest.fixture
 def transport(monkeypatch: pytest.MonkeyPatch) -> Iterator[NCCLTransport]:
-    """One over all ranks."""
+    """Make a transport over all ranks."""
     nccl: Any = ModuleType("cupy.cuda.nccl")
     nccl.NcclCommunicator, nccl.groupStart, nccl.groupEnd = Communicator, group_start, group_end
     nccl.get_unique_id = lambda: tuple(range(128))

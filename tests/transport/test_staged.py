@@ -1,4 +1,4 @@
-"""MPI gets nothing that a GPU has not written, and no order of waiting makes ranks wait for ever.
+"""MPI gets nothing that a GPU has not written, and no order of waits deadlocks the ranks.
 
 The GPU is `late.Late`; the messages are real.
 """

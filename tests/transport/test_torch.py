@@ -1,4 +1,4 @@
-"""Messages by torch's own process groups: gloo's here, which order and add up as MPI does."""
+"""Messages by torch's own process groups, here gloo's, which match and add up as MPI's do."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RANKS = [1, 2, 3, 4]
 
 
 def transport() -> Transport:
-    """The one of all ranks."""
+    """Return the transport of all ranks."""
     return communicators.transport(tuple(range(WORLD.size)), "torch", ("cpu",) * WORLD.size)
 
 
@@ -116,6 +116,23 @@ def test_groups_have_their_ranks_in_any_order_and_meet_no_others() -> None:
         request.wait()
     for i, total in enumerate(totals):
         assert total.eq((1 + i) * len(members) * (1 + members[0])).all()
+
+
+@pytest.mark.parallel([2, 3])
+def test_memory_is_free_as_soon_as_a_collective_is_complete() -> None:
+    carrier = transport()
+    group = communicators.communicator(tuple(range(WORLD.size)), "sums")
+    addresses = set()
+    for i in range(100):
+        # Memory of messages is used again when nothing refers to it any more.
+        total = carrier.empty((777,), torch.empty(0)).fill_(i)
+        addresses.add(total.data_ptr())
+        carrier.all_reduce(total, group).wait()
+        carrier.broadcast(total, group)
+        gathered = carrier.all_gather(total, group)
+        assert gathered.eq(i * WORLD.size).all()
+        del total
+    assert len(addresses) == 1
 
 
 @pytest.mark.parallel([2, 3, 4])

@@ -69,7 +69,7 @@ class Division:
 
 @dataclass(frozen=True)
 class _WeightBlock:
-    """What a rank takes of a weight or bias: of a plain one, which every rank holds, `slices`."""
+    """A rank's block of a weight or bias; of a plain one, which all ranks hold, it is `slices`."""
 
     needs: tuple[IndexMap, ...]
     cuts: Cuts
@@ -189,7 +189,7 @@ class _Zero(Function):
 
 
 class WeightMeta(NamedTuple):
-    """Of the weight of a layer its global shape and how it is cut, and the shape of the bias."""
+    """The global shape and the cuts of a layer's weight, and the shape of its bias."""
 
     shape: tuple[int, ...]
     cuts: Cuts
@@ -203,7 +203,7 @@ class WeightMeta(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """What decides how a layer is divided: global metadata, which rank, and the algorithm.
+    """All that decides how a layer is divided: global metadata, this rank, and the algorithm.
 
     Attributes
     ----------

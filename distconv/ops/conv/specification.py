@@ -1,4 +1,4 @@
-"""What a convolution is, apart from its operands: what all ranks decide from, without messages."""
+"""Specifications of convolutions, from which all ranks decide alike, without messages."""
 
 from __future__ import annotations
 

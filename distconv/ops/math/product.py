@@ -62,6 +62,19 @@ def _without_ellipsis(left: str, operands: Sequence[Tensor]) -> tuple[list[str],
 def contract(
     name: str, terms: Sequence[str], result: str, operands: Sequence[Tensor]
 ) -> DistTensor:
+    """Return the sum of products of operands over the letters that `result` lacks; collective.
+
+    Parameters
+    ----------
+    name: of the function that is called, for errors.
+    terms: a letter for each dimension of each operand, as in torch.einsum, without ellipses.
+    result: the letters of the dimensions of the result.
+
+    Raises
+    ------
+    RuntimeError
+        Where a term does not fit its operand, or the sizes of one letter or the types differ.
+    """
     grid = common_grid(name, operands)
     check_same_types(name, *operands)
     sizes: dict[str, int] = {}

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import _disable_current_modes
 
 from distconv.comm.collectives import all_reduce, all_reduce_
 from distconv.geometry.layout import cutting_axes
@@ -174,9 +175,10 @@ def _decide(
     if elements:
         # torch's own checks of sizes and types, on two samples of the same channels.
         like = ((2, x.shape[1]), x.dtype), *kinds
-        ones = [k and torch.ones(k[0], dtype=k[1], device=device) for k in like]
         serial: Any = F.batch_norm
-        serial(*ones, training, None if without_momentum else 0.0, eps)
+        with _disable_current_modes():  # as for `check_on_meta`
+            ones = [k and torch.ones(k[0], dtype=k[1], device=device) for k in like]
+            serial(*ones, training, None if without_momentum else 0.0, eps)
     rest = tuple(a for a in cutting if a not in group)
     counts = element_counts_of_peers(x, (0, *range(2, len(x.shape))), group)
     return _Statistics(training and elements > 0, group, rest, counts, groups)

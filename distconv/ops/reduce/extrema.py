@@ -191,7 +191,7 @@ def _register(largest: bool, short: str, arg: str, full: str) -> None:
 
 
 class Range(NamedTuple):
-    """What torch returns for both extrema."""
+    """The pair that torch.aminmax returns."""
 
     min: DistTensor
     max: DistTensor

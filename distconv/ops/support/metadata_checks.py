@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from distconv.geometry.layout import Shape
 
@@ -67,7 +68,9 @@ def _shapes(
     function: Callable[..., Any], arguments: tuple[Any, ...], keywords: tuple[Any, ...]
 ) -> Any:
     try:
-        result = function(*map(_empty, arguments), **{name: _empty(a) for name, a in keywords})
+        # Whoever records what a rank computes would take it for that.
+        with _disable_current_modes():
+            result = function(*map(_empty, arguments), **{name: _empty(a) for name, a in keywords})
     except ZeroDivisionError:
         given = [a for a in (*arguments, *keywords) if not isinstance(a, TensorMeta)]
         raise RuntimeError(f"{function.__name__}: {given} has a 0 that must be positive") from None

@@ -1,1 +1,1 @@
-"""What convolution and pooling share: two ways to apply windows to cut planes."""
+"""Two ways to apply the windows of convolution and pooling to cut planes."""

@@ -1,4 +1,4 @@
-"""What convolution and pooling share: buffers of needed inputs, and empty blocks."""
+"""Windows applied to assembled buffers of needed inputs; for convolution and pooling."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.redistribution import record_gather
 
 OperandGradients = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""Of input, weight and bias."""
+"""Gradients of input, weight and bias."""
 
 
 class LinearOperator(Protocol):

@@ -100,9 +100,10 @@ def peak_of(make: Callable[[], Callable[[], object]]) -> Peak:
         record.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
     (mark,) = (e for e in events if e["name"] == _STEP and e.get("ph") == "X")
+    # They are numbered thread by thread, and within each in their order, also at the same time.
     changes = sorted(
         ((e["ts"], e["args"]) for e in events if e["name"] == "[memory]"),
-        key=lambda change: change[1]["Ev Idx"],
+        key=lambda change: (change[0], change[1]["Ev Idx"]),
     )
     live: dict[int, int] = {}
     total = least = most = 0

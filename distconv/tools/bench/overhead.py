@@ -35,7 +35,7 @@ POINTWISE: tuple[tuple[str, Callable[[Tensor], Tensor]], ...] = (
     ("x * 2", lambda x: x * 2),
 )
 _CHANNELS, _ROWS, _WIDTH = 8, 8, 16
-"""Of the tiny plane: its channels, the rows of every rank, its columns."""
+"""Channels of the tiny plane, rows of every rank, and columns."""
 
 
 def overheads(settings: Settings) -> Iterator[Row]:

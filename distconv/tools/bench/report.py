@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from distconv.planning.table import size, table
 from distconv.tools.bench.alternation import spread
 from distconv.tools.json_lines import as_json
-from distconv.tools.table import size, table
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,109 @@
+"""Bytes between ranks in seconds, from the tables of a machine.
+
+Collectives of more ranks than were measured, or of described machines, follow the costs of Thakur,
+Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH" (2005).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import log2
+from typing import NamedTuple
+
+from distconv.planning.machine import Link, Machine
+
+
+class Cost(NamedTuple):
+    """Seconds of a movement."""
+
+    total: float
+    """From the start to the end where the ranks do nothing else."""
+    posted: float
+    """Of that, what the call that starts it takes."""
+    after: float
+    """What the wait takes at least, however late it comes."""
+
+
+def messages_cost(
+    rank: int,
+    arriving: Sequence[tuple[int, int]],
+    leaving: Sequence[tuple[int, int]],
+    machine: Machine,
+) -> Cost:
+    """Return the cost of an exchange: (rank, bytes) of each message that arrives or leaves.
+
+    Messages of one rank over links of one kind share them; both kinds work at the same time.
+    """
+    posted, longest, after = 0.0, 0.0, 0.0
+    for where in ("within", "between"):
+        sides = [
+            [size for peer, size in side if machine.where((rank, peer)) == where]
+            for side in (arriving, leaving)
+        ]
+        count, size = max(map(len, sides)), max(map(sum, sides))
+        if not count:
+            continue
+        link = _link_of(machine, where)
+        more = (count - 1) * link.total.at(0)
+        posted += link.posted.at(size / count) * count
+        longest = max(longest, link.total.at(size) + more)
+        after += link.after.at(size)
+    return Cost(max(longest, posted), posted, after)
+
+
+def _link_of(machine: Machine, where: str) -> Link:
+    links = machine.links
+    if where in links:
+        return links[where]
+    if where == "between":
+        raise ValueError(
+            f"{machine.name} has no times between nodes, and the grid has more ranks than the "
+            f"{machine.ranks_per_node} of a node; calibrate on several nodes, or describe them"
+        )
+    return next(iter(links.values()))
+
+
+def collective_cost(kind: str, ranks: Sequence[int], size: int, machine: Machine) -> Cost:
+    """Return the cost of a collective among `ranks`, each of which contributes `size` bytes.
+
+    Parameters
+    ----------
+    kind: `all_reduce` or `all_gather`.
+    """
+    where, count = machine.where(ranks), len(ranks)
+    measured = machine.reductions.get(f"{kind} {where}", {})
+    if count in measured:
+        link = measured[count]
+        return Cost(link.total.at(size), link.posted.at(size), link.after.at(size))
+    if measured:
+        nearest = min(measured, key=lambda n: abs(log2(n) - log2(count)))
+        link = measured[nearest]
+        latency = link.total.at(0)
+        steps = log2(count) / log2(nearest)
+        share = _share(kind, count) / _share(kind, nearest)
+        total = latency * steps + (link.total.at(size) - latency) * share
+        return Cost(total, link.posted.at(size), link.after.at(size) * share)
+    nodes = {machine.node(rank) for rank in ranks}
+    total = 0.0
+    inside = min(count, machine.ranks_per_node) if len(nodes) > 1 else count
+    if len(nodes) > 1 and len(nodes) < count:
+        inside = -(-count // len(nodes))
+    elif len(nodes) > 1:
+        inside = 1
+    posted = after = 0.0
+    for level, many in (("within", inside), ("between", len(nodes))):
+        if many > 1:
+            link = _link_of(machine, level)
+            latency = link.total.at(0)
+            # Inside a node first; between nodes each rank then carries its share of the bytes.
+            part = size / inside if level == "between" and kind == "all_reduce" else size
+            passes = 2 if kind == "all_reduce" else 1
+            total += passes * log2(many) * latency
+            total += _share(kind, many) * (link.total.at(part) - latency)
+            posted, after = max(posted, link.posted.at(part)), max(after, link.after.at(part))
+    return Cost(total, posted, after)
+
+
+def _share(kind: str, ranks: int) -> float:
+    """Return how many times its contribution a rank sends: by Rabenseifner's sum, or a ring."""
+    return 2 * (ranks - 1) / ranks if kind == "all_reduce" else ranks - 1

@@ -1,0 +1,226 @@
+"""A machine as measured or described: tables of seconds, each with the source of its numbers."""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from distconv.data.durable import write_atomically
+
+FORMAT = 1
+"""The version of the files."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Seconds against a size, in straight pieces between the points."""
+
+    sizes: tuple[float, ...]
+    seconds: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not self.sizes or len(self.sizes) != len(self.seconds):
+            raise ValueError(
+                f"a table has {len(self.sizes)} sizes and {len(self.seconds)} times; give one time "
+                "for each size, and at least one"
+            )
+        if any(b <= a for a, b in zip(self.sizes, self.sizes[1:], strict=False)):
+            raise ValueError(f"the sizes of a table have to grow, and are {self.sizes}")
+
+    def at(self, size: float) -> float:
+        """Return the seconds for a size; beyond the last point, along the last piece."""
+        sizes, seconds = self.sizes, self.seconds
+        if size <= sizes[0] or len(sizes) == 1:
+            return seconds[0]
+        i = min(bisect_right(sizes, size), len(sizes) - 1)
+        slope = (seconds[i] - seconds[i - 1]) / (sizes[i] - sizes[i - 1])
+        if size > sizes[-1]:
+            slope = max(slope, 0.0)
+        return seconds[i - 1] + slope * (size - sizes[i - 1])
+
+
+@dataclass(frozen=True)
+class Link:
+    """How long bytes take between ranks: messages, or a collective of a number of ranks."""
+
+    total: Table
+    """From the start to the end where the ranks do nothing else."""
+    posted: Table
+    """Of that, what the call that starts it takes."""
+    after: Table
+    """What the wait still takes when the ranks have computed for a long time since the start."""
+
+    @classmethod
+    def described(
+        cls, latency: float, bandwidth: float, posted: float = 0.0, after: float = 0.0
+    ) -> Link:
+        """Return the link of a latency (seconds) and a bandwidth (bytes a second)."""
+        sizes = 0.0, 2.0**30
+        return cls(
+            Table(sizes, (latency, latency + 2**30 / bandwidth)),
+            Table((0.0,), (posted,)),
+            Table((0.0,), (after,)),
+        )
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """How fast a described device computes (Williams et al., "Roofline", CACM 2009)."""
+
+    flops: Mapping[str, float]
+    """Floating-point operations a second by type, as `float32`."""
+    bandwidth: float
+    """Bytes of memory a second."""
+    efficiency: Mapping[str, float]
+    """The part of either that operators reach, by the beginning of their names; "" for the rest."""
+    smallest: float
+    """Seconds that the smallest operator takes."""
+
+
+@dataclass
+class Machine:
+    """Everything that a prediction needs to know of a machine.
+
+    `operators` grows as predictions time local operators on the machine; everything else is
+    measured by `calibrate`, or described in a file.
+    """
+
+    name: str
+    assumed: bool
+    """Whether the numbers are described, not measured on the machine."""
+    ranks_per_node: int
+    threads: int
+    """Threads of every rank."""
+    links: dict[str, Link]
+    """Messages `within` a node and `between` nodes."""
+    reductions: dict[str, dict[int, Link]]
+    """By name, as `all_reduce within`, and number of ranks."""
+    copy: Table
+    """Of contiguous bytes."""
+    packing: Table
+    """Of bytes in rows of 64."""
+    host: dict[str, float]
+    """Seconds of Python for each function on distributed tensors, beside its local operators; those
+    named `*` are for functions that are not there."""
+    asynchronous: bool = False
+    """Whether the device computes while the host goes on, as GPUs do."""
+    roofline: Roofline | None = None
+    operators: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Seconds of local operators, by how many ranks compute at the same time."""
+    memory: int | None = None
+    """Bytes of memory that a rank has."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """The variables under which operators are timed, as those of the allocator."""
+    sources: dict[str, str] = field(default_factory=dict)
+    """Where the numbers of each part come from."""
+
+    def node(self, rank: int) -> int:
+        """Return the number of the node of a rank."""
+        return rank // self.ranks_per_node
+
+    def where(self, ranks: Sequence[int]) -> str:
+        """Return `within` where all these ranks are on one node, else `between`."""
+        return "within" if len({self.node(rank) for rank in ranks}) == 1 else "between"
+
+    def at_once(self, ranks: int) -> int:
+        """Return how many of a job's ranks compute on one node at the same time."""
+        return min(ranks, self.ranks_per_node)
+
+    def save(self, path: str | Path) -> None:
+        """Write the machine as JSON; the file is whole at any moment."""
+        text = json.dumps(_as_dict(self), indent=1)
+        write_atomically(Path(path), lambda file: file.write(text.encode()))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Machine:
+        """Return the machine of a file that `save` has written, or somebody by hand.
+
+        Raises
+        ------
+        ValueError
+            For a file that is no machine, naming what is missing.
+        """
+        path = Path(path)
+        try:
+            given = json.loads(path.read_text())
+            if given["format"] != FORMAT:
+                raise ValueError(f"its format is {given['format']}, expected {FORMAT}")
+            return _from_dict(given)
+        except FileNotFoundError:
+            raise ValueError(
+                f"there is no machine in {str(path)!r}; make it by python -m distconv calibrate "
+                f"--output {path}"
+            ) from None
+        except (KeyError, TypeError, ValueError) as error:
+            what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+            raise ValueError(f"{str(path)!r} describes no machine: {what}") from None
+
+
+def _as_dict(machine: Machine) -> dict[str, Any]:
+    given: dict[str, Any] = {"format": FORMAT}
+    for name in ("name", "assumed", "ranks_per_node", "threads", "asynchronous", "memory"):
+        given[name] = getattr(machine, name)
+    given["environment"], given["sources"] = machine.environment, machine.sources
+    given["links"] = {where: _of_link(link) for where, link in machine.links.items()}
+    given["reductions"] = {
+        kind: {str(ranks): _of_link(link) for ranks, link in links.items()}
+        for kind, links in machine.reductions.items()
+    }
+    given["copy"], given["packing"] = _of_table(machine.copy), _of_table(machine.packing)
+    given["host"] = machine.host
+    if machine.roofline is not None:
+        given["roofline"] = vars(machine.roofline)
+    given["operators"] = machine.operators
+    return given
+
+
+def _from_dict(given: Mapping[str, Any]) -> Machine:
+    roofline = given.get("roofline")
+    return Machine(
+        name=given["name"],
+        assumed=given["assumed"],
+        ranks_per_node=given["ranks_per_node"],
+        threads=given.get("threads", 1),
+        links={where: _link(link) for where, link in given["links"].items()},
+        reductions={
+            kind: {int(ranks): _link(link) for ranks, link in links.items()}
+            for kind, links in given.get("reductions", {}).items()
+        },
+        copy=_table(given["copy"]),
+        packing=_table(given["packing"]),
+        host=given["host"],
+        asynchronous=given.get("asynchronous", False),
+        roofline=None if roofline is None else Roofline(**_without_source(roofline)),
+        operators=given.get("operators", {}),
+        memory=given.get("memory"),
+        environment=given.get("environment", {}),
+        sources=given["sources"],
+    )
+
+
+def _without_source(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in given.items() if name != "source"}
+
+
+def _of_table(table: Table) -> dict[str, Any]:
+    return {"sizes": table.sizes, "seconds": table.seconds}
+
+
+def _table(given: Mapping[str, Any]) -> Table:
+    return Table(tuple(given["sizes"]), tuple(given["seconds"]))
+
+
+def _of_link(link: Link) -> dict[str, Any]:
+    return {name: _of_table(getattr(link, name)) for name in ("total", "posted", "after")}
+
+
+def _link(given: Mapping[str, Any]) -> Link:
+    """Return a link of tables, or of a latency and a bandwidth."""
+    if "latency" in given:
+        numbers = ("latency", "bandwidth", "posted", "after")
+        return Link.described(**{name: given[name] for name in numbers if name in given})
+    return Link(*(_table(given[name]) for name in ("total", "posted", "after")))

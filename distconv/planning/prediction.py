@@ -1,0 +1,313 @@
+"""The time and memory of a training step, predicted: the critical path of what the ranks do.
+
+After Dryden et al., "Improving Strong-Scaling of CNN Training by Exploiting Finer-Grained
+Parallelism" (IPDPS 2019), section V; but the operators, messages and overlap are those of the code,
+which goes through the step in a dry run.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from distconv.geometry.layout import Layout
+from distconv.geometry.topology import AXES, Topology
+from distconv.planning.machine import Machine
+from distconv.planning.operators import OperatorTimes
+from distconv.planning.recording import (
+    Loss,
+    OptimizerFactory,
+    Recording,
+    mean_square,
+    record_step,
+    sgd,
+)
+from distconv.planning.table import size, table
+from distconv.planning.timeline import Segment, Timeline, play
+
+PLAYED = 4
+"""Grids of up to so many ranks are played rank by rank; of larger ones the first rank, the middle
+one and the last."""
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    """The seconds of one layer on the slowest rank, forward and backward."""
+
+    name: str
+    kind: str
+    """The type of the layer; nothing for the loss, the sum of gradients and the optimizer."""
+    forward: float
+    """Seconds of local operators in the forward pass."""
+    backward: float
+    """The same in the backward pass, or of the optimizer."""
+    host: float
+    """Seconds of Python, where the device waits for it."""
+    exposed: float
+    """Seconds in which the rank waits for messages, or starts them."""
+    hidden: float
+    """Seconds of messages while the rank computes."""
+    kept: int
+    """Bytes that are kept for the backward pass."""
+    shape: tuple[int, ...] | None
+    """Of the rank's block of the output."""
+
+    @property
+    def seconds(self) -> float:
+        """Return the seconds that the layer takes of the step."""
+        return self.forward + self.backward + self.host + self.exposed
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A training step on a grid, as predicted; prints as a table."""
+
+    module: str
+    machine: str
+    assumed: bool
+    """Whether the machine's numbers are described, and not measured."""
+    grid: dict[str, int]
+    """Ranks along the axes that have several."""
+    samples: int
+    """Of a mini-batch."""
+    seconds: float
+    """Of a step: forward, loss, backward and optimizer, on the slowest rank."""
+    rank: int
+    """The slowest rank."""
+    layers: tuple[LayerTime, ...]
+    memory: dict[str, int]
+    """Bytes by kind at the moment when the rank that needs the most has the most."""
+    critical_path: tuple[Segment, ...] = field(repr=False, default=())
+
+    @property
+    def seconds_per_sample(self) -> float:
+        """Return the seconds of a step for each sample of the mini-batch."""
+        return self.seconds / max(self.samples, 1)
+
+    @property
+    def peak(self) -> int:
+        """Return the most bytes that a rank holds."""
+        return sum(self.memory.values())
+
+    @property
+    def compute(self) -> float:
+        """Return the seconds of local operators on the slowest rank."""
+        return sum(layer.forward + layer.backward for layer in self.layers)
+
+    @property
+    def host(self) -> float:
+        """Return the seconds of Python for which the slowest rank's device waits."""
+        return sum(layer.host for layer in self.layers)
+
+    @property
+    def exposed(self) -> float:
+        """Return the seconds in which the slowest rank waits for messages."""
+        return sum(layer.exposed for layer in self.layers)
+
+    @property
+    def hidden(self) -> float:
+        """Return the seconds of messages while the slowest rank computes."""
+        return sum(layer.hidden for layer in self.layers)
+
+    @property
+    def longest(self) -> list[tuple[str, str, str, float]]:
+        """Return the critical path by layer, phase and activity, with seconds, longest first."""
+        shares: dict[tuple[str, str, str], float] = defaultdict(float)
+        for s in self.critical_path:
+            shares[s.place.layer, s.place.phase, s.what] += s.stop - s.start
+        ordered = sorted(shares.items(), key=lambda entry: -entry[1])
+        return [(*key, seconds) for key, seconds in ordered]
+
+    def __str__(self) -> str:
+        rows = [_HEADING, *(_cells(layer) for layer in self.layers)]
+        sums = self.forward_and_backward, self.host, self.exposed, self.hidden
+        rows.append(("total", "", "", *map(_ms, (*sums[0], *sums[1:])), _bytes(self.peak)))
+        path = ", ".join(
+            f"{layer or 'between'} {phase} {what} {_ms(seconds)}"
+            for layer, phase, what, seconds in self.longest[:6]
+        )
+        held = ", ".join(f"{kind} {size(n)}" for kind, n in self.memory.items() if n)
+        assumed = ", assumed" if self.assumed else ""
+        return "\n".join(
+            (
+                f"{self.module} on {in_words(self.grid)} of {self.machine}{assumed}: "
+                f"{_ms(self.seconds)} ms a step, {_ms(self.seconds_per_sample)} ms a sample",
+                table(rows, right=tuple(range(3, 9))),
+                f"times in ms, of rank {self.rank}; memory at most {size(self.peak)}: {held}",
+                f"critical path: {path}",
+            )
+        )
+
+    @property
+    def forward_and_backward(self) -> tuple[float, float]:
+        """Return the seconds of local operators in the forward pass, and after it."""
+        layers = self.layers
+        return sum(x.forward for x in layers), sum(x.backward for x in layers)
+
+
+def predict(
+    module: nn.Module,
+    shape: Sequence[int] | Sequence[Sequence[int]],
+    grid: Mapping[str, int],
+    machine: Machine,
+    *,
+    layouts: Mapping[str, Layout] | None = None,
+    layout: Layout | None = None,
+    dtype: torch.dtype | None = None,
+    loss: Loss = mean_square,
+    optimizer: OptimizerFactory = sgd,
+    bucket_bytes: int = 2**20,
+    measure: bool = True,
+    progress: Callable[[int, int], object] = lambda done, of: None,
+) -> Prediction:
+    """Return the time and memory of a training step on a grid, which need not exist.
+
+    One process calls it. On a measured machine, local operators that `machine` has no times for are
+    timed here, and added to it: call it on the machine itself, where nothing else runs.
+
+    Parameters
+    ----------
+    module: any torch.nn.Module, before `parallelize`.
+    shape: the global shape of its input, or one for each input.
+    grid: the ranks along the axes, as {"sample": 2, "height": 2}.
+    layouts, layout, bucket_bytes: as for `parallelize` and `distribute_tensor`.
+    dtype: of the inputs; that of the parameters by default.
+    loss: takes what the module returns, and returns the scalar that is minimised.
+    optimizer: takes the parameters, and returns an optimizer.
+    measure: whether operators may be timed.
+
+    Raises
+    ------
+    UnsupportedOperation
+        Where the module cannot run on the grid.
+    ValueError
+        For a machine without the times that are needed.
+    """
+    shapes = shapes_of(shape)
+    recordings = record_ranks(
+        module,
+        shapes,
+        grid,
+        layouts=layouts,
+        layout=layout,
+        dtype=dtype,
+        loss=loss,
+        optimizer=optimizer,
+        bucket_bytes=bucket_bytes,
+    )
+    ranks = recordings[0].ranks
+    times = OperatorTimes(machine, machine.at_once(ranks), measure=measure, progress=progress)
+    times.prepare(operator for r in recordings for operator in r.operators)
+    return predicted(type(module).__name__, shapes[0][0], grid, recordings, machine, times)
+
+
+def record_ranks(
+    module: nn.Module,
+    shapes: Sequence[tuple[int, ...]],
+    grid: Mapping[str, int],
+    **options: Any,
+) -> list[Recording]:
+    """Return the recordings of the ranks of a grid that stand for all (see `record_step`)."""
+    ranks = Topology(tuple(grid.get(axis, 1) for axis in AXES)).size
+    first = record_step(module, shapes, grid, rank=0, **options)
+    if ranks <= PLAYED:
+        others = list(range(1, ranks))
+    else:
+        middle = Topology(tuple(grid.get(axis, 1) for axis in AXES))
+        others = [middle.rank({axis: middle.extent(axis) // 2 for axis in AXES}), ranks - 1]
+    return [first, *(record_step(module, shapes, grid, rank=r, **options) for r in others)]
+
+
+def predicted(
+    name: str,
+    samples: int,
+    grid: Mapping[str, int],
+    recordings: Sequence[Recording],
+    machine: Machine,
+    times: OperatorTimes,
+) -> Prediction:
+    """Return the prediction of recorded ranks whose local operators have been prepared."""
+    line = play(recordings, machine, times)
+    slowest = next(r for r in recordings if r.rank == line.slowest)
+    largest = max(recordings, key=lambda r: r.peak)
+    return Prediction(
+        name,
+        machine.name,
+        machine.assumed,
+        {axis: n for axis, n in grid.items() if n > 1},
+        samples,
+        line.seconds,
+        line.slowest,
+        _layers(slowest, line),
+        dict(largest.memory),
+        tuple(line.critical_path()),
+    )
+
+
+def shapes_of(given: Any) -> list[tuple[int, ...]]:
+    """Return one shape for each input, of which a single one may be given by itself."""
+    several = list(given) if given and all(isinstance(s, Sequence) for s in given) else [given]
+    shapes = [tuple(shape) for shape in several]
+    for shape in shapes:
+        if not shape or not all(isinstance(n, int) and n > 0 for n in shape):
+            raise ValueError(f"{shape} is no shape; write (1, 18, 256, 256), say")
+    return shapes
+
+
+def in_words(grid: Mapping[str, int]) -> str:
+    """Return the axes of a grid with several ranks, as a command line has them."""
+    return ",".join(f"{axis}={n}" for axis, n in grid.items() if n > 1) or "1 rank"
+
+
+def _layers(recording: Recording, line: Timeline) -> tuple[LayerTime, ...]:
+    sums: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for s in line.segments[recording.rank]:
+        what = s.what
+        if what == "compute":
+            what = "forward" if s.place.phase == "forward" else "backward"
+        elif what in ("wait", "communication"):
+            what = "exposed"
+        sums[s.place.layer][what] += s.stop - s.start
+    for p in line.passages[recording.rank]:
+        hidden = p.seconds - p.exposed
+        sums[p.place.layer]["hidden"] += hidden if hidden > 1e-9 else 0.0
+    order = [*recording.layers, *(name for name in sums if name not in recording.layers)]
+    return tuple(
+        LayerTime(
+            name,
+            recording.layers.get(name, ""),
+            sums[name]["forward"],
+            sums[name]["backward"],
+            sums[name]["host"],
+            sums[name]["exposed"],
+            sums[name]["hidden"],
+            recording.kept.get(name, 0),
+            recording.shapes.get(name),
+        )
+        for name in order
+        if any(sums[name].values()) or recording.kept.get(name, 0)
+    )
+
+
+_HEADING = (
+    *("layer", "type", "local output", "forward", "backward", "host", "exposed", "hidden", "kept"),
+)
+
+
+def _cells(layer: LayerTime) -> tuple[str, ...]:
+    times = layer.forward, layer.backward, layer.host, layer.exposed, layer.hidden
+    shape = "" if layer.shape is None else "x".join(map(str, layer.shape))
+    return (layer.name, layer.kind, shape, *map(_ms, times), _bytes(layer.kept))
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.4g}" if seconds else ""
+
+
+def _bytes(count: int) -> str:
+    return size(count) if count else ""

@@ -1,0 +1,122 @@
+"""The step that is predicted is the one that the code would take, and its parts add up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from distconv.planning import predict
+from distconv.planning.operators import OperatorTimes
+from distconv.planning.prediction import record_ranks
+from distconv.planning.recording import Compute, Start, Wait, record_step
+from distconv.planning.timeline import play
+from tests.planning.machines import described
+
+SHAPE = (4, 3, 16, 16)
+
+
+def network() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1, bias=False),
+        nn.ReLU(),
+        nn.BatchNorm2d(8),
+        nn.Conv2d(8, 4, 3, padding=1),
+    )
+
+
+def test_the_seconds_of_the_layers_add_up_to_the_step() -> None:
+    for grid in ({}, {"height": 2}, {"sample": 2, "width": 2}, {"height": 8}):
+        p = predict(network(), SHAPE, grid, described())
+        assert sum(layer.seconds for layer in p.layers) == pytest.approx(p.seconds)
+        assert sum(s.stop - s.start for s in p.critical_path) == pytest.approx(p.seconds)
+        assert p.compute + p.host + p.exposed == pytest.approx(p.seconds)
+
+
+def test_a_recording_has_the_halos_of_both_passes_and_one_sum_of_gradients() -> None:
+    recording = record_step(network(), [SHAPE], {"height": 2}, rank=0)
+    starts = [e for e in recording.events if isinstance(e, Start)]
+    halos = [(s.place, s.arriving) for s in starts if s.collective is None]
+    row = 4 * 4 * 16
+    # The first layer sends no gradients of its input, which nobody asks for.
+    assert halos == [
+        (("0", "forward"), ((1, 3 * row),)),
+        (("3", "forward"), ((1, 8 * row),)),
+        (("3", "backward"), ((1, 8 * row),)),
+    ]
+    parameters = sum(p.numel() + 1 for p in network().parameters())
+    (gradients,) = (s for s in starts if s.place.layer == "gradients")
+    assert gradients.arriving == ((1, 4 * parameters),)
+    waited = [e.number for e in recording.events if isinstance(e, Wait)]
+    assert sorted(waited) == [s.number for s in starts]
+
+
+def test_convolutions_run_between_the_start_of_an_exchange_and_its_end() -> None:
+    recording = record_step(network(), [(4, 3, 256, 256)], {"height": 2}, rank=0)
+    kinds = [
+        e.operator.name if isinstance(e, Compute) else type(e).__name__
+        for e in recording.events
+        if e.place == ("3", "forward") and type(e).__name__ in ("Compute", "Start", "Wait")
+    ]
+    start, wait = kinds.index("Start"), kinds.index("Wait")
+    assert "aten.convolution.default" in kinds[start:wait]
+
+
+def test_a_slower_link_is_seen_as_exposed_communication_alone() -> None:
+    fast, slow = described(ranks_per_node=4), described(ranks_per_node=1)
+    one, other = (predict(network(), SHAPE, {"height": 2}, m) for m in (fast, slow))
+    assert other.exposed > one.exposed
+    assert other.compute == pytest.approx(one.compute)
+
+
+def test_the_slowest_rank_of_uneven_blocks_decides() -> None:
+    module = nn.Sequential(nn.Conv2d(3, 64, 3, padding=1), nn.Conv2d(64, 64, 3, padding=1))
+    whole = (1, 3, 9, 512)
+    p = predict(module, whole, {"height": 2}, described())
+    assert p.rank == 0
+    waiting = [s for s in p.critical_path if s.what == "wait"]
+    assert not waiting
+
+
+def test_the_memory_of_a_step_counts_what_is_kept_by_kind() -> None:
+    recording = record_step(
+        network(), [SHAPE], {"sample": 2}, optimizer=lambda p: torch.optim.Adam(p)
+    )
+    weights = sum(p.nbytes for p in network().parameters())
+    assert recording.memory["optimizer state"] == 2 * weights
+    assert recording.memory["parameters"] == sum(
+        t.nbytes for t in (*network().parameters(), *network().buffers())
+    )
+    block = 2 * 4 * 16 * 16
+    # The results of the first convolution, of ReLU and batch norm.
+    assert sum(recording.kept.values()) >= 2 * 8 * block
+
+
+def test_layers_that_are_cut_otherwise_redistribute() -> None:
+    from distconv import Layout
+
+    options: dict[str, Any] = {"layouts": {"3": Layout(sample="height")}}
+    cut = record_step(network(), [SHAPE], {"height": 2}, **options)
+    moved = [e for e in cut.events if isinstance(e, Start) and e.place.layer == "3"]
+    assert len([m for m in moved if m.collective is None]) == 2
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_ranks_that_are_played_wait_for_each_other(asynchronous: bool) -> None:
+    machine = described(asynchronous=asynchronous)
+    recordings = record_ranks(network(), [SHAPE], {"height": 3})
+    times = OperatorTimes(machine, 3)
+    line = play(recordings, machine, times)
+    alone = [play([r], machine, times).seconds for r in recordings]
+    assert line.seconds >= max(alone) - 1e-12
+
+
+def test_a_parallelized_module_and_wrong_shapes_are_refused() -> None:
+    with pytest.raises(ValueError, match="is no shape"):
+        predict(network(), (1, -3), {}, described())
+    module = network()
+    module.__dict__["_distconv_gradient_reduction"] = None
+    with pytest.raises(ValueError, match="parallelized"):
+        predict(module, SHAPE, {}, described())

@@ -1,0 +1,122 @@
+"""Public functions, classes and methods have docstrings, which begin with what they do or are."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from tests.support.floors import is_private, read_sources
+
+SOURCES = read_sources(Path(__file__).parents[1])
+
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+RIDDLES = {"What", "Whose", "That", "Those", "Of"}
+"""First words that point at a thing instead of naming it."""
+
+NOUN_PHRASES = {"A", "An", "The", "Whether"}
+"""First words of noun phrases, which are for classes: functions begin with a verb."""
+
+OF_TORCH = {"forward", "backward", "extra_repr"}
+"""Methods that torch's own base classes document."""
+
+
+def definitions(scope: ast.AST, prefix: str) -> Iterator[tuple[str, Definition]]:
+    """Yield the functions, classes and methods of a module or class, with their full names."""
+    for node in ast.iter_child_nodes(scope):
+        if isinstance(node, Definition):
+            name = f"{prefix}.{node.name}"
+            yield name, node
+            if isinstance(node, ast.ClassDef):
+                yield from definitions(node, name)
+
+
+def of_interfaces(sources: Mapping[str, ast.Module]) -> set[str]:
+    """Return the names of all methods that an abstract class or protocol documents."""
+    return {
+        method.name
+        for tree in sources.values()
+        for owner in ast.walk(tree)
+        if isinstance(owner, ast.ClassDef)
+        and {ast.unparse(base) for base in owner.bases} & {"ABC", "Protocol"}
+        for method in owner.body
+        if isinstance(method, ast.FunctionDef) and ast.get_docstring(method)
+    }
+
+
+def undocumented(sources: Mapping[str, ast.Module]) -> list[str]:
+    """Return the public names without a docstring, besides methods that an interface documents."""
+    known = of_interfaces(sources) | OF_TORCH
+    found = []
+    for module, tree in sources.items():
+        for name, node in definitions(tree, module):
+            setter = any(ast.unparse(d).endswith(".setter") for d in node.decorator_list)
+            public = not setter and not any(map(is_internal, name.split(".")))
+            if public and node.name not in known and not ast.get_docstring(node):
+                found.append(name)
+    return found
+
+
+def is_internal(name: str) -> bool:
+    """Return whether a name is private, or one of Python's own."""
+    return is_private(name) or name.startswith("__")
+
+
+def riddles(sources: Mapping[str, ast.Module]) -> list[str]:
+    """Return the names whose docstrings do not begin with a verb, or for classes with a name."""
+    return [
+        f"{name}: {text.splitlines()[0]}"
+        for module, tree in sources.items()
+        for name, node in definitions(tree, module)
+        if (text := ast.get_docstring(node))
+        and text.split()[0].rstrip(",.:;")
+        in (RIDDLES if isinstance(node, ast.ClassDef) else RIDDLES | NOUN_PHRASES)
+    ]
+
+
+def test_public_names_have_docstrings() -> None:
+    assert undocumented(SOURCES) == []
+
+
+def test_docstrings_begin_with_a_verb_or_a_name() -> None:
+    assert riddles(SOURCES) == []
+
+
+PLANTED = {
+    "distconv.planted": ast.parse(
+        '''
+class Interface(Protocol):
+    """An interface."""
+    def documented(self): "Return a number."
+    def bare(self): ...
+
+class Kind(Base):
+    """What is made."""
+    def documented(self): ...
+    def forward(self): ...
+    def _own(self): "The number."
+    def __len__(self): ...
+    @size.setter
+    def size(self, value): ...
+
+class _Private:
+    def anything(self): "Return all."
+    def nothing(self): ...
+
+def whole(): "A number."
+def part(): "Return a part."
+def none(): ...
+'''
+    )
+}
+
+
+def test_planted_faults_are_found() -> None:
+    missing = ["Interface.bare", "none"]
+    assert undocumented(PLANTED) == [f"distconv.planted.{name}" for name in missing]
+    assert riddles(PLANTED) == [
+        "distconv.planted.Kind: What is made.",
+        "distconv.planted.Kind._own: The number.",
+        "distconv.planted.whole: A number.",
+    ]

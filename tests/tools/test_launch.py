@@ -1,0 +1,180 @@
+"""`python -m distconv launch`: scripts ask for what the job needs, and nonsense is refused."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from distconv.tools.command_line import main
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "launch"
+JOB = ("--nodes=2", "--ranks-per-node=4", "--time=90")
+PROGRAM = ("--", "python", "train.py")
+
+DOCUMENTED = {
+    "slurm": {
+        "--account --cpu-bind --cpus-per-task --distribution --exclusive --gpu-bind "
+        "--gpus-per-node --job-name --kill-on-bad-exit --mpi --nodes --ntasks --ntasks-per-node "
+        "--output --partition --qos --threads-per-core --time"
+    },
+    "lsf": {
+        "-J -P -W -X -nnodes -o -q --bind --cpu_per_rs --gpu_per_rs --launch_distribution --nrs "
+        "--rs_per_host --smpiargs --tasks_per_rs"
+    },
+    "flux": {
+        "-o --cores-per-task --exclusive --gpus-per-task --job-name --nodes --ntasks --output "
+        "--queue --setattr --time-limit"
+    },
+}
+"""Options of sbatch and srun (Slurm 22.05), bsub (LSF 10.1) and jsrun (JSM 10.3), and of `flux
+batch` and `flux run` (flux-core 0.60), as their manuals list them."""
+
+
+def script(capsys: pytest.CaptureFixture[str], scheduler: str, *options: str) -> str:
+    """Return the script that the command prints."""
+    arguments = ["launch", "--dry-run", f"--scheduler={scheduler}", *options]
+    if "--" not in options:
+        arguments += [*JOB, *PROGRAM]
+    assert main(arguments) == 0
+    return capsys.readouterr().out
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *options: str) -> str:
+    """Return the error with which the command ends."""
+    with pytest.raises(SystemExit) as end:
+        main(["launch", *options])
+    assert end.value.code == 2
+    return capsys.readouterr().err
+
+
+def commands(text: str) -> list[str]:
+    """Return the lines that the shell runs, with continued lines joined."""
+    joined = text.replace("\\\n", " ")
+    return [line for line in joined.splitlines() if line and not line.startswith("#")]
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.*")), ids=lambda path: path.name)
+def test_each_example_is_what_its_own_command_line_writes(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = path.read_text()
+    (line,) = re.findall(r"^# Written by: python -m distconv launch (.*)$", text, re.M)
+    assert main(["launch", "--dry-run", *shlex.split(line)]) == 0
+    assert capsys.readouterr().out == text
+
+
+def test_there_is_an_example_for_every_scheduler() -> None:
+    assert {path.suffix for path in EXAMPLES.glob("*.*")} == {".slurm", ".lsf", ".flux"}
+
+
+@pytest.mark.parametrize("scheduler", ["slurm", "lsf", "flux"])
+@pytest.mark.parametrize("gpus", [(), ("--gpus-per-node=4",), ("--gpus-per-node=2",)])
+def test_scripts_are_shell_with_documented_options_and_all_ranks(
+    scheduler: str, gpus: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ("--cores-per-rank=10", "--account=bank", "--queue=batch", *gpus)
+    text = script(capsys, scheduler, *more)
+    assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
+    launch = commands(text)[-1].replace("$(( cores * 4 ))", "40").replace('"-gpu"', "gpu")
+    prefixes = ("#SBATCH ", "#BSUB ", "# flux: ")
+    directives = " ".join(t.split(p)[1] for t in text.splitlines() for p in prefixes if p in t)
+    asked = f"{directives} {launch.removesuffix('python train.py')}"
+    options = set(re.findall(r"(?<!\S)--?[A-Za-z][\w-]*", asked))
+    (documented,) = DOCUMENTED[scheduler]
+    assert options <= set(documented.split())
+    ranks = {"slurm": "--ntasks=8 ", "lsf": "--tasks_per_rs 4 ", "flux": "--ntasks=8 "}
+    nodes = {"slurm": "--nodes=2 ", "lsf": "--nrs 2 ", "flux": "--nodes=2 "}
+    assert ranks[scheduler] in launch and nodes[scheduler] in launch
+    assert "export OMP_NUM_THREADS=$cores" in commands(text) and "cores=10" in commands(text)
+
+
+def test_time_is_written_as_each_scheduler_reads_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "#SBATCH --time=01:30:00\n" in script(capsys, "slurm")
+    assert "#BSUB -W 01:30\n" in script(capsys, "lsf", "--cores-per-rank=1")
+    assert "# flux: --time-limit=90m\n" in script(capsys, "flux")
+
+
+def test_the_environment_follows_the_devices(capsys: pytest.CaptureFixture[str]) -> None:
+    on_cpus = script(capsys, "slurm")
+    assert "DISTCONV_TRANSPORT=mpi" in on_cpus and "MALLOC_TRIM_THRESHOLD_=" in on_cpus
+    own = script(capsys, "slurm", "--gpus-per-node=4")
+    assert "DISTCONV_TRANSPORT=torch" in own and "MALLOC" not in own
+    shared = script(capsys, "slurm", "--gpus-per-node=2")
+    assert "DISTCONV_TRANSPORT=mpi" in shared
+
+
+def test_a_command_keeps_its_arguments_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    program = ["python", "-m", "my.job", "--title", "a b; rm *", "--", "-x"]
+    text = script(capsys, "slurm", *JOB, "--", *program)
+    assert shlex.split(commands(text)[-1])[-len(program) :] == program
+    assert "#SBATCH --job-name=my.job\n" in text
+
+
+def test_the_number_of_cores_is_counted_where_it_is_not_given(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    lines = commands(script(capsys, "slurm", "--nodes=1", "--ranks-per-node=1", *JOB[2:], *PROGRAM))
+    count = [line for line in lines if "cores" in line][:2]
+    end = subprocess.run(
+        ["bash", "-ec", "\n".join([*count, "echo $cores"])], capture_output=True, text=True
+    )
+    assert end.returncode == 0 and int(end.stdout) >= 1, end.stderr
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (("--nodes=0",), "0 nodes run nothing"),
+        (("--ranks-per-node=-1",), "-1 ranks per node"),
+        (("--time=0",), "0 minutes"),
+        (("--cores-per-rank=0",), "0 cores per rank"),
+        (("--gpus-per-node=8",), "4 ranks a node use 4 of its 8 GPUs"),
+        (("--gpus-per-node=3",), "cannot share 3 GPUs evenly"),
+        (("--gpus-per-node=-1",), "-1 GPUs"),
+        (("--transport=nccl",), "NCCL needs a GPU for each rank"),
+        (("--transport=torch", "--gpus-per-node=2"), "between GPUs"),
+        (("--name=two words",), "is not one word"),
+        (("--setup=a\nb",), "more than one line"),
+        (("--scheduler=lsf",), "give --cores-per-rank"),
+        (("--scheduler=lsf", "--cores-per-rank=1", "--mpi=pmi2"), "option of Slurm"),
+        (("--scheduler=flux", "--mpi=pmi2"), "option of Slurm"),
+        (("--submit", "--dry-run"), "--dry-run submits nothing"),
+    ],
+)
+def test_nonsense_is_refused(
+    options: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said in refusal(capsys, "--scheduler=slurm", *JOB, *options, *PROGRAM)
+
+
+@pytest.mark.parametrize("program", [(), ("--",), ("--", "mpiexec", "-n", "4", "python", "x.py")])
+def test_a_command_that_is_none_or_starts_ranks_itself_is_refused(
+    program: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "python train.py" in refusal(capsys, "--scheduler=slurm", *JOB, *program)
+
+
+def test_a_script_is_written_replaced_and_submitted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    submit = tmp_path / "sbatch"
+    submit.write_text("#!/bin/sh\ncat > taken\nexit 3\n")
+    submit.chmod(submit.stat().st_mode | stat.S_IXUSR)
+    arguments = ["launch", "--scheduler=slurm", *JOB]
+    assert main([*arguments, *PROGRAM]) == 0
+    written = (tmp_path / "train.slurm").read_text()
+    assert "8 ranks on 2 nodes" in capsys.readouterr().out
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    assert "there is no sbatch here" in refusal(capsys, *arguments[1:], "--submit", *PROGRAM)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert main([*arguments, "--submit", *PROGRAM]) == 3
+    assert (tmp_path / "taken").read_text() == written
+    (tmp_path / "train.slurm").write_text("mine")
+    assert "is not a script of launch" in refusal(capsys, *arguments[1:], *PROGRAM)
+    assert (tmp_path / "train.slurm").read_text() == "mine"
