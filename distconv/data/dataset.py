@@ -3,35 +3,51 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from distconv.data.errors import DataError, check_alike, together
+from distconv.data.augment import Augmentations, Change, Move
+from distconv.data.errors import check_alike, together
+from distconv.data.fields import (
+    FieldOnGrid,
+    HaloBlock,
+    Transform,
+    Wanted,
+    given_shapes,
+    tensor_type,
+    with_halo,
+)
 from distconv.data.layouts import batch_cuts, check_names
 from distconv.data.sources.interface import Source
 from distconv.data.sources.opening import Field, open_sources
-from distconv.geometry.layout import Box, Cuts, Layout, rank_box
-from distconv.grid.interface import Grid
+from distconv.data.views import View
+from distconv.geometry.layout import Box, Layout
 from distconv.grid.process_grid import ProcessGrid
 from distconv.tensor.dist_tensor import DistTensor
 
-Transform: TypeAlias = Callable[[Tensor, Box], Tensor]
-"""A function of a block of a mini-batch and the box where it lies, to a block of the same shape."""
-
 Batch: TypeAlias = Any
-"""A DistTensor where the samples have one field, and a tuple of them where they have several."""
+"""A DistTensor where the samples have one field, and a tuple of them where they have several. Where
+boxes have halos, `HaloBlock`s."""
 
 _TOO_MUCH = 2.0
 """How many times the bytes of a sample the ranks may fetch for it before it is told."""
 
-_WIDER = {"uint16": torch.int32, "uint32": torch.int64, "uint64": torch.int64}
-"""The types in which torch computes with unsigned numbers, which it hardly does in their own."""
+
+@dataclass
+class Values:
+    """This rank's shares of one mini-batch, as the sources have them."""
+
+    samples: list[int]
+    epoch: int
+    wanted: list[Wanted]
+    arrays: list[NDArray[Any]]
 
 
 @dataclass
@@ -40,20 +56,7 @@ class Blocks:
 
     samples: list[int]
     tensors: list[Tensor] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class _FieldOnGrid:
-    """One field of the samples, as it lies on the grid."""
-
-    source: Source
-    cuts: Cuts
-    dtype: torch.dtype
-    transform: Transform | None
-
-    def box(self, samples: int, grid: Grid) -> Box:
-        """Return the box of a mini-batch of so many samples that this rank holds."""
-        return rank_box((samples, *self.source.shape), self.cuts, grid.topology, grid.rank)
+    boxes: list[Box] = field(default_factory=list)
 
 
 class Dataset:
@@ -80,6 +83,16 @@ class Dataset:
         converted: `transform(block, box)`, such as `Normalize`. It runs in a background thread, and
         has to commute with cutting.
     check_finite: whether values that are not finite are an error.
+    halo: by how many elements a rank's box is larger on both sides of each dimension of space, that
+        is, those of the first field behind its channels. One number, one for each dimension, or a
+        dictionary of these by name. Fields that have the same space then come as `HaloBlock`s,
+        plain arrays with the elements of neighbours, in place of DistTensors.
+    halo_border: what a halo is beyond the sample: nothing ("clip"), zeros ("zeros"), or what is at
+        the other end of the sample ("periodic").
+    augment: random changes of each sample, in their order, such as `Flip()` and `Noise(0.1)`. They
+        are the same on any grid; those of places are done alike to all fields with the space of the
+        first. They come after `transform`.
+    augment_seed: of their random numbers, which also follow from the epoch and the sample.
 
     Attributes
     ----------
@@ -108,6 +121,10 @@ class Dataset:
         dtype: torch.dtype | Mapping[Any, torch.dtype] | None = None,
         transform: Mapping[Any, Transform] | None = None,
         check_finite: bool = False,
+        halo: int | Sequence[int] | Mapping[Any, int | Sequence[int]] = 0,
+        halo_border: str = "clip",
+        augment: Sequence[Move | Change] = (),
+        augment_seed: int = 0,
     ) -> None:
         self.grid = grid
         self.bytes_read = self.bytes_fetched = 0
@@ -115,22 +132,46 @@ class Dataset:
         self._check_finite = check_finite
         names = [*_listed(inputs), *_listed(targets)]
 
-        def opened() -> dict[Field, _FieldOnGrid]:
+        def opened() -> dict[Field, FieldOnGrid]:
             if len(set(names)) < len(names):
                 raise ValueError(f"inputs and targets name a field twice: {names}")
+            if augment_seed < 0:
+                raise ValueError(f"augment_seed={augment_seed} is negative; choose 0 or more")
             sources = open_sources(source, names)
-            check_names(sources, dtype=dtype, transform=transform)
+            check_names(
+                sources,
+                dtype=dtype,
+                transform=transform,
+                halo=halo,
+                augment={name: None for one in augment for name in getattr(one, "fields", ())},
+            )
             _check_samples(sources)
-            cuts = batch_cuts({name: own.shape for name, own in sources.items()}, layout, grid)
-            return {
-                name: _FieldOnGrid(
+            augmentations = Augmentations(tuple(augment), augment_seed)
+            shapes = given_shapes(sources, augmentations)
+            cuts = batch_cuts({name: shape for name, (shape, _) in shapes.items()}, layout, grid)
+            fields = {
+                name: FieldOnGrid(
+                    number,
+                    name,
                     own,
                     cuts[name],
-                    _tensor_type(own, dtype, name),
+                    tensor_type(own, dtype, name),
                     (transform or {}).get(name),
+                    *shapes[name],
+                    (),
+                    halo_border,
+                    augmentations,
+                    tuple(augmentations.changes(number, name)),
                 )
-                for name, own in sources.items()
+                for number, (name, own) in enumerate(sources.items())
             }
+            for own in fields.values():
+                if own.changes and not own.dtype.is_floating_point:
+                    raise ValueError(
+                        f"augment: {own.changes[0][1]} changes {own.source.name}, which is of "
+                        f"{own.dtype}; expected floating-point numbers, as dtype= makes them"
+                    )
+            return with_halo(fields, halo)
 
         self._fields = together(grid, opened)
         facts = together(grid, self._facts)
@@ -142,40 +183,52 @@ class Dataset:
         return self.samples
 
     @property
+    def on_grid(self) -> list[FieldOnGrid]:
+        """Return each field as it lies on the grid, in the order of a mini-batch."""
+        return list(self._fields.values())
+
+    @property
     def fields(self) -> dict[Field, Source]:
         """Return the source of each field, in the order of a mini-batch."""
         return {name: own.source for name, own in self._fields.items()}
 
-    def batch(self, samples: Sequence[int]) -> Batch:
+    def batch(self, samples: Sequence[int], epoch: int = 0) -> Batch:
         """Read one mini-batch. Collective: all ranks ask for the same samples.
 
-        Returns the fields in order, each a DistTensor of shape (len(samples), *shape of a sample);
-        a bare one where there is only one field. Raises DataError on every rank where one cannot
-        read its box.
-        """
-        check_alike(self.grid, {"samples": str(list(samples))}, "Ask for the same on all ranks.")
-        return self.assemble(together(self.grid, lambda: self.read(samples)))
+        Returns the fields in order, each a DistTensor of shape (len(samples), *shape of a sample),
+        or a `HaloBlock`; a bare one where there is only one field. Raises DataError on every rank
+        where one cannot read its box.
 
-    def read(self, samples: Sequence[int]) -> Blocks:
+        Parameters
+        ----------
+        epoch: from which random changes of samples follow.
+        """
+        facts = {"samples": str(list(samples)), "epoch": str(epoch)}
+        check_alike(self.grid, facts, "Ask for the same on all ranks.")
+        return self.assemble(together(self.grid, lambda: self.read(samples, epoch)))
+
+    def read(self, samples: Sequence[int], epoch: int = 0) -> Blocks:
         """Read this rank's blocks of a mini-batch. Not collective, and fit for a thread."""
-        wrong = [i for i in samples if not 0 <= i < self.samples]
-        if wrong:
-            raise ValueError(f"there are no samples {wrong}; there are {self.samples}, from 0")
-        fields = list(self._fields.values())
-        boxes = [own.box(len(samples), self.grid) for own in fields]
-        arrays = [np.empty(b.shape, f.source.dtype) for f, b in zip(fields, boxes, strict=True)]
+        values = self._wanted(samples, epoch)
         # Sample by sample, as the fields of one may have to be fetched together.
-        for place, sample in enumerate(samples):
-            for own, box, values in zip(fields, boxes, arrays, strict=True):
-                if values.size and box.start[0] <= place < box.stop[0]:
-                    in_sample = Box(box.start[1:], box.stop[1:])
-                    own.source.read_into(values[place - box.start[0], ...], sample, in_sample)
-                    self._count(own.source, in_sample)
-        blocks = Blocks(list(map(int, samples)))
-        for own, box, values in zip(fields, boxes, arrays, strict=True):
+        for place in range(len(samples)):
+            for own, wanted, array in zip(self.on_grid, values.wanted, values.arrays, strict=True):
+                here = place - wanted.box.start[0]
+                if 0 <= here < len(wanted.samples):
+                    view = wanted.views[here]
+                    self._read_view(own.source, wanted.samples[here], view, array[here, ...])
+        return self.converted(values)
+
+    def converted(self, values: Values) -> Blocks:
+        """Return what was read of a mini-batch as tensors; in pinned memory for a GPU."""
+        blocks = Blocks(values.samples)
+        for own, wanted, array in zip(self.on_grid, values.wanted, values.arrays, strict=True):
             if self._check_finite:
-                _raise_unless_finite(own.source, values, blocks.samples[box.slices[0]])
-            blocks.tensors.append(self._converted(own, values, box))
+                own.check_finite(array, wanted)
+            block = own.converted(array, wanted, values.epoch)
+            on_gpu = self.grid.device.type == "cuda"
+            blocks.tensors.append(block.pin_memory() if on_gpu else block)
+            blocks.boxes.append(wanted.box)
         return blocks
 
     def assemble(self, blocks: Blocks) -> Batch:
@@ -184,30 +237,41 @@ class Dataset:
         All ranks call it for the same samples. No communication: what a rank holds follows from
         the grid.
         """
-        batch = tuple(
-            DistTensor(
-                block.to(self.grid.device, non_blocking=True),
-                (len(blocks.samples), *own.source.shape),
-                own.cuts,
-                self.grid,
-            )
-            for own, block in zip(self._fields.values(), blocks.tensors, strict=True)
-        )
-        return batch if len(batch) > 1 else batch[0]
+        batch: list[Any] = []
+        count, topology = len(blocks.samples), self.grid.topology
+        for own, block, box in zip(self.on_grid, blocks.tensors, blocks.boxes, strict=True):
+            local = block.to(self.grid.device, non_blocking=True)
+            shape = count, *own.shape
+            if own.halo:
+                mine = own.box(count, topology, self.grid.rank)
+                batch.append(HaloBlock(local, box, mine, shape))
+            else:
+                batch.append(DistTensor(local, shape, own.cuts, self.grid))
+        return tuple(batch) if len(batch) > 1 else batch[0]
 
-    def _converted(self, own: _FieldOnGrid, values: np.ndarray, box: Box) -> Tensor:
-        """Return what was read as a tensor, transformed; in pinned memory for a GPU."""
-        if values.dtype.name in _WIDER:
-            values = values.astype(np.int64)
-        block = torch.from_numpy(values).to(own.dtype)
-        if own.transform is not None:
-            shape, block = block.shape, own.transform(block, box)
-            if block.shape != shape:
-                raise ValueError(
-                    f"the transform of {own.source.name} returns {tuple(block.shape)} for a block "
-                    f"of {tuple(shape)}; expected the same shape"
-                )
-        return block.pin_memory() if self.grid.device.type == "cuda" else block
+    def _wanted(self, samples: Sequence[int], epoch: int) -> Values:
+        """Return memory for what this rank needs of a mini-batch."""
+        wrong = [i for i in samples if not 0 <= i < self.samples]
+        if wrong:
+            raise ValueError(f"there are no samples {wrong}; there are {self.samples}, from 0")
+        topology, rank = self.grid.topology, self.grid.rank
+        wanted = [own.wanted(samples, epoch, topology, rank) for own in self.on_grid]
+        arrays = [own.empty(share) for own, share in zip(self.on_grid, wanted, strict=True)]
+        return Values(list(map(int, samples)), epoch, wanted, arrays)
+
+    def _read_view(self, source: Source, sample: int, view: View, out: NDArray[Any]) -> None:
+        """Read a view of a sample, piece by piece."""
+        for piece in view.pieces():
+            if piece.source.shape == out.shape and view.straight and not any(piece.flips):
+                self._read_into(source, sample, piece.source, out)
+            else:
+                values = np.empty(piece.source.shape, source.dtype)
+                self._read_into(source, sample, piece.source, values)
+                piece.place(out, values, view.order)
+
+    def _read_into(self, source: Source, sample: int, box: Box, out: NDArray[Any]) -> None:
+        source.read_into(out, sample, box)
+        self._count(source, box)
 
     def _count(self, source: Source, box: Box) -> None:
         with self._counting:
@@ -218,15 +282,17 @@ class Dataset:
         facts: dict[str, str] = {}
         for name, own in self._fields.items():
             facts |= own.source.facts()
-            facts[f"field {name!r}"] = f"{own.source.name} as {own.dtype} in {Layout.of(own.cuts)}"
+            cut = f"{own.dtype} in {Layout.of(own.cuts)}"
+            halo = f", halo {own.halo} {own.border}" if own.halo else ""
+            facts[f"field {name!r}"] = f"{own.source.name} as {cut}{halo}"
+            facts["augment"] = str(own.augmentations)
         return facts
 
     def _compare_chunks(self) -> dict[Field, float]:
         """Find out what chunks cost on this grid, and tell where it is much. Collective."""
         grid = self.grid
         boxes = {
-            name: rank_box(own.source.shape, own.cuts[1:], grid.topology, grid.rank)
-            for name, own in self._fields.items()
+            name: own.stored_box(grid.topology, grid.rank) for name, own in self._fields.items()
         }
         mine = [
             (own.source.fetched(boxes[name]), boxes[name].size * own.source.dtype.itemsize)
@@ -261,23 +327,3 @@ def _check_samples(sources: Mapping[Field, Source]) -> None:
     if len(set(counts.values())) > 1:
         listed = ", ".join(f"{n} in {name}" for name, n in counts.items())
         raise ValueError(f"the fields have different numbers of samples: {listed}")
-
-
-def _tensor_type(own: Source, dtype: Any, name: Field) -> torch.dtype:
-    chosen = dtype.get(name) if isinstance(dtype, Mapping) else dtype
-    if chosen is not None and (own.dtype.kind == "f" or isinstance(dtype, Mapping)):
-        if not isinstance(chosen, torch.dtype):
-            raise TypeError(f"dtype={chosen!r} of {own.name} is not a torch.dtype")
-        return chosen
-    if own.dtype.kind == "f":
-        return torch.get_default_dtype()
-    if own.dtype.name in _WIDER:
-        return _WIDER[own.dtype.name]
-    return torch.from_numpy(np.empty(0, own.dtype)).dtype
-
-
-def _raise_unless_finite(source: Source, values: np.ndarray, samples: Sequence[int]) -> None:
-    if source.dtype.kind not in "fc" or np.isfinite(values).all():
-        return
-    bad = [i for i, sample in zip(samples, values, strict=True) if not np.isfinite(sample).all()]
-    raise DataError(f"{source.name} holds values that are not finite in samples {bad}")

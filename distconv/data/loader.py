@@ -160,7 +160,8 @@ class Loader:
 
     def _timed(self, batches: list[list[int]]) -> Generator[tuple[str, Blocks], None, None]:
         """Yield this rank's blocks of each mini-batch with its name, and count the waiting."""
-        reading = prefetched(self.dataset.read, batches, self._ahead)
+        epoch = self._epoch
+        reading = prefetched(lambda b: self.dataset.read(b, epoch), batches, self._ahead)
         try:
             while True:
                 start = time.perf_counter()

@@ -329,3 +329,14 @@ class TransposedWindow(Ascending):
             first * self.stride + offset,
             (last - 1) * self.stride + offset + self.dilation * (self.kernel - 1) + 1,
         )
+
+
+def is_identity(needs: IndexMap, size: int) -> bool:
+    """Return whether a map says by itself that output i needs input i, of `size`, and no others.
+
+    That costs nothing, however many parts the dimension is cut into. Maps that come to the same by
+    other numbers are not recognised.
+    """
+    if isinstance(needs, Window):
+        return (needs.kernel, needs.stride, needs.padding) == (1, 1, (0, 0))
+    return needs in (Same(), AdaptiveWindow(size), Strided(0, 1, size))

@@ -18,7 +18,7 @@ from functools import cached_property, lru_cache
 from itertools import product
 from math import prod
 
-from distconv.geometry.index_maps import IndexMap, Interval, Same, Window
+from distconv.geometry.index_maps import IndexMap, Interval, is_identity
 from distconv.geometry.layout import Cuts, block, cutting_axes, owning_part, rank_box
 from distconv.geometry.topology import Topology
 
@@ -97,8 +97,8 @@ class _Dimension:
         """Return whether every target part needs the source part of its number, on its ranks."""
         if (self.source_axes, self.size) != (self.target_axes, self.outputs):
             return False
-        # The first part tells of most maps that they are not.
-        return self.needs in (Same(), Window(1)) or all(
+        # The first part tells of most other maps that they are not.
+        return is_identity(self.needs, self.size) or all(
             self.intervals(j) == (block(self.size, self.source_parts, j),)
             for j in range(min(self.source_parts, self.size))
         )

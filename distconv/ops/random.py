@@ -45,12 +45,26 @@ def _uniform(x: DistTensor, dims: int | None = None) -> Tensor:
     With `dims` given they differ along the first `dims` dimensions only.
     """
     dims = x.dim() if dims is None else min(dims, x.dim())
+    drawn = uniform_at(global_numbers(x, dims), _key(x.grid))
+    return drawn.reshape((*drawn.shape, *(1,) * (x.dim() - dims)))
+
+
+def uniform_at(numbers: Tensor, key: Tensor) -> Tensor:
+    """Return uniform random numbers in [0, 1), float64, that follow from whole numbers and a key.
+
+    No communication.
+    """
     # Integer arithmetic wraps around modulo 2^64, as the generator wants it.
-    bits = (global_numbers(x, dims) + 1) * _GOLDEN + _key(x.grid)
+    bits = (numbers + 1) * _GOLDEN + key
     for shift, factor in _MIX:
         bits = (bits ^ _right(bits, shift)) * factor
     bits = bits ^ _right(bits, 31)
-    return (_right(bits, 11).double() * 2.0**-53).reshape((*bits.shape, *(1,) * (x.dim() - dims)))
+    return _right(bits, 11).double() * 2.0**-53
+
+
+def normal_at(numbers: Tensor, key: Tensor) -> Tensor:
+    """Return standard normal random numbers, float64, by inversion, as `uniform_at` does."""
+    return torch.special.ndtri(uniform_at(numbers, key) + 2.0**-54)
 
 
 def _right(bits: Tensor, shift: int) -> Tensor:
@@ -59,8 +73,8 @@ def _right(bits: Tensor, shift: int) -> Tensor:
 
 
 def _normal(x: DistTensor) -> Tensor:
-    """Return standard normal random numbers, float64, by inversion; all ranks call it."""
-    return torch.special.ndtri(_uniform(x) + 2.0**-54)
+    """Return standard normal random numbers, float64; all ranks call it."""
+    return normal_at(global_numbers(x, x.dim()), _key(x.grid))
 
 
 def _integers(x: DistTensor, low: int, high: int) -> Tensor:

@@ -163,7 +163,7 @@ def _collective(kind: str, grid: ProcessGrid, sizes: Sequence[int], seconds: flo
 
 
 class _Over:
-    """What is complete when it has been started."""
+    """A movement that is complete when it has been started."""
 
     def wait(self) -> None:
         """Return at once."""

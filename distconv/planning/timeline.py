@@ -30,7 +30,7 @@ class Segment(NamedTuple):
 
 
 class Passage(NamedTuple):
-    """What was under way between ranks, as one of them has seen it."""
+    """A movement that was under way between ranks, as one of them has seen it."""
 
     place: Place
     """Where it was started."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 
 import torch
@@ -24,6 +25,11 @@ class StreamRequest:
         """Let all that follows on the current stream find it complete; the host goes on."""
         torch.cuda.current_stream(self._device).wait_event(self._event)
         self._tensors = ()
+
+    def __del__(self) -> None:
+        # An exception may leave messages behind, which are sent and arrive all the same.
+        if self._tensors and not sys.is_finalizing():
+            self.wait()
 
 
 class SideStream:

@@ -45,10 +45,11 @@ class TorchRequest:
     ----------
     works: what torch.distributed calls a request.
     memory: the tensors that are read and written.
+    on_gpu: whether a stream waits, and not the host.
     """
 
-    def __init__(self, works: list[Any], memory: Any):
-        self.works, self._memory = works, memory
+    def __init__(self, works: list[Any], memory: Any, on_gpu: bool = False):
+        self.works, self._memory, self._on_gpu = works, memory, on_gpu
 
     def wait(self) -> None:
         """Return when all has arrived, and what was sent may be overwritten.
@@ -65,7 +66,12 @@ class TorchRequest:
     def __del__(self) -> None:
         # An exception may leave messages behind, which arrive in their memory all the same. gloo
         # does not tell whether they have but to who waits.
-        if self.works and not sys.is_finalizing():
+        if not self.works or sys.is_finalizing():
+            return
+        if self._on_gpu:
+            with suppress(RuntimeError):
+                self.wait()
+        else:
             abandoned = TorchRequest(self.works, self._memory)
             self.works = []
             threading.Thread(target=_outlive, args=(abandoned,), daemon=True).start()
@@ -118,7 +124,7 @@ class TorchTransport:
         _copy_own(self._rank, arriving, leaving)
         receives, sends = self._to_others(arriving), self._to_others(leaving)
         group, works = self._messages, list[Any]()
-        under_way = TorchRequest(works, (arriving, leaving))
+        under_way = TorchRequest(works, (arriving, leaving), self._on_gpu)
         # NCCL has to be given all at once, and no empty batch.
         together = self._on_gpu and bool(receives or sends)
         if together:
@@ -141,7 +147,7 @@ class TorchTransport:
         if group.size == 1 or not tensor.numel():
             return TorchRequest([], None)
         work = start(self._group_of(group).allreduce, [lent(summand.numbers)])
-        return summand.arriving(TorchRequest([work], summand.numbers))
+        return summand.arriving(TorchRequest([work], summand.numbers, self._on_gpu))
 
     def all_gather(self, tensor: Tensor, group: Communicator) -> Tensor:
         """Return the tensors of all ranks of `group`, stacked in rank order."""

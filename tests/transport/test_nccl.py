@@ -6,7 +6,6 @@ Memory is the CPU's, streams are none, and MPI stands in for NCCL.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,87 +14,19 @@ from mpi4py import MPI
 
 from distconv.transport.mpi_communicator import MPICommunicator
 from distconv.transport.nccl import NCCLTransport, why_unavailable
-from tests.support.streams import Stream, replace_modules, replace_streams
+from tests.support.nccl import Communicator, replace_cupy
+from tests.support.streams import replace_streams
 
 WORLD = MPI.COMM_WORLD
 ALL = MPICommunicator(WORLD)
 RANKS = [1, 2, 3]
-TYPES = {0: MPI.INT8_T, 1: MPI.UINT8_T, 2: MPI.INT32_T, 4: MPI.INT64_T, 7: MPI.FLOAT, 8: MPI.DOUBLE}
-"""MPI's types by the numbers that NCCL gives them."""
-
-
-def memory(address: int, count: int, datatype: int) -> list[Any]:
-    kind = TYPES[datatype]
-    return [MPI.buffer.fromaddress(address, count * kind.Get_size()), count, kind]
-
-
-class Communicator:
-    """A stand-in for cupy's NcclCommunicator, over MPI."""
-
-    group: list[MPI.Request] | None = None
-    """The requests started since groupStart."""
-    lost = False
-    """Whether NCCL has met with an error meanwhile."""
-
-    def __init__(self, ndev: int, commId: tuple[int, ...], rank: int):
-        self._comm = WORLD.Dup()
-        assert len(commId) == 128 and (ndev, rank) == (WORLD.size, WORLD.rank)
-
-    def check_async_error(self) -> None:
-        if Communicator.lost:
-            raise RuntimeError("NCCL_ERROR_REMOTE_ERROR")
-
-    def send(self, buffer: int, count: int, datatype: int, peer: int, stream: int) -> None:
-        assert Communicator.group is not None and stream == Stream.cuda_stream
-        Communicator.group.append(self._comm.Isend(memory(buffer, count, datatype), peer))
-
-    def recv(self, buffer: int, count: int, datatype: int, peer: int, stream: int) -> None:
-        assert Communicator.group is not None and stream == Stream.cuda_stream
-        Communicator.group.append(self._comm.Irecv(memory(buffer, count, datatype), peer))
-
-    def allReduce(  # noqa: N802
-        self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, stream: int
-    ) -> None:
-        assert (sendbuf, op, stream) == (recvbuf, 0, Stream.cuda_stream)
-        self._comm.Allreduce(MPI.IN_PLACE, memory(recvbuf, count, datatype), MPI.SUM)
-
-    def allGather(  # noqa: N802
-        self, sendbuf: int, recvbuf: int, count: int, datatype: int, stream: int
-    ) -> None:
-        into = memory(recvbuf, count * WORLD.size, datatype)
-        into[1] = count
-        self._comm.Allgather(memory(sendbuf, count, datatype), into)
-
-    def broadcast(
-        self, sendbuff: int, recvbuff: int, count: int, datatype: int, root: int, stream: int
-    ) -> None:
-        assert sendbuff == recvbuff
-        self._comm.Bcast(memory(recvbuff, count, datatype), root)
-
-
-def group_start() -> None:
-    assert Communicator.group is None
-    Communicator.group = []
-
-
-def group_end() -> None:
-    assert Communicator.group is not None
-    MPI.Request.Waitall(Communicator.group)
-    Communicator.group = None
 
 
 @pytest.fixture
 def transport(monkeypatch: pytest.MonkeyPatch) -> Iterator[NCCLTransport]:
     """Make a transport over all ranks."""
-    nccl: Any = ModuleType("cupy.cuda.nccl")
-    nccl.NcclCommunicator, nccl.groupStart, nccl.groupEnd = Communicator, group_start, group_end
-    nccl.get_unique_id = lambda: tuple(range(128))
-    nccl.NCCL_SUM = nccl.NCCL_INT8 = 0
-    nccl.NCCL_UINT8, nccl.NCCL_INT32, nccl.NCCL_INT64 = 1, 2, 4
-    nccl.NCCL_FLOAT32, nccl.NCCL_FLOAT64 = 7, 8
-    replace_modules(monkeypatch, ModuleType("cupy"), ModuleType("cupy.cuda"), nccl)
+    replace_cupy(monkeypatch)
     replace_streams(monkeypatch)
-    monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "0")
     yield NCCLTransport(ALL, torch.device("cpu"))
     assert Communicator.group is None
 

@@ -4,14 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from distconv.planning.operators import KEEP_MEMORY
 from distconv.tools.batch.job import Job
-
-KEEP = {
-    "MALLOC_MMAP_THRESHOLD_": str(1 << 32),
-    "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
-    "MALLOC_TOP_PAD_": str(1 << 27),
-}
-"""Lets freed memory stay with the process; glibc would fetch activations anew in every step."""
 
 CORES_OF_THE_NODE = "$(lscpu --parse=CORE,SOCKET | grep -v '^#' | sort -u | wc -l)"
 """The physical cores of the node on which the script runs, as a shell counts them."""
@@ -52,5 +46,5 @@ def _cores(job: Job) -> list[str]:
 
 def _variables(job: Job) -> dict[str, str]:
     """Return what the environment of the ranks has to say."""
-    host = {} if job.gpus_per_node else KEEP
+    host = {} if job.gpus_per_node else KEEP_MEMORY
     return {"DISTCONV_TRANSPORT": job.carrier, **host}

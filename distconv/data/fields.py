@@ -1,0 +1,220 @@
+"""One field of the samples on a grid: its boxes, and what becomes of the values in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from distconv.data.augment import Augmentations, Change
+from distconv.data.errors import DataError
+from distconv.data.sources.interface import Source
+from distconv.data.sources.opening import Field
+from distconv.data.views import View
+from distconv.geometry.layout import Box, Cuts, rank_box
+from distconv.geometry.topology import Topology
+
+Transform: TypeAlias = Callable[[Tensor, Box], Tensor]
+"""A function of a block of a mini-batch and the box where it lies, to a block of the same shape."""
+
+BORDERS = ("clip", "zeros", "periodic")
+
+_WIDER = {"uint16": torch.int32, "uint32": torch.int64, "uint64": torch.int64}
+"""The types in which torch computes with unsigned numbers, which it hardly does in their own."""
+
+
+@dataclass(frozen=True)
+class HaloBlock:
+    """A rank's box of a mini-batch with some of its neighbours' elements: a plain, local array.
+
+    Attributes
+    ----------
+    local: the elements, on the device of the grid.
+    box: where they lie in the mini-batch. It begins below 0, or ends beyond the mini-batch, where
+        the halo is zeros, or taken from the other end.
+    own: the rank's own box.
+    shape: of the mini-batch.
+    """
+
+    local: Tensor
+    box: Box
+    own: Box
+    shape: tuple[int, ...]
+
+    @property
+    def inner(self) -> tuple[slice, ...]:
+        """Return the index of the rank's own box in `local`."""
+        return tuple(
+            slice(a - first, b - first)
+            for a, b, first in zip(self.own.start, self.own.stop, self.box.start, strict=True)
+        )
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A rank's share of a mini-batch: its box, with halos, and a view of each of its samples."""
+
+    box: Box
+    samples: tuple[int, ...]
+    views: tuple[View, ...]
+
+
+@dataclass(frozen=True)
+class FieldOnGrid:
+    """One field of the samples, as it lies on the grid.
+
+    Attributes
+    ----------
+    number: its place among the fields.
+    name: what the program calls it.
+    shape: of a sample as the program gets it.
+    space: how many of the last dimensions are those of space, shared with the first field.
+    halo: for each dimension of a sample, by how much boxes are larger; empty for DistTensors.
+    border: what halos are beyond the sample.
+    augmentations, changes: what is done to samples at random, and what of it to the values.
+    """
+
+    number: int
+    name: Field
+    source: Source
+    cuts: Cuts
+    dtype: torch.dtype
+    transform: Transform | None
+    shape: tuple[int, ...]
+    space: int
+    halo: tuple[int, ...]
+    border: str
+    augmentations: Augmentations
+    changes: tuple[tuple[int, Change], ...]
+
+    def box(self, samples: int, topology: Topology, rank: int) -> Box:
+        """Return a rank's own box of a mini-batch of so many samples."""
+        return rank_box((samples, *self.shape), self.cuts, topology, rank)
+
+    def stored_box(self, topology: Topology, rank: int) -> Box:
+        """Return a rank's own box of a stored sample, before anything in it is moved."""
+        return rank_box(self.source.shape, self.cuts[1:], topology, rank)
+
+    def wanted(self, samples: Sequence[int], epoch: int, topology: Topology, rank: int) -> Wanted:
+        """Return what a rank needs of a mini-batch. It follows from the arguments alone."""
+        own = self.box(len(samples), topology, rank)
+        box, in_sample = own, Box(own.start[1:], own.stop[1:])
+        if self.halo and in_sample.size:
+            bounds = [
+                (a - h, b + h) if self.border != "clip" else (max(a - h, 0), min(b + h, n))
+                for a, b, h, n in zip(
+                    in_sample.start, in_sample.stop, self.halo, self.shape, strict=True
+                )
+            ]
+            box = Box(
+                (own.start[0], *(a for a, _ in bounds)), (own.stop[0], *(b for _, b in bounds))
+            )
+        mine = tuple(int(i) for i in samples[own.slices[0]]) if own.size else ()
+        views = tuple(
+            self.augmentations.view(self.source.shape, self.space, sample, epoch).within(
+                in_sample, self.halo, self.border
+            )
+            for sample in mine
+        )
+        return Wanted(box, mine, views)
+
+    def empty(self, wanted: Wanted) -> NDArray[Any]:
+        """Return memory for what is wanted, zero where some of it is outside the samples."""
+        if any(view.filled for view in wanted.views):
+            return np.zeros(wanted.box.shape, self.source.dtype)
+        return np.empty(wanted.box.shape, self.source.dtype)
+
+    def converted(self, values: NDArray[Any], wanted: Wanted, epoch: int) -> Tensor:
+        """Return the values of this rank's block as the tensor that the program gets."""
+        if values.dtype.name in _WIDER:
+            values = values.astype(np.int64)
+        block = torch.from_numpy(values).to(self.dtype)
+        if self.transform is not None:
+            shape, block = block.shape, self.transform(block, wanted.box)
+            if block.shape != shape:
+                raise ValueError(
+                    f"the transform of {self.source.name} returns {tuple(block.shape)} for a block "
+                    f"of {tuple(shape)}; expected the same shape"
+                )
+        in_sample = Box(wanted.box.start[1:], wanted.box.stop[1:])
+        for place, (sample, view) in enumerate(zip(wanted.samples, wanted.views, strict=True)):
+            if self.changes:
+                block[place] = self.augmentations.change(
+                    self.changes, block[place], in_sample, self.shape, (self.number, sample, epoch)
+                )
+            for d, along in enumerate(view.positions):
+                outside = torch.from_numpy(np.flatnonzero(along < 0))
+                if len(outside):
+                    block[place].index_fill_(d, outside, 0)
+        return block
+
+    def check_finite(self, values: NDArray[Any], wanted: Wanted) -> None:
+        """Raise `DataError` for values that are not finite, with the samples that have them."""
+        if self.source.dtype.kind not in "fc" or np.isfinite(values).all():
+            return
+        bad = [
+            i for i, one in zip(wanted.samples, values, strict=True) if not np.isfinite(one).all()
+        ]
+        raise DataError(f"{self.source.name} holds values that are not finite in samples {bad}")
+
+
+def tensor_type(own: Source, dtype: Any, name: Field) -> torch.dtype:
+    """Return the type of the tensors of a field, from what was asked for and the source has."""
+    chosen = dtype.get(name) if isinstance(dtype, Mapping) else dtype
+    if chosen is not None and (own.dtype.kind == "f" or isinstance(dtype, Mapping)):
+        if not isinstance(chosen, torch.dtype):
+            raise TypeError(f"dtype={chosen!r} of {own.name} is not a torch.dtype")
+        return chosen
+    if own.dtype.kind == "f":
+        return torch.get_default_dtype()
+    if own.dtype.name in _WIDER:
+        return _WIDER[own.dtype.name]
+    return torch.from_numpy(np.empty(0, own.dtype)).dtype
+
+
+def given_shapes(
+    sources: Mapping[Field, Source], augmentations: Augmentations
+) -> dict[Field, tuple[tuple[int, ...], int]]:
+    """Return for each field the shape of a sample that the program gets, and how many of its last
+    dimensions are the space that it shares with the first field.
+    """
+    space = next(iter(sources.values())).shape[1:]
+    resulting = augmentations.resulting(space)
+    found = {}
+    for name, own in sources.items():
+        shares = bool(space) and own.shape[-len(space) :] == space
+        lead = own.shape[: len(own.shape) - len(space)]
+        found[name] = ((*lead, *resulting), len(space)) if shares else (own.shape, 0)
+    return found
+
+
+def with_halo(fields: Mapping[Field, FieldOnGrid], halo: Any) -> dict[Field, FieldOnGrid]:
+    """Return the fields, with halos as `Dataset` takes them.
+
+    Raises ValueError for halos of fields without space, and those that are larger than samples.
+    """
+    chosen = {}
+    for name, own in fields.items():
+        asked = halo.get(name) if isinstance(halo, Mapping) else halo if own.space else None
+        if asked is None or asked == 0:
+            chosen[name] = own
+            continue
+        space = own.shape[len(own.shape) - own.space :]
+        sides = (asked,) * own.space if isinstance(asked, int) else tuple(asked)
+        if not own.space or len(sides) != own.space or min(sides) < 0:
+            raise ValueError(
+                f"halo={asked!r} of {own.source.name}, which shares {own.space} dimensions of "
+                "space with the first field; expected an extent from 0, one for all or for each"
+            )
+        if own.border not in BORDERS:
+            raise ValueError(f"halo_border={own.border!r}; choose one of {', '.join(BORDERS)}")
+        if own.border == "periodic" and any(h > n for h, n in zip(sides, space, strict=True)):
+            raise ValueError(f"halo={asked!r} is larger than the samples, {space}, and periodic")
+        halos = (*(0,) * (len(own.shape) - own.space), *sides)
+        chosen[name] = replace(own, halo=halos)
+    return chosen
