@@ -1,4 +1,4 @@
-"""Volumes and their labels, every rank reading its own box; and volumes that are made box by box."""
+"""Volumes and their labels, of which every rank reads, or makes, its own box."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 from distconv.data.durable import write_atomically
 from examples.trainer.plots import AMBER, BLUE, GREEN, RED, Curve, network_style, plot_history
@@ -55,9 +56,8 @@ def plot_slices(
         axes[row, 3].imshow(wrong, cmap=ListedColormap([AMBER]), interpolation="nearest")
     for place, name in zip(axes[0], ("image", "truth", "prediction", "differences"), strict=True):
         place.set_title(name)
-    for name, colour in COLOURS.items():
-        axes[2, 1].plot([], [], "s", color=colour, label=name)
-    axes[2, 1].legend(loc="upper center", bbox_to_anchor=(1.0, -0.02), ncols=3, frameon=False)
+    patches = [Patch(color=colour, label=name) for name, colour in COLOURS.items()]
+    figure.legend(handles=patches, loc="outside lower center", ncols=3, frameon=False)
     write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=130))
 
 

@@ -160,12 +160,12 @@ def draw_scene(seed: int, index: int, shape: Sequence[int]) -> Scene:
         solids.append((organ, body))
         for _ in range(random.integers(0, 3)):
             # Darker or brighter than its organ, by which alone it can be told.
-            contrast = random.choice([-1.0, 1.0]) * random.uniform(0.2, 0.3)
+            contrast = random.choice([-1.0, 1.0]) * random.uniform(0.3, 0.4)
             lesion = Solid(
                 label=3,
                 intensity=organ.intensity + contrast,
                 centre=organ.centre + 0.6 * organ.turn.T @ (organ.radii * _in_ball(random)),
-                radii=random.uniform(1.5, 3.0, 3),
+                radii=random.uniform(2.0, 3.5, 3),
                 turn=_rotation(random),
                 **_ripples(random, 0.05, 0.8),
             )

@@ -4,8 +4,8 @@
         --data train.h5 --validation validation.h5 --grid depth=2,height=2 --output run
 
 or without MPI, by `torchrun --nproc-per-node 4 -m examples.unet3d.train ...`.
-Interrupted at any moment, it continues after the last whole epoch, on the same grid or another, with
-`--resume run`. `examples.unet3d.segment` applies it to a volume of any size.
+Interrupted at any moment, it continues after the last whole epoch, on the same grid or another,
+with `--resume run`. `examples.unet3d.segment` applies it to a volume of any size.
 """
 
 from __future__ import annotations
@@ -82,12 +82,14 @@ class Segmentation(Example[Volumes, UNet3d]):
         with torch.no_grad():
             image, truth = validation.batch([0])
             predicted = model(image).argmax(1)
-        volumes = [x.full_tensor().cpu().numpy() for x in (image[:, 0], truth, predicted)]
+        below, true, guess = (
+            x.full_tensor()[0].cpu().numpy() for x in (image[:, 0], truth, predicted)
+        )
 
         def write() -> None:
             plot_loss(args.output / "loss.png", history)
             title = f"{args.validation}, the first volume"
-            plot_slices(args.output / "slices.png", *(x[0] for x in volumes), title)
+            plot_slices(args.output / "slices.png", below, true, guess, title)
 
         on_rank_zero(validation.grid, write)
 
