@@ -91,10 +91,18 @@ def write_box(
         ) from error
     try:
         for index, run in _runs(shape, box, values):
-            _write(descriptor, run, offset + index * values.itemsize)
+            write_at(descriptor, run, offset + index * values.itemsize)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def write_at(descriptor: int, values: NDArray[Any], position: int) -> None:
+    """Write contiguous values, in one dimension, to a place of a file, counted in bytes."""
+    left = memoryview(values.view(np.uint8).data)
+    while left:
+        written = os.pwrite(descriptor, left, position)
+        left, position = left[written:], position + written
 
 
 def _runs(shape: tuple[int, ...], box: Box, values: NDArray[Any]) -> Any:
@@ -109,13 +117,6 @@ def _runs(shape: tuple[int, ...], box: Box, values: NDArray[Any]) -> Any:
     for row, index in zip(rows, np.ndindex(*box.shape[:last]), strict=True):
         # Beyond the last stride, which belongs to the run itself.
         yield begin + sum(i * n for i, n in zip(index, strides, strict=False)), row
-
-
-def _write(descriptor: int, values: NDArray[Any], position: int) -> None:
-    left = memoryview(values.view(np.uint8).data)
-    while left:
-        written = os.pwrite(descriptor, left, position)
-        left, position = left[written:], position + written
 
 
 def _reserve(path: Path) -> None:
