@@ -40,10 +40,10 @@ def run(args: argparse.Namespace) -> None:
     output: Path = args.output
     universes = {"size": str(args.size), "cell": str(args.cell), "grid": "sample=-1"}
     files = {"data": (args.universes, "0"), "validation": (args.validation, "1")}
-    for name, (samples, seed) in files.items():
+    for name, (samples, draw) in files.items():
         path = output / f"{name}.h5"
         if not comm.bcast(path.exists()):
-            options = universes | {"samples": str(samples), "seed": seed, "output": str(path)}
+            options = universes | {"samples": str(samples), "seed": draw, "output": str(path)}
             generate.main(words(options), comm)
     for seed in range(args.seeds):
         for parts in parts_of(args.size):
