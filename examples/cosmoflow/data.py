@@ -9,11 +9,14 @@ import torch
 from torch import Tensor
 
 import distconv as dc
-from distconv.data import Dataset, HDF5Source, Normalize, Source, together
+from distconv.data import Dataset, Flip, HDF5Source, Normalize, Rotate90, Source, together
 from distconv.data.sources.interface import Array
 from examples.generating.samples import read_facts
 
 from .cosmology import RANGES
+
+TURNS = (Flip(), Rotate90(("depth", "height")), Rotate90(("height", "width")))
+"""All ways to turn a cube onto itself."""
 
 
 class Universes(Dataset):
@@ -28,6 +31,7 @@ class Universes(Dataset):
             the parts of a universe follow each other.
         normalise_as: take the mean and deviation of each channel from these. A validation set has
             to be normalised as its training set was.
+        augment: flip and rotate samples at random: no direction is special.
 
     Attributes:
         size: W, of a sample.
@@ -45,6 +49,7 @@ class Universes(Dataset):
         dtype: torch.dtype = torch.float32,
         parts: int = 1,
         normalise_as: Universes | None = None,
+        augment: bool = False,
     ) -> None:
         facts = together(grid, lambda: read_facts(path))
 
@@ -67,6 +72,7 @@ class Universes(Dataset):
             grid,
             dtype=dtype,
             transform={"density": self._logarithm, "parameters": place_in_range},
+            augment=TURNS if augment else (),
         )
 
     def _logarithm(self, block: Tensor, box: dc.Box) -> Tensor:

@@ -46,7 +46,7 @@ def run(output: Path) -> None:
             path.unlink()
     comm.bcast(None)
     options = TRAIN | {name: str(output / f"{name}.h5") for name in files} | {"output": str(output)}
-    train.main(words(options), comm)
+    train.main(["--augment", *words(options)], comm)
     if comm.rank == 0:
         print(
             f"look at {output / 'estimates.png'}, {output / 'loss.png'} and "

@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> None:
                 options["resume"] = str(folder)
             if comm.rank == 0:
                 print(f"samples of {args.size // parts}^3 cells, seed {seed}", flush=True)
-            train.main(words(options), comm)
+            train.main(["--augment", *words(options)], comm)
     if comm.rank == 0:
         compare(args)
 

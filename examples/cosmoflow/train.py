@@ -40,7 +40,7 @@ class CosmoFlow(Example[Universes, CosmoFlowNet]):
     description = USAGE
     axes = ("sample", "channel", "filter", "depth", "height", "width")
     defaults = {"epochs": 30, "batch_size": 8}
-    decisive = ("network", "width", "batch_norm", "parts", "size")
+    decisive = ("network", "width", "batch_norm", "augment", "parts", "size")
     score = ParameterScore
 
     def add_arguments(self, add: Add) -> None:
@@ -48,12 +48,13 @@ class CosmoFlow(Example[Universes, CosmoFlowNet]):
         add("--network", "by the pooling that it has", choices=FORMS, default="average")
         add("--width", "multiplies the channels of the network", type=positive(float), default=1.0)
         add("--batch-norm", "have a batch norm behind each convolution", action="store_true")
+        add("--augment", "flip and rotate training samples at random", action="store_true")
         add("--parts", "cut universes into N^3 samples", type=positive(int), default=1, metavar="N")
 
     def open(self, args: argparse.Namespace, grid: dc.ProcessGrid) -> tuple[Universes, Universes]:
         """Open both files, and take the size of the samples from them."""
         dtype = PRECISIONS[args.precision]
-        training = Universes(args.data, grid, dtype, args.parts)
+        training = Universes(args.data, grid, dtype, args.parts, augment=args.augment)
         validation = Universes(args.validation, grid, dtype, args.parts, normalise_as=training)
         args.size = training.size
         # Checked here, where all ranks fail together: there is no network of another size.

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 import distconv as dc
-from distconv.data import Dataset, Function
+from distconv.data import Dataset, Flip, Function
 
 from .tomography import Scene, draw_scene
 
@@ -21,15 +21,24 @@ class Volumes(Dataset):
         path: the HDF5 file that `generate` has written.
         grid: the process grid; its axes of the same name cut the dimensions of a mini-batch.
         dtype: the type of the images.
+        augment: flip samples at random.
 
     Raises:
         DataError: on every rank, for a file that is missing, truncated or mis-shaped on any, or is
             not the same on all.
     """
 
-    def __init__(self, path: Path, grid: dc.ProcessGrid, dtype: torch.dtype) -> None:
-        types = {"image": dtype, "labels": torch.int64}
-        super().__init__(path, grid, inputs="image", targets="labels", dtype=types)
+    def __init__(
+        self, path: Path, grid: dc.ProcessGrid, dtype: torch.dtype, augment: bool = False
+    ) -> None:
+        super().__init__(
+            path,
+            grid,
+            inputs="image",
+            targets="labels",
+            dtype={"image": dtype, "labels": torch.int64},
+            augment=(Flip(),) if augment else (),
+        )
         dc.data.together(grid, lambda: self._check(path))
 
     def _check(self, path: Path) -> None:

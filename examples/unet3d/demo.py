@@ -47,7 +47,7 @@ def run(output: Path) -> None:
             path.unlink()
     comm.bcast(None)
     options = TRAIN | {name: str(output / f"{name}.h5") for name in files} | {"output": str(output)}
-    train.main(words(options), comm)
+    train.main(["--augment", *words(options)], comm)
     options = {
         "checkpoint": str(output),
         "size": LARGE,

@@ -40,17 +40,19 @@ class Segmentation(Example[Volumes, UNet3d]):
     description = USAGE
     axes = ("sample", "channel", "filter", "depth", "height", "width")
     defaults = {"epochs": 20, "batch_size": 4}
-    decisive = ("width",)
+    decisive = ("width", "augment")
     score = SegmentationScore
 
     def add_arguments(self, add: Add) -> None:
         """Add the size of the network."""
         add("--width", "multiplies the channels of the network", type=positive(float), default=1.0)
+        add("--augment", "flip training samples at random", action="store_true")
 
     def open(self, args: argparse.Namespace, grid: dc.ProcessGrid) -> tuple[Volumes, Volumes]:
         """Open both files."""
         dtype = PRECISIONS[args.precision]
-        return Volumes(args.data, grid, dtype), Volumes(args.validation, grid, dtype)
+        training = Volumes(args.data, grid, dtype, args.augment)
+        return training, Volumes(args.validation, grid, dtype)
 
     def build_model(self, args: argparse.Namespace) -> UNet3d:
         """Return the network, which takes volumes of any size."""

@@ -195,7 +195,7 @@ def options(data: Path, output: Path, grid: dict[str, int], form: str) -> list[s
 @every_size
 @pytest.mark.parametrize("form", FORMS)
 def test_every_grid_trains_like_one_rank(data: Path, folder: Path, form: str) -> None:
-    more = ["--batch-norm", "--parts", "2"] if form == "maximum" else []
+    more = ["--batch-norm", "--augment", "--parts", "2"] if form == "maximum" else []
     if WORLD.rank == 0:
         train.main(options(data, folder / "serial", {}, form) + more, MPI.COMM_SELF)
     WORLD.barrier()

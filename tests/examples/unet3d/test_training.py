@@ -82,7 +82,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def options(data: Path, output: Path, grid: dict[str, int], epochs: int = 1) -> list[str]:
     """A small run in double precision, where grids must agree."""
-    return words(
+    return ["--augment"] + words(
         {
             "data": str(data),
             "validation": str(data),
