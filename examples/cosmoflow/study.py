@@ -69,6 +69,7 @@ def run(args: argparse.Namespace) -> None:
             train.main(["--augment", *words(options)], comm)
     if comm.rank == 0:
         compare(args)
+    comm.bcast(None)
 
 
 def parts_of(size: int) -> list[int]:
@@ -162,8 +163,8 @@ def main() -> None:
     add("--output", "folder for data, runs and the comparison", Path, Path("runs/study"))
     add("--size", "cells along a side of a universe", int, 32)
     add("--cell", "the side of a cell, in Mpc/h", positive(float), 8.0)
-    add("--universes", "to train on", positive(int), 256)
-    add("--validation", "universes to validate on", positive(int), 64)
+    add("--universes", "to train on", positive(int), 384)
+    add("--validation", "universes to validate on", positive(int), 96)
     add("--epochs", "how often to go through the data", positive(int), 24)
     add("--batch-size", "whole universes of a mini-batch, or all of their parts", positive(int), 8)
     add("--learning-rate", "how far to step", positive(float), 1e-3)
