@@ -14,16 +14,16 @@ from examples.trainer.launch import demo_output, words
 
 from . import generate, segment, train
 
-SIZE = "33,37,35"
+SIZE = "29,25,27"
 TRAINING = "48"
 VALIDATION = "8"
-LARGE = "65,73,71"
+LARGE = "57,49,53"
 TRAIN = {
     "width": "0.25",
     "grid": "sample=2,depth=2",
-    "epochs": "14",
-    "batch-size": "2",
-    "learning-rate": "0.002",
+    "epochs": "36",
+    "batch-size": "4",
+    "learning-rate": "0.003",
 }
 
 
