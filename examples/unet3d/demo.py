@@ -17,7 +17,6 @@ from . import generate, segment, train
 SIZE = "29,25,27"
 TRAINING = "48"
 VALIDATION = "8"
-LARGE = "57,49,53"
 TRAIN = {
     "width": "0.25",
     "grid": "sample=2,depth=2",
@@ -25,6 +24,7 @@ TRAIN = {
     "batch-size": "4",
     "learning-rate": "0.003",
 }
+SEGMENT = {"size": "57,49,53", "grid": "depth=2,height=2"}
 
 
 def main() -> None:
@@ -48,12 +48,10 @@ def run(output: Path) -> None:
     comm.bcast(None)
     options = TRAIN | {name: str(output / f"{name}.h5") for name in files} | {"output": str(output)}
     train.main(["--augment", *words(options)], comm)
-    options = {
+    options = SEGMENT | {
         "checkpoint": str(output),
-        "size": LARGE,
         "output": str(output / "segmentation.zarr"),
         "picture": str(output / "segmentation.png"),
-        "grid": "depth=2,height=2",
     }
     segment.main(words(options), comm)
     if comm.rank == 0:

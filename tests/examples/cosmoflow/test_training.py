@@ -14,8 +14,8 @@ from mpi4py import MPI
 from torch import nn
 
 import distconv as dc
+from examples.cosmoflow import demo, study, train
 from examples.cosmoflow import generate as generator
-from examples.cosmoflow import study, train
 from examples.cosmoflow.cosmology import RANGES, draw_cosmology
 from examples.cosmoflow.data import Universes, from_range
 from examples.cosmoflow.generate import generate
@@ -214,6 +214,22 @@ def test_every_grid_trains_like_one_rank(
                 assert actual[name] == pytest.approx(wanted[name], rel=1e-8)
         for name in ("loss.png", "estimates.png", "log.csv"):
             assert (output / name).stat().st_size > 0
+
+
+@pytest.mark.parallel(2)
+def test_the_demo_goes_from_nothing_to_estimates(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "UNIVERSES", {"size": "8", "cell": "8", "grid": "depth=2"})
+    monkeypatch.setattr(demo, "TRAINING", "3")
+    monkeypatch.setattr(demo, "VALIDATION", "2")
+    small = {"grid": "depth=2", "epochs": "1", "batch-size": "2", "width": "0.1"}
+    monkeypatch.setattr(demo, "TRAIN", demo.TRAIN | small)
+    demo.run(folder)
+    metrics = json.loads((folder / "metrics.json").read_text())
+    assert len(metrics["history"]) == 1 and 0 <= metrics["waiting_share"] < 1
+    for name in ("loss.png", "estimates.png"):
+        assert (folder / name).stat().st_size > 0
 
 
 @pytest.mark.parallel([1, 2])

@@ -15,7 +15,7 @@ from torch import nn
 
 import distconv as dc
 from examples.trainer.launch import words
-from examples.unet3d import segment, train
+from examples.unet3d import demo, segment, train
 from examples.unet3d.data import made_volume
 from examples.unet3d.generate import generate
 from examples.unet3d.network import UNet3d
@@ -130,6 +130,25 @@ def test_every_grid_trains_and_segments_like_one_rank(data: Path, folder: Path) 
         assert (saved[:] == labels.numpy()).mean() > 0.999
         assert set(found) == {"background", "body", "organ", "lesion"}
         assert (output / "large.png").stat().st_size > 0
+
+
+@pytest.mark.parallel(2)
+def test_the_demo_goes_from_nothing_to_a_segmentation(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "SIZE", "9,8,11")
+    monkeypatch.setattr(demo, "TRAINING", "2")
+    monkeypatch.setattr(demo, "VALIDATION", "1")
+    small = {"grid": "depth=2", "epochs": "1", "batch-size": "2", "width": "0.07"}
+    monkeypatch.setattr(demo, "TRAIN", demo.TRAIN | small)
+    monkeypatch.setattr(demo, "SEGMENT", {"size": "13", "grid": "depth=2"})
+    for _ in range(2):  # it begins anew, with the samples that there are
+        demo.run(folder)
+        metrics = json.loads((folder / "metrics.json").read_text())
+        assert len(metrics["history"]) == 1
+        assert zarr.open_array(str(folder / "segmentation.zarr"), mode="r").shape == (1, 13, 13, 13)
+        for name in ("loss.png", "slices.png", "segmentation.png"):
+            assert (folder / name).stat().st_size > 0
 
 
 @every_size
