@@ -12,9 +12,9 @@ from torch import nn
 from distconv.grid.process_grid import ProcessGrid
 from distconv.model.parallelize import parallelize
 from distconv.planning.alternation import SHORTEST, Contender, timed, warm_up
+from distconv.planning.losses import mean_square, sgd
 from distconv.planning.machine import Machine
 from distconv.planning.prediction import predict
-from distconv.planning.recording import mean_square, sgd
 from distconv.planning.scaling import Case, Study
 from distconv.tensor.dist_tensor import DistTensor, local_box
 
