@@ -52,9 +52,10 @@ def test_all_that_travels_is_there_with_its_bytes(folder: Path) -> None:
     for row in add_up(events):
         # A row of 8 numbers for each sample; in the backward pass also to the input.
         assert row.bytes["halo"] == 2 * samples * 8 * 4
-        # Half of the samples of a neighbour come, and their gradients go back.
+        # Half of a sample comes from the neighbour, and half of the other's gradient; and then the
+        # neighbour's halves of the gradients of both inputs.
         if WORLD.size == 2:
-            assert row.bytes["redistribution"] == 2 * 4 * 8 * 4
+            assert row.bytes["redistribution"] == (1 + 1 + 2) * 4 * 8 * 4
         # Weights and bias, each with a flag.
         assert row.bytes["gradient reduction"] == (9 + 1 + 2) * 4
         assert row.bytes["reduction"] > 0 and "message" not in row.bytes
