@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from distconv.tools.bench.alternation import in_turns
+from distconv.planning.alternation import in_turns
 from distconv.tools.bench.memory import peak_of as peak_on_cpu
 
 Run = Callable[[], object]

@@ -15,10 +15,10 @@ from benchmarks.gpu.cases import Case
 from benchmarks.gpu.waits import waits
 from distconv import DistTensor, ProcessGrid
 from distconv.geometry.layout import default_cuts
+from distconv.planning.alternation import Contender, alternate
 from distconv.planning.table import size
 from distconv.tensor.dist_tensor import local_box
 from distconv.tools.bench import Row
-from distconv.tools.bench.alternation import Contender, alternate
 from distconv.tools.bench.halo import exchange, plan_of
 from distconv.tools.bench.report import over
 
@@ -60,7 +60,7 @@ def _rows(grid: ProcessGrid, nbytes: int, seconds: float) -> Iterator[Row]:
     source, target = (torch.zeros(nbytes, dtype=torch.uint8, device=grid.device) for _ in range(2))
     runs = bare, halo, partial(target.copy_, source)
     sides = [Contender(partial(_several, run, grid.device)) for run in runs[:2]]
-    sides.append(Contender(partial(_several, runs[2], grid.device), alone=True))
+    sides.append(Contender(partial(_several, runs[2], grid.device), ranks=1))
     *each, copy = ([t / CALLS for t in times] for times in alternate(grid.comm, sides, seconds))
     row = "messages", f"{grid.transport.name}, {size(nbytes)} each way", f"{grid.size} ranks"
     for what, times in zip(("a message", "a halo, packed"), each, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,13 +15,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from distconv.data.augment import Augmentations, Change, Move
+from distconv.data.cache.cache import Cache, Flight, Loaded
+from distconv.data.cache.homes import Arrivals
 from distconv.data.errors import check_alike, together
 from distconv.data.fields import (
     FieldOnGrid,
     HaloBlock,
     Transform,
-    Wanted,
+    Values,
     given_shapes,
+    prepare,
     tensor_type,
     with_halo,
 )
@@ -38,16 +42,6 @@ boxes have halos, `HaloBlock`s."""
 
 _TOO_MUCH = 2.0
 """How many times the bytes of a sample the ranks may fetch for it before it is told."""
-
-
-@dataclass
-class Values:
-    """This rank's shares of one mini-batch, as the sources have them."""
-
-    samples: list[int]
-    epoch: int
-    wanted: list[Wanted]
-    arrays: list[NDArray[Any]]
 
 
 @dataclass
@@ -93,6 +87,12 @@ class Dataset:
         are the same on any grid; those of places are done alike to all fields with the space of the
         first. They come after `transform`.
     augment_seed: of their random numbers, which also follow from the epoch and the sample.
+    cache: "memory", to keep the boxes of each sample on the ranks that have read them first, and to
+        send them by messages where a later mini-batch has the sample elsewhere; or a folder on a
+        disk of each node, to keep them there. No sample is read twice then, and the mini-batches
+        are the same.
+    cache_limit: bytes that each rank may keep; an error tells before more is read. None for as many
+        as there are.
 
     Attributes
     ----------
@@ -100,6 +100,8 @@ class Dataset:
     samples: the number of samples, also `len(dataset)`.
     bytes_read: bytes this rank has read so far, in the types of the source.
     bytes_fetched: the same with the whole of each chunk of which a part was read.
+    cache: the samples that are kept, or None; `cache.bytes_received` counts what has come from
+        other ranks.
     amplification: for each field, the bytes of chunks that all ranks fetch for a sample, over those
         that they need.
 
@@ -125,11 +127,14 @@ class Dataset:
         halo_border: str = "clip",
         augment: Sequence[Move | Change] = (),
         augment_seed: int = 0,
+        cache: str | os.PathLike[str] | None = None,
+        cache_limit: int | None = None,
     ) -> None:
         self.grid = grid
         self.bytes_read = self.bytes_fetched = 0
         self._counting = Lock()
         self._check_finite = check_finite
+        self._cached = "not" if cache is None else "in memory" if cache == "memory" else "in files"
         names = [*_listed(inputs), *_listed(targets)]
 
         def opened() -> dict[Field, FieldOnGrid]:
@@ -178,6 +183,9 @@ class Dataset:
         check_alike(grid, facts, "Give all ranks the same data, in the same way.")
         self.samples = next(iter(self._fields.values())).source.samples
         self.amplification = self._compare_chunks()
+        self.cache = (
+            None if cache is None else together(grid, lambda: self._make_cache(cache, cache_limit))
+        )
 
     def __len__(self) -> int:
         return self.samples
@@ -205,11 +213,30 @@ class Dataset:
         """
         facts = {"samples": str(list(samples)), "epoch": str(epoch)}
         check_alike(self.grid, facts, "Ask for the same on all ranks.")
-        return self.assemble(together(self.grid, lambda: self.read(samples, epoch)))
+        if self.cache is None:
+            return self.assemble(together(self.grid, lambda: self.read(samples, epoch)))
+        cache = self.cache
+        (arrivals,) = together(self.grid, lambda: cache.plan([self.numbers(samples)]))
+        loaded = together(self.grid, lambda: cache.load(arrivals))
+        values = self.exchange(samples, epoch, arrivals, loaded).finish()
+        return self.assemble(together(self.grid, lambda: self.converted(values)))
+
+    def exchange(
+        self, samples: Sequence[int], epoch: int, arrivals: Arrivals, loaded: Loaded
+    ) -> Flight:
+        """Start to bring a mini-batch from the ranks that keep its samples. Collective.
+
+        Parameters
+        ----------
+        arrivals, loaded: what the mini-batch brings to the cache, planned and read.
+        """
+        assert self.cache is not None
+        self.cache.settle(arrivals, loaded)
+        return self.cache.start(prepare(self.on_grid, samples, epoch, self.grid))
 
     def read(self, samples: Sequence[int], epoch: int = 0) -> Blocks:
         """Read this rank's blocks of a mini-batch. Not collective, and fit for a thread."""
-        values = self._wanted(samples, epoch)
+        values = prepare(self.on_grid, self.numbers(samples), epoch, self.grid)
         # Sample by sample, as the fields of one may have to be fetched together.
         for place in range(len(samples)):
             for own, wanted, array in zip(self.on_grid, values.wanted, values.arrays, strict=True):
@@ -249,15 +276,15 @@ class Dataset:
                 batch.append(DistTensor(local, shape, own.cuts, self.grid))
         return tuple(batch) if len(batch) > 1 else batch[0]
 
-    def _wanted(self, samples: Sequence[int], epoch: int) -> Values:
-        """Return memory for what this rank needs of a mini-batch."""
+    def numbers(self, samples: Sequence[int]) -> list[int]:
+        """Return numbers of samples. Raises ValueError where there is no such sample."""
         wrong = [i for i in samples if not 0 <= i < self.samples]
         if wrong:
             raise ValueError(f"there are no samples {wrong}; there are {self.samples}, from 0")
-        topology, rank = self.grid.topology, self.grid.rank
-        wanted = [own.wanted(samples, epoch, topology, rank) for own in self.on_grid]
-        arrays = [own.empty(share) for own, share in zip(self.on_grid, wanted, strict=True)]
-        return Values(list(map(int, samples)), epoch, wanted, arrays)
+        return list(map(int, samples))
+
+    def _make_cache(self, where: str | os.PathLike[str], limit: int | None) -> Cache:
+        return Cache(self.on_grid, self.grid, self._read_into, os.fspath(where), limit)
 
     def _read_view(self, source: Source, sample: int, view: View, out: NDArray[Any]) -> None:
         """Read a view of a sample, piece by piece."""
@@ -279,7 +306,7 @@ class Dataset:
             self.bytes_fetched += source.fetched(box)
 
     def _facts(self) -> dict[str, str]:
-        facts: dict[str, str] = {}
+        facts = {"cache": f"{self._cached} kept"}
         for name, own in self._fields.items():
             facts |= own.source.facts()
             cut = f"{own.dtype} in {Layout.of(own.cuts)}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import closing
 from itertools import count
 from typing import TypeVar
@@ -94,7 +94,9 @@ def check_alike(grid: Grid, facts: Mapping[str, str], remedy: str) -> None:
         raise DataError(f"the ranks differ: {'; '.join(complaints)}. {remedy}")
 
 
-def in_step(grid: Grid, items: Generator[tuple[str, Item], None, None]) -> Iterator[Item]:
+def in_step(
+    grid: Grid, items: Generator[tuple[str, Item], None, None]
+) -> Generator[Item, None, None]:
     """Yield the items of this rank while every rank of `grid` has one of the same name. Collective.
 
     One small reduction an item; it ends when the items of all ranks do.

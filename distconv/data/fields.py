@@ -11,13 +11,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from distconv.data.augment import Augmentations, Change
+from distconv.data.augment import Augmentations, Change, Move
 from distconv.data.errors import DataError
 from distconv.data.sources.interface import Source
 from distconv.data.sources.opening import Field
 from distconv.data.views import View
 from distconv.geometry.layout import Box, Cuts, rank_box
 from distconv.geometry.topology import Topology
+from distconv.grid.interface import Grid
 
 Transform: TypeAlias = Callable[[Tensor, Box], Tensor]
 """A function of a block of a mini-batch and the box where it lies, to a block of the same shape."""
@@ -64,6 +65,22 @@ class Wanted:
     views: tuple[View, ...]
 
 
+@dataclass
+class Values:
+    """This rank's shares of one mini-batch, as the sources have them.
+
+    Attributes
+    ----------
+    wanted: the share of each field.
+    arrays: the values in it.
+    """
+
+    samples: list[int]
+    epoch: int
+    wanted: list[Wanted]
+    arrays: list[NDArray[Any]]
+
+
 @dataclass(frozen=True)
 class FieldOnGrid:
     """One field of the samples, as it lies on the grid.
@@ -91,6 +108,12 @@ class FieldOnGrid:
     border: str
     augmentations: Augmentations
     changes: tuple[tuple[int, Change], ...]
+
+    @property
+    def moves(self) -> bool:
+        """Return whether a rank's box of a sample may be of other places than its stored one."""
+        moved = any(isinstance(one, Move) for one in self.augmentations.chosen)
+        return bool(self.halo or (self.space and moved))
 
     def box(self, samples: int, topology: Topology, rank: int) -> Box:
         """Return a rank's own box of a mini-batch of so many samples."""
@@ -161,6 +184,15 @@ class FieldOnGrid:
             i for i, one in zip(wanted.samples, values, strict=True) if not np.isfinite(one).all()
         ]
         raise DataError(f"{self.source.name} holds values that are not finite in samples {bad}")
+
+
+def prepare(
+    fields: Sequence[FieldOnGrid], samples: Sequence[int], epoch: int, grid: Grid
+) -> Values:
+    """Return memory for what this rank needs of a mini-batch. No communication."""
+    wanted = [own.wanted(samples, epoch, grid.topology, grid.rank) for own in fields]
+    arrays = [own.empty(share) for own, share in zip(fields, wanted, strict=True)]
+    return Values(list(map(int, samples)), epoch, wanted, arrays)
 
 
 def tensor_type(own: Source, dtype: Any, name: Field) -> torch.dtype:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any
 
+from distconv.data.cache.cache import Cache, Flight, Loaded
+from distconv.data.cache.homes import Arrivals
 from distconv.data.dataset import Batch, Blocks, Dataset
 from distconv.data.errors import check_alike, in_step, together
+from distconv.data.fields import Values
 from distconv.data.prefetch import prefetched
 from distconv.data.sampler import FixedBatches, Sampler
 from distconv.grid.process_grid import ProcessGrid
@@ -23,16 +27,19 @@ class Traffic:
     bytes_read: of this rank's boxes, in the types of the source.
     bytes_fetched: the same with the whole of each chunk of which a part was read.
     seconds_waited: time that the program has waited for samples to be read.
+    bytes_received: of samples that other ranks keep.
     """
 
     bytes_read: int
     bytes_fetched: int
     seconds_waited: float
+    bytes_received: int = 0
 
     def __str__(self) -> str:
+        received = f"{self.bytes_received / 1e6:.1f} MB from other ranks, "
         return (
             f"{self.bytes_read / 1e6:.1f} MB read ({self.bytes_fetched / 1e6:.1f} MB with whole "
-            f"chunks), {self.seconds_waited:.2f} s waited"
+            f"chunks), {received * bool(self.bytes_received)}{self.seconds_waited:.2f} s waited"
         )
 
 
@@ -111,7 +118,9 @@ class Loader:
     @property
     def traffic(self) -> Traffic:
         """Return what reading has cost this rank so far; of the dataset, over all its loaders."""
-        return Traffic(self.dataset.bytes_read, self.dataset.bytes_fetched, self._waited)
+        data = self.dataset
+        received = 0 if data.cache is None else data.cache.bytes_received
+        return Traffic(data.bytes_read, data.bytes_fetched, self._waited, received)
 
     def __len__(self) -> int:
         """Return the number of mini-batches of an epoch."""
@@ -160,9 +169,8 @@ class Loader:
 
     def _timed(self, batches: list[list[int]]) -> Generator[tuple[str, Blocks], None, None]:
         """Yield this rank's blocks of each mini-batch with its name, and count the waiting."""
-        epoch = self._epoch
-        reading = prefetched(lambda b: self.dataset.read(b, epoch), batches, self._ahead)
-        try:
+        with ExitStack() as closed:
+            reading = self._reading(batches, closed)
             while True:
                 start = time.perf_counter()
                 blocks = next(reading, None)
@@ -170,5 +178,48 @@ class Loader:
                 if blocks is None:
                     return
                 yield f"samples {blocks.samples}", blocks
-        finally:
-            reading.close()
+
+    def _reading(
+        self, batches: list[list[int]], closed: ExitStack
+    ) -> Generator[Blocks, None, None]:
+        """Return what yields this rank's blocks, ahead of the program."""
+        data, epoch = self.dataset, self._epoch
+        if data.cache is None:
+            reading = prefetched(lambda batch: data.read(batch, epoch), batches, self._ahead)
+        else:
+            values = closed.enter_context(closing(self._exchanged(data.cache, batches, epoch)))
+            reading = prefetched(data.converted, values, self._ahead)
+        return closed.enter_context(closing(reading))
+
+    def _exchanged(
+        self, cache: Cache, batches: list[list[int]], epoch: int
+    ) -> Generator[Values, None, None]:
+        """Yield the values of each mini-batch from the ranks that keep them.
+
+        A background thread reads what nobody keeps yet; messages are exchanged here, in the thread
+        of the program, those of the next mini-batch before this one is waited for.
+        """
+        sampler = self.batch_sampler
+        others = range(sampler.samples) if isinstance(sampler, Sampler) else ()
+
+        def planned() -> list[Arrivals]:
+            for batch in (*batches, others):
+                self.dataset.numbers(batch)
+            return cache.plan(batches, others)
+
+        arrivals = together(self.grid, planned)
+
+        def loaded() -> Generator[tuple[str, Loaded], None, None]:
+            with closing(prefetched(cache.load, arrivals, self._ahead)) as reading:
+                for batch, found in zip(batches, reading, strict=True):
+                    yield f"samples {batch}", found
+
+        before: Flight | None = None
+        with closing(in_step(self.grid, loaded())) as found:
+            for batch, new, boxes in zip(batches, arrivals, found, strict=True):
+                flight = self.dataset.exchange(batch, epoch, new, boxes)
+                if before is not None:
+                    yield before.finish()
+                before = flight
+        if before is not None:
+            yield before.finish()

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,7 +32,7 @@ from distconv.planning.dry_run import (
     without_elements,
 )
 from distconv.planning.module_calls import ModuleCalls
-from distconv.tensor.dispatch import RULES
+from distconv.tensor.dispatch import RULES, UnsupportedOperation
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.module_call import enter_call, leave_call
 from distconv.tensor.nested import tensors_in
@@ -168,17 +167,6 @@ class Recording:
         return Counter(e.operator for e in self.events if isinstance(e, Compute))
 
 
-def mean_square(output: Any) -> Tensor:
-    """Return the mean squared error between what a module returns and a target laid out like it."""
-    first = tensors_in(output)[0]
-    return F.mse_loss(first, torch.zeros_like(first))
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    """Return plain gradient descent."""
-    return torch.optim.SGD(parameters, lr=1e-3)
-
-
 def record_step(
     module: nn.Module,
     shapes: Sequence[tuple[int, ...]],
@@ -188,8 +176,8 @@ def record_step(
     layouts: Mapping[str, Layout] | None = None,
     layout: Layout | None = None,
     dtype: torch.dtype | None = None,
-    loss: Loss = mean_square,
-    optimizer: OptimizerFactory = sgd,
+    loss: Loss,
+    optimizer: OptimizerFactory,
     bucket_bytes: int = 2**20,
     input_gradients: bool = False,
 ) -> Recording:
@@ -212,6 +200,8 @@ def record_step(
     ------
     UnsupportedOperation
         Where the module cannot run on the grid.
+    RuntimeError
+        Where the step raises, naming the layer; also where it asks for the elements of a tensor.
     ValueError
         For a module that is parallelized, or has parameters without a shape.
     """
@@ -254,6 +244,13 @@ def record_step(
             recorder.going_back = False
             if stepping is not None:
                 stepping.step()
+    except UnsupportedOperation:
+        raise
+    except Exception as error:
+        name, part = recorder.where
+        raise RuntimeError(
+            f"{name} ({type(part).__name__}) raised {type(error).__name__}: {error}"
+        ) from error
     finally:
         recorder.remove()
         gradients.remove()
@@ -503,6 +500,11 @@ class _Recorder(TorchDispatchMode):
             self._seen.add(i)
             self.events.append(HostWork(f"{call.function} backward", place))
         return place
+
+    @property
+    def where(self) -> tuple[str, nn.Module]:
+        """Return the call under way, or the one that has raised."""
+        return self._watched.where
 
     def recording(self, grid: DryRunGrid) -> Recording:
         """Return all that has been noted."""

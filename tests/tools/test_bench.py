@@ -16,8 +16,8 @@ from torch.profiler import ProfilerActivity, profile
 import distconv as dc
 from benchmarks.record import record
 from distconv.layers import Conv2d
+from distconv.planning.alternation import Contender, alternate
 from distconv.tools.bench import BENCHMARKS, Row, Settings, as_table, plot
-from distconv.tools.bench.alternation import Contender, alternate
 from distconv.tools.bench.channels import Case as ChannelCase
 from distconv.tools.bench.channels import channels
 from distconv.tools.bench.halo import exchange, halos, plan_of, sendrecv
@@ -40,9 +40,9 @@ TINY: tuple[Network, ...] = tuple(
 @pytest.fixture(autouse=True)
 def few_rounds(monkeypatch) -> None:
     """Let a benchmark take two measurements of one call each."""
-    monkeypatch.setattr("distconv.tools.bench.alternation.ROUNDS", (2, 2))
-    monkeypatch.setattr("distconv.tools.bench.alternation.SHORTEST", 0.0)
-    monkeypatch.setattr("distconv.tools.bench.alternation.ceil", lambda x: 1)
+    monkeypatch.setattr("distconv.planning.alternation.ROUNDS", (2, 2))
+    monkeypatch.setattr("distconv.planning.alternation.SHORTEST", 0.0)
+    monkeypatch.setattr("distconv.planning.alternation.ceil", lambda x: 1)
 
 
 @pytest.fixture(autouse=True)
@@ -197,7 +197,7 @@ def test_sides_take_turns_and_one_may_be_rank_0_alone() -> None:
     calls: list[str] = []
     sides = (
         Contender(lambda: calls.append(f"a{torch.get_num_threads()}"), threads=2),
-        Contender(lambda: calls.append("b"), alone=True),
+        Contender(lambda: calls.append("b"), ranks=1),
     )
     times = alternate(comm, sides, 0.0)
     assert [len(t) for t in times] == [2, 2] and comm.bcast(times) == times

@@ -16,8 +16,8 @@ from distconv.geometry.layout import Layout
 from distconv.grid.process_grid import ProcessGrid
 from distconv.layers import Conv2d
 from distconv.model.parallelize import parallelize
+from distconv.planning.alternation import Contender, alternate
 from distconv.tensor.dist_tensor import distribute_tensor
-from distconv.tools.bench.alternation import Contender, alternate
 from distconv.tools.bench.layer import step_of
 from distconv.tools.bench.report import Row, over, speedup
 from distconv.tools.bench.settings import Settings, by, chain
@@ -64,7 +64,7 @@ def channels(settings: Settings, cases: Sequence[Case] = CASES) -> Iterator[Row]
             dy = torch.randn(serial(x).shape)
         by_rows = _cut(case.make("auto"), x, dy, rows, Layout(height="height"))
         spatial = Contender(by_rows, settings.threads)
-        alone = Contender(step_of(serial, x, dy), threads, alone=True)
+        alone = Contender(step_of(serial, x, dy), threads, ranks=1)
         for algorithm, (grid, axes) in grids.items():
             run = _cut(case.make(algorithm), x, dy, grid, Layout(channel=axes), shard=True)
             subject = Contender(run, settings.threads)

@@ -16,9 +16,9 @@ from distconv.comm.transfer import Transfer
 from distconv.geometry.index_maps import Same, Window
 from distconv.geometry.plan import Plan, make_plan
 from distconv.grid.process_grid import ProcessGrid
+from distconv.planning.alternation import Contender, alternate
 from distconv.planning.table import size
 from distconv.tensor.dist_tensor import DistTensor
-from distconv.tools.bench.alternation import Contender, alternate
 from distconv.tools.bench.report import Row, over
 from distconv.tools.bench.settings import Settings, by, chain
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from distconv.model.parallelize import parallelize
+from distconv.planning.alternation import Contender, alternate
 from distconv.tensor.dist_tensor import distribute_tensor
-from distconv.tools.bench.alternation import Contender, alternate
 from distconv.tools.bench.report import Row, over, speedup
 from distconv.tools.bench.settings import Settings, by
 
@@ -108,7 +108,7 @@ def _rows(case: Case, settings: Settings) -> Iterator[Row]:
     subject = Contender(step_of(distributed, cut, dy_cut), settings.threads)
     bound = Contender(step_of(local, block, dy_cut.to_local().clone()), settings.threads)
     threads = settings.threads * grid.size
-    alone = Contender(step_of(serial, x, dy), threads, alone=True)
+    alone = Contender(step_of(serial, x, dy), threads, ranks=1)
     times = alternate(grid.comm, (subject, bound, alone), settings.seconds)
     where = f"{by(case.shape)}, {by(block.shape)} on rank 0"
     row = "layer", case.name, settings.configuration(grid, where)

@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from distconv.grid.process_grid import ProcessGrid
 from distconv.model.parallelize import parallelize
-from distconv.tools.bench.alternation import sleep_until_all_are_here
+from distconv.planning.alternation import sleep_until_all_are_here
 from distconv.tools.bench.model import cut_sample, sample, step_of
 from distconv.tools.bench.networks import NETWORKS, Network
 from distconv.tools.bench.report import Row

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from distconv.geometry.layout import Layout, default_cuts
 from distconv.grid.process_grid import ProcessGrid
 from distconv.model.parallelize import parallelize
+from distconv.planning.alternation import Contender, alternate
 from distconv.tensor.dist_tensor import DistTensor, local_box
-from distconv.tools.bench.alternation import Contender, alternate
 from distconv.tools.bench.networks import NETWORKS, Network
 from distconv.tools.bench.report import Row, over, speedup
 from distconv.tools.bench.settings import Settings, by
@@ -39,7 +39,7 @@ def models(settings: Settings, networks: Sequence[Network] = NETWORKS) -> Iterat
         sides = (
             Contender(step, settings.threads),
             Contender(local, settings.threads),
-            Contender(serial, threads, alone=True),
+            Contender(serial, threads, ranks=1),
         )
         times = alternate(grid.comm, sides, settings.seconds)
         where = f"quarter width, {by(network.shape)}, {by(block)} on rank 0"

@@ -20,9 +20,9 @@ from distconv.geometry.topology import Topology
 from distconv.grid.process_grid import ProcessGrid
 from distconv.model.parallelize import parallelize
 from distconv.ops.support.method import method
+from distconv.planning.alternation import Contender, alternate, spread
 from distconv.planning.dry_run import DryRunGrid
 from distconv.tensor.dist_tensor import DistTensor, distribute_tensor
-from distconv.tools.bench.alternation import Contender, alternate, spread
 from distconv.tools.bench.halo import plan_of, sendrecv
 from distconv.tools.bench.layer import step_of
 from distconv.tools.bench.report import Row, minus, over
@@ -170,7 +170,7 @@ def one_rank(settings: Settings, channels: int = 32, size: int = 128, depth: int
     module = parallelize(stack(), grid)
     subject = step_of(module, distribute_tensor(x, grid), distribute_tensor(dy, grid))
     sides = [
-        Contender(run, settings.threads, alone=True) for run in (subject, step_of(stack(), x, dy))
+        Contender(run, settings.threads, ranks=1) for run in (subject, step_of(stack(), x, dy))
     ]
     times = alternate(mpi().COMM_WORLD, sides, settings.seconds)
     name = f"{depth} x (convolution, ReLU, batch norm), {size}^2"

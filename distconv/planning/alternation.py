@@ -30,8 +30,8 @@ class Contender:
 
     run: Callable[[], object]
     threads: int = 1
-    alone: bool = False
-    """Whether rank 0 runs it while the others sleep; else all ranks do, together."""
+    ranks: int | None = None
+    """How many ranks run it together, from rank 0 on, while the others sleep; by default all."""
 
 
 class Spread(NamedTuple):
@@ -61,16 +61,21 @@ def alternate(
     comm: the ranks that take part; all of them call it.
     seconds: about how long the measurement takes in all.
     """
-    for side in sides:
-        _timed(comm, side, 2)
-    once = [_timed(comm, side, 1) for side in sides]
+    once = warm_up(comm, sides)
     repeats = ceil(SHORTEST / min(once))
     fewest, most = ROUNDS
     rounds = min(max(int(seconds / (repeats * sum(once))), fewest), most)
     times: tuple[list[float], ...] = tuple([] for _ in sides)
     for side, of_side in in_turns(list(zip(sides, times, strict=True)), rounds):
-        of_side.append(_timed(comm, side, repeats))
+        of_side.append(timed(comm, side, repeats))
     return times
+
+
+def warm_up(comm: MPI.Intracomm, sides: Sequence[Contender]) -> list[float]:
+    """Return the seconds of a call of each side, after two that do not count; all ranks call it."""
+    for side in sides:
+        timed(comm, side, 2)
+    return [timed(comm, side, 1) for side in sides]
 
 
 def in_turns(sides: Sequence[T], rounds: int) -> Iterator[T]:
@@ -86,15 +91,15 @@ def sleep_until_all_are_here(comm: MPI.Intracomm) -> None:
         time.sleep(1e-3)
 
 
-def _timed(comm: MPI.Intracomm, side: Contender, repeats: int) -> float:
-    """Return the seconds of one of several calls, on the slowest rank."""
+def timed(comm: MPI.Intracomm, side: Contender, repeats: int) -> float:
+    """Return the seconds of one of several calls, on the slowest rank; all ranks call it."""
     threads = torch.get_num_threads()
     torch.set_num_threads(side.threads)
     sleep_until_all_are_here(comm)
     # All have woken up when they leave this one, and start together.
     comm.Barrier()
     start = time.perf_counter()
-    if comm.rank == 0 or not side.alone:
+    if side.ranks is None or comm.rank < side.ranks:
         for _ in range(repeats):
             side.run()
     elapsed = time.perf_counter() - start

@@ -1,0 +1,103 @@
+"""Boxes of samples in memory, or in a file of this rank on a disk nearby."""
+
+from __future__ import annotations
+
+import tempfile
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distconv.data.durable import unwritable
+from distconv.data.writing.contiguous import write_at
+
+
+class Boxes(ABC):
+    """Arrays that are kept under what `add` returns. Any thread may call it."""
+
+    @abstractmethod
+    def add(self, values: NDArray[Any]) -> Any:
+        """Keep an array, which is not changed any more, and return what it is found under."""
+
+    @abstractmethod
+    def get(self, place: Any) -> NDArray[Any]:
+        """Return an array, to be read only."""
+
+    @abstractmethod
+    def drop(self, place: Any) -> None:
+        """Keep an array no longer."""
+
+
+class BoxesInMemory(Boxes):
+    """Arrays as they are."""
+
+    def add(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Return the array."""
+        return values
+
+    def get(self, place: Any) -> NDArray[Any]:
+        """Return the array."""
+        array: NDArray[Any] = place
+        return array
+
+    def drop(self, place: Any) -> None:
+        """Do nothing: nobody else holds the array."""
+
+
+@dataclass(frozen=True)
+class _Slot:
+    offset: int
+    bytes: int
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+
+class BoxesInFolder(Boxes):
+    """Arrays in a file without a name, which is gone when the process ends, however it does.
+
+    Parameters
+    ----------
+    folder: on a disk of this node; it is made where it is missing.
+
+    Raises
+    ------
+    OSError
+        Where nothing can be written there.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = tempfile.TemporaryFile(dir=folder)
+        except OSError as error:
+            raise unwritable(folder, error) from error
+        self._lock = Lock()
+        self._end = 0
+        self._free: dict[int, list[int]] = {}
+
+    def add(self, values: NDArray[Any]) -> _Slot:
+        """Write the array. Raises OSError where the disk is full."""
+        with self._lock:
+            free = self._free.get(values.nbytes)
+            offset = free.pop() if free else self._end
+            self._end = max(self._end, offset + values.nbytes)
+        try:
+            write_at(self._file.fileno(), values.reshape(-1), offset)
+        except OSError as error:
+            raise unwritable(self._folder, error, values.nbytes) from error
+        return _Slot(offset, values.nbytes, values.shape, values.dtype)
+
+    def get(self, place: _Slot) -> NDArray[Any]:
+        """Return the array, of which what is looked at is read."""
+        flat = np.memmap(self._file, place.dtype, "r", place.offset, place.shape or (1,))
+        return flat.reshape(place.shape)
+
+    def drop(self, place: _Slot) -> None:
+        """Let another array of its size take its place."""
+        with self._lock:
+            self._free.setdefault(place.bytes, []).append(place.offset)

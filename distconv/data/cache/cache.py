@@ -1,0 +1,214 @@
+"""Samples that are read once: each box stays on the rank that has read it first."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from distconv.data.cache.boxes import Boxes, BoxesInFolder, BoxesInMemory
+from distconv.data.cache.exchange import Part, parts_of, receivers
+from distconv.data.cache.homes import Arrivals, Homes
+from distconv.data.fields import FieldOnGrid, Values
+from distconv.data.sources.interface import Source
+from distconv.geometry.layout import Box
+from distconv.grid.interface import Grid
+from distconv.transport.interface import Message, Request
+
+Loaded: TypeAlias = dict[tuple[int, int], Any]
+"""For a field and a sample, where its box is kept."""
+
+Read: TypeAlias = Callable[[Source, int, Box, NDArray[Any]], None]
+
+
+class Cache:
+    """Boxes of samples, as the sources have them, on the ranks that have read them first.
+
+    A mini-batch is planned, loaded, settled and exchanged. Only loading is fit for a thread, as it
+    sends nothing; the rest is done by all ranks together, and in one order.
+
+    Parameters
+    ----------
+    fields: of the samples.
+    grid: the process grid.
+    read: reads a box of a sample of a source.
+    where: "memory", or a folder on a disk of this node.
+    limit: bytes that each rank may keep; None for any number.
+
+    Attributes
+    ----------
+    bytes_received: of samples, from other ranks.
+    """
+
+    def __init__(
+        self,
+        fields: Sequence[FieldOnGrid],
+        grid: Grid,
+        read: Read,
+        where: str | Path,
+        limit: int | None,
+    ) -> None:
+        if limit is not None and limit < 1:
+            raise ValueError(f"cache_limit={limit} is no number of bytes; choose 1 or more")
+        self._fields, self._grid, self._read, self._limit = fields, grid, read, limit
+        self._where = where
+        self._boxes: Boxes = BoxesInMemory() if where == "memory" else BoxesInFolder(Path(where))
+        self._homes = Homes(grid.topology, [own.cuts[0] for own in fields])
+        self._kept: Loaded = {}
+        self.bytes_received = 0
+
+    def plan(self, batches: Sequence[Sequence[int]], others: Iterable[int] = ()) -> list[Arrivals]:
+        """Return what each mini-batch brings that is not kept yet.
+
+        No communication. Raises ValueError where this rank would keep more than it may.
+
+        Parameters
+        ----------
+        others: further samples, to be read with the last of the mini-batches.
+        """
+        arrivals = self._homes.plan(batches, others)
+        if self._limit is not None:
+            size = sum(
+                self._homes.after(own.cuts[0], self._part(own), arrivals) * self._bytes(own)
+                for own in self._fields
+            )
+            if size > self._limit:
+                ways = "use more ranks, or raise the limit"
+                if self._where == "memory":
+                    ways += ", or choose cache='/folder' on a disk of each node"
+                raise ValueError(
+                    f"cache: rank {self._grid.rank} would keep {size:,} bytes of samples, and "
+                    f"cache_limit={self._limit:,}; {ways}"
+                )
+        return arrivals
+
+    def load(self, arrivals: Arrivals) -> Loaded:
+        """Read this rank's boxes of samples that it is to keep. No communication."""
+        loaded = {}
+        # Sample by sample, as the fields of one may have to be fetched together.
+        samples = dict.fromkeys(s for new in arrivals.parts.values() for s, _ in new)
+        keepers = {axes: dict(new) for axes, new in arrivals.parts.items()}
+        for sample in samples:
+            for own in self._fields:
+                box = own.stored_box(self._grid.topology, self._grid.rank)
+                if keepers[own.cuts[0]].get(sample) == self._part(own) and box.size:
+                    values = np.empty(box.shape, own.source.dtype)
+                    self._read(own.source, sample, box, values)
+                    loaded[own.number, sample] = self._boxes.add(values)
+        return loaded
+
+    def settle(self, arrivals: Arrivals, loaded: Loaded) -> None:
+        """Keep what was loaded. All ranks settle the same arrivals in the same order."""
+        new = self._homes.settle(arrivals)
+        for (number, sample), place in loaded.items():
+            if (self._fields[number].cuts[0], sample) in new:
+                self._kept[number, sample] = place
+            else:
+                # Another loader was faster.
+                self._boxes.drop(place)
+
+    def start(self, values: Values) -> Flight:
+        """Start to bring the values of a mini-batch to the ranks that want them.
+
+        All ranks call it for the same mini-batch, whose samples are settled.
+        """
+        grid, topology = self._grid, self._grid.topology
+        incoming: dict[int, list[Part]] = defaultdict(list)
+        for part in parts_of(self._fields, values.wanted, self._homes, topology, grid.rank):
+            if part.owner == grid.rank:
+                self._place(values, part, self._box(part))
+            else:
+                incoming[part.owner].append(part)
+        leaving: list[Message] = []
+        for peer in receivers(self._fields, values.samples, self._homes, topology, grid.rank):
+            shares = [
+                own.wanted(values.samples, values.epoch, topology, peer) for own in self._fields
+            ]
+            own_parts = [
+                self._box(part)
+                for part in parts_of(self._fields, shares, self._homes, topology, peer)
+                if part.owner == grid.rank
+            ]
+            if own_parts:
+                leaving.append((peer, _packed(own_parts).to(grid.device)))
+        byte = torch.empty(0, dtype=torch.uint8, device=grid.device)
+        arriving = []
+        for peer, parts in sorted(incoming.items()):
+            size = sum(self._size(part) for part in parts)
+            self.bytes_received += size
+            arriving.append((peer, grid.transport.empty((size,), byte)))
+        request = None
+        if grid.size > 1:
+            request = grid.transport.exchange(arriving, leaving, grid.transport.next_tag())
+        return Flight(self, values, [incoming[peer] for peer, _ in arriving], arriving, request)
+
+    def unpack(self, values: Values, parts: Sequence[Part], message: Tensor) -> None:
+        """Copy what another rank has sent to its places in this rank's share."""
+        content, begin = message.cpu().numpy(), 0
+        for part in parts:
+            size = self._size(part)
+            dtype = self._fields[part.field].source.dtype
+            box = content[begin : begin + size].view(dtype).reshape(part.piece.source.shape)
+            self._place(values, part, box)
+            begin += size
+
+    def _place(self, values: Values, part: Part, box: NDArray[Any]) -> None:
+        part.piece.place(values.arrays[part.field][part.place, ...], box, part.order)
+
+    def _box(self, part: Part) -> NDArray[Any]:
+        """Return a box of a sample that this rank keeps."""
+        own = self._fields[part.field]
+        kept = own.stored_box(self._grid.topology, self._grid.rank)
+        index = tuple(
+            slice(a - first, b - first)
+            for a, b, first in zip(
+                part.piece.source.start, part.piece.source.stop, kept.start, strict=True
+            )
+        )
+        return self._boxes.get(self._kept[part.field, part.sample])[index]
+
+    def _size(self, part: Part) -> int:
+        return part.piece.source.size * self._fields[part.field].source.dtype.itemsize
+
+    def _bytes(self, own: FieldOnGrid) -> int:
+        box = own.stored_box(self._grid.topology, self._grid.rank)
+        return box.size * own.source.dtype.itemsize
+
+    def _part(self, own: FieldOnGrid) -> int:
+        """Return the part of the samples of a field that this rank has."""
+        return self._grid.topology.part(self._grid.coords, own.cuts[0])
+
+
+class Flight:
+    """A mini-batch whose values are on their way."""
+
+    def __init__(
+        self,
+        cache: Cache,
+        values: Values,
+        parts: Sequence[Sequence[Part]],
+        arriving: Sequence[Message],
+        request: Request | None,
+    ) -> None:
+        self._cache, self._values, self._parts = cache, values, parts
+        self._arriving, self._request = arriving, request
+
+    def finish(self) -> Values:
+        """Wait for the messages, and return the values of this rank's share."""
+        if self._request is not None:
+            self._request.wait()
+        for parts, (_, message) in zip(self._parts, self._arriving, strict=True):
+            self._cache.unpack(self._values, parts, message)
+        return self._values
+
+
+def _packed(boxes: Sequence[NDArray[Any]]) -> Tensor:
+    """Return the bytes of all boxes, one after the other."""
+    flat = [np.ascontiguousarray(box).reshape(-1).view(np.uint8) for box in boxes]
+    return torch.from_numpy(np.concatenate(flat))

@@ -1,0 +1,88 @@
+"""Which part of the grid keeps which sample: the same on all ranks, without a message."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import TypeAlias
+
+from distconv.geometry.layout import owning_part
+from distconv.geometry.topology import Topology
+
+Axes: TypeAlias = tuple[str, ...]
+
+
+@dataclass
+class Arrivals:
+    """Samples that are kept from a mini-batch on.
+
+    Attributes
+    ----------
+    parts: for the grid axes that cut samples, each new sample with the part that keeps it.
+    """
+
+    parts: dict[Axes, list[tuple[int, int]]] = field(default_factory=dict)
+
+
+class Homes:
+    """The part of the grid that keeps each sample: the one that has it in its first mini-batch.
+
+    All ranks plan and settle the same in the same order.
+
+    Parameters
+    ----------
+    topology: of the grid.
+    axes: those over which samples are cut, for each field.
+    """
+
+    def __init__(self, topology: Topology, axes: Iterable[Axes]) -> None:
+        self._topology = topology
+        self._parts: dict[Axes, dict[int, int]] = {own: {} for own in axes}
+
+    def part(self, axes: Axes, sample: int) -> int:
+        """Return the part that keeps a sample."""
+        return self._parts[axes][sample]
+
+    def kept(self, axes: Axes, part: int) -> int:
+        """Return how many samples a part keeps."""
+        return sum(own == part for own in self._parts[axes].values())
+
+    def plan(self, batches: Sequence[Sequence[int]], others: Iterable[int] = ()) -> list[Arrivals]:
+        """Return the samples that each of some mini-batches brings, none of which is kept yet.
+
+        Parameters
+        ----------
+        others: samples that later mini-batches may have. Those that are still missing come with the
+            last mini-batch, spread over the parts.
+        """
+        arrivals = [Arrivals() for _ in batches]
+        for axes, parts in self._parts.items():
+            count = self._topology.parts(axes)
+            known = set(parts)
+            for batch, own in zip(batches, arrivals, strict=True):
+                new = own.parts[axes] = []
+                for place, sample in enumerate(batch):
+                    if sample not in known:
+                        known.add(sample)
+                        new.append((sample, owning_part(len(batch), count, place)))
+            if arrivals:
+                missing = [sample for sample in others if sample not in known]
+                arrivals[-1].parts[axes] += [(s, i % count) for i, s in enumerate(missing)]
+        return arrivals
+
+    def settle(self, arrivals: Arrivals) -> set[tuple[Axes, int]]:
+        """Let samples be kept where they were planned; return those that are not kept yet."""
+        new = set()
+        for axes, samples in arrivals.parts.items():
+            for sample, part in samples:
+                if sample not in self._parts[axes]:
+                    self._parts[axes][sample] = part
+                    new.add((axes, sample))
+        return new
+
+    def after(self, axes: Axes, part: int, arrivals: Iterable[Arrivals]) -> int:
+        """Return how many samples a part keeps when all of these have come."""
+        coming = chain.from_iterable(own.parts[axes] for own in arrivals)
+        new = {s for s, home in coming if home == part and s not in self._parts[axes]}
+        return self.kept(axes, part) + len(new)

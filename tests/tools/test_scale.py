@@ -1,0 +1,114 @@
+"""`python -m distconv scale`, as a user calls it with a module of their own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from distconv.tools.command_line import main
+from tests.planning.machines import described
+from tests.support.jobs import end_of, start
+
+NET = """
+import torch
+from parts import tail
+
+class Net(torch.nn.Sequential):
+    def __init__(self):
+        super().__init__(torch.nn.Conv2d(1, 2, 3, padding=1), *tail())
+"""
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of a user's own, with a module and what that imports; the working directory."""
+    (tmp_path / "net.py").write_text(NET)
+    (tmp_path / "parts.py").write_text("import torch\ntail = lambda: [torch.nn.Tanh()]\n")
+    monkeypatch.chdir(tmp_path)
+    described().save("round.json")
+    return tmp_path
+
+
+def scale(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The end of the command on this number of ranks."""
+    program = ROOT / "distconv" / "__main__.py"
+    return end_of(start(program, ranks, "scale", *arguments, fresh=False, PYTHONPATH=str(ROOT)))
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *options: str) -> str:
+    """What the command says when it ends with an error."""
+    with pytest.raises(SystemExit) as end:
+        main(["scale", *options])
+    assert end.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_a_study_of_two_ranks_is_run_predicted_and_drawn(folder: Path) -> None:
+    case = ("strong", "./net.py:Net", "--shape", "2,1,16,16", "--ranks", "1,2")
+    more = ("--predict-ranks", "4", "--machine", "round.json", "--output", "s.json")
+    end = scale(2, *case, *more, "--rounds", "2")
+    assert end.returncode == 0, end.stderr
+    assert end.stdout.count("strong scaling of ./net.py:Net, 2 rounds") == 1
+    assert "height=2" in end.stdout and "height=2,width=2" in end.stdout
+    assert (folder / "s.time.png").exists() and (folder / "s.efficiency.png").exists()
+    study = json.loads((folder / "s.json").read_text())
+    assert [len(c["seconds"]) for c in study["cases"]] == [2, 2, 0]
+    assert all(c["predicted"] > 0 for c in study["cases"])
+
+
+def test_a_study_is_continued_and_compared(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case = ("weak", "./net.py:Net", "--shape=2,1,16,16", "--ranks=1", "--output=s.json")
+    assert main(["scale", *case, "--rounds=2"]) == 0
+    first = json.loads((folder / "s.json").read_text())
+    capsys.readouterr()
+    assert main(["scale", *case, "--rounds=3", "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    for before, after in zip(first["cases"], again["cases"], strict=True):
+        assert after["seconds"][:2] == before["seconds"] and len(after["seconds"]) == 3
+    (folder / "t.json").write_text(json.dumps(again))
+    # That has no format, as it is not the file of a study.
+    assert "no scaling study" in refusal(capsys, "compare", "s.json", "t.json")
+    (folder / "t.json").write_bytes((folder / "s.json").read_bytes())
+    assert main(["scale", "compare", "s.json", "t.json", "--output", "both", "--pictures=pdf"]) == 0
+    assert capsys.readouterr().out.count("1.000  quartiles overlap") == 1
+    assert (folder / "both.time.pdf").exists()
+    assert "begun with module ./net.py:Net" in refusal(
+        capsys, "weak", "torch.nn:Tanh", "--shape=2,1,16,16", "--ranks=1", "--output=s.json"
+    )
+
+
+def test_predictions_alone_take_one_process(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--shape", "1,1,16,16", "--predict-ranks", "1,64", "--machine", "round.json"]
+    assert main(["scale", "weak", "./net.py:Net", *arguments]) == 0
+    assert "sample=64  64x1x16x16" in capsys.readouterr().out
+    study = json.loads((folder / "scale-weak.json").read_text())
+    assert study["machine"] == "round" and not any(case["measured"] for case in study["cases"])
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ((), "nothing to study"),
+        (("--ranks=1,x",), "no numbers of ranks"),
+        (("--ranks=64",), "start it with mpiexec -n 64"),
+        (("--predict-ranks=2",), "--predict-ranks needs --machine"),
+        (("--ranks=1", "--grids=height=1"), "leave --ranks out"),
+        (("--grids=height=-1",), "numbers of ranks from 1"),
+        (("--ranks=1", "--rounds=1"), "take two --rounds"),
+        (("--ranks=1", "--machine=none.json", "--rounds=2"), "there is no machine in 'none.json'"),
+        (("--ranks=1", "--layouts=block:sample"), "block"),
+    ],
+)
+def test_a_study_that_makes_no_sense_is_refused(
+    folder: Path, options: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case = ("strong", "torch.nn:Tanh", "--shape=1,1,8,8")
+    assert said in refusal(capsys, *case, *options)
