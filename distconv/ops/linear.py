@@ -7,6 +7,7 @@ from torch import Tensor
 
 from distconv.geometry.index_maps import Same
 from distconv.ops.conv.channel_algorithms import Layer, WeightMeta, algorithm, layer_part
+from distconv.ops.support.merged import works_on_last
 from distconv.ops.support.operands import Placement
 from distconv.ops.support.types import distributed_input
 from distconv.tensor.dispatch import implements, refuse
@@ -14,6 +15,7 @@ from distconv.tensor.redistribution import gather_inputs
 
 
 @implements(F.linear)
+@works_on_last(lambda weight, bias=None: weight.dim() - 1)
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x A^T + b over the last dimension: (..., in) to (..., out), A of shape (out, in)."""
     x = distributed_input("linear", input, weight, bias)

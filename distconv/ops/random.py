@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from distconv.comm.collectives import broadcast
 from distconv.grid.interface import Grid
 from distconv.ops.support.global_positions import global_numbers
+from distconv.ops.support.merged import keeps_shape
 from distconv.ops.support.operands import broadcast_shape, local_operand
 from distconv.tensor.aliasing import check_writable
 from distconv.tensor.dispatch import RULES, implements, refuse
@@ -146,6 +147,7 @@ def _dropout(
 
 
 _dropout(F.dropout, _to_zero, None)
+RULES[F.dropout] = keeps_shape(RULES[F.dropout])
 _dropout(F.dropout1d, _to_zero, 2)
 _dropout(F.dropout2d, _to_zero, 2)
 _dropout(F.dropout3d, _to_zero, 2)
