@@ -20,7 +20,7 @@ VALIDATION = "8"
 TRAIN = {
     "width": "0.25",
     "grid": "sample=2,depth=2",
-    "epochs": "36",
+    "epochs": "30",
     "batch-size": "4",
     "learning-rate": "0.003",
 }
