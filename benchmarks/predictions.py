@@ -2,7 +2,8 @@
 
 `mpiexec -n 2 python -m benchmarks.predictions FOLDER` measures the machine, then case by case
 measures a network on a grid and predicts it, and writes `predictions.md` into the folder. What has
-been done is kept in `predictions.jsonl` there, and is not done again: remove it to begin anew.
+been done is kept in `predictions.jsonl` there, and is not done again: remove it, and the machine
+beside it, to begin anew. Words behind the folder choose networks whose names begin with them.
 """
 
 from __future__ import annotations
@@ -345,4 +346,7 @@ def choices(results: Sequence[Result]) -> list[tuple[str, ...]]:
 
 
 if __name__ == "__main__":
-    run(Path(sys.argv[1]))
+    run(
+        Path(sys.argv[1]),
+        [c for c in CASES if c.network.name.startswith(tuple(sys.argv[2:] or [""]))],
+    )

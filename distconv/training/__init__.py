@@ -6,6 +6,7 @@ P_S ranks that share a sample. Models, optimizers and training loops stay those 
 
 from distconv.training.advice import advise, max_batch
 from distconv.training.compression import GradientCompression
+from distconv.training.concurrent import ConcurrentReductions
 from distconv.training.consistency import assert_in_sync
 from distconv.training.decay import (
     Constant,
@@ -26,6 +27,7 @@ from distconv.training.workers import worker_grid
 __all__ = [
     "LARC",
     "LARS",
+    "ConcurrentReductions",
     "Constant",
     "Cosine",
     "Decay",
