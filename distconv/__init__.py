@@ -18,10 +18,12 @@ from distconv.ops.support.method import method
 from distconv.tensor.dispatch import UnsupportedOperation, implements
 from distconv.tensor.dist_tensor import DistTensor, default_layout, distribute_tensor, local_box
 from distconv.tools.explain import explain
+from distconv.tools.timeline import timeline
 from distconv.tools.verify import verify
 from distconv.tools.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from distconv import horovod as horovod
     from distconv import planning as planning
     from distconv import training as training
 
@@ -48,12 +50,13 @@ __all__ = [
     "parallelize",
     "redistributions",
     "save_checkpoint",
+    "timeline",
     "verify",
     "windowed",
 ]
 del _ops, TYPE_CHECKING
 
-_ON_DEMAND = ("planning", "training")
+_ON_DEMAND = ("horovod", "planning", "training")
 """Folders that the rest does without: imported when first asked for."""
 
 

@@ -83,9 +83,12 @@ def without_counting() -> Iterator[None]:
 
 
 @contextmanager
-def trace_movements() -> Iterator[list[Movement]]:
-    """Yield a list that records the movements of forward passes within the context, in order."""
-    movements: list[Movement] = []
+def trace_movements(movements: list[Movement] | None = None) -> Iterator[list[Movement]]:
+    """Yield a list that records the movements of forward passes within the context, in order.
+
+    It is `movements` where given.
+    """
+    movements = [] if movements is None else movements
     token = _TRACE.set(movements)
     try:
         yield movements

@@ -9,10 +9,13 @@ from __future__ import annotations
 import io
 import os
 import re
+import secrets
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,13 +29,19 @@ from distconv.data.durable import (
     write_checksummed,
 )
 from distconv.data.errors import DataError, bytes_of_rank_zero, on_rank_zero, together
+from distconv.data.shards import divide, for_module, for_optimizer, restored
+from distconv.grid.interface import Grid
 from distconv.model.gradient_reduction import required_reduction
 from distconv.model.state_dicts import full_state_dict, load_full_state_dict
 
 FORMAT = 1
 """The number of the layout of checkpoints."""
 
+SHARDED = 2
+"""The number of the layout of those whose tensors are in shards."""
+
 _NAME = "checkpoint-{step:010d}.pt"
+_SHARDS = re.compile(r"checkpoint-(\d{10,})\.([0-9a-f]{16})-\d+\.shard")
 _NAMES = re.compile(r"checkpoint-(\d{10,})\.pt")
 
 _PARTS = {"step": int, "model": dict, "random": Tensor, "extra": dict}
@@ -75,6 +84,7 @@ def save_checkpoint(
     *,
     keep: int = 2,
     extra: Mapping[str, Any] | None = None,
+    sharded: bool = False,
 ) -> Path:
     """Write the state of a run to a file of its own in `folder`, and return its path. Collective.
 
@@ -90,6 +100,10 @@ def save_checkpoint(
     step: a number that grows from one checkpoint to the next.
     keep: how many checkpoints there are at most.
     extra: plain values and tensors, the same on all ranks.
+    sharded: every rank writes tensors of its own to a file beside the checkpoint: its blocks of
+        sharded parameters, which no rank gathers then, and its share of the others. It is loaded on
+        any grid of ranks that see the folder, and is a checkpoint when rank 0 has written the file
+        without tensors, the last. One process reads it by `load_checkpoint` too.
 
     Raises
     ------
@@ -100,32 +114,61 @@ def save_checkpoint(
     grid = required_reduction("save_checkpoint", model).grid
     folder = Path(folder)
     state: dict[str, Any] = {
-        "format": FORMAT,
+        "format": SHARDED if sharded else FORMAT,
         "step": step,
-        "model": full_state_dict(model),
         "random": torch.get_rng_state(),
         "extra": dict(extra or {}),
     }
-    if optimizer is not None:
-        state["optimizer"] = full_state_dict(optimizer)
     for name, part in (("scheduler", scheduler), ("loader", loader)):
         if part is not None:
             state[name] = part.state_dict()
+    learned: dict[str, nn.Module | torch.optim.Optimizer] = {"model": model}
+    if optimizer is not None:
+        learned["optimizer"] = optimizer
+    path = folder / _NAME.format(step=step)
+    token = ""
+    if sharded:
+        divided = divide({name: part.state_dict() for name, part in learned.items()}, grid)
+        state |= divided.skeleton
+        state["versions"] = dict(getattr(model.state_dict(), "_metadata", {}))
+    else:
+        state |= {name: full_state_dict(part) for name, part in learned.items()}
 
-    def write() -> Path:
+    def prepare() -> str:
         if keep < 1 or step < 0:
             raise ValueError(f"step={step} has to be at least 0, and keep={keep} at least 1")
         _check_plain(state)
         _make(folder)
-        path = folder / _NAME.format(step=step)
         _check_newest(folder, path)
+        return secrets.token_hex(8)
+
+    def write() -> None:
         write_checksummed(path, lambda file: torch.save(state, file))
+
+    def clean() -> None:
         for old in checkpoints_in(folder)[keep:]:
             old.unlink(missing_ok=True)
-        remove_partial(folder, "checkpoint-*.pt")
-        return path
+        _remove_shards(folder, path, token)
+        for kind in ("pt", "shard"):
+            remove_partial(folder, f"checkpoint-*.{kind}")
 
-    return on_rank_zero(grid, write)
+    fresh = on_rank_zero(grid, prepare)
+    if sharded:
+        token = fresh
+        state["shards"] = {"token": token, "count": grid.size, "tensors": divided.table}
+        shard = _shard(path, token, grid.rank)
+        try:
+            together(
+                grid, lambda: write_checksummed(shard, lambda file: torch.save(divided.mine, file))
+            )
+            on_rank_zero(grid, write)
+        except BaseException:
+            shard.unlink(missing_ok=True)
+            raise
+    else:
+        on_rank_zero(grid, write)
+    on_rank_zero(grid, clean)
+    return path
 
 
 def load_checkpoint(
@@ -140,9 +183,9 @@ def load_checkpoint(
 ) -> Checkpoint | None:
     """Put a saved state into a model and what goes on with it, on this grid. Collective.
 
-    Rank 0 reads, and sends the file to all. In a folder it takes the newest checkpoint that is
-    whole; damaged ones are told of and renamed, so that they get in nobody's way. torch's random
-    numbers go on where rank 0's were.
+    Rank 0 reads, and sends the file to all; of shards, every rank reads what it needs. In a folder
+    the newest checkpoint is taken that is whole; damaged ones are told of and renamed, so that they
+    get in nobody's way. torch's random numbers go on where rank 0's were.
 
     Parameters
     ----------
@@ -160,28 +203,34 @@ def load_checkpoint(
         scheduler or loader. What was given may then be changed in part.
     """
     grid = required_reduction("load_checkpoint", model).grid
-    content = b""
+    complaints: dict[Path, str] = {}
+    while True:
+        content = b""
 
-    def read() -> Path | None:
-        nonlocal content
-        found, content = _newest(Path(path), missing_ok)
-        return found
+        def read() -> Path | None:
+            nonlocal content
+            found, content = _newest(Path(path), missing_ok, complaints)
+            return found
 
-    found = on_rank_zero(grid, read)
-    if found is None:
-        return None
-    content = bytes_of_rank_zero(grid, content)
+        found = on_rank_zero(grid, read)
+        if found is None:
+            return None
+        content = bytes_of_rank_zero(grid, content)
+        state = together(grid, partial(_state, found, content))
+        damage = _damage_of_shards(grid, found, state)
+        if not damage:
+            break
+        complaints[found] = damage
+        if grid.rank == 0 and found != Path(path):
+            _set_aside(found)
     parts = {"scheduler": scheduler, "loader": loader}
 
     def load() -> Checkpoint:
-        state = _state(found, content)
         checkpoint = Checkpoint(found, state["step"], state["extra"])
         if check is not None:
             check(checkpoint)
         try:
-            load_full_state_dict(model, state["model"])
-            if optimizer is not None:
-                _load_optimizer(optimizer, _part(found, state, "optimizer"))
+            _load_learned(found, state, model, optimizer)
         except Exception as error:  # torch trusts the types of what it is given
             if isinstance(error, DataError):
                 raise
@@ -253,12 +302,19 @@ def _without_tensors(state: Any) -> Any:
     return state
 
 
-def _newest(path: Path, missing_ok: bool) -> tuple[Path | None, bytes]:
-    """Return the newest whole checkpoint in a folder, or the file itself, with its content."""
-    if path.is_file():
+def _newest(path: Path, missing_ok: bool, known: Mapping[Path, str]) -> tuple[Path | None, bytes]:
+    """Return the newest whole checkpoint in a folder, or the file itself, with its content.
+
+    Parameters
+    ----------
+    known: what is wrong with those that have been tried.
+    """
+    if path.is_file() and path not in known:
         return path, read_checksummed(path)
-    complaints = []
+    complaints = list(known.values())
     for candidate in checkpoints_in(path):
+        if candidate in known:
+            continue
         try:
             content = read_checksummed(candidate)
         except DamagedFile as error:
@@ -269,12 +325,68 @@ def _newest(path: Path, missing_ok: bool) -> tuple[Path | None, bytes]:
             warnings.warn(f"{'; '.join(complaints)}; continuing from {candidate}", stacklevel=6)
         return candidate, content
     if complaints:
-        raise DamagedFile(f"{'; '.join(complaints)}; there is no checkpoint before")
+        before = "" if path.is_file() else "; there is no checkpoint before"
+        raise DamagedFile(f"{'; '.join(complaints)}{before}")
     if missing_ok:
         return None, b""
     raise FileNotFoundError(
         f"{path}: {'no checkpoint in this folder' if path.is_dir() else 'no such file or folder'}"
     )
+
+
+def _damage_of_shards(grid: Grid, path: Path, state: dict[str, Any]) -> str:
+    """Return what is wrong with the shards of a checkpoint; all ranks look at some of them."""
+    if state["format"] != SHARDED:
+        return ""
+    complaint = ""
+    shards = state["shards"]
+    try:
+        for number in range(grid.rank, shards["count"], grid.size):
+            read_checksummed(_shard(path, shards["token"], number))
+    except (DamagedFile, OSError) as error:
+        complaint = str(error)
+    return "; ".join(filter(None, grid.all_gather_object(complaint)))
+
+
+def _shard(path: Path, token: str, number: int) -> Path:
+    """Return the file beside a checkpoint with one of its shards."""
+    return path.with_name(f"{path.stem}.{token}-{number}.shard")
+
+
+def _remove_shards(folder: Path, newest: Path, token: str) -> None:
+    """Remove the shards that belong to no checkpoint, or to one that `newest` has replaced."""
+    kept = {_step_of(path) for path in checkpoints_in(folder)}
+    for shard in folder.glob("checkpoint-*.shard"):
+        match = _SHARDS.fullmatch(shard.name)
+        if match and (
+            int(match[1]) not in kept or (int(match[1]) == _step_of(newest) and match[2] != token)
+        ):
+            shard.unlink(missing_ok=True)
+
+
+def _load_learned(
+    path: Path, state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer | None
+) -> None:
+    """Load the model and the optimizer from a checkpoint, or from the shards that they lie in."""
+    learned = state["model"], {} if optimizer is None else _part(path, state, "optimizer")
+    if state["format"] == SHARDED:
+        shards = state["shards"]
+
+        @cache
+        def opened(number: int) -> Mapping[int, Tensor]:
+            shard = _shard(path, shards["token"], number)
+            blocks: Mapping[int, Tensor] = torch.load(
+                shard, map_location="cpu", weights_only=True, mmap=True
+            )
+            return blocks
+
+        stored = restored(list(learned), shards["tensors"], opened)
+        own: Any = OrderedDict(for_module(stored[0], model))
+        own._metadata = state["versions"]
+        learned = own, {} if optimizer is None else for_optimizer(stored[1], optimizer)
+    load_full_state_dict(model, learned[0])
+    if optimizer is not None:
+        _load_optimizer(optimizer, learned[1])
 
 
 def _set_aside(path: Path) -> None:
@@ -294,10 +406,10 @@ def _state(path: Path, content: bytes) -> dict[str, Any]:
             f"{path} is not a checkpoint of distconv: it holds {type(state).__name__}, expected a "
             f"dict with {sorted(_PARTS)}"
         )
-    if state.get("format") != FORMAT:
+    if state.get("format") not in (FORMAT, SHARDED):
         raise ValueError(
             f"{path} is not a checkpoint of distconv that this version knows: its format is "
-            f"{state.get('format')}, expected {FORMAT}"
+            f"{state.get('format')}, expected {FORMAT} or {SHARDED}"
         )
     for name, kind in _PARTS.items():
         if not isinstance(state.get(name), kind):

@@ -5,6 +5,8 @@ MPI has about two thousand communicators to give; a program may build any number
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -37,10 +39,16 @@ class _Store:
     def __init__(self) -> None:
         self.communicators: dict[tuple[str, tuple[int, ...]], Communicator] = {}
         self.carriers: dict[tuple[str, tuple[str, ...], tuple[int, ...]], Transport] = {}
-        self.transports: dict[tuple[str, tuple[str, ...], tuple[int, ...]], Transport] = {}
+        self.transports: dict[tuple[str, tuple[str, ...], tuple[int, ...]], WatchedTransport] = {}
         self.orders: dict[tuple[int, ...], Order] = {}
         self.queue = LaunchQueue()
         self.gpu: torch.device | None = None
+        self.wrap: Callable[[Transport], Transport] | None = None
+        """What carriers go through while they are recorded."""
+
+    def wrapped(self, carrier: Transport) -> Transport:
+        """Return what carries the messages of a carrier."""
+        return carrier if self.wrap is None else self.wrap(carrier)
 
 
 @cache
@@ -77,8 +85,29 @@ def transport(ranks: tuple[int, ...], name: str, devices: tuple[str, ...]) -> Tr
         def members(group: Communicator) -> list[int]:
             return [ranks.index(rank) for rank in group.ranks]
 
+        carrier = _store().wrapped(carrier)
         made[key] = WatchedTransport(carrier, steps, steps.waiting, members)
     return made[key]
+
+
+@contextmanager
+def carried_by(wrap: Callable[[Transport], Transport]) -> Iterator[None]:
+    """Let all messages between ranks go through what `wrap` makes of their carriers.
+
+    That is within the context; on this rank, without communication.
+    """
+    store = _store()
+    if store.wrap is not None:
+        raise RuntimeError("the messages of this rank are recorded already; end that one before")
+    store.wrap = wrap
+    for transport in store.transports.values():
+        transport.carrier = wrap(transport.carrier)
+    try:
+        yield
+    finally:
+        store.wrap = None
+        for (name, devices, ranks), transport in store.transports.items():
+            transport.carrier = store.carriers[name, devices, ranks]
 
 
 def order(ranks: tuple[int, ...]) -> Order:

@@ -106,6 +106,11 @@ class Order:
         """Return the thread that takes the steps."""
         return self._thread
 
+    @property
+    def operator(self) -> Any:
+        """Return the function on DistTensors that this rank is in; None outside of any."""
+        return CURRENT.function
+
     def next_tag(self) -> int:
         """Return the number of the next exchange, the same on all ranks."""
         self._tag = self._tag % _TAGS + 1

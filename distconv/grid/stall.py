@@ -1,8 +1,9 @@
 """A thread that notices when ranks wait for each other in vain, says where, and ends the job.
 
-The thread looks about once a second at the wait under way. Where one wait takes longer than
-DISTCONV_TIMEOUT seconds (300 when not set), or where a rank that is waited for has left the
-program, it asks all ranks where they are, prints one message, and aborts.
+The thread looks about once a second at the wait under way, the host's and that of a GPU's streams.
+Where one takes longer than DISTCONV_TIMEOUT seconds (300 when not set), where a rank that is waited
+for has left the program, or where NCCL has met with an error, it asks all ranks where they are,
+prints one message, and aborts.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from weakref import ref
 from distconv.grid.abort import abort_job
 from distconv.grid.board import Board
 from distconv.grid.order import Order, ranks_in_words
-from distconv.grid.whereabouts import operator_of, place_of
+from distconv.grid.whereabouts import operator_name, operator_of, place_of
+from distconv.transport.stream_waits import StreamWait
 from distconv.transport.watched import Wait, Waiting
 
 _VARIABLE = "DISTCONV_TIMEOUT"
@@ -64,8 +66,7 @@ class Watch:
         self._limit = time_limit()
         # A large job asks the first rank less often.
         self._period = max(min(1.0, self._limit / 8), self._size / 2000)
-        self._since: tuple[ref[Wait] | None, float] = None, 0.0
-        """The wait that was seen last, held weakly so that its messages may go, and since when."""
+        self._host, self._stream = _Seen(), _Seen()
         self._thread = threading.get_ident()
         self._leaving = threading.Event()
         self._looking = threading.Thread(target=self._look, name="distconv-watch", daemon=True)
@@ -120,41 +121,51 @@ class Watch:
 
     def _look_at_wait(self) -> None:
         """Raise the alarm where a wait goes on since the last look for too long, or for nobody."""
-        wait, now = self._waiting.now, time.monotonic()
-        if wait is not self._seen():
-            self._since = None if wait is None else ref(wait), now
-        elif wait is not None:
-            seconds = now - self._since[1]
-            if seconds > self._limit:
-                self._alarm(f"for more than {_VARIABLE}={self._limit:g} seconds")
-            elif seconds > _GRACE and (gone := self._gone(wait)):
-                self._alarm(f"for {ranks_in_words(gone)}, which will not come")
+        try:
+            for check in self._waiting.checks:
+                check()
+            given = self._waiting.streams.oldest()
+        except RuntimeError as error:
+            self._alarm(f"in vain: {error} (rank {self._rank})")
+            return
+        wait = self._waiting.now
+        self._host.look(wait)
+        self._stream.look(given)
+        seconds = max(self._host.seconds, self._stream.seconds)
+        if seconds > self._limit:
+            self._alarm(f"for more than {_VARIABLE}={self._limit:g} seconds")
+        elif seconds > _GRACE:
+            gone = set[int]()
+            if wait is not None and self._host.seconds > _GRACE:
+                gone |= self._gone(wait.peers and wait.peers(), self._steps)
+            if given is not None and self._stream.seconds > _GRACE:
+                gone |= self._gone(given.peers, given.step)
+            if gone:
+                self._alarm(f"for {ranks_in_words(sorted(gone))}, which will not come")
 
-    def _seen(self) -> Wait | None:
-        """Return the wait that the last look has seen, if it is still in use."""
-        wait = self._since[0]
-        return None if wait is None else wait()
-
-    def _gone(self, wait: Wait) -> list[int]:
-        """Return the ranks waited for that have left the program before the step that waits."""
+    def _gone(self, peers: Iterable[int] | None, step: int) -> set[int]:
+        """Return which of these ranks, or of all, have left the program before a step."""
         board = self._board
         if board is None or board.count("left", 0) < 1:
-            return []
-        peers: Iterable[int] = range(self._size) if wait.peers is None else wait.peers()
-        gone = []
-        for rank in sorted(peers):
+            return set()
+        gone = set()
+        for rank in range(self._size) if peers is None else peers:
             steps = board.read(f"left/{rank}")
-            if steps is not None and int(steps) < self._steps:
-                gone.append(rank)
+            if steps is not None and int(steps) < step:
+                gone.add(rank)
         return gone
 
     def _state(self) -> list[Any]:
         """Return what this rank does, its operator, its line of the program, and its step."""
         thread = self._thread if self._order is None else self._order.thread
-        wait, since = self._seen(), self._since[1]
         what = "elsewhere"
-        if wait is not None and self._waiting.now is wait:
-            what = f"waiting for {time.monotonic() - since:.0f} s"
+        if self._host.is_still(self._waiting.now):
+            what = f"waiting for {self._host.seconds:.0f} s"
+        given = self._waiting.streams.oldest()
+        if self._stream.is_still(given):
+            within = f" in {operator_name(given.operator)}" if given and given.operator else ""
+            seconds = f"{self._stream.seconds:.0f} s{within}"
+            what = f"its GPU waiting for {seconds}; the host {what}"
         return [what, operator_of(thread), place_of(thread), self._steps]
 
     def _alarm(self, why: str) -> None:
@@ -210,6 +221,28 @@ def _report(why: str, size: int, answers: dict[int, Any]) -> str:
             "that differs.",
         )
     )
+
+
+class _Seen:
+    """The wait that was seen last, held weakly so that its messages may go, and since when."""
+
+    def __init__(self) -> None:
+        self._wait: ref[Wait | StreamWait] | None = None
+        self._since = 0.0
+
+    def look(self, wait: Wait | StreamWait | None) -> None:
+        """Note which wait is under way now."""
+        if wait is None or not self.is_still(wait):
+            self._wait, self._since = None if wait is None else ref(wait), time.monotonic()
+
+    def is_still(self, wait: Wait | StreamWait | None) -> bool:
+        """Return whether this is the wait that was seen last."""
+        return wait is not None and self._wait is not None and self._wait() is wait
+
+    @property
+    def seconds(self) -> float:
+        """Return for how long the last look and those before have seen the same wait."""
+        return 0.0 if self._wait is None else time.monotonic() - self._since
 
 
 class _Leaving:

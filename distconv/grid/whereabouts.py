@@ -11,6 +11,7 @@ import sys
 import sysconfig
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from types import FrameType
@@ -37,6 +38,8 @@ class CurrentCall(threading.local):
     """The torch function, or the name of a method; None where none is running."""
     arguments: Sequence[Any] = ()
     keywords: dict[str, Any] | None = None
+    modules: list[nn.Module] | None = None
+    """The calls of modules, from within outwards, on whose behalf something is done later."""
 
 
 CURRENT = CurrentCall()
@@ -61,6 +64,16 @@ class running:
     def __exit__(self, *_: object) -> None:
         if self._outermost:
             CURRENT.function, CURRENT.arguments = None, ()
+
+
+@contextmanager
+def on_behalf_of(modules: list[nn.Module]) -> Iterator[None]:
+    """Count what this thread does within the context to these calls of modules."""
+    before, CURRENT.modules = CURRENT.modules, modules
+    try:
+        yield
+    finally:
+        CURRENT.modules = before
 
 
 def operator_name(function: Any) -> str:
@@ -108,16 +121,22 @@ def operator_of(thread: int) -> str | None:
     return found
 
 
+def module_calls() -> list[nn.Module]:
+    """Return the modules whose calls are under way, from within outwards."""
+    return [
+        frame.f_locals["self"]
+        for frame in _outwards(sys._getframe(1))
+        if frame.f_code is nn.Module._call_impl.__code__
+    ]
+
+
 def module_path() -> str:
     """Return the name of the module whose call is under way, within the outermost one called.
 
     It is the name that `named_modules` of the outermost module gives it; empty where that is the
     module itself, or none is called.
     """
-    calls: list[nn.Module] = []
-    for frame in _outwards(sys._getframe(1)):
-        if frame.f_code is nn.Module._call_impl.__code__:
-            calls.append(frame.f_locals["self"])
+    calls = module_calls() if CURRENT.modules is None else CURRENT.modules
     names = [_name_within(outer, inner) for inner, outer in pairwise(calls)]
     return ".".join(filter(None, reversed(names)))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import accumulate
 from typing import Any
 from weakref import ReferenceType, ref
@@ -50,10 +50,17 @@ class Bucket:
     be copied in and out. So does a gradient that the program has set itself.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], comm: Any):
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        comm: Any,
+        start_sum: Callable[[Tensor], Request] | None = None,
+    ):
         self.parameters = parameters
         self.comm = comm
         """The ranks over which the gradients are added up."""
+        self._start_sum = start_sum
+        """Starts to add up a vector over them, where that is not the carrier's all-reduce."""
         starts = accumulate((p.numel() * p.element_size() for p in parameters), initial=0)
         self._places = [
             _GradientSlot(p, start) for p, start in zip(parameters, starts, strict=False)
@@ -67,6 +74,16 @@ class Bucket:
         self._used: list[bool] = []
         """For each parameter, whether this rank has added a part of its gradient."""
         self._request: Request | None = None
+
+    @property
+    def elements(self) -> int:
+        """Return the number of elements that travel."""
+        return self._elements
+
+    @property
+    def under_way(self) -> bool:
+        """Return whether the gradients are being added up."""
+        return self._request is not None
 
     def prepare(self, backward_pass: int) -> None:
         """Take memory in which only gradients are in use, before a backward pass writes to it."""
@@ -111,7 +128,10 @@ class Bucket:
                 self._view(place).copy_(gradient)
         flat = self._flat()
         flat[-len(used) :] = constant(flat.device, tuple(used), flat.dtype)
-        self._request = grid.transport.all_reduce(flat, self.comm)
+        if self._start_sum is None:
+            self._request = grid.transport.all_reduce(flat, self.comm)
+        else:
+            self._request = self._start_sum(flat)
 
     def finish(self) -> bool:
         """Wait for the sum, and copy it to gradients outside; return whether one was under way."""

@@ -8,8 +8,9 @@ non-blocking all-reduce that begins as soon as the bucket and all before it are 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextvars import Token
+from functools import partial
 from operator import is_
 from typing import Any, NoReturn
 from weakref import WeakMethod, finalize, ref
@@ -22,6 +23,8 @@ from torch.autograd.graph import Node
 from distconv.comm import checksums
 from distconv.comm.agreement import Agreement, differences, fingerprint
 from distconv.comm.checksums import Checked, possible, unequal
+from distconv.comm.half_sums import WIDE, HalfSum
+from distconv.comm.two_level import TwoLevelSum, has_two_levels, make_communicators
 from distconv.geometry.layout import cutting_axes, replicating_axes
 from distconv.grid.interface import Grid
 from distconv.grid.process_grid import ProcessGrid
@@ -32,6 +35,7 @@ from distconv.tensor.eager import run_eagerly
 from distconv.tensor.module_call import ModuleCall, enter_call, leave_call
 from distconv.tensor.nested import shards_of, tensors_in
 from distconv.tensor.ownership import check_counted_once, own
+from distconv.transport.interface import Request
 
 REDUCTION_ATTRIBUTE = "_distconv_gradient_reduction"
 """The attribute by which a module, and each of its parts, keeps its `GradientReduction`."""
@@ -64,8 +68,18 @@ def required_reduction(caller: str, module: nn.Module) -> GradientReduction:
 class GradientReduction:
     """Hooks on the parameters of one module that add up their gradients over a grid."""
 
-    def __init__(self, module: nn.Module, grid: ProcessGrid, bucket_bytes: int):
+    def __init__(
+        self,
+        module: nn.Module,
+        grid: ProcessGrid,
+        bucket_bytes: int,
+        two_level: bool = False,
+        wire: torch.dtype | None = None,
+    ):
         self.enabled = True
+        self._purpose = "gradients"
+        self._held = False
+        """Whether sums stay under way when a backward pass has ended."""
         self._grid = grid
         self._bucket_bytes = bucket_bytes
         self._module = ref(module)
@@ -82,6 +96,8 @@ class GradientReduction:
         own((*self._parameters, *self._leaves, *module.buffers()), grid.size)
         self._axes = [axes_of_sum(p, grid) for p in self._parameters]
         """For each parameter, the grid axes over which its gradient is summed."""
+        self._wire = wire
+        self._two_level = two_level and any(has_two_levels(axes, grid) for axes in self._axes)
         self._buckets: list[Bucket] = []
         self._place_of: dict[Tensor, tuple[int, int]] = {}
         """For each parameter its bucket, and its number there."""
@@ -103,9 +119,7 @@ class GradientReduction:
         self._calls = 0
         self._layout = 0
         """The fingerprint of what decides how buckets are laid out."""
-        for axes in dict.fromkeys(self._axes):
-            # All ranks make it together, whatever each of them trains first.
-            grid.communicator(axes, "gradients")
+        self._make_communicators()
         self._prepare()
         module.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         module.register_forward_hook(self._after_forward, always_call=True)
@@ -136,6 +150,56 @@ class GradientReduction:
         self._settle()
         self._pass, self._started = _OUTSIDE, 0
         self._finish()
+
+    def give(self, sums: Iterable[Tensor | None]) -> None:
+        """Set the gradient of each parameter to a sum over the ranks, which another has taken."""
+        for p, gradient in zip(self._leaves, sums, strict=True):
+            p.grad = gradient
+        self._parts.clear()
+
+    def travel_apart(self, number: int) -> None:
+        """Reduce from now on by communicators that reductions of other numbers do not use.
+
+        All ranks of the grid call it together, between steps.
+        """
+        self._purpose = f"gradients {number}"
+        self._make_communicators()
+        self._laid_out = []
+        self._prepare()
+
+    def hold(self) -> None:
+        """Leave sums under way when a backward pass has ended, until `start_held` and `settle`."""
+        self.settle()
+        self._held, self._started = True, 0
+
+    def start_held(self) -> None:
+        """Start the sums that backward passes since `hold` have not started."""
+        self._held = False
+        if self._grid.size > 1:
+            self._pass = _OUTSIDE
+            while self._started < len(self._buckets):
+                self._start_next()
+
+    def settle(self) -> None:
+        """Wait for all sums that have been started, and give them to the parameters."""
+        self._settle()
+        self._pass = -1
+
+    def _make_communicators(self) -> None:
+        for axes in dict.fromkeys(self._axes):
+            # All ranks make it together, whatever each of them trains first.
+            self._grid.communicator(axes, self._purpose)
+            if self._two_level:
+                make_communicators(axes, self._grid, self._purpose)
+
+    @property
+    def _starts_at_the_end(self) -> bool:
+        """Return whether sums start in one order on all ranks, when the backward pass has ended.
+
+        A parameter may have no gradient on some ranks. Those start its bucket at the end, and so
+        do all: among the exchanges of the backward pass it would have another place there.
+        """
+        return self._grid.transport.ordered or self._two_level or self._wire is not None
 
     def _prepare(self) -> None:
         """Hook the trainable parameters and lay out the buckets, last parameters first."""
@@ -181,9 +245,24 @@ class GradientReduction:
             (p, axes) for p, axes in zip(self._leaves, self._axes, strict=True) if p.requires_grad
         ]
         return [
-            Bucket(parameters, self._grid.communicator(axes, "gradients"))
+            Bucket(
+                parameters,
+                self._grid.communicator(axes, self._purpose),
+                self._sum_over(axes, parameters[0].dtype),
+            )
             for axes, parameters in fill_buckets(trained, self._bucket_bytes)
         ]
+
+    def _sum_over(
+        self, axes: tuple[str, ...], dtype: torch.dtype
+    ) -> Callable[[Tensor], Request] | None:
+        """Return what starts to add up a bucket; None for the carrier's all-reduce."""
+        grid, purpose = self._grid, self._purpose
+        if self._wire is not None and dtype in WIDE and grid.topology.parts(axes) > 1:
+            return partial(HalfSum, grid=grid, axes=axes, wire=self._wire, purpose=purpose)
+        if not (self._two_level and has_two_levels(axes, grid)):
+            return None
+        return partial(TwoLevelSum, grid=grid, axes=axes, purpose=purpose)
 
     def _hook(self, p: Tensor, node: Node) -> None:
         """Watch a parameter; again where a change of type or stream gives it another node."""
@@ -252,10 +331,12 @@ class GradientReduction:
             self._check_agreement(module)
         results = tensors_in(result)
         for x in results:
-            if isinstance(x, DistTensor) and x.shard.grad_fn is not None:
-                # A backward pass may come when the program has dropped the module.
-                notes: Any = x.shard.grad_fn.metadata
-                notes[REDUCTION_ATTRIBUTE] = self
+            # What is handed out has its block: who looks at it alone waits for nobody.
+            for shard in (x.shard, x.held) if isinstance(x, DistTensor) else ():
+                if shard.grad_fn is not None:
+                    # A backward pass may come when the program has dropped the module.
+                    notes: Any = shard.grad_fn.metadata
+                    notes[REDUCTION_ATTRIBUTE] = self
         if any(x.requires_grad for x in results if not isinstance(x, DistTensor)):
             raise TypeError(
                 "a parallelized module has returned a plain tensor that requires gradients; every "
@@ -336,14 +417,18 @@ class GradientReduction:
         if not self.enabled:
             return
         self._missing[b] -= 1
-        if self._grid.transport.ordered:
-            # A parameter may have no gradient on some ranks. Those start its bucket at the end, and
-            # so do all: among the exchanges of the backward pass it would have another place there.
+        if self._starts_at_the_end:
             return
         while self._started < len(self._buckets) and not self._missing[self._started]:
             self._start_next()
 
     def _begin(self, backward_pass: int) -> None:
+        if self._held and any(bucket.under_way for bucket in self._buckets):
+            raise RuntimeError(
+                "a second backward pass through a model within ConcurrentReductions, whose sums of "
+                "the first are under way; leave the context between them, or run the first in "
+                "no_sync"
+            )
         self._settle()
         self._pass, self._started = backward_pass, 0
         self._missing = [len(bucket.parameters) for bucket in self._buckets]
@@ -353,7 +438,7 @@ class GradientReduction:
                 self._finish()
 
             # A pass that fails leaves reductions under way; autograd drops its callbacks then.
-            finalize(finish, self._settle).atexit = False
+            finalize(finish, self._settle_failed).atexit = False
             Variable._execution_engine.queue_callback(finish)  # type: ignore[attr-defined]
 
     def _start_next(self) -> None:
@@ -364,10 +449,16 @@ class GradientReduction:
 
     def _finish(self) -> None:
         """Start the reductions left at the end of backward, and give parameters their sums."""
+        if self._held and self._starts_at_the_end:
+            return  # other reductions start in another order on other ranks
         while self._started < len(self._buckets):
             self._start_next()
-        self._settle()
-        self._pass = -1
+        if not self._held:
+            self.settle()
+
+    def _settle_failed(self) -> None:
+        if not self._held:
+            self._settle()
 
     def _settle(self) -> None:
         """Wait for the reductions under way: a gradient they have summed is no part any more."""

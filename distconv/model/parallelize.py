@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from distconv.comm.collectives import broadcast
+from distconv.comm.half_sums import wire_type
 from distconv.geometry.layout import Layout
 from distconv.grid.process_grid import ProcessGrid
 from distconv.model.gradient_reduction import (
@@ -40,6 +41,8 @@ def parallelize(
     layouts: Mapping[str, Layout] | None = None,
     shard_parameters: bool = False,
     bucket_bytes: int = 2**20,
+    two_level: bool = False,
+    wire: str | None = None,
 ) -> Module:
     """Make `module` compute on DistTensors of `grid` what it computes serially, and return it.
 
@@ -61,6 +64,13 @@ def parallelize(
         fully connected layers whose layout cuts channels. They become DistTensors; optimizers that
         have no state yet may have been made before. Weights that are parametrized stay whole.
     bucket_bytes: the bytes of gradients that travel in one message.
+    two_level: whether gradients are added up in two levels: among the ranks of a sample by a
+        reduce-scatter, a piece of each between replicas, and an all-gather. Where the ranks of a
+        sample are on one node, 1 / P_S of the bytes go between nodes; but all of them when the
+        backward pass has ended, and not within it.
+    wire: "bfloat16" or "float16" where gradients travel as halves, and are added up in float32;
+        they are then the serial ones within two roundings to halves, and leave when the backward
+        pass has ended. `training.GradientCompression` does so with error feedback.
 
     Raises
     ------
@@ -89,10 +99,16 @@ def parallelize(
             "distconv.full_state_dict of this one"
         )
     options: dict[str, Any] = {"bucket_bytes": bucket_bytes, "shard_parameters": shard_parameters}
-    options |= {"grid": str(grid), "layouts": layouts}
+    options |= {"grid": str(grid), "layouts": layouts, "two_level": two_level}
+    options["wire"] = wire
     _compare(options, grid, "pass the same on every rank")
     if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
         raise ValueError(f"parallelize: bucket_bytes={bucket_bytes!r} is no size; expected from 1")
+    half = None if wire is None else wire_type("parallelize", wire)
+    if half is not None and two_level:
+        raise ValueError(
+            f"parallelize: two_level=True and wire={wire!r} exclude each other; choose one"
+        )
     chosen = match_layouts(module, layouts or {})
     state = dict(module.named_parameters()) | dict(module.named_buffers())
     _compare_modules(state, grid)
@@ -103,7 +119,7 @@ def parallelize(
     if shard_parameters:
         shard_weights(module, chosen, grid)
     redistribute_inputs(module, chosen)
-    reduction = GradientReduction(module, grid, bucket_bytes)
+    reduction = GradientReduction(module, grid, bucket_bytes, two_level, half)
     for part in module.modules():
         part.__dict__[REDUCTION_ATTRIBUTE] = reduction
     return module

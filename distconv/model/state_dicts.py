@@ -22,7 +22,7 @@ def full_state_dict(source: nn.Module | Optimizer) -> dict[str, Any]:
     state_dict.
     """
     own: Any = source.state_dict()
-    state: dict[str, Any] = _mapped(own, _whole)
+    state: dict[str, Any] = mapped(own, _whole)
     if hasattr(own, "_metadata"):
         # The versions in it tell a module how to read a state that an earlier release has written.
         state._metadata = own._metadata  # type: ignore[attr-defined]
@@ -32,7 +32,8 @@ def full_state_dict(source: nn.Module | Optimizer) -> dict[str, Any]:
 def load_full_state_dict(target: nn.Module | Optimizer, state: Mapping[str, Any]) -> None:
     """Give a module or an optimizer the state of the serial program.
 
-    Every rank passes the same state and keeps its blocks of it; no communication.
+    Every rank passes the same state and keeps its blocks of it; no communication. DistTensors in it
+    are those blocks already.
     """
     if isinstance(target, nn.Module):
         target.load_state_dict(state)
@@ -55,7 +56,7 @@ def _whole(x: Any) -> Any:
 
 def _cut(x: Any, parameter: DistTensor) -> Any:
     """Return the block of an optimizer's value for a parameter, or for its rows."""
-    if not isinstance(x, Tensor) or x.dim() != parameter.dim():
+    if not isinstance(x, Tensor) or isinstance(x, DistTensor) or x.dim() != parameter.dim():
         return x
     cuts = operand_cuts(tuple(x.shape), tuple(parameter.shape), parameter.cuts)
     grid = parameter.grid
@@ -63,10 +64,10 @@ def _cut(x: Any, parameter: DistTensor) -> Any:
     return DistTensor(block, x.shape, cuts, grid)
 
 
-def _mapped(state: Any, function: Callable[[Any], Any]) -> Any:
+def mapped(state: Any, function: Callable[[Any], Any]) -> Any:
     """Return a state with `function` applied to all that its dictionaries and lists hold."""
     if isinstance(state, dict):
-        return type(state)((key, _mapped(value, function)) for key, value in state.items())
+        return type(state)((key, mapped(value, function)) for key, value in state.items())
     if isinstance(state, list):
-        return [_mapped(value, function) for value in state]
+        return [mapped(value, function) for value in state]
     return function(state)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from typing import Any
+from typing import Any, cast
 from weakref import ref
 
 import torch
@@ -45,7 +45,7 @@ def _seeds(
         gradient_seed(x, gradient, operator) if isinstance(x, DistTensor) else gradient
         for x, gradient in zip(tensors, given, strict=True)
     ]
-    return shards_of(tensors), seeds
+    return [x.shard if isinstance(x, DistTensor) else x for x in tensors], seeds
 
 
 @implements(torch.autograd.backward)
@@ -126,6 +126,9 @@ def grad(
         if brought == {True}:
             return part
         if isinstance(x, DistTensor):
+            if x.unmerged is not None:
+                gradient = whole(x.unmerged, part, brought)
+                return None if gradient is None else gradient.reshape(x.shape)
             # A replicated leaf adds up its gradient by itself.
             total = part if x.sums_gradient else whole_gradient(part, x.cuts, grid)
             return DistTensor(total, x.shape, x.cuts, grid)
@@ -141,6 +144,19 @@ def register_hook(
     self: DistTensor, hook: Callable[[DistTensor | None], Tensor | None]
 ) -> RemovableHandle:
     """Call `hook` with the gradient of the tensor, which it may replace; on all ranks together."""
+    handle = (_hook_block if self.unmerged is None else _hook_unmerged)(self, hook)
+    if self.gradient_hook is not None:
+        # A gradient is retained as the last hook leaves it.
+        self.gradient_hook.remove()
+        self.gradient_hook = None
+        self.gradient_hook = _keep(self)
+    return handle
+
+
+def _hook_block(
+    self: DistTensor, hook: Callable[[DistTensor | None], Tensor | None]
+) -> RemovableHandle:
+    """Call `hook` with the gradient of a tensor that is cut in blocks."""
     # No reference to the tensor itself: the graph that it keeps alive would keep it alive.
     shape, cuts, grid, replicas = self.shape, self.cuts, self.grid, self.replicas
     block, dtype, device = self.shard.shape, self.dtype, self.device
@@ -163,12 +179,28 @@ def register_hook(
         return shard if leaf else shard / replicas
 
     handle: RemovableHandle = self.shard.register_hook(on_shard)
-    if self.gradient_hook is not None:
-        # A gradient is retained as the last hook leaves it.
-        self.gradient_hook.remove()
-        self.gradient_hook = None
-        self.gradient_hook = _keep(self)
     return handle
+
+
+def _hook_unmerged(
+    x: DistTensor, hook: Callable[[DistTensor | None], Tensor | None]
+) -> RemovableHandle:
+    """Call `hook` with the gradient of a merged tensor, of which everything is made unmerged."""
+    shape, unmerged = x.shape, cast(DistTensor, x.unmerged)
+    own = unmerged.shape
+
+    def on_unmerged(gradient: DistTensor | None) -> Tensor | None:
+        changed = hook(None if gradient is None else cast(DistTensor, gradient.reshape(shape)))
+        if isinstance(changed, DistTensor) and changed.shape == shape:
+            return changed.reshape(own)
+        if changed is not None:
+            raise TypeError(
+                f"register_hook: the hook returned {changed!r}; return a DistTensor of shape "
+                f"{tuple(shape)} on {unmerged.grid}, or None"
+            )
+        return None
+
+    return _hook_block(unmerged, on_unmerged)
 
 
 @implements(torch.Tensor.register_post_accumulate_grad_hook)

@@ -4,3 +4,5 @@ from distconv.planning.calibration import calibrate as calibrate
 from distconv.planning.machine import Machine as Machine
 from distconv.planning.prediction import Prediction as Prediction
 from distconv.planning.prediction import predict as predict
+from distconv.planning.search import Plan as Plan
+from distconv.planning.search import plan as plan

@@ -78,7 +78,7 @@ def calibrate(
     packing = _table(_copies(rows=True), COPIED)
     sources["copy"] = sources["packing"] = f"{where_from}: all ranks at once, {torch.__version__}"
     progress("Python")
-    host = _mean_of_ranks(measure_host_work())
+    host = _mean_of_ranks(measure_host_work(max(5, min(30, int(seconds)))))
     sources["host"] = f"{where_from}: functions on tiny tensors, minus their local operators"
     sources["operators"] = f"timed on {hosts[0]} when first asked for"
     return Machine(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,14 +13,12 @@ from torch import Tensor, nn
 
 from distconv.geometry.layout import default_cuts
 from distconv.planning.dry_run import DryRunGrid
+from distconv.planning.losses import OPTIMIZERS
 from distconv.planning.operator_worker import runner
 from distconv.planning.recording import Compute, HostWork, LocalOperator, record_step
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.module_call import enter_call, leave_call
 from distconv.tensor.ownership import own
-
-ROUNDS = 30
-"""How often a function is timed, of which the median counts."""
 
 _PLANE = 1, 8, 16, 16
 _VOLUME = 1, 8, 8, 8, 8
@@ -74,12 +72,15 @@ _FUNCTIONS = (
 GRIDS: tuple[Mapping[str, int], ...] = ({}, {"height": 2})
 
 
-def measure_host_work() -> dict[str, float]:
-    """Return the seconds of Python by function, as `Machine.host` has them; no communication."""
+def measure_host_work(rounds: int = 30) -> dict[str, float]:
+    """Return the seconds of Python by function, as `Machine.host` has them; no communication.
+
+    Of so many `rounds` the median counts.
+    """
     host: dict[str, float] = {}
     for grid in GRIDS:
         for function in _FUNCTIONS:
-            for name, seconds in _measure(function, grid):
+            for name, seconds in _measure(function, grid, rounds):
                 host.setdefault(name, seconds)
     for kind in ("", " across ranks"):
         for end in ("", " backward"):
@@ -95,12 +96,13 @@ def measure_host_work() -> dict[str, float]:
     return host
 
 
-def _measure(function: _Function, extents: Mapping[str, int]) -> Iterator[tuple[str, float]]:
+def _measure(
+    function: _Function, extents: Mapping[str, int], rounds: int
+) -> Iterator[tuple[str, float]]:
     """Yield the names under which a recording has a function and its adjoint, with the seconds."""
     module = function.make()
-    recording = record_step(
-        module, [function.shape], extents, rank=0, loss=_sum, input_gradients=True
-    )
+    options: Any = {"rank": 0, "loss": _sum, "optimizer": OPTIMIZERS["sgd"]}
+    recording = record_step(module, [function.shape], extents, input_gradients=True, **options)
     layer = next(iter(recording.layers))
     operators: dict[str, list[LocalOperator]] = {"forward": [], "backward": []}
     names: dict[str, list[str]] = {"forward": [], "backward": []}
@@ -109,12 +111,12 @@ def _measure(function: _Function, extents: Mapping[str, int]) -> Iterator[tuple[
             operators[event.place.phase].append(event.operator)
         elif isinstance(event, HostWork) and event.place.layer == layer:
             names[event.place.phase].append(event.function)
-    forward, backward = _passes(module, function.shape, extents)
+    forward, backward = _passes(module, function.shape, extents, rounds)
     for phase, run in (("forward", forward), ("backward", backward)):
         if len(names[phase]) != 1:
             continue
         whole = median(run())
-        kernels = sum(_alone(operator) for operator in operators[phase])
+        kernels = sum(_alone(operator, rounds) for operator in operators[phase])
         yield names[phase][0], max(whole - kernels, 0.0)
 
 
@@ -123,7 +125,7 @@ def _sum(output: Tensor) -> Tensor:
 
 
 def _passes(
-    module: nn.Module, shape: tuple[int, ...], extents: Mapping[str, int]
+    module: nn.Module, shape: tuple[int, ...], extents: Mapping[str, int], rounds: int
 ) -> tuple[Callable[[], Sequence[float]], Callable[[], Sequence[float]]]:
     """Return functions that time the passes of a module on a rank whose messages nobody gets."""
     grid = DryRunGrid(extents, 0)
@@ -150,18 +152,18 @@ def _passes(
 
     for _ in range(5):
         timed()
-    times = [timed() for _ in range(ROUNDS)]
+    times = [timed() for _ in range(rounds)]
     return (lambda: [f for f, _ in times]), (lambda: [b for _, b in times])
 
 
-def _alone(operator: LocalOperator) -> float:
+def _alone(operator: LocalOperator, rounds: int) -> float:
     """Return the seconds of a tiny operator by itself."""
     run = runner(operator)
     clock = time.perf_counter
     with torch.no_grad():
         run()
         times = []
-        for _ in range(ROUNDS):
+        for _ in range(rounds):
             start = clock()
             run()
             times.append(clock() - start)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from distconv.data.durable import write_atomically
+from distconv.planning.table import table
 
 FORMAT = 1
 """The version of the files."""
@@ -130,9 +131,22 @@ class Machine:
         """Return how many of a job's ranks compute on one node at the same time."""
         return min(ranks, self.ranks_per_node)
 
+    def __str__(self) -> str:
+        devices = f"{self.ranks_per_node} ranks a node, {self.threads} threads each"
+        rows = [("", "8 B", "64 KiB", "1 MiB", "16 MiB")]
+        tables = {f"messages {where}": link.total for where, link in self.links.items()}
+        for kind, links in self.reductions.items():
+            tables |= {f"{kind}, {n} ranks": link.total for n, link in links.items()}
+        for name, t in tables.items():
+            times = (f"{t.at(size) * 1e6:.4g}" for size in (8, 2**16, 2**20, 2**24))
+            rows.append((name, *times))  # type: ignore[arg-type]
+        times_in = [table(rows, right=(1, 2, 3, 4)), "times in microseconds"] if tables else []
+        assumed = " (assumed)" if self.assumed else ""
+        return "\n".join((f"{self.name}{assumed}: {devices}", *times_in))
+
     def save(self, path: str | Path) -> None:
         """Write the machine as JSON; the file is whole at any moment."""
-        text = json.dumps(_as_dict(self), indent=1)
+        text = json.dumps(as_dict(self), indent=1)
         write_atomically(Path(path), lambda file: file.write(text.encode()))
 
     @classmethod
@@ -160,7 +174,8 @@ class Machine:
             raise ValueError(f"{str(path)!r} describes no machine: {what}") from None
 
 
-def _as_dict(machine: Machine) -> dict[str, Any]:
+def as_dict(machine: Machine) -> dict[str, Any]:
+    """Return a machine as its file has it."""
     given: dict[str, Any] = {"format": FORMAT}
     for name in ("name", "assumed", "ranks_per_node", "threads", "asynchronous", "memory"):
         given[name] = getattr(machine, name)

@@ -16,16 +16,16 @@ import torch
 from torch import nn
 
 from distconv.geometry.layout import Layout
-from distconv.geometry.topology import AXES, Topology
+from distconv.geometry.topology import AXES
+from distconv.planning.dry_run import DryRunGrid
+from distconv.planning.losses import LOSSES, OPTIMIZERS
 from distconv.planning.machine import Machine
 from distconv.planning.operators import OperatorTimes
 from distconv.planning.recording import (
     Loss,
     OptimizerFactory,
     Recording,
-    mean_square,
     record_step,
-    sgd,
 )
 from distconv.planning.table import size, table
 from distconv.planning.timeline import Segment, Timeline, play
@@ -159,8 +159,8 @@ def predict(
     layouts: Mapping[str, Layout] | None = None,
     layout: Layout | None = None,
     dtype: torch.dtype | None = None,
-    loss: Loss = mean_square,
-    optimizer: OptimizerFactory = sgd,
+    loss: Loss | str = "mse",
+    optimizer: OptimizerFactory | str = "sgd",
     bucket_bytes: int = 2**20,
     measure: bool = True,
     progress: Callable[[int, int], object] = lambda done, of: None,
@@ -177,8 +177,8 @@ def predict(
     grid: the ranks along the axes, as {"sample": 2, "height": 2}.
     layouts, layout, bucket_bytes: as for `parallelize` and `distribute_tensor`.
     dtype: of the inputs; that of the parameters by default.
-    loss: takes what the module returns, and returns the scalar that is minimised.
-    optimizer: takes the parameters, and returns an optimizer.
+    loss: takes what the module returns, and returns the scalar to be minimised; or one of `LOSSES`.
+    optimizer: takes the parameters, and returns an optimizer; or one of `OPTIMIZERS`.
     measure: whether operators may be timed.
 
     Raises
@@ -199,6 +199,7 @@ def predict(
         loss=loss,
         optimizer=optimizer,
         bucket_bytes=bucket_bytes,
+        gpu=machine.asynchronous,
     )
     ranks = recordings[0].ranks
     times = OperatorTimes(machine, machine.at_once(ranks), measure=measure, progress=progress)
@@ -212,15 +213,31 @@ def record_ranks(
     grid: Mapping[str, int],
     **options: Any,
 ) -> list[Recording]:
-    """Return the recordings of the ranks of a grid that stand for all (see `record_step`)."""
-    ranks = Topology(tuple(grid.get(axis, 1) for axis in AXES)).size
-    first = record_step(module, shapes, grid, rank=0, **options)
-    if ranks <= PLAYED:
-        others = list(range(1, ranks))
-    else:
-        middle = Topology(tuple(grid.get(axis, 1) for axis in AXES))
-        others = [middle.rank({axis: middle.extent(axis) // 2 for axis in AXES}), ranks - 1]
-    return [first, *(record_step(module, shapes, grid, rank=r, **options) for r in others)]
+    """Return the recordings of the ranks of a grid that stand for all."""
+    topology = DryRunGrid(grid, 0).topology
+    ranks = list(range(topology.size))
+    if topology.size > PLAYED:
+        middle = topology.rank({axis: topology.extent(axis) // 2 for axis in AXES})
+        ranks = [0, middle, topology.size - 1]
+    return [record_rank(module, shapes, grid, rank, **options) for rank in ranks]
+
+
+def record_rank(
+    module: nn.Module,
+    shapes: Sequence[tuple[int, ...]],
+    grid: Mapping[str, int],
+    rank: int,
+    *,
+    loss: Loss | str = "mse",
+    optimizer: OptimizerFactory | str = "sgd",
+    **options: Any,
+) -> Recording:
+    """Return the recording of a rank (see `record_step`), with losses and optimizers by name."""
+    chosen: Any = {
+        "loss": named(loss, LOSSES, "loss"),
+        "optimizer": named(optimizer, OPTIMIZERS, "optimizer"),
+    }
+    return record_step(module, shapes, grid, rank=rank, **chosen, **options)
 
 
 def predicted(
@@ -247,6 +264,15 @@ def predicted(
         dict(largest.memory),
         tuple(line.critical_path()),
     )
+
+
+def named(given: Any, known: Mapping[str, Any], what: str) -> Any:
+    """Return what was given, or what is known under that name."""
+    if not isinstance(given, str):
+        return given
+    if given not in known:
+        raise ValueError(f"{what}={given!r} is not known; choose from {', '.join(known)}")
+    return known[given]
 
 
 def shapes_of(given: Any) -> list[tuple[int, ...]]:

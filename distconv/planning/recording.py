@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,7 +32,7 @@ from distconv.planning.dry_run import (
     without_elements,
 )
 from distconv.planning.module_calls import ModuleCalls
-from distconv.tensor.dispatch import RULES
+from distconv.tensor.dispatch import RULES, UnsupportedOperation
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.module_call import enter_call, leave_call
 from distconv.tensor.nested import tensors_in
@@ -168,17 +167,6 @@ class Recording:
         return Counter(e.operator for e in self.events if isinstance(e, Compute))
 
 
-def mean_square(output: Any) -> Tensor:
-    """Return the mean squared error between what a module returns and a target laid out like it."""
-    first = tensors_in(output)[0]
-    return F.mse_loss(first, torch.zeros_like(first))
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    """Return plain gradient descent."""
-    return torch.optim.SGD(parameters, lr=1e-3)
-
-
 def record_step(
     module: nn.Module,
     shapes: Sequence[tuple[int, ...]],
@@ -188,10 +176,11 @@ def record_step(
     layouts: Mapping[str, Layout] | None = None,
     layout: Layout | None = None,
     dtype: torch.dtype | None = None,
-    loss: Loss = mean_square,
-    optimizer: OptimizerFactory = sgd,
+    loss: Loss,
+    optimizer: OptimizerFactory,
     bucket_bytes: int = 2**20,
     input_gradients: bool = False,
+    gpu: bool = False,
 ) -> Recording:
     """Return what a rank of a grid does in a training step; no communication, nothing is computed.
 
@@ -207,16 +196,19 @@ def record_step(
     loss: takes the output, and returns the scalar whose gradients are taken.
     optimizer: takes the parameters.
     input_gradients: whether the inputs require gradients, too.
+    gpu: whether the ranks compute on GPUs, for which some operators are written otherwise.
 
     Raises
     ------
     UnsupportedOperation
         Where the module cannot run on the grid.
+    RuntimeError
+        Where the step raises, naming the layer; also where it asks for the elements of a tensor.
     ValueError
         For a module that is parallelized, or has parameters without a shape.
     """
     transport = _Transport()
-    grid = DryRunGrid(extents, rank, transport=transport)
+    grid = DryRunGrid(extents, rank, transport=transport, gpu=gpu)
     hollow = without_elements(module, "record_step")
     matched = match_layouts(hollow, layouts or {})
     recorder = _Recorder(hollow, transport)
@@ -254,6 +246,13 @@ def record_step(
             recorder.going_back = False
             if stepping is not None:
                 stepping.step()
+    except UnsupportedOperation:
+        raise
+    except Exception as error:
+        name, part = recorder.where
+        raise RuntimeError(
+            f"{name} ({type(part).__name__}) raised {type(error).__name__}: {error}"
+        ) from error
     finally:
         recorder.remove()
         gradients.remove()
@@ -441,7 +440,7 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        result = _result(func, args, kwargs)
         if func is torch.ops.aten.empty.memory_format and kwargs.get("dtype") is None:
             return result  # of a shape only
         place = self._where()
@@ -503,6 +502,11 @@ class _Recorder(TorchDispatchMode):
             self._seen.add(i)
             self.events.append(HostWork(f"{call.function} backward", place))
         return place
+
+    @property
+    def where(self) -> tuple[str, nn.Module]:
+        """Return the call under way, or the one that has raised."""
+        return self._watched.where
 
     def recording(self, grid: DryRunGrid) -> Recording:
         """Return all that has been noted."""
@@ -636,6 +640,43 @@ class _Gradients:
         """Take the hooks off the parameters."""
         for hook in self._hooks:
             hook.remove()
+
+
+_RESULTS: dict[Any, Any] = {}
+"""What operators have made of operands like these; at most `_REMEMBERED` of them."""
+
+_REMEMBERED = 2**16
+
+
+def _result(func: Any, args: Any, kwargs: Any) -> Any:
+    """Return what an operator returns, without asking torch's slow stand-ins the same twice."""
+    if func.is_view or torch.Tag.inplace_view in func.tags:
+        return func(*args, **kwargs)
+    key = func, _spec(args), tuple((name, _spec(value)) for name, value in kwargs.items())
+    made = _RESULTS.get(key)
+    if made is None:
+        result = func(*args, **kwargs)
+        several = result if isinstance(result, (tuple, list)) else (result,)
+        if all(isinstance(x, Tensor) and x.is_meta for x in several):
+            if len(_RESULTS) >= _REMEMBERED:
+                _RESULTS.clear()
+            if func._schema.is_mutable:
+                made = "first" if result is args[0] else None
+            elif not {_address(x) for x in several} & {_address(x) for x in tensors_in(args)}:
+                made = tuple(_spec(x) for x in several), type(result)
+            if made is not None:
+                _RESULTS[key] = made
+        return result
+    if made == "first":
+        return args[0]
+    specs, kind = made
+    tensors = [torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device="meta") for s in specs]
+    return tensors[0] if issubclass(kind, Tensor) else kind(tensors)
+
+
+def _address(x: Tensor) -> int:
+    number: int = x.untyped_storage()._cdata
+    return number
 
 
 _FREE = frozenset(

@@ -28,6 +28,7 @@ def make_view(
 def check_writable(x: DistTensorBase, operator: str) -> None:
     """Refuse an in-place operation that serial torch would let a view, here a copy, see as well."""
     x._redistributed.clear()
+    x.settle()
     if not x._memory.alone:
         refuse(
             operator,

@@ -6,7 +6,8 @@ its own type.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +21,7 @@ from distconv.geometry.layout import (
     rank_box,
 )
 from distconv.grid.interface import Grid
+from distconv.grid.whereabouts import module_calls, on_behalf_of
 from distconv.tensor.shared_memory import SharedMemory
 
 Distributed = TypeVar("Distributed", bound="DistTensorBase")
@@ -42,7 +44,11 @@ class DistTensorBase(torch.Tensor):
 
     grid: Grid
     cuts: Cuts
-    shard: Tensor
+    unmerged: DistTensorBase | None = None
+    """Of a merged tensor the tensor of which it is a reshape, where no blocks of it are: cut
+    dimensions of that one are inner factors of its own. None of any other."""
+    _bring: Callable[[], Tensor] | None = None
+    """Brings the block of a merged tensor to this rank; collective."""
     _is_param: bool
     _shape: torch.Size
     _memory: SharedMemory
@@ -74,6 +80,60 @@ class DistTensorBase(torch.Tensor):
     def __init__(self, *args: Any) -> None:
         super().__init__()
 
+    @classmethod
+    def merging(
+        cls: type[Distributed],
+        unmerged: DistTensorBase,
+        shape: Sequence[int],
+        cuts: Cuts,
+        bring: Callable[[], Tensor],
+    ) -> Distributed:
+        """Return the reshape of a tensor without its blocks, which `bring` moves to their ranks.
+
+        Until then it lies in the memory of `unmerged`, which belongs to it alone, and to autograd
+        it remains that one. No communication.
+        """
+        self = cls(unmerged.shard, shape, cuts, unmerged.grid)
+        recorded, modules = torch.is_grad_enabled(), module_calls()
+
+        def as_then() -> Tensor:
+            with torch.set_grad_enabled(recorded), on_behalf_of(modules):
+                return bring()
+
+        self.unmerged, self._bring, self._memory = unmerged, as_then, unmerged._memory
+        del self.__dict__["shard"]
+        return self
+
+    @cached_property
+    def shard(self) -> Tensor:
+        """Bring a merged tensor's block to this rank, where it is asked for; collective then.
+
+        Of any other tensor this is the block that it was made of.
+        """
+        if self._bring is None or self.unmerged is None:
+            raise AttributeError("shard")
+        block = self._bring()
+        self._memory = self.unmerged._memory.copy()
+        return block
+
+    @property
+    def held(self) -> Tensor:
+        """Return the elements on this rank: the block, or of a merged tensor those it has not
+        brought to their ranks. No communication.
+        """
+        return self.shard if self.unmerged is None else self.unmerged.shard
+
+    @property
+    def brought(self) -> bool:
+        """Return whether this rank has its block, which nothing can bring again."""
+        return "shard" in self.__dict__
+
+    def settle(self) -> None:
+        """Let a merged tensor be like any other from now on, to autograd, too; collective."""
+        if self.unmerged is not None:
+            self.shard = self.shard
+            self.unmerged = self._bring = None
+
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
         """Return the global shape."""
@@ -92,7 +152,7 @@ class DistTensorBase(torch.Tensor):
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
         """Return the type of the elements."""
-        return self.shard.dtype
+        return self.held.dtype
 
     @property
     def layout(self) -> Layout:  # type: ignore[override]
@@ -109,7 +169,9 @@ class DistTensorBase(torch.Tensor):
 
     def become(self, view: DistTensorBase) -> None:
         """Take the shard, the shape, the cuts and the memory of a view of this tensor."""
-        self.shard, self.cuts = view.shard, view.cuts
+        self.__dict__.pop("shard", None)
+        self.__dict__.update({k: v for k, v in view.__dict__.items() if k == "shard"})
+        self.unmerged, self._bring, self.cuts = view.unmerged, view._bring, view.cuts
         self._shape, self._memory = view._shape, view._memory
         self._redistributed.clear()
 
@@ -120,12 +182,12 @@ class DistTensorBase(torch.Tensor):
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         value = f"{self.shard.item()!r}, " if self.dim() == 0 else ""
-        node = self.shard.grad_fn
+        node = self.held.grad_fn
         gradient = f", grad_fn={node.name()}" if node is not None else ""
         return (
             f"DistTensor({value}shape={tuple(self.shape)}, "
             f"dtype={str(self.dtype).removeprefix('torch.')}, layout={self.layout}, "
-            f"local={tuple(self.shard.shape)} on rank {self.grid.rank} of {self.grid}{gradient})"
+            f"local={self.box.shape} on rank {self.grid.rank} of {self.grid}{gradient})"
         )
 
     def __hash__(self) -> int:

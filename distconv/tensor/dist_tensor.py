@@ -60,6 +60,8 @@ class DistTensor(DistTensorBase):
         parts of the whole, which is their sum over the replicas; `to_local` accounts for that.
     """
 
+    unmerged: DistTensor | None = None
+
     @classmethod
     @run_eagerly
     def __torch_function__(
@@ -197,7 +199,9 @@ class DistTensor(DistTensorBase):
     def to_local(self) -> Tensor:
         """Return this rank's box as a plain tensor, sharing memory; no communication.
 
-        Where several ranks hold the box, its gradient is shared out equally among them.
+        Where several ranks hold the box, its gradient is shared out equally among them. Of a
+        reshape in which cut dimensions have become inner factors of others, the box is brought
+        here when it is first asked for: all ranks do that together.
         """
         if self.replicas > 1:
             self._stay_distributed("to_local")
@@ -210,7 +214,9 @@ class DistTensor(DistTensorBase):
         if self.grid.size > 1:
             self._stay_distributed("full_tensor")
         with running("full_tensor", self):
-            return redistribute(self, ((),) * self.dim(), "full_tensor").to_local()
+            x = self if self.unmerged is None else self.unmerged
+            whole: Tensor = redistribute(x, ((),) * x.dim(), "full_tensor").to_local()
+            return whole if x is self else whole.reshape(self.shape)
 
     def _stay_distributed(self, operator: str) -> None:
         """Refuse to hand a replicated value to the plain world within a parallelized module."""
@@ -235,7 +241,7 @@ class DistTensor(DistTensorBase):
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
         """Return whether operations on the tensor are recorded."""
-        return self.shard.requires_grad
+        return self.held.requires_grad
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
@@ -243,8 +249,10 @@ class DistTensor(DistTensorBase):
 
     def requires_grad_(self, requires_grad: bool = True) -> DistTensor:
         """Record operations on this leaf; `.grad` is then the gradient, also on replicas."""
-        fresh = requires_grad and not self.shard.requires_grad
-        self.shard.requires_grad_(requires_grad)
+        if requires_grad != self.requires_grad:
+            self.settle()
+        fresh = requires_grad and not self.held.requires_grad
+        self.held.requires_grad_(requires_grad)
         self.sync_requires_grad()
         axes = replicating_axes(self.cuts, self.grid.topology)
         if fresh and axes and not self.sums_gradient:
@@ -269,12 +277,12 @@ class DistTensor(DistTensorBase):
     def sync_requires_grad(self) -> None:
         """Let torch know, below its functions, whether the shard requires gradients."""
         with torch._C.DisableTorchFunctionSubclass():
-            torch._C.TensorBase.requires_grad_(self, self.shard.requires_grad)
+            torch._C.TensorBase.requires_grad_(self, self.held.requires_grad)
 
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]
         """Return whether the tensor is a leaf of the autograd graph."""
-        return self.shard.is_leaf
+        return self.held.is_leaf
 
     @property
     def grad_fn(self) -> Any:  # type: ignore[override]
@@ -288,22 +296,23 @@ class DistTensor(DistTensorBase):
                 way_out="Register a forward hook that calls register_hook on the module's output, "
                 "whose hooks see the serial gradient",
             )
-        return self.shard.grad_fn
+        return self.held.grad_fn
 
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]
         """Return the gradient of a leaf, or a retained one, in the tensor's own layout."""
         if self.gradient_hook is not None:
             return self.retained_gradient
-        gradient = self.shard.grad
-        if gradient is None:
+        x = self if self.unmerged is None else self.unmerged
+        if x.shard.grad is None:
             return None
-        return DistTensor(gradient, self.shape, self.cuts, self.grid)
+        gradient = DistTensor(x.shard.grad, x.shape, x.cuts, x.grid)
+        return gradient if x is self else gradient.reshape(self.shape)
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         if value is None:
-            self.shard.grad = self.retained_gradient = None
+            self.held.grad = self.retained_gradient = None
             return
         if not isinstance(value, DistTensor) or (value.shape, value.cuts, value.grid) != (
             self.shape,

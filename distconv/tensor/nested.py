@@ -18,8 +18,11 @@ def as_list(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:
 
 
 def shards_of(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:
-    """Return the tensors that autograd knows: the shards of DistTensors, and plain ones."""
-    return [x.shard if isinstance(x, DistTensorBase) else x for x in as_list(tensors)]
+    """Return the tensors that autograd knows: the shards of DistTensors, and plain ones.
+
+    Of a merged tensor this is the shard of which all that is made of it is made.
+    """
+    return [x.held if isinstance(x, DistTensorBase) else x for x in as_list(tensors)]
 
 
 def tensors_in(*arguments: Any) -> list[Tensor]:

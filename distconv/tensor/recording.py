@@ -91,7 +91,7 @@ def _check_plain(
         return
     watch(plain)
     # One rank alone may compute with a tensor that it has in full, to print it, say.
-    if not (any(x.cuts) or x.shard.requires_grad):
+    if not (any(x.cuts) or x.held.requires_grad):
         return
     if not due((operator, x.shape), x.grid, first=2, then=256):
         return

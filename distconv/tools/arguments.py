@@ -104,6 +104,23 @@ def grid_axes(text: str, axes: Sequence[str] = AXES) -> dict[str, int]:
     return extents
 
 
+def byte_count(text: str) -> int:
+    """Parse `16GiB`, `512MiB` or a number of bytes."""
+    units = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+    number, unit = next(
+        ((text[: -len(u)], n) for u, n in units.items() if text.endswith(u)), (text, 1)
+    )
+    try:
+        count = float(number) * unit
+    except ValueError:
+        count = 0.0
+    if not 1 <= count < float("inf"):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not an amount of memory; write 16GiB, 512MiB or a number of bytes"
+        )
+    return int(count)
+
+
 def shape(text: str) -> tuple[int, ...]:
     """Parse `1,18,256,256` into the shape of a tensor."""
     sizes = text.split(",")

@@ -260,7 +260,7 @@ def _first_of(result: Any) -> _Output | None:
     """Return the first tensor of a result."""
     for x in tensors_in(result):
         if isinstance(x, DistTensor):
-            return tuple(x.shape), x.layout, tuple(x.shard.shape)
+            return tuple(x.shape), x.layout, x.box.shape
         return tuple(x.shape), None, None
     return None
 
@@ -285,7 +285,7 @@ class _LayerRecorder(ModuleCalls):
 
     def keep(self, x: Tensor) -> Tensor:
         """Count a tensor that is kept for the backward pass."""
-        storage = (x.shard if isinstance(x, DistTensor) else x).untyped_storage()
+        storage = (x.held if isinstance(x, DistTensor) else x).untyped_storage()
         if storage._cdata not in self._storages:
             self._storages[storage._cdata] = storage
             self._kept += storage.nbytes()

@@ -8,6 +8,7 @@ from distconv.training.advice import advise, max_batch
 from distconv.training.asynchronous_elastic import AsynchronousElastic
 from distconv.training.client import Worker
 from distconv.training.compression import GradientCompression
+from distconv.training.concurrent import ConcurrentReductions
 from distconv.training.consistency import assert_in_sync
 from distconv.training.decay import (
     Constant,
@@ -35,6 +36,7 @@ __all__ = [
     "LARS",
     "AllWorkersLost",
     "AsynchronousElastic",
+    "ConcurrentReductions",
     "Constant",
     "Cosine",
     "Decay",

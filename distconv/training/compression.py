@@ -13,7 +13,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from distconv.grid.process_grid import ProcessGrid
+from distconv.comm.half_sums import WIDE, HalfSum, wire_type
 from distconv.model.gradient_reduction import required_reduction
 from distconv.model.parallelize import no_sync
 from distconv.training.gradient_messages import GradientMessage, GradientPacking
@@ -21,7 +21,6 @@ from distconv.training.gradient_messages import GradientMessage, GradientPacking
 Kind: TypeAlias = tuple[tuple[str, ...], torch.dtype, tuple[tuple[int, torch.Size], ...]]
 """The axes of a message, its type, and what is in it."""
 
-_WIRES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _PURPOSE = "compressed gradients"
 
 
@@ -47,12 +46,8 @@ class GradientCompression:
 
     def __init__(self, model: nn.Module, wire: str = "bfloat16", *, error_feedback: bool = False):
         reduction = required_reduction("GradientCompression", model)
-        if wire not in _WIRES:
-            raise ValueError(
-                f"GradientCompression: wire={wire!r} is unknown; choose {' or '.join(_WIRES)}"
-            )
-        self.wire, self.error_feedback = _WIRES[wire], error_feedback
-        self._model, self._grid = model, reduction.grid
+        self.wire, self.error_feedback = wire_type("GradientCompression", wire), error_feedback
+        self._model, self._reduction, self._grid = model, reduction, reduction.grid
         self._packing = GradientPacking(model, self._grid, _PURPOSE)
         self._left_out: dict[Kind, Tensor] = {}
         """The remainder of rounding for each kind of message."""
@@ -68,61 +63,23 @@ class GradientCompression:
             loss.backward()  # type: ignore[no-untyped-call]
         before, self._left_out = self._left_out, {}
         messages = [m._replace(flat=self._summed(m, before)) for m in self._packing.pack()]
-        for p, gradient in zip(self._packing.leaves, self._packing.unpack(messages), strict=True):
-            p.grad = gradient
+        self._reduction.give(self._packing.unpack(messages))
 
     def _summed(self, message: GradientMessage, before: dict[Kind, Tensor]) -> Tensor:
         """Return the sum of a message, with what was left out of one of its kind before."""
         axes, flat, places = message
         if self._grid.topology.parts(axes) == 1:
             return flat
-        if flat.dtype not in (torch.float32, torch.float64):
+        if flat.dtype not in WIDE:
             self._grid.transport.all_reduce(flat, self._grid.communicator(axes, _PURPOSE)).wait()
             return flat
         # With other parameters trained than before it is another kind.
         kind = axes, flat.dtype, tuple(places)
         if kind in before:
             flat += before[kind]
-        total, left_out = summed_in_halves(flat, self._grid, axes, self.wire)
+        total, left_out = HalfSum(flat, self._grid, axes, self.wire, _PURPOSE).complete()
         if self.error_feedback:
             # How many ranks have a gradient is not carried over to the next step.
             left_out[-len(places) :] = 0.0
             self._left_out[kind] = left_out
         return total
-
-
-def summed_in_halves(
-    flat: Tensor, grid: ProcessGrid, axes: tuple[str, ...], wire: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Return the sum of a vector over the ranks along `axes`, the same on all of them.
-
-    They call it together. Each adds up one piece of the vector, so that every rank sends and
-    receives twice as many halves as the vector has elements.
-
-    Returns
-    -------
-    The sum; and this rank's share of what it is too small by, as rounding has made it.
-    """
-    transport, group = grid.transport, grid.communicator(axes, _PURPOSE)
-    ranks = grid.topology.peers(grid.rank, axes)
-    own = ranks.index(grid.rank)
-    length = -(-len(flat) // len(ranks))
-    left_out = flat.new_zeros(len(ranks) * length)
-    left_out[: len(flat)] = flat
-    leaving = left_out.to(wire).view(len(ranks), length)
-    arriving = transport.empty((len(ranks), length), leaving)
-    left_out -= leaving.view(-1)
-    others = [i for i in range(len(ranks)) if i != own]
-    transport.exchange(
-        [(ranks[i], arriving[i]) for i in others],
-        [(ranks[i], leaving[i]) for i in others],
-        transport.next_tag(),
-    ).wait()
-    arriving[own] = leaving[own]
-    total = arriving[0].float()
-    for piece in arriving[1:]:
-        total += piece
-    rounded = total.to(wire)
-    left_out.view(len(ranks), length)[own] += total - rounded
-    sums = transport.all_gather(rounded, group).view(-1)
-    return sums[: len(flat)].to(flat.dtype), left_out[: len(flat)]

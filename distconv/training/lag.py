@@ -64,7 +64,7 @@ class GradientLag:
         self.lag, self.warmup_steps = lag, warmup_steps
         self._cooldown = None if total_steps is None else total_steps - cooldown_steps
         """The first step of the cool-down."""
-        self._model, self._grid = model, reduction.grid
+        self._model, self._reduction, self._grid = model, reduction, reduction.grid
         self._packing = GradientPacking(model, self._grid, _PURPOSE)
         self._steps = 0
         self._late: deque[_UnderWay | _Arrived] = deque()
@@ -88,8 +88,7 @@ class GradientLag:
         leaves = self._packing.leaves
         self._late.append(_UnderWay(self._packing, self._grid))
         late = self._late.popleft().wait() if len(self._late) > self.lag else [None] * len(leaves)
-        for p, gradient in zip(leaves, late, strict=True):
-            p.grad = gradient
+        self._reduction.give(late)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of steps taken, and the gradients under way, when they have arrived.

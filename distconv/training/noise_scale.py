@@ -8,21 +8,23 @@ part of the batch and the whole batch.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from math import isfinite, nan
 
 import torch
 from torch import Tensor, nn
 
-from distconv.comm.collectives import all_reduce_, all_reduce_coalesced
+from distconv.comm.collectives import all_reduce_
+from distconv.comm.two_level import ReduceScatter, all_gather_pieces, levels
 from distconv.geometry.layout import cutting_axes
 from distconv.geometry.topology import AXES
-from distconv.model.gradient_reduction import axes_of_sum, required_reduction
+from distconv.model.gradient_reduction import required_reduction
 from distconv.model.parallelize import no_sync
 from distconv.tensor.dist_tensor import DistTensor
-from distconv.tensor.nested import shards_of
 from distconv.training.checks import check_count
+from distconv.training.gradient_messages import GradientMessage, GradientPacking
+
+_PURPOSE = "noise scale"
 
 
 class NoiseScale:
@@ -60,6 +62,7 @@ class NoiseScale:
                     "their own then; cut channels over other axes than sample"
                 )
         self._model, self._reduction, self._grid = model, reduction, reduction.grid
+        self._packing = GradientPacking(model, self._grid, _PURPOSE)
         self.decay = decay
         self.signal = self.noise = 0.0
 
@@ -79,10 +82,11 @@ class NoiseScale:
     def backward(self, losses: Tensor | Iterable[Tensor], samples: int) -> None:
         """Compute the gradients of a step, and measure, in place of `loss.backward()`.
 
-        All ranks of the grid call it together. It sends the gradients once more among the ranks
-        that share a sample, and nothing of it is hidden behind the backward pass; so use it every
-        so often. Gradients of earlier passes are dropped, as by `zero_grad()`. With one unit in
-        all, or where `samples` is no multiple of their number, nothing is learned from the step.
+        All ranks of the grid call it together. Gradients are added up in two levels, among the
+        ranks that share a sample for each micro-batch, when its backward pass has ended: nothing is
+        hidden, so use it every so often. Gradients of earlier passes are dropped, as by
+        `zero_grad()`. With one unit in all, or where `samples` is no multiple of their number,
+        nothing is learned from the step.
 
         Parameters
         ----------
@@ -91,42 +95,61 @@ class NoiseScale:
         samples: in the whole batch, those of all replicas and micro-batches together.
         """
         check_count("NoiseScale", "samples", samples, 1)
-        leaves = [p for p in shards_of(self._model.parameters()) if p.requires_grad]
-        totals: list[Tensor | None] = []
+        pieces: list[Tensor] = []
+        messages: list[GradientMessage] = []
         squares, count = self._zero(), 0
         with no_sync(self._model):
             for loss in [losses] if isinstance(losses, Tensor) else losses:
                 self._model.zero_grad()
                 loss.backward()  # type: ignore[no-untyped-call]
-                squares = squares + self._squared_parts()
-                parts = [p.grad for p in leaves]
-                totals = list(map(_added, totals, parts)) if count else parts
+                messages = self._packing.pack()
+                scattered = [ReduceScatter(m.flat, self._grid, _within(m)) for m in messages]
+                parts = [reduction.wait() for reduction in scattered]
+                squares = squares + self._squared(parts, messages, scattered)
+                pieces = [a.add_(b) for a, b in zip(pieces, parts, strict=True)] if count else parts
                 count += 1
         if not count:
             raise ValueError("NoiseScale: there is no loss; pass one, or one for each micro-batch")
-        for p, total in zip(leaves, totals, strict=True):
-            p.grad = total
-        self._reduction.reduce()
-        self._learn(squares, samples, count * self._grid.shape["sample"])
+        for message, piece in zip(messages, pieces, strict=True):
+            between = levels(message.axes)[1]
+            if self._grid.topology.parts(between) > 1:
+                all_reduce_(piece, self._grid, between)
+        whole = self._squared(pieces, messages, scattered) / self._grid.shape["sample"]
+        sums = [
+            m._replace(
+                flat=all_gather_pieces(
+                    piece.to(m.flat.dtype), len(m.flat), self._grid, _within(m), _PURPOSE
+                )
+            )
+            for m, piece in zip(messages, pieces, strict=True)
+        ]
+        self._reduction.give(self._packing.unpack(sums))
+        self._learn(squares, whole, samples, count * self._grid.shape["sample"])
 
-    def _squared_parts(self) -> Tensor:
-        """Return this rank's share of the sum over replicas of the squares of their gradients."""
-        groups: dict[tuple[str, ...], list[Tensor]] = defaultdict(list)
-        for p, axes in self._parameters():
-            within = tuple(axis for axis in axes if axis != "sample")
-            groups[within].append(torch.zeros_like(p) if p.grad is None else p.grad)
-        shares = self._zero()
-        for within, parts in groups.items():
-            for gradient in all_reduce_coalesced(parts, self._grid, within):
-                shares = shares + self._share(gradient, within)
-        return shares
+    def _squared(
+        self,
+        pieces: list[Tensor],
+        messages: list[GradientMessage],
+        scattered: list[ReduceScatter],
+    ) -> Tensor:
+        """Return the sum of the squares of this rank's pieces of gradients, without what follows
+        them in the messages.
+        """
+        total = self._zero()
+        for piece, message, reduction in zip(pieces, messages, scattered, strict=True):
+            elements = len(message.flat) - len(message.places) - reduction.start
+            norm = torch.linalg.vector_norm(piece[: max(0, elements)], dtype=torch.float64)
+            total = total + norm.square()
+        return total
 
-    def _learn(self, squares: Tensor, samples: int, units: int) -> None:
-        """Take up the estimates of a step from units of samples / units samples each."""
-        whole = self._zero()
-        for p, axes in self._parameters():
-            if p.grad is not None:
-                whole = whole + self._share(p.grad, axes)
+    def _learn(self, squares: Tensor, whole: Tensor, samples: int, units: int) -> None:
+        """Take up the estimates of a step from units of samples / units samples each.
+
+        Parameters
+        ----------
+        squares, whole: this rank's share of the squared norms of the units' parts of the gradient,
+            added up, and of that of the gradient.
+        """
         # A unit's part of the mean is 1 / units of its own gradient.
         both = torch.stack((units * squares, whole))
         if self._grid.size > 1:
@@ -137,17 +160,6 @@ class NoiseScale:
         signal, noise = estimates(small, large, samples // units, samples)
         self.signal += (1 - self.decay) * (signal - self.signal)
         self.noise += (1 - self.decay) * (noise - self.noise)
-
-    def _parameters(self) -> Iterable[tuple[Tensor, tuple[str, ...]]]:
-        """Yield what is trained of each parameter here, and the axes along which others hold it."""
-        for p in self._model.parameters():
-            if p.requires_grad:
-                yield shards_of(p)[0], axes_of_sum(p, self._grid)
-
-    def _share(self, gradient: Tensor, axes: tuple[str, ...]) -> Tensor:
-        """Return a squared norm, shared out among the ranks along `axes`, which all have it."""
-        norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
-        return norm.square() / self._grid.topology.parts(axes)
 
     def _zero(self) -> Tensor:
         return torch.zeros((), dtype=torch.float64, device=self._grid.device)
@@ -166,7 +178,6 @@ def estimates(small: float, large: float, unit: int, batch: int) -> tuple[float,
     return signal, noise
 
 
-def _added(total: Tensor | None, part: Tensor | None) -> Tensor | None:
-    if total is None or part is None:
-        return part if total is None else total
-    return total.add_(part)
+def _within(message: GradientMessage) -> tuple[str, ...]:
+    """Return the axes of the ranks that share a sample, and have parts of the same gradients."""
+    return levels(message.axes)[0]

@@ -62,3 +62,16 @@ class Transport(Protocol):
 
     def broadcast(self, tensor: Tensor, group: Any) -> None:
         """Overwrite a tensor by the one of the first rank of `group`."""
+
+
+class StreamTransport(Transport, Protocol):
+    """A carrier by which streams of a GPU wait for messages, and the host does not.
+
+    It is `ordered`, and no other is.
+    """
+
+    def check(self) -> None:
+        """Raise `RuntimeError` where it has met with an error since messages were started.
+
+        A thread other than the one that sends may call it.
+        """

@@ -74,6 +74,11 @@ class NCCLTransport:
         self._messages = _StreamCommunicator(comm, device)
         self._groups: dict[tuple[str, tuple[int, ...]], _StreamCommunicator] = {}
 
+    def check(self) -> None:
+        """Raise what NCCL has met with, such as a lost connection."""
+        for channel in (self._messages, *self._groups.copy().values()):
+            channel.comm.check_async_error()
+
     def next_tag(self) -> int:
         """Return 0, since messages of NCCL carry no tag."""
         return 0

@@ -108,6 +108,17 @@ class TorchTransport:
         self._groups: dict[tuple[str, tuple[int, ...]], ProcessGroup] = {}
         self._messages: ProcessGroup = self._group_of(comm) if comm.size > 1 else None
 
+    def check(self) -> None:
+        """Raise what the thread of torch has met with that watches NCCL.
+
+        That thread ends the process some time later.
+        """
+        for group in self._groups.copy().values():
+            # Known to torch 2.7 and newer.
+            error = group.get_error().name if hasattr(group, "get_error") else "SUCCESS"
+            if error != "SUCCESS":
+                raise RuntimeError(f"torch.distributed reports {error} of NCCL")
+
     def next_tag(self) -> int:
         """Return the tag of the next exchange."""
         self._last_tag = self._last_tag % _TAGS + 1

@@ -157,6 +157,6 @@ def explained(error: RuntimeError) -> RuntimeError:
     return RuntimeError(
         f"torch.distributed could not complete the messages of an operator ({error}). Where it "
         "says that a connection was closed, another rank has ended; where it says that sizes "
-        "differ, the ranks run different operators, and DISTCONV_DEBUG=1 names the first that "
-        "differs"
+        "differ, or that it timed out, the ranks run different operators, or one of them takes "
+        "too long, and DISTCONV_DEBUG=1 names the first that differs"
     )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from torch import Tensor
 
-from distconv.transport.interface import Message, Request, Transport
+from distconv.transport.interface import Message, Request, StreamTransport, Transport
+from distconv.transport.stream_waits import StreamWaits
 
 
 class Steps(Protocol):
@@ -19,17 +20,30 @@ class Steps(Protocol):
     def take(self, kind: str, tag: int = 0) -> None:
         """Begin the next step, or raise where the ranks differ in it."""
 
+    @property
+    def number(self) -> int:
+        """Return how many steps this rank has taken."""
+
+    @property
+    def operator(self) -> Any:
+        """Return the function that this rank is in; None outside of any."""
+
 
 class Waiting:
-    """The wait of this rank under way, for a thread to look at.
+    """The waits of this rank under way, for a thread to look at.
 
     Attributes
     ----------
-    now: the wait that is under way, or None. A wait is told from the next by its identity.
+    now: the wait of the host that is under way, or None. A wait is told from the next by its
+        identity.
+    streams: those of a GPU's streams.
+    checks: raise `RuntimeError` where a carrier, for which no host waits, has met with an error.
     """
 
     def __init__(self) -> None:
         self.now: Wait | None = None
+        self.streams = StreamWaits()
+        self.checks: list[Callable[[], None]] = []
 
 
 class Wait:
@@ -69,6 +83,22 @@ class _WatchedRequest(Wait):
             waiting.now = before
 
 
+class _StreamRequest:
+    """A request for which a stream waits; the ranks that are waited for are in `peers`."""
+
+    __slots__ = ("_peers", "_request", "_steps", "_streams")
+
+    def __init__(
+        self, request: Request, streams: StreamWaits, steps: Steps, peers: Iterable[int]
+    ) -> None:
+        self._request, self._streams, self._steps, self._peers = request, streams, steps, peers
+
+    def wait(self) -> None:
+        """Let the current stream wait for the carrier's request."""
+        self._request.wait()
+        self._streams.add(self._peers, self._steps.number, self._steps.operator)
+
+
 class WatchedTransport:
     """A carrier whose waits can be seen, and whose steps are compared; see `Transport`.
 
@@ -89,6 +119,9 @@ class WatchedTransport:
     ):
         self.carrier, self.name, self.ordered = carrier, carrier.name, carrier.ordered
         self._steps, self._waiting, self._members = steps, waiting, members
+        self._streams = waiting.streams if carrier.ordered else None
+        if carrier.ordered:
+            waiting.checks.append(cast(StreamTransport, carrier).check)
 
     def next_tag(self) -> int:
         """Return the tag of the next exchange."""
@@ -104,6 +137,9 @@ class WatchedTransport:
         """Start the messages of one exchange."""
         self._steps.take("exchange", tag)
         request = self.carrier.exchange(arriving, leaving, tag)
+        if self._streams is not None:
+            ranks = {rank for rank, _ in (*arriving, *leaving)}
+            return _StreamRequest(request, self._streams, self._steps, ranks)
 
         def peers() -> Iterable[int]:
             return {rank for rank, _ in (*arriving, *leaving)}
@@ -119,16 +155,26 @@ class WatchedTransport:
 
         with Wait(self._waiting, members):  # where the ranks of a group have to connect first
             request = self.carrier.all_reduce(tensor, group)
+        if self._streams is not None:
+            return _StreamRequest(request, self._streams, self._steps, tuple(members()))
         return _WatchedRequest(request, self._waiting, members)
 
     def all_gather(self, tensor: Tensor, group: Any) -> Tensor:
         """Return the tensors of all ranks of `group`, stacked in rank order."""
         self._steps.take("all_gather")
         with Wait(self._waiting, lambda: self._members(group)):
-            return self.carrier.all_gather(tensor, group)
+            gathered = self.carrier.all_gather(tensor, group)
+        self._note_stream_wait(group)
+        return gathered
 
     def broadcast(self, tensor: Tensor, group: Any) -> None:
         """Overwrite a tensor by the one of the first rank of `group`."""
         self._steps.take("broadcast")
         with Wait(self._waiting, lambda: self._members(group)):
             self.carrier.broadcast(tensor, group)
+        self._note_stream_wait(group)
+
+    def _note_stream_wait(self, group: Any) -> None:
+        if self._streams is not None:
+            steps = self._steps
+            self._streams.add(tuple(self._members(group)), steps.number, steps.operator)

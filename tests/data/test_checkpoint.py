@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -78,20 +80,77 @@ def damage(path: Path) -> None:
 
 
 @every_size
+@pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("shard", [False, True])
-def test_a_run_goes_on_in_the_middle_of_an_epoch_on_another_grid(folder: Path, shard: bool) -> None:
+def test_a_run_goes_on_in_the_middle_of_an_epoch_on_another_grid(
+    folder: Path, shard: bool, sharded: bool
+) -> None:
     first, second = GRIDS[WORLD.size]
     expected = Run(first).train(7)
     before = Run(first, shard)
     assert before.train(4) == pytest.approx(expected[:4], rel=1e-9)
-    path = dc.save_checkpoint(folder, *before.parts, step=4, extra={"note": [1, "two"]})
+    path = dc.save_checkpoint(
+        folder, *before.parts, step=4, extra={"note": [1, "two"]}, sharded=sharded
+    )
     assert path == folder / "checkpoint-0000000004.pt"
-    after = Run(second, shard and "channel" not in second)
+    after = Run(second, shard and (sharded or "channel" not in second))
     torch.manual_seed(99)
     found = dc.load_checkpoint(folder, *after.parts)
     assert found is not None
     assert (found.path, found.step, found.extra) == (path, 4, {"note": [1, "two"]})
     assert after.train(3) == pytest.approx(expected[4:], rel=1e-9)
+
+
+@every_size
+def test_each_rank_writes_its_share_once(folder: Path) -> None:
+    run = Run(GRIDS[WORLD.size][-1], shard=True)
+    run.train(1)
+    dc.save_checkpoint(folder, *run.parts, step=1, sharded=True)
+    WORLD.barrier()
+    sizes = []
+    for path in folder.glob("*.shard"):
+        blocks = torch.load(io.BytesIO(read_checksummed(path)), weights_only=True)
+        sizes.append(sum(block.numel() for block in blocks.values()))
+    states = dc.full_state_dict(run.model), dc.full_state_dict(run.opt)["state"]
+    tensors = [*states[0].values(), *(x for kept in states[1].values() for x in kept.values())]
+    assert len(sizes) == WORLD.size and sum(sizes) == sum(x.numel() for x in tensors)
+    assert WORLD.size * max(sizes) < 2 * sum(sizes)
+
+
+@both
+def test_a_damaged_or_missing_shard_gives_way_to_the_checkpoint_before(folder: Path) -> None:
+    run = Run({"height": WORLD.size})
+    paths = [dc.save_checkpoint(folder, run.model, step=n, sharded=True) for n in (1, 2, 3)]
+    WORLD.barrier()
+    assert len(list(folder.glob("*.shard"))) == 2 * WORLD.size
+    on_rank_zero(lambda: damage(max(folder.glob("checkpoint-0000000003.*.shard"))))
+    fails_everywhere(
+        lambda: dc.load_checkpoint(paths[2], run.model), "0003.*.shard is damaged: its content"
+    )
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = dc.load_checkpoint(folder, run.model)
+    assert found is not None and found.step == 2
+    assert len(told) == (WORLD.rank == 0) and all("0003" in str(w.message) for w in told)
+    on_rank_zero(lambda: min(folder.glob("checkpoint-0000000002.*.shard")).unlink())
+    fails_everywhere(lambda: dc.load_checkpoint(folder, run.model), "shard: no such file; there is")
+
+
+@both
+def test_shards_go_with_their_checkpoints_and_those_of_killed_writers_too(folder: Path) -> None:
+    run = Run({"height": WORLD.size})
+    left = folder / f"checkpoint-0000000009.{'0' * 16}-0.shard"
+    on_rank_zero(left.touch)
+    for step in (1, 2, 2, 3):
+        dc.save_checkpoint(folder, run.model, step=step, sharded=True)
+    WORLD.barrier()
+    assert len(list(folder.iterdir())) == 2 * (1 + WORLD.size) and not left.exists()
+    WORLD.barrier()
+    dc.save_checkpoint(folder, run.model, step=3, keep=1)
+    WORLD.barrier()
+    assert [path.name for path in folder.iterdir()] == names(folder)
+    found = dc.load_checkpoint(folder, run.model)
+    assert found is not None and found.step == 3
 
 
 @both
@@ -256,6 +315,12 @@ def test_a_full_disk_leaves_the_checkpoints_that_there_are(folder: Path) -> None
         fails_everywhere(
             lambda: dc.save_checkpoint(folder, run.model, step=2), "0002.pt cannot be written"
         )
+    with files_up_to(20_000):
+        fails_everywhere(
+            lambda: dc.save_checkpoint(folder, run.model, step=2, sharded=True),
+            "shard cannot be written",
+        )
+    WORLD.barrier()
     assert list(folder.iterdir()) == [path]
     read_checksummed(path)
     WORLD.barrier()

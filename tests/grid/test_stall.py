@@ -147,7 +147,7 @@ def test_who_looks_at_waits_keeps_none_that_is_over() -> None:
     try:
         wait = waiting.now = Wait(waiting)
         watch._look_at_wait()
-        assert watch._seen() is wait
+        assert watch._host.is_still(wait)
         alive = ref(wait)
         wait = waiting.now = None
         assert alive() is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -76,7 +77,7 @@ def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 class Twins:
     """A serial model and its parallelized copy, which see the same batches."""
 
-    def __init__(self, grid: dc.ProcessGrid, make: Callable[..., nn.Module] = net, **options: int):
+    def __init__(self, grid: dc.ProcessGrid, make: Callable[..., nn.Module] = net, **options: Any):
         self.grid = grid
         self.serial = make()
         self.parallel = dc.parallelize(make(WORLD.rank), grid, **options)

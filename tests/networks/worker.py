@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import sys
 import warnings
 from functools import lru_cache
@@ -25,6 +26,10 @@ from tests.networks.networks import NETWORKS
 LARGEST = 1e-6
 """The difference beyond which nothing is taken for rounding, however much a case amplifies it; what
 computes in shorter types has the tolerance of `verify`."""
+
+MIXING = re.compile(r"scaled_dot_product|matmul|einsum|linear|lstm|gru|rnn|.*fft|sort|cumsum")
+"""Operators that redistribute only where each result takes all positions: attention's keys and
+values, fully connected layers and recurrences along positions, transforms, orders."""
 
 _AXES = {
     1: (("sample",), ("sample",)),
@@ -97,7 +102,9 @@ def moved(
     arranged: list[dc.Layout | None],
     grid: dc.ProcessGrid,
 ) -> dict[str, Any]:
-    """Return the bytes that a forward pass redistributes, and the worst operator; collective."""
+    """Return the bytes that a forward pass redistributes, the operator that moves most, and the
+    bytes for operators of which no result takes all positions; collective.
+    """
     model = dc.parallelize(copy.deepcopy(module), grid)
     cut = [dc.distribute_tensor(x, grid, how) for x, how in zip(inputs, arranged, strict=True)]
     dc.redistributions(reset=True)
@@ -111,7 +118,8 @@ def moved(
         name: sum(each.get(name, 0) for each in everyone) for each in everyone for name in each
     }
     most = max(total, key=lambda name: total[name], default=None)
-    return {"redistributed": sum(total.values()), "most": most}
+    otherwise = sum(n for name, n in total.items() if not MIXING.match(name))
+    return {"redistributed": sum(total.values()), "most": most, "otherwise": otherwise}
 
 
 def main() -> None:

@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import nn
 
+from distconv import Layout
 from distconv.planning import predict
+from distconv.planning.losses import LOSSES, OPTIMIZERS
 from distconv.planning.operators import OperatorTimes
 from distconv.planning.prediction import record_ranks
-from distconv.planning.recording import Compute, Start, Wait, record_step
+from distconv.planning.recording import Compute, Recording, Start, Wait, record_step
 from distconv.planning.timeline import play
 from tests.planning.machines import described
 
@@ -27,6 +29,12 @@ def network() -> nn.Sequential:
     )
 
 
+def recorded(shape: tuple[int, ...], grid: dict[str, int], **options: Any) -> Recording:
+    """A step of the network as the first rank sees it, with a mean squared error."""
+    given: dict[str, Any] = {"loss": LOSSES["mse"], "optimizer": OPTIMIZERS["sgd"], "rank": 0}
+    return record_step(network(), [shape], grid, **(given | options))
+
+
 def test_the_seconds_of_the_layers_add_up_to_the_step() -> None:
     for grid in ({}, {"height": 2}, {"sample": 2, "width": 2}, {"height": 8}):
         p = predict(network(), SHAPE, grid, described())
@@ -36,7 +44,7 @@ def test_the_seconds_of_the_layers_add_up_to_the_step() -> None:
 
 
 def test_a_recording_has_the_halos_of_both_passes_and_one_sum_of_gradients() -> None:
-    recording = record_step(network(), [SHAPE], {"height": 2}, rank=0)
+    recording = recorded(SHAPE, {"height": 2})
     starts = [e for e in recording.events if isinstance(e, Start)]
     halos = [(s.place, s.arriving) for s in starts if s.collective is None]
     row = 4 * 4 * 16
@@ -54,7 +62,7 @@ def test_a_recording_has_the_halos_of_both_passes_and_one_sum_of_gradients() -> 
 
 
 def test_convolutions_run_between_the_start_of_an_exchange_and_its_end() -> None:
-    recording = record_step(network(), [(4, 3, 256, 256)], {"height": 2}, rank=0)
+    recording = recorded((4, 3, 256, 256), {"height": 2})
     kinds = [
         e.operator.name if isinstance(e, Compute) else type(e).__name__
         for e in recording.events
@@ -81,9 +89,7 @@ def test_the_slowest_rank_of_uneven_blocks_decides() -> None:
 
 
 def test_the_memory_of_a_step_counts_what_is_kept_by_kind() -> None:
-    recording = record_step(
-        network(), [SHAPE], {"sample": 2}, optimizer=lambda p: torch.optim.Adam(p)
-    )
+    recording = recorded(SHAPE, {"sample": 2}, optimizer=torch.optim.Adam)
     weights = sum(p.nbytes for p in network().parameters())
     assert recording.memory["optimizer state"] == 2 * weights
     assert recording.memory["parameters"] == sum(
@@ -95,10 +101,7 @@ def test_the_memory_of_a_step_counts_what_is_kept_by_kind() -> None:
 
 
 def test_layers_that_are_cut_otherwise_redistribute() -> None:
-    from distconv import Layout
-
-    options: dict[str, Any] = {"layouts": {"3": Layout(sample="height")}}
-    cut = record_step(network(), [SHAPE], {"height": 2}, **options)
+    cut = recorded(SHAPE, {"height": 2}, layouts={"3": Layout(sample="height")})
     moved = [e for e in cut.events if isinstance(e, Start) and e.place.layer == "3"]
     assert len([m for m in moved if m.collective is None]) == 2
 

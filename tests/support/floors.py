@@ -17,6 +17,7 @@ FLOORS = (
     "layers",
     "data",
     "training",
+    "horovod",
     "planning",
     "tools",
 )

@@ -6,7 +6,7 @@ MPI stands in for NCCL: messages have arrived when the call that starts them ret
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, TypeAlias
 
 import pytest
@@ -136,10 +136,16 @@ class Work:
 class ProcessGroup:
     """A stand-in for torch's ProcessGroupNCCL, of all ranks; all it is given runs on its stream."""
 
+    error = SimpleNamespace(name="SUCCESS")
+    """What the thread has found that watches NCCL."""
+
     def __init__(self, *_: Any) -> None:
         self._stream = torch.cuda.Stream()
         self._kernels = Communicator(WORLD.size, tuple(range(128)), WORLD.rank)
         self._batch: list[Tensor] = []
+
+    def get_error(self) -> SimpleNamespace:
+        return self.error
 
     def _start_coalescing(self, device: torch.device) -> None:
         assert device.type == "cuda"

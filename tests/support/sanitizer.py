@@ -34,6 +34,9 @@ class Event:
     def synchronize(self) -> None:
         self._sanitizer.handler()._handle_event_synchronization(self.number)
 
+    def query(self) -> bool:
+        return True
+
 
 class Stream:
     """Stands for torch.cuda.Stream."""

@@ -30,6 +30,9 @@ class Stream:
     def synchronize(self) -> None:
         pass
 
+    def query(self) -> bool:
+        return True
+
 
 def replace_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give the library these streams."""

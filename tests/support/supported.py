@@ -47,7 +47,8 @@ outputs and gradients of every sample equal those of serial torch on random grid
 those of serial torch.
 
 A sample stands for a typical call: other arguments of a supported function are exact or refused,
-too, but may redistribute where the sample does not.
+too, but may redistribute where the sample does not. A reshape that merges a cut dimension into
+another moves nothing, and the blocks of its result when another function needs them.
 """
 
 

@@ -34,14 +34,23 @@ SAME: dict[str, Callable] = {
     "detach": lambda x: x.detach(),
     "transpose": lambda x: x.transpose(2, 3),
     "whole slice": lambda x: x[:, 1:3],
+    "view that merges a cut dimension into another": lambda x: x.view(2, 28, 5),
+    "view of such a view": lambda x: x.view(2, 28, 5).transpose(0, 2)[1:],
 }
 
 COPIES: dict[str, Callable] = {
     "slice of a cut dimension": lambda x: x[:, :, :3],
     "other slice": lambda x: x[:, :, 1:],
-    "view": lambda x: x.view(2, 28, 5),
+    "view": lambda x: x.view(2, 4, 35),
+    "view that was looked at": lambda x: _looked_at(x.view(2, 28, 5)),
     "contiguous": lambda x: x.transpose(2, 3).contiguous(),
 }
+
+
+def _looked_at(x: dc.DistTensor) -> dc.DistTensor:
+    """Have the block of `x` brought to each rank."""
+    x.to_local()
+    return x
 
 
 def distributed() -> tuple[torch.Tensor, dc.DistTensor]:

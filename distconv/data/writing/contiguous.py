@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from distconv.data.durable import reserve
 from distconv.geometry.layout import Box
 
 
@@ -31,10 +30,7 @@ class Description:
 
 
 def create_hdf5(path: Path, arrays: Mapping[str, Description]) -> dict[str, int]:
-    """Make an HDF5 file with room for arrays, and return where in the file each begins, in bytes.
-
-    The room is taken on the disk, as far as the file system can, so that a full one is told here.
-    """
+    """Make an HDF5 file with room for arrays, and return where each begins in it, in bytes."""
     try:
         import h5py
     except ImportError as error:
@@ -56,7 +52,6 @@ def create_hdf5(path: Path, arrays: Mapping[str, Description]) -> dict[str, int]
                 room,
             )
             offsets[name] = made.get_offset()
-    _reserve(path)
     return offsets
 
 
@@ -65,7 +60,6 @@ def create_npy(path: Path, array: Description) -> int:
     made = np.lib.format.open_memmap(path, "w+", array.dtype, array.shape)
     offset: int = made.offset
     del made
-    _reserve(path)
     return offset
 
 
@@ -117,8 +111,3 @@ def _runs(shape: tuple[int, ...], box: Box, values: NDArray[Any]) -> Any:
     for row, index in zip(rows, np.ndindex(*box.shape[:last]), strict=True):
         # Beyond the last stride, which belongs to the run itself.
         yield begin + sum(i * n for i, n in zip(index, strides, strict=False)), row
-
-
-def _reserve(path: Path) -> None:
-    with open(path, "r+b") as file:
-        reserve(file, os.fstat(file.fileno()).st_size)

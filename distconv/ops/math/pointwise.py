@@ -11,6 +11,7 @@ from torch import Tensor
 
 from distconv.geometry.layout import Cuts, operand_cuts
 from distconv.ops.support.argument_forms import as_sizes, takes_sequence
+from distconv.ops.support.merged import elementwise, keeps_shape
 from distconv.ops.support.operands import (
     box_on_rank,
     broadcast_cuts,
@@ -88,6 +89,10 @@ def pointwise_rule(function: Callable[..., Any], in_place: bool = False) -> Call
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         operands = [x for x in tensors if isinstance(x, DistTensor)]
         written = (args[0] if args else kwargs["input"]) if in_place else None
+        if any(x.unmerged is not None for x in operands):
+            result = elementwise(name, rule, args, kwargs, written)
+            if result is not NotImplemented:
+                return result
         if isinstance(written, DistTensor):
             check_writable(written, name)
         elif written is not None and _is_recorded(tensors):
@@ -159,6 +164,7 @@ _register()
 
 
 @implements(torch.detach, torch.Tensor.detach, torch.Tensor.data.__get__)  # type: ignore[attr-defined]
+@keeps_shape
 def detach(input: DistTensor) -> DistTensor:
     """Return a tensor of the same memory, outside the autograd graph."""
     return make_view(input, input.shard.detach(), input.shape, input.cuts, copied=False)
@@ -191,6 +197,7 @@ def where(condition: Tensor, input: Any = None, other: Any = None) -> Any:
 
 
 @implements(torch.Tensor.contiguous)
+@keeps_shape
 def contiguous(
     input: DistTensor, memory_format: torch.memory_format = torch.contiguous_format
 ) -> DistTensor:
@@ -200,6 +207,7 @@ def contiguous(
 
 
 @implements(torch.Tensor.to)
+@keeps_shape
 def to(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Return the tensor in another type or memory format, or in those of the tensor `other`.
 
@@ -241,6 +249,7 @@ def type_as(input: Tensor, other: Tensor) -> Tensor:
 
 
 @implements(torch.Tensor.type)
+@keeps_shape
 def type_(input: DistTensor, dtype: Any = None, non_blocking: bool = False) -> Any:
     """Return the name of the type, or the tensor in another type."""
     result = input.shard.type(dtype, non_blocking) if dtype is not None else input.shard.type()
@@ -253,14 +262,18 @@ def type_(input: DistTensor, dtype: Any = None, non_blocking: bool = False) -> A
 
 
 def _like(x: Any) -> Any:
-    return x.shard if isinstance(x, DistTensor) else x
+    return x.held if isinstance(x, DistTensor) else x
 
 
 def _constant(function: Callable[..., Any]) -> Callable[..., Any]:
-    def rule(input: DistTensor, *args: Any, requires_grad: bool = False, **kwargs: Any) -> Any:
+    @keeps_shape
+    def filled(input: DistTensor, *args: Any, **kwargs: Any) -> Any:
         shard = function(input.shard, *args, **kwargs)
         _require_here(function.__name__, input, shard.device)
-        result = DistTensor(shard, input.shape, input.cuts, input.grid)
+        return DistTensor(shard, input.shape, input.cuts, input.grid)
+
+    def rule(input: DistTensor, *args: Any, requires_grad: bool = False, **kwargs: Any) -> Any:
+        result = filled(input, *args, **kwargs)
         return result.requires_grad_() if requires_grad else result
 
     return rule
@@ -283,7 +296,7 @@ def _made(
     cuts: Cuts = ((),) * len(shape)
     if len(shape) == input.dim():
         cuts = operand_cuts(shape, tuple(input.shape), input.cuts)
-    shard = function(input.shard, box_on_rank(shape, cuts, input.grid).shape, *args, **kwargs)
+    shard = function(input.held, box_on_rank(shape, cuts, input.grid).shape, *args, **kwargs)
     _require_here(function.__name__, input, shard.device)
     result = DistTensor(shard, shape, cuts, input.grid)
     return result.requires_grad_() if requires_grad else result
@@ -326,7 +339,7 @@ def new_tensor(
         shard, shape, cuts = data.shard.detach().clone(), data.shape, data.cuts
         shard = shard.to(kwargs.get("dtype") or shard.dtype)
     else:
-        shard = input.shard.new_tensor(data, **kwargs)
+        shard = input.held.new_tensor(data, **kwargs)
         shape, cuts = shard.shape, ((),) * shard.dim()
     _require_here("new_tensor", input, shard.device)
     result = DistTensor(shard, shape, cuts, input.grid)

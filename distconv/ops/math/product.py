@@ -7,16 +7,28 @@ other operands follow, and an index that is summed away while cut adds up the ra
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import islice
+from math import prod
 from string import ascii_letters
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from distconv.comm.collectives import all_reduce_with_grad
-from distconv.geometry.layout import cutting_axes
+from distconv.geometry.layout import Cuts, cutting_axes
+from distconv.geometry.merging import common_factors
+from distconv.grid.interface import Grid
 from distconv.ops.support.in_place import implements_in_place
+from distconv.ops.support.merged import (
+    factors_of,
+    fitting_factors,
+    in_blocks,
+    is_merged,
+    merge_as,
+    unmerge,
+)
 from distconv.ops.support.metadata_checks import check_on_meta
 from distconv.ops.support.operands import (
     as_distributed,
@@ -90,6 +102,10 @@ def contract(
                     f"and {n} in another, {tuple(x.shape)}"
                 )
             sizes[letter] = max(sizes[letter], n)
+    if any(map(is_merged, operands)):
+        apart = _unmerged(terms, result, operands, sizes)
+        if apart is not None:
+            return cast(DistTensor, merge_as(contract(name, *apart), [sizes[c] for c in result]))
     cuts: dict[str, tuple[str, ...]] = dict.fromkeys(sizes, ())
     # A letter that occurs twice in a term is a diagonal, which no block contains.
     fixed = {c for term in terms for c in term if term.count(c) > 1}
@@ -110,6 +126,34 @@ def contract(
         [sizes[c] for c in result],
         tuple(cuts[c] for c in result),
         grid,
+    )
+
+
+def _unmerged(
+    terms: Sequence[str], result: str, operands: Sequence[Tensor], sizes: dict[str, int]
+) -> tuple[list[str], str, list[Tensor]] | None:
+    """Return the terms, the result and the operands of a sum with a letter for each factor.
+
+    None where what the operands are merged of does not fit together.
+    """
+    splits: dict[str, list[tuple[int, ...]]] = {letter: [(n,)] for letter, n in sizes.items()}
+    for term, x in zip(terms, operands, strict=True):
+        for letter, run in zip(term, factors_of(x), strict=True):
+            if prod(run) == sizes[letter]:
+                splits[letter].append(run)
+    free = (c for c in ascii_letters if c not in sizes)
+    factors, letters = {}, {}
+    for letter, rows in splits.items():
+        found = common_factors(rows)
+        if found is None:
+            return None
+        factors[letter], letters[letter] = found, letter + "".join(islice(free, len(found) - 1))
+        if len(letters[letter]) < len(found):
+            return None
+    return (
+        ["".join(letters[c] for c in term) for term in terms],
+        "".join(letters[c] for c in result),
+        [unmerge(x, [factors[c] for c in term]) for term, x in zip(terms, operands, strict=True)],
     )
 
 
@@ -271,24 +315,49 @@ def scaled_dot_product_attention(
                 f"{name}: a mask {tuple(attn_mask.shape)} of {attn_mask.dtype}; expected one of "
                 f"bool or {q.dtype} that is broadcast to {full}"
             )
+    batch = fitting_factors([factors_of(t)[:-2] for t in (q, key, value)], lead)
+    if batch is None:
+        q, key, value = as_distributed(in_blocks(q), grid), in_blocks(key), in_blocks(value)
+        batch = tuple((n,) for n in lead)
+    shape = (*lead, rows, value.shape[-1])
+    runs = factors_of(q)[-2]
+    q = as_distributed(unmerge(q, (*batch, runs, (q.shape[-1],))), grid)
     q = uncut(q, [q.dim() - 1], name)
-    whole = (*q.cuts[:-2], (), ())
-    keys = local_operand(key, tuple(key.shape), whole, grid, name)
-    values = local_operand(value, tuple(value.shape), whole, grid, name)
-    box = q.box
+    first, last = q.dim() - 1 - len(runs), -2  # the dimensions of the queries
+    keys, values = (
+        _gathered(t, (*batch, factors_of(t)[-2], (t.shape[-1],)), q.cuts[:first], grid)
+        for t in (key, value)
+    )
     mask: Tensor | None = None
     if is_causal:
-        own = torch.arange(box.start[-2], box.stop[-2], device=q.device)
+        own = torch.arange(rows, device=q.device).view(runs)[q.box.slices[first:-1]].flatten()
         mask = own.unsqueeze(1) >= torch.arange(columns, device=q.device)
     elif attn_mask is not None:
-        mask = local_operand(attn_mask, (*lead, rows, columns), (*q.cuts[:-1], ()), grid, name)
-    shape = (*lead, rows, value.shape[-1])
-    block = box_on_rank(shape, q.cuts, grid).shape
+        apart = unmerge(attn_mask, (*batch, runs, (columns,)))
+        scores = (*q.shape[:-1], columns)
+        mask = local_operand(apart, scores, (*q.cuts[:-1], ()), grid, name)
+        mask = cast(Tensor, mask).flatten(-1 - len(runs), last)
+    made = (*q.shape[:-1], value.shape[-1])
+    block = box_on_rank(made, q.cuts, grid).shape
     if 0 in block:
         # Part of the graph of all operands, as on the ranks that have elements.
         operands = [q.shard, keys, values, *([] if mask is None or is_causal else [mask])]
         sums = [t.sum() for t in operands if t.is_floating_point()]
         shard = torch.stack(sums).sum().expand(block)
     else:
-        shard = F.scaled_dot_product_attention(q.shard, keys, values, mask, scale=scale)
-    return DistTensor(shard, shape, q.cuts, grid)
+        own_rows = q.shard.flatten(first, last)
+        shard = F.scaled_dot_product_attention(own_rows, keys, values, mask, scale=scale)
+        shard = shard.reshape(block)
+    return cast(DistTensor, merge_as(DistTensor(shard, made, q.cuts, grid), shape))
+
+
+def _gathered(x: Tensor, factors: Sequence[tuple[int, ...]], batch: Cuts, grid: Grid) -> Tensor:
+    """Return this rank's batch of keys or values, each batch with all of them; collective.
+
+    `factors` are those of the dimensions of `x`, of which the leading ones are cut by `batch`.
+    """
+    name = "scaled_dot_product_attention"
+    apart = unmerge(x, factors)
+    cuts = (*batch, *((),) * (apart.dim() - len(batch)))
+    block: Tensor = local_operand(apart, tuple(apart.shape), cuts, grid, name)
+    return block.flatten(len(batch), -2)

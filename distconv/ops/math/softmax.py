@@ -15,6 +15,7 @@ from torch import Tensor
 from distconv.comm.collectives import all_gather, all_reduce_with_grad
 from distconv.grid.interface import Grid
 from distconv.ops.support.argument_forms import normalize_dim
+from distconv.ops.support.merged import works_along
 from distconv.ops.support.operands import uncut
 from distconv.ops.support.types import autocast_type, to_accumulation_type
 from distconv.tensor.dispatch import implements
@@ -30,6 +31,7 @@ def _softmax(function: Callable[..., Tensor], *others: Callable[..., Tensor]) ->
     name = function.__name__
 
     @implements(function, *others)
+    @works_along(reduces=False)
     def rule(
         input: DistTensor,
         dim: int | None = None,

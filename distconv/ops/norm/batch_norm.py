@@ -18,6 +18,7 @@ from distconv.comm.collectives import all_reduce, all_reduce_
 from distconv.geometry.layout import cutting_axes
 from distconv.grid.interface import Grid
 from distconv.ops.norm.moments import element_counts_of_peers, moments
+from distconv.ops.support.merged import works_on_channels
 from distconv.ops.support.operands import (
     Placement,
     as_distributed,
@@ -35,6 +36,7 @@ Kind: TypeAlias = tuple[tuple[int, ...], torch.dtype]
 
 
 @implements(F.batch_norm)
+@works_on_channels(of_each_sample=False)
 def batch_norm(
     input: Tensor,
     running_mean: Tensor | None,

@@ -10,6 +10,7 @@ from distconv.geometry.layout import cutting_axes
 from distconv.ops.norm.affine import check_parameter_types, per_channel, scale_and_shift_blocks
 from distconv.ops.norm.batch_norm import own_channels
 from distconv.ops.norm.moments import Standardize, element_counts_of_peers
+from distconv.ops.support.merged import works_on_channels
 from distconv.ops.support.metadata_checks import any_type, check_on_meta
 from distconv.ops.support.operands import Placement, as_distributed, common_grid, uncut
 from distconv.tensor.dispatch import implements
@@ -18,6 +19,7 @@ from distconv.tensor.redistribution import redistribute
 
 
 @implements(F.group_norm, torch.group_norm)
+@works_on_channels(of_each_sample=True)
 def group_norm(
     input: Tensor,
     num_groups: int,

@@ -13,6 +13,7 @@ from distconv.geometry.layout import cutting_axes
 from distconv.ops.norm.affine import check_parameter_types, per_channel, scale_and_shift
 from distconv.ops.norm.batch_norm import batch_norm, gather_running_statistics, own_channels
 from distconv.ops.norm.moments import Standardize, element_counts_of_peers
+from distconv.ops.support.merged import works_on_channels
 from distconv.ops.support.metadata_checks import any_type, check_on_meta
 from distconv.ops.support.operands import Placement, as_distributed, common_grid
 from distconv.tensor.dispatch import implements
@@ -37,6 +38,7 @@ def _instance_norm(
 
 
 @implements(F.instance_norm)
+@works_on_channels(of_each_sample=True)
 def instance_norm(
     input: Tensor,
     running_mean: Tensor | None = None,

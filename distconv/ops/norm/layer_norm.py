@@ -13,6 +13,7 @@ from distconv.geometry.layout import cutting_axes
 from distconv.ops.norm.affine import check_parameter_types, scale_and_shift
 from distconv.ops.norm.moments import Standardize, element_counts_of_peers
 from distconv.ops.reduce.sums import mean as mean_of
+from distconv.ops.support.merged import works_on_last
 from distconv.ops.support.metadata_checks import any_type, check_on_meta
 from distconv.ops.support.operands import Placement, as_distributed, common_grid, gather_whole
 from distconv.ops.support.types import to_accumulation_type
@@ -22,6 +23,7 @@ from distconv.tensor.redistribution import redistribute
 
 
 @implements(F.layer_norm, torch.layer_norm)
+@works_on_last(lambda normalized_shape, *_, **__: len(normalized_shape))
 def layer_norm(
     input: Tensor,
     normalized_shape: Sequence[int],
@@ -48,6 +50,7 @@ def layer_norm(
 
 
 @implements(F.rms_norm, torch.rms_norm)
+@works_on_last(lambda normalized_shape, *_, **__: len(normalized_shape))
 def rms_norm(
     input: Tensor,
     normalized_shape: Sequence[int],

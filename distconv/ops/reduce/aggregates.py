@@ -16,6 +16,7 @@ from distconv.ops.reduce.extrema import extreme
 from distconv.ops.reduce.sums import Dims, mean, reduction_result
 from distconv.ops.reduce.sums import sum as sum_of
 from distconv.ops.support.argument_forms import normalize_dim, normalize_dims
+from distconv.ops.support.merged import works_along
 from distconv.ops.support.operands import uncut
 from distconv.ops.support.types import to_accumulation_type
 from distconv.tensor.dispatch import implements, refuse
@@ -75,6 +76,7 @@ def prod(
 
 
 @implements(torch.logsumexp, torch.Tensor.logsumexp, torch.special.logsumexp)
+@works_along(reduces=True)
 def logsumexp(input: DistTensor, dim: Dims, keepdim: bool = False) -> DistTensor:
     """Return the logarithm of the sum of exponentials over dimensions."""
     if _names_nothing(dim):
@@ -96,6 +98,7 @@ def logsumexp(input: DistTensor, dim: Dims, keepdim: bool = False) -> DistTensor
 
 
 @implements(torch.all, torch.Tensor.all)
+@works_along(reduces=True)
 def all_(input: DistTensor, dim: Dims = None, keepdim: bool = False) -> DistTensor:
     """Return whether all elements along dimensions are true."""
     if _names_nothing(dim):
@@ -104,6 +107,7 @@ def all_(input: DistTensor, dim: Dims = None, keepdim: bool = False) -> DistTens
 
 
 @implements(torch.any, torch.Tensor.any)
+@works_along(reduces=True)
 def any_(input: DistTensor, dim: Dims = None, keepdim: bool = False) -> DistTensor:
     """Return whether any element along dimensions is true."""
     if _names_nothing(dim):
@@ -168,6 +172,7 @@ def _root(variance: Tensor) -> Tensor:
 
 def _register_deviation(name: str, root: bool, pair: bool) -> None:
     @implements(getattr(torch, name), *([] if pair else [getattr(torch.Tensor, name)]))
+    @works_along(reduces=True)
     def rule(
         input: DistTensor,
         dim: Any = None,

@@ -17,6 +17,7 @@ from distconv.ops.reduce.sums import Dims, reduction_result
 from distconv.ops.shape.reshape import unsqueeze
 from distconv.ops.support.argument_forms import normalize_dim, normalize_dims
 from distconv.ops.support.global_positions import global_numbers
+from distconv.ops.support.merged import works_along
 from distconv.tensor.dispatch import RULES, implements
 from distconv.tensor.dist_tensor import DistTensor
 
@@ -172,15 +173,18 @@ def _register(largest: bool, short: str, arg: str, full: str) -> None:
             return (torch.maximum if largest else torch.minimum)(input, other)
         return reduce(input, *args, **kwargs)
 
+    @works_along(reduces=True, several=False)
     def reduce(input: DistTensor, dim: int | None = None, keepdim: bool = False) -> Any:
         if dim is None:
             return extreme(short, input, None, False, largest)
         return _along(short, input, dim, keepdim, largest)
 
+    @works_along(reduces=True)
     def all_of(input: DistTensor, dim: Dims = (), keepdim: bool = False) -> DistTensor:
         # To torch a nan is the maximum of its group here, but not an element that attains it.
         return extreme(full, input, dim, keepdim, largest, nan_attains=False)
 
+    @works_along(reduces=True, several=False)
     def where(input: DistTensor, dim: int | None = None, keepdim: bool = False) -> DistTensor:
         return _arg(arg, input, dim, keepdim, largest)
 

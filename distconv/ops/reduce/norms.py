@@ -16,6 +16,7 @@ from distconv.grid.interface import Grid
 from distconv.ops.reduce.extrema import extreme
 from distconv.ops.reduce.sums import Dims, reduction_result
 from distconv.ops.support.argument_forms import normalize_dims
+from distconv.ops.support.merged import works_along
 from distconv.ops.support.operands import broadcast_shape
 from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
@@ -64,6 +65,7 @@ def _gradient(x: Tensor, order: float, norm: Tensor, gradient: Tensor) -> Tensor
 
 
 @implements(torch.linalg.vector_norm)
+@works_along(reduces=True)
 def vector_norm(
     input: DistTensor,
     ord: float = 2,

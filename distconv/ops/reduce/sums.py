@@ -11,6 +11,7 @@ from torch import Tensor
 from distconv.comm.collectives import all_reduce_with_grad
 from distconv.geometry.layout import cutting_axes
 from distconv.ops.support.argument_forms import normalize_dims
+from distconv.ops.support.merged import works_along
 from distconv.ops.support.types import accumulation_type
 from distconv.tensor.dispatch import implements
 from distconv.tensor.dist_tensor import DistTensor
@@ -35,6 +36,7 @@ def reduction_result(
 
 
 @implements(torch.sum, torch.Tensor.sum)
+@works_along(reduces=True)
 def sum(
     input: DistTensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> DistTensor:
@@ -46,6 +48,7 @@ def sum(
 
 
 @implements(torch.mean, torch.Tensor.mean)
+@works_along(reduces=True)
 def mean(
     input: DistTensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> DistTensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -18,6 +18,13 @@ from distconv.geometry.index_maps import IndexMap, Same, Span, Strided
 from distconv.ops.shape.lookup import index_select, wrap_negative
 from distconv.ops.shape.reshape import unflatten, unsqueeze
 from distconv.ops.support.argument_forms import normalize_dim
+from distconv.ops.support.merged import (
+    factors_of,
+    fitting_factors,
+    is_merged,
+    merge_as,
+    unmerge,
+)
 from distconv.ops.support.metadata_checks import any_type, check_on_meta
 from distconv.ops.support.operands import as_distributed, common_grid, gather_whole
 from distconv.tensor.aliasing import make_view
@@ -40,6 +47,8 @@ def getitem(input: DistTensor, index: Any) -> DistTensor:
     if len(tensors) == 1:
         return _looked_up(input, items, tensors[0])
     picks = index_per_dimension(input, items)
+    if input.unmerged is not None and (part := _of_merged(input, picks)) is not None:
+        return part
     needs: list[IndexMap] = []
     cuts: list[tuple[str, ...]] = []
     local: list[Any] = []
@@ -72,6 +81,28 @@ def getitem(input: DistTensor, index: Any) -> DistTensor:
     buffer = gather_inputs(input, needs, tuple(cuts), "indexing")
     moved = any(isinstance(need, Strided) for need in needs)
     return make_view(input, buffer[tuple(local)], shape, tuple(kept), copied=moved)
+
+
+def _of_merged(input: DistTensor, picks: Sequence[Any]) -> DistTensor | None:
+    """Return a part of a merged tensor that has its merged dimensions in full, or None."""
+    runs = iter(zip(factors_of(input), input.shape, strict=True))
+    index: list[Any] = []
+    shape: list[int] = []
+    for d, pick in enumerate(picks):
+        if pick is None:
+            index.append(None)
+            shape.append(1)
+            continue
+        run, size = next(runs)
+        outputs = strided_run(pick, size, d)
+        if len(run) > 1 and (isinstance(pick, int) or outputs != (0, 1, size)):
+            return None
+        index += [slice(None)] * len(run) if len(run) > 1 else [pick]
+        if not isinstance(pick, int):
+            shape.append(outputs[2])
+    return cast(
+        DistTensor, merge_as(getitem(cast(DistTensor, input.unmerged), tuple(index)), shape)
+    )
 
 
 def indices_of(index: Any) -> tuple[Any, ...]:
@@ -270,10 +301,12 @@ def cat(tensors: Sequence[Tensor], dim: int = 0) -> DistTensor:
     if len(rest) > 1:
         shapes = ", ".join(str(tuple(x.shape)) for x in pieces)
         raise RuntimeError(f"cat: the shapes {shapes} have to agree except in dimension {d}")
-    cuts = largest.cuts
     if not largest.dim():
         raise RuntimeError("cat: tensors without dimensions cannot be concatenated; use stack")
     total = sum(x.shape[d] for x in pieces)
+    if any(map(is_merged, pieces)) and (joined := _cat_unmerged(pieces, d, total)) is not None:
+        return joined
+    cuts = largest.cuts
     buffers, offset = [x.shard for x in skipped], 0
     for x in pieces:
         needs: list[IndexMap] = [Same()] * x.dim()
@@ -283,6 +316,19 @@ def cat(tensors: Sequence[Tensor], dim: int = 0) -> DistTensor:
         offset += x.shape[d]
     shape = (*largest.shape[:d], total, *largest.shape[d + 1 :])
     return DistTensor(torch.cat(buffers, d), shape, cuts, grid)
+
+
+def _cat_unmerged(pieces: Sequence[DistTensor], d: int, total: int) -> DistTensor | None:
+    """Return tensors one after the other along a dimension that is merged in none, or None."""
+    runs = [factors_of(x) for x in pieces]
+    shape = [*pieces[0].shape]
+    factors = fitting_factors([(*run[:d], (), *run[d + 1 :]) for run in runs], shape)
+    if factors is None or any(len(run[d]) > 1 for run in runs):
+        return None
+    apart = [unmerge(x, (*factors[:d], (x.shape[d],), *factors[d + 1 :])) for x in pieces]
+    shape[d] = total
+    joined = cat(apart, sum(len(run) for run in factors[:d]))
+    return cast(DistTensor, merge_as(joined, shape))
 
 
 @implements(torch.stack)

@@ -1,10 +1,15 @@
 """Changes of shape. Cut dimensions that lead the way stay cut; neighbours exchange parts of rows
 where the blocks do not fit, and nothing is sent where they do.
+
+Where a cut dimension becomes the inner part of another, the blocks of the result would be none, and
+the tensor stays as it was, until something needs it otherwise: see `ops/support/merged.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from itertools import chain
 from math import prod
 from typing import Any, NamedTuple
 
@@ -13,13 +18,15 @@ from torch import Tensor
 
 from distconv.geometry.index_maps import IndexMap, Rows, Same
 from distconv.geometry.layout import Box, Cuts, Shape
-from distconv.grid.interface import Grid
+from distconv.geometry.merging import factors_of_reshape, groups
+from distconv.geometry.topology import Topology
 from distconv.ops.support.argument_forms import (
     as_sizes,
     normalize_dim,
     normalize_dims,
     takes_sequence,
 )
+from distconv.ops.support.merged import factors_of, places_of_factors
 from distconv.ops.support.operands import box_on_rank, uncut
 from distconv.tensor.aliasing import make_view
 from distconv.tensor.dispatch import implements, refuse
@@ -30,26 +37,6 @@ from distconv.tensor.redistribution import gather_inputs, redistribute
 def _inferred(sizes: Shape, shape: Shape) -> Shape:
     """Return `sizes` with -1 replaced, as torch does it."""
     return tuple(torch.empty(shape, device="meta").reshape(sizes).shape)
-
-
-def _groups(before: Shape, after: Shape) -> list[tuple[range, range]]:
-    """Return the shortest runs of dimensions of equal product, from left to right."""
-    groups = []
-    i = j = 0
-    while i < len(before) or j < len(after):
-        i0, j0 = i, j
-        n = m = 1
-        if i < len(before):
-            n, i = before[i], i + 1
-        if j < len(after):
-            m, j = after[j], j + 1
-        while n != m:
-            if n < m:
-                n, i = n * before[i], i + 1
-            else:
-                m, j = m * after[j], j + 1
-        groups.append((range(i0, i), range(j0, j)))
-    return groups
 
 
 class _Run(NamedTuple):
@@ -69,7 +56,7 @@ class _Run(NamedTuple):
 
 
 def _reshaped_cuts(
-    before: Shape, cuts: Cuts, after: Shape, grid: Grid
+    before: Shape, cuts: Cuts, after: Shape, topology: Topology
 ) -> tuple[Cuts, Cuts, list[_Run]]:
     """Return the cuts that a reshape asks of its input, those of its result, and the uneven runs.
 
@@ -80,8 +67,10 @@ def _reshaped_cuts(
     """
     asked: list[tuple[str, ...]] = [()] * len(before)
     made: list[tuple[str, ...]] = [()] * len(after)
-    uneven = []
-    for old, new in _groups(before, after):
+    uneven: list[_Run] = []
+    if 0 in before:
+        return tuple(asked), tuple(made), uneven
+    for old, new in groups(before, after):
         if not old or not new:
             continue
         # Dimensions of one element in front belong to nobody.
@@ -92,21 +81,16 @@ def _reshaped_cuts(
             asked[first] = made[into] = cuts[first]
         elif cuts[first]:
             asked[first] = made[into] = axes = tuple(axis for d in old for axis in cuts[d])
-            parts = grid.topology.parts(axes)
+            parts = topology.parts(axes)
             if before[first] % parts or after[into] % parts:
                 rows = Rows(elements // before[first], elements // after[into])
                 uneven.append(_Run(range(first, old.stop), into, rows))
     return tuple(asked), tuple(made), uneven
 
 
-def _reshape(input: DistTensor, shape: Shape, operator: str) -> DistTensor:
-    before = tuple(input.shape)
-    if 0 in before:
-        asked: Cuts = ((),) * input.dim()
-        made: Cuts = ((),) * len(shape)
-        uneven: list[_Run] = []
-    else:
-        asked, made, uneven = _reshaped_cuts(before, input.cuts, shape, input.grid)
+def _reshape_blocks(input: DistTensor, shape: Shape, operator: str) -> DistTensor:
+    """Return the elements in another shape, cut in blocks."""
+    asked, made, uneven = _reshaped_cuts(tuple(input.shape), input.cuts, shape, input.grid.topology)
     box = box_on_rank(shape, made, input.grid)
     x = redistribute(input, asked, operator)
     buffer = x.shard
@@ -119,6 +103,42 @@ def _reshape(input: DistTensor, shape: Shape, operator: str) -> DistTensor:
             for run in reversed(uneven):
                 buffer = run.crop(buffer, box)
     return make_view(input, buffer.reshape(box.shape), shape, made, copied=True)
+
+
+@lru_cache(maxsize=4096)
+def _unmerged_shape(before: Shape, cuts: Cuts, after: Shape, topology: Topology) -> Shape | None:
+    """Return the shape in which the result of a reshape stays cut, short of merging dimensions.
+
+    None where no cut dimension becomes the inner part of another, or its factors do not fit.
+    """
+    if not any(cuts) or 0 in before:
+        return None
+    runs = factors_of_reshape(before, after)
+    if runs is None:
+        return None
+    _, made, _ = _reshaped_cuts(before, cuts, tuple(chain(*runs)), topology)
+    of_factors = iter(made)
+    shape: list[int] = []
+    for run in runs:
+        inner = any([next(of_factors) for _ in run][1:])
+        shape += run if inner else (prod(run),)
+    return tuple(shape) if len(shape) > len(after) else None
+
+
+def _reshape(input: DistTensor, shape: Shape, operator: str) -> DistTensor:
+    # What has been merged is split again.
+    x = input if input.unmerged is None else input.unmerged
+    topology = x.grid.topology
+    unmerged = _unmerged_shape(tuple(x.shape), x.cuts, shape, topology)
+    if unmerged is None:
+        return _reshape_blocks(x, shape, operator)
+    if unmerged == tuple(x.shape):
+        # A node of its own in the autograd graph.
+        own = make_view(x, x.shard.view_as(x.shard), unmerged, x.cuts, copied=False)
+    else:
+        own = _reshape_blocks(x, unmerged, operator)
+    _, made, _ = _reshaped_cuts(unmerged, own.cuts, shape, topology)
+    return DistTensor.merging(own, shape, made, lambda: _reshape_blocks(own, shape, operator).shard)
 
 
 @implements(torch.reshape, torch.Tensor.reshape)
@@ -168,6 +188,10 @@ def squeeze(input: DistTensor, dim: int | Sequence[int] | None = None) -> DistTe
     """Drop dimensions of one element."""
     named = () if isinstance(dim, Sequence) and not dim else normalize_dims(dim, input.dim())
     gone = [d for d in named if input.shape[d] == 1]
+    if input.unmerged is not None:
+        return _reshape(
+            input, tuple(n for d, n in enumerate(input.shape) if d not in gone), "squeeze"
+        )
     x = uncut(input, gone, "squeeze")
     kept = [d for d in range(x.dim()) if d not in gone]
     shard = x.shard.squeeze(tuple(gone)) if gone else x.shard
@@ -179,6 +203,8 @@ def squeeze(input: DistTensor, dim: int | Sequence[int] | None = None) -> DistTe
 def unsqueeze(input: DistTensor, dim: int) -> DistTensor:
     """Insert a dimension of one element, whole on every rank."""
     d = normalize_dim(dim, input.dim() + 1)
+    if input.unmerged is not None:
+        return _reshape(input, (*input.shape[:d], 1, *input.shape[d:]), "unsqueeze")
     shape, cuts = list(input.shape), list(input.cuts)
     shape.insert(d, 1)
     cuts.insert(d, ())
@@ -193,6 +219,10 @@ def permute(input: DistTensor, *dims: Any) -> DistTensor:
     if len(named) != input.dim():
         raise RuntimeError(f"permute: {named} does not name all {input.dim()} dimensions")
     order = normalize_dims(named, input.dim())
+    if input.unmerged is not None:
+        places = places_of_factors(input)
+        moved = permute(input.unmerged, [i for d in order for i in places[d]])
+        return _reshape(moved, tuple(input.shape[d] for d in order), "permute")
     shape, cuts = [input.shape[d] for d in order], tuple(input.cuts[d] for d in order)
     return make_view(input, input.shard.permute(order), shape, cuts, copied=False)
 
@@ -216,6 +246,11 @@ def expand(input: DistTensor, *sizes: Any) -> DistTensor:
     """Repeat dimensions of one element, whole on every rank; new ones come in front."""
     shape = tuple(torch.empty(tuple(input.shape), device="meta").expand(as_sizes(sizes)).shape)
     lead = len(shape) - input.dim()
+    if input.unmerged is not None:
+        # A merged dimension has more than one element, and stays as it is.
+        runs = zip(factors_of(input), shape[lead:], strict=True)
+        factors = chain.from_iterable(run if len(run) > 1 else (n,) for run, n in runs)
+        return _reshape(expand(input.unmerged, (*shape[:lead], *factors)), shape, "expand")
     grown = [d for d in range(input.dim()) if input.shape[d] != shape[d + lead]]
     x = uncut(input, grown, "expand")
     cuts = ((),) * lead + x.cuts

@@ -1,0 +1,352 @@
+"""How right predictions are: the time and memory of training steps, predicted and measured.
+
+`mpiexec -n 2 python -m benchmarks.predictions FOLDER` measures the machine, then case by case
+measures a network on a grid and predicts it, and writes `predictions.md` into the folder. What has
+been done is kept in `predictions.jsonl` there, and is not done again: remove it, and the machine
+beside it, to begin anew. Words behind the folder choose networks whose names begin with them.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from mpi4py import MPI
+from torch import Tensor, nn
+
+from benchmarks.record import machine as describe_machine
+from benchmarks.resnet import resnet50
+from distconv.geometry.layout import Layout, default_cuts
+from distconv.grid.interface import Grid
+from distconv.grid.process_grid import ProcessGrid
+from distconv.model.parallelize import parallelize
+from distconv.planning import Machine, calibrate, predict
+from distconv.planning.prediction import in_words
+from distconv.planning.table import size, table
+from distconv.tensor.dist_tensor import DistTensor, distribute_tensor
+from distconv.tools.bench.alternation import sleep_until_all_are_here, spread
+from distconv.tools.bench.memory import peak_of
+from distconv.tools.bench.model import step_of
+from distconv.tools.bench.networks import MAXIMUM, Network, UNet3d, cosmoflow
+from distconv.tools.bench.settings import by
+from examples.mesh_tangling.network import mesh_tangling_1k, mesh_tangling_2k
+
+SECONDS = 2.0
+"""About how long the steps of one case are timed, beyond the first."""
+FEWEST, MOST = 5, 40
+"""The fewest and the most steps that are timed."""
+
+MEDIAN_ERROR, WORST_ERROR, MEMORY_ERROR, CHOICE = 0.10, 0.25, 0.05, 1.05
+"""What the errors should be at most; and the time on the planner's grid over that on the best."""
+
+
+class Case(NamedTuple):
+    """A network, and the grids on which it is trained."""
+
+    network: Network
+    grids: tuple[dict[str, int], ...]
+
+
+def classes(made: tuple[int, ...]) -> Tensor:
+    """Return random labels for logits of this shape."""
+    return torch.randint(made[1], (made[0], *made[2:]))
+
+
+def mesh(make: Callable[..., nn.Module], name: str, samples: int, extent: int) -> Network:
+    """Return a mesh-tangling network at a quarter of its width, on smaller meshes."""
+    return Network(
+        f"mesh {name}, {extent}^2",
+        lambda spatial: make(width=0.25, size=extent),
+        (samples, 18, extent, extent),
+        torch.rand,
+        F.mse_loss,
+    )
+
+
+def flow(extent: int, samples: int, **options: Any) -> Network:
+    """Return CosmoFlow at a quarter of its width."""
+    name = "maximum" if options else "average"
+    return Network(
+        f"CosmoFlow, {name} pooling, {extent}^3",
+        # The head is that of the whole volume, also where a rank has a part.
+        lambda spatial: cosmoflow((extent,) * 3, **options),
+        (samples, 4, extent, extent, extent),
+        lambda made: torch.rand(made[0], 4),
+        F.mse_loss,
+    )
+
+
+def unet(extent: int, samples: int) -> Network:
+    """Return the 3-D U-Net at a quarter of its width."""
+    return Network(
+        f"3-D U-Net, {extent}^3",
+        lambda spatial: UNet3d(),
+        (samples, 1, extent, extent, extent),
+        classes,
+        F.cross_entropy,
+    )
+
+
+def resnet(extent: int, samples: int, quarter: int) -> Network:
+    """Return ResNet-50, whose channels are divided by `quarter`."""
+    return Network(
+        f"ResNet-50 / {quarter}, {extent}^2",
+        lambda spatial: resnet50(100, quarter),
+        (samples, 3, extent, extent),
+        lambda made: torch.randint(100, (made[0],)),
+        F.cross_entropy,
+    )
+
+
+ONE: dict[str, int] = {}
+_PLANE = ({"sample": 2}, {"height": 2}, {"width": 2})
+_VOLUME = (*_PLANE, {"depth": 2})
+
+CASES = (
+    Case(mesh(mesh_tangling_1k, "1K", 2, 256), (ONE, *_PLANE)),
+    Case(mesh(mesh_tangling_1k, "1K", 1, 512), (ONE, {"height": 2})),
+    Case(mesh(mesh_tangling_2k, "2K", 2, 512), (ONE, *_PLANE)),
+    Case(flow(64, 2), (ONE, *_VOLUME)),
+    Case(flow(32, 4, form=MAXIMUM), (ONE, {"sample": 2}, {"depth": 2})),
+    Case(unet(32, 4), (ONE, *_VOLUME)),
+    Case(unet(64, 1), (ONE, {"depth": 2})),
+    Case(resnet(128, 8, 2), (ONE, *_PLANE)),
+    Case(resnet(224, 2, 4), (ONE, {"sample": 2}, {"height": 2})),
+)
+
+
+class Result(NamedTuple):
+    """One case on one grid; seconds, and bytes."""
+
+    network: str
+    shape: list[int]
+    grid: dict[str, int]
+    measured: float
+    low: float
+    high: float
+    predicted: float
+    peak_measured: int
+    peak_predicted: int
+
+    @property
+    def error(self) -> float:
+        """Return by how much the predicted time is too long, as a share of the measured one."""
+        return self.predicted / self.measured - 1
+
+    @property
+    def memory_error(self) -> float:
+        """Return the same of memory."""
+        return self.peak_predicted / self.peak_measured - 1
+
+
+def measure(network: Network, extents: dict[str, int]) -> tuple[list[float], int] | None:
+    """Return the seconds of steps and the peak bytes of the slowest and the fullest rank.
+
+    All ranks call it; those that are not on the grid sleep, and get None.
+    """
+    world = MPI.COMM_WORLD
+    ranks = max(extents.values(), default=1)
+    comm: Any = world.Split(0 if world.rank < ranks else 1)
+    result = None
+    if world.rank < ranks:
+        axes: dict[str, Any] = dict(extents)
+        grid = ProcessGrid(comm, **axes, device="cpu")
+
+        def make() -> Callable[[], None]:
+            torch.manual_seed(0)
+            module = parallelize(network.make(network.shape[2:]), grid)
+            return step_of(network, module, *cut(network, grid))
+
+        step = make()
+        result = _times(step, comm), 0
+        del step
+        mine = peak_of(make).whole
+        result = result[0], comm.allreduce(mine, MPI.MAX)
+    sleep_until_all_are_here(world)
+    comm.Free()
+    return result
+
+
+def _times(step: Callable[[], None], comm: MPI.Intracomm) -> list[float]:
+    clock = time.perf_counter
+    for _ in range(3):
+        comm.Barrier()
+        start = clock()
+        step()
+        once = comm.allreduce(clock() - start, MPI.MAX)
+    times = []
+    for _ in range(min(max(int(SECONDS / once), FEWEST), MOST)):
+        comm.Barrier()
+        start = clock()
+        step()
+        times.append(comm.allreduce(clock() - start, MPI.MAX))
+    return times
+
+
+def cut(network: Network, grid: ProcessGrid) -> tuple[DistTensor, DistTensor]:
+    """Return a random input and its target, cut."""
+    made = output_shape(network)
+    y = network.target(made)
+    layout = layout_of_target(y.dim(), made, grid)
+    return distribute_tensor(torch.rand(network.shape), grid), distribute_tensor(y, grid, layout)
+
+
+def output_shape(network: Network) -> tuple[int, ...]:
+    """Return the global shape of what the network makes."""
+    with torch.device("meta"), torch.no_grad():
+        return tuple(network.make(network.shape[2:])(torch.empty(network.shape)).shape)
+
+
+def layout_of_target(ndim: int, made: tuple[int, ...], grid: Grid) -> Layout:
+    """Return the layout of a target as what the network makes has it; labels have no channels."""
+    cuts = default_cuts(len(made), grid.topology)
+    return Layout.of(cuts if ndim == len(made) else (cuts[0], *cuts[2:]))
+
+
+def loss_of(network: Network) -> Callable[[Any], Tensor]:
+    """Return the loss for a prediction, whose target has no elements."""
+    made = output_shape(network)
+    target = network.target(made)
+
+    def loss(output: Any) -> Tensor:
+        grid = output.grid
+        layout = layout_of_target(target.dim(), made, grid)
+        y = grid.tensor(tuple(target.shape), layout, target.dtype)
+        return network.loss(output, y)
+
+    return loss
+
+
+def run(folder: Path, cases: Sequence[Case] = CASES) -> None:
+    """Measure and predict what has not been done, and write the page; all ranks call it."""
+    world = MPI.COMM_WORLD
+    torch.set_num_threads(1)
+    path, file = folder / "predictions.jsonl", folder / "predictions-machine.json"
+    done = world.bcast(read(path))
+    if not file.exists():
+        machine = calibrate()
+        if world.rank == 0:
+            machine.save(file)
+    world.Barrier()
+    machine = Machine.load(file)
+    for network, grids in cases:
+        for extents in grids:
+            if any((r.network, r.grid) == (network.name, extents) for r in done):
+                continue
+            start = time.perf_counter()
+            measured = measure(network, extents)
+            if world.rank == 0:
+                assert measured is not None
+                times, peak = measured
+                p = predict(
+                    network.make(network.shape[2:]),
+                    network.shape,
+                    extents,
+                    machine,
+                    loss=loss_of(network),
+                )
+                middle, low, high = spread(times)
+                done.append(
+                    Result(
+                        *(network.name, list(network.shape), extents, middle, low, high),
+                        *(p.seconds, peak, p.peak),
+                    )
+                )
+                with path.open("a") as lines:
+                    print(json.dumps(done[-1]._asdict()), file=lines)
+                machine.save(file)
+                took = time.perf_counter() - start
+                print(f"{told(done[-1])}  ({took:.1f} s)", file=sys.stderr, flush=True)
+            sleep_until_all_are_here(world)
+    if world.rank == 0:
+        (folder / "predictions.md").write_text(page(done, machine))
+
+
+def read(path: Path) -> list[Result]:
+    """Return the results of earlier runs."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [Result(**json.loads(line)) for line in lines]
+
+
+def told(r: Result) -> str:
+    """Return a result in a line."""
+    return (
+        f"{r.network} {in_words(r.grid)}: {r.measured * 1e3:.1f} ms, predicted "
+        f"{r.predicted * 1e3:.1f} ({r.error:+.1%}); {size(r.peak_measured)}, predicted "
+        f"{size(r.peak_predicted)} ({r.memory_error:+.1%})"
+    )
+
+
+def page(results: Sequence[Result], machine: Machine) -> str:
+    """Return the page of results: every case, quartiles of the errors, and what was chosen."""
+    heading = ("network", "shape", "grid", "measured", "quartiles", "predicted", "error")
+    rows = [(*heading, "memory", "predicted", "error")]
+    for r in results:
+        ms = [f"{x * 1e3:.1f}" for x in (r.measured, r.low, r.high, r.predicted)]
+        rows.append(
+            (
+                *(r.network, by(r.shape), in_words(r.grid), ms[0], f"{ms[1]} to {ms[2]}", ms[3]),
+                *(f"{r.error:+.1%}", size(r.peak_measured), size(r.peak_predicted)),
+                f"{r.memory_error:+.2%}",
+            )
+        )
+    sides = (
+        ("time", [abs(r.error) for r in results], MEDIAN_ERROR, WORST_ERROR),
+        ("memory", [abs(r.memory_error) for r in results], MEMORY_ERROR, MEMORY_ERROR),
+    )
+    errors: list[tuple[str, ...]] = [
+        ("", "lower quartile", "median", "upper quartile", "worst", "target", "verdict")
+    ]
+    for name, values, middle, most in sides:
+        s = spread(values)
+        met = s.median <= middle and max(values) <= most
+        target = f"median {middle:.0%}, worst {most:.0%}"
+        quartiles = [f"{x:.1%}" for x in (s.low, s.median, s.high, max(values))]
+        errors.append((name, *quartiles, target, "met" if met else "missed"))
+    return "\n".join(
+        (
+            "# Predicted and measured training steps\n",
+            "Written by `python -m benchmarks.predictions`; times in ms of a step on the slowest "
+            "rank, one core a rank, memory of the fullest.\n",
+            f"```\n{describe_machine()}\n```\n",
+            f"```\n{table(errors, right=(1, 2, 3, 4))}\n```\n",
+            f"```\n{table(rows, right=(3, 4, 5, 6, 7, 8, 9))}\n```\n",
+            "## The planner's choice on 2 ranks\n",
+            f"```\n{table(choices(results), right=(2, 4, 5))}\n```\n",
+        )
+    )
+
+
+def choices(results: Sequence[Result]) -> list[tuple[str, ...]]:
+    """Return for each network the grid predicted to be the best, beside the best one measured."""
+    rows: list[tuple[str, ...]] = [
+        ("network", "chosen", "measured", "best", "measured", "over the best", "verdict")
+    ]
+    for name, shape in dict.fromkeys((r.network, tuple(r.shape)) for r in results):
+        several = [r for r in results if r.network == name and tuple(r.shape) == shape and r.grid]
+        if len(several) < 2:
+            continue
+        chosen = min(several, key=lambda r: r.predicted)
+        best = min(several, key=lambda r: r.measured)
+        over = chosen.measured / best.measured
+        rows.append(
+            (
+                *(name, in_words(chosen.grid), f"{chosen.measured * 1e3:.1f}"),
+                *(in_words(best.grid), f"{best.measured * 1e3:.1f}", f"{over:.3f}"),
+                "met" if over <= CHOICE else "missed",
+            )
+        )
+    return rows
+
+
+if __name__ == "__main__":
+    run(
+        Path(sys.argv[1]),
+        [c for c in CASES if c.network.name.startswith(tuple(sys.argv[2:] or [""]))],
+    )

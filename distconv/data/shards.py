@@ -1,0 +1,179 @@
+"""The tensors of a state, divided over the ranks that write them, and put together for others.
+
+Every rank writes the blocks of sharded tensors that it is the first to hold, and its share of those
+that all ranks hold. Who writes what follows from the grid, so that no rank asks another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from distconv.geometry.layout import Box, operand_cuts, rank_box, replicating_axes
+from distconv.grid.interface import Grid
+from distconv.model.state_dicts import mapped
+from distconv.tensor.dist_tensor import DistTensor
+
+_MARK = "distconv tensor"
+"""What stands beside the number of a tensor, in its place in the skeleton of a state."""
+
+Place: TypeAlias = tuple[int, tuple[int, ...], tuple[int, ...]]
+"""The number of a shard, and where the block in it begins and ends."""
+
+OpenShard: TypeAlias = Callable[[int], Mapping[int, Tensor]]
+"""Returns the blocks in a shard, by the numbers of their tensors."""
+
+
+@dataclass
+class Divided:
+    """A state without its tensors, and where these are.
+
+    Attributes
+    ----------
+    skeleton: the state, with a number in the place of each tensor.
+    table: for each tensor, its shape and the places of its blocks.
+    mine: the blocks that this rank writes.
+    """
+
+    skeleton: Any
+    table: list[tuple[tuple[int, ...], list[Place]]]
+    mine: dict[int, Tensor]
+
+
+def divide(state: Any, grid: Grid) -> Divided:
+    """Divide the tensors in the dictionaries and lists of a state over all ranks.
+
+    Every rank passes the same state, in which DistTensors have their own blocks. No communication.
+    """
+    divided = Divided(None, [], {})
+    loads = [0] * grid.size
+
+    def number(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        index = len(divided.table)
+        shape = tuple(x.shape)
+        if isinstance(x, DistTensor):
+            places = _places(x, grid)
+            for rank, start, stop in places:
+                loads[rank] += prod(b - a for a, b in zip(start, stop, strict=True))
+            own = x.shard
+        else:
+            writer = loads.index(min(loads))
+            loads[writer] += x.numel()
+            places, own = [(writer, (0,) * len(shape), shape)], x
+        divided.table.append((shape, places))
+        if any(rank == grid.rank for rank, _, _ in places):
+            # A copy, or the whole memory that a view looks at would be written.
+            divided.mine[index] = own.detach().to("cpu", copy=True).contiguous()
+        return _MARK, index
+
+    divided.skeleton = mapped(state, number)
+    return divided
+
+
+class Stored:
+    """A tensor in the shards of a checkpoint.
+
+    Parameters
+    ----------
+    number: of the tensor.
+    shape: of the whole.
+    places: of its blocks.
+    open_shard: returns a shard.
+    """
+
+    def __init__(
+        self, number: int, shape: Sequence[int], places: Sequence[Place], open_shard: OpenShard
+    ) -> None:
+        self.shape = tuple(shape)
+        self._number, self._places, self._open = number, places, open_shard
+
+    def box(self, box: Box | None = None) -> Tensor:
+        """Return a box of the tensor, or all of it; only the shards that it meets are opened."""
+        wanted = Box((0,) * len(self.shape), self.shape) if box is None else box
+        found: Tensor | None = None
+        for shard, start, stop in self._places:
+            low = tuple(map(max, start, wanted.start))
+            high = tuple(map(min, stop, wanted.stop))
+            if any(a >= b for a, b in zip(low, high, strict=True)) and found is not None:
+                continue
+            block = self._open(shard)[self._number]
+            if found is None:
+                found = block.new_empty(wanted.shape)
+            if all(a < b for a, b in zip(low, high, strict=True)):
+                found[_index(low, high, wanted.start)] = block[_index(low, high, start)]
+        assert found is not None
+        return found
+
+
+def restored(
+    skeleton: Any, table: Sequence[tuple[Sequence[int], Sequence[Place]]], open_shard: OpenShard
+) -> Any:
+    """Return a state with `Stored` tensors in the place of their numbers."""
+
+    def tensor(x: Any) -> Any:
+        if isinstance(x, tuple) and len(x) == 2 and x[0] == _MARK:
+            return Stored(x[1], *table[x[1]], open_shard)
+        return x
+
+    return mapped(skeleton, tensor)
+
+
+def for_module(state: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
+    """Return the tensors of a module's state that its `load_state_dict` takes on this rank.
+
+    Of a sharded parameter this rank's block is read, and no more.
+    """
+    targets = module.state_dict()
+    return {
+        name: _for(x, targets.get(name)) if isinstance(x, Stored) else x
+        for name, x in state.items()
+    }
+
+
+def for_optimizer(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the tensors of an optimizer's state that `load_full_state_dict` takes on this rank."""
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    owners = dict(zip(numbers, parameters, strict=False))
+    read = {
+        number: {
+            name: _for(x, owners.get(number)) if isinstance(x, Stored) else x
+            for name, x in kept.items()
+        }
+        for number, kept in state["state"].items()
+    }
+    groups = mapped(state["param_groups"], lambda x: x.box() if isinstance(x, Stored) else x)
+    return {**state, "state": read, "param_groups": groups}
+
+
+def _for(x: Stored, target: Any) -> Tensor:
+    """Return what of a stored tensor belongs to a parameter on this rank, or to its rows."""
+    if not isinstance(target, DistTensor) or len(x.shape) != target.dim():
+        return x.box()
+    grid = target.grid
+    cuts = operand_cuts(x.shape, tuple(target.shape), target.cuts)
+    block = x.box(rank_box(x.shape, cuts, grid.topology, grid.rank))
+    return DistTensor(block.to(grid.device), x.shape, cuts, grid)
+
+
+def _places(x: DistTensor, grid: Grid) -> list[Place]:
+    """Return the ranks that write blocks of a sharded tensor, one of each."""
+    topology = grid.topology
+    copies = replicating_axes(x.cuts, topology)
+    places = []
+    for rank in range(grid.size):
+        if not any(topology.coordinate(rank, axis) for axis in copies):
+            box = rank_box(tuple(x.shape), x.cuts, topology, rank)
+            places.append((rank, box.start, box.stop))
+    return places
+
+
+def _index(start: Sequence[int], stop: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(a - o, b - o) for a, b, o in zip(start, stop, origin, strict=True))

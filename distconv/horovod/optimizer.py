@@ -1,0 +1,370 @@
+"""An optimizer that averages gradients over all ranks before its steps."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakMethod
+
+import torch
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+
+from distconv.geometry.topology import AXES
+from distconv.grid.process_grid import ProcessGrid
+from distconv.horovod.compression import Compression, Compressor
+from distconv.horovod.job import Announcement, Part, current
+from distconv.horovod.reductions import (
+    GRADIENTS,
+    Average,
+    ProcessSet,
+    ReduceOp,
+    Sum,
+    check_process_set,
+    chosen_op,
+    global_process_set,
+    sums,
+)
+from distconv.model.buckets import Bucket, fill_buckets
+from distconv.tensor.dist_tensor import DistTensor
+from distconv.tensor.ownership import OWNED
+from distconv.training.checks import check_count
+
+_OWNER = "DistributedOptimizer"
+
+
+def DistributedOptimizer(
+    optimizer: Optimizer,
+    named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+    compression: type[Compressor] = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: ReduceOp = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Any = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+    *,
+    bucket_bytes: int = 2**20,
+) -> Any:
+    """Return the optimizer, of a class derived from its own, that reduces gradients over all ranks.
+
+    Gradients travel in buckets while the backward pass goes on; with a compression, when it has
+    ended. It shares groups and state with the optimizer that is passed. All ranks make it together.
+
+    Parameters
+    ----------
+    optimizer: of plain parameters, which are the same on all ranks.
+    named_parameters: is compared with the optimizer's parameters.
+    compression: what gradients become before they travel.
+    backward_passes_per_step: how many backward passes add to a gradient before it travels; a step
+        before that sends what there is.
+    op: Average or Sum.
+    gradient_predivide_factor: by which summands are divided already, and the average less.
+    num_groups, groups: are not used: gradients travel in buckets of `bucket_bytes` in any case.
+    sparse_as_dense: whether sparse gradients are made dense, to be added up.
+    bucket_bytes: the bytes of gradients that travel in one message.
+
+    Raises
+    ------
+    TypeError
+        For an optimizer that cannot be wrapped.
+    ValueError
+        Where the names do not fit, parameters belong to a parallelized module, or `op` has no
+        meaning for gradients.
+    """
+    check_process_set(process_set)
+    if not isinstance(optimizer, Optimizer) or isinstance(
+        optimizer, (LBFGS, _DistributedOptimizer)
+    ):
+        raise TypeError(
+            f"{_OWNER}: {type(optimizer).__name__} is no optimizer that can be wrapped; pass one "
+            "of torch's that takes one gradient a step, such as SGD or Adam"
+        )
+    check_count(_OWNER, "backward_passes_per_step", backward_passes_per_step, 1)
+    check_count(_OWNER, "bucket_bytes", bucket_bytes, 1)
+    chosen = chosen_op(_OWNER, op)
+    if chosen not in (Average, Sum):
+        raise ValueError(f"{_OWNER}: op={chosen} is none for gradients; choose Average or Sum")
+    if gradient_predivide_factor != 1.0 and chosen is not Average:
+        raise ValueError(f"{_OWNER}: gradient_predivide_factor is for op=Average; leave it out")
+    if named_parameters is not None:
+        _check_names(list(named_parameters), optimizer)
+    kind = type(optimizer)
+    made: Any = object.__new__(type(kind.__name__, (_DistributedOptimizer, kind), {}))
+    # A scheduler that was made before has put a step of the instance there.
+    made.__dict__.update({k: v for k, v in optimizer.__dict__.items() if k != "step"})
+    made._reduction = _Reduction(
+        chosen, gradient_predivide_factor, compression, sparse_as_dense, bucket_bytes
+    )
+    made._reduction.passes = backward_passes_per_step
+    made._reduction.watch(made)
+    return made
+
+
+def _check_names(named: list[Any], optimizer: Optimizer) -> None:
+    if any(not isinstance(pair, tuple) or len(pair) != 2 for pair in named):
+        raise ValueError(
+            f"{_OWNER}: named_parameters are no pairs of a name and a parameter; pass "
+            "model.named_parameters()"
+        )
+    names = [name for name, _ in named]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"{_OWNER}: named_parameters name {', '.join(twice)} twice; rename one")
+    known = {id(p) for _, p in named}
+    unnamed = sum(id(p) not in known for p in _parameters(optimizer))
+    if unnamed:
+        raise ValueError(
+            f"{_OWNER}: {unnamed} of the optimizer's parameters are not in named_parameters; pass "
+            "those of all models that it trains"
+        )
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+class _Reduction:
+    """Hooks on parameters that reduce their gradients over all ranks."""
+
+    def __init__(
+        self,
+        op: ReduceOp,
+        predivide: float,
+        compression: type[Compressor],
+        sparse_as_dense: bool,
+        bucket_bytes: int,
+    ):
+        self.passes = 1
+        self.synchronizes = True
+        """Whether a step synchronizes by itself."""
+        self.synchronized = False
+        self._job = current()
+        self._op, self._predivide, self._compression = op, predivide, compression
+        self._sparse_as_dense, self._bucket_bytes = sparse_as_dense, bucket_bytes
+        self._parameters: list[Tensor] = []
+        self._left: dict[Tensor, int] = {}
+        """How many backward passes each parameter has still to take part in."""
+        self._kinds: list[Any] = []
+        self._buckets: list[Bucket] = []
+        self._place_of: dict[Tensor, tuple[int, int]] = {}
+        self._missing: list[int] = []
+        self._steps = 0
+        self._begun = False
+        self._announced = False
+        self._started = 0
+
+    @property
+    def under_way(self) -> bool:
+        """Return whether gradients have been computed that are not reduced yet."""
+        return self._begun
+
+    def watch(self, optimizer: Optimizer) -> None:
+        """Watch the parameters of an optimizer that are not watched yet."""
+        hook = WeakMethod(self._after_accumulation)
+
+        def call(p: Tensor) -> None:
+            method = hook()
+            if method is not None:
+                method(p)
+
+        for p in _parameters(optimizer):
+            if isinstance(p, DistTensor) or p.__dict__.get(OWNED, 1) > 1:
+                raise ValueError(
+                    f"{_OWNER}: a parameter is one of a parallelized module, which adds up its "
+                    "gradients by itself; use torch's own optimizer"
+                )
+            if p in self._left:
+                continue
+            self._parameters.append(p)
+            self._left[p] = self.passes
+            if p.requires_grad and self._job.size > 1:
+                p.register_post_accumulate_grad_hook(call)
+
+    def synchronize(self) -> None:
+        """Give all gradients their reduction; all ranks call it together."""
+        if self._job.size > 1:
+            if self._compression is Compression.none:
+                self._reduce_buckets()
+            else:
+                self._reduce_compressed()
+        self._begun = self._announced = False
+        self._steps += 1
+        self.synchronized = True
+        self.reset()
+
+    def reset(self) -> None:
+        """Count the backward passes of the next step from the beginning."""
+        self._left = dict.fromkeys(self._left, self.passes)
+
+    def _after_accumulation(self, p: Tensor) -> None:
+        if p.grad is not None and p.grad.layout != torch.strided:
+            if not self._sparse_as_dense:
+                raise TypeError(
+                    f"{_OWNER}: a gradient is sparse; pass sparse_as_dense=True, or make the "
+                    "layer dense, as torch.nn.Embedding(..., sparse=False)"
+                )
+            p.grad = p.grad.to_dense()
+        if self._left[p] <= 0:
+            raise AssertionError(
+                f"{_OWNER}: more than backward_passes_per_step={self.passes} backward passes have "
+                "added to a gradient before step(); increase it to accumulate gradients"
+            )
+        self._begin()
+        self._left[p] -= 1
+        if self._compression is not Compression.none:
+            return
+        b, i = self._place_of[p]
+        bucket = self._buckets[b]
+        bucket.prepare(self._steps)
+        bucket.adopt_gradient(i)
+        self._missing[b] -= self._left[p] == 0
+        while self._started < len(self._buckets) and not self._missing[self._started]:
+            self._start_next()
+
+    def _begin(self) -> None:
+        """Lay out the buckets before the first gradient of a step."""
+        if self._begun:
+            return
+        self._begun, self._started, self.synchronized = True, 0, False
+        kinds = [(p.dtype, p.device, p.shape, p.requires_grad) for p in self._parameters]
+        if kinds != self._kinds:
+            self._kinds = kinds
+            trained: list[tuple[Tensor, tuple[str, ...]]] = [
+                (p, AXES) for p in self._parameters if p.requires_grad
+            ]
+            filled = fill_buckets(trained, self._bucket_bytes)
+            group = self._grid().communicator(AXES, GRADIENTS)
+            self._buckets = [Bucket(parameters, group) for _, parameters in filled]
+            self._place_of = {
+                p: (b, i)
+                for b, bucket in enumerate(self._buckets)
+                for i, p in enumerate(bucket.parameters)
+            }
+        self._missing = [len(bucket.parameters) for bucket in self._buckets]
+
+    def _grid(self) -> ProcessGrid:
+        devices = {p.device for p in self._parameters if p.requires_grad} or {torch.device("cpu")}
+        if len(devices) > 1:
+            names = ", ".join(sorted(map(str, devices)))
+            raise ValueError(
+                f"{_OWNER}: parameters are on {names}; train them on one device a rank"
+            )
+        return self._job.on(devices.pop())
+
+    def _start_next(self) -> None:
+        if not self._announced:
+            self._announced = True
+            parts = [
+                Part(b.elements, str(b.parameters[0].dtype).removeprefix("torch."), p.device.type)
+                for b in self._buckets
+                for p in b.parameters[:1]
+            ]
+            detail = str(self._op), self._predivide
+            self._job.announce(Announcement(GRADIENTS, detail, tuple(parts)))
+        bucket = self._buckets[self._started]
+        bucket.prepare(self._steps)
+        _scale(bucket.parameters, 1 / self._predivide)
+        bucket.start(set(bucket.parameters), self._grid())
+        self._started += 1
+
+    def _reduce_buckets(self) -> None:
+        self._begin()
+        while self._started < len(self._buckets):
+            self._start_next()
+        factor = self._predivide / self._job.size if self._op is Average else 1.0
+        for bucket in self._buckets:
+            bucket.finish()
+            _scale(bucket.parameters, factor)
+
+    def _reduce_compressed(self) -> None:
+        trained = [p for p in self._parameters if p.requires_grad]
+        _scale(trained, 1 / self._predivide)
+        here = torch.tensor([float(p.grad is not None) for p in trained])
+        parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
+        packed = [self._compression.compress(gradient.detach()) for gradient in parts]
+        tensors = [here, *(x for x, _ in packed)]
+        ranks, *totals = sums(tensors, "compressed gradients", (str(self._op), self._predivide))()
+        for p, total, (_, context), n in zip(trained, totals, packed, ranks.tolist(), strict=True):
+            if n:
+                gradient = self._compression.decompress(total, context)
+                if p.grad is None:
+                    p.grad = gradient.clone()
+                else:
+                    p.grad.copy_(gradient)
+        _scale(trained, self._predivide / self._job.size if self._op is Average else 1.0)
+
+
+def _scale(parameters: Iterable[Tensor], factor: float) -> None:
+    if factor != 1.0:
+        for p in parameters:
+            if p.grad is not None:
+                p.grad.mul_(factor)
+
+
+class _DistributedOptimizer(Optimizer):
+    """The methods that a reducing optimizer has before those of its own class."""
+
+    _reduction: _Reduction
+
+    def synchronize(self) -> None:
+        """Wait until gradients are the reduced ones, to clip them, say; all ranks call it."""
+        self._reduction.synchronize()
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Let steps within the context take the gradients as they are, after `synchronize`."""
+        self._reduction.synchronizes = False
+        try:
+            yield
+        finally:
+            self._reduction.synchronizes = True
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Change how many backward passes add to a gradient, from the next step on."""
+        check_count(_OWNER, "backward_passes_per_step", passes, 1)
+        self._reduction.passes = passes
+        if not self._reduction.under_way:
+            self._reduction.reset()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, and reduce their gradients as well."""
+        super().add_param_group(param_group)
+        if "_reduction" in self.__dict__:
+            self._reduction.watch(self)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Take a step on the reduced gradients; all ranks call it together.
+
+        Parameters
+        ----------
+        closure: computes the gradients before; its result is returned.
+        """
+        reduction, loss = self._reduction, None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if reduction.synchronizes:
+            if reduction.synchronized:
+                warnings.warn(
+                    f"{_OWNER}: step() after synchronize() reduces the gradients once more; call "
+                    "it within `with optimizer.skip_synchronize():`",
+                    stacklevel=2,
+                )
+            reduction.synchronize()
+        reduction.synchronized = False
+        super().step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Let go of all gradients, or set them to zero."""
+        if self._reduction.under_way:
+            raise AssertionError(
+                f"{_OWNER}: zero_grad() between backward() and step() would drop gradients that "
+                "are under way; call step() or synchronize() before"
+            )
+        super().zero_grad(set_to_none)

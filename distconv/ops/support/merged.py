@@ -1,0 +1,262 @@
+"""Merged tensors: reshapes whose cut dimensions have become inner factors of others.
+
+Of x, (sample, channel, height, width) cut in height, `x.permute(0, 2, 3, 1).flatten(0, 2)` has rows
+of all ranks by turns, of which canonical blocks would have to be moved. It is kept as what it is a
+reshape of, `unmerged`. Whatever treats these rows alike works on that, the result being merged in
+turn; whatever reads the `shard` of a merged tensor brings its blocks to their ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from inspect import signature
+from itertools import chain
+from math import prod
+from typing import Any, cast
+
+from torch import Tensor
+
+from distconv.geometry.layout import Shape
+from distconv.geometry.merging import common_factors, merged_runs
+from distconv.ops.support.argument_forms import normalize_dims
+from distconv.ops.support.metadata_checks import check_on_meta
+from distconv.ops.support.operands import broadcast_shape
+from distconv.tensor.dispatch import Rule
+from distconv.tensor.dist_tensor import DistTensor
+
+
+def is_merged(x: Any) -> bool:
+    """Return whether `x` is a DistTensor that is not cut in blocks."""
+    return isinstance(x, DistTensor) and x.unmerged is not None
+
+
+def factors_of(x: Tensor) -> tuple[Shape, ...]:
+    """Return for each dimension the factors of which it is merged, itself alone where it is not."""
+    if isinstance(x, DistTensor) and x.unmerged is not None:
+        return merged_runs(tuple(x.unmerged.shape), tuple(x.shape))
+    return tuple((n,) for n in x.shape)
+
+
+def places_of_factors(x: DistTensor) -> list[list[int]]:
+    """Return for each dimension the dimensions of `x.unmerged` of which it is merged."""
+    places, i = [], 0
+    for run in factors_of(x):
+        places.append(list(range(i, i + len(run))))
+        i += len(run)
+    return places
+
+
+def fitting_factors(
+    operands: Sequence[Sequence[Shape]], shape: Sequence[int]
+) -> tuple[Shape, ...] | None:
+    """Return for each dimension of `shape` the factors in which it is taken apart for all operands.
+
+    None where what they are merged of does not fit together.
+
+    Parameters
+    ----------
+    operands: the factors of the dimensions of each, which are broadcast to `shape`.
+    """
+    splits: list[list[Shape]] = [[(n,)] for n in shape]
+    for runs in operands:
+        for rows, run, n in zip(splits[::-1], runs[::-1], shape[::-1], strict=False):
+            if prod(run) == n:
+                rows.append(run)
+    found = [common_factors(rows) for rows in splits]
+    return None if None in found else cast("tuple[Shape, ...]", tuple(found))
+
+
+def unmerge(x: Tensor, factors: Sequence[Shape]) -> Tensor:
+    """Return an operand with its dimensions taken apart; those of one element are broadcast."""
+    own = factors[len(factors) - x.dim() :]
+    sizes = zip(x.shape, own, strict=True)
+    shape = tuple(chain.from_iterable(f if n == prod(f) else (1,) * len(f) for n, f in sizes))
+    if isinstance(x, DistTensor) and x.unmerged is not None and x.unmerged.shape == shape:
+        return x.unmerged
+    return x if shape == tuple(x.shape) else x.reshape(shape)
+
+
+def unmerged(x: Tensor) -> DistTensor:
+    """Return the tensor of which a merged one is a reshape."""
+    return cast(DistTensor, cast(DistTensor, x).unmerged)
+
+
+def in_blocks(x: Tensor) -> Tensor:
+    """Return a tensor that is not merged, with the same elements; collective."""
+    if isinstance(x, DistTensor) and x.unmerged is not None:
+        return DistTensor(x.shard, x.shape, x.cuts, x.grid)
+    return x
+
+
+def merge_as(result: Any, shape: Sequence[int]) -> Any:
+    """Return a result on unmerged tensors in the shape that it has for the program."""
+    return result.reshape(tuple(shape)) if isinstance(result, Tensor) else result
+
+
+def elementwise(
+    name: str, rule: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], written: Any
+) -> Any:
+    """Return what an element-wise rule makes of operands of which some are merged.
+
+    `written` is the operand that the rule writes to, or None. `NotImplemented` is returned where
+    they have to be brought to blocks first.
+    """
+    operands = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+    shape = broadcast_shape(name, operands)
+    factors = fitting_factors([factors_of(x) for x in operands], shape)
+    if factors is None:
+        return NotImplemented
+    if written is not None:
+        if not is_merged(written) or written.brought:
+            return NotImplemented
+        if shape != written.shape or factors != factors_of(written):
+            return NotImplemented
+
+    def apart(x: Any) -> Any:
+        return unmerge(x, factors) if isinstance(x, Tensor) else x
+
+    result = rule(*map(apart, args), **{k: apart(x) for k, x in kwargs.items()})
+    if written is not None:
+        written.sync_requires_grad()
+        return written
+    # A conversion that changes nothing returns the tensor itself.
+    same = [x for x in operands if is_merged(x) and result is cast(DistTensor, x).unmerged]
+    return same[0] if same else merge_as(result, shape)
+
+
+def keeps_shape(rule: Rule) -> Rule:
+    """Let a rule of one tensor, whose result has its shape, take merged ones as they lie.
+
+    It treats each element alone, and writes to none.
+    """
+
+    @wraps(rule)
+    def either(input: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_merged(input):
+            return rule(input, *args, **kwargs)
+        result = rule(input.unmerged, *args, **kwargs)
+        return input if result is input.unmerged else merge_as(result, input.shape)
+
+    return cast(Rule, either)
+
+
+def works_on_last(count: Callable[..., int]) -> Callable[[Rule], Rule]:
+    """Let a rule that works along the last dimensions take tensors that are merged before them.
+
+    `count` tells from the rule's arguments but the input how many of them there are.
+    """
+
+    def decorate(rule: Rule) -> Rule:
+        @wraps(rule)
+        def either(input: Any, *args: Any, **kwargs: Any) -> Any:
+            if is_merged(input):
+                n = count(*args, **kwargs)
+                if n and all(len(run) == 1 for run in factors_of(input)[-n:]):
+                    result = rule(input.unmerged, *args, **kwargs)
+                    return merge_as(result, (*input.shape[:-n], *result.shape[-n:]))
+            return rule(input, *args, **kwargs)
+
+        return cast(Rule, either)
+
+    return decorate
+
+
+def works_on_channels(*, of_each_sample: bool) -> Callable[[Rule], Rule]:
+    """Let a rule of (sample, channel, *space) that treats all positions alike take merged tensors.
+
+    Where it treats all samples alike as well, factors of the samples serve as dimensions of space.
+    """
+
+    def decorate(rule: Rule) -> Rule:
+        @wraps(rule)
+        def either(input: Any, *args: Any, **kwargs: Any) -> Any:
+            samples, channels = ([*factors_of(input), (), ()] if is_merged(input) else ((), ()))[:2]
+            if len(channels) != 1 or (of_each_sample and len(samples) != 1):
+                return rule(input, *args, **kwargs)
+            place = len(samples)
+            result = rule(input.unmerged.movedim(place, 1), *args, **kwargs)
+            return merge_as(result.movedim(1, place), input.shape)
+
+        return cast(Rule, either)
+
+    return decorate
+
+
+def treats_samples_alone(function: Callable[..., Tensor], ndim: int) -> Callable[[Rule], Rule]:
+    """Let a rule for `function`, of tensors of `ndim` dimensions, take samples that are merged.
+
+    Where nothing else is cut, each rank has whole samples and calls `function` on its own.
+    """
+
+    def decorate(rule: Rule) -> Rule:
+        @wraps(rule)
+        def either(input: Any, *args: Any, **kwargs: Any) -> Any:
+            operands = (*args, *kwargs.values())
+            if (
+                not is_merged(input)
+                or input.dim() != ndim
+                or any(len(run) > 1 for run in factors_of(input)[1:])
+                or any(isinstance(x, DistTensor) for x in operands)
+            ):
+                return rule(input, *args, **kwargs)
+            own, factors = unmerged(input), len(factors_of(input)[0])
+            if any(own.cuts[factors:]):
+                return rule(input, *args, **kwargs)
+            shape = check_on_meta(function, input, *args, **kwargs)
+            block = function(own.shard.flatten(0, factors - 1), *args, **kwargs)
+            block = block.reshape((*own.shard.shape[:factors], *shape[1:]))
+            made = (*own.shape[:factors], *shape[1:])
+            return merge_as(DistTensor(block, made, own.cuts, own.grid), shape)
+
+        return cast(Rule, either)
+
+    return decorate
+
+
+def works_along(*, reduces: bool, several: bool = True) -> Callable[[Rule], Rule]:
+    """Let a rule that works along dimensions `dim` take merged tensors.
+
+    Where it reduces `several` dimensions to one element, those may be merged, too.
+    """
+
+    def decorate(rule: Rule) -> Rule:
+        takes = signature(rule)
+
+        @wraps(rule)
+        def either(input: Any, *args: Any, **kwargs: Any) -> Any:
+            if not is_merged(input):
+                return rule(input, *args, **kwargs)
+            given = takes.bind(input, *args, **kwargs)
+            dim = given.arguments.get("dim")
+            places = places_of_factors(input)
+            over = _dims(dim, input.dim())
+            single = over is not None and all(len(places[d]) == 1 for d in over)
+            if over is None or not (single or (reduces and (several or dim is None))):
+                return rule(input, *args, **kwargs)
+            if dim is not None:
+                inner = [i for d in over for i in places[d]]
+                given.arguments["dim"] = inner[0] if isinstance(dim, int) and single else inner
+            given.arguments["input"] = input.unmerged
+            result = rule(*given.args, **given.kwargs)
+            kept = bool(given.arguments.get("keepdim")) or not reduces
+            sizes = [
+                1 if reduces and d in over else n
+                for d, n in enumerate(input.shape)
+                if kept or d not in over
+            ]
+            if isinstance(result, tuple):
+                make = getattr(type(result), "_make", tuple)
+                return make(merge_as(x, sizes) for x in result)
+            return merge_as(result, sizes)
+
+        return cast(Rule, either)
+
+    return decorate
+
+
+def _dims(dim: Any, ndim: int) -> tuple[int, ...] | None:
+    """Return the dimensions that `dim` names, or None where it does not name dimensions."""
+    if isinstance(dim, bool) or (isinstance(dim, Sequence) and not dim):
+        return None
+    return normalize_dims(dim, ndim)

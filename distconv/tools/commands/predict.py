@@ -1,0 +1,68 @@
+"""`python -m distconv predict`: the time and memory of a training step on a grid."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from distconv.planning.prediction import predict
+from distconv.planning.trace import export_trace
+from distconv.tools.arguments import BadArguments, grid_axes
+from distconv.tools.commands.step_options import (
+    add_step_options,
+    check_alone,
+    keep_times,
+    loaded,
+    step_of,
+)
+from distconv.tools.factories import made
+from distconv.tools.json_lines import as_json
+
+PURPOSE = "predict the time and memory of a training step on a grid"
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    add_step_options(parser)
+    add = parser.add_argument
+    add(
+        "--grid",
+        type=grid_axes,
+        required=True,
+        metavar="AXIS=RANKS,...",
+        help="ranks along the axes of the grid",
+    )
+    add("--export", type=Path, metavar="FILE", help="write the step's messages for a simulator")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Predict, and print the step.
+
+    Raises
+    ------
+    BadArguments
+        Where the module cannot run on the grid, or the machine lacks what is asked of it.
+    """
+    check_alone("predict")
+    machine = loaded(arguments.machine)
+    module = made(arguments.factory, arguments.seed)
+    try:
+        step = predict(module, arguments.shape, arguments.grid, machine, **step_of(arguments))
+        keep_times(machine, arguments.machine)
+        if arguments.export is not None:
+            export_trace(
+                arguments.export,
+                module,
+                arguments.shape,
+                arguments.grid,
+                machine,
+                **step_of(arguments),
+            )
+    except (ValueError, RuntimeError) as error:
+        raise BadArguments(str(error)) from None
+    if arguments.json:
+        more = {"peak": step.peak, "seconds_per_sample": step.seconds_per_sample}
+        print(as_json(step, critical_path=step.longest, **more))
+    else:
+        print(step)
+    return 0

@@ -1,0 +1,136 @@
+"""Messages as the profiler sees them: when they leave, and how long a rank waits for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.profiler import record_function
+
+from distconv.comm.ledger import Movement
+from distconv.grid.whereabouts import CURRENT, operator_name
+from distconv.transport.interface import Message, Request, Transport
+
+_MARK = "distconv"
+_numbers = count()
+
+HALO, REDISTRIBUTION, MESSAGE = "halo", "redistribution", "message"
+REDUCTION, GRADIENTS = "reduction", "gradient reduction"
+KINDS = (HALO, REDISTRIBUTION, REDUCTION, GRADIENTS, MESSAGE)
+"""What travels. Messages are the exchanges that are neither halos nor redistributions."""
+
+
+class Label(NamedTuple):
+    """A description of messages, known when they leave.
+
+    Attributes
+    ----------
+    phase: "start", "wait", or "all" where the rank waits at once.
+    number: by which start and wait belong together on a rank.
+    bytes: of what this rank receives, or of its summand.
+    operator: for which they travel.
+    """
+
+    phase: str
+    kind: str
+    number: int
+    bytes: int
+    operator: str
+
+    def __str__(self) -> str:
+        return "|".join(map(str, (_MARK, *self)))
+
+
+def label_of(name: str) -> Label | None:
+    """Return the label that is the name of a profiler's event; None for other events."""
+    parts = name.split("|", 5)
+    if parts[0] != _MARK or len(parts) != 6:
+        return None
+    return Label(parts[1], parts[2], int(parts[3]), int(parts[4]), parts[5])
+
+
+class Kinds(list[Movement]):
+    """The kind of each exchange by its tag, from the movements that are recorded before it.
+
+    The adjoint of a movement has the tag of the movement.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._next: str | None = None
+        self._of_tag: dict[int, str] = {}
+
+    def append(self, movement: Movement) -> None:
+        """Take note of the movement that comes next."""
+        if not movement.plan.identity:
+            self._next = REDISTRIBUTION if movement.redistributes else HALO
+
+    def of(self, tag: int) -> str:
+        """Return the kind of an exchange that starts."""
+        if self._next is not None:
+            self._of_tag[tag], self._next = self._next, None
+        return self._of_tag.get(tag, MESSAGE)
+
+
+class _Recorded:
+    def __init__(self, request: Request, label: Label):
+        self._request, self._label = request, label
+
+    def wait(self) -> None:
+        """Wait for the carrier's request."""
+        with record_function(str(self._label._replace(phase="wait"))):
+            self._request.wait()
+
+
+class RecordedTransport:
+    """A carrier of which the profiler sees what it does; see `Transport`."""
+
+    def __init__(self, carrier: Transport, kind_of: Callable[[int], str]):
+        self.carrier, self.name, self.ordered = carrier, carrier.name, carrier.ordered
+        self._kind_of = kind_of
+
+    def next_tag(self) -> int:
+        """Return the tag of the next exchange."""
+        return self.carrier.next_tag()
+
+    def empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """Return memory for a message."""
+        return self.carrier.empty(shape, like)
+
+    def exchange(
+        self, arriving: Sequence[Message], leaving: Sequence[Message], tag: int
+    ) -> Request:
+        """Start the messages of one exchange."""
+        kind = self._kind_of(tag)
+        if not arriving and not leaving:
+            return self.carrier.exchange(arriving, leaving, tag)
+        label = _label("start", kind, sum(tensor.nbytes for _, tensor in arriving))
+        with record_function(str(label)):
+            request = self.carrier.exchange(arriving, leaving, tag)
+        return _Recorded(request, label)
+
+    def all_reduce(self, tensor: Tensor, group: Any) -> Request:
+        """Start adding up a tensor in place over the ranks of `group`."""
+        kind = GRADIENTS if "gradients" in group.purpose else REDUCTION
+        label = _label("start", kind, tensor.nbytes)
+        with record_function(str(label)):
+            request = self.carrier.all_reduce(tensor, group)
+        return _Recorded(request, label)
+
+    def all_gather(self, tensor: Tensor, group: Any) -> Tensor:
+        """Return the tensors of all ranks of `group`, stacked in rank order."""
+        with record_function(str(_label("all", REDUCTION, tensor.nbytes * (group.size - 1)))):
+            return self.carrier.all_gather(tensor, group)
+
+    def broadcast(self, tensor: Tensor, group: Any) -> None:
+        """Overwrite a tensor by the one of the first rank of `group`."""
+        with record_function(str(_label("all", REDUCTION, tensor.nbytes))):
+            self.carrier.broadcast(tensor, group)
+
+
+def _label(phase: str, kind: str, received: int) -> Label:
+    function = CURRENT.function
+    operator = "" if function is None else operator_name(function)
+    return Label(phase, kind, next(_numbers), received, operator)

@@ -1,0 +1,115 @@
+"""A timeline added up: how long each rank computes and waits, and how much of that is hidden."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from distconv.tools.timeline.events import ROWS, Event
+from distconv.tools.timeline.messages import KINDS
+
+Span = tuple[float, float]
+"""Begin and end, in microseconds."""
+
+
+class Row(NamedTuple):
+    """One rank, in seconds.
+
+    Attributes
+    ----------
+    compute, wait: in torch's operators, and waiting for other ranks.
+    under_way: for each kind of messages, the time in which any were under way.
+    exposed: for each kind, the time in which the rank waited for them.
+    bytes: received, for each kind.
+    """
+
+    rank: int
+    seconds: float
+    compute: float
+    wait: float
+    under_way: dict[str, float]
+    exposed: dict[str, float]
+    bytes: dict[str, int]
+
+
+def read_trace(path: Path) -> list[Event]:
+    """Return the events of a timeline; raise ValueError for a file that is none."""
+    content = path.read_bytes()
+    try:
+        document = json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)
+    except (ValueError, OSError, EOFError):
+        document = None
+    if not isinstance(document, dict) or "distconv" not in document:
+        raise ValueError(
+            f"{path} is no timeline; record one by `with distconv.timeline({path.name!r}):`"
+        )
+    events: list[Event] = document["traceEvents"]
+    return events
+
+
+def add_up(events: Sequence[Event]) -> list[Row]:
+    """Return the sums of each rank."""
+    ranks = sorted({e["pid"] for e in events})
+    return [_of_rank(rank, [e for e in events if e["pid"] == rank]) for rank in ranks]
+
+
+def _of_rank(rank: int, events: list[Event]) -> Row:
+    timed = [e for e in events if "ts" in e]
+    ends = [e["ts"] + e.get("dur", 0.0) for e in timed]
+    span = max(ends, default=0.0) - min((e["ts"] for e in timed), default=0.0)
+    under_way, exposed, received = {}, {}, {}
+    for kind in KINDS:
+        of_kind = [e for e in timed if e["cat"] == kind]
+        waits = [e for e in timed if e["cat"] == ROWS[1] and e["name"] == kind]
+        if of_kind:
+            under_way[kind] = total(spans_under_way(of_kind))
+            exposed[kind] = total(spans(waits))
+            received[kind] = sum(e["args"]["bytes"] for e in waits)
+    rows = [total(spans(e for e in timed if e["cat"] == row)) / 1e6 for row in ROWS]
+    return Row(rank, span / 1e6, max(rows[0], rows[2]), rows[1], under_way, exposed, received)
+
+
+def spans(events: Iterable[Event]) -> list[Span]:
+    """Return begin and end of complete events."""
+    return [(e["ts"], e["ts"] + e["dur"]) for e in events]
+
+
+def spans_under_way(events: Iterable[Event]) -> list[Span]:
+    """Return begin and end of asynchronous events."""
+    begun: dict[str, float] = {}
+    found = []
+    for event in events:
+        if event["ph"] == "b":
+            begun[event["id"]] = event["ts"]
+        else:
+            found.append((begun.pop(event["id"]), event["ts"]))
+    return found
+
+
+def total(intervals: Iterable[Span]) -> float:
+    """Return the length of the union of intervals."""
+    length, reached = 0.0, float("-inf")
+    for begin, end in sorted(intervals):
+        length += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return length
+
+
+def as_table(rows: Sequence[Row]) -> str:
+    """Return the sums as text: a line for each rank, and for each kind of messages on it."""
+    lines = []
+    for row in rows:
+        lines.append(
+            f"rank {row.rank}: {1e3 * row.seconds:.1f} ms, computes {1e3 * row.compute:.1f} ms, "
+            f"waits {1e3 * row.wait:.1f} ms"
+        )
+        for kind, length in row.under_way.items():
+            hidden = 1 - row.exposed[kind] / length if length else 1.0
+            lines.append(
+                f"  {kind}: {row.bytes[kind]} bytes, under way {length / 1e3:.1f} ms, "
+                f"waited for {row.exposed[kind] / 1e3:.1f} ms, {100 * hidden:.0f}% hidden"
+            )
+    return "\n".join(lines)

@@ -1,0 +1,65 @@
+"""Reductions of several models at once, which ranks may start in different orders."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from torch import nn
+
+from distconv.model.gradient_reduction import required_reduction
+
+
+class ConcurrentReductions:
+    """A context in which the gradients of several models are under way at once.
+
+    The reductions of each model have communicators of their own, as the thread teams of the Cray PE
+    ML plug-in do, so that backward passes may come in another order on every rank:
+
+        both = ConcurrentReductions(generator, critic)
+        with both:
+            loss_of_generator.backward()
+            loss_of_critic.backward()
+        # here the gradients are the sums
+
+    Within the context backward passes return before their sums are there: leave gradients alone
+    until its end, where all of them are waited for. Between GPUs they all start there, in the order
+    in which the models were given. Each model takes part in one backward pass. Forward passes come
+    in one order everywhere, as always, and so do backward passes of which more than gradients
+    travels: those of samples that are cut.
+
+    Parameters
+    ----------
+    models: have been parallelized, each on its own. All ranks make it together, with the models in
+        one order.
+
+    Raises
+    ------
+    ValueError
+        Where a model is not parallelized, or two are parts of one.
+    """
+
+    def __init__(self, *models: nn.Module):
+        self._reductions = [required_reduction("ConcurrentReductions", model) for model in models]
+        if len({id(reduction) for reduction in self._reductions}) < len(models):
+            raise ValueError(
+                "ConcurrentReductions: two of the models are parts of one parallelized module, "
+                "whose gradients travel together; call parallelize for each of them"
+            )
+        for number, reduction in enumerate(self._reductions):
+            reduction.travel_apart(number)
+
+    def __enter__(self) -> None:
+        for reduction in self._reductions:
+            reduction.hold()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        # After an error, too: other ranks may have started what this one has not.
+        for reduction in self._reductions:
+            reduction.start_held()
+        for reduction in self._reductions:
+            reduction.settle()

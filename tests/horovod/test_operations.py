@@ -1,0 +1,286 @@
+"""Horovod's operations give what its documentation says, and ranks that differ raise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from mpi4py import MPI
+from torch import Tensor, nn
+
+import distconv as dc
+import distconv.horovod as hvd
+from tests.support.serial import raised_everywhere
+
+WORLD = MPI.COMM_WORLD
+RANKS = [1, 2, 4]
+
+
+@pytest.fixture(autouse=True)
+def job() -> Iterator[None]:
+    hvd.init()
+    yield
+    hvd.shutdown()
+
+
+def mine(rank: int = WORLD.rank) -> Tensor:
+    return torch.arange(1.0, 7.0).view(2, 3) * (rank + 1) - 4
+
+
+def everyones() -> Tensor:
+    return torch.stack([mine(rank) for rank in range(WORLD.size)])
+
+
+@pytest.mark.parallel(RANKS)
+def test_ranks_have_their_numbers() -> None:
+    assert (hvd.rank(), hvd.size()) == (WORLD.rank, WORLD.size)
+    assert (hvd.local_rank(), hvd.local_size()) == (WORLD.rank, WORLD.size)
+    assert (hvd.cross_rank(), hvd.cross_size(), hvd.is_homogeneous()) == (0, 1, True)
+    assert hvd.is_initialized() and hvd.mpi_enabled() and not hvd.gloo_enabled()
+
+
+OPS: dict[Any, Callable[[Tensor], Tensor]] = {
+    hvd.Average: lambda x: x.mean(0),
+    hvd.Sum: lambda x: x.sum(0),
+    hvd.Min: lambda x: x.amin(0),
+    hvd.Max: lambda x: x.amax(0),
+    hvd.Product: lambda x: x.prod(0),
+}
+
+
+@pytest.mark.parallel(RANKS)
+@pytest.mark.parametrize("op", OPS)
+def test_all_ranks_get_the_reduction(op: Any) -> None:
+    expected = OPS[op](everyones())
+    torch.testing.assert_close(hvd.allreduce(mine(), op=op, name="x"), expected)
+    scaled = hvd.allreduce(mine(), op=op, prescale_factor=2.0, postscale_factor=0.5)
+    torch.testing.assert_close(scaled, OPS[op](everyones() * 2) / 2)
+    first, second = hvd.grouped_allreduce([mine(), mine().double()[0, 0]], op=op)
+    torch.testing.assert_close(first, expected)
+    torch.testing.assert_close(second, expected.double()[0, 0])
+    x = mine()
+    assert hvd.allreduce_(x, op=op) is x
+    torch.testing.assert_close(x, expected)
+    a, b = mine(), mine()
+    handles = [hvd.allreduce_async(a, op=op), hvd.allreduce_async_(b, op=op)]
+    assert hvd.poll(handles[0]) and hvd.poll(handles[0])
+    torch.testing.assert_close(hvd.synchronize(handles[0]), expected)
+    assert torch.equal(a, mine()) and hvd.synchronize(handles[1]) is b
+    torch.testing.assert_close(b, expected)
+
+
+@pytest.mark.parallel(RANKS)
+def test_halves_are_added_up_in_single_precision() -> None:
+    x = (mine() / 3).half()
+    expected = (everyones() / 3).half().float().sum(0).half()
+    assert torch.equal(hvd.allreduce(x, op=hvd.Sum), expected)
+    compressed = hvd.allreduce(mine() / 3, op=hvd.Sum, compression=hvd.Compression.fp16)
+    assert torch.equal(compressed, expected.float())
+    assert hvd.allreduce(torch.tensor([True]), average=False).item()
+
+
+@pytest.mark.parallel(RANKS)
+def test_tensors_of_all_ranks_come_one_after_the_other() -> None:
+    rows = [torch.full((r, 2), float(r)) for r in range(WORLD.size)]
+    assert torch.equal(hvd.allgather(rows[WORLD.rank]), torch.cat(rows))
+    assert hvd.allgather(torch.tensor(WORLD.rank)).tolist() == list(range(WORLD.size))
+    assert hvd.allgather(torch.ones(0, 3)).shape == (0, 3)
+    assert hvd.allgather_object({"r": hvd.rank()}) == [{"r": r} for r in range(WORLD.size)]
+    assert torch.equal(hvd.synchronize(hvd.allgather_async(rows[WORLD.rank])), torch.cat(rows))
+    hvd.barrier()
+
+
+@pytest.mark.parallel(RANKS)
+def test_all_ranks_get_what_one_has() -> None:
+    root = WORLD.size - 1
+    x = mine().t()
+    assert torch.equal(hvd.broadcast(x, root), mine(root).t())
+    assert hvd.broadcast_(x, root) is x and torch.equal(x, mine(root).t())
+    assert hvd.synchronize(hvd.broadcast_async_(x, 0)) is x
+    sent = hvd.broadcast_object({"x": mine(), "rank": hvd.rank()}, root)
+    assert torch.equal(sent["x"], mine(root)) and sent["rank"] == root
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
+    for tensor in model.state_dict().values():
+        tensor.fill_(WORLD.rank)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=root)
+    assert all((tensor == root).all() for tensor in model.state_dict().values())
+    hvd.broadcast_parameters(model.named_parameters(), root_rank=0)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1 + WORLD.rank)
+    if WORLD.rank == root:
+        model(torch.ones(2, 1, 4, 4)).sum().backward()
+        optimizer.step()
+    hvd.broadcast_optimizer_state(optimizer, root_rank=root)
+    assert optimizer.param_groups[0]["lr"] == 0.1 + root
+    steps = [state["step"].item() for state in optimizer.state.values()]
+    assert WORLD.allgather(steps) == [[1.0] * 4] * WORLD.size
+
+
+@pytest.mark.parallel(RANKS)
+def test_gradients_are_those_of_the_sum_over_ranks() -> None:
+    """Let each rank have a loss, and compare with the gradients of all losses together."""
+    weights = torch.arange(1.0, 1 + 2 * WORLD.size)
+
+    def losses(results: list[Tensor]) -> Any:
+        return sum((weights[: len(y)] * y * (r + 1)).sum() for r, y in enumerate(results))
+
+    inputs = [torch.tensor([1.0 + r, 2.0]).requires_grad_() for r in range(WORLD.size)]
+    own = inputs[WORLD.rank].detach().clone().requires_grad_()
+    for function, expected in (
+        (lambda x: hvd.allreduce(x, op=hvd.Sum), [sum(inputs)] * WORLD.size),
+        (lambda x: hvd.allgather(x), [torch.cat(inputs)] * WORLD.size),
+        (lambda x: hvd.broadcast(x, 0), [inputs[0]] * WORLD.size),
+    ):
+        y = function(own)
+        (found,) = torch.autograd.grad((weights[: len(y)] * y * (WORLD.rank + 1)).sum(), own)
+        serial = torch.autograd.grad(losses(expected), inputs, allow_unused=True)  # type: ignore[arg-type]
+        want = serial[WORLD.rank]
+        torch.testing.assert_close(found, torch.zeros(2) if want is None else want)
+
+
+@pytest.mark.parallel([2, 4])
+def test_ranks_without_samples_add_zeros_until_all_have_joined() -> None:
+    """Let rank r take r + 1 steps; averages divide by all ranks."""
+    for compression in (hvd.Compression.none, hvd.Compression.fp16):
+        model = nn.Linear(2, 1, bias=False)
+        with torch.no_grad():
+            model.weight.zero_()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        optimizer = hvd.DistributedOptimizer(optimizer, compression=compression)
+        for step in range(WORLD.rank + 1):
+            optimizer.zero_grad()
+            model(torch.tensor([[1.0, 2.0]])).sum().backward()
+            active = WORLD.size - step
+            # Between the backward pass and the step.
+            assert hvd.allreduce(torch.tensor(1.0), op=hvd.Sum).item() == active
+            optimizer.step()
+            assert model.weight.grad.tolist() == [[active / WORLD.size, 2 * active / WORLD.size]]
+        assert hvd.join() == WORLD.size - 1
+        last = hvd.broadcast(model.weight.detach(), WORLD.size - 1)
+        share = sum(range(1, WORLD.size + 1)) / WORLD.size
+        assert last.tolist() == [[-share, -2 * share]]
+
+
+@pytest.mark.parallel([2])
+def test_a_step_of_several_buckets_is_met_by_ranks_that_have_joined() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    hvd.broadcast_parameters(model.state_dict(), 0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = hvd.DistributedOptimizer(optimizer, bucket_bytes=1)
+    if WORLD.rank:
+        for part in (model, model[1], model):
+            optimizer.zero_grad()
+            part(torch.ones(1, 3 if part is model else 4)).sum().backward()
+            hvd.allreduce(torch.tensor(1.0))
+            optimizer.step()
+            assert (model[0].weight.grad is None) == (part is not model)
+            assert torch.equal(model[1].bias.grad, torch.full((2,), 0.5))
+    assert hvd.join() == 1
+
+
+@pytest.mark.parallel([2])
+def test_what_ranks_do_differently_raises_on_all_of_them() -> None:
+    def different_shapes() -> None:
+        hvd.allreduce(torch.ones(2 + WORLD.rank))
+
+    def different_functions() -> None:
+        if WORLD.rank:
+            hvd.barrier()
+        else:
+            hvd.allgather(torch.ones(1))
+
+    def gather_after_join() -> None:
+        hvd.join() if WORLD.rank else hvd.allgather(torch.ones(1))
+
+    assert "rank 1 calls allreduce(None" in raised_everywhere(RuntimeError, different_shapes)
+    assert "rank 1 calls barrier()" in raised_everywhere(RuntimeError, different_functions)
+    message = raised_everywhere(RuntimeError, gather_after_join)
+    assert "rank 0 called allgather while rank 1 had called join()" in message
+    assert hvd.allreduce(torch.tensor(1.0), op=hvd.Sum).item() == 2
+    assert hvd.join() == 1
+
+
+@pytest.mark.parallel([1, 2])
+def test_what_has_no_counterpart_raises_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("elastic", "run", "ProcessSet", "start_timeline", "SyncBatchNorm", "alltoall"):
+        with pytest.raises(NotImplementedError, match=f"has no {name}; .{{10}}"):
+            getattr(hvd, name)
+    with pytest.raises(AttributeError):
+        hvd.nothing  # noqa: B018
+    x = torch.ones(2)
+    with pytest.raises(NotImplementedError, match="no Adasum; use op=Average"):
+        hvd.allreduce(x, op=hvd.Adasum)
+    with pytest.raises(NotImplementedError, match="ProcessGrid on some of"):
+        hvd.allreduce(x, process_set="even")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"convert to floating point"):
+        hvd.allreduce(torch.tensor([1, 2]))
+    with pytest.raises(ValueError, match="give one from 0 to"):
+        hvd.broadcast(x, 7)
+    with pytest.raises(TypeError, match="full_tensor"):
+        hvd.allreduce(dc.distribute_tensor(torch.ones(4), dc.ProcessGrid(sample=-1)))
+    with pytest.raises(ValueError, match="no handle that has a result"):
+        hvd.synchronize(0)
+    hvd.shutdown()
+    with pytest.raises(ValueError, match="call init"):
+        hvd.rank()
+    monkeypatch.setenv("HOROVOD_AUTOTUNE", "1")
+    with pytest.raises(NotImplementedError, match="HOROVOD_AUTOTUNE=1 asks for what is not here"):
+        hvd.init()
+
+
+@pytest.mark.parallel([1, 2])
+def test_misuse_of_the_optimizer_is_an_error() -> None:
+    model = nn.Linear(2, 2)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    make = hvd.DistributedOptimizer
+    with pytest.raises(ValueError, match="1 of the optimizer's parameters are not in"):
+        make(plain, [("weight", model.weight)])
+    with pytest.raises(ValueError, match="weight twice"):
+        make(plain, [("weight", model.weight), ("weight", model.bias)])
+    with pytest.raises(ValueError, match="choose Average or Sum"):
+        make(plain, op=hvd.Max)
+    with pytest.raises(TypeError, match="takes one gradient a step"):
+        make(torch.optim.LBFGS(model.parameters()))
+    optimizer = make(plain, model.named_parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    if WORLD.size > 1:
+        with pytest.raises(AssertionError, match="more than backward_passes_per_step=1"):
+            model(torch.ones(1, 2)).sum().backward()
+        with pytest.raises(AssertionError, match="zero_grad"):
+            optimizer.zero_grad()
+    optimizer.synchronize()
+    with pytest.warns(UserWarning, match="skip_synchronize"):
+        optimizer.step()
+    if WORLD.size > 1:
+        parallel = dc.parallelize(nn.Linear(2, 2), dc.ProcessGrid(sample=-1))
+        with pytest.raises(ValueError, match="use torch's own optimizer"):
+            make(torch.optim.SGD(parallel.parameters(), lr=0.1))
+
+
+@pytest.mark.parallel([1, 2])
+def test_schedulers_closures_groups_and_sparse_gradients_work() -> None:
+    table, layer = nn.Embedding(4, 2, sparse=True), nn.Linear(2, 1)
+    for p in (*table.parameters(), *layer.parameters()):
+        nn.init.ones_(p)
+    optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
+    optimizer = hvd.DistributedOptimizer(optimizer, op=hvd.Sum, sparse_as_dense=True)
+    optimizer.add_param_group({"params": layer.parameters()})
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = layer(table(torch.tensor([WORLD.rank]))).sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() == 3
+    schedule.step()
+    assert optimizer.param_groups[1]["lr"] == 0.5
+    assert layer.bias.item() == 1 - WORLD.size
+    assert (table.weight[: WORLD.size] == 0).all() and (table.weight[WORLD.size :] == 1).all()
+    kept = optimizer.state_dict()
+    optimizer.load_state_dict(kept)
+    closure()
+    optimizer.step()
+    assert layer.bias.item() == 1 - 1.5 * WORLD.size

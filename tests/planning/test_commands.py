@@ -1,0 +1,102 @@
+"""`python -m distconv calibrate` and `predict`, as started from a folder of one's own."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from mpi4py import MPI
+
+from distconv.planning.machine import Machine
+from distconv.tools.command_line import main
+from tests.planning.machines import described
+
+FILE = """
+import torch
+from parts import Part
+
+class Net(torch.nn.Sequential):
+    def __init__(self):
+        super().__init__(torch.nn.Conv2d(1, 2, 3, padding=1), Part())
+"""
+NET = "./net.py:Net", "--shape", "2,1,16,16"
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's folder with a module in two files, and a described machine."""
+    (tmp_path / "net.py").write_text(FILE)
+    (tmp_path / "parts.py").write_text("from torch.nn import ReLU as Part")
+    described().save(tmp_path / "round.json")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parallel(2)
+def test_a_machine_is_calibrated_and_drawn_on_all_its_ranks(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = "--output", str(folder / "machine.json"), "--plot", str(folder / "machine.png")
+    assert main(["calibrate", "--seconds", "1", *files]) == 0
+    if MPI.COMM_WORLD.rank == 0:
+        assert "messages within" in capsys.readouterr().out
+        assert (folder / "machine.png").stat().st_size > 1000
+        machine = Machine.load(folder / "machine.json")
+        assert machine.ranks_per_node == 2 and not machine.assumed
+        assert set(machine.reductions) == {"all_reduce within", "all_gather within"}
+        assert machine.host["conv2d across ranks"] > 0
+        assert {name.split()[0] for name in machine.sources} >= {"links", "copy", "packing", "host"}
+    else:
+        assert capsys.readouterr().out == ""
+    MPI.COMM_WORLD.Barrier()
+
+
+def test_local_operators_are_timed_once_and_kept_with_the_machine(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dataclasses.replace(described(), roofline=None, assumed=False).save(home / "machine.json")
+    line = ["predict", *NET, "--grid", "height=2", "--json"]
+    assert main(line) == 0
+    step = json.loads(capsys.readouterr().out)
+    assert step["grid"] == {"height": 2} and step["seconds"] > 0
+    known = Machine.load(home / "machine.json").operators["2"]
+    assert any(name.startswith("aten.convolution.default") for name in known)
+    assert main(line) == 0
+    assert json.loads(capsys.readouterr().out) == step
+
+
+def test_a_described_machine_predicts_and_exports(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ("predict", *NET, "--machine", "round.json", "--grid", "sample=2,height=4")
+    assert main([*line, "--export", "trace.json"]) == 0
+    said = capsys.readouterr().out
+    assert "Net on sample=2,height=4 of round, assumed" in said and "critical path: " in said
+    trace = json.loads((home / "trace.json").read_text())
+    assert trace["kind_of_rank"] == [0, 1, 1, 2] * 2
+    assert len(trace["events"]) == 3
+    # Kinds are in the order of ranks: first, middle, last.
+    exchanges = [e for e in trace["events"][1] if e[0] == "exchange"]
+    row = 4 * 16
+    assert exchanges[0][2] == [[[0, 0, 0, 0, d, 0], row] for d in (-1, 1)]
+    sums = [e[2] for e in trace["events"][0] if e[0] == "all_reduce"]
+    assert ["sample", "height"] in sums
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--grid", "height=2", "--machine", "none.json"), "calibrate --output none.json"),
+        (("--grid", "height=2", "--machine", "net.py"), "describes no machine"),
+        (("--grid", "height=-1", "--machine", "round.json"), "height=-1"),
+        (("--grid", "height=2", "--machine", "round.json", "--dtype", "float16"), "float16"),
+    ],
+)
+def test_what_cannot_be_predicted_is_an_error_in_words(
+    home: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], words: str
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["predict", *NET, *options])
+    assert words in capsys.readouterr().err

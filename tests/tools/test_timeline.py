@@ -1,0 +1,154 @@
+"""A timeline holds what all ranks do, on one clock, and changes no number."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mpi4py import MPI
+
+import distconv as dc
+from distconv.tools.command_line import main
+from distconv.tools.timeline.clock import Offset, measure_offsets, on_clock_of_rank_0
+from distconv.tools.timeline.summary import add_up, read_trace, spans, spans_under_way, total
+from examples import timeline as example
+from tests.support.serial import raised_everywhere
+
+WORLD = MPI.COMM_WORLD
+
+
+def step(model: torch.nn.Module, grid: dc.ProcessGrid) -> list[torch.Tensor]:
+    """Run a training step with halos, a redistribution and reductions; return the gradients."""
+    x = dc.distribute_tensor(torch.arange(128.0).view(2, 1, 8, 8), grid).requires_grad_()
+    y = model(x).redistribute(dc.Layout(sample=("sample", "height")))
+    y.square().mean().backward()
+    gradients = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    return [*gradients, x.grad.full_tensor()]
+
+
+@pytest.mark.parallel([2, 4])
+def test_all_that_travels_is_there_with_its_bytes(folder: Path) -> None:
+    grid = dc.ProcessGrid(sample=-1, height=2)
+    torch.manual_seed(0)
+    model = dc.parallelize(torch.nn.Conv2d(1, 1, 3, padding=1), grid)
+    plain = step(model, grid)
+    carrier = grid.transport.carrier  # type: ignore[attr-defined]
+    file = folder / "trace.json"
+    with dc.timeline(file):
+        recorded = step(model, grid)
+    assert grid.transport.carrier is carrier  # type: ignore[attr-defined]
+    assert all(map(torch.equal, plain, recorded))
+    WORLD.barrier()
+    document = json.loads(file.read_text())
+    assert len(document["distconv"]["clock_error_us"]) == WORLD.size
+    events = read_trace(file)
+    assert {e["pid"] for e in events} == set(range(WORLD.size))
+    assert min(e["ts"] for e in events if "ts" in e) == 0
+    samples = 2 // grid.shape["sample"]
+    for row in add_up(events):
+        # A row of 8 numbers for each sample; in the backward pass also to the input.
+        assert row.bytes["halo"] == 2 * samples * 8 * 4
+        # Half of a sample comes from the neighbour, and half of the other's gradient; and then the
+        # neighbour's halves of the gradients of both inputs.
+        if WORLD.size == 2:
+            assert row.bytes["redistribution"] == (1 + 1 + 2) * 4 * 8 * 4
+        # Weights and bias, each with a flag.
+        assert row.bytes["gradient reduction"] == (9 + 1 + 2) * 4
+        assert row.bytes["reduction"] > 0 and "message" not in row.bytes
+        assert 0 < row.compute <= row.seconds and 0 < row.wait <= row.seconds
+        for kind, length in row.under_way.items():
+            assert row.exposed[kind] <= length
+    names = {e["name"] for e in events if e["ph"] == "X" and e["cat"] == "compute"}
+    assert any("conv" in name for name in names)
+    operators = {e["args"]["operator"] for e in events if e["ph"] == "b" and e["cat"] == "halo"}
+    assert any("conv2d" in name for name in operators)
+
+
+@pytest.mark.parallel([2])
+def test_the_example_shows_halos_under_way_while_convolutions_compute(folder: Path) -> None:
+    example.main(str(folder / "trace.json"))
+    WORLD.barrier()
+    events = [e for e in read_trace(folder / "trace.json") if "ts" in e and e["pid"] == WORLD.rank]
+    halos = spans_under_way(e for e in events if e["cat"] == "halo")
+    computed = spans(e for e in events if e["cat"] == "compute" and "conv" in e["name"])
+    assert len(halos) == 9  # of five convolutions, the first of which gives its input no gradient
+    hidden = sum(any(a <= c and d <= b for c, d in computed) for a, b in halos)
+    assert hidden == 9
+
+
+@pytest.mark.parallel([1, 2])
+def test_nothing_is_written_after_an_error(folder: Path) -> None:
+    file = folder / "trace.json"
+
+    def fails() -> None:
+        with dc.timeline(file):
+            raise ValueError("in the program")
+
+    assert raised_everywhere(ValueError, fails) == "in the program"
+
+    def no_folder() -> None:
+        with dc.timeline(folder / "none" / "trace.json"):
+            raise AssertionError("not reached")
+
+    assert "no folder" in raised_everywhere(FileNotFoundError, no_folder)
+    assert list(folder.iterdir()) == []
+    with dc.timeline(folder / "trace.json.gz"):
+        torch.ones(3).sum()
+    WORLD.barrier()
+    assert read_trace(folder / "trace.json.gz")
+
+
+@pytest.mark.parallel([1, 2, 4])
+def test_offsets_of_clocks_are_found_within_their_error() -> None:
+    grid = dc.ProcessGrid(sample=-1)
+    skew = 10**9 * WORLD.rank
+    for rank, offset in enumerate(measure_offsets(grid, lambda: time.time_ns() + skew)):
+        # The ranks of a test share a clock.
+        assert abs(offset.ahead - 10**9 * rank) <= offset.error + 1
+        assert (offset.error > 0) == (rank > 0)
+
+
+def test_a_clock_that_drifts_is_set_right_in_between() -> None:
+    before, after = Offset(2000.0, 0.0, 10_000), Offset(4000.0, 0.0, 20_000)
+    events: list[dict[str, Any]] = [{"ts": 10.0}, {"ts": 15.0}, {"ts": 20.0}]
+    assert [e["ts"] for e in on_clock_of_rank_0(events, before, after)] == [8.0, 12.0, 16.0]
+
+
+def test_a_timeline_is_added_up_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    def row(cat: str, name: str, ts: float, dur: float) -> dict[str, Any]:
+        args = {"bytes": 64, "operator": "conv2d"}
+        return {
+            "ph": "X", "cat": cat, "name": name, "pid": 0, "tid": 0, "ts": ts, "dur": dur,
+            "args": args,
+        }  # fmt: skip
+
+    both = {"cat": "halo", "name": "halo", "pid": 0, "id": "0.1"}
+    events = [
+        row("compute", "conv2d", 0, 4000),
+        row("compute", "add", 6000, 2000),
+        row("wait", "halo", 4000, 1000),
+        both | {"ph": "b", "ts": 1000},
+        both | {"ph": "e", "ts": 5000},
+    ]
+    file = tmp_path / "trace.json"
+    file.write_text(json.dumps({"traceEvents": events, "distconv": {}}))
+    picture = tmp_path / "timeline.png"
+    assert main(["timeline", str(file), "--plot", str(picture)]) == 0
+    assert capsys.readouterr().out == (
+        "rank 0: 8.0 ms, computes 6.0 ms, waits 1.0 ms\n"
+        "  halo: 64 bytes, under way 4.0 ms, waited for 1.0 ms, 75% hidden\n"
+    )
+    assert picture.read_bytes()[1:4] == b"PNG"
+    assert main(["timeline", str(file), "--json"]) == 0
+    (shown,) = json.loads(capsys.readouterr().out)
+    assert shown["under_way"] == {"halo": 4000.0}
+    assert total([(0, 2), (1, 3), (5, 6)]) == 4
+    file.write_text("{}")
+    with pytest.raises(SystemExit):
+        main(["timeline", str(file)])
+    assert "is no timeline; record one by" in capsys.readouterr().err
