@@ -45,11 +45,11 @@ def learned(output: Path) -> list[dict[str, Any]]:
     "options",
     [
         "--optimizer lars --learning-rate 2 --recipe polynomial --warmup-epochs 1",
-        "--recipe cosine --reference-batch-size 2",
-        "--lag 1",
-        "--wire bfloat16",
-        "--method easgd",
-        "--method easgd --period 2 --optimizer sgd --recipe cosine",
+        "--recipe cosine --reference-batch-size 2 --learning-rate 0.02",
+        "--lag 1 --learning-rate 0.02",
+        "--wire bfloat16 --learning-rate 0.02",
+        "--method easgd --learning-rate 0.02",
+        "--method easgd --period 2 --learning-rate 0.02 --recipe cosine",
     ],
 )
 def test_workers_on_all_ranks_learn(file: Path, folder: Path, options: str) -> None:
@@ -80,8 +80,8 @@ def test_a_run_with_a_method_continues_with_the_same_numbers(
 @pytest.mark.parametrize(
     ("ranks", "grid", "options"),
     [
-        (6, GRID, "--method downpour --servers 2 --period 2 --optimizer sgd --learning-rate 0.05"),
-        (5, GRID, "--method hybrid --groups 1 --recipe cosine"),
+        (6, GRID, "--method downpour --servers 2 --period 2 --learning-rate 0.02"),
+        (5, GRID, "--method hybrid --groups 1 --learning-rate 0.02 --recipe cosine"),
     ],
 )
 def test_workers_under_a_server_learn(
