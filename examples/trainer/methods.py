@@ -65,6 +65,11 @@ def add_method_arguments(add: Add) -> None:
 
 def check_method(args: argparse.Namespace) -> None:
     """Raise `ValueError` for options that do not go together."""
+    if args.recipe and RECIPES[args.recipe].needs_end and args.warmup_epochs >= args.epochs:
+        raise ValueError(
+            f"--warmup-epochs {args.warmup_epochs} leave none of --epochs {args.epochs} for "
+            f"--recipe {args.recipe}; give fewer, or --recipe constant"
+        )
     if args.lag and args.wire:
         raise ValueError("--lag and --wire do not go together yet; choose one")
     if args.method == "sync":
@@ -95,7 +100,7 @@ def recipe_of(args: argparse.Namespace, batch_size: int, epoch: int) -> Recipe |
         scaling="sqrt" if args.optimizer.startswith("adam") else "linear",
         warmup_steps=args.warmup_epochs * epoch,
         decay=RECIPES[args.recipe],
-        total_steps=args.epochs * epoch,
+        total_steps=args.epochs * epoch if RECIPES[args.recipe].needs_end else None,
     )
 
 

@@ -52,6 +52,7 @@ def learned(output: Path) -> list[dict[str, Any]]:
 )
 def test_workers_on_all_ranks_learn(file: Path, folder: Path, options: str) -> None:
     main(arguments(file, folder / "run", GRID, 3, *options.split()))
+    WORLD.barrier()  # the first worker writes the results
     history = learned(folder / "run")
     first, *_, last = (sum(record["step_losses"]) for record in history)
     assert last < first
@@ -105,6 +106,7 @@ def test_workers_under_a_server_learn(
     ("wrong", "message"),
     [
         ("--lag 1 --wire float16", "--lag and --wire do not go together"),
+        ("--recipe cosine --warmup-epochs 1", "leave none of --epochs 1"),
         ("--method easgd --lag 1", "--lag is for --method sync"),
         ("--method downpour", "there are 2, and the grid is sample=2"),
         ("--method hybrid --groups 3 --grid sample=1", "--groups 3 does not divide sample=1"),
