@@ -239,8 +239,8 @@ def page(machine: Machine, found: Outcome) -> str:
     ]
     lines += [f"![{e.measure}](scale-{e.name}.png)\n", f"Published: {e.source}.\n"]
     lines += [
-        f"| {e.per} | GPUs | step | compute | exposed messages | hidden messages | memory a GPU | "
-        f"{e.measure} | published |",
+        f"| {e.per} | all GPUs | step | compute | exposed messages | hidden messages | "
+        f"memory a GPU | {e.measure} | published |",
         "|---" * 9 + "|",
     ]
     for grid, place, p, value in zip(
