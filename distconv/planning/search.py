@@ -245,6 +245,7 @@ def plan(
             + (f" along {', '.join(axes)}" if axes else "")
         )
     hollow = without_elements(module, "plan")
+    options["gpu"] = machine.asynchronous
     times = OperatorTimes(machine, machine.at_once(ranks), measure=measure)
     name, samples = type(module).__name__, shapes[0][0]
     out: list[Candidate] = []
