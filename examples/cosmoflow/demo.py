@@ -21,7 +21,7 @@ TRAIN = {
     "network": "average",
     "width": "0.5",
     "grid": "sample=2,depth=2",
-    "epochs": "24",
+    "epochs": "20",
     "batch-size": "8",
     "learning-rate": "0.001",
 }
