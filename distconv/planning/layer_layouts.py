@@ -344,6 +344,7 @@ class _Costs:
                     loss=loss,
                     optimizer=sgd,
                     input_gradients=True,
+                    gpu=self._machine.asynchronous,
                 )
                 self._recorded[key] = recording, made[0]
             except RuntimeError:
