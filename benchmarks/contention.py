@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, TypeAlias
 from distconv.geometry.topology import Topology
 from distconv.planning.links import collective_cost, messages_cost
 from distconv.planning.machine import Machine
+from distconv.planning.table import size as bytes_in_words
 
 Step: TypeAlias = list[tuple[int, int, float]]
 """Messages that start at the same time: from and to which rank, and their bytes."""
@@ -85,7 +86,7 @@ class Trace:
             step += [(peer, rank, size) for peer, size in arriving]
             slowest = max(slowest, messages_cost(rank, arriving, leaving, machine).total)
             most = max(most, sum(size for _, size in arriving))
-        return Movement(f"halos of up to {most / 2**10:,.0f} KiB", times, [step], slowest)
+        return Movement(f"halos of up to {bytes_in_words(most)} a rank", times, [step], slowest)
 
     def _peers(self, rank: int, side: Sequence[Any]) -> list[tuple[int, int]]:
         here = self.topology.coordinates(rank)
@@ -100,7 +101,7 @@ class Trace:
         rounds = [all_reduce(group, size, machine.ranks_per_node) for group in groups]
         steps = [[m for of in at_once for m in of] for at_once in zip(*rounds, strict=True)]
         planned = max(collective_cost(kind, group, size, machine).total for group in groups)
-        name = f"{kind.replace('_', '-')} of {size / 2**10:,.3g} KiB among {len(groups[0]):,}"
+        name = f"{kind.replace('_', '-')} of {bytes_in_words(size)} among {len(groups[0]):,}"
         return Movement(name, times, steps, planned)
 
     def _groups(self, axes: Sequence[str]) -> Iterator[tuple[int, ...]]:

@@ -2,7 +2,8 @@
 
 `mpiexec -n 2 python -m benchmarks.predictions FOLDER` measures the machine, then case by case
 measures a network on a grid and predicts it, and writes `predictions.md` into the folder. What has
-been done is kept in `predictions.jsonl` there, and is not done again: remove it to begin anew.
+been done is kept in `predictions.jsonl` there, and is not done again: remove it, and the machine
+beside it, to begin anew. Words behind the folder choose networks whose names begin with them.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from distconv.grid.interface import Grid
 from distconv.grid.process_grid import ProcessGrid
 from distconv.model.parallelize import parallelize
 from distconv.planning import Machine, calibrate, predict
+from distconv.planning.alternation import sleep_until_all_are_here, spread
 from distconv.planning.prediction import in_words
 from distconv.planning.table import size, table
 from distconv.tensor.dist_tensor import DistTensor, distribute_tensor
-from distconv.tools.bench.alternation import sleep_until_all_are_here, spread
 from distconv.tools.bench.memory import peak_of
 from distconv.tools.bench.model import step_of
 from distconv.tools.bench.networks import MAXIMUM, Network, UNet3d, cosmoflow
@@ -345,4 +346,7 @@ def choices(results: Sequence[Result]) -> list[tuple[str, ...]]:
 
 
 if __name__ == "__main__":
-    run(Path(sys.argv[1]))
+    run(
+        Path(sys.argv[1]),
+        [c for c in CASES if c.network.name.startswith(tuple(sys.argv[2:] or [""]))],
+    )

@@ -20,7 +20,7 @@ import torch
 
 import distconv as dc
 from distconv.data import Dataset, Loader
-from distconv.tools.bench.alternation import Contender, alternate
+from distconv.planning.alternation import Contender, alternate
 from distconv.tools.bench.report import Row, as_table, over
 from distconv.tools.bench.settings import Settings, by, chain
 

@@ -1,9 +1,10 @@
 """The published experiments on Lassen as the planner predicts them, beside what was published.
 
-`python -m benchmarks.scale benchmarks/results` writes `scale.md` and a picture for each experiment,
-in a few minutes, in one process. Every step is recorded once in a dry run and played on the machine
-of `machines/lassen.json`, then on others in which one assumed number is smaller or larger: that is
-the band of this number. docs/scaling.md says in words why curves differ.
+`python -m benchmarks.scale benchmarks/results` writes a page and a picture for each experiment, in
+a few minutes, in one process; names of experiments behind choose some. Every step is recorded once
+in a dry run and played on the machine of `machines/lassen.json`, then on others in which one
+assumed number is smaller or larger: that is the band of this number. docs/scaling.md says in words
+why curves differ.
 """
 
 from __future__ import annotations
@@ -170,7 +171,7 @@ ASSUMPTIONS = (
     Assumption("bandwidth in a node", partial(_link, "within", False), 20e9, 75e9, "B/s"),
     Assumption("latency between nodes", partial(_link, "between", True), 5e-6, 60e-6, "s"),
     Assumption("bandwidth between nodes", partial(_link, "between", False), 2e9, 12.5e9, "B/s"),
-    Assumption("time of the host, in times of that assumed", _host, 0.5, 4.0, ""),
+    Assumption("time of the host, as a factor", _host, 0.5, 4.0, ""),
 )
 
 
@@ -226,30 +227,20 @@ def _measures(experiment: Experiment, seconds: Sequence[float]) -> list[float]:
     return [experiment.value(seconds[0], s) for s in seconds]
 
 
-def page(machine: Machine, outcomes: Sequence[Outcome]) -> str:
-    """Return the tables of all experiments as a page."""
-    parts = [
-        f"# Published experiments on {machine.name}, predicted\n",
+def page(machine: Machine, found: Outcome) -> str:
+    """Return the tables of an experiment as a page."""
+    e = found.experiment
+    lines = [
+        f"# {e.title[:1].upper()}{e.title[1:]}, predicted on {machine.name}\n",
         "Written by `python -m benchmarks.scale benchmarks/results`. No number here is measured:",
         "local operators follow a roofline, messages latency and bandwidth, of",
         "`machines/lassen.json`, where their sources stand. docs/scaling.md says why predictions",
         "and publications differ.\n",
     ]
-    for found in outcomes:
-        parts.append(_section(found))
-    return "\n".join(parts)
-
-
-def _section(found: Outcome) -> str:
-    e = found.experiment
-    lines = [
-        f"## {e.title}\n",
-        f"![{e.measure}](scale-{e.name}.png)\n",
-        f"Published: {e.source}.\n",
-    ]
+    lines += [f"![{e.measure}](scale-{e.name}.png)\n", f"Published: {e.source}.\n"]
     lines += [
-        f"| {e.per} | GPUs | step | compute | exposed messages | hidden messages | memory a GPU | "
-        f"{e.measure} | published |",
+        f"| {e.per} | all GPUs | step | compute | exposed messages | hidden messages | "
+        f"memory a GPU | {e.measure} | published |",
         "|---" * 9 + "|",
     ]
     for grid, place, p, value in zip(
@@ -311,20 +302,25 @@ def _panel(ax: Any, found: Outcome, number: Assumption) -> None:
         ax.plot(*points, "o", color=COLOURS[1], label="published")
     axis_of_ranks(ax, places)
     ax.set_xlabel(e.per)
-    ax.set_ylim(bottom=0)
+    if e.measure == "speed-up":
+        ax.set_yscale("log", base=2)
+        ax.set_yticks(ideal, [f"{value:g}" for value in ideal])
+        ax.minorticks_off()
+    else:
+        ax.set_ylim(bottom=0)
     ax.set_title(f"{number.name}\n{number.low:.3g} to {number.high:.3g} {number.unit}", fontsize=6)
 
 
-def main(folder: Path) -> None:
-    """Write the page and the pictures into a folder."""
+def main(folder: Path, names: Sequence[str]) -> None:
+    """Write the pages and the pictures of experiments, all by default, into a folder."""
     machine = Machine.load(MACHINE)
-    outcomes = []
     for experiment in EXPERIMENTS:
-        outcomes.append(outcome(experiment, machine))
-        picture(outcomes[-1], folder / f"scale-{experiment.name}.png")
-        print(f"{experiment.name}: {outcomes[-1].values}", file=sys.stderr, flush=True)
-    (folder / "scale.md").write_text(page(machine, outcomes))
+        if not names or experiment.name in names:
+            found = outcome(experiment, machine)
+            picture(found, folder / f"scale-{experiment.name}.png")
+            (folder / f"scale-{experiment.name}.md").write_text(page(machine, found))
+            print(f"{experiment.name}: {found.values}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import TypeAlias
 
 import numpy as np
@@ -54,7 +54,7 @@ class Change(ABC):
     fields: those that it changes; the first field when there are none.
     """
 
-    fields: Sequence[str | int | None]
+    fields: Sequence[str | int | None] = ()
 
     @abstractmethod
     def apply(
@@ -278,6 +278,12 @@ class Augmentations:
 
     chosen: tuple[Move | Change, ...] = ()
     seed: int = 0
+
+    def __str__(self) -> str:
+        """Return the changes in words that are the same on all ranks."""
+        # An object that says nothing of itself would be told by where it lies in memory.
+        words = [str(x) if is_dataclass(x) else type(x).__qualname__ for x in self.chosen]
+        return f"{', '.join(words)} from seed {self.seed}"
 
     def resulting(self, space: tuple[int, ...]) -> tuple[int, ...]:
         """Return the extents of space that samples of some extents get.

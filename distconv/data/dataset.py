@@ -288,7 +288,7 @@ class Dataset:
 
     def _read_view(self, source: Source, sample: int, view: View, out: NDArray[Any]) -> None:
         """Read a view of a sample, piece by piece."""
-        for piece in view.pieces():
+        for piece in view.pieces:
             if piece.source.shape == out.shape and view.straight and not any(piece.flips):
                 self._read_into(source, sample, piece.source, out)
             else:

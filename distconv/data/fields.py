@@ -138,6 +138,9 @@ class FieldOnGrid:
                 (own.start[0], *(a for a, _ in bounds)), (own.stop[0], *(b for _, b in bounds))
             )
         mine = tuple(int(i) for i in samples[own.slices[0]]) if own.size else ()
+        if not self.moves:
+            view = View.of(self.source.shape).within(in_sample)
+            return Wanted(box, mine, (view,) * len(mine))
         views = tuple(
             self.augmentations.view(self.source.shape, self.space, sample, epoch).within(
                 in_sample, self.halo, self.border
@@ -170,9 +173,9 @@ class FieldOnGrid:
                 block[place] = self.augmentations.change(
                     self.changes, block[place], in_sample, self.shape, (self.number, sample, epoch)
                 )
-            for d, along in enumerate(view.positions):
-                outside = torch.from_numpy(np.flatnonzero(along < 0))
-                if len(outside):
+            if view.filled:
+                for d, along in enumerate(view.positions):
+                    outside = torch.from_numpy(np.flatnonzero(along < 0))
                     block[place].index_fill_(d, outside, 0)
         return block
 

@@ -7,8 +7,9 @@ that hold its elements, and a rank reads just those: what is cut is cut after it
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
 from typing import Any
 
@@ -92,7 +93,7 @@ class View:
         """Return whether the dimensions are those of the stored sample, in its order."""
         return self.order == tuple(range(len(self.order)))
 
-    @property
+    @cached_property
     def filled(self) -> bool:
         """Return whether there are elements outside the stored sample."""
         return any((along < 0).any() for along in self.positions)
@@ -146,17 +147,17 @@ class View:
             view = view._along(d, along)
         return view
 
-    def pieces(self) -> Iterator[Piece]:
-        """Yield boxes of the stored sample that hold all elements of the view."""
+    @cached_property
+    def pieces(self) -> tuple[Piece, ...]:
+        """Return boxes of the stored sample that hold all elements of the view."""
+        found = []
         for runs in product(*map(_runs, self.positions)):
             source = sorted(zip(self.order, runs, strict=True), key=lambda pair: pair[0])
             low = tuple(run.start for _, run in source)
             high = tuple(run.start + run.length for _, run in source)
-            yield Piece(
-                Box(low, high),
-                tuple(slice(run.place, run.place + run.length) for run in runs),
-                tuple(run.backwards for run in runs),
-            )
+            target = tuple(slice(run.place, run.place + run.length) for run in runs)
+            found.append(Piece(Box(low, high), target, tuple(run.backwards for run in runs)))
+        return tuple(found)
 
     def _along(self, d: int, positions: Positions) -> View:
         return replace(self, positions=replaced_at(self.positions, d % len(self.order), positions))

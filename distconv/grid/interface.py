@@ -53,6 +53,11 @@ class Grid(ABC):
         return self._device
 
     @property
+    def computes_on_gpu(self) -> bool:
+        """Return whether operators run on a GPU, or are rehearsed for one."""
+        return self._device.type == "cuda"
+
+    @property
     def transport(self) -> Transport:
         """Return the carrier of this grid's messages."""
         return self._transport

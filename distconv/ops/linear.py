@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from string import ascii_letters
+from typing import cast
+
 import torch.nn.functional as F
 from torch import Tensor
 
 from distconv.geometry.index_maps import Same
+from distconv.geometry.layout import cutting_axes, replaced_at
 from distconv.ops.conv.channel_algorithms import Layer, WeightMeta, algorithm, layer_part
-from distconv.ops.support.merged import works_on_last
+from distconv.ops.math.product import contract
+from distconv.ops.support.merged import factors_of, in_blocks, is_merged, unmerged, works_on_last
 from distconv.ops.support.operands import Placement
 from distconv.ops.support.types import distributed_input
 from distconv.tensor.dispatch import implements, refuse
-from distconv.tensor.redistribution import gather_inputs
+from distconv.tensor.dist_tensor import DistTensor
+from distconv.tensor.redistribution import gather_inputs, redistribute
 
 
 @implements(F.linear)
@@ -34,6 +40,8 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if weight.dim() == 1:
         row = None if bias is None else bias.unsqueeze(0)
         return linear(x, weight.unsqueeze(0), row).squeeze(-1)
+    if is_merged(x):
+        return _along_merged(x, weight, bias)
     shape = (*x.shape[:-1], weight.shape[0])
     needs = (Same(),) * x.dim()
     layer = Layer(
@@ -49,3 +57,28 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     weight, bias, late = part.operands(weight, bias)
     buffer = gather_inputs(x, part.needs, part.cuts, part.operator)
     return part.finish(F.linear(buffer, weight, bias), late, x.grid)
+
+
+def _along_merged(x: DistTensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return the layer of features that are merged of cut dimensions, such as all positions.
+
+    Few results are added up over the ranks. Otherwise each rank gets all features of a part of the
+    rows, and where there are as many results, they lie in the end as the features did.
+    """
+    own, features = unmerged(x), factors_of(x)[-1]
+    lead = own.dim() - len(features)
+    axes = cutting_axes(own.cuts[lead:])
+    parts = own.grid.topology.parts(axes)
+    if 2 * parts * weight.shape[0] < weight.shape[0] + weight.shape[1]:
+        rows = ascii_letters[2 : x.dim() + 1]
+        total = contract("linear", [f"{rows}a", "ba"], f"{rows}b", [x, weight])
+        return total if bias is None else total + bias.to(total.dtype)
+    free = [d for d in range(lead) if not own.cuts[d] and own.shape[d] >= parts]
+    if not free:
+        return linear(in_blocks(x), weight, bias)
+    rows_of = max(free, key=lambda d: own.shape[d])
+    whole = replaced_at((*own.cuts[:lead], *((),) * len(features)), rows_of, axes)
+    y = linear(redistribute(own, whole, "linear").flatten(lead), weight, bias)
+    if weight.shape[0] == weight.shape[1]:
+        y = redistribute(cast(DistTensor, y.unflatten(-1, features)), own.cuts, "linear")
+    return y.reshape((*x.shape[:-1], weight.shape[0]))

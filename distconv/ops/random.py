@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from math import log1p, pi, sqrt
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from distconv.comm.collectives import broadcast
 from distconv.grid.interface import Grid
 from distconv.ops.support.global_positions import global_numbers
-from distconv.ops.support.merged import keeps_shape
+from distconv.ops.support.merged import is_merged, merge_as, unmerged
 from distconv.ops.support.operands import broadcast_shape, local_operand
 from distconv.tensor.aliasing import check_writable
 from distconv.tensor.dispatch import RULES, implements, refuse
@@ -138,6 +138,9 @@ def _dropout(
             raise TypeError(f"dropout: training={training!r} is not a bool")
         if not training or p == 0:
             return input
+        if is_merged(input) and dims is None and not inplace:
+            # The row-major numbers of the elements are those of any reshape.
+            return cast(DistTensor, merge_as(rule(unmerged(input), p), input.shape))
         shard = drop(input.shard, (_uniform(input, dims) >= p).to(input.dtype), p)
         if inplace:
             check_writable(input, name)
@@ -147,7 +150,6 @@ def _dropout(
 
 
 _dropout(F.dropout, _to_zero, None)
-RULES[F.dropout] = keeps_shape(RULES[F.dropout])
 _dropout(F.dropout1d, _to_zero, 2)
 _dropout(F.dropout2d, _to_zero, 2)
 _dropout(F.dropout3d, _to_zero, 2)

@@ -100,6 +100,7 @@ class DryRunGrid(Grid):
     extents: ranks along the axes; 1 along axes that are not named.
     rank: the rank whose part is played; by default the rank in the middle of every axis.
     transport: what counts the messages.
+    gpu: whether the ranks that are not there compute on GPUs.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class DryRunGrid(Grid):
         rank: int | None = None,
         *,
         transport: CountingTransport | None = None,
+        gpu: bool = False,
     ):
         for axis, n in extents.items():
             if axis not in AXES:
@@ -124,6 +126,7 @@ class DryRunGrid(Grid):
             rank = topology.rank({axis: topology.extent(axis) // 2 for axis in AXES})
         if not 0 <= rank < topology.size:
             raise ValueError(f"rank={rank} is not on a grid of {topology.size}; count from 0")
+        self._gpu = gpu
         self._counted = CountingTransport() if transport is None else transport
         super().__init__(topology, rank, torch.device("meta"), self._counted)
 
@@ -131,6 +134,11 @@ class DryRunGrid(Grid):
     def comm(self) -> NoReturn:
         """Raise: there is no communicator."""
         raise RuntimeError(_ALONE)
+
+    @property
+    def computes_on_gpu(self) -> bool:
+        """Return whether the ranks compute on GPUs."""
+        return self._gpu
 
     @property
     def reduced(self) -> int:

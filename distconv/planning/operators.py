@@ -11,12 +11,13 @@ import pickle
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from distconv.planning.machine import Machine
+from distconv.planning.machine import Machine, Table
 from distconv.planning.recording import LocalOperator
-from distconv.planning.roofline import roofline_seconds
+from distconv.planning.roofline import bytes_of, flops_of, roofline_seconds
 
 KEEP_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": "4294967296",
@@ -26,6 +27,10 @@ KEEP_MEMORY = {
 """Settings of glibc with which memory that is freed stays with the process."""
 
 _OF_LAUNCHERS = ("PMI_", "PMIX_", "OMPI_", "SLURM_", "MPI_", "HYDRA_", "RANK", "WORLD_SIZE")
+
+
+BUDGET = 30.0
+"""Seconds that a search spends on timing local operators."""
 
 
 class OperatorTimes:
@@ -49,12 +54,14 @@ class OperatorTimes:
         self._machine, self._measure, self._progress = machine, measure, progress
         self._at_once = at_once
         self._known = machine.operators.setdefault(str(at_once), {})
+        self._estimated: dict[str, float] = {}
 
     def __getitem__(self, operator: LocalOperator) -> float:
         """Return the seconds of an operator that has been prepared."""
         if self._machine.roofline is not None:
             return roofline_seconds(operator, self._machine.roofline)
-        return self._known[operator.key]
+        key = operator.key
+        return self._known[key] if key in self._known else self._estimated[key]
 
     def prepare(self, operators: Iterable[LocalOperator]) -> None:
         """Time those operators whose times are not known.
@@ -83,6 +90,74 @@ class OperatorTimes:
             self._progress,
         )
         self._known.update(zip(missing, times, strict=True))
+
+    def prepare_approximately(
+        self,
+        steps: Sequence[Mapping[LocalOperator, int]],
+        progress: Callable[[str], object] = lambda what: None,
+        seconds: float = BUDGET,
+    ) -> None:
+        """Time the operators of some steps, or where that takes longer than `seconds`, some sizes
+        of each kind; others lie between these.
+
+        A kind is an operator with its weights; its size its arithmetic, or its bytes.
+        """
+        if self._machine.roofline is not None:
+            return
+        every = {o.key: o for step in steps for o in step if o.key not in self._known}
+        if not self._measure or sum(_cost(o) for o in every.values()) <= seconds:
+            progress(f"{len(every)} local operators are timed")
+            self.prepare(every.values())
+            return
+        kinds: dict[object, list[LocalOperator]] = defaultdict(list)
+        for o in every.values():
+            kinds[_kind(o)].append(o)
+        timed = [o for kind in kinds.values() for o in _spread(kind, seconds / len(kinds))]
+        progress(f"{len(timed)} of {len(every)} local operators are timed")
+        self.prepare(timed)
+        for kind, operators in kinds.items():
+            known = sorted(
+                {_work(o): self._known[o.key] for o in timed if _kind(o) == kind}.items()
+            )
+            sizes, times = zip(*known, strict=True)
+            curve = Table(sizes, times)
+            for o in operators:
+                work = _work(o)
+                inside = len(sizes) > 1 and work <= sizes[-1]
+                self._estimated[o.key] = (
+                    curve.at(work) if inside else times[-1] * max(work / sizes[-1], 1e-3)
+                )
+
+
+def _work(operator: LocalOperator) -> float:
+    return float(max(flops_of(operator), bytes_of(operator)))
+
+
+def _cost(operator: LocalOperator) -> float:
+    """Return about how many seconds it takes to time an operator; it need not be right."""
+    return 0.03 + 3 * max(flops_of(operator) / 3e10, bytes_of(operator) / 5e9)
+
+
+def _kind(operator: LocalOperator) -> object:
+    """Return what operators share whose times are proportional to their work."""
+    if "convolution" not in operator.name:
+        return operator.name
+    weight = operator.arguments[2 if "backward" in operator.name else 1]
+    return operator.name, weight.shape, operator.arguments[-7:]
+
+
+def _spread(operators: Sequence[LocalOperator], seconds: float) -> list[LocalOperator]:
+    """Return some operators of one kind: the smallest, and larger ones while there is time."""
+    ordered = sorted(operators, key=_work)
+    places = sorted({round(i * (len(ordered) - 1) / 3) for i in range(4)})
+    chosen = [ordered[0]]
+    left = max(seconds, 0.1) - _cost(ordered[0])
+    for place in places[1:]:
+        left -= _cost(ordered[place])
+        if left < 0:
+            break
+        chosen.append(ordered[place])
+    return chosen
 
 
 def time_together(

@@ -199,6 +199,7 @@ def predict(
         loss=loss,
         optimizer=optimizer,
         bucket_bytes=bucket_bytes,
+        gpu=machine.asynchronous,
     )
     ranks = recordings[0].ranks
     times = OperatorTimes(machine, machine.at_once(ranks), measure=measure, progress=progress)

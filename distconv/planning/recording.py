@@ -180,6 +180,7 @@ def record_step(
     optimizer: OptimizerFactory,
     bucket_bytes: int = 2**20,
     input_gradients: bool = False,
+    gpu: bool = False,
 ) -> Recording:
     """Return what a rank of a grid does in a training step; no communication, nothing is computed.
 
@@ -195,6 +196,7 @@ def record_step(
     loss: takes the output, and returns the scalar whose gradients are taken.
     optimizer: takes the parameters.
     input_gradients: whether the inputs require gradients, too.
+    gpu: whether the ranks compute on GPUs, for which some operators are written otherwise.
 
     Raises
     ------
@@ -206,7 +208,7 @@ def record_step(
         For a module that is parallelized, or has parameters without a shape.
     """
     transport = _Transport()
-    grid = DryRunGrid(extents, rank, transport=transport)
+    grid = DryRunGrid(extents, rank, transport=transport, gpu=gpu)
     hollow = without_elements(module, "record_step")
     matched = match_layouts(hollow, layouts or {})
     recorder = _Recorder(hollow, transport)
@@ -438,7 +440,7 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        result = _result(func, args, kwargs)
         if func is torch.ops.aten.empty.memory_format and kwargs.get("dtype") is None:
             return result  # of a shape only
         place = self._where()
@@ -638,6 +640,43 @@ class _Gradients:
         """Take the hooks off the parameters."""
         for hook in self._hooks:
             hook.remove()
+
+
+_RESULTS: dict[Any, Any] = {}
+"""What operators have made of operands like these; at most `_REMEMBERED` of them."""
+
+_REMEMBERED = 2**16
+
+
+def _result(func: Any, args: Any, kwargs: Any) -> Any:
+    """Return what an operator returns, without asking torch's slow stand-ins the same twice."""
+    if func.is_view or torch.Tag.inplace_view in func.tags:
+        return func(*args, **kwargs)
+    key = func, _spec(args), tuple((name, _spec(value)) for name, value in kwargs.items())
+    made = _RESULTS.get(key)
+    if made is None:
+        result = func(*args, **kwargs)
+        several = result if isinstance(result, (tuple, list)) else (result,)
+        if all(isinstance(x, Tensor) and x.is_meta for x in several):
+            if len(_RESULTS) >= _REMEMBERED:
+                _RESULTS.clear()
+            if func._schema.is_mutable:
+                made = "first" if result is args[0] else None
+            elif not {_address(x) for x in several} & {_address(x) for x in tensors_in(args)}:
+                made = tuple(_spec(x) for x in several), type(result)
+            if made is not None:
+                _RESULTS[key] = made
+        return result
+    if made == "first":
+        return args[0]
+    specs, kind = made
+    tensors = [torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device="meta") for s in specs]
+    return tensors[0] if issubclass(kind, Tensor) else kind(tensors)
+
+
+def _address(x: Tensor) -> int:
+    number: int = x.untyped_storage()._cdata
+    return number
 
 
 _FREE = frozenset(

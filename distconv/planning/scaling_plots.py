@@ -89,10 +89,21 @@ def _times(ax: Any, study: Study, colour: str, name: str) -> None:
     _with_quartiles(ax, points, colour, f"{name}measured")
     _predicted(ax, [(c.ranks, 1e3 * c.predicted) for c in study.cases if c.predicted], colour, name)
     _grids(ax, [(c, t.median * 1e3) for c, t in measured if t], study)
-    ax.set_yscale("log" if study.kind == STRONG else "linear")
-    if study.kind != STRONG:
+    if study.kind == STRONG:
+        _axis_of_times(ax)
+    else:
         ax.set_ylim(bottom=0)
     ax.set_ylabel("time of a training step (ms)")
+
+
+def _axis_of_times(ax: Any) -> None:
+    """Let the vertical axis be logarithmic, with plain numbers at 1, 2 and 5."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    ax.set_yscale("log")
+    ax.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    ax.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _efficiencies(ax: Any, study: Study, colour: str, name: str) -> None:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from distconv.geometry.layout import Layout
 from distconv.grid.process_grid import ProcessGrid
 from distconv.model.parallelize import parallelize
 from distconv.planning.alternation import SHORTEST, Contender, timed, warm_up
-from distconv.planning.losses import mean_square, sgd
+from distconv.planning.losses import LOSSES, OPTIMIZERS
 from distconv.planning.machine import Machine
 from distconv.planning.prediction import predict
 from distconv.planning.scaling import Case, Study
@@ -31,21 +32,22 @@ def measure(
     rounds: int,
     *,
     threads: int = 1,
-    layouts: dict[str, Any] | None = None,
+    step: Mapping[str, Any] | None = None,
     finished: Callable[[int], object] = lambda rounds: None,
 ) -> None:
     """Run the measured cases until each has so many rounds; all ranks of `comm` call it.
 
     `comm` has all ranks of the job. A case runs on its first ranks, on a communicator of their own,
     while the others sleep. In each round every case is timed once, every second round in reverse;
-    a case that takes less than 10 ms is repeated. A step is forward, mean squared error, backward
-    and SGD, on random numbers. All cases are in memory at once: parameters and inputs, that is.
+    a case that takes less than 10 ms is repeated. A step is forward, loss, backward and optimizer,
+    on random numbers. All cases are in memory at once: parameters and inputs, that is.
 
     Parameters
     ----------
     study: the same on all ranks, which gets the times on all of them.
     make: makes the module, the same on every rank and each time.
     threads: of every rank.
+    step: options of `predict` that say what the step is: dtype, layout, layouts, loss, optimizer.
     finished: is called on every rank after each round, with the number of all complete ones.
 
     Raises
@@ -65,7 +67,7 @@ def measure(
     sides = []
     for case in cases:
         mine = comm.rank < case.ranks
-        run = step_of(case, make, layouts or {}) if mine else _sleep
+        run = step_of(case, make, **(step or {})) if mine else _sleep
         sides.append(Contender(run, threads, ranks=case.ranks))
     once = warm_up(comm, sides)
     repeats = [ceil(SHORTEST / seconds) for seconds in once]
@@ -77,28 +79,39 @@ def measure(
         finished(study.rounds)
 
 
-def step_of(case: Case, make: Make, layouts: dict[str, Any]) -> Callable[[], None]:
+def step_of(
+    case: Case,
+    make: Make,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: Layout | None = None,
+    layouts: Mapping[str, Layout] | None = None,
+    loss: str = "mse",
+    optimizer: str = "sgd",
+) -> Callable[[], None]:
     """Return a training step of a case, as `predict` has it; its ranks, the first ones, call it."""
     extents: dict[str, Any] = dict(case.grid)
     grid = ProcessGrid(tuple(range(case.ranks)), **extents)
     module = make()
-    dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
+    if dtype is None:
+        dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
     module = parallelize(module, grid, layouts=layouts)
     parameters = list(module.parameters())
-    optimizer = sgd(parameters) if parameters else None
-    inputs = [
-        DistTensor.from_local(
-            torch.randn(local_box(shape, grid).shape, dtype=dtype), grid, shape=shape
-        )
-        for shape in case.shapes
-    ]
+    taken = OPTIMIZERS[optimizer](parameters) if parameters else None
+    inputs = []
+    for shape in case.shapes:
+        # The same numbers in every block, as ranks may hold copies of one.
+        numbers = torch.Generator().manual_seed(0)
+        box = local_box(shape, grid, layout).shape
+        mine = torch.randn(box, dtype=dtype, generator=numbers)
+        inputs.append(DistTensor.from_local(mine, grid, layout, shape=shape))
 
     def step() -> None:
-        loss = mean_square(module(*inputs))
-        if optimizer is not None:
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        value = LOSSES[loss](module(*inputs))
+        if taken is not None:
+            value.backward()
+            taken.step()
+            taken.zero_grad()
         if grid.device.type == "cuda":
             torch.cuda.synchronize(grid.device)
 
@@ -114,7 +127,7 @@ def predict_all(
     make: Make,
     machine: Machine,
     *,
-    layouts: dict[str, Any] | None = None,
+    step: Mapping[str, Any] | None = None,
     predicted: Callable[[Case], object] = lambda case: None,
 ) -> None:
     """Predict the cases that have no prediction yet; one process calls it, while others sleep.
@@ -129,6 +142,6 @@ def predict_all(
     """
     for case in study.cases:
         if case.predicted is None:
-            guess = predict(make(), case.shapes, case.grid, machine, layouts=layouts)
+            guess = predict(make(), case.shapes, case.grid, machine, **(step or {}))
             case.predicted = guess.seconds
             predicted(case)

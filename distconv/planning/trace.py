@@ -43,6 +43,7 @@ def trace(
     stand_for = [sorted({_kind(a, i, n) for i in range(n)}) for a, n in _axes(topology)]
     kinds = list(product(*stand_for))
     ranks = [topology.rank(dict(zip(AXES, place, strict=True))) for place in kinds]
+    options["gpu"] = machine.asynchronous
     recordings = [record_rank(module, shapes, grid, rank, **options) for rank in ranks]
     times = OperatorTimes(machine, machine.at_once(topology.size))
     times.prepare(operator for r in recordings for operator in r.operators)

@@ -22,7 +22,7 @@ from distconv.tools.arguments import (
     shape,
 )
 from distconv.tools.bench import BENCHMARKS, Row, Settings, as_table, plot
-from distconv.tools.commands import calibrate, launch, predict, scale, timeline
+from distconv.tools.commands import calibrate, launch, plan, predict, scale, timeline
 from distconv.tools.explain import LayerPlan, dtype_of, explain
 from distconv.tools.explain import listed as layers_listed
 from distconv.tools.factories import made, made_everywhere
@@ -268,6 +268,7 @@ COMMANDS = {
     ),
     "calibrate": Command(calibrate.PURPOSE, calibrate.options, calibrate.run),
     "predict": Command(predict.PURPOSE, predict.options, predict.run),
+    "plan": Command(plan.PURPOSE, plan.options, plan.run),
     "scale": Command(scale.PURPOSE, scale.options, scale.run),
     "launch": Command(launch.PURPOSE, launch.options, launch.run),
     "timeline": Command(timeline.PURPOSE, timeline.options, timeline.run),

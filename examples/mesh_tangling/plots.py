@@ -12,41 +12,24 @@ from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 
 from distconv.data.durable import write_atomically
+from examples.trainer.plots import BLUE, GREEN, PALE, RED, Curve, plot_history, trivial_style
 
 from .store import CHANNELS
 
 CHANNELS_SHOWN = ("density", "pressure", "scaled Jacobian")
 """The inputs in the picture of a prediction: the flow, and how far the mesh has sheared."""
 
-BLUE, RED, GREEN, PALE = "#1b6ca8", "#d1495b", "#3a7d44", "#f2f2f2"
-
 
 def plot_loss(path: Path, history: list[dict[str, Any]]) -> None:
     """Draw the loss of every step and epoch, and the intersection over union, into `path`.
 
-    `history` holds the metrics of every epoch: `step_losses`, and the fields of a `Score`.
+    `history` holds the metrics of every epoch: `step_losses`, and the fields of a `MeshScore`.
     """
-    epochs = np.arange(1, len(history) + 1)
-    steps = [np.asarray(entry["step_losses"]) for entry in history]
-    # A step stands at its fraction of the epoch, and the mean of an epoch in the middle of it.
-    places = [epoch + (np.arange(len(s)) + 0.5) / len(s) for epoch, s in enumerate(steps)]
-    means = [s.mean() for s in steps]
-    score = {name: [entry[name] for entry in history] for name in ("loss", "iou", "trivial_iou")}
-
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    left.plot(np.concatenate(places), np.concatenate(steps), color="0.75", lw=1, label="every step")
-    left.plot(epochs - 0.5, means, "o-", ms=3, color=BLUE, label="training")
-    left.plot(epochs, score["loss"], "o-", ms=3, color=RED, label="validation")
-    left.set(yscale="log", ylabel="mean squared error", title="Loss")
-    right.plot(epochs, score["iou"], "o-", ms=3, color=RED, label="network")
-    right.plot(epochs, score["trivial_iou"], "--", color="0.4", label="best trivial predictor")
-    right.set(ylim=(0, 1), ylabel="intersection over union", title="Validation")
-    for axes in (left, right):
-        axes.set(xlim=(0, len(history)), xlabel="epoch")
-        axes.grid(alpha=0.3)
-        axes.legend(frameon=False)
-    write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=150))
+    curves = [
+        Curve("iou", "network"),
+        Curve("trivial_iou", "best trivial predictor", trivial_style()),
+    ]
+    plot_history(path, history, "mean squared error", "intersection over union", curves, (0, 1))
 
 
 def plot_prediction(

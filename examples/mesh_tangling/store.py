@@ -19,9 +19,10 @@ damaged is an error where the damage is read.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,9 @@ CHANNELS = (
     Channel("volume", "m^2"),
 )
 """The channels of `state`, in order."""
+
+_CHECKSUM = 4
+"""Bytes of the checksum behind each chunk."""
 
 _STATISTICS = ("channel_mean", "channel_deviation")
 
@@ -125,53 +129,77 @@ def describe(path: Path) -> Description:
 
 
 class Writer:
-    """Writes the samples of a file made by `create`."""
+    """Writes samples of a file that `create` has made, each once; not collective.
 
-    def __init__(self, file: h5py.File, samples: int, size: int) -> None:
-        channels, tile = len(CHANNELS), min(size, TILE)
-        self._state = file.create_dataset(
-            "state",
-            shape=(samples, channels, size, size),
-            dtype=np.float32,
-            chunks=(1, channels, tile, tile),
-            fletcher32=True,
-        )
-        self._state.attrs["names"] = [channel.name for channel in CHANNELS]
-        self._state.attrs["units"] = [channel.unit for channel in CHANNELS]
-        self._tangled = file.create_dataset(
-            "tangled",
-            shape=(samples, 1, size, size),
-            dtype=np.uint8,
-            chunks=(1, 1, tile, tile),
-            fletcher32=True,
-        )
-        self._means = np.full((samples, channels), np.nan)
-        self._variances = np.full((samples, channels), np.nan)
+    Every process that writes has one, and writes other samples: the chunks have their places in the
+    file already, where the operating system writes them. HDF5 needs no support of MPI for that.
+
+    Args:
+        path: the file under the name that it has while it is made.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = h5py.File(path, "r")
+        self._descriptor = os.open(path, os.O_WRONLY)
+        # A sample of its own in memory, by which HDF5 makes chunks of values, with their checksums.
+        self._sample = h5py.File(f"{path}.sample", "w", driver="core", backing_store=False)
+        samples, _, size, _ = self._file["state"].shape
+        _create_datasets(self._sample, 1, size)
+        self.means = np.full((samples, len(CHANNELS)), np.nan)
+        self.variances = np.full((samples, len(CHANNELS)), np.nan)
 
     def write(self, index: int, fields: Mapping[str, Field], tangled: NDArray[np.bool_]) -> None:
         """Store sample `index`: its fields by channel name and its label, each of shape (S, S)."""
         # All channels at once: a chunk holds them all, and is summed up whenever it is written.
-        state = np.empty(self._state.shape[1:], np.float32)
+        state = np.empty(self._sample["state"].shape[1:], np.float32)
         for place, channel in enumerate(CHANNELS):
             field = fields[channel.name]
             state[place] = field
-            self._means[index, place] = field.mean()
-            self._variances[index, place] = field.var()
-        self._state[index] = state
-        self._tangled[index, 0] = tangled
+            self.means[index, place] = field.mean()
+            self.variances[index, place] = field.var()
+        self._write("state", index, state)
+        self._write("tangled", index, tangled[np.newaxis])
+
+    def merge(self, others: Iterable[tuple[Field, Field]]) -> None:
+        """Take over the means and variances of the samples that others have written."""
+        for means, variances in others:
+            written = ~np.isnan(means).any(axis=1)
+            self.means[written], self.variances[written] = means[written], variances[written]
 
     def statistics(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Return mean and standard deviation of every channel over all samples and zones."""
-        missing = np.flatnonzero(np.isnan(self._means).any(axis=1))
+        missing = np.flatnonzero(np.isnan(self.means).any(axis=1))
         if missing.size:
             raise ValueError(
-                f"samples {missing.tolist()} were never written, of {len(self._means)}; "
+                f"samples {missing.tolist()} were never written, of {len(self.means)}; "
                 "write every index before leaving create()"
             )
         # Samples are of one size, so the variance is the mean within plus that of the means.
-        variance = self._variances.mean(axis=0) + self._means.var(axis=0)
+        variance = self.variances.mean(axis=0) + self.means.var(axis=0)
         deviation = np.sqrt(variance)
-        return self._means.mean(axis=0), np.where(deviation > 0.0, deviation, 1.0)
+        return self.means.mean(axis=0), np.where(deviation > 0.0, deviation, 1.0)
+
+    def close(self) -> None:
+        """Bring to the disk what was written."""
+        self._file.close()
+        self._sample.close()
+        try:
+            os.fsync(self._descriptor)
+        finally:
+            os.close(self._descriptor)
+
+    def _write(self, name: str, index: int, values: NDArray[Any]) -> None:
+        scratch, dataset = self._sample[name], self._file[name]
+        scratch[0] = values
+        for _, *tile in _chunk_corners(scratch):
+            mask, content = scratch.id.read_direct_chunk((0, *tile))
+            place = dataset.id.get_chunk_info_by_coord((index, *tile))
+            if (place.size, place.filter_mask) != (len(content), mask):
+                raise ValueError(f"{self.path}: chunks have other sizes than they were made with")
+            written = os.pwrite(self._descriptor, content, place.byte_offset)
+            if written != len(content):
+                raise OSError(f"{self.path}: only {written} bytes of a chunk could be written")
 
 
 @contextmanager
@@ -181,7 +209,8 @@ def create(
     """Make the file at `path`, of `samples` samples of `size` x `size` zones, in a `with` block.
 
     The file gets its name, replacing one that is there, when the block ends without an error;
-    an error removes what has been written (see `durable.replacing`).
+    an error removes what has been written (see `durable.replacing`). Within the block, others may
+    write samples by a `Writer` of their own, whose means and variances are then merged into this.
 
     Raises:
         OSError: if the folder cannot be written to, or the disk has no room for the file.
@@ -192,8 +221,9 @@ def create(
     # HDF5 may crash where it finds the disk full, so that it must not.
     needed = _bytes_at_most(samples, size)
     check_room(path, needed)
+    version = (HDF5_VERSION, HDF5_VERSION)
     with replacing(path) as partial:
-        with h5py.File(partial.name, "w", libver=(HDF5_VERSION, HDF5_VERSION)) as file:
+        with h5py.File(partial.name, "w", libver=version) as file:
             reserve(partial, needed)
             file.attrs.update(
                 format_version=FORMAT_VERSION,
@@ -202,13 +232,55 @@ def create(
                 seed=seed,
                 horizon=horizon,
             )
-            writer = Writer(file, samples, size)
+            _create_datasets(file, samples, size)
+            _allocate(file, samples)
+        with closing(Writer(Path(partial.name))) as writer:
             yield writer
+        reserve(partial, needed)
+        with h5py.File(partial.name, "r+", libver=version) as file:
             for name, values in zip(_STATISTICS, writer.statistics(), strict=True):
                 file.create_dataset(name, data=values, chunks=values.shape, fletcher32=True)
             file.flush()
             used = file.id.get_filesize()
         partial.truncate(used)
+
+
+def _create_datasets(file: h5py.File, samples: int, size: int) -> None:
+    """Make the datasets of samples, without their values."""
+    channels, tile = len(CHANNELS), min(size, TILE)
+    state = file.create_dataset(
+        "state",
+        shape=(samples, channels, size, size),
+        dtype=np.float32,
+        chunks=(1, channels, tile, tile),
+        fletcher32=True,
+    )
+    state.attrs["names"] = [channel.name for channel in CHANNELS]
+    state.attrs["units"] = [channel.unit for channel in CHANNELS]
+    file.create_dataset(
+        "tangled",
+        shape=(samples, 1, size, size),
+        dtype=np.uint8,
+        chunks=(1, 1, tile, tile),
+        fletcher32=True,
+    )
+
+
+def _allocate(file: h5py.File, samples: int) -> None:
+    """Give every chunk its place in the file, sample by sample; its checksum is still to come."""
+    for index in range(samples):
+        for name in ("state", "tangled"):
+            dataset = file[name]
+            empty = bytes(prod(dataset.chunks) * dataset.dtype.itemsize + _CHECKSUM)
+            for _, *tile in _chunk_corners(dataset):
+                dataset.id.write_direct_chunk((index, *tile), empty)
+
+
+def _chunk_corners(dataset: h5py.Dataset) -> Iterator[tuple[int, ...]]:
+    """Yield where each chunk of the first sample begins."""
+    shape, chunks = (1, *dataset.shape[1:]), dataset.chunks
+    for place in np.ndindex(*(-(-n // chunk) for n, chunk in zip(shape, chunks, strict=True))):
+        yield tuple(i * chunk for i, chunk in zip(place, chunks, strict=True))
 
 
 def _bytes_at_most(samples: int, size: int) -> int:

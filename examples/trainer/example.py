@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
@@ -77,7 +77,7 @@ class Example(ABC, Generic[Data, Network]):
         """Return the loss of a mini-batch of fields: DistTensors, or plain ones on one rank."""
 
     @abstractmethod
-    def evaluate(self, model: nn.Module, batches: Iterable[Sequence[Any]]) -> Score:
+    def evaluate(self, model: nn.Module, batches: dc.data.Loader) -> Score:
         """Return the score over all `batches`, in evaluation mode and without gradients."""
 
     @abstractmethod

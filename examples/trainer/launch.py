@@ -2,12 +2,45 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
+
+RANKS = 4
+"""The ranks of a demo."""
+
+
+def demo_output(module: str, description: str, output: Path) -> Path:
+    """Return the folder in which a demo works, on each of its ranks.
+
+    A process that is started alone becomes these ranks, by way of a launcher.
+
+    Args:
+        module: the demo itself.
+        description: what `--help` begins with.
+        output: the folder where `--output` does not say another.
+    """
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {module}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--output", type=Path, default=output, help="folder (default %(default)s)")
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        default=RANKS,
+        help="how many to start; 0 on ranks that a launcher has started (default %(default)s)",
+    )
+    args = parser.parse_args()
+    if args.ranks:
+        become_ranks(args.ranks, module, ["--ranks", "0", "--output", str(args.output)])
+    chosen: Path = args.output
+    return chosen
 
 
 def become_ranks(ranks: int, module: str, arguments: Sequence[str]) -> NoReturn:

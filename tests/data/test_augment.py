@@ -87,7 +87,7 @@ def test_any_box_of_a_view_is_made_of_boxes_of_the_stored_sample(data: st.DataOb
     box = data.draw(boxes(view.shape))
     part = view.within(box)
     out = np.full(part.shape, OUTSIDE)
-    for piece in part.pieces():
+    for piece in part.pieces:
         piece.place(out, stored[piece.source.slices], part.order)
     assert np.array_equal(out, moved[box.slices])
     assert part.filled == any((p < 0).any() for p in part.positions)
@@ -98,7 +98,7 @@ def test_pieces_are_cut_where_the_stored_sample_is(data: st.DataObject) -> None:
     view, stored, moved = data.draw(moves())
     cut = tuple(data.draw(st.integers(0, n)) for n in stored.shape)
     out = np.full(view.shape, OUTSIDE)
-    for piece in view.pieces():
+    for piece in view.pieces:
         for corner in np.ndindex(*(2,) * stored.ndim):
             start = tuple(c if i else 0 for i, c in zip(corner, cut, strict=True))
             stop = tuple(n if i else c for i, c, n in zip(corner, cut, stored.shape, strict=True))
@@ -125,7 +125,7 @@ def test_halos_are_those_of_a_padded_array(data: st.DataObject) -> None:
         ]
         view = View.of(shape).within(Box(start, stop), halo, border)
         out = np.full(view.shape, OUTSIDE)
-        for piece in view.pieces():
+        for piece in view.pieces:
             piece.place(out, stored[piece.source.slices], view.order)
         assert np.array_equal(out, expected)
     clipped = View.of(shape).within(Box(start, stop), halo)
@@ -147,7 +147,7 @@ def test_rotations_are_those_of_numpy(quarters: int) -> None:
 
     view = Rotate90().view(View.of((2, 6, 6)), 2, Fixed())  # type: ignore[arg-type]
     out = np.zeros(view.shape)
-    for piece in view.pieces():
+    for piece in view.pieces:
         piece.place(out, SQUARES[0][piece.source.slices], view.order)
     assert np.array_equal(out, np.rot90(SQUARES[0], quarters, (1, 2)))
 
@@ -240,6 +240,22 @@ def test_a_rank_reads_no_more_than_it_needs_when_samples_are_cropped() -> None:
     data = Dataset(SQUARES, dc.ProcessGrid(height=-1), augment=[Crop((4, 4)), Rotate90()])
     data.batch([0, 1, 2])
     assert WORLD.allreduce(data.bytes_read) == 3 * 2 * 4 * 4 * 8
+
+
+@several
+def test_changes_of_a_program_are_done_like_those_of_the_library() -> None:
+    class Transpose(dc.data.Move):
+        def view(self, view: View, space: int, generator: Any) -> View:
+            return view.swapped(-1, -2)
+
+    class Negate(dc.data.Change):
+        def apply(self, block: Any, box: Box, shape: Any, generator: Any) -> Any:
+            return -block
+
+    data = Dataset(SMALL, dc.ProcessGrid(height=-1), augment=[Transpose(), Negate()])
+    x, label, _ = data.batch([2])
+    assert np.array_equal(x.full_tensor(), -SQUARES[[2]].swapaxes(2, 3))
+    assert np.array_equal(label.full_tensor(), LABELS[[2]].swapaxes(1, 2))
 
 
 WRONG: dict[str, tuple[Any, Any, str]] = {

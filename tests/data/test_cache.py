@@ -170,6 +170,21 @@ def test_a_sample_that_one_rank_cannot_read_is_an_error_on_all_and_the_ranks_go_
 
 
 @every_size
+def test_a_block_that_one_rank_cannot_convert_is_an_error_on_all() -> None:
+    def failing(block: torch.Tensor, box: dc.Box) -> torch.Tensor:
+        if WORLD.rank == WORLD.size - 1 and 2 * X[0].size in block.unique():
+            raise ValueError("no such number")
+        return block
+
+    data = Dataset({"x": X}, dc.ProcessGrid(sample=-1), transform={"x": failing}, cache="memory")
+    last = [2] * WORLD.size
+    loader = Loader(data, batch_sampler=[[0, 1], last, [3], [4]])
+    seen: list[Any] = []
+    fails_everywhere(lambda: seen.extend(loader), "^no such number$")
+    assert len(seen) == 1 and len(list(Loader(data, batch_sampler=[[3], [4], [1]]))) == 3
+
+
+@every_size
 def test_a_limit_is_told_before_anything_is_read() -> None:
     grid = dc.ProcessGrid(sample=-1)
     share = -(-SAMPLES // WORLD.size)

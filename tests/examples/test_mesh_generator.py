@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import h5py
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from mpi4py import MPI
 
+import distconv as dc
+from examples.mesh_tangling import generate as generating
 from examples.mesh_tangling import quality, simulation, store
-from examples.mesh_tangling.generate import generate, main
+from examples.mesh_tangling.generate import generate, generate_together, main
+from tests.support.everywhere import fails_everywhere
 
 SIZE = 24
 SCALE_FREE = [name for name in quality.METRICS if name not in ("Jacobian", "volume")]
@@ -307,6 +313,35 @@ def test_channels_are_the_published_ones_in_order():
     assert ", ".join(channel.name for channel in store.CHANNELS) == expected
 
 
+@pytest.mark.parallel([1, 2, 3])
+def test_ranks_together_write_the_bytes_of_one(folder: Path) -> None:
+    # Chunks of full and of partial tiles, and fewer samples than ranks.
+    for samples, size in ((5, 16), (2, 40)):
+        path = folder / f"{size}.h5"
+        generate_together(dc.ProcessGrid(sample=-1), path, samples, size, seed=3)
+        if MPI.COMM_WORLD.rank == 0:
+            generate(folder / "alone.h5", samples, size, seed=3)
+            assert path.read_bytes() == (folder / "alone.h5").read_bytes()
+            assert store.describe(path).samples == samples
+            (folder / "alone.h5").unlink()
+    assert sorted(found.name for found in folder.iterdir()) == ["16.h5", "40.h5"]
+
+
+@pytest.mark.parallel([1, 2])
+def test_a_rank_that_cannot_go_on_leaves_no_file(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(seed: int, index: int) -> simulation.Flow:
+        if index == 1:
+            raise ValueError("no flow")
+        return simulation.draw_flow(seed, index)
+
+    monkeypatch.setattr(generating, "draw_flow", failing)
+    grid = dc.ProcessGrid(sample=-1)
+    fails_everywhere(lambda: generate_together(grid, folder / "a.h5", 2, 16), "no flow")
+    assert list(folder.iterdir()) == []
+
+
 def test_an_interrupted_generation_leaves_no_file(tmp_path):
     def interrupt(done):
         raise KeyboardInterrupt
@@ -338,9 +373,9 @@ def test_a_file_with_samples_missing_is_refused_and_not_left(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--samples", "0"], "samples=0 is not a number of samples; choose 1 or more"),
+        (["--samples", "0"], "'0' is not a positive int"),
         (["--size", "7"], "size=7 zones a side cannot resolve the bubble; choose 8 or more"),
-        (["--seed", "-1"], "seed=-1 is negative; choose 0 or more"),
+        (["--seed", "-1"], "'-1' is not a whole number from 0"),
         (["--size", "large"], "invalid int value"),
     ],
 )

@@ -59,7 +59,7 @@ def test_an_experiment_starts_at_one_and_stays_within_its_bands(tmp_path: Path) 
     assert slow < fast  # a faster network, a larger speed-up
     picture(found, tmp_path / "small.png")
     assert (tmp_path / "small.png").stat().st_size > 10000
-    text = page(machine, [found])
+    text = page(machine, found)
     assert "| 8 | 8 |" in text and text.count("\n| bandwidth") == 2
 
 

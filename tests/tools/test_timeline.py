@@ -14,7 +14,8 @@ from mpi4py import MPI
 import distconv as dc
 from distconv.tools.command_line import main
 from distconv.tools.timeline.clock import Offset, measure_offsets, on_clock_of_rank_0
-from distconv.tools.timeline.summary import add_up, read_trace, total
+from distconv.tools.timeline.summary import add_up, read_trace, spans, spans_under_way, total
+from examples import timeline as example
 from tests.support.serial import raised_everywhere
 
 WORLD = MPI.COMM_WORLD
@@ -52,9 +53,10 @@ def test_all_that_travels_is_there_with_its_bytes(folder: Path) -> None:
     for row in add_up(events):
         # A row of 8 numbers for each sample; in the backward pass also to the input.
         assert row.bytes["halo"] == 2 * samples * 8 * 4
-        # Half of the samples of a neighbour come, and their gradients go back.
+        # Half of a sample comes from the neighbour, and half of the other's gradient; and then the
+        # neighbour's halves of the gradients of both inputs.
         if WORLD.size == 2:
-            assert row.bytes["redistribution"] == 2 * 4 * 8 * 4
+            assert row.bytes["redistribution"] == (1 + 1 + 2) * 4 * 8 * 4
         # Weights and bias, each with a flag.
         assert row.bytes["gradient reduction"] == (9 + 1 + 2) * 4
         assert row.bytes["reduction"] > 0 and "message" not in row.bytes
@@ -65,6 +67,18 @@ def test_all_that_travels_is_there_with_its_bytes(folder: Path) -> None:
     assert any("conv" in name for name in names)
     operators = {e["args"]["operator"] for e in events if e["ph"] == "b" and e["cat"] == "halo"}
     assert any("conv2d" in name for name in operators)
+
+
+@pytest.mark.parallel([2])
+def test_the_example_shows_halos_under_way_while_convolutions_compute(folder: Path) -> None:
+    example.main(str(folder / "trace.json"))
+    WORLD.barrier()
+    events = [e for e in read_trace(folder / "trace.json") if "ts" in e and e["pid"] == WORLD.rank]
+    halos = spans_under_way(e for e in events if e["cat"] == "halo")
+    computed = spans(e for e in events if e["cat"] == "compute" and "conv" in e["name"])
+    assert len(halos) == 9  # of five convolutions, the first of which gives its input no gradient
+    hidden = sum(any(a <= c and d <= b for c, d in computed) for a, b in halos)
+    assert hidden == 9
 
 
 @pytest.mark.parallel([1, 2])

@@ -54,7 +54,7 @@ def parts_of(
     for own, share in zip(fields, shares, strict=True):
         for place, (sample, view) in enumerate(zip(share.samples, share.views, strict=True)):
             home = homes.part(own.cuts[0], sample)
-            for piece in view.pieces():
+            for piece in view.pieces:
                 for owner in _owners(own, topology, rank, home, piece):
                     part = piece.within(own.stored_box(topology, owner), view.order)
                     if part is not None:

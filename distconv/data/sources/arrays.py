@@ -21,7 +21,7 @@ class ArraySource(Source):
     array: the array.
     name: what errors call it.
     single: the array is one sample, and has no dimension for samples.
-    check: called after each read, to raise where what was read cannot be trusted.
+    check: called before and after each read, to raise where what is read cannot be trusted.
     """
 
     def __init__(
@@ -46,6 +46,9 @@ class ArraySource(Source):
     def read_into(self, out: Array, sample: int, box: Box) -> None:
         """Copy a box of one sample."""
         index = box.slices if self._single else (sample, *box.slices)
+        if self._check is not None:
+            # To look behind the end of a mapped file ends the process.
+            self._check()
         try:
             out[...] = self._array[index]
         except Exception as error:

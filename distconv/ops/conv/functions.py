@@ -13,6 +13,7 @@ from distconv.ops.conv.spatial import convolve_whole_channels
 from distconv.ops.conv.specification import ConvolutionSpec
 from distconv.ops.conv.transposed_convolution import TransposedConvolution
 from distconv.ops.support.argument_forms import Sizes, accepts_unbatched, to_tuple
+from distconv.ops.support.merged import treats_samples_alone
 from distconv.ops.support.types import distributed_input
 from distconv.tensor.dispatch import implements
 from distconv.tensor.dist_tensor import DistTensor
@@ -20,6 +21,7 @@ from distconv.tensor.dist_tensor import DistTensor
 
 def _convolution(function: Callable[..., Tensor], n: int) -> None:
     @implements(function)
+    @treats_samples_alone(function, n + 2)
     @accepts_unbatched(function.__name__, n)
     def rule(
         input: Tensor,
@@ -42,6 +44,7 @@ def _convolution(function: Callable[..., Tensor], n: int) -> None:
 
 def _transposed_convolution(function: Callable[..., Tensor], n: int) -> None:
     @implements(function)
+    @treats_samples_alone(function, n + 2)
     @accepts_unbatched(function.__name__, n)
     def rule(
         input: Tensor,

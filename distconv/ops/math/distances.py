@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from distconv.geometry.layout import cuts_of_broadcast
+from distconv.ops.support.merged import factors_of, is_merged, merge_as, unmerged
 from distconv.ops.support.metadata_checks import check_on_meta
 from distconv.ops.support.operands import as_distributed, common_grid, local_operand
 from distconv.ops.support.whole_dimensions import apply_along
@@ -28,6 +32,9 @@ def cdist(
     """
     grid = common_grid("cdist", (x1, x2))
     shape = check_on_meta(torch.cdist, x1, x2, p, compute_mode)
+    mode = _mode(compute_mode, shape[-2:])
+    if is_merged(x1) and not is_merged(x2) and x2.dim() == 2 and len(factors_of(x1)[-1]) == 1:
+        return cast(DistTensor, merge_as(cdist(unmerged(x1), x2, p, mode), shape))
     left, right = as_distributed(x1, grid), as_distributed(x2, grid)
     rows = (*left.shape[:-1], 1), (*left.cuts[:-1], ())
     columns = (*right.shape[:-2], 1, 1), (*right.cuts[:-2], (), ())
@@ -36,12 +43,18 @@ def cdist(
         local_operand(x1, (*shape[:-1], x1.shape[-1]), cuts, grid, "cdist"),
         local_operand(x2, (*shape[:-2], *x2.shape[-2:]), (*cuts[:-2], (), ()), grid, "cdist"),
     )
-    # torch chooses a faster, less accurate way by the size; every rank takes that of the whole.
-    by_product = compute_mode == "use_mm_for_euclid_dist" or (
-        compute_mode in (None, "use_mm_for_euclid_dist_if_necessary") and max(shape[-2:]) > 25
-    )
-    mode = "use_mm_for_euclid_dist" if by_product else "donot_use_mm_for_euclid_dist"
     return DistTensor(torch.cdist(first, second, p=p, compute_mode=mode), shape, cuts, grid)
+
+
+def _mode(compute_mode: str | None, vectors: Sequence[int]) -> str:
+    """Return the way to compute distances of so many vectors from so many.
+
+    torch chooses a faster, less accurate way by the size; every rank takes that of the whole.
+    """
+    by_product = compute_mode == "use_mm_for_euclid_dist" or (
+        compute_mode in (None, "use_mm_for_euclid_dist_if_necessary") and max(vectors) > 25
+    )
+    return "use_mm_for_euclid_dist" if by_product else "donot_use_mm_for_euclid_dist"
 
 
 @implements(F.pdist, torch.pdist)

@@ -267,10 +267,13 @@ def _like(x: Any) -> Any:
 
 def _constant(function: Callable[..., Any]) -> Callable[..., Any]:
     @keeps_shape
-    def rule(input: DistTensor, *args: Any, requires_grad: bool = False, **kwargs: Any) -> Any:
+    def filled(input: DistTensor, *args: Any, **kwargs: Any) -> Any:
         shard = function(input.shard, *args, **kwargs)
         _require_here(function.__name__, input, shard.device)
-        result = DistTensor(shard, input.shape, input.cuts, input.grid)
+        return DistTensor(shard, input.shape, input.cuts, input.grid)
+
+    def rule(input: DistTensor, *args: Any, requires_grad: bool = False, **kwargs: Any) -> Any:
+        result = filled(input, *args, **kwargs)
         return result.requires_grad_() if requires_grad else result
 
     return rule

@@ -46,7 +46,7 @@ def moments(
     Those ranks call it; `counts` tells how many elements each of them contributes. The dimensions
     stay, with one element each.
     """
-    local = _variances_and_means(x, over)
+    local = _variances_and_means(x, over, grid.computes_on_gpu)
     if not group:
         return local[1], local[0]
     kept = local.shape[1:]
@@ -66,30 +66,32 @@ def _share(device: torch.device, counts: tuple[int, ...]) -> Tensor:
     return torch.tensor(counts, dtype=torch.float64, device=device) / max(sum(counts), 1)
 
 
-def _variances_and_means(x: Tensor, over: Sequence[int]) -> Tensor:
+def _variances_and_means(x: Tensor, over: Sequence[int], on_gpu: bool) -> Tensor:
     """Return variance and mean of this rank's elements, in float64."""
     if not x.numel():
         shape = [1 if d in over else n for d, n in enumerate(x.shape)]
         return x.new_zeros((2, *shape), dtype=torch.float64)
     kept = next((d for d in range(x.dim()) if d not in over), None)
-    if kept is None or x.numel() <= _PIECE or x.is_cuda:
-        return _variance_and_mean(x, over)
+    if kept is None or x.numel() <= _PIECE or on_gpu:
+        return _variance_and_mean(x, over, on_gpu)
     # In pieces, whose differences from the mean fit into memory that is used again.
     run = max(1, _PIECE * x.shape[kept] // x.numel())
-    return torch.cat([_variance_and_mean(piece, over) for piece in x.split(run, kept)], kept + 1)
+    return torch.cat(
+        [_variance_and_mean(piece, over, False) for piece in x.split(run, kept)], kept + 1
+    )
 
 
 _PIECE = 2**19
 """Elements at once: fresh memory of the size of an activation costs more than the arithmetic."""
 
 
-def _variance_and_mean(x: Tensor, over: Sequence[int]) -> Tensor:
+def _variance_and_mean(x: Tensor, over: Sequence[int], on_gpu: bool) -> Tensor:
     """Return variance and mean in float64, in two stable passes.
 
     torch.var_mean takes ten times as long on CPUs.
     """
     wide = to_accumulation_type(x)
-    if x.is_cuda:
+    if on_gpu:
         return torch.stack(torch.var_mean(wide, tuple(over), correction=0, keepdim=True)).double()
     mean = wide.mean(tuple(over), keepdim=True)
     variance = (wide - mean).square_().mean(tuple(over), keepdim=True)

@@ -6,13 +6,14 @@ that meets a position out of range raises.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from distconv.ops.support.argument_forms import normalize_dim
+from distconv.ops.support.merged import is_merged, merge_as, unmerged
 from distconv.ops.support.metadata_checks import check_on_meta
 from distconv.ops.support.operands import (
     as_distributed,
@@ -112,6 +113,8 @@ def embedding(
     if input.dtype not in (torch.int32, torch.int64):
         raise RuntimeError(f"embedding: positions of {input.dtype}; expected int32 or int64")
     shape = check_on_meta(F.embedding, input, weight, padding_idx)
+    if is_merged(input):
+        return cast(DistTensor, merge_as(embedding(unmerged(input), weight, padding_idx), shape))
     x = as_distributed(input, grid)
     shard = F.embedding(x.shard, gather_whole(weight, "embedding"), padding_idx)
     return DistTensor(shard, shape, (*x.cuts, ()), grid)

@@ -20,6 +20,7 @@ from torch import Tensor
 from distconv.geometry.layout import Shape
 from distconv.geometry.merging import common_factors, merged_runs
 from distconv.ops.support.argument_forms import normalize_dims
+from distconv.ops.support.metadata_checks import check_on_meta
 from distconv.ops.support.operands import broadcast_shape
 from distconv.tensor.dispatch import Rule
 from distconv.tensor.dist_tensor import DistTensor
@@ -76,6 +77,11 @@ def unmerge(x: Tensor, factors: Sequence[Shape]) -> Tensor:
     return x if shape == tuple(x.shape) else x.reshape(shape)
 
 
+def unmerged(x: Tensor) -> DistTensor:
+    """Return the tensor of which a merged one is a reshape."""
+    return cast(DistTensor, cast(DistTensor, x).unmerged)
+
+
 def in_blocks(x: Tensor) -> Tensor:
     """Return a tensor that is not merged, with the same elements; collective."""
     if isinstance(x, DistTensor) and x.unmerged is not None:
@@ -122,7 +128,7 @@ def elementwise(
 def keeps_shape(rule: Rule) -> Rule:
     """Let a rule of one tensor, whose result has its shape, take merged ones as they lie.
 
-    Element after element, or by row-major numbers, it makes of any reshape the same.
+    It treats each element alone, and writes to none.
     """
 
     @wraps(rule)
@@ -171,6 +177,37 @@ def works_on_channels(*, of_each_sample: bool) -> Callable[[Rule], Rule]:
             place = len(samples)
             result = rule(input.unmerged.movedim(place, 1), *args, **kwargs)
             return merge_as(result.movedim(1, place), input.shape)
+
+        return cast(Rule, either)
+
+    return decorate
+
+
+def treats_samples_alone(function: Callable[..., Tensor], ndim: int) -> Callable[[Rule], Rule]:
+    """Let a rule for `function`, of tensors of `ndim` dimensions, take samples that are merged.
+
+    Where nothing else is cut, each rank has whole samples and calls `function` on its own.
+    """
+
+    def decorate(rule: Rule) -> Rule:
+        @wraps(rule)
+        def either(input: Any, *args: Any, **kwargs: Any) -> Any:
+            operands = (*args, *kwargs.values())
+            if (
+                not is_merged(input)
+                or input.dim() != ndim
+                or any(len(run) > 1 for run in factors_of(input)[1:])
+                or any(isinstance(x, DistTensor) for x in operands)
+            ):
+                return rule(input, *args, **kwargs)
+            own, factors = unmerged(input), len(factors_of(input)[0])
+            if any(own.cuts[factors:]):
+                return rule(input, *args, **kwargs)
+            shape = check_on_meta(function, input, *args, **kwargs)
+            block = function(own.shard.flatten(0, factors - 1), *args, **kwargs)
+            block = block.reshape((*own.shard.shape[:factors], *shape[1:]))
+            made = (*own.shape[:factors], *shape[1:])
+            return merge_as(DistTensor(block, made, own.cuts, own.grid), shape)
 
         return cast(Rule, either)
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from distconv.geometry.layout import Layout
 from distconv.model.input_layouts import match_layouts
 from distconv.planning.alternation import Spread, sleep_until_all_are_here
 from distconv.planning.machine import Machine
@@ -21,7 +20,8 @@ from distconv.planning.scaling_plots import draw
 from distconv.planning.scaling_runs import measure, predict_all
 from distconv.planning.table import table
 from distconv.tensor.dispatch import UnsupportedOperation
-from distconv.tools.arguments import BadArguments, grid_axes, pattern_and_layout, shape
+from distconv.tools.arguments import BadArguments, grid_axes
+from distconv.tools.commands.step_options import add_step_options, keep_times, step_of
 from distconv.tools.factories import made, made_everywhere
 from distconv.tools.json_lines import as_json
 from distconv.tools.progress import Progress
@@ -50,20 +50,9 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def _study_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add(
-        "factory",
-        metavar="MODULE:FACTORY",
-        help="what makes the torch module when called without arguments: a function or a class, in "
-        "package.module or ./file.py",
-    )
-    add(
-        "--shape",
-        type=shape,
-        action="append",
-        required=True,
-        metavar="N,C,...",
-        help="global shape of the input; once for each input",
-    )
+    add_step_options(parser)
+    # Without a machine nothing is predicted.
+    parser.set_defaults(machine=None)
     add("--ranks", type=_numbers, default=[], metavar="N,N,...", help="of the cases that are run")
     add(
         "--predict-ranks",
@@ -79,18 +68,8 @@ def _study_options(parser: argparse.ArgumentParser) -> None:
         help="the cases that are run, such as 'height=2;height=2,width=2', or auto (the default): "
         "strong scaling cuts each sample, weak scaling the mini-batch",
     )
-    add(
-        "--layouts",
-        type=pattern_and_layout,
-        action="append",
-        default=[],
-        metavar="PATTERN:DIMENSION=AXIS+AXIS,...",
-        help="how modules whose names match take their inputs; once for each pattern",
-    )
-    add("--machine", type=Path, metavar="FILE", help="predicts every case (see calibrate)")
     add("--rounds", type=int, default=10, help="in which all cases take turns (%(default)s)")
     add("--threads", type=int, default=1, help="of every rank (%(default)s)")
-    add("--seed", type=int, default=0, help="of the parameters (%(default)s)")
     add(
         "--output",
         type=Path,
@@ -99,7 +78,6 @@ def _study_options(parser: argparse.ArgumentParser) -> None:
         "scale-strong.json, scale-weak.json)",
     )
     add("--pictures", choices=PICTURES, default="png", help="what plots are (%(default)s)")
-    add("--json", action="store_true", help="one line of JSON instead of a table")
 
 
 def _numbers(text: str) -> list[int]:
@@ -132,8 +110,8 @@ def _study(arguments: argparse.Namespace) -> int:
     first = comm is None or comm.rank == 0
     path = arguments.output or Path(f"scale-{arguments.kind}.json")
     study = _asked(arguments)
-    layouts: dict[str, Layout] = dict(arguments.layouts)
-    _check_module(arguments, layouts)
+    step = step_of(arguments)
+    _check_module(arguments)
     study = _resumed(study, path)
 
     def make() -> Any:
@@ -153,11 +131,11 @@ def _study(arguments: argparse.Namespace) -> int:
                 mpi().COMM_WORLD,
                 arguments.rounds,
                 threads=arguments.threads,
-                layouts=layouts,
+                step=step,
                 finished=finished,
             )
         if arguments.machine is not None:
-            _predicted_on_first(study, make, arguments.machine, layouts, progress)
+            _predicted_on_first(study, make, arguments.machine, step, progress)
         if first:
             study.save(path)
     if first:
@@ -219,6 +197,10 @@ def _facts(arguments: argparse.Namespace) -> dict[str, str]:
         "torch": torch.__version__,
         "threads": str(arguments.threads),
         "seed": str(arguments.seed),
+        "dtype": arguments.dtype or "as the parameters",
+        "loss": arguments.loss,
+        "optimizer": arguments.optimizer,
+        "layout": str(arguments.layout),
         "layouts": "; ".join(f"{pattern}: {cut}" for pattern, cut in arguments.layouts),
         "malloc": " ".join(f"{k}={v}" for k, v in sorted(os.environ.items()) if "MALLOC_" in k),
     }
@@ -226,10 +208,10 @@ def _facts(arguments: argparse.Namespace) -> dict[str, str]:
     return agreed
 
 
-def _check_module(arguments: argparse.Namespace, layouts: dict[str, Layout]) -> None:
+def _check_module(arguments: argparse.Namespace) -> None:
     module = made_everywhere(arguments.factory, arguments.seed)
     try:
-        match_layouts(module, layouts)
+        match_layouts(module, dict(arguments.layouts))
     except ValueError as error:
         raise BadArguments(str(error)) from None
 
@@ -249,7 +231,7 @@ def _resumed(study: Study, path: Path) -> Study:
 
 
 def _predicted_on_first(
-    study: Study, make: Any, path: Path, layouts: dict[str, Layout], progress: Progress[str]
+    study: Study, make: Any, path: Path, step: dict[str, Any], progress: Progress[str]
 ) -> None:
     """Predict on rank 0 while the others sleep; all ranks call it."""
     problem = None
@@ -260,11 +242,10 @@ def _predicted_on_first(
                 study,
                 make,
                 machine,
-                layouts=layouts,
+                step=step,
                 predicted=lambda case: progress(f"predicted {case.name}"),
             )
-            if not machine.assumed:
-                machine.save(path)
+            keep_times(machine, path)
         except (ValueError, UnsupportedOperation, OSError) as error:
             problem = str(error)
     if world().size > 1:

@@ -81,6 +81,12 @@ LOCAL: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "attention with masks": lambda x, w: back(masked(windows(x), w)),
     "channels' products": lambda x, w: x.flatten(2) @ x.flatten(2).transpose(1, 2),
     "einsum": lambda x, w: torch.einsum("wpc,wqc->wpq", windows(x), windows(x).tanh()),
+    "a convolution of windows": lambda x, w: F.conv1d(windows(x), w[:2, :4, None], w[0, :2]),
+    "a few results of all positions": lambda x, w: F.linear(
+        x.flatten(1), torch.ones(1, C * H * W, dtype=x.dtype).cumsum(1).cos() * w[0, 0], w[0, :1]
+    ),
+    "distances": lambda x, w: torch.cdist(tokens(x), w).argmin(1).view(-1, H, W) * x.sum(),
+    "embedding": lambda x, w: F.embedding(tokens(x).abs().argmax(1), w).view(-1, H, W, C),
     "parts in place": lambda x, w: scaled(windows(x)),
     "no gradient": lambda x, w: tokens(x).detach().to(torch.float32).double() + tokens(x),
 }
@@ -97,7 +103,11 @@ BROUGHT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "scaled_dot_product_attention": lambda x, w: _heads(x, is_causal=False),
     "attention to those before": lambda x, w: _heads(x, is_causal=True),
     "attention with a mask": lambda x, w: _heads(x, attn_mask=_MASK),
-    "a convolution of windows": lambda x, w: F.conv1d(windows(x), w[:2, :4, None]),
+    "a layer along positions": lambda x, w: F.linear(
+        x.flatten(2), torch.ones(H * W, H * W, dtype=x.dtype).cumsum(1).sin(), _MASK[0]
+    ).view_as(x),
+    "another number of results": lambda x, w: F.linear(tokens(x).t(), _MASK[:9].repeat(1, 2)),
+    "a convolution along positions": lambda x, w: F.conv1d(x.flatten(2), w[:2, :, None]),
 }
 
 
@@ -237,3 +247,18 @@ def test_dropout_of_a_merged_tensor_draws_the_numbers_of_its_positions() -> None
     rows = F.dropout(tokens(cut), 0.4)
     torch.manual_seed(1)
     assert torch.equal(rows.full_tensor(), F.dropout(tokens(whole), 0.4).full_tensor())
+    looked_at = tokens(cut.clone())
+    looked_at.to_local()
+    torch.manual_seed(1)
+    F.dropout(looked_at, 0.4, inplace=True)
+    assert torch.equal((looked_at * 1).full_tensor(), rows.full_tensor())
+
+
+@pytest.mark.parallel([2])
+def test_a_new_tensor_like_a_merged_one_can_be_a_leaf() -> None:
+    serial, cut = _merged()
+    ones = [torch.ones_like(tokens(x), requires_grad=True) for x in (serial, cut)]
+    for one, x in zip(ones, (serial, cut), strict=True):
+        (one * tokens(x)).square().sum().backward()
+        assert one.is_leaf and one.grad is not None
+    assert deviation(ones[1].grad.full_tensor(), ones[0].grad) < 1e-12

@@ -1,0 +1,358 @@
+"""The best layout of each layer on a grid: a shortest path, with redistributions between layers.
+
+After Dryden et al., "Channel and Filter Parallelism for Large-Scale CNN Training" (SC 2019): a
+vertex is a layer with the layout of its input, its weight the layer's time; an edge leads to the
+next layer, and its weight is the time to redistribute what is between them, forward and backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import inf
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from distconv.comm.ledger import without_counting
+from distconv.geometry.index_maps import Same
+from distconv.geometry.layout import Cuts, Layout, default_cuts, dimension_names, effective_cuts
+from distconv.geometry.plan import make_plan
+from distconv.planning.dry_run import DryRunGrid, without_elements
+from distconv.planning.links import messages_cost
+from distconv.planning.losses import sgd
+from distconv.planning.machine import Machine
+from distconv.planning.operators import OperatorTimes
+from distconv.planning.prediction import Prediction, in_words, predict, shapes_of
+from distconv.planning.recording import Recording, record_step
+from distconv.planning.timeline import play
+from distconv.tensor.dist_tensor import DistTensor
+from distconv.tensor.nested import tensors_in
+
+State = TypeVar("State")
+
+MOST_LAYOUTS = 32
+"""The most layouts that are tried for each layer."""
+
+
+@dataclass(frozen=True)
+class LayoutPlan:
+    """Layouts of layers on a grid; prints as what `parallelize` takes."""
+
+    grid: dict[str, int]
+    layouts: dict[str, Layout]
+    """For `layouts=` of `parallelize`: the layers that take their input in another layout than it
+    comes in."""
+    prediction: Prediction
+    """The step with these layouts."""
+    uniform: Prediction
+    """The step with the default layout for all layers."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the layouts as JSON has them: for each module, dimensions with their grid axes."""
+        return {
+            "layouts": {
+                name: {
+                    dimension: list(axes)
+                    for dimension, axes in zip(dimension_names(5), layout.cuts(5), strict=True)
+                    if axes
+                }
+                for name, layout in self.layouts.items()
+            },
+            "seconds": self.prediction.seconds,
+            "uniform_seconds": self.uniform.seconds,
+        }
+
+    def __str__(self) -> str:
+        gain = self.uniform.seconds / self.prediction.seconds - 1
+        if not self.layouts:
+            return f"on {in_words(self.grid)} no layer gains by a layout of its own"
+        lines = [f"    {name!r}: {layout!r}," for name, layout in self.layouts.items()]
+        return "\n".join(
+            (
+                f"on {in_words(self.grid)} a step takes {gain:.1%} longer without these layouts:",
+                "layouts={",
+                *lines,
+                "}",
+            )
+        )
+
+
+class Link(NamedTuple):
+    """A layer of a chain."""
+
+    name: str
+    module: nn.Module
+    shape: tuple[int, ...]
+    """Of its input."""
+    dtype: torch.dtype
+
+
+def plan_layouts(
+    module: nn.Module,
+    shape: Sequence[int] | Sequence[Sequence[int]],
+    grid: Mapping[str, int],
+    machine: Machine,
+    *,
+    layout: Layout | None = None,
+    layouts: Mapping[str, Layout] | None = None,
+    progress: Callable[[str], object] = lambda what: None,
+    **options: Any,
+) -> LayoutPlan:
+    """Return the layouts of layers with which a training step takes the least time, as predicted.
+
+    Layers are those of the longest chain in the module, of which each takes what the one before it
+    returns; a module with branches within counts as one. Where the layouts found gain nothing in
+    the whole step, there are none.
+
+    Parameters
+    ----------
+    module, shape, grid, layout: as for `predict`, and so are further options.
+    layouts: is given to `predict` beside what is found.
+    """
+    shapes = shapes_of(shape)
+    options = {"layout": layout, **options}
+    given = dict(layouts or {})
+    uniform = predict(module, shapes, grid, machine, layouts=given, **options)
+    hollow = without_elements(module, "plan_layouts")
+    chain = chain_of(hollow, DryRunGrid({}), shapes, options.get("dtype"))
+    rank = DryRunGrid(grid).rank
+    costs = _Costs(grid, rank, machine)
+    first = _cuts(layout, grid, len(shapes[0]))
+    found: dict[str, Layout] = {}
+    if len(shapes) == 1 and len(chain) > 1:
+        progress(f"{len(chain)} layers, each in up to {MOST_LAYOUTS} layouts")
+        costs.prepare(chain, first)
+        path = shortest_path(
+            [costs.layouts(link, first) for link in chain],
+            lambda i, cuts: costs.seconds(chain[i], cuts),
+            lambda i, a, b: costs.between(chain, i, a, b),
+            first,
+        )
+        comes: Cuts = first
+        for link, cuts in zip(chain, path, strict=True):
+            if cuts != comes:
+                found[link.name] = Layout.of(cuts)
+            comes = costs.made(link, cuts) or ((),) * len(cuts)
+    if not found:
+        return LayoutPlan(dict(uniform.grid), {}, uniform, uniform)
+    best = predict(module, shapes, grid, machine, layouts=given | found, **options)
+    if best.seconds >= uniform.seconds:
+        return LayoutPlan(dict(uniform.grid), {}, uniform, uniform)
+    return LayoutPlan(dict(uniform.grid), found, best, uniform)
+
+
+def shortest_path(
+    choices: Sequence[Sequence[State]],
+    vertex: Callable[[int, State], float],
+    edge: Callable[[int, State, State], float],
+    first: State,
+) -> list[State]:
+    """Return one state for each step of a chain, so that vertices and edges add up to the least.
+
+    Parameters
+    ----------
+    choices: the states of each step.
+    vertex: the cost of a state in a step.
+    edge: the cost of going to a step and state from a state of the step before; to the first step
+        from `first`.
+    """
+    reached: list[tuple[float, list[State]]] = [(0.0, [])]
+    before: Sequence[State] = [first]
+    for i, states in enumerate(choices):
+        arrived = []
+        for state in states:
+            cost, path = min(
+                (
+                    (so_far + edge(i, last, state), path)
+                    for (so_far, path), last in zip(reached, before, strict=True)
+                ),
+                key=lambda option: option[0],
+            )
+            arrived.append((cost + vertex(i, state), [*path, state]))
+        reached, before = arrived, states
+    return min(reached, key=lambda option: option[0])[1]
+
+
+def chain_of(
+    module: nn.Module,
+    grid: DryRunGrid,
+    shapes: Sequence[tuple[int, ...]],
+    dtype: torch.dtype | None = None,
+) -> list[Link]:
+    """Return the layers of a module without elements, of which each takes what the last returned.
+
+    Modules within which that is not so count as layers themselves.
+    """
+    calls: dict[nn.Module, list[tuple[Any, Any]]] = {}
+    order: dict[nn.Module, int] = {}
+    hooks = []
+    for part in module.modules():
+
+        def note(part: nn.Module, args: Any, result: Any) -> None:
+            calls.setdefault(part, []).append((args, result))
+
+        def enter(part: nn.Module, args: Any) -> None:
+            order.setdefault(part, len(order))
+
+        hooks += [part.register_forward_pre_hook(enter), part.register_forward_hook(note)]
+    if dtype is None:
+        floating = (p.dtype for p in module.parameters() if p.is_floating_point())
+        dtype = next(floating, torch.float32)
+    try:
+        with torch.no_grad(), without_counting():
+            module(*(grid.tensor(shape, None, dtype) for shape in shapes))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    names = {part: name for name, part in module.named_modules()}
+
+    def expand(part: nn.Module) -> Iterator[Link]:
+        ((args, result),) = calls[part]
+        children = sorted(
+            (child for child in part.children() if child in calls), key=order.__getitem__
+        )
+        if children and _is_chain([calls[child] for child in children], args, result):
+            for child in children:
+                yield from expand(child)
+        elif tensors_in(args):
+            x = tensors_in(args)[0]
+            yield Link(names[part], part, tuple(x.shape), x.dtype)
+
+    return list(expand(module)) if len(calls.get(module, ())) == 1 else []
+
+
+def _is_chain(calls: Sequence[Sequence[tuple[Any, Any]]], args: Any, result: Any) -> bool:
+    """Return whether each was called once, with what the one before it has returned."""
+    comes = args
+    for several in calls:
+        if len(several) != 1:
+            return False
+        inputs, made = several[0]
+        if len(tensors_in(inputs)) != 1 or tensors_in(inputs)[0] is not tensors_in(comes)[0]:
+            return False
+        comes = made
+    # What a module makes of its last layer's result stays in one piece with it.
+    return len(tensors_in(result)) == 1
+
+
+def _cuts(layout: Layout | None, grid: Mapping[str, int], ndim: int) -> Cuts:
+    topology = DryRunGrid(grid).topology
+    if layout is None:
+        return default_cuts(ndim, topology)
+    return effective_cuts(layout.cuts(ndim), topology)
+
+
+class _Costs:
+    """Seconds of layers, and of redistributions between them, on one rank of a grid."""
+
+    def __init__(self, grid: Mapping[str, int], rank: int, machine: Machine):
+        self._grid, self._rank, self._machine = grid, rank, machine
+        self._dry = DryRunGrid(grid, rank)
+        self._times = OperatorTimes(machine, machine.at_once(self._dry.size))
+        self._recorded: dict[object, tuple[Recording | None, Cuts | None]] = {}
+        self._seconds: dict[object, float] = {}
+
+    def layouts(self, link: Link, first: Cuts) -> list[Cuts]:
+        """Return the ways to cut a layer's input over all axes of the grid, the default first."""
+        names = dimension_names(len(link.shape))
+        axes = [axis for axis, n in self._grid.items() if n > 1]
+        default = default_cuts(len(link.shape), self._dry.topology)
+        found = [first] if len(first) == len(link.shape) else []
+        found.append(default)
+        for chosen in product(range(len(names)), repeat=len(axes)):
+            cuts: Cuts = tuple(
+                tuple(a for a, d in zip(axes, chosen, strict=True) if d == i)
+                for i in range(len(names))
+            )
+            parts = (self._dry.topology.parts(c) for c in cuts)
+            if all(p <= n for p, n in zip(parts, link.shape, strict=True)):
+                found.append(cuts)
+        return list(dict.fromkeys(found))[:MOST_LAYOUTS]
+
+    def prepare(self, chain: Sequence[Link], first: Cuts) -> None:
+        """Record each layer in each layout, and time the local operators."""
+        for link in chain:
+            for cuts in self.layouts(link, first):
+                self._record(link, cuts)
+        recordings = [r for r, _ in self._recorded.values() if r is not None]
+        self._times.prepare_approximately([r.operators for r in recordings])
+
+    def seconds(self, link: Link, cuts: Cuts) -> float:
+        """Return the seconds of a layer, forward and backward; infinity where it is refused."""
+        key = _key(link, cuts)
+        if key not in self._seconds:
+            recording, _ = self._record(link, cuts)
+            if recording is None:
+                self._seconds[key] = inf
+            else:
+                line = play([recording], self._machine, self._times)
+                self._seconds[key] = sum(
+                    s.stop - s.start
+                    for s in line.segments[recording.rank]
+                    if s.place.layer in recording.shapes
+                )
+        return self._seconds[key]
+
+    def made(self, link: Link, cuts: Cuts) -> Cuts | None:
+        """Return how the layer's output is cut; None where it is refused."""
+        return self._record(link, cuts)[1]
+
+    def between(self, chain: Sequence[Link], i: int, last: Cuts, cuts: Cuts) -> float:
+        """Return the seconds to redistribute the input of layer `i`, and its gradient."""
+        comes = last if i == 0 else self.made(chain[i - 1], last)
+        if comes is None:
+            return inf
+        link = chain[i]
+        if comes == cuts:
+            return 0.0
+        if len(comes) != len(cuts):
+            return inf
+        size = link.dtype.itemsize
+        needs = (Same(),) * len(cuts)
+        plan = make_plan(self._dry.topology, self._rank, link.shape, comes, cuts, needs)
+        arriving = [(r.peer, size * r.size) for r in plan.receives]
+        leaving = [(r.peer, size * r.size) for r in plan.sends]
+        moved = sum(n for _, n in arriving) + sum(n for _, n in leaving)
+        packed = 2 * self._machine.packing.at(moved)
+        forward = messages_cost(self._rank, arriving, leaving, self._machine).total
+        # The gradient of an input that nobody trains does not go back.
+        back = 0.0 if i == 0 else messages_cost(self._rank, leaving, arriving, self._machine).total
+        return forward + back + packed
+
+    def _record(self, link: Link, cuts: Cuts) -> tuple[Recording | None, Cuts | None]:
+        key = _key(link, cuts)
+        if key not in self._recorded:
+            made: list[Cuts] = []
+
+            def loss(output: Any) -> Tensor:
+                y = tensors_in(output)[0]
+                assert isinstance(y, DistTensor)
+                made.append(y.cuts)
+                return y.sum()
+
+            try:
+                recording = record_step(
+                    link.module,
+                    [link.shape],
+                    self._grid,
+                    rank=self._rank,
+                    layout=Layout.of(cuts),
+                    dtype=link.dtype,
+                    loss=loss,
+                    optimizer=sgd,
+                    input_gradients=True,
+                    gpu=self._machine.asynchronous,
+                )
+                self._recorded[key] = recording, made[0]
+            except RuntimeError:
+                self._recorded[key] = None, None
+        return self._recorded[key]
+
+
+def _key(link: Link, cuts: Cuts) -> object:
+    """Return what is the same for layers that take as long."""
+    weights = tuple(tuple(p.shape) for p in link.module.parameters())
+    return repr(link.module), weights, link.shape, link.dtype, cuts

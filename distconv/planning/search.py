@@ -1,0 +1,382 @@
+"""The best grid for a network, a mini-batch and a number of ranks: all grids, ranked by time.
+
+Grids that need more memory than a rank has are left out. Where none fits, what would is told.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from distconv.geometry.layout import dimension_names
+from distconv.geometry.topology import AXES
+from distconv.planning.dry_run import DryRunGrid, without_elements
+from distconv.planning.machine import Machine
+from distconv.planning.operators import OperatorTimes
+from distconv.planning.prediction import (
+    Prediction,
+    in_words,
+    predicted,
+    record_rank,
+    record_ranks,
+    shapes_of,
+)
+from distconv.planning.recording import Recording
+from distconv.planning.table import size, table
+from distconv.tensor.dispatch import UnsupportedOperation
+
+REFINED = 4
+"""How many of the best grids are predicted from several ranks, not from the middle one alone."""
+
+Progress = Callable[[str], object]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A grid, and what became of it."""
+
+    grid: dict[str, int]
+    prediction: Prediction | None
+    refusal: str | None = None
+    """Why it is out: the operator that is refused, or its memory."""
+
+
+@dataclass(frozen=True)
+class WayOut:
+    """Something that would make a step fit into memory."""
+
+    what: str
+    peak: int
+    """Bytes that a rank then needs at most."""
+    fits: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The grids for a number of ranks, the best first; prints as a table."""
+
+    module: str
+    machine: str
+    assumed: bool
+    ranks: int
+    memory: int | None
+    """Bytes that a rank has; None where that does not matter."""
+    candidates: tuple[Candidate, ...]
+    """Those that fit, by time for each sample; then the others."""
+    ways_out: tuple[WayOut, ...] = ()
+    """What would fit, where nothing does."""
+
+    @property
+    def fitting(self) -> list[Prediction]:
+        """Return the predictions of the grids that fit, the best first."""
+        return [
+            c.prediction for c in self.candidates if c.refusal is None and c.prediction is not None
+        ]
+
+    @property
+    def best(self) -> Prediction:
+        """Return the best grid's prediction.
+
+        Raises
+        ------
+        ValueError
+            Where no grid fits; the message tells what would.
+        """
+        fitting = self.fitting
+        if not fitting:
+            raise ValueError(self.nothing_fits)
+        return fitting[0]
+
+    @property
+    def grid(self) -> dict[str, int]:
+        """Return the ranks along the axes of the best grid, for `ProcessGrid`."""
+        return self.best.grid
+
+    @property
+    def nothing_fits(self) -> str:
+        """Return in words that no grid fits, and what would."""
+        least = [c.prediction.peak for c in self.candidates if c.prediction is not None]
+        if not least:
+            reasons = dict.fromkeys(c.refusal for c in self.candidates)
+            why = "; ".join(map(str, reasons))
+            return f"no grid of {self.ranks} ranks can run {self.module}: {why}"
+        has = "" if self.memory is None else f", and has {size(self.memory)}"
+        lines = [
+            f"no grid of {self.ranks} ranks fits: a rank needs at least {size(min(least))}{has}"
+        ]
+        lines += [
+            f"  {way.what}: {size(way.peak)}, which {'fits' if way.fits else 'does not fit either'}"
+            for way in self.ways_out
+        ]
+        return "\n".join(lines)
+
+    @property
+    def reason(self) -> str:
+        """Return in words what the runner-up loses."""
+        if len(self.fitting) < 2:
+            return "no other grid fits"
+        first, second = self.fitting[:2]
+        longer = second.seconds_per_sample / first.seconds_per_sample - 1
+        parts = []
+        for what in ("compute", "host", "exposed"):
+            a, b = (getattr(p, what) / max(p.samples, 1) for p in (first, second))
+            if abs(b - a) > 1e-3 * first.seconds_per_sample:
+                more = "more" if b > a else "less"
+                name = {"compute": "computing", "host": "Python", "exposed": "waiting"}[what]
+                parts.append(f"{abs(b - a) * 1e3:.3g} ms {more} {name} a sample")
+        why = ", ".join(parts) or "which is within a thousandth everywhere"
+        return f"{in_words(second.grid)} takes {longer:.1%} longer: {why}"
+
+    def __str__(self) -> str:
+        if not self.fitting:
+            return self.nothing_fits
+        rows: list[tuple[str, ...]] = [_HEADING, *map(_cells, self.candidates[:12])]
+        assumed = ", assumed" if self.assumed else ""
+        out = sum(c.refusal is not None for c in self.candidates)
+        return "\n".join(
+            (
+                f"{self.module} on {self.ranks} ranks of {self.machine}{assumed}: "
+                f"{in_words(self.grid)}",
+                table(rows, right=(1, 2, 3, 4, 5, 6)),
+                f"times in ms; {len(self.fitting)} grids fit, {out} do not",
+                self.reason,
+            )
+        )
+
+
+_HEADING = ("grid", "a sample", "a step", "compute", "host", "exposed", "memory", "")
+
+
+def _cells(c: Candidate) -> tuple[str, ...]:
+    p = c.prediction
+    if p is None:
+        return (in_words(c.grid), *("",) * 6, (c.refusal or "")[:100])
+    times = p.seconds_per_sample, p.seconds, p.compute, p.host, p.exposed
+    return (
+        in_words(c.grid),
+        *(f"{t * 1e3:.4g}" for t in times),
+        size(p.peak),
+        c.refusal or "",
+    )
+
+
+def grids_of(
+    ranks: int, shape: Sequence[int], axes: Sequence[str] | None = None
+) -> Iterator[dict[str, int]]:
+    """Yield all grids of so many ranks that cut no dimension of an input into more parts than it
+    has elements.
+
+    Parameters
+    ----------
+    axes: those that may have several ranks; by default the dimensions of the input, and `filter`
+        beside `channel`.
+    """
+    names = dimension_names(len(shape))
+    most = {name: n for name, n in zip(names, shape, strict=True) if name in AXES}
+    most["filter"] = ranks
+    allowed = [axis for axis in AXES if axis in (most if axes is None else axes)]
+    for axis in axes or ():
+        if axis not in AXES:
+            raise ValueError(f"{axis!r} is not an axis of a grid; choose from {', '.join(AXES)}")
+
+    def split(left: int, rest: Sequence[str]) -> Iterator[dict[str, int]]:
+        if not rest:
+            if left == 1:
+                yield {}
+            return
+        axis, *others = rest
+        for n in range(1, min(left, most.get(axis, 1)) + 1):
+            if left % n == 0:
+                for more in split(left // n, others):
+                    yield ({axis: n} if n > 1 else {}) | more
+
+    for grid in split(ranks, allowed):
+        # Filters are cut beside channels, or by nobody.
+        if "filter" not in grid or "channel" in grid:
+            yield grid
+
+
+def plan(
+    module: nn.Module,
+    shape: Sequence[int] | Sequence[Sequence[int]],
+    ranks: int,
+    machine: Machine,
+    *,
+    memory: int | None = None,
+    axes: Sequence[str] | None = None,
+    grids: Sequence[Mapping[str, int]] | None = None,
+    measure: bool = True,
+    progress: Progress = lambda what: None,
+    **options: Any,
+) -> Plan:
+    """Return the grids of so many ranks, ranked by predicted time for each sample.
+
+    One process calls it; where local operators are to be timed, on the machine itself.
+
+    Parameters
+    ----------
+    module, shape: as for `predict`, and so are further options.
+    memory: bytes that a rank may use; what the machine has, if it is known, when not given.
+    axes: the grid axes that may have several ranks; all that the input has by default.
+    grids: the grids to choose from; all by default.
+    measure: whether local operators may be timed.
+    progress: is called with a line for each step of the search.
+
+    Raises
+    ------
+    ValueError
+        For numbers of ranks without any grid, and for wrong axes.
+    """
+    shapes = shapes_of(shape)
+    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
+        raise ValueError(f"ranks={ranks!r} is no number of ranks; expected from 1")
+    limit = machine.memory if memory is None else memory
+    chosen = (
+        [dict(g) for g in grids] if grids is not None else list(grids_of(ranks, shapes[0], axes))
+    )
+    if not chosen:
+        raise ValueError(
+            f"{ranks} ranks cannot be laid out over an input of shape {shapes[0]}"
+            + (f" along {', '.join(axes)}" if axes else "")
+        )
+    hollow = without_elements(module, "plan")
+    options["gpu"] = machine.asynchronous
+    times = OperatorTimes(machine, machine.at_once(ranks), measure=measure)
+    name, samples = type(module).__name__, shapes[0][0]
+    out: list[Candidate] = []
+    recorded: list[tuple[dict[str, int], Recording]] = []
+    for i, grid in enumerate(chosen):
+        progress(f"{i + 1} of {len(chosen)}: {in_words(grid)}")
+        try:
+            recording = record_rank(hollow, shapes, grid, _telling(grid, shapes[0]), **options)
+        except (UnsupportedOperation, RuntimeError) as refusal:
+            out.append(Candidate(grid, None, str(refusal)))
+            continue
+        recorded.append((grid, recording))
+    times.prepare_approximately([r.operators for _, r in recorded], progress)
+    fitting: list[Candidate] = []
+    for grid, recording in recorded:
+        p = predicted(name, samples, grid, [recording], machine, times)
+        if limit is not None and p.peak > limit:
+            out.append(Candidate(grid, p, f"needs {size(p.peak)}"))
+        else:
+            fitting.append(Candidate(grid, p))
+    fitting.sort(key=_seconds)
+    best: list[Candidate] = []
+    while fitting and len(best) < REFINED:
+        grid = fitting.pop(0).grid
+        progress(f"refined: {in_words(grid)}")
+        several = record_ranks(hollow, shapes, grid, **options)
+        times.prepare_approximately([r.operators for r in several], progress)
+        p = predicted(name, samples, grid, several, machine, times)
+        if limit is not None and p.peak > limit:
+            out.append(Candidate(grid, p, f"needs {size(p.peak)}"))
+        else:
+            best.append(Candidate(grid, p))
+    best.sort(key=_seconds)
+    out.sort(key=lambda c: (c.prediction is None, c.prediction.peak if c.prediction else 0))
+    ways: tuple[WayOut, ...] = ()
+    if not best and limit is not None and recorded:
+        smallest = min(recorded, key=lambda pair: pair[1].peak)
+        ways = tuple(_ways_out(hollow, shapes, ranks, limit, smallest, axes, options))
+    return Plan(
+        name,
+        machine.name,
+        machine.assumed,
+        ranks,
+        limit,
+        (*best, *fitting, *out),
+        ways,
+    )
+
+
+def _seconds(c: Candidate) -> float:
+    assert c.prediction is not None
+    return c.prediction.seconds_per_sample
+
+
+def _telling(grid: Mapping[str, int], shape: Sequence[int]) -> int:
+    """Return the rank that tells most of a grid: in the middle, as far as blocks are the largest
+    there.
+    """
+    sizes = dict(zip(dimension_names(len(shape)), shape, strict=True))
+    topology = DryRunGrid(grid).topology
+    place = {}
+    for axis in AXES:
+        parts = topology.extent(axis)
+        larger = sizes.get(axis, parts) % parts
+        place[axis] = min(parts // 2, larger - 1) if larger else parts // 2
+    return topology.rank(place)
+
+
+def _ways_out(
+    module: nn.Module,
+    shapes: Sequence[tuple[int, ...]],
+    ranks: int,
+    limit: int,
+    smallest: tuple[dict[str, int], Recording],
+    axes: Sequence[str] | None,
+    options: Mapping[str, Any],
+) -> Iterator[WayOut]:
+    """Yield what would make a step fit, with numbers: checkpoints, bfloat16, more ranks."""
+    grid, recording = smallest
+    yield _way(f"checkpointing each block on {in_words(grid)}", checkpointed(recording), limit)
+    try:
+        half = copy.deepcopy(module).to(torch.bfloat16)
+        peak = record_rank(half, shapes, grid, _telling(grid, shapes[0]), **options).peak
+        yield _way(f"bfloat16 on {in_words(grid)}", peak, limit)
+    except RuntimeError:
+        pass
+    for times in (2, 4, 8, 16):
+        found = []
+        for more in grids_of(ranks * times, shapes[0], axes):
+            # Those that cut as the smallest does, and one axis further.
+            if all(more.get(axis, 1) >= n for axis, n in grid.items()) and "filter" not in more:
+                rank = _telling(more, shapes[0])
+                try:
+                    least = record_rank(module, shapes, more, rank, **options).peak
+                except RuntimeError:
+                    continue
+                found.append((least, more))
+        if found:
+            peak, more = min(found, key=lambda pair: pair[0])
+            yield _way(f"{ranks * times} ranks as {in_words(more)}", peak, limit)
+            if peak <= limit:
+                return
+
+
+def _way(what: str, peak: int, limit: int) -> WayOut:
+    return WayOut(what, peak, peak <= limit)
+
+
+def checkpointed(recording: Recording) -> int:
+    """Return about how many bytes a rank needs that keeps the inputs of blocks only, and computes
+    the rest of each again in the backward pass.
+
+    Blocks are the children of the outermost module that has several.
+    """
+    kept = recording.kept
+    depth = 1
+    names = [name for name in kept if name in recording.shapes]
+    while len({_block(name, depth) for name in names}) < 3 and depth < 8:
+        depth += 1
+    blocks: dict[str, int] = {}
+    last: dict[str, int] = {}
+    for name in names:
+        block = _block(name, depth)
+        blocks[block] = blocks.get(block, 0) + kept[name]
+        last[block] = kept[name]
+    if not blocks:
+        return recording.peak
+    inputs = sum(min(last[block], whole) for block, whole in blocks.items())
+    saved = sum(blocks.values()) - inputs - max(blocks.values())
+    return recording.peak - max(saved, 0)
+
+
+def _block(name: str, depth: int) -> str:
+    return ".".join(name.split(".")[:depth])

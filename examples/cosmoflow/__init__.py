@@ -1,0 +1,1 @@
+"""Estimate the parameters of a cosmology from the distribution of matter."""

@@ -1,0 +1,154 @@
+"""Universes, or equal parts of them, every rank reading its own box."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import distconv as dc
+from distconv.data import Dataset, Flip, HDF5Source, Normalize, Rotate90, Source, together
+from distconv.data.sources.interface import Array
+from examples.generating.samples import read_facts
+
+from .cosmology import RANGES
+
+TURNS = (Flip(), Rotate90(("depth", "height")), Rotate90(("height", "width")))
+"""All ways to turn a cube onto itself."""
+
+
+class Universes(Dataset):
+    """Densities (samples, 4, W, W, W), logarithmic and normalised, and the place of each parameter
+    in its range, -1 to 1: (samples, 4). Opening it is collective.
+
+    Args:
+        path: the HDF5 file that `generate` has written.
+        grid: the process grid; its axes of the same name cut the dimensions of a mini-batch.
+        dtype: the type of the tensors.
+        parts: cut every universe into so many parts along each side; each part is a sample, and
+            the parts of a universe follow each other.
+        normalise_as: take the mean and deviation of each channel from these. A validation set has
+            to be normalised as its training set was.
+        augment: flip and rotate samples at random: no direction is special.
+
+    Attributes:
+        size: W, of a sample.
+        samples_a_universe: parts^3.
+
+    Raises:
+        DataError: on every rank, for a file that is missing, truncated or mis-shaped on any, or is
+            not the same on all.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        grid: dc.ProcessGrid,
+        dtype: torch.dtype = torch.float32,
+        parts: int = 1,
+        normalise_as: Universes | None = None,
+        augment: bool = False,
+    ) -> None:
+        facts = together(grid, lambda: read_facts(path))
+
+        def opened() -> tuple[dict[str, Source], Normalize]:
+            density, parameters = HDF5Source(path, "density"), HDF5Source(path, "parameters")
+            _check(path, density, parameters, parts)
+            normalize = Normalize(facts["log_mean"], facts["log_deviation"])
+            sources = {
+                "density": Parts(density, parts),
+                "parameters": Repeated(parameters, parts**3),
+            }
+            return sources, normalize
+
+        sources, own = together(grid, opened)
+        self.normalize: Normalize = normalise_as.normalize if normalise_as else own
+        self.size = sources["density"].shape[-1]
+        self.samples_a_universe = parts**3
+        super().__init__(
+            sources,
+            grid,
+            dtype=dtype,
+            transform={"density": self._logarithm, "parameters": place_in_range},
+            augment=TURNS if augment else (),
+        )
+
+    def _logarithm(self, block: Tensor, box: dc.Box) -> Tensor:
+        return self.normalize(block.log1p_(), box)
+
+
+class Parts(Source):
+    """The equal cubic parts of samples (channels, W, W, W), each a sample of its own.
+
+    Args:
+        whole: the samples.
+        parts: along each side; divides W.
+    """
+
+    def __init__(self, whole: Source, parts: int) -> None:
+        channels, width = whole.shape[0], whole.shape[-1]
+        self._whole, self._parts, self._side = whole, parts, width // parts
+        self.name = whole.name
+        self.samples = whole.samples * parts**3
+        self.shape = (channels, *3 * (self._side,))
+        self.dtype = whole.dtype
+
+    def read_into(self, out: Array, sample: int, box: dc.Box) -> None:
+        """Read a box of one part."""
+        universe, part = divmod(sample, self._parts**3)
+        place = np.unravel_index(part, 3 * (self._parts,))
+        corner = [0, *(self._side * int(i) for i in place)]
+        start, stop = (
+            tuple(a + c for a, c in zip(ends, corner, strict=True))
+            for ends in (box.start, box.stop)
+        )
+        self._whole.read_into(out, universe, dc.Box(start, stop))
+
+    def facts(self) -> dict[str, str]:
+        """Return what ranks agree on: the file, and how it is cut."""
+        return self._whole.facts() | {f"parts of {self.name}": str(self._parts)}
+
+
+class Repeated(Source):
+    """Samples of which each is there several times, one after the other."""
+
+    def __init__(self, once: Source, times: int) -> None:
+        self._once, self._times = once, times
+        self.name, self.shape, self.dtype = once.name, once.shape, once.dtype
+        self.samples = once.samples * times
+
+    def read_into(self, out: Array, sample: int, box: dc.Box) -> None:
+        """Read a box of one sample."""
+        self._once.read_into(out, sample // self._times, box)
+
+    def facts(self) -> dict[str, str]:
+        """Return what ranks agree on: the file."""
+        return self._once.facts()
+
+
+def place_in_range(block: Tensor, box: dc.Box) -> Tensor:
+    """Scale parameters (samples, 4) from their ranges to -1 to 1, in place."""
+    low, high = torch.tensor(list(RANGES.values()), dtype=block.dtype)[box.slices[1]].unbind(1)
+    return block.sub_(low).mul_(2.0 / (high - low)).sub_(1.0)
+
+
+def from_range(places: np.ndarray) -> np.ndarray:
+    """Return the parameters (samples, 4) that stand at these places of their ranges."""
+    low, high = np.array(list(RANGES.values())).T
+    return low + (places + 1.0) / 2.0 * (high - low)
+
+
+def _check(path: Path, density: Source, parameters: Source, parts: int) -> None:
+    """Raise `ValueError` for files of other things, and for numbers of parts that do not divide."""
+    shape = density.shape
+    if len(shape) != 4 or len(set(shape[1:])) != 1 or parameters.shape != (len(RANGES),):
+        raise ValueError(
+            f"{path}: samples of 'density' have shape {shape} and of 'parameters' "
+            f"{parameters.shape}; expected (4, W, W, W) and ({len(RANGES)},)"
+        )
+    if shape[1] % parts:
+        raise ValueError(
+            f"{path}: {parts} parts do not divide a side of {shape[1]} cells; choose a power of two"
+        )

@@ -1,0 +1,184 @@
+"""Does the size of a sample matter? The same universes as whole volumes and as their parts.
+
+    python -m examples.cosmoflow.study --output runs/study
+
+A network is trained on universes of W^3 cells, one on their eighths of (W/2)^3, and one on their
+64ths of (W/4)^3, with the same voxels in the training set, in a mini-batch and in all epochs. Each
+has the blocks that its sample takes. study.png and study.md compare their errors on universes that
+none of them has seen, for one sample, and for all samples of a universe averaged.
+
+Stopped at any moment, it goes on with the same command after the last whole epoch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from distconv.data.checkpoint import checkpoints_in
+from distconv.data.durable import write_atomically
+from distconv.transport.world import world
+from examples.trainer.arguments import natural, positive
+from examples.trainer.launch import become_ranks, words
+from examples.trainer.plots import BLUE, RED
+
+from . import generate, train
+from .cosmology import RANGES
+
+LEAST_SIDE = 8
+"""Cells along a side of the smallest samples: the networks take no smaller ones."""
+
+
+def run(args: argparse.Namespace) -> None:
+    """Generate, train on samples of each size with each seed, and compare. Collective."""
+    comm = world().for_program()
+    output: Path = args.output
+    universes = {"size": str(args.size), "cell": str(args.cell), "grid": "sample=-1"}
+    files = {"data": (args.universes, "0"), "validation": (args.validation, "1")}
+    for name, (samples, draw) in files.items():
+        path = output / f"{name}.h5"
+        if not comm.bcast(path.exists()):
+            options = universes | {"samples": str(samples), "seed": draw, "output": str(path)}
+            generate.main(words(options), comm)
+    for seed in range(args.seeds):
+        for parts in parts_of(args.size):
+            folder = run_folder(output, args.size // parts, seed)
+            if comm.bcast((folder / "metrics.json").exists()):
+                continue
+            options = {name: str(output / f"{name}.h5") for name in files}
+            options |= {
+                "output": str(folder),
+                "grid": "sample=-1",
+                "network": args.network,
+                "width": str(args.width),
+                "parts": str(parts),
+                "epochs": str(args.epochs),
+                "batch-size": str(args.batch_size * parts**3),
+                "learning-rate": str(args.learning_rate),
+                "seed": str(seed),
+            }
+            if comm.bcast(bool(checkpoints_in(folder))):
+                options["resume"] = str(folder)
+            if comm.rank == 0:
+                print(f"samples of {args.size // parts}^3 cells, seed {seed}", flush=True)
+            train.main(["--augment", *words(options)], comm)
+    if comm.rank == 0:
+        compare(args)
+    comm.bcast(None)
+
+
+def parts_of(size: int) -> list[int]:
+    """Return along how many parts of a side universes are cut, from none to the smallest parts."""
+    return [parts for parts in (1, 2, 4) if size // parts >= LEAST_SIDE]
+
+
+def run_folder(output: Path, side: int, seed: int) -> Path:
+    """Return where the run on samples of this side is."""
+    return output / f"side-{side}-seed-{seed}"
+
+
+def compare(args: argparse.Namespace) -> None:
+    """Write study.json, study.md and study.png from the metrics of all runs. Rank 0 alone."""
+    rows = []
+    for parts in parts_of(args.size):
+        side = args.size // parts
+        runs = [
+            json.loads((run_folder(args.output, side, seed) / "metrics.json").read_text())
+            for seed in range(args.seeds)
+        ]
+        # By what a program would keep: the epoch with the lowest validation loss.
+        best = [min(found["history"], key=lambda record: record["loss"]) for found in runs]
+        names = ["loss", "universe_loss", "trivial_loss", *(f"error_{name}" for name in RANGES)]
+        rows.append(
+            {"side": side, "samples": args.universes * parts**3}
+            | {name: [record[name] for record in best] for name in names}
+        )
+    facts = {
+        name: getattr(args, name)
+        for name in ("size", "cell", "universes", "validation", "epochs", "batch_size", "network")
+    }
+    content = json.dumps(facts | {"rows": rows}, indent=1).encode()
+    write_atomically(args.output / "study.json", lambda file: file.write(content))
+    page = table(rows)
+    write_atomically(args.output / "study.md", lambda file: file.write(page.encode()))
+    plot(args.output / "study.png", rows)
+    print(page)
+    print(f"look at {args.output / 'study.png'}")
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return the comparison as a table in Markdown, of means over seeds."""
+    heads = ["cells of a sample", "samples", "error of a sample", "of a universe", "trivial"]
+    heads += [f"error of {name}" for name in RANGES]
+    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+    for row in rows:
+        numbers = [np.mean(row[name]) for name in ("loss", "universe_loss", "trivial_loss")]
+        errors = [np.mean(row[f"error_{name}"]) for name in RANGES]
+        texts = [f"{row['side']}^3", str(row["samples"])]
+        texts += [f"{number:.4f}" for number in numbers] + [f"{error:.3g}" for error in errors]
+        lines.append(f"| {' | '.join(texts)} |")
+    return "\n".join(lines) + "\n"
+
+
+def plot(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Draw the error against the size of a sample, all seeds and their mean."""
+    figure = Figure(figsize=(7, 5), layout="constrained")
+    axes = figure.subplots()
+    sides = [row["side"] for row in rows]
+    for name, label, colour in (
+        ("loss", "one sample", RED),
+        ("universe_loss", "all samples of a universe averaged", BLUE),
+    ):
+        axes.plot(sides, [np.mean(row[name]) for row in rows], "o-", color=colour, label=label)
+        for row in rows:
+            axes.plot(len(row[name]) * [row["side"]], row[name], ".", color=colour, alpha=0.5)
+    trivial = [np.mean(row["trivial_loss"]) for row in rows]
+    axes.plot(sides, trivial, "--", color="0.4", label="mean of the truth")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(sides, [f"{side}$^3$" for side in sides])
+    axes.set(xlabel="cells of a sample, of equal numbers in all", ylabel="mean squared error")
+    axes.set_title("Error of the parameters against the size of a sample")
+    axes.grid(alpha=0.3, which="both")
+    axes.legend(frameon=False)
+    write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=150))
+
+
+def main() -> None:
+    """Run the command line: a process that is started alone becomes ranks."""
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.cosmoflow.study",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+    def add(option: str, text: str, kind: Any, default: Any) -> None:
+        parser.add_argument(option, type=kind, default=default, help=f"{text} (default {default})")
+
+    add("--output", "folder for data, runs and the comparison", Path, Path("runs/study"))
+    add("--size", "cells along a side of a universe", int, 32)
+    add("--cell", "the side of a cell, in Mpc/h", positive(float), 8.0)
+    add("--universes", "to train on", positive(int), 384)
+    add("--validation", "universes to validate on", positive(int), 96)
+    add("--epochs", "how often to go through the data", positive(int), 24)
+    add("--batch-size", "whole universes of a mini-batch, or all of their parts", positive(int), 8)
+    add("--learning-rate", "how far to step", positive(float), 1e-3)
+    add("--network", "form of the network", str, "average")
+    add("--width", "multiplies the channels of the network", positive(float), 0.5)
+    add("--seeds", "runs for each size, with other initial weights", positive(int), 2)
+    add("--ranks", "how many to start; 0 on ranks that a launcher has started", natural, 2)
+    args = parser.parse_args()
+    if not args.ranks:
+        run(args)
+        return
+    options = {name.replace("_", "-"): str(value) for name, value in vars(args).items()}
+    become_ranks(args.ranks, "examples.cosmoflow.study", words(options | {"ranks": "0"}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Generating samples on many ranks: the command line, and files that all of them write."""

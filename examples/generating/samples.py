@@ -1,0 +1,116 @@
+"""A file of samples that all ranks write: HDF5, each field of the samples one array in it.
+
+Rank 0 makes the file with room for all, under a fresh name; ranks write boxes that do not overlap;
+when everything is on the disk, the file takes its name. One that is there is whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+import distconv as dc
+from distconv.data import on_rank_zero, together
+from distconv.data.durable import check_room, fresh_name, move_into_place, remove
+from distconv.data.sources.hdf5 import open_hdf5
+from distconv.data.writing.contiguous import Description, create_hdf5, write_box
+
+_OVERHEAD = 2**16
+"""Bytes that are sure to be enough for what HDF5 keeps about a few arrays."""
+
+
+class SampleFile:
+    """The file while it is made; each rank has one of these.
+
+    Attributes:
+        facts: attributes that the file gets in the end, from rank 0.
+    """
+
+    def __init__(
+        self, path: Path, arrays: Mapping[str, Description], offsets: Mapping[str, int]
+    ) -> None:
+        self._path, self._arrays, self._offsets = path, arrays, offsets
+        self.facts: dict[str, Any] = {}
+
+    def write(self, name: str, start: Sequence[int], values: NDArray[Any]) -> None:
+        """Write a box of an array, which begins at `start`, to the disk. Not collective."""
+        array = self._arrays[name]
+        box = dc.Box(tuple(start), tuple(a + n for a, n in zip(start, values.shape, strict=True)))
+        values = np.ascontiguousarray(values, array.dtype)
+        if values.size:
+            write_box(self._path, self._offsets[name], array.shape, box, values)
+
+
+@contextmanager
+def create_samples(
+    grid: dc.ProcessGrid,
+    path: Path,
+    arrays: Mapping[str, tuple[Sequence[int], Any]],
+    facts: Mapping[str, Any],
+) -> Iterator[SampleFile]:
+    """Make a file in a `with` block, in which all ranks write. Collective.
+
+    Args:
+        path: must not exist; folders above it are made.
+        arrays: shape, samples first, and type of each field by name.
+        facts: how the samples are made: attributes of the file.
+
+    Raises:
+        DataError: on every rank, where the file exists, or the disk has no room for it.
+    """
+    described = {n: Description(tuple(shape), np.dtype(d)) for n, (shape, d) in arrays.items()}
+
+    def make() -> tuple[Path, dict[str, int]]:
+        if path.suffix != ".h5":
+            raise ValueError(f"{path} is made as an HDF5 file; give it a name that ends with .h5")
+        if path.exists():
+            raise FileExistsError(f"{path} exists; remove it, or choose another --output")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OSError(
+                f"{path.parent} cannot be made: {error.strerror}; choose another --output"
+            ) from error
+        sizes = (prod(array.shape) * array.dtype.itemsize for array in described.values())
+        check_room(path, sum(sizes) + _OVERHEAD)
+        partial = fresh_name(path)
+        return partial, create_hdf5(partial, described)
+
+    partial, offsets = on_rank_zero(grid, make)
+    try:
+        opened = SampleFile(partial, described, offsets)
+        opened.facts |= facts
+        yield opened
+
+        def finish() -> None:
+            with h5py.File(partial, "r+") as file:
+                file.attrs.update(opened.facts)
+            move_into_place(partial, path)
+
+        # Nobody writes any longer when rank 0 gives the file its name.
+        together(grid, lambda: None)
+        on_rank_zero(grid, finish)
+    except BaseException:
+        if grid.rank == 0:
+            remove(partial)
+        raise
+
+
+def read_facts(path: Path) -> dict[str, Any]:
+    """Return how the samples in a file were made. Not collective.
+
+    Raises:
+        OSError: for a file that is missing, damaged, or may not be read.
+    """
+    with open_hdf5(path) as file:
+        return {
+            name: value.tolist() if isinstance(value, np.ndarray | np.generic) else value
+            for name, value in file.attrs.items()
+        }

@@ -1,0 +1,1 @@
+"""Segment organs and lesions in tomographic volumes."""

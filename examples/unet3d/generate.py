@@ -1,0 +1,101 @@
+"""Generate tomographic volumes with their labels, each rank its samples.
+
+    mpiexec -n 4 python -m examples.unet3d.generate --samples 48 --size 33,37,35 --output train.h5
+
+The HDF5 file holds image (samples, 1, D, H, W) in float32, and labels (samples, D, H, W) with
+the classes 0 background, 1 body, 2 organ, 3 lesion.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+import distconv as dc
+from distconv import Box
+from distconv.data import together
+from distconv.transport.communicator import ObjectCommunicator
+from examples.generating.command_line import Progress, run
+from examples.generating.samples import create_samples
+from examples.trainer.arguments import Add
+
+from .tomography import CLASSES, draw_scene
+
+SMALLEST_SIDE = 8
+"""Voxels along a side below which the network's levels have nothing left."""
+
+
+def side_lengths(text: str) -> tuple[int, int, int]:
+    """Parse `33,37,35` into the sides (D, H, W) of a volume; `33` into three alike."""
+    words = text.split(",")
+    words = 3 * words if len(words) == 1 else words
+    if len(words) != 3 or not all(w.strip().isdecimal() for w in words):
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write D,H,W, such as 33,37,35")
+    depth, height, width = map(int, words)
+    if min(depth, height, width) < SMALLEST_SIDE:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is too small for the levels of the network; choose sides of "
+            f"{SMALLEST_SIDE} or more"
+        )
+    return depth, height, width
+
+
+def generate(
+    path: Path,
+    samples: int,
+    shape: tuple[int, int, int],
+    seed: int,
+    grid: dc.ProcessGrid,
+    progress: Progress | None = None,
+) -> list[float]:
+    """Write samples into a new file, each rank its share. Collective.
+
+    Returns the fraction of voxels of each class. The files do not depend on the grid.
+    """
+    arrays = {
+        "image": ((samples, 1, *shape), np.float32),
+        "labels": ((samples, *shape), np.uint8),
+    }
+    facts = {"samples": samples, "size": shape, "seed": seed, "classes": CLASSES}
+    whole = Box((0, 0, 0), shape)
+    with create_samples(grid, path, arrays, facts) as opened:
+
+        def write() -> np.ndarray:
+            counts = np.zeros(len(CLASSES))
+            for index in range(grid.rank, samples, grid.size):
+                scene = draw_scene(seed, index, shape)
+                labels = scene.labels(whole)
+                image = scene.image(whole).astype(np.float32)
+                opened.write("image", (index, 0, 0, 0, 0), image[None, None])
+                opened.write("labels", (index, 0, 0, 0), labels[None])
+                counts += np.bincount(labels.reshape(-1), minlength=len(CLASSES))
+                if progress is not None:
+                    progress(min(samples, index + grid.size))
+            return counts
+
+        counts = sum(grid.all_gather_object(together(grid, write)))
+        fractions: list[float] = (counts / counts.sum()).tolist()
+        opened.facts["fractions"] = fractions
+    return fractions
+
+
+def main(arguments: Sequence[str] | None = None, comm: ObjectCommunicator | None = None) -> None:
+    """Run the command line."""
+
+    def add(add: Add) -> None:
+        add("--size", "voxels along depth, height and width", type=side_lengths, default="33,37,35")
+
+    def make(args: argparse.Namespace, grid: dc.ProcessGrid, progress: Progress) -> str:
+        fractions = generate(args.output, args.samples, args.size, args.seed, grid, progress)
+        shares = ", ".join(f"{f:.1%} {name}" for name, f in zip(CLASSES, fractions, strict=True))
+        sides = " x ".join(map(str, args.size))
+        return f"{args.samples} samples of {sides} voxels, {shares}"
+
+    run("unet3d", __doc__ or "", ("sample",), add, make, arguments, comm)
+
+
+if __name__ == "__main__":
+    main()

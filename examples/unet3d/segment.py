@@ -1,0 +1,163 @@
+"""Segment one volume that is cut over all ranks, larger than any that was trained on.
+
+    mpiexec -n 4 python -m examples.unet3d.segment \\
+        --checkpoint run --size 129,131,127 --grid depth=2,height=2 --output segmentation.zarr
+
+Each rank makes its box of a synthetic volume (`--volume` names a file instead, whose boxes it
+reads), computes its box of the labels, and writes that: no rank ever holds a volume. The output is
+zarr, HDF5 or npy, by its suffix.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import distconv as dc
+from distconv.data import Checkpoint, DataError, on_rank_zero
+from distconv.data.checkpoint import checkpoints_in
+from distconv.data.durable import DamagedFile, read_checksummed
+from distconv.tools.arguments import RankParser, grid_axes
+from distconv.transport.communicator import ObjectCommunicator
+from distconv.transport.world import world
+from examples.trainer.arguments import natural
+
+from .data import Volumes, made_volume
+from .generate import side_lengths
+from .network import UNet3d
+from .plots import plot_slices
+from .score import count, dice_coefficients
+from .tomography import CLASSES
+from .train import Segmentation
+
+LARGEST_PICTURE = 2**24
+"""Voxels of a volume of which slices are drawn: rank 0 would have to hold a larger one."""
+
+
+def segment(
+    checkpoint: Path,
+    volume: dc.data.Dataset,
+    output: Path,
+    picture: Path | None = None,
+) -> dict[str, float]:
+    """Segment the first volume of a dataset and write the labels, one box a rank. Collective.
+
+    Args:
+        checkpoint: what `train` has saved.
+        volume: an image (1, D, H, W) and its labels (D, H, W).
+        output: the file or folder of the labels, (1, D, H, W) in 8 bits.
+        picture: slices of the result, of volumes that rank 0 can hold.
+
+    Returns the Dice coefficient of each class. Raises DataError where the checkpoint or the volume
+    cannot be read, or the output cannot be written.
+    """
+    grid = volume.grid
+    model = load_network(checkpoint, grid)
+    with torch.no_grad():
+        image, truth = volume.batch([0])
+        predicted = model(image).argmax(1)
+    dc.data.save(output, predicted.to(torch.uint8))
+    coefficients = dice_coefficients(count(predicted, truth))
+    if picture is not None and truth.numel() <= LARGEST_PICTURE:
+        below, true, guess = (
+            x.full_tensor()[0].cpu().numpy() for x in (image[:, 0], truth, predicted)
+        )
+        title = f"a volume of {' x '.join(map(str, true.shape))} voxels on {grid.size} ranks"
+        on_rank_zero(grid, lambda: plot_slices(picture, below, true, guess, title))
+    return dict(zip(CLASSES, coefficients, strict=True))
+
+
+def load_network(checkpoint: Path, grid: dc.ProcessGrid) -> nn.Module:
+    """Return the network of a training run, with its weights, in evaluation mode. Collective."""
+    width = on_rank_zero(grid, lambda: saved_width(checkpoint))
+    model = dc.parallelize(UNet3d(1, len(CLASSES), width), grid)
+
+    def check(found: Checkpoint) -> None:
+        if found.extra.get("settings", {}).get("width") != width:
+            raise ValueError(f"{found.path} is the checkpoint of another run; name one file")
+
+    dc.load_checkpoint(checkpoint, model, check=check)
+    return model.eval()
+
+
+def saved_width(checkpoint: Path) -> float:
+    """Return the width of the network in the newest whole checkpoint of a folder, or in a file."""
+    for path in checkpoints_in(checkpoint) if checkpoint.is_dir() else [checkpoint]:
+        try:
+            content = read_checksummed(path)
+        except DamagedFile:
+            continue
+        try:
+            state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+            return float(state["extra"]["settings"]["width"])
+        except Exception as error:  # torch raises whatever its unpickler stumbles over
+            raise ValueError(
+                f"{path} is not a checkpoint of examples.unet3d.train: it has no width"
+            ) from error
+    raise FileNotFoundError(
+        f"{checkpoint}: there is no whole checkpoint; train first, or name another folder"
+    )
+
+
+def main(arguments: Sequence[str] | None = None, comm: ObjectCommunicator | None = None) -> None:
+    """Run the command line; what is wrong is one line on rank 0, and exit status 2."""
+    if comm is None:
+        comm = world().for_program()
+    parser = RankParser(
+        comm,
+        prog="python -m examples.unet3d.segment",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+    def add(option: str, text: str, **keywords: Any) -> None:
+        parser.add_argument(option, help=text, **keywords)
+
+    add("--checkpoint", "folder of a training run", type=Path, required=True)
+    add("--output", "zarr folder, HDF5 or npy file to write", type=Path, required=True)
+    add("--volume", "file of `generate`, whose first volume is taken", type=Path)
+    add("--size", "voxels of a volume that is made", type=side_lengths, default="65")
+    add("--seed", "of the volume that is made (default %(default)s)", type=natural, default=2)
+    add("--picture", "PNG file for slices of the result", type=Path)
+    add(
+        "--grid",
+        "ranks along the axes of the process grid (default %(default)s)",
+        type=partial(grid_axes, axes=Segmentation.axes),
+        default="depth=-1",
+        metavar="AXIS=RANKS,...",
+    )
+    args = parser.parse_args(arguments)
+    try:
+        found = run(args, comm)
+    except DataError as error:
+        if comm.rank == 0:
+            print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    if comm.rank == 0:
+        listed = ", ".join(f"{name} {value:.3f}" for name, value in found.items())
+        print(f"{args.output}: Dice of {listed}", flush=True)
+
+
+def run(args: argparse.Namespace, comm: ObjectCommunicator) -> dict[str, float]:
+    """Segment what the command line names. Collective."""
+    try:
+        grid = dc.ProcessGrid(comm, **args.grid)
+    except ValueError as error:
+        raise DataError(str(error)) from error
+    if args.volume is not None:
+        volume: dc.data.Dataset = Volumes(args.volume, grid, torch.float32)
+    else:
+        volume = made_volume(args.seed, 0, args.size, grid, torch.float32)
+    return segment(args.checkpoint, volume, args.output, args.picture)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,257 @@
+"""The networks, data, training and study of examples/cosmoflow, on grids and on one rank."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from mpi4py import MPI
+from torch import nn
+
+import distconv as dc
+from examples.cosmoflow import demo, study, train
+from examples.cosmoflow import generate as generator
+from examples.cosmoflow.cosmology import RANGES, draw_cosmology
+from examples.cosmoflow.data import Universes, from_range
+from examples.cosmoflow.generate import generate
+from examples.cosmoflow.network import FORMS, CosmoFlowNet
+from examples.cosmoflow.score import score
+from examples.trainer.launch import words
+from tests.support.everywhere import fails_everywhere
+
+WORLD = MPI.COMM_WORLD
+SIDE = 16
+GRIDS = {
+    1: [{}],
+    2: [{"depth": 2}, {"sample": 2}],
+    4: [{"depth": 2, "height": 2}, {"sample": 2, "width": 2}],
+}
+every_size = pytest.mark.parallel([1, 2, 4])
+
+
+def alone() -> dc.ProcessGrid:
+    return dc.ProcessGrid((WORLD.rank,))
+
+
+def axes(grid: dict[str, int]) -> str:
+    return ",".join(f"{axis}={ranks}" for axis, ranks in grid.items()) or "sample=1"
+
+
+# Networks
+
+
+def blocks(model: CosmoFlowNet, kind: type[nn.Module]) -> list[nn.Module]:
+    return [layer for layer in model.blocks if isinstance(layer, kind)]
+
+
+@pytest.mark.parametrize(
+    ("form", "size", "filters", "head"),
+    [
+        ("average", 128, [16, 32, 64, 128, 256], [2048, 256, 4]),
+        ("average", 512, [16, 32, 64, 128, 256, 256, 256], [2048, 256, 4]),
+        ("maximum", 128, [32, 64, 128, 256, 512], [128, 64, 4]),
+        ("maximum", 32, [32, 64, 128], [128, 64, 4]),
+    ],
+)
+def test_the_networks_are_the_published_ones(
+    form: str, size: int, filters: list[int], head: list[int]
+) -> None:
+    with torch.device("meta"):
+        model = CosmoFlowNet(FORMS[form], size)
+        assert [c.out_channels for c in blocks(model, nn.Conv3d)] == filters
+        assert [a.out_features for a in model.head if isinstance(a, nn.Linear)] == head
+        assert model.head[0].in_features == 4**3 * filters[-1]
+        assert len(blocks(model, nn.AvgPool3d if form == "average" else nn.MaxPool3d)) == len(
+            filters
+        )
+        assert model(torch.empty(2, 4, size, size, size)).shape == (2, 4)
+        normed = CosmoFlowNet(FORMS[form], size, batch_norm=True)
+        assert [n.num_features for n in blocks(normed, nn.BatchNorm3d)] == filters
+        assert all(c.bias is None for c in blocks(normed, nn.Conv3d))
+
+
+@pytest.mark.parametrize("size", [4, 24, 0])
+def test_a_size_that_is_no_power_of_two_is_an_error_with_the_way_out(size: int) -> None:
+    with pytest.raises(ValueError, match=f"{size}.3 do not fit.*powers of two, from 8"):
+        CosmoFlowNet(FORMS["average"], size)
+
+
+# Data
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = WORLD.bcast(tmp_path_factory.mktemp("data")) / "data.h5"
+    generate(path, 3, SIDE, 8.0, 2, dc.ProcessGrid(sample=-1))
+    return path
+
+
+@pytest.mark.parallel([1, 2, 3, 4])
+def test_the_file_holds_the_universes_of_one_rank(folder: Path) -> None:
+    grids = {1: {}, 2: {"depth": 2}, 3: {"sample": 3}, 4: {"sample": 2, "depth": 2}}
+    path = folder / "grid.h5"
+    generate(path, 3, 8, 4.0, 1, dc.ProcessGrid(**grids[WORLD.size]))
+    if WORLD.rank == 0:
+        generate(folder / "alone.h5", 3, 8, 4.0, 1, alone())
+    WORLD.barrier()
+    with h5py.File(path) as made, h5py.File(folder / "alone.h5") as expected:
+        assert made["density"].shape == (3, 4, 8, 8, 8) and made["density"].dtype == np.float32
+        np.testing.assert_allclose(made["density"], expected["density"], atol=1e-5)
+        np.testing.assert_allclose(made["density"][:].mean((2, 3, 4)), 1, atol=1e-6)
+        drawn = [[getattr(draw_cosmology(1, i), name) for name in RANGES] for i in range(3)]
+        np.testing.assert_array_equal(made["parameters"], drawn)
+        logarithm = np.log1p(made["density"][:].astype(float))
+        for name, values in (("log_mean", logarithm.mean((0, 2, 3, 4))),
+                             ("log_deviation", logarithm.std((0, 2, 3, 4)))):  # fmt: skip
+            np.testing.assert_allclose(made.attrs[name], values, rtol=1e-6)
+        # Structure grows from one redshift to the next.
+        deviations = made["density"][:].std((2, 3, 4))
+        assert (np.diff(deviations, axis=1) > 0).all()
+
+
+@every_size
+@pytest.mark.parametrize("parts", [1, 2])
+def test_parts_of_universes_are_their_octants_beside_the_same_parameters(
+    data: Path, parts: int
+) -> None:
+    with h5py.File(data) as file:
+        density, parameters = file["density"][:], file["parameters"][:]
+        mean, deviation = file.attrs["log_mean"], file.attrs["log_deviation"]
+    shape = (-1, 1, 1, 1)
+    density = (np.log1p(density) - mean.reshape(shape)) / deviation.reshape(shape)
+    side = SIDE // parts
+    for extents in GRIDS[WORLD.size]:
+        universes = Universes(data, dc.ProcessGrid(**extents), torch.float64, parts)
+        assert (universes.size, universes.samples) == (side, 3 * parts**3)
+        samples = [0, universes.samples - 1]
+        x, y = universes.batch(samples)
+        corners = [slice(0, side), slice(SIDE - side, SIDE)]
+        expected = np.stack([density[u][:, c, c, c] for u, c in zip((0, 2), corners, strict=True)])
+        np.testing.assert_allclose(x.full_tensor().numpy(), expected, atol=1e-6)
+        whole = y.full_tensor().numpy()
+        assert (np.abs(whole) <= 1).all()
+        np.testing.assert_allclose(from_range(whole), parameters[[0, 2]], rtol=1e-12)
+
+
+@pytest.mark.parallel([1, 2])
+def test_parts_that_do_not_divide_a_universe_are_an_error(data: Path) -> None:
+    grid = dc.ProcessGrid(sample=-1)
+    fails_everywhere(lambda: Universes(data, grid, parts=3), "3 parts do not divide a side of 16")
+
+
+def test_estimates_of_the_parts_of_a_universe_are_averaged() -> None:
+    true = np.repeat([[0.5, -0.5, 0.0, 1.0], [-0.5, 0.5, 0.0, 0.0]], 2, axis=0)
+    errors = np.array([[1.0], [-1.0], [0.5], [0.5]])
+    found = score(true + errors, true, 2)
+    assert found.loss == pytest.approx((1 + 1 + 0.25 + 0.25) / 4)
+    assert found.universe_loss == pytest.approx((0 + 0.25) / 2)
+    assert found.trivial_loss == pytest.approx((0.25 + 0.25 + 0 + 0.25) / 4)
+    assert found.error_omega_m == pytest.approx(0.1 * np.sqrt(2.5 / 4))
+
+
+@pytest.mark.parallel(2)
+def test_more_ranks_along_depth_than_planes_are_an_error(folder: Path) -> None:
+    grid = dc.ProcessGrid(depth=2)
+    fails_everywhere(
+        lambda: generate(folder / "a.h5", 1, 1, 4.0, 0, grid), "leaves ranks without a plane of 1"
+    )
+
+
+@pytest.mark.parallel([1, 2])
+def test_a_size_that_no_network_takes_is_reported_once(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        generator.main(["--size", "48", "--output", str(folder / "a.h5")])
+    assert caught.value.code == 2
+    assert ("invalid choice: 48" in capsys.readouterr().err) == (WORLD.rank == 0)
+
+
+# Training
+
+
+def options(data: Path, output: Path, grid: dict[str, int], form: str) -> list[str]:
+    """A small run in double precision, where grids must agree."""
+    return words(
+        {
+            "data": str(data),
+            "validation": str(data),
+            "output": str(output),
+            "grid": axes(grid),
+            "epochs": "1",
+            "batch-size": "2",
+            "width": "0.1",
+            "network": form,
+            "precision": "float64",
+        }
+    )
+
+
+@every_size
+@pytest.mark.parametrize(
+    ("form", "more", "grids"),
+    [("average", [], 2), ("maximum", ["--batch-norm", "--augment", "--parts", "2"], 1)],
+)
+def test_every_grid_trains_like_one_rank(
+    data: Path, folder: Path, form: str, more: list[str], grids: int
+) -> None:
+    if WORLD.rank == 0:
+        train.main(options(data, folder / "serial", {}, form) + more, MPI.COMM_SELF)
+    WORLD.barrier()
+    expected = json.loads((folder / "serial" / "metrics.json").read_text())["history"]
+    for place, grid in enumerate(GRIDS[WORLD.size][:grids]):
+        output = folder / f"grid{place}"
+        train.main(options(data, output, grid, form) + more)
+        history = json.loads((output / "metrics.json").read_text())["history"]
+        for actual, wanted in zip(history, expected, strict=True):
+            assert actual["step_losses"] == pytest.approx(wanted["step_losses"], rel=1e-8)
+            for name in train.CosmoFlow().scores():
+                assert actual[name] == pytest.approx(wanted[name], rel=1e-8)
+        for name in ("loss.png", "estimates.png", "log.csv"):
+            assert (output / name).stat().st_size > 0
+
+
+@pytest.mark.parallel(2)
+def test_the_demo_goes_from_nothing_to_estimates(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "UNIVERSES", {"size": "8", "cell": "8", "grid": "depth=2"})
+    monkeypatch.setattr(demo, "TRAINING", "3")
+    monkeypatch.setattr(demo, "VALIDATION", "2")
+    small = {"grid": "depth=2", "epochs": "1", "batch-size": "2", "width": "0.1"}
+    monkeypatch.setattr(demo, "TRAIN", demo.TRAIN | small)
+    demo.run(folder)
+    metrics = json.loads((folder / "metrics.json").read_text())
+    assert len(metrics["history"]) == 1 and 0 <= metrics["waiting_share"] < 1
+    for name in ("loss.png", "estimates.png"):
+        assert (folder / name).stat().st_size > 0
+
+
+@pytest.mark.parallel([1, 2])
+def test_the_study_compares_sizes_and_goes_on_where_it_was_stopped(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = argparse.Namespace(
+        output=folder, size=16, cell=8.0, universes=4, validation=2, epochs=1, batch_size=2,
+        learning_rate=1e-3, network="average", width=0.1, seeds=1,
+    )  # fmt: skip
+    study.run(args)
+    found = json.loads((folder / "study.json").read_text())
+    assert [(row["side"], row["samples"]) for row in found["rows"]] == [(16, 4), (8, 32)]
+    assert found["rows"][0]["loss"] == found["rows"][0]["universe_loss"]
+    assert found["rows"][1]["loss"][0] >= found["rows"][1]["universe_loss"][0]
+    assert (folder / "study.png").stat().st_size > 0
+    first = (folder / "side-16-seed-0" / "metrics.json").read_text()
+    if WORLD.rank == 0:
+        (folder / "side-8-seed-0" / "metrics.json").unlink()
+    WORLD.barrier()
+    capsys.readouterr()
+    study.run(args)
+    assert "16^3 cells, seed" not in capsys.readouterr().out
+    assert json.loads((folder / "study.json").read_text()) == found
+    assert (folder / "side-16-seed-0" / "metrics.json").read_text() == first
