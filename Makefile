@@ -16,7 +16,7 @@ LIMIT  := timeout -k 10
 # Every rank of every job would compile the sources anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-cosmoflow demo-unet3d study check test nightly bench compare gpu coverage study-methods networks lint clean
+.PHONY: demo demo-cosmoflow demo-unet3d study check test no-mpi nightly bench compare gpu coverage study-methods networks lint clean
 
 $(VENV)/ready: setup.cfg constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -65,6 +65,10 @@ test: $(VENV)/ready
 	echo "== 1 rank"; \
 	$(RUN) $(REST) $(LIMIT) 1500 $(BIN)/python -m pytest -q --capture=sys -n 3 --dist worksteal -m "parallel[match]" || status=1; \
 	exit $$status
+
+# In a fresh environment without mpi4py, and then without the library of any MPI; about two minutes.
+no-mpi:
+	$(PYTHON) -m tests.support.without_mpi
 
 # Which torch functions are supported, as docs/coverage.md has it.
 coverage: $(VENV)/ready

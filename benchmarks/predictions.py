@@ -27,10 +27,10 @@ from distconv.grid.interface import Grid
 from distconv.grid.process_grid import ProcessGrid
 from distconv.model.parallelize import parallelize
 from distconv.planning import Machine, calibrate, predict
+from distconv.planning.alternation import sleep_until_all_are_here, spread
 from distconv.planning.prediction import in_words
 from distconv.planning.table import size, table
 from distconv.tensor.dist_tensor import DistTensor, distribute_tensor
-from distconv.tools.bench.alternation import sleep_until_all_are_here, spread
 from distconv.tools.bench.memory import peak_of
 from distconv.tools.bench.model import step_of
 from distconv.tools.bench.networks import MAXIMUM, Network, UNet3d, cosmoflow

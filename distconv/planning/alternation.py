@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
 from statistics import quantiles
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
-from distconv.transport.launch import mpi
+from distconv.transport.communicator import ObjectCommunicator
+from distconv.transport.torch_communicator import TorchCommunicator
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -49,7 +50,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def alternate(
-    comm: MPI.Intracomm, sides: Sequence[Contender], seconds: float
+    comm: MPI.Intracomm | ObjectCommunicator, sides: Sequence[Contender], seconds: float
 ) -> tuple[list[float], ...]:
     """Return for every side the seconds of a call, round by round; the same numbers on all ranks.
 
@@ -71,7 +72,7 @@ def alternate(
     return times
 
 
-def warm_up(comm: MPI.Intracomm, sides: Sequence[Contender]) -> list[float]:
+def warm_up(comm: MPI.Intracomm | ObjectCommunicator, sides: Sequence[Contender]) -> list[float]:
     """Return the seconds of a call of each side, after two that do not count; all ranks call it."""
     for side in sides:
         timed(comm, side, 2)
@@ -84,20 +85,24 @@ def in_turns(sides: Sequence[T], rounds: int) -> Iterator[T]:
         yield from sides if i % 2 == 0 else reversed(sides)
 
 
-def sleep_until_all_are_here(comm: MPI.Intracomm) -> None:
+def sleep_until_all_are_here(comm: MPI.Intracomm | ObjectCommunicator) -> None:
     """Wait for all ranks, leaving the cores to those that compute; MPI's own barrier polls."""
-    request = comm.Ibarrier()
+    if isinstance(comm, TorchCommunicator):
+        comm.allgather(None)  # gloo's waits sleep
+        return
+    of_mpi: Any = comm
+    request = of_mpi.Ibarrier()
     while not request.Test():
         time.sleep(1e-3)
 
 
-def timed(comm: MPI.Intracomm, side: Contender, repeats: int) -> float:
+def timed(comm: MPI.Intracomm | ObjectCommunicator, side: Contender, repeats: int) -> float:
     """Return the seconds of one of several calls, on the slowest rank; all ranks call it."""
     threads = torch.get_num_threads()
     torch.set_num_threads(side.threads)
     sleep_until_all_are_here(comm)
     # All have woken up when they leave this one, and start together.
-    comm.Barrier()
+    comm.allgather(None)
     start = time.perf_counter()
     if side.ranks is None or comm.rank < side.ranks:
         for _ in range(repeats):
@@ -105,4 +110,4 @@ def timed(comm: MPI.Intracomm, side: Contender, repeats: int) -> float:
     elapsed = time.perf_counter() - start
     torch.set_num_threads(threads)
     sleep_until_all_are_here(comm)
-    return comm.allreduce(elapsed, mpi().MAX) / repeats
+    return max(comm.allgather(elapsed)) / repeats

@@ -80,6 +80,7 @@ def calibrate(
     progress("Python")
     host = _mean_of_ranks(measure_host_work(max(5, min(30, int(seconds)))))
     sources["host"] = f"{where_from}: functions on tiny tensors, minus their local operators"
+    sources["host parameter"] = "assumed: 20 us for the gradient and the update of a parameter"
     sources["operators"] = f"timed on {hosts[0]} when first asked for"
     return Machine(
         name=name or hosts[0],

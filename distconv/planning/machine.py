@@ -112,6 +112,8 @@ class Machine:
     roofline: Roofline | None = None
     operators: dict[str, dict[str, float]] = field(default_factory=dict)
     """Seconds of local operators, by how many ranks compute at the same time."""
+    workspaces: dict[str, int] = field(default_factory=dict)
+    """Bytes that local operators allocate beside their results, and release again."""
     memory: int | None = None
     """Bytes of memory that a rank has."""
     environment: dict[str, str] = field(default_factory=dict)
@@ -189,7 +191,7 @@ def as_dict(machine: Machine) -> dict[str, Any]:
     given["host"] = machine.host
     if machine.roofline is not None:
         given["roofline"] = vars(machine.roofline)
-    given["operators"] = machine.operators
+    given["operators"], given["workspaces"] = machine.operators, machine.workspaces
     return given
 
 
@@ -211,6 +213,7 @@ def _from_dict(given: Mapping[str, Any]) -> Machine:
         asynchronous=given.get("asynchronous", False),
         roofline=None if roofline is None else Roofline(**_without_source(roofline)),
         operators=given.get("operators", {}),
+        workspaces=given.get("workspaces", {}),
         memory=given.get("memory"),
         environment=given.get("environment", {}),
         sources=given["sources"],

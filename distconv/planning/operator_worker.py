@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from distconv.planning.recording import LocalOperator, TensorSpec
 from distconv.planning.roofline import bytes_of, packet_of
@@ -41,7 +42,7 @@ def main(folder: Path, number: int, processes: int, threads: int) -> None:
     torch.empty(2**28, dtype=torch.uint8).fill_(0)
     with open(folder / "counters", "r+b") as file, mmap.mmap(file.fileno(), 0) as counters:
         turns = memoryview(counters).cast("q")
-        times = []
+        times, spaces = [], []
         for i, operator in enumerate(operators):
             run = runner(operator)
             run()
@@ -49,8 +50,9 @@ def main(folder: Path, number: int, processes: int, threads: int) -> None:
             while min(turns) < i + 1:
                 time.sleep(0)
             times.append(seconds_of(run))
+            spaces.append(workspace_of(run) if "convolution" in operator.name else 0)
         turns.release()
-    (folder / f"times {number}").write_bytes(pickle.dumps(times))
+    (folder / f"times {number}").write_bytes(pickle.dumps((times, spaces)))
 
 
 def runner(operator: LocalOperator) -> Callable[[], object]:
@@ -84,6 +86,18 @@ def seconds_of(run: Callable[[], object]) -> float:
         run()
         times.append(clock() - start)
     return sorted(times)[len(times) // 2]
+
+
+def workspace_of(run: Callable[[], object]) -> int:
+    """Return the bytes that an operator holds at its most, beyond what it returns."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        run()
+    changes = [e for e in record.profiler.kineto_results.events() if e.name() == "[memory]"]
+    live = most = 0
+    for change in sorted(changes, key=lambda e: e.start_ns()):
+        live += change.nbytes()
+        most = max(most, live)
+    return max(most - max(live, 0), 0)
 
 
 def _operands(operator: LocalOperator) -> tuple[list[Any], dict[str, Any]]:

@@ -82,7 +82,7 @@ class OperatorTimes:
                 f"{next(iter(missing))}, for {self._at_once} ranks at once, and may not measure "
                 "them; predict once on the machine itself"
             )
-        times = time_together(
+        times, spaces = time_together(
             list(missing.values()),
             self._at_once,
             self._machine.threads,
@@ -90,6 +90,9 @@ class OperatorTimes:
             self._progress,
         )
         self._known.update(zip(missing, times, strict=True))
+        self._machine.workspaces.update(
+            (key, n) for key, n in zip(missing, spaces, strict=True) if n
+        )
 
     def prepare_approximately(
         self,
@@ -166,8 +169,9 @@ def time_together(
     threads: int,
     environment: dict[str, str],
     progress: Callable[[int, int], object] = lambda done, of: None,
-) -> list[float]:
-    """Return the seconds of each operator, timed by some processes at the same time.
+) -> tuple[list[float], list[int]]:
+    """Return the seconds of each operator, timed by some processes at the same time, and the bytes
+    that it allocates beside its results.
 
     Every process is new, and has the variables of `environment`; it sends no messages.
     """
@@ -198,4 +202,5 @@ def time_together(
                 worker.wait()
         every = [pickle.loads((folder / f"times {i}").read_bytes()) for i in range(processes)]
     progress(len(operators), len(operators))
-    return [sum(times) / processes for times in zip(*every, strict=True)]
+    seconds = [sum(s) / processes for s in zip(*(times for times, _ in every), strict=True)]
+    return seconds, every[0][1]

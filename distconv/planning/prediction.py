@@ -22,6 +22,7 @@ from distconv.planning.losses import LOSSES, OPTIMIZERS
 from distconv.planning.machine import Machine
 from distconv.planning.operators import OperatorTimes
 from distconv.planning.recording import (
+    Compute,
     Loss,
     OptimizerFactory,
     Recording,
@@ -251,7 +252,7 @@ def predicted(
     """Return the prediction of recorded ranks whose local operators have been prepared."""
     line = play(recordings, machine, times)
     slowest = next(r for r in recordings if r.rank == line.slowest)
-    largest = max(recordings, key=lambda r: r.peak)
+    memory = max((_memory(r, machine) for r in recordings), key=lambda m: sum(m.values()))
     return Prediction(
         name,
         machine.name,
@@ -261,7 +262,7 @@ def predicted(
         line.seconds,
         line.slowest,
         _layers(slowest, line),
-        dict(largest.memory),
+        memory,
         tuple(line.critical_path()),
     )
 
@@ -273,6 +274,17 @@ def named(given: Any, known: Mapping[str, Any], what: str) -> Any:
     if given not in known:
         raise ValueError(f"{what}={given!r} is not known; choose from {', '.join(known)}")
     return known[given]
+
+
+def _memory(recording: Recording, machine: Machine) -> dict[str, int]:
+    """Return the memory of a rank by kind, with what operators allocate beside their results."""
+    spaces = machine.workspaces
+    most = recording.peak
+    if spaces:
+        for event in recording.events:
+            if isinstance(event, Compute) and "convolution" in event.operator.name:
+                most = max(most, event.live + spaces.get(event.operator.key, 0))
+    return recording.memory | {"workspace": most - recording.peak}
 
 
 def shapes_of(given: Any) -> list[tuple[int, ...]]:

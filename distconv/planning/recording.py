@@ -106,6 +106,8 @@ class Compute(NamedTuple):
 
     operator: LocalOperator
     place: Place
+    live: int = 0
+    """Bytes that the rank holds when it has run."""
 
 
 class HostWork(NamedTuple):
@@ -347,6 +349,11 @@ class _Memory:
         self._idle: Counter[int] = Counter()
         self._idle_bytes = 0
 
+    @property
+    def total(self) -> int:
+        """Return the bytes that live now."""
+        return self._total
+
     def hold(self, tensors: Any, kind: str, layer: str = "") -> None:
         """Count tensors whose memory has not been seen."""
         for x in tensors:
@@ -466,7 +473,7 @@ class _Recorder(TorchDispatchMode):
         if not any(True for _ in _specs((operator.arguments, operator.keywords, operator.made))):
             return
         operator = self._operators.setdefault(operator, operator)
-        self.events.append(Compute(operator, place))
+        self.events.append(Compute(operator, place, self.memory.total))
 
     def turn(self) -> None:
         """Go from the forward to the backward pass."""

@@ -30,6 +30,10 @@ from distconv.planning.recording import Recording
 from distconv.planning.table import size, table
 from distconv.tensor.dispatch import UnsupportedOperation
 
+MOST_WITH_FILTER = 256
+"""The most ranks for which grids with an axis for filters are tried unasked: with them there are
+several times as many."""
+
 REFINED = 4
 """How many of the best grids are predicted from several ranks, not from the middle one alone."""
 
@@ -222,7 +226,8 @@ def plan(
     ----------
     module, shape: as for `predict`, and so are further options.
     memory: bytes that a rank may use; what the machine has, if it is known, when not given.
-    axes: the grid axes that may have several ranks; all that the input has by default.
+    axes: the grid axes that may have several ranks; all that the input has by default, beyond
+        `MOST_WITH_FILTER` ranks without `filter`.
     grids: the grids to choose from; all by default.
     measure: whether local operators may be timed.
     progress: is called with a line for each step of the search.
@@ -236,6 +241,8 @@ def plan(
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise ValueError(f"ranks={ranks!r} is no number of ranks; expected from 1")
     limit = machine.memory if memory is None else memory
+    if axes is None and ranks > MOST_WITH_FILTER:
+        axes = [axis for axis in AXES if axis != "filter"]
     chosen = (
         [dict(g) for g in grids] if grids is not None else list(grids_of(ranks, shapes[0], axes))
     )

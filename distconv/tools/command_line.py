@@ -31,6 +31,7 @@ from distconv.tools.progress import Progress
 from distconv.tools.verify import Comparison, verify
 from distconv.tools.verify import listed as comparisons_listed
 from distconv.tools.version import __version__
+from distconv.transport.torch_communicator import TorchCommunicator
 from distconv.transport.world import world, world_if_rank
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -228,6 +229,11 @@ def _bench(arguments: argparse.Namespace) -> int:
         _grid(arguments.grid, "bench")
     if arguments.benchmark == "halo" and world().size == 1:
         raise BadArguments("one rank has no halos; start it with mpiexec -n 2 or more")
+    if arguments.benchmark in ("halo", "overhead") and isinstance(world(), TorchCommunicator):
+        raise BadArguments(
+            f"{arguments.benchmark} measures beside messages of MPI itself, which has not started "
+            "the ranks; start it with mpiexec -n 2 or more"
+        )
     torch.set_num_threads(arguments.threads)
     settings = Settings(arguments.grid, arguments.threads, arguments.seconds)
     first = world().rank == 0

@@ -56,6 +56,11 @@ class Universes(Dataset):
         def opened() -> tuple[dict[str, Source], Normalize]:
             density, parameters = HDF5Source(path, "density"), HDF5Source(path, "parameters")
             _check(path, density, parameters, parts)
+            if not {"log_mean", "log_deviation"} <= facts.keys():
+                raise ValueError(
+                    f"{path} lacks the mean and deviation of log(1 + density); make it by "
+                    "examples.cosmoflow.generate"
+                )
             normalize = Normalize(facts["log_mean"], facts["log_deviation"])
             sources = {
                 "density": Parts(density, parts),

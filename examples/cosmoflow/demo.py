@@ -15,13 +15,13 @@ from examples.trainer.launch import demo_output, words
 from . import generate, train
 
 UNIVERSES = {"size": "32", "cell": "8", "grid": "sample=2,depth=2"}
-TRAINING = "512"
-VALIDATION = "128"
+TRAINING = "384"
+VALIDATION = "96"
 TRAIN = {
     "network": "average",
     "width": "0.5",
     "grid": "sample=2,depth=2",
-    "epochs": "24",
+    "epochs": "20",
     "batch-size": "8",
     "learning-rate": "0.001",
 }

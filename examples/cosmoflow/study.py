@@ -165,7 +165,7 @@ def main() -> None:
     add("--cell", "the side of a cell, in Mpc/h", positive(float), 8.0)
     add("--universes", "to train on", positive(int), 384)
     add("--validation", "universes to validate on", positive(int), 96)
-    add("--epochs", "how often to go through the data", positive(int), 24)
+    add("--epochs", "how often to go through the data", positive(int), 20)
     add("--batch-size", "whole universes of a mini-batch, or all of their parts", positive(int), 8)
     add("--learning-rate", "how far to step", positive(float), 1e-3)
     add("--network", "form of the network", str, "average")

@@ -6,6 +6,7 @@ when everything is on the disk, the file takes its name. One that is there is wh
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
@@ -18,7 +19,13 @@ from numpy.typing import NDArray
 
 import distconv as dc
 from distconv.data import on_rank_zero, together
-from distconv.data.durable import check_room, fresh_name, move_into_place, remove
+from distconv.data.durable import (
+    check_room,
+    fresh_name,
+    move_into_place,
+    remove,
+    remove_partial,
+)
 from distconv.data.sources.hdf5 import open_hdf5
 from distconv.data.writing.contiguous import Description, create_hdf5, write_box
 
@@ -58,7 +65,8 @@ def create_samples(
     """Make a file in a `with` block, in which all ranks write. Collective.
 
     Args:
-        path: must not exist; folders above it are made.
+        path: must not exist; folders above it are made. What killed processes have left of it is
+            removed.
         arrays: shape, samples first, and type of each field by name.
         facts: how the samples are made: attributes of the file.
 
@@ -78,6 +86,7 @@ def create_samples(
             raise OSError(
                 f"{path.parent} cannot be made: {error.strerror}; choose another --output"
             ) from error
+        remove_partial(path.parent, glob.escape(path.name))
         sizes = (prod(array.shape) * array.dtype.itemsize for array in described.values())
         check_room(path, sum(sizes) + _OVERHEAD)
         partial = fresh_name(path)

@@ -15,6 +15,8 @@ from tests.support.sample_files import SOURCES, X
 
 both = pytest.mark.parallel([1, 2])
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*is fetched in pieces")
+
 
 def halve(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)

@@ -14,7 +14,16 @@ import pytest
 
 import distconv
 from distconv.tools.command_line import main
-from tests.support.jobs import LIMIT, end_of, mpiexec, own_environment, start
+from tests.support.jobs import (
+    LIMIT,
+    end_of,
+    forked,
+    mpiexec,
+    own_environment,
+    start,
+    started,
+    torchrun,
+)
 
 MESH = "examples.mesh_tangling.network:mesh_tangling_1k"
 
@@ -42,6 +51,48 @@ def test_verify_ends_with_status_0_when_all_agrees_and_1_when_not() -> None:
     exact = ("--grid", "height=2", "--tolerance", "0")
     end = command("verify", "torch.nn:MSELoss", *shapes, *exact, ranks=2)
     assert end.returncode == 1 and end.stdout.count("first deviation: ") == 1, end.stderr
+
+
+COMMANDS = """
+import sys
+sys.modules["mpi4py"] = None  # as where it cannot be loaded
+import torch
+import distconv.planning.alternation
+from distconv.tools.bench import BENCHMARKS
+from distconv.tools.bench.layer import Case, layers
+from distconv.tools.bench.memory import memory
+from distconv.tools.bench.networks import NETWORKS
+from distconv.tools.command_line import main
+
+distconv.planning.alternation.ROUNDS = 2, 2
+case = Case("tiny", lambda: torch.nn.Conv2d(2, 3, 3, padding=1), (1, 2, 8, 6))
+network = NETWORKS[0]._replace(shape=(*NETWORKS[0].shape[:2], 32, 32))
+BENCHMARKS["layer"] = lambda settings: layers(settings, [case])
+BENCHMARKS["memory"] = lambda settings: memory(settings, [network])
+tanh = "torch.nn:Tanh", "--shape", "2,3,9,7", "--grid", "height=2"
+assert main(["explain", *tanh]) == main(["verify", *tanh]) == 0
+assert main(["bench", "layer", "--seconds", "0"]) == main(["bench", "memory"]) == 0
+try:
+    main(["bench", "halo"])
+except SystemExit as end:
+    assert end.code == 2
+    print("done")
+"""
+
+
+def test_all_commands_run_under_torchrun_without_mpi(tmp_path: Path) -> None:
+    path = tmp_path / "commands.py"
+    path.write_text(COMMANDS)
+    end = end_of(started([*torchrun(2), *forked(path)]))
+    assert (end.returncode, end.stdout.count("done")) == (0, 2), end.stderr
+    for words in (
+        "kept for backward",
+        "all agree",
+        "over no communication",
+        "over share of serial",
+    ):
+        assert end.stdout.count(words) == 1, end.stdout
+    assert "halo measures beside messages of MPI itself" in end.stderr
 
 
 FILE = """

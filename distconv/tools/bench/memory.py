@@ -25,7 +25,6 @@ from distconv.tools.bench.networks import NETWORKS, Network
 from distconv.tools.bench.report import Row
 from distconv.tools.bench.settings import Settings, by
 from distconv.tools.explain import explain
-from distconv.transport.launch import mpi
 
 OVER_SHARE = 1.05
 """The most that a rank should need, of the serial peak divided by the ranks, beside its halos."""
@@ -47,7 +46,7 @@ def memory(settings: Settings, networks: Sequence[Network] = NETWORKS[:2]) -> It
     for network in networks:
         grid = settings.grid(len(network.shape))
         mine = peak_of(partial(_distributed, network, grid))
-        ranks = Peak(*(grid.comm.allreduce(bytes, mpi().MAX) for bytes in mine))
+        ranks = Peak(*(max(grid.comm.allgather(bytes)) for bytes in mine))
         alone = peak_of(partial(_serial, network)) if grid.rank == 0 else None
         sleep_until_all_are_here(grid.comm)
         serial: Peak = grid.comm.bcast(alone)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from distconv.grid.process_grid import ProcessGrid
-from distconv.transport.launch import mpi
+from distconv.transport.world import world
 
 
 class Settings(NamedTuple):
@@ -27,7 +27,7 @@ class Settings(NamedTuple):
     @property
     def ranks(self) -> int:
         """Return the number of ranks."""
-        return int(mpi().COMM_WORLD.size)
+        return world().size
 
     def configuration(self, grid: ProcessGrid, *more: str) -> str:
         """Return grid, threads and `more`, as a row names its case."""

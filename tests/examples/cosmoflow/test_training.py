@@ -144,6 +144,27 @@ def test_parts_that_do_not_divide_a_universe_are_an_error(data: Path) -> None:
     fails_everywhere(lambda: Universes(data, grid, parts=3), "3 parts do not divide a side of 16")
 
 
+@pytest.mark.parallel([1, 2])
+@pytest.mark.parametrize(
+    ("datasets", "message"),
+    [
+        ({"density": (2, 4, 8, 8, 8), "parameters": (2, 4)}, "lacks the mean and deviation"),
+        ({"density": (2, 4, 8, 8, 4), "parameters": (2, 4)}, r"expected \(4, W, W, W\) and \(4,\)"),
+        ({"density": (2, 4, 8, 8, 8)}, "parameters"),
+    ],
+)
+def test_a_file_of_other_things_is_an_error_on_all_ranks(
+    folder: Path, datasets: dict[str, tuple[int, ...]], message: str
+) -> None:
+    if WORLD.rank == 0:
+        with h5py.File(folder / "other.h5", "w") as file:
+            for name, shape in datasets.items():
+                file[name] = np.ones(shape, np.float32)
+    WORLD.barrier()
+    grid = dc.ProcessGrid(sample=-1)
+    fails_everywhere(lambda: Universes(folder / "other.h5", grid), f"other.h5.*{message}")
+
+
 def test_estimates_of_the_parts_of_a_universe_are_averaged() -> None:
     true = np.repeat([[0.5, -0.5, 0.0, 1.0], [-0.5, 0.5, 0.0, 0.0]], 2, axis=0)
     errors = np.array([[1.0], [-1.0], [0.5], [0.5]])
