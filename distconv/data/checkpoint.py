@@ -251,8 +251,8 @@ def load_checkpoint(
 
 def checkpoints_in(folder: Path) -> list[Path]:
     """Return the checkpoints in a folder, the newest first."""
-    found = [path for path in folder.glob("checkpoint-*.pt") if _step_of(path) >= 0]
-    return sorted(found, key=_step_of, reverse=True)
+    found = [path for path in folder.glob("checkpoint-*.pt") if step_of(path) >= 0]
+    return sorted(found, key=step_of, reverse=True)
 
 
 def _make(folder: Path) -> None:
@@ -267,14 +267,14 @@ def _make(folder: Path) -> None:
 def _check_newest(folder: Path, path: Path) -> None:
     """Raise `FileExistsError` where a folder holds checkpoints of later steps."""
     for newest in checkpoints_in(folder)[:1]:
-        if _step_of(newest) > _step_of(path):
+        if step_of(newest) > step_of(path):
             raise FileExistsError(
                 f"{newest} is of a later step than {path.name}, and would be taken for the newest; "
                 "choose another folder, or remove it"
             )
 
 
-def _step_of(path: Path) -> int:
+def step_of(path: Path) -> int:
     """Return the step in the name of a checkpoint; -1 for another name."""
     match = _NAMES.fullmatch(path.name)
     return int(match[1]) if match else -1
@@ -367,11 +367,11 @@ def _shard(path: Path, token: str, number: int) -> Path:
 
 def _remove_shards(folder: Path, newest: Path, token: str) -> None:
     """Remove the shards that belong to no checkpoint, or to one that `newest` has replaced."""
-    kept = {_step_of(path) for path in checkpoints_in(folder)}
+    kept = {step_of(path) for path in checkpoints_in(folder)}
     for shard in folder.glob("checkpoint-*.shard"):
         match = _SHARDS.fullmatch(shard.name)
         if match and (
-            int(match[1]) not in kept or (int(match[1]) == _step_of(newest) and match[2] != token)
+            int(match[1]) not in kept or (int(match[1]) == step_of(newest) and match[2] != token)
         ):
             shard.unlink(missing_ok=True)
 

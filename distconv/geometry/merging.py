@@ -5,7 +5,7 @@ Index arithmetic only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from operator import mul
 
@@ -32,11 +32,14 @@ def groups(before: Shape, after: Shape) -> list[tuple[range, range]]:
     return found
 
 
-def common_factors(splits: Iterable[Sequence[int]]) -> Shape | None:
+def common_factors(splits: Sequence[Sequence[int]]) -> Shape | None:
     """Return the fewest factors of which each of these rows, of one product, merges runs.
 
-    None where there are none: (2, 3) and (3, 2) end their first factors at 2 and 3 of 6 positions.
+    None where there are none: (2, 3) and (3, 2) end their first factors at 2 and 3 of 6 positions,
+    and a size of 0 has none.
     """
+    if any(0 in row for row in splits):
+        return None
     factors: list[int] = []
     last = 1
     for bound in sorted({bound for row in splits for bound in accumulate(row, mul)}):

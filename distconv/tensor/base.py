@@ -94,10 +94,15 @@ class DistTensorBase(torch.Tensor):
         it remains that one. No communication.
         """
         self = cls(unmerged.shard, shape, cuts, unmerged.grid)
-        recorded, modules = torch.is_grad_enabled(), module_calls()
+        recorded, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        modules = module_calls()
 
         def as_then() -> Tensor:
-            with torch.set_grad_enabled(recorded), on_behalf_of(modules):
+            with (
+                torch.inference_mode(inference),
+                torch.set_grad_enabled(recorded),
+                on_behalf_of(modules),
+            ):
                 return bring()
 
         self.unmerged, self._bring, self._memory = unmerged, as_then, unmerged._memory

@@ -326,6 +326,7 @@ class DistTensor(DistTensorBase):
         if self.gradient_hook is not None:
             self.retained_gradient = value
         else:
+            self.settle()
             self.shard.grad = value.shard
 
     @run_eagerly

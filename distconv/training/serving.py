@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from distconv.data.checkpoint import checkpoints_in, load_checkpoint, save_checkpoint
+from distconv.data.checkpoint import checkpoints_in, load_checkpoint, save_checkpoint, step_of
 from distconv.data.durable import read_checksummed
 from distconv.grid.process_grid import ProcessGrid
 from distconv.model.parallelize import parallelize
@@ -54,7 +54,7 @@ class Method(Protocol):
 
 
 class AllWorkersLost(RuntimeError):
-    """No worker is left, and some have not come to their end."""
+    """No worker is left, and none has come to its end."""
 
 
 def serve(
@@ -86,6 +86,9 @@ def serve(
     ------
     AllWorkersLost
         When the last worker is gone, and none has come to its end; the state is saved before.
+    FileExistsError
+        Where `folder` holds the state of another run, and this one is not to go on from there;
+        clients raise ServerLost with the same words.
     ServerLost
         Where the server above has ended.
     ValueError
@@ -112,6 +115,8 @@ def serve(
     try:
         if resume:
             state.load()
+        else:
+            state.check_new()
         if above is not None:
             state.take(above.ask(Kind.HELLO).tensors)
         _run(server, links, state)
@@ -205,6 +210,15 @@ class _State:
             },
         )
         self._saved = report.updates
+
+    def check_new(self) -> None:
+        """Raise `FileExistsError` for what another run has learned, which would hide this one's."""
+        for newest in [] if self._folder is None else checkpoints_in(self._folder)[:1]:
+            if step_of(newest) > 0:
+                raise FileExistsError(
+                    f"serve: {newest} is of another run; go on from it by resume=True, choose "
+                    "another folder, or remove it"
+                )
 
     def load(self) -> None:
         """Go on from the last checkpoint, where there is one."""

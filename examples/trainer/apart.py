@@ -78,7 +78,7 @@ def train_apart(
             _by_elastic_averaging(example, args, comm)
         else:
             _by_servers(example, args, comm)
-    except (DataError, Diverged, ServerLost) as error:
+    except (DataError, Diverged, FileExistsError, ServerLost) as error:
         if speaks:
             print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -324,6 +324,7 @@ def test_ranks_together_write_the_bytes_of_one(folder: Path) -> None:
             assert path.read_bytes() == (folder / "alone.h5").read_bytes()
             assert store.describe(path).samples == samples
             (folder / "alone.h5").unlink()
+    MPI.COMM_WORLD.barrier()
     assert sorted(found.name for found in folder.iterdir()) == ["16.h5", "40.h5"]
 
 

@@ -212,7 +212,6 @@ def test_a_rank_without_elements_takes_part(function: Any, axis: str) -> None:
         lambda x, y: F.mse_loss(x, y, size_average=False),
         lambda x, y: F.l1_loss(x, y, reduce=False),
     ],
-    ids=str,
 )
 @pytest.mark.filterwarnings("ignore:size_average and reduce")
 def test_loss_modules_and_their_older_arguments_equal_serial(loss: Any) -> None:

@@ -17,7 +17,15 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam
 
 import distconv as dc
-from distconv.training import AsynchronousElastic, Downpour, Report, Team, Worker, serve
+from distconv.training import (
+    AsynchronousElastic,
+    Downpour,
+    Report,
+    ServerLost,
+    Team,
+    Worker,
+    serve,
+)
 from distconv.training.serving import server_state
 from distconv.training.team import Arrangement
 from tests.support.serial import deviation, raised_everywhere
@@ -138,6 +146,16 @@ def test_a_team_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     serial = trained_serially(method.optimizer, 6).state_dict()
     for name, value in server_state(folder).items():
         assert deviation(value, serial[name]) <= 1e-9, name
+
+
+@pytest.mark.parallel([2])
+def test_the_state_of_another_run_is_refused_before_training(tmp_path: Path) -> None:
+    folder = WORLD.bcast(tmp_path)
+    method = Downpour(partial(SGD, lr=0.05))
+    course(Team(), method, 2, folder=folder)
+    WORLD.barrier()
+    with pytest.raises((FileExistsError, ServerLost), match=r"is of another run; .*resume=True"):
+        course(Team(), method, 1, folder=folder)
 
 
 @pytest.mark.parallel([3])

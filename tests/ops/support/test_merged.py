@@ -262,3 +262,35 @@ def test_a_new_tensor_like_a_merged_one_can_be_a_leaf() -> None:
         (one * tokens(x)).square().sum().backward()
         assert one.is_leaf and one.grad is not None
     assert deviation(ones[1].grad.full_tensor(), ones[0].grad) < 1e-12
+
+
+@pytest.mark.parallel([2])
+def test_a_block_that_is_looked_at_in_inference_mode_keeps_its_gradients() -> None:
+    serial, cut = _merged()
+    gradients = []
+    for x in (serial, cut):
+        x.requires_grad_()
+        rows = tokens(x)
+        if isinstance(rows, dc.DistTensor):
+            with torch.inference_mode():
+                rows.to_local()
+        (rows.cumsum(0).square().sum() + rows.sum()).backward()
+        gradients.append(x.grad)
+    assert deviation(gradients[1].full_tensor(), gradients[0]) < 1e-12
+
+
+@pytest.mark.parallel([2])
+def test_a_merged_tensor_is_broadcast_to_no_elements() -> None:
+    _, x = _merged()
+    column = tokens(x)[:, :1]
+    assert (column + torch.ones(0, dtype=x.dtype)).shape == (2 * H * W, 0)
+    assert (tokens(x) @ torch.ones(C, 0, dtype=x.dtype)).shape == (2 * H * W, 0)
+
+
+@pytest.mark.parallel([2])
+def test_a_gradient_that_is_set_on_a_merged_tensor_is_there() -> None:
+    _, x = _merged()
+    rows = tokens(x)
+    rows.grad = rows.cos()
+    assert rows.grad is not None
+    assert torch.equal(rows.grad.full_tensor(), rows.cos().full_tensor())
