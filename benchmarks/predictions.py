@@ -93,11 +93,11 @@ def unet(extent: int, samples: int) -> Network:
     )
 
 
-def resnet(extent: int, samples: int, quarter: int) -> Network:
-    """Return ResNet-50, whose channels are divided by `quarter`."""
+def resnet(extent: int, samples: int, divisor: int) -> Network:
+    """Return ResNet-50, whose channels are divided by `divisor`."""
     return Network(
-        f"ResNet-50 / {quarter}, {extent}^2",
-        lambda spatial: resnet50(100, quarter),
+        f"ResNet-50 / {divisor}, {extent}^2",
+        lambda spatial: resnet50(100, divisor),
         (samples, 3, extent, extent),
         lambda made: torch.randint(100, (made[0],)),
         F.cross_entropy,

@@ -29,13 +29,13 @@ class Bottleneck(nn.Module):
         return F.relu(self.norm3(self.expand(y)) + self.shortcut(x))
 
 
-def resnet50(classes: int = 1000, quarter: int = 1) -> nn.Sequential:
-    """Return ResNet-50, whose channels are divided by `quarter`."""
-    channels = 64 // quarter
+def resnet50(classes: int = 1000, divisor: int = 1) -> nn.Sequential:
+    """Return ResNet-50, whose channels are divided by `divisor`."""
+    channels = 64 // divisor
     layers: list[nn.Module] = [nn.Conv2d(3, channels, 7, 2, 3, bias=False)]
     layers += [nn.BatchNorm2d(channels), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
     for stage, depth in enumerate((3, 4, 6, 3)):
-        inner = 64 * 2**stage // quarter
+        inner = 64 * 2**stage // divisor
         for i in range(depth):
             layers.append(Bottleneck(channels, inner, 2 if stage and not i else 1))
             channels = 4 * inner

@@ -162,7 +162,9 @@ def save_checkpoint(
                 grid, lambda: write_checksummed(shard, lambda file: torch.save(divided.mine, file))
             )
             on_rank_zero(grid, write)
-        except BaseException:
+        except DataError:
+            # All ranks know that there is no such checkpoint. A rank that is interrupted does not:
+            # rank 0 may have written it. `clean` removes a shard without one.
             shard.unlink(missing_ok=True)
             raise
     else:
@@ -335,17 +337,27 @@ def _newest(path: Path, missing_ok: bool, known: Mapping[Path, str]) -> tuple[Pa
 
 
 def _damage_of_shards(grid: Grid, path: Path, state: dict[str, Any]) -> str:
-    """Return what is wrong with the shards of a checkpoint; all ranks look at some of them."""
+    """Return what is wrong with the shards of a checkpoint; all ranks look at some of them.
+
+    Raises
+    ------
+    DataError
+        On every rank, where a shard cannot be read now. It may be whole, so the checkpoint must not
+        give way to the one before.
+    """
     if state["format"] != SHARDED:
         return ""
-    complaint = ""
     shards = state["shards"]
-    try:
-        for number in range(grid.rank, shards["count"], grid.size):
-            read_checksummed(_shard(path, shards["token"], number))
-    except (DamagedFile, OSError) as error:
-        complaint = str(error)
-    return "; ".join(filter(None, grid.all_gather_object(complaint)))
+
+    def damage() -> str:
+        try:
+            for number in range(grid.rank, shards["count"], grid.size):
+                read_checksummed(_shard(path, shards["token"], number))
+        except (DamagedFile, FileNotFoundError) as error:
+            return str(error)
+        return ""
+
+    return "; ".join(filter(None, grid.all_gather_object(together(grid, damage))))
 
 
 def _shard(path: Path, token: str, number: int) -> Path:

@@ -80,7 +80,7 @@ class LayoutPlan:
         )
 
 
-class Link(NamedTuple):
+class ChainedLayer(NamedTuple):
     """A layer of a chain."""
 
     name: str
@@ -126,16 +126,16 @@ def plan_layouts(
         progress(f"{len(chain)} layers, each in up to {MOST_LAYOUTS} layouts")
         costs.prepare(chain, first)
         path = shortest_path(
-            [costs.layouts(link, first) for link in chain],
+            [costs.layouts(layer, first) for layer in chain],
             lambda i, cuts: costs.seconds(chain[i], cuts),
             lambda i, a, b: costs.between(chain, i, a, b),
             first,
         )
         comes: Cuts = first
-        for link, cuts in zip(chain, path, strict=True):
+        for layer, cuts in zip(chain, path, strict=True):
             if cuts != comes:
-                found[link.name] = Layout.of(cuts)
-            comes = costs.made(link, cuts) or ((),) * len(cuts)
+                found[layer.name] = Layout.of(cuts)
+            comes = costs.made(layer, cuts) or ((),) * len(cuts)
     if not found:
         return LayoutPlan(dict(uniform.grid), {}, uniform, uniform)
     best = predict(module, shapes, grid, machine, layouts=given | found, **options)
@@ -181,7 +181,7 @@ def chain_of(
     grid: DryRunGrid,
     shapes: Sequence[tuple[int, ...]],
     dtype: torch.dtype | None = None,
-) -> list[Link]:
+) -> list[ChainedLayer]:
     """Return the layers of a module without elements, of which each takes what the last returned.
 
     Modules within which that is not so count as layers themselves.
@@ -209,7 +209,7 @@ def chain_of(
             hook.remove()
     names = {part: name for name, part in module.named_modules()}
 
-    def expand(part: nn.Module) -> Iterator[Link]:
+    def expand(part: nn.Module) -> Iterator[ChainedLayer]:
         ((args, result),) = calls[part]
         children = sorted(
             (child for child in part.children() if child in calls), key=order.__getitem__
@@ -219,7 +219,7 @@ def chain_of(
                 yield from expand(child)
         elif tensors_in(args):
             x = tensors_in(args)[0]
-            yield Link(names[part], part, tuple(x.shape), x.dtype)
+            yield ChainedLayer(names[part], part, tuple(x.shape), x.dtype)
 
     return list(expand(module)) if len(calls.get(module, ())) == 1 else []
 
@@ -255,12 +255,12 @@ class _Costs:
         self._recorded: dict[object, tuple[Recording | None, Cuts | None]] = {}
         self._seconds: dict[object, float] = {}
 
-    def layouts(self, link: Link, first: Cuts) -> list[Cuts]:
+    def layouts(self, layer: ChainedLayer, first: Cuts) -> list[Cuts]:
         """Return the ways to cut a layer's input over all axes of the grid, the default first."""
-        names = dimension_names(len(link.shape))
+        names = dimension_names(len(layer.shape))
         axes = [axis for axis, n in self._grid.items() if n > 1]
-        default = default_cuts(len(link.shape), self._dry.topology)
-        found = [first] if len(first) == len(link.shape) else []
+        default = default_cuts(len(layer.shape), self._dry.topology)
+        found = [first] if len(first) == len(layer.shape) else []
         found.append(default)
         for chosen in product(range(len(names)), repeat=len(axes)):
             cuts: Cuts = tuple(
@@ -268,23 +268,23 @@ class _Costs:
                 for i in range(len(names))
             )
             parts = (self._dry.topology.parts(c) for c in cuts)
-            if all(p <= n for p, n in zip(parts, link.shape, strict=True)):
+            if all(p <= n for p, n in zip(parts, layer.shape, strict=True)):
                 found.append(cuts)
         return list(dict.fromkeys(found))[:MOST_LAYOUTS]
 
-    def prepare(self, chain: Sequence[Link], first: Cuts) -> None:
+    def prepare(self, chain: Sequence[ChainedLayer], first: Cuts) -> None:
         """Record each layer in each layout, and time the local operators."""
-        for link in chain:
-            for cuts in self.layouts(link, first):
-                self._record(link, cuts)
+        for layer in chain:
+            for cuts in self.layouts(layer, first):
+                self._record(layer, cuts)
         recordings = [r for r, _ in self._recorded.values() if r is not None]
         self._times.prepare_approximately([r.operators for r in recordings])
 
-    def seconds(self, link: Link, cuts: Cuts) -> float:
+    def seconds(self, layer: ChainedLayer, cuts: Cuts) -> float:
         """Return the seconds of a layer, forward and backward; infinity where it is refused."""
-        key = _key(link, cuts)
+        key = _key(layer, cuts)
         if key not in self._seconds:
-            recording, _ = self._record(link, cuts)
+            recording, _ = self._record(layer, cuts)
             if recording is None:
                 self._seconds[key] = inf
             else:
@@ -296,23 +296,23 @@ class _Costs:
                 )
         return self._seconds[key]
 
-    def made(self, link: Link, cuts: Cuts) -> Cuts | None:
+    def made(self, layer: ChainedLayer, cuts: Cuts) -> Cuts | None:
         """Return how the layer's output is cut; None where it is refused."""
-        return self._record(link, cuts)[1]
+        return self._record(layer, cuts)[1]
 
-    def between(self, chain: Sequence[Link], i: int, last: Cuts, cuts: Cuts) -> float:
+    def between(self, chain: Sequence[ChainedLayer], i: int, last: Cuts, cuts: Cuts) -> float:
         """Return the seconds to redistribute the input of layer `i`, and its gradient."""
         comes = last if i == 0 else self.made(chain[i - 1], last)
         if comes is None:
             return inf
-        link = chain[i]
+        layer = chain[i]
         if comes == cuts:
             return 0.0
         if len(comes) != len(cuts):
             return inf
-        size = link.dtype.itemsize
+        size = layer.dtype.itemsize
         needs = (Same(),) * len(cuts)
-        plan = make_plan(self._dry.topology, self._rank, link.shape, comes, cuts, needs)
+        plan = make_plan(self._dry.topology, self._rank, layer.shape, comes, cuts, needs)
         arriving = [(r.peer, size * r.size) for r in plan.receives]
         leaving = [(r.peer, size * r.size) for r in plan.sends]
         moved = sum(n for _, n in arriving) + sum(n for _, n in leaving)
@@ -322,8 +322,8 @@ class _Costs:
         back = 0.0 if i == 0 else messages_cost(self._rank, leaving, arriving, self._machine).total
         return forward + back + packed
 
-    def _record(self, link: Link, cuts: Cuts) -> tuple[Recording | None, Cuts | None]:
-        key = _key(link, cuts)
+    def _record(self, layer: ChainedLayer, cuts: Cuts) -> tuple[Recording | None, Cuts | None]:
+        key = _key(layer, cuts)
         if key not in self._recorded:
             made: list[Cuts] = []
 
@@ -335,12 +335,12 @@ class _Costs:
 
             try:
                 recording = record_step(
-                    link.module,
-                    [link.shape],
+                    layer.module,
+                    [layer.shape],
                     self._grid,
                     rank=self._rank,
                     layout=Layout.of(cuts),
-                    dtype=link.dtype,
+                    dtype=layer.dtype,
                     loss=loss,
                     optimizer=sgd,
                     input_gradients=True,
@@ -352,7 +352,7 @@ class _Costs:
         return self._recorded[key]
 
 
-def _key(link: Link, cuts: Cuts) -> object:
+def _key(layer: ChainedLayer, cuts: Cuts) -> object:
     """Return what is the same for layers that take as long."""
-    weights = tuple(tuple(p.shape) for p in link.module.parameters())
-    return repr(link.module), weights, link.shape, link.dtype, cuts
+    weights = tuple(tuple(p.shape) for p in layer.module.parameters())
+    return repr(layer.module), weights, layer.shape, layer.dtype, cuts

@@ -85,11 +85,7 @@ def collective_cost(kind: str, ranks: Sequence[int], size: int, machine: Machine
         return Cost(total, link.posted.at(size), link.after.at(size) * share)
     nodes = {machine.node(rank) for rank in ranks}
     total = 0.0
-    inside = min(count, machine.ranks_per_node) if len(nodes) > 1 else count
-    if len(nodes) > 1 and len(nodes) < count:
-        inside = -(-count // len(nodes))
-    elif len(nodes) > 1:
-        inside = 1
+    inside = -(-count // len(nodes))
     posted = after = 0.0
     for level, many in (("within", inside), ("between", len(nodes))):
         if many > 1:

@@ -189,13 +189,7 @@ def time_together(
             for i in range(processes)
         ]
         try:
-            for worker in workers:
-                _, said = worker.communicate()
-                if worker.returncode:
-                    raise RuntimeError(
-                        "a process that times local operators has ended with status "
-                        f"{worker.returncode}: {said.decode()[-2000:]}"
-                    )
+            wait_for_all(workers)
         finally:
             for worker in workers:
                 worker.kill()
@@ -204,3 +198,23 @@ def time_together(
     progress(len(operators), len(operators))
     seconds = [sum(s) / processes for s in zip(*(times for times, _ in every), strict=True)]
     return seconds, every[0][1]
+
+
+def wait_for_all(workers: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Wait until all processes have ended; raise RuntimeError as soon as one has failed.
+
+    They wait for one another, so the others of one that was killed would never end.
+    """
+    running = list(workers)
+    while running:
+        for worker in list(running):
+            try:
+                _, said = worker.communicate(timeout=0.2)
+            except subprocess.TimeoutExpired:
+                continue
+            if worker.returncode:
+                raise RuntimeError(
+                    "a process that times local operators has ended with status "
+                    f"{worker.returncode}: {said.decode()[-2000:]}"
+                )
+            running.remove(worker)

@@ -186,6 +186,9 @@ def predict(
     ------
     UnsupportedOperation
         Where the module cannot run on the grid.
+    RuntimeError
+        Where the step raises, as for a module that asks for the elements of a tensor, or operators
+        cannot be timed.
     ValueError
         For a machine without the times that are needed.
     """

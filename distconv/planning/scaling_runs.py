@@ -137,7 +137,7 @@ def predict_all(
 
     Raises
     ------
-    ValueError, UnsupportedOperation
+    ValueError, RuntimeError
         As `predict` does, for the first case that cannot be predicted.
     """
     for case in study.cases:

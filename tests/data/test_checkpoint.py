@@ -137,6 +137,22 @@ def test_a_damaged_or_missing_shard_gives_way_to_the_checkpoint_before(folder: P
 
 
 @both
+def test_a_shard_that_cannot_be_read_now_costs_no_checkpoint(folder: Path) -> None:
+    run = Run({"height": WORLD.size})
+    for step in (1, 2):
+        dc.save_checkpoint(folder, run.model, step=step, sharded=True)
+    WORLD.barrier()
+    shard = max(folder.glob("checkpoint-0000000002.*.shard"))
+    aside = folder / "aside"
+    WORLD.barrier()
+    on_rank_zero(lambda: (shard.rename(aside), shard.mkdir()))
+    fails_everywhere(lambda: dc.load_checkpoint(folder, run.model), "shard cannot be read")
+    on_rank_zero(lambda: (shard.rmdir(), aside.rename(shard)))
+    found = dc.load_checkpoint(folder, run.model)
+    assert found is not None and found.step == 2
+
+
+@both
 def test_shards_go_with_their_checkpoints_and_those_of_killed_writers_too(folder: Path) -> None:
     run = Run({"height": WORLD.size})
     left = folder / f"checkpoint-0000000009.{'0' * 16}-0.shard"

@@ -92,6 +92,10 @@ def test_a_described_machine_predicts_and_exports(
         (("--grid", "height=2", "--machine", "net.py"), "describes no machine"),
         (("--grid", "height=-1", "--machine", "round.json"), "height=-1"),
         (("--grid", "height=2", "--machine", "round.json", "--dtype", "float16"), "float16"),
+        (
+            ("--grid=height=2", "--machine=round.json", "--export=no/trace.json"),
+            "cannot be written",
+        ),
     ],
 )
 def test_what_cannot_be_predicted_is_an_error_in_words(

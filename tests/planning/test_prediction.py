@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import time
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from torch import nn
 from distconv import Layout
 from distconv.planning import predict
 from distconv.planning.losses import LOSSES, OPTIMIZERS
-from distconv.planning.operators import OperatorTimes
+from distconv.planning.operators import OperatorTimes, wait_for_all
 from distconv.planning.prediction import record_ranks
 from distconv.planning.recording import Compute, Recording, Start, Wait, record_step
 from distconv.planning.timeline import play
@@ -123,3 +125,16 @@ def test_a_parallelized_module_and_wrong_shapes_are_refused() -> None:
     module.__dict__["_distconv_gradient_reduction"] = None
     with pytest.raises(ValueError, match="parallelized"):
         predict(module, SHAPE, {}, described())
+
+
+def test_a_timing_process_that_is_killed_ends_the_wait_for_those_that_wait_for_it() -> None:
+    waiting = subprocess.Popen(["sleep", "60"], stderr=subprocess.PIPE)
+    killed = subprocess.Popen(["sh", "-c", "kill -9 $$"], stderr=subprocess.PIPE)
+    begun = time.monotonic()
+    try:
+        with pytest.raises(RuntimeError, match="ended with status -9"):
+            wait_for_all([waiting, killed])
+    finally:
+        waiting.kill()
+        waiting.wait()
+    assert time.monotonic() - begun < 30

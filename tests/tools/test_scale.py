@@ -93,6 +93,19 @@ def test_predictions_alone_take_one_process(
     assert study["machine"] == "round" and not any(case["measured"] for case in study["cases"])
 
 
+def test_a_module_that_asks_for_elements_cannot_be_predicted_and_says_so(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "asks.py").write_text(
+        "import torch\n"
+        "class Net(torch.nn.Tanh):\n"
+        "    def forward(self, x):\n"
+        "        return x * x.sum().item()\n"
+    )
+    arguments = ("--shape=1,1,8,8", "--predict-ranks=2", "--machine=round.json")
+    assert "Net" in refusal(capsys, "strong", "./asks.py:Net", *arguments)
+
+
 @pytest.mark.parametrize(
     "options, said",
     [

@@ -41,14 +41,14 @@ def run(arguments: argparse.Namespace) -> int:
     Raises
     ------
     BadArguments
-        Where the module cannot run on the grid, or the machine lacks what is asked of it.
+        Where the module cannot run on the grid, the machine lacks what is asked of it, or the trace
+        cannot be written.
     """
     check_alone("predict")
     machine = loaded(arguments.machine)
     module = made(arguments.factory, arguments.seed)
     try:
         step = predict(module, arguments.shape, arguments.grid, machine, **step_of(arguments))
-        keep_times(machine, arguments.machine)
         if arguments.export is not None:
             export_trace(
                 arguments.export,
@@ -58,8 +58,11 @@ def run(arguments: argparse.Namespace) -> int:
                 machine,
                 **step_of(arguments),
             )
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, OSError) as error:
         raise BadArguments(str(error)) from None
+    finally:
+        # Also of a step that cannot be predicted to its end; the trace times ranks of its own.
+        keep_times(machine, arguments.machine)
     if arguments.json:
         more = {"peak": step.peak, "seconds_per_sample": step.seconds_per_sample}
         print(as_json(step, critical_path=step.longest, **more))

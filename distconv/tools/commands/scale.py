@@ -19,7 +19,6 @@ from distconv.planning.scaling import STRONG, WEAK, Study, cases_of, usual_grid
 from distconv.planning.scaling_plots import draw
 from distconv.planning.scaling_runs import measure, predict_all
 from distconv.planning.table import table
-from distconv.tensor.dispatch import UnsupportedOperation
 from distconv.tools.arguments import BadArguments, grid_axes
 from distconv.tools.commands.step_options import add_step_options, keep_times, step_of
 from distconv.tools.factories import made, made_everywhere
@@ -246,7 +245,7 @@ def _predicted_on_first(
                 predicted=lambda case: progress(f"predicted {case.name}"),
             )
             keep_times(machine, path)
-        except (ValueError, UnsupportedOperation, OSError) as error:
+        except (ValueError, RuntimeError, OSError) as error:
             problem = str(error)
     if world().size > 1:
         sleep_until_all_are_here(mpi().COMM_WORLD)

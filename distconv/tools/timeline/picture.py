@@ -27,10 +27,7 @@ def draw(events: Sequence[Event], path: Path, begin: float, end: float) -> None:
     ModuleNotFoundError
         Without matplotlib.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    from matplotlib.figure import Figure
 
     timed = [e for e in events if "ts" in e]
     bars = []
@@ -46,14 +43,13 @@ def draw(events: Sequence[Event], path: Path, begin: float, end: float) -> None:
         inside = [(a, b - a) for a, b in cut if b > a]
         if inside:
             shown.append((f"rank {rank}: {row}", _COLORS[row], inside))
-    figure, axes = plt.subplots(figsize=(9, 0.6 + 0.32 * max(1, len(shown))))
+    figure = Figure(figsize=(9, 0.6 + 0.32 * max(1, len(shown))), layout="tight")
+    axes = figure.subplots()
     for place, (_, color, inside) in enumerate(shown):
         axes.broken_barh(inside, (place - 0.4, 0.8), facecolors=color, edgecolors="white", lw=0.2)
     axes.set_yticks(range(len(shown)), [name for name, _, _ in shown])
     axes.set_xlim(begin, end)
     axes.invert_yaxis()
     axes.set_xlabel("ms")
-    figure.tight_layout()
     form = path.suffix.removeprefix(".") or "png"
     write_atomically(path, lambda file: figure.savefig(file, format=form, dpi=90))
-    plt.close(figure)
