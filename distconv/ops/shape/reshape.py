@@ -125,7 +125,11 @@ def _unmerged_shape(before: Shape, cuts: Cuts, after: Shape, topology: Topology)
     return tuple(shape) if len(shape) > len(after) else None
 
 
-def _reshape(input: DistTensor, shape: Shape, operator: str) -> DistTensor:
+def _reshape(input: DistTensor, shape: Shape, operator: str, *, copied: bool = False) -> DistTensor:
+    """Return the elements in another shape, merged where cut dimensions become inner factors.
+
+    `copied` says that serial torch copies some tensors, by their strides, in place of a view.
+    """
     # What has been merged is split again.
     x = input if input.unmerged is None else input.unmerged
     topology = x.grid.topology
@@ -134,7 +138,7 @@ def _reshape(input: DistTensor, shape: Shape, operator: str) -> DistTensor:
         return _reshape_blocks(x, shape, operator)
     if unmerged == tuple(x.shape):
         # A node of its own in the autograd graph.
-        own = make_view(x, x.shard.view_as(x.shard), unmerged, x.cuts, copied=False)
+        own = make_view(x, x.shard.view_as(x.shard), unmerged, x.cuts, copied=copied)
     else:
         own = _reshape_blocks(x, unmerged, operator)
     _, made, _ = _reshaped_cuts(unmerged, own.cuts, shape, topology)
@@ -145,7 +149,8 @@ def _reshape(input: DistTensor, shape: Shape, operator: str) -> DistTensor:
 @takes_sequence("shape")
 def reshape(input: DistTensor, *shape: Any) -> DistTensor:
     """Return the same elements, in row-major order, in another shape."""
-    return _reshape(input, _inferred(as_sizes(shape), tuple(input.shape)), "reshape")
+    after = _inferred(as_sizes(shape), tuple(input.shape))
+    return _reshape(input, after, "reshape", copied=True)
 
 
 @implements(torch.Tensor.view)
@@ -173,7 +178,7 @@ def reshape_as(input: Tensor, other: Tensor) -> Tensor:
 def flatten(input: DistTensor, start_dim: int = 0, end_dim: int = -1) -> DistTensor:
     """Merge the dimensions start_dim to end_dim into one."""
     shape = torch.empty(tuple(input.shape), device="meta").flatten(start_dim, end_dim).shape
-    return _reshape(input, tuple(shape), "flatten")
+    return _reshape(input, tuple(shape), "flatten", copied=True)
 
 
 @implements(torch.unflatten, torch.Tensor.unflatten)

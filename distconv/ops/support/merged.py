@@ -90,8 +90,8 @@ def in_blocks(x: Tensor) -> Tensor:
 
 
 def merge_as(result: Any, shape: Sequence[int]) -> Any:
-    """Return a result on unmerged tensors in the shape that it has for the program."""
-    return result.reshape(tuple(shape)) if isinstance(result, Tensor) else result
+    """Return a view of a result on unmerged tensors in the shape that it has for the program."""
+    return result.view(tuple(shape)) if isinstance(result, Tensor) else result
 
 
 def elementwise(

@@ -294,3 +294,21 @@ def test_a_gradient_that_is_set_on_a_merged_tensor_is_there() -> None:
     rows.grad = rows.cos()
     assert rows.grad is not None
     assert torch.equal(rows.grad.full_tensor(), rows.cos().full_tensor())
+
+
+@pytest.mark.parallel([2])
+@pytest.mark.parametrize(
+    "merge",
+    [tokens, lambda x: x.permute(0, 2, 3, 1).flatten(0, 2), lambda x: tokens(x).detach()],
+)
+@pytest.mark.parametrize("write", [lambda rows: rows.mul_(2), lambda rows: F.relu(rows, True)])
+def test_what_serial_torch_may_have_copied_is_not_written_in_place_of_a_copy(
+    merge: Callable[[Tensor], Tensor], write: Callable[[Tensor], Tensor]
+) -> None:
+    serial, cut = _merged()
+    with pytest.raises(dc.UnsupportedOperation, match="while a view of it"):
+        write(merge(cut))
+    assert torch.equal(cut.full_tensor(), serial)
+    rows = merge(cut.clone())
+    assert torch.equal(write(rows).full_tensor(), write(merge(serial.clone())))
+    assert torch.equal(rows.full_tensor(), write(merge(serial.clone())))
