@@ -659,7 +659,9 @@ def _result(func: Any, args: Any, kwargs: Any) -> Any:
     """Return what an operator returns, without asking torch's slow stand-ins the same twice."""
     if func.is_view or torch.Tag.inplace_view in func.tags:
         return func(*args, **kwargs)
-    key = func, _spec(args), tuple((name, _spec(value)) for name, value in kwargs.items())
+    given = args, tuple(kwargs.items())
+    # 2 equals 2.0, and makes another type of numbers.
+    key = func, _spec(given), _types(given)
     made = _RESULTS.get(key)
     if made is None:
         result = func(*args, **kwargs)
@@ -715,6 +717,11 @@ def _spec(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return tuple(_spec(x) for x in value)
     return value
+
+
+def _types(value: Any) -> Any:
+    """Return the types of arguments, in tuples like theirs."""
+    return tuple(map(_types, value)) if isinstance(value, (tuple, list)) else type(value)
 
 
 def _specs(value: Any) -> Iterator[TensorSpec]:

@@ -13,16 +13,14 @@ import torch
 
 from distconv.grid.process_grid import ProcessGrid
 from distconv.model.input_layouts import match_layouts
-from distconv.tools.arguments import (
-    BadArguments,
-    RankParser,
-    grid_axes,
-    layout,
-    pattern_and_layout,
-    shape,
-)
+from distconv.tools.arguments import BadArguments, RankParser, grid_axes
 from distconv.tools.bench import BENCHMARKS, Row, Settings, as_table, plot
 from distconv.tools.commands import calibrate, launch, plan, predict, scale, timeline
+from distconv.tools.commands.module_options import (
+    add_dtype_option,
+    add_grid_option,
+    add_module_options,
+)
 from distconv.tools.explain import LayerPlan, dtype_of, explain
 from distconv.tools.explain import listed as layers_listed
 from distconv.tools.factories import made, made_everywhere
@@ -33,8 +31,6 @@ from distconv.tools.verify import listed as comparisons_listed
 from distconv.tools.version import __version__
 from distconv.transport.torch_communicator import TorchCommunicator
 from distconv.transport.world import world, world_if_rank
-
-DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 
 class Command(NamedTuple):
@@ -62,49 +58,10 @@ def main(arguments: list[str] | None = None) -> int:
     return status
 
 
-def _module_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "factory",
-        metavar="MODULE:FACTORY",
-        help="what makes the torch module when called without arguments: a function or a class, in "
-        "package.module or ./file.py",
-    )
-    parser.add_argument(
-        "--shape",
-        type=shape,
-        action="append",
-        required=True,
-        metavar="N,C,...",
-        help="global shape of the input; once for each input",
-    )
-    parser.add_argument(
-        "--grid",
-        type=grid_axes,
-        required=True,
-        metavar="AXIS=RANKS,...",
-        help="ranks along the axes of the grid",
-    )
-    parser.add_argument(
-        "--layout",
-        type=layout,
-        metavar="DIMENSION=AXIS+AXIS,...",
-        help="how the inputs are cut; by default every dimension over the axis of its name",
-    )
-    parser.add_argument(
-        "--layouts",
-        type=pattern_and_layout,
-        action="append",
-        default=[],
-        metavar="PATTERN:DIMENSION=AXIS+AXIS,...",
-        help="how modules whose names match take their inputs; once for each pattern",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of parameters and input (%(default)s)")
-    parser.add_argument("--json", action="store_true", help="one line of JSON instead of a table")
-
-
 def _explain_options(parser: argparse.ArgumentParser) -> None:
-    _module_options(parser)
-    parser.add_argument("--dtype", choices=DTYPES, help="of the input (default: as the parameters)")
+    add_module_options(parser)
+    add_grid_option(parser)
+    add_dtype_option(parser)
     parser.add_argument(
         "--rank", type=int, help="whose part is told (default: in the middle of every axis)"
     )
@@ -147,7 +104,8 @@ def _interrupted(rows: list[Any]) -> str:
 
 
 def _verify_options(parser: argparse.ArgumentParser) -> None:
-    _module_options(parser)
+    add_module_options(parser)
+    add_grid_option(parser)
     parser.add_argument("--float64", action="store_true", help="module and input in float64")
     parser.add_argument("--tolerance", type=float, help="largest difference that is rounding")
     parser.add_argument("--no-backward", action="store_true", help="compare no gradients")

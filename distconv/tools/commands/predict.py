@@ -7,7 +7,8 @@ from pathlib import Path
 
 from distconv.planning.prediction import predict
 from distconv.planning.trace import export_trace
-from distconv.tools.arguments import BadArguments, grid_axes
+from distconv.tools.arguments import BadArguments
+from distconv.tools.commands.module_options import add_grid_option
 from distconv.tools.commands.step_options import (
     add_step_options,
     check_alone,
@@ -24,15 +25,10 @@ PURPOSE = "predict the time and memory of a training step on a grid"
 def options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     add_step_options(parser)
-    add = parser.add_argument
-    add(
-        "--grid",
-        type=grid_axes,
-        required=True,
-        metavar="AXIS=RANKS,...",
-        help="ranks along the axes of the grid",
+    add_grid_option(parser)
+    parser.add_argument(
+        "--export", type=Path, metavar="FILE", help="write the step's messages for a simulator"
     )
-    add("--export", type=Path, metavar="FILE", help="write the step's messages for a simulator")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -10,29 +10,16 @@ import torch
 
 from distconv.planning.losses import LOSSES, OPTIMIZERS
 from distconv.planning.machine import Machine
-from distconv.tools.arguments import BadArguments, layout, pattern_and_layout, shape
+from distconv.tools.arguments import BadArguments
+from distconv.tools.commands.module_options import add_dtype_option, add_module_options
 from distconv.transport.world import world_if_rank
-
-DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 
 def add_step_options(parser: argparse.ArgumentParser) -> None:
     """Add the module, its inputs, what is minimised and how, and the machine."""
+    add_module_options(parser)
+    add_dtype_option(parser)
     add = parser.add_argument
-    add(
-        "factory",
-        metavar="MODULE:FACTORY",
-        help="what makes the torch module when called without arguments: a function or a class, in "
-        "package.module or ./file.py",
-    )
-    add(
-        "--shape",
-        type=shape,
-        action="append",
-        required=True,
-        metavar="N,C,...",
-        help="global shape of the input; once for each input",
-    )
     add(
         "--machine",
         type=Path,
@@ -40,25 +27,8 @@ def add_step_options(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="what `calibrate` has measured, or somebody described (default: %(default)s)",
     )
-    add("--dtype", choices=DTYPES, help="of the input (default: as the parameters)")
-    add(
-        "--layout",
-        type=layout,
-        metavar="DIMENSION=AXIS+AXIS,...",
-        help="how the inputs are cut; by default every dimension over the axis of its name",
-    )
-    add(
-        "--layouts",
-        type=pattern_and_layout,
-        action="append",
-        default=[],
-        metavar="PATTERN:DIMENSION=AXIS+AXIS,...",
-        help="how modules whose names match take their inputs; once for each pattern",
-    )
     add("--loss", choices=LOSSES, default="mse", help="what is minimised (default: %(default)s)")
     add("--optimizer", choices=OPTIMIZERS, default="sgd", help="by what (default: %(default)s)")
-    add("--seed", type=int, default=0, help="of the parameters (%(default)s)")
-    add("--json", action="store_true", help="one line of JSON instead of a table")
 
 
 def step_of(arguments: argparse.Namespace) -> dict[str, Any]:
