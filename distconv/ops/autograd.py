@@ -251,7 +251,10 @@ def retains_grad(self: DistTensor) -> bool:
 
 @implements(torch.Tensor.__deepcopy__)
 def deep_copy(self: DistTensor, memo: dict[int, Any]) -> DistTensor:
-    """Return a leaf with equal elements, gradient, layout and grid; no communication."""
+    """Return a leaf with equal elements, gradient, layout and grid.
+
+    No communication, but to bring the block of a merged tensor.
+    """
     if id(self) in memo:
         twin: DistTensor = memo[id(self)]
         return twin

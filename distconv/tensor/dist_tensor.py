@@ -205,6 +205,8 @@ class DistTensor(DistTensorBase):
         """
         if self.replicas > 1:
             self._stay_distributed("to_local")
+        if not self.requires_grad:
+            self.settle()  # what the program writes to the box is then the tensor's
         axes = replicating_axes(self.cuts, self.grid.topology)
         return replication.unreplicate(self.shard, self.grid, axes)
 

@@ -125,7 +125,7 @@ def serve(
             above.ask(Kind.DONE)
     except BaseException as error:
         if isinstance(error, (AllWorkersLost, KeyboardInterrupt, ServerLost)):
-            state.save()  # between two updates
+            state.save()  # an interrupt may have come within an update
         team.leave(error)
         raise
     state.save()

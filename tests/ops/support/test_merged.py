@@ -312,3 +312,11 @@ def test_what_serial_torch_may_have_copied_is_not_written_in_place_of_a_copy(
     rows = merge(cut.clone())
     assert torch.equal(write(rows).full_tensor(), write(merge(serial.clone())))
     assert torch.equal(rows.full_tensor(), write(merge(serial.clone())))
+
+
+@pytest.mark.parallel([2])
+def test_what_is_written_to_the_box_of_a_merged_tensor_is_its_own() -> None:
+    _, cut = _merged()
+    rows = tokens(cut.clone())
+    rows.to_local().fill_(3.0)
+    assert (rows.full_tensor() == 3).all() and ((rows * 2).full_tensor() == 6).all()
