@@ -76,7 +76,8 @@ def run(
     start = time.perf_counter()
     try:
         try:
-            grid = dc.ProcessGrid(comm, **args.grid)
+            # Generators compute on the host, also beside GPUs.
+            grid = dc.ProcessGrid(comm, device="cpu", **args.grid)
         except ValueError as error:
             raise DataError(str(error)) from error
         said = generate(args, grid, show)

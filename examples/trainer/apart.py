@@ -72,18 +72,19 @@ def train_apart(
     example: Example[Any, Any], args: argparse.Namespace, comm: ObjectCommunicator
 ) -> None:
     """Train, validate and write the results, on all ranks; errors end the program in one line."""
+    # Of errors that all have met with; of a worker's own it speaks itself.
     speaks = comm.rank == (0 if args.method == "easgd" else args.servers)
     try:
         if args.method == "easgd":
             _by_elastic_averaging(example, args, comm)
         else:
             _by_servers(example, args, comm)
-    except (DataError, Diverged, FileExistsError, ServerLost) as error:
+    except (DataError, FileExistsError, ServerLost) as error:
         if speaks:
             print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    except AllWorkersLost:
-        sys.exit(2)  # they have said why
+    except (AllWorkersLost, Diverged):
+        sys.exit(2)  # the workers have said why
 
 
 def _by_elastic_averaging(
@@ -101,7 +102,19 @@ def _by_elastic_averaging(
             ElasticAveraging(model, grid, period=args.period), model, grid, optimizer, scheduler
         )
 
-    _learn(example, args, own, worker, workers, learner)
+    with speaking_of_divergence(own, worker):
+        _learn(example, args, own, worker, workers, learner)
+
+
+@contextmanager
+def speaking_of_divergence(own: dc.ProcessGrid, worker: int) -> Iterator[None]:
+    """Let the first rank of a worker that diverges say so, as no other worker knows of it."""
+    try:
+        yield
+    except Diverged as error:
+        if own.rank == 0:
+            print(f"error: worker {worker}: {error}", file=sys.stderr, flush=True)
+        raise
 
 
 def _by_servers(
@@ -123,7 +136,8 @@ def _by_servers(
             return Worker(team, model, method(epoch), optimizer)
 
         try:
-            _learn(example, args, team.grid, team.worker, workers, learner)
+            with speaking_of_divergence(team.grid, team.worker):
+                _learn(example, args, team.grid, team.worker, workers, learner)
         except Exception as error:
             team.leave(error)
             raise

@@ -11,11 +11,13 @@ import pytest
 import torch
 from mpi4py import MPI
 
+import distconv as dc
 from distconv.data.checkpoint import checkpoints_in
 from distconv.training import server_state
 from examples.mesh_tangling import compare_methods
 from examples.mesh_tangling.train import main
-from examples.trainer.apart import Share
+from examples.trainer.apart import Share, speaking_of_divergence
+from examples.trainer.building import Diverged
 from tests.support.everywhere import on_rank_zero
 from tests.support.jobs import end_of, start
 from tests.support.mesh_runs import REPOSITORY, arguments, write_file
@@ -149,3 +151,13 @@ def test_the_comparison_draws_what_has_been_run(tmp_path: Path) -> None:
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
     line = "| Downpour | 48 | 6 | 0.1250 | 0.750 | 0.75 |"
     assert line in compare_methods.table({"Downpour": course})
+
+
+@pytest.mark.parallel([2])
+def test_the_first_rank_of_a_worker_says_why_it_has_diverged(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(Diverged), speaking_of_divergence(dc.ProcessGrid(height=2), 1):
+        raise Diverged("the loss is nan")
+    said = "" if WORLD.rank else "error: worker 1: the loss is nan\n"
+    assert capsys.readouterr().err == said
