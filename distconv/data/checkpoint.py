@@ -201,8 +201,9 @@ def load_checkpoint(
     Raises
     ------
     DataError
-        On every rank, where there is no whole checkpoint, or it is one of another model, optimizer,
-        scheduler or loader. What was given may then be changed in part.
+        On every rank, where there is no whole checkpoint, a file of it cannot be read now, or it is
+        one of another model, optimizer, scheduler or loader. What was given may then be changed in
+        part.
     """
     grid = required_reduction("load_checkpoint", model).grid
     complaints: dict[Path, str] = {}
