@@ -6,6 +6,7 @@ import gc
 import io
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,15 @@ def pytest_configure(config: pytest.Config) -> None:
     if MPI.COMM_WORLD.rank:
         reporter = config.pluginmanager.getplugin("terminalreporter")
         reporter._tw._file = io.StringIO()
+
+
+@pytest.fixture
+def own_modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Forget the modules that a test imports, which other tests write under the same names."""
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    yield
+    for name in ("net", "parts"):
+        sys.modules.pop(name, None)
 
 
 @pytest.fixture

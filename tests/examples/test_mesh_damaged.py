@@ -208,7 +208,7 @@ def test_an_output_folder_of_somebody_else_is_found_before_the_first_step(
     file = folder / "data.h5"
     write_file(file)
     monkeypatch.setattr(Progress, "step", never)
-    for place in (folder, *folder.parents[:2]):
+    for place in (folder, *folder.parents[:3]):
         place.chmod(0o755)
     (folder / "others").mkdir(mode=0o555)
     with unprivileged():

@@ -25,7 +25,7 @@ NET = "./net.py:Net", "--shape", "2,1,16,16"
 
 
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(own_modules: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A user's folder with a module in two files, and a described machine."""
     (tmp_path / "net.py").write_text(FILE)
     (tmp_path / "parts.py").write_text("from torch.nn import ReLU as Part")

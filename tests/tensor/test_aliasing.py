@@ -34,6 +34,9 @@ SAME: dict[str, Callable] = {
     "detach": lambda x: x.detach(),
     "transpose": lambda x: x.transpose(2, 3),
     "whole slice": lambda x: x[:, 1:3],
+}
+
+MERGED: dict[str, Callable] = {
     "view that merges a cut dimension into another": lambda x: x.view(2, 28, 5),
     "view of such a view": lambda x: x.view(2, 28, 5).transpose(0, 2)[1:],
 }
@@ -77,6 +80,15 @@ def test_what_shares_memory_sees_what_is_written(name: str) -> None:
     serial, x = distributed()
     SAME[name](x).add_(10)
     SAME[name](serial).add_(10)
+    assert torch.equal(x.full_tensor(), serial)
+
+
+@pytest.mark.parallel([2, 4])
+@pytest.mark.parametrize("name", MERGED)
+def test_what_is_merged_shares_memory_until_it_is_looked_at(name: str) -> None:
+    serial, x = distributed()
+    MERGED[name](x).add_(10)
+    MERGED[name](serial).add_(10)
     assert torch.equal(x.full_tensor(), serial)
 
 

@@ -136,6 +136,7 @@ def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> N
     assert importlib.metadata.version("distconv") == distconv.__version__
 
 
+@pytest.mark.usefixtures("own_modules")
 def test_a_module_is_found_by_its_file_and_finds_its_neighbours(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

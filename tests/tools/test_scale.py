@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(own_modules: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of a user's own, with a module and what that imports; the working directory."""
     (tmp_path / "net.py").write_text(NET)
     (tmp_path / "parts.py").write_text("import torch\ntail = lambda: [torch.nn.Tanh()]\n")
