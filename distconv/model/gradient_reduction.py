@@ -164,6 +164,10 @@ class GradientReduction:
         """
         self._purpose = f"gradients {number}"
         self._make_communicators()
+        for axes in dict.fromkeys(self._axes):
+            # A carrier may connect the ranks at first use; then they have to come in one order.
+            comm = self._grid.communicator(axes, self._purpose)
+            self._grid.transport.all_reduce(torch.zeros(1, device=self._grid.device), comm).wait()
         self._laid_out = []
         self._prepare()
 
