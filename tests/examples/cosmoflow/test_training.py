@@ -23,23 +23,10 @@ from examples.cosmoflow.network import FORMS, CosmoFlowNet
 from examples.cosmoflow.score import score
 from examples.trainer.launch import words
 from tests.support.everywhere import fails_everywhere
+from tests.support.example_grids import GRIDS, alone, axes, every_size
 
 WORLD = MPI.COMM_WORLD
 SIDE = 16
-GRIDS = {
-    1: [{}],
-    2: [{"depth": 2}, {"sample": 2}],
-    4: [{"depth": 2, "height": 2}, {"sample": 2, "width": 2}],
-}
-every_size = pytest.mark.parallel([1, 2, 4])
-
-
-def alone() -> dc.ProcessGrid:
-    return dc.ProcessGrid((WORLD.rank,))
-
-
-def axes(grid: dict[str, int]) -> str:
-    return ",".join(f"{axis}={ranks}" for axis, ranks in grid.items()) or "sample=1"
 
 
 # Networks

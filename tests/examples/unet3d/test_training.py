@@ -20,24 +20,11 @@ from examples.unet3d.data import made_volume
 from examples.unet3d.generate import generate
 from examples.unet3d.network import UNet3d
 from examples.unet3d.score import count, dice_coefficients, segmentation_loss
+from tests.support.example_grids import GRIDS, alone, axes, every_size
 
 WORLD = MPI.COMM_WORLD
 SIZE = (9, 8, 11)
 LARGE = (19, 17, 13)
-GRIDS = {
-    1: [{}],
-    2: [{"depth": 2}, {"sample": 2}],
-    4: [{"depth": 2, "height": 2}, {"sample": 2, "width": 2}],
-}
-every_size = pytest.mark.parallel([1, 2, 4])
-
-
-def alone() -> dc.ProcessGrid:
-    return dc.ProcessGrid((WORLD.rank,))
-
-
-def axes(grid: dict[str, int]) -> str:
-    return ",".join(f"{axis}={ranks}" for axis, ranks in grid.items()) or "sample=1"
 
 
 def test_the_network_has_the_published_number_of_weights() -> None:
