@@ -181,7 +181,7 @@ class Flow:
 
 @dataclass(frozen=True)
 class Carried:
-    """What the flow carries: the mesh's `nodes` (2, S + 1, S + 1) and `blobs` (2, blobs), in m."""
+    """The mesh and the blobs in the flow: `nodes` (2, S + 1, S + 1) and `blobs` (2, blobs), in m."""
 
     time: float
     nodes: Array
