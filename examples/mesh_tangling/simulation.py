@@ -181,7 +181,7 @@ class Flow:
 
 @dataclass(frozen=True)
 class Carried:
-    """The mesh and the blobs in the flow: `nodes` (2, S + 1, S + 1) and `blobs` (2, blobs), in m."""
+    """Mesh and blobs in the flow: `nodes` (2, S + 1, S + 1) and `blobs` (2, blobs), in m."""
 
     time: float
     nodes: Array
