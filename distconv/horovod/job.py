@@ -18,6 +18,7 @@ from distconv.geometry.topology import AXES
 from distconv.grid.order import ranks_in_words
 from distconv.grid.process_grid import ProcessGrid
 from distconv.tensor.dist_tensor import DistTensor
+from distconv.transport import launch
 
 PURPOSE = "horovod"
 """The communicators of everything but the gradients of optimizers."""
@@ -225,7 +226,8 @@ def is_homogeneous() -> bool:
 
 def mpi_enabled() -> bool:
     """Return whether MPI has started the ranks."""
-    return current().grid.transport.name == "mpi"
+    current()
+    return launch.has_mpi() and not launch.meets_by_torch()
 
 
 def gloo_enabled() -> bool:
