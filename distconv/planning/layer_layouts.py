@@ -118,8 +118,7 @@ def plan_layouts(
     uniform = predict(module, shapes, grid, machine, layouts=given, **options)
     hollow = without_elements(module, "plan_layouts")
     chain = chain_of(hollow, DryRunGrid({}), shapes, options.get("dtype"))
-    rank = DryRunGrid(grid).rank
-    costs = _Costs(grid, rank, machine)
+    costs = _Costs(grid, machine)
     first = _cuts(layout, grid, len(shapes[0]))
     found: dict[str, Layout] = {}
     if len(shapes) == 1 and len(chain) > 1:
@@ -246,13 +245,17 @@ def _cuts(layout: Layout | None, grid: Mapping[str, int], ndim: int) -> Cuts:
 
 
 class _Costs:
-    """Seconds of layers, and of redistributions between them, on one rank of a grid."""
+    """Seconds of layers, and of redistributions between them, on the slower of two ranks of a grid.
 
-    def __init__(self, grid: Mapping[str, int], rank: int, machine: Machine):
-        self._grid, self._rank, self._machine = grid, rank, machine
-        self._dry = DryRunGrid(grid, rank)
+    The first rank has the largest block of whatever is cut, and the middle one the most neighbours.
+    """
+
+    def __init__(self, grid: Mapping[str, int], machine: Machine):
+        self._grid, self._machine = grid, machine
+        self._dry = DryRunGrid(grid)
+        self._ranks = tuple({0, self._dry.rank})
         self._times = OperatorTimes(machine, machine.at_once(self._dry.size))
-        self._recorded: dict[object, tuple[Recording | None, Cuts | None]] = {}
+        self._recorded: dict[object, tuple[Sequence[Recording], Cuts | None]] = {}
         self._seconds: dict[object, float] = {}
 
     def layouts(self, layer: ChainedLayer, first: Cuts) -> list[Cuts]:
@@ -277,24 +280,24 @@ class _Costs:
         for layer in chain:
             for cuts in self.layouts(layer, first):
                 self._record(layer, cuts)
-        recordings = [r for r, _ in self._recorded.values() if r is not None]
+        recordings = (recording for several, _ in self._recorded.values() for recording in several)
         self._times.prepare_approximately([r.operators for r in recordings])
 
     def seconds(self, layer: ChainedLayer, cuts: Cuts) -> float:
         """Return the seconds of a layer, forward and backward; infinity where it is refused."""
         key = _key(layer, cuts)
         if key not in self._seconds:
-            recording, _ = self._record(layer, cuts)
-            if recording is None:
-                self._seconds[key] = inf
-            else:
-                line = play([recording], self._machine, self._times)
-                self._seconds[key] = sum(
-                    s.stop - s.start
-                    for s in line.segments[recording.rank]
-                    if s.place.layer in recording.shapes
-                )
+            recordings, _ = self._record(layer, cuts)
+            self._seconds[key] = max(map(self._played, recordings), default=inf)
         return self._seconds[key]
+
+    def _played(self, recording: Recording) -> float:
+        line = play([recording], self._machine, self._times)
+        return sum(
+            s.stop - s.start
+            for s in line.segments[recording.rank]
+            if s.place.layer in recording.shapes
+        )
 
     def made(self, layer: ChainedLayer, cuts: Cuts) -> Cuts | None:
         """Return how the layer's output is cut; None where it is refused."""
@@ -310,19 +313,23 @@ class _Costs:
             return 0.0
         if len(comes) != len(cuts):
             return inf
+        # The gradient of an input that nobody trains does not go back.
+        passes = 1 if i == 0 else 2
+        return max(self._moved(layer, comes, cuts, rank, passes) for rank in self._ranks)
+
+    def _moved(self, layer: ChainedLayer, comes: Cuts, cuts: Cuts, rank: int, passes: int) -> float:
+        """Return the seconds to redistribute a layer's input on a rank, also back in two passes."""
         size = layer.dtype.itemsize
         needs = (Same(),) * len(cuts)
-        plan = make_plan(self._dry.topology, self._rank, layer.shape, comes, cuts, needs)
+        plan = make_plan(self._dry.topology, rank, layer.shape, comes, cuts, needs)
         arriving = [(r.peer, size * r.size) for r in plan.receives]
         leaving = [(r.peer, size * r.size) for r in plan.sends]
         moved = sum(n for _, n in arriving) + sum(n for _, n in leaving)
         packed = 2 * self._machine.packing.at(moved)
-        forward = messages_cost(self._rank, arriving, leaving, self._machine).total
-        # The gradient of an input that nobody trains does not go back.
-        back = 0.0 if i == 0 else messages_cost(self._rank, leaving, arriving, self._machine).total
-        return forward + back + packed
+        return passes * messages_cost(rank, arriving, leaving, self._machine).total + packed
 
-    def _record(self, layer: ChainedLayer, cuts: Cuts) -> tuple[Recording | None, Cuts | None]:
+    def _record(self, layer: ChainedLayer, cuts: Cuts) -> tuple[Sequence[Recording], Cuts | None]:
+        """Return a layer's recordings, and how its output is cut; none where it is refused."""
         key = _key(layer, cuts)
         if key not in self._recorded:
             made: list[Cuts] = []
@@ -334,21 +341,24 @@ class _Costs:
                 return y.sum()
 
             try:
-                recording = record_step(
-                    layer.module,
-                    [layer.shape],
-                    self._grid,
-                    rank=self._rank,
-                    layout=Layout.of(cuts),
-                    dtype=layer.dtype,
-                    loss=loss,
-                    optimizer=sgd,
-                    input_gradients=True,
-                    gpu=self._machine.asynchronous,
-                )
-                self._recorded[key] = recording, made[0]
+                recordings = [
+                    record_step(
+                        layer.module,
+                        [layer.shape],
+                        self._grid,
+                        rank=rank,
+                        layout=Layout.of(cuts),
+                        dtype=layer.dtype,
+                        loss=loss,
+                        optimizer=sgd,
+                        input_gradients=True,
+                        gpu=self._machine.asynchronous,
+                    )
+                    for rank in self._ranks
+                ]
+                self._recorded[key] = recordings, made[0]
             except RuntimeError:
-                self._recorded[key] = None, None
+                self._recorded[key] = (), None
         return self._recorded[key]
 
 

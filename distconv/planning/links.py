@@ -32,9 +32,13 @@ def messages_cost(
 ) -> Cost:
     """Return the cost of an exchange: (rank, bytes) of each message that arrives or leaves.
 
-    Messages of one rank over links of one kind share them; both kinds work at the same time.
+    As in the LogGP model of Alexandrov et al., "LogGP: Incorporating Long Messages into the LogP
+    Model" (SPAA 1995): the latencies of a rank's messages pass at the same time. One after the
+    other are only what its host does for each message, which is what starting and completing an
+    empty one takes, and the bytes over links of one kind. Both kinds work at the same time.
     """
-    posted, longest, after = 0.0, 0.0, 0.0
+    posted = after = host = 0.0
+    rest = []
     for where in ("within", "between"):
         sides = [
             [size for peer, size in side if machine.where((rank, peer)) == where]
@@ -44,11 +48,12 @@ def messages_cost(
         if not count:
             continue
         link = _link_of(machine, where)
-        more = (count - 1) * link.total.at(0)
+        each = min(link.posted.at(0) + link.after.at(0), link.total.at(0))
+        host += count * each
+        rest.append(link.total.at(size) - each)
         posted += link.posted.at(size / count) * count
-        longest = max(longest, link.total.at(size) + more)
-        after += link.after.at(size)
-    return Cost(max(longest, posted), posted, after)
+        after += link.after.at(size) + (count - 1) * link.after.at(0)
+    return Cost(max(host + max(rest, default=0.0), posted), posted, after)
 
 
 def _link_of(machine: Machine, where: str) -> Link:

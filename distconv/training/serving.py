@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import os
+import time
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,7 @@ from torch.optim import Optimizer
 from distconv.data.checkpoint import checkpoints_in, load_checkpoint, save_checkpoint, step_of
 from distconv.data.durable import read_checksummed
 from distconv.grid.process_grid import ProcessGrid
+from distconv.grid.stall import time_limit
 from distconv.model.parallelize import parallelize
 from distconv.training.checks import check_count
 from distconv.training.requests import Asking, Connection, Kind, ServerLost, Shards
@@ -287,9 +289,10 @@ def _run(server: Server, links: Mapping[int, Link], state: _State) -> None:
             pause.wake()
         else:
             pause.rest()
+    until = time.monotonic() + time_limit()
     for link in open_links.values():
         with suppress(LinkLost):  # it has come to its end
-            flush(link)
+            flush(link, until)
     lost = server.report.lost
     if len(lost) == len(links):
         raise AllWorkersLost(

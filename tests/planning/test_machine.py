@@ -68,6 +68,29 @@ def test_messages_between_nodes_take_the_links_between_nodes() -> None:
     assert between.total == pytest.approx(1e-5 + 1e-3)
 
 
+def test_latencies_of_messages_pass_together_and_host_work_adds_up() -> None:
+    machine = described(ranks_per_node=4)
+    machine.links = {
+        "within": Link.described(1e-5, 1e9, posted=2e-6, after=1e-6),
+        "between": Link.described(1e-4, 1e9, posted=2e-6, after=1e-6),
+    }
+    near = [(peer, 1000) for peer in (1, 2, 3)]
+    of_near = messages_cost(0, near, near, machine)
+    assert of_near.total == pytest.approx(1e-5 + 3e-6 + 2 * 3e-6)
+    assert of_near.posted == pytest.approx(3 * 2e-6)
+    assert of_near.after == pytest.approx(3 * 1e-6)
+    both = messages_cost(0, [*near, (4, 1000)], near, machine)
+    assert both.total == pytest.approx(1e-4 + 1e-6 + 3 * 3e-6)
+    assert messages_cost(0, [], [], machine).total == 0.0
+
+
+def test_a_further_message_costs_no_more_than_a_message_alone() -> None:
+    machine = described()
+    machine.links["within"] = Link.described(1e-5, 1e9, posted=8e-6, after=8e-6)
+    several = [(1, 0), (2, 0), (3, 0)]
+    assert messages_cost(0, several, [], machine).total == pytest.approx(3 * 1e-5)
+
+
 def test_a_machine_of_one_node_says_that_it_has_no_links_between_nodes() -> None:
     machine = dataclasses.replace(described(), links={"within": Link.described(1e-6, 1e9)})
     with pytest.raises(ValueError, match="calibrate on several nodes"):
