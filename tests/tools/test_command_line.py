@@ -189,18 +189,18 @@ def test_an_interrupted_command_shows_what_it_has_got(tmp_path: Path) -> None:
 
 @pytest.mark.parallel(2)
 def test_layers_are_given_layouts_of_their_own(capsys: Capture) -> None:
+    first = WORLD.rank == 0
     case = (MESH, "--shape", "1,18,64,64", "--grid", "height=2")
     layers = ("--layouts", "blocks.0.*:height", "--layouts", "blocks.[1-9]*:channel=height")
-    if WORLD.rank == 0:
-        assert main(["explain", *case, *layers]) == 0
-        out = capsys.readouterr().out
-        assert "layouts, blocks.1" in out and "height -> channel='height'" in out
+    assert main(["explain", *case, *layers]) == 0
+    out = capsys.readouterr().out
+    assert ("layouts, blocks.1" in out) is ("height -> channel='height'" in out) is first
     assert main(["verify", *case, *layers, "--float64", "--no-backward"]) == 0
-    assert capsys.readouterr().out.count("all agree") == (WORLD.rank == 0)
+    assert capsys.readouterr().out.count("all agree") == first
     with pytest.raises(SystemExit) as end:
         main(["verify", *case, "--layouts", "trunk:sample"])
     assert end.value.code == 2
-    assert capsys.readouterr().err.count("no module's name matches 'trunk'") == (WORLD.rank == 0)
+    assert capsys.readouterr().err.count("no module's name matches 'trunk'") == first
 
 
 @pytest.mark.parametrize(

@@ -100,13 +100,17 @@ def losses(settings: Settings, networks: Sequence[Network] = CASES) -> Iterator[
         torch.manual_seed(0)
         block = local_box(network.shape, grid).shape
         on_block = network._replace(shape=tuple(block))
-        step = _step(network, parallelize(_made(network), grid), *cut_sample(network, grid))
+        step = unchanging_step(
+            network, parallelize(made(network), grid), *cut_sample(network, grid)
+        )
         runs = (
             step,
-            _silenced(step, reductions=False),
-            _silenced(step, reductions=True),
-            _step(network, parallelize(_made(on_block), alone), *cut_sample(on_block, alone)),
-            _step(network, _made(on_block), *sample(network, block)),
+            silenced(step, reductions=False),
+            silenced(step, reductions=True),
+            unchanging_step(
+                network, parallelize(made(on_block), alone), *cut_sample(on_block, alone)
+            ),
+            unchanging_step(network, made(on_block), *sample(network, block)),
         )
         sides = [Contender(run, settings.threads) for run in runs]
         times = alternate(grid.comm, sides, settings.seconds)
@@ -126,8 +130,8 @@ PARTS = (
 """The differences between one variant and the next."""
 
 
-def _made(network: Network) -> nn.Module:
-    """Return the network for its sample's shape, with statistics that stay: see `_step`."""
+def made(network: Network) -> nn.Module:
+    """Return the network for its sample's shape, with statistics that stay as they are."""
     module = network.make(network.shape[2:])
     for part in module.modules():
         if isinstance(part, nn.BatchNorm2d | nn.BatchNorm3d):
@@ -135,13 +139,15 @@ def _made(network: Network) -> nn.Module:
     return module
 
 
-def _step(network: Network, module: nn.Module, x: Tensor, y: Tensor) -> Callable[[], None]:
+def unchanging_step(
+    network: Network, module: nn.Module, x: Tensor, y: Tensor
+) -> Callable[[], None]:
     """Return a step that computes all and changes nothing: without sums, ranks would drift apart,
     which the parallelized module takes for an error."""
     return step_of(network, module, x, y, rate=0.0)
 
 
-def _silenced(step: Callable[[], None], reductions: bool) -> Callable[[], None]:
+def silenced(step: Callable[[], None], reductions: bool) -> Callable[[], None]:
     """Return a step that sends no halos, or nothing at all."""
 
     def run() -> None:
