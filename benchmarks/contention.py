@@ -133,7 +133,12 @@ def all_reduce(group: Sequence[int], size: float, per_node: int) -> list[Step]:
 def all_gather(group: Sequence[int], size: float, per_node: int) -> list[Step]:
     """Return the messages by which all get what each has: between nodes, then within them.
 
-    Each level doubles what a rank has in every step; see `all_reduce`, also for errors.
+    In every step of a level, what a rank has doubles.
+
+    Raises
+    ------
+    ValueError
+        As `all_reduce` does.
     """
     members, across = _levels(group, per_node)
     between = _halving(across, size * len(members))
@@ -142,7 +147,7 @@ def all_gather(group: Sequence[int], size: float, per_node: int) -> list[Step]:
 
 
 def _levels(group: Sequence[int], per_node: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the ranks of each node, and the first ranks of all nodes, the second ones and so on."""
+    """Return the ranks of each node, and the first ranks of all nodes, then the second ones."""
     nodes: dict[int, list[int]] = {}
     for rank in group:
         nodes.setdefault(rank // per_node, []).append(rank)
