@@ -26,10 +26,8 @@ from distconv.model.parallelize import parallelize
 from distconv.training.checks import check_count
 from distconv.training.requests import Asking, Connection, Kind, ServerLost, Shards
 from distconv.training.server import Due, Report, Rule, Server
-from distconv.training.team import Team
+from distconv.training.team import SERVER_FOLDER, Team
 from distconv.transport.link import Link, LinkLost, Pause, flush
-
-_FOLDER = "server-{rank}"
 
 
 class Method(Protocol):
@@ -65,9 +63,9 @@ def serve(
     method: Method,
     *,
     folder: str | os.PathLike[str] | None = None,
-    save_every: int = 1000,
+    save_every: int | None = 1000,
     keep: int = 2,
-    resume: bool = False,
+    resume: bool | os.PathLike[str] = False,
 ) -> Report:
     """Serve workers until the last one has come to its end, and return how it went.
 
@@ -80,9 +78,11 @@ def serve(
     model: the same as the workers', which are given these parameters; it is left as it is.
     folder: where this rank saves what it holds, in a folder of its own, every so many updates and
         at the end; see `server_state`. Without, nothing is saved.
-    save_every: the number of updates from one checkpoint to the next.
+    save_every: the number of updates from one checkpoint to the next; None for saving when the
+        workers do, by `Worker.save`, and at no other time.
     keep: how many checkpoints there are at most.
-    resume: whether to go on from the last checkpoint in `folder`, where there is one.
+    resume: whether to go on from the last checkpoint in `folder`, where there is one; or the
+        checkpoint to go on from, by `Team.last_saved`.
 
     Raises
     ------
@@ -101,7 +101,8 @@ def serve(
         raise ValueError(
             "serve: this rank is one of a worker; call it where team.serves, and make a Worker here"
         )
-    check_count("serve", "save_every", save_every, 1)
+    if save_every is not None:
+        check_count("serve", "save_every", save_every, 1)
     shards = shards_of_model(model, team)
     part = shards.parts[team.rank % len(shards.parts)]
     shard = parallelize(_only(model, part), ProcessGrid([team.rank], device="cpu"))
@@ -112,11 +113,20 @@ def serve(
         above = Connection(team.above, Shards(parameters, buffers, 1), agreed)
     links = dict(enumerate(team.below))
     rule = method.rule(parameters, buffers, len(links), above)
-    server = Server(parameters, buffers, rule, len(links), agreed=agreed, above=above)
-    state = _State(shard, rule, server, folder, team.rank, save_every, keep)
+    server = Server(
+        parameters,
+        buffers,
+        rule,
+        len(links),
+        agreed=agreed,
+        above=above,
+        save=lambda number: state.save_under(number),
+    )
+    place = None if folder is None else team.folder(folder)
+    state = _State(shard, rule, server, place, save_every, keep)
     try:
         if resume:
-            state.load()
+            state.load(None if resume is True else Path(resume))
         else:
             state.check_new()
         if above is not None:
@@ -144,7 +154,7 @@ def server_state(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
         Where there is none.
     """
     state: dict[str, Tensor] = {}
-    for place in sorted(Path(folder).glob(_FOLDER.format(rank="*"))):
+    for place in sorted(Path(folder).glob(SERVER_FOLDER.format(rank="*"))):
         for path in checkpoints_in(place)[:1]:
             content = io.BytesIO(read_checksummed(path))
             state |= torch.load(content, map_location="cpu", weights_only=True)["model"]
@@ -178,34 +188,46 @@ class _State:
         shard: nn.Module,
         rule: Rule,
         server: Server,
-        folder: str | os.PathLike[str] | None,
-        rank: int,
-        save_every: int,
+        folder: Path | None,
+        save_every: int | None,
         keep: int,
     ):
         self._shard, self._rule, self._server = shard, rule, server
-        self._folder = None if folder is None else Path(folder) / _FOLDER.format(rank=rank)
-        self._every, self._keep = save_every, keep
+        self._folder, self._every, self._keep = folder, save_every, keep
         self._saved = -1
 
     def save_if_due(self) -> None:
         """Save the state where enough updates have been made since the last time."""
-        if self._server.report.updates - max(self._saved, 0) >= self._every:
+        if self._every and self._server.report.updates - max(self._saved, 0) >= self._every:
             self.save()
 
     def save(self) -> None:
-        """Save the state, where it has changed since."""
+        """Save the state, where it has changed since, under the number of its updates."""
+        updates = self._server.report.updates
+        if self._folder is not None and self._every and updates != self._saved:
+            self._save(self._folder, updates)
+
+    def save_under(self, number: int) -> None:
+        """Save the state under a number that the workers give."""
+        if self._folder is None or self._every:
+            raise ValueError(
+                f"Worker.save({number}): the server saves "
+                + ("nothing" if self._folder is None else f"in every {self._every}-th update")
+                + "; call serve with a folder and save_every=None"
+            )
+        self._save(self._folder, number)
+
+    def _save(self, folder: Path, number: int) -> None:
         report = self._server.report
-        if self._folder is None or report.updates == self._saved:
-            return
         save_checkpoint(
-            self._folder,
+            folder,
             self._shard,
             self._rule.optimizer,
             self._rule.scheduler,
-            step=report.updates,
+            step=number,
             keep=self._keep,
             extra={
+                "updates": report.updates,
                 "samples": report.samples,
                 "staleness": dict(report.staleness),
                 "steps": dict(self._server.steps),
@@ -222,16 +244,18 @@ class _State:
                     "another folder, or remove it"
                 )
 
-    def load(self) -> None:
-        """Go on from the last checkpoint, where there is one."""
-        if self._folder is None:
+    def load(self, chosen: Path | None) -> None:
+        """Go on from a checkpoint, or from the last in the folder, where there is one."""
+        path = chosen or self._folder
+        if path is None:
             raise ValueError("serve: resume=True needs the folder in which the state was saved")
         rule, server = self._rule, self._server
+        missing_ok = chosen is None
         found = load_checkpoint(
-            self._folder, self._shard, rule.optimizer, rule.scheduler, missing_ok=True
+            path, self._shard, rule.optimizer, rule.scheduler, missing_ok=missing_ok
         )
         if found is not None:
-            server.report.updates = self._saved = found.step
+            server.report.updates = self._saved = found.extra["updates"]
             server.report.samples = found.extra["samples"]
             server.report.staleness = Counter(found.extra["staleness"])
             server.steps = Counter(found.extra["steps"])
