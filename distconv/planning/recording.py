@@ -241,7 +241,8 @@ def record_step(
             scalar = loss(output)
             del output
             recorder.turn()
-            scalar.backward()
+            if scalar.requires_grad:
+                scalar.backward()
             gradients.finish()
             del scalar
             recorder.place = Place("optimizer", "optimizer")

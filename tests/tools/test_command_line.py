@@ -14,6 +14,7 @@ import pytest
 
 import distconv
 from distconv.tools.command_line import main
+from tests.planning.machines import described
 from tests.support.jobs import (
     LIMIT,
     end_of,
@@ -72,6 +73,9 @@ BENCHMARKS["memory"] = lambda settings: memory(settings, [network])
 tanh = "torch.nn:Tanh", "--shape", "2,3,9,7", "--grid", "height=2"
 assert main(["explain", *tanh]) == main(["verify", *tanh]) == 0
 assert main(["bench", "layer", "--seconds", "0"]) == main(["bench", "memory"]) == 0
+study = "--shape", "2,3,9,7", "--ranks", "1,2", "--rounds", "2", "--predict-ranks", "4"
+machine = ["--machine", sys.argv[1], "--output", sys.argv[2]]
+assert main(["scale", "strong", "torch.nn:Tanh", *study, *machine]) == 0
 try:
     main(["bench", "halo"])
 except SystemExit as end:
@@ -83,13 +87,16 @@ except SystemExit as end:
 def test_all_commands_run_under_torchrun_without_mpi(tmp_path: Path) -> None:
     path = tmp_path / "commands.py"
     path.write_text(COMMANDS)
-    end = end_of(started([*torchrun(2), *forked(path)]))
+    described().save(tmp_path / "machine.json")
+    files = [str(tmp_path / name) for name in ("machine.json", "study.json")]
+    end = end_of(started([*torchrun(2), *forked(path), *files]))
     assert (end.returncode, end.stdout.count("done")) == (0, 2), end.stderr
     for words in (
         "kept for backward",
         "all agree",
         "over no communication",
         "over share of serial",
+        "strong scaling of torch.nn:Tanh, 2 rounds",
     ):
         assert end.stdout.count(words) == 1, end.stdout
     assert "halo measures beside messages of MPI itself" in end.stderr
