@@ -15,8 +15,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
+from distconv.planning.local_operators import LocalOperator
 from distconv.planning.machine import Machine, Table
-from distconv.planning.recording import LocalOperator
 from distconv.planning.roofline import bytes_of, flops_of, roofline_seconds
 
 KEEP_MEMORY = {

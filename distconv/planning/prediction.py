@@ -21,13 +21,8 @@ from distconv.planning.dry_run import DryRunGrid
 from distconv.planning.losses import LOSSES, OPTIMIZERS
 from distconv.planning.machine import Machine
 from distconv.planning.operators import OperatorTimes
-from distconv.planning.recording import (
-    Compute,
-    Loss,
-    OptimizerFactory,
-    Recording,
-    record_step,
-)
+from distconv.planning.recorded_step import Loss, OptimizerFactory, record_step
+from distconv.planning.recording import Compute, Recording
 from distconv.planning.table import size, table
 from distconv.planning.timeline import Segment, Timeline, play
 

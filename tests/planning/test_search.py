@@ -19,7 +19,7 @@ from distconv import Layout
 from distconv.planning import plan, predict
 from distconv.planning.dry_run import DryRunGrid, without_elements
 from distconv.planning.layer_layouts import chain_of, plan_layouts, shortest_path
-from distconv.planning.recording import LocalOperator
+from distconv.planning.local_operators import LocalOperator
 from distconv.planning.search import grids_of
 from distconv.tools.command_line import main
 from tests.planning.machines import described
