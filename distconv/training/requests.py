@@ -54,6 +54,8 @@ class Kind(IntEnum):
     ANSWER = 10
     FAILED = 11
     """Say, in place of an answer, that the server has failed, and why."""
+    SAVE = 12
+    """Ask as by MEET, and for the server to save its state under the number of steps before."""
 
 
 _RENEWING = (Kind.HELLO, Kind.FETCH, Kind.PUSH_AND_FETCH, Kind.PULL)
@@ -67,6 +69,7 @@ _AWAITED = {
     Kind.PULL: "the pull on its parameters",
     Kind.STATE: "the parameters and buffers of the server",
     Kind.MEET: "all workers to meet",
+    Kind.SAVE: "all workers to meet, and the server to save its state",
     Kind.DONE: "the server to take note of its end",
 }
 """What a client waits for, by its request."""
@@ -217,7 +220,7 @@ class Connection:
         return found
 
     def _silence(self, kind: Kind, error: LinkSilent) -> str:
-        waits_for_workers = kind in (Kind.MEET, Kind.PUSH_AND_FETCH)
+        waits_for_workers = kind in (Kind.MEET, Kind.SAVE, Kind.PUSH_AND_FETCH)
         return (
             f"waited for {_AWAITED[kind]} for more than DISTCONV_TIMEOUT={self._limit:g} seconds "
             f"at {user_line()}: {error}. The server hangs"
