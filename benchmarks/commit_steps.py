@@ -5,13 +5,12 @@ Uses nothing of the benchmarks that come with a commit, and of the library what 
 
 from __future__ import annotations
 
+import socket
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
-from mpi4py import MPI
 from torch import Tensor, nn
 
 import distconv as dc
@@ -73,22 +72,23 @@ def step_of(case: str, grid: dc.ProcessGrid) -> Callable[[], None]:
 
 
 def main() -> None:
-    """Read a case and a number of steps from a pipe, take them, write the seconds, and so on."""
+    """Connect to a port, read from it a case and a number of steps, take them, tell the seconds,
+    and so on.
+    """
     torch.set_num_threads(1)
-    rank = MPI.COMM_WORLD.rank
-    folder = Path(sys.argv[1])
     grid = dc.ProcessGrid(height=-1)
     steps: dict[str, Callable[[], None]] = {}
-    with open(folder / f"tell{rank}") as tell, open(folder / f"hear{rank}", "w") as hear:
-        for line in tell:
+    address = "localhost", int(sys.argv[1])
+    with socket.create_connection(address) as connection, connection.makefile("rw") as told:
+        for line in told:
             case, count = line.split()
             if case not in steps:
                 steps[case] = step_of(case, grid)
             begin = time.perf_counter()
             for _ in range(int(count)):
                 steps[case]()
-            hear.write(f"{time.perf_counter() - begin}\n")
-            hear.flush()
+            told.write(f"{time.perf_counter() - begin}\n")
+            told.flush()
 
 
 if __name__ == "__main__":

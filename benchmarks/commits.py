@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO
 
@@ -27,35 +28,63 @@ BURST = 0.06
 
 
 class Launch:
-    """Take steps on the ranks of one commit, which otherwise sleep in the read of a pipe."""
+    """Take steps on the ranks of one commit, which otherwise sleep in the read of a connection.
 
-    def __init__(self, tree: Path, ranks: int, folder: Path) -> None:
-        folder.mkdir()
-        for rank in range(ranks):
-            os.mkfifo(folder / f"tell{rank}")
-            os.mkfifo(folder / f"hear{rank}")
+    Raises
+    ------
+    RuntimeError
+        Where the job ends before its time, with what it has said.
+    """
+
+    def __init__(self, tree: Path, ranks: int, said: Path) -> None:
+        self._tree, self._said = tree, said
+        self._ranks: list[IO[str]] = []
         mpiexec = Path(sys.executable).with_name("mpiexec")
-        self.process = subprocess.Popen(
-            [str(mpiexec), "-n", str(ranks), sys.executable, str(STEPS), str(folder)],
-            cwd=tree,
-            env={**os.environ, "PYTHONPATH": str(tree)},
-        )
-        # Both sides open them one by one in the same order: an open waits for its partner.
-        self._tell: list[IO[str]] = [open(folder / f"tell{rank}", "w") for rank in range(ranks)]
-        self._hear: list[IO[str]] = [open(folder / f"hear{rank}") for rank in range(ranks)]
+        with socket.create_server(("localhost", 0)) as server, said.open("w") as output:
+            port = str(server.getsockname()[1])
+            self._process = subprocess.Popen(
+                [str(mpiexec), "-n", str(ranks), sys.executable, str(STEPS), port],
+                cwd=tree,
+                env={**os.environ, "PYTHONPATH": str(tree)},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+            server.settimeout(0.2)
+            while len(self._ranks) < ranks:
+                with suppress(TimeoutError):
+                    connection = server.accept()[0]
+                    connection.settimeout(None)
+                    self._ranks.append(connection.makefile("rw"))
+                if self._process.poll() is not None:
+                    raise self._failure()
 
     def seconds_of(self, case: str, steps: int) -> float:
         """Take steps of a case; return the seconds of one, on the slowest rank."""
-        for pipe in self._tell:
-            pipe.write(f"{case} {steps}\n")
-            pipe.flush()
-        return max(float(pipe.readline()) for pipe in self._hear) / steps
+        try:
+            for rank in self._ranks:
+                rank.write(f"{case} {steps}\n")
+                rank.flush()
+            return max(float(rank.readline()) for rank in self._ranks) / steps
+        except (OSError, ValueError):  # an empty line is none of a rank that takes steps
+            raise self._failure() from None
 
     def close(self) -> None:
         """Let the ranks leave, and wait for them."""
-        for pipe in (*self._tell, *self._hear):
-            pipe.close()
-        self.process.wait(60)
+        for rank in self._ranks:
+            with suppress(OSError):
+                rank.close()
+        self._process.wait(60)
+
+    def _failure(self) -> RuntimeError:
+        """End the job, and return in words how it went."""
+        self._process.terminate()
+        status = self._process.wait(60)
+        said = self._said.read_text(errors="replace")[-4000:].strip() or "nothing"
+        return RuntimeError(
+            f"the job of {self._tree} has ended with status {status} before its time; it said:\n"
+            f"{said}"
+        )
 
 
 def compare(
@@ -65,7 +94,7 @@ def compare(
     with ExitStack() as stack:
         sides = []
         for name, tree in (("old", old), ("new", new)):
-            side = Launch(tree, ranks, folder / name)
+            side = Launch(tree, ranks, folder / f"{name}.said")
             stack.callback(side.close)
             sides.append(side)
         for side in sides:
@@ -138,7 +167,10 @@ def main() -> None:
             for launch in range(arguments.launches):
                 place = folder / f"{case}-{launch}"
                 place.mkdir()
-                ratios = compare(old, new, arguments.ranks, case, arguments.seconds, place)
+                try:
+                    ratios = compare(old, new, arguments.ranks, case, arguments.seconds, place)
+                except RuntimeError as problem:
+                    sys.exit(f"benchmarks.commits: error: {problem}")
                 medians.append(statistics.median(ratios))
             each = " ".join(f"{median:.3f}" for median in sorted(medians))
             print(f"{case:14} {statistics.median(medians):.3f}   launches: {each}", flush=True)

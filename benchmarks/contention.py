@@ -98,7 +98,8 @@ class Trace:
     def _collective(self, event: Any, times: int, machine: Machine) -> Movement:
         kind, _, axes, size = event
         groups = [list(group) for group in self._groups(axes)]
-        rounds = [all_reduce(group, size, machine.ranks_per_node) for group in groups]
+        steps_of = all_reduce if kind == "all_reduce" else all_gather
+        rounds = [steps_of(group, size, machine.ranks_per_node) for group in groups]
         steps = [[m for of in at_once for m in of] for at_once in zip(*rounds, strict=True)]
         planned = max(collective_cost(kind, group, size, machine).total for group in groups)
         name = f"{kind.replace('_', '-')} of {bytes_in_words(size)} among {len(groups[0]):,}"
@@ -123,14 +124,35 @@ def all_reduce(group: Sequence[int], size: float, per_node: int) -> list[Step]:
     ValueError
         Where the ranks on a node, or the nodes, are no power of two.
     """
+    members, across = _levels(group, per_node)
+    inside = _halving(members, size)
+    between = _halving(across, size / len(members[0]))
+    return [*inside, *between, *reversed(between), *reversed(inside)]
+
+
+def all_gather(group: Sequence[int], size: float, per_node: int) -> list[Step]:
+    """Return the messages by which all get what each has: between nodes, then within them.
+
+    In every step of a level, what a rank has doubles.
+
+    Raises
+    ------
+    ValueError
+        As `all_reduce` does.
+    """
+    members, across = _levels(group, per_node)
+    between = _halving(across, size * len(members))
+    inside = _halving(members, size * len(group))
+    return [*reversed(between), *reversed(inside)]
+
+
+def _levels(group: Sequence[int], per_node: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the ranks of each node, and the first ranks of all nodes, then the second ones."""
     nodes: dict[int, list[int]] = {}
     for rank in group:
         nodes.setdefault(rank // per_node, []).append(rank)
     members = list(nodes.values())
-    across = [list(ranks) for ranks in zip(*members, strict=True)]
-    inside = _halving(members, size)
-    between = _halving(across, size / len(members[0]))
-    return [*inside, *between, *reversed(between), *reversed(inside)]
+    return members, [list(ranks) for ranks in zip(*members, strict=True)]
 
 
 def _halving(groups: Sequence[Sequence[int]], size: float) -> list[Step]:

@@ -69,8 +69,9 @@ def main() -> None:
             begun = simgrid.Engine.clock
             for step in steps:
                 under_way = [
+                    # A message without any byte takes SimGrid longer than one with a byte.
                     simgrid.Comm.sendto_async(
-                        hosts[a // per_node], hosts[b // per_node], round(size)
+                        hosts[a // per_node], hosts[b // per_node], max(round(size), 1)
                     )
                     for a, b, size in step
                 ]

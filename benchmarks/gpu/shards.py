@@ -2,14 +2,15 @@
 
 A shard is one rank of a grid that is not there: it computes and packs, and its messages go nowhere.
 Its bound is the plain network on a block of the same shape. What it gives to its transport is
-known, and a model of the links (`links`) says what that would take.
+known, and the planner says what that would take on the machines that are described in `machines`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
+from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
@@ -18,19 +19,22 @@ from torch import nn
 
 from benchmarks.gpu.cases import Case, Step, cut, module, plain
 from benchmarks.gpu.clock import Run, alternate, peak_of
-from benchmarks.gpu.links import MACHINES, Machine
 from distconv import method
 from distconv.comm.ledger import Movement, trace_movements, without_counting
 from distconv.comm.packing import pack_messages
 from distconv.geometry.plan import Route
 from distconv.ops.support.method import METHODS
 from distconv.planning.dry_run import DryRunGrid, Traffic
+from distconv.planning.links import collective_cost, messages_cost
+from distconv.planning.machine import Machine
 from distconv.planning.table import table
 from distconv.tensor.dist_tensor import local_box
 from distconv.tensor.ownership import own
 from distconv.tools.bench import Row
 from distconv.tools.bench.report import over
 from distconv.tools.bench.settings import by
+
+MACHINES = Path(__file__).parents[2] / "machines"
 
 Cut = Mapping[str, int]
 
@@ -78,8 +82,8 @@ def shards(
             ratio = peak / share
             measure = "peak memory over the share"
             yield Row(*row, measure, "", ratio, ratio, ratio, 1, peak, share, in_bytes=True)
-    for machine in MACHINES:
-        yield predictions(case, machine, known)
+    for path in sorted(MACHINES.glob("*.json")):
+        yield predictions(case, Machine.load(path), known)
 
 
 def _axes(grid: DryRunGrid) -> str:
@@ -174,11 +178,25 @@ def predict(machine: Machine, shard: Shard) -> Prediction:
     rank, size = shard.grid.rank, shard.grid.size
     others = tuple((peer, shard.weights) for peer in range(size) if peer != rank)
     collective, halos = (
-        machine.total(rank, (t for t in shard.traffic if t.collective is kind))
+        _seconds(machine, rank, (t for t in shard.traffic if t.collective is kind))
         for kind in (True, False)
     )
-    gradients = machine.seconds(rank, Traffic(True, others))
+    gradients = _seconds(machine, rank, [Traffic(True, others)])
     return Prediction(shard.seconds, collective, halos, gradients)
+
+
+def _seconds(machine: Machine, rank: int, traffic: Iterable[Traffic]) -> float:
+    """Return the seconds of exchanges and reductions, one after another; all-gathers count as
+    reductions.
+    """
+    total = 0.0
+    for collective, messages in traffic:
+        if not collective:
+            total += messages_cost(rank, messages, (), machine).total
+        elif messages:
+            ranks = sorted((rank, *(peer for peer, _ in messages)))
+            total += collective_cost("all_reduce", ranks, messages[0][1], machine).total
+    return total
 
 
 _HEADING = (

@@ -82,7 +82,8 @@ class TwoLevelSum:
 
     Parameters
     ----------
-    purpose: of the communicators.
+    purpose: of the communicators along the axes of each of the `levels`, which all ranks of the
+        grid have made together before.
     """
 
     def __init__(self, flat: Tensor, grid: Grid, axes: Sequence[str], purpose: str):
@@ -97,9 +98,3 @@ class TwoLevelSum:
         grid.transport.all_reduce(piece, grid.communicator(self._between, self._purpose)).wait()
         piece = piece.to(flat.dtype)
         flat.copy_(all_gather_pieces(piece, len(flat), grid, self._within, self._purpose))
-
-
-def make_communicators(axes: Sequence[str], grid: Grid, purpose: str) -> None:
-    """Make what sums over these axes need, on all ranks of the grid together."""
-    for level in levels(axes):
-        grid.communicator(level, purpose)

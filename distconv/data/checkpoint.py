@@ -33,6 +33,7 @@ from distconv.data.shards import divide, for_module, for_optimizer, restored
 from distconv.grid.interface import Grid
 from distconv.model.gradient_reduction import required_reduction
 from distconv.model.state_dicts import full_state_dict, load_full_state_dict
+from distconv.transport.communicator import ObjectCommunicator
 
 FORMAT = 1
 """The number of the layout of checkpoints."""
@@ -125,7 +126,7 @@ def save_checkpoint(
     learned: dict[str, nn.Module | torch.optim.Optimizer] = {"model": model}
     if optimizer is not None:
         learned["optimizer"] = optimizer
-    path = folder / _NAME.format(step=step)
+    path = path_of(folder, step)
     token = ""
     if sharded:
         divided = divide({name: part.state_dict() for name, part in learned.items()}, grid)
@@ -254,6 +255,26 @@ def checkpoints_in(folder: Path) -> list[Path]:
     """Return the checkpoints in a folder, the newest first."""
     found = [path for path in folder.glob("checkpoint-*.pt") if step_of(path) >= 0]
     return sorted(found, key=step_of, reverse=True)
+
+
+def path_of(folder: Path, step: int) -> Path:
+    """Return the file of a checkpoint."""
+    return folder / _NAME.format(step=step)
+
+
+def last_in_common(folder: Path, comm: ObjectCommunicator, *, looks: bool = True) -> Path | None:
+    """Return a rank's checkpoint of the last step of which all ranks have one; None without any.
+
+    All ranks of `comm` call it together, each with its own folder.
+
+    Parameters
+    ----------
+    looks: whether this rank looks into its folder; otherwise it relies on those that do.
+    """
+    found = [set(map(step_of, checkpoints_in(folder)))] if looks else []
+    steps = [own for theirs in comm.allgather(found) for own in theirs]
+    common = set.intersection(*steps)
+    return path_of(folder, max(common)) if common else None
 
 
 def _make(folder: Path) -> None:

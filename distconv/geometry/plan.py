@@ -114,6 +114,12 @@ class _Dimension:
             offset += last - first
         return tuple(links)
 
+    def overlap(self, source: int, target: int) -> int:
+        """Return how many elements target part `target` takes from source part `source`."""
+        start, stop = block(self.size, self.source_parts, source)
+        pieces = (min(b, stop) - max(a, start) for a, b in self.intervals(target))
+        return sum(n for n in pieces if n > 0)
+
     def targets(self, source: int) -> set[int]:
         """Return target parts, all among them that take elements from source part `source`."""
         start, stop = block(self.size, self.source_parts, source)
@@ -155,14 +161,8 @@ def make_plan(
     target: the cuts of the output, whose shape is `needs[d].output_size(shape[d])`.
     needs: per dimension, the inputs that an interval of outputs needs.
     """
-    dimensions = [
-        _Dimension(n, s, topology.parts(s), m.output_size(n), t, topology.parts(t), m)
-        for n, s, t, m in zip(shape, source, target, needs, strict=True)
-    ]
+    dimensions, source_here, target_here = _placed(topology, rank, shape, source, target, needs)
     here = topology.coordinates(rank)
-    source_here = [topology.part(here, d.source_axes) for d in dimensions]
-    target_here = [topology.part(here, d.target_axes) for d in dimensions]
-
     own: tuple[tuple[Slices, Slices], ...] = ()
     receives = []
     owners = [sorted(d.sources(j)) for d, j in zip(dimensions, target_here, strict=True)]
@@ -193,6 +193,53 @@ def make_plan(
     )
 
 
+@lru_cache(maxsize=16384)
+def elements_moved(
+    topology: Topology,
+    rank: int,
+    shape: tuple[int, ...],
+    source: Cuts,
+    target: Cuts,
+    needs: tuple[IndexMap, ...],
+) -> int:
+    """Return how many elements the routes of `make_plan` have, sent and received together.
+
+    It makes no routes: boxes are products of intervals, so that sums over ranks are products of
+    sums over parts.
+    """
+    dimensions, source_here, target_here = _placed(topology, rank, shape, source, target, needs)
+    places = list(zip(dimensions, source_here, target_here, strict=True))
+    received = prod(sum(d.overlap(i, j) for i in d.sources(j)) for d, _, j in places)
+    candidates = _candidates(topology, rank, dimensions, source_here, source)
+    copies = prod(topology.extent(axis) for axis in _free_axes(source, target))
+    sent = copies * prod(
+        sum(d.overlap(i, j) for j in parts)
+        for (d, i, _), parts in zip(places, candidates, strict=True)
+    )
+    return received + sent - 2 * prod(d.overlap(i, j) for d, i, j in places)
+
+
+def _placed(
+    topology: Topology,
+    rank: int,
+    shape: tuple[int, ...],
+    source: Cuts,
+    target: Cuts,
+    needs: tuple[IndexMap, ...],
+) -> tuple[list[_Dimension], list[int], list[int]]:
+    """Return the dimensions, and the rank's source part and target part along each of them."""
+    dimensions = [
+        _Dimension(n, s, topology.parts(s), m.output_size(n), t, topology.parts(t), m)
+        for n, s, t, m in zip(shape, source, target, needs, strict=True)
+    ]
+    here = topology.coordinates(rank)
+    return (
+        dimensions,
+        [topology.part(here, d.source_axes) for d in dimensions],
+        [topology.part(here, d.target_axes) for d in dimensions],
+    )
+
+
 def _coordinates(topology: Topology, cuts: Cuts, parts: tuple[int, ...]) -> dict[str, int]:
     coordinates: dict[str, int] = {}
     for axes, part in zip(cuts, parts, strict=True):
@@ -214,6 +261,22 @@ def _targets(
     do not cut the input. So these coordinates are fixed to this rank's, and the others vary.
     """
     here = topology.coordinates(rank)
+    free = _free_axes(source, target)
+    for chosen in product(*_candidates(topology, rank, dimensions, source_here, source)):
+        where = here | _coordinates(topology, target, chosen)
+        for position in product(*(range(topology.extent(axis)) for axis in free)):
+            yield topology.rank(where | dict(zip(free, position, strict=True))), chosen
+
+
+def _candidates(
+    topology: Topology,
+    rank: int,
+    dimensions: list[_Dimension],
+    source_here: list[int],
+    source: Cuts,
+) -> list[list[int]]:
+    """Return for every dimension the target parts that take elements from `rank`."""
+    here = topology.coordinates(rank)
     moving = set(cutting_axes(source))
     candidates = []
     for d, i in zip(dimensions, source_here, strict=True):
@@ -221,14 +284,15 @@ def _targets(
         parts = []
         for j in sorted(d.targets(i)):
             where = topology.unravel(j, d.target_axes)
-            if all(where[axis] == here[axis] for axis in fixed) and d.links(i, j):
+            if all(where[axis] == here[axis] for axis in fixed) and d.overlap(i, j):
                 parts.append(j)
         candidates.append(parts)
-    free = [axis for axis in cutting_axes(source) if axis not in cutting_axes(target)]
-    for chosen in product(*candidates):
-        where = here | _coordinates(topology, target, chosen)
-        for position in product(*(range(topology.extent(axis)) for axis in free)):
-            yield topology.rank(where | dict(zip(free, position, strict=True))), chosen
+    return candidates
+
+
+def _free_axes(source: Cuts, target: Cuts) -> list[str]:
+    """Return the axes that cut the input alone: ranks along them take the same elements."""
+    return [axis for axis in cutting_axes(source) if axis not in cutting_axes(target)]
 
 
 def _boxes(

@@ -235,6 +235,27 @@ def gloo_enabled() -> bool:
     return not mpi_enabled()
 
 
+def mpi_built() -> bool:
+    """Return whether there is an MPI."""
+    return launch.has_mpi()
+
+
+def gloo_built() -> bool:
+    """Return whether torch has gloo, which carries messages without MPI."""
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_gloo_available()
+
+
+def ddl_built() -> bool:
+    """Return False: there is no carrier by IBM's DDL."""
+    return False
+
+
+def ccl_built() -> bool:
+    """Return False: there is no carrier by Intel's oneCCL."""
+    return False
+
+
 def mpi_threads_supported() -> bool:
     """Return False: one thread of a rank sends messages."""
     return False
@@ -249,6 +270,11 @@ def nccl_built() -> int:
 def cuda_built() -> bool:
     """Return whether torch can use Nvidia's GPUs."""
     return torch.version.cuda is not None
+
+
+def rocm_built() -> bool:
+    """Return whether torch can use AMD's GPUs."""
+    return torch.version.hip is not None
 
 
 def check_plain(caller: str, *tensors: Tensor) -> None:

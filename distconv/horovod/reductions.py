@@ -291,15 +291,9 @@ def allreduce_async(
 
     It returns when all ranks have called it.
     """
-    check_process_set(process_set)
-    chosen = chosen_op("allreduce_async", op, average)
-    finish = _start("allreduce_async", [tensor], name, chosen, prescale_factor, postscale_factor)
-
-    def result() -> Tensor:
-        found = finish()[0]
-        return found.clone() if found is tensor else found
-
-    return give_handle(result)
+    options = average, name, op, prescale_factor, postscale_factor, process_set
+    finish = _started("allreduce_async", [tensor], *options)
+    return give_handle(lambda: finish()[0])
 
 
 def allreduce_async_(
@@ -312,15 +306,9 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start `allreduce` of which `synchronize` writes the result to the tensor itself."""
-    check_process_set(process_set)
-    chosen = chosen_op("allreduce_async_", op, average)
-    finish = _start("allreduce_async_", [tensor], name, chosen, prescale_factor, postscale_factor)
-
-    def result() -> Tensor:
-        tensor.detach().copy_(finish()[0])
-        return tensor
-
-    return give_handle(result)
+    options = average, name, op, prescale_factor, postscale_factor, process_set
+    finish = _started("allreduce_async_", [tensor], *options)
+    return give_handle(lambda: _overwritten([tensor], finish())[0])
 
 
 def allreduce_(
@@ -336,6 +324,77 @@ def allreduce_(
     options = average, name, op, prescale_factor, postscale_factor, process_set
     result: Tensor = synchronize(allreduce_async_(tensor, *options))
     return result
+
+
+def grouped_allreduce_async(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Start `grouped_allreduce`, and return a handle for `synchronize`; outside autograd."""
+    options = average, name, op, prescale_factor, postscale_factor, process_set
+    return give_handle(_started("grouped_allreduce_async", tensors, *options))
+
+
+def grouped_allreduce_async_(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Start `grouped_allreduce` of which `synchronize` writes the results to the tensors."""
+    options = average, name, op, prescale_factor, postscale_factor, process_set
+    finish = _started("grouped_allreduce_async_", tensors, *options)
+    return give_handle(lambda: _overwritten(tensors, finish()))
+
+
+def grouped_allreduce_(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[Tensor]:
+    """Overwrite tensors by their reductions over all ranks, and return them."""
+    options = average, name, op, prescale_factor, postscale_factor, process_set
+    result: list[Tensor] = synchronize(grouped_allreduce_async_(tensors, *options))
+    return result
+
+
+def _started(
+    caller: str,
+    tensors: Sequence[Tensor],
+    average: bool | None,
+    name: str | None,
+    op: ReduceOp | None,
+    prescale_factor: float,
+    postscale_factor: float,
+    process_set: ProcessSet,
+) -> Callable[[], list[Tensor]]:
+    """Start a reduction outside autograd; return what waits for the results, new tensors."""
+    check_process_set(process_set)
+    chosen = chosen_op(caller, op, average)
+    finish = _start(caller, tensors, name, chosen, prescale_factor, postscale_factor)
+
+    def results() -> list[Tensor]:
+        return [y.clone() if y is x else y for x, y in zip(tensors, finish(), strict=True)]
+
+    return results
+
+
+def _overwritten(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> list[Tensor]:
+    for tensor, value in zip(tensors, values, strict=True):
+        tensor.detach().copy_(value)
+    return list(tensors)
 
 
 def join(device: int = -1) -> int:

@@ -24,7 +24,7 @@ from distconv.comm import checksums
 from distconv.comm.agreement import Agreement, differences, fingerprint
 from distconv.comm.checksums import Checked, possible, unequal
 from distconv.comm.half_sums import WIDE, HalfSum
-from distconv.comm.two_level import TwoLevelSum, has_two_levels, make_communicators
+from distconv.comm.two_level import TwoLevelSum, has_two_levels, levels
 from distconv.geometry.layout import cutting_axes, replicating_axes
 from distconv.grid.interface import Grid
 from distconv.grid.process_grid import ProcessGrid
@@ -120,6 +120,8 @@ class GradientReduction:
         self._layout = 0
         """The fingerprint of what decides how buckets are laid out."""
         self._make_communicators()
+        if self._two_level:
+            self._connect()
         self._prepare()
         module.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         module.register_forward_hook(self._after_forward, always_call=True)
@@ -164,10 +166,7 @@ class GradientReduction:
         """
         self._purpose = f"gradients {number}"
         self._make_communicators()
-        for axes in dict.fromkeys(self._axes):
-            # A carrier may connect the ranks at first use; then they have to come in one order.
-            comm = self._grid.communicator(axes, self._purpose)
-            self._grid.transport.all_reduce(torch.zeros(1, device=self._grid.device), comm).wait()
+        self._connect()
         self._laid_out = []
         self._prepare()
 
@@ -190,11 +189,26 @@ class GradientReduction:
         self._pass = -1
 
     def _make_communicators(self) -> None:
-        for axes in dict.fromkeys(self._axes):
+        for axes in self._summed_over():
             # All ranks make it together, whatever each of them trains first.
             self._grid.communicator(axes, self._purpose)
-            if self._two_level:
-                make_communicators(axes, self._grid, self._purpose)
+
+    def _connect(self) -> None:
+        """Send something over each communicator; all ranks of the grid call it together.
+
+        A carrier may connect the ranks at first use, where those of one communicator wait for each
+        other: ranks that come to another one first would wait for ever.
+        """
+        for axes in self._summed_over():
+            comm = self._grid.communicator(axes, self._purpose)
+            self._grid.transport.all_reduce(torch.zeros(1, device=self._grid.device), comm).wait()
+
+    def _summed_over(self) -> list[tuple[str, ...]]:
+        """Return the grid axes of all sums, and of the levels of those that have two."""
+        found = dict.fromkeys(self._axes)
+        if self._two_level:
+            found |= dict.fromkeys(level for axes in found for level in levels(axes))
+        return list(found)
 
     @property
     def _starts_at_the_end(self) -> bool:

@@ -13,9 +13,11 @@ from torch import Tensor, nn
 
 from distconv.geometry.layout import default_cuts
 from distconv.planning.dry_run import DryRunGrid
+from distconv.planning.local_operators import LocalOperator
 from distconv.planning.losses import OPTIMIZERS
 from distconv.planning.operator_worker import runner
-from distconv.planning.recording import Compute, HostWork, LocalOperator, record_step
+from distconv.planning.recorded_step import record_step
+from distconv.planning.recording import Compute, HostWork
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.module_call import enter_call, leave_call
 from distconv.tensor.ownership import own

@@ -26,7 +26,8 @@ from distconv.planning.losses import sgd
 from distconv.planning.machine import Machine
 from distconv.planning.operators import OperatorTimes
 from distconv.planning.prediction import Prediction, in_words, predict, shapes_of
-from distconv.planning.recording import Recording, record_step
+from distconv.planning.recorded_step import record_step
+from distconv.planning.recording import Recording
 from distconv.planning.timeline import play
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.nested import tensors_in

@@ -96,9 +96,12 @@ def collective_cost(kind: str, ranks: Sequence[int], size: int, machine: Machine
         if many > 1:
             link = _link_of(machine, level)
             latency = link.total.at(0)
-            # Inside a node first; between nodes each rank then carries its share of the bytes.
-            part = size / inside if level == "between" and kind == "all_reduce" else size
-            passes = 2 if kind == "all_reduce" else 1
+            if kind == "all_reduce":
+                # Inside a node first; between nodes each rank then carries its share of the bytes.
+                part, passes = size / inside if level == "between" else size, 2
+            else:
+                # Between nodes first; inside, each rank then passes on what has come from all.
+                part, passes = size * len(nodes) if level == "within" else size, 1
             total += passes * log2(many) * latency
             total += _share(kind, many) * (link.total.at(part) - latency)
             posted, after = max(posted, link.posted.at(part)), max(after, link.after.at(part))

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distconv.planning.recording import Loss, OptimizerFactory
+from distconv.planning.recorded_step import Loss, OptimizerFactory
 from distconv.tensor.nested import tensors_in
 
 

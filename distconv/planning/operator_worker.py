@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from distconv.planning.recording import LocalOperator, TensorSpec
+from distconv.planning.local_operators import LocalOperator, TensorSpec
 from distconv.planning.roofline import bytes_of, packet_of
 
 SECONDS = 0.02

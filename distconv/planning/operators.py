@@ -15,8 +15,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
+from distconv.planning.local_operators import LocalOperator
 from distconv.planning.machine import Machine, Table
-from distconv.planning.recording import LocalOperator
 from distconv.planning.roofline import bytes_of, flops_of, roofline_seconds
 
 KEEP_MEMORY = {
@@ -34,7 +34,8 @@ BUDGET = 30.0
 
 
 class OperatorTimes:
-    """Seconds of local operators on a machine, of which many ranks compute at the same time.
+    """Seconds of local operators on a machine, of which many ranks compute at the same time, and
+    the bytes that convolutions allocate beside their results.
 
     Parameters
     ----------
@@ -51,10 +52,12 @@ class OperatorTimes:
         measure: bool = True,
         progress: Callable[[int, int], object] = lambda done, of: None,
     ):
-        self._machine, self._measure, self._progress = machine, measure, progress
+        self._machine, self._progress = machine, progress
+        self.measure = measure
         self._at_once = at_once
         self._known = machine.operators.setdefault(str(at_once), {})
         self._estimated: dict[str, float] = {}
+        self._estimated_spaces: dict[str, int] = {}
 
     def __getitem__(self, operator: LocalOperator) -> float:
         """Return the seconds of an operator that has been prepared."""
@@ -62,6 +65,11 @@ class OperatorTimes:
             return roofline_seconds(operator, self._machine.roofline)
         key = operator.key
         return self._known[key] if key in self._known else self._estimated[key]
+
+    def workspace(self, operator: LocalOperator) -> int:
+        """Return the bytes that an operator allocates beside its results, as far as known."""
+        spaces, key = self._machine.workspaces, operator.key
+        return spaces[key] if key in spaces else self._estimated_spaces.get(key, 0)
 
     def prepare(self, operators: Iterable[LocalOperator]) -> None:
         """Time those operators whose times are not known.
@@ -76,7 +84,7 @@ class OperatorTimes:
         missing = {o.key: o for o in operators if o.key not in self._known}
         if not missing:
             return
-        if not self._measure:
+        if not self.measure:
             raise ValueError(
                 f"{self._machine.name} has no times of {len(missing)} local operators, such as "
                 f"{next(iter(missing))}, for {self._at_once} ranks at once, and may not measure "
@@ -108,7 +116,7 @@ class OperatorTimes:
         if self._machine.roofline is not None:
             return
         every = {o.key: o for step in steps for o in step if o.key not in self._known}
-        if not self._measure or sum(_cost(o) for o in every.values()) <= seconds:
+        if not self.measure or sum(_cost(o) for o in every.values()) <= seconds:
             progress(f"{len(every)} local operators are timed")
             self.prepare(every.values())
             return
@@ -119,17 +127,25 @@ class OperatorTimes:
         progress(f"{len(timed)} of {len(every)} local operators are timed")
         self.prepare(timed)
         for kind, operators in kinds.items():
-            known = sorted(
-                {_work(o): self._known[o.key] for o in timed if _kind(o) == kind}.items()
-            )
-            sizes, times = zip(*known, strict=True)
-            curve = Table(sizes, times)
+            known = [o for o in timed if _kind(o) == kind]
+            seconds_of = _curve({_work(o): self._known[o.key] for o in known})
+            space_of = _curve({_work(o): self.workspace(o) for o in known})
             for o in operators:
-                work = _work(o)
-                inside = len(sizes) > 1 and work <= sizes[-1]
-                self._estimated[o.key] = (
-                    curve.at(work) if inside else times[-1] * max(work / sizes[-1], 1e-3)
-                )
+                self._estimated[o.key] = seconds_of(_work(o))
+                self._estimated_spaces[o.key] = round(space_of(_work(o)))
+
+
+def _curve(known: Mapping[float, float]) -> Callable[[float], float]:
+    """Return a function through known points; beyond the last one it is proportional."""
+    sizes, values = zip(*sorted(known.items()), strict=True)
+    curve = Table(sizes, values)
+
+    def at(size: float) -> float:
+        if len(sizes) > 1 and size <= sizes[-1]:
+            return curve.at(size)
+        return float(values[-1] * max(size / sizes[-1], 1e-3))
+
+    return at
 
 
 def _work(operator: LocalOperator) -> float:

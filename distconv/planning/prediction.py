@@ -21,13 +21,8 @@ from distconv.planning.dry_run import DryRunGrid
 from distconv.planning.losses import LOSSES, OPTIMIZERS
 from distconv.planning.machine import Machine
 from distconv.planning.operators import OperatorTimes
-from distconv.planning.recording import (
-    Compute,
-    Loss,
-    OptimizerFactory,
-    Recording,
-    record_step,
-)
+from distconv.planning.recorded_step import Loss, OptimizerFactory, record_step
+from distconv.planning.recording import Compute, Recording
 from distconv.planning.table import size, table
 from distconv.planning.timeline import Segment, Timeline, play
 
@@ -255,7 +250,7 @@ def predicted(
     """Return the prediction of recorded ranks whose local operators have been prepared."""
     line = play(recordings, machine, times)
     slowest = next(r for r in recordings if r.rank == line.slowest)
-    memory = max((_memory(r, machine) for r in recordings), key=lambda m: sum(m.values()))
+    memory = max((memory_of(r, times) for r in recordings), key=lambda m: sum(m.values()))
     return Prediction(
         name,
         machine.name,
@@ -279,14 +274,12 @@ def named(given: Any, known: Mapping[str, Any], what: str) -> Any:
     return known[given]
 
 
-def _memory(recording: Recording, machine: Machine) -> dict[str, int]:
+def memory_of(recording: Recording, times: OperatorTimes) -> dict[str, int]:
     """Return the memory of a rank by kind, with what operators allocate beside their results."""
-    spaces = machine.workspaces
     most = recording.peak
-    if spaces:
-        for event in recording.events:
-            if isinstance(event, Compute) and "convolution" in event.operator.name:
-                most = max(most, event.live + spaces.get(event.operator.key, 0))
+    for event in recording.events:
+        if isinstance(event, Compute) and "convolution" in event.operator.name:
+            most = max(most, event.live + times.workspace(event.operator))
     return recording.memory | {"workspace": most - recording.peak}
 
 

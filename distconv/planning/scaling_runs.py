@@ -18,6 +18,7 @@ from distconv.planning.machine import Machine
 from distconv.planning.prediction import predict
 from distconv.planning.scaling import Case, Study
 from distconv.tensor.dist_tensor import DistTensor, local_box
+from distconv.transport.communicator import ObjectCommunicator
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -28,7 +29,7 @@ Make = Callable[[], nn.Module]
 def measure(
     study: Study,
     make: Make,
-    comm: MPI.Intracomm,
+    comm: MPI.Intracomm | ObjectCommunicator,
     rounds: int,
     *,
     threads: int = 1,

@@ -21,6 +21,7 @@ from distconv.planning.operators import OperatorTimes
 from distconv.planning.prediction import (
     Prediction,
     in_words,
+    memory_of,
     predicted,
     record_rank,
     record_ranks,
@@ -36,6 +37,9 @@ several times as many."""
 
 REFINED = 4
 """How many of the best grids are predicted from several ranks, not from the middle one alone."""
+
+SPACES_BUDGET = 5.0
+"""Seconds spent on timing the convolutions of each way out, which tells what they allocate."""
 
 Progress = Callable[[str], object]
 
@@ -289,8 +293,8 @@ def plan(
     out.sort(key=lambda c: (c.prediction is None, c.prediction.peak if c.prediction else 0))
     ways: tuple[WayOut, ...] = ()
     if not best and limit is not None and recorded:
-        smallest = min(recorded, key=lambda pair: pair[1].peak)
-        ways = tuple(_ways_out(hollow, shapes, ranks, limit, smallest, axes, options))
+        smallest = min(recorded, key=lambda pair: sum(memory_of(pair[1], times).values()))
+        ways = tuple(_ways_out(hollow, shapes, ranks, limit, smallest, axes, times, options))
     return Plan(
         name,
         machine.name,
@@ -328,41 +332,51 @@ def _ways_out(
     limit: int,
     smallest: tuple[dict[str, int], Recording],
     axes: Sequence[str] | None,
+    times: OperatorTimes,
     options: Mapping[str, Any],
 ) -> Iterator[WayOut]:
     """Yield what would make a step fit, with numbers: checkpoints, bfloat16, more ranks."""
     grid, recording = smallest
-    yield _way(f"checkpointing each block on {in_words(grid)}", checkpointed(recording), limit)
+    peak = _peak(recording, times) - saved_by_checkpoints(recording)
+    yield _way(f"checkpointing each block on {in_words(grid)}", peak, limit)
     try:
         half = copy.deepcopy(module).to(torch.bfloat16)
-        peak = record_rank(half, shapes, grid, _telling(grid, shapes[0]), **options).peak
-        yield _way(f"bfloat16 on {in_words(grid)}", peak, limit)
+        recording = record_rank(half, shapes, grid, _telling(grid, shapes[0]), **options)
+        yield _way(f"bfloat16 on {in_words(grid)}", _peak(recording, times), limit)
     except RuntimeError:
         pass
-    for times in (2, 4, 8, 16):
+    for factor in (2, 4, 8, 16):
         found = []
-        for more in grids_of(ranks * times, shapes[0], axes):
+        for more in grids_of(ranks * factor, shapes[0], axes):
             # Those that cut as the smallest does, and one axis further.
             if all(more.get(axis, 1) >= n for axis, n in grid.items()) and "filter" not in more:
                 rank = _telling(more, shapes[0])
                 try:
-                    least = record_rank(module, shapes, more, rank, **options).peak
+                    found.append((record_rank(module, shapes, more, rank, **options), more))
                 except RuntimeError:
                     continue
-                found.append((least, more))
         if found:
-            peak, more = min(found, key=lambda pair: pair[0])
-            yield _way(f"{ranks * times} ranks as {in_words(more)}", peak, limit)
+            recording, more = min(found, key=lambda pair: pair[0].peak)
+            peak = _peak(recording, times)
+            yield _way(f"{ranks * factor} ranks as {in_words(more)}", peak, limit)
             if peak <= limit:
                 return
+
+
+def _peak(recording: Recording, times: OperatorTimes) -> int:
+    """Return the most bytes of a rank, with the workspaces of convolutions, timed for that."""
+    convolutions = {o: n for o, n in recording.operators.items() if "convolution" in o.name}
+    if times.measure:
+        times.prepare_approximately([convolutions], seconds=SPACES_BUDGET)
+    return sum(memory_of(recording, times).values())
 
 
 def _way(what: str, peak: int, limit: int) -> WayOut:
     return WayOut(what, peak, peak <= limit)
 
 
-def checkpointed(recording: Recording) -> int:
-    """Return about how many bytes a rank needs that keeps the inputs of blocks only, and computes
+def saved_by_checkpoints(recording: Recording) -> int:
+    """Return about how many bytes a rank saves that keeps the inputs of blocks only, and computes
     the rest of each again in the backward pass.
 
     Blocks are the children of the outermost module that has several.
@@ -379,10 +393,9 @@ def checkpointed(recording: Recording) -> int:
         blocks[block] = blocks.get(block, 0) + kept[name]
         last[block] = kept[name]
     if not blocks:
-        return recording.peak
+        return 0
     inputs = sum(min(last[block], whole) for block, whole in blocks.items())
-    saved = sum(blocks.values()) - inputs - max(blocks.values())
-    return recording.peak - max(saved, 0)
+    return max(sum(blocks.values()) - inputs - max(blocks.values()), 0)
 
 
 def _block(name: str, depth: int) -> str:

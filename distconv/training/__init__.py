@@ -27,7 +27,8 @@ from distconv.training.noise_scale import NoiseScale
 from distconv.training.recipe import Recipe, base_rate, number_of_steps
 from distconv.training.requests import ServerLost
 from distconv.training.server import Report
-from distconv.training.serving import AllWorkersLost, serve, server_state
+from distconv.training.server_checkpoints import server_state
+from distconv.training.serving import AllWorkersLost, serve
 from distconv.training.team import Team
 from distconv.training.workers import worker_grid
 

@@ -87,12 +87,15 @@ class ElasticClient:
         self._period, self._server, self._optimizer = method.period, server, optimizer
         self._parameters, self._buffers = parameters, buffers
         self._samples = 0
+        self._pulled = True
+        """Whether no step has been taken since the last pull."""
         self.steps = steps
 
     def step(self, samples: int) -> None:
         """Pull, where that is due, and take a step of the optimizer; no gradients are left."""
         self.steps += 1
         self._samples += samples
+        self._pulled = False
         if self.steps % self._period == 0:
             self._pull()
         if self._optimizer is not None:
@@ -101,13 +104,13 @@ class ElasticClient:
             p.grad = None
 
     def finish(self) -> None:
-        """Pull a last time."""
-        if self.steps % self._period:
+        """Pull, where a step has been taken since the last time."""
+        if not self._pulled:
             self._pull()
 
     def _pull(self) -> None:
         brought = [p.detach() for p in self._parameters]
-        samples, self._samples = self._samples, 0
+        samples, self._samples, self._pulled = self._samples, 0, True
         answer = self._server.ask(Kind.PULL, [*brought, *self._buffers], samples, self.steps)
         for p, pull in zip(self._parameters, answer.tensors, strict=False):
             if pull is not None:
@@ -139,6 +142,6 @@ class ElasticRule:
         return pull
 
     def finish(self) -> None:
-        """Tie the center to that of the server above a last time."""
+        """Tie the center to that of the server above, where it has moved since the last time."""
         if self._client is not None:
             self._client.finish()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from distconv.comm.collectives import broadcast
+from distconv.data.checkpoint import Checkpoint, Stateful, load_checkpoint, save_checkpoint
 from distconv.geometry.topology import AXES
 from distconv.grid.process_grid import ProcessGrid
 from distconv.model.gradient_reduction import reduction_of
@@ -65,7 +67,8 @@ class Worker:
         shards = shards_of_model(model, team)
         connection = Connection(team.above, shards, described(model, method))
         self._server = _Together(connection, shards, grid, [*model.parameters(), *model.buffers()])
-        self._team, self._done = team, False
+        self._team, self._model, self._optimizer = team, model, optimizer
+        self._done = False
         leaves, buffers = (shards_of([*some]) for some in (model.parameters(), model.buffers()))
         self._tensors = [*leaves, *buffers]
         answer = self._server.ask(Kind.HELLO)
@@ -95,6 +98,71 @@ class Worker:
         """Wait until all workers that are at work have come here, as at the end of an epoch."""
         self._server.ask(Kind.MEET)
         self.samples = self._server.samples
+
+    def save(
+        self,
+        within: str | os.PathLike[str],
+        number: int,
+        *,
+        scheduler: Stateful | None = None,
+        loader: Stateful | None = None,
+        extra: Mapping[str, Any] | None = None,
+        keep: int = 2,
+    ) -> None:
+        """Save what this worker holds, when all workers do, and what their servers hold.
+
+        All workers that are at work call it together, as at the end of an epoch; the servers run
+        by `serve(..., save_every=None)`. What has not been brought is brought before. `load` and
+        `serve(..., resume=...)` go on from there, by `Team.last_saved`.
+
+        Parameters
+        ----------
+        within: a folder, in which each worker has one of its own.
+        number: under which all save; it grows from one time to the next.
+        scheduler, loader, extra, keep: of this worker; see `save_checkpoint`.
+
+        Raises
+        ------
+        DataError
+            On every rank of the worker, where its state cannot be saved.
+        """
+        self._client.finish()
+        save_checkpoint(
+            self._team.folder(within),
+            self._model,
+            self._optimizer,
+            scheduler,
+            loader,
+            number,
+            keep=keep,
+            extra=extra,
+        )
+        self._server.ask(Kind.SAVE, steps=number)
+        self.samples = self._server.samples
+
+    def load(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        scheduler: Stateful | None = None,
+        loader: Stateful | None = None,
+        check: Callable[[Checkpoint], object] | None = None,
+    ) -> Checkpoint:
+        """Go on from what `save` has saved; all ranks of the worker call it before the first step.
+
+        Parameters
+        ----------
+        path: this worker's part, by `Team.last_saved`; the server goes on from its own.
+        scheduler, loader, check: see `load_checkpoint`.
+
+        Raises
+        ------
+        DataError
+            On every rank of the worker, where the state cannot be read, or is one of another model.
+        """
+        found = load_checkpoint(path, self._model, self._optimizer, scheduler, loader, check=check)
+        assert found is not None
+        return found
 
     @contextmanager
     def center(self) -> Iterator[None]:

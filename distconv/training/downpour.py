@@ -88,7 +88,7 @@ class DownpourClient:
     parameters, buffers: of the client, which hold their own gradients.
     optimizer: steps with the client's own gradients between fetches; without, the parameters stay
         as they are.
-    server: takes gradients.
+    server: takes gradients, and gives parameters.
     steps: how many the client has taken before.
     """
 

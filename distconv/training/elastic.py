@@ -83,7 +83,11 @@ class ElasticAveraging:
         self._center = [p.detach().clone() for p in self._parameters]
 
     def step(self) -> None:
-        """Count a step, and pull in every `period`-th; all ranks of the grid call it together."""
+        """Count a step, and pull in every `period`-th; all ranks of the grid call it together.
+
+        Each rank sends its blocks of all parameters once, to those of the same blocks in the other
+        workers.
+        """
         self._steps += 1
         if self._steps % self.period:
             return
@@ -123,7 +127,13 @@ class ElasticAveraging:
         return {"steps": self._steps, "center": dict(zip(self._names, blocks, strict=True))}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up the center, and the number of steps, that this rank has saved."""
+        """Take up the center, and the number of steps, that this rank has saved.
+
+        Raises
+        ------
+        ValueError
+            Where the parameters saved have other names.
+        """
         if list(state["center"]) != self._names:
             raise ValueError(
                 f"ElasticAveraging: the center saved has the parameters {list(state['center'])}, "

@@ -98,7 +98,13 @@ class GradientLag:
         return {"steps": self._steps, "late": [list(sums.wait()) for sums in self._late]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what this rank has saved."""
+        """Take up what this rank has saved.
+
+        Raises
+        ------
+        ValueError
+            Where it was saved of other parameters, or on another grid.
+        """
         leaves = self._packing.leaves
         saved = []
         for late in state["late"]:

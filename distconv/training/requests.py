@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from enum import IntEnum
@@ -10,8 +11,18 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from distconv.grid.stall import time_limit
+from distconv.grid.whereabouts import user_line
 from distconv.training.parcel import Packing, dealt_out
-from distconv.transport.link import Link, LinkLost, Message, flush, message, receive
+from distconv.transport.link import (
+    Link,
+    LinkLost,
+    LinkSilent,
+    Message,
+    flush,
+    message,
+    receive,
+)
 
 
 class Kind(IntEnum):
@@ -43,14 +54,35 @@ class Kind(IntEnum):
     ANSWER = 10
     FAILED = 11
     """Say, in place of an answer, that the server has failed, and why."""
+    SAVE = 12
+    """Ask as by MEET, and for the server to save its state under the number of steps before."""
 
 
 _RENEWING = (Kind.HELLO, Kind.FETCH, Kind.PUSH_AND_FETCH, Kind.PULL)
 """The requests after which a client has parameters of the version that the answer tells."""
 
+_AWAITED = {
+    Kind.HELLO: "the parameters to begin with",
+    Kind.PUSH: "the server to take gradients",
+    Kind.FETCH: "parameters",
+    Kind.PUSH_AND_FETCH: "the parameters after its gradients",
+    Kind.PULL: "the pull on its parameters",
+    Kind.STATE: "the parameters and buffers of the server",
+    Kind.MEET: "all workers to meet",
+    Kind.SAVE: "all workers to meet, and the server to save its state",
+    Kind.DONE: "the server to take note of its end",
+}
+"""What a client waits for, by its request."""
+
+_FAREWELL = 5.0
+"""Seconds that a last word may take to leave."""
+
 
 class ServerLost(RuntimeError):
-    """The server of this rank has ended, or failed. Raised on every rank of a worker."""
+    """The server of this rank has ended, failed, or kept it waiting for too long.
+
+    Raised on every rank of a worker.
+    """
 
 
 class Answer(NamedTuple):
@@ -138,6 +170,7 @@ class Connection:
 
     def __init__(self, links: Sequence[Link], shards: Shards, agreed: str):
         self._links, self._shards, self._agreed = links, shards, agreed
+        self._limit = time_limit()
         self._versions = [0] * len(links)
         """For each shard, of which version the parameters are that this client has."""
 
@@ -153,7 +186,7 @@ class Connection:
         Raises
         ------
         ServerLost
-            Where the server has ended.
+            Where the server has ended, or has not answered within DISTCONV_TIMEOUT.
         """
         found = self.answers(kind, tensors, samples, steps)
         return joined(found, self._shards)
@@ -162,15 +195,18 @@ class Connection:
         self, kind: Kind, tensors: Sequence[Tensor | None] | None, samples: int, steps: int
     ) -> list[Message]:
         """Ask every shard; return its answers as they are, none where there are to be none."""
+        until = time.monotonic() + self._limit
         try:
             for j, link in enumerate(self._links):
                 head = (kind, self._versions[j], samples, steps)
                 link.send(message(head, self._payload(kind, j, tensors)))
             if kind == Kind.PUSH:
                 for link in self._links:
-                    flush(link)
+                    flush(link, until)
                 return []
-            found = [receive(link) for link in self._links]
+            found = [receive(link, until) for link in self._links]
+        except LinkSilent as error:
+            raise ServerLost(self._silence(kind, error)) from error
         except LinkLost as error:
             raise ServerLost(
                 f"the server has ended: {error}. Its last state is in the folder that `serve` was "
@@ -183,6 +219,15 @@ class Connection:
                 self._versions[j] = answer.numbers[1]
         return found
 
+    def _silence(self, kind: Kind, error: LinkSilent) -> str:
+        waits_for_workers = kind in (Kind.MEET, Kind.SAVE, Kind.PUSH_AND_FETCH)
+        return (
+            f"waited for {_AWAITED[kind]} for more than DISTCONV_TIMEOUT={self._limit:g} seconds "
+            f"at {user_line()}: {error}. The server hangs"
+            + (", or a worker for which all others wait" if waits_for_workers else "")
+            + "; or it takes longer than the limit, which DISTCONV_TIMEOUT changes"
+        )
+
     def _payload(self, kind: Kind, j: int, tensors: Sequence[Tensor | None] | None) -> Tensor:
         if kind == Kind.HELLO:
             return in_bytes(self._agreed)
@@ -193,11 +238,12 @@ class Connection:
 
 def leave(above: Sequence[Link], below: Sequence[Link], why: str) -> None:
     """Tell servers that their client has failed, and clients that their server has; hang up."""
+    until = time.monotonic() + _FAREWELL
     for links, last in ((above, message((Kind.LEAVE,))), (below, failed(why))):
         for link in links:
             with suppress(LinkLost):
                 link.send(last)
-                flush(link)
+                flush(link, until)
             link.close()
 
 

@@ -6,7 +6,7 @@ It knows nothing of links and ranks: a request comes in, and the answers that ar
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -86,6 +86,7 @@ class Server:
     clients: how many there are; they are known by numbers from 0.
     agreed: what a client has to say in its HELLO.
     above: the server of which this one is a client, where there is one.
+    save: saves the state of this shard under a number that the clients give.
     """
 
     def __init__(
@@ -97,13 +98,16 @@ class Server:
         *,
         agreed: str = "",
         above: Asking | None = None,
+        save: Callable[[int], object] = lambda number: None,
     ):
         self._parameters, self._buffers = parameters, buffers
         self._packing = Packing([*parameters, *buffers])
-        self._rule, self._agreed, self._above = rule, agreed, above
+        self._rule, self._agreed, self._above, self._save = rule, agreed, above, save
         self.active = set(range(clients))
         """The clients at work."""
         self._met: list[int] = []
+        self._numbers: set[int] = set()
+        """Those under which the clients that have met want the state to be saved."""
         self._pending: dict[int, tuple[Kind, list[Tensor | None], int]] = {}
         """Requests to an update that waits for those of others, by client."""
         self.steps: Counter[int] = Counter()
@@ -116,7 +120,8 @@ class Server:
         Raises
         ------
         ValueError
-            Where a client trains another model, or by another method.
+            Where a client trains another model, or by another method, or where clients want the
+            state to be saved under different numbers.
         """
         kind = Kind(request.numbers[0])
         if kind in self._rule.kinds:
@@ -128,8 +133,9 @@ class Server:
             return [(client, self._answer(self._own()))]
         if kind == Kind.STATE:
             return [(client, self._answer(self._state()))]
-        if kind == Kind.MEET:
+        if kind in (Kind.MEET, Kind.SAVE):
             self._met.append(client)
+            self._numbers |= {request.numbers[3]} if kind == Kind.SAVE else set()
             return self._settled()
         if kind == Kind.DONE:
             self.active.discard(client)
@@ -161,11 +167,24 @@ class Server:
         if self._pending and (not self._rule.waits or working <= self._pending.keys()):
             due += self._update()
         if self._met and self.active.issubset(self._met):
-            if self._above is not None:
-                self._above.ask(Kind.MEET)
+            self._meet()
             due += [(client, self._answer()) for client in self._met if client in self.active]
             self._met.clear()
         return due
+
+    def _meet(self) -> None:
+        """Meet the clients of other servers, and save the state where that is asked for."""
+        if len(self._numbers) > 1:
+            numbers = ", ".join(map(str, sorted(self._numbers)))
+            raise ValueError(f"workers save under the numbers {numbers}; give all the same")
+        for number in self._numbers:
+            self._rule.finish()
+            if self._above is not None:
+                self._above.ask(Kind.SAVE, steps=number)
+            self._save(number)
+        if self._above is not None and not self._numbers:
+            self._above.ask(Kind.MEET)
+        self._numbers.clear()
 
     def _update(self) -> Due:
         """Take in what is pending, and answer those who have asked for parameters."""

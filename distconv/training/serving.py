@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import io
 import os
+import time
 import warnings
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -17,17 +16,15 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from distconv.data.checkpoint import checkpoints_in, load_checkpoint, save_checkpoint, step_of
-from distconv.data.durable import read_checksummed
 from distconv.grid.process_grid import ProcessGrid
+from distconv.grid.stall import time_limit
 from distconv.model.parallelize import parallelize
 from distconv.training.checks import check_count
 from distconv.training.requests import Asking, Connection, Kind, ServerLost, Shards
 from distconv.training.server import Due, Report, Rule, Server
+from distconv.training.server_checkpoints import ServerCheckpoints
 from distconv.training.team import Team
 from distconv.transport.link import Link, LinkLost, Pause, flush
-
-_FOLDER = "server-{rank}"
 
 
 class Method(Protocol):
@@ -63,9 +60,9 @@ def serve(
     method: Method,
     *,
     folder: str | os.PathLike[str] | None = None,
-    save_every: int = 1000,
+    save_every: int | None = 1000,
     keep: int = 2,
-    resume: bool = False,
+    resume: bool | os.PathLike[str] = False,
 ) -> Report:
     """Serve workers until the last one has come to its end, and return how it went.
 
@@ -78,9 +75,11 @@ def serve(
     model: the same as the workers', which are given these parameters; it is left as it is.
     folder: where this rank saves what it holds, in a folder of its own, every so many updates and
         at the end; see `server_state`. Without, nothing is saved.
-    save_every: the number of updates from one checkpoint to the next.
+    save_every: the number of updates from one checkpoint to the next; None for saving when the
+        workers do, by `Worker.save`, and at no other time.
     keep: how many checkpoints there are at most.
-    resume: whether to go on from the last checkpoint in `folder`, where there is one.
+    resume: whether to go on from the last checkpoint in `folder`, where there is one; or the
+        checkpoint to go on from, by `Team.last_saved`.
 
     Raises
     ------
@@ -99,7 +98,8 @@ def serve(
         raise ValueError(
             "serve: this rank is one of a worker; call it where team.serves, and make a Worker here"
         )
-    check_count("serve", "save_every", save_every, 1)
+    if save_every is not None:
+        check_count("serve", "save_every", save_every, 1)
     shards = shards_of_model(model, team)
     part = shards.parts[team.rank % len(shards.parts)]
     shard = parallelize(_only(model, part), ProcessGrid([team.rank], device="cpu"))
@@ -110,11 +110,20 @@ def serve(
         above = Connection(team.above, Shards(parameters, buffers, 1), agreed)
     links = dict(enumerate(team.below))
     rule = method.rule(parameters, buffers, len(links), above)
-    server = Server(parameters, buffers, rule, len(links), agreed=agreed, above=above)
-    state = _State(shard, rule, server, folder, team.rank, save_every, keep)
+    server = Server(
+        parameters,
+        buffers,
+        rule,
+        len(links),
+        agreed=agreed,
+        above=above,
+        save=lambda number: state.save_under(number),
+    )
+    place = None if folder is None else team.folder(folder)
+    state = ServerCheckpoints(shard, rule, server, place, save_every, keep)
     try:
         if resume:
-            state.load()
+            state.load(None if resume is True else Path(resume))
         else:
             state.check_new()
         if above is not None:
@@ -131,24 +140,6 @@ def serve(
     state.save()
     team.leave()
     return server.report
-
-
-def server_state(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Return the last state that a server has saved, of all its shards: a plain state_dict.
-
-    Raises
-    ------
-    FileNotFoundError
-        Where there is none.
-    """
-    state: dict[str, Tensor] = {}
-    for place in sorted(Path(folder).glob(_FOLDER.format(rank="*"))):
-        for path in checkpoints_in(place)[:1]:
-            content = io.BytesIO(read_checksummed(path))
-            state |= torch.load(content, map_location="cpu", weights_only=True)["model"]
-    if not state:
-        raise FileNotFoundError(f"{folder} holds no state of a server")
-    return state
 
 
 def shards_of_model(model: nn.Module, team: Team) -> Shards:
@@ -168,82 +159,7 @@ def described(model: nn.Module, method: object) -> str:
     return f"{method}, {', '.join(sizes)}"
 
 
-class _State:
-    """The checkpoints of one rank of a server."""
-
-    def __init__(
-        self,
-        shard: nn.Module,
-        rule: Rule,
-        server: Server,
-        folder: str | os.PathLike[str] | None,
-        rank: int,
-        save_every: int,
-        keep: int,
-    ):
-        self._shard, self._rule, self._server = shard, rule, server
-        self._folder = None if folder is None else Path(folder) / _FOLDER.format(rank=rank)
-        self._every, self._keep = save_every, keep
-        self._saved = -1
-
-    def save_if_due(self) -> None:
-        """Save the state where enough updates have been made since the last time."""
-        if self._server.report.updates - max(self._saved, 0) >= self._every:
-            self.save()
-
-    def save(self) -> None:
-        """Save the state, where it has changed since."""
-        report = self._server.report
-        if self._folder is None or report.updates == self._saved:
-            return
-        save_checkpoint(
-            self._folder,
-            self._shard,
-            self._rule.optimizer,
-            self._rule.scheduler,
-            step=report.updates,
-            keep=self._keep,
-            extra={
-                "samples": report.samples,
-                "staleness": dict(report.staleness),
-                "steps": dict(self._server.steps),
-            },
-        )
-        self._saved = report.updates
-
-    def check_new(self) -> None:
-        """Raise `FileExistsError` for what another run has learned, which would hide this one's."""
-        for newest in [] if self._folder is None else checkpoints_in(self._folder)[:1]:
-            if step_of(newest) > 0:
-                raise FileExistsError(
-                    f"serve: {newest} is of another run; go on from it by resume=True, choose "
-                    "another folder, or remove it"
-                )
-
-    def load(self) -> None:
-        """Go on from the last checkpoint, where there is one."""
-        if self._folder is None:
-            raise ValueError("serve: resume=True needs the folder in which the state was saved")
-        rule, server = self._rule, self._server
-        found = load_checkpoint(
-            self._folder, self._shard, rule.optimizer, rule.scheduler, missing_ok=True
-        )
-        if found is not None:
-            server.report.updates = self._saved = found.step
-            server.report.samples = found.extra["samples"]
-            server.report.staleness = Counter(found.extra["staleness"])
-            server.steps = Counter(found.extra["steps"])
-
-    def take(self, tensors: Sequence[Tensor | None]) -> None:
-        """Begin with what the server above has."""
-        with torch.no_grad():
-            own = (*self._shard.parameters(), *self._shard.buffers())
-            for tensor, value in zip(own, tensors, strict=True):
-                if value is not None:
-                    tensor.copy_(value)
-
-
-def _run(server: Server, links: Mapping[int, Link], state: _State) -> None:
+def _run(server: Server, links: Mapping[int, Link], state: ServerCheckpoints) -> None:
     """Serve until no client is at work."""
     open_links, pause = dict(links), Pause()
 
@@ -287,9 +203,10 @@ def _run(server: Server, links: Mapping[int, Link], state: _State) -> None:
             pause.wake()
         else:
             pause.rest()
+    until = time.monotonic() + time_limit()
     for link in open_links.values():
         with suppress(LinkLost):  # it has come to its end
-            flush(link)
+            flush(link, until)
     lost = server.report.lost
     if len(lost) == len(links):
         raise AllWorkersLost(

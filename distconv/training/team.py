@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from math import prod
+from pathlib import Path
 from typing import Any
 from weakref import finalize
 
+from distconv.data.checkpoint import last_in_common
 from distconv.geometry.topology import AXES
 from distconv.grid import communicators
 from distconv.grid.interrupt import end_when_abandoned
@@ -23,6 +27,9 @@ from distconv.transport.links import open_links
 from distconv.transport.watched import Wait, Waiting
 
 _teams = count()
+
+SERVER_FOLDER = "server-{rank}"
+"""The folder of a rank of a server."""
 
 
 @dataclass(frozen=True)
@@ -138,18 +145,15 @@ class Team:
     def __init__(
         self, *, servers: int = 1, groups: int = 1, device: Any = None, **extents: int
     ) -> None:
-        rank, size = place_by_torch() or (0, 1)
-        waiting = Waiting()
-        watch = Watch(range(size), rank, waiting)  # also over the first meeting of the ranks
-        with Wait(waiting):
+        with _watched(*place_by_torch() or (0, 1)):  # also the first meeting of the ranks
             ranks = ranks_of(None)
             if len(ranks) > 1:
                 end_when_abandoned()
             comm = communicators.communicator(ranks, f"links {next(_teams)}")
+            self._comm = comm
             everyone = comm.allgather(
                 (servers, groups, tuple(sorted(extents.items())), time_limit())
             )
-        watch.leave()
         if any(theirs != everyone[0] for theirs in everyone):
             raise ValueError(
                 f"Team: servers, groups, extents and DISTCONV_TIMEOUT are "
@@ -180,6 +184,26 @@ class Team:
             shape: dict[str, Any] = extents
             self.grid = ProcessGrid(members, device=device, **shape)
 
+    def folder(self, within: str | os.PathLike[str]) -> Path:
+        """Return where this rank's server or worker saves its state, within a common folder."""
+        own = f"worker-{self.worker}" if self.grid else SERVER_FOLDER.format(rank=self.rank)
+        return Path(within) / own
+
+    def last_saved(self, within: str | os.PathLike[str]) -> Path | None:
+        """Return this rank's part of the last state that all workers and servers have saved.
+
+        They save it together by `Worker.save`. All ranks of the job call this together, before
+        they serve or make a `Worker`. None where there is no state of which every part is there.
+
+        Parameters
+        ----------
+        within: the folder in which the state was saved. The first rank of each worker has to see
+            it, and each rank of a server.
+        """
+        looks = self.grid is None or self.grid.rank == 0
+        with _watched(self.rank, self.arrangement.ranks):
+            return last_in_common(self.folder(within), self._comm, looks=looks)
+
     def leave(self, error: BaseException | None = None) -> None:
         """Hang up, once: in good order, or by an error, of which servers and clients are told.
 
@@ -198,3 +222,15 @@ class Team:
             f"rank{'s' if a.of_worker > 1 else ''} and {a.servers} "
             f"server{'s' if a.servers > 1 else ''}"
         )
+
+
+@contextmanager
+def _watched(rank: int, size: int) -> Iterator[None]:
+    """Let the ranks of a job wait for each other within the context, as long as others may."""
+    waiting = Waiting()
+    watch = Watch(range(size), rank, waiting)
+    try:
+        with Wait(waiting):
+            yield
+    finally:
+        watch.leave()

@@ -24,6 +24,10 @@ class LinkLost(ConnectionError):
     """The rank at the other end has ended, or cannot be reached."""
 
 
+class LinkSilent(LinkLost):
+    """The rank at the other end has not said or taken in time what this one waits for."""
+
+
 class Message(NamedTuple):
     """A message: `NUMBERS` whole numbers, and bytes, a tensor in host memory that may be empty."""
 
@@ -67,20 +71,32 @@ class Pause:
         self._seconds = _SHORTEST
 
 
-def receive(link: Link) -> Message:
-    """Return the next message of a link, however long that takes; raises LinkLost."""
+def receive(link: Link, until: float) -> Message:
+    """Return the next message of a link; raises LinkLost, and LinkSilent where none comes in time.
+
+    Parameters
+    ----------
+    until: the time of `time.monotonic` to wait to, or inf.
+    """
     pause = Pause()
     while (message := link.poll()) is None:
+        if time.monotonic() > until:
+            raise LinkSilent(f"rank {link.peer} has not answered")
         pause.rest()
     return message
 
 
-def flush(link: Link) -> None:
-    """Return when all that was sent has left; nothing may be arriving. Raises LinkLost."""
+def flush(link: Link, until: float) -> None:
+    """Return when all that was sent has left; nothing may be arriving.
+
+    Raises LinkLost, and LinkSilent where the other end does not take it in time; see `receive`.
+    """
     pause = Pause()
     while not link.idle:
         if link.poll() is not None:
             raise LinkLost(f"rank {link.peer} has sent what nobody has asked for")
+        if time.monotonic() > until:
+            raise LinkSilent(f"rank {link.peer} has not taken what was sent")
         pause.rest()
 
 

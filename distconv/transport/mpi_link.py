@@ -13,6 +13,9 @@ from distconv.transport.link import NUMBERS, Message
 _HEAD, _BODY = 1, 2
 """Tags of the numbers, and of the bytes behind them."""
 
+_KEPT: list[Any] = []
+"""Messages under way whose links have ended: MPI may still read or write their memory."""
+
 
 class MPILink:
     """A link to one rank of a communicator, which carries nothing else; see `Link`.
@@ -27,8 +30,11 @@ class MPILink:
     def __init__(self, comm: MPI.Intracomm, rank: int, peer: int):
         self._comm, self._rank, self.peer = comm, rank, peer
         self._head = np.empty(NUMBERS + 1, dtype=np.int64)
-        self._arriving: MPI.Request | None = comm.Irecv(self._head, rank, _HEAD)
+        self._payload = torch.empty(0, dtype=torch.uint8)
+        self._head_arriving: MPI.Request | None = comm.Irecv(self._head, rank, _HEAD)
+        self._body_arriving: MPI.Request | None = None
         self._leaving: list[tuple[MPI.Request, Any]] = []
+        self._closed = False
 
     def send(self, message: Message) -> None:
         """Start to send a message."""
@@ -41,14 +47,23 @@ class MPILink:
     def poll(self) -> Message | None:
         """Return the next message if it has arrived, and go on sending."""
         self._leaving = [sent for sent in self._leaving if not sent[0].Test()]
-        if self._arriving is None or not self._arriving.Test():
+        if self._closed:
             return None
-        *numbers, size = self._head.tolist()
-        payload = torch.empty(size, dtype=torch.uint8)
-        if size:
-            self._comm.Recv([payload.numpy(), MPI.BYTE], self._rank, _BODY)
-        self._arriving = self._comm.Irecv(self._head, self._rank, _HEAD)
-        return Message(tuple(numbers), payload)
+        if self._head_arriving is not None:
+            if not self._head_arriving.Test():
+                return None
+            self._head_arriving = None
+            size = int(self._head[-1])
+            self._payload = torch.empty(size, dtype=torch.uint8)
+            if size:
+                body = [self._payload.numpy(), MPI.BYTE]
+                self._body_arriving = self._comm.Irecv(body, self._rank, _BODY)
+        if self._body_arriving is not None and not self._body_arriving.Test():
+            return None
+        self._body_arriving = None
+        message = Message(tuple(self._head[:-1].tolist()), self._payload)
+        self._head_arriving = self._comm.Irecv(self._head, self._rank, _HEAD)
+        return message
 
     @property
     def idle(self) -> bool:
@@ -57,7 +72,13 @@ class MPILink:
 
     def close(self) -> None:
         """End the link."""
-        if self._arriving is not None and not MPI.Is_finalized():
-            self._arriving.Cancel()
-            self._arriving.Wait()
-        self._arriving = None
+        if self._closed:
+            return
+        self._closed = True
+        if self._head_arriving is not None and not MPI.Is_finalized():
+            self._head_arriving.Cancel()
+            self._head_arriving.Wait()
+            self._head_arriving = None
+        _KEPT.extend(self._leaving)
+        if self._body_arriving is not None:
+            _KEPT.append((self._body_arriving, self._payload))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +18,8 @@ from torch.optim import Optimizer
 
 import distconv as dc
 from distconv.comm.collectives import all_reduce_coalesced
-from distconv.data import DataError, Loader, Sampler, on_rank_zero, together
+from distconv.data import Checkpoint, DataError, Loader, Sampler, on_rank_zero, together
+from distconv.data.checkpoint import last_in_common
 from distconv.data.durable import write_atomically
 from distconv.training import (
     AllWorkersLost,
@@ -33,11 +35,15 @@ from distconv.training import (
 from distconv.transport.communicator import ObjectCommunicator
 
 from .building import OPTIMIZERS, Diverged, build_model, build_optimizer, check_finite, make_grid
+from .checkpoint import DECISIVE, check_checkpoint
 from .example import Example, check_batch_size
 from .logs import write_table
-from .methods import recipe_of
-from .output import prepare_output
+from .methods import DECISIVE_APART, recipe_of
+from .output import KEPT, is_restart, prepare_output
 from .progress import Progress
+
+_ELASTIC_FOLDER = "worker-{worker}"
+"""The folder of a worker that learns by elastic averaging, as those of servers have."""
 
 
 class Share(Sampler):
@@ -63,6 +69,14 @@ class Learner(Protocol):
 
     def center(self) -> AbstractContextManager[None]:
         """Give the model, within the context, what all have learned together."""
+
+    def save(self, within: Path, number: int, *, loader: Loader, extra: Mapping[str, Any]) -> None:
+        """Save, with all workers, what this one holds, in a folder of its own."""
+
+    def load(
+        self, path: Path, *, loader: Loader, check: Callable[[Checkpoint], object]
+    ) -> Checkpoint:
+        """Go on from what has been saved."""
 
     def finish(self) -> None:
         """Say that this worker has come to its end."""
@@ -93,17 +107,42 @@ def _by_elastic_averaging(
     grid = make_grid(args, comm)
     own = worker_grid(grid)
     worker, workers = grid.coords["sample"], grid.shape["sample"]
+    folder = _ELASTIC_FOLDER.format(worker=worker)
+    saved = _saved_before(
+        args, lambda run: last_in_common(run / folder, grid.comm, looks=own.rank == 0)
+    )
 
     def learner(model: nn.Module, epoch: int) -> _Elastic:
         optimizer = build_optimizer(args, model)
         recipe = recipe_of(args, args.batch_size // workers, epoch)
         scheduler = recipe.schedule(optimizer) if recipe else None
-        return _Elastic(
-            ElasticAveraging(model, grid, period=args.period), model, grid, optimizer, scheduler
-        )
+        elastic = ElasticAveraging(model, grid, period=args.period)
+        return _Elastic(elastic, model, grid, optimizer, scheduler, folder)
 
     with speaking_of_divergence(own, worker):
-        _learn(example, args, own, worker, workers, learner)
+        _learn(example, args, own, worker, workers, learner, args.output / folder, saved)
+
+
+def _saved_before(args: argparse.Namespace, find: Callable[[Path], Path | None]) -> Path | None:
+    """Return this rank's part of what to go on from, where that is asked for, or torchrun does.
+
+    Args:
+        find: returns it in the folder of a run, on all ranks together; None where there is none.
+
+    Raises:
+        DataError: on every rank, where `--resume` names a folder without.
+    """
+    if is_restart() and (saved := find(args.output)) is not None:
+        args.resume = args.output
+        return saved
+    if args.resume is None:
+        return None
+    if (saved := find(args.resume)) is None:
+        raise DataError(
+            f"{args.resume} holds no state that all ranks of --method {args.method} have saved "
+            "together; continue on as many as before, or start anew without --resume"
+        )
+    return saved
 
 
 @contextmanager
@@ -122,6 +161,7 @@ def _by_servers(
 ) -> None:
     extents, workers = _groups(args, comm)
     team = Team(servers=args.servers, **extents)
+    saved = _saved_before(args, team.last_saved)
 
     def method(epoch: int) -> Downpour:
         recipe = recipe_of(args, args.batch_size // workers, epoch * workers)
@@ -137,7 +177,8 @@ def _by_servers(
 
         try:
             with speaking_of_divergence(team.grid, team.worker):
-                _learn(example, args, team.grid, team.worker, workers, learner)
+                folder = team.folder(args.output)
+                _learn(example, args, team.grid, team.worker, workers, learner, folder, saved)
         except Exception as error:
             team.leave(error)
             raise
@@ -146,7 +187,15 @@ def _by_servers(
         own = dc.ProcessGrid([team.rank], device="cpu")
         training, _ = example.open(args, own)
         epoch = len(Share(0, workers, training.samples, args.batch_size, args.seed))
-        report = serve(team, build_model(example, args), method(epoch), folder=args.output)
+        report = serve(
+            team,
+            build_model(example, args),
+            method(epoch),
+            folder=args.output,
+            save_every=None,
+            keep=KEPT,
+            resume=saved or False,
+        )
         _write_report(args, report, team.rank)
     except Exception as error:
         team.leave(error)
@@ -181,8 +230,16 @@ def _learn(
     worker: int,
     workers: int,
     make: Callable[[nn.Module, int], Learner],
+    folder: Path,
+    saved: Path | None,
 ) -> None:
-    """Train on the ranks of one worker; the first one validates what all have learned."""
+    """Train on the ranks of one worker; the first one validates what all have learned.
+
+    Args:
+        make: makes what learns, of the model and the number of steps in an epoch.
+        folder: for the checkpoints of this worker.
+        saved: the checkpoint to go on from.
+    """
     training, validation = example.open(args, own)
     network = build_model(example, args)
 
@@ -196,18 +253,25 @@ def _learn(
             )
 
     together(own, check)
-    on_rank_zero(own, lambda: prepare_output(args))
+    on_rank_zero(own, lambda: prepare_output(args, folder))
     model = dc.parallelize(network, own)
     share = Share(worker, workers, training.samples, args.batch_size, args.seed)
     loader = Loader(training, batch_sampler=share)
     ordered = Loader(validation, args.batch_size)
     learner = make(model, len(share))
-    history: list[dict[str, Any]] = []
+    args.groups = workers
+    names = (*example.decisive, *DECISIVE, *DECISIVE_APART)
+    settings = {name: getattr(args, name) for name in names}
+    done, history = 0, list[dict[str, Any]]()
+    if saved is not None:
+        check_saved = partial(check_checkpoint, settings=settings, scores=example.scores())
+        found = learner.load(saved, loader=loader, check=check_saved)
+        done, history = found.step, found.extra["history"]
 
     def center() -> AbstractContextManager[None]:
         return learner.center() if worker == 0 or args.method == "easgd" else nullcontext()
 
-    for epoch in range(args.epochs):
+    for epoch in range(done, args.epochs):
         model.train()
         title, shown = f"epoch {epoch + 1}/{args.epochs}", worker == own.rank == 0
         with Progress(title, len(loader) * args.batch_size, shown) as progress:
@@ -216,15 +280,17 @@ def _learn(
                 loss.backward()  # type: ignore[no-untyped-call]
                 learner.step(len(batch[0]))
                 progress.step(loss.item(), args.batch_size)
-                check_finite(args, "loss", loss.item(), 0, progress.steps)
+                check_finite(args, "loss", loss.item(), epoch, progress.steps)
             learner.meet()
         with center():
             if worker == 0:
                 score = example.evaluate(model, ordered)
-        learner.meet()
         if worker == 0:
-            check_finite(args, "validation loss", score.loss, 0, progress.steps)
+            check_finite(args, "validation loss", score.loss, epoch, progress.steps)
             history.append(progress.record() | asdict(score))
+        extra = {"settings": settings, "history": history}
+        learner.save(args.output, epoch + 1, loader=loader, extra=extra)
+        if worker == 0:
             on_rank_zero(own, lambda: write_table(args.output / "log.csv", history))
             if own.rank == 0:
                 print(f"validation: {score}", flush=True)
@@ -272,8 +338,10 @@ class _Elastic:
         grid: dc.ProcessGrid,
         optimizer: Optimizer,
         scheduler: Any,
+        folder: str,
     ):
         self._elastic, self._model, self._grid = elastic, model, grid
+        self._folder = folder
         self._optimizer, self._scheduler = optimizer, scheduler
 
     def step(self, samples: int = 1) -> None:
@@ -298,6 +366,30 @@ class _Elastic:
                 yield
             finally:
                 _fill(buffers, own)
+
+    def save(self, within: Path, number: int, *, loader: Loader, extra: Mapping[str, Any]) -> None:
+        """Save this worker's own parameters, and the center."""
+        dc.save_checkpoint(
+            within / self._folder,
+            self._model,
+            self._optimizer,
+            self._scheduler,
+            loader,
+            number,
+            keep=KEPT,
+            extra={**extra, "elastic": self._elastic.state_dict()},
+        )
+
+    def load(
+        self, path: Path, *, loader: Loader, check: Callable[[Checkpoint], object]
+    ) -> Checkpoint:
+        """Take up this worker's own parameters, and the center."""
+        found = dc.load_checkpoint(
+            path, self._model, self._optimizer, self._scheduler, loader, check=check
+        )
+        assert found is not None
+        self._elastic.load_state_dict(found.extra["elastic"])
+        return found
 
     def finish(self) -> None:
         """Do nothing: all workers end together."""

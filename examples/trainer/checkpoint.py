@@ -11,6 +11,19 @@ from torch import nn
 
 from distconv.data import Checkpoint
 
+from .methods import DECISIVE as DECISIVE_OF_METHOD
+
+DECISIVE = (
+    "batch_size",
+    "optimizer",
+    "learning_rate",
+    "seed",
+    "precision",
+    *DECISIVE_OF_METHOD,
+)
+"""The shared arguments that determine the numbers of a run, beside those of the example: it can be
+continued only with the same."""
+
 _OVERHEAD = 2**20
 """Bytes that are sure to be enough for names, settings and history."""
 

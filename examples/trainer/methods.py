@@ -28,7 +28,9 @@ RECIPES: dict[str, Decay] = {
     "polynomial": Polynomial(2.0),
 }
 DECISIVE = ("recipe", "reference_batch_size", "warmup_epochs", "lag", "wire")
-"""The arguments of these that determine the numbers of a run, beside the method."""
+"""The arguments of these that determine the numbers of a run in step."""
+DECISIVE_APART = ("method", "servers", "groups", "period")
+"""Those that do so beside, where workers do not run in step."""
 
 
 def add_method_arguments(add: Add) -> None:
@@ -77,7 +79,6 @@ def check_method(args: argparse.Namespace) -> None:
     refused = {
         "--lag": args.lag,
         "--wire": args.wire,
-        "--resume": args.resume,
         "--compare-serial": args.compare_serial,
     }
     for option, given in refused.items():

@@ -16,18 +16,26 @@ RESULTS_SIZE = 2**20
 """Bytes that are sure to be enough for metrics.json and the pictures."""
 
 
+def is_restart() -> bool:
+    """Return whether torchrun has started the run again, after a rank has been lost."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
 def restarted_from(args: argparse.Namespace) -> Path | None:
     """Return what to continue from: what `--resume` says, or the output of a run that torchrun
-    starts again after a rank has been lost.
+    starts again.
     """
-    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     output: Path = args.output
     resume: Path | None = args.resume
-    return output if again and checkpoints_in(output) else resume
+    return output if is_restart() and checkpoints_in(output) else resume
 
 
-def prepare_output(args: argparse.Namespace) -> None:
-    """Make the output folder, and protect the checkpoints of another run that it may hold."""
+def prepare_output(args: argparse.Namespace, saved: Path) -> None:
+    """Make the output folder, and protect the checkpoints of another run that it may hold.
+
+    Args:
+        saved: where in the output the checkpoints of this rank are to be.
+    """
     if args.output.exists() and not args.output.is_dir():
         raise NotADirectoryError(f"{args.output} is a file; choose a folder as --output")
     try:
@@ -36,7 +44,7 @@ def prepare_output(args: argparse.Namespace) -> None:
         raise OSError(
             f"{args.output} cannot be made: {error.strerror}; choose another --output"
         ) from error
-    there = checkpoints_in(args.output)
+    there = checkpoints_in(saved)
     if there and not args.resume:
         raise ValueError(
             f"{there[0]} exists; continue it with --resume {args.output}, remove it, or choose "

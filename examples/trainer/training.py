@@ -23,25 +23,13 @@ from distconv.transport.world import world
 from .apart import train_apart
 from .arguments import Add, parse_arguments
 from .building import OPTIMIZERS, Diverged, build_model, build_optimizer, check_finite, make_grid
-from .checkpoint import check_checkpoint, check_finite_state, checkpoint_size
+from .checkpoint import DECISIVE, check_checkpoint, check_finite_state, checkpoint_size
 from .compare import compare_with_serial
 from .example import PRECISIONS, Example, check_batch_size
 from .logs import TensorBoard, write_table
-from .methods import DECISIVE as DECISIVE_OF_METHOD
 from .methods import Steps, add_method_arguments, check_method
 from .output import KEPT, make_room, prepare_output, restarted_from
 from .progress import Progress
-
-DECISIVE = (
-    "batch_size",
-    "optimizer",
-    "learning_rate",
-    "seed",
-    "precision",
-    *DECISIVE_OF_METHOD,
-)
-"""The shared arguments that determine the numbers of a run, beside those of the example: it can be
-continued only with the same."""
 
 
 def run(
@@ -97,7 +85,7 @@ def train(example: Example[Any, Any], args: argparse.Namespace, comm: ObjectComm
 
     together(grid, check)
     args.resume = on_rank_zero(grid, lambda: restarted_from(args))
-    on_rank_zero(grid, lambda: prepare_output(args))
+    on_rank_zero(grid, lambda: prepare_output(args, args.output))
 
     model = dc.parallelize(network, grid)
     optimizer = build_optimizer(args, model)

@@ -61,17 +61,27 @@ def test_workers_on_all_ranks_learn(file: Path, folder: Path, options: str) -> N
 
 
 @pytest.mark.parallel(4)
-def test_a_run_with_a_method_continues_with_the_same_numbers(file: Path, folder: Path) -> None:
-    options = "--lag 1 --recipe constant --warmup-epochs 2 --reference-batch-size 2"
+@pytest.mark.parametrize(
+    ("method", "saved"),
+    [("--lag 1", ["."]), ("--method easgd --period 3", ["worker-0", "worker-1"])],
+)
+def test_a_run_with_a_method_continues_with_the_same_numbers(
+    file: Path, folder: Path, method: str, saved: list[str]
+) -> None:
+    options = f"{method} --recipe constant --warmup-epochs 2 --reference-batch-size 2"
     for name, ends in {"straight": (3,), "continued": (2, 3)}.items():
-        for place, end in enumerate(ends):
-            more = ["--resume", str(folder / name)] if place else []
+        for number, end in enumerate(ends):
+            more = ["--resume", str(folder / name)] if number else []
             main(arguments(file, folder / name, GRID, end, *options.split(), *more))
-    straight, continued = (
-        torch.load(checkpoints_in(folder / name)[0], weights_only=True)
-        for name in ("straight", "continued")
-    )
-    torch.testing.assert_close(straight["model"], continued["model"], rtol=1e-9, atol=1e-12)
+            WORLD.barrier()
+    for place in saved:
+        straight, continued = (
+            torch.load(checkpoints_in(folder / name / place)[0], weights_only=True)
+            for name in ("straight", "continued")
+        )
+        for part in ("model", "optimizer"):
+            torch.testing.assert_close(straight[part], continued[part], rtol=1e-9, atol=1e-12)
+        assert straight["step"] == continued["step"] == 3
 
 
 @pytest.mark.parametrize(
@@ -85,14 +95,7 @@ def test_workers_under_a_server_learn(
     tmp_path: Path, file: Path, ranks: int, grid: dict[str, int], options: str
 ) -> None:
     output = tmp_path / "run"
-    script = tmp_path / "program.py"
-    script.write_text(
-        f"import sys; sys.path.insert(0, {str(REPOSITORY)!r})\n"
-        "from examples.mesh_tangling.train import main\nmain(sys.argv[1:])\n"
-    )
-    line = arguments(file, output, grid, 3, *options.split())
-    end = end_of(start(script, ranks, *line, fresh=False))
-    assert end.returncode == 0, end.stderr
+    train_in_a_job(tmp_path, ranks, arguments(file, output, grid, 3, *options.split()))
     history = learned(output)
     first, *_, last = (sum(record["step_losses"]) for record in history)
     assert last < first
@@ -101,6 +104,44 @@ def test_workers_under_a_server_learn(
     assert workers == (1 if "groups" in options else 2) and report["samples"] == 24
     assert sum(report["staleness"].values()) == report["updates"]
     assert all(value.isfinite().all() for value in server_state(output).values())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (2, "--method downpour --period 3 --optimizer sgd --recipe constant --warmup-epochs 2"),
+        (3, "--method downpour --period 1 --grid sample=2"),
+    ],
+)
+def test_workers_under_a_server_continue(
+    tmp_path: Path, file: Path, ranks: int, options: str
+) -> None:
+    straight, continued = tmp_path / "straight", tmp_path / "continued"
+    words = options.split()
+    if ranks == 2:
+        train_in_a_job(tmp_path, ranks, arguments(file, straight, {}, 3, *words))
+    train_in_a_job(tmp_path, ranks, arguments(file, continued, {}, 1, *words))
+    more = ["--resume", str(continued)]
+    train_in_a_job(tmp_path, ranks, arguments(file, continued, {}, 3, *words, *more))
+    assert len(learned(continued)) == 3
+    report = json.loads((continued / "server-0.json").read_text())
+    assert report["samples"] == 24
+    if ranks == 2:
+        assert learned(continued)[2]["loss"] == pytest.approx(learned(straight)[2]["loss"], 1e-9)
+        torch.testing.assert_close(
+            server_state(continued), server_state(straight), rtol=1e-9, atol=1e-12
+        )
+
+
+def train_in_a_job(folder: Path, ranks: int, line: list[str]) -> None:
+    """Run the example on so many ranks of a job of its own."""
+    script = folder / "program.py"
+    script.write_text(
+        f"import sys; sys.path.insert(0, {str(REPOSITORY)!r})\n"
+        "from examples.mesh_tangling.train import main\nmain(sys.argv[1:])\n"
+    )
+    end = end_of(start(script, ranks, *line, fresh=False))
+    assert end.returncode == 0, end.stderr
 
 
 @pytest.mark.parallel([2])
@@ -112,6 +153,10 @@ def test_workers_under_a_server_learn(
         ("--method easgd --lag 1", "--lag is for --method sync"),
         ("--method downpour", "there are 2, and the grid is sample=2"),
         ("--method hybrid --groups 3 --grid sample=1", "--groups 3 does not divide sample=1"),
+        (
+            "--method easgd --resume absent",
+            "absent holds no state that all ranks of --method easgd",
+        ),
         ("--method easgd --data absent.h5", "absent.h5: no such file"),
     ],
 )

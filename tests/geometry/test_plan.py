@@ -24,7 +24,7 @@ from distconv.geometry.index_maps import (
     Window,
 )
 from distconv.geometry.layout import Cuts, rank_box, replicating_axes
-from distconv.geometry.plan import Plan, make_plan
+from distconv.geometry.plan import Plan, elements_moved, make_plan
 from distconv.geometry.topology import Topology
 from tests.support.geometry import OUTSIDE, cuts_of, needed, topologies
 
@@ -228,6 +228,15 @@ def test_nothing_travels_but_what_the_intervals_reach(movement: Movement) -> Non
         own = sum(prod(s.stop - s.start for s in target) for _, target in plan.own)
         assert own + sum(r.size for r in plan.receives) == needed
         assert plan.covered == (needed == prod(plan.buffer_shape))
+
+
+@settings(max_examples=300)
+@given(movements())
+def test_the_elements_of_all_routes_are_counted_without_making_them(movement: Movement) -> None:
+    m = movement
+    for rank, plan in enumerate(m.plans):
+        routes = sum(route.size for route in (*plan.sends, *plan.receives))
+        assert elements_moved(m.topology, rank, m.shape, m.source, m.target, m.needs) == routes
 
 
 @given(movements())

@@ -39,6 +39,9 @@ def test_ranks_have_their_numbers() -> None:
     assert (hvd.local_rank(), hvd.local_size()) == (WORLD.rank, WORLD.size)
     assert (hvd.cross_rank(), hvd.cross_size(), hvd.is_homogeneous()) == (0, 1, True)
     assert hvd.is_initialized() and hvd.mpi_enabled() and not hvd.gloo_enabled()
+    assert hvd.mpi_built() and not hvd.ddl_built() and not hvd.ccl_built()
+    assert hvd.gloo_built() == torch.distributed.is_gloo_available()
+    assert hvd.rocm_built() == bool(torch.version.hip)
 
 
 OPS: dict[Any, Callable[[Tensor], Tensor]] = {
@@ -69,6 +72,14 @@ def test_all_ranks_get_the_reduction(op: Any) -> None:
     torch.testing.assert_close(hvd.synchronize(handles[0]), expected)
     assert torch.equal(a, mine()) and hvd.synchronize(handles[1]) is b
     torch.testing.assert_close(b, expected)
+    several = [mine(), mine().double()[0, 0]]
+    handle = hvd.grouped_allreduce_async(several, op=op)
+    for result, whole in zip(hvd.synchronize(handle), (first, second), strict=True):
+        assert torch.equal(result, whole)
+    assert torch.equal(several[0], mine())
+    found = hvd.grouped_allreduce_(several, op=op)
+    for x, result, whole in zip(several, found, (first, second), strict=True):
+        assert result is x and torch.equal(x, whole)
 
 
 @pytest.mark.parallel(RANKS)

@@ -136,6 +136,30 @@ def test_two_levels_of_several_models_at_once() -> None:
         assert deviation(other.weight.grad, one.weight.grad) <= 1e-12
 
 
+@pytest.mark.parallel([4])
+@pytest.mark.parametrize("transport", ["mpi", "torch"])
+@pytest.mark.parametrize("apart", [False, True])
+def test_ranks_may_come_to_the_levels_in_different_orders(transport: str, apart: bool) -> None:
+    # No other test has connected ranks in this order.
+    grid = dc.ProcessGrid([1, 3, 0, 2], sample=2, height=2, transport=transport)
+    model = dc.parallelize(nn.Conv2d(1, 2, 1), grid, two_level=True)
+    if apart:
+        ConcurrentReductions(model)
+    purpose = "gradients 0" if apart else "gradients"
+    axes = [("sample",), ("height",)]
+    numbers = [torch.full((1,), 1.0 + grid.rank) for _ in axes]
+    # Each waits for one that comes to another level first, where levels are not connected yet.
+    first = (grid.coords["sample"] + grid.coords["height"]) % 2
+    sums = [
+        grid.transport.all_reduce(numbers[i], grid.communicator(axes[i], purpose))
+        for i in (first, 1 - first)
+    ]
+    for request in sums:
+        request.wait()
+    peers = [grid.topology.peers(grid.rank, level) for level in axes]
+    assert [n.item() for n in numbers] == [sum(1 + rank for rank in ranks) for ranks in peers]
+
+
 @pytest.mark.parallel([1, 2, 4])
 @pytest.mark.parametrize("wire", ["bfloat16", "float16"])
 def test_gradients_that_travel_as_halves_are_close_and_alike_everywhere(wire: str) -> None:

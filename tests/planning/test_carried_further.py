@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from benchmarks.contention import Step, Trace, all_reduce, section
+from benchmarks.contention import Step, Trace, all_gather, all_reduce, section
 from benchmarks.scale import ASSUMPTIONS, Experiment, outcome, page, picture
 from distconv.planning import Machine
 from distconv.planning.links import collective_cost, messages_cost
@@ -88,6 +88,18 @@ def test_an_all_reduce_brings_every_rank_the_sum(
     sent = sum(size for step in steps for a, _, size in step if a == group[0])
     expected = 2 * 1024 * ((inside - 1) / inside + (nodes - 1) / nodes / inside)
     assert sent == pytest.approx(expected)
+
+
+@given(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4, 8]))
+def test_an_all_gather_brings_every_rank_what_each_has(inside: int, nodes: int) -> None:
+    group = list(range(inside * nodes))
+    has = {rank: {rank} for rank in group}
+    for step in all_gather(group, 8.0, inside):
+        before = {rank: set(known) for rank, known in has.items()}
+        for a, b, size in step:
+            assert size == 8 * len(before[a] - before[b])
+            has[b] |= before[a]
+    assert all(known == set(group) for known in has.values())
 
 
 def test_ranks_that_cannot_be_halved_are_refused() -> None:

@@ -15,7 +15,8 @@ from distconv.planning import predict
 from distconv.planning.losses import LOSSES, OPTIMIZERS
 from distconv.planning.operators import OperatorTimes, wait_for_all
 from distconv.planning.prediction import record_ranks
-from distconv.planning.recording import Compute, Recording, Start, Wait, record_step
+from distconv.planning.recorded_step import record_step
+from distconv.planning.recording import Compute, Recording, Start, Wait
 from distconv.planning.timeline import play
 from tests.planning.machines import described
 

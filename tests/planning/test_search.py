@@ -19,6 +19,7 @@ from distconv import Layout
 from distconv.planning import plan, predict
 from distconv.planning.dry_run import DryRunGrid, without_elements
 from distconv.planning.layer_layouts import chain_of, plan_layouts, shortest_path
+from distconv.planning.local_operators import LocalOperator
 from distconv.planning.search import grids_of
 from distconv.tools.command_line import main
 from tests.planning.machines import described
@@ -108,6 +109,28 @@ def test_where_nothing_fits_it_is_said_what_would() -> None:
     assert any(way.fits and "ranks as" in way.what for way in found.ways_out)
     with pytest.raises(ValueError, match="no grid of 2 ranks fits"):
         _ = found.grid
+
+
+def test_ways_out_count_what_convolutions_allocate_beside_their_results(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    deep = nn.Sequential(*(nn.Conv2d(8, 8, 3, padding=1) for _ in range(6)))
+    peaks = []
+    for space in (0, 2**30):
+
+        def timed(
+            operators: list[LocalOperator], *_: Any, space: int = space
+        ) -> tuple[list[float], list[int]]:
+            found = [space if "convolution" in o.name else 0 for o in operators]
+            return [1e-6] * len(operators), found
+
+        monkeypatch.setattr("distconv.planning.operators.time_together", timed)
+        machine = dataclasses.replace(described(), roofline=None)
+        found = plan(deep, (1, 8, 64, 64), 2, machine, memory=2**10)
+        peaks.append([way.peak for way in found.ways_out])
+    without, with_space = peaks
+    assert len(without) == len(with_space) > 3
+    assert max(without) < 2**30 < min(with_space)
 
 
 def test_wrong_numbers_of_ranks_and_axes_are_refused() -> None:

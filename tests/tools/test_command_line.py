@@ -11,9 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
+from mpi4py import MPI
 
 import distconv
 from distconv.tools.command_line import main
+from tests.planning.machines import described
 from tests.support.jobs import (
     LIMIT,
     end_of,
@@ -25,6 +27,8 @@ from tests.support.jobs import (
     torchrun,
 )
 
+WORLD = MPI.COMM_WORLD
+Capture = pytest.CaptureFixture[str]
 MESH = "examples.mesh_tangling.network:mesh_tangling_1k"
 
 
@@ -43,14 +47,15 @@ def test_explain_prints_the_plan_of_a_grid_that_is_not_there() -> None:
     assert "height 2+1 width 2+1" in end.stdout and "kept for backward" in end.stdout
 
 
-def test_verify_ends_with_status_0_when_all_agrees_and_1_when_not() -> None:
+@pytest.mark.parallel(2)
+def test_verify_ends_with_status_0_when_all_agrees_and_1_when_not(capsys: Capture) -> None:
     case = ("torch.nn:Tanh", "--shape", "2,3,9,7", "--grid", "height=2", "--float64")
-    end = command("verify", *case, ranks=2)
-    assert end.returncode == 0 and end.stdout.count("all agree") == 1, end.stderr
+    assert main(["verify", *case]) == 0
+    assert capsys.readouterr().out.count("all agree") == (WORLD.rank == 0)
     shapes = ("--shape", "2,3,90,70") * 2
     exact = ("--grid", "height=2", "--tolerance", "0")
-    end = command("verify", "torch.nn:MSELoss", *shapes, *exact, ranks=2)
-    assert end.returncode == 1 and end.stdout.count("first deviation: ") == 1, end.stderr
+    assert main(["verify", "torch.nn:MSELoss", *shapes, *exact]) == 1
+    assert capsys.readouterr().out.count("first deviation: ") == (WORLD.rank == 0)
 
 
 COMMANDS = """
@@ -72,6 +77,9 @@ BENCHMARKS["memory"] = lambda settings: memory(settings, [network])
 tanh = "torch.nn:Tanh", "--shape", "2,3,9,7", "--grid", "height=2"
 assert main(["explain", *tanh]) == main(["verify", *tanh]) == 0
 assert main(["bench", "layer", "--seconds", "0"]) == main(["bench", "memory"]) == 0
+study = "--shape", "2,3,9,7", "--ranks", "1,2", "--rounds", "2", "--predict-ranks", "4"
+machine = ["--machine", sys.argv[1], "--output", sys.argv[2]]
+assert main(["scale", "strong", "torch.nn:Tanh", *study, *machine]) == 0
 try:
     main(["bench", "halo"])
 except SystemExit as end:
@@ -83,13 +91,16 @@ except SystemExit as end:
 def test_all_commands_run_under_torchrun_without_mpi(tmp_path: Path) -> None:
     path = tmp_path / "commands.py"
     path.write_text(COMMANDS)
-    end = end_of(started([*torchrun(2), *forked(path)]))
+    described().save(tmp_path / "machine.json")
+    files = [str(tmp_path / name) for name in ("machine.json", "study.json")]
+    end = end_of(started([*torchrun(2), *forked(path), *files]))
     assert (end.returncode, end.stdout.count("done")) == (0, 2), end.stderr
     for words in (
         "kept for backward",
         "all agree",
         "over no communication",
         "over share of serial",
+        "strong scaling of torch.nn:Tanh, 2 rounds",
     ):
         assert end.stdout.count(words) == 1, end.stdout
     assert "halo measures beside messages of MPI itself" in end.stderr
@@ -176,16 +187,20 @@ def test_an_interrupted_command_shows_what_it_has_got(tmp_path: Path) -> None:
     assert "interrupted after 1 comparisons, which are not judged" in end.stdout, end.stderr
 
 
-def test_layers_are_given_layouts_of_their_own() -> None:
+@pytest.mark.parallel(2)
+def test_layers_are_given_layouts_of_their_own(capsys: Capture) -> None:
+    first = WORLD.rank == 0
     case = (MESH, "--shape", "1,18,64,64", "--grid", "height=2")
     layers = ("--layouts", "blocks.0.*:height", "--layouts", "blocks.[1-9]*:channel=height")
-    end = command("explain", *case, *layers)
-    assert (end.returncode, end.stderr) == (0, "")
-    assert "layouts, blocks.1" in end.stdout and "height -> channel='height'" in end.stdout
-    end = command("verify", *case, *layers, "--float64", "--no-backward", ranks=2)
-    assert end.returncode == 0 and end.stdout.count("all agree") == 1, end.stderr
-    end = command("verify", *case, "--layouts", "trunk:sample", ranks=2)
-    assert end.returncode == 2 and end.stderr.count("no module's name matches 'trunk'") == 1
+    assert main(["explain", *case, *layers]) == 0
+    out = capsys.readouterr().out
+    assert ("layouts, blocks.1" in out) is ("height -> channel='height'" in out) is first
+    assert main(["verify", *case, *layers, "--float64", "--no-backward"]) == 0
+    assert capsys.readouterr().out.count("all agree") == first
+    with pytest.raises(SystemExit) as end:
+        main(["verify", *case, "--layouts", "trunk:sample"])
+    assert end.value.code == 2
+    assert capsys.readouterr().err.count("no module's name matches 'trunk'") == first
 
 
 @pytest.mark.parametrize(

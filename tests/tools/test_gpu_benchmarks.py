@@ -20,7 +20,6 @@ import distconv as dc
 from benchmarks.gpu import cases, clock, packing
 from benchmarks.gpu.alone import alone, on_grid
 from benchmarks.gpu.cases import Case, cut, features, module, plain, trained
-from benchmarks.gpu.links import Link, Machine
 from benchmarks.gpu.messages import messages
 from benchmarks.gpu.needs import missing
 from benchmarks.gpu.page import Page, Part
@@ -29,11 +28,13 @@ from benchmarks.gpu.shards import packing as packing_of
 from benchmarks.gpu.waits import calls_of, waits, waits_in
 from distconv.ops.support.method import METHODS
 from distconv.planning.dry_run import DryRunGrid, Traffic
+from distconv.planning.links import collective_cost, messages_cost
 from distconv.tools.bench import Row
 from distconv.tools.bench.layer import step_of
 from distconv.tools.bench.memory import Peak
 from distconv.tools.bench.networks import MAXIMUM, UNet3d, cosmoflow
 from examples.mesh_tangling.network import mesh_tangling_1k
+from tests.planning.machines import described
 
 CPU = torch.device("cpu")
 SQUARES = trained(F.mse_loss)
@@ -169,22 +170,15 @@ def test_packing_is_of_all_that_leaves_in_the_forward_pass(monkeypatch) -> None:
     assert len(sent) == 8
 
 
-def test_times_follow_from_latency_and_bandwidth() -> None:
-    inside, outside = Link(1.0, 100.0), Link(3.0, 10.0)
-    machine = Machine("two", 2, inside, outside)
-    assert machine.seconds(0, Traffic(False, ((1, 100), (2, 10)))) == (1 + 1) + (3 + 1)
-    assert machine.seconds(0, Traffic(True, ())) == 0
-    assert machine.seconds(0, Traffic(True, ((1, 100),))) == 1 + 1
-    # On four ranks over the slowest link: recursive doubling for few bytes, else halves.
-    four = [Traffic(True, tuple((peer, n) for peer in (1, 2, 3))) for n in (10, 10000)]
-    assert machine.seconds(0, four[0]) == 2 * (3 + 1)
-    assert machine.seconds(0, four[1]) == 2 * 2 * 3 + 2 * 3 / 4 * 1000
-
-    grid = DryRunGrid({"height": 2}, rank=0)
-    traffic = [Traffic(False, ((1, 100),)), Traffic(True, ((1, 200),))]
-    step = predict(machine, Shard(grid, 5.0, traffic, 300))
-    assert step == (5.0, 3.0, 2.0, 4.0)
-    assert (step.hidden, step.exposed) == (8.0, 14.0)
+def test_messages_of_a_shard_take_what_the_planner_says() -> None:
+    machine = described(ranks_per_node=2)
+    traffic = [Traffic(False, ((1, 1000),)), Traffic(True, ((1, 2000),)), Traffic(True, ())]
+    step = predict(machine, Shard(DryRunGrid({"height": 2}, rank=0), 5.0, traffic, 3000))
+    halos = messages_cost(0, [(1, 1000)], [(1, 1000)], machine).total
+    sums = [collective_cost("all_reduce", range(2), n, machine).total for n in (2000, 3000)]
+    assert step == (5.0, sums[0], halos, sums[1])
+    assert step.hidden == 5.0 + sums[0]
+    assert step.exposed == step.hidden + halos + sums[1]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,32 @@ from distconv.training import server_state
 from tests.support.jobs import end_of, start
 from tests.support.killed_workers import PATIENCE, PROGRAM, begin, program
 
+HANGING = """
+class Hanging(torch.optim.SGD):
+    steps = 0
+    def step(self):
+        Hanging.steps += 1
+        while Hanging.steps == 3 and not os.path.exists(folder + ".released"):
+            time.sleep(0.1)
+        super().step()
+"""
+"""An optimizer that lets a server hang in its third update, for as long as the test likes."""
+
 KILLED = "os.kill(os.getpid(), 9)"
 SECOND = f"if team.grid.rank == 1: {KILLED}"
 GONE = "sys.exit(3)"
+
+
+SILENT = re.compile(
+    "ServerLost: waited for the parameters after its gradients for more than "
+    f"DISTCONV_TIMEOUT={PATIENCE} seconds at .*program.py:[0-9]+: rank 0 has not answered"
+)
+
+
+def hanging() -> str:
+    return PROGRAM.replace("SGD = partial", HANGING + "SGD = partial").replace(
+        "Downpour(SGD", "Downpour(partial(Hanging, lr=0.01)"
+    )
 
 
 @pytest.mark.parametrize(
@@ -68,3 +92,23 @@ def test_under_mpiexec_a_job_ends_with_a_worker_that_is_lost(tmp_path: Path, act
     assert end.returncode
     # Who ends by itself tells the server, and leaves the others alone.
     assert ("served 15 samples, lost 1" in end.stdout) == (act == GONE), end.stderr
+
+
+@pytest.mark.parametrize(("method", "height"), [("downpour", 2), ("synchronous", 1)])
+def test_workers_do_not_wait_for_a_server_that_hangs(
+    tmp_path: Path, method: str, height: int
+) -> None:
+    ranks = begin(tmp_path, method, 12, height=height, text=hanging())
+    ends = [end_of(process) for process in ranks[1:]]
+    (tmp_path / "state.released").touch()
+    assert end_of(ranks[0]).returncode
+    assert all(end.returncode for end in ends)
+    for end in ends:
+        assert SILENT.search(end.stderr), end.stderr
+
+
+def test_under_mpiexec_a_job_ends_with_a_server_that_hangs(tmp_path: Path) -> None:
+    words = str(tmp_path / "state"), "downpour", "12", "1", "-", "-1", "0"
+    script = program(tmp_path, hanging())
+    end = end_of(start(script, 3, *words, fresh=False, DISTCONV_TIMEOUT=PATIENCE))
+    assert end.returncode and SILENT.search(end.stderr), end.stderr

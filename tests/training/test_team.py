@@ -26,7 +26,7 @@ from distconv.training import (
     Worker,
     serve,
 )
-from distconv.training.serving import server_state
+from distconv.training.server_checkpoints import server_state
 from distconv.training.team import Arrangement
 from tests.support.serial import deviation, raised_everywhere
 

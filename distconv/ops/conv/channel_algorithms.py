@@ -23,7 +23,7 @@ from torch.autograd import Function
 
 from distconv.geometry.index_maps import Grouped, IndexMap, Interval, Same
 from distconv.geometry.layout import Axes, Box, Cuts, cutting_axes, idle_axes, rank_box, replaced_at
-from distconv.geometry.plan import Slices, make_plan
+from distconv.geometry.plan import Slices, elements_moved
 from distconv.geometry.topology import AXES, Topology
 from distconv.grid.interface import Grid
 from distconv.ops.support.operands import Placement
@@ -397,8 +397,7 @@ def communication_volume(
     """
     d, same = dimension, (Same(),) * len(outputs)
     computed, made = replaced_at(cuts, d, division.filters), replaced_at(cuts, d, division.output)
-    plans = (
-        make_plan(topology, rank, inputs, cuts, replaced_at(cuts, d, division.channels), needs),
-        make_plan(topology, rank, outputs, made, computed, same),
+    gathered = replaced_at(cuts, d, division.channels)
+    return elements_moved(topology, rank, inputs, cuts, gathered, needs) + elements_moved(
+        topology, rank, outputs, made, computed, same
     )
-    return sum(route.size for plan in plans for route in (*plan.sends, *plan.receives))

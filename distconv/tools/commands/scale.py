@@ -24,7 +24,6 @@ from distconv.tools.commands.step_options import add_step_options, keep_times, s
 from distconv.tools.factories import made, made_everywhere
 from distconv.tools.json_lines import as_json
 from distconv.tools.progress import Progress
-from distconv.transport.launch import mpi
 from distconv.transport.world import world, world_if_rank
 
 PURPOSE = "measure and predict how a module scales, and draw it; or compare two such studies"
@@ -127,7 +126,7 @@ def _study(arguments: argparse.Namespace) -> int:
             measure(
                 study,
                 make,
-                mpi().COMM_WORLD,
+                world().for_program(),
                 arguments.rounds,
                 threads=arguments.threads,
                 step=step,
@@ -171,7 +170,7 @@ def _asked(arguments: argparse.Namespace) -> Study:
     if most > started:
         raise BadArguments(
             f"the largest case that is run has {most} ranks, but {started} have been started; "
-            f"start it with mpiexec -n {most} python -m distconv scale {kind} ..."
+            f"start it with mpiexec -n {most} python -m distconv scale {kind} ..., or by torchrun"
         )
     return Study(kind, arguments.factory, cases, _facts(arguments), _name_of(arguments.machine))
 
@@ -248,7 +247,7 @@ def _predicted_on_first(
         except (ValueError, RuntimeError, OSError) as error:
             problem = str(error)
     if world().size > 1:
-        sleep_until_all_are_here(mpi().COMM_WORLD)
+        sleep_until_all_are_here(world().for_program())
     problem = world().bcast(problem)
     if problem is not None:
         raise BadArguments(problem)

@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import distconv as dc
 from distconv.planning.losses import mean_square, sgd
-from distconv.planning.recording import Compute, Recording, record_step
+from distconv.planning.recorded_step import record_step
+from distconv.planning.recording import Compute, Recording
 from distconv.tools.bench.memory import peak_of
 
 SHAPE = (3, 6, 160, 96)
@@ -115,23 +116,3 @@ def test_the_memory_of_a_recording_is_that_of_a_real_step(extents: dict[str, Any
     recording = recorded(extents, grid.rank)
     # What torch allocates inside of an operator is measured, and not recorded.
     assert 0.9 * measured < recording.peak < 1.02 * measured
-
-
-def test_a_dry_operator_with_a_whole_number_is_another_than_with_a_fraction() -> None:
-    types = []
-
-    class Scales(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            numbers = torch.zeros_like(x, dtype=torch.int64)
-            types.extend([(numbers * 2).dtype, (numbers * 2.0).dtype])
-            return x * 2
-
-    record_step(
-        Scales(),
-        [(1, 1, 8, 8)],
-        {"height": 2},
-        loss=mean_square,
-        optimizer=sgd,
-        input_gradients=True,
-    )
-    assert types == [torch.int64, torch.float32]

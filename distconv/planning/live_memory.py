@@ -1,0 +1,93 @@
+"""The bytes that a rank of a dry run holds, by kind, followed from tensor to tensor."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from distconv.transport.buffers import KEPT_BYTES
+
+
+class LiveMemory:
+    """The tensors that live, by kind, and the moment at which they are the most.
+
+    Messages of a CPU come from a pool, which keeps those that are not used for later ones of the
+    same size (`transport.buffers`).
+    """
+
+    def __init__(self) -> None:
+        self._live: dict[int, tuple[int, str, weakref.ref[Any], str]] = {}
+        self._bytes: Counter[str] = Counter()
+        self._total = self._most = 0
+        self.at_most: dict[str, int] = {}
+        self._idle: Counter[int] = Counter()
+        self._idle_bytes = 0
+
+    @property
+    def total(self) -> int:
+        """Return the bytes that live now."""
+        return self._total
+
+    def hold(self, tensors: Any, kind: str, layer: str = "") -> None:
+        """Count tensors whose memory has not been seen."""
+        for x in tensors:
+            storage = x.untyped_storage()
+            key = storage._cdata
+            if key in self._live or not storage.nbytes():
+                continue
+            size = storage.nbytes()
+            # The object of the storage lives as long as its memory.
+            reference = weakref.ref(storage, self._releasing(key))
+            self._live[key] = size, kind, reference, layer
+            if kind == "halos" and self._idle[size]:
+                self._idle[size] -= 1
+                self._idle_bytes -= size
+                continue
+            self._bytes[kind] += size
+            self._total += size
+            if self._total > self._most:
+                self._most, self.at_most = self._total, dict(self._bytes)
+
+    def turn_into(self, tensor: Tensor, kind: str) -> None:
+        """Change the kind of a tensor that lives."""
+        key = tensor.untyped_storage()._cdata
+        if key in self._live:
+            size, before, reference, layer = self._live[key]
+            self._live[key] = size, kind, reference, layer
+            self._bytes[before] -= size
+            self._bytes[kind] += size
+
+    def keep(self) -> dict[str, int]:
+        """Take what lives at the end of the forward pass as kept for backward; return its bytes by
+        layer.
+        """
+        kept: Counter[str] = Counter()
+        for key, (size, kind, reference, layer) in self._live.items():
+            if kind in ("other", "halos") and layer:
+                kept[layer] += size
+            if kind == "other" and layer:
+                self._live[key] = size, "activations", reference, layer
+                self._bytes["other"] -= size
+                self._bytes["activations"] += size
+        return dict(kept)
+
+    def _releasing(self, key: int) -> Callable[[object], None]:
+        return lambda _: self._release(key)
+
+    def _release(self, key: int) -> None:
+        size, kind, _, _ = self._live.pop(key)
+        if kind == "halos" and size <= KEPT_BYTES:
+            if self._idle_bytes + size > KEPT_BYTES:
+                self._bytes[kind] -= self._idle_bytes
+                self._total -= self._idle_bytes
+                self._idle.clear()
+                self._idle_bytes = 0
+            self._idle[size] += 1
+            self._idle_bytes += size
+            return
+        self._bytes[kind] -= size
+        self._total -= size

@@ -1,0 +1,147 @@
+"""The checkpoints of servers: each rank of a server saves what it holds in a folder of its own."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from distconv.data.checkpoint import checkpoints_in, load_checkpoint, save_checkpoint, step_of
+from distconv.data.durable import read_checksummed
+from distconv.training.server import Rule, Server
+from distconv.training.team import SERVER_FOLDER
+
+
+class ServerCheckpoints:
+    """The checkpoints of one rank of a server.
+
+    Parameters
+    ----------
+    shard: the part of the model that this rank holds, parallelized on its own.
+    rule, server: whose state goes along.
+    folder: for the checkpoints; None where nothing is saved.
+    save_every: the number of updates from one to the next; None where the workers say when.
+    keep: how many there are at most.
+    """
+
+    def __init__(
+        self,
+        shard: nn.Module,
+        rule: Rule,
+        server: Server,
+        folder: Path | None,
+        save_every: int | None,
+        keep: int,
+    ):
+        self._shard, self._rule, self._server = shard, rule, server
+        self._folder, self._every, self._keep = folder, save_every, keep
+        self._saved = -1
+
+    def save_if_due(self) -> None:
+        """Save the state where enough updates have been made since the last time."""
+        if self._every and self._server.report.updates - max(self._saved, 0) >= self._every:
+            self.save()
+
+    def save(self) -> None:
+        """Save the state, where it has changed since, under the number of its updates."""
+        updates = self._server.report.updates
+        if self._folder is not None and self._every and updates != self._saved:
+            self._save(self._folder, updates)
+
+    def save_under(self, number: int) -> None:
+        """Save the state under a number that the workers give.
+
+        Raises
+        ------
+        ValueError
+            Where the server saves nothing, or at other times.
+        """
+        if self._folder is None or self._every:
+            raise ValueError(
+                f"Worker.save({number}): the server saves "
+                + ("nothing" if self._folder is None else f"in every {self._every}-th update")
+                + "; call serve with a folder and save_every=None"
+            )
+        self._save(self._folder, number)
+
+    def _save(self, folder: Path, number: int) -> None:
+        report = self._server.report
+        save_checkpoint(
+            folder,
+            self._shard,
+            self._rule.optimizer,
+            self._rule.scheduler,
+            step=number,
+            keep=self._keep,
+            extra={
+                "updates": report.updates,
+                "samples": report.samples,
+                "staleness": dict(report.staleness),
+                "steps": dict(self._server.steps),
+            },
+        )
+        self._saved = report.updates
+
+    def check_new(self) -> None:
+        """Raise `FileExistsError` for what another run has learned, which would hide this one's."""
+        for newest in [] if self._folder is None else checkpoints_in(self._folder)[:1]:
+            if step_of(newest) > 0:
+                raise FileExistsError(
+                    f"serve: {newest} is of another run; go on from it by resume=True, choose "
+                    "another folder, or remove it"
+                )
+
+    def load(self, chosen: Path | None) -> None:
+        """Go on from a checkpoint, or from the last in the folder, where there is one.
+
+        Raises
+        ------
+        DataError
+            Where it cannot be read, or is one of another model or optimizer.
+        ValueError
+            Where there is no folder.
+        """
+        path = chosen or self._folder
+        if path is None:
+            raise ValueError("serve: resume=True needs the folder in which the state was saved")
+        rule, server = self._rule, self._server
+        missing_ok = chosen is None
+        found = load_checkpoint(
+            path, self._shard, rule.optimizer, rule.scheduler, missing_ok=missing_ok
+        )
+        if found is not None:
+            server.report.updates = self._saved = found.extra["updates"]
+            server.report.samples = found.extra["samples"]
+            server.report.staleness = Counter(found.extra["staleness"])
+            server.steps = Counter(found.extra["steps"])
+
+    def take(self, tensors: Sequence[Tensor | None]) -> None:
+        """Begin with what the server above has."""
+        with torch.no_grad():
+            own = (*self._shard.parameters(), *self._shard.buffers())
+            for tensor, value in zip(own, tensors, strict=True):
+                if value is not None:
+                    tensor.copy_(value)
+
+
+def server_state(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """Return the last state that a server has saved, of all its shards: a plain state_dict.
+
+    Raises
+    ------
+    FileNotFoundError
+        Where there is none.
+    """
+    state: dict[str, Tensor] = {}
+    for place in sorted(Path(folder).glob(SERVER_FOLDER.format(rank="*"))):
+        for path in checkpoints_in(place)[:1]:
+            content = io.BytesIO(read_checksummed(path))
+            state |= torch.load(content, map_location="cpu", weights_only=True)["model"]
+    if not state:
+        raise FileNotFoundError(f"{folder} holds no state of a server")
+    return state
