@@ -17,7 +17,7 @@ from distconv.tensor.dist_tensor import DistTensor
 
 
 class Selection:
-    """What a mask picks: how many elements in all, and the place of each among them; collective.
+    """The elements that a mask picks, in all, and the place of each among them; collective.
 
     All ranks of the grid make one together, and wait for each other.
 
