@@ -37,12 +37,14 @@ from distconv.ops.norm import (
 from distconv.ops.pool import adaptive, average, lp_pool, maximum, unpool
 from distconv.ops.reduce import aggregates, counts, extrema, norms, order_statistics, sums
 from distconv.ops.shape import (
+    assignment,
     compositions,
     diagonals,
     in_place,
     indexing,
     joining,
     lookup,
+    masks,
     pad,
     patches,
     pixel_shuffle,
@@ -58,6 +60,7 @@ from distconv.ops.shape import (
 __all__ = [
     "adaptive",
     "aggregates",
+    "assignment",
     "along_dimension",
     "attention",
     "autograd",
@@ -85,6 +88,7 @@ __all__ = [
     "linear",
     "local_response_norm",
     "lookup",
+    "masks",
     "loss",
     "lp_pool",
     "margin_losses",

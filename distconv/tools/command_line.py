@@ -172,7 +172,8 @@ def _bench_options(parser: argparse.ArgumentParser) -> None:
         "--grid",
         type=grid_axes,
         metavar="AXIS=RANKS,...",
-        help="of layer, model and memory; by default all ranks along the first spatial dimension",
+        help="of layer, model, loss and memory; by default all ranks along the first spatial "
+        "dimension",
     )
     parser.add_argument("--threads", type=int, default=1, help="of every rank (%(default)s)")
     parser.add_argument(
@@ -182,12 +183,18 @@ def _bench_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the rows into a picture")
 
 
+_BESIDE_MPI = "halo", "overhead", "loss"
+"""The benchmarks that need MPI itself."""
+
+
 def _bench(arguments: argparse.Namespace) -> int:
     if arguments.grid is not None:
         _grid(arguments.grid, "bench")
     if arguments.benchmark == "halo" and world().size == 1:
         raise BadArguments("one rank has no halos; start it with mpiexec -n 2 or more")
-    if arguments.benchmark in ("halo", "overhead") and isinstance(world(), TorchCommunicator):
+    if arguments.benchmark in ("halo", "overhead", "loss") and isinstance(
+        world(), TorchCommunicator
+    ):
         raise BadArguments(
             f"{arguments.benchmark} measures beside messages of MPI itself, which has not started "
             "the ranks; start it with mpiexec -n 2 or more"
@@ -220,7 +227,8 @@ COMMANDS = {
         "compare every layer on a grid with the serial program", _verify_options, _verify
     ),
     "bench": Command(
-        "measure layers, channels, halos, models, memory or overheads beside their bounds",
+        "measure layers, channels, halos, models, their losses, memory or overheads beside their "
+        "bounds",
         _bench_options,
         _bench,
     ),

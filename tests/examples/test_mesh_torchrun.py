@@ -1,6 +1,6 @@
 """The mesh-tangling run under torchrun: the numbers of mpiexec, and a restart after a lost rank.
 
-These tests launch jobs of their own.
+This test launches jobs of its own.
 """
 
 from __future__ import annotations
@@ -26,22 +26,6 @@ def results(output: Path) -> tuple[list[float], dict[str, Any]]:
     return [loss for epoch in history for loss in epoch["step_losses"]], state
 
 
-def test_torchrun_trains_to_the_numbers_of_mpiexec(tmp_path: Path) -> None:
-    file = tmp_path / "data.h5"
-    write_file(file, samples=4)
-    grid = {"sample": 2, "height": 2}
-    ways = {"torchrun": torchrun(4), "mpiexec": [mpiexec(), "-n", "4", sys.executable]}
-    for name, launcher in ways.items():
-        words = arguments(file, tmp_path / name, grid, 5)
-        end = end_of(started([*launcher, *MODULE, *words], PYTHONPATH=str(REPOSITORY)), LIMIT)
-        assert end.returncode == 0, end.stderr
-    (losses, state), (other_losses, other_state) = (results(tmp_path / name) for name in ways)
-    assert len(losses) == 5
-    torch.testing.assert_close(losses, other_losses, rtol=1e-9, atol=0)
-    for name, value in state.items():
-        torch.testing.assert_close(value, other_state[name], rtol=1e-9, atol=1e-12)
-
-
 KILLED = """
 import os, signal, sys
 from pathlib import Path
@@ -61,21 +45,27 @@ train.main()
 """
 
 
-def test_a_run_that_loses_a_rank_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
+def test_torchrun_trains_to_the_numbers_of_mpiexec_also_when_it_loses_a_rank(
+    tmp_path: Path,
+) -> None:
     file, script = tmp_path / "data.h5", tmp_path / "script.py"
     write_file(file, samples=4)
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    script.write_text(KILLED.format(output=str(broken)))
-    for program, output in (MODULE, whole), (["--max-restarts=1", str(script)], broken):
-        words = arguments(file, output, {"height": 2}, 3)
-        command = [*torchrun(2), *program, *words]
-        end = end_of(started(command, PYTHONPATH=str(REPOSITORY)), LIMIT)
+    script.write_text(KILLED.format(output=str(tmp_path / "broken")))
+    ways = {
+        "mpiexec": [mpiexec(), "-n", "2", sys.executable, *MODULE],
+        "torchrun": [*torchrun(2), *MODULE],
+        "broken": [*torchrun(2), "--max-restarts=1", str(script)],
+    }
+    for name, command in ways.items():
+        words = arguments(file, tmp_path / name, {"height": 2}, 3)
+        end = end_of(started([*command, *words], PYTHONPATH=str(REPOSITORY)), LIMIT)
         assert end.returncode == 0, end.stderr
     # What is at hand of the first attempt is its first epoch, which was not trained again.
     assert "Signal 9" in end.stderr or "-9" in end.stderr
     assert end.stdout.count("validation: ") == 3
-    (losses, state), (other_losses, other_state) = results(whole), results(broken)
+    (losses, state), *others = (results(tmp_path / name) for name in ways)
     assert len(losses) == 3
-    torch.testing.assert_close(losses, other_losses, rtol=1e-9, atol=0)
-    for name, value in state.items():
-        torch.testing.assert_close(value, other_state[name], rtol=1e-9, atol=1e-12)
+    for other_losses, other_state in others:
+        torch.testing.assert_close(losses, other_losses, rtol=1e-9, atol=0)
+        for name, value in state.items():
+            torch.testing.assert_close(value, other_state[name], rtol=1e-9, atol=1e-12)

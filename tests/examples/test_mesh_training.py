@@ -241,8 +241,7 @@ train.main(sys.argv[1:])
 
 
 @pytest.mark.parallel(1)
-@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("rank", "sent"), [(0, signal.SIGKILL), (1, signal.SIGINT)])
 def test_an_interrupted_run_continues_from_its_last_checkpoint(file, folder, rank, sent):
     # Rank 0 dies between writing and renaming the second checkpoint, rank 1 in the second epoch.
     output = folder / "interrupted"

@@ -30,6 +30,11 @@ them; *input* are those of the inputs. *Otherwise* are those moved for other ope
 of which each result takes all positions of a sample, so that these have to travel: the keys and
 values of attention, fully connected layers and recurrences along positions, Fourier transforms,
 sorting and running sums. `make networks` fails where a network moves more than its input otherwise.
+
+Some losses do, on four ranks, and have to. Lovász losses sort the errors of all positions: every
+rank has the sorted ones, and looks up all labels in their order. Losses that write one-hot classes
+into a plain tensor of zeros, which is whole on every rank, bring it all labels, each time they do;
+labels that are one-hot from the start do not move.
 """
 
 Results = dict[int, dict[str, dict[str, Any]]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from distconv.tools.bench.channels import Case as ChannelCase
 from distconv.tools.bench.channels import channels
 from distconv.tools.bench.halo import exchange, halos, plan_of, sendrecv
 from distconv.tools.bench.layer import Case, layers
+from distconv.tools.bench.loss import CASES, PARTS, losses, made, silenced, unchanging_step
 from distconv.tools.bench.memory import memory, peak_of
 from distconv.tools.bench.model import cut_sample, models
 from distconv.tools.bench.networks import NETWORKS, Network
@@ -131,6 +133,44 @@ def test_models_and_their_memory_are_told() -> None:
     check(rows, "memory")
     assert len(rows) == 2 and all(0.5 < row.value < 3 for row in rows)
     assert rows == list(memory(QUICK, TINY[:1])), "memory is counted, and alike every time"
+
+
+@pytest.mark.parallel(2)
+def test_what_a_step_loses_is_the_sum_of_its_parts() -> None:
+    tiny = [network._replace(shape=(*network.shape[:2], 32, 32)) for network in CASES[:2]]
+    rows = list(losses(QUICK, tiny))
+    assert len(rows) == 2 * (1 + len(PARTS))
+    for total, *parts in (rows[:5], rows[5:]):
+        assert total.measure == "over the block alone" and total.bound == parts[-1].bound
+        taken = [(row.subject, row.bound) for row in parts]
+        assert taken[0][0] == total.subject
+        assert all(a[1] == b[0] for a, b in pairwise(taken)), "each goes on where one has ended"
+
+
+@pytest.mark.parallel(2)
+@pytest.mark.parametrize("reductions", [False, True])
+def test_a_silent_step_sends_nothing_and_changes_nothing(
+    reductions: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network = CASES[0]._replace(shape=(1, 3, 16, 16))
+    grid = QUICK.grid(4)
+    model = dc.parallelize(made(network), grid)
+    step = unchanging_step(network, model, *cut_sample(network, grid))
+    step()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    carrier = type(grid.transport.carrier)
+    sent: Counter[str] = Counter()
+    for name in ("exchange", "all_reduce"):
+        whole = getattr(carrier, name)
+        monkeypatch.setattr(
+            carrier, name, lambda *a, name=name, whole=whole: (sent.update([name]), whole(*a))[1]
+        )
+    silenced(step, reductions)()
+    assert not sent["exchange"] and bool(sent["all_reduce"]) is not reductions
+    step()
+    assert sent["exchange"]
+    for name, value in model.state_dict().items():
+        assert name.endswith("num_batches_tracked") or torch.equal(value, state[name])
 
 
 def test_a_peak_is_counted_to_the_byte() -> None:

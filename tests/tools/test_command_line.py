@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from mpi4py import MPI
 
 import distconv
 from distconv.tools.command_line import main
@@ -26,6 +27,8 @@ from tests.support.jobs import (
     torchrun,
 )
 
+WORLD = MPI.COMM_WORLD
+Capture = pytest.CaptureFixture[str]
 MESH = "examples.mesh_tangling.network:mesh_tangling_1k"
 
 
@@ -44,14 +47,15 @@ def test_explain_prints_the_plan_of_a_grid_that_is_not_there() -> None:
     assert "height 2+1 width 2+1" in end.stdout and "kept for backward" in end.stdout
 
 
-def test_verify_ends_with_status_0_when_all_agrees_and_1_when_not() -> None:
+@pytest.mark.parallel(2)
+def test_verify_ends_with_status_0_when_all_agrees_and_1_when_not(capsys: Capture) -> None:
     case = ("torch.nn:Tanh", "--shape", "2,3,9,7", "--grid", "height=2", "--float64")
-    end = command("verify", *case, ranks=2)
-    assert end.returncode == 0 and end.stdout.count("all agree") == 1, end.stderr
+    assert main(["verify", *case]) == 0
+    assert capsys.readouterr().out.count("all agree") == (WORLD.rank == 0)
     shapes = ("--shape", "2,3,90,70") * 2
     exact = ("--grid", "height=2", "--tolerance", "0")
-    end = command("verify", "torch.nn:MSELoss", *shapes, *exact, ranks=2)
-    assert end.returncode == 1 and end.stdout.count("first deviation: ") == 1, end.stderr
+    assert main(["verify", "torch.nn:MSELoss", *shapes, *exact]) == 1
+    assert capsys.readouterr().out.count("first deviation: ") == (WORLD.rank == 0)
 
 
 COMMANDS = """
@@ -183,16 +187,20 @@ def test_an_interrupted_command_shows_what_it_has_got(tmp_path: Path) -> None:
     assert "interrupted after 1 comparisons, which are not judged" in end.stdout, end.stderr
 
 
-def test_layers_are_given_layouts_of_their_own() -> None:
+@pytest.mark.parallel(2)
+def test_layers_are_given_layouts_of_their_own(capsys: Capture) -> None:
+    first = WORLD.rank == 0
     case = (MESH, "--shape", "1,18,64,64", "--grid", "height=2")
     layers = ("--layouts", "blocks.0.*:height", "--layouts", "blocks.[1-9]*:channel=height")
-    end = command("explain", *case, *layers)
-    assert (end.returncode, end.stderr) == (0, "")
-    assert "layouts, blocks.1" in end.stdout and "height -> channel='height'" in end.stdout
-    end = command("verify", *case, *layers, "--float64", "--no-backward", ranks=2)
-    assert end.returncode == 0 and end.stdout.count("all agree") == 1, end.stderr
-    end = command("verify", *case, "--layouts", "trunk:sample", ranks=2)
-    assert end.returncode == 2 and end.stderr.count("no module's name matches 'trunk'") == 1
+    assert main(["explain", *case, *layers]) == 0
+    out = capsys.readouterr().out
+    assert ("layouts, blocks.1" in out) is ("height -> channel='height'" in out) is first
+    assert main(["verify", *case, *layers, "--float64", "--no-backward"]) == 0
+    assert capsys.readouterr().out.count("all agree") == first
+    with pytest.raises(SystemExit) as end:
+        main(["verify", *case, "--layouts", "trunk:sample"])
+    assert end.value.code == 2
+    assert capsys.readouterr().err.count("no module's name matches 'trunk'") == first
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from math import prod
 from typing import Any, cast
 
 import numpy as np
@@ -15,7 +16,9 @@ import torch
 from torch import Tensor
 
 from distconv.geometry.index_maps import IndexMap, Same, Span, Strided
+from distconv.geometry.layout import Shape
 from distconv.ops.shape.lookup import index_select, wrap_negative
+from distconv.ops.shape.masks import picked_by_mask
 from distconv.ops.shape.reshape import unflatten, unsqueeze
 from distconv.ops.support.argument_forms import normalize_dim
 from distconv.ops.support.merged import (
@@ -37,11 +40,14 @@ from distconv.tensor.redistribution import gather_inputs
 def getitem(input: DistTensor, index: Any) -> DistTensor:
     """Return a part by integers, slices with positive steps, None, an ellipsis, tensors and lists.
 
-    Where there are masks, or several tensors, everything is made whole on every rank first.
+    What a mask picks is whole on every rank. Where there are several tensors, everything is made
+    whole first.
     """
     items = indices_of(index)
     tensors = [i for i, item in enumerate(items) if _is_lookup(item)]
-    masks = [item for item in items if isinstance(item, Tensor) and item.dtype == torch.bool]
+    masks = [i for i, item in enumerate(items) if is_mask(item)]
+    if len(masks) == 1 and not tensors and isinstance(input, DistTensor):
+        return _masked(input, items, masks[0])
     if masks or len(tensors) > 1:
         return _picked(input, items)
     if len(tensors) == 1:
@@ -85,13 +91,29 @@ def getitem(input: DistTensor, index: Any) -> DistTensor:
 
 def _of_merged(input: DistTensor, picks: Sequence[Any]) -> DistTensor | None:
     """Return a part of a merged tensor that has its merged dimensions in full, or None."""
+    found = unmerged_picks(input, picks)
+    if found is None:
+        return None
+    index, factors = found
+    shape = [prod(run) for run in factors]
+    return cast(DistTensor, merge_as(getitem(cast(DistTensor, input.unmerged), index), shape))
+
+
+def unmerged_picks(
+    input: DistTensor, picks: Sequence[Any]
+) -> tuple[tuple[Any, ...], list[Shape]] | None:
+    """Return the indices of the unmerged tensor for those of a merged one, and the factors of
+    each dimension of the part.
+
+    None where a merged dimension is not picked in full.
+    """
     runs = iter(zip(factors_of(input), input.shape, strict=True))
     index: list[Any] = []
-    shape: list[int] = []
+    factors: list[Shape] = []
     for d, pick in enumerate(picks):
         if pick is None:
             index.append(None)
-            shape.append(1)
+            factors.append((1,))
             continue
         run, size = next(runs)
         outputs = strided_run(pick, size, d)
@@ -99,10 +121,8 @@ def _of_merged(input: DistTensor, picks: Sequence[Any]) -> DistTensor | None:
             return None
         index += [slice(None)] * len(run) if len(run) > 1 else [pick]
         if not isinstance(pick, int):
-            shape.append(outputs[2])
-    return cast(
-        DistTensor, merge_as(getitem(cast(DistTensor, input.unmerged), tuple(index)), shape)
-    )
+            factors.append(run if len(run) > 1 else (outputs[2],))
+    return tuple(index), factors
 
 
 def indices_of(index: Any) -> tuple[Any, ...]:
@@ -116,9 +136,14 @@ def indices_of(index: Any) -> tuple[Any, ...]:
     return tuple(map(_listed, index if isinstance(index, tuple) else (index,)))
 
 
+def is_mask(item: Any) -> bool:
+    """Return whether an index is a tensor of booleans."""
+    return isinstance(item, Tensor) and item.dtype == torch.bool
+
+
 def picks_elements(item: Any) -> bool:
     """Return whether an index is a tensor, of booleans or positions, and no single position."""
-    return isinstance(item, Tensor) and (item.dtype == torch.bool or _is_lookup(item))
+    return is_mask(item) or _is_lookup(item)
 
 
 def index_per_dimension(input: DistTensor, index: tuple[Any, ...]) -> list[Any]:
@@ -147,6 +172,22 @@ def index_per_dimension(input: DistTensor, index: tuple[Any, ...]) -> list[Any]:
             way_out="Write one",
         )
     return [int(item) if _is_integer(item) else item for item in items]
+
+
+def _masked(input: DistTensor, items: tuple[Any, ...], at: int) -> DistTensor:
+    """Return a part by a mask at place `at`, and by integers, slices and so on."""
+    mask, count = items[at], items[at].dim()
+    markers = [slice(None) for _ in range(count)]
+    picks = index_per_dimension(input, (*items[:at], *markers, *items[at + 1 :]))
+    if not count:
+        return _picked(input, items)
+    place = next(i for i, pick in enumerate(picks) if pick is markers[0])
+    first = sum(not isinstance(pick, int) for pick in picks[:place])
+    x = getitem(input, tuple(picks))
+    if first:
+        x = x.movedim(list(range(first, first + count)), list(range(count)))  # type: ignore[assignment]
+    rows = picked_by_mask(x, mask, "indexing")
+    return rows.movedim(0, first) if first else rows  # type: ignore[return-value]
 
 
 def _picked(input: Tensor, items: tuple[Any, ...]) -> DistTensor:

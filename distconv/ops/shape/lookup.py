@@ -1,7 +1,7 @@
 """Elements picked by tensors of positions along one dimension, which is made whole first.
 
-The result is cut as the input: each rank looks up what its own block of positions names. The rank
-that meets a position out of range raises.
+The result is cut as the input, or as the positions where the input is whole: each rank looks up
+what its own block of positions names. The rank that meets a position out of range raises.
 """
 
 from __future__ import annotations
@@ -12,8 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from distconv.geometry.layout import Shape, cutting_axes, replaced_at
 from distconv.ops.support.argument_forms import normalize_dim
-from distconv.ops.support.merged import is_merged, merge_as, unmerged
+from distconv.ops.support.merged import (
+    factors_of,
+    fitting_factors,
+    is_merged,
+    merge_as,
+    unmerge,
+    unmerged,
+)
 from distconv.ops.support.metadata_checks import check_on_meta
 from distconv.ops.support.operands import (
     as_distributed,
@@ -61,12 +69,38 @@ def gather(input: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False)
         what = "sparse_grad" if sparse_grad else f"{x.dim()} dimensions for {index.dim()} of index"
         refuse("gather", f"{what} is not supported", x, index, way_out="Use x.full_tensor()")
     d = normalize_dim(dim, x.dim())
+    if (is_merged(input) or is_merged(index)) and (factors := _shared_factors(x, index, d)):
+        place = sum(len(run) for run in factors[:d])
+        named = unmerge(index, (*factors[:d], (index.shape[d],), *factors[d + 1 :]))
+        return cast(DistTensor, merge_as(gather(unmerge(input, factors), place, named), shape))
     # Where the index is shorter than the input their blocks do not line up.
     shorter = [i for i, n in enumerate(shape) if i != d and n != x.shape[i]]
-    cuts = tuple(() if i in shorter else axes for i, axes in enumerate(x.cuts))
-    own = local_operand(index, shape, cuts, grid, "gather")
-    shard = uncut(x, [d, *shorter], "gather").shard.gather(d, own)
-    return DistTensor(shard, shape, cuts, grid)
+    table = uncut(x, [d, *shorter], "gather")
+    cuts = list(table.cuts)
+    # Where the input is whole, each rank looks up what its block of the index names.
+    for i, axes in enumerate(as_distributed(index, grid).cuts):
+        if not cuts[i] and i not in shorter and not set(axes) & set(cutting_axes(cuts)):
+            cuts[i] = axes
+    own = local_operand(index, shape, tuple(cuts), grid, "gather")
+    along = replaced_at(tuple(cuts), d, ())
+    shard = local_operand(table, tuple(x.shape), along, grid, "gather").gather(d, own)
+    return DistTensor(shard, shape, tuple(cuts), grid)
+
+
+def _shared_factors(input: Tensor, index: Tensor, d: int) -> tuple[Shape, ...] | None:
+    """Return the factors in which input and index are taken apart, but for dimension `d`, or None.
+
+    That dimension is merged in neither, and the others are of one size.
+    """
+    runs = [factors_of(input), factors_of(index)]
+    if any(len(run[d]) > 1 for run in runs):
+        return None
+    if any(
+        i != d and n != m for i, (n, m) in enumerate(zip(input.shape, index.shape, strict=True))
+    ):
+        return None
+    factors = fitting_factors([replaced_at(run, d, ()) for run in runs], input.shape)
+    return factors and replaced_at(factors, d, (input.shape[d],))
 
 
 @implements(torch.take_along_dim, torch.Tensor.take_along_dim)

@@ -1,9 +1,8 @@
-"""Other orders and repetitions of the elements, and assignment to slices."""
+"""Other orders and repetitions of the elements."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from numbers import Number
 from typing import Any
 
 import torch
@@ -11,12 +10,7 @@ from torch import Tensor
 
 from distconv.geometry.index_maps import IndexMap, Reversed, Rolled, Same
 from distconv.ops.shape.indexing import (
-    assign_picked,
     cat,
-    index_per_dimension,
-    indices_of,
-    picks_elements,
-    strided_run,
 )
 from distconv.ops.shape.reshape import permute, unsqueeze
 from distconv.ops.support.argument_forms import (
@@ -26,11 +20,8 @@ from distconv.ops.support.argument_forms import (
     takes_sequence,
 )
 from distconv.ops.support.metadata_checks import any_type, check_on_meta
-from distconv.ops.support.operands import common_grid, gather_whole
-from distconv.tensor.aliasing import check_writable
-from distconv.tensor.dispatch import implements, refuse
+from distconv.tensor.dispatch import implements
 from distconv.tensor.dist_tensor import DistTensor
-from distconv.tensor.nested import tensors_in
 from distconv.tensor.redistribution import gather_inputs
 from distconv.tensor.whole_numbers import whole_numbers
 
@@ -134,98 +125,3 @@ def t(input: DistTensor) -> DistTensor:
 def matrix_transpose(input: DistTensor) -> Tensor:
     """Return the tensor with the last two dimensions exchanged."""
     return input.transpose(-2, -1)
-
-
-@implements(torch.Tensor.__setitem__)
-def setitem(input: DistTensor, index: Any, value: Any) -> None:
-    """Assign to slices and positions; each rank writes what lies in its block.
-
-    `value` is a number, or a tensor that is broadcast to the slice; a distributed one is made whole
-    first. Where tensors are indices, everything is, but for a number where one mask is true. A
-    plain tensor takes distributed values outside autograd.
-    """
-    items = indices_of(index)
-    if not isinstance(input, DistTensor):
-        _assign_to_plain(input, items, value)
-        return
-    picked = [item for item in items if picks_elements(item)]
-    if len(items) == 1 and picked and items[0].dtype == torch.bool and isinstance(value, Number):
-        _assign_where(input, items[0], value)
-        return
-    check_writable(input, "assignment")
-    if picked:
-        assign_picked(input, items, value)
-        return
-    value = gather_whole(value, "assignment")
-    box = input.box
-    into: list[Any] = []
-    taken: list[slice] = []
-    shape: list[int] = []
-    d = 0
-    for pick in index_per_dimension(input, items):
-        if pick is None:
-            into.append(None)
-            taken.append(slice(None))
-            shape.append(1)
-            continue
-        first, step, outputs = strided_run(pick, input.shape[d], d)
-        # Positions low to high of the run lie in this rank's block.
-        low = max(0, -((first - box.start[d]) // step))
-        high = max(low, min(outputs, -((first - box.stop[d]) // step)))
-        begin = first + low * step - box.start[d]
-        into.append(
-            slice(begin, begin + max(high - low, 0) * step, step) if high > low else slice(0, 0)
-        )
-        if isinstance(pick, int):
-            # The dimension is not one of the value's; it is written as a slice of one.
-            shape.append(-1)
-        else:
-            shape.append(outputs)
-        taken.append(slice(low, high))
-        d += 1
-    if isinstance(value, Tensor):
-        value = _part(value, shape, taken)
-    input.shard[tuple(into)] = value
-
-
-def _assign_to_plain(input: Tensor, items: tuple[Any, ...], value: Any) -> None:
-    """Assign to a plain tensor, equal on all ranks, what is made whole on every rank."""
-    operands = tensors_in(input, items, value)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in operands):
-        refuse(
-            "assignment",
-            "a plain tensor takes distributed values only outside autograd",
-            *operands,
-            way_out="Assign to a distributed tensor, such as x.new_zeros(...), or use torch.cat",
-        )
-    common_grid("assignment", operands)
-    picked = tuple(gather_whole(item, "assignment") for item in items)
-    input[picked] = gather_whole(value, "assignment")
-
-
-def _assign_where(input: DistTensor, mask: Tensor, value: Any) -> None:
-    """Assign a number where a mask of the leading dimensions is true."""
-    if mask.shape != input.shape[: mask.dim()]:
-        raise IndexError(
-            f"the mask of shape {tuple(mask.shape)} does not match the first dimensions of the "
-            f"tensor of shape {tuple(input.shape)}"
-        )
-    if isinstance(value, complex) and not input.is_complex():
-        raise RuntimeError(f"{value} cannot be converted to {input.dtype}")
-    rest = (None,) * (input.dim() - mask.dim())
-    # A number of another type is converted as in an assignment, which masked_fill_ refuses.
-    input.masked_fill_(mask[(..., *rest)], torch.tensor(value, dtype=input.dtype).item())
-
-
-def _part(value: Tensor, shape: list[int], taken: list[slice]) -> Tensor:
-    """Return this rank's part of a value broadcast to `shape`, where -1 stands for no dimension."""
-    kept = [n for n in shape if n >= 0]
-    while value.dim() > len(kept) and value.shape[0] == 1:
-        value = value.squeeze(0)
-    value = value.expand(kept)
-    for d, n in enumerate(shape):
-        if n < 0:
-            value = value.unsqueeze(d)
-    return value[
-        tuple(slice(0, t.stop - t.start) if n < 0 else t for n, t in zip(shape, taken, strict=True))
-    ]

@@ -1,20 +1,27 @@
 """Values written, or added, to the positions that a tensor of indices names along one dimension.
 
-That dimension is made whole first, and the result is cut as the input was. One-hot classes, along a
-new dimension, are written without moving anything. The rank that meets a class out of range raises.
+That dimension is made whole first, and the result is cut as the input was. Where more is added than
+there are elements, as in a histogram, each rank adds up its own, and the ranks their sums. One-hot
+classes, along a new dimension, are written without moving anything. The rank that meets a class out
+of range raises.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from distconv.comm.collectives import all_reduce_with_grad
+from distconv.geometry.layout import cutting_axes
+from distconv.grid.interface import Grid
 from distconv.ops.support.argument_forms import normalize_dim
 from distconv.ops.support.in_place import implements_in_place
+from distconv.ops.support.merged import factors_of, is_merged, unmerge
 from distconv.ops.support.metadata_checks import check_on_meta
 from distconv.ops.support.operands import (
     as_distributed,
@@ -46,6 +53,9 @@ def _scatter(function: Callable[..., Tensor], *others: Callable[..., Tensor]) ->
                 way_out="Use x.full_tensor()",
             )
         d = normalize_dim(dim, x.dim())
+        if name == "scatter_add" and _counts(x, d, index):
+            given = (*values, *options.values())
+            return as_distributed(x + _added_up(x, d, index, given[0], grid), grid)
         # Where the index is shorter than the input their blocks do not line up.
         shorter = [i for i, n in enumerate(index.shape) if i != d and n != x.shape[i]]
         whole = uncut(x, [d, *shorter], name)
@@ -71,8 +81,45 @@ _scatter(torch.scatter_add, torch.Tensor.scatter_add)
 _scatter(torch.scatter_reduce, torch.Tensor.scatter_reduce)
 
 
+def _counts(input: Tensor, d: int, index: Tensor) -> bool:
+    """Return whether more positions along a cut dimension are named than there are elements."""
+    return (
+        isinstance(index, DistTensor)
+        and index.numel() > input.numel()
+        and bool(index.cuts[d] or is_merged(index))
+        and all(len(run) == 1 for i, run in enumerate(factors_of(index)) if i != d)
+    )
+
+
+def _added_up(input: Tensor, d: int, index: Tensor, src: Tensor, grid: Grid) -> DistTensor:
+    """Return what is added to each element of `input`, along whose dimension `d` it is whole.
+
+    Each rank adds up what its block of the index names, and the ranks their sums.
+    """
+    name = "scatter_add"
+    runs = factors_of(index)
+    shape = tuple(index.shape)
+    own = as_distributed(unmerge(index, runs), grid)
+    # Of the values, torch reads no more than there are indices.
+    for i, n in enumerate(shape):
+        src = src.narrow(i, 0, n) if src.shape[i] != n else src
+    values = local_operand(unmerge(src, runs), tuple(own.shape), own.cuts, grid, name)
+    first, last = d, d + len(runs[d]) - 1
+    start = (*own.box.start[:first], 0, *own.box.start[last + 1 :])
+    sums = values.new_zeros(tuple(input.shape))
+    lengths = (*own.box.shape[:first], input.shape[d], *own.box.shape[last + 1 :])
+    box = tuple(slice(a, a + n) for a, n in zip(start, lengths, strict=True))
+    block = values.new_zeros(lengths).scatter_add(
+        d, own.shard.flatten(first, last), values.flatten(first, last)
+    )
+    sums[box] = block
+    total = all_reduce_with_grad(sums, grid, cutting_axes(own.cuts))
+    return as_distributed(total, grid)
+
+
 def _in_place(name: str) -> None:
     function = getattr(torch.Tensor, f"{name}_")
+    takes = signature(lambda dim, index, src: None)
 
     def into_plain(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         operands = tensors_in(input, args, kwargs)
@@ -83,6 +130,14 @@ def _in_place(name: str) -> None:
                 *operands,
                 way_out=f"Use the function that returns a new tensor, torch.{name}",
             )
+        if name == "scatter_add":
+            dim, index, src = takes.bind(*args, **kwargs).args
+            grid = common_grid("scatter_add_", operands)
+            check_on_meta(function, input, dim, index, src)
+            d = normalize_dim(dim, input.dim()) if input.dim() else 0
+            if input.dim() and input.dim() == index.dim() and _counts(input, d, index):
+                added = _added_up(input, d, index, src, grid)
+                return input.add_(gather_whole(added, "scatter_add_"))
         whole = (gather_whole(x, f"{name}_") for x in args)
         named = {key: gather_whole(x, f"{name}_") for key, x in kwargs.items()}
         result: Tensor = function(input, *whole, **named)

@@ -1,6 +1,7 @@
 """Elements and positions whose number depends on the values; all of them, whole on every rank.
 
-The tensor is made whole first. Every rank then finds the same number of elements.
+Each rank finds positions in its own block. Elements that are unlike others are looked for in the
+whole tensor.
 """
 
 from __future__ import annotations
@@ -11,12 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distconv.ops.support.operands import (
-    as_distributed,
-    broadcast_shape,
-    common_grid,
-    gather_whole,
-)
+from distconv.ops.shape.masks import positions
+from distconv.ops.support.operands import as_distributed, gather_whole
 from distconv.tensor.dispatch import RULES, implements
 from distconv.tensor.dist_tensor import DistTensor
 
@@ -34,17 +31,22 @@ def _found(function: Callable[..., Any]) -> None:
 
 
 for _home in (torch, torch.Tensor):
-    for _name in ("argwhere", "nonzero", "nonzero_static", "unique", "unique_consecutive"):
+    for _name in ("nonzero_static", "unique", "unique_consecutive"):
         if hasattr(_home, _name):
             _found(getattr(_home, _name))
 
 
-@implements(torch.masked_select, torch.Tensor.masked_select)
-def masked_select(input: Tensor, mask: Tensor) -> DistTensor:
-    """Return the elements where a mask is true, as a vector."""
-    if mask.dtype != torch.bool:
-        raise RuntimeError(f"masked_select: a mask of {mask.dtype}; expected torch.bool")
-    grid = common_grid("masked_select", (input, mask))
-    broadcast_shape("masked_select", (input, mask))
-    x, chosen = (gather_whole(t, "masked_select") for t in (input, mask))
-    return as_distributed(x.masked_select(chosen), grid)
+def _positions(function: Callable[..., Any]) -> None:
+    @implements(function)
+    def rule(input: DistTensor, *, as_tuple: bool = False) -> Any:
+        found = positions(input, "nonzero")
+        if not as_tuple:
+            return found
+        if not input.dim():  # torch takes it for a vector
+            return (as_distributed(found.shard.new_zeros(len(found)), input.grid),)
+        return found.unbind(1)
+
+
+for _home in (torch, torch.Tensor):
+    for _name in ("argwhere", "nonzero"):
+        _positions(getattr(_home, _name))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from distconv.tools.bench.channels import channels
 from distconv.tools.bench.halo import halos
 from distconv.tools.bench.layer import layers
+from distconv.tools.bench.loss import losses
 from distconv.tools.bench.memory import memory
 from distconv.tools.bench.model import models
 from distconv.tools.bench.overhead import overheads
@@ -19,6 +20,7 @@ BENCHMARKS: dict[str, Callable[[Settings], Iterator[Row]]] = {
     "halo": halos,
     "model": models,
     "memory": memory,
+    "loss": losses,
     "overhead": overheads,
 }
 """The benchmarks of `python -m distconv bench` by name; all ranks call one."""

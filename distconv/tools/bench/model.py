@@ -71,9 +71,11 @@ def cut_sample(network: Network, grid: ProcessGrid) -> tuple[DistTensor, DistTen
     return DistTensor.from_local(x, grid), DistTensor.from_local(y, grid, layout)
 
 
-def step_of(network: Network, module: nn.Module, x: Tensor, y: Tensor) -> Callable[[], None]:
-    """Return a step of training on one sample, plain or distributed."""
-    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
+def step_of(
+    network: Network, module: nn.Module, x: Tensor, y: Tensor, rate: float = 1e-3
+) -> Callable[[], None]:
+    """Return a step of training on one sample at a learning rate, plain or distributed."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=rate)
 
     def step() -> None:
         optimizer.zero_grad()

@@ -94,6 +94,18 @@ def minus(
     return _row(row, measure, "us", differences, subject, bound, target)
 
 
+def share(
+    row: tuple[str, str, str],
+    measure: str,
+    subject: Sequence[float],
+    bound: Sequence[float],
+    whole: Sequence[float],
+) -> Row:
+    """Return the row of how much longer the subject takes than the bound, in percent of `whole`."""
+    shares = [100 * (s - b) / w for s, b, w in zip(subject, bound, whole, strict=True)]
+    return _row(row, measure, "%", shares, subject, bound, None)
+
+
 def _row(
     row: tuple[str, str, str],
     measure: str,

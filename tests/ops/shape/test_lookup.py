@@ -51,6 +51,36 @@ def test_index_select() -> None:
         picks(lambda x, i, d=dim: x.index_select(d, i), random_tensor(rng, shape), index, rng)
 
 
+def of_classes(table: Tensor, labels: Tensor) -> Tensor:
+    """Return for each position the row of its class, (sample, entry, position)."""
+    n = labels.shape[0]
+    positions = labels.flatten(1)[:, None, None].expand(-1, -1, table.shape[1], -1)
+    rows = table[None, :, :, None].expand(n, -1, -1, positions.shape[-1])
+    return rows.gather(1, positions).squeeze(1)
+
+
+@pytest.mark.parallel(RANKS)
+def test_rows_for_the_class_of_each_position() -> None:
+    rng = random.Random(12)
+    for _ in examples(8):
+        shape = [rng.randrange(1, 8) for _ in range(rng.choice([2, 3, 4]))]
+        table, labels = random_tensor(rng, (4, 3)), positions(rng, shape, 4)
+        agrees(lambda i, t: of_classes(t, i).sin(), [labels], [table], random_grid(rng), rng)
+        agrees(of_classes, [table, labels], [], random_grid(rng), rng)
+
+
+@pytest.mark.parallel([2, 4])
+def test_positions_do_not_move_where_the_input_is_whole() -> None:
+    rng = random.Random(13)
+    labels = positions(rng, [2, 9, 7, 5], 4)
+    grid = dc.ProcessGrid(height=2, depth=-1)
+    cut = dc.distribute_tensor(labels, grid, dc.Layout(channel="depth", height="height"))
+    dc.redistributions(reset=True)
+    found = of_classes(torch.eye(4, 3), cut)
+    assert not sum(entry.bytes for entry in dc.redistributions(reset=True))
+    assert torch.equal(found.full_tensor(), of_classes(torch.eye(4, 3), labels))
+
+
 @pytest.mark.parallel(RANKS)
 def test_gather_with_a_shorter_or_longer_index() -> None:
     rng = random.Random(2)

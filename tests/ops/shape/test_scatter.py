@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import distconv as dc
-from tests.support.serial import agrees, noted, random_grid, random_tensor
+from tests.support.serial import agrees, examples, noted, random_grid, random_tensor
 
 INTO: dict[str, Callable[..., Tensor]] = {
     "values": lambda x, i, v, d: x.scatter(d, i, v),
@@ -104,3 +105,37 @@ def test_a_plain_tensor_takes_no_distributed_values_that_need_gradients() -> Non
     index = torch.zeros(1, 2, 4, 3, dtype=torch.int64)
     with pytest.raises(dc.UnsupportedOperation, match="only outside autograd"):
         torch.zeros(1, 2, 4, 3).scatter_(1, index, values)
+
+
+def histogram(x: Any, labels: Any, *, within: bool) -> Any:
+    """Return sums of x by label for each sample, added to zeros of x's kind or to plain ones."""
+    n = labels.shape[0]
+    into = x.new_zeros(n, 3) if within else torch.zeros(n, 3, dtype=x.dtype)
+    return into.scatter_add(1, labels.flatten(1), x.flatten(1)).cos()
+
+
+@pytest.mark.parallel([1, 2, 3, 4])
+@pytest.mark.parametrize("within", [True, False])
+def test_sums_by_label_equal_serial(within: bool) -> None:
+    rng = random.Random(within)
+    for _ in examples(8):
+        shape = [rng.randrange(1, 4), *(rng.randrange(1, 9) for _ in range(rng.choice([1, 2, 3])))]
+        labels = (3 * random_tensor(rng, shape).sigmoid()).long()
+        function = partial(histogram, within=within)
+        agrees(function, [random_tensor(rng, shape), labels], [], random_grid(rng), rng)
+
+
+@pytest.mark.parallel([2, 4])
+def test_a_confusion_matrix_moves_nothing_but_sums() -> None:
+    rng = random.Random(3)
+    labels = (3 * random_tensor(rng, (2, 19, 13)).sigmoid()).long()
+    cut = dc.distribute_tensor(labels, dc.ProcessGrid(width=-1), dc.Layout(width="width"))
+
+    def counts(x: Any) -> Any:
+        found = torch.zeros(2, 3, dtype=torch.int64)
+        return found.scatter_add_(1, x.reshape(2, -1), torch.ones_like(x.reshape(2, -1)))
+
+    dc.redistributions(reset=True)
+    actual = counts(cut)
+    assert torch.equal(actual, counts(labels))
+    assert not sum(entry.bytes for entry in dc.redistributions(reset=True))

@@ -61,6 +61,16 @@ def scaled(w: Tensor) -> Tensor:
     return first.square() * second + parts.sum(0)
 
 
+def partly(w: Tensor, value: Tensor) -> Tensor:
+    """Windows of which some positions are scaled, and others are something else."""
+    w = w.cos()
+    w[:, 1:3] *= 2
+    w[..., 0] = value
+    w[:, 3, 1:3] = -1.0
+    w[:, :1, 2:] = w[:, 2:3, 2:].exp()
+    return w
+
+
 SHIFT = torch.linspace(-1, 1, C, dtype=torch.float64)
 
 LOCAL: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -88,6 +98,7 @@ LOCAL: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "distances": lambda x, w: torch.cdist(tokens(x), w).argmin(1).view(-1, H, W) * x.sum(),
     "embedding": lambda x, w: F.embedding(tokens(x).abs().argmax(1), w).view(-1, H, W, C),
     "parts in place": lambda x, w: scaled(windows(x)),
+    "written in part": lambda x, w: back(partly(windows(x), w[0, 0])),
     "no gradient": lambda x, w: tokens(x).detach().to(torch.float32).double() + tokens(x),
 }
 """Of (sample, C, H, W), cut in space, and a weight of (3 * C, C): nothing is redistributed."""
@@ -97,7 +108,7 @@ BROUGHT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "a sum along them": lambda x, w: tokens(x).cumsum(0),
     "a softmax along them": lambda x, w: tokens(x).softmax(0),
     "factors that do not fit": lambda x, w: tokens(x).view(-1, 3)[:8] * x.flatten(1)[:, :3].sum(),
-    "written in part": lambda x, w: _written(tokens(x).clone()),
+    "merged rows written": lambda x, w: _written(tokens(x).clone()),
     "positions": lambda x, w: tokens(x)[torch.tensor([3, 1, 3])],
     "used before and after": lambda x, w: (lambda t: t.sin() + t.cumsum(0) + t)(tokens(x)),
     "scaled_dot_product_attention": lambda x, w: _heads(x, is_causal=False),

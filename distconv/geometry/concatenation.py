@@ -1,0 +1,37 @@
+"""Plans that bring the rows of several ranks to all of them, one rank's after the other's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from math import prod
+
+from distconv.geometry.layout import Shape
+from distconv.geometry.plan import Plan, Route
+
+
+def concatenation(lengths: Sequence[int], ranks: Sequence[int], rank: int, row: Shape) -> Plan:
+    """Return the part of `rank` in bringing to each of `ranks` the rows of all, in their order.
+
+    Parameters
+    ----------
+    lengths: the number of rows of each of `ranks`, among which is `rank`.
+    row: the shape of a row.
+    """
+    here = ranks.index(rank)
+    starts = [0, *accumulate(lengths)]
+    places = [(slice(a, a + n),) for a, n in zip(starts, lengths, strict=False)]
+    mine = (slice(0, lengths[here]),)
+    size = prod(row)
+    others = [i for i in range(len(ranks)) if i != here]
+    full = lengths[here] and size
+    return Plan(
+        block_shape=(lengths[here], *row),
+        buffer_shape=(starts[-1], *row),
+        own=((mine, places[here]),) if full else (),
+        sends=tuple(Route(ranks[i], (mine,), lengths[here] * size) for i in others if full),
+        receives=tuple(
+            Route(ranks[i], (places[i],), lengths[i] * size) for i in others if lengths[i] and size
+        ),
+        identity=len(ranks) == 1,
+    )

@@ -1,0 +1,177 @@
+"""Assignment to slices, positions and masks: each rank writes what lies in its block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from numbers import Number
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distconv.geometry.layout import Cuts
+from distconv.ops.shape.indexing import (
+    assign_picked,
+    index_per_dimension,
+    indices_of,
+    is_mask,
+    picks_elements,
+    strided_run,
+    unmerged_picks,
+)
+from distconv.ops.shape.masks import assign_by_mask
+from distconv.ops.support.merged import unmerge, unmerged
+from distconv.ops.support.operands import common_grid, gather_whole, local_operand
+from distconv.tensor.aliasing import check_writable
+from distconv.tensor.dispatch import implements, refuse
+from distconv.tensor.dist_tensor import DistTensor
+from distconv.tensor.nested import tensors_in
+
+
+@implements(torch.Tensor.__setitem__)
+def setitem(input: DistTensor, index: Any, value: Any) -> None:
+    """Assign to slices and positions; each rank writes what lies in its block.
+
+    `value` is a number, or a tensor that is broadcast to the slice; a distributed one is made whole
+    along dimensions that are cut and written in part. Where tensors are indices, everything is, but
+    for a single mask beside full slices. A plain tensor takes distributed values outside autograd.
+    """
+    items = indices_of(index)
+    if not isinstance(input, DistTensor):
+        _assign_to_plain(input, items, value)
+        return
+    picked = [item for item in items if picks_elements(item)]
+    if len(items) == 1 and picked and is_mask(items[0]) and isinstance(value, Number):
+        _assign_where(input, items[0], value)
+        return
+    if input.unmerged is not None and not input.brought and _assign_unmerged(input, items, value):
+        return
+    check_writable(input, "assignment")
+    if picked:
+        first = _before_mask(items)
+        if first is None:
+            assign_picked(input, items, value)
+        else:
+            if not isinstance(value, Tensor):
+                value = torch.tensor(value, dtype=input.dtype, device=input.device)
+            assign_by_mask(input, first, picked[0], value)
+        return
+    _assign_slices(input, index_per_dimension(input, items), value)
+
+
+def _assign_slices(input: DistTensor, picks: Sequence[Any], value: Any) -> None:
+    """Assign to an integer or slice of each dimension; each rank writes what lies in its block."""
+    box = input.box
+    into: list[Any] = []
+    taken: list[slice] = []
+    shape: list[int] = []
+    cuts: list[tuple[str, ...]] = []
+    d = 0
+    for pick in picks:
+        if pick is None:
+            into.append(None)
+            taken.append(slice(None))
+            shape.append(1)
+            cuts.append(())
+            continue
+        first, step, outputs = strided_run(pick, input.shape[d], d)
+        # Positions low to high of the run lie in this rank's block.
+        low = max(0, -((first - box.start[d]) // step))
+        high = max(low, min(outputs, -((first - box.stop[d]) // step)))
+        begin = first + low * step - box.start[d]
+        into.append(
+            slice(begin, begin + max(high - low, 0) * step, step) if high > low else slice(0, 0)
+        )
+        full = (first, step, outputs) == (0, 1, input.shape[d]) and not isinstance(pick, int)
+        # The part of a value that is cut likewise is taken already.
+        taken.append(slice(None) if full else slice(low, high))
+        cuts.append(input.cuts[d] if full else ())
+        # The dimension of an integer is not one of the value's; it is written as a slice of one.
+        shape.append(-1 if isinstance(pick, int) else outputs)
+        d += 1
+    if isinstance(value, Tensor):
+        value = _part(value, shape, tuple(cuts), taken, input)
+    input.shard[tuple(into)] = value
+
+
+def _assign_unmerged(input: DistTensor, items: tuple[Any, ...], value: Any) -> bool:
+    """Assign to a merged tensor as it lies; return whether its merged dimensions are in full."""
+    if any(map(picks_elements, items)):
+        return False
+    found = unmerged_picks(input, index_per_dimension(input, items))
+    if found is None:
+        return False
+    picks, factors = found
+    if isinstance(value, Tensor):
+        while value.dim() > len(factors) and value.shape[0] == 1:
+            value = value.squeeze(0)
+        if value.dim() > len(factors) or any(
+            n not in (1, prod(run))
+            for n, run in zip(value.shape[::-1], factors[::-1], strict=False)
+        ):
+            return False
+        value = unmerge(value, factors)
+    setitem(unmerged(input), picks, value)
+    input.sync_requires_grad()
+    return True
+
+
+def _before_mask(items: tuple[Any, ...]) -> int | None:
+    """Return the number of dimensions before the only mask, beside which all are full, or None."""
+    masks = [i for i, item in enumerate(items) if is_mask(item)]
+    rest = [item for item in items if not is_mask(item)]
+    if len(masks) != 1 or not items[masks[0]].dim():
+        return None
+    if any(not isinstance(item, slice) or item != slice(None) for item in rest):
+        return None
+    return masks[0]
+
+
+def _assign_to_plain(input: Tensor, items: tuple[Any, ...], value: Any) -> None:
+    """Assign to a plain tensor, equal on all ranks, what is made whole on every rank."""
+    operands = tensors_in(input, items, value)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in operands):
+        refuse(
+            "assignment",
+            "a plain tensor takes distributed values only outside autograd",
+            *operands,
+            way_out="Assign to a distributed tensor, such as x.new_zeros(...), or use torch.cat",
+        )
+    common_grid("assignment", operands)
+    picked = tuple(gather_whole(item, "assignment") for item in items)
+    input[picked] = gather_whole(value, "assignment")
+
+
+def _assign_where(input: DistTensor, mask: Tensor, value: Any) -> None:
+    """Assign a number where a mask of the leading dimensions is true."""
+    if mask.shape != input.shape[: mask.dim()]:
+        raise IndexError(
+            f"the mask of shape {tuple(mask.shape)} does not match the first dimensions of the "
+            f"tensor of shape {tuple(input.shape)}"
+        )
+    if isinstance(value, complex) and not input.is_complex():
+        raise RuntimeError(f"{value} cannot be converted to {input.dtype}")
+    rest = (None,) * (input.dim() - mask.dim())
+    # A number of another type is converted as in an assignment, which masked_fill_ refuses.
+    input.masked_fill_(mask[(..., *rest)], torch.tensor(value, dtype=input.dtype).item())
+
+
+def _part(
+    value: Tensor, shape: list[int], cuts: Cuts, taken: list[slice], input: DistTensor
+) -> Tensor:
+    """Return this rank's part of a value broadcast to `shape`, where -1 stands for no dimension.
+
+    It is cut by `cuts`, and `taken` is what the block of `input` takes of each dimension of that.
+    """
+    kept = [n for n in shape if n >= 0]
+    own_cuts = tuple(axes for n, axes in zip(shape, cuts, strict=True) if n >= 0)
+    while value.dim() > len(kept) and value.shape[0] == 1:
+        value = value.squeeze(0)
+    value = local_operand(value.expand(kept), tuple(kept), own_cuts, input.grid, "assignment")
+    for d, n in enumerate(shape):
+        if n < 0:
+            value = value.unsqueeze(d)
+    return value[
+        tuple(slice(0, t.stop - t.start) if n < 0 else t for n, t in zip(shape, taken, strict=True))
+    ]
