@@ -201,7 +201,8 @@ def outcome(experiment: Experiment, machine: Machine) -> Outcome:
     recorded = []
     for grid in experiment.grids:
         samples = experiment.shape[0] * grid.get("sample", 1)
-        recorded.append(record_ranks(module, [(samples, *experiment.shape[1:])], grid))
+        shapes = [(samples, *experiment.shape[1:])]
+        recorded.append(record_ranks(module, shapes, grid, gpu=machine.asynchronous))
     predictions = _played(experiment, recorded, machine)
     bands = {}
     for number in ASSUMPTIONS:

@@ -24,6 +24,18 @@ class Cost(NamedTuple):
     """What the wait takes at least, however late it comes."""
 
 
+def check_ranks(machine: Machine, ranks: int) -> None:
+    """Complain where a machine has no times for a grid of so many ranks.
+
+    Raises
+    ------
+    ValueError
+        For more ranks than a node has, on a machine without times between nodes.
+    """
+    if ranks > machine.ranks_per_node:
+        _link_of(machine, "between")
+
+
 def messages_cost(
     rank: int,
     arriving: Sequence[tuple[int, int]],

@@ -18,6 +18,7 @@ from torch import nn
 from distconv.geometry.layout import Layout
 from distconv.geometry.topology import AXES
 from distconv.planning.dry_run import DryRunGrid
+from distconv.planning.links import check_ranks
 from distconv.planning.losses import LOSSES, OPTIMIZERS
 from distconv.planning.machine import Machine
 from distconv.planning.operators import OperatorTimes
@@ -188,6 +189,7 @@ def predict(
         For a machine without the times that are needed.
     """
     shapes = shapes_of(shape)
+    check_ranks(machine, DryRunGrid(grid, 0).size)
     recordings = record_ranks(
         module,
         shapes,

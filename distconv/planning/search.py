@@ -16,6 +16,7 @@ from torch import nn
 from distconv.geometry.layout import dimension_names
 from distconv.geometry.topology import AXES
 from distconv.planning.dry_run import DryRunGrid, without_elements
+from distconv.planning.links import check_ranks
 from distconv.planning.machine import Machine
 from distconv.planning.operators import OperatorTimes
 from distconv.planning.prediction import (
@@ -239,11 +240,13 @@ def plan(
     Raises
     ------
     ValueError
-        For numbers of ranks without any grid, and for wrong axes.
+        For numbers of ranks without any grid, for wrong axes, and for a machine without the times
+        that are needed.
     """
     shapes = shapes_of(shape)
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise ValueError(f"ranks={ranks!r} is no number of ranks; expected from 1")
+    check_ranks(machine, ranks)
     limit = machine.memory if memory is None else memory
     if axes is None and ranks > MOST_WITH_FILTER:
         axes = [axis for axis in AXES if axis != "filter"]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distconv.planning.links import collective_cost, messages_cost
+from distconv.planning.links import check_ranks, collective_cost, messages_cost
 from distconv.planning.machine import Link, Machine, Table
 from tests.planning.machines import described
 
@@ -95,6 +95,9 @@ def test_a_machine_of_one_node_says_that_it_has_no_links_between_nodes() -> None
     machine = dataclasses.replace(described(), links={"within": Link.described(1e-6, 1e9)})
     with pytest.raises(ValueError, match="calibrate on several nodes"):
         messages_cost(3, [(4, 8)], [(4, 8)], machine)
+    check_ranks(machine, 4)
+    with pytest.raises(ValueError, match="than the 4 of a node"):
+        check_ranks(machine, 5)
 
 
 def test_a_measured_reduction_counts_as_measured_and_more_ranks_take_longer() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from distconv.planning.machine import Link
 from distconv.tools.command_line import main
 from tests.planning.machines import described
 from tests.support.jobs import end_of, start
@@ -106,6 +108,17 @@ def test_a_module_that_asks_for_elements_cannot_be_predicted_and_says_so(
     assert "Net" in refusal(capsys, "strong", "./asks.py:Net", *arguments)
 
 
+def test_a_machine_that_cannot_predict_the_cases_is_refused_before_any_is_run(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    within = {"within": Link.described(1e-6, 1e10)}
+    dataclasses.replace(described(), links=within).save("one-node.json")
+    for machine, said in (("none", "no machine in"), ("one-node", "than the 4 of a node")):
+        options = ("--ranks=1", "--predict-ranks=4,8", f"--machine={machine}.json")
+        assert said in refusal(capsys, "strong", "./net.py:Net", "--shape=1,1,16,16", *options)
+        assert not (folder / "scale-strong.json").exists()
+
+
 @pytest.mark.parametrize(
     "options, said",
     [
@@ -116,7 +129,6 @@ def test_a_module_that_asks_for_elements_cannot_be_predicted_and_says_so(
         (("--ranks=1", "--grids=height=1"), "leave --ranks out"),
         (("--grids=height=-1",), "numbers of ranks from 1"),
         (("--ranks=1", "--rounds=1"), "take two --rounds"),
-        (("--ranks=1", "--machine=none.json", "--rounds=2"), "there is no machine in 'none.json'"),
         (("--ranks=1", "--layouts=block:sample"), "block"),
     ],
 )

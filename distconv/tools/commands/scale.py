@@ -14,6 +14,7 @@ import torch
 
 from distconv.model.input_layouts import match_layouts
 from distconv.planning.alternation import Spread, sleep_until_all_are_here
+from distconv.planning.links import check_ranks
 from distconv.planning.machine import Machine
 from distconv.planning.scaling import STRONG, WEAK, Study, cases_of, usual_grid
 from distconv.planning.scaling_plots import draw
@@ -110,6 +111,7 @@ def _study(arguments: argparse.Namespace) -> int:
     study = _asked(arguments)
     step = step_of(arguments)
     _check_module(arguments)
+    _check_machine(arguments.machine, study)
     study = _resumed(study, path)
 
     def make() -> Any:
@@ -212,6 +214,19 @@ def _check_module(arguments: argparse.Namespace) -> None:
         match_layouts(module, dict(arguments.layouts))
     except ValueError as error:
         raise BadArguments(str(error)) from None
+
+
+def _check_machine(path: Path | None, study: Study) -> None:
+    """Complain on all ranks where a machine cannot predict the cases, before any is run."""
+    problem = None
+    if path is not None and world().rank == 0:
+        try:
+            check_ranks(Machine.load(path), max(case.ranks for case in study.cases))
+        except (ValueError, OSError) as error:
+            problem = str(error)
+    problem = world().bcast(problem)
+    if problem is not None:
+        raise BadArguments(problem)
 
 
 def _resumed(study: Study, path: Path) -> Study:
