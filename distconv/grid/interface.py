@@ -71,6 +71,10 @@ class Grid(ABC):
         """
 
     @abstractmethod
+    def count_call(self) -> None:
+        """Count the function that this rank is in among what is compared between ranks."""
+
+    @abstractmethod
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return what every rank passes, in rank order; all ranks of the grid call it together."""
 

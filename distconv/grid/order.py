@@ -4,7 +4,8 @@ Every exchange and every reduction outside a backward pass is a step. Each rank 
 its arguments, shapes and layouts into one running number, after the first steps of an operator its
 name alone in most. The numbers are compared by a reduction of 16 bytes whenever a rank meets an
 operator with arguments that are new to it, and from time to time without waiting; with
-DISTCONV_DEBUG=1 before every step. Where they differ, the ranks exchange the last steps they have
+DISTCONV_DEBUG=1 before every step, with all functions on cut tensors since the one before, also
+those that send nothing. Where they differ, the ranks exchange the last steps they have
 taken, and every rank raises the same error.
 """
 
@@ -73,6 +74,10 @@ class DivergenceError(RuntimeError):
 def debugging() -> bool:
     """Return whether DISTCONV_DEBUG asks for a comparison before every step."""
     return os.environ.get(_VARIABLE, "0") not in ("", "0")
+
+
+COUNT_CALLS = debugging()
+"""Whether functions that send nothing are counted, too."""
 
 
 class Order:
@@ -149,6 +154,20 @@ class Order:
         elif self._compared % _PERIOD == 0:
             self._settle()
             self._start()
+
+    def count_call(self) -> None:
+        """Count the function that this rank is in, whatever it sends, and compare it with the next
+        step; nothing where steps are not compared one by one."""
+        function = CURRENT.function
+        if not self.debug or function in _BACKWARD:
+            return
+        key = "call", function, _kept(CURRENT.arguments), _kept(CURRENT.keywords or ())
+        if key not in self._codes:
+            self._meet(key)
+        if self._compared - self._counted == _PERIOD:
+            self._fold()
+        self._last.append((key, 0, user_line()))
+        self._compared += 1
 
     def _counts_in_full(self, function: Any) -> bool:
         """Return whether the next step of an operator counts with its arguments, not by its name

@@ -162,6 +162,10 @@ class ProcessGrid(Grid):
                 self._communicators[key] = communicators.communicator(ranks, purpose)
         return self._communicators[key]
 
+    def count_call(self) -> None:
+        """Count the function that this rank is in among what is compared between ranks."""
+        self._order.count_call()
+
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return what every rank passes, in rank order; all ranks of the grid call it together."""
         if self.size == 1:

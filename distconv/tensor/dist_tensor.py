@@ -17,6 +17,7 @@ from distconv.geometry.layout import (
     rank_box,
     replicating_axes,
 )
+from distconv.grid import order
 from distconv.grid.device_mesh import arranged, axes_of_mesh
 from distconv.grid.interface import Grid
 from distconv.grid.process_grid import ProcessGrid
@@ -77,6 +78,8 @@ class DistTensor(DistTensorBase):
                 return _run(rule, func, args, kwargs)
             CURRENT.function, CURRENT.arguments, CURRENT.keywords = func, args, kwargs
             try:
+                if order.COUNT_CALLS:
+                    _count_call(func, args, kwargs)
                 return _run(rule, func, args, kwargs)
             finally:
                 CURRENT.function, CURRENT.arguments, CURRENT.keywords = None, (), None
@@ -401,6 +404,21 @@ def local_box(shape: Sequence[int], grid: Grid, layout: Layout | None = None) ->
     if min(sizes, default=0) < 0:
         raise ValueError(f"local_box: shape={sizes} has a negative size")
     return rank_box(sizes, cuts_of_layout(layout, grid, len(sizes)), grid.topology, grid.rank)
+
+
+def _count_call(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] | None
+) -> None:
+    """Have a function compared between ranks, if it may differ without a word: if a tensor is cut.
+
+    What one rank prints of a whole tensor, or detaches to keep, is its own affair.
+    """
+    if func is torch.Tensor.detach:
+        return
+    for x in tensors_in(args, kwargs):
+        if isinstance(x, DistTensorBase) and any(x.cuts):
+            x.grid.count_call()
+            return
 
 
 def _run(

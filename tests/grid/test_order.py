@@ -14,6 +14,7 @@ from mpi4py import MPI
 from torch import Tensor, nn
 
 import distconv as dc
+from distconv.grid import order
 from distconv.grid.order import DivergenceError, Order
 from tests.grid.test_abort import job
 
@@ -51,6 +52,32 @@ def planes(grid: dc.ProcessGrid, layout: dc.Layout | None = None) -> dc.DistTens
 
 def weight(*shape: int) -> Tensor:
     return torch.ones(shape)
+
+
+LOCAL: dict[str, tuple[Callable[[dc.DistTensor], Any], Callable[[dc.DistTensor], Any]]] = {
+    "another number": (lambda x: x * 2.0, lambda x: x * 3.0),
+    "another function": (torch.relu, torch.tanh),
+    "a flip by chance": (lambda x: x, lambda x: x.flip(3)),
+    "another slice": (lambda x: x[..., 1:], lambda x: x[..., :-1]),
+    "another value beside": (lambda x: F.pad(x, (1, 1)), lambda x: F.pad(x, (1, 1), value=1.0)),
+}
+
+
+@pytest.mark.parallel([2, 3])
+@pytest.mark.parametrize("case", LOCAL)
+def test_functions_that_send_nothing_are_compared_with_the_next_step(
+    grid: dc.ProcessGrid, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(order, "COUNT_CALLS", True)
+    x = planes(grid)
+    usual, other = LOCAL[case]
+    error = differing(lambda: usual(x).sum(), lambda: other(x).sum())
+    assert "call" in error and "test_order.py" in error
+    # What one rank does with a whole value, or keeps of a cut one, is its own affair.
+    mean = x.mean()
+    if grid.rank == 0:
+        assert f"{float(mean * 2):.3f}" and x.detach().shape == x.shape
+    torch.testing.assert_close(usual(x).sum().full_tensor(), usual(x).full_tensor().sum())
 
 
 @pytest.mark.parallel([2, 3])

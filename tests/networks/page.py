@@ -31,7 +31,7 @@ of which each result takes all positions of a sample, so that these have to trav
 values of attention, fully connected layers and recurrences along positions, Fourier transforms,
 sorting and running sums. `make networks` fails where a network moves more than its input otherwise.
 
-Some losses do, on four ranks, and have to. Lovász losses sort the errors of all positions: every
+Some losses do, on four ranks. Lovász losses sort the errors of all positions: every
 rank has the sorted ones, and looks up all labels in their order. Losses that write one-hot classes
 into a plain tensor of zeros, which is whole on every rank, bring it all labels, each time they do;
 labels that are one-hot from the start do not move.
