@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from io import StringIO
 from types import TracebackType
 from typing import Any
 
@@ -56,6 +57,9 @@ class _Abort:
             sys.stdout.flush()
             print(f"distconv: rank {rank} of {ranks} raised", file=sys.stderr)
             self._report(kind, error, traceback)  # type: ignore[operator]
+            if isinstance(sys.stderr, StringIO) and sys.__stderr__ is not None:
+                # The hook of torch.distributed collects the report, and would print it after this.
+                print(sys.stderr.getvalue(), file=sys.__stderr__, flush=True)
         finally:
             abort_job()
 

@@ -413,7 +413,7 @@ def _count_call(
 
     What one rank prints of a whole tensor, or detaches to keep, is its own affair.
     """
-    if func is torch.Tensor.detach:
+    if func is torch.Tensor.detach or func in UNCHECKED:
         return
     for x in tensors_in(args, kwargs):
         if isinstance(x, DistTensorBase) and any(x.cuts):

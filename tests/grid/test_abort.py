@@ -90,6 +90,20 @@ def test_an_error_that_all_ranks_share_is_printed_once(
     assert "distconv: rank 0 of 4 raised" in end.stderr
 
 
+def test_an_error_is_printed_where_torch_has_a_hook_of_its_own(tmp_path: Path) -> None:
+    body = """
+if grid.rank == 1:
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    raise ValueError("lost my data")
+exchange()
+"""
+    end = job(tmp_path, body)
+    assert end.returncode != 0 and "rank 1 of 2 raised" in end.stderr
+    assert end.stderr.count("ValueError: lost my data") == 1
+
+
 def test_an_interrupted_rank_ends_the_job(tmp_path: Path) -> None:
     body = "if grid.rank == 1: os.kill(os.getpid(), signal.SIGINT)\nexchange()"
     end = job(tmp_path, body)
