@@ -12,7 +12,7 @@ Index arithmetic only. Read backwards, a plan is the adjoint: the accumulation o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import product
@@ -208,15 +208,34 @@ def elements_moved(
     sums over parts.
     """
     dimensions, source_here, target_here = _placed(topology, rank, shape, source, target, needs)
-    places = list(zip(dimensions, source_here, target_here, strict=True))
-    received = prod(sum(d.overlap(i, j) for i in d.sources(j)) for d, _, j in places)
-    candidates = _candidates(topology, rank, dimensions, source_here, source)
+    here, moving = topology.coordinates(rank), set(cutting_axes(source))
+    counts = [
+        _counts_cut_alike(d, i)
+        if d.source_axes == d.target_axes
+        else _counts(d, i, j, _takers(topology, here, moving, d, i))
+        for d, i, j in zip(dimensions, source_here, target_here, strict=True)
+    ]
+    received, sent, own = (prod(count[k] for count in counts) for k in range(3))
     copies = prod(topology.extent(axis) for axis in _free_axes(source, target))
-    sent = copies * prod(
-        sum(d.overlap(i, j) for j in parts)
-        for (d, i, _), parts in zip(places, candidates, strict=True)
-    )
-    return received + sent - 2 * prod(d.overlap(i, j) for d, i, j in places)
+    return received + copies * sent - 2 * own
+
+
+@lru_cache(maxsize=16384)
+def _counts_cut_alike(d: _Dimension, part: int) -> tuple[int, int, int]:
+    """Return `_counts` along a dimension whose input and output are cut over the same axes.
+
+    They are those of every rank with this part, in whatever way the other dimensions are cut.
+    """
+    return _counts(d, part, part, d.targets(part))
+
+
+def _counts(d: _Dimension, source: int, target: int, takers: Iterable[int]) -> tuple[int, int, int]:
+    """Return the elements that a target part takes, that `takers` take from a source part, and that
+    the first takes from the second.
+    """
+    received = sum(d.overlap(i, target) for i in d.sources(target))
+    sent = sum(d.overlap(source, j) for j in takers)
+    return received, sent, d.overlap(source, target)
 
 
 def _placed(
@@ -276,18 +295,27 @@ def _candidates(
     source: Cuts,
 ) -> list[list[int]]:
     """Return for every dimension the target parts that take elements from `rank`."""
-    here = topology.coordinates(rank)
-    moving = set(cutting_axes(source))
-    candidates = []
-    for d, i in zip(dimensions, source_here, strict=True):
-        fixed = [axis for axis in d.target_axes if axis not in moving]
-        parts = []
-        for j in sorted(d.targets(i)):
-            where = topology.unravel(j, d.target_axes)
-            if all(where[axis] == here[axis] for axis in fixed) and d.overlap(i, j):
-                parts.append(j)
-        candidates.append(parts)
-    return candidates
+    here, moving = topology.coordinates(rank), set(cutting_axes(source))
+    places = zip(dimensions, source_here, strict=True)
+    return [_takers(topology, here, moving, d, i) for d, i in places]
+
+
+def _takers(
+    topology: Topology, here: Mapping[str, int], moving: Set[str], d: _Dimension, source: int
+) -> list[int]:
+    """Return the target parts that take elements from a source part of the rank at `here`.
+
+    Parameters
+    ----------
+    moving: the axes that cut the input.
+    """
+    fixed = [axis for axis in d.target_axes if axis not in moving]
+    parts = []
+    for j in sorted(d.targets(source)):
+        where = topology.unravel(j, d.target_axes)
+        if all(where[axis] == here[axis] for axis in fixed) and d.overlap(source, j):
+            parts.append(j)
+    return parts
 
 
 def _free_axes(source: Cuts, target: Cuts) -> list[str]:

@@ -54,8 +54,12 @@ def spec_of(value: Any) -> Any:
     if isinstance(value, Tensor):
         return TensorSpec(tuple(value.shape), tuple(value.stride()), value.dtype)
     if isinstance(value, (tuple, list)):
-        return tuple(spec_of(x) for x in value)
+        # Most of what operators take are numbers, which are asked for by the million.
+        return tuple([x if type(x) in _PLAIN else spec_of(x) for x in value])
     return value
+
+
+_PLAIN = frozenset({int, float, bool, type(None)})
 
 
 def specs_in(value: Any) -> Iterator[TensorSpec]:

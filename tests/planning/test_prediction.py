@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import time
-from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
-from distconv import Layout
 from distconv.planning import predict
-from distconv.planning.losses import LOSSES, OPTIMIZERS
 from distconv.planning.operators import OperatorTimes, wait_for_all
 from distconv.planning.prediction import record_ranks
-from distconv.planning.recorded_step import record_step
-from distconv.planning.recording import Compute, Recording, Start, Wait
 from distconv.planning.timeline import play
 from tests.planning.machines import described
 
@@ -32,47 +26,12 @@ def network() -> nn.Sequential:
     )
 
 
-def recorded(shape: tuple[int, ...], grid: dict[str, int], **options: Any) -> Recording:
-    """A step of the network as the first rank sees it, with a mean squared error."""
-    given: dict[str, Any] = {"loss": LOSSES["mse"], "optimizer": OPTIMIZERS["sgd"], "rank": 0}
-    return record_step(network(), [shape], grid, **(given | options))
-
-
 def test_the_seconds_of_the_layers_add_up_to_the_step() -> None:
     for grid in ({}, {"height": 2}, {"sample": 2, "width": 2}, {"height": 8}):
         p = predict(network(), SHAPE, grid, described())
         assert sum(layer.seconds for layer in p.layers) == pytest.approx(p.seconds)
         assert sum(s.stop - s.start for s in p.critical_path) == pytest.approx(p.seconds)
         assert p.compute + p.host + p.exposed == pytest.approx(p.seconds)
-
-
-def test_a_recording_has_the_halos_of_both_passes_and_one_sum_of_gradients() -> None:
-    recording = recorded(SHAPE, {"height": 2})
-    starts = [e for e in recording.events if isinstance(e, Start)]
-    halos = [(s.place, s.arriving) for s in starts if s.collective is None]
-    row = 4 * 4 * 16
-    # The first layer sends no gradients of its input, which nobody asks for.
-    assert halos == [
-        (("0", "forward"), ((1, 3 * row),)),
-        (("3", "forward"), ((1, 8 * row),)),
-        (("3", "backward"), ((1, 8 * row),)),
-    ]
-    parameters = sum(p.numel() + 1 for p in network().parameters())
-    (gradients,) = (s for s in starts if s.place.layer == "gradients")
-    assert gradients.arriving == ((1, 4 * parameters),)
-    waited = [e.number for e in recording.events if isinstance(e, Wait)]
-    assert sorted(waited) == [s.number for s in starts]
-
-
-def test_convolutions_run_between_the_start_of_an_exchange_and_its_end() -> None:
-    recording = recorded((4, 3, 256, 256), {"height": 2})
-    kinds = [
-        e.operator.name if isinstance(e, Compute) else type(e).__name__
-        for e in recording.events
-        if e.place == ("3", "forward") and type(e).__name__ in ("Compute", "Start", "Wait")
-    ]
-    start, wait = kinds.index("Start"), kinds.index("Wait")
-    assert "aten.convolution.default" in kinds[start:wait]
 
 
 def test_a_slower_link_is_seen_as_exposed_communication_alone() -> None:
@@ -89,24 +48,6 @@ def test_the_slowest_rank_of_uneven_blocks_decides() -> None:
     assert p.rank == 0
     waiting = [s for s in p.critical_path if s.what == "wait"]
     assert not waiting
-
-
-def test_the_memory_of_a_step_counts_what_is_kept_by_kind() -> None:
-    recording = recorded(SHAPE, {"sample": 2}, optimizer=torch.optim.Adam)
-    weights = sum(p.nbytes for p in network().parameters())
-    assert recording.memory["optimizer state"] == 2 * weights
-    assert recording.memory["parameters"] == sum(
-        t.nbytes for t in (*network().parameters(), *network().buffers())
-    )
-    block = 2 * 4 * 16 * 16
-    # The results of the first convolution, of ReLU and batch norm.
-    assert sum(recording.kept.values()) >= 2 * 8 * block
-
-
-def test_layers_that_are_cut_otherwise_redistribute() -> None:
-    cut = recorded(SHAPE, {"height": 2}, layouts={"3": Layout(sample="height")})
-    moved = [e for e in cut.events if isinstance(e, Start) and e.place.layer == "3"]
-    assert len([m for m in moved if m.collective is None]) == 2
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
