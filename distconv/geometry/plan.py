@@ -279,25 +279,13 @@ def _targets(
     A rank takes from the replica that has the same coordinates as itself along the grid axes that
     do not cut the input. So these coordinates are fixed to this rank's, and the others vary.
     """
-    here = topology.coordinates(rank)
+    here, moving = topology.coordinates(rank), set(cutting_axes(source))
     free = _free_axes(source, target)
-    for chosen in product(*_candidates(topology, rank, dimensions, source_here, source)):
+    places = zip(dimensions, source_here, strict=True)
+    for chosen in product(*(_takers(topology, here, moving, d, i) for d, i in places)):
         where = here | _coordinates(topology, target, chosen)
         for position in product(*(range(topology.extent(axis)) for axis in free)):
             yield topology.rank(where | dict(zip(free, position, strict=True))), chosen
-
-
-def _candidates(
-    topology: Topology,
-    rank: int,
-    dimensions: list[_Dimension],
-    source_here: list[int],
-    source: Cuts,
-) -> list[list[int]]:
-    """Return for every dimension the target parts that take elements from `rank`."""
-    here, moving = topology.coordinates(rank), set(cutting_axes(source))
-    places = zip(dimensions, source_here, strict=True)
-    return [_takers(topology, here, moving, d, i) for d, i in places]
 
 
 def _takers(

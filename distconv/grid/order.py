@@ -142,7 +142,7 @@ class Order:
         key: Any = kind, function
         # Blocks of the ranks' own may be among the arguments of autograd's functions.
         if not outside and self._counts_in_full(function):
-            key = kind, function, _kept(CURRENT.arguments), _kept(CURRENT.keywords or ())
+            key = _with_arguments(kind)
         known = self._codes.get(key)
         new = known is None and self._meet(key)
         self._last.append((key, tag, user_line() if self.debug else None))
@@ -161,7 +161,7 @@ class Order:
         function = CURRENT.function
         if not self.debug or function in _BACKWARD:
             return
-        key = "call", function, _kept(CURRENT.arguments), _kept(CURRENT.keywords or ())
+        key = _with_arguments("call")
         if key not in self._codes:
             self._meet(key)
         if self._compared - self._counted == _PERIOD:
@@ -258,6 +258,11 @@ class _Tensor(NamedTuple):
     dtype: torch.dtype
     cuts: tuple[tuple[str, ...], ...] | None
     extents: tuple[int, ...] | None
+
+
+def _with_arguments(kind: str) -> tuple[Any, ...]:
+    """Return the key of a kind of step in the function that this rank is in, and its arguments."""
+    return kind, CURRENT.function, _kept(CURRENT.arguments), _kept(CURRENT.keywords or ())
 
 
 def _kept(argument: Any) -> Any:
