@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, Phase, settings
 from mpi4py import MPI
 
 from distconv.ops.conv import convolution
+from tests.support.rank_numbers import rank_numbers
 
 torch.set_num_threads(1)
 # Blocks of tests are small, and have to be computed while halos travel all the same.
@@ -43,12 +44,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--gpu", action="store_true", help="let the tests see GPUs")
 
 
+def _matches(config: pytest.Config) -> bool:
+    """Return whether only tests of as many ranks as there are will run."""
+    return "parallel[match]" in config.option.markexpr
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Pass over files without a test for this number of ranks."""
+    if not _matches(config) or not collection_path.match("test_*.py"):
+        return None
+    numbers = rank_numbers(collection_path.read_text())
+    return None if numbers is None or MPI.COMM_WORLD.size in numbers else True
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pycollect_makeitem(
     collector: pytest.Collector, name: str, obj: Any
 ) -> list[pytest.Item] | None:
     """Make no items of a test for other numbers of ranks, which every rank would then deselect."""
-    if "parallel[match]" not in collector.config.option.markexpr or not name.startswith("test_"):
+    if not _matches(collector.config) or not name.startswith("test_"):
         return None
     ranks = [mark.args[0] for mark in getattr(obj, "pytestmark", ()) if mark.name == "parallel"]
     wanted = ranks[0] if ranks else 1
@@ -58,7 +72,6 @@ def pytest_pycollect_makeitem(
 
 def pytest_collection_finish() -> None:
     """Keep garbage collections from looking through all that the imports have made, each time."""
-    gc.collect()
     gc.freeze()
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.support.floors import is_private, read_sources
 
-SOURCES = read_sources(Path(__file__).parents[1])
+ROOT = Path(__file__).parents[1]
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
@@ -76,11 +76,11 @@ def riddles(sources: Mapping[str, ast.Module]) -> list[str]:
 
 
 def test_public_names_have_docstrings() -> None:
-    assert undocumented(SOURCES) == []
+    assert undocumented(read_sources(ROOT)) == []
 
 
 def test_docstrings_begin_with_a_verb_or_a_name() -> None:
-    assert riddles(SOURCES) == []
+    assert riddles(read_sources(ROOT)) == []
 
 
 PLANTED = {

@@ -24,8 +24,6 @@ from tests.support.floors import (
 
 ROOT = Path(__file__).parents[1]
 
-SOURCES = read_sources(ROOT)
-
 WITHOUT_LIBRARIES = """
 import sys, types
 for name in {serial!r}:
@@ -45,27 +43,27 @@ def parsed(**modules: str) -> dict[str, ast.Module]:
 
 
 def test_imports_point_down() -> None:
-    assert upward_imports(SOURCES) == []
+    assert upward_imports(read_sources(ROOT)) == []
 
 
 def test_support_of_operators_lies_beneath_all_families() -> None:
-    assert unsupported_support(SOURCES) == []
+    assert unsupported_support(read_sources(ROOT)) == []
 
 
 def test_no_modules_import_each_other() -> None:
-    assert circles(SOURCES) == []
+    assert circles(read_sources(ROOT)) == []
 
 
 def test_no_private_name_is_used_elsewhere() -> None:
-    assert foreign_private_names(SOURCES) == []
+    assert foreign_private_names(read_sources(ROOT)) == []
 
 
 def test_geometry_names_neither_torch_nor_mpi() -> None:
-    assert imports_of_libraries(SOURCES) == []
+    assert imports_of_libraries(read_sources(ROOT)) == []
 
 
 def test_geometry_is_imported_where_torch_and_mpi_are_missing() -> None:
-    modules = sorted(name for name in SOURCES if name.startswith("distconv.geometry"))
+    modules = sorted(name for name in read_sources(ROOT) if name.startswith("distconv.geometry"))
     assert modules
     path = str(ROOT / "distconv")
     program = WITHOUT_LIBRARIES.format(serial=SERIAL, path=path, modules=modules)

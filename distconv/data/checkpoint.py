@@ -31,6 +31,7 @@ from distconv.data.durable import (
 from distconv.data.errors import DataError, bytes_of_rank_zero, on_rank_zero, together
 from distconv.data.shards import divide, for_module, for_optimizer, restored
 from distconv.grid.interface import Grid
+from distconv.model.consistency import check_in_sync
 from distconv.model.gradient_reduction import required_reduction
 from distconv.model.state_dicts import full_state_dict, load_full_state_dict
 from distconv.transport.communicator import ObjectCommunicator
@@ -91,7 +92,8 @@ def save_checkpoint(
 
     Rank 0 writes: a fresh file, which reaches the disk, ends with its checksum, and then takes its
     name in one step. Older checkpoints beyond the last `keep`, and what killed writers have left,
-    are removed afterwards.
+    are removed afterwards. Before anything is touched, the ranks compare their steps up to now, and
+    parameters, buffers and the optimizer's state, of large tensors some parts.
 
     Parameters
     ----------
@@ -111,8 +113,13 @@ def save_checkpoint(
     DataError
         On every rank, where the file cannot be written, or holds objects that `torch.load` with
         weights_only would refuse. The checkpoints that there were remain.
+    RuntimeError
+        On every rank, where the ranks have come to train different models, as by an optimizer step
+        that one of them has skipped, or have called different functions.
     """
     grid = required_reduction("save_checkpoint", model).grid
+    grid.compare_steps()
+    check_in_sync("save_checkpoint", model, optimizer, full=False)
     folder = Path(folder)
     state: dict[str, Any] = {
         "format": SHARDED if sharded else FORMAT,

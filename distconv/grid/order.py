@@ -2,11 +2,11 @@
 
 Every exchange and every reduction outside a backward pass is a step. Each rank folds the operator,
 its arguments, shapes and layouts into one running number, after the first steps of an operator its
-name alone in most. The numbers are compared by a reduction of 16 bytes whenever a rank meets an
-operator with arguments that are new to it, and from time to time without waiting; with
-DISTCONV_DEBUG=1 before every step, with all functions on cut tensors since the one before, also
-those that send nothing. Where they differ, the ranks exchange the last steps they have
-taken, and every rank raises the same error.
+name alone in most; and of each function on cut tensors, also of those that send nothing, the first
+calls. The numbers are compared by a reduction of 16 bytes whenever a rank meets a step with
+arguments that are new to it, and from time to time without waiting; with DISTCONV_DEBUG=1 before
+every step, with all calls since the one before. Where they differ, the ranks exchange the last
+steps they have taken, and every rank raises the same error.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ import os
 import threading
 from array import array
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakSet
 from zlib import crc32
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import Parameter
+from torch.utils.weak import WeakIdKeyDictionary
 
 from distconv.geometry.layout import Layout
+from distconv.geometry.topology import Topology
 from distconv.grid.whereabouts import CURRENT, is_parked, operator_name, place_of, user_line
 from distconv.transport.communicator import Comparison
 from distconv.transport.watched import Wait, Waiting
@@ -32,36 +34,18 @@ from distconv.transport.watched import Wait, Waiting
 _VARIABLE = "DISTCONV_DEBUG"
 _PERIOD = 256
 """Steps from one comparison that nobody waits for to the next."""
+_LATER = 16
+"""Steps from the beginning of such a comparison to a look at its result."""
 _FIRST, _EVERY = 64, 16
-"""How many steps of each operator count with its arguments, and one in how many after those."""
+"""How many steps of each operator count with its arguments, and one in how many after those; the
+first calls of each function that count at all."""
+_KEPT = 1024
+"""How many steps and calls are kept, to be named where ranks differ."""
 _REMEMBERED = 4096
 """How many operators with their arguments are known; beyond, all are forgotten, on all ranks alike.
 """
 _TAGS = 32767
 """How many tags there are before they begin again; every MPI has as many."""
-
-
-class Step(NamedTuple):
-    """A collective step, as it has to be the same on all ranks."""
-
-    kind: str
-    operator: Any
-    """The operator with its arguments; None outside operators."""
-    tag: int
-    line: str | None
-    """The line of the user's program, where steps are compared one by one."""
-
-    @classmethod
-    def of(cls, key: Any, tag: int, line: str | None) -> Step:
-        """Return the step of a kind and an operator, of which the arguments may be left out."""
-        kind, function, *arguments = key
-        operator = None if function is None else (function, *(arguments or (None, ())))
-        return cls(kind, operator, tag, line)
-
-    def __str__(self) -> str:
-        number = f" {self.tag}" if self.tag else ""
-        within = "" if self.operator is None else f" in {described(self.operator)}"
-        return f"{self.kind}{number}{within}" + (f", at {self.line}" if self.line else "")
 
 
 class DivergenceError(RuntimeError):
@@ -76,8 +60,13 @@ def debugging() -> bool:
     return os.environ.get(_VARIABLE, "0") not in ("", "0")
 
 
-COUNT_CALLS = debugging()
-"""Whether functions that send nothing are counted, too."""
+SETTLED: set[Any] = set()
+"""Functions of which no call counts any more, in a process whose tensors are cut over one set of
+ranks."""
+
+
+PARAMETERS: Any = WeakIdKeyDictionary()
+"""The parameters of parallelized modules, each with its place among those of its module."""
 
 
 class Order:
@@ -98,13 +87,19 @@ class Order:
         """How many of these steps have their place in the order."""
         self._counted = 0
         """How many of those are folded into the number that is compared."""
+        self._since = 0
+        """How many steps there have been since the last comparison began."""
         self._tag = 0
         self._folded = 0
         self._codes: dict[Any, int] = {}
-        self._last: deque[tuple[Any, int, str | None]] = deque(maxlen=_PERIOD)
+        self._last: deque[tuple[Any, int, str | None]] = deque(maxlen=_KEPT)
         self._counts: dict[Any, int] = {}
+        self._calls: dict[Any, int] = {}
         self._thread = threading.get_ident()
         self._under_way: Comparison | None = None
+        if comm is not None:
+            _ORDERS.add(self)
+            SETTLED.clear()
 
     @property
     def thread(self) -> int:
@@ -139,34 +134,55 @@ class Order:
         if outside and kind == "all_reduce":
             # Gradients are reduced as they become ready, which is not everywhere in one order.
             return
-        key: Any = kind, function
+        key: Any = kind, function, _extents_of(CURRENT.arguments)
         # Blocks of the ranks' own may be among the arguments of autograd's functions.
         if not outside and self._counts_in_full(function):
             key = _with_arguments(kind)
         known = self._codes.get(key)
         new = known is None and self._meet(key)
-        self._last.append((key, tag, user_line() if self.debug else None))
-        self._compared += 1
+        self._note(key, tag, user_line() if self.debug else None)
+        self._since += 1
         if new or self.debug:
-            self._settle()
+            self.compare()
+        elif self._since == _PERIOD:
             self._start()
+        elif self._since == _LATER:
             self._settle()
-        elif self._compared % _PERIOD == 0:
-            self._settle()
-            self._start()
 
     def count_call(self) -> None:
-        """Count the function that this rank is in, whatever it sends, and compare it with the next
-        step; nothing where steps are not compared one by one."""
+        """Count the function that this rank is in, whatever it sends: its first calls, or all where
+        steps are compared one by one.
+
+        Calls go with the steps that follow. What a backward pass calls may be in another order on
+        each rank, and so may what other threads do.
+        """
         function = CURRENT.function
-        if not self.debug or function in _BACKWARD:
+        count = self._calls.get(function, 0)
+        if count == _FIRST and not self.debug:
+            if len(_ORDERS) == 1:
+                SETTLED.add(function)
             return
+        if self._comm is None or threading.get_ident() != self._thread:
+            return
+        if function in _BACKWARD or torch._C._current_graph_task_id() != -1:
+            return
+        self._calls[function] = min(count + 1, _FIRST)
         key = _with_arguments("call")
         if key not in self._codes:
             self._meet(key)
-        if self._compared - self._counted == _PERIOD:
+        self._note(key, 0, user_line())
+
+    def compare(self) -> None:
+        """Compare all steps and calls up to now, and wait for the result. Collective."""
+        self._settle()
+        self._start()
+        self._settle()
+
+    def _note(self, key: Any, tag: int, line: str | None) -> None:
+        """Give a step or a call the next place in the order."""
+        if self._compared - self._counted == _KEPT:
             self._fold()
-        self._last.append((key, 0, user_line()))
+        self._last.append((key, tag, line))
         self._compared += 1
 
     def _counts_in_full(self, function: Any) -> bool:
@@ -184,7 +200,7 @@ class Order:
             self._fold()
             self._codes.clear()
         self._codes[key] = crc32(_spelled(key).encode())
-        return len(key) > 2 or key[1] is None
+        return len(key) > 3 or key[1] is None
 
     def _fold(self) -> None:
         """Count what has been taken since the last time into the number that ranks compare."""
@@ -197,6 +213,7 @@ class Order:
     def _start(self) -> None:
         """Start to compare the folded steps of all ranks."""
         self._fold()
+        self._since = 0
         self._under_way = self._comm.compare([self._folded])
 
     def _settle(self) -> None:
@@ -213,17 +230,28 @@ class Order:
         """Raise on all ranks, naming the first step in which they differ."""
         here = place_of(self._thread)
         first = self._compared - len(self._last) + 1
-        steps = [str(Step.of(*step)) for step in self._last]
+        numbers = [crc32(_spelled(key).encode()) + tag for key, tag, _ in self._last]
         with Wait(self.waiting):
-            ranks = self._comm.allgather((first, steps, here))
-            # A program that catches the error goes on with the same numbers on all ranks.
-            self._tag = max(self._comm.allgather(self._tag))
-        self._folded = 0
-        self._codes.clear()
-        self._counts.clear()
-        self._last.clear()
-        self._compared = self._counted = max(begin + len(steps) - 1 for begin, steps, _ in ranks)
-        raise DivergenceError(_difference(ranks, self.debug))
+            ranks = self._comm.allgather((first, numbers))
+            number = _first_difference(ranks)
+            index = len(numbers) - 1 if number is None else number - first
+            there = 0 <= index < len(numbers)
+            step = _in_words(*self._last[index]) if there else "nothing yet"
+            told = self._comm.allgather((step, here, self._tag))
+        # A program that catches the error goes on with the same numbers on all ranks.
+        self._tag = max(tag for _, _, tag in told)
+        self._folded = self._since = 0
+        for known in (self._codes, self._counts, self._calls, self._last, SETTLED):
+            known.clear()
+        self._compared = self._counted = max(begin + len(own) - 1 for begin, own in ranks)
+        begin = max(begin for begin, _ in ranks)
+        found = (
+            f"before collective step {begin}; their last ones are"
+            if number is None
+            else f"in collective step {number}"
+        )
+        steps, places, _ = zip(*told, strict=True)
+        raise DivergenceError(_difference(found, steps, places, self.debug))
 
     def _change_thread(self) -> None:
         """Let the calling thread take the steps from now on, if no other one is about to."""
@@ -239,13 +267,21 @@ class Order:
         self._thread = threading.get_ident()
 
 
-def described(operator: Any) -> str:
-    """Return an operator with its arguments in words, as a user would write the call."""
-    function, arguments, keywords = operator
-    if arguments is None:
-        return operator_name(function)
-    named = (f"{name}={_word(value)}" for name, value in keywords)
-    return f"{operator_name(function)}({', '.join((*map(_word, arguments), *named))})"
+_ORDERS: WeakSet[Order] = WeakSet()
+"""All orders of this process in which there are other ranks."""
+
+
+def _in_words(key: Any, tag: int, line: str | None) -> str:
+    """Return a step or a call as a user would write it."""
+    kind, function, what, *keywords = key
+    within = ""
+    if keywords:
+        named = (f"{name}={_word(value)}" for name, value in keywords[0])
+        within = f" in {operator_name(function)}({', '.join((*map(_word, what), *named))})"
+    elif function is not None:
+        on = f" on ProcessGrid({Topology(what)})" if what else ""
+        within = f" in {operator_name(function)}{on}"
+    return f"{kind}{f' {tag}' if tag else ''}{within}" + (f", at {line}" if line else "")
 
 
 _BACKWARD = {"backward", torch.autograd.backward, torch.autograd.grad}
@@ -258,6 +294,15 @@ class _Tensor(NamedTuple):
     dtype: torch.dtype
     cuts: tuple[tuple[str, ...], ...] | None
     extents: tuple[int, ...] | None
+    number: int | None
+    """Of a parameter of a parallelized module, its place among them."""
+
+
+def _extents_of(arguments: Sequence[Any]) -> tuple[int, ...] | None:
+    """Return the shape of the grid of a function's first argument; None where that has none."""
+    grid = getattr(arguments[0], "grid", None) if arguments else None
+    extents: tuple[int, ...] | None = None if grid is None else grid.topology.extents
+    return extents
 
 
 def _with_arguments(kind: str) -> tuple[Any, ...]:
@@ -270,16 +315,17 @@ def _kept(argument: Any) -> Any:
     kind = type(argument)
     if kind in _SIMPLE:
         return argument
-    if kind is Tensor or kind is Parameter:
-        return _Tensor(argument.shape, argument.dtype, None, None)
     if isinstance(argument, Tensor):
         cuts, grid = getattr(argument, "cuts", None), getattr(argument, "grid", None)
         extents = None if grid is None else grid.topology.extents
-        return _Tensor(argument.shape, argument.dtype, cuts, extents)
+        number = PARAMETERS.get(argument)
+        return _Tensor(argument.shape, argument.dtype, cuts, extents, number)
     if isinstance(argument, (tuple, list)):
         return tuple(map(_kept, argument))
     if isinstance(argument, dict):
         return tuple((str(name), _kept(value)) for name, value in argument.items())
+    if kind is str:
+        return argument.partition(":")[0]  # a device has another number on each rank
     if kind is slice:
         return "slice", _kept(argument.start), _kept(argument.stop), _kept(argument.step)
     if isinstance(argument, np.generic):
@@ -287,7 +333,7 @@ def _kept(argument: Any) -> Any:
     return kind.__name__
 
 
-_SIMPLE = {int, float, bool, str, type(None), torch.dtype, torch.memory_format, Layout}
+_SIMPLE = {int, float, bool, type(None), torch.dtype, torch.memory_format, Layout}
 
 
 def _spelled(key: Any) -> str:
@@ -297,39 +343,41 @@ def _spelled(key: Any) -> str:
 
 def _word(value: Any) -> str:
     if isinstance(value, _Tensor):
-        if value.cuts is None:
-            return str(tuple(value.shape))
-        return f"{tuple(value.shape)} {Layout.of(value.cuts)}"
+        layout = "" if value.cuts is None else f" {Layout.of(value.cuts)}"
+        name = "" if value.number is None else f"parameter {value.number}, "
+        return f"{name}{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}{layout}"
     if isinstance(value, tuple):
         return f"({', '.join(map(_word, value))})"
     return str(value)
 
 
-def _difference(ranks: list[tuple[int, list[str], str]], debug: bool) -> str:
-    """Return the message about the first step in which ranks differ.
+def _first_difference(ranks: list[tuple[int, list[int]]]) -> int | None:
+    """Return the first step in which ranks differ; None where that is longer ago than they know.
 
     Parameters
     ----------
-    ranks: for each rank the number of its first remembered step, these steps, and where it is.
+    ranks: for each rank the number of its first remembered step, and what stands for each of them.
     """
-    begin = max(first for first, _, _ in ranks)
-    end = max(first + len(steps) for first, steps, _ in ranks)
+    begin = max(first for first, _ in ranks)
+    end = max(first + len(steps) for first, steps in ranks)
     for number in range(begin, end):
-        each = [
-            steps[number - first] if number - first < len(steps) else "nothing yet"
-            for first, steps, _ in ranks
-        ]
-        if len(set(each)) > 1:
-            found = f"in collective step {number}"
-            break
-    else:
-        each = [steps[-1] if steps else "nothing yet" for _, steps, _ in ranks]
-        found = f"before collective step {begin}; their last ones are"
+        if len({tuple(steps[number - first :][:1]) for first, steps in ranks}) > 1:
+            return number
+    return None
+
+
+def _difference(found: str, steps: Sequence[str], places: Sequence[str], debug: bool) -> str:
+    """Return the message about a step in which ranks differ.
+
+    Parameters
+    ----------
+    found: which step it is.
+    steps, places: for each rank what it has done in that step, and where it is now.
+    """
     doing = "; ".join(
-        f"{ranks_in_words(r for r, text in enumerate(each) if text == what)}: {what}"
-        for what in dict.fromkeys(each)
+        f"{ranks_in_words(r for r, text in enumerate(steps) if text == what)}: {what}"
+        for what in dict.fromkeys(steps)
     )
-    places = [where for _, _, where in ranks]
     now = "; ".join(
         f"{ranks_in_words(r for r, text in enumerate(places) if text == where)} at {where}"
         for where in dict.fromkeys(places)

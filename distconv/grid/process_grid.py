@@ -166,6 +166,17 @@ class ProcessGrid(Grid):
         """Count the function that this rank is in among what is compared between ranks."""
         self._order.count_call()
 
+    def compare_steps(self) -> None:
+        """Compare what the ranks have called up to now; all ranks of the grid call it together.
+
+        Raises
+        ------
+        DivergenceError
+            On every rank, where they differ.
+        """
+        if self.size > 1:
+            self._order.compare()
+
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return what every rank passes, in rank order; all ranks of the grid call it together."""
         if self.size == 1:

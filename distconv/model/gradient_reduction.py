@@ -27,6 +27,7 @@ from distconv.comm.half_sums import WIDE, HalfSum
 from distconv.comm.two_level import TwoLevelSum, has_two_levels, levels
 from distconv.geometry.layout import cutting_axes, replicating_axes
 from distconv.grid.interface import Grid
+from distconv.grid.order import PARAMETERS
 from distconv.grid.process_grid import ProcessGrid
 from distconv.model.buckets import Bucket, fill_buckets
 from distconv.model.wrappers import check_no_active_wrapper, check_unwrapped
@@ -84,6 +85,7 @@ class GradientReduction:
         self._bucket_bytes = bucket_bytes
         self._module = ref(module)
         self._parameters = list(module.parameters())
+        PARAMETERS.update({p: i for i, p in enumerate(self._parameters)})
         self._tables: list[dict[str, Any]] = []
         """Where the module and its parts keep their parameters and parts."""
         self._entries: list[Any] = []

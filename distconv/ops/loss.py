@@ -26,6 +26,7 @@ from distconv.ops.support.operands import (
     local_operand,
     uncut,
 )
+from distconv.ops.support.ranges import in_range
 from distconv.ops.support.types import autocast_type, to_accumulation_type
 from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
@@ -273,13 +274,9 @@ def _classification(function: Callable[..., Tensor]) -> None:
             _warn_of_labels_apart(name, x, target, cuts)
             labels = local_operand(target, shape, cuts, grid, name)
         scores, labels, weight = _terms(reduction, x.shard, labels, weight)
-        local = function(
-            scores,
-            labels,
-            weight,
-            reduction="none" if reduction == "none" else "sum",
-            **options,
-        )
+        options["reduction"] = "none" if reduction == "none" else "sum"
+        with in_range(f"{name}, class number", labels, x.shape[classes], ignore_index):
+            local = function(scores, labels, weight, **options)
         if reduction == "none":
             return DistTensor(local, shape, cuts, grid)
         over: Any = 1

@@ -17,9 +17,9 @@ from distconv.geometry.layout import (
     rank_box,
     replicating_axes,
 )
-from distconv.grid import order
 from distconv.grid.device_mesh import arranged, axes_of_mesh
 from distconv.grid.interface import Grid
+from distconv.grid.order import SETTLED
 from distconv.grid.process_grid import ProcessGrid
 from distconv.grid.whereabouts import CURRENT, operator_name, running
 from distconv.tensor.base import DistTensorBase
@@ -78,7 +78,7 @@ class DistTensor(DistTensorBase):
                 return _run(rule, func, args, kwargs)
             CURRENT.function, CURRENT.arguments, CURRENT.keywords = func, args, kwargs
             try:
-                if order.COUNT_CALLS:
+                if func not in SETTLED:
                     _count_call(func, args, kwargs)
                 return _run(rule, func, args, kwargs)
             finally:
@@ -411,14 +411,27 @@ def _count_call(
 ) -> None:
     """Have a function compared between ranks, if it may differ without a word: if a tensor is cut.
 
-    What one rank prints of a whole tensor, or detaches to keep, is its own affair.
+    What one rank prints of a whole tensor, or keeps of a cut one, is its own affair.
     """
-    if func is torch.Tensor.detach or func in UNCHECKED:
+    if func in _OWN_AFFAIRS:
+        SETTLED.add(func)
         return
-    for x in tensors_in(args, kwargs):
+    plain = args and not kwargs and isinstance(args[0], Tensor)
+    for x in args if plain else tensors_in(args, kwargs):
         if isinstance(x, DistTensorBase) and any(x.cuts):
             x.grid.count_call()
             return
+
+
+_OWN_AFFAIRS = {
+    *UNCHECKED,
+    *(getattr(torch.Tensor, name) for name in ("detach", "clone", "contiguous", "cpu")),
+    *(getattr(torch.Tensor, name) for name in ("register_hook", "retain_grad", "is_contiguous")),
+    torch.Tensor.data.__get__,  # type: ignore[attr-defined]
+    torch.clone,
+    torch.detach,
+}
+"""Functions that change no value, so that a rank may call them alone."""
 
 
 def _run(
@@ -437,11 +450,11 @@ def _run(
         )
     named = {ALIASES.get(name, name): x for name, x in kwargs.items()} if kwargs else {}
     out = named.pop("out", None)
+    operands = tensors_in(*args, named)
     if func not in UNCHECKED:
-        check_recorded(func, *tensors_in(*args, named))
+        check_recorded(func, *operands)
     if out is None:
         return rule(*args, **named)
-    operands = tensors_in(*args, named)
     check_out(func, out, out, *operands)
     result = rule(*args, **named)
     check_out(func, out, result, *operands)

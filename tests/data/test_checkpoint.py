@@ -6,6 +6,7 @@ import io
 import os
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ import distconv as dc
 from distconv.data import Dataset, Loader
 from distconv.data.checkpoint import FORMAT, checkpoints_in
 from distconv.data.durable import read_checksummed, write_checksummed
+from distconv.grid.order import DivergenceError
 from tests.support.everywhere import WORLD, fails_everywhere, on_rank_zero
 from tests.support.mesh_runs import files_up_to
 from tests.support.sample_files import X, Y
+from tests.support.serial import raised_everywhere
 
 every_size = pytest.mark.parallel([1, 2, 4])
 both = pytest.mark.parallel([1, 2])
@@ -342,6 +345,44 @@ def test_a_full_disk_leaves_the_checkpoints_that_there_are(folder: Path) -> None
     WORLD.barrier()
     on_rank_zero((folder / "file").touch)
     fails_everywhere(lambda: dc.save_checkpoint(folder / "file", small), "cannot be made")
+
+
+def skip_a_step(run: Run) -> None:
+    run.opt.step = lambda: None  # type: ignore[assignment, method-assign]
+
+
+def take_another_rate(run: Run) -> None:
+    run.opt.param_groups[0]["lr"] *= 3
+
+
+@pytest.mark.parallel(2)
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("change", [skip_a_step, take_another_rate])
+def test_a_state_that_differs_between_ranks_is_not_saved(
+    folder: Path, change: Callable[[Run], None], sharded: bool
+) -> None:
+    run = Run({"sample": 2})
+    run.train(2)
+    dc.save_checkpoint(folder, *run.parts, step=2)
+    if WORLD.rank:
+        change(run)
+    run.train(1)
+    save = partial(dc.save_checkpoint, step=3, keep=1, sharded=sharded)
+    message = raised_everywhere(RuntimeError, save, folder, *run.parts)
+    assert "save_checkpoint" in message and "is not the same on all ranks: rank 1" in message
+    assert names(folder) == ["checkpoint-0000000002.pt"]
+
+
+@pytest.mark.parallel(2)
+def test_functions_that_differ_late_are_found_when_a_state_is_saved(folder: Path) -> None:
+    run = Run({"height": 2})
+    x = dc.distribute_tensor(torch.arange(64.0).reshape(1, 1, 8, 8), run.loader.grid)
+    for function in (torch.special.erfcx, torch.special.log_ndtr):
+        function(x)
+    (torch.special.log_ndtr if WORLD.rank else torch.special.erfcx)(x)
+    message = raised_everywhere(DivergenceError, dc.save_checkpoint, folder, run.model)
+    assert "erfcx" in message and "log_ndtr" in message
+    assert names(folder) == []
 
 
 def test_a_module_that_is_not_parallelized_is_refused(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ def order_of(grid: dc.ProcessGrid) -> Order:
 def grid(monkeypatch: pytest.MonkeyPatch) -> Iterator[dc.ProcessGrid]:
     """Make a grid over all ranks whose every step is compared."""
     made = dc.ProcessGrid(height=-1)
+    order.SETTLED.clear()
     monkeypatch.setattr(order_of(made), "debug", True)
     yield made
 
@@ -63,12 +64,68 @@ LOCAL: dict[str, tuple[Callable[[dc.DistTensor], Any], Callable[[dc.DistTensor],
 }
 
 
+@pytest.fixture
+def unknown(monkeypatch: pytest.MonkeyPatch) -> Iterator[dc.ProcessGrid]:
+    """Make a grid over all ranks that is as if nothing had been called on it, with the defaults."""
+    made = dc.ProcessGrid(height=-1)
+    order.SETTLED.clear()
+    monkeypatch.setattr(order_of(made), "debug", False)
+    monkeypatch.setattr(order_of(made), "_calls", {})
+    yield made
+
+
+@pytest.mark.parallel([2, 3])
+@pytest.mark.parametrize("case", LOCAL)
+def test_first_calls_of_functions_that_send_nothing_are_compared_by_default(
+    unknown: dc.ProcessGrid, case: str
+) -> None:
+    x = planes(unknown)
+    usual, other = LOCAL[case]
+
+    def train(call: Callable[[dc.DistTensor], Any]) -> None:
+        for step in range(600):
+            (call if step == 7 else usual)(x)
+            x.sum()
+
+    train(usual)  # what differs in calls that count no more is not seen
+    order_of(unknown)._calls.clear()
+    order.SETTLED.clear()
+    error = differing(lambda: train(usual), lambda: train(other))
+    assert "call" in error and "test_order.py" in error
+
+
+@pytest.mark.parallel([2, 3])
+def test_a_function_settles_after_its_first_calls_on_cut_tensors(
+    unknown: dc.ProcessGrid, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(order, "_ORDERS", {order_of(unknown)})
+    x = planes(unknown)
+    whole = x.mean()
+    for _ in range(64):
+        x.tanh()
+        whole.exp()
+    assert not {Tensor.tanh, Tensor.exp} & order.SETTLED
+    x.tanh()
+    assert {Tensor.tanh, Tensor.exp} & order.SETTLED == {Tensor.tanh}
+
+
+@pytest.mark.parallel([2, 3])
+def test_what_a_rank_keeps_or_prints_is_its_own_affair(unknown: dc.ProcessGrid) -> None:
+    x = planes(unknown)
+    mean = x.mean()
+    for step in range(300):
+        if unknown.rank == 0 and step < 5:
+            kept = [x.detach(), x.clone(), x.detach().cpu(), x.contiguous()]
+            assert all(y.shape == x.shape for y in kept) and f"{float(mean * 2):.3f}" and str(x)
+        x.sum()
+    torch.testing.assert_close(x.sum().full_tensor(), x.full_tensor().sum())
+
+
 @pytest.mark.parallel([2, 3])
 @pytest.mark.parametrize("case", LOCAL)
 def test_functions_that_send_nothing_are_compared_with_the_next_step(
-    grid: dc.ProcessGrid, case: str, monkeypatch: pytest.MonkeyPatch
+    grid: dc.ProcessGrid, case: str
 ) -> None:
-    monkeypatch.setattr(order, "COUNT_CALLS", True)
     x = planes(grid)
     usual, other = LOCAL[case]
     error = differing(lambda: usual(x).sum(), lambda: other(x).sum())
@@ -201,6 +258,33 @@ def test_calls_in_another_order_are_found_later_where_their_messages_are_alike()
         with pytest.raises(DivergenceError, match="avg_pool2d"):
             for i in range(1000):
                 calls[i == 20 and WORLD.rank == LAST]()
+
+
+@pytest.mark.parallel([2, 3])
+def test_other_weights_in_the_same_function_are_found_later(unknown: dc.ProcessGrid) -> None:
+    x = planes(unknown)
+    convolutions = [nn.Conv2d(3, 3, 3, padding=1) for _ in range(2)]
+    dc.parallelize(nn.Sequential(*convolutions), unknown)
+    with dc.method("assembled"), torch.no_grad():
+        for conv in convolutions:
+            conv(x)
+        with pytest.raises(DivergenceError, match="parameter [02].*parameter [02]"):
+            for i in range(1000):
+                odd = i > 80 and WORLD.rank == LAST
+                for conv in convolutions[:: -1 if odd else 1]:
+                    conv(x)
+
+
+@pytest.mark.parallel([2, 3])
+def test_calls_on_two_grids_in_another_order_are_found_later(unknown: dc.ProcessGrid) -> None:
+    x, y = planes(unknown), planes(dc.ProcessGrid(width=-1)).redistribute(dc.Layout(height="width"))
+    with dc.method("assembled"):
+        F.avg_pool2d(x, 3, 1, 1), F.avg_pool2d(y, 3, 1, 1)
+        with pytest.raises(DivergenceError, match=r"avg_pool2d.* on .*avg_pool2d"):
+            for i in range(1000):
+                odd = i == 85 and WORLD.rank == LAST
+                for z in (y, x) if odd else (x, y):
+                    F.avg_pool2d(z, 3, 1, 1)
 
 
 def test_two_threads_on_one_grid_are_an_error(tmp_path: Path) -> None:

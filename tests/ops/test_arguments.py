@@ -127,3 +127,40 @@ def test_the_box_of_what_is_no_shape_is_refused(shape: Any) -> None:
 def test_the_box_of_a_negative_shape_is_refused() -> None:
     with pytest.raises(ValueError, match="negative size"):
         dc.local_box((8, -4), dc.ProcessGrid(sample=-1))
+
+
+def classes(*shape: int) -> torch.Tensor:
+    """Return numbers of which the last one is out of the range of the tests below."""
+    numbers = torch.zeros(shape, dtype=torch.long)
+    numbers.view(-1)[-1] = 7
+    return numbers
+
+
+OUT_OF_RANGE: dict[str, Callable[[dc.ProcessGrid], Any]] = {
+    "cross_entropy": lambda grid: F.cross_entropy(
+        dc.distribute_tensor(torch.ones(4, 3, 2), grid), classes(4, 2), reduction="none"
+    ),
+    "nll_loss": lambda grid: F.nll_loss(
+        dc.distribute_tensor(torch.ones(4, 3), grid), classes(4), reduction="none"
+    ),
+    "embedding": lambda grid: F.embedding(
+        dc.distribute_tensor(classes(4, 2), grid), torch.ones(3, 2)
+    ),
+    "one_hot": lambda grid: F.one_hot(dc.distribute_tensor(classes(4, 2), grid), 3),
+    "index_select": lambda grid: torch.ones(3, 2).index_select(
+        0, dc.distribute_tensor(classes(4), grid)
+    ),
+}
+
+
+@pytest.mark.parallel([1, 2])
+@pytest.mark.parametrize("name", OUT_OF_RANGE)
+def test_the_rank_that_meets_a_number_out_of_range_names_it(name: str) -> None:
+    grid = dc.ProcessGrid(sample=-1)
+    raised = ""
+    try:
+        OUT_OF_RANGE[name](grid)
+    except (IndexError, RuntimeError) as error:
+        raised = str(error)
+    assert raised or grid.rank < grid.size - 1
+    assert not raised or (name in raised and "7 is out of range" in raised and "0 to 2" in raised)

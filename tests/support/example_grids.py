@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from mpi4py import MPI
 
 import distconv as dc
@@ -13,8 +12,6 @@ GRIDS = {
     4: [{"depth": 2, "height": 2}, {"sample": 2, "width": 2}],
 }
 """For each number of ranks."""
-
-every_size = pytest.mark.parallel([1, 2, 4])
 
 
 def alone() -> dc.ProcessGrid:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -30,9 +31,10 @@ Sources = Mapping[str, ast.Module]
 """Modules of the package by dotted names; a folder's `__init__` has the name of the folder."""
 
 
-def read_sources(root: Path) -> dict[str, ast.Module]:
+@functools.cache
+def read_sources(root: Path) -> Sources:
     """Parse every module of `distconv/`, and of `layers/`, which is installed as a part of it."""
-    sources = {}
+    sources: dict[str, ast.Module] = {}
     for folder, prefix in (("distconv", ()), ("layers", ("distconv",))):
         for path in (root / folder).rglob("*.py"):
             parts = [*prefix, *path.relative_to(root).with_suffix("").parts]

@@ -30,6 +30,7 @@ from distconv.ops.support.operands import (
     local_operand,
     uncut,
 )
+from distconv.ops.support.ranges import in_range
 from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
 
@@ -55,7 +56,9 @@ def index_select(input: Tensor, dim: int, index: Tensor) -> DistTensor:
     d = normalize_dim(dim, x.dim())
     vector = index if index.dim() else index.reshape(1)
     own = local_operand(vector, shape[d : d + 1], x.cuts[d : d + 1], grid, "index_select")
-    shard = uncut(x, [d], "index_select").shard.index_select(d, own)
+    whole = uncut(x, [d], "index_select").shard
+    with in_range("index_select, position", own, x.shape[d]):
+        shard = whole.index_select(d, own)
     return DistTensor(shard, shape, x.cuts, grid)
 
 
@@ -150,7 +153,9 @@ def embedding(
     if is_merged(input):
         return cast(DistTensor, merge_as(embedding(unmerged(input), weight, padding_idx), shape))
     x = as_distributed(input, grid)
-    shard = F.embedding(x.shard, gather_whole(weight, "embedding"), padding_idx)
+    table = gather_whole(weight, "embedding")
+    with in_range("embedding, position", x.shard, len(table)):
+        shard = F.embedding(x.shard, table, padding_idx)
     return DistTensor(shard, shape, (*x.cuts, ()), grid)
 
 

@@ -30,6 +30,7 @@ from distconv.ops.support.operands import (
     local_operand,
     uncut,
 )
+from distconv.ops.support.ranges import in_range
 from distconv.tensor.dispatch import RULES, implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.nested import tensors_in
@@ -158,5 +159,6 @@ def one_hot(tensor: DistTensor, num_classes: int = -1) -> DistTensor:
     check_on_meta(F.one_hot, tensor, max(num_classes, 1))
     if num_classes < 0:
         num_classes = int(tensor.max().item()) + 1
-    shard = F.one_hot(tensor.shard, num_classes)
+    with in_range("one_hot, class number", tensor.shard, num_classes):
+        shard = F.one_hot(tensor.shard, num_classes)
     return DistTensor(shard, (*tensor.shape, num_classes), (*tensor.cuts, ()), tensor.grid)

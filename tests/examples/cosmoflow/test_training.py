@@ -23,9 +23,10 @@ from examples.cosmoflow.network import FORMS, CosmoFlowNet
 from examples.cosmoflow.score import score
 from examples.trainer.launch import words
 from tests.support.everywhere import fails_everywhere
-from tests.support.example_grids import GRIDS, alone, axes, every_size
+from tests.support.example_grids import GRIDS, alone, axes
 
 WORLD = MPI.COMM_WORLD
+every_size = pytest.mark.parallel(list(GRIDS))
 SIDE = 16
 
 

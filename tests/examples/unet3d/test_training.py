@@ -20,9 +20,10 @@ from examples.unet3d.data import made_volume
 from examples.unet3d.generate import generate
 from examples.unet3d.network import UNet3d
 from examples.unet3d.score import count, dice_coefficients, segmentation_loss
-from tests.support.example_grids import GRIDS, alone, axes, every_size
+from tests.support.example_grids import GRIDS, alone, axes
 
 WORLD = MPI.COMM_WORLD
+every_size = pytest.mark.parallel(list(GRIDS))
 SIZE = (9, 8, 11)
 LARGE = (19, 17, 13)
 

@@ -1,0 +1,69 @@
+"""What ranks that train one model have in common: parameters, buffers, the optimizer's state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from distconv.comm.checksums import Checked, possible, unequal
+from distconv.model.gradient_reduction import checked, required_reduction
+from distconv.tensor.nested import tensors_in
+
+_PLAIN = (bool, int, float, str, tuple, list, type(None))
+"""Types of settings that mean the same on every rank when they are spelled alike."""
+
+
+def check_in_sync(caller: str, model: nn.Module, optimizer: Optimizer | None, full: bool) -> None:
+    """Raise RuntimeError, on every rank, where the ranks have come to train different models.
+
+    All ranks of the grid call it together.
+
+    Parameters
+    ----------
+    caller: the name of whoever asks, for the message.
+    model: has been parallelized.
+    optimizer: whose state and settings are compared as well.
+    full: whether every element counts; otherwise large tensors are looked at in parts.
+    """
+    grid = required_reduction(caller, model).grid
+    if not possible(grid):
+        return
+    found = unequal([*_of_model(model), *_of_optimizer(optimizer, model)], grid, full)
+    if found:
+        raise RuntimeError(
+            f"{caller}: {found[0]} is not the same on all ranks: {found[1]}. Every rank has "
+            "to take the same optimizer steps with the same settings; load the same state on every "
+            "rank to mend it"
+        )
+
+
+def _of_model(model: nn.Module) -> Iterator[Checked]:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        yield checked(name, tensor)
+
+
+def _of_optimizer(optimizer: Optimizer | None, model: nn.Module) -> Iterator[Checked]:
+    if optimizer is None:
+        return
+    names = {p: name for name, p in model.named_parameters()}
+    for g, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            if key != "params":
+                yield from _of_value(f"{key} of parameter group {g}", value)
+        for i, p in enumerate(group["params"]):
+            name = names.get(p, f"parameter {i} of group {g}")
+            for key, value in optimizer.state.get(p, {}).items():
+                yield from _of_value(f"{key} of {name}", value)
+
+
+def _of_value(name: str, value: Any) -> Iterator[Checked]:
+    """Yield the tensors in a value, or the value itself, spelled in a name."""
+    tensors = tensors_in(value)
+    for tensor in tensors:
+        yield checked(name, tensor)
+    if not tensors and isinstance(value, _PLAIN):
+        yield Checked(f"{name}, {value!r},", torch.empty(0))
