@@ -56,7 +56,8 @@ class Recorder(TorchDispatchMode):
         self.blocks: dict[str, tuple[int, ...]] = {}
         self._starts: list[int] = []
         self._seen: set[int] = set()
-        self._operators: dict[LocalOperator, LocalOperator] = {}
+        self._operators: dict[LocalOperator, tuple[LocalOperator, int]] = {}
+        """Each operator so far, as it was first noted, with its bytes."""
         self._streamed = 0
         self._watched = _Modules(module, self)
         transport.started = lambda start: self.events.append(start._replace(place=self._where()))
@@ -90,9 +91,12 @@ class Recorder(TorchDispatchMode):
         )
         if not any(True for _ in specs_in((operator.arguments, operator.keywords, operator.made))):
             return
-        operator = self._operators.setdefault(operator, operator)
+        known = self._operators.get(operator)
+        if known is None:
+            known = self._operators[operator] = operator, bytes_of(operator)
+        operator, streamed = known
         self.events.append(Compute(operator, place, self.memory.total))
-        self._streamed += bytes_of(operator)
+        self._streamed += streamed
 
     def turn(self) -> None:
         """Go from the forward to the backward pass."""
