@@ -452,11 +452,11 @@ def _run(
         )
     named = {ALIASES.get(name, name): x for name, x in kwargs.items()} if kwargs else {}
     out = named.pop("out", None)
+    operands = tensors_in(*args, named)
     if func not in UNCHECKED:
-        check_recorded(func, *tensors_in(*args, named))
+        check_recorded(func, *operands)
     if out is None:
         return rule(*args, **named)
-    operands = tensors_in(*args, named)
     check_out(func, out, out, *operands)
     result = rule(*args, **named)
     check_out(func, out, result, *operands)

@@ -14,10 +14,14 @@ import pytest
 import torch
 
 from distconv.data.checkpoint import checkpoints_in
-from tests.support.jobs import end_of, mpiexec, started, torchrun
+from tests.support.jobs import end_of, forked, mpiexec, started, torchrun
 from tests.support.mesh_runs import LIMIT, REPOSITORY, arguments, write_file
 
-MODULE = ["-m", "examples.mesh_tangling.train"]
+STRAIGHT = """
+from examples.mesh_tangling import train
+
+train.main()
+"""
 
 
 def results(output: Path) -> tuple[list[float], dict[str, Any]]:
@@ -50,13 +54,14 @@ train.main()
 def test_torchrun_trains_to_the_numbers_of_mpiexec_also_when_it_loses_a_rank(
     tmp_path: Path,
 ) -> None:
-    file, script = tmp_path / "data.h5", tmp_path / "script.py"
+    file, straight, killed = (tmp_path / name for name in ("data.h5", "straight.py", "killed.py"))
     write_file(file, samples=4)
-    script.write_text(KILLED.format(output=str(tmp_path / "broken")))
+    straight.write_text(STRAIGHT)
+    killed.write_text(KILLED.format(output=str(tmp_path / "broken")))
     ways = {
-        "mpiexec": [mpiexec(), "-n", "2", sys.executable, *MODULE],
-        "torchrun": [*torchrun(2), *MODULE],
-        "broken": [*torchrun(2), "--max-restarts=1", str(script)],
+        "mpiexec": [mpiexec(), "-n", "2", sys.executable, "-S", "-E", *forked(straight)],
+        "torchrun": [*torchrun(2), *forked(straight)],
+        "broken": [*torchrun(2), "--max-restarts=1", *forked(killed)],
     }
     for name, command in ways.items():
         words = arguments(file, tmp_path / name, {"height": 2}, 5)

@@ -1,4 +1,4 @@
-"""Ranks that begin where torch has been imported already, which takes seconds otherwise.
+"""Ranks that begin where torch and distconv have been imported already, which takes seconds.
 
 A server imports it once, and forks. What a launcher starts instead of a rank is a client that hands
 its streams and its connection to the launcher over, waits, and ends as the rank does; the rank ends
@@ -9,12 +9,22 @@ with it. This serves jobs that neither look at their parents nor get signals fro
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
 import sys
 
-IMPORTED = ("torch", "torch._dynamo", "numpy", "mpi4py", "h5py", "matplotlib.figure")
+IMPORTED = (
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.run",
+    "numpy",
+    "mpi4py",
+    "h5py",
+    "matplotlib.figure",
+    "distconv.training",
+)
 """Modules that the server imports; none of them starts MPI or a thread. Optimizers import
 torch._dynamo when they are made."""
 
@@ -40,6 +50,7 @@ def serve(path: str) -> list[str]:
     """Fork for each client until the parent ends; return in the child that is to run a script."""
     for name in IMPORTED:
         __import__(name)
+    gc.freeze()
     started_by = os.getppid()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how they end
     with socket.socket(socket.AF_UNIX) as server:
@@ -81,6 +92,9 @@ def answer(connection: socket.socket) -> list[str]:
         os.environ.update(environment)
         if handles[3:]:
             os.environ["PMI_FD"] = str(handles[3])
+        if "DISTCONV_DEBUG" in os.environ:  # which distconv reads while it is imported
+            for name in [name for name in sys.modules if name.split(".")[0] == "distconv"]:
+                del sys.modules[name]
         return words
     for handle in handles:
         os.close(handle)

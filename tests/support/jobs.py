@@ -69,8 +69,8 @@ def server() -> Path:
 
 def torchrun(ranks: int, *options: str) -> list[str]:
     """Return the command that starts a script on this number of ranks without MPI."""
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    return [*run, f"--nproc-per-node={ranks}", *options]
+    run = [sys.executable, "-S", "-E", *forked(Path(__file__).with_name("torchrun.py"))]
+    return [*run, "--standalone", f"--nproc-per-node={ranks}", *options]
 
 
 def start(
