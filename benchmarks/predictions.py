@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -37,8 +37,8 @@ from distconv.tools.bench.networks import MAXIMUM, Network, UNet3d, cosmoflow
 from distconv.tools.bench.settings import by
 from examples.mesh_tangling.network import mesh_tangling_1k, mesh_tangling_2k
 
-SECONDS = 2.0
-"""About how long the steps of one case are timed, beyond the first."""
+SECONDS = 1.0
+"""About how long the steps of one case are timed before it is predicted, and again afterwards."""
 FEWEST, MOST = 5, 40
 """The fewest and the most steps that are timed."""
 
@@ -145,8 +145,15 @@ class Result(NamedTuple):
         return self.peak_predicted / self.peak_measured - 1
 
 
-def measure(network: Network, extents: dict[str, int]) -> tuple[list[float], int] | None:
-    """Return the seconds of steps and the peak bytes of the slowest and the fullest rank.
+T = TypeVar("T")
+Make = Callable[[], Callable[[], None]]
+"""Makes a network with its sample, and returns its step."""
+
+
+def on_grid(
+    network: Network, extents: dict[str, int], measure: Callable[[Make, MPI.Intracomm], T]
+) -> T | None:
+    """Return what a function of a step and of the ranks of a grid measures there.
 
     All ranks call it; those that are not on the grid sleep, and get None.
     """
@@ -163,30 +170,33 @@ def measure(network: Network, extents: dict[str, int]) -> tuple[list[float], int
             module = parallelize(network.make(network.shape[2:]), grid)
             return step_of(network, module, *cut(network, grid))
 
-        step = make()
-        result = _times(step, comm), 0
-        del step
-        mine = peak_of(make).whole
-        result = result[0], comm.allreduce(mine, MPI.MAX)
+        result = measure(make, comm)
     sleep_until_all_are_here(world)
     comm.Free()
     return result
 
 
-def _times(step: Callable[[], None], comm: MPI.Intracomm) -> list[float]:
+def peak(make: Make, comm: MPI.Intracomm) -> int:
+    """Return the peak bytes of the fullest rank."""
+    return comm.allreduce(peak_of(make).whole, MPI.MAX)
+
+
+def times(make: Make, comm: MPI.Intracomm) -> list[float]:
+    """Return the seconds of steps on the slowest rank."""
+    step = make()
     clock = time.perf_counter
     for _ in range(3):
         comm.Barrier()
         start = clock()
         step()
         once = comm.allreduce(clock() - start, MPI.MAX)
-    times = []
+    taken = []
     for _ in range(min(max(int(SECONDS / once), FEWEST), MOST)):
         comm.Barrier()
         start = clock()
         step()
-        times.append(comm.allreduce(clock() - start, MPI.MAX))
-    return times
+        taken.append(comm.allreduce(clock() - start, MPI.MAX))
+    return taken
 
 
 def cut(network: Network, grid: ProcessGrid) -> tuple[DistTensor, DistTensor]:
@@ -240,10 +250,9 @@ def run(folder: Path, cases: Sequence[Case] = CASES) -> None:
             if any((r.network, r.grid) == (network.name, extents) for r in done):
                 continue
             start = time.perf_counter()
-            measured = measure(network, extents)
+            bytes_of_step = on_grid(network, extents, peak)
+            before = on_grid(network, extents, times)
             if world.rank == 0:
-                assert measured is not None
-                times, peak = measured
                 p = predict(
                     network.make(network.shape[2:]),
                     network.shape,
@@ -251,11 +260,15 @@ def run(folder: Path, cases: Sequence[Case] = CASES) -> None:
                     machine,
                     loss=loss_of(network),
                 )
-                middle, low, high = spread(times)
+            sleep_until_all_are_here(world)
+            after = on_grid(network, extents, times)
+            if world.rank == 0:
+                assert bytes_of_step and before and after
+                middle, low, high = spread(before + after)
                 done.append(
                     Result(
                         *(network.name, list(network.shape), extents, middle, low, high),
-                        *(p.seconds, peak, p.peak),
+                        *(p.seconds, bytes_of_step, p.peak),
                     )
                 )
                 with path.open("a") as lines:

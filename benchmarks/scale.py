@@ -158,7 +158,8 @@ def _smallest(machine: Machine, value: float) -> Machine:
 
 
 def _host(machine: Machine, factor: float) -> Machine:
-    return replace(machine, host={name: factor * s for name, s in machine.host.items()})
+    host = {name: table.times(factor) for name, table in machine.host.items()}
+    return replace(machine, host=host)
 
 
 ASSUMPTIONS = (

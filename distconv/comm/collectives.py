@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from distconv.comm.packing import resolved_contiguous
+from distconv.comm.shard_function import ShardFunction
 from distconv.geometry.topology import AXES
 from distconv.grid.interface import Grid
 
@@ -29,7 +29,7 @@ def all_gather_with_grad(local: Tensor, grid: Grid, axes: Iterable[str]) -> Tens
 
 
 def apply_along_axes(
-    function: type[Function], local: Tensor, grid: Grid, axes: Iterable[str]
+    function: type[ShardFunction], local: Tensor, grid: Grid, axes: Iterable[str]
 ) -> Tensor:
     """Apply `function` to `local` over the ranks along `axes`; return `local` for one rank."""
     axes = tuple(axes)
@@ -89,7 +89,7 @@ def broadcast(tensor: Tensor, grid: Grid, axes: Iterable[str] = AXES) -> None:
         tensor.detach().copy_(message)
 
 
-class _AllReduce(Function):
+class _AllReduce(ShardFunction):
     @staticmethod
     def forward(ctx: Any, local: Tensor, grid: Grid, axes: tuple[str, ...]) -> Tensor:
         ctx.movement = grid, axes
@@ -100,7 +100,7 @@ class _AllReduce(Function):
         return _AllReduce.apply(grads[0], *ctx.movement), None, None
 
 
-class _AllGather(Function):
+class _AllGather(ShardFunction):
     @staticmethod
     def forward(ctx: Any, local: Tensor, grid: Grid, axes: tuple[str, ...]) -> Tensor:
         ctx.movement = grid, axes

@@ -77,6 +77,10 @@ def _is_resolved_contiguous(tensor: Tensor) -> bool:
 
 def route_boxes(tensor: Tensor, route: Route, message: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the boxes of a route in `tensor`, each with its part of the message."""
+    if len(route.boxes) == 1:
+        place = tensor[route.boxes[0]]
+        yield place, message.view(place.shape)
+        return
     start = 0
     for box in route.boxes:
         place = tensor[box]

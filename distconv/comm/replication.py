@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 from torch.autograd.graph import get_gradient_edge
 
 from distconv.comm.collectives import all_reduce_with_grad, apply_along_axes
+from distconv.comm.shard_function import ShardFunction
 from distconv.grid.interface import Grid
 
 
@@ -91,7 +91,7 @@ def replicate(local: Tensor, grid: Grid, axes: Iterable[str]) -> Tensor:
     return result
 
 
-class _Unreplicate(Function):
+class _Unreplicate(ShardFunction):
     @staticmethod
     def forward(ctx: Any, local: Tensor, grid: Grid, axes: tuple[str, ...]) -> Tensor:
         ctx.movement = grid, axes
@@ -104,7 +104,7 @@ class _Unreplicate(Function):
         return replicate(grads[0], grid, axes) / grid.topology.parts(axes), None, None
 
 
-class _Replicate(Function):
+class _Replicate(ShardFunction):
     @staticmethod
     def forward(ctx: Any, local: Tensor, grid: Grid, axes: tuple[str, ...]) -> Tensor:
         ctx.movement = grid, axes

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.autograd import Function
 
 from distconv.comm.packing import (
     add_received,
@@ -20,6 +19,7 @@ from distconv.comm.packing import (
     receive_buffers,
     route_boxes,
 )
+from distconv.comm.shard_function import ShardFunction
 from distconv.geometry.plan import Plan, Route
 from distconv.grid.interface import Grid
 from distconv.transport.interface import Message, Request
@@ -125,7 +125,7 @@ class Transfer:
         else:
             block.zero_()
         for source, target in rest:
-            block[source] += buffer[target]
+            block[source].add_(buffer[target])
         gradients.finish_adding_to(block)
         return block
 
@@ -153,7 +153,7 @@ def accumulate(buffer: Tensor, plan: Plan, grid: Grid) -> Tensor:
     return result
 
 
-class _Gather(Function):
+class _Gather(ShardFunction):
     @staticmethod
     def forward(ctx: Any, local: Tensor, transfer: Transfer, fill: float) -> Tensor:
         ctx.transfer = transfer
@@ -164,7 +164,7 @@ class _Gather(Function):
         return _Accumulate.apply(grads[0], ctx.transfer), None, None
 
 
-class _Accumulate(Function):
+class _Accumulate(ShardFunction):
     @staticmethod
     def forward(ctx: Any, buffer: Tensor, transfer: Transfer) -> Tensor:
         ctx.transfer = transfer

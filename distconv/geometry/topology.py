@@ -17,6 +17,7 @@ class Topology:
     extents: tuple[int, ...]
     _extent: dict[str, int] = field(init=False, repr=False, compare=False)
     _stride: dict[str, int] = field(init=False, repr=False, compare=False)
+    _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         strides = [1] * len(AXES)
@@ -24,6 +25,10 @@ class Topology:
             strides[i] = strides[i + 1] * self.extents[i + 1]
         object.__setattr__(self, "_extent", dict(zip(AXES, self.extents, strict=True)))
         object.__setattr__(self, "_stride", dict(zip(AXES, strides, strict=True)))
+        object.__setattr__(self, "_hash", hash(self.extents))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     def __str__(self) -> str:
         """Return the axes with several ranks, as `height=2, width=2`."""

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 
 class DeviceMemory:
-    """Bytes of a GPU, which are sliced as numpy's arrays are: a slice keeps the whole alive."""
+    """Elements on a GPU, which are sliced as numpy's arrays are: a slice keeps the whole alive."""
 
     def __init__(self, tensor: Tensor, whole: DeviceMemory | None = None):
         self._tensor, self._whole = tensor, whole
@@ -34,17 +33,23 @@ class DeviceMemory:
         return description
 
 
-BucketMemory: TypeAlias = NDArray[np.uint8] | DeviceMemory
+BucketMemory: TypeAlias = NDArray[Any] | DeviceMemory
 
 
 def memory_of_tensor(tensor: Tensor) -> BucketMemory:
-    """Return the memory of a contiguous tensor, which it keeps alive."""
-    flat = tensor.view(torch.uint8)
+    """Return the memory of a contiguous tensor, which it keeps alive; sliced by elements."""
+    flat = tensor.view(_STAND_IN.get(tensor.dtype, tensor.dtype))
     return DeviceMemory(flat) if flat.is_cuda else flat.numpy()
 
 
-def tensor_on_memory(memory: BucketMemory) -> Tensor:
-    """Return a tensor of bytes in this memory, with a storage of its own."""
+def tensor_on_memory(memory: BucketMemory, dtype: torch.dtype) -> Tensor:
+    """Return a tensor of `dtype` on the memory of such a tensor, with a storage of its own."""
     if isinstance(memory, DeviceMemory):
-        return torch.as_tensor(memory, device=memory.device)
-    return torch.from_numpy(memory)
+        flat = torch.as_tensor(memory, device=memory.device)
+    else:
+        flat = torch.from_numpy(memory)
+    return flat.view(dtype) if dtype in _STAND_IN else flat
+
+
+_STAND_IN = {torch.bfloat16: torch.int16}
+"""Types that numpy does not have, and those under which it sees their memory."""

@@ -25,8 +25,10 @@ class _GradientSlot:
 
     def __init__(self, p: Tensor, start: int):
         self.shape, self.strides, self.dtype = p.shape, _strides(p), p.dtype
-        self.start = start
-        self.bytes = slice(start, start + p.numel() * p.element_size())
+        self.elements = slice(start, start + p.numel())
+        self.offset = start * p.element_size()
+        """Where it begins, in bytes."""
+        self.flat = self.strides == (1,)
         self.slice: ReferenceType[BucketMemory] | None = None
         self.here = False
         """Whether the slice belongs to the present memory, not to an earlier one."""
@@ -61,7 +63,7 @@ class Bucket:
         """The ranks over which the gradients are added up."""
         self._start_sum = start_sum
         """Starts to add up a vector over them, where that is not the carrier's all-reduce."""
-        starts = accumulate((p.numel() * p.element_size() for p in parameters), initial=0)
+        starts = accumulate((p.numel() for p in parameters), initial=0)
         self._places = [
             _GradientSlot(p, start) for p, start in zip(parameters, starts, strict=False)
         ]
@@ -159,17 +161,17 @@ class Bucket:
         gradient = p.grad
         return (
             gradient is not None
-            and gradient.data_ptr() == self._address + place.start
+            and gradient.data_ptr() == self._address + place.offset
             and gradient.stride() == place.strides
         )
 
     def _flat(self) -> Tensor:
         assert self._memory is not None
-        return tensor_on_memory(self._memory).view(self._places[0].dtype)
+        return tensor_on_memory(self._memory, self._places[0].dtype)
 
     def _slice(self, place: _GradientSlot) -> BucketMemory:
         assert self._memory is not None
-        return self._memory[place.bytes]
+        return self._memory[place.elements]
 
     def _view(self, place: _GradientSlot) -> Tensor:
         return _tensor(self._slice(place), place)
@@ -205,4 +207,5 @@ def _strides(p: Tensor) -> tuple[int, ...]:
 
 
 def _tensor(memory: BucketMemory, place: _GradientSlot) -> Tensor:
-    return tensor_on_memory(memory).view(place.dtype).as_strided(place.shape, place.strides)
+    flat = tensor_on_memory(memory, place.dtype)
+    return flat if place.flat else flat.as_strided(place.shape, place.strides)

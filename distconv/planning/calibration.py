@@ -10,7 +10,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import torch
@@ -73,14 +73,19 @@ def calibrate(
                 link = _collective(kind, grid, chosen, seconds / 40)
                 reductions.setdefault(f"{kind} {where}", {})[ranks] = link
                 sources[f"{kind} {where}"] = f"{where_from}: groups of neighbours, all at once"
+    progress("the slowest rank")
+    skew = _skew(seconds / 10)
+    sources["skew"] = f"{where_from}: all ranks of the job at once"
     progress("copies and packing")
     copy = _table(_copies(rows=False), COPIED)
     packing = _table(_copies(rows=True), COPIED)
     sources["copy"] = sources["packing"] = f"{where_from}: all ranks at once, {torch.__version__}"
     progress("Python")
-    host = _mean_of_ranks(measure_host_work(max(5, min(30, int(seconds)))))
-    sources["host"] = f"{where_from}: functions on tiny tensors, minus their local operators"
-    sources["host parameter"] = "assumed: 20 us for the gradient and the update of a parameter"
+    host = measure_host_work(1 if seconds < 20 else 2)
+    sources["host"] = (
+        f"{where_from}: functions on tiny tensors, minus their local operators, all ranks at once, "
+        "after bytes have gone through the caches"
+    )
     sources["operators"] = f"timed on {hosts[0]} when first asked for"
     return Machine(
         name=name or hosts[0],
@@ -92,6 +97,7 @@ def calibrate(
         copy=copy,
         packing=packing,
         host=host,
+        skew=skew,
         memory=memory or _memory_of_node() // per_node,
         environment={key: os.environ[key] for key in KEEP_MEMORY if key in os.environ},
         sources=sources,
@@ -140,7 +146,8 @@ def _messages(grid: ProcessGrid, peer: int | None, seconds: float) -> Link:
         def start(into: Any = into, out: Any = out) -> Any:
             return grid.transport.exchange(into, out, grid.transport.next_tag())
 
-        rows.append(_under_way(grid, start, leaving, seconds / len(MESSAGES)))
+        late = peer is not None and peer < grid.rank
+        rows.append(_under_way(grid, start, leaving, late, seconds / len(MESSAGES)))
     return _link(MESSAGES, rows)
 
 
@@ -156,10 +163,10 @@ def _collective(kind: str, grid: ProcessGrid, sizes: Sequence[int], seconds: flo
             grid.transport.all_gather(mine, group)
             return _Over()
 
-        rows.append(_under_way(grid, start, mine, seconds / len(sizes)))
+        rows.append(_under_way(grid, start, mine, grid.rank % 2 == 1, seconds / len(sizes)))
     if kind == "all_gather":
         # It returns when it is complete, so nothing of it is left to wait for.
-        rows = [(total, 0.0, 0.0) for total, _, _ in rows]
+        rows = [(total, 0.0, 0.0, False) for total, *_ in rows]
     return _link(sizes, rows)
 
 
@@ -171,13 +178,15 @@ class _Over:
 
 
 def _under_way(
-    grid: ProcessGrid, start: Callable[[], Any], written: Tensor, seconds: float
-) -> tuple[float, float, float]:
-    """Return medians over rounds of the slowest rank: total, starting, and waiting after work.
+    grid: ProcessGrid, start: Callable[[], Any], written: Tensor, late: bool, seconds: float
+) -> tuple[float, float, float, bool]:
+    """Return medians over rounds of the slowest rank: total, starting, and waiting after work; and
+    whether those that wait at once wait for those that work.
 
     Parameters
     ----------
     written: is written before each start, as halos are packed and gradients made.
+    late: whether this rank works when half of the ranks do.
     """
     clock = time.perf_counter
     comm = grid.comm
@@ -193,7 +202,7 @@ def _under_way(
         _meet(grid)
         begun = clock()
         request = start()
-        started = clock()
+        posted = clock() - begun
         request.wait()
         total = clock() - begun
         written.fill_(i % 3)
@@ -202,13 +211,22 @@ def _under_way(
         until = clock() + 2 * once + 2e-4
         while clock() < until:
             pass
-        late = clock()
+        behind = clock()
         request.wait()
-        rows.append((total, started - begun, clock() - late))
+        after = clock() - behind
+        written.fill_(i % 3)
+        _meet(grid)
+        begun = clock()
+        request = start()
+        until = clock() + 2 * once + 2e-4
+        while late and clock() < until:
+            pass
+        request.wait()
+        rows.append((total, posted, after, 0.0 if late else clock() - begun))
     columns = [median(column) for column in zip(*rows, strict=True)]
     everyone = comm.allgather(columns)
-    total, posted, after = (max(column) for column in zip(*everyone, strict=True))
-    return total, min(posted, total), min(after, total)
+    total, posted, after, held = (max(column) for column in zip(*everyone, strict=True))
+    return total, min(posted, total), min(after, total), held > 2 * once + 2e-4
 
 
 def _meet(grid: ProcessGrid) -> None:
@@ -216,8 +234,33 @@ def _meet(grid: ProcessGrid) -> None:
     grid.transport.all_reduce(torch.zeros(1), grid.communicator(tuple(grid.shape))).wait()
 
 
-def _link(sizes: Sequence[int], rows: Sequence[tuple[float, float, float]]) -> Link:
-    return Link(*(_table(column, sizes) for column in zip(*rows, strict=True)))
+def _link(sizes: Sequence[int], rows: Sequence[tuple[float, float, float, bool]]) -> Link:
+    total, posted, after, both = zip(*rows, strict=True)
+    eager = max((0, *sizes[: both.index(True)])) if any(both) else None
+    return Link(_table(total, sizes), _table(posted, sizes), _table(after, sizes), eager)
+
+
+def _skew(seconds: float) -> Table:
+    """Return by how much the slowest rank takes longer than the mean for the same work, which is
+    convolutions and passes over memory, against what the mean takes."""
+    x, weight, memory = torch.rand(1, 16, 64, 64), torch.rand(16, 16, 3, 3), torch.zeros(2**20)
+    comm = world()
+    clock = time.perf_counter
+    points = [(0.0, 0.0)]
+    for repeats in (1, 4, 16, 64):
+        times: list[float] = []
+        start = clock()
+        while len(times) < 5 or max(comm.allgather(clock() - start)) < seconds / 4:
+            comm.allgather(None)
+            begun = clock()
+            for _ in range(repeats):
+                torch.conv2d(x, weight, padding=1)
+                memory.add_(1)
+            times.append(clock() - begun)
+        rounds = list(zip(*comm.allgather(times), strict=True))
+        later = median(max(each) - mean(each) for each in rounds)
+        points.append((median(map(mean, rounds)), later))
+    return Table(*zip(*sorted(points), strict=True))
 
 
 def _table(seconds: Iterable[float], sizes: Sequence[int]) -> Table:
@@ -239,11 +282,6 @@ def _copies(*, rows: bool) -> Iterator[float]:
             target.copy_(source)
             times.append(clock() - begun)
         yield max(world().allgather(median(times)))
-
-
-def _mean_of_ranks(mine: dict[str, float]) -> dict[str, float]:
-    everyone = world().allgather(mine)
-    return {name: sum(each[name] for each in everyone) / len(everyone) for name in mine}
 
 
 def _memory_of_node() -> int:

@@ -12,7 +12,7 @@ from distconv.model.gradient_reduction import axes_of_sum
 from distconv.planning.counted_messages import Request
 from distconv.planning.dry_run import DryRunGrid
 from distconv.planning.recorder import Recorder
-from distconv.planning.recording import HostWork, Place
+from distconv.planning.recording import Place
 
 
 class DryGradients:
@@ -40,7 +40,7 @@ class DryGradients:
     def _accumulated(self, p: Tensor) -> None:
         assert p.grad is not None
         across = " across ranks" if self._grid.size > 1 else ""
-        self._recorder.events.append(HostWork(f"parameter{across}", Place("gradients", "backward")))
+        self._recorder.work(f"parameter{across}", Place("gradients", "backward"))
         if self._grid.size == 1:
             self._recorder.memory.turn_into(p.grad, "gradients")
             return

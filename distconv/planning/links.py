@@ -22,6 +22,8 @@ class Cost(NamedTuple):
     """Of that, what the call that starts it takes."""
     after: float
     """What the wait takes at least, however late it comes."""
+    both: bool = False
+    """Whether the messages wait for those ranks, too, to which they go."""
 
 
 def check_ranks(machine: Machine, ranks: int) -> None:
@@ -50,7 +52,7 @@ def messages_cost(
     empty one takes, and the bytes over links of one kind. Both kinds work at the same time.
     """
     posted = after = host = 0.0
-    rest = []
+    both, rest = False, []
     for where in ("within", "between"):
         sides = [
             [size for peer, size in side if machine.where((rank, peer)) == where]
@@ -65,7 +67,8 @@ def messages_cost(
         rest.append(link.total.at(size) - each)
         posted += link.posted.at(size / count) * count
         after += link.after.at(size) + (count - 1) * link.after.at(0)
-    return Cost(max(host + max(rest, default=0.0), posted), posted, after)
+        both = both or link.waits_for_both(max(map(max, filter(None, sides))))
+    return Cost(max(host + max(rest, default=0.0), posted), posted, after, both)
 
 
 def _link_of(machine: Machine, where: str) -> Link:
@@ -91,7 +94,8 @@ def collective_cost(kind: str, ranks: Sequence[int], size: int, machine: Machine
     measured = machine.reductions.get(f"{kind} {where}", {})
     if count in measured:
         link = measured[count]
-        return Cost(link.total.at(size), link.posted.at(size), link.after.at(size))
+        both = link.waits_for_both(size)
+        return Cost(link.total.at(size), link.posted.at(size), link.after.at(size), both)
     if measured:
         nearest = min(measured, key=lambda n: abs(log2(n) - log2(count)))
         link = measured[nearest]
@@ -99,11 +103,12 @@ def collective_cost(kind: str, ranks: Sequence[int], size: int, machine: Machine
         steps = log2(count) / log2(nearest)
         share = _share(kind, count) / _share(kind, nearest)
         total = latency * steps + (link.total.at(size) - latency) * share
-        return Cost(total, link.posted.at(size), link.after.at(size) * share)
+        both = link.waits_for_both(size)
+        return Cost(total, link.posted.at(size), link.after.at(size) * share, both)
     nodes = {machine.node(rank) for rank in ranks}
     total = 0.0
     inside = -(-count // len(nodes))
-    posted = after = 0.0
+    posted, after, both = 0.0, 0.0, False
     for level, many in (("within", inside), ("between", len(nodes))):
         if many > 1:
             link = _link_of(machine, level)
@@ -117,7 +122,8 @@ def collective_cost(kind: str, ranks: Sequence[int], size: int, machine: Machine
             total += passes * log2(many) * latency
             total += _share(kind, many) * (link.total.at(part) - latency)
             posted, after = max(posted, link.posted.at(part)), max(after, link.after.at(part))
-    return Cost(total, posted, after)
+            both = both or link.waits_for_both(part)
+    return Cost(total, posted, after, both)
 
 
 def _share(kind: str, ranks: int) -> float:

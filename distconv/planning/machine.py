@@ -43,6 +43,14 @@ class Table:
             slope = max(slope, 0.0)
         return seconds[i - 1] + slope * (size - sizes[i - 1])
 
+    def times(self, factor: float) -> Table:
+        """Return the table with other seconds, so many times these."""
+        return Table(self.sizes, tuple(factor * s for s in self.seconds))
+
+
+NO_TIME = Table((0.0,), (0.0,))
+"""A table for what takes no time."""
+
 
 @dataclass(frozen=True)
 class Link:
@@ -54,6 +62,13 @@ class Link:
     """Of that, what the call that starts it takes."""
     after: Table
     """What the wait still takes when the ranks have computed for a long time since the start."""
+    eager: float | None = None
+    """The bytes up to which they arrive while the rank that has sent them computes; None where
+    they always do."""
+
+    def waits_for_both(self, size: float) -> bool:
+        """Return whether so many bytes move only while the ranks at both ends wait."""
+        return self.eager is not None and size > self.eager
 
     @classmethod
     def described(
@@ -104,9 +119,13 @@ class Machine:
     """Of contiguous bytes."""
     packing: Table
     """Of bytes in rows of 64."""
-    host: dict[str, float]
-    """Seconds of Python for each function on distributed tensors, beside its local operators; those
-    named `*` are for functions that are not there."""
+    host: dict[str, Table]
+    """Seconds of Python for each function on distributed tensors, beside its local operators,
+    against the bytes that operators have taken and made since the function before; those named `*`
+    are for functions that are not there."""
+    skew: Table = NO_TIME
+    """By how much the slowest of the ranks of a node takes longer than their mean for the same
+    work, against its seconds."""
     asynchronous: bool = False
     """Whether the device computes while the host goes on, as GPUs do."""
     roofline: Roofline | None = None
@@ -188,7 +207,8 @@ def as_dict(machine: Machine) -> dict[str, Any]:
         for kind, links in machine.reductions.items()
     }
     given["copy"], given["packing"] = _of_table(machine.copy), _of_table(machine.packing)
-    given["host"] = machine.host
+    given["host"] = {name: _of_table(table) for name, table in machine.host.items()}
+    given["skew"] = _of_table(machine.skew)
     if machine.roofline is not None:
         given["roofline"] = vars(machine.roofline)
     given["operators"], given["workspaces"] = machine.operators, machine.workspaces
@@ -209,7 +229,8 @@ def _from_dict(given: Mapping[str, Any]) -> Machine:
         },
         copy=_table(given["copy"]),
         packing=_table(given["packing"]),
-        host=given["host"],
+        host={name: _table(table) for name, table in given["host"].items()},
+        skew=_table(given.get("skew", 0.0)),
         asynchronous=given.get("asynchronous", False),
         roofline=None if roofline is None else Roofline(**_without_source(roofline)),
         operators=given.get("operators", {}),
@@ -228,12 +249,16 @@ def _of_table(table: Table) -> dict[str, Any]:
     return {"sizes": table.sizes, "seconds": table.seconds}
 
 
-def _table(given: Mapping[str, Any]) -> Table:
+def _table(given: Mapping[str, Any] | float) -> Table:
+    """Return a table of a file; a number is the same for all sizes."""
+    if isinstance(given, int | float):
+        return Table((0.0,), (given,))
     return Table(tuple(given["sizes"]), tuple(given["seconds"]))
 
 
 def _of_link(link: Link) -> dict[str, Any]:
-    return {name: _of_table(getattr(link, name)) for name in ("total", "posted", "after")}
+    tables = {name: _of_table(getattr(link, name)) for name in ("total", "posted", "after")}
+    return tables | {"eager": link.eager}
 
 
 def _link(given: Mapping[str, Any]) -> Link:
@@ -241,4 +266,5 @@ def _link(given: Mapping[str, Any]) -> Link:
     if "latency" in given:
         numbers = ("latency", "bandwidth", "posted", "after")
         return Link.described(**{name: given[name] for name in numbers if name in given})
-    return Link(*(_table(given[name]) for name in ("total", "posted", "after")))
+    total, posted, after = (_table(given[name]) for name in ("total", "posted", "after"))
+    return Link(total, posted, after, given.get("eager"))

@@ -27,6 +27,7 @@ from distconv.planning.recording import (
     Wait,
 )
 from distconv.planning.remembered_results import result_of
+from distconv.planning.roofline import bytes_of
 from distconv.tensor.dispatch import RULES
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.nested import tensors_in
@@ -56,7 +57,7 @@ class Recorder(TorchDispatchMode):
         self._starts: list[int] = []
         self._seen: set[int] = set()
         self._operators: dict[LocalOperator, LocalOperator] = {}
-        self._message = False
+        self._streamed = 0
         self._watched = _Modules(module, self)
         transport.started = lambda start: self.events.append(start._replace(place=self._where()))
         transport.waited = lambda number: self.events.append(Wait(number, self._where()))
@@ -91,6 +92,7 @@ class Recorder(TorchDispatchMode):
             return
         operator = self._operators.setdefault(operator, operator)
         self.events.append(Compute(operator, place, self.memory.total))
+        self._streamed += bytes_of(operator)
 
     def turn(self) -> None:
         """Go from the forward to the backward pass."""
@@ -106,7 +108,12 @@ class Recorder(TorchDispatchMode):
     def call(self, start: int, function: str) -> None:
         """Note a function on distributed tensors of the forward pass."""
         self.calls.append(_Call(start, self.place, function))
-        self.events.append(HostWork(function, self.place))
+        self.work(function, self.place)
+
+    def work(self, function: str, place: Place) -> None:
+        """Note that the host goes through a function."""
+        self.events.append(HostWork(function, place, self._streamed))
+        self._streamed = 0
 
     def _where(self) -> Place:
         if not self.going_back:
@@ -124,7 +131,7 @@ class Recorder(TorchDispatchMode):
         place = Place(call.place.layer, "backward")
         if call.function is not None and i not in self._seen:
             self._seen.add(i)
-            self.events.append(HostWork(f"{call.function} backward", place))
+            self.work(f"{call.function} backward", place)
         return place
 
     @property

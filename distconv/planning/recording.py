@@ -45,6 +45,8 @@ class HostWork(NamedTuple):
 
     function: str
     place: Place
+    streamed: int = 0
+    """Bytes that operators have taken and made since the function before."""
 
 
 class Start(NamedTuple):

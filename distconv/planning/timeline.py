@@ -1,13 +1,16 @@
 """The recordings of some ranks put into time: who computes, and who waits for whom.
 
 Local operators, Python and messages follow one another as the code has them. A rank that waits goes
-on when its messages are there, for which the other ranks have to have sent them; ranks that are not
-played do as the waiting rank itself.
+on when its messages are there, for which the other ranks have to have sent them, and where messages
+move only while both sides wait, have to wait as well; ranks that are not played do as the waiting
+rank itself. Ranks that do the same do not take the same time, and the slower ones are waited for:
+how much longer they take is measured against how long they have not met.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from distconv.planning.links import Cost, collective_cost, messages_cost
@@ -39,6 +42,18 @@ class Passage(NamedTuple):
     """Seconds in which the rank did nothing else."""
 
 
+@dataclass
+class _Movement:
+    """Messages or a reduction, as one of its ranks has started it."""
+
+    start: Start
+    cost: Cost
+    begun: float
+    """The moment by which the rank, and those that do the same, have started it."""
+    served: float | None = None
+    """The moment by which they wait for anything the first time since."""
+
+
 class _Rank:
     """A rank on its way through its recording."""
 
@@ -50,7 +65,10 @@ class _Rank:
         """The moment at which the device is free; on CPUs the host is the device."""
         self.host = 0.0
         self.next = 0
-        self.started: dict[int, tuple[float, Cost, Start, float]] = {}
+        self.started: dict[int, _Movement] = {}
+        self.unserved: list[_Movement] = []
+        self.met = 0.0
+        """The moment at which the rank last went on from waiting."""
 
     def add(
         self,
@@ -62,6 +80,10 @@ class _Rank:
     ) -> None:
         if stop > start:
             self.segments.append(Segment(self.recording.rank, start, stop, what, place, follows))
+
+    def all_here(self, machine: Machine) -> float:
+        """Return the moment by which the slower of the ranks that do the same are here, too."""
+        return self.now + machine.skew.at(self.now - self.met)
 
 
 class Timeline(NamedTuple):
@@ -126,12 +148,12 @@ def _advance(
     if isinstance(event, Compute):
         seconds = times[event.operator]
         if machine.asynchronous:
-            rank.host += machine.host.get("launch", 0.0)
+            rank.host += machine.host["launch"].at(0) if "launch" in machine.host else 0.0
             rank.now = max(rank.now, rank.host)
         rank.add(rank.now, rank.now + seconds, "compute", event.place)
         rank.now += seconds
     elif isinstance(event, HostWork):
-        seconds = host_seconds(event.function, machine)
+        seconds = host_seconds(event, machine)
         if machine.asynchronous:
             rank.host += seconds
         else:
@@ -153,46 +175,55 @@ def _start(rank: _Rank, event: Start, machine: Machine) -> None:
         peers = sorted((me, *(peer for peer, _ in event.arriving)))
         size = event.arriving[0][1] if event.arriving else 0
         cost = collective_cost(event.collective, peers, size, machine)
-    begun = rank.now
     if machine.asynchronous:
         rank.host += cost.posted
         begun = rank.now = max(rank.now, rank.host)
     else:
+        begun = rank.all_here(machine)
         rank.add(rank.now, rank.now + cost.posted, "communication", event.place)
         rank.now += cost.posted
-    rank.started[event.number] = begun, cost, event, rank.now
+    rank.started[event.number] = movement = _Movement(event, cost, begun)
+    rank.unserved.append(movement)
 
 
 def _finish(rank: _Rank, event: Wait, ranks: Mapping[int, _Rank], machine: Machine) -> bool:
-    begun, cost, start, _ = rank.started[event.number]
-    latest, cause = begun, None
-    for peer, _ in start.arriving:
-        other = ranks.get(peer)
-        if other is None:
+    here = rank.all_here(machine)
+    for movement in rank.unserved:
+        movement.served = here
+    rank.unserved.clear()
+    me = rank.recording.rank
+    mine = rank.started[event.number]
+    cost = mine.cost
+    begun, served = (mine.begun, me), (mine.served or here, me)
+    for peer, _ in mine.start.arriving:
+        if peer not in ranks:
             continue
-        if event.number not in other.started:
+        theirs = ranks[peer].started.get(event.number)
+        if theirs is None or (cost.both and theirs.served is None):
             return False
-        if other.started[event.number][0] > latest:
-            latest, cause = other.started[event.number][0], peer
-    arrived = latest + cost.total
-    stop = max(rank.now + cost.after, arrived)
+        begun = max(begun, (theirs.begun, peer))
+        if cost.both and theirs.served is not None:
+            served = max(served, (theirs.served, peer))
+    latest = (begun[0] + cost.total, *begun), (served[0] + cost.after, *served)
+    stop, moment, cause = max(*latest, (rank.now, rank.now, me))
     waited = stop - rank.now
-    follows = (cause, latest) if cause is not None and arrived >= rank.now + cost.after else None
+    follows = None if cause == me else (cause, moment)
     # What the messages themselves take comes after what another rank lets wait.
     own = min(waited, cost.total)
     rank.add(rank.now, stop - own, "wait", event.place, follows)
     rank.add(stop - own, stop, "communication", event.place, follows if own == waited else None)
-    rank.now = stop
+    rank.now = rank.met = stop
     exposed = waited + (0.0 if machine.asynchronous else cost.posted)
-    rank.passages.append(Passage(start.place, cost.total, exposed))
+    rank.passages.append(Passage(mine.start.place, cost.total, exposed))
     return True
 
 
-def host_seconds(function: str, machine: Machine) -> float:
+def host_seconds(work: HostWork, machine: Machine) -> float:
     """Return the seconds of Python of a function on distributed tensors."""
-    host = machine.host
-    if function in host:
-        return host[function]
+    function = work.function
     across = " across ranks" if " across ranks" in function else ""
     back = " backward" if function.endswith(" backward") else ""
-    return host.get(f"*{across}{back}", host.get("*", 0.0))
+    for name in (function, f"*{across}{back}", "*"):
+        if name in machine.host:
+            return machine.host[name].at(work.streamed)
+    return 0.0

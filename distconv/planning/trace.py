@@ -124,7 +124,7 @@ def _events(
         if isinstance(event, Compute):
             work += times[event.operator]
         elif isinstance(event, HostWork):
-            work += 0.0 if machine.asynchronous else host_seconds(event.function, machine)
+            work += 0.0 if machine.asynchronous else host_seconds(event, machine)
         elif isinstance(event, Start):
             close()
             if event.collective is None:

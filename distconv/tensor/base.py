@@ -51,15 +51,11 @@ class DistTensorBase(torch.Tensor):
     """Brings the block of a merged tensor to this rank; collective."""
     _is_param: bool
     _shape: torch.Size
-    _memory: SharedMemory
-    sums_gradient: bool
+    sums_gradient = False
     """Whether a hook, or a module, adds up the gradients of the leaf's replicas."""
-    gradient_hook: Any
+    gradient_hook: Any = None
     """The hook that keeps a non-leaf's gradient in `retained_gradient`, or None."""
-    retained_gradient: Tensor | None
-    _redistributed: dict[Cuts, tuple[Any, Any]]
-    """The tensors that `redistribute_once` has made of this one in the present call, by their cuts,
-    and the state in which it was then."""
+    retained_gradient: Tensor | None = None
 
     @staticmethod
     def __new__(
@@ -68,17 +64,25 @@ class DistTensorBase(torch.Tensor):
         self: Distributed = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, shape, dtype=shard.dtype, device=shard.device, requires_grad=shard.requires_grad
         )
-        self._shape = torch.Size(shape)
+        self._shape = shape if type(shape) is torch.Size else torch.Size(shape)
         self.shard, self.cuts, self.grid = shard, cuts, grid
-        self._memory = SharedMemory()
-        self.sums_gradient = False
-        self.gradient_hook = None
-        self.retained_gradient = None
-        self._redistributed = {}
         return self
 
     def __init__(self, *args: Any) -> None:
-        super().__init__()
+        pass  # `__new__` has made all
+
+    # Few tensors need these, and one is made by every operator.
+
+    @cached_property
+    def _memory(self) -> SharedMemory:
+        """Return the memory that the tensor shares with its views."""
+        return SharedMemory()
+
+    @cached_property
+    def _redistributed(self) -> dict[Cuts, tuple[Any, Any]]:
+        """Return the tensors that `redistribute_once` has made of this one in the present call, by
+        their cuts, with the state in which it was then."""
+        return {}
 
     @classmethod
     def merging(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from distconv.tensor.base import DistTensorBase
@@ -29,6 +30,8 @@ def tensors_in(*arguments: Any) -> list[Tensor]:
     """Return the tensors in arguments, also within lists, tuples and dictionaries of them."""
     found: list[Tensor] = []
     for argument in arguments:
+        if type(argument) in _SIMPLE:
+            continue
         if isinstance(argument, Tensor):
             found.append(argument)
         elif isinstance(argument, (tuple, list)):
@@ -36,3 +39,7 @@ def tensors_in(*arguments: Any) -> list[Tensor]:
         elif isinstance(argument, dict):
             found += tensors_in(*argument.values())
     return found
+
+
+_SIMPLE = {int, float, bool, str, type(None), torch.dtype}
+"""Types of most arguments that are no tensors."""

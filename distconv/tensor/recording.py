@@ -48,22 +48,24 @@ def check_recorded(operator: Callable[..., Any] | str, *operands: Any) -> None:
     A value that was handed out as a plain tensor, with which every rank computes the same, is no
     parameter, of which every rank computes a part.
     """
+    distributed = [x for x in operands if isinstance(x, DistTensorBase)]
+    with torch._C.DisableTorchFunctionSubclass():
+        lost = [x for x in distributed if _GRAD_FN(x) is not None]
+    if lost:
+        refuse(
+            operator_name(operator),
+            "a torch.autograd.Function was applied to a distributed tensor, which loses its "
+            "gradients",
+            lost[0],
+            way_out=ADVICE_FOR_FUNCTIONS,
+        )
+    if len(distributed) == len(operands):
+        return
     plain = []
     for x in operands:
-        if isinstance(x, DistTensorBase):
-            with torch._C.DisableTorchFunctionSubclass():
-                lost = _GRAD_FN(x) is not None
-            if lost:
-                refuse(
-                    operator_name(operator),
-                    "a torch.autograd.Function was applied to a distributed tensor, which loses "
-                    "its gradients",
-                    x,
-                    way_out=ADVICE_FOR_FUNCTIONS,
-                )
-        elif not isinstance(x, Tensor) or OWNED in x.__dict__:
+        if isinstance(x, DistTensorBase) or not isinstance(x, Tensor) or OWNED in x.__dict__:
             continue
-        elif x.grad_fn is not None and replication.depends_on_unreplicated(x):
+        if x.grad_fn is not None and replication.depends_on_unreplicated(x):
             refuse(
                 operator_name(operator),
                 f"the plain tensor {tuple(x.shape)} depends on what to_local() or full_tensor() "
@@ -75,7 +77,7 @@ def check_recorded(operator: Callable[..., Any] | str, *operands: Any) -> None:
         else:
             plain.append(x)
     if plain:
-        _check_plain(operator, plain, [x for x in operands if isinstance(x, DistTensorBase)])
+        _check_plain(operator, plain, distributed)
 
 
 def _check_plain(

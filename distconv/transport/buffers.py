@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from math import prod
-from weakref import ref
+from weakref import WeakSet, ref
 
 import numpy as np
 import torch
@@ -19,10 +19,17 @@ KEPT_BYTES = 64 * 2**20
 """Bytes that are kept for later."""
 
 
+def release_idle() -> None:
+    """Let go of all memory that is kept for later messages."""
+    for pool in list(_POOLS):
+        pool.release_idle()
+
+
 class BufferPool:
     """Tensors whose memory comes back by itself when nothing refers to it any more."""
 
     def __init__(self) -> None:
+        _POOLS.add(self)
         self._idle: defaultdict[int, list[ByteArray]] = defaultdict(list)
         self._idle_bytes = 0
         self._lent: dict[int, tuple[ref[ByteArray], ByteArray]] = {}
@@ -47,11 +54,19 @@ class BufferPool:
         message = torch.frombuffer(view, dtype=like.dtype)
         return message if len(shape) == 1 else message.view(shape)
 
+    def release_idle(self) -> None:
+        """Let go of the memory that is kept for later messages."""
+        self._idle.clear()
+        self._idle_bytes = 0
+
     def _take_back(self, use: ref[ByteArray]) -> None:
         _, memory = self._lent.pop(id(use))
         if self._idle_bytes + memory.nbytes > KEPT_BYTES:
-            self._idle.clear()
-            self._idle_bytes = 0
+            self.release_idle()
         if memory.nbytes <= KEPT_BYTES:
             self._idle[memory.nbytes].append(memory)
             self._idle_bytes += memory.nbytes
+
+
+_POOLS: WeakSet[BufferPool] = WeakSet()
+"""All that there are in the process."""

@@ -33,12 +33,14 @@ def test_a_slice_keeps_the_whole_alive_and_no_longer(kind: str) -> None:
 
 
 @pytest.mark.parallel([1])
-def test_a_slice_is_in_use_as_long_as_a_tensor_or_view_of_it() -> None:
-    memory = memory_of_tensor(torch.zeros(8))
-    part = memory[4:12]
-    tensor, used = tensor_on_memory(part).view(torch.float32), ref(part)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_slice_is_in_use_as_long_as_a_tensor_or_view_of_it(dtype: torch.dtype) -> None:
+    memory = memory_of_tensor(torch.zeros(8, dtype=dtype))
+    part = memory[1:3]
+    tensor, used = tensor_on_memory(part, dtype), ref(part)
+    assert tensor.dtype == dtype
     tensor.fill_(3)
-    assert tensor_on_memory(memory).view(torch.float32).tolist() == [0, 3, 3, 0, 0, 0, 0, 0]
+    assert tensor_on_memory(memory, dtype).tolist() == [0, 3, 3, 0, 0, 0, 0, 0]
     view = tensor[1:].detach()
     del part, tensor
     assert used() is not None

@@ -20,7 +20,7 @@ def described(ranks_per_node: int = 4, *, asynchronous: bool = False) -> Machine
         reductions={},
         copy=nothing,
         packing=nothing,
-        host={"*": 1e-6},
+        host={"*": Table((0.0,), (1e-6,))},
         asynchronous=asynchronous,
         roofline=Roofline({"float32": 1e12}, 1e11, {"": 1.0}, 1e-7),
         memory=2**30,

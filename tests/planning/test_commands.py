@@ -46,7 +46,9 @@ def test_a_machine_is_calibrated_and_drawn_on_all_its_ranks(
         machine = Machine.load(folder / "machine.json")
         assert machine.ranks_per_node == 2 and not machine.assumed
         assert set(machine.reductions) == {"all_reduce within", "all_gather within"}
-        assert machine.host["conv2d across ranks"] > 0
+        assert machine.host["conv2d across ranks"].at(0) > 0
+        assert machine.host["parameter across ranks"].at(0) > 0
+        assert machine.skew.sizes[0] == 0 and len(machine.skew.sizes) > 2
         assert {name.split()[0] for name in machine.sources} >= {"links", "copy", "packing", "host"}
     else:
         assert capsys.readouterr().out == ""

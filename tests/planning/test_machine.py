@@ -18,6 +18,9 @@ def test_a_machine_comes_back_from_its_file_as_it_was(tmp_path: Path) -> None:
     machine = described()
     machine.operators = {"2": {"aten.relu.default(float32[3])": 1e-6}}
     machine.reductions = {"all_reduce within": {2: Link.described(1e-6, 1e9)}}
+    machine.links["within"] = dataclasses.replace(machine.links["within"], eager=1024)
+    machine.skew = Table((0.0, 1.0), (0.0, 0.1))
+    machine.host["conv2d"] = Table((0.0, 1e6), (1e-5, 1e-4))
     machine.save(tmp_path / "machine.json")
     assert Machine.load(tmp_path / "machine.json") == machine
 
@@ -98,6 +101,15 @@ def test_a_machine_of_one_node_says_that_it_has_no_links_between_nodes() -> None
     check_ranks(machine, 4)
     with pytest.raises(ValueError, match="than the 4 of a node"):
         check_ranks(machine, 5)
+
+
+def test_messages_beyond_the_eager_ones_wait_for_both_sides() -> None:
+    machine = described()
+    machine.links["within"] = dataclasses.replace(machine.links["within"], eager=1024)
+    assert not messages_cost(0, [(1, 1024)], [(1, 8)], machine).both
+    assert messages_cost(0, [(1, 8)], [(1, 1025)], machine).both
+    assert collective_cost("all_reduce", range(2), 2048, machine).both
+    assert not messages_cost(0, [(4, 10**9)], [], machine).both
 
 
 def test_a_measured_reduction_counts_as_measured_and_more_ranks_take_longer() -> None:

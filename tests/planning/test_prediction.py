@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import time
 
@@ -9,6 +10,7 @@ import pytest
 from torch import nn
 
 from distconv.planning import predict
+from distconv.planning.machine import Table
 from distconv.planning.operators import OperatorTimes, wait_for_all
 from distconv.planning.prediction import record_ranks
 from distconv.planning.timeline import play
@@ -58,6 +60,39 @@ def test_ranks_that_are_played_wait_for_each_other(asynchronous: bool) -> None:
     line = play(recordings, machine, times)
     alone = [play([r], machine, times).seconds for r in recordings]
     assert line.seconds >= max(alone) - 1e-12
+
+
+def test_messages_that_move_only_while_both_sides_wait_hide_behind_nothing_of_the_other_rank() -> (
+    None
+):
+    module, whole = nn.Conv2d(64, 64, 3, padding=1), (1, 64, 9, 512)
+    rank_of = {}
+    for eager in (None, 0):
+        machine = described()
+        machine.links["within"] = dataclasses.replace(machine.links["within"], eager=eager)
+        recordings = record_ranks(module, [whole], {"height": 2})
+        line = play(recordings, machine, OperatorTimes(machine, 2))
+        rank_of[eager] = sum(p.exposed for p in line.passages[1])
+    # Rank 0 has one row more, and comes later to its wait.
+    assert rank_of[0] > rank_of[None]
+
+
+def test_ranks_wait_for_the_slower_ones_of_those_that_do_the_same() -> None:
+    even, uneven = described(), described()
+    uneven.skew = Table((0.0, 1.0), (0.0, 0.1))
+    one, other = (predict(network(), SHAPE, {"height": 2}, m) for m in (even, uneven))
+    assert one.seconds < other.seconds <= 1.1 * one.seconds
+    assert (
+        predict(network(), SHAPE, {}, even).seconds == predict(network(), SHAPE, {}, uneven).seconds
+    )
+
+
+def test_python_takes_longer_behind_operators_that_empty_the_caches() -> None:
+    warm, cold = described(), described()
+    cold.host = {"*": Table((0.0, 1e3), (1e-6, 1e-5))}
+    small, large = (4, 3, 2, 2), (4, 3, 64, 64)
+    assert predict(network(), large, {}, cold).host > 5 * predict(network(), large, {}, warm).host
+    assert predict(network(), large, {}, cold).host > predict(network(), small, {}, cold).host
 
 
 def test_a_parallelized_module_and_wrong_shapes_are_refused() -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from distconv.transport import buffers
-from distconv.transport.buffers import BufferPool
+from distconv.transport.buffers import BufferPool, release_idle
 
 LIKE = torch.zeros(1)
 
@@ -65,3 +65,13 @@ def test_sizes_of_which_nothing_is_idle_are_forgotten():
     in_use = [memory.empty((n,), LIKE) for n in range(1, 40)]
     assert len(in_use) == 39
     assert not memory._idle
+
+
+def test_idle_memory_is_released_when_asked_for_and_lent_memory_comes_back_later() -> None:
+    memory = BufferPool()
+    lent, idle = memory.empty((8,), LIKE), memory.empty((10,), LIKE)
+    del idle
+    release_idle()
+    assert memory._idle_bytes == 0
+    del lent
+    assert memory._idle_bytes == 32

@@ -19,8 +19,8 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.autograd import Function
 
+from distconv.comm.shard_function import ShardFunction
 from distconv.geometry.index_maps import Grouped, IndexMap, Interval, Same
 from distconv.geometry.layout import Axes, Box, Cuts, cutting_axes, idle_axes, rank_box, replaced_at
 from distconv.geometry.plan import Slices, elements_moved
@@ -171,7 +171,7 @@ class LayerPart:
         return bias.view(-1, *(1,) * (block.dim() - 1 - self._dimension))
 
 
-class _Zero(Function):
+class _Zero(ShardFunction):
     """0, for whose gradient operands are saved, as they are where there is something to compute.
 
     So all ranks compute again what a checkpoint has left out, or none.

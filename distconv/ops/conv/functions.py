@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +34,8 @@ def _convolution(function: Callable[..., Tensor], n: int) -> None:
         dilation: Sizes = 1,
         groups: int = 1,
     ) -> DistTensor:
-        spec = Convolution(
+        spec = _specification(
+            Convolution,
             function,
             to_tuple(stride, n, "stride"),
             padding if isinstance(padding, str) else to_tuple(padding, n, "padding"),
@@ -56,7 +59,8 @@ def _transposed_convolution(function: Callable[..., Tensor], n: int) -> None:
         groups: int = 1,
         dilation: Sizes = 1,
     ) -> DistTensor:
-        spec = TransposedConvolution(
+        spec = _specification(
+            TransposedConvolution,
             function,
             to_tuple(stride, n, "stride"),
             to_tuple(padding, n, "padding"),
@@ -65,6 +69,12 @@ def _transposed_convolution(function: Callable[..., Tensor], n: int) -> None:
             to_tuple(output_padding, n, "output_padding"),
         )
         return _convolve(input, weight, bias, spec)
+
+
+@lru_cache(maxsize=4096)
+def _specification(kind: Callable[..., ConvolutionSpec], *arguments: Any) -> ConvolutionSpec:
+    """Return one specification for equal arguments, which looks up what follows from it fast."""
+    return kind(*arguments)
 
 
 def _convolve(

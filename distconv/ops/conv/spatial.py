@@ -14,7 +14,7 @@ from torch import Tensor
 from distconv.geometry.halo.slabs import Boundary
 from distconv.geometry.index_maps import IndexMap, Same
 from distconv.geometry.layout import Box, Cuts, Shape, rank_box
-from distconv.ops.conv.local_convolution import LocalConvolution, as_autocast
+from distconv.ops.conv.local_convolution import as_autocast
 from distconv.ops.conv.specification import ConvolutionSpec
 from distconv.ops.support.method import chosen_method
 from distconv.ops.support.operands import Placement
@@ -106,8 +106,7 @@ def convolve_block(
     """
     spec = plan.spec
     if plan.boundary is not None:
-        local = LocalConvolution(spec.stride, spec.dilation, spec.groups, spec.transposed)
         operands = as_autocast(x.shard, weight, bias)
-        return overlapped_linear(x, operands, local, plan.boundary, operator)
+        return overlapped_linear(x, operands, spec.local, plan.boundary, operator)
     buffer = gather_inputs(x, plan.needs, plan.cuts, operator)
     return spec.assembled(buffer, weight, bias, x, plan.maps, plan.box)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch import Tensor
 from distconv.geometry.halo.slabs import Boundary
 from distconv.geometry.index_maps import IndexMap
 from distconv.geometry.layout import Box, Cuts, Shape
+from distconv.ops.conv.local_convolution import LocalConvolution
 from distconv.tensor.dist_tensor import DistTensor
 
 Sides = tuple[int, ...]
@@ -47,6 +49,11 @@ class ConvolutionSpec(ABC):
     def name(self) -> str:
         """Return the name of the function, as messages and records have it."""
         return self.function.__name__
+
+    @cached_property
+    def local(self) -> LocalConvolution:
+        """Return the same convolution of a piece of the input."""
+        return LocalConvolution(self.stride, self.dilation, self.groups, self.transposed)
 
     @abstractmethod
     def output_shape(self, x: Shape, weight: Shape, bias: Shape | None) -> Shape:

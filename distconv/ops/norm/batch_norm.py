@@ -10,11 +10,10 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _disable_current_modes
 
 from distconv.comm.collectives import all_reduce, all_reduce_
+from distconv.comm.shard_function import ShardFunction, first_order
 from distconv.geometry.layout import cutting_axes
 from distconv.grid.interface import Grid
 from distconv.ops.norm.moments import element_counts_of_peers, moments
@@ -95,7 +94,8 @@ def batch_norm_over(
     )
     running = [gather_whole(t, "batch_norm") for t in (running_mean, running_var)]
     running_mean, running_var = (own_channels(t, x, "batch_norm") for t in running)
-    if any(x.cuts[1:2]) and running_mean is not None and running_var is not None:
+    cut_channels = any(x.cuts[1:2])
+    if cut_channels and running_mean is not None and running_var is not None:
         # The backward pass wants them as they are now.
         running_mean, running_var = running_mean.clone(), running_var.clone()
     weight, bias = (own_channels(t, x, "batch_norm") for t in (weight, bias))
@@ -107,7 +107,7 @@ def batch_norm_over(
             )
         else:
             shard = _without_elements(block, weight, bias)
-        if training:
+        if training and cut_channels:
             gather_running_statistics(x, running, (running_mean, running_var), "batch_norm")
         return DistTensor(shard, x.shape, x.cuts, grid)
 
@@ -121,7 +121,8 @@ def batch_norm_over(
             mean, variance = total / groups
         running_mean.lerp_(mean.to(running_mean.dtype), momentum)
         running_var.lerp_(variance.to(running_var.dtype), momentum)
-        gather_running_statistics(x, running, (running_mean, running_var), "batch_norm")
+        if cut_channels:
+            gather_running_statistics(x, running, (running_mean, running_var), "batch_norm")
 
     shard = _BatchNorm.apply(block, weight, bias, grid, group, counts, eps, update)
     return DistTensor(shard, x.shape, x.cuts, grid)
@@ -200,9 +201,9 @@ def own_channels(values: Tensor | None, x: DistTensor, operator: str) -> Tensor 
 def gather_running_statistics(
     x: DistTensor, running: Sequence[Tensor | None], own: Sequence[Tensor | None], operator: str
 ) -> None:
-    """Give all ranks the running statistics that each has updated for its own channels."""
+    """Give all ranks the running statistics that each has updated for its own channels of `x`."""
     pairs = [(t, o) for t, o in zip(running, own, strict=True) if t is not None and o is not None]
-    if x.cuts[1] and pairs:
+    if pairs:
         shape = len(pairs), x.shape[1]
         rows = DistTensor(torch.stack([o for _, o in pairs]), shape, ((), x.cuts[1]), x.grid)
         for (t, _), row in zip(pairs, gather_whole(rows, operator), strict=True):
@@ -231,7 +232,7 @@ def _groups_with_elements(x: Placement, group: tuple[str, ...]) -> tuple[int, in
     return smallest, prod(filled)
 
 
-class _BatchNorm(Function):
+class _BatchNorm(ShardFunction):
     @staticmethod
     def forward(
         ctx: Any,
@@ -251,7 +252,7 @@ class _BatchNorm(Function):
         if x.numel():
             # torch takes parameters in the type of the statistics, or all in a half input's type.
             wide, shift = (p if p is None else p.to(kind) for p in (weight, bias))
-            y = F.batch_norm(x, mean, variance, wide, shift, False, 0.0, eps)
+            y = torch.batch_norm(x, wide, shift, mean, variance, False, 0.0, eps, False)
         else:
             y = x.clone()
         # Before anything is saved: there a checkpoint stops to compute again.
@@ -261,7 +262,7 @@ class _BatchNorm(Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, variance = ctx.saved_tensors
         grid, group, count, eps, bias_dtype = ctx.context
@@ -272,12 +273,9 @@ class _BatchNorm(Function):
             all_reduce_(total, grid, group)
         gain = scale if weight is None else scale * weight
         # dx = gain * (dy - mean(dy) - standardised x * mean(dy * standardised x)), in two passes.
-        slope, offset = (total * (gain / -count)).unbind()
-        slope = slope * scale
+        slope, offset = total.mul_(gain / -count).unbind()
         if x.numel():
-            # In torch.nn.functional earlier versions take no eps of 0.
-            ones = torch.ones_like(variance)
-            dx = torch.batch_norm(x, slope, offset, mean, ones, False, 0.0, 0.0, False)
+            dx = torch.batch_norm(x, slope, offset, mean, variance, False, 0.0, eps, False)
             dx.addcmul_(dy, gain.view(1, -1, *(1,) * (dy.dim() - 2)))
         else:
             dx = torch.zeros_like(x)
@@ -301,7 +299,6 @@ def _sums(
         nothing = torch.zeros_like(mean)
         return nothing, nothing
     # torch takes mean and variance on CPUs; mean, scale and the type of the weight on GPUs.
-    weight = torch.ones_like(mean)
-    arguments = (dy, x, weight, mean, variance, mean, scale, False, eps, [False, True, True])
+    arguments = (dy, x, mean, mean, variance, mean, scale, False, eps, [False, True, True])
     _, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(*arguments)
     return of_weight, of_bias

@@ -82,6 +82,7 @@ def instance_norm(
             for t, batch in zip(own, total, strict=True):
                 assert t is not None
                 t.lerp_((batch / x.shape[0]).to(t.dtype), momentum)
-        gather_running_statistics(x, running, own, "instance_norm")
+        if x.cuts[1]:
+            gather_running_statistics(x, running, own, "instance_norm")
     weight, bias = per_channel(weight, x.dim()), per_channel(bias, x.dim())
     return scale_and_shift(x, shard, weight, bias, "instance_norm")

@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from distconv.comm.collectives import all_gather, all_reduce
+from distconv.comm.shard_function import ShardFunction, first_order
 from distconv.geometry.layout import rank_box
 from distconv.grid.interface import Grid
 from distconv.ops.support.constants import remembered
@@ -49,21 +48,18 @@ def moments(
     local = _variances_and_means(x, over, grid.computes_on_gpu)
     if not group:
         return local[1], local[0]
-    kept = local.shape[1:]
-    variances, means = all_gather(local, grid, group).flatten(2).unbind(1)
-    share = _share(x.device, tuple(counts))
-    reference = means[max(range(len(counts)), key=counts.__getitem__)]
-    deviations = means - reference
-    shift = share @ deviations
-    deviations -= shift
-    variance = share @ torch.addcmul(variances, deviations, deviations)
-    return (reference + shift).view(kept), variance.view(kept)
+    variances, means = all_gather(local, grid, group).unbind(1)
+    share = _share(x.device, tuple(counts), x.dim())
+    mean = (share * means).sum(0)
+    deviations = means - mean
+    return mean, (share * variances.addcmul_(deviations, deviations)).sum(0)
 
 
 @remembered
-def _share(device: torch.device, counts: tuple[int, ...]) -> Tensor:
-    """Return the part of all elements that each rank contributes."""
-    return torch.tensor(counts, dtype=torch.float64, device=device) / max(sum(counts), 1)
+def _share(device: torch.device, counts: tuple[int, ...], ndim: int) -> Tensor:
+    """Return the part of all elements that each rank contributes, to multiply its moments by."""
+    numbers = torch.tensor(counts, dtype=torch.float64, device=device) / max(sum(counts), 1)
+    return numbers.view(-1, *(1,) * ndim)
 
 
 def _variances_and_means(x: Tensor, over: Sequence[int], on_gpu: bool) -> Tensor:
@@ -98,7 +94,7 @@ def _variance_and_mean(x: Tensor, over: Sequence[int], on_gpu: bool) -> Tensor:
     return torch.stack([variance, mean]).double()
 
 
-class Standardize(Function):
+class Standardize(ShardFunction):
     """(x - mean) / sqrt(variance + eps), with the moments over dimensions and ranks.
 
     Returns the result, and mean and variance in the type in which they are accumulated.
@@ -123,7 +119,7 @@ class Standardize(Function):
         return ((wide - mean) * scale).to(x.dtype), mean, variance
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, mean, scale = ctx.saved_tensors
         over, grid, group, count = ctx.context

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
+from distconv.comm.shard_function import ShardFunction
 from distconv.comm.transfer import Transfer, accumulate
 from distconv.geometry.halo.maxima import BoundaryStrip, MaximaBoundary, maxima_boundary
 from distconv.geometry.index_maps import Window
@@ -97,7 +97,7 @@ class _LocalMaxPool:
         return (*zip(*rows, strict=True), self.ceil_mode)
 
 
-class _Maxima(Function):
+class _Maxima(ShardFunction):
     @staticmethod
     def forward(
         ctx: Any,
@@ -157,11 +157,11 @@ class _Maxima(Function):
             for source, target in plan.own:
                 buffer[target] = dx[source]
             for strip, dstrip in zip(edge.strips, from_strips, strict=True):
-                buffer[strip.place] += dstrip
+                buffer[strip.place].add_(dstrip)
             return accumulate(buffer, plan, transfer.grid), None, None, None, None
         for strip, dstrip in zip(edge.strips, from_strips, strict=True):
             for source, place in strip.own:
-                dx[source] += dstrip[place]
+                dx[source].add_(dstrip[place])
         arriving.finish_adding_to(dx)
         return dx, None, None, None, None
 

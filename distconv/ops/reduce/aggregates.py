@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from distconv.comm.collectives import all_gather_with_grad
+from distconv.comm.shard_function import ShardFunction
 from distconv.geometry.layout import cutting_axes
 from distconv.ops.reduce.extrema import extreme
 from distconv.ops.reduce.sums import Dims, mean, reduction_result
@@ -115,7 +115,7 @@ def any_(input: DistTensor, dim: Dims = None, keepdim: bool = False) -> DistTens
     return _aggregate(input, dim, keepdim, lambda x, over: torch.any(x, over, keepdim=True))
 
 
-class _Squares(Function):
+class _Squares(ShardFunction):
     """Squared deviations from the mean, with the gradient that holds where their sum is stationary.
 
     Leaving out the mean's gradient spares the sum of deviations, which are 0 or, beside infinities,

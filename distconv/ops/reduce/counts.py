@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from distconv.comm.collectives import all_reduce_with_grad
+from distconv.comm.shard_function import ShardFunction
 from distconv.geometry.layout import cutting_axes
 from distconv.ops.reduce.extrema import extreme
 from distconv.ops.reduce.sums import Dims
@@ -30,7 +30,7 @@ def count_nonzero(input: Tensor, dim: Dims = None) -> Tensor:
     return counted
 
 
-class _Present(Function):
+class _Present(ShardFunction):
     """The elements with 0 for nan, whose gradient is 0 times that of the result, as in torch."""
 
     @staticmethod

@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from distconv.comm.collectives import all_gather_with_grad, all_reduce, all_reduce_with_grad
+from distconv.comm.shard_function import ShardFunction, first_order
 from distconv.geometry.layout import cutting_axes
 from distconv.grid.interface import Grid
 from distconv.ops.reduce.sums import Dims, reduction_result
@@ -39,7 +38,7 @@ def _worst(x: Tensor, largest: bool) -> Any:
     return limits.min if largest else limits.max
 
 
-class _Extremum(Function):
+class _Extremum(ShardFunction):
     """The extreme value; its gradient is shared equally by all elements that attain it."""
 
     @staticmethod
@@ -64,7 +63,7 @@ class _Extremum(Function):
         return value
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, value = ctx.saved_tensors
         over, grid, axes, nan_attains = ctx.movement

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import Function
 
 from distconv.comm.collectives import all_gather, all_reduce_with_grad
+from distconv.comm.shard_function import ShardFunction
 from distconv.geometry.layout import cutting_axes
 from distconv.grid.interface import Grid
 from distconv.ops.reduce.extrema import extreme
@@ -22,7 +22,7 @@ from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
 
 
-class _VectorNorm(Function):
+class _VectorNorm(ShardFunction):
     """The norm of the ranks' norms, whose gradient is torch's formula in the norm of all.
 
     Composed of the ranks' gradients it would differ beside zeros, infinities and nan, as a rank

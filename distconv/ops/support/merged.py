@@ -171,7 +171,9 @@ def works_on_channels(*, of_each_sample: bool) -> Callable[[Rule], Rule]:
     def decorate(rule: Rule) -> Rule:
         @wraps(rule)
         def either(input: Any, *args: Any, **kwargs: Any) -> Any:
-            samples, channels = ([*factors_of(input), (), ()] if is_merged(input) else ((), ()))[:2]
+            if not is_merged(input):
+                return rule(input, *args, **kwargs)
+            samples, channels = [*factors_of(input), (), ()][:2]
             if len(channels) != 1 or (of_each_sample and len(samples) != 1):
                 return rule(input, *args, **kwargs)
             place = len(samples)
@@ -192,10 +194,11 @@ def treats_samples_alone(function: Callable[..., Tensor], ndim: int) -> Callable
     def decorate(rule: Rule) -> Rule:
         @wraps(rule)
         def either(input: Any, *args: Any, **kwargs: Any) -> Any:
+            if not is_merged(input):
+                return rule(input, *args, **kwargs)
             operands = (*args, *kwargs.values())
             if (
-                not is_merged(input)
-                or input.dim() != ndim
+                input.dim() != ndim
                 or any(len(run) > 1 for run in factors_of(input)[1:])
                 or any(isinstance(x, DistTensor) for x in operands)
             ):

@@ -14,9 +14,9 @@ from math import prod
 from typing import Any, Protocol
 
 from torch import Tensor, is_grad_enabled
-from torch.autograd import Function
 
 from distconv.comm.packing import resolved_contiguous
+from distconv.comm.shard_function import ShardFunction
 from distconv.comm.transfer import Transfer, accumulate, gather
 from distconv.geometry.halo.slabs import Boundary, HaloSlab, LocalInput
 from distconv.geometry.layout import cutting_axes
@@ -102,7 +102,7 @@ def slab_inputs(slab: HaloSlab, halos: Sequence[Tensor]) -> Tensor:
     return inputs
 
 
-class _OverlappedLinear(Function):
+class _OverlappedLinear(ShardFunction):
     @staticmethod
     def forward(
         ctx: Any,
@@ -156,13 +156,13 @@ class _OverlappedLinear(Function):
                 leaving[slab.whole.message] = resolved_contiguous(dhalo)
             elif of_input:
                 for part in slab.halo:
-                    part.of(leaving)[part.box] += dhalo[part.place]
+                    part.of(leaving)[part.box].add_(dhalo[part.place])
         if of_input:
             gradients = [leaving[i] for i in range(len(plan.receives))]
             arriving = transfer.start_backward(gradients, dy)
         dx, dw, db = local.backward(edge.own, dmade, x, weight, bias_shape, mask)
         for taps, dtaps in of_taps:
-            dw[taps] += dtaps
+            dw[taps].add_(dtaps)
         if of_input:
             arriving.finish_adding_to(dx)
         return dx, dw, db, None, None, None

@@ -25,6 +25,7 @@ from distconv.tools.bench.networks import NETWORKS, Network
 from distconv.tools.bench.report import Row
 from distconv.tools.bench.settings import Settings, by
 from distconv.tools.explain import explain
+from distconv.transport.buffers import release_idle
 
 OVER_SHARE = 1.05
 """The most that a rank should need, of the serial peak divided by the ranks, beside its halos."""
@@ -86,8 +87,10 @@ def _serial(network: Network) -> Callable[[], None]:
 
 
 def peak_of(make: Callable[[], Callable[[], object]]) -> Peak:
-    """Return the most memory in the second step that `make` makes; all its tensors are counted."""
+    """Return the most memory in the second step that `make` makes; all its tensors are counted,
+    also those of messages, none of which have memory of earlier ones."""
     gc.collect()
+    release_idle()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         step = make()
         step()
