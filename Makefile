@@ -54,8 +54,8 @@ check: lint
 	$(RUN) $(LIMIT) 600 $(BIN)/python -m pytest -q --capture=sys tests/geometry tests/test_floors.py || status=1; \
 	exit $$status
 
-# One launch for each number of ranks. Tests of a single rank run three at a time: some of them wait
-# for jobs of their own.
+# One launch for each number of ranks. Files with tests of a single rank run four at a time, the
+# slowest first: some of them wait for jobs of their own.
 test: $(VENV)/ready
 	@status=0; \
 	for n in $(RANKS); do \
@@ -63,7 +63,7 @@ test: $(VENV)/ready
 	  $(RUN) $(REST) $(LIMIT) 1500 $(BIN)/mpiexec -n $$n $(BIN)/python -m pytest -q --capture=sys -m "parallel[match]" || status=1; \
 	done; \
 	echo "== 1 rank"; \
-	$(RUN) $(REST) $(LIMIT) 1500 $(BIN)/python -m pytest -q --capture=sys -n 3 --dist worksteal -m "parallel[match]" || status=1; \
+	$(RUN) $(REST) $(LIMIT) 1500 $(BIN)/python -m pytest -q --capture=sys -n 4 --dist loadfile --no-loadscope-reorder -m "parallel[match]" || status=1; \
 	exit $$status
 
 # In a fresh environment without mpi4py, and then without the library of any MPI; about two minutes.

@@ -70,6 +70,24 @@ def pytest_pycollect_makeitem(
     return None if here in (wanted if isinstance(wanted, list) else [wanted]) else []
 
 
+SLOWEST = [
+    *("grid/test_workers.py", "tools/test_gpu_benchmarks.py", "training/test_lost_ranks.py"),
+    *("ops/test_fake_gpu.py", "examples/test_methods.py", "grid/test_torchrun.py"),
+    *("grid/test_stall.py", "grid/test_interrupt.py", "examples/test_mesh_training.py"),
+    *("examples/test_mesh_torchrun.py", "grid/test_abort.py", "tools/test_commits.py"),
+    *("training/test_saved_together.py", "examples/test_mesh_demo.py", "planning/test_commands.py"),
+    *("tools/test_command_line.py", "examples/test_mesh_jobs.py", "planning/test_search.py"),
+]
+"""Files whose tests on one rank take longest."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let workers begin with the slowest files, so that none is left alone with one at the end."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        places = {Path(__file__).parent / name: place for place, name in enumerate(SLOWEST)}
+        items.sort(key=lambda item: places.get(item.path, len(places)))
+
+
 def pytest_collection_finish() -> None:
     """Keep garbage collections from looking through all that the imports have made, each time."""
     gc.freeze()

@@ -426,8 +426,10 @@ def _count_call(
 _OWN_AFFAIRS = {
     *UNCHECKED,
     *(getattr(torch.Tensor, name) for name in ("detach", "clone", "contiguous", "cpu")),
-    *(getattr(torch.Tensor, name) for name in ("register_hook", "retain_grad", "is_contiguous")),
-    torch.Tensor.data.__get__,  # type: ignore[attr-defined]
+    *(getattr(torch.Tensor, name) for name in ("register_hook", "retain_grad")),
+    *(getattr(torch.Tensor, f"is_{name}") for name in ("contiguous", "conj", "neg", "same_size")),
+    *(getattr(torch.Tensor, name).__get__ for name in ("data", "retains_grad")),
+    torch.Tensor.register_post_accumulate_grad_hook,
     torch.clone,
     torch.detach,
 }

@@ -69,7 +69,7 @@ def test_a_run_with_a_method_continues_with_the_same_numbers(
     file: Path, folder: Path, method: str, saved: list[str]
 ) -> None:
     options = f"{method} --recipe constant --warmup-epochs 2 --reference-batch-size 2"
-    for name, ends in {"straight": (3,), "continued": (2, 3)}.items():
+    for name, ends in {"straight": (2,), "continued": (1, 2)}.items():
         for number, end in enumerate(ends):
             more = ["--resume", str(folder / name)] if number else []
             main(arguments(file, folder / name, GRID, end, *options.split(), *more))
@@ -81,7 +81,7 @@ def test_a_run_with_a_method_continues_with_the_same_numbers(
         )
         for part in ("model", "optimizer"):
             torch.testing.assert_close(straight[part], continued[part], rtol=1e-9, atol=1e-12)
-        assert straight["step"] == continued["step"] == 3
+        assert straight["step"] == continued["step"] == 2
 
 
 @pytest.mark.parametrize(

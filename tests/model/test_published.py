@@ -38,21 +38,23 @@ def test_outputs_and_all_gradients_are_the_serial_ones(name: str, request) -> No
     serial = make().double()
     x = random_tensor(rng, (2, *sample))
     serial(x)  # gives lazy layers their shape
+    reference = copy.deepcopy(serial)
+    whole = x.clone().requires_grad_()
+    expected = reference(whole)
+    target = expected.detach().argmax(1).roll(1, 0)
+    F.cross_entropy(expected, target).backward()
+    largest = max(p.grad.abs().max().item() for p in reference.parameters())
     for extents in GRIDS[request.node.callspec.params["_nprocs"]]:
         grid = dc.ProcessGrid(**extents)
-        reference = copy.deepcopy(serial)
         model = dc.parallelize(copy.deepcopy(serial), grid)
-        inputs = x.clone().requires_grad_(), dc.distribute_tensor(x, grid).requires_grad_()
-        expected, actual = reference(inputs[0]), model(inputs[1])
+        cut = dc.distribute_tensor(x, grid).requires_grad_()
+        actual = model(cut)
         assert deviation(actual.detach().full_tensor(), expected.detach()) <= TOLERANCE
-        target = expected.detach().argmax(1).roll(1, 0)
-        F.cross_entropy(expected, target).backward()
         F.cross_entropy(actual, target).backward()
-        largest = max(p.grad.abs().max().item() for p in reference.parameters())
         for (key, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
             difference = (p.grad - q.grad).abs().max().item()
             # A bias before a norm has a gradient of zero but for rounding.
             assert difference <= TOLERANCE * max(q.grad.abs().max().item(), 1e-3 * largest), key
-        assert deviation(inputs[1].grad.full_tensor(), inputs[0].grad) <= TOLERANCE
+        assert deviation(cut.grad.full_tensor(), whole.grad) <= TOLERANCE
         for (key, b), c in zip(model.named_buffers(), reference.buffers(), strict=True):
             assert deviation(b, c) <= TOLERANCE, key

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import resource
-import shutil
 import signal
 import subprocess
-import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +15,7 @@ import h5py
 import numpy as np
 from mpi4py import MPI
 
-from tests.support.jobs import SHARED_CORES
+from tests.support.jobs import start
 
 WORLD = MPI.COMM_WORLD
 REPOSITORY = Path(__file__).parents[2]
@@ -66,27 +64,17 @@ def files_up_to(size: int) -> Iterator[None]:
 
 @contextmanager
 def job(program: str, words: list[str]) -> Iterator[subprocess.Popen[str]]:
-    """Run a Python program on two ranks, in a process group that ends with the block."""
-    beside_python = str(Path(sys.executable).parent)
-    mpiexec = shutil.which("mpiexec", path=os.pathsep.join([beside_python, os.environ["PATH"]]))
-    # Without what this process has from its own mpiexec, if it has one.
-    launchers = ("PMI", "HYD", "MPI", "OMPI", "PRTE", "PMIX")
-    outside = {name: text for name, text in os.environ.items() if not name.startswith(launchers)}
-    process = subprocess.Popen(
-        [str(mpiexec), "-n", "2", sys.executable, "-c", program, *words],
-        cwd=REPOSITORY,
-        env=outside | SHARED_CORES,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-            process.communicate(timeout=LIMIT)
+    """Run a Python program on two ranks, which end with the block."""
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder, "program.py")
+        script.write_text(program)
+        process = start(script, 2, *words, fresh=False, PYTHONPATH=str(REPOSITORY))
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+                process.communicate(timeout=LIMIT)
 
 
 def launched(program: str, words: list[str]) -> subprocess.CompletedProcess[str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.commits import main
 from tests.support.jobs import LIMIT, own_environment
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,9 +52,14 @@ def test_a_job_that_dies_at_its_start_is_an_error_with_what_it_said(tmp_path: Pa
     ],
 )
 def test_what_cannot_be_compared_is_said_before_anything_starts(
-    arguments: tuple[str, ...], told: str
+    arguments: tuple[str, ...],
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    job = run(*arguments)
-    assert job.returncode == 2
-    assert told in job.stderr.splitlines()[-1]
-    assert "Traceback" not in job.stderr
+    monkeypatch.setattr(sys, "argv", ["commits", *arguments])
+    monkeypatch.setattr("benchmarks.commits.tree_of", lambda *_: pytest.fail("has begun"))
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 2
+    assert told in capsys.readouterr().err.splitlines()[-1]
