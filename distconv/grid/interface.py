@@ -70,6 +70,16 @@ class Grid(ABC):
         that may be under way at the same time need different purposes.
         """
 
+    @property
+    def numbers_tensors(self) -> bool:
+        """Return whether a tensor keeps `latest_step`, to be told from others of its shape."""
+        return False
+
+    def latest_step(self) -> int | None:
+        """Return the number of the step or call before now, the same on all ranks; None where the
+        ranks may be at different ones."""
+        return None
+
     @abstractmethod
     def count_call(self) -> None:
         """Count the function that this rank is in among what is compared between ranks."""

@@ -149,6 +149,13 @@ class Order:
         elif self._since == _LATER:
             self._settle()
 
+    def latest(self) -> int | None:
+        """Return the number of the step or call before now; None where ranks may be at different
+        ones, on other threads and in a backward pass."""
+        if threading.get_ident() != self._thread or torch._C._current_graph_task_id() != -1:
+            return None
+        return self._compared
+
     def count_call(self) -> None:
         """Count the function that this rank is in, whatever it sends: its first calls, or all where
         steps are compared one by one.
@@ -296,6 +303,8 @@ class _Tensor(NamedTuple):
     extents: tuple[int, ...] | None
     number: int | None
     """Of a parameter of a parallelized module, its place among them."""
+    made_after: int | None
+    """Of another tensor on a grid, the step after which it was made, where tensors keep it."""
 
 
 def _extents_of(arguments: Sequence[Any]) -> tuple[int, ...] | None:
@@ -319,7 +328,8 @@ def _kept(argument: Any) -> Any:
         cuts, grid = getattr(argument, "cuts", None), getattr(argument, "grid", None)
         extents = None if grid is None else grid.topology.extents
         number = PARAMETERS.get(argument)
-        return _Tensor(argument.shape, argument.dtype, cuts, extents, number)
+        made_after = getattr(argument, "made_after", None) if number is None else None
+        return _Tensor(argument.shape, argument.dtype, cuts, extents, number, made_after)
     if isinstance(argument, (tuple, list)):
         return tuple(map(_kept, argument))
     if isinstance(argument, dict):
@@ -345,6 +355,8 @@ def _word(value: Any) -> str:
     if isinstance(value, _Tensor):
         layout = "" if value.cuts is None else f" {Layout.of(value.cuts)}"
         name = "" if value.number is None else f"parameter {value.number}, "
+        if value.made_after is not None:
+            name = f"made after step {value.made_after}, "
         return f"{name}{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}{layout}"
     if isinstance(value, tuple):
         return f"({', '.join(map(_word, value))})"

@@ -162,6 +162,16 @@ class ProcessGrid(Grid):
                 self._communicators[key] = communicators.communicator(ranks, purpose)
         return self._communicators[key]
 
+    @property
+    def numbers_tensors(self) -> bool:
+        """Return whether a tensor keeps `latest_step`, to be told from others of its shape."""
+        return self._order.debug
+
+    def latest_step(self) -> int | None:
+        """Return the number of the step or call before now, the same on all ranks; None where the
+        ranks may be at different ones."""
+        return self._order.latest()
+
     def count_call(self) -> None:
         """Count the function that this rank is in among what is compared between ranks."""
         self._order.count_call()

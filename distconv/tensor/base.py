@@ -50,6 +50,8 @@ class DistTensorBase(torch.Tensor):
     _bring: Callable[[], Tensor] | None = None
     """Brings the block of a merged tensor to this rank; collective."""
     _is_param: bool
+    made_after: int | None = None
+    """The step after which it was made, where steps are compared one by one."""
     _shape: torch.Size
     sums_gradient = False
     """Whether a hook, or a module, adds up the gradients of the leaf's replicas."""
@@ -66,6 +68,8 @@ class DistTensorBase(torch.Tensor):
         )
         self._shape = shape if type(shape) is torch.Size else torch.Size(shape)
         self.shard, self.cuts, self.grid = shard, cuts, grid
+        if grid.numbers_tensors:
+            self.made_after = grid.latest_step()
         return self
 
     def __init__(self, *args: Any) -> None:

@@ -157,6 +157,13 @@ def test_two_calls_of_equal_size_in_another_order_are_named(grid: dc.ProcessGrid
 
 
 @pytest.mark.parallel([2, 3])
+def test_equal_calls_on_two_tensors_in_another_order_are_named(grid: dc.ProcessGrid) -> None:
+    x, y = planes(grid), planes(grid)
+    error = differing(lambda: [t.sum() for t in (x, y)], lambda: [t.sum() for t in (y, x)])
+    assert "sum(made after step" in error and "test_order.py" in error
+
+
+@pytest.mark.parallel([2, 3])
 def test_another_layout_in_redistribute_is_named(grid: dc.ProcessGrid) -> None:
     x = planes(grid)
     error = differing(
