@@ -114,6 +114,8 @@ if __name__ == "__main__":
     if words:
         ask(path, words)
     sys.argv = serve(path)
+    for stream in (sys.stdout, sys.stderr):  # whole lines, between those of other ranks
+        stream.reconfigure(line_buffering=True, write_through=False)
     script = sys.argv[0]
     sys.path[:1] = [os.path.dirname(script), *filter(None, [os.environ.get("PYTHONPATH")])]
     sys.modules["__main__"] = main = type(sys)("__main__")
