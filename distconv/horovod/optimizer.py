@@ -101,6 +101,7 @@ def DistributedOptimizer(
     )
     made._reduction.passes = backward_passes_per_step
     made._reduction.watch(made)
+    made._reduction.connect()
     return made
 
 
@@ -162,6 +163,13 @@ class _Reduction:
     def under_way(self) -> bool:
         """Return whether gradients have been computed that are not reduced yet."""
         return self._begun
+
+    def connect(self) -> None:
+        """Make what gradients are added up by; all ranks call it together.
+
+        In the first backward pass it would be too late: some ranks may have joined before.
+        """
+        self._grid().communicator(AXES, GRADIENTS)
 
     def watch(self, optimizer: Optimizer) -> None:
         """Watch the parameters of an optimizer that are not watched yet."""

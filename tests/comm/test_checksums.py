@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import distconv as dc
 from distconv.comm import checksums
 from distconv.comm.checksums import checksum
-from distconv.grid.order import DivergenceError
+from distconv.grid.order import DivergenceError, debugging
 from tests.grid.test_abort import job
 from tests.support.serial import raised_everywhere
 
@@ -207,8 +207,11 @@ def test_a_step_that_one_rank_skips_is_found_in_the_next_calls(shard: bool) -> N
     # Of what is sharded every block is the only one, and a bias before a norm differs by rounding.
     name = "1.weight" if shard else "0.weight"
     last = WORLD.size - 1
-    assert message.startswith(f"{name} of the parallelized module is not the same on all ranks")
-    assert f"rank {last} differs from rank 0" in message and "same optimizer steps" in message
+    if shard and debugging():  # the calls on sharded parameters are compared first
+        assert message.startswith("the ranks differ in collective step") and "add_" in message
+    else:
+        assert message.startswith(f"{name} of the parallelized module is not the same on all ranks")
+        assert f"rank {last} differs from rank 0" in message and "same optimizer steps" in message
     forget(grid)
 
 

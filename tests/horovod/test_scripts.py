@@ -14,7 +14,7 @@ from mpi4py import MPI
 from torch.utils.data.distributed import DistributedSampler
 
 import distconv.horovod as hvd
-from tests.support.jobs import end_of, forked, started, torchrun
+from tests.support.jobs import end_of, forked, start, started, torchrun
 
 WORLD = MPI.COMM_WORLD
 SCRIPTS = Path(__file__).with_name("scripts")
@@ -42,8 +42,8 @@ def serial_steps(variables: dict[str, Any], epoch: int, size: int) -> Iterator[t
         sampler = DistributedSampler(dataset, WORLD.size, rank)
         sampler.set_epoch(epoch)
         per_rank.append(list(sampler))
-    for start in range(0, len(per_rank[0]), size):
-        yield tuple(dataset[part[start : start + size]] for part in per_rank)
+    for first in range(0, len(per_rank[0]), size):
+        yield tuple(dataset[part[first : first + size]] for part in per_rank)
 
 
 @pytest.mark.parallel([1, 2, 4])
@@ -135,3 +135,26 @@ _WITHOUT_MPI = """
 import argparse, sys
 sys.modules["mpi4py"] = None
 """
+
+
+JOINING = """
+import torch
+import distconv.horovod as hvd
+
+hvd.init()
+model = torch.nn.Linear(2, 1)
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0))
+for _ in range(2 * hvd.rank()):
+    optimizer.zero_grad()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+assert hvd.join() == 1
+"""
+
+
+def test_a_rank_without_any_samples_joins_at_once(tmp_path: Path) -> None:
+    # In a job of its own: nothing has been reduced before.
+    script = tmp_path / "program.py"
+    script.write_text(JOINING)
+    end = end_of(start(script, 2, fresh=False))
+    assert end.returncode == 0, end.stderr
