@@ -16,7 +16,7 @@ Backward = Callable[..., Any]
 class ShardFunction(Function):
     """A function of autograd that is applied to shards, which torch.func never transforms.
 
-    `Function.apply` looks through the arguments for its wrappers each time, in Python.
+    `Function.apply` looks through the arguments for wrappers of torch.func each time, in Python.
     """
 
     apply = vars(torch._C._FunctionBase)["apply"]
@@ -25,7 +25,8 @@ class ShardFunction(Function):
 def first_order(backward: Backward) -> Backward:
     """Raise where the gradients of `backward` are differentiated, as `once_differentiable` does.
 
-    That one changes modes of torch in each call; here, only in calls that record the gradients.
+    `once_differentiable` changes modes of torch in each call; this one does where gradients are
+    recorded.
     """
     refusing = once_differentiable(backward)
 

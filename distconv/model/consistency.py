@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from distconv.comm.checksums import Checked, possible, unequal
-from distconv.model.gradient_reduction import checked, required_reduction
+from distconv.model.gradient_reduction import checked, checked_state, required_reduction
 from distconv.tensor.nested import tensors_in
 
 _PLAIN = (bool, int, float, str, tuple, list, type(None))
@@ -32,18 +32,13 @@ def check_in_sync(caller: str, model: nn.Module, optimizer: Optimizer | None, fu
     grid = required_reduction(caller, model).grid
     if not possible(grid):
         return
-    found = unequal([*_of_model(model), *_of_optimizer(optimizer, model)], grid, full)
+    found = unequal([*checked_state(model), *_of_optimizer(optimizer, model)], grid, full)
     if found:
         raise RuntimeError(
             f"{caller}: {found[0]} is not the same on all ranks: {found[1]}. Every rank has "
             "to take the same optimizer steps with the same settings; load the same state on every "
             "rank to mend it"
         )
-
-
-def _of_model(model: nn.Module) -> Iterator[Checked]:
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        yield checked(name, tensor)
 
 
 def _of_optimizer(optimizer: Optimizer | None, model: nn.Module) -> Iterator[Checked]:

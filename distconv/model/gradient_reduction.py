@@ -8,7 +8,7 @@ non-blocking all-reduce that begins as soon as the bucket and all before it are 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import Token
 from functools import partial
 from operator import is_
@@ -371,8 +371,7 @@ class GradientReduction:
         rare = self._calls % 128 and (self._calls == 1 or self._calls & (self._calls - 1))
         if (rare and not checksums.ALWAYS) or not possible(self._grid):
             return
-        state = (*module.named_parameters(), *module.named_buffers())
-        found = unequal((checked(name, tensor) for name, tensor in state), self._grid)
+        found = unequal(checked_state(module), self._grid)
         if found:
             raise RuntimeError(
                 f"{found[0]} of the parallelized module is not the same on all ranks: {found[1]}. "
@@ -525,6 +524,12 @@ def checked(name: str, tensor: Tensor) -> Checked:
     if isinstance(tensor, DistTensor):
         return Checked(name, tensor.shard, cutting_axes(tensor.cuts))
     return Checked(name, tensor)
+
+
+def checked_state(module: nn.Module) -> Iterator[Checked]:
+    """Yield the parameters and buffers of a module, for comparison as by `checked`."""
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        yield checked(name, tensor)
 
 
 class _Edges(Function):

@@ -196,37 +196,32 @@ def _under_way(
     start().wait()
     once = max(comm.allgather(clock() - begun))
     rounds = max(5, min(50, int(seconds / 4 / max(once, 1e-5))))
-    rows = []
-    for i in range(rounds):
+    busy = 2 * once + 2e-4
+
+    def go_through(i: int, working: bool) -> tuple[float, float, float]:
+        """Return the seconds of starting, of waiting at the end, and of all, with work between."""
         written.fill_(i % 3)
         _meet(grid)
         begun = clock()
         request = start()
-        posted = clock() - begun
-        request.wait()
-        total = clock() - begun
-        written.fill_(i % 3)
-        _meet(grid)
-        request = start()
-        until = clock() + 2 * once + 2e-4
-        while clock() < until:
+        started = clock()
+        while working and clock() < started + busy:
             pass
         behind = clock()
         request.wait()
-        after = clock() - behind
-        written.fill_(i % 3)
-        _meet(grid)
-        begun = clock()
-        request = start()
-        until = clock() + 2 * once + 2e-4
-        while late and clock() < until:
-            pass
-        request.wait()
-        rows.append((total, posted, after, 0.0 if late else clock() - begun))
+        ended = clock()
+        return started - begun, ended - behind, ended - begun
+
+    rows = []
+    for i in range(rounds):
+        posted, _, total = go_through(i, working=False)
+        _, after, _ = go_through(i, working=True)
+        *_, held = go_through(i, working=late)
+        rows.append((total, posted, after, 0.0 if late else held))
     columns = [median(column) for column in zip(*rows, strict=True)]
     everyone = comm.allgather(columns)
     total, posted, after, held = (max(column) for column in zip(*everyone, strict=True))
-    return total, min(posted, total), min(after, total), held > 2 * once + 2e-4
+    return total, min(posted, total), min(after, total), held > busy
 
 
 def _meet(grid: ProcessGrid) -> None:

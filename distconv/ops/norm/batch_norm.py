@@ -94,8 +94,7 @@ def batch_norm_over(
     )
     running = [gather_whole(t, "batch_norm") for t in (running_mean, running_var)]
     running_mean, running_var = (own_channels(t, x, "batch_norm") for t in running)
-    cut_channels = any(x.cuts[1:2])
-    if cut_channels and running_mean is not None and running_var is not None:
+    if any(x.cuts[1:2]) and running_mean is not None and running_var is not None:
         # The backward pass wants them as they are now.
         running_mean, running_var = running_mean.clone(), running_var.clone()
     weight, bias = (own_channels(t, x, "batch_norm") for t in (weight, bias))
@@ -107,7 +106,7 @@ def batch_norm_over(
             )
         else:
             shard = _without_elements(block, weight, bias)
-        if training and cut_channels:
+        if training:
             gather_running_statistics(x, running, (running_mean, running_var), "batch_norm")
         return DistTensor(shard, x.shape, x.cuts, grid)
 
@@ -121,8 +120,7 @@ def batch_norm_over(
             mean, variance = total / groups
         running_mean.lerp_(mean.to(running_mean.dtype), momentum)
         running_var.lerp_(variance.to(running_var.dtype), momentum)
-        if cut_channels:
-            gather_running_statistics(x, running, (running_mean, running_var), "batch_norm")
+        gather_running_statistics(x, running, (running_mean, running_var), "batch_norm")
 
     shard = _BatchNorm.apply(block, weight, bias, grid, group, counts, eps, update)
     return DistTensor(shard, x.shape, x.cuts, grid)
@@ -197,14 +195,20 @@ def own_channels(values: Tensor | None, x: DistTensor, operator: str) -> Tensor 
     return own
 
 
-@torch.no_grad()
 def gather_running_statistics(
     x: DistTensor, running: Sequence[Tensor | None], own: Sequence[Tensor | None], operator: str
 ) -> None:
-    """Give all ranks the running statistics that each has updated for its own channels of `x`."""
+    """Give all ranks the running statistics that each has updated for its own channels of `x`.
+
+    Where channels are not cut, every rank has updated all of them already.
+    """
+    if not x.cuts[1]:
+        return
     pairs = [(t, o) for t, o in zip(running, own, strict=True) if t is not None and o is not None]
-    if pairs:
-        shape = len(pairs), x.shape[1]
+    if not pairs:
+        return
+    shape = len(pairs), x.shape[1]
+    with torch.no_grad():
         rows = DistTensor(torch.stack([o for _, o in pairs]), shape, ((), x.cuts[1]), x.grid)
         for (t, _), row in zip(pairs, gather_whole(rows, operator), strict=True):
             t.copy_(row)

@@ -82,7 +82,6 @@ def instance_norm(
             for t, batch in zip(own, total, strict=True):
                 assert t is not None
                 t.lerp_((batch / x.shape[0]).to(t.dtype), momentum)
-        if x.cuts[1]:
-            gather_running_statistics(x, running, own, "instance_norm")
+        gather_running_statistics(x, running, own, "instance_norm")
     weight, bias = per_channel(weight, x.dim()), per_channel(bias, x.dim())
     return scale_and_shift(x, shard, weight, bias, "instance_norm")

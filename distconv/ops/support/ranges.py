@@ -16,7 +16,7 @@ def in_range(
 
     Parameters
     ----------
-    numbers: those of this rank, of which each should be from 0 to `size` - 1.
+    numbers: the numbers on this rank, each of which should be from 0 to `size` - 1.
     ignored: a number that stands for none.
     """
     try:
