@@ -25,6 +25,8 @@ STEPS = Path(__file__).with_name("commit_steps.py")
 DESCRIPTION = "Compare training steps of two commits, in launches that take turns."
 BURST = 0.06
 """Seconds for which one commit takes steps before it is the other's turn."""
+WARM_UP = 70
+"""Steps that are not timed: the first 64 calls of each function are compared between ranks."""
 
 
 class Launch:
@@ -88,17 +90,17 @@ class Launch:
 
 
 def compare(
-    old: Path, new: Path, ranks: int, case: str, seconds: float, folder: Path
+    old: Path, new: Path, ranks: int, case: str, seconds: float, folder: Path, new_first: bool
 ) -> list[float]:
     """Return the ratios of new to old of a case, over pairs of bursts in one pair of launches."""
     with ExitStack() as stack:
         sides = []
-        for name, tree in (("old", old), ("new", new)):
+        for name, tree in (("old", old), ("new", new))[:: -1 if new_first else 1]:
             side = Launch(tree, ranks, folder / f"{name}.said")
             stack.callback(side.close)
+            side.seconds_of(case, WARM_UP)
             sides.append(side)
-        for side in sides:
-            side.seconds_of(case, 5)
+        sides = sides[:: -1 if new_first else 1]
         steps = max(1, round(BURST / sides[0].seconds_of(case, 5)))
         pairs = max(11, round(seconds / (2 * BURST)))
         ratios = []
@@ -168,7 +170,9 @@ def main() -> None:
                 place = folder / f"{case}-{launch}"
                 place.mkdir()
                 try:
-                    ratios = compare(old, new, arguments.ranks, case, arguments.seconds, place)
+                    ratios = compare(
+                        old, new, arguments.ranks, case, arguments.seconds, place, launch % 2 == 1
+                    )
                 except RuntimeError as problem:
                     sys.exit(f"benchmarks.commits: error: {problem}")
                 medians.append(statistics.median(ratios))
