@@ -16,6 +16,7 @@ import threading
 from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 from weakref import WeakSet
 from zlib import crc32
@@ -36,14 +37,13 @@ _PERIOD = 256
 """Steps from one comparison that nobody waits for to the next."""
 _LATER = 16
 """Steps from the beginning of such a comparison to a look at its result."""
-_FIRST, _EVERY = 64, 16
+_FIRST, _EVERY = 64, 64
 """How many steps of each operator count with its arguments, and one in how many after those; the
 first calls of each function that count at all."""
 _KEPT = 1024
 """How many steps and calls are kept, to be named where ranks differ."""
 _REMEMBERED = 4096
-"""How many operators with their arguments are known; beyond, all are forgotten, on all ranks alike.
-"""
+"""How many operators with their arguments are known; beyond, all are forgotten."""
 _TAGS = 32767
 """How many tags there are before they begin again; every MPI has as many."""
 
@@ -85,13 +85,13 @@ class Order:
         """How many steps this rank has taken, reductions of gradients among them."""
         self._compared = 0
         """How many of these steps have their place in the order."""
-        self._counted = 0
-        """How many of those are folded into the number that is compared."""
+        self._unfolded: list[tuple[Any, int]] = []
+        """Those that are not yet folded into the number that is compared, with their tags."""
         self._since = 0
         """How many steps there have been since the last comparison began."""
         self._tag = 0
         self._folded = 0
-        self._codes: dict[Any, int] = {}
+        self._met: set[Any] = set()
         self._last: deque[tuple[Any, int, str | None]] = deque(maxlen=_KEPT)
         self._counts: dict[Any, int] = {}
         self._calls: dict[Any, int] = {}
@@ -134,13 +134,19 @@ class Order:
         if outside and kind == "all_reduce":
             # Gradients are reduced as they become ready, which is not everywhere in one order.
             return
-        key: Any = kind, function, _extents_of(CURRENT.arguments)
         # Blocks of the ranks' own may be among the arguments of autograd's functions.
-        if not outside and self._counts_in_full(function):
+        if not outside:
+            count = self._counts[function] = self._counts.get(function, 0) + 1
+        if not outside and (count <= _FIRST or not count % _EVERY or self.debug):
             key = _with_arguments(kind)
-        known = self._codes.get(key)
-        new = known is None and self._meet(key)
-        self._note(key, tag, user_line() if self.debug else None)
+            new = self._meet(key)
+        else:
+            key = kind, function, _extents_of(CURRENT.arguments)
+            # The name of a function may come first at other steps on ranks that differ already.
+            new = function is None and self._meet(key)
+        self._unfolded.append((key, tag))
+        self._last.append((key, tag, user_line() if self.debug else None))
+        self._compared += 1
         self._since += 1
         if new or self.debug:
             self.compare()
@@ -175,9 +181,9 @@ class Order:
             return
         self._calls[function] = min(count + 1, _FIRST)
         key = _with_arguments("call")
-        if key not in self._codes:
-            self._meet(key)
-        self._note(key, 0, user_line())
+        self._unfolded.append((key, 0))
+        self._last.append((key, 0, user_line()))
+        self._compared += 1
 
     def compare(self) -> None:
         """Compare all steps and calls up to now, and wait for the result. Collective."""
@@ -185,37 +191,33 @@ class Order:
         self._start()
         self._settle()
 
-    def _note(self, key: Any, tag: int, line: str | None) -> None:
-        """Give a step or a call the next place in the order."""
-        if self._compared - self._counted == _KEPT:
-            self._fold()
-        self._last.append((key, tag, line))
-        self._compared += 1
+    def latest_numbers(self, most: int = _KEPT) -> tuple[int, list[int]]:
+        """Return which number the first of the latest steps and calls has, and what stands for each
+        of them; the watching thread asks, too."""
+        last = list(self._last)[-most:]
+        first = self._compared - len(last) + 1
+        return first, [_code(key) + tag for key, tag, _ in last]
 
-    def _counts_in_full(self, function: Any) -> bool:
-        """Return whether the next step of an operator counts with its arguments, not by its name
-        alone."""
-        count = self._counts[function] = self._counts.get(function, 0) + 1
-        return count <= _FIRST or not count % _EVERY or self.debug
+    def in_words(self, number: int | None) -> str:
+        """Return a step or a call, or with None the latest one, as a user would write it."""
+        last = list(self._last)
+        index = len(last) - 1 if number is None else number - 1 - self._compared + len(last)
+        return _in_words(*last[index]) if 0 <= index < len(last) else "nothing yet"
 
     def _meet(self, key: Any) -> bool:
-        """Remember a kind of step; return whether to compare it with other ranks at once.
-
-        A name alone may come first at other steps on ranks that differ already.
-        """
-        if len(self._codes) >= _REMEMBERED:
-            self._fold()
-            self._codes.clear()
-        self._codes[key] = crc32(_spelled(key).encode())
-        return len(key) > 3 or key[1] is None
+        """Remember a kind of step; return whether it is new to this rank."""
+        if key in self._met:
+            return False
+        if len(self._met) >= _REMEMBERED:
+            self._met.clear()
+        self._met.add(key)
+        return True
 
     def _fold(self) -> None:
         """Count what has been taken since the last time into the number that ranks compare."""
-        count = self._compared - self._counted
-        latest = list(self._last)[len(self._last) - count :] if count else []
-        numbers = array("q", [self._codes[key] + tag for key, tag, _ in latest])
+        numbers = array("q", [_code(key) + tag for key, tag in self._unfolded])
         self._folded = crc32(numbers.tobytes(), self._folded)
-        self._counted = self._compared
+        self._unfolded.clear()
 
     def _start(self) -> None:
         """Start to compare the folded steps of all ranks."""
@@ -236,21 +238,16 @@ class Order:
     def _explain(self) -> None:
         """Raise on all ranks, naming the first step in which they differ."""
         here = place_of(self._thread)
-        first = self._compared - len(self._last) + 1
-        numbers = [crc32(_spelled(key).encode()) + tag for key, tag, _ in self._last]
         with Wait(self.waiting):
-            ranks = self._comm.allgather((first, numbers))
-            number = _first_difference(ranks)
-            index = len(numbers) - 1 if number is None else number - first
-            there = 0 <= index < len(numbers)
-            step = _in_words(*self._last[index]) if there else "nothing yet"
-            told = self._comm.allgather((step, here, self._tag))
+            ranks = self._comm.allgather(self.latest_numbers())
+            number = first_difference(ranks)
+            told = self._comm.allgather((self.in_words(number), here, self._tag))
         # A program that catches the error goes on with the same numbers on all ranks.
         self._tag = max(tag for _, _, tag in told)
         self._folded = self._since = 0
-        for known in (self._codes, self._counts, self._calls, self._last, SETTLED):
+        for known in (self._met, self._counts, self._calls, self._unfolded, self._last, SETTLED):
             known.clear()
-        self._compared = self._counted = max(begin + len(own) - 1 for begin, own in ranks)
+        self._compared = max(begin + len(own) - 1 for begin, own in ranks)
         begin = max(begin for begin, _ in ranks)
         found = (
             f"before collective step {begin}; their last ones are"
@@ -346,9 +343,12 @@ def _kept(argument: Any) -> Any:
 _SIMPLE = {int, float, bool, type(None), torch.dtype, torch.memory_format, Layout}
 
 
-def _spelled(key: Any) -> str:
+@lru_cache(maxsize=8192)
+def _code(key: Any) -> int:
+    """Return a number that stands for a step or a call, the same on all ranks."""
     kind, function, *arguments = key
-    return f"{kind} {'' if function is None else operator_name(function)} {arguments!r}"
+    spelled = f"{kind} {'' if function is None else operator_name(function)} {arguments!r}"
+    return crc32(spelled.encode())
 
 
 def _word(value: Any) -> str:
@@ -363,7 +363,7 @@ def _word(value: Any) -> str:
     return str(value)
 
 
-def _first_difference(ranks: list[tuple[int, list[int]]]) -> int | None:
+def first_difference(ranks: Sequence[tuple[int, Sequence[int]]]) -> int | None:
     """Return the first step in which ranks differ; None where that is longer ago than they know.
 
     Parameters
@@ -386,19 +386,20 @@ def _difference(found: str, steps: Sequence[str], places: Sequence[str], debug: 
     found: which step it is.
     steps, places: for each rank what it has done in that step, and where it is now.
     """
-    doing = "; ".join(
-        f"{ranks_in_words(r for r, text in enumerate(steps) if text == what)}: {what}"
-        for what in dict.fromkeys(steps)
-    )
-    now = "; ".join(
-        f"{ranks_in_words(r for r, text in enumerate(places) if text == where)} at {where}"
-        for where in dict.fromkeys(places)
-    )
+    doing, now = by_ranks(steps, ": "), by_ranks(places, " at ")
     hint = "" if debug else f" {_VARIABLE}=1 compares before every step, and names its line."
     return (
         f"the ranks differ {found}. {doing}. They are now: {now}. All ranks have to run the same "
         f"operators with the same arguments in the same order; look for a condition on the rank, "
         f"or on data that the ranks do not share.{hint}"
+    )
+
+
+def by_ranks(texts: Sequence[str], between: str) -> str:
+    """Return what each rank says, with ranks that say the same together."""
+    return "; ".join(
+        f"{ranks_in_words(r for r, text in enumerate(texts) if text == said)}{between}{said}"
+        for said in dict.fromkeys(texts)
     )
 
 

@@ -2,8 +2,8 @@
 
 The thread looks about once a second at the wait under way, the host's and that of a GPU's streams.
 Where one takes longer than DISTCONV_TIMEOUT seconds (300 when not set), where a rank that is waited
-for has left the program, or where NCCL has met with an error, it asks all ranks where they are,
-prints one message, and aborts.
+for has left the program, or where NCCL has met with an error, it asks all ranks where they are
+and in which step they first differ, prints one message, and aborts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from weakref import ref
 
 from distconv.grid.abort import abort_job
 from distconv.grid.board import Board
-from distconv.grid.order import Order, ranks_in_words
+from distconv.grid.order import Order, by_ranks, first_difference, ranks_in_words
 from distconv.grid.whereabouts import operator_name, operator_of, place_of
 from distconv.transport.stream_waits import StreamWait
 from distconv.transport.watched import Wait, Waiting
@@ -31,6 +31,8 @@ _GRACE = 2.0
 """Seconds that messages of a rank that has left may still be on their way."""
 _ANSWER = 5.0
 """Seconds that the other ranks have to say where they are."""
+_COMPARED = 128
+"""How many of their latest steps the ranks compare then."""
 
 
 def time_limit() -> float:
@@ -111,13 +113,23 @@ class Watch:
         return 0 if self._order is None else self._order.number
 
     def _look(self) -> None:
-        answered = False
+        questions = ["alarm", "difference"]
         while not self._leaving.wait(self._period):
             self._look_at_wait()
-            board = self._board
-            if board is not None and not answered and board.read("alarm") is not None:
-                board.post(f"state/{self._rank}", json.dumps(self._state()))
-                answered = True
+            if self._board is not None and questions:
+                asked = self._board.read(questions[0])
+                if asked is not None:
+                    self._answer(questions.pop(0), asked)
+
+    def _answer(self, question: str, asked: str) -> None:
+        """Tell where this rank is and its latest steps, or what it has done in one of them."""
+        if self._board is None or self._order is None:
+            return
+        if question == "alarm":
+            steps = self._order.latest_numbers(_COMPARED)
+            self._board.post(f"state/{self._rank}", json.dumps([*self._state(), steps]))
+        else:
+            self._board.post(f"step/{self._rank}", self._order.in_words(int(asked)))
 
     def _look_at_wait(self) -> None:
         """Raise the alarm where a wait goes on since the last look for too long, or for nobody."""
@@ -171,39 +183,61 @@ class Watch:
     def _alarm(self, why: str) -> None:
         """Report where all ranks are, if no other rank does, and end the job."""
         answers: dict[int, Any] = {}
+        difference = None
         if self._board is not None:
-            answers = self._ask(self._board)
+            answers = self._states(self._board)
+            difference = self._difference(self._board, answers)
         answers.setdefault(self._rank, self._state())
         sys.stdout.flush()
-        print(_report(why, self._size, answers), file=sys.__stderr__, flush=True)
+        print(_report(why, self._size, answers, difference), file=sys.__stderr__, flush=True)
         abort_job()
 
-    def _ask(self, board: Board) -> dict[int, Any]:
+    def _states(self, board: Board) -> dict[int, Any]:
         """Ask all ranks where they are, and return their answers by rank."""
         board.post("alarm", "")
-        board.post(f"state/{self._rank}", json.dumps(self._state()))
+        self._answer("alarm", "")
         if board.count("reporters") > 1:
-            time.sleep(2 * _ANSWER)  # the first to report ends the job
+            time.sleep(4 * _ANSWER)  # the first to report ends the job
+        return {rank: json.loads(text) for rank, text in self._collect(board, "state").items()}
+
+    def _difference(self, board: Board, answers: dict[int, Any]) -> str | None:
+        """Ask what each rank has done in the first step in which those that answer differ."""
+        steps = [latest for *_, latest in answers.values() if latest is not None]
+        number = first_difference(steps) if len(steps) > 1 else None
+        if number is None:
+            return None
+        board.post("difference", str(number))
+        self._answer("difference", str(number))
+        told = self._collect(board, "step")
+        words = [told.get(rank, "unknown") for rank in range(self._size)]
+        return f"Step {number} is the first in which they differ. {by_ranks(words, ': ')}."
+
+    def _collect(self, board: Board, name: str) -> dict[int, str]:
+        """Return the notes of that name by rank, for which the ranks have some seconds; of a rank
+        that has left, that it has."""
         end = time.monotonic() + _ANSWER
-        answers: dict[int, Any] = {}
-        while len(answers) < self._size and time.monotonic() < end:
+        notes: dict[int, str] = {}
+        while len(notes) < self._size and time.monotonic() < end:
             time.sleep(min(0.1, self._period))
             for rank in range(self._size):
-                if rank in answers:
+                if rank in notes:
                     continue
                 if (steps := board.read(f"left/{rank}")) is not None:
-                    answers[rank] = ["has left the program", None, None, int(steps)]
-                elif (state := board.read(f"state/{rank}")) is not None:
-                    answers[rank] = json.loads(state)
-        return answers
+                    left = "has left the program"
+                    state = json.dumps([left, None, None, int(steps), None])
+                    notes[rank] = state if name == "state" else left
+                elif (note := board.read(f"{name}/{rank}")) is not None:
+                    notes[rank] = note
+        return notes
 
 
-def _report(why: str, size: int, answers: dict[int, Any]) -> str:
-    """Return where each rank is, ranks at the same place together, and the usual reason."""
+def _report(why: str, size: int, answers: dict[int, Any], difference: str | None) -> str:
+    """Return where each rank is, ranks at the same place together, the first step in which they
+    differ, and the usual reason."""
     silent = ["does not answer; it was killed or stopped, or runs code that lets no thread run"]
     places: dict[str, list[int]] = {}
     for rank in range(size):
-        what, operator, line, step = answers.get(rank, [*silent, None, None, None])
+        what, operator, line, step = answers.get(rank, [*silent, None, None, None])[:4]
         text = what
         text += f" in {operator}" if operator else ""
         text += f" at {line}" if line else ""
@@ -214,6 +248,7 @@ def _report(why: str, size: int, answers: dict[int, Any]) -> str:
         (
             f"distconv: ranks wait {why}",
             *lines,
+            *([] if difference is None else [difference]),
             "All ranks have to run the same operators in the same order, and the same number of "
             "batches. Usually one of them has returned early, skipped or added a call (under "
             "`if rank == 0`, say), caught an error that the others have not seen, or takes longer "

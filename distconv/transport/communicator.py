@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -14,24 +15,24 @@ class Comparison:
     Parameters
     ----------
     wait: returns when `most` is there.
-    mine: the numbers of this rank, followed by the same with the other sign; held until then.
-    most: the largest of each over the ranks.
+    most: the numbers of this rank, followed by the same with the other sign; then, in the same
+        memory, the largest of each over the ranks.
     """
 
-    def __init__(self, wait: Callable[[], object], mine: Any, most: np.ndarray):
-        self._wait, self._mine, self._most = wait, mine, most
+    def __init__(self, wait: Callable[[], object], most: array[int]):
+        self._wait, self._most = wait, most
 
     def wait(self) -> list[bool]:
         """Return, when every rank has brought its numbers, which of them are the same on all."""
         self._wait()
-        largest, opposite = self._most.reshape(2, -1)
-        equal: list[bool] = (largest == -opposite).tolist()
-        return equal
+        most = self._most
+        half = len(most) // 2
+        return [most[i] == -most[half + i] for i in range(half)]
 
 
-def with_opposites(numbers: Sequence[int]) -> np.ndarray:
+def with_opposites(numbers: Sequence[int]) -> array[int]:
     """Return numbers, and the same with the other sign: their maxima over ranks tell extremes."""
-    return np.array([*numbers, *(-n for n in numbers)], dtype=np.int64)
+    return array("q", (*numbers, *(-n for n in numbers)))
 
 
 class ObjectCommunicator(Protocol):

@@ -38,10 +38,9 @@ class MPICommunicator:
 
     def compare(self, numbers: Sequence[int]) -> Comparison:
         """Start to compare numbers of fewer than 64 bits with those of the other ranks."""
-        mine = with_opposites(numbers)
-        most = np.empty_like(mine)
-        request = self.mpi.Iallreduce(mine, most, mpi().MAX)
-        return Comparison(request.Wait, mine, most)
+        most = with_opposites(numbers)
+        MPI = mpi()
+        return Comparison(self.mpi.Iallreduce(MPI.IN_PLACE, most, MPI.MAX).Wait, most)
 
     def subgroup(self, ranks: tuple[int, ...], purpose: str) -> MPICommunicator:
         """Return a communicator of some of the ranks, in numbers of the job; those call it."""

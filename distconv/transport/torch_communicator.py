@@ -80,11 +80,11 @@ class TorchCommunicator:
         """Start to compare numbers of fewer than 64 bits with those of the other ranks."""
         from torch.distributed import ReduceOp
 
-        most = torch.from_numpy(with_opposites(numbers))
+        most = with_opposites(numbers)
         if self.size == 1:
-            return Comparison(lambda: None, None, most.numpy())
-        work = start(self.group.allreduce, most, ReduceOp.MAX)
-        return Comparison(partial(finish, work), most, most.numpy())
+            return Comparison(lambda: None, most)
+        work = start(self.group.allreduce, torch.frombuffer(most, dtype=torch.int64), ReduceOp.MAX)
+        return Comparison(partial(finish, work), most)
 
     def subgroup(self, ranks: tuple[int, ...], purpose: str) -> TorchCommunicator:
         """Return a communicator of some of the ranks, in numbers of the job; those call it."""
