@@ -25,8 +25,6 @@ STEPS = Path(__file__).with_name("commit_steps.py")
 DESCRIPTION = "Compare training steps of two commits, in launches that take turns."
 BURST = 0.06
 """Seconds for which one commit takes steps before it is the other's turn."""
-WARM_UP = 70
-"""Steps that are not timed: the first 64 calls of each function are compared between ranks."""
 
 
 class Launch:
@@ -90,7 +88,14 @@ class Launch:
 
 
 def compare(
-    old: Path, new: Path, ranks: int, case: str, seconds: float, folder: Path, new_first: bool
+    old: Path,
+    new: Path,
+    ranks: int,
+    case: str,
+    seconds: float,
+    warm_up: int,
+    folder: Path,
+    new_first: bool,
 ) -> list[float]:
     """Return the ratios of new to old of a case, over pairs of bursts in one pair of launches."""
     with ExitStack() as stack:
@@ -98,7 +103,7 @@ def compare(
         for name, tree in (("old", old), ("new", new))[:: -1 if new_first else 1]:
             side = Launch(tree, ranks, folder / f"{name}.said")
             stack.callback(side.close)
-            side.seconds_of(case, WARM_UP)
+            side.seconds_of(case, warm_up)
             sides.append(side)
         sides = sides[:: -1 if new_first else 1]
         steps = max(1, round(BURST / sides[0].seconds_of(case, 5)))
@@ -159,6 +164,12 @@ def main() -> None:
     parser.add_argument("--ranks", type=positive, default=2)
     parser.add_argument("--launches", type=positive, default=5)
     parser.add_argument("--seconds", type=float, default=6.0, help="for a case in one launch")
+    parser.add_argument(
+        "--warm-up",
+        type=positive,
+        default=70,
+        help="steps that are not timed: ranks compare the first 64 calls of a function",
+    )
     parser.add_argument("--cases", type=known_cases, default=list(CASES))
     arguments = parser.parse_args()
     with ExitStack() as stack:
@@ -171,7 +182,8 @@ def main() -> None:
                 place.mkdir()
                 try:
                     ratios = compare(
-                        old, new, arguments.ranks, case, arguments.seconds, place, launch % 2 == 1
+                        *(old, new, arguments.ranks, case, arguments.seconds, arguments.warm_up),
+                        *(place, launch % 2 == 1),
                     )
                 except RuntimeError as problem:
                     sys.exit(f"benchmarks.commits: error: {problem}")

@@ -70,6 +70,7 @@ class Watch:
         self._period = max(min(1.0, self._limit / 8), self._size / 2000)
         self._host, self._stream = _Seen(), _Seen()
         self._thread = threading.get_ident()
+        self._questions = ["alarm", "difference"]
         self._leaving = threading.Event()
         self._looking = threading.Thread(target=self._look, name="distconv-watch", daemon=True)
         self._looking.start()
@@ -113,13 +114,16 @@ class Watch:
         return 0 if self._order is None else self._order.number
 
     def _look(self) -> None:
-        questions = ["alarm", "difference"]
         while not self._leaving.wait(self._period):
             self._look_at_wait()
-            if self._board is not None and questions:
-                asked = self._board.read(questions[0])
-                if asked is not None:
-                    self._answer(questions.pop(0), asked)
+            self._attend()
+
+    def _attend(self) -> None:
+        """Answer the next question of the rank that reports, if it has been asked."""
+        if self._board is not None and self._questions:
+            asked = self._board.read(self._questions[0])
+            if asked is not None:
+                self._answer(self._questions.pop(0), asked)
 
     def _answer(self, question: str, asked: str) -> None:
         """Tell where this rank is and its latest steps, or what it has done in one of them."""
@@ -195,9 +199,13 @@ class Watch:
     def _states(self, board: Board) -> dict[int, Any]:
         """Ask all ranks where they are, and return their answers by rank."""
         board.post("alarm", "")
-        self._answer("alarm", "")
+        self._attend()
         if board.count("reporters") > 1:
-            time.sleep(4 * _ANSWER)  # the first to report ends the job
+            # The first to report ends the job.
+            end = time.monotonic() + 4 * _ANSWER
+            while time.monotonic() < end:
+                self._attend()
+                time.sleep(self._period)
         return {rank: json.loads(text) for rank, text in self._collect(board, "state").items()}
 
     def _difference(self, board: Board, answers: dict[int, Any]) -> str | None:
@@ -207,7 +215,7 @@ class Watch:
         if number is None:
             return None
         board.post("difference", str(number))
-        self._answer("difference", str(number))
+        self._attend()
         told = self._collect(board, "step")
         words = [told.get(rank, "unknown") for rank in range(self._size)]
         return f"Step {number} is the first in which they differ. {by_ranks(words, ': ')}."

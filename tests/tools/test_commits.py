@@ -12,6 +12,7 @@ from benchmarks.commits import main
 from tests.support.jobs import LIMIT, own_environment
 
 ROOT = Path(__file__).resolve().parents[2]
+SHORT = "--seconds", "0.1", "--warm-up", "1"
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -27,7 +28,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_both_launches_take_steps_and_a_row_tells_the_ratio(tmp_path: Path) -> None:
-    job = run(str(ROOT), "--cases", "tiny_32", "--launches", "1", "--seconds", "0.1")
+    job = run(str(ROOT), "--cases", "tiny_32", "--launches", "1", *SHORT)
     assert job.returncode == 0, job.stderr
     case, median, *rest = job.stdout.split()
     assert case == "tiny_32" and rest == ["launches:", median]
@@ -37,7 +38,7 @@ def test_both_launches_take_steps_and_a_row_tells_the_ratio(tmp_path: Path) -> N
 def test_a_job_that_dies_at_its_start_is_an_error_with_what_it_said(tmp_path: Path) -> None:
     (tmp_path / "distconv").mkdir()
     (tmp_path / "distconv" / "__init__.py").write_text("raise ImportError('no such library')")
-    job = run(str(tmp_path), "--cases", "tiny_32", "--launches", "1", "--seconds", "0.1")
+    job = run(str(tmp_path), "--cases", "tiny_32", "--launches", "1", *SHORT)
     assert job.returncode == 1
     assert f"the job of {tmp_path} has ended" in job.stderr
     assert "ImportError: no such library" in job.stderr
