@@ -57,7 +57,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 def _leave_holes(size: int) -> list[Tensor]:
-    """Leave holes of `size` bytes on the heap at random distances; return what lies between them.
+    """Leave holes of `size` bytes on the heap; return the walls of random sizes between them.
 
     A step's buffers would otherwise lie at the same distances from each other in all launches of a
     commit, and distances that caches do not like would pass for a slower commit. Source of the
@@ -87,6 +87,18 @@ def step_of(case: str, grid: dc.ProcessGrid) -> Callable[[], None]:
     return step
 
 
+def _seconds_of(step: Callable[[], None], count: int, block: int) -> float:
+    """Return the seconds of some steps, among other holes of the size of a block each time."""
+    walls = _leave_holes(block)
+    step()
+    begin = time.perf_counter()
+    for _ in range(count):
+        step()
+    seconds = time.perf_counter() - begin
+    del walls
+    return seconds
+
+
 def main() -> None:
     """Connect to a port, read from it a case and a number of steps, take them, tell the seconds,
     and so on.
@@ -100,13 +112,8 @@ def main() -> None:
             case, count = line.split()
             if case not in steps:
                 steps[case] = step_of(case, grid)
-            walls = _leave_holes(math.prod(CASES[case][1]) * 4 // grid.size)
-            steps[case]()
-            begin = time.perf_counter()
-            for _ in range(int(count)):
-                steps[case]()
-            told.write(f"{time.perf_counter() - begin}\n")
-            del walls
+            block = math.prod(CASES[case][1]) * 4 // grid.size
+            told.write(f"{_seconds_of(steps[case], int(count), block)}\n")
             told.flush()
 
 

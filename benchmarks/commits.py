@@ -88,26 +88,27 @@ class Launch:
 
 
 def compare(
-    old: Path,
-    new: Path,
-    ranks: int,
-    case: str,
-    seconds: float,
-    warm_up: int,
-    folder: Path,
-    new_first: bool,
+    old: Path, new: Path, case: str, arguments: argparse.Namespace, folder: Path, new_first: bool
 ) -> list[float]:
-    """Return the ratios of new to old of a case, over pairs of bursts in one pair of launches."""
+    """Return the ratios of new to old of a case, over pairs of bursts in one pair of launches.
+
+    Parameters
+    ----------
+    arguments: those of the command, for the ranks, the steps before any is timed, and the seconds.
+    new_first: whether the launch of the new commit begins.
+    """
+    trees = [("old", old), ("new", new)]
+    if new_first:
+        trees.reverse()
     with ExitStack() as stack:
-        sides = []
-        for name, tree in (("old", old), ("new", new))[:: -1 if new_first else 1]:
-            side = Launch(tree, ranks, folder / f"{name}.said")
+        launches = {}
+        for name, tree in trees:
+            launches[name] = side = Launch(tree, arguments.ranks, folder / f"{name}.said")
             stack.callback(side.close)
-            side.seconds_of(case, warm_up)
-            sides.append(side)
-        sides = sides[:: -1 if new_first else 1]
+            side.seconds_of(case, arguments.warm_up)
+        sides = [launches["old"], launches["new"]]
         steps = max(1, round(BURST / sides[0].seconds_of(case, 5)))
-        pairs = max(11, round(seconds / (2 * BURST)))
+        pairs = max(11, round(arguments.seconds / (2 * BURST)))
         ratios = []
         for i in range(pairs):
             turn = sides if i % 2 == 0 else sides[::-1]
@@ -181,10 +182,7 @@ def main() -> None:
                 place = folder / f"{case}-{launch}"
                 place.mkdir()
                 try:
-                    ratios = compare(
-                        *(old, new, arguments.ranks, case, arguments.seconds, arguments.warm_up),
-                        *(place, launch % 2 == 1),
-                    )
+                    ratios = compare(old, new, case, arguments, place, launch % 2 == 1)
                 except RuntimeError as problem:
                     sys.exit(f"benchmarks.commits: error: {problem}")
                 medians.append(statistics.median(ratios))

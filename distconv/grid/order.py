@@ -85,8 +85,8 @@ class Order:
         """How many steps this rank has taken, reductions of gradients among them."""
         self._compared = 0
         """How many of these steps have their place in the order."""
-        self._unfolded: list[tuple[Any, int]] = []
-        """Those that are not yet folded into the number that is compared, with their tags."""
+        self._counted = 0
+        """How many of those are folded into the number that is compared."""
         self._since = 0
         """How many steps there have been since the last comparison began."""
         self._tag = 0
@@ -144,9 +144,7 @@ class Order:
             key = kind, function, _extents_of(CURRENT.arguments)
             # The name of a function may come first at other steps on ranks that differ already.
             new = function is None and self._meet(key)
-        self._unfolded.append((key, tag))
-        self._last.append((key, tag, user_line() if self.debug else None))
-        self._compared += 1
+        self._note(key, tag, user_line() if self.debug else None)
         self._since += 1
         if new or self.debug:
             self.compare()
@@ -180,10 +178,7 @@ class Order:
         if function in _BACKWARD or torch._C._current_graph_task_id() != -1:
             return
         self._calls[function] = min(count + 1, _FIRST)
-        key = _with_arguments("call")
-        self._unfolded.append((key, 0))
-        self._last.append((key, 0, user_line()))
-        self._compared += 1
+        self._note(_with_arguments("call"), 0, user_line())
 
     def compare(self) -> None:
         """Compare all steps and calls up to now, and wait for the result. Collective."""
@@ -191,10 +186,17 @@ class Order:
         self._start()
         self._settle()
 
+    def _note(self, key: Any, tag: int, line: str | None) -> None:
+        """Give a step or a call the next place in the order."""
+        if self._compared - self._counted == _KEPT:
+            self._fold()
+        self._last.append((key, tag, line))
+        self._compared += 1
+
     def latest_numbers(self, most: int = _KEPT) -> tuple[int, list[int]]:
         """Return which number the first of the latest steps and calls has, and what stands for each
         of them; the watching thread asks, too."""
-        last = list(self._last)[-most:]
+        last = list(self._last)[max(0, len(self._last) - most) :]
         first = self._compared - len(last) + 1
         return first, [_code(key) + tag for key, tag, _ in last]
 
@@ -215,9 +217,10 @@ class Order:
 
     def _fold(self) -> None:
         """Count what has been taken since the last time into the number that ranks compare."""
-        numbers = array("q", [_code(key) + tag for key, tag in self._unfolded])
-        self._folded = crc32(numbers.tobytes(), self._folded)
-        self._unfolded.clear()
+        count = self._compared - self._counted
+        _, numbers = self.latest_numbers(count)
+        self._folded = crc32(array("q", numbers).tobytes(), self._folded)
+        self._counted = self._compared
 
     def _start(self) -> None:
         """Start to compare the folded steps of all ranks."""
@@ -245,9 +248,9 @@ class Order:
         # A program that catches the error goes on with the same numbers on all ranks.
         self._tag = max(tag for _, _, tag in told)
         self._folded = self._since = 0
-        for known in (self._met, self._counts, self._calls, self._unfolded, self._last, SETTLED):
+        for known in (self._met, self._counts, self._calls, self._last, SETTLED):
             known.clear()
-        self._compared = max(begin + len(own) - 1 for begin, own in ranks)
+        self._compared = self._counted = max(begin + len(own) - 1 for begin, own in ranks)
         begin = max(begin for begin, _ in ranks)
         found = (
             f"before collective step {begin}; their last ones are"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from mpi4py import MPI
 from distconv.transport.buffers import BufferPool
 from distconv.transport.interface import SUM_TYPES, Message
 from distconv.transport.mpi_communicator import MPICommunicator
+from distconv.transport.mpi_request import MPIRequest, release_abandoned
 
 _DATATYPES = {
     torch.float32: MPI.FLOAT,
@@ -25,65 +26,6 @@ _DATATYPES = {
 }
 
 
-class Abandoned:
-    """Requests that nobody waits for any more, with the memory that MPI still works on.
-
-    An exception between the start and the end of an exchange leaves such requests behind. Their
-    memory must not be used for anything else until MPI is done with it.
-    """
-
-    def __init__(self) -> None:
-        self._kept: list[tuple[list[MPI.Request], Any]] = []
-
-    def keep(self, requests: list[MPI.Request], memory: Any) -> None:
-        """Hold `memory` until the requests are complete."""
-        self._kept.append((requests, memory))
-
-    def release(self) -> None:
-        """Let go of the requests that have completed, and of their memory."""
-        if self._kept:
-            self._kept = [kept for kept in self._kept if not MPI.Request.Testall(kept[0])]
-
-
-class MPIRequest:
-    """Messages or a reduction under way; it keeps the memory alive that MPI works on.
-
-    Parameters
-    ----------
-    memory: the tensors that MPI reads and writes.
-    finish: is called when all is complete, for a reduction in memory of its own.
-    """
-
-    def __init__(
-        self,
-        requests: list[MPI.Request],
-        memory: Any,
-        abandoned: Abandoned,
-        finish: Callable[[], object] | None = None,
-    ):
-        self.requests, self._memory = requests, memory
-        self._abandoned, self._finish = abandoned, finish
-
-    def wait(self) -> None:
-        """Return when all has arrived, and what was sent may be overwritten."""
-        try:
-            for request in self.requests:
-                request.Wait()
-        except MPI.Exception as error:
-            raise RuntimeError(
-                f"MPI could not complete the messages of an operator ({error}). Where it says that "
-                "a message is truncated, the ranks run different operators; DISTCONV_DEBUG=1 names "
-                "the first that differs"
-            ) from error
-        self.requests = []
-        if self._finish is not None:
-            self._finish()
-
-    def __del__(self) -> None:
-        if self.requests and not MPI.Is_finalized():
-            self._abandoned.keep(self.requests, self._memory)
-
-
 class MPITransport:
     """Messages over one communicator, which nothing else uses; see `Transport`."""
 
@@ -95,7 +37,6 @@ class MPITransport:
         self._tags = bound if isinstance(bound, int) else 32767
         self._last_tag = 0
         self._buffers = BufferPool()
-        self._abandoned = Abandoned()
 
     def next_tag(self) -> int:
         """Return the tag of the next exchange."""
@@ -111,8 +52,8 @@ class MPITransport:
     ) -> MPIRequest:
         """Start the messages of one exchange."""
         comm = self._comm
-        self._abandoned.release()
-        under_way = MPIRequest([], (arriving, leaving), self._abandoned)
+        release_abandoned()
+        under_way = MPIRequest([], (arriving, leaving))
         requests = under_way.requests
         for rank, tensor in arriving:
             requests.append(comm.Irecv(_bytes(tensor), rank, tag))
@@ -124,14 +65,14 @@ class MPITransport:
         """Start adding up a tensor in place over the ranks of `group`."""
         if tensor.dtype in _DATATYPES:
             request = group.mpi.Iallreduce(MPI.IN_PLACE, _typed(tensor), MPI.SUM)
-            return MPIRequest([request], tensor, self._abandoned)
+            return MPIRequest([request], tensor)
         if tensor.dtype not in SUM_TYPES:
             raise TypeError(
                 f"MPI cannot add up {tensor.dtype}; convert to one that it can, x.float()"
             )
         wide = tensor.to(SUM_TYPES[tensor.dtype])
         request = group.mpi.Iallreduce(MPI.IN_PLACE, _typed(wide), MPI.SUM)
-        return MPIRequest([request], wide, self._abandoned, lambda: tensor.copy_(wide))
+        return MPIRequest([request], wide, lambda: tensor.copy_(wide))
 
     def all_gather(self, tensor: torch.Tensor, group: MPICommunicator) -> torch.Tensor:
         """Return the tensors of all ranks of `group`, stacked in rank order."""

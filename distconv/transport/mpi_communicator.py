@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from distconv.transport.communicator import Comparison, with_opposites
 from distconv.transport.launch import mpi
+from distconv.transport.mpi_request import MPIRequest, release_abandoned
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -39,10 +39,11 @@ class MPICommunicator:
 
     def compare(self, numbers: Sequence[int]) -> Comparison:
         """Start to compare numbers of fewer than 64 bits with those of the other ranks."""
+        release_abandoned()
         most = with_opposites(numbers)
         MPI = mpi()
         request = self.mpi.Iallreduce(MPI.IN_PLACE, most, MPI.MAX)
-        return Comparison(_Kept(request, most).wait, most)
+        return Comparison(MPIRequest([request], most).wait, most)
 
     def subgroup(self, ranks: tuple[int, ...], purpose: str) -> MPICommunicator:
         """Return a communicator of some of the ranks, in numbers of the job; those call it."""
@@ -52,27 +53,6 @@ class MPICommunicator:
     def for_program(self) -> MPI.Intracomm:
         """Return mpi4py's communicator."""
         return self.mpi
-
-
-class _Kept:
-    """A request and the memory that it writes to, kept until it is complete.
-
-    An exception may drop a comparison before all ranks have come to it; MPI writes then still.
-    """
-
-    _all: ClassVar[set[_Kept]] = set()
-    _MANY = 64
-
-    def __init__(self, request: MPI.Request, memory: array[int]):
-        self._request, self._memory = request, memory
-        if len(self._all) >= self._MANY:
-            self._all.difference_update([kept for kept in self._all if kept._request.Test()])
-        self._all.add(self)
-
-    def wait(self) -> None:
-        """Wait until the request is complete."""
-        self._request.Wait()
-        self._all.discard(self)
 
 
 def world_ranks(comm: MPI.Intracomm) -> tuple[int, ...]:
