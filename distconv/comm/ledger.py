@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from typing import Any
 
 from distconv.geometry.layout import Layout
 from distconv.geometry.plan import Plan
@@ -50,7 +51,7 @@ class Movement:
         return self.itemsize * sum(route.size for route in routes)
 
 
-_LEDGER: dict[tuple[str, Layout, Layout, str], Redistribution] = {}
+_LEDGER: dict[tuple[Any, ...], Redistribution] = {}
 _TRACE: ContextVar[list[Movement] | None] = ContextVar("distconv_trace", default=None)
 _COUNTING: ContextVar[bool] = ContextVar("distconv_counting", default=True)
 
@@ -66,8 +67,12 @@ def record(movement: Movement) -> None:
     if trace is not None:
         trace.append(movement)
     if movement.redistributes and _COUNTING.get():
-        key = movement.operator, movement.source, movement.target, module_path()
-        entry = _LEDGER.setdefault(key, Redistribution(*key))
+        operator, source, target = movement.operator, movement.source, movement.target
+        module = module_path()
+        key = operator, source.by_dimension, target.by_dimension, module
+        entry = _LEDGER.get(key)
+        if entry is None:
+            entry = _LEDGER[key] = Redistribution(operator, source, target, module)
         entry.times += 1
         entry.bytes += movement.bytes
 

@@ -109,11 +109,14 @@ class Layout:
         For an unknown dimension or grid axis, or a grid axis that cuts two dimensions.
     """
 
-    __slots__ = ("_cut",)
+    __slots__ = ("_cut", "by_dimension")
     dense: ClassVar[object] = None
     """torch's word for the layout of tensors that are not sparse. Every layout is equal to it, so
     that code that asks a DistTensor whether it is dense hears that it is. Set where torch is
     known."""
+    by_dimension: frozenset[tuple[str, tuple[str, ...]]]
+    """The cuts, with one name for each dimension: the same of equal layouts. Where many layouts are
+    looked up it serves better than they do, which all have one hash."""
     _cut: tuple[tuple[str, tuple[str, ...]], ...]
 
     def __init__(self, **dimensions: str | tuple[str, ...] | list[str] | None) -> None:
@@ -144,6 +147,9 @@ class Layout:
         if "sample" in cut and "filter" in cut:
             raise ValueError("Layout: sample and filter both name dimension 0; give one of them")
         object.__setattr__(self, "_cut", tuple(sorted(cut.items())))
+        if "filter" in cut:
+            cut["sample"] = cut.pop("filter")
+        object.__setattr__(self, "by_dimension", frozenset(cut.items()))
 
     @classmethod
     def of(cls, cuts: Cuts, *, weight: bool = False) -> Layout:
@@ -222,17 +228,12 @@ class Layout:
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Layout):
-            return self._by_position == other._by_position
+            return self.by_dimension == other.by_dimension
         return other is self.dense
 
     def __hash__(self) -> int:
         # Equal to that of `dense`, and so of all layouts; there are few in a program.
         return hash(self.dense)
-
-    @property
-    def _by_position(self) -> frozenset[tuple[str, tuple[str, ...]]]:
-        """Return the cuts, with one name for each dimension."""
-        return frozenset(("sample" if d == "filter" else d, axes) for d, axes in self._cut)
 
     def __reduce__(self) -> tuple[object, ...]:
         return _layout_from_items, (self._cut,)
