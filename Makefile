@@ -10,8 +10,8 @@ RUN    := MPIR_CVAR_POLLS_BEFORE_YIELD=1 OMP_NUM_THREADS=1
 KEEP   := MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=17179869184 \
           MALLOC_TOP_PAD_=134217728
 # What waits in MPI sleeps in between: as Linux shares cores out, one that only yields has as much of
-# them as one that computes. Not for benchmarks.
-REST   := MPIR_CVAR_ENABLE_HEAVY_YIELD=1
+# them as one that computes. And Python looks for garbage less often. Not for benchmarks.
+REST   := MPIR_CVAR_ENABLE_HEAVY_YIELD=1 PYTHONPATH=$(CURDIR)/tests/support/startup
 LIMIT  := timeout -k 10
 # Every rank of every job would compile the sources anew.
 unexport PYTHONDONTWRITEBYTECODE

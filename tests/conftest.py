@@ -96,7 +96,10 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True)
 def same_numbers_on_all_ranks() -> None:
     """Let a test draw the same numbers on all ranks, whatever an earlier one has drawn."""
-    torch.manual_seed(0)
+    # Without a GPU torch.manual_seed keeps each seed, and who gave it, for one that may come.
+    torch.default_generator.manual_seed(0)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(0)
 
 
 @pytest.hookimpl(trylast=True)

@@ -8,8 +8,10 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
 
 import distconv as dc
+from tests.support.everywhere import from_rank_zero
 from tests.support.published import NETWORKS
 from tests.support.serial import TOLERANCE, deviation, random_tensor
 
@@ -29,6 +31,18 @@ GRIDS = {
 }
 
 
+def serial_step(
+    model: nn.Module, x: Tensor
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor], list[Tensor]]:
+    """Return result, target, the gradients of the input and of the parameters, and the buffers."""
+    x = x.clone().requires_grad_()
+    result = model(x)
+    target = result.detach().argmax(1).roll(1, 0)
+    F.cross_entropy(result, target).backward()
+    gradients = [p.grad for p in model.parameters()]
+    return result.detach(), target, x.grad, gradients, [*model.buffers()]
+
+
 @pytest.mark.parallel(list(GRIDS))
 @pytest.mark.parametrize("name", NETWORKS)
 def test_outputs_and_all_gradients_are_the_serial_ones(name: str, request) -> None:
@@ -38,23 +52,21 @@ def test_outputs_and_all_gradients_are_the_serial_ones(name: str, request) -> No
     serial = make().double()
     x = random_tensor(rng, (2, *sample))
     serial(x)  # gives lazy layers their shape
-    reference = copy.deepcopy(serial)
-    whole = x.clone().requires_grad_()
-    expected = reference(whole)
-    target = expected.detach().argmax(1).roll(1, 0)
-    F.cross_entropy(expected, target).backward()
-    largest = max(p.grad.abs().max().item() for p in reference.parameters())
+    expected, target, input_gradient, gradients, buffers = from_rank_zero(
+        lambda: serial_step(copy.deepcopy(serial), x)
+    )
+    largest = max(gradient.abs().max().item() for gradient in gradients)
     for extents in GRIDS[request.node.callspec.params["_nprocs"]]:
         grid = dc.ProcessGrid(**extents)
         model = dc.parallelize(copy.deepcopy(serial), grid)
         cut = dc.distribute_tensor(x, grid).requires_grad_()
         actual = model(cut)
-        assert deviation(actual.detach().full_tensor(), expected.detach()) <= TOLERANCE
+        assert deviation(actual.detach().full_tensor(), expected) <= TOLERANCE
         F.cross_entropy(actual, target).backward()
-        for (key, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
-            difference = (p.grad - q.grad).abs().max().item()
+        for (key, p), gradient in zip(model.named_parameters(), gradients, strict=True):
+            difference = (p.grad - gradient).abs().max().item()
             # A bias before a norm has a gradient of zero but for rounding.
-            assert difference <= TOLERANCE * max(q.grad.abs().max().item(), 1e-3 * largest), key
-        assert deviation(cut.grad.full_tensor(), whole.grad) <= TOLERANCE
-        for (key, b), c in zip(model.named_buffers(), reference.buffers(), strict=True):
+            assert difference <= TOLERANCE * max(gradient.abs().max().item(), 1e-3 * largest), key
+        assert deviation(cut.grad.full_tensor(), input_gradient) <= TOLERANCE
+        for (key, b), c in zip(model.named_buffers(), buffers, strict=True):
             assert deviation(b, c) <= TOLERANCE, key

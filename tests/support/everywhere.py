@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import pytest
 from mpi4py import MPI
@@ -10,6 +11,7 @@ from mpi4py import MPI
 from distconv.data import DataError
 
 WORLD = MPI.COMM_WORLD
+T = TypeVar("T")
 
 
 def on_rank_zero(action: Callable[[], object]) -> None:
@@ -17,6 +19,12 @@ def on_rank_zero(action: Callable[[], object]) -> None:
     if WORLD.rank == 0:
         action()
     WORLD.barrier()
+
+
+def from_rank_zero(make: Callable[[], T]) -> T:
+    """Return on all ranks what `make` returns on rank 0, so that only one of them computes it."""
+    made: T = WORLD.bcast(make() if WORLD.rank == 0 else None)
+    return made
 
 
 def fails_everywhere(action: Callable[[], object], message: str) -> None:

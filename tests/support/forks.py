@@ -117,7 +117,8 @@ if __name__ == "__main__":
     for stream in (sys.stdout, sys.stderr):  # whole lines, between those of other ranks
         stream.reconfigure(line_buffering=True, write_through=False)
     script = sys.argv[0]
-    sys.path[:1] = [os.path.dirname(script), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:1] = [os.path.dirname(script), *filter(None, paths)]
     sys.modules["__main__"] = main = type(sys)("__main__")
     main.__file__ = script
     with open(script) as file:

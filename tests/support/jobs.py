@@ -37,11 +37,15 @@ def mpiexec() -> str:
 
 
 def own_environment(**more: str) -> dict[str, str]:
-    """Return the environment of a job, and `more`, without what launchers tell their ranks."""
+    """Return the environment of a job, and `more`, without what launchers tell their ranks.
+
+    `PYTHONPATH` comes before that of the tests.
+    """
     foreign = ("PMI", "MPI", "HYD", "OMPI", "PYTEST", "SLURM", "WORLD_SIZE", "DISTCONV")
     kept = ("DISTCONV_TRANSPORT",)
     environment = {k: v for k, v in os.environ.items() if k in kept or not k.startswith(foreign)}
-    return environment | SHARED_CORES | more
+    paths = filter(None, (more.get("PYTHONPATH"), environment.get("PYTHONPATH")))
+    return environment | SHARED_CORES | more | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 _FOLDER = tempfile.TemporaryDirectory()

@@ -8,7 +8,6 @@ and wait for each other for ever. Hypothesis is deterministic as conftest config
 from __future__ import annotations
 
 import functools
-import os
 import random
 import re
 import sys
@@ -41,6 +40,8 @@ INTEGER = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _VERDICTS = MPI.COMM_WORLD.Dup()
 _PATIENCE = 90.0
 """Seconds that a rank which has judged an example waits for the others."""
+_PAUSE = 2e-4
+"""Seconds until it looks again, in which the core serves them."""
 
 
 def on_any_grid(
@@ -91,7 +92,7 @@ def _first_report(mine: str | None) -> str | None:
             sys.__stderr__.write(f"rank {_VERDICTS.rank} waits for others in vain:\n{mine}\n")
             sys.__stderr__.flush()
             MPI.COMM_WORLD.Abort(1)
-        os.sched_yield()
+        time.sleep(_PAUSE)
     if not failed.any():
         return None
     first = int(failed.argmax())
