@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,8 +13,16 @@ import torch
 
 from distconv.grid.process_grid import ProcessGrid
 from distconv.model.input_layouts import match_layouts
-from distconv.tools.arguments import BadArguments, RankParser, grid_axes
-from distconv.tools.bench import BENCHMARKS, Row, Settings, as_table, plot
+from distconv.tools.arguments import BadArguments, RankParser, grid_axes, shape
+from distconv.tools.bench import (
+    BENCHMARKS,
+    OF_NETWORKS,
+    Row,
+    Settings,
+    as_table,
+    named_network,
+    plot,
+)
 from distconv.tools.commands import calibrate, launch, plan, predict, scale, timeline
 from distconv.tools.commands.module_options import (
     add_dtype_option,
@@ -175,6 +183,13 @@ def _bench_options(parser: argparse.ArgumentParser) -> None:
         help="of layer, model, loss and memory; by default all ranks along the first spatial "
         "dimension",
     )
+    parser.add_argument(
+        "--model",
+        metavar="MODULE:FACTORY",
+        help=f"of {', '.join(OF_NETWORKS)}: a network of your own, as in package.module or "
+        "./file.py; its parts have to take a rank's block alone, too",
+    )
+    parser.add_argument("--shape", type=shape, metavar="N,C,...", help="of its input, as a whole")
     parser.add_argument("--threads", type=int, default=1, help="of every rank (%(default)s)")
     parser.add_argument(
         "--seconds", type=float, default=5.0, help="about how long one case takes (%(default)s)"
@@ -187,20 +202,32 @@ _BESIDE_MPI = "halo", "overhead", "loss"
 """The benchmarks that need MPI itself."""
 
 
+def _rows(arguments: argparse.Namespace, settings: Settings) -> Iterator[Row]:
+    """Return the rows of a benchmark, of the user's network where one is named."""
+    name = arguments.benchmark
+    if (arguments.model is None) != (arguments.shape is None):
+        raise BadArguments("--model and --shape go together")
+    if arguments.model is None:
+        return BENCHMARKS[name](settings)
+    if name not in OF_NETWORKS:
+        raise BadArguments(f"--model is an option of {', '.join(OF_NETWORKS)}, not of {name}")
+    network = named_network(arguments.model, arguments.shape, settings)
+    return OF_NETWORKS[name](settings, [network])
+
+
 def _bench(arguments: argparse.Namespace) -> int:
     if arguments.grid is not None:
         _grid(arguments.grid, "bench")
     if arguments.benchmark == "halo" and world().size == 1:
         raise BadArguments("one rank has no halos; start it with mpiexec -n 2 or more")
-    if arguments.benchmark in ("halo", "overhead", "loss") and isinstance(
-        world(), TorchCommunicator
-    ):
+    if arguments.benchmark in _BESIDE_MPI and isinstance(world(), TorchCommunicator):
         raise BadArguments(
             f"{arguments.benchmark} measures beside messages of MPI itself, which has not started "
             "the ranks; start it with mpiexec -n 2 or more"
         )
     torch.set_num_threads(arguments.threads)
     settings = Settings(arguments.grid, arguments.threads, arguments.seconds)
+    rows = _rows(arguments, settings)
     first = world().rank == 0
 
     def show(rows: list[Row]) -> None:
@@ -208,7 +235,7 @@ def _bench(arguments: argparse.Namespace) -> int:
             print(as_table(rows))
 
     with Progress[Row](lambda row: f"{row.case}, {row.measure}", show, first) as progress:
-        for row in BENCHMARKS[arguments.benchmark](settings):
+        for row in rows:
             progress(row)
             if first and arguments.json:
                 print(row.json(), flush=True)

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,18 +19,20 @@ import distconv as dc
 from benchmarks.record import record
 from distconv.layers import Conv2d
 from distconv.planning.alternation import Contender, alternate
-from distconv.tools.bench import BENCHMARKS, Row, Settings, as_table, plot
+from distconv.tools.bench import BENCHMARKS, OF_NETWORKS, Row, Settings, as_table, plot
 from distconv.tools.bench.channels import Case as ChannelCase
 from distconv.tools.bench.channels import channels
 from distconv.tools.bench.halo import exchange, halos, plan_of, sendrecv
 from distconv.tools.bench.layer import Case, layers
 from distconv.tools.bench.loss import CASES, PARTS, losses, made, silenced, unchanging_step
 from distconv.tools.bench.memory import memory, peak_of
+from distconv.tools.bench.memory_format import memory_formats
 from distconv.tools.bench.model import cut_sample, models
 from distconv.tools.bench.networks import NETWORKS, Network
 from distconv.tools.bench.overhead import cut_convolution, kernels, overheads
 from distconv.tools.bench.report import minus, over, speedup
 from distconv.tools.command_line import main
+from tests.support.everywhere import on_rank_zero
 
 QUICK = Settings(seconds=0.0)
 TINY: tuple[Network, ...] = tuple(
@@ -145,6 +148,85 @@ def test_what_a_step_loses_is_the_sum_of_its_parts() -> None:
         taken = [(row.subject, row.bound) for row in parts]
         assert taken[0][0] == total.subject
         assert all(a[1] == b[0] for a, b in pairwise(taken)), "each goes on where one has ended"
+
+
+OWN = """
+from torch import nn
+
+def planes():
+    return nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU())
+
+def flat():
+    return nn.Sequential(nn.Flatten(), nn.Linear(2 * 16 * 16, 4))
+
+class Pair(nn.Conv2d):
+    def __init__(self):
+        super().__init__(2, 3, 1)
+
+    def forward(self, x):
+        return x, super().forward(x)
+"""
+
+
+@pytest.fixture
+def own(folder: Path, own_modules: None) -> Path:
+    path = folder / "net.py"
+    on_rank_zero(lambda: path.write_text(OWN))
+    return path
+
+
+@pytest.mark.parallel(2)
+@pytest.mark.parametrize("benchmark", OF_NETWORKS)
+def test_a_network_of_the_user_is_measured(benchmark: str, own: Path, capsys) -> None:
+    command = ["bench", benchmark, "--model", f"{own}:planes", "--shape", "1,2,16,16", "--json"]
+    assert main([*command, "--seconds", "0"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert bool(rows) is (MPI.COMM_WORLD.rank == 0)
+    for row in rows:
+        assert (row["benchmark"], row["case"]) == (benchmark, f"{own}:planes")
+        assert "1x2x16x16" in row["configuration"] and row["rounds"]
+
+
+@pytest.mark.parallel(2)
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ("loss --model {own}:flat --shape 1,2,16,16", "on rank 0: an input of 1x2x8x16 raises"),
+        ("model --model {own}:planes --shape 1,3,16,16", "an input of 1x3x16x16 raises"),
+        ("memory --model {own}:Pair --shape 1,2,16,16", "it returns tuple"),
+        ("loss --model {own}:planes --shape 4,2", "no spatial dimension to cut; give a --grid"),
+        ("loss --model {own}:planes", "--model and --shape go together"),
+        ("layer --model {own}:planes --shape 1,2,16,16", "memory_format, not of layer"),
+    ],
+)
+def test_a_network_that_cannot_be_measured_is_told_on_every_rank(
+    options: str, told: str, own: Path, capsys
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["bench", *options.format(own=own).split()])
+    assert end.value.code == 2
+    said = MPI.COMM_WORLD.bcast(capsys.readouterr().err)
+    assert told in " ".join(said.split())
+
+
+@pytest.mark.parallel(2)
+def test_networks_with_channels_last_keep_them_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    convolve = nn.functional.conv2d
+
+    def watched(x: Any, weight: Any, *more: Any) -> Any:
+        if isinstance(x, dc.DistTensor):
+            seen.append(x.shard.is_contiguous(memory_format=torch.channels_last))
+            assert weight.is_contiguous(memory_format=torch.channels_last) is seen[-1]
+        return convolve(x, weight, *more)
+
+    monkeypatch.setattr(nn.functional, "conv2d", watched)
+    network = CASES[1]._replace(shape=(1, 32, 16, 16))
+    rows = list(memory_formats(QUICK, [network], [("width", 4, 16)]))
+    check(rows, "memory_format")
+    assert [row.configuration[:8] for row in rows] == ["height=2", "width=2,", "width=2,"]
+    layers, calls = 17, len(seen) // 17
+    assert seen.count(True) == seen.count(False) == calls * layers // 2
 
 
 @pytest.mark.parallel(2)

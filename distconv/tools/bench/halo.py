@@ -45,7 +45,7 @@ def halos(settings: Settings, cases: Sequence[tuple[str, int, int]] = CASES) -> 
         grid = chain(axis)
         cut = THICKNESS * grid.size
         plane = (cut, extent) if axis == "height" else (extent, cut)
-        x = DistTensor.from_local(torch.randn(_block(axis, channels, extent)), grid)
+        x = DistTensor.from_local(torch.randn(block_of(axis, channels, extent)), grid)
         plan = plan_of(x)
         runs = exchange(x, plan), sendrecv(plan, grid), sendrecv(plan, grid, written=False)
         sides = [Contender(run, settings.threads) for run in runs]
@@ -59,7 +59,8 @@ def halos(settings: Settings, cases: Sequence[tuple[str, int, int]] = CASES) -> 
         yield over(row, "over Sendrecv of the same bytes again", times[0], times[2], None)
 
 
-def _block(axis: str, channels: int, extent: int) -> tuple[int, ...]:
+def block_of(axis: str, channels: int, extent: int) -> tuple[int, ...]:
+    """Return the shape of a rank's block in a case."""
     plane = (THICKNESS, extent) if axis == "height" else (extent, THICKNESS)
     return 1, channels, *plane
 

@@ -53,7 +53,7 @@ def memory(settings: Settings, networks: Sequence[Network] = NETWORKS[:2]) -> It
         serial: Peak = grid.comm.bcast(alone)
         plan = explain(network.make(network.shape[2:]), network.shape, grid, show=False)
         halos = sum(layer.halo_bytes for layer in plan.layers)
-        where = f"quarter width, {by(network.shape)}"
+        where = *network.remarks, by(network.shape)
         for measure, subject, whole in (
             ("peak over share of serial peak", ranks.whole, serial.whole),
             ("the same, without what lives all through the step", ranks.step, serial.step),
@@ -63,7 +63,7 @@ def memory(settings: Settings, networks: Sequence[Network] = NETWORKS[:2]) -> It
             yield Row(
                 "memory",
                 network.name,
-                settings.configuration(grid, where),
+                settings.configuration(grid, *where),
                 measure,
                 "",
                 ratio,

@@ -42,8 +42,8 @@ def models(settings: Settings, networks: Sequence[Network] = NETWORKS) -> Iterat
             Contender(serial, threads, ranks=1),
         )
         times = alternate(grid.comm, sides, settings.seconds)
-        where = f"quarter width, {by(network.shape)}, {by(block)} on rank 0"
-        row = "model", network.name, settings.configuration(grid, where)
+        where = *network.remarks, by(network.shape), f"{by(block)} on rank 0"
+        row = "model", network.name, settings.configuration(grid, *where)
         yield over(row, "over no communication", times[0], times[1], network.over_local)
         measure = f"speed-up over serial torch, {threads} threads"
         yield speedup(row, measure, times[0], times[2], 1.0)

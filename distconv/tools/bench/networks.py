@@ -27,6 +27,8 @@ class Network(NamedTuple):
     loss: Callable[[Tensor, Tensor], Tensor]
     over_local: float | None = None
     """The most that a step should take, in times of one without communication."""
+    remarks: tuple[str, ...] = ()
+    """Whatever else tells which network it is."""
 
 
 def mesh_tangling(size: int, quarter: int = 4) -> nn.Module:
@@ -121,6 +123,8 @@ def cosmoflow(spatial: Sequence[int], quarter: int = 4, form: Form = AVERAGE) ->
     return nn.Sequential(*layers)
 
 
+_QUARTER = ("quarter width",)
+
 NETWORKS = (
     Network(
         "mesh-tangling 1K, 512^2",
@@ -129,6 +133,7 @@ NETWORKS = (
         torch.rand,
         F.mse_loss,
         1.05,
+        _QUARTER,
     ),
     Network(
         "3-D U-Net, 64^3",
@@ -137,6 +142,7 @@ NETWORKS = (
         lambda made: torch.randint(made[1], (made[0], *made[2:])),
         F.cross_entropy,
         1.08,
+        _QUARTER,
     ),
     Network(
         "CosmoFlow, 64^3",
@@ -144,5 +150,6 @@ NETWORKS = (
         (1, 4, 64, 64, 64),
         torch.rand,
         F.mse_loss,
+        remarks=_QUARTER,
     ),
 )
