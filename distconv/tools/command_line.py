@@ -187,7 +187,7 @@ def _bench_options(parser: argparse.ArgumentParser) -> None:
         "--model",
         metavar="MODULE:FACTORY",
         help=f"of {', '.join(OF_NETWORKS)}: a network of your own, as in package.module or "
-        "./file.py; its parts have to take a rank's block alone, too",
+        "./file.py; it has to take a rank's block alone, too",
     )
     parser.add_argument("--shape", type=shape, metavar="N,C,...", help="of its input, as a whole")
     parser.add_argument("--threads", type=int, default=1, help="of every rank (%(default)s)")
