@@ -115,8 +115,8 @@ class Layout:
     that code that asks a DistTensor whether it is dense hears that it is. Set where torch is
     known."""
     by_dimension: frozenset[tuple[str, tuple[str, ...]]]
-    """The cuts, with one name for each dimension: the same of equal layouts. Where many layouts are
-    looked up it serves better than they do, which all have one hash."""
+    """The cuts, with one name for each dimension: the same of equal layouts. Look many layouts
+    up by it, not by themselves, as all of them have one hash."""
     _cut: tuple[tuple[str, tuple[str, ...]], ...]
 
     def __init__(self, **dimensions: str | tuple[str, ...] | list[str] | None) -> None:

@@ -181,7 +181,7 @@ def _bench_options(parser: argparse.ArgumentParser) -> None:
         type=grid_axes,
         metavar="AXIS=RANKS,...",
         help="of layer, model, loss and memory; by default all ranks along the first spatial "
-        "dimension",
+        "dimension. Also of the networks of memory_format, by default along height, then width",
     )
     parser.add_argument(
         "--model",

@@ -39,7 +39,7 @@ def mpiexec() -> str:
 def own_environment(**more: str) -> dict[str, str]:
     """Return the environment of a job, and `more`, without what launchers tell their ranks.
 
-    `PYTHONPATH` comes before that of the tests.
+    A `PYTHONPATH` in `more` comes before the one that the tests run with.
     """
     foreign = ("PMI", "MPI", "HYD", "OMPI", "PYTEST", "SLURM", "WORLD_SIZE", "DISTCONV")
     kept = ("DISTCONV_TRANSPORT",)

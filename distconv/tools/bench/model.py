@@ -6,6 +6,7 @@ A step is forward, loss, backward with the sum of the parameters' gradients, and
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,10 +52,14 @@ def models(settings: Settings, networks: Sequence[Network] = NETWORKS) -> Iterat
 
 def sample(network: Network, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Return a random input of this shape, and the target that the network should predict."""
-    with torch.device("meta"), torch.no_grad():
-        made = network.make(shape[2:])(torch.empty(shape)).shape
-    y = network.target(tuple(made))
+    y = network.target(tuple(result_on_meta(network, shape).shape))
     return torch.randn(shape), y
+
+
+def result_on_meta(network: Network, shape: tuple[int, ...]) -> Any:
+    """Return the result of the network for an input of this shape, without elements."""
+    with torch.device("meta"), torch.no_grad():
+        return network.make(shape[2:])(torch.empty(shape))
 
 
 def cut_sample(network: Network, grid: ProcessGrid) -> tuple[DistTensor, DistTensor]:

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from distconv.tensor.dist_tensor import local_box
 from distconv.tools.arguments import BadArguments
+from distconv.tools.bench.model import result_on_meta
 from distconv.tools.bench.networks import Network
 from distconv.tools.bench.settings import Settings, by
 from distconv.tools.factories import made, made_everywhere
@@ -35,22 +36,22 @@ def named_network(factory: str, shape: tuple[int, ...], settings: Settings) -> N
         raise BadArguments(f"--shape {by(shape)} has no spatial dimension to cut; give a --grid")
     made_everywhere(factory, _SEED)
     block = tuple(local_box(shape, settings.grid(len(shape))).shape)
-    mine = _problem(factory, shape) or _problem(factory, block)
-    for rank, problem in enumerate(world().allgather(mine)):
-        if problem is not None:
-            raise BadArguments(f"{factory}, on rank {rank}: {problem}")
 
     def make(_: object) -> nn.Module:
         return made(factory, _SEED)
 
-    return Network(factory, make, shape, torch.rand, F.mse_loss)
+    network = Network(factory, make, shape, torch.rand, F.mse_loss)
+    mine = _problem(network, shape) or _problem(network, block)
+    for rank, problem in enumerate(world().allgather(mine)):
+        if problem is not None:
+            raise BadArguments(f"{factory}, on rank {rank}: {problem}")
+    return network
 
 
-def _problem(factory: str, shape: tuple[int, ...]) -> str | None:
+def _problem(network: Network, shape: tuple[int, ...]) -> str | None:
     """Return why a step on an input of this shape cannot be measured; None where it can."""
     try:
-        with torch.device("meta"), torch.no_grad():
-            result = made(factory, _SEED)(torch.empty(shape))
+        result = result_on_meta(network, shape)
     except (RuntimeError, TypeError, ValueError) as error:
         return f"an input of {by(shape)} raises {type(error).__name__}: {error}"
     if isinstance(result, Tensor) and result.is_floating_point():
