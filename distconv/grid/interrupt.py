@@ -1,18 +1,23 @@
 """An end for ranks that an interrupt or the loss of their launcher would leave waiting in MPI.
 
 While a rank waits in MPI Python raises no KeyboardInterrupt, and ranks that have been interrupted
-at different places wait for messages that nobody sends any more. A thread looks after both.
+at different places wait for messages that nobody sends any more. A thread looks after both. Another
+one, in a worker that multiprocessing has started in a rank, ends it when the rank is gone.
 """
 
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import select
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.util import register_after_fork
+
+from distconv.transport.launch import launched
 
 PATIENCE = 5.0
 """Seconds that a rank has after an interrupt, to report or to save its results."""
@@ -107,4 +112,21 @@ def _leave_signals_to_the_rank() -> None:
             signal.set_wakeup_fd(-1)
 
 
+def _end_with_the_rank(_: object) -> None:
+    """Let this process end with the rank in which multiprocessing has started it.
+
+    The workers of a DataLoader look at their parent, which under `forkserver` is no rank.
+    """
+    rank = multiprocessing.parent_process()
+    if rank is None or not launched():
+        return
+
+    def wait() -> None:
+        rank.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, name="distconv worker", daemon=True).start()
+
+
 os.register_at_fork(after_in_child=_leave_signals_to_the_rank)
+register_after_fork(_end_with_the_rank, _end_with_the_rank)

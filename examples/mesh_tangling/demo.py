@@ -13,6 +13,7 @@ from examples.trainer.launch import become_ranks, words
 
 from .generate import generate
 
+RANKS = 4
 SIZE = 128
 TRAINING = 192
 VALIDATION = 32
@@ -51,7 +52,7 @@ def main() -> None:
         "when it has ended",
         flush=True,
     )
-    become_ranks(4, "examples.mesh_tangling.train", words(options))
+    become_ranks(RANKS, "examples.mesh_tangling.train", words(options))
 
 
 if __name__ == "__main__":

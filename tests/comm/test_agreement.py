@@ -81,7 +81,7 @@ model = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.BatchNorm2d(2))
 dc.parallelize(model, grid).train(grid.rank != 1)
 model(x)
 """
-    end = job(tmp_path, body, fresh=False)
+    end = job(tmp_path, body)
     assert end.returncode != 0
     assert "in evaluation mode on rank 1, and not on all others; call train()" in end.stderr
 

@@ -21,11 +21,11 @@ from tests.support.mesh_runs import LIMIT, REPOSITORY
 SCRIPT = """
 from examples.mesh_tangling import demo
 
-demo.SIZE, demo.TRAINING, demo.VALIDATION = 64, 8, 8
-demo.TRAIN |= {"network": "1k", "width": "0.02", "epochs": "10000"}
+demo.RANKS, demo.SIZE, demo.TRAINING, demo.VALIDATION = 2, 64, 8, 8
+demo.TRAIN |= {"network": "1k", "width": "0.02", "grid": "height=2", "epochs": "10000"}
 demo.main()
 """
-RANKS = 4
+RANKS = 2
 
 
 def processes_of(folder: Path) -> list[int]:

@@ -29,7 +29,7 @@ def exchange():
 
 
 def job(
-    tmp_path: Path, body: str, ranks: int = 2, fresh: bool = True, **variables: str
+    tmp_path: Path, body: str, ranks: int = 2, fresh: bool = False, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a job of several ranks, and return how it ended; a job that does not end is an error.
 
@@ -41,12 +41,13 @@ def job(
 
 
 def test_a_job_that_does_not_fail_ends_in_silence(tmp_path: Path) -> None:
-    end = job(tmp_path, "assert x.sum().item() > 0")
+    end = job(tmp_path, "assert x.sum().item() > 0", fresh=True)
     assert (end.returncode, end.stdout, end.stderr) == (0, "", "")
 
 
 def test_one_rank_that_raises_ends_the_job_while_others_wait(tmp_path: Path) -> None:
-    end = job(tmp_path, "if grid.rank == 2: raise ValueError('lost my data')\nexchange()", 3)
+    body = "if grid.rank == 2: raise ValueError('lost my data')\nexchange()"
+    end = job(tmp_path, body, ranks=3, fresh=True)
     assert end.returncode != 0
     assert end.stdout.count("waiting") == 2
     assert end.stderr.count("Traceback (most recent call last)") == 1
@@ -83,7 +84,7 @@ exchange()
 def test_an_error_that_all_ranks_share_is_printed_once(
     tmp_path: Path, body: str, message: str
 ) -> None:
-    end = job(tmp_path, body, ranks=4, fresh=False)
+    end = job(tmp_path, body, ranks=4)
     assert end.returncode != 0
     assert end.stderr.count("Traceback (most recent call last)") == 1
     assert end.stderr.count(message) == 1

@@ -51,11 +51,13 @@ except KeyboardInterrupt:
 """
 
 
-def started(tmp_path: Path, body: str) -> tuple[subprocess.Popen[str], list[int], int]:
+def started(
+    tmp_path: Path, body: str, fresh: bool = True
+) -> tuple[subprocess.Popen[str], list[int], int]:
     """Start a job of two ranks; when they are ready, return it, their processes and parent."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT + body)
-    process = start(script, 2)
+    process = start(script, 2, fresh=fresh)
     files = [tmp_path / "0", tmp_path / "1"]
     limit = time.monotonic() + LIMIT
     while not all(file.exists() for file in files):
@@ -84,8 +86,8 @@ def assert_gone(processes: list[int]) -> None:
     assert not left
 
 
-def interrupted(tmp_path: Path, body: str) -> None:
-    job, ranks, _ = started(tmp_path, body)
+def interrupted(tmp_path: Path, body: str, fresh: bool = True) -> None:
+    job, ranks, _ = started(tmp_path, body, fresh)
     job.send_signal(signal.SIGINT)
     end = end_of(job)
     assert end.returncode != 0 and "s after an interrupt" in end.stderr
@@ -97,11 +99,11 @@ def an_interrupt_ends_ranks_that_wait(tmp_path: Path) -> None:
 
 
 def an_interrupt_ends_ranks_that_have_caught_it(tmp_path: Path) -> None:
-    interrupted(tmp_path, CAUGHT)
+    interrupted(tmp_path, CAUGHT, fresh=False)
 
 
 def an_interrupt_ends_ranks_that_wait_for_one_that_has_caught_it(tmp_path: Path) -> None:
-    interrupted(tmp_path, CAUGHT_BY_ONE)
+    interrupted(tmp_path, CAUGHT_BY_ONE, fresh=False)
 
 
 def an_interrupt_ends_processes_of_ranks_too(tmp_path: Path) -> None:
@@ -134,7 +136,7 @@ time.sleep(interrupt.PATIENCE + 2)
 grid.comm.Barrier()
 print("saved", flush=True)
 """
-    job, _, _ = started(tmp_path, body)
+    job, _, _ = started(tmp_path, body, fresh=False)
     job.send_signal(signal.SIGINT)
     end = end_of(job)
     assert end.returncode == 0 and end.stdout.count("saved") == 2
@@ -168,7 +170,7 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 time.sleep(interrupt.PATIENCE + 2)
 print("whole", flush=True)
 """
-    job, _, _ = started(tmp_path, body)
+    job, _, _ = started(tmp_path, body, fresh=False)
     end = end_of(job)
     assert end.returncode == 0 and end.stdout.count("whole") == 2, end.stderr
 

@@ -305,7 +305,7 @@ for t in threads: t.start()
 for t in threads: t.join()
 raise failed[0]
 """
-    end = job(tmp_path, body, fresh=False)
+    end = job(tmp_path, body)
     assert end.returncode != 0
     assert "two threads use one grid" in end.stderr and "script.py" in end.stderr
 
@@ -320,5 +320,5 @@ for _ in range(3):
     thread.join()
     work()
 """
-    end = job(tmp_path, body, fresh=False)
+    end = job(tmp_path, body)
     assert (end.returncode, end.stderr) == (0, "")

@@ -100,7 +100,7 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folders = [tmp_path_factory.mktemp("job") for _ in HANGS]
 
     def end(body: str) -> Any:
-        return job(folders.pop(), SET_UP + body, fresh=False, DISTCONV_TIMEOUT="4")
+        return job(folders.pop(), SET_UP + body, DISTCONV_TIMEOUT="4")
 
     with ThreadPoolExecutor(8) as pool:
         return dict(zip(HANGS, pool.map(end, HANGS.values()), strict=True))
@@ -118,7 +118,7 @@ def test_a_hang_ends_with_one_message(ends: dict[str, Any], what: str) -> None:
 
 def test_the_message_names_operators_and_lines_of_all_ranks(tmp_path: Path) -> None:
     body = "for i in range(2):\n    if one and i == 1: time.sleep(1000)\n    train(1)"
-    end = job(tmp_path, "import time\n" + SET_UP + body, ranks=3, fresh=False, DISTCONV_TIMEOUT="4")
+    end = job(tmp_path, "import time\n" + SET_UP + body, ranks=3, DISTCONV_TIMEOUT="4")
     assert "ranks wait for more than DISTCONV_TIMEOUT=4 seconds" in end.stderr
     assert "ranks 0, 2: waiting" in end.stderr and ".conv2d at" in end.stderr
     assert "rank 1: elsewhere at" in end.stderr
@@ -157,7 +157,7 @@ def test_who_looks_at_waits_keeps_none_that_is_over() -> None:
 
 def test_the_message_names_the_first_step_in_which_ranks_differ(tmp_path: Path) -> None:
     body = "with torch.autocast('cpu', torch.bfloat16, enabled=one):\n    model(small).mean()"
-    end = job(tmp_path, SET_UP + body, fresh=False, DISTCONV_TIMEOUT="4")
+    end = job(tmp_path, SET_UP + body, DISTCONV_TIMEOUT="4")
     [told] = [line for line in end.stderr.splitlines() if "first in which they differ" in line]
     zero, one = told.split("rank 0: ")[1].split("; rank 1: ")
     assert "batch_norm(" in zero and "bfloat16" not in zero

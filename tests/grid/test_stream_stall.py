@@ -72,7 +72,7 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, CompletedProcess
 
     def end(body: str) -> CompletedProcess[str]:
         variables = {"DISTCONV_TIMEOUT": "4", "DISTCONV_TRANSPORT": "mpi", "PYTHONPATH": root}
-        return job(folders.pop(), SET_UP + body, fresh=False, **variables)
+        return job(folders.pop(), SET_UP + body, **variables)
 
     with ThreadPoolExecutor(8) as pool:
         return dict(zip(JOBS, pool.map(end, JOBS.values()), strict=True))

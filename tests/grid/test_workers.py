@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.grid.test_interrupt import assert_gone
 from tests.support.jobs import end_of, start
 
 
 def ended(
-    tmp_path: Path, program: str, ranks: int = 0, *arguments: str, fresh: bool = True
+    tmp_path: Path, program: str, ranks: int = 0, *arguments: str, fresh: bool = False
 ) -> subprocess.CompletedProcess[str]:
     """Run a program on this number of ranks, without a launcher for 0, and return how it ended.
 
@@ -31,7 +32,7 @@ assert "mpi4py.MPI" not in sys.modules
 distconv.ProcessGrid()
 assert "mpi4py.MPI" in sys.modules
 """
-    end = ended(tmp_path, program)
+    end = ended(tmp_path, program, fresh=True)
     assert (end.returncode, end.stderr) == (0, "")
 
 
@@ -49,7 +50,7 @@ assert all(p.grad is not None for p in model.parameters())
 print(grid, grid.transport.name, grid.comm.allgather(3), dc.full_state_dict(model)["0.bias"].shape)
 dc.verify(torch.nn.Conv2d(1, 1, 3), torch.ones(1, 1, 9, 9), grid)
 """
-    end = ended(tmp_path, program)
+    end = ended(tmp_path, program, fresh=True)
     assert "Conv2d on rank 1 of ProcessGrid(height=2)" in end.stdout
     assert "ProcessGrid() on 1 rank torch [3] torch.Size([2])" in end.stdout
     assert (end.returncode, end.stderr) == (0, "")
@@ -130,9 +131,34 @@ def test_workers_of_a_data_loader_read_however_they_are_started(
 def test_what_a_worker_raises_reaches_its_rank(
     tmp_path: Path, method: str, act: str, message: str
 ) -> None:
-    end = ended(tmp_path, LOADER, 2, method, act, fresh=False)
+    end = ended(tmp_path, LOADER, 2, method, act)
     assert end.returncode != 0 and "read" not in end.stdout
     assert message in end.stderr and "of 2 raised" in end.stderr
+
+
+LEFT = """
+import os, signal, sys
+from multiprocessing import get_context
+import distconv as dc
+
+def work(file):
+    with open(file, "w") as written:
+        written.write(f"{os.getpid()}\\n")
+    signal.pause()
+
+if __name__ == "__main__":
+    file = f"{sys.argv[1]}{dc.ProcessGrid(height=-1).rank}"
+    get_context("forkserver").Process(target=work, args=(file,)).start()
+    while not (os.path.exists(file) and open(file).read().endswith("\\n")):
+        pass
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_worker_ends_with_the_rank_that_has_started_it(tmp_path: Path) -> None:
+    end = ended(tmp_path, LEFT, 1, str(tmp_path / "worker"))
+    assert end.returncode != 0
+    assert_gone([int((tmp_path / "worker0").read_text())])
 
 
 FORKS = """
@@ -164,7 +190,7 @@ if grid.rank == 0 or child:
     ],
 )
 def test_a_forked_process_ends_alone(tmp_path: Path, body: str, status: int, error: str) -> None:
-    end = ended(tmp_path, FORKS.format(body=body), 2, fresh=False)
+    end = ended(tmp_path, FORKS.format(body=body), 2)
     assert end.returncode == 0, end.stderr
     assert f"status {status}" in end.stdout and end.stdout.count("whole") == 2
     assert error in end.stderr and "raised" not in end.stderr

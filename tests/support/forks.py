@@ -2,7 +2,8 @@
 
 A server imports it once, and forks. What a launcher starts instead of a rank is a client that hands
 its streams and its connection to the launcher over, waits, and ends as the rank does; the rank ends
-with it. This serves jobs that neither look at their parents nor get signals from outside.
+with it. An interrupt of the client is one of the rank. This serves jobs that do not look at their
+parents.
 
 `python forks.py SOCKET` is the server, `python forks.py SOCKET SCRIPT ARGUMENTS...` a client.
 """
@@ -39,6 +40,7 @@ def ask(path: str, words: list[str]) -> None:
         connection.connect(path)
         socket.send_fds(connection, [len(request).to_bytes(8, "big")], handles)
         connection.sendall(request)
+        signal.signal(signal.SIGINT, lambda number, frame: connection.sendall(b"i"))
         status = int(connection.makefile().read() or "1")  # nothing where the server has failed
     if status < 0:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -99,8 +101,9 @@ def answer(connection: socket.socket) -> list[str]:
     for handle in handles:
         os.close(handle)
     ended = os.pidfd_open(rank)
-    if ended not in select.select([ended, connection], [], [])[0]:  # the client is gone
-        signal.pidfd_send_signal(ended, signal.SIGKILL)
+    while ended not in select.select([ended, connection], [], [])[0]:
+        interrupted = connection.recv(1)  # nothing where the client is gone
+        signal.pidfd_send_signal(ended, signal.SIGINT if interrupted else signal.SIGKILL)
     status = os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1])
     try:
         connection.sendall(str(status).encode())

@@ -38,7 +38,7 @@ def test_both_launches_take_steps_and_a_row_tells_the_ratio(tmp_path: Path) -> N
 def test_a_job_that_dies_at_its_start_is_an_error_with_what_it_said(tmp_path: Path) -> None:
     (tmp_path / "distconv").mkdir()
     (tmp_path / "distconv" / "__init__.py").write_text("raise ImportError('no such library')")
-    job = run(str(tmp_path), "--cases", "tiny_32", "--launches", "1", *SHORT)
+    job = run(str(tmp_path), "--cases", "tiny_32", "--ranks", "1", "--launches", "1", *SHORT)
     assert job.returncode == 1
     assert f"the job of {tmp_path} has ended" in job.stderr
     assert "ImportError: no such library" in job.stderr

@@ -169,7 +169,7 @@ def test_grids_of_torch_and_of_mpi_work_in_turns() -> None:
 
 
 def ended(tmp_path: Path, body: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return job(tmp_path, body, fresh=False, DISTCONV_TRANSPORT="torch", **variables)
+    return job(tmp_path, body, DISTCONV_TRANSPORT="torch", **variables)
 
 
 def test_a_job_by_torch_ends_in_silence(tmp_path: Path) -> None:
