@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
+import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import mean, median
@@ -81,7 +82,7 @@ def calibrate(
     packing = _table(_copies(rows=True), COPIED)
     sources["copy"] = sources["packing"] = f"{where_from}: all ranks at once, {torch.__version__}"
     progress("Python")
-    host = measure_host_work(1 if seconds < 20 else 2)
+    host = measure_host_work(2 if seconds < 20 else 16)
     sources["host"] = (
         f"{where_from}: functions on tiny tensors, minus their local operators, all ranks at once, "
         "after bytes have gone through the caches"
@@ -237,24 +238,33 @@ def _link(sizes: Sequence[int], rows: Sequence[tuple[float, float, float, bool]]
 
 def _skew(seconds: float) -> Table:
     """Return by how much the slowest rank takes longer than the mean for the same work, which is
-    convolutions and passes over memory, against what the mean takes."""
-    x, weight, memory = torch.rand(1, 16, 64, 64), torch.rand(16, 16, 3, 3), torch.zeros(2**20)
+    convolutions and passes over memory, against what the mean takes.
+
+    Which rank is the slowest differs from work to work, with where its memory lies: it is new in
+    each round.
+    """
+    weight = torch.rand(16, 16, 3, 3)
     comm = world()
     clock = time.perf_counter
     points = [(0.0, 0.0)]
     for repeats in (1, 4, 16, 64):
-        times: list[float] = []
+        means: list[float] = []
+        later: list[float] = []
         start = clock()
-        while len(times) < 5 or max(comm.allgather(clock() - start)) < seconds / 4:
+        while len(later) < 5 or max(comm.allgather(clock() - start)) < seconds / 4:
+            x, memory = torch.rand(1, 16, 64, 64), torch.zeros(2**20)
+            held = torch.empty(random.randrange(2**18))
+            torch.conv2d(x, weight, padding=1)
             comm.allgather(None)
             begun = clock()
             for _ in range(repeats):
                 torch.conv2d(x, weight, padding=1)
                 memory.add_(1)
-            times.append(clock() - begun)
-        rounds = list(zip(*comm.allgather(times), strict=True))
-        later = median(max(each) - mean(each) for each in rounds)
-        points.append((median(map(mean, rounds)), later))
+            times = comm.allgather(clock() - begun)
+            del held
+            means.append(mean(times))
+            later.append(max(times) - means[-1])
+        points.append((median(means), mean(later)))
     return Table(*zip(*sorted(points), strict=True))
 
 

@@ -1,16 +1,17 @@
 """The seconds of Python beside local operators: of each function on distributed tensors.
 
-In a step, the operators between two functions stream their operands through the caches, which the
-code and the objects of the next function then have to be fetched into again: it takes up to ten
-times as long as in a loop. So every function is timed in a chain of layers, first forward and then
-backward, with passes over several numbers of bytes between them.
+In a step, the functions between two of a kind run through the caches, and their operators stream
+their operands through, so that the code and the objects of the next function have to be fetched
+again: it takes up to ten times as long as in a loop. So every function is timed in a chain of
+layers, first forward and then backward, with other functions and passes over several numbers of
+bytes between them.
 """
 
 from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import cache
 from statistics import mean, median
 from typing import Any, NamedTuple
@@ -23,11 +24,12 @@ from torch.autograd import Function
 from distconv.geometry.layout import default_cuts
 from distconv.grid.process_grid import ProcessGrid
 from distconv.model.parallelize import parallelize
+from distconv.ops.support.method import method
 from distconv.planning.dry_run import DryRunGrid
 from distconv.planning.local_operators import LocalOperator
 from distconv.planning.losses import OPTIMIZERS
 from distconv.planning.machine import Table
-from distconv.planning.operator_worker import runner
+from distconv.planning.operator_calls import Operands, call_of
 from distconv.planning.recorded_step import record_step
 from distconv.planning.recording import Compute, HostWork
 from distconv.tensor.dist_tensor import DistTensor, distribute_tensor
@@ -84,26 +86,29 @@ _FUNCTIONS = (
     _Function(_of(lambda x: F.mse_loss(x, x.detach()))),
 )
 
-_LAYERS = 8
-"""Layers of a chain."""
+WAYS: tuple[tuple[Mapping[str, int], str], ...] = (
+    ({}, "assembled"),
+    ({"height": 2}, "assembled"),
+    ({"height": 2}, "overlapped"),
+)
+"""Grids and methods by which functions are computed."""
 
-GRIDS: tuple[Mapping[str, int], ...] = ({}, {"height": 2})
 
-
-STREAMED = (0, 2**21, 2**23, 2**24, 2**25, 2**26)
+STREAMED = (0, 2**22, 2**24, 2**26)
 """Bytes that go through the caches before a function runs."""
 
 
-def measure_host_work(rounds: int = 2) -> dict[str, Table]:
+def measure_host_work(layers: int = 16) -> dict[str, Table]:
     """Return the seconds of Python by function, as `Machine.host` has them; all ranks call it.
 
-    Each chain is gone through so many times.
+    Each chain has so many layers.
     """
     host: dict[str, list[float]] = {}
-    for extents in GRIDS:
+    for extents, way in WAYS:
+        others = _Others(DryRunGrid(extents, 0))
         for function in _FUNCTIONS:
-            for name, seconds in _measure(function, extents, rounds):
-                host.setdefault(name, seconds)
+            with method(way):
+                host |= _measure(function, extents, others, layers, host)
     for kind in ("", " across ranks"):
         for end in ("", " backward"):
             found = [
@@ -117,7 +122,7 @@ def measure_host_work(rounds: int = 2) -> dict[str, Table]:
     for name, ranks in (("parameter", 1), ("parameter across ranks", world().size)):
         chosen = [world().rank] if ranks == 1 else None
         grid = ProcessGrid(chosen, sample=ranks, device="cpu")
-        host[name] = _of_parameter(grid, rounds)
+        host[name] = _of_parameter(grid, layers)
     everyone = world().allgather(host)
     sizes = tuple(map(float, STREAMED))
     return {
@@ -126,11 +131,53 @@ def measure_host_work(rounds: int = 2) -> dict[str, Table]:
     }
 
 
+class _Others:
+    """Functions that run between two of the functions that are timed.
+
+    Attributes
+    ----------
+    memory: for the operands of local operators.
+    """
+
+    def __init__(self, grid: DryRunGrid):
+        self._network = nn.Sequential(
+            nn.Conv2d(4, 6, 3, padding=1),
+            nn.BatchNorm2d(6),
+            nn.ELU(),
+            nn.MaxPool2d(2),
+            nn.ConvTranspose2d(6, 4, 2, 2),
+            nn.Hardtanh(),
+        )
+        own(self._network.parameters(), grid.size)
+        self._input = _with_elements((1, 4, 8, 8), grid)
+        self.memory = Operands([])
+
+    def run(self) -> None:
+        """Run them forward and, where gradients are recorded, backward."""
+        scope = enter_call()
+        try:
+            y = self._network(self._input).shard
+        finally:
+            leave_call(scope)
+        if y.requires_grad:
+            torch.autograd.grad(y, list(self._network.parameters()), torch.ones_like(y))
+
+
+def _with_elements(shape: tuple[int, ...], grid: DryRunGrid) -> DistTensor:
+    """Return a tensor on a grid that is not there, whose block has elements and a gradient."""
+    block = torch.rand(grid.tensor(shape).shard.shape).requires_grad_()
+    return DistTensor(block, shape, default_cuts(len(shape), grid.topology), grid)
+
+
 def _measure(
-    function: _Function, extents: Mapping[str, int], rounds: int
-) -> Iterator[tuple[str, list[float]]]:
-    """Yield the names under which a recording has a function and its adjoint, with the seconds
-    behind each number of bytes of `STREAMED`."""
+    function: _Function,
+    extents: Mapping[str, int],
+    others: _Others,
+    layers: int,
+    known: Collection[str],
+) -> dict[str, list[float]]:
+    """Return the seconds of a function and of its adjoint behind each number of bytes of
+    `STREAMED`, by the names that recordings have for them; nothing of those that are known."""
     module = function.make()
     options: Any = {"rank": 0, "loss": _sum, "optimizer": OPTIMIZERS["sgd"]}
     recording = record_step(module, [function.shape], extents, input_gradients=True, **options)
@@ -142,11 +189,15 @@ def _measure(
             operators[event.place.phase].append(event.operator)
         elif isinstance(event, HostWork) and event.place.layer == layer:
             names[event.place.phase].append(event.function)
-    passes = _passes(module, function.shape, extents, rounds)
-    for phase, whole in zip(("forward", "backward"), passes, strict=True):
-        if len(names[phase]) == 1:
-            kernels = sum(_alone(operator) for operator in operators[phase])
-            yield names[phase][0], [max(seconds - kernels, 0.0) for seconds in whole]
+    wanted = {phase: each[0] for phase, each in names.items() if len(each) == 1}
+    if not set(wanted.values()) - set(known):
+        return {}
+    passes = _passes(module, function.shape, extents, others, layers)
+    found = {}
+    for phase, name in wanted.items():
+        kernels = sum(_alone(operator, others) for operator in operators[phase])
+        found[name] = [max(seconds - kernels, 0.0) for seconds in passes[phase]]
+    return found
 
 
 def _sum(output: Tensor) -> Tensor:
@@ -154,21 +205,24 @@ def _sum(output: Tensor) -> Tensor:
 
 
 def _passes(
-    module: nn.Module, shape: tuple[int, ...], extents: Mapping[str, int], rounds: int
-) -> tuple[list[float], list[float]]:
-    """Return the seconds of both passes of a module, behind each number of bytes of `STREAMED`, on
-    a rank whose messages nobody gets."""
+    module: nn.Module,
+    shape: tuple[int, ...],
+    extents: Mapping[str, int],
+    others: _Others,
+    layers: int,
+) -> dict[str, list[float]]:
+    """Return the seconds of both passes of a module, behind other functions and each number of
+    bytes of `STREAMED`, on a rank whose messages nobody gets."""
     grid = DryRunGrid(extents, 0)
-    layers = [copy.deepcopy(module) for _ in range(_LAYERS)]
-    own((p for layer in layers for p in layer.parameters()), grid.size)
-    cuts = default_cuts(len(shape), grid.topology)
-    block = torch.rand(grid.tensor(shape).shard.shape).requires_grad_()
-    x = DistTensor(block, shape, cuts, grid)
+    chain = [copy.deepcopy(module) for _ in range(layers)]
+    own((p for layer in chain for p in layer.parameters()), grid.size)
+    x = _with_elements(shape, grid)
     clock = time.perf_counter
 
     def go_through(size: int) -> tuple[list[float], list[float]]:
         forward, backward, outputs = [], [], []
-        for layer in layers:
+        for layer in chain:
+            others.run()
             scope = enter_call()
             try:
                 stream(size)
@@ -177,10 +231,11 @@ def _passes(
                 forward.append(clock() - start)
             finally:
                 leave_call(scope)
-        for layer in reversed(layers):
+        for layer in reversed(chain):
             y = outputs.pop().shard
             dy = torch.ones_like(y)
-            inputs = [block, *layer.parameters()]
+            inputs = [x.shard, *layer.parameters()]
+            others.run()
             stream(size)
             start = clock()
             torch.autograd.grad(y, inputs, dy, allow_unused=True)
@@ -188,17 +243,18 @@ def _passes(
         return forward, backward
 
     go_through(0)
-    forward, backward = [], []
+    found: dict[str, list[float]] = {"forward": [], "backward": []}
     for size in STREAMED:
-        passes = [go_through(size) for _ in range(rounds)]
-        forward.append(median(seconds for f, _ in passes for seconds in f))
-        backward.append(median(seconds for _, b in passes for seconds in b))
-    return forward, backward
+        for phase, seconds in zip(found, go_through(size), strict=True):
+            found[phase].append(median(seconds))
+    return found
 
 
-def _of_parameter(grid: ProcessGrid, rounds: int) -> list[float]:
-    """Return the seconds of a parameter's gradient and update, behind each number of bytes."""
-    trained, frozen = _Chain(), _Chain()
+def _of_parameter(grid: ProcessGrid, layers: int) -> list[float]:
+    """Return the seconds of a parameter's gradient and update, behind other functions and each
+    number of bytes."""
+    others = _Others(DryRunGrid({}, 0))
+    trained, frozen = _Chain(layers, others), _Chain(layers, others)
     for p in list(frozen.parameters())[1:]:
         p.requires_grad_(False)
     optimizer = torch.optim.SGD(trained.parameters(), lr=0.0)
@@ -210,14 +266,15 @@ def _of_parameter(grid: ProcessGrid, rounds: int) -> list[float]:
         updates = []
         for chain, _ in modules:
             chain.size, chain.seconds = size, []
-        for _ in range(rounds + 1):
+        for _ in range(3):
             for _, module in modules:
                 module(x).sum().backward()
+            others.run()
             stream(size)
             start = clock()
             optimizer.step()
             optimizer.zero_grad()
-            updates.append((clock() - start) / _LAYERS)
+            updates.append((clock() - start) / layers)
         gradient = median(trained.seconds) - median(frozen.seconds)
         found.append(median(updates) + max(gradient, 0.0))
     return found
@@ -226,9 +283,10 @@ def _of_parameter(grid: ProcessGrid, rounds: int) -> list[float]:
 class _Chain(nn.Module):
     """Parameters that are added up, with a note of how long the backward pass takes for each."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int, others: _Others) -> None:
         super().__init__()
-        self.summands = nn.ParameterList(torch.ones(1) for _ in range(_LAYERS))
+        self.others = others
+        self.summands = nn.ParameterList(torch.ones(1) for _ in range(layers))
         self.size = 0
         """The bytes that go through the caches before each summand."""
         self.seconds: list[float] = []
@@ -243,7 +301,7 @@ class _Chain(nn.Module):
 
 
 class _Streaming(Function):
-    """Streams bytes through the caches in the backward pass, and notes when it does."""
+    """Notes in the backward pass when it comes by, and lets others use the caches."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, chain: _Chain) -> Tensor:
@@ -255,6 +313,7 @@ class _Streaming(Function):
         chain = ctx.chain
         if chain.since is not None:
             chain.seconds.append(time.perf_counter() - chain.since)
+        chain.others.run()
         stream(chain.size)
         chain.since = time.perf_counter()
         return dy, None
@@ -270,14 +329,15 @@ def stream(size: int) -> None:
     _streamed_memory()[:size].add_(1)
 
 
-def _alone(operator: LocalOperator) -> float:
-    """Return the seconds of a tiny operator by itself."""
-    run = runner(operator)
+def _alone(operator: LocalOperator, others: _Others) -> float:
+    """Return the seconds of a tiny operator by itself, behind other functions."""
     clock = time.perf_counter
-    with torch.no_grad():
-        times = []
-        for _ in range(15):
+    times = []
+    for _ in range(10):
+        others.run()
+        with torch.no_grad():
+            run = call_of(operator, others.memory)
             start = clock()
             run()
             times.append(clock() - start)
-    return median(times)
+    return median(times[2:])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -43,7 +44,7 @@ class LocalOperator:
         """Return text that is the same for operators that take as long."""
         return f"{self.name}{_text(self.arguments)}{_text(self.keywords) if self.keywords else ''}"
 
-    @property
+    @cached_property
     def taken(self) -> list[TensorSpec]:
         """Return the tensors among the arguments."""
         return list(specs_in((self.arguments, self.keywords)))

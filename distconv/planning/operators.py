@@ -17,6 +17,7 @@ from pathlib import Path
 
 from distconv.planning.local_operators import LocalOperator
 from distconv.planning.machine import Machine, Table
+from distconv.planning.operator_timing import FEWEST, MOST, SECONDS
 from distconv.planning.roofline import bytes_of, flops_of, roofline_seconds
 
 KEEP_MEMORY = {
@@ -31,6 +32,11 @@ _OF_LAUNCHERS = ("PMI_", "PMIX_", "OMPI_", "SLURM_", "MPI_", "HYDRA_", "RANK", "
 
 BUDGET = 30.0
 """Seconds that a search spends on timing local operators."""
+_LEAST = 2**16
+"""Operations or bytes up to which operators take as long as one another."""
+_PART = 16
+"""The part of a rank's memory that the operands and results of an operator may take that a search
+times: its process has many of them."""
 
 
 class OperatorTimes:
@@ -58,6 +64,8 @@ class OperatorTimes:
         self._known = machine.operators.setdefault(str(at_once), {})
         self._estimated: dict[str, float] = {}
         self._estimated_spaces: dict[str, int] = {}
+        self._timed: defaultdict[tuple[object, ...], list[LocalOperator]] = defaultdict(list)
+        """By kind, the operators from which others have been estimated."""
 
     def __getitem__(self, operator: LocalOperator) -> float:
         """Return the seconds of an operator that has been prepared."""
@@ -108,31 +116,48 @@ class OperatorTimes:
         progress: Callable[[str], object] = lambda what: None,
         seconds: float = BUDGET,
     ) -> None:
-        """Time the operators of some steps, or where that takes longer than `seconds`, some sizes
-        of each kind; others lie between these.
+        """Time the operators of some steps, or where that takes longer than `seconds` or too much
+        memory, some sizes of each kind; others lie between these, or in proportion beyond.
 
-        A kind is an operator with its weights; its size its arithmetic, or its bytes.
+        A kind is an operator with its weights; its size its arithmetic, or its bytes. Kinds for
+        which there is no time, or no memory, take as long as others of the same name.
         """
         if self._machine.roofline is not None:
             return
         every = {o.key: o for step in steps for o in step if o.key not in self._known}
-        if not self.measure or sum(_cost(o) for o in every.values()) <= seconds:
+        largest = self._machine.memory // _PART if self._machine.memory else sys.maxsize
+        few = sum(_cost(o) for o in every.values()) <= seconds
+        if not self.measure or (few and all(bytes_of(o) <= largest for o in every.values())):
             progress(f"{len(every)} local operators are timed")
             self.prepare(every.values())
             return
-        kinds: dict[object, list[LocalOperator]] = defaultdict(list)
+        kinds: dict[tuple[object, ...], list[LocalOperator]] = defaultdict(list)
         for o in every.values():
             kinds[_kind(o)].append(o)
-        timed = [o for kind in kinds.values() for o in _spread(kind, seconds / len(kinds))]
-        progress(f"{len(timed)} of {len(every)} local operators are timed")
-        self.prepare(timed)
+        fitting = {
+            kind: [o for o in operators if bytes_of(o) <= largest]
+            for kind, operators in kinds.items()
+        }
+        chosen = _chosen(fitting, seconds)
+        for kind, operators in chosen.items():
+            self._timed[kind] += operators
         for kind, operators in kinds.items():
-            known = [o for o in timed if _kind(o) == kind]
+            if not self._alike(kind):
+                self._timed[kind].append(min(operators, key=_work))
+        missing = [o for timed in self._timed.values() for o in timed if o.key not in self._known]
+        progress(f"{len(missing)} of {len(every)} local operators are timed")
+        self.prepare(missing)
+        for kind, operators in kinds.items():
+            known = self._timed.get(kind) or self._alike(kind)
             seconds_of = _curve({_work(o): self._known[o.key] for o in known})
             space_of = _curve({_work(o): self.workspace(o) for o in known})
             for o in operators:
                 self._estimated[o.key] = seconds_of(_work(o))
                 self._estimated_spaces[o.key] = round(space_of(_work(o)))
+
+    def _alike(self, kind: tuple[object, ...]) -> list[LocalOperator]:
+        """Return the operators of any kind with the same name from which to estimate."""
+        return [o for other, timed in self._timed.items() if other[0] == kind[0] for o in timed]
 
 
 def _curve(known: Mapping[float, float]) -> Callable[[float], float]:
@@ -149,33 +174,39 @@ def _curve(known: Mapping[float, float]) -> Callable[[float], float]:
 
 
 def _work(operator: LocalOperator) -> float:
-    return float(max(flops_of(operator), bytes_of(operator)))
+    return float(max(flops_of(operator), bytes_of(operator), _LEAST))
 
 
 def _cost(operator: LocalOperator) -> float:
     """Return about how many seconds it takes to time an operator; it need not be right."""
-    return 0.03 + 3 * max(flops_of(operator) / 3e10, bytes_of(operator) / 5e9)
+    once = max(flops_of(operator) / 3e10, bytes_of(operator) / 5e9, 1e-5)
+    return 0.002 + once * (2 + min(max(SECONDS / once, FEWEST), MOST))
 
 
-def _kind(operator: LocalOperator) -> object:
-    """Return what operators share whose times are proportional to their work."""
+def _kind(operator: LocalOperator) -> tuple[object, ...]:
+    """Return what operators share whose times are proportional to their work, the name first."""
     if "convolution" not in operator.name:
-        return operator.name
+        return (operator.name,)
     weight = operator.arguments[2 if "backward" in operator.name else 1]
     return operator.name, weight.shape, operator.arguments[-7:]
 
 
-def _spread(operators: Sequence[LocalOperator], seconds: float) -> list[LocalOperator]:
-    """Return some operators of one kind: the smallest, and larger ones while there is time."""
-    ordered = sorted(operators, key=_work)
-    places = sorted({round(i * (len(ordered) - 1) / 3) for i in range(4)})
-    chosen = [ordered[0]]
-    left = max(seconds, 0.1) - _cost(ordered[0])
-    for place in places[1:]:
-        left -= _cost(ordered[place])
-        if left < 0:
-            break
-        chosen.append(ordered[place])
+def _chosen(
+    kinds: Mapping[tuple[object, ...], Sequence[LocalOperator]], seconds: float
+) -> dict[tuple[object, ...], list[LocalOperator]]:
+    """Return some operators of each kind, which together take about so many seconds to time: the
+    smallest, and larger ones while there is time; the kinds with the most operators first."""
+    chosen: dict[tuple[object, ...], list[LocalOperator]] = defaultdict(list)
+    ordered = {kind: sorted(operators, key=_work) for kind, operators in kinds.items()}
+    for step in range(4):
+        for kind, operators in sorted(ordered.items(), key=lambda item: -len(item[1])):
+            if not operators:
+                continue
+            operator = operators[round(step * (len(operators) - 1) / 3)]
+            cost = _cost(operator)
+            if operator not in chosen[kind] and cost <= seconds:
+                seconds -= cost
+                chosen[kind].append(operator)
     return chosen
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from distconv.planning.counted_messages import CountedMessages
 from distconv.planning.dry_run import DryRunGrid
 from distconv.planning.live_memory import LiveMemory
-from distconv.planning.local_operators import LocalOperator, spec_of, specs_in
+from distconv.planning.local_operators import LocalOperator, spec_of
 from distconv.planning.module_calls import ModuleCalls
 from distconv.planning.recording import (
     KINDS,
@@ -66,7 +67,12 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = result_of(func, args, kwargs)
+        if func.is_view:
+            result = func(*args, **kwargs)
+            self._where()
+            return result
+        arguments, keywords = given = spec_of((args, tuple(kwargs.items())))
+        result = result_of(func, args, kwargs, given)
         if func is torch.ops.aten.empty.memory_format and kwargs.get("dtype") is None:
             return result  # of a shape only
         place = self._where()
@@ -75,24 +81,17 @@ class Recorder(TorchDispatchMode):
             for x in (result if isinstance(result, (tuple, list)) else (result,))
             if isinstance(x, Tensor) and x.is_meta
         ]
-        if not func.is_view:
-            self.memory.hold(made, "other", place.layer if place.phase == "forward" else "")
-            name = str(func)
-            if name not in _FREE:
-                self._note(name, args, kwargs, made, place)
+        self.memory.hold(made, "other", place.layer if place.phase == "forward" else "")
+        name = str(func)
+        if name not in _FREE:
+            self._note(LocalOperator(name, arguments, keywords, spec_of(tuple(made))), place)
         return result
 
-    def _note(
-        self, name: str, args: Any, kwargs: Any, made: Sequence[Tensor], place: Place
-    ) -> None:
-        arguments = spec_of(args)
-        operator = LocalOperator(
-            name, arguments, tuple((k, spec_of(v)) for k, v in kwargs.items()), spec_of(tuple(made))
-        )
-        if not any(True for _ in specs_in((operator.arguments, operator.keywords, operator.made))):
-            return
+    def _note(self, operator: LocalOperator, place: Place) -> None:
         known = self._operators.get(operator)
         if known is None:
+            if not (operator.taken or operator.made):
+                return
             known = self._operators[operator] = operator, bytes_of(operator)
         operator, streamed = known
         self.events.append(Compute(operator, place, self.memory.total))
@@ -207,10 +206,20 @@ class FunctionCalls(TorchFunctionMode):
         before = len(self._recorder.events)
         result = func(*args, **(kwargs or {}))
         if ours and not self._recorder.going_back:
-            talks = any(isinstance(e, Start) for e in self._recorder.events[before:])
             name = getattr(func, "__name__", str(func))
-            self._recorder.call(start, f"{name} across ranks" if talks else name)
+            self._recorder.call(start, name + _way(self._recorder.events[before:]))
         return result
+
+
+def _way(events: Sequence[Event]) -> str:
+    """Return in words how a function works, of which these are the events."""
+    starts = [i for i, event in enumerate(events) if isinstance(event, Start)]
+    if not starts:
+        return ""
+    meanwhile = takewhile(lambda event: not isinstance(event, Wait), events[starts[0] :])
+    names = [event.operator.name for event in meanwhile if isinstance(event, Compute)]
+    overlapped = any("conv" in name or "pool" in name for name in names)
+    return " overlapped across ranks" if overlapped else " across ranks"
 
 
 _FREE = frozenset(

@@ -16,13 +16,18 @@ _RESULTS: dict[Any, Any] = {}
 _REMEMBERED = 2**16
 
 
-def result_of(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return what an operator returns, without asking torch's slow stand-ins the same twice."""
-    if func.is_view or torch.Tag.inplace_view in func.tags:
+def result_of(func: Any, args: Any, kwargs: Any, given: Any) -> Any:
+    """Return what an operator returns that makes no view, without asking torch's slow stand-ins the
+    same twice.
+
+    Parameters
+    ----------
+    given: its arguments as `spec_of` has them.
+    """
+    if torch.Tag.inplace_view in func.tags:
         return func(*args, **kwargs)
-    given = args, tuple(kwargs.items())
     # 2 equals 2.0, and makes another type of numbers.
-    key = func, spec_of(given), _types(given)
+    key = func, given, _types(args), _types(tuple(kwargs.items()))
     made = _RESULTS.get(key)
     if made is None:
         result = func(*args, **kwargs)

@@ -6,6 +6,7 @@ Grids that need more memory than a rank has are left out. Where none fits, what 
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +40,10 @@ several times as many."""
 REFINED = 4
 """How many of the best grids are predicted from several ranks, not from the middle one alone."""
 
+BUDGET = 45.0
+"""Seconds that a search spends on recording all grids and on timing their local operators."""
+_LEAST = 5.0
+"""Seconds that it spends on timing at least."""
 SPACES_BUDGET = 5.0
 """Seconds spent on timing the convolutions of each way out, which tells what they allocate."""
 
@@ -262,6 +267,7 @@ def plan(
     options["gpu"] = machine.asynchronous
     times = OperatorTimes(machine, machine.at_once(ranks), measure=measure)
     name, samples = type(module).__name__, shapes[0][0]
+    end = time.perf_counter() + BUDGET
     out: list[Candidate] = []
     recorded: list[tuple[dict[str, int], Recording]] = []
     for i, grid in enumerate(chosen):
@@ -272,7 +278,8 @@ def plan(
             out.append(Candidate(grid, None, str(refusal)))
             continue
         recorded.append((grid, recording))
-    times.prepare_approximately([r.operators for _, r in recorded], progress)
+    left = max(end - time.perf_counter(), _LEAST)
+    times.prepare_approximately([r.operators for _, r in recorded], progress, left)
     fitting: list[Candidate] = []
     for grid, recording in recorded:
         p = predicted(name, samples, grid, [recording], machine, times)
@@ -286,7 +293,8 @@ def plan(
         grid = fitting.pop(0).grid
         progress(f"refined: {in_words(grid)}")
         several = record_ranks(hollow, shapes, grid, **options)
-        times.prepare_approximately([r.operators for r in several], progress)
+        left = max(end - time.perf_counter(), 0.0)
+        times.prepare_approximately([r.operators for r in several], progress, left)
         p = predicted(name, samples, grid, several, machine, times)
         if limit is not None and p.peak > limit:
             out.append(Candidate(grid, p, f"needs {size(p.peak)}"))
