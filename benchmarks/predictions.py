@@ -12,6 +12,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -36,6 +37,9 @@ from distconv.tools.bench.model import step_of
 from distconv.tools.bench.networks import MAXIMUM, Network, UNet3d, cosmoflow
 from distconv.tools.bench.settings import by
 from examples.mesh_tangling.network import mesh_tangling_1k, mesh_tangling_2k
+
+MACHINE = "predictions-machine.json"
+"""The file of the machine on which all is measured."""
 
 SECONDS = 1.0
 """About how long the steps of one case are timed before it is predicted, and again afterwards."""
@@ -158,7 +162,7 @@ def on_grid(
     All ranks call it; those that are not on the grid sleep, and get None.
     """
     world = MPI.COMM_WORLD
-    ranks = max(extents.values(), default=1)
+    ranks = prod(extents.values())
     comm: Any = world.Split(0 if world.rank < ranks else 1)
     result = None
     if world.rank < ranks:
@@ -237,7 +241,7 @@ def run(folder: Path, cases: Sequence[Case] = CASES) -> None:
     """Measure and predict what has not been done, and write the page; all ranks call it."""
     world = MPI.COMM_WORLD
     torch.set_num_threads(1)
-    path, file = folder / "predictions.jsonl", folder / "predictions-machine.json"
+    path, file = folder / "predictions.jsonl", folder / MACHINE
     done = world.bcast(read(path))
     if not file.exists():
         machine = calibrate()
@@ -296,6 +300,30 @@ def told(r: Result) -> str:
     )
 
 
+class Errors(NamedTuple):
+    """Shares by which predictions of one kind are wrong, and what they should be at most."""
+
+    kind: str
+    values: Sequence[float]
+    middle: float
+    most: float
+
+
+def table_of(kinds: Sequence[Errors]) -> str:
+    """Return the quartiles of errors, and whether they are what they should be."""
+    rows: list[tuple[str, ...]] = [
+        ("", "lower quartile", "median", "upper quartile", "worst", "target", "verdict")
+    ]
+    for kind, values, middle, most in kinds:
+        sizes = [abs(value) for value in values]
+        s = spread(sizes)
+        met = s.median <= middle and max(sizes) <= most
+        target = f"median {middle:.0%}, worst {most:.0%}"
+        quartiles = [f"{x:.1%}" for x in (s.low, s.median, s.high, max(sizes))]
+        rows.append((kind, *quartiles, target, "met" if met else "missed"))
+    return table(rows, right=(1, 2, 3, 4))
+
+
 def page(results: Sequence[Result], machine: Machine) -> str:
     """Return the page of results: every case, quartiles of the errors, and what was chosen."""
     heading = ("network", "shape", "grid", "measured", "quartiles", "predicted", "error")
@@ -309,26 +337,17 @@ def page(results: Sequence[Result], machine: Machine) -> str:
                 f"{r.memory_error:+.2%}",
             )
         )
-    sides = (
-        ("time", [abs(r.error) for r in results], MEDIAN_ERROR, WORST_ERROR),
-        ("memory", [abs(r.memory_error) for r in results], MEMORY_ERROR, MEMORY_ERROR),
+    errors = (
+        Errors("time", [r.error for r in results], MEDIAN_ERROR, WORST_ERROR),
+        Errors("memory", [r.memory_error for r in results], MEMORY_ERROR, MEMORY_ERROR),
     )
-    errors: list[tuple[str, ...]] = [
-        ("", "lower quartile", "median", "upper quartile", "worst", "target", "verdict")
-    ]
-    for name, values, middle, most in sides:
-        s = spread(values)
-        met = s.median <= middle and max(values) <= most
-        target = f"median {middle:.0%}, worst {most:.0%}"
-        quartiles = [f"{x:.1%}" for x in (s.low, s.median, s.high, max(values))]
-        errors.append((name, *quartiles, target, "met" if met else "missed"))
     return "\n".join(
         (
             "# Predicted and measured training steps\n",
             "Written by `python -m benchmarks.predictions`; times in ms of a step on the slowest "
             "rank, one core a rank, memory of the fullest.\n",
             f"```\n{describe_machine()}\n```\n",
-            f"```\n{table(errors, right=(1, 2, 3, 4))}\n```\n",
+            f"```\n{table_of(errors)}\n```\n",
             f"```\n{table(rows, right=(3, 4, 5, 6, 7, 8, 9))}\n```\n",
             "## The planner's choice on 2 ranks\n",
             f"```\n{table(choices(results), right=(2, 4, 5))}\n```\n",
