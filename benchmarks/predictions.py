@@ -282,7 +282,7 @@ def run(folder: Path, cases: Sequence[Case] = CASES) -> None:
                 print(f"{told(done[-1])}  ({took:.1f} s)", file=sys.stderr, flush=True)
             sleep_until_all_are_here(world)
     if world.rank == 0:
-        (folder / "predictions.md").write_text(page(done, machine))
+        (folder / "predictions.md").write_text(page(done))
 
 
 def read(path: Path) -> list[Result]:
@@ -324,7 +324,7 @@ def table_of(kinds: Sequence[Errors]) -> str:
     return table(rows, right=(1, 2, 3, 4))
 
 
-def page(results: Sequence[Result], machine: Machine) -> str:
+def page(results: Sequence[Result]) -> str:
     """Return the page of results: every case, quartiles of the errors, and what was chosen."""
     heading = ("network", "shape", "grid", "measured", "quartiles", "predicted", "error")
     rows = [(*heading, "memory", "predicted", "error")]

@@ -4,8 +4,7 @@
 for the machine that `benchmarks.predictions` has measured there, with a rank a core. Ranks that
 share a core wait for it, so that the time of a step says nothing. Compared is how long their
 processes have had the cores in a step, outside of messages and of waiting, added up over all ranks,
-with the predicted kernels and Python of all ranks. Words behind the folder choose networks whose
-names begin with them.
+with the predicted kernels and Python of all ranks.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -79,22 +79,22 @@ class _Metered:
         self, arriving: Sequence[Message], leaving: Sequence[Message], tag: int
     ) -> Request:
         """Start messages."""
-        with _metered():
+        with _counted():
             return _MeteredRequest(self._carrier.exchange(arriving, leaving, tag))
 
     def all_reduce(self, tensor: Tensor, group: Any) -> Request:
         """Start adding up."""
-        with _metered():
+        with _counted():
             return _MeteredRequest(self._carrier.all_reduce(tensor, group))
 
     def all_gather(self, tensor: Tensor, group: Any) -> Tensor:
         """Return the tensors of all ranks of `group`."""
-        with _metered():
+        with _counted():
             return self._carrier.all_gather(tensor, group)
 
     def broadcast(self, tensor: Tensor, group: Any) -> None:
         """Overwrite a tensor by the one of the first rank of `group`."""
-        with _metered():
+        with _counted():
             self._carrier.broadcast(tensor, group)
 
 
@@ -104,7 +104,7 @@ class _MeteredRequest:
 
     def wait(self) -> None:
         """Wait for the carrier's request."""
-        with _metered():
+        with _counted():
             self._request.wait()
 
 
@@ -113,7 +113,7 @@ _within = 0.0
 
 
 @contextmanager
-def _metered() -> Iterator[None]:
+def _counted() -> Iterator[None]:
     global _within
     begun = time.thread_time()
     try:
@@ -155,15 +155,14 @@ def predicted(network: Network, extents: dict[str, int], machine: Machine) -> fl
     """Return the predicted seconds of kernels and Python of all ranks."""
     loss = loss_of(network)
     module = network.make(network.shape[2:])
-    first = record_rank(module, [network.shape], extents, 0, loss=loss)
-    others = [
+    recordings = [
         record_rank(module, [network.shape], extents, rank, loss=loss)
-        for rank in range(1, first.ranks)
+        for rank in range(prod(extents.values()))
     ]
-    times = OperatorTimes(machine, machine.at_once(first.ranks))
-    times.prepare(operator for r in (first, *others) for operator in r.operators)
+    times = OperatorTimes(machine, machine.at_once(len(recordings)))
+    times.prepare(operator for r in recordings for operator in r.operators)
     total = 0.0
-    for event in (event for r in (first, *others) for event in r.events):
+    for event in (event for r in recordings for event in r.events):
         if isinstance(event, Compute):
             total += times[event.operator]
         elif isinstance(event, HostWork):
@@ -171,14 +170,15 @@ def predicted(network: Network, extents: dict[str, int], machine: Machine) -> fl
     return total
 
 
-def run(folder: Path, begins: tuple[str, ...]) -> None:
-    """Measure and predict networks whose names begin so, and write the page; all ranks call it."""
+def run(folder: Path) -> None:
+    """Measure and predict all cases, and write the page; all ranks call it."""
     world = MPI.COMM_WORLD
     torch.set_num_threads(1)
+    assert GRIDS.keys() <= {network.name for network, _ in CASES}
     machine = Machine.load(folder / MACHINE)
     totals = []
     for network, _ in CASES:
-        for extents in GRIDS.get(network.name, ()) if network.name.startswith(begins) else ():
+        for extents in GRIDS.get(network.name, ()):
             seconds = on_grid(network, extents, measured)
             if world.rank == 0:
                 assert seconds is not None
@@ -214,4 +214,4 @@ def page(totals: Sequence[Total]) -> str:
 
 
 if __name__ == "__main__":
-    run(Path(sys.argv[1]), tuple(sys.argv[2:] or [""]))
+    run(Path(sys.argv[1]))

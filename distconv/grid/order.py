@@ -30,6 +30,7 @@ from distconv.geometry.layout import Layout
 from distconv.geometry.topology import Topology
 from distconv.grid.whereabouts import CURRENT, is_parked, operator_name, place_of, user_line
 from distconv.transport.communicator import Comparison
+from distconv.transport.tags import Tags
 from distconv.transport.watched import Wait, Waiting
 
 _VARIABLE = "DISTCONV_DEBUG"
@@ -44,8 +45,6 @@ _KEPT = 1024
 """How many steps and calls are kept, to be named where ranks differ."""
 _REMEMBERED = 4096
 """How many operators with their arguments are known; beyond, all are forgotten."""
-_TAGS = 32767
-"""How many tags there are before they begin again; every MPI has as many."""
 
 
 class DivergenceError(RuntimeError):
@@ -89,7 +88,7 @@ class Order:
         """How many of those are folded into the number that is compared."""
         self._since = 0
         """How many steps there have been since the last comparison began."""
-        self._tag = 0
+        self._tags = Tags()
         self._folded = 0
         self._met: set[Any] = set()
         self._last: deque[tuple[Any, int, str | None]] = deque(maxlen=_KEPT)
@@ -113,8 +112,7 @@ class Order:
 
     def next_tag(self) -> int:
         """Return the number of the next exchange, the same on all ranks."""
-        self._tag = self._tag % _TAGS + 1
-        return self._tag
+        return self._tags.next()
 
     def take(self, kind: str, tag: int = 0) -> None:
         """Begin the next step.
@@ -244,9 +242,9 @@ class Order:
         with Wait(self.waiting):
             ranks = self._comm.allgather(self.latest_numbers())
             number = first_difference(ranks)
-            told = self._comm.allgather((self.in_words(number), here, self._tag))
+            told = self._comm.allgather((self.in_words(number), here, self._tags.last))
         # A program that catches the error goes on with the same numbers on all ranks.
-        self._tag = max(tag for _, _, tag in told)
+        self._tags.last = max(tag for _, _, tag in told)
         self._folded = self._since = 0
         for known in (self._met, self._counts, self._calls, self._last, SETTLED):
             known.clear()

@@ -240,10 +240,11 @@ def _skew(seconds: float) -> Table:
     """Return by how much the slowest rank takes longer than the mean for the same work, which is
     convolutions and passes over memory, against what the mean takes.
 
-    Which rank is the slowest differs from work to work, with where its memory lies: it is new in
-    each round.
+    Which rank is the slowest differs from work to work, with where its memory lies, so that each
+    round takes other memory.
     """
     weight = torch.rand(16, 16, 3, 3)
+    places = random.Random()  # others on each rank, whatever the program has seeded
     comm = world()
     clock = time.perf_counter
     points = [(0.0, 0.0)]
@@ -252,8 +253,9 @@ def _skew(seconds: float) -> Table:
         later: list[float] = []
         start = clock()
         while len(later) < 5 or max(comm.allgather(clock() - start)) < seconds / 4:
+            before = torch.empty(places.randrange(2**18))
             x, memory = torch.rand(1, 16, 64, 64), torch.zeros(2**20)
-            held = torch.empty(random.randrange(2**18))
+            del before
             torch.conv2d(x, weight, padding=1)
             comm.allgather(None)
             begun = clock()
@@ -261,7 +263,6 @@ def _skew(seconds: float) -> Table:
                 torch.conv2d(x, weight, padding=1)
                 memory.add_(1)
             times = comm.allgather(clock() - begun)
-            del held
             means.append(mean(times))
             later.append(max(times) - means[-1])
         points.append((median(means), mean(later)))

@@ -189,8 +189,8 @@ def _measure(
             operators[event.place.phase].append(event.operator)
         elif isinstance(event, HostWork) and event.place.layer == layer:
             names[event.place.phase].append(event.function)
-    wanted = {phase: each[0] for phase, each in names.items() if len(each) == 1}
-    if not set(wanted.values()) - set(known):
+    wanted = {p: each[0] for p, each in names.items() if len(each) == 1 and each[0] not in known}
+    if not wanted:
         return {}
     passes = _passes(module, function.shape, extents, others, layers)
     found = {}
@@ -301,7 +301,7 @@ class _Chain(nn.Module):
 
 
 class _Streaming(Function):
-    """Notes in the backward pass when it comes by, and lets others use the caches."""
+    """Notes when the backward pass arrives, and lets others use the caches before it goes on."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, chain: _Chain) -> Tensor:

@@ -20,7 +20,7 @@ computes on has left the caches since it was last used."""
 class Operands:
     """Memory for the operands of operators: each gets the piece behind the one before.
 
-    It is as large as those of one operator together beside its first, or as that one.
+    It is large enough for all operands of any one operator but the first, and for the first.
     """
 
     def __init__(self, operators: Iterable[LocalOperator]):
@@ -31,12 +31,13 @@ class Operands:
         self._numbers: dict[torch.dtype, Tensor] = {}
         self._next = 0
 
-    def tensor(self, spec: TensorSpec, places: int) -> Tensor:
+    def tensor(self, spec: TensorSpec, places: int = 0, *, own: bool = False) -> Tensor:
         """Return a tensor of numbers from 0.5 to 1.5; whole numbers are 0, or places in a plane.
 
         Parameters
         ----------
         places: the size of the plane; 0 for zeros.
+        own: whether to copy it to memory of its own.
         """
         elements = _extent(spec)
         if not prod(spec.shape):
@@ -49,6 +50,7 @@ class Operands:
                 self._next = 0
             memory = self._numbers[spec.dtype][self._next : self._next + elements]
             self._next += -(-elements // 16) * 16
+            memory = memory.clone() if own else memory
         elif places:
             per_plane = max(prod(spec.shape[2:]), 1)
             memory = torch.arange(elements, dtype=spec.dtype).remainder_(per_plane)
@@ -69,20 +71,21 @@ def _extent(spec: TensorSpec) -> int:
 def call_of(operator: LocalOperator, memory: Operands) -> Callable[[], object]:
     """Return a function that runs the operator once, on operands from this memory.
 
-    The first operand, which is the one that operators write to, has just been made, as by the
-    operator before.
+    The first operand has just been made, as by the operator before, and so have all of one that
+    writes to some.
     """
     packet: Any = packet_of(operator)
     function = getattr(packet, operator.name.rsplit(".", 1)[1])
     places_of_maxima = "max_pool" in operator.name and "backward" in operator.name
     plane = prod(operator.arguments[1].shape[2:]) if places_of_maxima else 0
 
+    written = function._schema.is_mutable
     operands: list[Tensor] = []
 
     def made(value: Any) -> Any:
         if isinstance(value, TensorSpec):
-            operands.append(memory.tensor(value, plane))
-            return operands[-1] if len(operands) > 1 else operands[0].clone()
+            operands.append(memory.tensor(value, plane, own=written or not operands))
+            return operands[-1]
         if isinstance(value, tuple):
             return [made(part) for part in value]
         return value

@@ -14,6 +14,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, TypeAlias
 
 from distconv.planning.local_operators import LocalOperator
 from distconv.planning.machine import Machine, Table
@@ -27,16 +28,21 @@ KEEP_MEMORY = {
 }
 """Settings of glibc with which memory that is freed stays with the process."""
 
+_Kind: TypeAlias = tuple[Any, ...]
+"""What operators share whose times are proportional to their work, the name first."""
+
 _OF_LAUNCHERS = ("PMI_", "PMIX_", "OMPI_", "SLURM_", "MPI_", "HYDRA_", "RANK", "WORLD_SIZE")
 
 
 BUDGET = 30.0
-"""Seconds that a search spends on timing local operators."""
+"""Seconds for timing the operators of some steps, where a caller says nothing else."""
 _LEAST = 2**16
 """Operations or bytes up to which operators take as long as one another."""
-_PART = 16
-"""The part of a rank's memory that the operands and results of an operator may take that a search
-times: its process has many of them."""
+_MEMORY = 2**30
+"""Bytes that a rank has where the machine does not say."""
+_PARTS = 16
+"""An operator whose operands and results take more than one of so many parts of a rank's memory is
+estimated, as the process that times it has many of them."""
 
 
 class OperatorTimes:
@@ -64,8 +70,8 @@ class OperatorTimes:
         self._known = machine.operators.setdefault(str(at_once), {})
         self._estimated: dict[str, float] = {}
         self._estimated_spaces: dict[str, int] = {}
-        self._timed: defaultdict[tuple[object, ...], list[LocalOperator]] = defaultdict(list)
-        """By kind, the operators from which others have been estimated."""
+        self._timed: defaultdict[_Kind, dict[str, LocalOperator]] = defaultdict(dict)
+        """By kind and key, the operators from which others are estimated."""
 
     def __getitem__(self, operator: LocalOperator) -> float:
         """Return the seconds of an operator that has been prepared."""
@@ -102,6 +108,7 @@ class OperatorTimes:
             list(missing.values()),
             self._at_once,
             self._machine.threads,
+            self._machine.memory or _MEMORY,
             self._machine.environment,
             self._progress,
         )
@@ -124,40 +131,52 @@ class OperatorTimes:
         """
         if self._machine.roofline is not None:
             return
-        every = {o.key: o for step in steps for o in step if o.key not in self._known}
-        largest = self._machine.memory // _PART if self._machine.memory else sys.maxsize
+        every = {o.key: o for step in steps for o in step}
+        for key, o in every.items():
+            if key in self._known:
+                self._timed[_kind(o)][key] = o
+        every = {key: o for key, o in every.items() if key not in self._known}
+        largest = self._machine.memory // _PARTS if self._machine.memory else sys.maxsize
         few = sum(_cost(o) for o in every.values()) <= seconds
         if not self.measure or (few and all(bytes_of(o) <= largest for o in every.values())):
             progress(f"{len(every)} local operators are timed")
             self.prepare(every.values())
             return
-        kinds: dict[tuple[object, ...], list[LocalOperator]] = defaultdict(list)
+        kinds: dict[_Kind, list[LocalOperator]] = defaultdict(list)
         for o in every.values():
             kinds[_kind(o)].append(o)
         fitting = {
             kind: [o for o in operators if bytes_of(o) <= largest]
             for kind, operators in kinds.items()
         }
-        chosen = _chosen(fitting, seconds)
-        for kind, operators in chosen.items():
-            self._timed[kind] += operators
+        for kind, operators in _chosen(fitting, seconds).items():
+            self._timed[kind] |= {o.key: o for o in operators}
         for kind, operators in kinds.items():
-            if not self._alike(kind):
-                self._timed[kind].append(min(operators, key=_work))
-        missing = [o for timed in self._timed.values() for o in timed if o.key not in self._known]
+            smallest = min(operators, key=_work)
+            alone = all(other[0] != kind[0] for other in self._timed)
+            if alone and bytes_of(smallest) <= largest:
+                self._timed[kind][smallest.key] = smallest
+        missing = [
+            o for timed in self._timed.values() for o in timed.values() if o.key not in self._known
+        ]
         progress(f"{len(missing)} of {len(every)} local operators are timed")
         self.prepare(missing)
         for kind, operators in kinds.items():
-            known = self._timed.get(kind) or self._alike(kind)
+            known = self._alike(kind) or operators[:1]
+            self.prepare(known)
             seconds_of = _curve({_work(o): self._known[o.key] for o in known})
             space_of = _curve({_work(o): self.workspace(o) for o in known})
             for o in operators:
                 self._estimated[o.key] = seconds_of(_work(o))
                 self._estimated_spaces[o.key] = round(space_of(_work(o)))
 
-    def _alike(self, kind: tuple[object, ...]) -> list[LocalOperator]:
-        """Return the operators of any kind with the same name from which to estimate."""
-        return [o for other, timed in self._timed.items() if other[0] == kind[0] for o in timed]
+    def _alike(self, kind: _Kind) -> list[LocalOperator]:
+        """Return the operators from which to estimate those of a kind: of the same kind, else of
+        the same name, else all."""
+        if kind in self._timed:  # which has no empty entries
+            return list(self._timed[kind].values())
+        every = [(other[0], o) for other, timed in self._timed.items() for o in timed.values()]
+        return [o for name, o in every if name == kind[0]] or [o for _, o in every]
 
 
 def _curve(known: Mapping[float, float]) -> Callable[[float], float]:
@@ -183,8 +202,7 @@ def _cost(operator: LocalOperator) -> float:
     return 0.002 + once * (2 + min(max(SECONDS / once, FEWEST), MOST))
 
 
-def _kind(operator: LocalOperator) -> tuple[object, ...]:
-    """Return what operators share whose times are proportional to their work, the name first."""
+def _kind(operator: LocalOperator) -> _Kind:
     if "convolution" not in operator.name:
         return (operator.name,)
     weight = operator.arguments[2 if "backward" in operator.name else 1]
@@ -192,11 +210,11 @@ def _kind(operator: LocalOperator) -> tuple[object, ...]:
 
 
 def _chosen(
-    kinds: Mapping[tuple[object, ...], Sequence[LocalOperator]], seconds: float
-) -> dict[tuple[object, ...], list[LocalOperator]]:
+    kinds: Mapping[_Kind, Sequence[LocalOperator]], seconds: float
+) -> dict[_Kind, list[LocalOperator]]:
     """Return some operators of each kind, which together take about so many seconds to time: the
     smallest, and larger ones while there is time; the kinds with the most operators first."""
-    chosen: dict[tuple[object, ...], list[LocalOperator]] = defaultdict(list)
+    chosen: dict[_Kind, list[LocalOperator]] = defaultdict(list)
     ordered = {kind: sorted(operators, key=_work) for kind, operators in kinds.items()}
     for step in range(4):
         for kind, operators in sorted(ordered.items(), key=lambda item: -len(item[1])):
@@ -207,20 +225,22 @@ def _chosen(
             if operator not in chosen[kind] and cost <= seconds:
                 seconds -= cost
                 chosen[kind].append(operator)
-    return chosen
+    return {kind: operators for kind, operators in chosen.items() if operators}
 
 
 def time_together(
     operators: list[LocalOperator],
     processes: int,
     threads: int,
+    memory: int,
     environment: dict[str, str],
     progress: Callable[[int, int], object] = lambda done, of: None,
 ) -> tuple[list[float], list[int]]:
     """Return the seconds of each operator, timed by some processes at the same time, and the bytes
     that it allocates beside its results.
 
-    Every process is new, and has the variables of `environment`; it sends no messages.
+    Every process is new, and has the variables of `environment`; it sends no messages. It may use
+    about `memory` bytes.
     """
     kept = {k: v for k, v in os.environ.items() if not k.startswith(_OF_LAUNCHERS)}
     kept |= environment | {"OMP_NUM_THREADS": str(threads)}
@@ -231,7 +251,9 @@ def time_together(
         command = [sys.executable, "-m", "distconv.planning.operator_worker", name]
         workers = [
             subprocess.Popen(
-                [*command, str(i), str(processes), str(threads)], env=kept, stderr=subprocess.PIPE
+                [*command, *map(str, (i, processes, threads, memory))],
+                env=kept,
+                stderr=subprocess.PIPE,
             )
             for i in range(processes)
         ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -212,14 +211,20 @@ class FunctionCalls(TorchFunctionMode):
 
 
 def _way(events: Sequence[Event]) -> str:
-    """Return in words how a function works, of which these are the events."""
-    starts = [i for i, event in enumerate(events) if isinstance(event, Start)]
-    if not starts:
-        return ""
-    meanwhile = takewhile(lambda event: not isinstance(event, Wait), events[starts[0] :])
-    names = [event.operator.name for event in meanwhile if isinstance(event, Compute)]
-    overlapped = any("conv" in name or "pool" in name for name in names)
-    return " overlapped across ranks" if overlapped else " across ranks"
+    """Return how the name of a function ends that has done this: whether it talks to other ranks,
+    and computes meanwhile."""
+    way = ""
+    under_way = set[int]()
+    for event in events:
+        if isinstance(event, Start):
+            way = way or " across ranks"
+            under_way.add(event.number)
+        elif isinstance(event, Wait):
+            under_way.discard(event.number)
+        elif isinstance(event, Compute) and under_way:
+            if "conv" in event.operator.name or "pool" in event.operator.name:
+                way = " overlapped across ranks"
+    return way
 
 
 _FREE = frozenset(

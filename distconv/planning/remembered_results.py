@@ -17,8 +17,8 @@ _REMEMBERED = 2**16
 
 
 def result_of(func: Any, args: Any, kwargs: Any, given: Any) -> Any:
-    """Return what an operator returns that makes no view, without asking torch's slow stand-ins the
-    same twice.
+    """Return the result of an operator that makes no view, for which torch's slow stand-ins are
+    asked once.
 
     Parameters
     ----------

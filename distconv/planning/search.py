@@ -41,9 +41,9 @@ REFINED = 4
 """How many of the best grids are predicted from several ranks, not from the middle one alone."""
 
 BUDGET = 45.0
-"""Seconds that a search spends on recording all grids and on timing their local operators."""
-_LEAST = 5.0
-"""Seconds that it spends on timing at least."""
+"""Seconds from the beginning of a search after which it times no more local operators."""
+_AT_LEAST = 5.0
+"""Seconds that it has for timing, however long it has taken to record all grids."""
 SPACES_BUDGET = 5.0
 """Seconds spent on timing the convolutions of each way out, which tells what they allocate."""
 
@@ -278,7 +278,7 @@ def plan(
             out.append(Candidate(grid, None, str(refusal)))
             continue
         recorded.append((grid, recording))
-    left = max(end - time.perf_counter(), _LEAST)
+    left = max(end - time.perf_counter(), _AT_LEAST)
     times.prepare_approximately([r.operators for _, r in recorded], progress, left)
     fitting: list[Candidate] = []
     for grid, recording in recorded:

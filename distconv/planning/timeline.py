@@ -223,7 +223,8 @@ def host_seconds(work: HostWork, machine: Machine) -> float:
     function = work.function
     across = " across ranks" if " across ranks" in function else ""
     back = " backward" if function.endswith(" backward") else ""
-    for name in (function, f"*{across}{back}", "*"):
+    assembled = function.replace(" overlapped", "")  # all that earlier machines know
+    for name in (function, assembled, f"*{across}{back}", "*"):
         if name in machine.host:
             return machine.host[name].at(work.streamed)
     return 0.0

@@ -12,6 +12,7 @@ from distconv.transport.buffers import BufferPool
 from distconv.transport.interface import SUM_TYPES, Message
 from distconv.transport.mpi_communicator import MPICommunicator
 from distconv.transport.mpi_request import MPIRequest, release_abandoned
+from distconv.transport.tags import Tags
 
 _DATATYPES = {
     torch.float32: MPI.FLOAT,
@@ -33,15 +34,12 @@ class MPITransport:
 
     def __init__(self, comm: MPICommunicator):
         self._comm = comm.mpi
-        bound = comm.mpi.Get_attr(MPI.TAG_UB)
-        self._tags = bound if isinstance(bound, int) else 32767
-        self._last_tag = 0
+        self._tags = Tags()
         self._buffers = BufferPool()
 
     def next_tag(self) -> int:
         """Return the tag of the next exchange."""
-        self._last_tag = (self._last_tag + 1) % self._tags
-        return self._last_tag
+        return self._tags.next()
 
     def empty(self, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
         """Return uninitialised memory for a message, of the type of `like`."""

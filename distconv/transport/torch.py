@@ -21,6 +21,7 @@ from distconv.transport.buffers import BufferPool
 from distconv.transport.communicator import Communicator
 from distconv.transport.interface import Message, Request
 from distconv.transport.sums import Summand
+from distconv.transport.tags import Tags
 from distconv.transport.torch_communicator import TorchCommunicator
 from distconv.transport.torch_groups import (
     ProcessGroup,
@@ -33,9 +34,6 @@ from distconv.transport.torch_groups import (
     nccl_group,
     start,
 )
-
-_TAGS = 32767
-"""How many tags there are before they begin again."""
 
 
 class TorchRequest:
@@ -103,7 +101,7 @@ class TorchTransport:
         self._store, self._device, self._limit = store, device, limit
         self.ordered = self._on_gpu = device.type == "cuda"
         self._library = "NCCL" if self._on_gpu else "gloo"
-        self._rank, self._last_tag = comm.rank, 0
+        self._rank, self._tags = comm.rank, Tags()
         self._buffers = BufferPool()
         self._groups: dict[tuple[str, tuple[int, ...]], ProcessGroup] = {}
         self._messages: ProcessGroup = self._group_of(comm) if comm.size > 1 else None
@@ -121,8 +119,7 @@ class TorchTransport:
 
     def next_tag(self) -> int:
         """Return the tag of the next exchange."""
-        self._last_tag = self._last_tag % _TAGS + 1
-        return self._last_tag
+        return self._tags.next()
 
     def empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """Return uninitialised memory for a message, of the type of `like`."""

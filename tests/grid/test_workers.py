@@ -137,7 +137,7 @@ def test_what_a_worker_raises_reaches_its_rank(
 
 
 LEFT = """
-import os, signal, sys
+import os, signal, sys, time
 from multiprocessing import get_context
 import distconv as dc
 
@@ -150,7 +150,7 @@ if __name__ == "__main__":
     file = f"{sys.argv[1]}{dc.ProcessGrid(height=-1).rank}"
     get_context("forkserver").Process(target=work, args=(file,)).start()
     while not (os.path.exists(file) and open(file).read().endswith("\\n")):
-        pass
+        time.sleep(0.05)
     os.kill(os.getpid(), signal.SIGKILL)
 """
 

@@ -170,7 +170,7 @@ def check(call: Callable[..., Any], sample: Sample, gpu: Gpu) -> bool:
     if _waits_serially(call, sample):
         return False
     for size in (None, *sample.operands(plain=False)[0].shape):
-        for ranks, rank in RANKS if size else RANKS[:1]:
+        for ranks, rank in RANKS if size is not None else RANKS[:1]:
             grid = DryRunGrid({"height": ranks}, rank)
             where = f"cut where there are {size}, rank {rank} of {ranks}"
             with noted(where), suppress(dc.UnsupportedOperation):

@@ -10,6 +10,7 @@ parents.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -40,7 +41,12 @@ def ask(path: str, words: list[str]) -> None:
         connection.connect(path)
         socket.send_fds(connection, [len(request).to_bytes(8, "big")], handles)
         connection.sendall(request)
-        signal.signal(signal.SIGINT, lambda number, frame: connection.sendall(b"i"))
+
+        def pass_on(number: int, frame: object) -> None:
+            with contextlib.suppress(OSError):  # the rank has just ended
+                connection.sendall(b"i")
+
+        signal.signal(signal.SIGINT, pass_on)
         status = int(connection.makefile().read() or "1")  # nothing where the server has failed
     if status < 0:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
