@@ -22,7 +22,11 @@ from distconv.grid import communicators
 from distconv.grid.order import debugging
 from distconv.transport.world import world
 
+COMPARING = pytest.mark.skipif(debugging(), reason="DISTCONV_DEBUG=1 compares what the ranks pass")
+"""Marks tests of calls that send nothing otherwise."""
 
+
+@COMPARING
 @pytest.mark.parametrize("grid", [chain, square])
 def test_the_benchmarks_work_is_the_same_on_16_and_65536_ranks(grid: Any) -> None:
     small, large = (list(cases(grid(ranks))) for ranks in (RANKS[0], RANKS[-1]))
@@ -99,7 +103,7 @@ def test_a_grid_takes_as_many_collectives_on_any_number_of_ranks(
     assert collectives == {"subgroup": 1, "compare": 1}
 
 
-@pytest.mark.skipif(debugging(), reason="DISTCONV_DEBUG=1 compares what the ranks pass")
+@COMPARING
 @pytest.mark.parallel([2, 4])
 def test_from_local_with_a_shape_sends_nothing(
     collectives: Counter[str], monkeypatch: pytest.MonkeyPatch
