@@ -78,7 +78,8 @@ def _link_of(machine: Machine, where: str) -> Link:
     if where == "between":
         raise ValueError(
             f"{machine.name} has no times between nodes, and the grid has more ranks than the "
-            f"{machine.ranks_per_node} of a node; calibrate on several nodes, or describe them"
+            f"{machine.ranks_per_node} of a node; calibrate with all ranks of a node, and on two "
+            "nodes where there are several, or describe them"
         )
     return next(iter(links.values()))
 

@@ -6,6 +6,7 @@ import json
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ class Table:
                 f"a table has {len(self.sizes)} sizes and {len(self.seconds)} times; give one time "
                 "for each size, and at least one"
             )
+        if not all(0 <= s < inf for s in self.seconds):
+            raise ValueError(f"the times of a table are seconds from 0, and are {self.seconds}")
         if any(b <= a for a, b in zip(self.sizes, self.sizes[1:], strict=False)):
             raise ValueError(f"the sizes of a table have to grow, and are {self.sizes}")
 
@@ -184,12 +187,17 @@ class Machine:
             given = json.loads(path.read_text())
             if given["format"] != FORMAT:
                 raise ValueError(f"its format is {given['format']}, expected {FORMAT}")
+            memory = given.get("memory")
+            if not (memory is None or (isinstance(memory, int) and memory > 0)):
+                raise ValueError(f"its memory is {memory!r}, expected the bytes that a rank has")
             return _from_dict(given)
         except FileNotFoundError:
             raise ValueError(
                 f"there is no machine in {str(path)!r}; make it by python -m distconv calibrate "
                 f"--output {path}"
             ) from None
+        except OSError as error:
+            raise ValueError(f"{str(path)!r} cannot be read: {error.strerror}") from None
         except (KeyError, TypeError, ValueError) as error:
             what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
             raise ValueError(f"{str(path)!r} describes no machine: {what}") from None

@@ -32,6 +32,7 @@ def test_a_machine_comes_back_from_its_file_as_it_was(tmp_path: Path) -> None:
         ("{}", "'format' is missing"),
         ('{"format": 9}', "expected 1"),
         ("nonsense", "describes no machine"),
+        ('{"format": 1, "memory": "16GiB"}', "its memory is '16GiB', expected the bytes"),
     ],
 )
 def test_a_file_that_is_no_machine_is_refused_in_words(
@@ -96,7 +97,7 @@ def test_a_further_message_costs_no_more_than_a_message_alone() -> None:
 
 def test_a_machine_of_one_node_says_that_it_has_no_links_between_nodes() -> None:
     machine = dataclasses.replace(described(), links={"within": Link.described(1e-6, 1e9)})
-    with pytest.raises(ValueError, match="calibrate on several nodes"):
+    with pytest.raises(ValueError, match="on two nodes where there are several"):
         messages_cost(3, [(4, 8)], [(4, 8)], machine)
     check_ranks(machine, 4)
     with pytest.raises(ValueError, match="than the 4 of a node"):
@@ -129,3 +130,14 @@ def test_described_collectives_grow_with_ranks_bytes_and_nodes(kind: str) -> Non
     within = collective_cost(kind, range(4), 10**6, machine).total
     apart = collective_cost(kind, range(0, 16, 4), 10**6, machine).total
     assert within < apart
+
+
+def test_a_folder_is_no_machine(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="cannot be read: Is a directory"):
+        Machine.load(tmp_path)
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1e-6])
+def test_times_that_are_none_are_refused(seconds: float) -> None:
+    with pytest.raises(ValueError, match="seconds from 0"):
+        Table((0.0, 1.0), (0.0, seconds))
