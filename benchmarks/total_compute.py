@@ -44,7 +44,8 @@ from distconv.planning.table import table
 from distconv.planning.timeline import host_seconds
 from distconv.tools.bench.networks import Network
 from distconv.tools.bench.settings import by
-from distconv.transport.interface import Message, Request, Transport
+from distconv.transport.interface import Message, Request
+from distconv.transport.wrapped import WrappedTransport
 
 STEPS = 7
 """How many steps of a case are timed; the median counts."""
@@ -61,41 +62,30 @@ GRIDS: dict[str, tuple[dict[str, int], ...]] = {
 """By network, the grids of four and of eight ranks on which it is trained."""
 
 
-class _Metered:
+class _Metered(WrappedTransport):
     """A carrier that notes how long this process has had a core within it; see `Transport`."""
-
-    def __init__(self, carrier: Transport):
-        self._carrier, self.name, self.ordered = carrier, carrier.name, carrier.ordered
-
-    def next_tag(self) -> int:
-        """Return the carrier's."""
-        return self._carrier.next_tag()
-
-    def empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Return the carrier's memory."""
-        return self._carrier.empty(shape, like)
 
     def exchange(
         self, arriving: Sequence[Message], leaving: Sequence[Message], tag: int
     ) -> Request:
         """Start messages."""
         with _counted():
-            return _MeteredRequest(self._carrier.exchange(arriving, leaving, tag))
+            return _MeteredRequest(self.carrier.exchange(arriving, leaving, tag))
 
     def all_reduce(self, tensor: Tensor, group: Any) -> Request:
         """Start adding up."""
         with _counted():
-            return _MeteredRequest(self._carrier.all_reduce(tensor, group))
+            return _MeteredRequest(self.carrier.all_reduce(tensor, group))
 
     def all_gather(self, tensor: Tensor, group: Any) -> Tensor:
         """Return the tensors of all ranks of `group`."""
         with _counted():
-            return self._carrier.all_gather(tensor, group)
+            return self.carrier.all_gather(tensor, group)
 
     def broadcast(self, tensor: Tensor, group: Any) -> None:
         """Overwrite a tensor by the one of the first rank of `group`."""
         with _counted():
-            self._carrier.broadcast(tensor, group)
+            self.carrier.broadcast(tensor, group)
 
 
 class _MeteredRequest:

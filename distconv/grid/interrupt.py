@@ -113,7 +113,7 @@ def _leave_signals_to_the_rank() -> None:
 
 
 def _end_with_the_rank(_: object) -> None:
-    """Let this process end with the rank in which multiprocessing has started it.
+    """Let this process end with the rank in which multiprocessing has started it, if it has.
 
     Workers of a DataLoader look after that themselves, but look at their parent, which under
     `forkserver` is no rank; other processes do not.
@@ -131,5 +131,4 @@ def _end_with_the_rank(_: object) -> None:
 
 os.register_at_fork(after_in_child=_leave_signals_to_the_rank)
 register_after_fork(_end_with_the_rank, _end_with_the_rank)
-if multiprocessing.parent_process() is not None:  # a worker that imports this late
-    _end_with_the_rank(None)
+_end_with_the_rank(None)  # in a worker that imports this late

@@ -21,8 +21,14 @@ class Hanging(torch.optim.SGD):
             time.sleep(0.1)
         super().step()
 """
-"""An optimizer that lets a server hang in its third update, for as long as the test likes; one
-worker may have made all three before another has begun."""
+"""An optimizer that lets a server hang in its third update, for as long as the test likes."""
+
+MEETING = """
+        open(f"{folder}.begun-{team.worker}-{team.grid.rank}", "w").close()
+        while len(glob.glob(folder + ".begun-*")) < 2 * team.grid.size:
+            time.sleep(0.01)
+"""
+"""Lets both workers begin before either takes a step, so that the server hangs for both alike."""
 
 KILLED = "os.kill(os.getpid(), 9)"
 SECOND = f"if team.grid.rank == 1: {KILLED}"
@@ -30,15 +36,15 @@ GONE = "sys.exit(3)"
 
 
 SILENT = re.compile(
-    "ServerLost: waited for the parameters (to begin with|after its gradients) for more than "
+    "ServerLost: waited for the parameters after its gradients for more than "
     f"DISTCONV_TIMEOUT={PATIENCE} seconds at .*program.py:[0-9]+: rank 0 has not answered"
 )
 
 
 def hanging() -> str:
-    return PROGRAM.replace("SGD = partial", HANGING + "SGD = partial").replace(
-        "Downpour(SGD", "Downpour(partial(Hanging, lr=0.01)"
-    )
+    text = PROGRAM.replace("SGD = partial", "import glob\n" + HANGING + "SGD = partial")
+    text = text.replace("        first = worker.steps\n", "        first = worker.steps" + MEETING)
+    return text.replace("Downpour(SGD", "Downpour(partial(Hanging, lr=0.01)")
 
 
 @pytest.mark.parametrize(

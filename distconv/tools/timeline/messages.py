@@ -12,6 +12,7 @@ from torch.profiler import record_function
 from distconv.comm.ledger import Movement
 from distconv.grid.whereabouts import CURRENT, operator_name
 from distconv.transport.interface import Message, Request, Transport
+from distconv.transport.wrapped import WrappedTransport
 
 _MARK = "distconv"
 _numbers = count()
@@ -84,20 +85,12 @@ class _Recorded:
             self._request.wait()
 
 
-class RecordedTransport:
+class RecordedTransport(WrappedTransport):
     """A carrier of which the profiler sees what it does; see `Transport`."""
 
     def __init__(self, carrier: Transport, kind_of: Callable[[int], str]):
-        self.carrier, self.name, self.ordered = carrier, carrier.name, carrier.ordered
+        super().__init__(carrier)
         self._kind_of = kind_of
-
-    def next_tag(self) -> int:
-        """Return the tag of the next exchange."""
-        return self.carrier.next_tag()
-
-    def empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Return memory for a message."""
-        return self.carrier.empty(shape, like)
 
     def exchange(
         self, arriving: Sequence[Message], leaving: Sequence[Message], tag: int
