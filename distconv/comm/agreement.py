@@ -41,8 +41,9 @@ class Agreement:
         """Start to compare numbers with those of the other ranks."""
         if self._size == 1:
             return
-        # An answer that nobody has taken: the program was interrupted, and so were the others.
-        self.answer()
+        if self._asked is not None:
+            # Nobody has taken the answer: the program was interrupted, and so were the others.
+            self.answer()
         self._asked = self._comm.compare(numbers)
 
     def answer(self) -> list[bool]:

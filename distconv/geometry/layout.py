@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import chain, pairwise
 from math import prod
 from typing import ClassVar, Protocol, TypeAlias, TypeVar
 
@@ -263,7 +263,7 @@ def effective_cuts(cuts: Cuts, topology: Topology) -> Cuts:
 
 def cutting_axes(cuts: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
     """Return all grid axes that cut some dimension."""
-    return tuple(axis for axes in cuts for axis in axes)
+    return tuple(chain.from_iterable(cuts))
 
 
 def replicating_axes(cuts: Cuts, topology: Topology) -> tuple[str, ...]:

@@ -18,6 +18,8 @@ class Topology:
     _extent: dict[str, int] = field(init=False, repr=False, compare=False)
     _stride: dict[str, int] = field(init=False, repr=False, compare=False)
     _hash: int = field(init=False, repr=False, compare=False)
+    size: int = field(init=False, repr=False, compare=False)
+    """The number of ranks."""
 
     def __post_init__(self) -> None:
         strides = [1] * len(AXES)
@@ -26,6 +28,7 @@ class Topology:
         object.__setattr__(self, "_extent", dict(zip(AXES, self.extents, strict=True)))
         object.__setattr__(self, "_stride", dict(zip(AXES, strides, strict=True)))
         object.__setattr__(self, "_hash", hash(self.extents))
+        object.__setattr__(self, "size", prod(self.extents))
 
     def __hash__(self) -> int:
         return self._hash
@@ -34,18 +37,13 @@ class Topology:
         """Return the axes with several ranks, as `height=2, width=2`."""
         return ", ".join(f"{axis}={n}" for axis, n in self._extent.items() if n > 1)
 
-    @property
-    def size(self) -> int:
-        """Return the number of ranks."""
-        return prod(self.extents)
-
     def extent(self, axis: str) -> int:
         """Return the number of ranks along one axis."""
         return self._extent[axis]
 
     def parts(self, axes: Iterable[str]) -> int:
         """Return the number of parts into which a dimension falls when it is cut over `axes`."""
-        return prod(self._extent[axis] for axis in axes)
+        return prod(map(self._extent.__getitem__, axes))
 
     def coordinate(self, rank: int, axis: str) -> int:
         """Return the position of `rank` along `axis`."""

@@ -14,53 +14,52 @@ from distconv.transport.interface import Transport
 
 
 class Grid(ABC):
-    """Ranks with named axes, as one of them sees them, and how it reaches the others."""
+    """Ranks with named axes, as one of them sees them, and how it reaches the others.
+
+    Attributes
+    ----------
+    topology: the arithmetic of rank numbers and coordinates.
+    rank: this rank's number in the grid.
+    size: the number of ranks.
+    device: this rank's device, on which all its DistTensors on the grid live.
+    transport: the carrier of the grid's messages.
+    """
+
+    # No properties: every operator asks for them.
+    topology: Topology
+    rank: int
+    size: int
+    device: torch.device
+    transport: Transport
+
+    numbers_tensors = False
+    """Whether a tensor keeps `latest_step`, to be told from others of its shape."""
 
     def __init__(
         self, topology: Topology, rank: int, device: torch.device, transport: Transport
     ) -> None:
-        self._topology, self._rank = topology, rank
-        self._device, self._transport = device, transport
+        self.topology, self.rank, self.size = topology, rank, topology.size
+        self.device, self.transport = device, transport
 
-    @property
-    def topology(self) -> Topology:
-        """Return the arithmetic of rank numbers and coordinates."""
-        return self._topology
-
-    @property
-    def rank(self) -> int:
-        """Return this rank's number in the grid."""
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        """Return the number of ranks."""
-        return self._topology.size
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in Grid.__annotations__ and name in self.__dict__:
+            raise AttributeError(f"the {name} of a grid is fixed; make another grid")
+        super().__setattr__(name, value)
 
     @property
     def shape(self) -> dict[str, int]:
         """Return the number of ranks along each axis."""
-        return dict(zip(AXES, self._topology.extents, strict=True))
+        return dict(zip(AXES, self.topology.extents, strict=True))
 
     @property
     def coords(self) -> dict[str, int]:
         """Return this rank's position along each axis."""
-        return self._topology.coordinates(self.rank)
-
-    @property
-    def device(self) -> torch.device:
-        """Return this rank's device, on which all its DistTensors on the grid live."""
-        return self._device
+        return self.topology.coordinates(self.rank)
 
     @property
     def computes_on_gpu(self) -> bool:
         """Return whether operators run on a GPU, or are rehearsed for one."""
-        return self._device.type == "cuda"
-
-    @property
-    def transport(self) -> Transport:
-        """Return the carrier of this grid's messages."""
-        return self._transport
+        return self.device.type == "cuda"
 
     @abstractmethod
     def communicator(self, axes: Iterable[str], purpose: str = "reductions") -> Any:
@@ -69,11 +68,6 @@ class Grid(ABC):
         Made when first asked for, by all ranks of it together. It has `size` and `rank`; reductions
         that may be under way at the same time need different purposes.
         """
-
-    @property
-    def numbers_tensors(self) -> bool:
-        """Return whether a tensor keeps `latest_step`, to be told from others of its shape."""
-        return False
 
     def latest_step(self) -> int | None:
         """Return the number of the step or call before now, the same on all ranks; None where the

@@ -100,6 +100,7 @@ class ProcessGrid(Grid):
         with self.waiting():
             carrier = communicators.transport(self._ranks, choice.transport, self._devices)
         super().__init__(topology, rank, own, carrier)
+        self.numbers_tensors = self._order.debug
         self._communicators: dict[tuple[frozenset[str], str], Communicator] = {}
         _grids[id(self)] = self
 
@@ -154,18 +155,13 @@ class ProcessGrid(Grid):
         """
         key = (frozenset(axes), purpose)
         if key not in self._communicators:
-            peers = self._topology.peers(self.rank, key[0])
+            peers = self.topology.peers(self.rank, key[0])
             ranks = tuple(self._ranks[r] for r in peers)
             if len(ranks) > 1:
                 self._order.take("making a communicator")
             with self.waiting():
                 self._communicators[key] = communicators.communicator(ranks, purpose)
         return self._communicators[key]
-
-    @property
-    def numbers_tensors(self) -> bool:
-        """Return whether a tensor keeps `latest_step`, to be told from others of its shape."""
-        return self._order.debug
 
     def latest_step(self) -> int | None:
         """Return the number of the step or call before now, the same on all ranks; None where the
@@ -221,7 +217,7 @@ class ProcessGrid(Grid):
         if self.size > 1:
             group = self.communicator(AXES)
             with self.collective("mean"):
-                self._transport.all_reduce(numbers, group).wait()
+                self.transport.all_reduce(numbers, group).wait()
         total, weights, bad = numbers.tolist()
         if bad:
             mine = f"weight={weight!r} here" if wrong else "the weight on another rank"
@@ -242,19 +238,19 @@ class ProcessGrid(Grid):
     def __eq__(self, other: object) -> bool:
         return (
             isinstance(other, ProcessGrid)
-            and self._topology == other._topology
+            and self.topology == other.topology
             and self._ranks == other._ranks
             and self._devices == other._devices
         )
 
     def __hash__(self) -> int:
-        return hash((self._topology, self._ranks))
+        return hash((self.topology, self._ranks))
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a ProcessGrid belongs to its MPI job and cannot be pickled; make it anew")
 
     def __repr__(self) -> str:
-        gpus = f" with GPUs, {self._transport.name}" if self._device.type == "cuda" else ""
+        gpus = f" with GPUs, {self.transport.name}" if self.device.type == "cuda" else ""
         return f"{super().__repr__()}{gpus}"
 
 
@@ -272,7 +268,7 @@ def _leave_messages_to_the_rank() -> None:
     Coordinates, and the boxes that follow from them, need no messages and go on working there.
     """
     for grid in list(_grids.values()):
-        grid._comm = grid._transport = _OfTheRank()  # type: ignore[assignment]
+        grid._comm = grid.__dict__["transport"] = _OfTheRank()  # type: ignore[assignment]
         grid._communicators = {}
 
 

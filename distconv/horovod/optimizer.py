@@ -277,7 +277,7 @@ class _Reduction:
         bucket = self._buckets[self._started]
         bucket.prepare(self._steps)
         _scale(bucket.parameters, 1 / self._predivide)
-        bucket.start(set(bucket.parameters), self._grid())
+        bucket.start([True] * len(bucket.parameters), self._grid())
         self._started += 1
 
     def _reduce_buckets(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 from weakref import ReferenceType, ref
@@ -115,14 +115,14 @@ class Bucket:
         place.slice, place.here = ref(memory), True
         p.grad = _tensor(memory, place).copy_(gradient)
 
-    def start(self, parts: Collection[Tensor], grid: ProcessGrid) -> None:
-        """Start adding up; `parts` are the parameters of whose gradients this rank has a part.
+    def start(self, parts: Sequence[bool], grid: ProcessGrid) -> None:
+        """Start adding up; `parts` tells of each parameter whether its gradient is a rank's part.
 
         A gradient that is no part is the same on all ranks, and counted on the first rank only.
         """
         self._used = used = []
-        for p, place in zip(self.parameters, self._places, strict=True):
-            gradient, part = p.grad, p in parts
+        for p, place, part in zip(self.parameters, self._places, parts, strict=True):
+            gradient = p.grad
             used.append(part and gradient is not None)
             if gradient is None or not (part or self.comm.rank == 0):
                 self._view(place).zero_()

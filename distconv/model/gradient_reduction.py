@@ -13,17 +13,18 @@ from contextvars import Token
 from functools import partial
 from operator import is_
 from typing import Any, NoReturn
-from weakref import WeakMethod, finalize, ref
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function, Variable
+from torch.autograd import Variable
 from torch.autograd.graph import Node
 
 from distconv.comm import checksums
 from distconv.comm.agreement import Agreement, differences, fingerprint
 from distconv.comm.checksums import Checked, possible, unequal
 from distconv.comm.half_sums import WIDE, HalfSum
+from distconv.comm.shard_function import ShardFunction
 from distconv.comm.two_level import TwoLevelSum, has_two_levels, levels
 from distconv.geometry.layout import cutting_axes, replicating_axes
 from distconv.grid.interface import Grid
@@ -101,15 +102,17 @@ class GradientReduction:
         self._wire = wire
         self._two_level = two_level and any(has_two_levels(axes, grid) for axes in self._axes)
         self._buckets: list[Bucket] = []
-        self._place_of: dict[Tensor, tuple[int, int]] = {}
-        """For each parameter its bucket, and its number there."""
+        self._members: list[list[int]] = []
+        """For each bucket the parameters in it, by their numbers."""
+        self._place_of: dict[int, tuple[int, int]] = {}
+        """For each parameter's number its bucket, and its place there."""
         self._laid_out: list[Any] = []
-        self._hooked: dict[Tensor, Node | None] = {}
+        self._nodes: dict[int, Node | None] = {}
         """For each parameter that is watched, the node that accumulates its gradient."""
         self._stream: int | None = None
         """The number of the stream on which the nodes were made."""
-        self._parts: set[Tensor] = set()
-        """Parameters whose .grad is this rank's part of a sum; others' are equal on all ranks."""
+        self._is_part = [False] * len(self._leaves)
+        """For each parameter whether .grad is this rank's part of a sum, not equal on all ranks."""
         self._missing: list[int] = []
         """For each bucket, how many gradients the present backward pass still has to make."""
         self._new = False
@@ -159,7 +162,7 @@ class GradientReduction:
         """Set the gradient of each parameter to a sum over the ranks, which another has taken."""
         for p, gradient in zip(self._leaves, sums, strict=True):
             p.grad = gradient
-        self._parts.clear()
+        self._is_part = [False] * len(self._leaves)
 
     def travel_apart(self, number: int) -> None:
         """Reduce from now on by communicators that reductions of other numbers do not use.
@@ -227,20 +230,26 @@ class GradientReduction:
         if stream != self._stream:
             # A node accumulates on the stream on which it was made, for as long as it is held here.
             # A capture on another stream may not wait for that one: let torch make the node anew.
-            self._hooked, self._stream = dict.fromkeys(self._hooked), stream
-        trainable = [p for p in self._leaves if p.requires_grad]
-        for p, node in zip(trainable, _accumulating(trainable), strict=True):
-            self._hook(p, node)
+            self._nodes, self._stream = dict.fromkeys(self._nodes), stream
+        trainable = [(n, p) for n, p in enumerate(self._leaves) if p.requires_grad]
+        layout = []
+        nodes = _accumulating([p for _, p in trainable])
+        for (n, p), node in zip(trainable, nodes, strict=True):
+            if self._nodes.get(n) is not node:
+                self._hook(n, p, node)
             hooks: Any = p._post_accumulate_grad_hooks  # type: ignore[attr-defined]
             if len(hooks) > 1:
                 raise RuntimeError(
                     "a parameter has a post-accumulate-gradient hook, which would get this rank's "
                     "part of the gradient; use the gradient when backward() has returned"
                 )
-        layout = [(id(p), p.dtype, p.shape, p.stride()) for p in trainable]
+            layout.append((n, p.dtype, p.shape, p.stride()))
         if layout == self._laid_out:
             return
-        if any(p.grad is not None and not p.requires_grad for p in self._parts):
+        if any(
+            part and p.grad is not None and not p.requires_grad
+            for p, part in zip(self._leaves, self._is_part, strict=True)
+        ):
             raise RuntimeError(
                 "parameters were frozen while their gradients are still parts, after no_sync; "
                 "run a backward pass outside no_sync first, or zero the gradients before"
@@ -248,10 +257,10 @@ class GradientReduction:
         self._laid_out = layout
         self._layout = fingerprint([self._kind(p) for p in self._parameters])
         self._buckets = self._filled()
+        number_of = {id(p): n for n, p in trainable}
+        self._members = [[number_of[id(p)] for p in b.parameters] for b in self._buckets]
         self._place_of = {
-            p: (b, i)
-            for b, bucket in enumerate(self._buckets)
-            for i, p in enumerate(bucket.parameters)
+            n: (b, i) for b, members in enumerate(self._members) for i, n in enumerate(members)
         }
 
     def _kind(self, p: Tensor) -> str:
@@ -284,20 +293,18 @@ class GradientReduction:
             return None
         return partial(TwoLevelSum, grid=grid, axes=axes, purpose=purpose)
 
-    def _hook(self, p: Tensor, node: Node) -> None:
+    def _hook(self, n: int, p: Tensor, node: Node) -> None:
         """Watch a parameter; again where a change of type or stream gives it another node."""
-        if self._hooked.get(p) is node:
-            return
-        if p not in self._hooked:
-            p.register_post_accumulate_grad_hook(_weakly(self._after_accumulation))
-        self._hooked[p] = node
+        if n not in self._nodes:
+            after = _weakly(self._after_accumulation)
+            p.register_post_accumulate_grad_hook(partial(after, n))
+        self._nodes[n] = node
         # Hooks of the tensor would run in autograd.grad as well.
-        before = _weakly(self._before_accumulation)
-        node.register_prehook(lambda grads, p=p: before(p, *grads))
+        node.register_prehook(partial(_weakly(self._before_accumulation), n))
 
     @run_eagerly
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        inputs = tensors_in(args, kwargs)
+        inputs = tensors_in(*args, kwargs)
         grids = [x.grid for x in inputs if isinstance(x, DistTensor)]
         if module is not self._module():
             if grids and torch.is_grad_enabled() and reduction_of(module) is None:
@@ -319,7 +326,7 @@ class GradientReduction:
                 "under torch.no_grad()"
             )
         for grid in grids:
-            if grid != self._grid:
+            if grid is not self._grid and grid != self._grid:
                 raise ValueError(
                     f"the module is parallelized on {self._grid}, its input lives on {grid}; "
                     "use one grid for both"
@@ -351,18 +358,19 @@ class GradientReduction:
             self._check_agreement(module)
         results = tensors_in(result)
         for x in results:
-            # What is handed out has its block: who looks at it alone waits for nobody.
-            for shard in (x.shard, x.held) if isinstance(x, DistTensor) else ():
-                if shard.grad_fn is not None:
-                    # A backward pass may come when the program has dropped the module.
-                    notes: Any = shard.grad_fn.metadata
-                    notes[REDUCTION_ATTRIBUTE] = self
-        if any(x.requires_grad for x in results if not isinstance(x, DistTensor)):
-            raise TypeError(
-                "a parallelized module has returned a plain tensor that requires gradients; every "
-                "rank would count them once. Keep it distributed within the module, and take "
-                "full_tensor() of what it returns"
-            )
+            if isinstance(x, DistTensor):
+                # What is handed out has its block: who looks at it alone waits for nobody.
+                for node in {x.shard.grad_fn, x.held.grad_fn}:
+                    if node is not None:
+                        # A backward pass may come when the program has dropped the module.
+                        notes: Any = node.metadata
+                        notes[REDUCTION_ATTRIBUTE] = self
+            elif x.requires_grad:
+                raise TypeError(
+                    "a parallelized module has returned a plain tensor that requires gradients; "
+                    "every rank would count them once. Keep it distributed within the module, and "
+                    "take full_tensor() of what it returns"
+                )
 
     def _check_equal(self, module: nn.Module) -> None:
         """Raise on every rank where parameters or buffers differ between ranks, in some calls."""
@@ -402,33 +410,34 @@ class GradientReduction:
             "and enter no_sync, in the same way on every rank"
         )
 
-    def _before_accumulation(self, p: Tensor, gradient: Tensor | None) -> None:
+    def _before_accumulation(self, n: int, gradients: tuple[Tensor | None]) -> None:
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "backward(create_graph=True): the sum of parameter gradients over the ranks cannot "
                 "be differentiated; differentiate with respect to inputs, backward(inputs=[x])"
             )
-        if gradient is None or self._grid.size == 1:
+        if gradients[0] is None or self._grid.size == 1:
             return
         backward_pass = torch._C._current_graph_task_id()
         if backward_pass != self._checked:
             check_counted_once()
             self._checked = backward_pass
-        self._new = p.grad is None
-        if p.grad is not None and p not in self._parts:
+        gradient = self._leaves[n].grad
+        self._new = gradient is None
+        if gradient is not None and not self._is_part[n]:
             # A sum of an earlier backward pass becomes a part again, all of it on one rank.
-            bucket = self._buckets[self._place_of[p][0]]
+            bucket = self._buckets[self._place_of[n][0]]
             if bucket.comm.rank:
-                p.grad.zero_()
-        self._parts.add(p)
+                gradient.zero_()
+        self._is_part[n] = True
 
-    def _after_accumulation(self, p: Tensor) -> None:
+    def _after_accumulation(self, n: int, _: Tensor) -> None:
         if self._grid.size == 1:
             return
         backward_pass = torch._C._current_graph_task_id()
         if backward_pass != self._pass:
             self._begin(backward_pass)
-        b, i = self._place_of[p]
+        b, i = self._place_of[n]
         bucket = self._buckets[b]
         bucket.prepare(backward_pass)
         if self._new:
@@ -436,7 +445,7 @@ class GradientReduction:
         if not self.enabled:
             return
         self._missing[b] -= 1
-        if self._starts_at_the_end:
+        if self._missing[b] or self._starts_at_the_end:
             return
         while self._started < len(self._buckets) and not self._missing[self._started]:
             self._start_next()
@@ -452,18 +461,13 @@ class GradientReduction:
         self._pass, self._started = backward_pass, 0
         self._missing = [len(bucket.parameters) for bucket in self._buckets]
         if self.enabled:
-
-            def finish() -> None:
-                self._finish()
-
-            # A pass that fails leaves reductions under way; autograd drops its callbacks then.
-            finalize(finish, self._settle_failed).atexit = False
-            Variable._execution_engine.queue_callback(finish)  # type: ignore[attr-defined]
+            end = _EndOfBackward(self._finish, self._settle_failed)
+            Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]
 
     def _start_next(self) -> None:
         bucket = self._buckets[self._started]
         bucket.prepare(self._pass)
-        bucket.start(self._parts, self._grid)
+        bucket.start([self._is_part[n] for n in self._members[self._started]], self._grid)
         self._started += 1
 
     def _finish(self) -> None:
@@ -481,9 +485,28 @@ class GradientReduction:
 
     def _settle(self) -> None:
         """Wait for the reductions under way: a gradient they have summed is no part any more."""
-        for bucket in self._buckets:
+        for bucket, members in zip(self._buckets, self._members, strict=True):
             if bucket.finish():
-                self._parts.difference_update(bucket.parameters)
+                for n in members:
+                    self._is_part[n] = False
+
+
+class _EndOfBackward:
+    """Ends a backward pass: autograd calls it, or drops it where the pass has failed."""
+
+    __slots__ = ("_failed", "_finish")
+
+    def __init__(self, finish: Callable[[], None], failed: Callable[[], None]):
+        self._finish = finish
+        self._failed: Callable[[], None] | None = failed
+
+    def __call__(self) -> None:
+        self._finish()
+        self._failed = None
+
+    def __del__(self) -> None:
+        if self._failed is not None:
+            self._failed()
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:
@@ -493,16 +516,17 @@ def _weakly(method: Callable[..., None]) -> Callable[..., None]:
     Python's garbage collector does not see what parameters and the nodes of autograd hold: a
     reference from there to an object that holds the parameters would keep all of them for ever.
     """
-    reference = WeakMethod(method)
+    bound: Any = method
+    reference, function = ref(bound.__self__), bound.__func__
 
     def call(*arguments: Any) -> None:
-        bound = reference()
-        if bound is None:
+        owner = reference()
+        if owner is None:
             raise RuntimeError(
                 "the parallelized module of a parameter is gone, and with it what adds up its "
                 "gradient; keep the module for as long as its parameters are trained"
             )
-        bound(*arguments)
+        function(owner, *arguments)
 
     return call
 
@@ -532,7 +556,7 @@ def checked_state(module: nn.Module) -> Iterator[Checked]:
         yield checked(name, tensor)
 
 
-class _Edges(Function):
+class _Edges(ShardFunction):
     """An autograd function that leads to all its inputs."""
 
     @staticmethod
@@ -547,7 +571,9 @@ def _accumulating(parameters: list[Tensor]) -> list[Node]:
     """
     if not parameters:
         return []
-    with torch.enable_grad():
-        # Earlier versions of torch keep the node no longer than its result.
-        result = _Edges.apply(*parameters)
+    if not torch.is_grad_enabled():
+        with torch.enable_grad():
+            return _accumulating(parameters)
+    # Earlier versions of torch keep the node no longer than its result.
+    result = _Edges.apply(*parameters)
     return [node for node, _ in result.grad_fn.next_functions]

@@ -16,7 +16,7 @@ from torch.autograd.function import _SingleLevelFunction
 
 from distconv.geometry.layout import Cuts, Shape
 from distconv.grid.interface import Grid
-from distconv.ops.support.operands import common_grid
+from distconv.ops.support.operands import common_grid, shard_of
 from distconv.tensor.base import DistTensorBase
 from distconv.tensor.dispatch import refuse
 from distconv.tensor.dist_tensor import DistTensor
@@ -123,10 +123,10 @@ class _Call:
             _Place.of(x, grid) if isinstance(x, DistTensorBase) else None for x in outputs
         ]
         self._saved = [None if x is None else _Place.of(x, grid) for x in context._to_save]
-        node.save_for_backward(*map(_shard, context._to_save))
-        node.mark_non_differentiable(*map(_shard, context._not_differentiable))
+        node.save_for_backward(*map(shard_of, context._to_save))
+        node.mark_non_differentiable(*map(shard_of, context._not_differentiable))
         context._to_save = context._not_differentiable = ()
-        return tuple(map(_shard, outputs))
+        return tuple(map(shard_of, outputs))
 
     def _check(self, outputs: tuple[Any, ...]) -> None:
         """Refuse outputs whose gradients could not be found."""
@@ -195,10 +195,6 @@ class _OnShards(Function):
     @staticmethod
     def backward(node: Any, *parts: Any) -> Any:
         return None, None, *node.call.backward(node, parts)
-
-
-def _shard(x: Any) -> Any:
-    return x.shard if isinstance(x, DistTensorBase) else x
 
 
 @run_eagerly

@@ -147,7 +147,7 @@ class DryRunGrid(Grid):
 
     def communicator(self, axes: Iterable[str], purpose: str = "reductions") -> Any:
         """Return size and rank of the communicator along `axes`."""
-        peers = self._topology.peers(self.rank, axes)
+        peers = self.topology.peers(self.rank, axes)
         return DryGroup(len(peers), peers.index(self.rank), tuple(peers))
 
     def count_call(self) -> None:
@@ -179,7 +179,7 @@ class DryRunGrid(Grid):
     ) -> DistTensor:
         """Return a tensor of global `shape` without elements, cut as by `distribute_tensor`."""
         cuts = cuts_of_layout(layout, self, len(shape))
-        box = rank_box(shape, cuts, self._topology, self._rank)
+        box = rank_box(shape, cuts, self.topology, self.rank)
         return DistTensor(torch.empty(box.shape, dtype=dtype, device="meta"), shape, cuts, self)
 
 

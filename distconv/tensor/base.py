@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -71,9 +72,6 @@ class DistTensorBase(torch.Tensor):
         if grid.numbers_tensors:
             self.made_after = grid.latest_step()
         return self
-
-    def __init__(self, *args: Any) -> None:
-        pass  # `__new__` has made all
 
     # Few tensors need these, and one is made by every operator.
 
@@ -147,12 +145,11 @@ class DistTensorBase(torch.Tensor):
             self.shard = self.shard
             self.unmerged = self._bring = None
 
-    @property
-    def shape(self) -> torch.Size:  # type: ignore[override]
-        """Return the global shape."""
-        return self._shape
-
     # Asked for so often that torch's way to them would tell.
+
+    shape: torch.Size = property(  # type: ignore[assignment]
+        attrgetter("_shape"), doc="Return the global shape."
+    )
 
     def dim(self) -> int:
         """Return the number of dimensions."""

@@ -35,8 +35,9 @@ def tensors_in(*arguments: Any) -> list[Tensor]:
         if isinstance(argument, Tensor):
             found.append(argument)
         elif isinstance(argument, (tuple, list)):
-            found += tensors_in(*argument)
-        elif isinstance(argument, dict):
+            if not _SIMPLE.issuperset(map(type, argument)):
+                found += tensors_in(*argument)
+        elif isinstance(argument, dict) and argument:
             found += tensors_in(*argument.values())
     return found
 

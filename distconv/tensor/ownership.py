@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -62,13 +61,18 @@ def _refuse_part(p: Tensor) -> None:
     )
 
 
-@contextmanager
-def started_at(shards: Sequence[Tensor]) -> Iterator[None]:
-    """Note within the context that a backward pass starts at these distributed blocks."""
-    _DISTRIBUTED.append(list(shards))
-    try:
-        yield
-    finally:
+class started_at:
+    """A context within which it is noted that a backward pass starts at distributed blocks."""
+
+    __slots__ = ("_shards",)
+
+    def __init__(self, shards: Iterable[Tensor]):
+        self._shards = list(shards)
+
+    def __enter__(self) -> None:
+        _DISTRIBUTED.append(self._shards)
+
+    def __exit__(self, *_: object) -> None:
         _DISTRIBUTED.pop()
 
 

@@ -48,15 +48,19 @@ def check_recorded(operator: Callable[..., Any] | str, *operands: Any) -> None:
     A value that was handed out as a plain tensor, with which every rank computes the same, is no
     parameter, of which every rank computes a part.
     """
-    distributed = [x for x in operands if isinstance(x, DistTensorBase)]
+    distributed, lost = [], None
     with torch._C.DisableTorchFunctionSubclass():
-        lost = [x for x in distributed if _GRAD_FN(x) is not None]
-    if lost:
+        for x in operands:
+            if isinstance(x, DistTensorBase):
+                distributed.append(x)
+                if _GRAD_FN(x) is not None:
+                    lost = x
+    if lost is not None:
         refuse(
             operator_name(operator),
             "a torch.autograd.Function was applied to a distributed tensor, which loses its "
             "gradients",
-            lost[0],
+            lost,
             way_out=ADVICE_FOR_FUNCTIONS,
         )
     if len(distributed) == len(operands):
@@ -119,7 +123,7 @@ def gradient_seed(x: DistTensorBase, gradient: Tensor | None, operator: str) -> 
                 f"{operator}: grad can be implicitly created only for scalar outputs, not for "
                 f"shape {tuple(x.shape)}; pass the gradient"
             )
-        return torch.ones_like(x.shard) / x.replicas
+        return torch.full_like(x.shard, 1 / x.replicas)
     return gradient_part(gradient, tuple(x.shape), x.cuts, x.grid, operator)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
+from operator import eq, neg
 from typing import Any, Protocol
 
 import numpy as np
@@ -27,12 +28,12 @@ class Comparison:
         self._wait()
         most = self._most
         half = len(most) // 2
-        return [most[i] == -most[half + i] for i in range(half)]
+        return list(map(eq, most[:half], map(neg, most[half:])))
 
 
 def with_opposites(numbers: Sequence[int]) -> array[int]:
     """Return numbers, and the same with the other sign: their maxima over ranks tell extremes."""
-    return array("q", (*numbers, *(-n for n in numbers)))
+    return array("q", (*numbers, *map(neg, numbers)))
 
 
 class ObjectCommunicator(Protocol):

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Mapping
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -105,6 +106,11 @@ def mpi() -> ModuleType:
         In a worker process, which is no rank.
     """
     check_is_rank()
+    return _imported_mpi()
+
+
+@cache
+def _imported_mpi() -> ModuleType:
     from mpi4py import MPI
 
     return MPI

@@ -31,10 +31,9 @@ def order_of(grid: dc.ProcessGrid) -> Order:
 @pytest.fixture
 def grid(monkeypatch: pytest.MonkeyPatch) -> Iterator[dc.ProcessGrid]:
     """Make a grid over all ranks whose every step is compared."""
-    made = dc.ProcessGrid(height=-1)
     order.SETTLED.clear()
-    monkeypatch.setattr(order_of(made), "debug", True)
-    yield made
+    monkeypatch.setattr(order_of(dc.ProcessGrid(height=-1)), "debug", True)
+    yield dc.ProcessGrid(height=-1)
 
 
 def differing(usual: Callable[[], Any], other: Callable[[], Any]) -> str:

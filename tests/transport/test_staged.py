@@ -130,7 +130,7 @@ def test_a_step_uses_nothing_that_is_still_on_its_way(
     direct: bool, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grid = dc.ProcessGrid(height=-1)
-    monkeypatch.setattr(grid, "_transport", staged(Late(), direct))
+    monkeypatch.setitem(vars(grid), "transport", staged(Late(), direct))
     torch.manual_seed(0)
     serial = nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1, bias=False),

@@ -15,11 +15,11 @@ from distconv.ops.support.types import autocast_type
 from distconv.ops.windowed.overlapped import OperandGradients, crop_outputs
 
 
-def as_autocast(*operands: Tensor | None) -> list[Tensor | None]:
+def as_autocast(x: Tensor, *parameters: Tensor | None) -> Sequence[Tensor | None]:
     """Return the operands of a convolution in the type that autocast would give them."""
-    kind = next(autocast_type(t) for t in operands if t is not None)
+    kind, operands = autocast_type(x), (x, *parameters)
     if kind is None:
-        return list(operands)
+        return operands
     return [
         t.to(kind) if t is not None and t.is_floating_point() and t.dtype != torch.float64 else t
         for t in operands

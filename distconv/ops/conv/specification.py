@@ -45,7 +45,7 @@ class ConvolutionSpec(ABC):
     """Takes (topology, rank, shape, made, cuts, maps), and returns what a rank sends, receives and
     mends to compute while its halos travel."""
 
-    @property
+    @cached_property
     def name(self) -> str:
         """Return the name of the function, as messages and records have it."""
         return self.function.__name__

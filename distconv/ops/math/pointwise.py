@@ -18,6 +18,7 @@ from distconv.ops.support.operands import (
     broadcast_shape,
     common_grid,
     local_operand,
+    shard_of,
 )
 from distconv.tensor.aliasing import check_writable, make_view
 from distconv.tensor.dispatch import RULES, implements, refuse
@@ -65,31 +66,41 @@ def _writes(name: str) -> bool:
 
 
 def _torch_rule(function: Callable[..., Any]) -> Callable[..., Any]:
-    rule = pointwise_rule(function, _writes(getattr(function, "__name__", "")))
     code = getattr(function, "__code__", None)
-    if code is None or "inplace" not in code.co_varnames:
-        return rule
-    writing = pointwise_rule(function, True)
-
-    def either(*args: Any, **kwargs: Any) -> Any:
-        return (writing if kwargs.get("inplace") else rule)(*args, **kwargs)
-
-    return either
+    takes_inplace = code is not None and "inplace" in code.co_varnames
+    writes = _writes(getattr(function, "__name__", ""))
+    return pointwise_rule(function, writes, takes_inplace)
 
 
-def pointwise_rule(function: Callable[..., Any], in_place: bool = False) -> Callable[..., Any]:
+def pointwise_rule(
+    function: Callable[..., Any], in_place: bool = False, takes_inplace: bool = False
+) -> Callable[..., Any]:
     """Return the rule on DistTensors of a function that treats every element alone.
 
-    `in_place` tells that the function writes to its first argument, and returns it. A plain first
-    argument, equal on all ranks, takes values outside autograd; they are made whole on every rank.
+    A plain first argument that is written to, equal on all ranks, takes values outside autograd;
+    they are made whole on every rank.
+
+    Parameters
+    ----------
+    in_place: whether the function writes to its first argument, and returns it.
+    takes_inplace: whether it does so when it is called with `inplace=True`.
     """
     name = getattr(function, "__name__", str(function))
 
     def rule(*args: Any, **kwargs: Any) -> Any:
-        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-        operands = [x for x in tensors if isinstance(x, DistTensor)]
-        written = (args[0] if args else kwargs["input"]) if in_place else None
-        if any(x.unmerged is not None for x in operands):
+        tensors: list[Tensor] = []
+        operands: list[DistTensor] = []
+        merged = False
+        for x in (*args, *kwargs.values()):
+            if isinstance(x, Tensor):
+                tensors.append(x)
+                if isinstance(x, DistTensor):
+                    operands.append(x)
+                    merged = merged or x.unmerged is not None
+        written = None
+        if in_place or (takes_inplace and kwargs.get("inplace")):
+            written = args[0] if args else kwargs["input"]
+        if merged:
             result = elementwise(name, rule, args, kwargs, written)
             if result is not NotImplemented:
                 return result
@@ -105,7 +116,9 @@ def pointwise_rule(function: Callable[..., Any], in_place: bool = False) -> Call
             )
         first = operands[0]
         shape, cuts, grid = tuple(first.shape), first.cuts, first.grid
-        if len(tensors) > 1 and not _alike(tensors):
+        if len(tensors) == 1 or _alike(tensors):
+            local: Callable[[Any], Any] = shard_of
+        else:
             grid = common_grid(name, operands)
             shape = broadcast_shape(name, tensors)
             if written is None:
@@ -117,10 +130,12 @@ def pointwise_rule(function: Callable[..., Any], in_place: bool = False) -> Call
                     f"{name}: output with shape {tuple(written.shape)} doesn't match the "
                     f"broadcast shape {shape}"
                 )
-        result = function(
-            *[local_operand(x, shape, cuts, grid, name) for x in args],
-            **{k: local_operand(x, shape, cuts, grid, name) for k, x in kwargs.items()},
-        )
+
+            def local(x: Any) -> Any:
+                return local_operand(x, shape, cuts, grid, name)
+
+        named = {k: local(x) for k, x in kwargs.items()} if kwargs else {}
+        result = function(*map(local, args), **named)
         if result is NotImplemented:  # Python then asks the other operand
             return result
         if written is not None:

@@ -43,7 +43,7 @@ def sum(
     """Sum over dimensions; the result is whole along them and replicated where they were cut."""
     over = normalize_dims(dim, input.dim())
     local = input.shard.sum(over, True, dtype=dtype) if over else input.shard.sum(dtype=dtype)
-    axes = cutting_axes(input.cuts[d] for d in over)
+    axes = cutting_axes(map(input.cuts.__getitem__, over))
     return reduction_result(input, all_reduce_with_grad(local, input.grid, axes), over, keepdim)
 
 
@@ -62,7 +62,7 @@ def mean(
         raise RuntimeError(
             f"mean(): the result type of {kind} is not floating; convert the input, or pass dtype="
         )
-    count = prod(input.shape[d] for d in normalize_dims(dim, input.dim()))
+    count = prod(map(input.shape.__getitem__, normalize_dims(dim, input.dim())))
     # The sum of many half numbers may exceed their range where the mean does not.
     total = sum(input, dim, keepdim, dtype=accumulation_type(kind))
     shard = total.shard / count if count else total.shard * torch.nan

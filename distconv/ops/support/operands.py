@@ -59,6 +59,11 @@ def as_distributed(x: Tensor, grid: Grid) -> DistTensor:
     return DistTensor(x, x.shape, ((),) * x.dim(), grid)
 
 
+def shard_of(x: Any) -> Any:
+    """Return the shard of a DistTensor; anything else passes unchanged."""
+    return x.shard if isinstance(x, DistTensor) else x
+
+
 def gather_whole(x: Any, operator: str) -> Any:
     """Return a tensor operand in full on this rank; anything but a DistTensor passes unchanged."""
     if not isinstance(x, DistTensor):

@@ -33,9 +33,9 @@ def to_accumulation_type(x: Tensor) -> Tensor:
 
 def check_same_types(name: str, *tensors: Tensor | None) -> None:
     """Raise on every rank for types that differ, as torch does on ranks that have elements."""
-    if len({t.dtype for t in tensors if t is not None}) == 1:
-        return
     given = [t for t in tensors if t is not None]
+    if len({t.dtype for t in given}) == 1:
+        return
     if autocast_type(given[0]) is None:
         raise RuntimeError(
             f"{name}: input, weight and bias have the types "
