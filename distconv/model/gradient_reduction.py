@@ -296,11 +296,10 @@ class GradientReduction:
     def _hook(self, n: int, p: Tensor, node: Node) -> None:
         """Watch a parameter; again where a change of type or stream gives it another node."""
         if n not in self._nodes:
-            after = _weakly(self._after_accumulation)
-            p.register_post_accumulate_grad_hook(partial(after, n))
+            p.register_post_accumulate_grad_hook(partial(self._after_accumulation, ref(self), n))
         self._nodes[n] = node
         # Hooks of the tensor would run in autograd.grad as well.
-        node.register_prehook(partial(_weakly(self._before_accumulation), n))
+        node.register_prehook(partial(self._before_accumulation, ref(self), n))
 
     @run_eagerly
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -410,7 +409,20 @@ class GradientReduction:
             "and enter no_sync, in the same way on every rank"
         )
 
-    def _before_accumulation(self, n: int, gradients: tuple[Tensor | None]) -> None:
+    # Python's garbage collector does not see what parameters and the nodes of autograd hold: a
+    # reference from there to what holds the parameters would keep all of them for ever. The hooks
+    # have none, nor a method between, as they are called for every parameter in every step.
+
+    @staticmethod
+    def _before_accumulation(
+        reference: ref[GradientReduction], n: int, gradients: tuple[Tensor | None]
+    ) -> None:
+        self = reference()
+        if self is None:
+            raise RuntimeError(
+                "the parallelized module of a parameter is gone, and with it what adds up its "
+                "gradient; keep the module for as long as its parameters are trained"
+            )
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "backward(create_graph=True): the sum of parameter gradients over the ranks cannot "
@@ -431,8 +443,10 @@ class GradientReduction:
                 gradient.zero_()
         self._is_part[n] = True
 
-    def _after_accumulation(self, n: int, _: Tensor) -> None:
-        if self._grid.size == 1:
+    @staticmethod
+    def _after_accumulation(reference: ref[GradientReduction], n: int, _: Tensor) -> None:
+        self = reference()
+        if self is None or self._grid.size == 1:
             return
         backward_pass = torch._C._current_graph_task_id()
         if backward_pass != self._pass:
@@ -507,28 +521,6 @@ class _EndOfBackward:
     def __del__(self) -> None:
         if self._failed is not None:
             self._failed()
-
-
-def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """Return a function that calls a method for as long as its object lives, without keeping it
-    alive.
-
-    Python's garbage collector does not see what parameters and the nodes of autograd hold: a
-    reference from there to an object that holds the parameters would keep all of them for ever.
-    """
-    bound: Any = method
-    reference, function = ref(bound.__self__), bound.__func__
-
-    def call(*arguments: Any) -> None:
-        owner = reference()
-        if owner is None:
-            raise RuntimeError(
-                "the parallelized module of a parameter is gone, and with it what adds up its "
-                "gradient; keep the module for as long as its parameters are trained"
-            )
-        function(owner, *arguments)
-
-    return call
 
 
 def _number_of_stream(device: torch.device) -> int | None:

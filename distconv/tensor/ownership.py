@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -81,8 +82,10 @@ def check_counted_once() -> None:
 
     In such a pass every rank computes the whole gradient. Called while the pass is under way.
     """
-    known = {id(shard) for shards in _DISTRIBUTED for shard in shards}
-    p = owned_among(x for x in _roots() if id(x) not in known)
+    roots, known = _roots(), set(map(id, chain.from_iterable(_DISTRIBUTED)))
+    if known.issuperset(map(id, roots)):
+        return
+    p = owned_among(x for x in roots if id(x) not in known)
     if p is not None:
         raise RuntimeError(
             f"a parameter of shape {tuple(p.shape)} of a parallelized module is part of a plain "

@@ -67,10 +67,10 @@ class Wait:
 
 
 class _WatchedRequest(Wait):
-    __slots__ = ("_request",)
+    """A wait for `request`, the carrier's, that may begin later."""
 
-    def __init__(self, request: Request, waiting: Waiting, peers: Callable[[], Iterable[int]]):
-        self._request, self._waiting, self.peers = request, waiting, peers
+    __slots__ = ("request",)
+    request: Request
 
     def wait(self) -> None:
         """Wait for the carrier's request."""
@@ -78,7 +78,7 @@ class _WatchedRequest(Wait):
         waiting = self._waiting
         before, waiting.now = waiting.now, self
         try:
-            self._request.wait()
+            self.request.wait()
         finally:
             waiting.now = before
 
@@ -144,7 +144,9 @@ class WatchedTransport:
         def peers() -> Iterable[int]:
             return {rank for rank, _ in (*arriving, *leaving)}
 
-        return _WatchedRequest(request, self._waiting, peers)
+        watched = _WatchedRequest(self._waiting, peers)
+        watched.request = request
+        return watched
 
     def all_reduce(self, tensor: Tensor, group: Any) -> Request:
         """Start adding up a tensor in place over the ranks of `group`."""
@@ -153,11 +155,17 @@ class WatchedTransport:
         def members() -> Iterable[int]:
             return self._members(group)
 
-        with Wait(self._waiting, members):  # where the ranks of a group have to connect first
-            request = self.carrier.all_reduce(tensor, group)
+        waiting = self._waiting
+        watched = _WatchedRequest(waiting, members)
+        # As in `with watched`, which takes longer; the ranks of a group may have to connect first.
+        before, waiting.now = waiting.now, watched
+        try:
+            watched.request = request = self.carrier.all_reduce(tensor, group)
+        finally:
+            waiting.now = before
         if self._streams is not None:
             return _StreamRequest(request, self._streams, self._steps, tuple(members()))
-        return _WatchedRequest(request, self._waiting, members)
+        return watched
 
     def all_gather(self, tensor: Tensor, group: Any) -> Tensor:
         """Return the tensors of all ranks of `group`, stacked in rank order."""
