@@ -28,7 +28,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from distconv.geometry.layout import Layout
 from distconv.geometry.topology import Topology
-from distconv.grid.whereabouts import CURRENT, is_parked, operator_name, place_of, user_line
+from distconv.grid.whereabouts import (
+    CURRENT,
+    Call,
+    is_parked,
+    operator_name,
+    place_of,
+    user_line,
+)
 from distconv.transport.communicator import Comparison
 from distconv.transport.tags import Tags
 from distconv.transport.watched import Wait, Waiting
@@ -108,7 +115,7 @@ class Order:
     @property
     def operator(self) -> Any:
         """Return the function on DistTensors that this rank is in; None outside of any."""
-        return CURRENT.function
+        return CURRENT.call[0]
 
     def next_tag(self) -> int:
         """Return the number of the next exchange, the same on all ranks."""
@@ -127,7 +134,7 @@ class Order:
         if threading.get_ident() != self._thread:
             self._change_thread()
         self.number += 1
-        function = CURRENT.function
+        function, arguments, _ = call = CURRENT.call
         outside = function is None or function in _BACKWARD
         if outside and kind == "all_reduce":
             # Gradients are reduced as they become ready, which is not everywhere in one order.
@@ -136,10 +143,10 @@ class Order:
         if not outside:
             count = self._counts[function] = self._counts.get(function, 0) + 1
         if not outside and (count <= _FIRST or not count % _EVERY or self.debug):
-            key = _with_arguments(kind)
+            key = _with_arguments(kind, call)
             new = self._meet(key)
         else:
-            key = kind, function, _extents_of(CURRENT.arguments)
+            key = kind, function, _extents_of(arguments)
             # The name of a function may come first at other steps on ranks that differ already.
             new = function is None and self._meet(key)
         self._note(key, tag, user_line() if self.debug else None)
@@ -165,7 +172,7 @@ class Order:
         Calls go with the steps that follow. What a backward pass calls may be in another order on
         each rank, and so may what other threads do.
         """
-        function = CURRENT.function
+        function, _, _ = call = CURRENT.call
         count = self._calls.get(function, 0)
         if count == _FIRST and not self.debug:
             if len(_ORDERS) == 1:
@@ -176,7 +183,7 @@ class Order:
         if function in _BACKWARD or torch._C._current_graph_task_id() != -1:
             return
         self._calls[function] = min(count + 1, _FIRST)
-        self._note(_with_arguments("call"), 0, user_line())
+        self._note(_with_arguments("call", call), 0, user_line())
 
     def compare(self) -> None:
         """Compare all steps and calls up to now, and wait for the result. Collective."""
@@ -312,9 +319,10 @@ def _extents_of(arguments: Sequence[Any]) -> tuple[int, ...] | None:
     return extents
 
 
-def _with_arguments(kind: str) -> tuple[Any, ...]:
-    """Return the key of a kind of step in the function that this rank is in, and its arguments."""
-    return kind, CURRENT.function, _kept(CURRENT.arguments), _kept(CURRENT.keywords or ())
+def _with_arguments(kind: str, call: Call) -> tuple[Any, ...]:
+    """Return the key of a kind of step in the function that this rank is in, with its arguments."""
+    function, arguments, keywords = call
+    return kind, function, _kept(arguments), _kept(keywords or ())
 
 
 def _kept(argument: Any) -> Any:

@@ -10,7 +10,7 @@ import os
 import sys
 import sysconfig
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -31,13 +31,17 @@ _LIBRARIES = (
 )
 
 
-class CurrentCall(threading.local):
-    """The outermost function on DistTensors that this thread is running."""
+Call = tuple[Any, Sequence[Any], Mapping[str, Any] | None]
+"""A torch function on DistTensors, or the name of a method, and what it was called with."""
 
-    function: Any = None
-    """The torch function, or the name of a method; None where none is running."""
-    arguments: Sequence[Any] = ()
-    keywords: dict[str, Any] | None = None
+NO_CALL: Call = (None, (), None)
+
+
+class CurrentCall(threading.local):
+    """What this thread is running."""
+
+    call = NO_CALL
+    """The outermost function on DistTensors; `NO_CALL` where none is running."""
     modules: list[nn.Module] | None = None
     """The calls of modules, from within outwards, on whose behalf something is done later."""
 
@@ -51,19 +55,19 @@ class running:
     Where the thread runs a function on DistTensors already, that one goes on counting.
     """
 
-    __slots__ = ("_arguments", "_name", "_outermost")
+    __slots__ = ("_call", "_outermost")
 
     def __init__(self, name: str, *arguments: Any):
-        self._name, self._arguments = name, arguments
+        self._call: Call = (name, arguments, None)
 
     def __enter__(self) -> None:
-        self._outermost = CURRENT.function is None
+        self._outermost = CURRENT.call is NO_CALL
         if self._outermost:
-            CURRENT.function, CURRENT.arguments = self._name, self._arguments
+            CURRENT.call = self._call
 
     def __exit__(self, *_: object) -> None:
         if self._outermost:
-            CURRENT.function, CURRENT.arguments = None, ()
+            CURRENT.call = NO_CALL
 
 
 @contextmanager

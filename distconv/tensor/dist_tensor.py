@@ -21,7 +21,7 @@ from distconv.grid.device_mesh import arranged, axes_of_mesh
 from distconv.grid.interface import Grid
 from distconv.grid.order import SETTLED
 from distconv.grid.process_grid import ProcessGrid
-from distconv.grid.whereabouts import CURRENT, operator_name, running
+from distconv.grid.whereabouts import CURRENT, NO_CALL, operator_name, running
 from distconv.tensor.base import DistTensorBase
 from distconv.tensor.dispatch import (
     ALIASES,
@@ -74,15 +74,15 @@ class DistTensor(DistTensorBase):
     ) -> Any:
         rule = RULES.get(func)
         if rule is not None:
-            if CURRENT.function is not None:
+            if CURRENT.call is not NO_CALL:
                 return _run(rule, func, args, kwargs)
-            CURRENT.function, CURRENT.arguments, CURRENT.keywords = func, args, kwargs
+            CURRENT.call = func, args, kwargs
             try:
                 if func not in SETTLED:
                     _count_call(func, args, kwargs)
                 return _run(rule, func, args, kwargs)
             finally:
-                CURRENT.function, CURRENT.arguments, CURRENT.keywords = None, (), None
+                CURRENT.call = NO_CALL
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -436,6 +436,9 @@ _OWN_AFFAIRS = {
 """Functions that change no value, so that a rank may call them alone."""
 
 
+_TRACING_STATE = torch._C._get_tracing_state
+
+
 def _run(
     rule: Callable[..., Any],
     func: Callable[..., Any],
@@ -443,7 +446,7 @@ def _run(
     kwargs: dict[str, Any] | None,
 ) -> Any:
     """Return the result of a torch function on these arguments, by its rule."""
-    if torch._C._get_tracing_state() is not None:
+    if _TRACING_STATE() is not None:
         refuse(
             operator_name(func),
             "torch.jit.trace, or a tool that uses it, is tracing the program",

@@ -49,7 +49,7 @@ def check_recorded(operator: Callable[..., Any] | str, *operands: Any) -> None:
     parameter, of which every rank computes a part.
     """
     distributed, lost = [], None
-    with torch._C.DisableTorchFunctionSubclass():
+    with _UNINTERCEPTED():
         for x in operands:
             if isinstance(x, DistTensorBase):
                 distributed.append(x)
@@ -159,3 +159,4 @@ def whole_gradient(part: Tensor, cuts: Cuts, grid: Grid) -> Tensor:
 
 
 _GRAD_FN: Any = vars(torch._C.TensorBase)["grad_fn"].__get__
+_UNINTERCEPTED = torch._C.DisableTorchFunctionSubclass

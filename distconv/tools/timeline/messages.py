@@ -124,6 +124,6 @@ class RecordedTransport(WrappedTransport):
 
 
 def _label(phase: str, kind: str, received: int) -> Label:
-    function = CURRENT.function
+    function, _, _ = CURRENT.call
     operator = "" if function is None else operator_name(function)
     return Label(phase, kind, next(_numbers), received, operator)
