@@ -268,6 +268,7 @@ def _leave_messages_to_the_rank() -> None:
     Coordinates, and the boxes that follow from them, need no messages and go on working there.
     """
     for grid in list(_grids.values()):
+        # Past the guard of a grid's attributes: this process is no rank.
         grid._comm = grid.__dict__["transport"] = _OfTheRank()  # type: ignore[assignment]
         grid._communicators = {}
 

@@ -35,10 +35,11 @@ Call = tuple[Any, Sequence[Any], Mapping[str, Any] | None]
 """A torch function on DistTensors, or the name of a method, and what it was called with."""
 
 NO_CALL: Call = (None, (), None)
+"""Stands for the call where no such function is running."""
 
 
 class CurrentCall(threading.local):
-    """What this thread is running."""
+    """The function, and the calls of modules, that this thread is running."""
 
     call = NO_CALL
     """The outermost function on DistTensors; `NO_CALL` where none is running."""

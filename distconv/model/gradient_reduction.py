@@ -45,6 +45,11 @@ REDUCTION_ATTRIBUTE = "_distconv_gradient_reduction"
 _OUTSIDE = -2
 """In place of the number of a backward pass, where there is none."""
 
+_GONE = (
+    "the parallelized module of a parameter is gone, and with it what adds up its gradient; keep "
+    "the module for as long as its parameters are trained"
+)
+
 
 def reduction_of(module: nn.Module) -> GradientReduction | None:
     """Return the `GradientReduction` of a module; None for a copy of a parallelized module."""
@@ -410,8 +415,8 @@ class GradientReduction:
         )
 
     # Python's garbage collector does not see what parameters and the nodes of autograd hold: a
-    # reference from there to what holds the parameters would keep all of them for ever. The hooks
-    # have none, nor a method between, as they are called for every parameter in every step.
+    # reference from there to what holds the parameters would keep all of them for ever. So the
+    # hooks hold a weak one. They run for every parameter in every step: nothing wraps them.
 
     @staticmethod
     def _before_accumulation(
@@ -419,10 +424,7 @@ class GradientReduction:
     ) -> None:
         self = reference()
         if self is None:
-            raise RuntimeError(
-                "the parallelized module of a parameter is gone, and with it what adds up its "
-                "gradient; keep the module for as long as its parameters are trained"
-            )
+            raise RuntimeError(_GONE)
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "backward(create_graph=True): the sum of parameter gradients over the ranks cannot "
@@ -446,7 +448,9 @@ class GradientReduction:
     @staticmethod
     def _after_accumulation(reference: ref[GradientReduction], n: int, _: Tensor) -> None:
         self = reference()
-        if self is None or self._grid.size == 1:
+        if self is None:
+            raise RuntimeError(_GONE)  # and with it the node with the other hook
+        if self._grid.size == 1:
             return
         backward_pass = torch._C._current_graph_task_id()
         if backward_pass != self._pass:

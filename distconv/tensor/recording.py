@@ -53,7 +53,7 @@ def check_recorded(operator: Callable[..., Any] | str, *operands: Any) -> None:
         for x in operands:
             if isinstance(x, DistTensorBase):
                 distributed.append(x)
-                if _GRAD_FN(x) is not None:
+                if lost is None and _GRAD_FN(x) is not None:
                     lost = x
     if lost is not None:
         refuse(
@@ -159,4 +159,5 @@ def whole_gradient(part: Tensor, cuts: Cuts, grid: Grid) -> Tensor:
 
 
 _GRAD_FN: Any = vars(torch._C.TensorBase)["grad_fn"].__get__
+# By names of their own: every operator asks for them, and looking them up takes as long as they do.
 _UNINTERCEPTED = torch._C.DisableTorchFunctionSubclass

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from distconv.transport.interface import Message, Request, StreamTransport, Transport
 from distconv.transport.stream_waits import StreamWaits
+from distconv.transport.wrapped import WrappedTransport
 
 
 class Steps(Protocol):
@@ -70,12 +71,17 @@ class _WatchedRequest(Wait):
     """A wait for `request`, the carrier's, that may begin later."""
 
     __slots__ = ("request",)
-    request: Request
+
+    def __init__(
+        self, waiting: Waiting, peers: Callable[[], Iterable[int]], request: Request | None = None
+    ):
+        self._waiting, self.peers, self.request = waiting, peers, request
 
     def wait(self) -> None:
         """Wait for the carrier's request."""
         # As in `with self`, which takes longer.
         waiting = self._waiting
+        assert self.request is not None
         before, waiting.now = waiting.now, self
         try:
             self.request.wait()
@@ -99,7 +105,7 @@ class _StreamRequest:
         self._streams.add(self._peers, self._steps.number, self._steps.operator)
 
 
-class WatchedTransport:
+class WatchedTransport(WrappedTransport):
     """A carrier whose waits can be seen, and whose steps are compared; see `Transport`.
 
     Parameters
@@ -117,7 +123,7 @@ class WatchedTransport:
         waiting: Waiting,
         members: Callable[[Any], Iterable[int]],
     ):
-        self.carrier, self.name, self.ordered = carrier, carrier.name, carrier.ordered
+        super().__init__(carrier)
         self._steps, self._waiting, self._members = steps, waiting, members
         self._streams = waiting.streams if carrier.ordered else None
         if carrier.ordered:
@@ -126,10 +132,6 @@ class WatchedTransport:
     def next_tag(self) -> int:
         """Return the tag of the next exchange."""
         return self._steps.next_tag()
-
-    def empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Return memory for a message."""
-        return self.carrier.empty(shape, like)
 
     def exchange(
         self, arriving: Sequence[Message], leaving: Sequence[Message], tag: int
@@ -144,9 +146,7 @@ class WatchedTransport:
         def peers() -> Iterable[int]:
             return {rank for rank, _ in (*arriving, *leaving)}
 
-        watched = _WatchedRequest(self._waiting, peers)
-        watched.request = request
-        return watched
+        return _WatchedRequest(self._waiting, peers, request)
 
     def all_reduce(self, tensor: Tensor, group: Any) -> Request:
         """Start adding up a tensor in place over the ranks of `group`."""

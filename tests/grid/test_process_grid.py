@@ -32,6 +32,14 @@ def test_a_grid_knows_its_extents_and_where_this_rank_is() -> None:
         assert len(set(WORLD.allgather(tuple(grid.coords.values())))) == WORLD.size
 
 
+@pytest.mark.parallel([1, 2])
+@pytest.mark.parametrize("name", ["topology", "rank", "size", "device", "transport"])
+def test_what_a_grid_is_cannot_be_changed(name: str) -> None:
+    grid = dc.ProcessGrid(height=-1)
+    with pytest.raises(AttributeError, match=f"the {name} of a grid is fixed"):
+        setattr(grid, name, getattr(grid, name))
+
+
 @pytest.mark.parallel(RANKS)
 def test_one_axis_takes_the_ranks_that_the_others_leave() -> None:
     assert dc.ProcessGrid(height=-1).shape["height"] == WORLD.size

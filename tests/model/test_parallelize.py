@@ -379,6 +379,18 @@ def test_gradients_of_parameters_cannot_be_differentiated() -> None:
 # The module stays what it was
 
 
+@pytest.mark.parallel([2, 3])
+def test_a_parameter_that_outlives_its_module_gets_no_part_in_silence() -> None:
+    grid = dc.ProcessGrid(height=-1)
+    x = dc.distribute_tensor(torch.ones(1, 1, 8, 8), grid)
+    scale = nn.Parameter(torch.ones(1))
+    module = dc.parallelize(nn.ParameterList([scale]), grid)
+    loss = (x * scale).sum()
+    del module
+    with pytest.raises(RuntimeError, match="the parallelized module of a parameter is gone"):
+        loss.backward()
+
+
 @pytest.mark.parallel(RANKS)
 def test_the_state_dict_is_that_of_the_plain_module() -> None:
     twins = Twins(grids(13)[0])

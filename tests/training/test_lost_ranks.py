@@ -44,6 +44,7 @@ SILENT = re.compile(
 def hanging() -> str:
     text = PROGRAM.replace("SGD = partial", "import glob\n" + HANGING + "SGD = partial")
     text = text.replace("        first = worker.steps\n", "        first = worker.steps" + MEETING)
+    assert HANGING in text and MEETING in text
     return text.replace("Downpour(SGD", "Downpour(partial(Hanging, lr=0.01)")
 
 
