@@ -163,6 +163,16 @@ def test_equal_calls_on_two_tensors_in_another_order_are_named(grid: dc.ProcessG
 
 
 @pytest.mark.parallel([2, 3])
+def test_a_change_of_format_that_a_rank_without_rows_need_not_make_is_no_difference(
+    grid: dc.ProcessGrid,
+) -> None:
+    x = dc.distribute_tensor(torch.ones(2, 3, 1, 8), grid)
+    y = x.to(memory_format=torch.channels_last)
+    y = y.to(memory_format=torch.channels_last)
+    assert y.sum().item() == 48
+
+
+@pytest.mark.parallel([2, 3])
 def test_another_layout_in_redistribute_is_named(grid: dc.ProcessGrid) -> None:
     x = planes(grid)
     error = differing(

@@ -234,7 +234,12 @@ def to(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return input.to(*args, **kwargs)
     shard = input.shard.to(*args, **kwargs)
     _require_here("to", input, shard.device)
-    return input if shard is input.shard else DistTensor(shard, input.shape, input.cuts, input.grid)
+    if shard is input.shard:
+        return input
+    result = DistTensor(shard, input.shape, input.cuts, input.grid)
+    # A block without elements may have the format already: on that rank nothing is made.
+    result.made_after = input.made_after
+    return result
 
 
 @implements(torch.Tensor.cpu)
