@@ -88,12 +88,13 @@ def save_checkpoint(
     extra: Mapping[str, Any] | None = None,
     sharded: bool = False,
 ) -> Path:
-    """Write the state of a run to a file of its own in `folder`, and return its path. Collective.
+    """Write the state of a run to a file of its own in `folder`, and return its path.
 
-    Rank 0 writes: a fresh file, which reaches the disk, ends with its checksum, and then takes its
-    name in one step. Older checkpoints beyond the last `keep`, and what killed writers have left,
-    are removed afterwards. Before anything is touched, the ranks compare their steps up to now, and
-    parameters, buffers and the optimizer's state, of large tensors some parts.
+    All ranks call it together. Rank 0 writes: a fresh file, which reaches the disk, ends with its
+    checksum, and then takes its name in one step. Older checkpoints beyond the last `keep`, and
+    what killed writers have left, are removed afterwards. Before anything is written, the ranks
+    compare the steps they have taken, their parameters and buffers, and the optimizer's state; of
+    large tensors they compare only some parts.
 
     Parameters
     ----------
@@ -104,9 +105,9 @@ def save_checkpoint(
     keep: how many checkpoints there are at most.
     extra: plain values and tensors, the same on all ranks.
     sharded: every rank writes tensors of its own to a file beside the checkpoint: its blocks of
-        sharded parameters, which no rank gathers then, and its share of the others. It is loaded on
-        any grid of ranks that see the folder, and is a checkpoint when rank 0 has written the file
-        without tensors, the last. One process reads it by `load_checkpoint` too.
+        sharded parameters, which no rank gathers then, and its share of the others. It can be
+        loaded on any grid whose ranks see the folder, and in one process. It is complete once rank
+        0 has written the file without tensors, which comes last.
 
     Raises
     ------

@@ -20,7 +20,7 @@ def clip_grad_norm_(
     """Scale all gradients down to a norm of at most `max_norm`, in few messages.
 
     This is torch.nn.utils.clip_grad_norm_ for models with sharded parameters. All ranks of the grid
-    call it together, after `backward()`. Of sharded parameters every rank adds its blocks, in one
+    call it together, after `backward()`. The blocks of sharded parameters are added up in one
     message for all that are cut over the same axes; torch's own function sends one for each, and
     returns a DistTensor.
 
@@ -31,7 +31,14 @@ def clip_grad_norm_(
 
     Returns
     -------
-    The norm of all gradients before, the same on all ranks.
+    The norm of all gradients before they are scaled, a tensor of one number, the same on all ranks.
+
+    Raises
+    ------
+    ValueError
+        Where `norm_type` is not positive.
+    RuntimeError
+        Where `error_if_nonfinite` is set and the norm is not finite.
     """
     norm_type = float(norm_type)
     if not norm_type > 0:

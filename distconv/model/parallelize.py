@@ -48,8 +48,9 @@ def parallelize(
 
     Parameters and buffers become those of rank 0, on the grid's device. From then on, when
     `backward()` returns, the gradients of the parameters are, on every rank, those of the serial
-    program. Parameters that take no part in a backward pass keep their gradient, or None. Hooks on
-    parameters see this rank's part, before the sum. The state_dict stays that of the plain module.
+    program. A parameter that takes no part in a backward pass keeps the gradient it had, or None.
+    Hooks on parameters see this rank's part, before the sum. The state_dict stays that of the plain
+    module.
 
     All ranks of the grid call it together, and run the same forward and backward passes.
 
@@ -61,13 +62,14 @@ def parallelize(
         has another layout it is redistributed, once for all that take it in the same one. Other
         modules take their inputs as they come.
     shard_parameters: whether every rank keeps only its blocks of the weights of convolutions and
-        fully connected layers whose layout cuts channels. They become DistTensors; optimizers that
-        have no state yet may have been made before. Weights that are parametrized stay whole.
+        fully connected layers whose layout cuts channels. They become DistTensors; an
+        optimizer made before this call stays valid if it has no state yet. Weights that are
+        parametrized stay whole.
     bucket_bytes: the bytes of gradients that travel in one message.
     two_level: whether gradients are added up in two levels: among the ranks of a sample by a
-        reduce-scatter, a piece of each between replicas, and an all-gather. Where the ranks of a
-        sample are on one node, 1 / P_S of the bytes go between nodes; but all of them when the
-        backward pass has ended, and not within it.
+        reduce-scatter, a piece of each between replicas, and an all-gather. Where the P_S
+        ranks of a sample share a node, only 1 / P_S of the bytes go between nodes, but they are
+        sent after the backward pass and not during it.
     wire: "bfloat16" or "float16" where gradients travel as halves, and are added up in float32;
         they are then the serial ones within two roundings to halves, and leave when the backward
         pass has ended. `training.GradientCompression` does so with error feedback.
@@ -75,12 +77,13 @@ def parallelize(
     Raises
     ------
     TypeError
-        Where torch's data parallelism or sharding has wrapped the module. Whoever wraps it
-        afterwards gets the error.
+        Where `module` is no Module, or torch's data parallelism or sharding has wrapped it. Whoever
+        wraps it afterwards gets the error.
     ValueError
         On every rank, when the ranks' modules differ in the names, shapes, types or strides of
         their parameters and buffers, some of these have no shape yet, the module is parallelized
-        already, or a pattern matches nothing.
+        or sharded already, a pattern matches nothing, `bucket_bytes` is below 1, or `two_level` and
+        `wire` are both given.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"parallelize: {type(module).__name__} is not a torch.nn.Module")
@@ -127,11 +130,11 @@ def parallelize(
 
 @contextmanager
 def no_sync(module: nn.Module) -> Iterator[None]:
-    """Leave every rank its own part of the gradients in backward passes within the context.
+    """Keep each rank's part of the gradients on that rank within the context, without adding up.
 
     The next backward pass outside adds all parts up: accumulation over several mini-batches for the
     price of one reduction. Until then a gradient that the program sets is a part, too. All ranks
-    enter it together; `module` has been parallelized.
+    enter it together. A `module` that is not parallelized raises `ValueError`.
     """
     reduction = required_reduction("no_sync", module)
     before, reduction.enabled = reduction.enabled, False

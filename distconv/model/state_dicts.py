@@ -17,9 +17,9 @@ from distconv.tensor.redistribution import redistribute
 def full_state_dict(source: nn.Module | Optimizer) -> dict[str, Any]:
     """Return the state of a module or an optimizer as in the serial program, on every rank.
 
-    All ranks of the grid call it together. Serial torch takes it by `load_state_dict`, and
-    `load_full_state_dict` on any grid. Values that are not sharded are not copied, as in a
-    state_dict.
+    All ranks of the grid call it together. The tensors in it have their global shapes: load it
+    serially with `load_state_dict`, or on any grid with `load_full_state_dict`. Values that are not
+    sharded are not copied, as in a state_dict.
     """
     own: Any = source.state_dict()
     state: dict[str, Any] = mapped(own, _whole)
@@ -32,8 +32,9 @@ def full_state_dict(source: nn.Module | Optimizer) -> dict[str, Any]:
 def load_full_state_dict(target: nn.Module | Optimizer, state: Mapping[str, Any]) -> None:
     """Give a module or an optimizer the state of the serial program.
 
-    Every rank passes the same state and keeps its blocks of it; no communication. DistTensors in it
-    are those blocks already.
+    Every rank passes the same state, with tensors of global shapes, and keeps its blocks of them;
+    no communication. A DistTensor in the state is taken as it is cut. Names and shapes that do not
+    fit raise the errors of torch's `load_state_dict`, on every rank.
     """
     if isinstance(target, nn.Module):
         target.load_state_dict(state)

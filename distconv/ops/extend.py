@@ -34,7 +34,7 @@ def elementwise(function: Function) -> Function:
     On DistTensors it is called with this rank's blocks; operands are broadcast against each other
     as torch does, and plain tensors among them have the global shape. On plain tensors alone it is
     called as it is. All ranks call it together; nothing is sent, unless operands come in different
-    layouts. A result of another shape raises `ValueError`.
+    layouts. A result of another shape raises `ValueError`, on the ranks that have one.
 
     Parameters
     ----------

@@ -139,7 +139,8 @@ def explain(
 
     The forward pass runs on tensors without elements, in the mode the module is in;
     nothing of the size of the model or its input is allocated, and the module stays as it is. No
-    communication: one process suffices for any grid. Under `torch.no_grad()` nothing is kept.
+    communication: one process suffices for any grid. Under `torch.no_grad()` layers
+    keep no memory for a backward pass.
 
     Parameters
     ----------
@@ -150,12 +151,15 @@ def explain(
     layout: the layout of the input, or one for each input; by default every dimension is cut over
         the axis of its own name.
     layouts: layouts for the inputs of modules within, by patterns of names, as for `parallelize`.
-    rank: the rank whose part is told; by default the rank in the middle of every axis.
+    rank: the rank whose part is shown; by default the rank in the middle of every axis.
     show: whether to print the table, on rank 0.
     progress: is called with each line of the table as it comes.
 
     Raises
     ------
+    TypeError, ValueError
+        For arguments that do not fit: no Module, no shape, or another number of types or layouts
+        than of inputs.
     RuntimeError
         Where the forward pass raises, naming the layer; also where it asks for the elements of a
         tensor. A layer that is refused raises nothing: it is the last row of the table.

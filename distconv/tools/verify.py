@@ -136,7 +136,8 @@ def verify(
     ----------
     module: any torch.nn.Module that runs on plain tensors as well.
     input: the whole plain input, or a sequence of them, equal on all ranks.
-    grid: a grid, or the ranks along its axes, of which MPI has started as many.
+    grid: a grid, or the number of ranks along each axis; their product is the number of ranks that
+        have been started.
     layout: the layout of the input, or one for each input; by default every dimension is cut over
         the axis of its own name.
     layouts: layouts for the inputs of modules within, by patterns of names, as for `parallelize`.
@@ -145,9 +146,10 @@ def verify(
         results stand out best in float64. By default, a tensor that amplifies rounding (behind a
         batch norm over a few elements, say) may also differ by a hundred times the difference that
         the serial program shows when its input and parameters are changed in their last place.
-    backward: whether to compare gradients. Gradients of a layer's parameters are relative to the
-        largest of them, as a bias before a norm has a gradient that is zero but for rounding; and
-        so are its buffers, as the running mean of what a norm has centred is.
+    backward: whether to compare gradients. Differences in the gradients of a layer's parameters are
+        relative to the largest of these gradients, because a bias before a norm has a gradient that
+        is zero up to rounding. Buffers are treated likewise: the running mean of values that a norm
+        has centred is zero up to rounding, too.
     seed: the seed of the random gradient of the outputs.
     show: whether to print the table, on rank 0.
     progress: is called with each comparison as it comes, before its difference is judged.

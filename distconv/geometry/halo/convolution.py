@@ -5,8 +5,9 @@ around them, and one for its halos. The halos lie in slabs along the sides of th
 touch a few outputs, through a few taps of the kernel. A corner belongs to the first of its
 dimensions, so that no element counts twice.
 
-Index arithmetic only. Positions of inputs are counted in the plan's buffer, which begins where
-the first window does, in the padding if need be.
+Which inputs the halos hold, and from which ranks they come, is the plan's (`geometry.index_maps`,
+`geometry.plan`). Index arithmetic only. Positions of inputs are counted in the plan's buffer, which
+begins where the first window does, in the padding if need be.
 """
 
 from __future__ import annotations

@@ -20,13 +20,13 @@ _CHECKPOINTED: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
 @contextmanager
 def method(name: str) -> Iterator[None]:
-    """Compute convolutions and pooling within by one method, where both apply; for debugging.
+    """Compute convolutions and pooling in the context by one method, where both apply; to debug.
 
     "assembled" copies a rank's block and its halos into one buffer and computes on that.
     "overlapped" computes on the block as it is while the halos travel, and mends the boundary.
-    Results are equal to rounding. Without a choice the faster is taken. All ranks choose alike.
-    Activations that torch.utils.checkpoint computes again, without reentry, are computed by the
-    same method. Another name raises `ValueError`.
+    Results are equal to rounding. Without a choice the faster is taken. All ranks have to choose
+    the same. Activations that torch.utils.checkpoint computes again, without reentry, are computed
+    by the same method. Another name raises `ValueError`.
     """
     if name not in METHODS:
         raise ValueError(f"method={name!r} is not known; choose from {', '.join(METHODS)}")
