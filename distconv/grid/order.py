@@ -5,14 +5,16 @@ its arguments, shapes and layouts into one running number, after the first steps
 name alone in most; and of each function on cut tensors, also of those that send nothing, the first
 calls. The numbers are compared by a reduction of 16 bytes whenever a rank meets a step with
 arguments that are new to it, and from time to time without waiting; with DISTCONV_DEBUG=1 before
-every step, with all calls since the one before. Where they differ, the ranks exchange the last
-steps they have taken, and every rank raises the same error.
+every step, with all calls since the one before. In the first steps, tensors count with the step
+after which they were made, so that most calls are new then. Where the numbers differ, the ranks
+exchange the last steps they have taken, and every rank raises the same error.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+import warnings
 from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -52,6 +54,8 @@ _KEPT = 1024
 """How many steps and calls are kept, to be named where ranks differ."""
 _REMEMBERED = 4096
 """How many operators with their arguments are known; beyond, all are forgotten."""
+_NUMBERED = 512
+"""Up to which step or call tensors keep its number, with DISTCONV_DEBUG=1 all of them."""
 
 
 class DivergenceError(RuntimeError):
@@ -101,6 +105,8 @@ class Order:
         self._last: deque[tuple[Any, int, str | None]] = deque(maxlen=_KEPT)
         self._counts: dict[Any, int] = {}
         self._calls: dict[Any, int] = {}
+        self._tells_apart = True
+        """Whether tensors of one shape are told apart by the steps after which they were made."""
         self._thread = threading.get_ident()
         self._under_way: Comparison | None = None
         if comm is not None:
@@ -143,7 +149,7 @@ class Order:
         if not outside:
             count = self._counts[function] = self._counts.get(function, 0) + 1
         if not outside and (count <= _FIRST or not count % _EVERY or self.debug):
-            key = _with_arguments(kind, call)
+            key = _with_arguments(kind, call, self._tells_apart)
             new = self._meet(key)
         else:
             key = kind, function, _extents_of(arguments)
@@ -160,10 +166,15 @@ class Order:
 
     def latest(self) -> int | None:
         """Return the number of the step or call before now; None where ranks may be at different
-        ones, on other threads and in a backward pass."""
+        ones, on other threads and in a backward pass, and where no tensor keeps it any more."""
         if threading.get_ident() != self._thread or torch._C._current_graph_task_id() != -1:
             return None
-        return self._compared
+        return self._compared if self.numbers_tensors else None
+
+    @property
+    def numbers_tensors(self) -> bool:
+        """Return whether tensors keep the number of the step or call after which they are made."""
+        return self.debug or (self._compared < _NUMBERED and self._tells_apart)
 
     def count_call(self) -> None:
         """Count the function that this rank is in, whatever it sends: its first calls, or all where
@@ -183,7 +194,7 @@ class Order:
         if function in _BACKWARD or torch._C._current_graph_task_id() != -1:
             return
         self._calls[function] = min(count + 1, _FIRST)
-        self._note(_with_arguments("call", call), 0, user_line())
+        self._note(_with_arguments("call", call, self._tells_apart), 0, user_line())
 
     def compare(self) -> None:
         """Compare all steps and calls up to now, and wait for the result. Collective."""
@@ -198,12 +209,17 @@ class Order:
         self._last.append((key, tag, line))
         self._compared += 1
 
-    def latest_numbers(self, most: int = _KEPT) -> tuple[int, list[int]]:
+    def latest_numbers(self, most: int = _KEPT, told_apart: bool = True) -> tuple[int, list[int]]:
         """Return which number the first of the latest steps and calls has, and what stands for each
-        of them; the watching thread asks, too."""
+        of them; the watching thread asks, too.
+
+        Parameters
+        ----------
+        told_apart: whether calls on tensors that were made after different steps differ.
+        """
         last = list(self._last)[max(0, len(self._last) - most) :]
         first = self._compared - len(last) + 1
-        return first, [_code(key) + tag for key, tag, _ in last]
+        return first, [_code(key if told_apart else _alike(key)) + tag for key, tag, _ in last]
 
     def in_words(self, number: int | None) -> str:
         """Return a step or a call, or with None the latest one, as a user would write it."""
@@ -244,15 +260,23 @@ class Order:
             self._explain()
 
     def _explain(self) -> None:
-        """Raise on all ranks, naming the first step in which they differ."""
+        """Raise on all ranks, naming the first step in which they differ.
+
+        Only warn where they call the same on tensors of one shape that they have made after
+        different steps: a program may have made one tensor later on one rank. With DISTCONV_DEBUG=1
+        that is an error, too.
+        """
         here = place_of(self._thread)
         with Wait(self.waiting):
-            ranks = self._comm.allgather(self.latest_numbers())
+            both = self._comm.allgather((self.latest_numbers(), self.latest_numbers(_KEPT, False)))
+            ranks, alike = zip(*both, strict=True)
             number = first_difference(ranks)
             told = self._comm.allgather((self.in_words(number), here, self._tags.last))
         # A program that catches the error goes on with the same numbers on all ranks.
         self._tags.last = max(tag for _, _, tag in told)
         self._folded = self._since = 0
+        # Tensors made since the ranks differ keep numbers that differ.
+        self._tells_apart = self.debug
         for known in (self._met, self._counts, self._calls, self._last, SETTLED):
             known.clear()
         self._compared = self._counted = max(begin + len(own) - 1 for begin, own in ranks)
@@ -263,6 +287,15 @@ class Order:
             else f"in collective step {number}"
         )
         steps, places, _ = zip(*told, strict=True)
+        if not self.debug and number is not None and first_difference(alike) is None:
+            warnings.warn(
+                f"the ranks call the same {found} on tensors that they have made after different "
+                f"steps: {by_ranks(steps, ': ')}. If these are different tensors, the numbers are "
+                f"wrong: let all ranks take them in one order. {_VARIABLE}=1 makes this an error; "
+                "it is not looked for any more in this run",
+                stacklevel=2,
+            )
+            return
         raise DivergenceError(_difference(found, steps, places, self.debug))
 
     def _change_thread(self) -> None:
@@ -319,10 +352,23 @@ def _extents_of(arguments: Sequence[Any]) -> tuple[int, ...] | None:
     return extents
 
 
-def _with_arguments(kind: str, call: Call) -> tuple[Any, ...]:
-    """Return the key of a kind of step in the function that this rank is in, with its arguments."""
+def _with_arguments(kind: str, call: Call, told_apart: bool) -> tuple[Any, ...]:
+    """Return the key of a kind of step in the function that this rank is in, with its arguments.
+
+    Parameters
+    ----------
+    told_apart: whether tensors are known by the step after which they were made.
+    """
     function, arguments, keywords = call
-    return kind, function, _kept(arguments), _kept(keywords or ())
+    key = kind, function, _kept(arguments), _kept(keywords or ())
+    return key if told_apart else _alike(key)
+
+
+def _alike(key: Any) -> Any:
+    """Return what a key would be if tensors did not know after which step they were made."""
+    if isinstance(key, _Tensor):
+        return key._replace(made_after=None)
+    return tuple(map(_alike, key)) if type(key) is tuple else key
 
 
 def _kept(argument: Any) -> Any:

@@ -100,7 +100,7 @@ class ProcessGrid(Grid):
         with self.waiting():
             carrier = communicators.transport(self._ranks, choice.transport, self._devices)
         super().__init__(topology, rank, own, carrier)
-        self.numbers_tensors = self._order.debug
+        self.numbers_tensors = self.size > 1
         self._communicators: dict[tuple[frozenset[str], str], Communicator] = {}
         _grids[id(self)] = self
 
@@ -165,7 +165,8 @@ class ProcessGrid(Grid):
 
     def latest_step(self) -> int | None:
         """Return the number of the step or call before now, the same on all ranks; None where the
-        ranks may be at different ones."""
+        ranks may be at different ones, and after the first steps."""
+        self.numbers_tensors = self._order.numbers_tensors
         return self._order.latest()
 
     def count_call(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,9 +32,10 @@ def order_of(grid: dc.ProcessGrid) -> Order:
 @pytest.fixture
 def grid(monkeypatch: pytest.MonkeyPatch) -> Iterator[dc.ProcessGrid]:
     """Make a grid over all ranks whose every step is compared."""
+    made = dc.ProcessGrid(height=-1)
     order.SETTLED.clear()
-    monkeypatch.setattr(order_of(dc.ProcessGrid(height=-1)), "debug", True)
-    yield dc.ProcessGrid(height=-1)
+    monkeypatch.setattr(order_of(made), "debug", True)
+    yield made
 
 
 def differing(usual: Callable[[], Any], other: Callable[[], Any]) -> str:
@@ -160,6 +162,49 @@ def test_equal_calls_on_two_tensors_in_another_order_are_named(grid: dc.ProcessG
     x, y = planes(grid), planes(grid)
     error = differing(lambda: [t.sum() for t in (x, y)], lambda: [t.sum() for t in (y, x)])
     assert "sum(made after step" in error and "test_order.py" in error
+
+
+@pytest.fixture
+def fresh_grid(monkeypatch: pytest.MonkeyPatch) -> Iterator[dc.ProcessGrid]:
+    """Make a grid over all ranks as at the start of a program, whatever tests have run before."""
+    made = dc.ProcessGrid(height=-1)
+    order.SETTLED.clear()
+    monkeypatch.setattr(order, "_NUMBERED", 10**9)
+    for name, value in {"debug": False, "_tells_apart": True, "_counts": {}, "_calls": {}}.items():
+        monkeypatch.setattr(order_of(made), name, value)
+    yield made
+
+
+@pytest.mark.parallel([2, 3])
+@pytest.mark.parametrize("function", [torch.sum, torch.relu], ids=lambda f: f.__name__)
+def test_first_calls_on_two_tensors_in_another_order_are_warned_of_on_all_ranks(
+    function: Callable[[dc.DistTensor], Any], fresh_grid: dc.ProcessGrid
+) -> None:
+    x, y = planes(fresh_grid), planes(fresh_grid)
+    with pytest.warns(
+        UserWarning, match=f"{function.__name__}.made after step .*different"
+    ) as told:
+        for t in (y, x) if WORLD.rank == LAST else (x, y):
+            function(t)
+        fresh_grid.compare_steps()
+    assert len(told) == 1
+    assert x.sum().item() == y.sum().item()
+
+
+@pytest.mark.parallel([2, 3])
+def test_tensors_that_one_rank_makes_late_in_a_run_are_no_difference(
+    fresh_grid: dc.ProcessGrid, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(order, "_NUMBERED", order_of(fresh_grid)._compared + 3)
+    x = planes(fresh_grid)
+    for _ in range(3):
+        x.sum()
+    if WORLD.rank == 0:
+        x.clone()  # the first tensor that is made when none is numbered any more
+    y = planes(fresh_grid)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert (x.sum() - y.sum()).item() == 0
 
 
 @pytest.mark.parallel([2, 3])
