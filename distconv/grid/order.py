@@ -55,7 +55,7 @@ _KEPT = 1024
 _REMEMBERED = 4096
 """How many operators with their arguments are known; beyond, all are forgotten."""
 _NUMBERED = 512
-"""Up to which step or call tensors keep its number, with DISTCONV_DEBUG=1 all of them."""
+"""Tensors made up to this step or call keep its number; with DISTCONV_DEBUG=1 all of them do."""
 
 
 class DivergenceError(RuntimeError):
