@@ -6,8 +6,8 @@ name alone in most; and of each function on cut tensors, also of those that send
 calls. The numbers are compared by a reduction of 16 bytes whenever a rank meets a step with
 arguments that are new to it, and from time to time without waiting; with DISTCONV_DEBUG=1 before
 every step, with all calls since the one before. In the first steps, tensors count with the step
-after which they were made, so that most calls are new then. Where the numbers differ, the ranks
-exchange the last steps they have taken, and every rank raises the same error.
+after which they were made. Where the numbers differ, the ranks exchange the last steps they have
+taken, and every rank raises the same error.
 """
 
 from __future__ import annotations
@@ -150,7 +150,8 @@ class Order:
             count = self._counts[function] = self._counts.get(function, 0) + 1
         if not outside and (count <= _FIRST or not count % _EVERY or self.debug):
             key = _with_arguments(kind, call, self._tells_apart)
-            new = self._meet(key)
+            # A rank that knows its tensor from earlier calls would not wait for one that does not.
+            new = self._meet(_alike(key))
         else:
             key = kind, function, _extents_of(arguments)
             # The name of a function may come first at other steps on ranks that differ already.

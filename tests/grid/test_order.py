@@ -192,6 +192,17 @@ def test_first_calls_on_two_tensors_in_another_order_are_warned_of_on_all_ranks(
 
 
 @pytest.mark.parallel([2, 3])
+def test_a_copy_that_one_rank_makes_alone_lets_no_rank_wait(fresh_grid: dc.ProcessGrid) -> None:
+    x = planes(fresh_grid)
+    expected = x.sum().item()
+    if WORLD.rank == 0:
+        x = x.clone()
+    assert x.sum().item() == expected
+    with pytest.warns(UserWarning, match="made after different steps"):
+        fresh_grid.compare_steps()
+
+
+@pytest.mark.parallel([2, 3])
 def test_tensors_that_one_rank_makes_late_in_a_run_are_no_difference(
     fresh_grid: dc.ProcessGrid, monkeypatch: pytest.MonkeyPatch
 ) -> None:
