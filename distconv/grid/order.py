@@ -290,10 +290,10 @@ class Order:
         steps, places, _ = zip(*told, strict=True)
         if not self.debug and number is not None and first_difference(alike) is None:
             warnings.warn(
-                f"the ranks call the same {found} on tensors that they have made after different "
+                f"{found}, the ranks call one function on tensors that were made after different "
                 f"steps: {by_ranks(steps, ': ')}. If these are different tensors, the numbers are "
-                f"wrong: let all ranks take them in one order. {_VARIABLE}=1 makes this an error; "
-                "it is not looked for any more in this run",
+                f"wrong: let all ranks take them in one order. {_VARIABLE}=1 makes this an error. "
+                "There will be no more such warnings in this run",
                 stacklevel=2,
             )
             return

@@ -198,7 +198,7 @@ def test_a_copy_that_one_rank_makes_alone_lets_no_rank_wait(fresh_grid: dc.Proce
     if WORLD.rank == 0:
         x = x.clone()
     assert x.sum().item() == expected
-    with pytest.warns(UserWarning, match="made after different steps"):
+    with pytest.warns(UserWarning, match="on tensors that were made after different steps"):
         fresh_grid.compare_steps()
 
 
