@@ -11,6 +11,7 @@ from torch import Tensor
 from distconv.comm.collectives import all_gather
 from distconv.geometry.layout import cutting_axes
 from distconv.grid.interface import Grid
+from distconv.ops.support.operands import shard_of
 from distconv.tensor.dist_tensor import DistTensor
 
 
@@ -21,7 +22,7 @@ def tensor_norms(tensors: Sequence[Tensor], order: float = 2.0) -> list[Tensor]:
     message for all that are cut over the same axes of a grid. Of plain tensors nothing is sent.
     """
     with torch.no_grad():
-        norms = [_norm(x.shard if isinstance(x, DistTensor) else x, order) for x in tensors]
+        norms = [_norm(shard_of(x), order) for x in tensors]
         cut: dict[tuple[Grid, tuple[str, ...], torch.dtype], list[int]] = defaultdict(list)
         for i, x in enumerate(tensors):
             if isinstance(x, DistTensor):

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from distconv.comm.replication import replicated_on_paths
-from distconv.ops.support.operands import common_grid
+from distconv.ops.support.operands import common_grid, shard_of
 from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor, as_parameter
 from distconv.tensor.nested import Tensors, as_list, shards_of
@@ -45,7 +45,7 @@ def _seeds(
         gradient_seed(x, gradient, operator) if isinstance(x, DistTensor) else gradient
         for x, gradient in zip(tensors, given, strict=True)
     ]
-    return [x.shard if isinstance(x, DistTensor) else x for x in tensors], seeds
+    return list(map(shard_of, tensors)), seeds
 
 
 @implements(torch.autograd.backward)

@@ -159,5 +159,5 @@ def whole_gradient(part: Tensor, cuts: Cuts, grid: Grid) -> Tensor:
 
 
 _GRAD_FN: Any = vars(torch._C.TensorBase)["grad_fn"].__get__
-# By names of their own: every operator asks for them, and looking them up takes as long as they do.
+# A name of its own, as every operator asks for it.
 _UNINTERCEPTED = torch._C.DisableTorchFunctionSubclass

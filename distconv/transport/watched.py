@@ -155,14 +155,9 @@ class WatchedTransport(WrappedTransport):
         def members() -> Iterable[int]:
             return self._members(group)
 
-        waiting = self._waiting
-        watched = _WatchedRequest(waiting, members)
-        # As in `with watched`, which takes longer; the ranks of a group may have to connect first.
-        before, waiting.now = waiting.now, watched
-        try:
+        watched = _WatchedRequest(self._waiting, members)
+        with watched:  # where the ranks of a group have to connect first
             watched.request = request = self.carrier.all_reduce(tensor, group)
-        finally:
-            waiting.now = before
         if self._streams is not None:
             return _StreamRequest(request, self._streams, self._steps, tuple(members()))
         return watched
