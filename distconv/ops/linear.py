@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from math import prod
 from string import ascii_letters
 from typing import cast
 
 import torch.nn.functional as F
 from torch import Tensor
 
+from distconv.comm.collectives import all_reduce_with_grad
 from distconv.geometry.index_maps import Same
 from distconv.geometry.layout import cutting_axes, replaced_at
 from distconv.ops.conv.channel_algorithms import Layer, WeightMeta, algorithm, layer_part
@@ -70,6 +72,9 @@ def _along_merged(x: DistTensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     axes = cutting_axes(own.cuts[lead:])
     parts = own.grid.topology.parts(axes)
     if 2 * parts * weight.shape[0] < weight.shape[0] + weight.shape[1]:
+        ranks = own.grid.topology.parts(cutting_axes(own.cuts[:lead]))
+        if not isinstance(weight, DistTensor) and prod(own.shape[:lead]) <= _FEW_ROWS * ranks:
+            return _of_own_features(x, weight, bias)
         rows = ascii_letters[2 : x.dim() + 1]
         total = contract("linear", [f"{rows}a", "ba"], f"{rows}b", [x, weight])
         return total if bias is None else total + bias.to(total.dtype)
@@ -82,3 +87,26 @@ def _along_merged(x: DistTensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if weight.shape[0] == weight.shape[1]:
         y = redistribute(cast(DistTensor, y.unflatten(-1, features)), own.cuts, "linear")
     return y.reshape((*x.shape[:-1], weight.shape[0]))
+
+
+_FEW_ROWS = 8
+"""Rows of a rank up to which a product with all of a weight takes no longer than to copy a part of
+it, and to write the gradient of the part into one of the whole."""
+
+
+def _of_own_features(x: DistTensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return the layer of merged features, with zeros in place of those that other ranks hold."""
+    own, features = unmerged(x), factors_of(x)[-1]
+    lead = own.dim() - len(features)
+    box, padding = own.box, list[int]()
+    for d in reversed(range(lead, own.dim())):
+        padding += box.start[d], own.shape[d] - box.stop[d]
+    part = F.linear(F.pad(own.shard, padding).flatten(lead), weight)
+    total = DistTensor(
+        all_reduce_with_grad(part, own.grid, cutting_axes(own.cuts[lead:])),
+        (*own.shape[:lead], weight.shape[0]),
+        (*own.cuts[:lead], ()),
+        own.grid,
+    )
+    y = total.reshape((*x.shape[:-1], weight.shape[0]))
+    return y if bias is None else y + bias.to(y.dtype)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distconv.ops.conv.volumes import convolution, convolution_gradients
 from distconv.planning.local_operators import LocalOperator, TensorSpec
 from distconv.planning.roofline import packet_of
 
@@ -63,6 +64,13 @@ class Operands:
 _NOTHING = TensorSpec((0,), (1,), torch.float32)
 
 
+_OF_VOLUMES: dict[str, Callable[..., object]] = {
+    "aten.convolution.default": convolution,
+    "aten.convolution_backward.default": convolution_gradients,
+}
+"""How distconv computes operators on volumes."""
+
+
 def _extent(spec: TensorSpec) -> int:
     """Return the elements from the first to the last of a tensor."""
     return 1 + sum((n - 1) * s for n, s in zip(spec.shape, spec.stride, strict=True))
@@ -76,6 +84,8 @@ def call_of(operator: LocalOperator, memory: Operands) -> Callable[[], object]:
     """
     packet: Any = packet_of(operator)
     function = getattr(packet, operator.name.rsplit(".", 1)[1])
+    volume = any(len(spec.shape) == 5 for spec in operator.taken)
+    compute = _OF_VOLUMES.get(operator.name, function) if volume else function
     places_of_maxima = "max_pool" in operator.name and "backward" in operator.name
     plane = prod(operator.arguments[1].shape[2:]) if places_of_maxima else 0
 
@@ -94,4 +104,4 @@ def call_of(operator: LocalOperator, memory: Operands) -> Callable[[], object]:
     keywords = {name: made(value) for name, value in operator.keywords}
     if "device" in keywords:
         keywords["device"] = "cpu"
-    return lambda: function(*arguments, **keywords)
+    return lambda: compute(*arguments, **keywords)

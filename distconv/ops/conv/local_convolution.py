@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distconv.geometry.halo.slabs import LocalInput
+from distconv.ops.conv.volumes import convolution, convolution_gradients
 from distconv.ops.support.types import autocast_type
 from distconv.ops.windowed.overlapped import OperandGradients, crop_outputs
 
@@ -41,7 +42,8 @@ class LocalConvolution:
         if d is not None:
             # One plane of a volume: two-dimensional convolution is several times as fast.
             x, weight = x.squeeze(d), weight.squeeze(d)
-        y = torch.convolution(x, weight, bias, *self._arguments(piece))
+        compute = convolution if x.dim() == 5 else torch.convolution
+        y = compute(x, weight, bias, *self._arguments(piece))
         if d is not None:
             y = y.unsqueeze(d)
         return crop_outputs(y, piece.crop)
@@ -60,7 +62,8 @@ class LocalConvolution:
             dy = F.pad(dy, [n for crop in reversed(piece.crop) for n in crop])
         if d is not None:
             dy, x, weight = (t.squeeze(d) for t in (dy, x, weight))
-        dx, dw, db = _backward(dy, x, weight, bias, *self._arguments(piece), mask)
+        compute = convolution_gradients if x.dim() == 5 else _gradients
+        dx, dw, db = compute(dy, x, weight, bias, *self._arguments(piece), mask)
         if d is not None:
             dx, dw = (None if t is None else t.unsqueeze(d) for t in (dx, dw))
         return dx, dw, db
@@ -76,4 +79,4 @@ class LocalConvolution:
         return stride, padding, dilation, self.transposed, extra, self.groups
 
 
-_backward: Any = torch.ops.aten.convolution_backward
+_gradients: Any = torch.ops.aten.convolution_backward

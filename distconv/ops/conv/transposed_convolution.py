@@ -15,6 +15,7 @@ from distconv.geometry.halo.transposed_convolution import (
 from distconv.geometry.index_maps import IndexMap, Same, TransposedWindow
 from distconv.geometry.layout import Box, Cuts, Shape
 from distconv.ops.conv.specification import ConvolutionSpec, Sides
+from distconv.ops.conv.volumes import recorded_by_onednn
 from distconv.ops.support.metadata_checks import check_shapes
 from distconv.tensor.dist_tensor import DistTensor
 
@@ -79,8 +80,8 @@ class TransposedConvolution(ConvolutionSpec):
         if not prod(box.shape):
             # The local operator refuses empty planes, but not an empty batch.
             buffer = buffer.reshape(0, buffer.shape[1], *(max(n, 2) for n in weight.shape[2:]))
-            result = self.function(buffer, weight, bias, strides, 0, 0, groups, dilations)
-            return result.reshape(box.shape)
+            nothing = self.function(buffer, weight, bias, strides, 0, 0, groups, dilations)
+            return nothing.reshape(box.shape)
         # Along a cut dimension the local result starts where its first input writes first, and
         # ends where its last input writes last, unless more outputs follow that no input reaches.
         cut = [bool(axes) for axes in x.cuts[2:]]
@@ -93,7 +94,12 @@ class TransposedConvolution(ConvolutionSpec):
                 cut, self.output_padding, own, written, strict=True
             )
         ]
-        result = self.function(buffer, weight, bias, strides, left, beyond, groups, dilations)
+        result: Tensor | None = None
+        if len(strides) == 3:
+            rest = strides, tuple(left), dilations, True, tuple(beyond), groups
+            result = recorded_by_onednn(buffer, weight, bias, *rest)
+        if result is None:
+            result = self.function(buffer, weight, bias, strides, left, beyond, groups, dilations)
         for d, ((_, _, a, b), (first, _)) in enumerate(zip(own, written, strict=True), 2):
             if cut[d - 2]:
                 result = result.narrow(d, a - first, b - a)

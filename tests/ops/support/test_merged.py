@@ -71,6 +71,7 @@ def partly(w: Tensor, value: Tensor) -> Tensor:
     return w
 
 
+_ROW = torch.ones(1, C * H * W, dtype=torch.float64).cumsum(1).cos()
 SHIFT = torch.linspace(-1, 1, C, dtype=torch.float64)
 
 LOCAL: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -92,8 +93,9 @@ LOCAL: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "channels' products": lambda x, w: x.flatten(2) @ x.flatten(2).transpose(1, 2),
     "einsum": lambda x, w: torch.einsum("wpc,wqc->wpq", windows(x), windows(x).tanh()),
     "a convolution of windows": lambda x, w: F.conv1d(windows(x), w[:2, :4, None], w[0, :2]),
-    "a few results of all positions": lambda x, w: F.linear(
-        x.flatten(1), torch.ones(1, C * H * W, dtype=x.dtype).cumsum(1).cos() * w[0, 0], w[0, :1]
+    "a few results of all positions": lambda x, w: F.linear(x.flatten(1), _ROW * w[0, 0], w[0, :1]),
+    "a few results for many samples": lambda x, w: F.linear(
+        torch.cat([x] * 10).flatten(1), _ROW * w[0, 0], w[0, :1]
     ),
     "distances": lambda x, w: torch.cdist(tokens(x), w).argmin(1).view(-1, H, W) * x.sum(),
     "embedding": lambda x, w: F.embedding(tokens(x).abs().argmax(1), w).view(-1, H, W, C),
