@@ -84,20 +84,24 @@ def batch_norm_over(
     each group of ranks has statistics of its own, and the running ones take their mean over the
     groups, so that they are the same on every rank.
     """
-    plain = (running_mean, running_var, weight, bias)
+    plain = running_mean, running_var, weight, bias
     grid = common_grid("batch_norm", (input, *plain))
     x = as_distributed(input, grid)
-    kinds = tuple(None if t is None else (tuple(t.shape), t.dtype) for t in plain)
+    kinds = tuple([None if t is None else (t.shape, t.dtype) for t in plain])
     options = training, momentum is None, eps
     training, group, rest, counts, groups = _decide(
-        Placement.of(x), axes, x.device, *options, kinds
+        Placement.of(x), axes, grid.device, *options, kinds
     )
-    running = [gather_whole(t, "batch_norm") for t in (running_mean, running_var)]
-    running_mean, running_var = (own_channels(t, x, "batch_norm") for t in running)
-    if any(x.cuts[1:2]) and running_mean is not None and running_var is not None:
-        # The backward pass wants them as they are now.
-        running_mean, running_var = running_mean.clone(), running_var.clone()
-    weight, bias = (own_channels(t, x, "batch_norm") for t in (weight, bias))
+    running: Sequence[Tensor | None] = running_mean, running_var
+    if any(x.cuts[1:2]) or any([isinstance(t, DistTensor) for t in plain]):
+        running = [gather_whole(t, "batch_norm") for t in running]
+        parameters = *running, weight, bias
+        running_mean, running_var, weight, bias = (
+            own_channels(t, x, "batch_norm") for t in parameters
+        )
+        if any(x.cuts[1:2]) and running_mean is not None and running_var is not None:
+            # The backward pass wants them as they are now.
+            running_mean, running_var = running_mean.clone(), running_var.clone()
     block = _with_batch_stride(x.shard)
     if not training or not (group or rest):
         if x.shard.numel() or not x.numel():
@@ -251,11 +255,12 @@ class _BatchNorm(ShardFunction):
     ) -> Tensor:
         kind = accumulation_type(x.dtype)
         over = (0, *range(2, x.dim()))
-        statistics = moments(x, over, grid, group, counts)
-        mean, variance = (m.view(-1).to(kind) for m in statistics)
+        mean, variance = moments(x, over, grid, group, counts)
+        mean, variance = mean.view(-1).to(kind), variance.view(-1).to(kind)
         if x.numel():
             # torch takes parameters in the type of the statistics, or all in a half input's type.
-            wide, shift = (p if p is None else p.to(kind) for p in (weight, bias))
+            wide = None if weight is None else weight.to(kind)
+            shift = None if bias is None else bias.to(kind)
             y = torch.batch_norm(x, wide, shift, mean, variance, False, 0.0, eps, False)
         else:
             y = x.clone()

@@ -67,8 +67,10 @@ def _variances_and_means(x: Tensor, over: Sequence[int], on_gpu: bool) -> Tensor
     if not x.numel():
         shape = [1 if d in over else n for d, n in enumerate(x.shape)]
         return x.new_zeros((2, *shape), dtype=torch.float64)
+    if x.numel() <= _PIECE or on_gpu:
+        return _variance_and_mean(x, over, on_gpu)
     kept = next((d for d in range(x.dim()) if d not in over), None)
-    if kept is None or x.numel() <= _PIECE or on_gpu:
+    if kept is None:
         return _variance_and_mean(x, over, on_gpu)
     # In pieces, whose differences from the mean fit into memory that is used again.
     run = max(1, _PIECE * x.shape[kept] // x.numel())
