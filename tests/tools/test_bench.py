@@ -16,6 +16,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import distconv as dc
+from benchmarks.operators import operators
 from benchmarks.record import record
 from distconv.layers import Conv2d
 from distconv.planning.alternation import Contender, alternate
@@ -148,6 +149,15 @@ def test_what_a_step_loses_is_the_sum_of_its_parts() -> None:
         taken = [(row.subject, row.bound) for row in parts]
         assert taken[0][0] == total.subject
         assert all(a[1] == b[0] for a, b in pairwise(taken)), "each goes on where one has ended"
+
+
+@pytest.mark.parallel(2)
+def test_the_operators_of_a_step_are_told() -> None:
+    tiny = CASES[1]._replace(shape=(1, 32, 32, 32))
+    heads, total, *rows = operators(tiny, steps=1, rows=100).splitlines()
+    assert heads.startswith("operator") and total.startswith("all")
+    named = {row.split("  ")[0].strip() for row in rows}
+    assert {"aten::convolution_backward", "_BatchNorm", "_OverlappedLinear"} <= named
 
 
 OWN = """

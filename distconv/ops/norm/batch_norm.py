@@ -261,7 +261,7 @@ class _BatchNorm(ShardFunction):
             # torch takes parameters in the type of the statistics, or all in a half input's type.
             wide = None if weight is None else weight.to(kind)
             shift = None if bias is None else bias.to(kind)
-            y = torch.batch_norm(x, wide, shift, mean, variance, False, 0.0, eps, False)
+            y, _, _ = torch.native_batch_norm(x, wide, shift, mean, variance, False, 0.0, eps)
         else:
             y = x.clone()
         # Before anything is saved: there a checkpoint stops to compute again.
@@ -284,7 +284,7 @@ class _BatchNorm(ShardFunction):
         # dx = gain * (dy - mean(dy) - standardised x * mean(dy * standardised x)), in two passes.
         slope, offset = total.mul_(gain / -count).unbind()
         if x.numel():
-            dx = torch.batch_norm(x, slope, offset, mean, variance, False, 0.0, eps, False)
+            dx, _, _ = torch.native_batch_norm(x, slope, offset, mean, variance, False, 0.0, eps)
             dx.addcmul_(dy, gain.view(1, -1, *(1,) * (dy.dim() - 2)))
         else:
             dx = torch.zeros_like(x)

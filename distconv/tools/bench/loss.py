@@ -94,31 +94,37 @@ CASES = (
 
 def losses(settings: Settings, networks: Sequence[Network] = CASES) -> Iterator[Row]:
     """Yield for each network its loss, and the rows that add up to it; all ranks of MPI call it."""
-    alone = ProcessGrid(mpi().COMM_SELF, device="cpu")
     for network in networks:
         grid = settings.grid(len(network.shape))
-        torch.manual_seed(0)
         block = local_box(network.shape, grid).shape
-        on_block = network._replace(shape=tuple(block))
-        step = unchanging_step(
-            network, parallelize(made(network), grid), *cut_sample(network, grid)
-        )
-        runs = (
-            step,
-            silenced(step, reductions=False),
-            silenced(step, reductions=True),
-            unchanging_step(
-                network, parallelize(made(on_block), alone), *cut_sample(on_block, alone)
-            ),
-            unchanging_step(network, made(on_block), *sample(network, block)),
-        )
-        sides = [Contender(run, settings.threads) for run in runs]
+        sides = [Contender(run, settings.threads) for run in variants(network, grid)]
         times = alternate(grid.comm, sides, settings.seconds)
         where = f"{by(network.shape)}, {by(block)} on rank 0"
         row = "loss", network.name, settings.configuration(grid, where)
         yield over(row, "over the block alone", times[0], times[-1], network.over_local)
         for part, with_it, without in zip(PARTS, times, times[1:], strict=False):
             yield share(row, part, with_it, without, times[-1])
+
+
+def variants(network: Network, grid: ProcessGrid) -> list[Callable[[], None]]:
+    """Return the training step of a network, and the same with less and less of it: without halos,
+    without any messages, on a grid of one rank, and as plain torch; all ranks of the grid call it.
+    """
+    alone = ProcessGrid(mpi().COMM_SELF, device="cpu")
+    torch.manual_seed(0)
+    block = local_box(network.shape, grid).shape
+    on_block = network._replace(shape=tuple(block))
+    step = unchanging_step(network, parallelize(made(network), grid), *cut_sample(network, grid))
+    of_one_rank = unchanging_step(
+        network, parallelize(made(on_block), alone), *cut_sample(on_block, alone)
+    )
+    return [
+        step,
+        silenced(step, reductions=False),
+        silenced(step, reductions=True),
+        of_one_rank,
+        unchanging_step(network, made(on_block), *sample(network, block)),
+    ]
 
 
 PARTS = (

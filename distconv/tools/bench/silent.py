@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from distconv.transport.interface import Message, Request, Transport
@@ -21,8 +22,9 @@ class _Nothing:
 class SilentTransport(WrappedTransport):
     """Leave out the messages of a carrier, or its reductions too; see `Transport`.
 
-    What should have arrived is zero, and sums are this rank's part: the numbers are wrong, and the
-    work of the host and the kernels is the same. Gathers and broadcasts are left to the carrier.
+    What should have arrived is zero, sums are this rank's part, and all ranks are taken to have
+    what this one has: the numbers are wrong, and the work of the host and the kernels is the same.
+    Broadcasts are left to the carrier.
     """
 
     def __init__(self, carrier: Transport, reductions: bool):
@@ -40,3 +42,9 @@ class SilentTransport(WrappedTransport):
     def all_reduce(self, tensor: Tensor, group: Any) -> Request:
         """Add up as the carrier does, or take this rank's part for the sum."""
         return _Nothing() if self._reductions else self.carrier.all_reduce(tensor, group)
+
+    def all_gather(self, tensor: Tensor, group: Any) -> Tensor:
+        """Gather as the carrier does, or take this rank's tensor for those of all."""
+        if not self._reductions:
+            return self.carrier.all_gather(tensor, group)
+        return torch.stack([tensor] * group.size)
