@@ -26,7 +26,7 @@ _WARM_UP = 8
 
 
 def operators(network: Network, steps: int, rows: int) -> str:
-    """Return the table of operators, of rank 0; all ranks of MPI call it.
+    """Return the table of this rank's operators; all ranks of MPI call it.
 
     Parameters
     ----------
@@ -48,7 +48,7 @@ def operators(network: Network, steps: int, rows: int) -> str:
                 calls[name][operator] += 1
     found = set().union(*seconds.values())
     ranked = sorted(found, key=lambda o: -abs(seconds["cut"][o] - seconds["plain"][o]))
-    heads = ["operator", *(f"{name}, us{many}" for name in runs for many in ("", " (times)"))]
+    heads = ["operator", *(f"{name}, {what}" for name in runs for what in ("us", "calls"))]
     lines = [
         ["all", *(x for name in runs for x in (f"{sum(seconds[name].values()) / steps:.0f}", ""))]
     ]

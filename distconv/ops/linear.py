@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import prod
 from string import ascii_letters
 from typing import cast
 
@@ -72,8 +71,7 @@ def _along_merged(x: DistTensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     axes = cutting_axes(own.cuts[lead:])
     parts = own.grid.topology.parts(axes)
     if 2 * parts * weight.shape[0] < weight.shape[0] + weight.shape[1]:
-        ranks = own.grid.topology.parts(cutting_axes(own.cuts[:lead]))
-        if not isinstance(weight, DistTensor) and prod(own.shape[:lead]) <= _FEW_ROWS * ranks:
+        if not isinstance(weight, DistTensor):
             return _of_own_features(x, weight, bias)
         rows = ascii_letters[2 : x.dim() + 1]
         total = contract("linear", [f"{rows}a", "ba"], f"{rows}b", [x, weight])
@@ -89,19 +87,12 @@ def _along_merged(x: DistTensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return y.reshape((*x.shape[:-1], weight.shape[0]))
 
 
-_FEW_ROWS = 8
-"""Rows of a rank up to which a product with all of a weight takes no longer than to copy a part of
-it, and to write the gradient of the part into one of the whole."""
-
-
 def _of_own_features(x: DistTensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the layer of merged features, with zeros in place of those that other ranks hold."""
+    """Return the layer of merged features, of which each rank takes its own of a whole weight."""
     own, features = unmerged(x), factors_of(x)[-1]
     lead = own.dim() - len(features)
-    box, padding = own.box, list[int]()
-    for d in reversed(range(lead, own.dim())):
-        padding += box.start[d], own.shape[d] - box.stop[d]
-    part = F.linear(F.pad(own.shard, padding).flatten(lead), weight)
+    columns = weight.unflatten(1, features)[(slice(None), *own.box.slices[lead:])]
+    part = F.linear(own.shard.flatten(lead), columns.flatten(1))
     total = DistTensor(
         all_reduce_with_grad(part, own.grid, cutting_axes(own.cuts[lead:])),
         (*own.shape[:lead], weight.shape[0]),

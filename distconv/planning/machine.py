@@ -13,8 +13,8 @@ from typing import Any
 from distconv.data.durable import write_atomically
 from distconv.planning.table import table
 
-FORMAT = 1
-"""The version of the files."""
+FORMAT = 2
+"""The version of the files; since 2, operators on volumes are timed as distconv computes them."""
 
 
 @dataclass(frozen=True)

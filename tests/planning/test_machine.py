@@ -30,9 +30,9 @@ def test_a_machine_comes_back_from_its_file_as_it_was(tmp_path: Path) -> None:
     [
         (None, "calibrate"),
         ("{}", "'format' is missing"),
-        ('{"format": 9}', "expected 1"),
+        ('{"format": 9}', "expected 2"),
         ("nonsense", "describes no machine"),
-        ('{"format": 1, "memory": "16GiB"}', "its memory is '16GiB', expected the bytes"),
+        ('{"format": 2, "memory": "16GiB"}', "its memory is '16GiB', expected the bytes"),
     ],
 )
 def test_a_file_that_is_no_machine_is_refused_in_words(

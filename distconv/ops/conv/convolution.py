@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 
 from torch import Tensor
@@ -12,7 +13,7 @@ from distconv.geometry.halo.convolution import convolution_boundary, needs_halo
 from distconv.geometry.index_maps import IndexMap, Window
 from distconv.geometry.layout import Box, Cuts, Shape
 from distconv.ops.conv.specification import ConvolutionSpec
-from distconv.ops.conv.volumes import recorded_by_onednn
+from distconv.ops.conv.volumes import recorded_convolution
 from distconv.ops.support.metadata_checks import check_shapes
 from distconv.ops.windowed.assembled import window_needs, windowed_block
 from distconv.tensor.dist_tensor import DistTensor
@@ -76,13 +77,10 @@ class Convolution(ConvolutionSpec):
         box: Box,
     ) -> Tensor:
         def compute(inputs: Tensor, padding: tuple[int, ...]) -> Tensor:
-            stride, dilation, groups = self.stride, self.dilation, self.groups
-            if len(stride) == 3:
-                rest = stride, padding, dilation, False, (0, 0, 0), groups
-                y = recorded_by_onednn(inputs, weight, bias, *rest)
-                if y is not None:
-                    return y
-            return self.function(inputs, weight, bias, stride, padding, dilation, groups)
+            operands, sides = (inputs, weight, bias), (self.stride, padding, self.dilation)
+            function = partial(self.function, *operands, *sides, self.groups)
+            none = (0,) * len(padding)
+            return recorded_convolution(function, *operands, *sides, False, none, self.groups)
 
         return windowed_block(buffer, maps, x.cuts, box.shape, compute)
 

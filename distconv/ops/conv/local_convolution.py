@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distconv.geometry.halo.slabs import LocalInput
-from distconv.ops.conv.volumes import convolution, convolution_gradients
+from distconv.ops.conv.volumes import convolution, convolution_gradients, torch_gradients
 from distconv.ops.support.types import autocast_type
 from distconv.ops.windowed.overlapped import OperandGradients, crop_outputs
 
@@ -62,7 +62,7 @@ class LocalConvolution:
             dy = F.pad(dy, [n for crop in reversed(piece.crop) for n in crop])
         if d is not None:
             dy, x, weight = (t.squeeze(d) for t in (dy, x, weight))
-        compute = convolution_gradients if x.dim() == 5 else _gradients
+        compute = convolution_gradients if x.dim() == 5 else torch_gradients
         dx, dw, db = compute(dy, x, weight, bias, *self._arguments(piece), mask)
         if d is not None:
             dx, dw = (None if t is None else t.unsqueeze(d) for t in (dx, dw))
@@ -77,6 +77,3 @@ class LocalConvolution:
                 (*a[:d], *a[d + 1 :]) for a in (stride, padding, dilation, extra)
             )
         return stride, padding, dilation, self.transposed, extra, self.groups
-
-
-_gradients: Any = torch.ops.aten.convolution_backward

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 
 from torch import Tensor
@@ -15,7 +16,7 @@ from distconv.geometry.halo.transposed_convolution import (
 from distconv.geometry.index_maps import IndexMap, Same, TransposedWindow
 from distconv.geometry.layout import Box, Cuts, Shape
 from distconv.ops.conv.specification import ConvolutionSpec, Sides
-from distconv.ops.conv.volumes import recorded_by_onednn
+from distconv.ops.conv.volumes import recorded_convolution
 from distconv.ops.support.metadata_checks import check_shapes
 from distconv.tensor.dist_tensor import DistTensor
 
@@ -94,12 +95,10 @@ class TransposedConvolution(ConvolutionSpec):
                 cut, self.output_padding, own, written, strict=True
             )
         ]
-        result: Tensor | None = None
-        if len(strides) == 3:
-            rest = strides, tuple(left), dilations, True, tuple(beyond), groups
-            result = recorded_by_onednn(buffer, weight, bias, *rest)
-        if result is None:
-            result = self.function(buffer, weight, bias, strides, left, beyond, groups, dilations)
+        operands = buffer, weight, bias
+        function = partial(self.function, *operands, strides, left, beyond, groups, dilations)
+        rest = strides, left, dilations, True, beyond, groups
+        result = recorded_convolution(function, *operands, *rest)
         for d, ((_, _, a, b), (first, _)) in enumerate(zip(own, written, strict=True), 2):
             if cut[d - 2]:
                 result = result.narrow(d, a - first, b - a)

@@ -1,10 +1,10 @@
 """Convolutions of volumes on CPUs, by those of oneDNN's kernels that are fast for them.
 
 torch chooses its kernel by the size of the input, of which it leaves out the last dimension: one
-sample with up to 20,480 channels x depth x height goes through a matrix of all windows, which is
-several times the input and takes up to eight times as long. Blocks of a cut volume are below that
-where the whole is above. And with few channels, oneDNN has faster kernels than the one that it
-chooses for a gradient.
+sample with up to 20,480 channels x depth x height goes through a matrix of all windows, unless the
+kernel is larger than 3. That is several times the input and takes up to eight times as long. Blocks
+of a cut volume are below that where the whole is above. And with few channels, oneDNN has faster
+kernels than the one that it chooses for a gradient.
 
 Results differ from torch's by rounding. Weight gradients of some kernels add up all positions one
 by one in the type of the input, as torch's do for planes and large volumes: with 1e5 positions
@@ -13,7 +13,7 @@ of one sign they were found to be right to 2e-5 of the largest.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from math import prod
 from operator import ge, sub
@@ -38,10 +38,12 @@ measured to take up to four times as long as a convolution with the flipped weig
 weight up to three times as long where the depth is padded as with zeros in memory."""
 
 _by_onednn: Any = torch.ops.aten.mkldnn_convolution
+torch_gradients: Any = torch.ops.aten.convolution_backward
+"""The gradients of a convolution of any dimensions, by kernels of torch's choice."""
 
 
 def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
-    """Return `torch.convolution` of a volume; it is not recorded for gradients.
+    """Return `torch.convolution` of a volume; call it where nothing is recorded for gradients.
 
     Parameters
     ----------
@@ -50,11 +52,12 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any)
         `torch.convolution` takes them.
     """
     # Transposed, oneDNN was measured to take as long or longer.
-    if not arguments[3] and gains_by_onednn(x, weight, *arguments):
-        stride, padding, dilation, *_, groups = arguments
-        y: Tensor = _by_onednn(x, weight, bias, padding, stride, dilation, groups)
-        return y
-    return torch.convolution(x, weight, bias, *arguments)
+    if arguments[3] or not _computes(x, weight, *arguments):
+        return torch.convolution(x, weight, bias, *arguments)
+    stride, padding, dilation, *_, groups = arguments
+    offset = None if bias is None else bias.contiguous()
+    y: Tensor = _by_onednn(x, weight, offset, padding, stride, dilation, groups)
+    return y
 
 
 def convolution_gradients(
@@ -72,50 +75,62 @@ def convolution_gradients(
     rest: the arguments of `convolution`, and which gradients to compute.
     """
     *arguments, mask = rest
-    backward: Any = torch.ops.aten.convolution_backward
-    if torch.is_grad_enabled() or not gains_by_onednn(x, weight, *arguments):
-        gradients: OperandGradients = backward(dy, x, weight, bias, *arguments, mask)
+    if torch.is_grad_enabled() or not _computes(x, weight, *arguments):
+        gradients: OperandGradients = torch_gradients(dy, x, weight, bias, *arguments, mask)
         return gradients
+    of_input, of_weight, of_bias = mask
     stride, padding, dilation, transposed, *_ = arguments
     dx = dw = db = None
+    if of_bias and not of_weight:
+        db, of_bias = dy.sum((0, 2, 3, 4)), False
     reach = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
     lines_up = not transposed and max(stride) == 1 and all(map(ge, reach, padding))
     if lines_up and x.shape[1] < _MANY_CHANNELS:
-        if mask[0]:
+        if of_input:
             flipped = weight.flip(2, 3, 4).transpose(0, 1).contiguous()
             dx = _by_onednn(dy, flipped, None, list(map(sub, reach, padding)), stride, dilation, 1)
-        if padding[0]:
+            of_input = False
+        if of_weight and padding[0]:
             zeros = x.new_zeros(*x.shape[:2], padding[0], *x.shape[3:])
             x, arguments[1] = torch.cat([zeros, x, zeros], 2), (0, *padding[1:])
-        mask = [False, *mask[1:]]
-    if any(mask):
+    if of_input or of_weight:
         if not _taken_by_torch(x.shape, weight.shape):
             # What torch has of oneDNN's gradients, it takes for tensors of oneDNN's.
             dy, x = dy.to_mkldnn(), x.to_mkldnn()
-        made, dw, db = backward(dy, x, weight, bias, *arguments, mask)
-        if mask[0]:
-            dx = made.to_dense()
+        mask = [of_input, of_weight, of_bias]
+        given, dw, sums = torch_gradients(dy, x, weight, bias, *arguments, mask)
+        dx = given.to_dense() if of_input else dx
+        db = sums if of_bias else db
     return dx, dw, db
 
 
-def recorded_by_onednn(
-    x: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any
-) -> Tensor | None:
-    """Return `convolution`, recorded for gradients of any order; None where torch's own function
-    is as fast."""
-    if not gains_by_onednn(x, weight, *arguments) or autocast_type(x) is not None:
-        return None
+def recorded_convolution(
+    function: Callable[[], Tensor],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *arguments: Any,
+) -> Tensor:
+    """Return a convolution of any dimensions, recorded for gradients of any order.
+
+    Parameters
+    ----------
+    function: computes it as torch does.
+    arguments: as of `convolution`.
+    """
+    if len(weight.shape) < 5 or autocast_type(x) or not _computes(x, weight, *arguments):
+        return function()
     y: Tensor = _Convolution.apply(x, weight, bias, arguments)
     return y
 
 
-def gains_by_onednn(x: Tensor, weight: Tensor, *arguments: Any) -> bool:
-    """Return whether oneDNN is faster than what torch would take for these blocks."""
+def _computes(x: Tensor, weight: Tensor, *arguments: Any) -> bool:
+    """Return whether to compute with kernels that are chosen here."""
     return (
         x.device.type == "cpu"
         and x.dtype == weight.dtype == torch.float32
         and bool(torch.backends.mkldnn.enabled)
-        and _gains(tuple(x.shape), tuple(weight.shape), *map(_hashable, arguments))
+        and _pays(tuple(x.shape), tuple(weight.shape), *map(_hashable, arguments))
         and _available()
     )
 
@@ -130,7 +145,7 @@ def _available() -> bool:
 
 
 @lru_cache(maxsize=4096)
-def _gains(
+def _pays(
     x: Shape,
     weight: Shape,
     stride: Shape,
@@ -140,8 +155,11 @@ def _gains(
     extra: Shape,
     groups: int,
 ) -> bool:
+    """Return whether oneDNN was measured to be no slower than any other kernel of torch's."""
     if groups > 1 or prod(weight[2:]) == 1:
         return False  # other kernels of oneDNN's, or one product of matrices
+    if transposed and any(map(ge, extra, stride)):
+        return False  # which oneDNN has not
     places = x[2:]
     if not transposed:
         rows = zip(x[2:], weight[2:], stride, padding, dilation, strict=True)
@@ -151,6 +169,8 @@ def _gains(
 
 def _taken_by_torch(x: Shape, weight: Shape) -> bool:
     """Return whether torch itself takes oneDNN for these shapes."""
+    if weight[3:] == (1, 1):
+        return False  # not always
     return x[0] > 1 or min(weight[3:]) > 3 or prod(x[:4]) > _MOST_ELEMENTS
 
 

@@ -129,7 +129,7 @@ def variants(network: Network, grid: ProcessGrid) -> list[Callable[[], None]]:
 
 PARTS = (
     "halos and redistributions: messages and waiting",
-    "reductions: messages and waiting",
+    "reductions and gathers: messages and waiting",
     "boundaries, packing, buckets and their Python",
     "Python of functions and of modules",
 )
