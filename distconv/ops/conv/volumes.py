@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import conv_flop_count, flop_registry, register_flop_formula
 
 from distconv.comm.shard_function import ShardFunction
 from distconv.geometry.layout import Shape
@@ -190,3 +191,13 @@ class _Convolution(ShardFunction):
         mask = ctx.needs_input_grad[:3]
         gradients = convolution_gradients(grads[0], x, weight, bias, *arguments, mask)
         return *gradients, None
+
+
+def _operations(x: Shape, weight: Shape, *rest: Any, out_shape: Shape, **more: Any) -> int:
+    """Return the floating-point operations of oneDNN's convolution, for `FlopCounterMode`."""
+    count: int = conv_flop_count(list(x), list(weight), list(out_shape))
+    return count
+
+
+if _by_onednn not in flop_registry:  # torch calls it below what the mode sees
+    register_flop_formula(_by_onednn)(_operations)

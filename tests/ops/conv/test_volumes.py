@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import distconv as dc
 from distconv.ops.conv import volumes
@@ -150,6 +151,19 @@ def test_small_convolutions_and_other_types_are_left_to_torch() -> None:
         assert left_to_torch(large, w, *rest)
     with torch.backends.mkldnn.flags(enabled=False):
         assert left_to_torch(large, w, *rest)
+
+
+@pytest.mark.parametrize("case", ["plain", "of many channels", "strided"])
+@pytest.mark.usefixtures("any_size")
+def test_operations_are_counted_as_those_of_torch(case: str) -> None:
+    shape, kernel, *arguments = CASES[case]
+    x, w = torch.randn(shape, requires_grad=True), torch.randn(kernel, requires_grad=True)
+    counts = []
+    for run in (torch.convolution, recorded):
+        with FlopCounterMode(display=False) as counter:
+            run(x, w, None, *arguments, 1).sum().backward()
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0
 
 
 @pytest.mark.parallel([2, 3])
