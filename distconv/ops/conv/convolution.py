@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from math import prod
+from typing import Any
 
 from torch import Tensor
 
@@ -31,6 +32,10 @@ class Convolution(ConvolutionSpec):
     transposed = False
     needs_halo = staticmethod(needs_halo)
     boundary = staticmethod(convolution_boundary)
+
+    @cached_property
+    def arguments(self) -> tuple[Any, ...]:
+        return self.stride, self.padding, self.dilation, self.groups
 
     def output_shape(self, x: Shape, weight: Shape, bias: Shape | None) -> Shape:
         groups, padding = self.groups, self.padding

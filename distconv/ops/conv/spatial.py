@@ -7,6 +7,7 @@ lacks: `assembled` in one buffer, or overlapped with their exchange.
 from __future__ import annotations
 
 from functools import lru_cache
+from math import prod
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -34,6 +35,7 @@ class SpatialPlan(NamedTuple):
     needs, cuts: what an assembled computation gathers of the input.
     box: the outputs that the rank computes.
     boundary: how to compute while halos travel; None where the input is assembled.
+    alone: whether the rank's own block is all that it needs, and torch's function computes it.
     """
 
     spec: ConvolutionSpec
@@ -43,6 +45,7 @@ class SpatialPlan(NamedTuple):
     cuts: Cuts
     box: Box
     boundary: Boundary | None
+    alone: bool = False
 
 
 def convolve_whole_channels(
@@ -71,7 +74,9 @@ def _plan(
         boundary = boundary_of(spec, x, maps, x.shape, shape, x.cuts)
     needs = (Same(), Same(), *spec.inputs_to_gather(maps, x.cuts))
     box = rank_box(shape, x.cuts, x.topology, x.rank)
-    return SpatialPlan(spec, shape, maps, needs, x.cuts, box, boundary)
+    # For volumes there are other kernels than torch's, and torch refuses planes without outputs.
+    alone = len(maps) < 3 and prod(box.shape) > 0 and all(isinstance(n, Same) for n in needs)
+    return SpatialPlan(spec, shape, maps, needs, x.cuts, box, boundary, alone)
 
 
 def boundary_of(
@@ -105,6 +110,8 @@ def convolve_block(
     operator: the name under which movements are recorded.
     """
     spec = plan.spec
+    if plan.alone:
+        return spec.function(x.shard, weight, bias, *spec.arguments)
     if plan.boundary is not None:
         operands = as_autocast(x.shard, weight, bias)
         return overlapped_linear(x, operands, spec.local, plan.boundary, operator)

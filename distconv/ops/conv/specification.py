@@ -50,6 +50,11 @@ class ConvolutionSpec(ABC):
         """Return the name of the function, as messages and records have it."""
         return self.function.__name__
 
+    @property
+    @abstractmethod
+    def arguments(self) -> tuple[Any, ...]:
+        """Return the arguments of torch's function after the bias."""
+
     @cached_property
     def local(self) -> LocalConvolution:
         """Return the same convolution of a piece of the input."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from math import prod
+from typing import Any
 
 from torch import Tensor
 
@@ -30,6 +31,10 @@ class TransposedConvolution(ConvolutionSpec):
     transposed = True
     needs_halo = staticmethod(transposed_needs_halo)
     boundary = staticmethod(transposed_convolution_boundary)
+
+    @cached_property
+    def arguments(self) -> tuple[Any, ...]:
+        return self.stride, self.padding, self.output_padding, self.groups, self.dilation
 
     def output_shape(self, x: Shape, weight: Shape, bias: Shape | None) -> Shape:
         name, strides, dilations = self.name, self.stride, self.dilation
