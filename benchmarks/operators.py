@@ -1,8 +1,8 @@
 """Which of torch's operators a cut network spends its loss in.
 
 `mpiexec -n 2 python -m benchmarks.operators "residual, 32 channels, 128^2"` profiles three of the
-training steps that `bench loss` compares: cut, but without messages, on a grid of one rank, and as
-plain torch on a block of the same shape. It prints the operators and autograd functions in which
+steps that `bench loss` compares: the cut one without messages, that of one rank, and plain torch on
+a block of the same shape. It prints the operators and autograd functions in which
 they differ most, with the time that each spends outside of others. The profiler makes all of them
 slower, small ones most.
 """
@@ -20,6 +20,7 @@ from distconv.planning.table import table
 from distconv.tools.bench.loss import CASES, variants
 from distconv.tools.bench.networks import Network
 from distconv.tools.bench.settings import Settings
+from distconv.transport.launch import mpi
 
 _WARM_UP = 8
 """Steps before the first that counts."""
@@ -81,7 +82,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     shown = operators(names[arguments.network], arguments.steps, arguments.rows)
-    if Settings().grid(4).rank == 0:
+    if mpi().COMM_WORLD.rank == 0:
         print(shown)
 
 

@@ -25,6 +25,17 @@ def test_a_machine_comes_back_from_its_file_as_it_was(tmp_path: Path) -> None:
     assert Machine.load(tmp_path / "machine.json") == machine
 
 
+def test_times_of_operators_in_older_files_are_taken_anew(tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    machine = described()
+    machine.operators["2"] = {"aten.convolution.default": 1.0}
+    machine.workspaces["aten.convolution.default"] = 1
+    machine.save(path)
+    path.write_text(path.read_text().replace('"format": 2', '"format": 1'))
+    old = Machine.load(path)
+    assert old.operators == old.workspaces == {} and old.links == machine.links
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [

@@ -240,9 +240,9 @@ def test_networks_with_channels_last_keep_them_last(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parallel(2)
-@pytest.mark.parametrize("reductions", [False, True])
+@pytest.mark.parametrize("collectives", [False, True])
 def test_a_silent_step_sends_nothing_and_changes_nothing(
-    reductions: bool, monkeypatch: pytest.MonkeyPatch
+    collectives: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     network = CASES[0]._replace(shape=(1, 3, 16, 16))
     grid = QUICK.grid(4)
@@ -257,9 +257,9 @@ def test_a_silent_step_sends_nothing_and_changes_nothing(
         monkeypatch.setattr(
             carrier, name, lambda *a, name=name, whole=whole: (sent.update([name]), whole(*a))[1]
         )
-    silenced(step, reductions)()
+    silenced(step, collectives)()
     assert not sent["exchange"]
-    assert bool(sent["all_reduce"]) is bool(sent["all_gather"]) is not reductions
+    assert bool(sent["all_reduce"]) is bool(sent["all_gather"]) is not collectives
     step()
     assert sent["exchange"]
     for name, value in model.state_dict().items():

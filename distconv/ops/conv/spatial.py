@@ -35,7 +35,7 @@ class SpatialPlan(NamedTuple):
     needs, cuts: what an assembled computation gathers of the input.
     box: the outputs that the rank computes.
     boundary: how to compute while halos travel; None where the input is assembled.
-    alone: whether the rank's own block is all that it needs, and torch's function computes it.
+    by_torch: whether torch's function computes them from the rank's own block as it is.
     """
 
     spec: ConvolutionSpec
@@ -45,7 +45,7 @@ class SpatialPlan(NamedTuple):
     cuts: Cuts
     box: Box
     boundary: Boundary | None
-    alone: bool = False
+    by_torch: bool = False
 
 
 def convolve_whole_channels(
@@ -75,8 +75,8 @@ def _plan(
     needs = (Same(), Same(), *spec.inputs_to_gather(maps, x.cuts))
     box = rank_box(shape, x.cuts, x.topology, x.rank)
     # For volumes there are other kernels than torch's, and torch refuses planes without outputs.
-    alone = len(maps) < 3 and prod(box.shape) > 0 and all(isinstance(n, Same) for n in needs)
-    return SpatialPlan(spec, shape, maps, needs, x.cuts, box, boundary, alone)
+    by_torch = len(maps) < 3 and prod(box.shape) > 0 and all(isinstance(n, Same) for n in needs)
+    return SpatialPlan(spec, shape, maps, needs, x.cuts, box, boundary, by_torch)
 
 
 def boundary_of(
@@ -110,7 +110,7 @@ def convolve_block(
     operator: the name under which movements are recorded.
     """
     spec = plan.spec
-    if plan.alone:
+    if plan.by_torch:
         return spec.function(x.shard, weight, bias, *spec.arguments)
     if plan.boundary is not None:
         operands = as_autocast(x.shard, weight, bias)

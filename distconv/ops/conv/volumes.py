@@ -2,9 +2,9 @@
 
 torch chooses its kernel by the size of the input, of which it leaves out the last dimension: one
 sample with up to 20,480 channels x depth x height goes through a matrix of all windows, unless the
-kernel is larger than 3. That is several times the input and takes up to eight times as long. Blocks
-of a cut volume are below that where the whole is above. And with few channels, oneDNN has faster
-kernels than the one that it chooses for a gradient.
+kernel is larger than 3 along height and width. That is several times the input and takes up to
+eight times as long. Blocks of a cut volume are below that where the whole is above. And with few
+channels, oneDNN has faster kernels for gradients than the one that it chooses itself.
 
 Results differ from torch's by rounding. Weight gradients of some kernels add up all positions one
 by one in the type of the input, as torch's do for planes and large volumes: with 1e5 positions
@@ -36,7 +36,8 @@ _FEWEST_PRODUCTS = 2**21
 _MANY_CHANNELS = 16
 """Channels from which oneDNN's gradients are as fast as anything. Below, those of the input were
 measured to take up to four times as long as a convolution with the flipped weight, and those of the
-weight up to three times as long where the depth is padded as with zeros in memory."""
+weight up to three times as long where the depth is padded as with zeros in memory. The zeros cost a
+copy of the input, so they are for inputs of which torch would make the matrix of all windows."""
 
 _by_onednn: Any = torch.ops.aten.mkldnn_convolution
 torch_gradients: Any = torch.ops.aten.convolution_backward
@@ -84,24 +85,26 @@ def convolution_gradients(
     dx = dw = db = None
     if of_bias and not of_weight:
         db, of_bias = dy.sum((0, 2, 3, 4)), False
+    few = not transposed and max(stride) == 1 and x.shape[1] < _MANY_CHANNELS
     reach = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
-    lines_up = not transposed and max(stride) == 1 and all(map(ge, reach, padding))
-    if lines_up and x.shape[1] < _MANY_CHANNELS:
-        if of_input:
-            flipped = weight.flip(2, 3, 4).transpose(0, 1).contiguous()
-            dx = _by_onednn(dy, flipped, None, list(map(sub, reach, padding)), stride, dilation, 1)
-            of_input = False
-        if of_weight and padding[0]:
-            zeros = x.new_zeros(*x.shape[:2], padding[0], *x.shape[3:])
-            x, arguments[1] = torch.cat([zeros, x, zeros], 2), (0, *padding[1:])
-    if of_input or of_weight:
+    flips = of_input and few and all(map(ge, reach, padding))
+    together = of_input and not flips
+    if of_weight or together:
+        inputs, outputs = x, dy
         if not _taken_by_torch(x.shape, weight.shape):
-            # What torch has of oneDNN's gradients, it takes for tensors of oneDNN's.
-            dy, x = dy.to_mkldnn(), x.to_mkldnn()
-        mask = [of_input, of_weight, of_bias]
-        given, dw, sums = torch_gradients(dy, x, weight, bias, *arguments, mask)
-        dx = given.to_dense() if of_input else dx
+            if few and not together and padding[0]:
+                zeros = x.new_zeros(*x.shape[:2], padding[0], *x.shape[3:])
+                inputs, arguments[1] = torch.cat([zeros, x, zeros], 2), (0, *padding[1:])
+            # For tensors in oneDNN's own layout torch always takes oneDNN's gradients.
+            inputs, outputs = inputs.to_mkldnn(), dy.to_mkldnn()
+        mask = [together, of_weight, of_bias]
+        given, dw, sums = torch_gradients(outputs, inputs, weight, bias, *arguments, mask)
+        del inputs, outputs
+        dx = given.to_dense() if together else None
         db = sums if of_bias else db
+    if flips:
+        flipped = weight.flip(2, 3, 4).transpose(0, 1).contiguous()
+        dx = _by_onednn(dy, flipped, None, list(map(sub, reach, padding)), stride, dilation, 1)
     return dx, dw, db
 
 
@@ -199,5 +202,5 @@ def _operations(x: Shape, weight: Shape, *rest: Any, out_shape: Shape, **more: A
     return count
 
 
-if _by_onednn not in flop_registry:  # torch calls it below what the mode sees
+if _by_onednn not in flop_registry:  # torch itself calls it beneath the mode
     register_flop_formula(_by_onednn)(_operations)

@@ -84,16 +84,16 @@ def batch_norm_over(
     each group of ranks has statistics of its own, and the running ones take their mean over the
     groups, so that they are the same on every rank.
     """
-    plain = running_mean, running_var, weight, bias
-    grid = common_grid("batch_norm", (input, *plain))
+    channelwise = running_mean, running_var, weight, bias
+    grid = common_grid("batch_norm", (input, *channelwise))
     x = as_distributed(input, grid)
-    kinds = tuple([None if t is None else (t.shape, t.dtype) for t in plain])
+    kinds = tuple([None if t is None else (t.shape, t.dtype) for t in channelwise])
     options = training, momentum is None, eps
     training, group, rest, counts, groups = _decide(
         Placement.of(x), axes, grid.device, *options, kinds
     )
     running: Sequence[Tensor | None] = running_mean, running_var
-    if any(x.cuts[1:2]) or any([isinstance(t, DistTensor) for t in plain]):
+    if any(x.cuts[1:2]) or any([isinstance(t, DistTensor) for t in channelwise]):
         running = [gather_whole(t, "batch_norm") for t in running]
         parameters = *running, weight, bias
         running_mean, running_var, weight, bias = (

@@ -1,4 +1,4 @@
-"""Where a training step loses time to being cut: the same step with less and less of it left out.
+"""Where a training step loses time to being cut: the same step with more and more of it left out.
 
 The bound is the plain network on a block of the same shape. From one variant of the step to the
 next one thing is left out, so that the differences add up to the loss.
@@ -120,8 +120,8 @@ def variants(network: Network, grid: ProcessGrid) -> list[Callable[[], None]]:
     )
     return [
         step,
-        silenced(step, reductions=False),
-        silenced(step, reductions=True),
+        silenced(step, collectives=False),
+        silenced(step, collectives=True),
         of_one_rank,
         unchanging_step(network, made(on_block), *sample(network, block)),
     ]
@@ -153,11 +153,11 @@ def unchanging_step(
     return step_of(network, module, x, y, rate=0.0)
 
 
-def silenced(step: Callable[[], None], reductions: bool) -> Callable[[], None]:
+def silenced(step: Callable[[], None], collectives: bool) -> Callable[[], None]:
     """Return a step that sends no halos, or nothing at all."""
 
     def run() -> None:
-        with carried_by(lambda carrier: SilentTransport(carrier, reductions)):
+        with carried_by(lambda carrier: SilentTransport(carrier, collectives)):
             step()
 
     return run

@@ -63,7 +63,7 @@ def any_size(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def close(got: Tensor | None, want: Tensor | None) -> None:
-    """Compare elements of float32, of which many have been added up."""
+    """Assert that tensors agree to the rounding of sums in float32."""
     assert got is not None and want is not None
     assert deviation(got, want) < 1e-5
 

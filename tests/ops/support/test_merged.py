@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -94,9 +95,6 @@ LOCAL: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "einsum": lambda x, w: torch.einsum("wpc,wqc->wpq", windows(x), windows(x).tanh()),
     "a convolution of windows": lambda x, w: F.conv1d(windows(x), w[:2, :4, None], w[0, :2]),
     "a few results of all positions": lambda x, w: F.linear(x.flatten(1), _ROW * w[0, 0], w[0, :1]),
-    "a few results for many samples": lambda x, w: F.linear(
-        torch.cat([x] * 10).flatten(1), _ROW * w[0, 0], w[0, :1]
-    ),
     "distances": lambda x, w: torch.cdist(tokens(x), w).argmin(1).view(-1, H, W) * x.sum(),
     "embedding": lambda x, w: F.embedding(tokens(x).abs().argmax(1), w).view(-1, H, W, C),
     "parts in place": lambda x, w: scaled(windows(x)),
@@ -166,6 +164,19 @@ def test_merged_tensors_equal_serial_in_any_layout(name: str) -> None:
     for _ in range(2):
         x, weight = random_tensor(rng, (2, C, H, W)), random_tensor(rng, (3 * C, C))
         agrees(function, [x], [weight], random_grid(rng), rng)
+
+
+@pytest.mark.parallel([2, 4])
+def test_a_few_results_by_a_distributed_weight_equal_serial() -> None:
+    x, cut = _merged()
+    weight = dc.distribute_tensor(_ROW, cut.grid, dc.Layout()).requires_grad_()
+    serial = _ROW.clone().requires_grad_()
+    y, expected = F.linear(cut.flatten(1), weight), F.linear(x.flatten(1), serial)
+    for total in (y, expected):
+        total.square().sum().backward()
+    gradient: Any = weight.grad
+    assert torch.allclose(y.full_tensor(), expected)
+    assert torch.allclose(gradient.full_tensor(), serial.grad)
 
 
 def _merged() -> tuple[Tensor, dc.DistTensor]:
