@@ -2,9 +2,9 @@
 
 `mpiexec -n 2 python -m benchmarks.operators "residual, 32 channels, 128^2"` profiles three of the
 steps that `bench loss` compares: the cut one without messages, that of one rank, and plain torch on
-a block of the same shape. It prints the operators and autograd functions in which
-they differ most, with the time that each spends outside of others. The profiler makes all of them
-slower, small ones most.
+a block of the same shape. It prints the operators and autograd functions in which they differ most,
+with the time that each spends outside of others. The profiler makes all of them slower, small ones
+most.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ from typing import cast
 import torch.nn.functional as F
 from torch import Tensor
 
-from distconv.comm.collectives import all_reduce_with_grad
 from distconv.geometry.index_maps import Same
 from distconv.geometry.layout import cutting_axes, replaced_at
 from distconv.ops.conv.channel_algorithms import Layer, WeightMeta, algorithm, layer_part
@@ -71,8 +70,6 @@ def _along_merged(x: DistTensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     axes = cutting_axes(own.cuts[lead:])
     parts = own.grid.topology.parts(axes)
     if 2 * parts * weight.shape[0] < weight.shape[0] + weight.shape[1]:
-        if not isinstance(weight, DistTensor):
-            return _of_own_features(x, weight, bias)
         rows = ascii_letters[2 : x.dim() + 1]
         total = contract("linear", [f"{rows}a", "ba"], f"{rows}b", [x, weight])
         return total if bias is None else total + bias.to(total.dtype)
@@ -85,23 +82,3 @@ def _along_merged(x: DistTensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if weight.shape[0] == weight.shape[1]:
         y = redistribute(cast(DistTensor, y.unflatten(-1, features)), own.cuts, "linear")
     return y.reshape((*x.shape[:-1], weight.shape[0]))
-
-
-def _of_own_features(x: DistTensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the layer of merged features, of which each rank takes its own of a whole weight.
-
-    `contract` is for any product: here it was measured to take three times as long, as it brings
-    the weight into another order.
-    """
-    own, features = unmerged(x), factors_of(x)[-1]
-    lead = own.dim() - len(features)
-    columns = weight.unflatten(1, features)[(slice(None), *own.box.slices[lead:])]
-    part = F.linear(own.shard.flatten(lead), columns.flatten(1))
-    total = DistTensor(
-        all_reduce_with_grad(part, own.grid, cutting_axes(own.cuts[lead:])),
-        (*own.shape[:lead], weight.shape[0]),
-        (*own.cuts[:lead], ()),
-        own.grid,
-    )
-    y = total.reshape((*x.shape[:-1], weight.shape[0]))
-    return y if bias is None else y + bias.to(y.dtype)
