@@ -80,6 +80,11 @@ class Window(Ascending):
         """Return the inputs from the first to the last that one window touches, gaps included."""
         return self.dilation * (self.kernel - 1) + 1
 
+    @property
+    def steps(self) -> tuple[int, int]:
+        """Return by how many outputs, and inputs, one window lies behind the other."""
+        return 1, self.stride
+
     def output_size(self, size: int) -> int:
         room = size + sum(self.padding) - self.extent
         outputs = (room + (self.stride - 1 if self.ceil_mode else 0)) // self.stride + 1
@@ -308,6 +313,11 @@ class TransposedWindow(Ascending):
     dilation: int = 1
     padding: int = 0
     output_padding: int = 0
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        """Return by how many outputs, and inputs, one window lies behind the other."""
+        return self.stride, 1
 
     def output_size(self, size: int) -> int:
         reach = (size - 1) * self.stride + self.dilation * (self.kernel - 1) + 1

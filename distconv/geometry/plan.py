@@ -18,8 +18,21 @@ from functools import cached_property, lru_cache
 from itertools import product
 from math import prod
 
-from distconv.geometry.index_maps import IndexMap, Interval, is_identity
-from distconv.geometry.layout import Cuts, block, cutting_axes, owning_part, rank_box
+from distconv.geometry.index_maps import (
+    IndexMap,
+    Interval,
+    TransposedWindow,
+    Window,
+    is_identity,
+)
+from distconv.geometry.layout import (
+    Cuts,
+    block,
+    cutting_axes,
+    distinct_parts,
+    owning_part,
+    rank_box,
+)
 from distconv.geometry.topology import Topology
 
 Slices = tuple[slice, ...]
@@ -95,13 +108,20 @@ class _Dimension:
     @property
     def identity(self) -> bool:
         """Return whether every target part needs the source part of its number, on its ranks."""
-        if (self.source_axes, self.size) != (self.target_axes, self.outputs):
+        if self.source_axes != self.target_axes:
             return False
-        # The first part tells of most other maps that they are not.
-        return is_identity(self.needs, self.size) or all(
-            self.intervals(j) == (block(self.size, self.source_parts, j),)
-            for j in range(min(self.source_parts, self.size))
-        )
+        if is_identity(self.needs, self.size):
+            return True
+        steps = self.needs.steps if isinstance(self.needs, Window | TransposedWindow) else None
+        if steps is not None:
+            # Windows that cover each part, as those of pooling by 2.
+            parts = distinct_parts(self.size, self.outputs, self.source_parts, steps)
+        elif self.size == self.outputs:
+            # The first part tells of most other maps that they are not.
+            parts = iter(range(min(self.source_parts, self.size)))
+        else:
+            return False
+        return all(self.intervals(j) == (block(self.size, self.source_parts, j),) for j in parts)
 
     def links(self, source: int, target: int) -> tuple[Link, ...]:
         """Return the runs of elements that target part `target` takes from source part `source`."""

@@ -6,6 +6,7 @@ from itertools import product
 from math import prod
 
 import numpy as np
+import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -292,6 +293,23 @@ def of_width(parts: int, size: int, needs: IndexMap) -> list[Plan]:
 def test_a_kernel_wider_than_a_shard_takes_from_several_owners() -> None:
     plan = of_width(8, 16, Window(9, padding=(4, 4)))[4]
     assert [(r.peer, r.size) for r in plan.receives] == [(2, 2), (3, 2), (5, 2), (6, 2)]
+
+
+@pytest.mark.parametrize(
+    ("size", "needs", "still"),
+    [
+        (16, Window(2, 2), True),
+        (16, Window(2, 4), False),
+        (12, Window(2, 2), False),
+        (24, Window(3, 3), True),
+        (16, Window(3, 2, padding=(1, 1)), False),
+        (8, TransposedWindow(2, 2), True),
+        (10, TransposedWindow(2, 2), False),
+        (8, TransposedWindow(4, 2, padding=1), False),
+    ],
+)
+def test_windows_that_cover_each_part_move_nothing(size: int, needs: IndexMap, still: bool) -> None:
+    assert [plan.identity for plan in of_width(4, size, needs)] == [still] * 4
 
 
 def test_rows_that_a_stride_skips_beyond_the_last_window_are_not_sent() -> None:

@@ -57,7 +57,7 @@ def needs_halo(
             if window.padding[0] != window.padding[1] or own_window.output_size(size) != outputs:
                 return None
             continue
-        for j in distinct_parts(size, outputs, n, (1, window.stride)):
+        for j in distinct_parts(size, outputs, n, window.steps):
             own, made = block(size, n, j), block(outputs, n, j)
             count, held = made[1] - made[0], own[1] - own[0]
             padding = own_padding(window, own, made)

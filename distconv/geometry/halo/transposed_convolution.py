@@ -39,7 +39,7 @@ def transposed_needs_halo(
     found = False
     for m, size, n in zip(maps, sizes, parts, strict=True):
         outputs = m.output_size(size)
-        for j in distinct_parts(size, outputs, n, (m.stride, 1)):
+        for j in distinct_parts(size, outputs, n, m.steps):
             own, made = block(size, n, j), block(outputs, n, j)
             if own[0] == own[1] or made[0] == made[1] or _crop_arguments(m, own, made) is None:
                 return None
