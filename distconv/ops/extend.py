@@ -31,17 +31,17 @@ Function = Callable[..., Tensor]
 def elementwise(function: Function) -> Function:
     """Let a function that treats every element alone take DistTensors.
 
-    On DistTensors it is called with this rank's blocks; operands are broadcast against each other
-    as torch does, and plain tensors among them have the global shape. On plain tensors alone it is
-    called as it is. All ranks call it together; nothing is sent, unless operands come in different
-    layouts. A result of another shape raises `ValueError`, on the ranks that have one.
+    On DistTensors it is called with this rank's blocks, contiguous; operands are broadcast against
+    each other as torch does, and plain tensors among them have the global shape. On plain tensors
+    alone it is called as it is. All ranks call it together; nothing is sent, unless operands come
+    in different layouts. A result of another shape raises `ValueError`, on the ranks that have one.
 
     Parameters
     ----------
     function: takes tensors and other values, writes to none of them, and returns one tensor of the
         broadcast shape.
     """
-    rule = pointwise_rule(function)
+    rule = pointwise_rule(_on_contiguous(function))
 
     @wraps(function)
     def either(*args: Any, **kwargs: Any) -> Tensor:
@@ -56,6 +56,18 @@ def elementwise(function: Function) -> Function:
     return either
 
 
+def _on_contiguous(function: Function) -> Function:
+    """Return `function` on blocks that are contiguous, as a compiled kernel may expect them."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Tensor:
+        blocks = [x.contiguous() if isinstance(x, Tensor) else x for x in args]
+        named = {k: x.contiguous() if isinstance(x, Tensor) else x for k, x in kwargs.items()}
+        return function(*blocks, **named)
+
+    return call
+
+
 def windowed(
     *,
     kernel: Sizes,
@@ -67,12 +79,12 @@ def windowed(
 ) -> Callable[[Function], Function]:
     """Let a function of sliding windows take DistTensors: halos are brought from other ranks.
 
-    The decorated function gets its first argument, (sample, channel, *spatial), with the padding
-    already attached, and returns one output for every window that lies within it, as a convolution
-    without padding does. It is called so on plain tensors as well. Its gradients are those that
-    autograd takes of it. Further tensors are passed whole. All ranks of the grid call it together.
-    A result of another shape, or windows that do not fit the plane, raise `ValueError` on every
-    rank.
+    The decorated function gets its first argument, (sample, channel, *spatial), contiguous, with
+    the padding already attached, and returns one output for every window that lies within it, as a
+    convolution without padding does. It is called so on plain tensors as well. Its gradients are
+    those that autograd takes of it. Further tensors are passed whole. All ranks of the grid call it
+    together. A result of another shape, or windows that do not fit the plane, raise `ValueError` on
+    every rank.
 
     Parameters
     ----------
@@ -106,7 +118,9 @@ def windowed(
             args = tuple(gather_whole(a, name) for a in args)
             kwargs = {key: gather_whole(a, name) for key, a in kwargs.items()}
             if prod(block):
-                result = function(buffer, *args, **kwargs)
+                # A function may write to what on plain tensors is a copy with padding.
+                own = buffer.clone() if buffer is x.shard else buffer
+                result = function(own.contiguous(), *args, **kwargs)
                 _check_shape(function, result, block)
             else:
                 # Of a single window, for the type and the graph, which all ranks have alike.

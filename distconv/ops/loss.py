@@ -17,6 +17,7 @@ from distconv.comm.collectives import all_reduce_with_grad
 from distconv.geometry.layout import Cuts, cutting_axes
 from distconv.grid.interface import Grid
 from distconv.grid.whereabouts import user_line
+from distconv.ops.support.memory_format import in_order_of_memory
 from distconv.ops.support.operands import (
     as_distributed,
     broadcast_cuts,
@@ -75,6 +76,13 @@ def _terms(reduction: str, *tensors: Any) -> list[Any]:
     return [t if t is None else to_accumulation_type(t) for t in tensors]
 
 
+def _elements(reduction: str, *tensors: Any) -> list[Any]:
+    """Return the operands of an element-wise loss likewise, as they lie in memory if losses will be
+    added up.
+    """
+    return _terms(reduction, *(tensors if reduction == "none" else in_order_of_memory(tensors)))
+
+
 def _weight_that_torch_drops(function: Callable[..., Any]) -> Tensor | None:
     """Return the weight given to `function` by its caller.
 
@@ -125,7 +133,7 @@ def _regression(function: Callable[..., Tensor]) -> None:
                 way_out="Expand the input to the target's shape first",
             )
         blocks = [local_operand(t, shape, cuts, grid, name) for t in (input, target, weight)]
-        x, y, w = _terms(reduction, *blocks)
+        x, y, w = _elements(reduction, *blocks)
         summed = reduction != "none" and w is None
         local = function(x, y, reduction="sum" if summed else "none", **arguments)
         if w is not None:
@@ -176,7 +184,7 @@ def _cross_entropy_of_bits(function: Callable[..., Tensor]) -> None:
         )
         operands = (input, target, *weights.values())
         blocks = [local_operand(t, shape, cuts, grid, name) for t in operands]
-        x, y, *scales = _terms(reduction, *blocks)
+        x, y, *scales = _elements(reduction, *blocks)
         local = function(
             x,
             y,
@@ -307,7 +315,7 @@ def kl_div(
     shape = broadcast_shape("kl_div", (input, target))
     cuts = broadcast_cuts([x for x in (input, target) if isinstance(x, DistTensor)], shape)
     blocks = [local_operand(t, shape, cuts, grid, "kl_div") for t in (input, target)]
-    x, y = _terms(reduction, *blocks)
+    x, y = _elements(reduction, *blocks)
     local = F.kl_div(
         x, y, reduction="none" if reduction == "none" else "sum", log_target=log_target
     )

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distconv.comm.packing import empty_in_format
 from distconv.planning.local_operators import spec_of
 from distconv.tensor.nested import tensors_in
 
@@ -31,6 +32,9 @@ def result_of(func: Any, args: Any, kwargs: Any, given: Any) -> Any:
     made = _RESULTS.get(key)
     if made is None:
         result = func(*args, **kwargs)
+        if func is torch.ops.aten.convolution.default:
+            # Kernels keep channels last, torch's stand-in does not.
+            result = empty_in_format(tuple(result.shape), args[0])
         several = result if isinstance(result, (tuple, list)) else (result,)
         if all(isinstance(x, Tensor) and x.is_meta for x in several):
             if len(_RESULTS) >= _REMEMBERED:

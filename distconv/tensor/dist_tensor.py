@@ -202,9 +202,10 @@ class DistTensor(DistTensorBase):
     def to_local(self) -> Tensor:
         """Return this rank's box as a plain tensor, sharing memory; no communication.
 
-        Where several ranks hold the box, its gradient is shared out equally among them. Of a
-        reshape in which cut dimensions have become inner factors of others, the box is brought
-        here when it is first asked for: all ranks do that together.
+        Its channels may be last in memory, whatever `is_contiguous` says of the whole. Where
+        several ranks hold the box, its gradient is shared out equally among them. Of a reshape in
+        which cut dimensions have become inner factors of others, the box is brought here when it is
+        first asked for: all ranks do that together.
         """
         if self.replicas > 1:
             self._stay_distributed("to_local")
@@ -215,13 +216,14 @@ class DistTensor(DistTensorBase):
 
     @run_eagerly
     def full_tensor(self) -> Tensor:
-        """Return the whole tensor as a plain tensor, on every rank; all ranks call it together."""
+        """Return the whole tensor as a plain, contiguous tensor, on every rank; all ranks call it
+        together."""
         if self.grid.size > 1:
             self._stay_distributed("full_tensor")
         with running("full_tensor", self):
             x = self if self.unmerged is None else self.unmerged
             whole: Tensor = redistribute(x, ((),) * x.dim(), "full_tensor").to_local()
-            return whole if x is self else whole.reshape(self.shape)
+            return whole.contiguous() if x is self else whole.reshape(self.shape)
 
     def _stay_distributed(self, operator: str) -> None:
         """Refuse to hand a replicated value to the plain world within a parallelized module."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -13,8 +13,9 @@ from torch import Tensor
 from distconv.geometry.halo.convolution import convolution_boundary, needs_halo
 from distconv.geometry.index_maps import IndexMap, Window
 from distconv.geometry.layout import Box, Cuts, Shape
+from distconv.ops.conv import volumes
+from distconv.ops.conv.kernels import recorded_convolution
 from distconv.ops.conv.specification import ConvolutionSpec
-from distconv.ops.conv.volumes import recorded_convolution
 from distconv.ops.support.metadata_checks import check_shapes
 from distconv.ops.windowed.assembled import window_needs, windowed_block
 from distconv.tensor.dist_tensor import DistTensor
@@ -83,9 +84,10 @@ class Convolution(ConvolutionSpec):
     ) -> Tensor:
         def compute(inputs: Tensor, padding: tuple[int, ...]) -> Tensor:
             operands, sides = (inputs, weight, bias), (self.stride, padding, self.dilation)
-            function = partial(self.function, *operands, *sides, self.groups)
-            none = (0,) * len(padding)
-            return recorded_convolution(function, *operands, *sides, False, none, self.groups)
+            rest = *sides, False, (0,) * len(padding), self.groups
+            if volumes.gains(inputs, weight, *rest):
+                return recorded_convolution(volumes.KERNELS, *operands, *rest)
+            return self.function(*operands, *sides, self.groups)
 
         return windowed_block(buffer, maps, x.cuts, box.shape, compute)
 

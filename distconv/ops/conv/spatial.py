@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from distconv.geometry.halo.slabs import Boundary
+from distconv.geometry.halo.slabs import Boundary, LocalInput
 from distconv.geometry.index_maps import IndexMap, Same
 from distconv.geometry.layout import Box, Cuts, Shape, rank_box
+from distconv.ops.conv.kernels import recorded_convolution
 from distconv.ops.conv.local_convolution import as_autocast
+from distconv.ops.conv.planes import KERNELS, gains_with_channels_last, with_channels_last
 from distconv.ops.conv.specification import ConvolutionSpec
 from distconv.ops.support.method import chosen_method
 from distconv.ops.support.operands import Placement
@@ -36,6 +38,7 @@ class SpatialPlan(NamedTuple):
     box: the outputs that the rank computes.
     boundary: how to compute while halos travel; None where the input is assembled.
     by_torch: whether torch's function computes them from the rank's own block as it is.
+    own: how the local operator runs on that block; None where it does not do as torch's.
     """
 
     spec: ConvolutionSpec
@@ -46,6 +49,7 @@ class SpatialPlan(NamedTuple):
     box: Box
     boundary: Boundary | None
     by_torch: bool = False
+    own: LocalInput | None = None
 
 
 def convolve_whole_channels(
@@ -76,7 +80,10 @@ def _plan(
     box = rank_box(shape, x.cuts, x.topology, x.rank)
     # For volumes there are other kernels than torch's, and torch refuses planes without outputs.
     by_torch = len(maps) < 3 and prod(box.shape) > 0 and all(isinstance(n, Same) for n in needs)
-    return SpatialPlan(spec, shape, maps, needs, x.cuts, box, boundary, by_torch)
+    own = None
+    if by_torch and spec.needs_halo(maps, x.shape[2:], _parts(x)) is not None:
+        own = spec.boundary(x.topology, x.rank, x.shape, shape, x.cuts, maps).own
+    return SpatialPlan(spec, shape, maps, needs, x.cuts, box, boundary, by_torch, own)
 
 
 def boundary_of(
@@ -93,10 +100,14 @@ def boundary_of(
     ----------
     shape, made, cuts: of input and output, as far as the rank's local operator sees them.
     """
-    parts = tuple(map(x.topology.parts, x.cuts[2:]))
-    if not spec.needs_halo(maps, x.shape[2:], parts):
+    if not spec.needs_halo(maps, x.shape[2:], _parts(x)):
         return None
     return spec.boundary(x.topology, x.rank, shape, made, cuts, maps)
+
+
+def _parts(x: Placement) -> tuple[int, ...]:
+    """Return into how many parts each spatial dimension is cut."""
+    return tuple(map(x.topology.parts, x.cuts[2:]))
 
 
 def convolve_block(
@@ -109,11 +120,18 @@ def convolve_block(
     weight, bias: what the rank holds of them.
     operator: the name under which movements are recorded.
     """
-    spec = plan.spec
+    spec, local = plan.spec, plan.spec.local
+    if gains_with_channels_last(x, weight.shape, spec.groups):
+        local = spec.local_of_sample
+        if plan.own is not None:
+            arguments = local.arguments(plan.own)
+            return recorded_convolution(KERNELS, x.shard, weight, bias, *arguments)
     if plan.by_torch:
         return spec.function(x.shard, weight, bias, *spec.arguments)
     if plan.boundary is not None:
         operands = as_autocast(x.shard, weight, bias)
-        return overlapped_linear(x, operands, spec.local, plan.boundary, operator)
+        return overlapped_linear(x, operands, local, plan.boundary, operator)
     buffer = gather_inputs(x, plan.needs, plan.cuts, operator)
+    if local.channels_last:
+        buffer = with_channels_last(buffer)
     return spec.assembled(buffer, weight, bias, x, plan.maps, plan.box)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -59,6 +59,11 @@ class ConvolutionSpec(ABC):
     def local(self) -> LocalConvolution:
         """Return the same convolution of a piece of the input."""
         return LocalConvolution(self.stride, self.dilation, self.groups, self.transposed)
+
+    @cached_property
+    def local_of_sample(self) -> LocalConvolution:
+        """Return the same with channels last (`planes`)."""
+        return replace(self.local, channels_last=True)
 
     @abstractmethod
     def output_shape(self, x: Shape, weight: Shape, bias: Shape | None) -> Shape:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -16,8 +16,9 @@ from distconv.geometry.halo.transposed_convolution import (
 )
 from distconv.geometry.index_maps import IndexMap, Same, TransposedWindow
 from distconv.geometry.layout import Box, Cuts, Shape
+from distconv.ops.conv import volumes
+from distconv.ops.conv.kernels import recorded_convolution
 from distconv.ops.conv.specification import ConvolutionSpec, Sides
-from distconv.ops.conv.volumes import recorded_convolution
 from distconv.ops.support.metadata_checks import check_shapes
 from distconv.tensor.dist_tensor import DistTensor
 
@@ -101,9 +102,11 @@ class TransposedConvolution(ConvolutionSpec):
             )
         ]
         operands = buffer, weight, bias
-        function = partial(self.function, *operands, strides, left, beyond, groups, dilations)
         rest = strides, left, dilations, True, beyond, groups
-        result = recorded_convolution(function, *operands, *rest)
+        if volumes.gains(buffer, weight, *rest):
+            result = recorded_convolution(volumes.KERNELS, *operands, *rest)
+        else:
+            result = self.function(*operands, strides, left, beyond, groups, dilations)
         for d, ((_, _, a, b), (first, _)) in enumerate(zip(own, written, strict=True), 2):
             if cut[d - 2]:
                 result = result.narrow(d, a - first, b - a)

@@ -13,7 +13,7 @@ of one sign they were found to be right to 2e-5 of the largest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache, lru_cache
 from math import prod
 from operator import ge, sub
@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import conv_flop_count, flop_registry, register_flop_formula
 
-from distconv.comm.shard_function import ShardFunction
 from distconv.geometry.layout import Shape
+from distconv.ops.conv.kernels import Kernels, torch_gradients
 from distconv.ops.support.types import autocast_type
 from distconv.ops.windowed.overlapped import OperandGradients
 
@@ -40,8 +40,6 @@ weight up to three times as long where the depth is padded as with zeros in memo
 copy of the input, so they are for inputs of which torch would make the matrix of all windows."""
 
 _by_onednn: Any = torch.ops.aten.mkldnn_convolution
-torch_gradients: Any = torch.ops.aten.convolution_backward
-"""The gradients of a convolution of any dimensions, by kernels of torch's choice."""
 
 
 def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
@@ -108,24 +106,12 @@ def convolution_gradients(
     return dx, dw, db
 
 
-def recorded_convolution(
-    function: Callable[[], Tensor],
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    *arguments: Any,
-) -> Tensor:
-    """Return a convolution of any dimensions, recorded for gradients of any order.
+KERNELS = Kernels(convolution, convolution_gradients)
 
-    Parameters
-    ----------
-    function: computes it as torch does.
-    arguments: as of `convolution`.
-    """
-    if len(weight.shape) < 5 or autocast_type(x) or not _computes(x, weight, *arguments):
-        return function()
-    y: Tensor = _Convolution.apply(x, weight, bias, arguments)
-    return y
+
+def gains(x: Tensor, weight: Tensor, *arguments: Any) -> bool:
+    """Return whether a convolution of any dimensions is one of volumes by kernels chosen here."""
+    return len(weight.shape) == 5 and autocast_type(x) is None and _computes(x, weight, *arguments)
 
 
 def _computes(x: Tensor, weight: Tensor, *arguments: Any) -> bool:
@@ -176,24 +162,6 @@ def _taken_by_torch(x: Shape, weight: Shape) -> bool:
     if weight[3:] == (1, 1):
         return False  # not always
     return x[0] > 1 or min(weight[3:]) > 3 or prod(x[:4]) > _MOST_ELEMENTS
-
-
-class _Convolution(ShardFunction):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, arguments: tuple[Any, ...]
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.context = arguments, None if bias is None else bias.shape
-        return convolution(x, weight, bias, *arguments)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        arguments, bias = ctx.context
-        mask = ctx.needs_input_grad[:3]
-        gradients = convolution_gradients(grads[0], x, weight, bias, *arguments, mask)
-        return *gradients, None
 
 
 def _operations(x: Shape, weight: Shape, *rest: Any, out_shape: Shape, **more: Any) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from distconv.geometry.layout import Cuts, operand_cuts
 from distconv.ops.support.argument_forms import as_sizes, takes_sequence
+from distconv.ops.support.memory_format import in_one_format
 from distconv.ops.support.merged import elementwise, keeps_shape
 from distconv.ops.support.operands import (
     box_on_rank,
@@ -135,7 +136,10 @@ def pointwise_rule(
                 return local_operand(x, shape, cuts, grid, name)
 
         named = {k: local(x) for k, x in kwargs.items()} if kwargs else {}
-        result = function(*map(local, args), **named)
+        blocks: Sequence[Any] = list(map(local, args))
+        if len(tensors) > 1 and len(shape) == 4 and written is None:
+            blocks = in_one_format(blocks)
+        result = function(*blocks, **named)
         if result is NotImplemented:  # Python then asks the other operand
             return result
         if written is not None:

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from distconv.comm.collectives import all_gather, all_reduce
+from distconv.comm.packing import has_channels_last
 from distconv.comm.shard_function import ShardFunction, first_order
 from distconv.geometry.layout import rank_box
 from distconv.grid.interface import Grid
 from distconv.ops.support.constants import remembered
 from distconv.ops.support.operands import Placement
-from distconv.ops.support.types import to_accumulation_type
+from distconv.ops.support.types import accumulation_type, to_accumulation_type
 
 
 @lru_cache(maxsize=4096)
@@ -67,20 +68,23 @@ def _variances_and_means(x: Tensor, over: Sequence[int], on_gpu: bool) -> Tensor
     if not x.numel():
         shape = [1 if d in over else n for d, n in enumerate(x.shape)]
         return x.new_zeros((2, *shape), dtype=torch.float64)
-    if x.numel() <= _PIECE or on_gpu:
-        return _variance_and_mean(x, over, on_gpu)
     kept = next((d for d in range(x.dim()) if d not in over), None)
-    if kept is None:
+    if x.numel() <= _PIECE or on_gpu or kept is None:
         return _variance_and_mean(x, over, on_gpu)
     # In pieces, whose differences from the mean fit into memory that is used again.
-    run = max(1, _PIECE * x.shape[kept] // x.numel())
+    if has_channels_last(x) and kept == 1:
+        return _variance_and_mean_by_rows(x, over)
     return torch.cat(
-        [_variance_and_mean(piece, over, False) for piece in x.split(run, kept)], kept + 1
+        [_variance_and_mean(piece, over, False) for piece in _pieces(x, kept)], kept + 1
     )
 
 
 _PIECE = 2**19
 """Elements at once: fresh memory of the size of an activation costs more than the arithmetic."""
+
+
+def _pieces(x: Tensor, d: int) -> Sequence[Tensor]:
+    return x.split(max(1, _PIECE * x.shape[d] // x.numel()), d)
 
 
 def _variance_and_mean(x: Tensor, over: Sequence[int], on_gpu: bool) -> Tensor:
@@ -94,6 +98,17 @@ def _variance_and_mean(x: Tensor, over: Sequence[int], on_gpu: bool) -> Tensor:
     mean = wide.mean(tuple(over), keepdim=True)
     variance = (wide - mean).square_().mean(tuple(over), keepdim=True)
     return torch.stack([variance, mean]).double()
+
+
+def _variance_and_mean_by_rows(x: Tensor, over: Sequence[int]) -> Tensor:
+    """Return the same of a block with channels last, in which pieces of all channels are runs."""
+    mean = x.mean(tuple(over), keepdim=True, dtype=accumulation_type(x.dtype))
+    squares = [
+        (to_accumulation_type(piece) - mean).square_().sum(tuple(over), keepdim=True)
+        for piece in _pieces(x, 2)
+    ]
+    total = torch.stack(squares).sum(0, dtype=torch.float64)
+    return torch.stack([total / (x.numel() // x.shape[1]), mean.double()])
 
 
 class Standardize(ShardFunction):

@@ -1,7 +1,9 @@
-"""Networks and halos with channels last in memory, against the same with channels first.
+"""Networks with channels last in all of memory, against the same as they are by default, and halos
+with channels last, against channels first.
 
-With channels last, `torch.channels_last`, the elements of all channels at one position lie side by
-side, so that a column of a cut width is a run for each row. With channels first each of its
+By default, networks on planes have channels last from their first convolution on, where the sample
+has few channels (`ops/conv/planes.py`). The elements of all channels at one position then lie side
+by side, so that a column of a cut width is a run for each row. With channels first each of its
 elements lies on a cache line of its own.
 """
 
@@ -24,7 +26,8 @@ from distconv.tools.bench.networks import Network
 from distconv.tools.bench.report import Row, over
 from distconv.tools.bench.settings import Settings, by, chain
 
-MEASURE = "channels last over channels first"
+OF_NETWORKS = "channels last over the default"
+OF_HALOS = "channels last over channels first"
 
 
 def memory_formats(
@@ -42,7 +45,7 @@ def memory_formats(
         for grid in (chain("height"), chain("width")) if chosen is None else (chosen,):
             runs = [_step(network, grid, last) for last in (True, False)]
             told = *network.remarks, by(network.shape)
-            yield _row(settings, grid, network.name, told, runs)
+            yield _row(settings, grid, network.name, told, OF_NETWORKS, runs)
     for axis, channels, extent in halos:
         grid = chain(axis)
         block = torch.randn(block_of(axis, channels, extent))
@@ -50,7 +53,8 @@ def memory_formats(
         for x in (block.to(memory_format=_last(4)), block):
             cut = DistTensor.from_local(x, grid)
             runs.append(exchange(cut, plan_of(cut)))
-        yield _row(settings, grid, "halos of 3x3", (f"{by(block.shape)} a rank",), runs)
+        told = (f"{by(block.shape)} a rank",)
+        yield _row(settings, grid, "halos of 3x3", told, OF_HALOS, runs)
 
 
 def _row(
@@ -58,12 +62,13 @@ def _row(
     grid: ProcessGrid,
     case: str,
     more: Sequence[str],
+    measure: str,
     runs: Sequence[Callable[[], None]],
 ) -> Row:
     sides = [Contender(run, settings.threads) for run in runs]
     last, first = alternate(grid.comm, sides, settings.seconds)
     told = "memory_format", case, settings.configuration(grid, *more)
-    return over(told, MEASURE, last, first, None)
+    return over(told, measure, last, first, None)
 
 
 def _step(network: Network, grid: ProcessGrid, last: bool) -> Callable[[], None]:

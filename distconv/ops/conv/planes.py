@@ -1,0 +1,63 @@
+"""Samples with channels last in memory, as oneDNN's convolutions of planes take them on CPUs.
+
+With channels first those bring input and output of every call into another order, in memory that
+has left the caches. What follows a convolution keeps its memory format, and so do the gradients: a
+network whose first convolution has channels last computes all planes so, up to what changes their
+shape. How a block lies in memory is its rank's own affair: messages hold elements with channels
+first. The sample itself stays as it is; backward, it is brought into the format once more.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distconv.geometry.layout import Shape
+from distconv.ops.conv.kernels import Kernels, torch_gradients
+from distconv.ops.support.types import autocast_type
+from distconv.ops.windowed.overlapped import OperandGradients
+from distconv.tensor.dist_tensor import DistTensor
+
+FEWEST_ELEMENTS = 2**14
+"""Elements of a block from which convolutions were measured to gain."""
+_MOST_CHANNELS = 32
+"""Channels up to which its convolution was measured to gain what the change of a sample takes."""
+
+
+def gains_with_channels_last(x: DistTensor, weight: Shape, groups: int) -> bool:
+    """Return whether to convolve an input with channels last: a sample, which needs no gradient."""
+    shard = x.shard
+    return (
+        not shard.requires_grad
+        and shard.dim() == 4
+        and shard.shape[1] <= _MOST_CHANNELS
+        and shard.numel() >= FEWEST_ELEMENTS
+        and shard.dtype == torch.float32
+        and groups == 1
+        and weight[2:] != (1, 1)  # else it is a product of matrices
+        and not x.grid.computes_on_gpu
+        and autocast_type(shard) is None
+        and bool(torch.backends.mkldnn.enabled)
+        and torch.backends.mkldnn.is_available()
+    )
+
+
+def _convolution(x: Tensor, *operands_and_arguments: Any) -> Tensor:
+    return torch.convolution(with_channels_last(x), *operands_and_arguments)
+
+
+def _gradients(dy: Tensor, x: Tensor, *rest: Any) -> OperandGradients:
+    gradients: OperandGradients = torch_gradients(dy, with_channels_last(x), *rest)
+    return gradients
+
+
+def with_channels_last(x: Tensor) -> Tensor:
+    """Return planes with channels last, as torch's kernels tell it by the strides."""
+    # For one channel `contiguous` would leave these.
+    return x.to(memory_format=torch.channels_last)
+
+
+KERNELS = Kernels(_convolution, _gradients)
+"""Convolution of a sample with channels last, whatever its format."""

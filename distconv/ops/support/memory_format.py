@@ -1,0 +1,45 @@
+"""Blocks with channels last in memory, and what does with blocks of both formats."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distconv.comm.packing import has_channels_last
+
+
+def in_one_format(blocks: Sequence[Any]) -> Sequence[Any]:
+    """Return the operands of an element-wise function with channels last, if any block has them so.
+
+    Of two formats torch takes ten times as long as of two blocks alike, and the result would have
+    that of the first.
+    """
+    whole = [x for x in blocks if isinstance(x, Tensor) and x.dim() == 4]
+    if len({x.stride() for x in whole}) < 2 or not any(map(has_channels_last, whole)):
+        return blocks
+    last = torch.channels_last
+    return [
+        x.contiguous(memory_format=last) if isinstance(x, Tensor) and _is_dense_plane(x) else x
+        for x in blocks
+    ]
+
+
+def _is_dense_plane(x: Tensor) -> bool:
+    return x.dim() == 4 and x.is_contiguous()
+
+
+def in_order_of_memory(blocks: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    """Return the operands of an element-wise loss with channels as their last dimension, where the
+    first lies so in memory.
+
+    torch's losses return gradients in the order of dimensions, whatever they are given.
+    """
+    first = blocks[0]
+    if first is None or not has_channels_last(first):
+        return blocks
+    if any(x is not None and x.dim() != first.dim() for x in blocks):
+        return blocks
+    return [None if x is None else x.movedim(1, -1).contiguous() for x in blocks]

@@ -1,0 +1,178 @@
+"""On CPUs samples are convolved with channels last, which what follows keeps."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import distconv as dc
+from distconv.ops.conv import planes
+from distconv.ops.norm import batch_norm, moments
+from tests.support.serial import deviation
+
+pytestmark = pytest.mark.skipif(
+    not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN"
+)
+
+RANKS = [1, 2, 4]
+GRIDS: list[dict[str, int]] = [{"sample": -1}, {"height": -1}, {"width": -1}]
+LAST = {"memory_format": torch.channels_last}
+CLOSE = 2e-5
+
+
+class Branches(nn.Module):
+    """What keeps the memory format, and what meets another: the sample itself, and a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(4, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
+        self.down, self.up = nn.Conv2d(8, 8, 5, 2, 2), nn.ConvTranspose2d(8, 8, 2, 2)
+        self.places = nn.Parameter(torch.randn(1, 8, 24, 16))
+        self.last = nn.Conv2d(16, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.first(x)).relu() + self.places
+        z = self.up(F.max_pool2d(self.down(y), 3, 1, 1))
+        return x + self.last(torch.cat([y, z], 1)).sigmoid()
+
+
+@pytest.fixture
+def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let small samples have channels last as well."""
+    monkeypatch.setattr(planes, "FEWEST_ELEMENTS", 0)
+
+
+def is_last(x: Any) -> bool:
+    return bool(x.shard.is_contiguous(**LAST)) and not x.shard.is_contiguous()
+
+
+@pytest.mark.parallel(RANKS)
+@pytest.mark.parametrize("extents", GRIDS, ids=str)
+@pytest.mark.parametrize("loss", [F.mse_loss, F.binary_cross_entropy_with_logits])
+@pytest.mark.usefixtures("any_size")
+def test_networks_train_as_serial_ones(extents: dict[str, int], loss: Any) -> None:
+    torch.manual_seed(0)
+    grid = dc.ProcessGrid(**extents, device="cpu")
+    serial = Branches()
+    model = dc.parallelize(copy.deepcopy(serial), grid)
+    x, y = torch.randn(4, 4, 24, 16), torch.rand(4, 4, 24, 16)
+    d, e = dc.distribute_tensor(x, grid), dc.distribute_tensor(y, grid)
+    seen: list[bool] = []
+    for part in (model.first, model.norm, model.down, model.up):
+        part.register_forward_hook(lambda _m, _i, made: seen.append(is_last(made)))
+    made = model(d)
+    assert seen == [True] * 4 and is_last(made)
+    assert not is_last(d)
+    loss(made, e).backward()
+    expected = serial(x)
+    loss(expected, y).backward()
+    whole = made.full_tensor()
+    assert whole.is_contiguous()
+    assert deviation(whole, expected) <= CLOSE
+    for p, wanted in zip(model.parameters(), serial.parameters(), strict=True):
+        assert p.grad is not None and wanted.grad is not None
+        assert deviation(p.grad, wanted.grad) <= 10 * CLOSE
+
+
+@pytest.mark.parallel(1)
+@pytest.mark.parametrize(
+    "arguments",
+    [{"padding": 1}, {"padding": 2, "stride": 2}, {"padding": "same"}, {"dilation": (2, 1)}],
+    ids=str,
+)
+@pytest.mark.usefixtures("any_size")
+def test_gradients_of_any_order_are_those_of_torch(arguments: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    x, w, b = torch.randn(2, 3, 13, 11), torch.randn(8, 3, 3, 3), torch.randn(8)
+    d = dc.distribute_tensor(x, dc.ProcessGrid(device="cpu"))
+    assert is_last(F.conv2d(d, w, b, **arguments))
+
+    def gradients(x: Tensor) -> tuple[Tensor, ...]:
+        operands = [p.clone().requires_grad_() for p in (w, b)]
+        made = F.conv2d(x, *operands, **arguments)
+        first = torch.autograd.grad((made**3).sum(), operands, create_graph=True)
+        squares = first[0].pow(2).sum() + first[1].pow(2).sum()
+        return *first, *torch.autograd.grad(squares, operands)
+
+    for got, wanted in zip(gradients(d), gradients(x), strict=True):
+        assert deviation(got, wanted) <= CLOSE
+
+
+@pytest.mark.parallel([1, 2])
+def test_nothing_but_samples_for_which_it_pays_has_channels_last() -> None:
+    grid = dc.ProcessGrid(height=-1, device="cpu")
+
+    def of(
+        channels: int = 4, size: int = 128, dtype: torch.dtype = torch.float32, **more: Any
+    ) -> bool:
+        x = dc.distribute_tensor(torch.randn(1, channels, size, size, dtype=dtype), grid)
+        kernel = more.pop("kernel", 3)
+        w = torch.randn(8, channels // more.get("groups", 1), kernel, kernel, dtype=dtype)
+        return is_last(F.conv2d(x.requires_grad_(more.pop("recorded", False)), w, **more))
+
+    assert of()
+    assert of(padding=1)
+    assert of(channels=1, size=256)
+    assert not of(size=32)
+    assert not of(channels=64)
+    assert not of(groups=2)
+    assert not of(kernel=1)
+    assert not of(recorded=True)
+    assert not of(dtype=torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not of()
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert not of()
+
+
+@pytest.mark.parallel([1, 2])
+@pytest.mark.usefixtures("any_size")
+def test_functions_of_ones_own_get_contiguous_blocks() -> None:
+    grid = dc.ProcessGrid(height=-1, device="cpu")
+    given: list[bool] = []
+
+    @dc.elementwise
+    def twice(x: Tensor) -> Tensor:
+        given.append(x.is_contiguous())
+        return 2 * x
+
+    @dc.windowed(kernel=2, stride=2)
+    def corners(x: Tensor) -> Tensor:
+        given.append(x.is_contiguous())
+        return x.mul_(3)[..., ::2, ::2]
+
+    x = torch.randn(1, 3, 8, 8)
+    made = F.conv2d(dc.distribute_tensor(x, grid), torch.randn(4, 3, 3, 3), padding=1)
+    assert is_last(made)
+    before = made.full_tensor()
+    assert deviation(twice(made).full_tensor(), 2 * before) == 0
+    result: Any = corners(made)
+    assert deviation(result.full_tensor(), 3 * before[..., ::2, ::2]) == 0
+    assert torch.equal(made.full_tensor(), before)
+    assert given == [True, True]
+
+
+@pytest.mark.parallel(RANKS)
+@pytest.mark.parametrize("samples", [1, 3])
+def test_batch_norm_of_large_blocks_goes_by_rows(
+    samples: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(moments, "_PIECE", 64)
+    monkeypatch.setattr(batch_norm, "_ADDED_UP", 64)
+    torch.manual_seed(0)
+    grid = dc.ProcessGrid(height=-1, device="cpu")
+    x = (torch.randn(samples, 3, 24, 8, dtype=torch.float64) + 5).requires_grad_()
+    weight, bias = torch.randn(2, 3, dtype=torch.float64)
+    by = torch.randn(x.shape, dtype=torch.float64)
+    expected = F.batch_norm(x, None, None, weight, bias, training=True)
+    (of_x,) = torch.autograd.grad((expected * by).sum(), x)
+    d = dc.distribute_tensor(x.detach(), grid).contiguous(**LAST).requires_grad_()
+    made = F.batch_norm(d, None, None, weight, bias, training=True)
+    assert deviation(made.full_tensor(), expected) <= 1e-10
+    (got,) = torch.autograd.grad((made * dc.distribute_tensor(by, grid)).sum(), d)
+    assert deviation(got.full_tensor(), of_x) <= 1e-10
