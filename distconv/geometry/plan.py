@@ -121,7 +121,12 @@ class _Dimension:
             parts = iter(range(min(self.source_parts, self.size)))
         else:
             return False
-        return all(self.intervals(j) == (block(self.size, self.source_parts, j),) for j in parts)
+        return all(self.intervals(j) == self._own(j) for j in parts)
+
+    def _own(self, part: int) -> tuple[Interval, ...]:
+        """Return the inputs that source part number `part` holds, if any."""
+        start, stop = block(self.size, self.source_parts, part)
+        return ((start, stop),) if start < stop else ()
 
     def links(self, source: int, target: int) -> tuple[Link, ...]:
         """Return the runs of elements that target part `target` takes from source part `source`."""

@@ -119,8 +119,9 @@ def windowed(
             kwargs = {key: gather_whole(a, name) for key, a in kwargs.items()}
             if prod(block):
                 # A function may write to what on plain tensors is a copy with padding.
-                own = buffer.clone() if buffer is x.shard else buffer
-                result = function(own.contiguous(), *args, **kwargs)
+                inputs = buffer.contiguous()
+                inputs = inputs.clone() if inputs is x.shard else inputs
+                result = function(inputs, *args, **kwargs)
                 _check_shape(function, result, block)
             else:
                 # Of a single window, for the type and the graph, which all ranks have alike.

@@ -223,7 +223,7 @@ class DistTensor(DistTensorBase):
         with running("full_tensor", self):
             x = self if self.unmerged is None else self.unmerged
             whole: Tensor = redistribute(x, ((),) * x.dim(), "full_tensor").to_local()
-            return whole.contiguous() if x is self else whole.reshape(self.shape)
+            return (whole if x is self else whole.reshape(self.shape)).contiguous()
 
     def _stay_distributed(self, operator: str) -> None:
         """Refuse to hand a replicated value to the plain world within a parallelized module."""

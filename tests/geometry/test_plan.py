@@ -304,6 +304,7 @@ def test_a_kernel_wider_than_a_shard_takes_from_several_owners() -> None:
         (24, Window(3, 3), True),
         (16, Window(3, 2, padding=(1, 1)), False),
         (8, TransposedWindow(2, 2), True),
+        (3, TransposedWindow(1), True),
         (10, TransposedWindow(2, 2), False),
         (8, TransposedWindow(4, 2, padding=1), False),
     ],

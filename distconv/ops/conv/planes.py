@@ -4,7 +4,8 @@ With channels first those bring input and output of every call into another orde
 has left the caches. What follows a convolution keeps its memory format, and so do the gradients: a
 network whose first convolution has channels last computes all planes so, up to what changes their
 shape. How a block lies in memory is its rank's own affair: messages hold elements with channels
-first. The sample itself stays as it is; backward, it is brought into the format once more.
+first. Where a block is convolved as it is, the sample is not kept twice: backward, it is brought
+into the format once more.
 """
 
 from __future__ import annotations
@@ -14,33 +15,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distconv.geometry.layout import Shape
-from distconv.ops.conv.kernels import Kernels, torch_gradients
+from distconv.geometry.layout import Shape, cutting_axes
+from distconv.ops.conv.kernels import Kernels, onednn_is_on, torch_gradients
 from distconv.ops.support.types import autocast_type
 from distconv.ops.windowed.overlapped import OperandGradients
 from distconv.tensor.dist_tensor import DistTensor
 
 FEWEST_ELEMENTS = 2**14
-"""Elements of a block from which convolutions were measured to gain."""
+"""Elements of a rank's block from which convolutions were measured to gain."""
 _MOST_CHANNELS = 32
 """Channels up to which its convolution was measured to gain what the change of a sample takes."""
 
 
 def gains_with_channels_last(x: DistTensor, weight: Shape, groups: int) -> bool:
-    """Return whether to convolve an input with channels last: a sample, which needs no gradient."""
+    """Return whether to convolve an input with channels last; the same on all ranks.
+
+    Samples are told by needing no gradient, as nothing does where none are recorded.
+    """
     shard = x.shard
     return (
         not shard.requires_grad
         and shard.dim() == 4
-        and shard.shape[1] <= _MOST_CHANNELS
-        and shard.numel() >= FEWEST_ELEMENTS
+        and x.shape[1] <= _MOST_CHANNELS
+        and x.numel() >= FEWEST_ELEMENTS * x.grid.topology.parts(cutting_axes(x.cuts))
         and shard.dtype == torch.float32
         and groups == 1
         and weight[2:] != (1, 1)  # else it is a product of matrices
         and not x.grid.computes_on_gpu
         and autocast_type(shard) is None
-        and bool(torch.backends.mkldnn.enabled)
-        and torch.backends.mkldnn.is_available()
+        and onednn_is_on()
     )
 
 

@@ -38,7 +38,7 @@ class SpatialPlan(NamedTuple):
     box: the outputs that the rank computes.
     boundary: how to compute while halos travel; None where the input is assembled.
     by_torch: whether torch's function computes them from the rank's own block as it is.
-    own: how the local operator runs on that block; None where it does not do as torch's.
+    own: how the local operator does that for planes; None where it cannot.
     """
 
     spec: ConvolutionSpec
@@ -81,7 +81,7 @@ def _plan(
     # For volumes there are other kernels than torch's, and torch refuses planes without outputs.
     by_torch = len(maps) < 3 and prod(box.shape) > 0 and all(isinstance(n, Same) for n in needs)
     own = None
-    if by_torch and spec.needs_halo(maps, x.shape[2:], _parts(x)) is not None:
+    if by_torch and len(maps) == 2 and spec.needs_halo(maps, x.shape[2:], _parts(x)) is not None:
         own = spec.boundary(x.topology, x.rank, x.shape, shape, x.cuts, maps).own
     return SpatialPlan(spec, shape, maps, needs, x.cuts, box, boundary, by_torch, own)
 

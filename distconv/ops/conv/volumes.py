@@ -14,7 +14,7 @@ of one sign they were found to be right to 2e-5 of the largest.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 from math import prod
 from operator import ge, sub
 from typing import Any
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.flop_counter import conv_flop_count, flop_registry, register_flop_formula
 
 from distconv.geometry.layout import Shape
-from distconv.ops.conv.kernels import Kernels, torch_gradients
+from distconv.ops.conv.kernels import Kernels, onednn_is_on, torch_gradients
 from distconv.ops.support.types import autocast_type
 from distconv.ops.windowed.overlapped import OperandGradients
 
@@ -119,19 +119,13 @@ def _computes(x: Tensor, weight: Tensor, *arguments: Any) -> bool:
     return (
         x.device.type == "cpu"
         and x.dtype == weight.dtype == torch.float32
-        and bool(torch.backends.mkldnn.enabled)
         and _pays(tuple(x.shape), tuple(weight.shape), *map(_hashable, arguments))
-        and _available()
+        and onednn_is_on()
     )
 
 
 def _hashable(argument: Any) -> Any:
     return tuple(argument) if isinstance(argument, list) else argument
-
-
-@cache
-def _available() -> bool:
-    return torch.backends.mkldnn.is_available()
 
 
 @lru_cache(maxsize=4096)

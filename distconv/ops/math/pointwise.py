@@ -238,6 +238,10 @@ def to(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return input.to(*args, **kwargs)
     shard = input.shard.to(*args, **kwargs)
     _require_here("to", input, shard.device)
+    if kwargs.get("memory_format", torch.preserve_format) != torch.preserve_format:
+        if shard.dtype == input.dtype and not kwargs.get("copy"):
+            # Whether a block is copied depends on how it lies on its rank.
+            return make_view(input, shard, input.shape, input.cuts, copied=True)
     if shard is input.shard:
         return input
     result = DistTensor(shard, input.shape, input.cuts, input.grid)

@@ -72,7 +72,7 @@ def _variances_and_means(x: Tensor, over: Sequence[int], on_gpu: bool) -> Tensor
     if x.numel() <= _PIECE or on_gpu or kept is None:
         return _variance_and_mean(x, over, on_gpu)
     # In pieces, whose differences from the mean fit into memory that is used again.
-    if has_channels_last(x) and kept == 1:
+    if has_channels_last(x) and kept == 1 and len(over) == x.dim() - 1:
         return _variance_and_mean_by_rows(x, over)
     return torch.cat(
         [_variance_and_mean(piece, over, False) for piece in _pieces(x, kept)], kept + 1

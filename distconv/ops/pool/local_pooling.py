@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from distconv.comm.packing import empty_in_format
+from distconv.comm.packing import empty_in_format, has_channels_last
 from distconv.geometry.halo.convolution import needs_halo
 from distconv.geometry.index_maps import Window
 from distconv.ops.support.method import chosen_method
@@ -33,9 +33,11 @@ def unread_input(shape: tuple[int, ...], like: Tensor) -> Tensor:
     """Return a tensor in place of the input of a backward pass of pooling, which reads its shape
     alone.
 
-    On GPUs torch takes the order of dimensions from it as well, and makes it contiguous first.
+    torch takes the order of dimensions from it as well, and on GPUs makes it contiguous first.
     """
-    return empty_in_format(shape, like) if like.is_cuda else like.new_empty(()).expand(shape)
+    if like.is_cuda or has_channels_last(like):
+        return empty_in_format(shape, like)
+    return like.new_empty(()).expand(shape)
 
 
 _POOLED = 2**16

@@ -34,7 +34,9 @@ def buffer_starts(input: DistTensor, windows: Sequence[Window], box: Box) -> lis
 
 
 def fill_border(buffer: Tensor, windows: Sequence[Window], starts: Sequence[int]) -> Tensor:
-    """Return the fresh buffer with elements of the plane in place of the padding before it.
+    """Write elements of the plane in place of the padding before it, and return the buffer.
+
+    A block that is its own buffer has no padding, and is not written to.
 
     A position there repeats the first position, within the plane, of the windows that it begins.
     Maxima are the same, and a window of nothing but `lowest_value` finds its own in the plane, as

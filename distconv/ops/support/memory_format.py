@@ -1,4 +1,4 @@
-"""Blocks with channels last in memory, and what does with blocks of both formats."""
+"""Functions of several blocks, some of which have their channels last in memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from distconv.comm.packing import has_channels_last
 
 
 def in_one_format(blocks: Sequence[Any]) -> Sequence[Any]:
-    """Return the operands of an element-wise function with channels last, if any block has them so.
+    """Return the operands of an element-wise function, contiguous blocks with channels last if any
+    other has them so.
 
     Of two formats torch takes ten times as long as of two blocks alike, and the result would have
     that of the first.

@@ -155,6 +155,63 @@ def test_functions_of_ones_own_get_contiguous_blocks() -> None:
     assert deviation(result.full_tensor(), 3 * before[..., ::2, ::2]) == 0
     assert torch.equal(made.full_tensor(), before)
     assert given == [True, True]
+    first = dc.distribute_tensor(before, grid)
+    result = corners(first)
+    assert torch.equal(first.full_tensor(), before)
+    assert made.flatten(2).full_tensor().is_contiguous()
+
+
+@pytest.mark.parallel([1, 2])
+@pytest.mark.usefixtures("any_size")
+def test_a_change_of_format_is_written_to_where_it_is_alone() -> None:
+    grid = dc.ProcessGrid(height=-1, device="cpu")
+    x = dc.distribute_tensor(torch.randn(1, 3, 8, 8), grid)
+    made = F.conv2d(x, torch.randn(4, 3, 3, 3), padding=1)
+    for form in (torch.channels_last, torch.contiguous_format):
+        other = made.to(memory_format=form)
+        with pytest.raises(dc.UnsupportedOperation, match="written in place"):
+            other.add_(1)
+        alone = made.clone().to(memory_format=form)
+        alone.add_(1)
+        assert deviation(alone.full_tensor(), made.full_tensor() + 1) == 0
+
+
+@pytest.mark.parallel(RANKS)
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda x, y, w: F.mse_loss(x, y, weight=w.expand(y.shape)),
+        lambda x, y, w: F.smooth_l1_loss(x, y, reduction="sum"),
+        lambda x, y, w: F.binary_cross_entropy_with_logits(x, y, w),
+        lambda x, y, w: F.binary_cross_entropy_with_logits(x, y, pos_weight=w[0]),
+        lambda x, y, w: F.kl_div(x, y, reduction="batchmean"),
+    ],
+)
+def test_losses_of_blocks_with_channels_last(loss: Any) -> None:
+    torch.manual_seed(0)
+    grid = dc.ProcessGrid(height=-1, device="cpu")
+    x, y = torch.rand(2, 2, 3, 6, 4, dtype=torch.float64)
+    w = torch.rand(1, 3, 1, 1, dtype=torch.float64)
+    expected = loss(x.requires_grad_(), y, w)
+    expected.backward()
+    d = dc.distribute_tensor(x.detach(), grid).contiguous(**LAST).requires_grad_()
+    got = loss(d, dc.distribute_tensor(y, grid), w)
+    got.backward()
+    assert d.grad is not None and x.grad is not None
+    assert is_last(d.grad) or 0 in d.to_local().shape
+    assert deviation(got.full_tensor(), expected) <= 1e-12
+    assert deviation(d.grad.full_tensor(), x.grad) <= 1e-12  # type: ignore[attr-defined]
+
+
+@pytest.mark.parallel([1, 2])
+@pytest.mark.parametrize("pool", [F.max_pool2d, F.avg_pool2d])
+def test_gradients_of_overlapped_pooling_keep_channels_last(pool: Any) -> None:
+    grid = dc.ProcessGrid(height=-1, device="cpu")
+    x = dc.distribute_tensor(torch.randn(1, 3, 16, 8), grid).contiguous(**LAST).requires_grad_()
+    with dc.method("overlapped"):
+        made = pool(x, 3, 2, 1)
+    (made * made).sum().backward()
+    assert is_last(made) and is_last(x.grad)
 
 
 @pytest.mark.parallel(RANKS)
