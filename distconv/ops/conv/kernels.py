@@ -13,7 +13,7 @@ from distconv.comm.shard_function import ShardFunction
 from distconv.ops.windowed.overlapped import OperandGradients
 
 torch_gradients: Any = torch.ops.aten.convolution_backward
-"""The gradients of a convolution of any dimensions, by kernels of torch's choice."""
+"""torch's function for the gradients of a convolution of any dimensions."""
 
 
 class Kernels(NamedTuple):

@@ -1,11 +1,11 @@
 """Samples with channels last in memory, as oneDNN's convolutions of planes take them on CPUs.
 
-With channels first those bring input and output of every call into another order, in memory that
-has left the caches. What follows a convolution keeps its memory format, and so do the gradients: a
-network whose first convolution has channels last computes all planes so, up to what changes their
-shape. How a block lies in memory is its rank's own affair: messages hold elements with channels
-first. Where a block is convolved as it is, the sample is not kept twice: backward, it is brought
-into the format once more.
+With channels first these kernels bring input and output of every call into another order, in memory
+that has left the caches. The layers after a convolution keep its memory format, and so do the
+gradients: a network whose first convolution has channels last computes all planes so, up to a layer
+that changes their shape. How a block lies in memory is its rank's own affair: messages hold
+elements with channels first. Where a block is convolved as it is, the sample is not kept twice:
+backward, it is brought into the format once more.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from distconv.tensor.dist_tensor import DistTensor
 FEWEST_ELEMENTS = 2**14
 """Elements of a rank's block from which convolutions were measured to gain."""
 _MOST_CHANNELS = 32
-"""Channels up to which its convolution was measured to gain what the change of a sample takes."""
+"""Channels of a sample up to which its convolution gains more than the change of format takes."""
 
 
 def gains_with_channels_last(x: DistTensor, weight: Shape, groups: int) -> bool:
@@ -57,8 +57,8 @@ def _gradients(dy: Tensor, x: Tensor, *rest: Any) -> OperandGradients:
 
 
 def with_channels_last(x: Tensor) -> Tensor:
-    """Return planes with channels last, as torch's kernels tell it by the strides."""
-    # For one channel `contiguous` would leave these.
+    """Return planes with the strides of channels last, by which torch chooses its kernels."""
+    # For one channel `contiguous` would leave the strides as they are.
     return x.to(memory_format=torch.channels_last)
 
 
