@@ -377,6 +377,8 @@ def _kept(argument: Any) -> Any:
     kind = type(argument)
     if kind in _SIMPLE:
         return argument
+    if kind in _SPELLED:
+        return repr(argument)
     if isinstance(argument, Tensor):
         cuts, grid = getattr(argument, "cuts", None), getattr(argument, "grid", None)
         extents = None if grid is None else grid.topology.extents
@@ -392,11 +394,13 @@ def _kept(argument: Any) -> Any:
     if kind is slice:
         return "slice", _kept(argument.start), _kept(argument.stop), _kept(argument.step)
     if isinstance(argument, np.generic):
-        return argument.item()
+        return _kept(argument.item())
     return kind.__name__
 
 
-_SIMPLE = {int, float, bool, type(None), torch.dtype, torch.memory_format, Layout}
+_SIMPLE = {int, type(None), torch.dtype, torch.memory_format, Layout}
+_SPELLED = {bool, float, complex}
+"""Types of numbers that may equal an integer, and are not the same argument."""
 
 
 @lru_cache(maxsize=8192)

@@ -303,6 +303,15 @@ def test_ranks_that_have_caught_the_error_go_on_right(grid: dc.ProcessGrid) -> N
 
 
 @pytest.mark.parallel([2, 3])
+def test_equal_numbers_of_other_types_are_other_arguments(grid: dc.ProcessGrid) -> None:
+    x = planes(grid)
+    (x * 2).sum()
+    assert "2.0" in differing(lambda: (x * 2).sum(), lambda: (x * 2.0).sum())
+    differing(lambda: (x * 1.0).sum(), lambda: (x * 3.0).sum())
+    (x * 3).sum()  # one rank has met 3.0 before, the others have not
+
+
+@pytest.mark.parallel([2, 3])
 def test_first_calls_are_compared_without_being_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
