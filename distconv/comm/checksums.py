@@ -59,6 +59,8 @@ class _Uses:
 
     def __init__(self, grid: Grid):
         self.counts: dict[Hashable, int] = {}
+        self.differences = 0
+        """Those of the grid when counting began."""
         self.comparable = grid.size > 1 and grid.device.type != "meta"
         self.on_gpu = grid.device.type == "cuda"
 
@@ -83,7 +85,12 @@ def due(use: Hashable, grid: Grid, first: int, then: int) -> bool:
     """
     if not possible(grid):
         return False
-    counts = _uses_of(grid).counts
+    uses = _uses_of(grid)
+    counts = uses.counts
+    if uses.differences != grid.differences:
+        # Until then ranks may have counted different calls.
+        counts.clear()
+        uses.differences = grid.differences
     number = counts.get(use, 0) + 1
     if number == 1 and len(counts) >= _PLACES:
         counts.clear()

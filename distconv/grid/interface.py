@@ -74,6 +74,11 @@ class Grid(ABC):
         ranks may be at different ones."""
         return None
 
+    @property
+    def differences(self) -> int:
+        """Return how often its ranks were found to run different operators, and have gone on."""
+        return 0
+
     @abstractmethod
     def count_call(self) -> None:
         """Count the function that this rank is in among what is compared between ranks."""

@@ -97,6 +97,8 @@ class Order:
         """How many of these steps have their place in the order."""
         self._counted = 0
         """How many of those are folded into the number that is compared."""
+        self.differences = 0
+        """How often the ranks were found to differ; what each has counted does not fit since."""
         self._since = 0
         """How many steps there have been since the last comparison began."""
         self._tags = Tags()
@@ -276,6 +278,7 @@ class Order:
         # A program that catches the error goes on with the same numbers on all ranks.
         self._tags.last = max(tag for _, _, tag in told)
         self._folded = self._since = 0
+        self.differences += 1
         # Tensors made since the ranks differ keep numbers that differ.
         self._tells_apart = self.debug
         for known in (self._met, self._counts, self._calls, self._last, SETTLED):

@@ -169,6 +169,11 @@ class ProcessGrid(Grid):
         self.numbers_tensors = self._order.numbers_tensors
         return self._order.latest()
 
+    @property
+    def differences(self) -> int:
+        """Return how often its ranks were found to run different operators, and have gone on."""
+        return self._order.differences
+
     def count_call(self) -> None:
         """Count the function that this rank is in among what is compared between ranks."""
         self._order.count_call()

@@ -319,6 +319,8 @@ class GradientReduction:
             return
         self._scopes.append(enter_call())
         if not torch.is_grad_enabled():
+            if len(self._scopes) == 1 and self._together(inputs):
+                self._check_equal(module)
             return
         check_no_active_wrapper()
         self._check_structure(module)
@@ -339,6 +341,12 @@ class GradientReduction:
             self._check_equal(module)
             self._agreement.ask(self._layout ^ self.enabled, module.training)
 
+    def _together(self, inputs: Iterable[Tensor]) -> bool:
+        """Return whether all ranks of the grid make a call: with what one rank has in full, it may
+        compute alone."""
+        distributed = (x for x in inputs if isinstance(x, DistTensor))
+        return any(any(x.cuts) and x.grid == self._grid for x in distributed)
+
     def _check_structure(self, module: nn.Module) -> None:
         entries = [x for table in self._tables for x in table.values()]
         if entries and all(map(is_, entries, self._entries)) and len(entries) == len(self._entries):
@@ -346,8 +354,9 @@ class GradientReduction:
         check_unwrapped(module)
         if [id(p) for p in module.parameters()] != [id(p) for p in self._parameters]:
             raise RuntimeError(
-                "the module has got other parameters since it was parallelized, whose gradients "
-                "nobody adds up; call parallelize after the last change of its structure"
+                "the module has got other parameters since it was parallelized, or for this call "
+                "alone (torch.func.functional_call), whose gradients nobody adds up; call "
+                "parallelize after the last change of its structure"
             )
         # To go through all parts takes torch long.
         self._tables = [t for m in module.modules() for t in (m._parameters, m._modules)]

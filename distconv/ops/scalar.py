@@ -11,6 +11,19 @@ from distconv.geometry.layout import cutting_axes
 from distconv.tensor.dispatch import RULES, implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
 
+_SPELLED = {
+    "__array__": "numpy.asarray(x.full_tensor())",
+    "__contains__": "`value in x.full_tensor()`",
+    "__format__": "format(x.full_tensor())",
+}
+"""How programs spell functions that Python or numpy calls for them; others as `float(x)`."""
+
+
+def _spelled(name: str) -> str:
+    plain = name.strip("_")
+    ordinary = f"x.full_tensor().{name}()" if plain == name else f"{plain}(x.full_tensor())"
+    return _SPELLED.get(name, ordinary)
+
 
 def _value(name: str) -> Callable[..., Any]:
     function = getattr(torch.Tensor, name)
@@ -21,7 +34,7 @@ def _value(name: str) -> Callable[..., Any]:
                 name,
                 "no rank holds the whole tensor",
                 input,
-                way_out=f"Use x.full_tensor().{name}(), on all ranks together",
+                way_out=f"Use {_spelled(name)}, on all ranks together",
             )
         return function(input.shard, *args, **kwargs)
 

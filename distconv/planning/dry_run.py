@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from distconv.geometry.layout import Layout, rank_box
@@ -209,4 +210,9 @@ def without_elements(module: nn.Module, caller: str) -> nn.Module:
             if isinstance(x, nn.Parameter):
                 hollow = nn.Parameter(hollow, x.requires_grad)
             memo.setdefault(id(x), hollow)
-    return copy.deepcopy(module, memo)
+    copied = copy.deepcopy(module, memo)
+    for part in copied.modules():
+        if isinstance(part, _BatchNorm) and part.momentum is None:
+            # It would ask for the value of its counter, on which no shape depends.
+            part.momentum = 0.1
+    return copied

@@ -67,6 +67,10 @@ WAYS_OUT: dict[Any, str] = {
     torch.Tensor._is_view: f"torch.export looks beneath torch's functions. {SERIAL}",
     torch.Tensor.untyped_storage: "The memory belongs to x.to_local(), this rank's part. A summary "
     f"of a module, such as torchinfo's, takes input_size=. {SERIAL}",
+    **{
+        function: "Ask x.to_local(), this rank's part, how it lies in memory, or x.full_tensor()"
+        for function in (torch.Tensor.stride, torch.Tensor.storage_offset, torch.Tensor.data_ptr)
+    },
     torch._C._VariableFunctions._make_dual: "Use torch.autograd.grad; forward-mode derivatives are "
     "not supported",
     torch.Tensor.__reduce_ex__: _SAVE,

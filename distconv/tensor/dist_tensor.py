@@ -217,7 +217,10 @@ class DistTensor(DistTensorBase):
     @run_eagerly
     def full_tensor(self) -> Tensor:
         """Return the whole tensor as a plain, contiguous tensor, on every rank; all ranks call it
-        together."""
+        together.
+
+        It may share memory with a tensor that is whole on every rank: clone it to write to it.
+        """
         if self.grid.size > 1:
             self._stay_distributed("full_tensor")
         with running("full_tensor", self):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -233,6 +234,27 @@ def test_buffers_are_compared_too() -> None:
     grid = dc.ProcessGrid(sample=-1)
     message = raised_everywhere(RuntimeError, lambda: trained(grid, "buffer"))
     assert message.startswith("1.running_mean of the parallelized module")
+
+
+@pytest.mark.parallel([2, 3])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_weights_that_ranks_have_loaded_otherwise_are_found_without_gradients(mode: Any) -> None:
+    grid = dc.ProcessGrid(height=-1)
+    torch.manual_seed(0)
+    model = dc.parallelize(nn.Conv2d(3, 2, 3, padding=1), grid).eval()
+    model.load_state_dict({name: (1 + ONE) * p for name, p in model.state_dict().items()})
+    x = dc.distribute_tensor(numbers(2, 3, 8, 8), grid)
+
+    def infer() -> None:
+        with mode():
+            for _ in range(2):
+                model(x)
+
+    message = raised_everywhere(RuntimeError, infer)
+    assert message.startswith("weight of the parallelized module is not the same on all ranks")
+    if WORLD.rank == 0:
+        with mode():
+            model(torch.ones(1, 3, 8, 8))  # alone, with what it has in full
 
 
 @pytest.mark.parallel([1, 2, 4])

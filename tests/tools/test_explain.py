@@ -179,6 +179,13 @@ def test_a_layer_that_is_refused_ends_the_table() -> None:
     assert "masked_scatter" in plan.refusal and "1.0 is refused" in str(plan)
 
 
+def test_a_batch_norm_without_momentum_asks_for_no_elements() -> None:
+    module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, momentum=None))
+    plan = dc.explain(module, (2, 3, 8, 8), {"height": 2}, show=False)
+    assert [row.name for row in plan.layers] == ["0", "1"]
+    assert module[1].momentum is None
+
+
 def test_code_that_asks_for_elements_is_named() -> None:
     with pytest.raises(RuntimeError, match=r"1 \(Counts\) raised.*no elements"):
         dc.explain(nn.Sequential(nn.ReLU(), Counts()), (2, 3), {"sample": 2}, show=False)
