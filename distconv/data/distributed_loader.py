@@ -103,7 +103,7 @@ class DistributedLoader:
 
     def _check_equal(self, tensors: Mapping[Any, Tensor], axes: tuple[str, ...]) -> None:
         """Compare, now and then, what ranks have loaded that differ along no axis of `axes`."""
-        if not due("distribute", self.grid, first=3, then=64):
+        if not due("distribute", self.grid, first=16, then=16):
             return
         sums = self.grid.all_gather_object([checksum(x) for x in tensors.values()])
         for (name, x), column in zip(tensors.items(), zip(*sums, strict=True), strict=True):

@@ -75,6 +75,9 @@ class Bucket:
         self._pass = -1
         self._used: list[bool] = []
         """For each parameter, whether this rank has added a part of its gradient."""
+        self.uneven: list[tuple[Tensor, int]] = []
+        """Parameters to whose last sum some ranks have added nothing, each with how many ranks have
+        added something; as far as this rank has looked, which waits for a GPU."""
         self._request: Request | None = None
 
     @property
@@ -140,22 +143,27 @@ class Bucket:
         if self._request is None:
             return False
         self._request.wait()
-        ranks: list[float] = []
+        ranks = [] if self._flat().device.type != "cpu" else self._ranks()
         for i, (p, place) in enumerate(zip(self.parameters, self._places, strict=True)):
             if self._inside(p, place):
                 continue
             if not self._used[i]:
-                # Whether other ranks have got a gradient. Reading it waits for a GPU.
-                ranks = ranks or self._flat()[-len(self.parameters) :].tolist()
+                ranks = ranks or self._ranks()
                 if not ranks[i]:
                     continue
             if p.grad is None:
                 p.grad = self._view(place).clone()
             else:
                 p.grad.copy_(self._view(place))
+        counted = zip(self.parameters, ranks, strict=bool(ranks))
+        self.uneven = [(p, n) for p, n in counted if 0 < n < self.comm.size]
         self._request = self._memory = None
         self._pass = -1
         return True
+
+    def _ranks(self) -> list[int]:
+        """Return how many ranks have added a part of each gradient; it waits for a GPU."""
+        return [int(n) for n in self._flat()[-len(self.parameters) :].tolist()]
 
     def _inside(self, p: Tensor, place: _GradientSlot) -> bool:
         gradient = p.grad

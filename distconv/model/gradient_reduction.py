@@ -8,6 +8,7 @@ non-blocking all-reduce that begins as soon as the bucket and all before it are 
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import Token
 from functools import partial
@@ -124,6 +125,8 @@ class GradientReduction:
         """Whether autograd is making the first gradient of a parameter, not adding to one."""
         self._pass = self._checked = -1
         self._started = 0
+        self._warned = False
+        """Whether the program has been told that ranks train different parameters."""
         self._scopes: list[Token[ModuleCall | None]] = []
         self._agreement = Agreement(grid)
         self._calls = 0
@@ -516,6 +519,22 @@ class GradientReduction:
             if bucket.finish():
                 for n in members:
                     self._is_part[n] = False
+                if bucket.uneven and not self._warned:
+                    self._warn(*bucket.uneven[0], bucket.comm.size)
+
+    def _warn(self, p: Tensor, some: int, ranks: int) -> None:
+        self._warned = True
+        n = next(n for n, leaf in enumerate(self._leaves) if leaf is p)
+        module = self._module()
+        names = [] if module is None else [name for name, _ in module.named_parameters()]
+        warnings.warn(
+            f"{names[n] if n < len(names) else 'a parameter'} of the parallelized module has got a "
+            f"gradient on {some} of {ranks} ranks. Where a condition on the rank, or on data that "
+            "the ranks do not share, chooses among layers, the numbers are wrong; ranks may choose "
+            "for blocks of their own only, between to_local() and DistTensor.from_local. There "
+            "will be no more such warnings for this module",
+            stacklevel=2,
+        )
 
 
 class _EndOfBackward:

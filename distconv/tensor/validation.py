@@ -34,7 +34,7 @@ def global_shape(
     device = "cpu" if local.device == grid.device else str(local.device)
     line = user_line()
     replicated = grid.topology.parts(cutting_axes(cuts)) < grid.size
-    check = replicated and due((operator, line), grid, first=3, then=64)
+    check = replicated and due((operator, line, local.shape), grid, first=16, then=16)
     held = grid.all_gather_object(
         (
             *(tuple(local.shape), str(local.dtype), local.requires_grad, layout, str(grid), device),
