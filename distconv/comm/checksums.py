@@ -1,9 +1,9 @@
 """Checks that tensors which have to be equal on several ranks are: checksums, now and then.
 
 A batch cut from tensors that differ is a mixture of two, and a network computes on it something
-that no serial program does, without a sign of it. So the first uses of each place in the program
-are compared, and then one in many; with DISTCONV_DEBUG=1 all of them, in full. Values that differ
-only as rounding makes them differ are accepted: processors of other kinds round otherwise.
+that no serial program does, without a sign of it. So the first uses of each kind are compared, and
+then one in many; with DISTCONV_DEBUG=1 all of them, in full. Values that differ only as rounding
+makes them differ are accepted: processors of other kinds round otherwise.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def _explain(arguments: argparse.Namespace) -> int:
                 progress=progress,
                 **options,
             )
-        except ValueError as error:
+        except (ValueError, RuntimeError) as error:
             raise BadArguments(str(error)) from None
     if first:
         print(as_json(plan, refusal=plan.refusal) if arguments.json else plan, flush=True)

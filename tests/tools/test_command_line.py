@@ -210,6 +210,7 @@ def test_layers_are_given_layouts_of_their_own(capsys: Capture) -> None:
         (["verify", "torch.nn:Tanh", "--grid", "heigth=2"], "'heigth=2' is not an axis"),
         (["explain", "torch.nn:Tanh", "--grid", "height=-1"], "give every axis its number"),
         (["explain", "./none.py:A", "--grid", "height=2"], "there is no file 'none.py'"),
+        (["explain", "torch.nn:CosineSimilarity", "--grid", "height=2"], "raised TypeError"),
         (["explain", "torch.nn", "--grid", "height=2"], "write package.module:factory"),
         (["explain", "torch.nn.absent:A", "--grid", "height=2"], "no module 'torch.nn.absent'"),
         (["explain", "torch.nn:Tan", "--grid", "height=2"], "no function or class 'Tan'"),
