@@ -59,8 +59,8 @@ class _Uses:
 
     def __init__(self, grid: Grid):
         self.counts: dict[Hashable, int] = {}
-        self.differences = 0
-        """Those of the grid when counting began."""
+        self.differences = grid.differences
+        """How many differences the grid had when counting began."""
         self.comparable = grid.size > 1 and grid.device.type != "meta"
         self.on_gpu = grid.device.type == "cuda"
 

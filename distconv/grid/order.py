@@ -98,7 +98,8 @@ class Order:
         self._counted = 0
         """How many of those are folded into the number that is compared."""
         self.differences = 0
-        """How often the ranks were found to differ; what each has counted does not fit since."""
+        """How often the ranks were found to differ; what they have counted before does not fit
+        together."""
         self._since = 0
         """How many steps there have been since the last comparison began."""
         self._tags = Tags()
@@ -397,7 +398,8 @@ def _kept(argument: Any) -> Any:
     if kind is slice:
         return "slice", _kept(argument.start), _kept(argument.stop), _kept(argument.step)
     if isinstance(argument, np.generic):
-        return _kept(argument.item())
+        value = argument.item()
+        return repr(value) if isinstance(value, np.generic) else _kept(value)
     return kind.__name__
 
 

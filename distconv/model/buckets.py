@@ -75,9 +75,9 @@ class Bucket:
         self._pass = -1
         self._used: list[bool] = []
         """For each parameter, whether this rank has added a part of its gradient."""
-        self.uneven: list[tuple[Tensor, int]] = []
-        """Parameters to whose last sum some ranks have added nothing, each with how many ranks have
-        added something; as far as this rank has looked, which waits for a GPU."""
+        self.uneven: dict[int, int] = {}
+        """To whose last sum some ranks have added nothing: the place of each parameter, and how
+        many have added something. Of a GPU only where this rank had to read the counts."""
         self._request: Request | None = None
 
     @property
@@ -155,8 +155,7 @@ class Bucket:
                 p.grad = self._view(place).clone()
             else:
                 p.grad.copy_(self._view(place))
-        counted = zip(self.parameters, ranks, strict=bool(ranks))
-        self.uneven = [(p, n) for p, n in counted if 0 < n < self.comm.size]
+        self.uneven = {i: n for i, n in enumerate(ranks) if 0 < n < self.comm.size}
         self._request = self._memory = None
         self._pass = -1
         return True

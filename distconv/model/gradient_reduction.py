@@ -31,6 +31,7 @@ from distconv.geometry.layout import cutting_axes, replicating_axes
 from distconv.grid.interface import Grid
 from distconv.grid.order import PARAMETERS
 from distconv.grid.process_grid import ProcessGrid
+from distconv.grid.whereabouts import user_line
 from distconv.model.buckets import Bucket, fill_buckets
 from distconv.model.wrappers import check_no_active_wrapper, check_unwrapped
 from distconv.tensor.dist_tensor import DistTensor
@@ -345,8 +346,10 @@ class GradientReduction:
             self._agreement.ask(self._layout ^ self.enabled, module.training)
 
     def _together(self, inputs: Iterable[Tensor]) -> bool:
-        """Return whether all ranks of the grid make a call: with what one rank has in full, it may
-        compute alone."""
+        """Return whether all ranks of the grid make this call, as they do with cut tensors.
+
+        One rank may call the module alone with what it has in full.
+        """
         distributed = (x for x in inputs if isinstance(x, DistTensor))
         return any(any(x.cuts) and x.grid == self._grid for x in distributed)
 
@@ -520,18 +523,29 @@ class GradientReduction:
                 for n in members:
                     self._is_part[n] = False
                 if bucket.uneven and not self._warned:
-                    self._warn(*bucket.uneven[0], bucket.comm.size)
+                    self._warn(bucket, members)
 
-    def _warn(self, p: Tensor, some: int, ranks: int) -> None:
+    def _warn(self, bucket: Bucket, members: list[int]) -> None:
+        """Tell the program of a parameter that some ranks have used and others have not.
+
+        One of the ranks that add up the gradient says so; on GPUs those that have none, as others
+        do not look.
+        """
+        ranks, kind = bucket.comm.size, self._wire or bucket.parameters[0].dtype
+        # Counts travel with the gradients, and larger ones are rounded as these are.
+        exact = ranks <= 2 / torch.finfo(kind).eps
+        if not exact or (bucket.comm.rank and not self._grid.computes_on_gpu):
+            return
         self._warned = True
-        n = next(n for n, leaf in enumerate(self._leaves) if leaf is p)
+        i, some = next(iter(bucket.uneven.items()))
         module = self._module()
         names = [] if module is None else [name for name, _ in module.named_parameters()]
+        name = names[members[i]] if members[i] < len(names) else "a parameter"
         warnings.warn(
-            f"{names[n] if n < len(names) else 'a parameter'} of the parallelized module has got a "
-            f"gradient on {some} of {ranks} ranks. Where a condition on the rank, or on data that "
-            "the ranks do not share, chooses among layers, the numbers are wrong; ranks may choose "
-            "for blocks of their own only, between to_local() and DistTensor.from_local. There "
+            f"backward at {user_line()}: {name} of the parallelized module has got a gradient on "
+            f"{some} of {ranks} ranks only. If ranks have chosen different layers, by their rank "
+            "or by data that they do not share, the numbers are wrong. It is right only where they "
+            "choose for blocks of their own, between to_local() and DistTensor.from_local. There "
             "will be no more such warnings for this module",
             stacklevel=2,
         )

@@ -14,6 +14,7 @@ from distconv.tensor.dist_tensor import DistTensor
 _SPELLED = {
     "__array__": "numpy.asarray(x.full_tensor())",
     "__contains__": "`value in x.full_tensor()`",
+    "__index__": "operator.index(x.full_tensor())",
     "__format__": "format(x.full_tensor())",
 }
 """How programs spell functions that Python or numpy calls for them; others as `float(x)`."""

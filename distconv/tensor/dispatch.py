@@ -87,7 +87,7 @@ WAYS_OUT: dict[Any, str] = {
         for name in ("adam", "adamw", "adagrad", "sgd")
     },
 }
-"""Advice for functions that the whole tensor would not help."""
+"""Advice of their own for some functions."""
 
 
 def way_out_of(function: Any) -> str:

@@ -34,7 +34,10 @@ def global_shape(
     device = "cpu" if local.device == grid.device else str(local.device)
     line = user_line()
     replicated = grid.topology.parts(cutting_axes(cuts)) < grid.size
-    check = replicated and due((operator, line, local.shape), grid, first=16, then=16)
+    whole = (
+        None if any(cuts) else local.shape
+    )  # the same on all ranks, as what is counted has to be
+    check = replicated and due((operator, line, whole), grid, first=16, then=16)
     held = grid.all_gather_object(
         (
             *(tuple(local.shape), str(local.dtype), local.requires_grad, layout, str(grid), device),

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -309,6 +310,7 @@ def test_equal_numbers_of_other_types_are_other_arguments(grid: dc.ProcessGrid) 
     assert "2.0" in differing(lambda: (x * 2).sum(), lambda: (x * 2.0).sum())
     differing(lambda: (x * 1.0).sum(), lambda: (x * 3.0).sum())
     (x * 3).sum()  # one rank has met 3.0 before, the others have not
+    (x * np.longdouble(2)).sum()  # of which numpy makes no number of Python's
 
 
 @pytest.mark.parallel([2, 3])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -26,6 +27,18 @@ _SHARE = {6: 0.5, 8: 0.5}
 def examples(n: int) -> range:
     """Return the numbers of `n` random examples; of fewer where many ranks make each slow."""
     return range(max(1, round(n * _SHARE.get(MPI.COMM_WORLD.size, 1.0))))
+
+
+@contextmanager
+def told_on_one_rank(text: str) -> Iterator[None]:
+    """Assert that the first rank gets a warning that `text` matches, and the others get none."""
+    if MPI.COMM_WORLD.rank == 0:
+        with pytest.warns(UserWarning, match=text):
+            yield
+    else:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            yield
 
 
 def raised_everywhere(error: type[Exception], function: Callable, *arguments: object) -> str:
