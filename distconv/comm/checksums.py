@@ -82,6 +82,10 @@ def due(use: Hashable, grid: Grid, first: int, then: int) -> bool:
     """Return whether to compare in this use of a grid: the first ones, and every `then`-th.
 
     Counted on each rank; the answer is the same on all where they make the same calls.
+
+    Parameters
+    ----------
+    use: the same on all ranks.
     """
     if not possible(grid):
         return False

@@ -34,9 +34,8 @@ def global_shape(
     device = "cpu" if local.device == grid.device else str(local.device)
     line = user_line()
     replicated = grid.topology.parts(cutting_axes(cuts)) < grid.size
-    whole = (
-        None if any(cuts) else local.shape
-    )  # the same on all ranks, as what is counted has to be
+    # Of a block it would be a rank's own, and ranks would count different uses.
+    whole = None if any(cuts) else local.shape
     check = replicated and due((operator, line, whole), grid, first=16, then=16)
     held = grid.all_gather_object(
         (
