@@ -35,6 +35,7 @@ from distconv.data.views import View
 from distconv.geometry.layout import Box, Layout
 from distconv.grid.process_grid import ProcessGrid
 from distconv.tensor.dist_tensor import DistTensor
+from distconv.tensor.sample_format import in_sample_format
 
 Batch: TypeAlias = Any
 """A DistTensor where the samples have one field, and a tuple of them where they have several. Where
@@ -73,9 +74,9 @@ class Dataset:
         (labels beside a volume) alike without it, and others (vectors, numbers) by samples only.
     dtype: the type of the tensors: one for all floating-point fields, or a dictionary by name.
         torch's default for floating-point fields when not given; other fields stay as they are.
-    transform: by name, what is done to this rank's block of a mini-batch once it is read and
-        converted: `transform(block, box)`, such as `Normalize`. It runs in a background thread, and
-        has to commute with cutting.
+    transform: what is done to this rank's block of a mini-batch once it is read and converted:
+        `transform(block, box)`, such as `Normalize`; several in a dictionary by name. It runs in a
+        background thread, and has to commute with cutting.
     check_finite: whether values that are not finite are an error.
     halo: by how many elements a rank's box is larger on both sides of each dimension of space, that
         is, those of the first field behind its channels. One number, one for each dimension, or a
@@ -121,7 +122,7 @@ class Dataset:
         *,
         layout: Layout | Mapping[Any, Layout] | None = None,
         dtype: torch.dtype | Mapping[Any, torch.dtype] | None = None,
-        transform: Mapping[Any, Transform] | None = None,
+        transform: Transform | Mapping[Any, Transform] | None = None,
         check_finite: bool = False,
         halo: int | Sequence[int] | Mapping[Any, int | Sequence[int]] = 0,
         halo_border: str = "clip",
@@ -143,10 +144,11 @@ class Dataset:
             if augment_seed < 0:
                 raise ValueError(f"augment_seed={augment_seed} is negative; choose 0 or more")
             sources = open_sources(source, names)
+            transforms = _by_name(transform, sources)
             check_names(
                 sources,
                 dtype=dtype,
-                transform=transform,
+                transform=transforms,
                 halo=halo,
                 augment={name: None for one in augment for name in getattr(one, "fields", ())},
             )
@@ -161,7 +163,7 @@ class Dataset:
                     own,
                     cuts[name],
                     tensor_type(own, dtype, name),
-                    (transform or {}).get(name),
+                    transforms.get(name),
                     *shapes[name],
                     (),
                     halo_border,
@@ -253,6 +255,9 @@ class Dataset:
             if self._check_finite:
                 own.check_finite(array, wanted)
             block = own.converted(array, wanted, values.epoch)
+            if not own.halo:
+                shape = len(values.samples), *own.shape
+                block = in_sample_format(block, shape, own.cuts, self.grid)
             on_gpu = self.grid.device.type == "cuda"
             blocks.tensors.append(block.pin_memory() if on_gpu else block)
             blocks.boxes.append(wanted.box)
@@ -347,6 +352,20 @@ def _listed(names: str | int | Sequence[str | int] | None) -> list[str | int]:
     if names is None:
         return []
     return [names] if isinstance(names, str | int) else list(names)
+
+
+def _by_name(
+    transform: Transform | Mapping[Any, Transform] | None, sources: Mapping[Field, Source]
+) -> Mapping[Any, Transform]:
+    """Return the transforms by the names of their fields."""
+    if not callable(transform):
+        return transform or {}
+    if len(sources) > 1:
+        raise ValueError(
+            f"transform={transform!r} is for one field, and there are {list(sources)}; pass a "
+            "dictionary with the function for each field by its name"
+        )
+    return dict.fromkeys(sources, transform)
 
 
 def _check_samples(sources: Mapping[Field, Source]) -> None:

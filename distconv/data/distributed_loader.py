@@ -15,6 +15,7 @@ from distconv.data.layouts import batch_cuts
 from distconv.geometry.layout import Layout, block, rank_box
 from distconv.grid.process_grid import ProcessGrid
 from distconv.tensor.dist_tensor import DistTensor
+from distconv.tensor.sample_format import in_sample_format
 
 
 def distribute(
@@ -92,10 +93,11 @@ class DistributedLoader:
         for name, cuts in batch_cuts(shapes, self._layout, self.grid).items():
             own = tensors[name]
             count = len(own) if samples is None else samples
-            box = rank_box((count, *shapes[name]), cuts, self.grid.topology, self.grid.rank)
+            shape = count, *shapes[name]
+            box = rank_box(shape, cuts, self.grid.topology, self.grid.rank)
             # A rank without samples has loaded one, for the sake of its shape.
             first = box.slices[0] if samples is None else slice(0, box.shape[0])
-            mine = own[(first, *box.slices[1:])].contiguous()
+            mine = in_sample_format(own[(first, *box.slices[1:])], shape, cuts, self.grid)
             made[name] = DistTensor.from_local(mine, self.grid, Layout.of(cuts))
         if isinstance(loaded, Tensor):
             return made[0]

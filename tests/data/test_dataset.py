@@ -228,6 +228,17 @@ def test_a_function_that_fails_on_one_rank_is_an_error_on_all_with_its_cause() -
     data.batch([1, 3])
 
 
+@every_size
+def test_a_function_for_the_only_field_needs_no_name() -> None:
+    grid = dc.ProcessGrid(width=-1)
+    made: Any = Dataset(X, grid, transform=lambda block, _: 2 * block).batch([1])
+    assert np.array_equal(made.full_tensor(), 2 * X[[1]])
+    fails_everywhere(
+        lambda: Dataset(FIELDS, grid, transform=lambda block, _: 2 * block),
+        r"is for one field, and there are \['x', 'y', 'z'\]; pass a dictionary",
+    )
+
+
 def test_a_function_that_returns_another_shape_is_an_error() -> None:
     data = Dataset(dc.data.Function(lambda i, box: X[i], 5, (3, 6)), dc.ProcessGrid())
     fails_everywhere(lambda: data.batch([1]), r"returned shape \(3, 6, 7\) .* expected \(3, 6\)")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -22,16 +21,6 @@ class Kernels(NamedTuple):
 
     convolution: Callable[..., Tensor]
     gradients: Callable[..., OperandGradients]
-
-
-def onednn_is_on() -> bool:
-    """Return whether torch may take kernels of oneDNN's."""
-    return bool(torch.backends.mkldnn.enabled) and _onednn_is_there()
-
-
-@cache
-def _onednn_is_there() -> bool:
-    return torch.backends.mkldnn.is_available()
 
 
 def recorded_convolution(

@@ -1,11 +1,10 @@
-"""Samples with channels last in memory, as oneDNN's convolutions of planes take them on CPUs.
+"""Convolution of samples with channels last in memory, however they come.
 
-With channels first these kernels bring input and output of every call into another order, in memory
-that has left the caches. The layers after a convolution keep its memory format, and so do the
-gradients: a network whose first convolution has channels last computes all planes so, up to a layer
-that changes their shape. How a block lies in memory is its rank's own affair: messages hold
-elements with channels first. Where a block is convolved as it is, the sample is not kept twice:
-backward, it is brought into the format once more.
+The layers after a convolution keep its memory format, and so do the gradients: a network whose
+first convolution has channels last computes all planes so, up to a layer that changes their shape.
+How a block lies in memory is its rank's own affair: messages hold elements with channels first.
+Where a block with channels first is convolved as it is, the sample is not kept twice: backward, it
+is brought into the format once more.
 """
 
 from __future__ import annotations
@@ -15,19 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distconv.geometry.layout import Shape, cutting_axes
-from distconv.ops.conv.kernels import Kernels, onednn_is_on, torch_gradients
+from distconv.geometry.layout import Shape
+from distconv.ops.conv.kernels import Kernels, torch_gradients
 from distconv.ops.support.types import autocast_type
 from distconv.ops.windowed.overlapped import OperandGradients
 from distconv.tensor.dist_tensor import DistTensor
-
-FEWEST_ELEMENTS = 2**14
-"""Elements of a rank's block from which convolutions were measured to gain."""
-_MOST_CHANNELS = 32
-"""Channels of a sample up to which its convolution gains more than the change of format takes."""
+from distconv.tensor.sample_format import gains_with_channels_last
 
 
-def gains_with_channels_last(x: DistTensor, weight: Shape, groups: int) -> bool:
+def takes_channels_last(x: DistTensor, weight: Shape, groups: int) -> bool:
     """Return whether to convolve an input with channels last; the same on all ranks.
 
     Samples are told by needing no gradient, as nothing does where none are recorded.
@@ -35,15 +30,10 @@ def gains_with_channels_last(x: DistTensor, weight: Shape, groups: int) -> bool:
     shard = x.shard
     return (
         not shard.requires_grad
-        and shard.dim() == 4
-        and x.shape[1] <= _MOST_CHANNELS
-        and x.numel() >= FEWEST_ELEMENTS * x.grid.topology.parts(cutting_axes(x.cuts))
-        and shard.dtype == torch.float32
         and groups == 1
         and weight[2:] != (1, 1)  # else it is a product of matrices
-        and not x.grid.computes_on_gpu
+        and gains_with_channels_last(x.shape, shard.dtype, x.cuts, x.grid)
         and autocast_type(shard) is None
-        and onednn_is_on()
     )
 
 

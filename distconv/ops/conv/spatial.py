@@ -17,7 +17,7 @@ from distconv.geometry.index_maps import IndexMap, Same
 from distconv.geometry.layout import Box, Cuts, Shape, rank_box
 from distconv.ops.conv.kernels import recorded_convolution
 from distconv.ops.conv.local_convolution import as_autocast
-from distconv.ops.conv.planes import KERNELS, gains_with_channels_last, with_channels_last
+from distconv.ops.conv.planes import KERNELS, takes_channels_last, with_channels_last
 from distconv.ops.conv.specification import ConvolutionSpec
 from distconv.ops.support.method import chosen_method
 from distconv.ops.support.operands import Placement
@@ -121,7 +121,7 @@ def convolve_block(
     operator: the name under which movements are recorded.
     """
     spec, local = plan.spec, plan.spec.local
-    if gains_with_channels_last(x, weight.shape, spec.groups):
+    if takes_channels_last(x, weight.shape, spec.groups):
         local = spec.local_of_sample
         if plan.own is not None:
             arguments = local.arguments(plan.own)

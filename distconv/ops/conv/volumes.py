@@ -24,9 +24,10 @@ from torch import Tensor
 from torch.utils.flop_counter import conv_flop_count, flop_registry, register_flop_formula
 
 from distconv.geometry.layout import Shape
-from distconv.ops.conv.kernels import Kernels, onednn_is_on, torch_gradients
+from distconv.ops.conv.kernels import Kernels, torch_gradients
 from distconv.ops.support.types import autocast_type
 from distconv.ops.windowed.overlapped import OperandGradients
+from distconv.tensor.sample_format import onednn_is_on
 
 _MOST_ELEMENTS = 20480
 """Channels x depth x height up to which torch takes no oneDNN for one sample (`use_mkldnn` in

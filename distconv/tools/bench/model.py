@@ -16,6 +16,7 @@ from distconv.grid.process_grid import ProcessGrid
 from distconv.model.parallelize import parallelize
 from distconv.planning.alternation import Contender, alternate
 from distconv.tensor.dist_tensor import DistTensor, local_box
+from distconv.tensor.sample_format import in_sample_format
 from distconv.tools.bench.networks import NETWORKS, Network
 from distconv.tools.bench.report import Row, over, speedup
 from distconv.tools.bench.settings import Settings, by
@@ -73,7 +74,13 @@ def cut_sample(network: Network, grid: ProcessGrid) -> tuple[DistTensor, DistTen
         # One class for each position, without a dimension of channels.
         samples, _, *spatial = default_cuts(ndim, grid.topology)
         layout = Layout.of((samples, *spatial))
-    return DistTensor.from_local(x, grid), DistTensor.from_local(y, grid, layout)
+    return _cut(x, grid, None), _cut(y, grid, layout)
+
+
+def _cut(block: Tensor, grid: ProcessGrid, layout: Layout | None) -> DistTensor:
+    """Return the DistTensor of a rank's block, which lies in memory as a loader leaves it."""
+    x = DistTensor.from_local(block, grid, layout)
+    return DistTensor(in_sample_format(block, x.shape, x.cuts, grid), x.shape, x.cuts, grid)
 
 
 def step_of(

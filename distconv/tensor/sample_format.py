@@ -1,0 +1,61 @@
+"""How samples lie in memory: planes with channels last where convolutions gain by that.
+
+oneDNN's convolutions of planes take channels last on CPUs. With channels first they bring input and
+output of every call into another order, in memory that has left the caches. What distributes or
+loads samples copies them anyway, and so leaves them as convolutions want them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from math import prod
+
+import torch
+from torch import Tensor
+
+from distconv.geometry.layout import Cuts, cutting_axes
+from distconv.grid.interface import Grid
+
+FEWEST_ELEMENTS = 2**14
+"""Elements of a rank's block from which convolutions were measured to gain."""
+_MOST_CHANNELS = 32
+"""Channels of a sample up to which its convolution gains more than the change of format takes."""
+
+
+def gains_with_channels_last(
+    shape: Sequence[int], dtype: torch.dtype, cuts: Cuts, grid: Grid
+) -> bool:
+    """Return whether samples of a global shape are best kept with channels last.
+
+    It is the same on all ranks.
+    """
+    return (
+        len(shape) == 4
+        and shape[1] <= _MOST_CHANNELS
+        and prod(shape) >= FEWEST_ELEMENTS * grid.topology.parts(cutting_axes(cuts))
+        and dtype == torch.float32
+        and not grid.computes_on_gpu
+        and onednn_is_on()
+    )
+
+
+def in_sample_format(block: Tensor, shape: Sequence[int], cuts: Cuts, grid: Grid) -> Tensor:
+    """Return a rank's block of samples of a global shape as they are best kept, copied if need be.
+
+    Parameters
+    ----------
+    block: needs no gradient.
+    """
+    last = gains_with_channels_last(shape, block.dtype, cuts, grid)
+    return block.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
+
+
+def onednn_is_on() -> bool:
+    """Return whether torch may take kernels of oneDNN's."""
+    return bool(torch.backends.mkldnn.enabled) and _onednn_is_there()
+
+
+@cache
+def _onednn_is_there() -> bool:
+    return torch.backends.mkldnn.is_available()
