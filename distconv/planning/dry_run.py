@@ -22,6 +22,7 @@ from distconv.geometry.topology import AXES, Topology
 from distconv.grid.interface import Grid
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.redistribution import cuts_of_layout
+from distconv.tensor.sample_format import in_sample_format
 from distconv.transport.interface import Message
 
 
@@ -181,7 +182,8 @@ class DryRunGrid(Grid):
         """Return a tensor of global `shape` without elements, cut as by `distribute_tensor`."""
         cuts = cuts_of_layout(layout, self, len(shape))
         box = rank_box(shape, cuts, self.topology, self.rank)
-        return DistTensor(torch.empty(box.shape, dtype=dtype, device="meta"), shape, cuts, self)
+        block = torch.empty(box.shape, dtype=dtype, device="meta")
+        return DistTensor(in_sample_format(block, shape, cuts, self), shape, cuts, self)
 
 
 def without_elements(module: nn.Module, caller: str) -> nn.Module:

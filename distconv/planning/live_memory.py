@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from distconv.transport.buffers import KEPT_BYTES
+from distconv.transport.buffers import KEPT_BYTES, SMALL_BYTES
 
 
 class LiveMemory:
@@ -80,7 +80,7 @@ class LiveMemory:
 
     def _release(self, key: int) -> None:
         size, kind, _, _ = self._live.pop(key)
-        if kind == "halos" and size <= KEPT_BYTES:
+        if kind == "halos" and SMALL_BYTES < size <= KEPT_BYTES:
             if self._idle_bytes + size > KEPT_BYTES:
                 self._bytes[kind] -= self._idle_bytes
                 self._total -= self._idle_bytes

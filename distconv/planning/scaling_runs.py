@@ -18,6 +18,8 @@ from distconv.planning.machine import Machine
 from distconv.planning.prediction import predict
 from distconv.planning.scaling import Case, Study
 from distconv.tensor.dist_tensor import DistTensor, local_box
+from distconv.tensor.redistribution import cuts_of_layout
+from distconv.tensor.sample_format import in_sample_format
 from distconv.transport.communicator import ObjectCommunicator
 
 if TYPE_CHECKING:
@@ -104,7 +106,9 @@ def step_of(
         # The same numbers in every block, as ranks may hold copies of one.
         numbers = torch.Generator().manual_seed(0)
         box = local_box(shape, grid, layout).shape
+        cuts = cuts_of_layout(layout, grid, len(shape))
         mine = torch.randn(box, dtype=dtype, generator=numbers)
+        mine = in_sample_format(mine, shape, cuts, grid)
         inputs.append(DistTensor.from_local(mine, grid, layout, shape=shape))
 
     def step() -> None:

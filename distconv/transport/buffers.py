@@ -17,6 +17,9 @@ ByteArray = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 
 KEPT_BYTES = 64 * 2**20
 """Bytes that are kept for later."""
+SMALL_BYTES = 64 * 2**10
+"""Bytes of a message up to which malloc uses memory again itself, which takes less than to keep it
+here."""
 
 
 def release_idle() -> None:
@@ -37,8 +40,8 @@ class BufferPool:
     def empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """Return a contiguous CPU tensor of `shape` in the type of `like`, with anything in it."""
         size = prod(shape) * like.element_size()
-        if not size:
-            return like.new_empty(shape)
+        if size <= SMALL_BYTES:
+            return torch.empty(shape, dtype=like.dtype, device="cpu")
         stack = self._idle.get(size)
         if stack:
             memory = stack.pop()

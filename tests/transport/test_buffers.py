@@ -9,6 +9,12 @@ from distconv.transport.buffers import BufferPool, release_idle
 LIKE = torch.zeros(1)
 
 
+@pytest.fixture(autouse=True)
+def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let memory of small messages be kept as well."""
+    monkeypatch.setattr(buffers, "SMALL_BYTES", 0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.bool, torch.complex64])
 def test_a_message_has_the_shape_and_type_it_was_asked_for(dtype):
     message = BufferPool().empty((2, 3), torch.zeros(1, dtype=dtype))

@@ -125,7 +125,7 @@ def test_memory_is_free_as_soon_as_a_collective_is_complete() -> None:
     addresses = set()
     for i in range(100):
         # Memory of messages is used again when nothing refers to it any more.
-        total = carrier.empty((777,), torch.empty(0)).fill_(i)
+        total = carrier.empty((77777,), torch.empty(0)).fill_(i)
         addresses.add(total.data_ptr())
         carrier.all_reduce(total, group).wait()
         carrier.broadcast(total, group)

@@ -257,7 +257,6 @@ class _BatchNorm(ShardFunction):
         kind = accumulation_type(x.dtype)
         over = (0, *range(2, x.dim()))
         mean, variance = moments(x, over, grid, group, counts)
-        mean, variance = mean.view(-1).to(kind), variance.view(-1).to(kind)
         if x.numel():
             # torch takes parameters in the type of the statistics, or all in a half input's type.
             wide = None if weight is None else weight.to(kind)

@@ -41,33 +41,33 @@ def element_counts_of_peers(
 def moments(
     x: Tensor, over: Sequence[int], grid: Grid, group: tuple[str, ...], counts: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """Return mean and biased variance over dimensions and over the ranks along `group`, in float64.
+    """Return mean and biased variance over dimensions and over the ranks along `group`.
 
-    Those ranks call it; `counts` tells how many elements each of them contributes. The dimensions
-    stay, with one element each.
+    Those ranks call it; `counts` tells how many elements each of them contributes. The results are
+    flat, in the order of the other dimensions, in the type in which sums are accumulated.
     """
-    local = _variances_and_means(x, over, grid.computes_on_gpu)
+    local = _variances_and_means(x, over, grid.computes_on_gpu).flatten(1)
     if not group:
         return local[1], local[0]
     variances, means = all_gather(local, grid, group).unbind(1)
-    share = _share(x.device, tuple(counts), x.dim())
+    share = _share(x.device, tuple(counts), local.dtype)
     mean = (share * means).sum(0)
     deviations = means - mean
     return mean, (share * variances.addcmul_(deviations, deviations)).sum(0)
 
 
 @remembered
-def _share(device: torch.device, counts: tuple[int, ...], ndim: int) -> Tensor:
+def _share(device: torch.device, counts: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return the part of all elements that each rank contributes, to multiply its moments by."""
     numbers = torch.tensor(counts, dtype=torch.float64, device=device) / max(sum(counts), 1)
-    return numbers.view(-1, *(1,) * ndim)
+    return numbers.to(dtype).view(-1, 1)
 
 
 def _variances_and_means(x: Tensor, over: Sequence[int], on_gpu: bool) -> Tensor:
-    """Return variance and mean of this rank's elements, in float64."""
+    """Return variance and mean of this rank's elements, with one element along `over`."""
     if not x.numel():
         shape = [1 if d in over else n for d, n in enumerate(x.shape)]
-        return x.new_zeros((2, *shape), dtype=torch.float64)
+        return x.new_zeros((2, *shape), dtype=accumulation_type(x.dtype))
     kept = next((d for d in range(x.dim()) if d not in over), None)
     if x.numel() <= _PIECE or on_gpu or kept is None:
         return _variance_and_mean(x, over, on_gpu)
@@ -88,16 +88,16 @@ def _pieces(x: Tensor, d: int) -> Sequence[Tensor]:
 
 
 def _variance_and_mean(x: Tensor, over: Sequence[int], on_gpu: bool) -> Tensor:
-    """Return variance and mean in float64, in two stable passes.
+    """Return variance and mean in two stable passes.
 
     torch.var_mean takes ten times as long on CPUs.
     """
     wide = to_accumulation_type(x)
     if on_gpu:
-        return torch.stack(torch.var_mean(wide, tuple(over), correction=0, keepdim=True)).double()
+        return torch.stack(torch.var_mean(wide, tuple(over), correction=0, keepdim=True))
     mean = wide.mean(tuple(over), keepdim=True)
     variance = (wide - mean).square_().mean(tuple(over), keepdim=True)
-    return torch.stack([variance, mean]).double()
+    return torch.stack([variance, mean])
 
 
 def _variance_and_mean_by_rows(x: Tensor, over: Sequence[int]) -> Tensor:
@@ -107,8 +107,7 @@ def _variance_and_mean_by_rows(x: Tensor, over: Sequence[int]) -> Tensor:
         (to_accumulation_type(piece) - mean).square_().sum(tuple(over), keepdim=True)
         for piece in _pieces(x, 2)
     ]
-    total = torch.stack(squares).sum(0, dtype=torch.float64)
-    return torch.stack([total / (x.numel() // x.shape[1]), mean.double()])
+    return torch.stack([torch.stack(squares).sum(0) / (x.numel() // x.shape[1]), mean])
 
 
 class Standardize(ShardFunction):
@@ -128,7 +127,8 @@ class Standardize(ShardFunction):
         eps: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         wide = to_accumulation_type(x)
-        mean, variance = (m.to(wide.dtype) for m in moments(x, over, grid, group, counts))
+        kept = [1 if d in over else n for d, n in enumerate(x.shape)]
+        mean, variance = (m.view(kept) for m in moments(x, over, grid, group, counts))
         scale = torch.rsqrt(variance + eps)
         ctx.save_for_backward(x, mean, scale)
         ctx.context = over, grid, group, sum(counts)
