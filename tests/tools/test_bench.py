@@ -144,7 +144,7 @@ def test_what_a_step_loses_is_the_sum_of_its_parts() -> None:
     tiny = [network._replace(shape=(*network.shape[:2], 32, 32)) for network in CASES[:2]]
     rows = list(losses(QUICK, tiny))
     assert len(rows) == 2 * (1 + len(PARTS))
-    for total, *parts in (rows[:5], rows[5:]):
+    for total, *parts in (rows[: 1 + len(PARTS)], rows[1 + len(PARTS) :]):
         assert total.measure == "over the block alone" and total.bound == parts[-1].bound
         taken = [(row.subject, row.bound) for row in parts]
         assert taken[0][0] == total.subject

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from distconv.grid.process_grid import ProcessGrid
 from distconv.model.parallelize import parallelize
 from distconv.planning.alternation import Contender, alternate
 from distconv.tensor.dist_tensor import local_box
+from distconv.tools.bench import left_out
 from distconv.tools.bench.model import cut_sample, sample, step_of
 from distconv.tools.bench.networks import NETWORKS, Network, UNet3d
 from distconv.tools.bench.report import Row, over, share
@@ -108,21 +110,30 @@ def losses(settings: Settings, networks: Sequence[Network] = CASES) -> Iterator[
 
 
 def variants(network: Network, grid: ProcessGrid) -> list[Callable[[], None]]:
-    """Return the training step of a network, and the same with less and less of it: without halos,
-    without any messages, on a grid of one rank, and as plain torch; all ranks of the grid call it.
+    """Return the training step of a network, and the same with less and less of it, down to a grid
+    of one rank and to plain torch; all ranks of the grid call it.
+
+    What is left out from one to the next is in `PARTS`.
     """
     alone = ProcessGrid(mpi().COMM_SELF, device="cpu")
     torch.manual_seed(0)
     block = local_box(network.shape, grid).shape
     on_block = network._replace(shape=tuple(block))
-    step = unchanging_step(network, parallelize(made(network), grid), *cut_sample(network, grid))
+    on_grid = cut_sample(network, grid)
+    step = unchanging_step(network, parallelize(made(network), grid), *on_grid)
+    in_parts = left_out.sums_of_gradients(made(network), grid.size)
+    without_sums = unchanging_step(network, in_parts, *on_grid)
     of_one_rank = unchanging_step(
         network, parallelize(made(on_block), alone), *cut_sample(on_block, alone)
     )
+    norm, boundaries = left_out.statistics_of_all_ranks(), left_out.boundaries()
     return [
         step,
         silenced(step, collectives=False),
         silenced(step, collectives=True),
+        silenced(without(step, norm), collectives=True),
+        silenced(without(step, norm, boundaries), collectives=True),
+        silenced(without(without_sums, norm, boundaries), collectives=True),
         of_one_rank,
         unchanging_step(network, made(on_block), *sample(network, block)),
     ]
@@ -131,8 +142,11 @@ def variants(network: Network, grid: ProcessGrid) -> list[Callable[[], None]]:
 PARTS = (
     "halos and redistributions: messages and waiting",
     "reductions and gathers: messages and waiting",
-    "boundaries, packing, buckets and their Python",
-    "Python of functions and of modules",
+    "batch norm over all ranks",
+    "boundaries of overlapped convolutions",
+    "hooks and buckets of parameters",
+    "other work of a cut network",
+    "Python and kernels of one rank",
 )
 """The differences between one variant and the next."""
 
@@ -152,6 +166,18 @@ def unchanging_step(
     """Return a step that computes all and changes nothing: without sums, ranks would drift apart,
     which the parallelized module takes for an error."""
     return step_of(network, module, x, y, rate=0.0)
+
+
+def without(step: Callable[[], None], *parts: AbstractContextManager[object]) -> Callable[[], None]:
+    """Return a step of which parts are left out."""
+
+    def run() -> None:
+        with ExitStack() as stack:
+            for part in parts:
+                stack.enter_context(part)
+            step()
+
+    return run
 
 
 def silenced(step: Callable[[], None], collectives: bool) -> Callable[[], None]:
