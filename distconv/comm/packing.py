@@ -22,20 +22,20 @@ def resolved_contiguous(tensor: Tensor) -> Tensor:
 def has_channels_last(x: Tensor) -> bool:
     """Return whether the channels of planes or volumes are last in memory, also of a crop."""
     return (
-        x.dim() in _CHANNELS_LAST
+        x.dim() in CHANNELS_LAST
         and not x.is_contiguous()
         and x.stride(1) == 1
         and x.stride(-1) != 1
     )
 
 
-_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 """torch's words for it, by the number of dimensions."""
 
 
 def empty_in_format(shape: tuple[int, ...], like: Tensor) -> Tensor:
     """Return uninitialised memory of this shape, with channels last where `like` has them last."""
-    form = _CHANNELS_LAST[like.dim()] if has_channels_last(like) else torch.contiguous_format
+    form = CHANNELS_LAST[like.dim()] if has_channels_last(like) else torch.contiguous_format
     return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=form)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
@@ -17,7 +17,12 @@ from distconv.comm.packing import has_channels_last
 from distconv.comm.shard_function import ShardFunction, first_order
 from distconv.geometry.layout import cutting_axes
 from distconv.grid.interface import Grid
-from distconv.ops.norm.moments import element_counts_of_peers, moments
+from distconv.ops.norm.moments import (
+    adds_up_too_many,
+    element_counts_of_peers,
+    moments,
+    pieces_to_add_up,
+)
 from distconv.ops.support.merged import works_on_channels
 from distconv.ops.support.operands import (
     Placement,
@@ -104,7 +109,7 @@ def batch_norm_over(
             # The backward pass wants them as they are now.
             running_mean, running_var = running_mean.clone(), running_var.clone()
     block = _with_batch_stride(x.shard)
-    if not training or not (group or rest or _adds_up_too_many(block)):
+    if not training or not (group or rest or adds_up_too_many(block)):
         if x.shard.numel() or not x.numel():
             shard = F.batch_norm(
                 block, running_mean, running_var, weight, bias, training, momentum, eps
@@ -310,26 +315,10 @@ def _sums(
     # torch takes mean and variance on CPUs; mean, scale and the type of the weight on GPUs.
     statistics = (mean, mean, variance, mean, scale, False, eps, [False, True, True])
     sums = torch.ops.aten.native_batch_norm_backward
-    if not (_adds_up_too_many(x) and has_channels_last(dy)):
+    if not (adds_up_too_many(x) and has_channels_last(dy)):
         _, of_weight, of_bias = sums(dy, x, *statistics)
         return of_weight, of_bias
-    pieces = zip(_pieces(dy), _pieces(x), strict=True)
+    pieces = zip(pieces_to_add_up(dy), pieces_to_add_up(x), strict=True)
     parts = [sums(*piece, *statistics)[1:] for piece in pieces]
     of_weight, of_bias = (torch.stack(p).sum(0) for p in zip(*parts, strict=True))
     return of_weight, of_bias
-
-
-_ADDED_UP = 2**18
-"""Elements of a block with channels last up to which torch's sums are right to 1e-5: it adds up all
-positions one by one in the type of the statistics."""
-
-
-def _adds_up_too_many(x: Tensor) -> bool:
-    """Return whether sums are to be added up from those of pieces."""
-    return x.numel() > _ADDED_UP and not x.is_cuda and has_channels_last(x)
-
-
-def _pieces(x: Tensor) -> Iterator[Tensor]:
-    """Yield runs of samples, or of rows of one sample."""
-    for some in x.split(max(1, _ADDED_UP * x.shape[0] // x.numel())):
-        yield from some.split(max(1, _ADDED_UP * x.shape[2] // some.numel()), 2)

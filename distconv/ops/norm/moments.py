@@ -7,7 +7,7 @@ which does not cancel as E[x^2] - E[x]^2 does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from distconv.comm.collectives import all_gather, all_reduce
-from distconv.comm.packing import has_channels_last
+from distconv.comm.packing import CHANNELS_LAST, has_channels_last
 from distconv.comm.shard_function import ShardFunction, first_order
 from distconv.geometry.layout import rank_box
 from distconv.grid.interface import Grid
@@ -49,8 +49,15 @@ def moments(
     local = _variances_and_means(x, over, grid.computes_on_gpu).flatten(1)
     if not group:
         return local[1], local[0]
-    variances, means = all_gather(local, grid, group).unbind(1)
-    share = _share(x.device, tuple(counts), local.dtype)
+    return _of_all(all_gather(local, grid, group), counts)
+
+
+def _of_all(parts: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Return mean and variance of all elements, from variances and means (parts, 2, channels) of
+    parts with so many each.
+    """
+    variances, means = parts.unbind(1)
+    share = _share(parts.device, tuple(counts), parts.dtype)
     mean = (share * means).sum(0)
     deviations = means - mean
     return mean, (share * variances.addcmul_(deviations, deviations)).sum(0)
@@ -58,7 +65,7 @@ def moments(
 
 @remembered
 def _share(device: torch.device, counts: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return the part of all elements that each rank contributes, to multiply its moments by."""
+    """Return the share of all elements that each part has, to multiply its moments by."""
     numbers = torch.tensor(counts, dtype=torch.float64, device=device) / max(sum(counts), 1)
     return numbers.to(dtype).view(-1, 1)
 
@@ -69,6 +76,8 @@ def _variances_and_means(x: Tensor, over: Sequence[int], on_gpu: bool) -> Tensor
         shape = [1 if d in over else n for d, n in enumerate(x.shape)]
         return x.new_zeros((2, *shape), dtype=accumulation_type(x.dtype))
     kept = next((d for d in range(x.dim()) if d not in over), None)
+    if not on_gpu and kept == 1 and len(over) == x.dim() - 1 and _sums_fast(x):
+        return _variance_and_mean_of_channels(x)
     if x.numel() <= _PIECE or on_gpu or kept is None:
         return _variance_and_mean(x, over, on_gpu)
     # In pieces, whose differences from the mean fit into memory that is used again.
@@ -108,6 +117,56 @@ def _variance_and_mean_by_rows(x: Tensor, over: Sequence[int]) -> Tensor:
         for piece in _pieces(x, 2)
     ]
     return torch.stack([torch.stack(squares).sum(0) / (x.numel() // x.shape[1]), mean])
+
+
+_MANY_CHANNELS = 32
+"""Channels from which torch was measured to add up each faster, where they are last in memory."""
+
+
+def _sums_fast(x: Tensor) -> bool:
+    return (
+        x.shape[1] >= _MANY_CHANNELS
+        and has_channels_last(x)
+        and x.is_contiguous(memory_format=CHANNELS_LAST[x.dim()])
+    )
+
+
+def _variance_and_mean_of_channels(x: Tensor) -> Tensor:
+    """Return variance and mean of each channel by torch's batch norm, in one pass over memory."""
+    pieces = list(pieces_to_add_up(x))
+    found = [
+        torch.batch_norm_update_stats(to_accumulation_type(p), None, None, 0.0) for p in pieces
+    ]
+    parts = torch.stack([torch.stack((variance, mean)) for mean, variance in found])
+    if len(pieces) > 1:
+        mean, variance = _of_all(parts, [p.numel() for p in pieces])
+        parts = torch.stack([variance, mean])
+    return parts.view(2, 1, -1, *(1,) * (x.dim() - 2))
+
+
+def _of_meta_tensor(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape[1]), x.new_empty(x.shape[1])
+
+
+_LIBRARY = torch.library.Library("aten", "IMPL")
+"""Holds what torch (up to 2.13) has no function for: statistics of tensors without elements."""
+if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::batch_norm_update_stats", "Meta"):
+    _LIBRARY.impl("batch_norm_update_stats", _of_meta_tensor, "Meta")
+
+_ADDED_UP = 2**18
+"""Elements of a block with channels last up to which torch's sums are right to 1e-5: it adds up all
+positions one by one in the type of the statistics."""
+
+
+def adds_up_too_many(x: Tensor) -> bool:
+    """Return whether sums by torch's batch norm are to be added up from those of pieces."""
+    return x.numel() > _ADDED_UP and not x.is_cuda and has_channels_last(x)
+
+
+def pieces_to_add_up(x: Tensor) -> Iterator[Tensor]:
+    """Yield runs of samples, or of rows of one sample, that are small enough for that."""
+    for some in x.split(max(1, _ADDED_UP * x.shape[0] // x.numel())):
+        yield from some.split(max(1, _ADDED_UP * x.shape[2] // some.numel()), 2)
 
 
 class Standardize(ShardFunction):

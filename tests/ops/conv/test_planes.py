@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import distconv as dc
-from distconv.ops.norm import batch_norm, moments
+from distconv.ops.norm import moments
 from distconv.tensor import sample_format
 from tests.support.serial import deviation
 
@@ -226,15 +226,16 @@ def test_gradients_of_overlapped_pooling_keep_channels_last(pool: Any) -> None:
 
 @pytest.mark.parallel(RANKS)
 @pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize("channels", [3, 33])
 def test_batch_norm_of_large_blocks_goes_by_rows(
-    samples: int, monkeypatch: pytest.MonkeyPatch
+    channels: int, samples: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(moments, "_PIECE", 64)
-    monkeypatch.setattr(batch_norm, "_ADDED_UP", 64)
+    monkeypatch.setattr(moments, "_ADDED_UP", 24 * channels)
     torch.manual_seed(0)
     grid = dc.ProcessGrid(height=-1, device="cpu")
-    x = (torch.randn(samples, 3, 24, 8, dtype=torch.float64) + 5).requires_grad_()
-    weight, bias = torch.randn(2, 3, dtype=torch.float64)
+    x = (torch.randn(samples, channels, 24, 8, dtype=torch.float64) + 5).requires_grad_()
+    weight, bias = torch.randn(2, channels, dtype=torch.float64)
     by = torch.randn(x.shape, dtype=torch.float64)
     expected = F.batch_norm(x, None, None, weight, bias, training=True)
     (of_x,) = torch.autograd.grad((expected * by).sum(), x)
@@ -243,3 +244,19 @@ def test_batch_norm_of_large_blocks_goes_by_rows(
     assert deviation(made.full_tensor(), expected) <= 1e-10
     (got,) = torch.autograd.grad((made * dc.distribute_tensor(by, grid)).sum(), d)
     assert deviation(got.full_tensor(), of_x) <= 1e-10
+
+
+@pytest.mark.parallel(RANKS)
+@pytest.mark.parametrize("shape", [(1, 32, 48, 32), (3, 40, 6, 5), (2, 64, 6, 5, 4)], ids=str)
+def test_batch_norm_of_many_channels_has_the_statistics_of_float64(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    grid = dc.ProcessGrid(height=-1, device="cpu")
+    form = torch.channels_last if len(shape) == 4 else torch.channels_last_3d
+    x = 3 * torch.randn(shape) + 10
+    block = dc.distribute_tensor(x, grid).to_local().contiguous(memory_format=form)
+    d = dc.DistTensor.from_local(block, grid)
+    mean, variance = torch.zeros(2, shape[1])
+    F.batch_norm(d, mean, variance, training=True, momentum=1.0)
+    over = (0, *range(2, len(shape)))
+    assert deviation(mean, x.double().mean(over)) <= CLOSE
+    assert deviation(variance, x.double().var(over)) <= CLOSE
