@@ -132,7 +132,9 @@ def _sums_fast(x: Tensor) -> bool:
 
 
 def _variance_and_mean_of_channels(x: Tensor) -> Tensor:
-    """Return variance and mean of each channel by torch's batch norm, in one pass over memory."""
+    """Return variance and mean of each channel by torch's batch norm, which reads the block twice
+    and writes nothing.
+    """
     pieces = list(pieces_to_add_up(x))
     found = [
         torch.batch_norm_update_stats(to_accumulation_type(p), None, None, 0.0) for p in pieces
