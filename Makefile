@@ -6,9 +6,10 @@ BIN    := $(VENV)/bin
 RANKS  := 8 6 4 3 2
 # More ranks than cores have to yield to each other; each computes on one thread.
 RUN    := MPIR_CVAR_POLLS_BEFORE_YIELD=1 OMP_NUM_THREADS=1
-# Memory that is freed stays with the process; glibc would fetch activations anew in every step.
+# Memory that is freed stays with the process, in huge pages; glibc would fetch activations anew in
+# every step.
 KEEP   := MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=17179869184 \
-          MALLOC_TOP_PAD_=134217728
+          MALLOC_TOP_PAD_=134217728 GLIBC_TUNABLES=glibc.malloc.hugetlb=1
 # Processes of tests look for garbage less often.
 TEST   := PYTHONPATH='$(CURDIR)/tests/support/startup'
 # With many processes on two cores, those that wait in MPI sleep in between: as Linux shares cores out,

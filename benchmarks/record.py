@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 from mpi4py import MPI
 
+from distconv.planning import allocator
 from distconv.tools.bench import BENCHMARKS, Settings, as_table
 
 
@@ -53,7 +54,7 @@ def machine() -> str:
         "system": platform.platform(),
         "CPU": models[0] if models else platform.processor(),
         "cores": str(os.cpu_count()),
-        "malloc": " ".join(f"{k}={v}" for k, v in sorted(os.environ.items()) if "MALLOC_" in k)
+        "malloc": " ".join(f"{k}={v}" for k, v in sorted(allocator.settings_here().items()))
         or "as it comes",
         "date": datetime.date.today().isoformat(),
     }

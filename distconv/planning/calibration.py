@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from distconv.grid.process_grid import ProcessGrid
+from distconv.planning import allocator
 from distconv.planning.host_work import measure_host_work
 from distconv.planning.machine import Link, Machine, Table
-from distconv.planning.operators import KEEP_MEMORY
 from distconv.transport.world import world
 
 MESSAGES = (8, 2**10, 2**13, 2**15, 2**16, 2**18, 2**20, 2**22, 2**24)
@@ -100,7 +100,7 @@ def calibrate(
         host=host,
         skew=skew,
         memory=memory or _memory_of_node() // per_node,
-        environment={key: os.environ[key] for key in KEEP_MEMORY if key in os.environ},
+        environment=allocator.settings_here(),
         sources=sources,
     )
 

@@ -21,13 +21,6 @@ from distconv.planning.machine import Machine, Table
 from distconv.planning.operator_timing import FEWEST, MOST, SECONDS
 from distconv.planning.roofline import bytes_of, flops_of, roofline_seconds
 
-KEEP_MEMORY = {
-    "MALLOC_MMAP_THRESHOLD_": "4294967296",
-    "MALLOC_TRIM_THRESHOLD_": "17179869184",
-    "MALLOC_TOP_PAD_": "134217728",
-}
-"""Settings of glibc with which memory that is freed stays with the process."""
-
 _Kind: TypeAlias = tuple[Any, ...]
 """What operators share whose times are proportional to their work, the name first."""
 

@@ -102,8 +102,9 @@ def test_time_is_written_as_each_scheduler_reads_it(capsys: pytest.CaptureFixtur
 def test_the_environment_follows_the_devices(capsys: pytest.CaptureFixture[str]) -> None:
     on_cpus = script(capsys, "slurm")
     assert "DISTCONV_TRANSPORT=mpi" in on_cpus and "MALLOC_TRIM_THRESHOLD_=" in on_cpus
+    assert "GLIBC_TUNABLES=glibc.malloc.hugetlb=1" in on_cpus
     own = script(capsys, "slurm", "--gpus-per-node=4")
-    assert "DISTCONV_TRANSPORT=torch" in own and "MALLOC" not in own
+    assert "DISTCONV_TRANSPORT=torch" in own and "malloc" not in own.lower()
     shared = script(capsys, "slurm", "--gpus-per-node=2")
     assert "DISTCONV_TRANSPORT=mpi" in shared
 

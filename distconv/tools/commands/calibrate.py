@@ -7,9 +7,9 @@ import json
 import sys
 from pathlib import Path
 
+from distconv.planning import allocator
 from distconv.planning.calibration import calibrate
 from distconv.planning.machine import as_dict
-from distconv.planning.operators import KEEP_MEMORY
 from distconv.planning.plots import plot_machine
 from distconv.tools.arguments import byte_count
 from distconv.transport.world import world
@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print(f"{arguments.output}: {machine}", flush=True)
     if not machine.environment:
-        missing = " ".join(f"{key}={value}" for key, value in KEEP_MEMORY.items())
+        missing = " ".join(f"{key}={value}" for key, value in allocator.SETTINGS.items())
         print(
             "Freed memory goes back to the system here, and is page-faulted in again in every "
             f"step. Set {missing} for jobs and for this command.",

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from distconv.model.input_layouts import match_layouts
+from distconv.planning import allocator
 from distconv.planning.alternation import Spread, sleep_until_all_are_here
 from distconv.planning.links import check_ranks
 from distconv.planning.machine import Machine
@@ -202,7 +203,7 @@ def _facts(arguments: argparse.Namespace) -> dict[str, str]:
         "optimizer": arguments.optimizer,
         "layout": str(arguments.layout),
         "layouts": "; ".join(f"{pattern}: {cut}" for pattern, cut in arguments.layouts),
-        "malloc": " ".join(f"{k}={v}" for k, v in sorted(os.environ.items()) if "MALLOC_" in k),
+        "malloc": " ".join(f"{k}={v}" for k, v in sorted(allocator.settings_here().items())),
     }
     agreed: dict[str, str] = world().bcast(facts)
     return agreed
