@@ -100,7 +100,7 @@ class GradientReduction:
         """The parameters and parts that were in the tables."""
         for p in self._parameters:
             if isinstance(p, DistTensor):
-                p.mark_gradient_summed()
+                p.mark_summed_when_accumulated()
         # Of a sharded parameter autograd knows this rank's block.
         self._leaves = shards_of(self._parameters)
         own((*self._parameters, *self._leaves, *module.buffers()), grid.size)

@@ -55,7 +55,9 @@ class DistTensorBase(torch.Tensor):
     """The step after which it was made, where steps are compared one by one."""
     _shape: torch.Size
     sums_gradient = False
-    """Whether a hook, or a module, adds up the gradients of the leaf's replicas."""
+    """Whether a hook of the shard adds up the gradients of the leaf's replicas."""
+    summed_when_accumulated = False
+    """Whether a module adds up those that a backward pass accumulates, and no others."""
     gradient_hook: Any = None
     """The hook that keeps a non-leaf's gradient in `retained_gradient`, or None."""
     retained_gradient: Tensor | None = None

@@ -266,7 +266,7 @@ class DistTensor(DistTensorBase):
         self.held.requires_grad_(requires_grad)
         self.sync_requires_grad()
         axes = replicating_axes(self.cuts, self.grid.topology)
-        if fresh and axes and not self.sums_gradient:
+        if fresh and axes and not self.sums_gradient and not self.summed_when_accumulated:
             # The shard keeps the hook, which therefore must not keep the shard.
             grid, shape = self.grid, self.shard.shape
             dtype, device = self.dtype, self.shard.device
@@ -281,9 +281,9 @@ class DistTensor(DistTensorBase):
             self.sums_gradient = True
         return self
 
-    def mark_gradient_summed(self) -> None:
-        """Note that something else adds up the gradients of the replicas from now on."""
-        self.sums_gradient = True
+    def mark_summed_when_accumulated(self) -> None:
+        """Note that a module adds up the gradients of the replicas that are accumulated."""
+        self.summed_when_accumulated = True
 
     def sync_requires_grad(self) -> None:
         """Let torch know, below its functions, whether the shard requires gradients."""

@@ -271,6 +271,40 @@ def test_blocks_without_elements_have_no_norm() -> None:
         dc.clip_grad_norm_(model.parameters(), 1.0, 0)
 
 
+@pytest.mark.parallel([1, 2, 4])
+def test_gradients_on_demand_are_whole() -> None:
+    for grid in [dc.ProcessGrid(channel=-1), *grids(4), dc.ProcessGrid(sample=-1)]:
+        model, serial = sharded(grid), net()
+        weights = [p for p in model.parameters() if p.requires_grad]
+        its = [p for p in serial.parameters() if p.requires_grad]
+        loss = model(dc.distribute_tensor(batch(0), grid)).square().mean()
+        expected = torch.autograd.grad(serial(batch(0)).square().mean(), its)
+        for mine, yours in zip(torch.autograd.grad(loss, weights), expected, strict=True):
+            assert deviation(mine, yours) <= 1e-10
+
+
+@pytest.mark.parallel([1, 2, 4])
+def test_hooks_of_sharded_parameters_get_whole_gradients_and_may_replace_them() -> None:
+    seen: dict[bool, list[Tensor]] = {False: [], True: []}
+
+    def hook(x: Tensor, is_serial: bool) -> Tensor:
+        seen[is_serial].append(x.detach().clone())
+        return 2 * x + 1
+
+    for grid in [dc.ProcessGrid(channel=-1), *grids(5)]:
+        model, serial = sharded(grid), net()
+        for m, is_serial in ((model, False), (serial, True)):
+            m.down.weight.register_hook(partial(hook, is_serial=is_serial))
+        model(dc.distribute_tensor(batch(0), grid)).square().mean().backward()
+        serial(batch(0)).square().mean().backward()
+        assert deviation(model.down.weight.grad, serial.down.weight.grad) <= 1e-10
+    assert len(seen[False]) == len(seen[True])
+    if WORLD.size == 1:
+        return
+    for mine, yours in zip(seen[False], seen[True], strict=True):
+        assert deviation(mine, yours) <= 1e-10
+
+
 @pytest.mark.parallel([1, 2, 3])
 def test_an_optimizer_made_before_trains_sharded_parameters() -> None:
     grid = dc.ProcessGrid(channel=-1)
