@@ -51,6 +51,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "conv_512": (lambda: _convolutions(16, 1), (1, 16, 512, 512)),
     "residual_128": (lambda: _convolutions(32, 17, norm=True), (1, 32, 128, 128)),
     "small_64": (lambda: _convolutions(16, 8), (1, 16, 64, 64)),
+    "wide_32": (lambda: _convolutions(128, 4), (1, 128, 32, 32)),
     "tiny_32": (lambda: _convolutions(16, 8, norm=True), (2, 16, 32, 32)),
     "unet3d_32": (_UNet3d, (1, 1, 32, 32, 32)),
 }

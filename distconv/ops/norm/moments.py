@@ -46,7 +46,7 @@ def moments(
     Those ranks call it; `counts` tells how many elements each of them contributes. The results are
     flat, in the order of the other dimensions, in the type in which sums are accumulated.
     """
-    local = _variances_and_means(x, over, grid.computes_on_gpu).flatten(1)
+    local = _variances_and_means(x, over, grid.computes_on_gpu)
     if not group:
         return local[1], local[0]
     return _of_all(all_gather(local, grid, group), counts)
@@ -71,21 +71,21 @@ def _share(device: torch.device, counts: tuple[int, ...], dtype: torch.dtype) ->
 
 
 def _variances_and_means(x: Tensor, over: Sequence[int], on_gpu: bool) -> Tensor:
-    """Return variance and mean of this rank's elements, with one element along `over`."""
+    """Return variance and mean of this rank's elements, flat along the dimensions that are kept."""
     if not x.numel():
-        shape = [1 if d in over else n for d, n in enumerate(x.shape)]
-        return x.new_zeros((2, *shape), dtype=accumulation_type(x.dtype))
-    kept = next((d for d in range(x.dim()) if d not in over), None)
-    if not on_gpu and kept == 1 and len(over) == x.dim() - 1 and _sums_fast(x):
+        kept = prod(n for d, n in enumerate(x.shape) if d not in over)
+        return x.new_zeros((2, kept), dtype=accumulation_type(x.dtype))
+    first = next((d for d in range(x.dim()) if d not in over), None)
+    of_channels = first == 1 and len(over) == x.dim() - 1
+    if of_channels and not on_gpu and _sums_fast(x):
         return _variance_and_mean_of_channels(x)
-    if x.numel() <= _PIECE or on_gpu or kept is None:
-        return _variance_and_mean(x, over, on_gpu)
+    if x.numel() <= _PIECE or on_gpu or first is None:
+        return _variance_and_mean(x, over, on_gpu).flatten(1)
     # In pieces, whose differences from the mean fit into memory that is used again.
-    if has_channels_last(x) and kept == 1 and len(over) == x.dim() - 1:
-        return _variance_and_mean_by_rows(x, over)
-    return torch.cat(
-        [_variance_and_mean(piece, over, False) for piece in _pieces(x, kept)], kept + 1
-    )
+    if of_channels and has_channels_last(x):
+        return _variance_and_mean_by_rows(x, over).flatten(1)
+    pieces = [_variance_and_mean(piece, over, False) for piece in _pieces(x, first)]
+    return torch.cat(pieces, first + 1).flatten(1)
 
 
 _PIECE = 2**19
@@ -135,15 +135,15 @@ def _variance_and_mean_of_channels(x: Tensor) -> Tensor:
     """Return variance and mean of each channel by torch's batch norm, which reads the block twice
     and writes nothing.
     """
-    pieces = list(pieces_to_add_up(x))
+    pieces = list(pieces_to_add_up(x)) if adds_up_too_many(x) else [x]
     found = [
         torch.batch_norm_update_stats(to_accumulation_type(p), None, None, 0.0) for p in pieces
     ]
-    parts = torch.stack([torch.stack((variance, mean)) for mean, variance in found])
-    if len(pieces) > 1:
-        mean, variance = _of_all(parts, [p.numel() for p in pieces])
-        parts = torch.stack([variance, mean])
-    return parts.view(2, 1, -1, *(1,) * (x.dim() - 2))
+    parts = [torch.stack((variance, mean)) for mean, variance in found]
+    if len(parts) == 1:
+        return parts[0]
+    mean, variance = _of_all(torch.stack(parts), [p.numel() for p in pieces])
+    return torch.stack([variance, mean])
 
 
 def _of_meta_tensor(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:

@@ -28,7 +28,12 @@ def accumulation_type(dtype: torch.dtype) -> torch.dtype:
 
 def to_accumulation_type(x: Tensor) -> Tensor:
     """Return `x` in a type in which sums over many elements are accurate."""
-    return x.to(accumulation_type(x.dtype))
+    return in_type(x, accumulation_type(x.dtype))
+
+
+def in_type(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `x` in a type; itself where it has it, which torch takes longer to find out."""
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def check_same_types(name: str, *tensors: Tensor | None) -> None:

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import distconv as dc
 from distconv import layers
 from distconv.comm.ledger import trace_movements
+from distconv.comm.packing import has_channels_last
 from tests.support.serial import (
     TOLERANCE,
     agrees,
@@ -259,6 +260,22 @@ def test_a_sample_with_channels_last_meets_a_gradient_with_rows_last(
         assert deviation(cut.grad.full_tensor(), leaf.grad) <= TOLERANCE
         for p, q in zip(module.parameters(), serial.parameters(), strict=True):
             assert deviation(p.grad, q.grad) <= TOLERANCE
+
+
+@pytest.mark.parallel([2, 4])
+@pytest.mark.parametrize("parameters", [0, 1, 2], ids=["none", "weight", "weight and bias"])
+def test_large_blocks_with_channels_last_equal_serial(parameters: int) -> None:
+    rng = random.Random(5)
+    grid = dc.ProcessGrid(height=-1)
+    x = random_tensor(rng, (2, 17, 128 * grid.size + 1, 33)) + 5
+    x = x.contiguous(memory_format=torch.channels_last)
+    assert has_channels_last(dc.distribute_tensor(x, grid).to_local())
+    given = [random_tensor(rng, (17,)) for _ in range(parameters)]
+
+    def norm(x: Tensor, *given: Tensor) -> Tensor:
+        return F.batch_norm(x, None, None, *given, training=True)
+
+    agrees(norm, [x], given, grid, rng, [None])
 
 
 @pytest.mark.parallel([1, 2, 4])
