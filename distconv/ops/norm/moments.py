@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from distconv.comm.collectives import all_gather, all_reduce
-from distconv.comm.packing import CHANNELS_LAST, has_channels_last
+from distconv.comm.packing import fills_channels_last, has_channels_last
 from distconv.comm.shard_function import ShardFunction, first_order
 from distconv.geometry.layout import rank_box
 from distconv.grid.interface import Grid
@@ -124,11 +124,7 @@ _MANY_CHANNELS = 32
 
 
 def _sums_fast(x: Tensor) -> bool:
-    return (
-        x.shape[1] >= _MANY_CHANNELS
-        and has_channels_last(x)
-        and x.is_contiguous(memory_format=CHANNELS_LAST[x.dim()])
-    )
+    return x.shape[1] >= _MANY_CHANNELS and fills_channels_last(x)
 
 
 def _variance_and_mean_of_channels(x: Tensor) -> Tensor:

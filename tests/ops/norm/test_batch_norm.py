@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import distconv as dc
 from distconv import layers
 from distconv.comm.ledger import trace_movements
-from distconv.comm.packing import has_channels_last
+from distconv.comm.packing import CHANNELS_LAST
 from tests.support.serial import (
     TOLERANCE,
     agrees,
@@ -263,19 +263,32 @@ def test_a_sample_with_channels_last_meets_a_gradient_with_rows_last(
 
 
 @pytest.mark.parallel([2, 4])
-@pytest.mark.parametrize("parameters", [0, 1, 2], ids=["none", "weight", "weight and bias"])
-def test_large_blocks_with_channels_last_equal_serial(parameters: int) -> None:
+@pytest.mark.parametrize("given", ["", "weight", "bias", "weight and bias"])
+@pytest.mark.parametrize("spatial", [(128, 33), (16, 8, 33)], ids=["planes", "volumes"])
+def test_large_blocks_with_channels_last_equal_serial(
+    spatial: tuple[int, ...], given: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rng = random.Random(5)
-    grid = dc.ProcessGrid(height=-1)
-    x = random_tensor(rng, (2, 17, 128 * grid.size + 1, 33)) + 5
-    x = x.contiguous(memory_format=torch.channels_last)
-    assert has_channels_last(dc.distribute_tensor(x, grid).to_local())
-    given = [random_tensor(rng, (17,)) for _ in range(parameters)]
+    first, *others = spatial
+    axis = "height" if len(spatial) == 2 else "depth"
+    grid = dc.ProcessGrid(**{axis: -1})
+    x = random_tensor(rng, (2, 17, first * grid.size + 1, *others)) + 5
+    x = x.contiguous(memory_format=CHANNELS_LAST[x.dim()])
+    names = [name for name in ("weight", "bias") if name in given]
+    multiplied, shapes = torch.addcmul, set()
 
-    def norm(x: Tensor, *given: Tensor) -> Tensor:
-        return F.batch_norm(x, None, None, *given, training=True)
+    def norm(x: Tensor, *parameters: Tensor) -> Tensor:
+        of_channels = dict(zip(names, parameters, strict=True))
+        return F.batch_norm(x, None, None, training=True, **of_channels)
 
-    agrees(norm, [x], given, grid, rng, [None])
+    def seen(*arguments: Any, **keywords: Any) -> Tensor:
+        result = multiplied(*arguments, **keywords)
+        shapes.add(result.shape)
+        return result
+
+    monkeypatch.setattr(torch, "addcmul", seen)
+    agrees(norm, [x], [random_tensor(rng, (17,)) for _ in names], grid, rng, [None])
+    assert dc.local_box(x.shape, grid).shape in shapes, "torch's batch norm has been called"
 
 
 @pytest.mark.parallel([1, 2, 4])
