@@ -32,7 +32,7 @@ def to_accumulation_type(x: Tensor) -> Tensor:
 
 
 def in_type(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `x` in a type: `x` itself if it has that type, which `Tensor.to` finds out later."""
+    """Return `x` in a type: itself where it has it already, faster than `Tensor.to` does."""
     return x if x.dtype == dtype else x.to(dtype)
 
 
