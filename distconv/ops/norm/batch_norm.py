@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from distconv.comm.collectives import all_reduce, all_reduce_
 from distconv.comm.packing import fills_channels_last, has_channels_last
-from distconv.comm.shard_function import ShardFunction, first_order
+from distconv.comm.shard_function import ShardFunction
 from distconv.geometry.layout import cutting_axes
 from distconv.grid.interface import Grid
 from distconv.ops.norm.moments import (
@@ -23,6 +23,7 @@ from distconv.ops.norm.moments import (
     moments,
     pieces_to_add_up,
 )
+from distconv.ops.support.first_order import first_order
 from distconv.ops.support.merged import works_on_channels
 from distconv.ops.support.operands import (
     Placement,
@@ -277,7 +278,7 @@ class _BatchNorm(ShardFunction):
         return y
 
     @staticmethod
-    @first_order
+    @first_order("batch_norm")
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, variance, scale = ctx.saved_tensors
         grid, group, count, eps, bias_dtype = ctx.context

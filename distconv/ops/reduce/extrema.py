@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from distconv.comm.collectives import all_gather_with_grad, all_reduce, all_reduce_with_grad
-from distconv.comm.shard_function import ShardFunction, first_order
+from distconv.comm.shard_function import ShardFunction
 from distconv.geometry.layout import cutting_axes
 from distconv.grid.interface import Grid
 from distconv.ops.reduce.sums import Dims, reduction_result
 from distconv.ops.shape.reshape import unsqueeze
 from distconv.ops.support.argument_forms import normalize_dim, normalize_dims
+from distconv.ops.support.first_order import first_order
 from distconv.ops.support.global_positions import global_numbers
 from distconv.ops.support.merged import works_along
 from distconv.tensor.dispatch import RULES, implements
@@ -63,7 +64,7 @@ class _Extremum(ShardFunction):
         return value
 
     @staticmethod
-    @first_order
+    @first_order("amax or amin", linear=True)
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, value = ctx.saved_tensors
         over, grid, axes, nan_attains = ctx.movement

@@ -88,6 +88,20 @@ def test_the_variance_of_float32_data_far_from_zero_is_right() -> None:
         ).abs().max() < 1e-3
 
 
+@pytest.mark.parallel([2])
+@pytest.mark.parametrize("channels", [24, 32])
+def test_float32_statistics_of_ranks_with_other_means_are_right(channels: int) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, channels, 128, 128) + 1000
+    x[:, :, 64:] += 1
+    x = x.contiguous(memory_format=torch.channels_last)
+    bn = nn.BatchNorm2d(channels, momentum=1.0)
+    bn(dc.distribute_tensor(x, dc.ProcessGrid(height=-1)))
+    truth = x.double()
+    assert (bn.running_mean - truth.mean((0, 2, 3))).abs().max() < 2e-4
+    assert (bn.running_var - truth.var((0, 2, 3))).abs().max() < 2e-4
+
+
 def ghost_batches(x: Tensor, grid: dc.ProcessGrid, layout: dc.Layout, statistics: str) -> Any:
     """Return the boxes of global indices that share statistics, from the definition."""
     boxes = grid.comm.allgather((grid.coords["sample"], dc.local_box(x.shape, grid, layout)))
