@@ -60,7 +60,10 @@ def global_shape(
                 f"the tensor of rank {rank} lives on {elsewhere}, not on the device of the grid "
                 "there; pass x.to(grid.device), or a CPU tensor, which is moved there"
             )
-    shape = _fitting_shape(tuple(shapes), cuts, grid.topology)
+    try:
+        shape = _fitting_shape(tuple(shapes), cuts, grid.topology)
+    except ValueError as error:
+        raise ValueError(f"{operator} at {line}: {error}") from None
     sums = [meta[6] for meta in held]
     if all(sums):
         axes = cutting_axes(cuts)
@@ -107,6 +110,11 @@ def _fitting_shape(
             f"rank {r} holds {shapes[r]} and should hold {expected[r]}" for r in off[:8]
         )
         more = f"; and {len(off) - 8} more" if len(off) > 8 else ""
+        if not any(cuts):
+            raise ValueError(
+                f"the whole tensors of the ranks are not of one shape: {listed}{more}. Pass "
+                "the same on every rank; DistTensor.from_local takes each rank's own block"
+            )
         raise ValueError(
             f"the blocks do not make a tensor of shape {shape} in {Layout.of(cuts)}: "
             f"{listed}{more}. A dimension of size n over p parts gives the first n mod p parts "

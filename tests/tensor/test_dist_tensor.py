@@ -302,6 +302,7 @@ def test_tensors_of_different_shapes_cannot_be_distributed() -> None:
     grid = dc.ProcessGrid(width=-1)
     x = torch.zeros(5 + (grid.rank == 1))
     message = raised_everywhere(ValueError, dc.distribute_tensor, x, grid)
+    assert "distribute_tensor at " in message and "whole tensors" in message
     assert "rank 1 holds (6,) and should hold (5,)" in message
 
 
