@@ -18,13 +18,13 @@ Backward = Callable[..., Any]
 def first_order(operator: str, *, linear: bool = False) -> Callable[[Backward], Backward]:
     """Let the gradients of an autograd function raise where a program differentiates them.
 
-    torch's `once_differentiable` lets them pass as constants where the incoming gradient is one,
-    although they depend on what the function has saved.
+    torch's `once_differentiable` takes them for constants where the incoming gradient is a
+    constant, although they depend on what the function has saved, too.
 
     Parameters
     ----------
     operator: the name of the function, for the message.
-    linear: whether gradients depend on the incoming one alone, so that they are constants with it.
+    linear: whether gradients depend on the incoming gradient alone, and are constants where it is.
     """
 
     def decorate(backward: Backward) -> Backward:
