@@ -16,6 +16,8 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import distconv as dc
+from benchmarks import sending_early
+from benchmarks.handwritten import ByHand, handwritten, step_by_hand
 from benchmarks.operators import operators
 from benchmarks.record import record
 from distconv.layers import Conv2d
@@ -360,6 +362,49 @@ def test_the_command_prints_a_line_of_json_for_every_row(monkeypatch, capsys) ->
     assert main(["bench", "layer", "--json", "--seconds", "0"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [json.loads(line)["case"] for line in lines] == ["tiny", "tiny"]
+
+
+@pytest.mark.parallel(2)
+def test_a_layer_written_by_hand_computes_what_the_serial_one_does() -> None:
+    case = Case("tiny", lambda: nn.Conv2d(3, 5, 3, padding=1, bias=False), (2, 3, 8, 6), 1.15)
+    check(list(handwritten(QUICK, case)), "handwritten")
+    torch.manual_seed(0)
+    layer, x, dy = case.make(), torch.randn(case.shape), torch.randn(2, 5, 8, 6)
+    half = slice(0, 4) if MPI.COMM_WORLD.rank == 0 else slice(4, 8)
+    block = x[:, :, half].clone()
+    by_hand = ByHand(layer)
+    step_by_hand(by_hand, block, dy[:, :, half].clone())()
+    made = {"y": by_hand(block).detach(), "dx": block.grad, "dw": layer.weight.grad}
+    layer.weight.grad = None
+    y = layer(x.requires_grad_())
+    y.backward(dy)
+    assert x.grad is not None
+    serial = {"y": y[:, :, half].detach(), "dx": x.grad[:, :, half], "dw": layer.weight.grad}
+    torch.testing.assert_close(made, serial)
+
+
+@pytest.mark.parallel(2)
+def test_halos_that_are_sent_early_are_those_that_are_sent_when_needed() -> None:
+    case = sending_early.Case(4, 12, 6, 4)
+    check(list(sending_early.sending_early(QUICK, [case])), "sending_early")
+    grid = dc.ProcessGrid(height=2, device="cpu")
+    chain = sending_early.chain_of(case, grid, torch.float64)
+    x, dy, weights = sending_early.numbers(case, torch.float64)
+    y = x.requires_grad_()
+    for weight in weights:
+        y = torch.conv2d(y, weight.requires_grad_(), padding=1).relu()
+    y.backward(dy)
+    assert x.grad is not None
+    half = slice(0, 6) if grid.rank == 0 else slice(6, 12)
+    outputs = y[:, :, half].detach()
+    for result in (chain.overlapped(), chain.early(), chain.early_forward()):
+        torch.testing.assert_close(result.outputs, outputs)
+        torch.testing.assert_close(result.of_inputs, x.grad[:, :, half])
+        for weight, part in zip(reversed(weights), result.of_weights, strict=True):
+            whole = torch.from_numpy(grid.comm.allreduce(part.contiguous().numpy()))
+            torch.testing.assert_close(whole, weight.grad)
+    torch.testing.assert_close(chain.assembled(), outputs)
+    torch.testing.assert_close(chain.assembled_early(), outputs)
 
 
 @pytest.mark.parallel(2)
