@@ -7,6 +7,8 @@ are, on DistTensors, and are exact by the rules of the functions that they call.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -62,6 +64,7 @@ class _Context:
         self._to_save: tuple[Tensor | None, ...] = ()
         self._not_differentiable: tuple[Tensor, ...] = ()
         self._dirty: tuple[Tensor, ...] = ()
+        self._gradient_types: tuple[torch.dtype | None, ...] | None = None
 
     @property
     def saved_variables(self) -> tuple[Tensor | None, ...]:
@@ -82,6 +85,10 @@ class _Context:
 
     def set_materialize_grads(self, value: bool) -> None:
         """Do nothing: gradients of outputs that were not used are zeros, on all ranks alike."""
+
+    def set_output_grad_dtype(self, *types: torch.dtype | None) -> None:
+        """Say in which type `backward` takes the gradient of each output; from torch 2.14 on."""
+        self._gradient_types = types
 
 
 class _Call:
@@ -111,11 +118,11 @@ class _Call:
     def forward(self, node: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """Run the user's forward, and leave to `node` what it says; return the outputs' shards."""
         function, context, grid = self._function, self._context, self._grid
-        if function.setup_context is Function.setup_context:
-            result = function.forward(context, *arguments)
-        else:
+        if _has_setup_context(function):
             result = function.forward(*arguments)
             function.setup_context(context, arguments, result)
+        else:
+            result = function.forward(context, *arguments)
         self._several = isinstance(result, tuple)
         outputs = result if self._several else (result,)
         self._check(outputs)
@@ -125,6 +132,8 @@ class _Call:
         self._saved = [None if x is None else _Place.of(x, grid) for x in context._to_save]
         node.save_for_backward(*map(shard_of, context._to_save))
         node.mark_non_differentiable(*map(shard_of, context._not_differentiable))
+        if context._gradient_types is not None:
+            node.set_output_grad_dtype(*context._gradient_types)
         context._to_save = context._not_differentiable = ()
         return tuple(map(shard_of, outputs))
 
@@ -157,10 +166,12 @@ class _Call:
             x if place is None else place.tensor(x)
             for x, place in zip(node.saved_tensors, self._saved, strict=True)
         )
-        gradients = (
+        gradients: list[Any] = [
             part if place is None else place.gradient(part)
             for part, place in zip(parts, self._outputs, strict=True)
-        )
+        ]
+        if hasattr(Function, "boxed_grads_call") and function.boxed_grads_call:
+            gradients = [gradients]  # one list, not one argument for each
         overridden = function.vjp is not Function.vjp
         try:
             result = (function.vjp if overridden else function.backward)(context, *gradients)
@@ -202,21 +213,50 @@ _KEEPS_INPUTS = "torch.utils.checkpoint", "_NoopSaveInputs"
 were found to compute something else from it."""
 
 
+def _has_setup_context(function: Any) -> bool:
+    """Return whether a Function has torch's newer form, whose forward takes no context."""
+    return function.setup_context is not Function.setup_context
+
+
+def _by_position(
+    function: Any, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
+) -> tuple[Any, ...]:
+    """Return the arguments of a Function's forward in its order, as torch brings them into it.
+
+    In the newer form, that is with those that have been left out. Otherwise torch takes an argument
+    by its name where none before it has been left out.
+    """
+    newer = _has_setup_context(function)
+    if not keywords and not newer:
+        return arguments
+    context = () if newer else (None,)
+    bound = signature(function.forward).bind(*context, *arguments, **keywords)
+    if newer:
+        bound.apply_defaults()
+    if bound.kwargs:
+        raise TypeError(
+            f"{function.__name__}.apply: forward takes {', '.join(bound.kwargs)} by name where all "
+            "arguments before are given, too; pass these"
+        )
+    return bound.args[len(context) :]
+
+
 @run_eagerly
-def _apply(cls: Any, *arguments: Any) -> Any:
+def _apply(cls: Any, *arguments: Any, **keywords: Any) -> Any:
     """Apply a Function; on the shards where it is recorded and gets DistTensors.
 
     All ranks of their grid then call it together. Gradients are exact where its backward is.
     """
     # All of distconv's own Functions come by here, on their way to the shards.
-    if DistTensor not in map(type, arguments):
-        return super(_SingleLevelFunction, cls).apply(*arguments)
-    tensors = [x for x in arguments if isinstance(x, Tensor)]
+    everything = (*arguments, *keywords.values()) if keywords else arguments
+    if DistTensor not in map(type, everything):
+        return super(_SingleLevelFunction, cls).apply(*arguments, **keywords)
+    tensors = [x for x in everything if isinstance(x, Tensor)]
     if not torch.is_grad_enabled() or not any(x.requires_grad for x in tensors):
-        return super(_SingleLevelFunction, cls).apply(*arguments)
+        return super(_SingleLevelFunction, cls).apply(*arguments, **keywords)
     name = f"{cls.__name__}.apply"
     if (cls.__module__, cls.__name__) == _KEEPS_INPUTS and torch.__version__ >= "2.11":
-        return super(_SingleLevelFunction, cls).apply(*arguments)
+        return super(_SingleLevelFunction, cls).apply(*arguments, **keywords)
     if cls.__module__.partition(".")[0] == "torch":
         refuse(
             name,
@@ -225,9 +265,12 @@ def _apply(cls: Any, *arguments: Any) -> Any:
             way_out=ADVICE_FOR_FUNCTIONS,
         )
     grid = common_grid(name, tensors)
-    check_recorded(name, *tensors_in(*arguments))
-    return _Call(cls, arguments, grid).run()
+    check_recorded(name, *tensors_in(*everything))
+    return _Call(cls, _by_position(cls, arguments, keywords), grid).run()
 
 
-# Beneath `Function.apply`, which programs keep by another name before distconv is imported.
-_SingleLevelFunction.apply = classmethod(_apply)  # type: ignore[attr-defined]
+# Up to torch 2.13 beneath `Function.apply`, which programs keep by another name, maybe before
+# distconv is imported. From then on that is torch's compiled `apply` itself.
+_COMPILED = vars(torch._C._FunctionBase)["apply"]
+_BENEATH: Any = Function if vars(Function)["apply"] is _COMPILED else _SingleLevelFunction
+_BENEATH.apply = classmethod(_apply)

@@ -148,6 +148,89 @@ def test_a_graph_can_be_used_once_only() -> None:
         y.backward()
 
 
+class Between(torch.autograd.Function):
+    """A function in torch's first form, with arguments that it takes by name as well."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, offset: Any = 0.0, factor: Any = 1.0) -> Tensor:
+        ctx.save_for_backward(x, factor)
+        return (x + offset) * factor
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, factor = ctx.saved_tensors
+        return grads[0] * factor, None, (grads[0] * (x + 2.0)).sum()
+
+
+@pytest.mark.parallel([1, 2])
+def test_a_function_takes_arguments_by_name_as_torch_does() -> None:
+    for grid in grids():
+        x, d = inputs().requires_grad_(), dc.distribute_tensor(inputs(), grid).requires_grad_()
+        for make in (
+            lambda y: Between.apply(y, factor=y.mean() * 0 + 3.0, offset=2.0),
+            lambda y: Between.apply(factor=y.mean() * 0 + 3.0, offset=2.0, x=y),
+            lambda y: Reverse.apply(strength=0.3, x=y),
+            lambda y: Reverse.apply(x=y),
+        ):
+            expected, actual = make(x), make(d)
+            close(actual, expected)
+            (expected**2).sum().backward()
+            (actual**2).sum().backward()
+            close(d.grad, x.grad)
+        for y in (x, d):
+            with pytest.raises(TypeError, match="forward"):
+                Between.apply(y, factor=y.mean())
+
+
+class Boxed(torch.autograd.Function):
+    """A function whose backward takes a list of gradients."""
+
+    boxed_grads_call = True
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Any:
+        return 2 * x, 3 * x
+
+    @staticmethod
+    def backward(ctx: Any, grads: Any) -> Any:  # type: ignore[override]
+        assert isinstance(grads, list) and len(grads) == 2
+        second = grads.pop()
+        return 2 * grads.pop().double() + 3 * second
+
+
+class Narrow(Boxed):
+    """One whose backward takes the gradient of its first output in another type."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Any:
+        ctx.set_output_grad_dtype(torch.float32, None)
+        return 2 * x, 3 * x
+
+    @staticmethod
+    def backward(ctx: Any, grads: Any) -> Any:
+        assert [g.dtype for g in grads] == [torch.float32, torch.float64]
+        return Boxed.backward(ctx, grads)
+
+
+@pytest.mark.parallel([1, 2])
+@pytest.mark.parametrize(
+    ("function", "wanted"),
+    [
+        (Boxed, hasattr(torch.autograd.Function, "boxed_grads_call")),
+        (Narrow, hasattr(torch.autograd.function.FunctionCtx, "set_output_grad_dtype")),
+    ],
+)
+def test_a_function_says_how_its_backward_takes_gradients(function: Any, wanted: bool) -> None:
+    if not wanted:
+        pytest.skip("this torch has no such functions")
+    for grid in grids():
+        x, d = inputs().requires_grad_(), dc.distribute_tensor(inputs(), grid).requires_grad_()
+        for y in (x, d):
+            first, second = function.apply(y)
+            (first.sum() + (second**2).sum()).backward()
+        close(d.grad, x.grad)
+
+
 class Dirty(Same):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
