@@ -6,7 +6,6 @@ from functools import lru_cache
 from math import prod
 
 import torch
-from torch.utils.flop_counter import flop_registry
 
 from distconv.planning.local_operators import LocalOperator, TensorSpec
 from distconv.planning.machine import Roofline
@@ -18,6 +17,9 @@ def flops_of(operator: LocalOperator) -> int:
 
     Operators other than convolutions and matrix products count one for each element.
     """
+    # Not at the top, as it imports Triton where that is installed.
+    from torch.utils.flop_counter import flop_registry
+
     function = packet_of(operator)
     count = flop_registry.get(function)
     if count is None:

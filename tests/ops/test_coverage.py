@@ -46,7 +46,9 @@ def test_every_function_with_a_rule_has_a_sample() -> None:
 def test_every_overridable_function_is_listed() -> None:
     rows = {function_of(name) for known in listed().values() for name in known}
     overridable = {f for found in get_overridable_functions().values() for f in found}
-    assert overridable - rows == set()
+    # Those of lists, which torch has from 2.15 on, are refused.
+    of_lists = {f for f in overridable if getattr(f, "__module__", None) == "torch.foreach"}
+    assert overridable - rows == of_lists
 
 
 def _seeded(call: Callable[..., Any], grid: dc.ProcessGrid) -> Callable[..., Any]:

@@ -194,7 +194,8 @@ WAITING = {
     *("gaussian_nll_loss", "item", "tolist", "numpy", "cpu", "__array__", "__contains__"),
     *("__float__", "__int__", "__bool__", "__index__", "__complex__", "__nonzero__", "__long__"),
     *("allclose", "equal", "is_nonzero", "masked_select", "nonzero", "argwhere", "unique"),
-    *("unique_consecutive", "repeat_interleave", "combinations", "bincount", "histogram"),
+    *("unique_consecutive", "repeat_interleave", "bincount", "histogram"),
+    *(("combinations",) if torch.__version__ < (2, 14) else ()),
     *("index_fill", "index_fill_", "cov", "corrcoef"),
     *("multi_margin_loss", "multilabel_margin_loss", "one_hot", "unravel_index"),
 }

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import conv_flop_count, flop_registry, register_flop_formula
 
 from distconv.geometry.layout import Shape
 from distconv.ops.conv.kernels import Kernels, torch_gradients
@@ -122,6 +121,8 @@ def _computes(x: Tensor, weight: Tensor, *arguments: Any) -> bool:
         and x.dtype == weight.dtype == torch.float32
         and _pays(tuple(x.shape), tuple(weight.shape), *map(_hashable, arguments))
         and onednn_is_on()
+        # Such as FlopCounterMode and selective checkpoints, which look for torch's convolution.
+        and not torch._C._len_torch_dispatch_stack()
     )
 
 
@@ -157,13 +158,3 @@ def _taken_by_torch(x: Shape, weight: Shape) -> bool:
     if weight[3:] == (1, 1):
         return False  # not always
     return x[0] > 1 or min(weight[3:]) > 3 or prod(x[:4]) > _MOST_ELEMENTS
-
-
-def _operations(x: Shape, weight: Shape, *rest: Any, out_shape: Shape, **more: Any) -> int:
-    """Return the floating-point operations of oneDNN's convolution, for `FlopCounterMode`."""
-    count: int = conv_flop_count(list(x), list(weight), list(out_shape))
-    return count
-
-
-if _by_onednn not in flop_registry:  # torch itself calls it beneath the mode
-    register_flop_formula(_by_onednn)(_operations)

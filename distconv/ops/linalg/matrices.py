@@ -62,6 +62,8 @@ _OF_ONE_IN_TORCH = """
 for _name in _OF_ONE:
     _batchwise(getattr(torch.linalg, _name), ["A"], [2])
 for _name in _OF_ONE_IN_TORCH:
+    if getattr(torch, _name).__module__ == "torch._linalg_utils":
+        continue  # in later versions, where these functions only raise
     for _home in (torch, torch.Tensor):
         _batchwise(getattr(_home, _name), ["A" if _name == "lu" else "input"], [2])
 

@@ -59,14 +59,16 @@ def nanmean(
 ) -> Tensor:
     """Return the mean over dimensions of the elements that are not nan."""
     if not (input.is_floating_point() or input.is_complex()):
-        raise RuntimeError(f"nanmean: not implemented for {input.dtype}; convert it, x.double()")
+        raise NotImplementedError(
+            f"nanmean: not implemented for {input.dtype}; convert it, x.double()"
+        )
     count = input.detach().isnan().logical_not().sum(dim, keepdim)
     return nansum(input, dim, keepdim, dtype=dtype) / count
 
 
 def _require_real(name: str, input: Tensor) -> None:
     if input.is_complex():
-        raise RuntimeError(f"{name}: not implemented for {input.dtype}; take its real part")
+        raise NotImplementedError(f"{name}: not implemented for {input.dtype}; take its real part")
 
 
 def _added(local: Tensor, x: DistTensor) -> DistTensor:
@@ -98,7 +100,9 @@ def _bounds(
 def histc(input: DistTensor, bins: int = 100, min: float = 0, max: float = 0) -> DistTensor:
     """Return the number of elements in each of `bins` intervals of equal length."""
     if not input.is_floating_point():
-        raise RuntimeError(f"histc: not implemented for {input.dtype}; convert it, x.double()")
+        raise NotImplementedError(
+            f"histc: not implemented for {input.dtype}; convert it, x.double()"
+        )
     if bins <= 0:
         raise RuntimeError(f"histc: bins={bins} is not positive")
     bounds = _bounds("histc", input, None if min == max else (min, max), 1)
@@ -118,7 +122,9 @@ def histogram(
     intervals.
     """
     if not input.is_floating_point():
-        raise RuntimeError(f"histogram: not implemented for {input.dtype}; convert it, x.double()")
+        raise NotImplementedError(
+            f"histogram: not implemented for {input.dtype}; convert it, x.double()"
+        )
     if weight is not None and (weight.shape != input.shape or weight.dtype != input.dtype):
         raise RuntimeError(
             f"histogram: weights {tuple(weight.shape)} of {weight.dtype} for an input "

@@ -145,7 +145,7 @@ def _along(name: str, input: DistTensor, dim: int, keepdim: bool, largest: bool)
 
 def _arg(name: str, input: DistTensor, dim: int | None, keepdim: bool, largest: bool) -> DistTensor:
     if input.dtype == torch.bool:
-        raise RuntimeError(f"{name}: not implemented for {input.dtype}; convert it, x.int()")
+        raise NotImplementedError(f"{name}: not implemented for {input.dtype}; convert it, x.int()")
     if dim is not None:
         d = normalize_dim(dim, input.dim())
         if not input.dim():

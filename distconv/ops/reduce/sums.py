@@ -54,12 +54,12 @@ def mean(
 ) -> DistTensor:
     """Return the mean over dimensions, of as many elements as the global shape has there.
 
-    The result is whole along them and replicated where they were cut. Raises `RuntimeError` on
-    every rank for a type that is not floating.
+    The result is whole along them and replicated where they were cut. Raises
+    `NotImplementedError` on every rank for a type that is not floating.
     """
     kind = dtype or input.dtype
     if not (kind.is_floating_point or kind.is_complex):
-        raise RuntimeError(
+        raise NotImplementedError(
             f"mean(): the result type of {kind} is not floating; convert the input, or pass dtype="
         )
     count = prod(map(input.shape.__getitem__, normalize_dims(dim, input.dim())))

@@ -59,7 +59,7 @@ def fold(
 ) -> DistTensor:
     """Add columns up into the windows they stand for; the columns are made whole first."""
     if not (input.is_floating_point() or input.is_complex()):
-        raise RuntimeError(f"fold: not implemented for {input.dtype}; convert it, x.float()")
+        raise NotImplementedError(f"fold: not implemented for {input.dtype}; convert it, x.float()")
     arguments: Any = (output_size, kernel_size, dilation, padding, stride)
     shape = check_on_meta(F.fold, any_type(input), *arguments)
     x = uncut(input, [input.dim() - 2, input.dim() - 1], "fold")
