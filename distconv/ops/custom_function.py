@@ -230,13 +230,17 @@ def _by_position(
     if not keywords and not newer:
         return arguments
     context = () if newer else (None,)
-    bound = signature(function.forward).bind(*context, *arguments, **keywords)
+    name = f"{function.__name__}.apply"
+    try:
+        bound = signature(function.forward).bind(*context, *arguments, **keywords)
+    except TypeError as error:
+        raise TypeError(f"{name}: forward() {error}") from None
     if newer:
         bound.apply_defaults()
     if bound.kwargs:
         raise TypeError(
-            f"{function.__name__}.apply: forward takes {', '.join(bound.kwargs)} by name where all "
-            "arguments before are given, too; pass these"
+            f"{name}: torch passes arguments to forward by position, and {', '.join(bound.kwargs)} "
+            "has none, by name only or behind one that is left out; give all that come before"
         )
     return bound.args[len(context) :]
 
