@@ -234,13 +234,14 @@ def _by_position(
     try:
         bound = signature(function.forward).bind(*context, *arguments, **keywords)
     except TypeError as error:
-        raise TypeError(f"{name}: forward() {error}") from None
+        raise TypeError(f"{name}, arguments of forward: {error}") from None
     if newer:
         bound.apply_defaults()
     if bound.kwargs:
         raise TypeError(
-            f"{name}: torch passes arguments to forward by position, and {', '.join(bound.kwargs)} "
-            "has none, by name only or behind one that is left out; give all that come before"
+            f"{name}: torch passes the arguments of forward by position, and has none for "
+            f"{', '.join(bound.kwargs)}: one before is left out, or forward takes it by name only. "
+            "Give all that come before"
         )
     return bound.args[len(context) :]
 
