@@ -172,11 +172,12 @@ def unequal(tensors: Iterable[Checked], grid: Grid, full: bool = ALWAYS) -> tupl
     ):
         return None
     everyone = grid.all_gather_object(mine)
-    for i, (name, local, axes) in enumerate(checked):
+    for i in range(max(map(len, everyone))):
         names = [theirs[i][0] if i < len(theirs) else "nothing" for theirs in everyone]
         if len(set(names)) > 1:
             rank = next(r for r, other in enumerate(names) if other != names[0])
             return names[0], f"rank {rank} has {names[rank]} in its place"
+        name, local, axes = checked[i]
         ranks = differing(local, axes, [theirs[i][1] for theirs in everyone], grid)
         if ranks:
             return name, ranks

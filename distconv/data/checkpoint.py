@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import io
 import os
+import pickle
 import re
 import secrets
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -24,16 +25,25 @@ from torch import Tensor, nn
 
 from distconv.data.durable import (
     DamagedFile,
+    check_written,
+    only_writer,
     read_checksummed,
     remove_partial,
+    unseen,
     write_checksummed,
 )
-from distconv.data.errors import DataError, bytes_of_rank_zero, on_rank_zero, together
+from distconv.data.errors import (
+    DataError,
+    bytes_of_rank_zero,
+    check_call,
+    on_rank_zero,
+    together,
+)
 from distconv.data.shards import divide, for_module, for_optimizer, restored
 from distconv.grid.interface import Grid
-from distconv.model.consistency import check_in_sync
+from distconv.model.consistency import check_in_sync, not_finite
 from distconv.model.gradient_reduction import required_reduction
-from distconv.model.state_dicts import full_state_dict, load_full_state_dict
+from distconv.model.state_dicts import full_state_dict, load_full_state_dict, mapped, plain
 from distconv.transport.communicator import ObjectCommunicator
 
 FORMAT = 1
@@ -87,14 +97,15 @@ def save_checkpoint(
     keep: int = 2,
     extra: Mapping[str, Any] | None = None,
     sharded: bool = False,
+    check_finite: bool = True,
 ) -> Path:
     """Write the state of a run to a file of its own in `folder`, and return its path.
 
     All ranks call it together. Rank 0 writes: a fresh file, which reaches the disk, ends with its
     checksum, and then takes its name in one step. Older checkpoints beyond the last `keep`, and
     what killed writers have left, are removed afterwards. Before anything is written, the ranks
-    compare the steps they have taken, their parameters and buffers, and the optimizer's state; of
-    large tensors they compare only some parts.
+    compare the arguments, the steps they have taken, their parameters and buffers, and the
+    optimizer's state; of large tensors they compare only some parts.
 
     Parameters
     ----------
@@ -103,24 +114,34 @@ def save_checkpoint(
     optimizer, scheduler, loader: what else goes on from its state.
     step: a number that grows from one checkpoint to the next.
     keep: how many checkpoints there are at most.
-    extra: plain values and tensors, the same on all ranks.
+    extra: plain values and tensors, the same on all ranks. Subclasses of dict, list, tuple and
+        Tensor are saved as these.
     sharded: every rank writes tensors of its own to a file beside the checkpoint: its blocks of
         sharded parameters, which no rank gathers then, and its share of the others. It can be
         loaded on any grid whose ranks see the folder, and in one process. It is complete once rank
-        0 has written the file without tensors, which comes last.
+        0, which has to see the files of all ranks in the folder, has written the file without
+        tensors, which comes last.
+    check_finite: whether to refuse parameters that are not finite, and NaN in buffers and in the
+        optimizer's state.
 
     Raises
     ------
     DataError
-        On every rank, where the file cannot be written, or holds objects that `torch.load` with
-        weights_only would refuse. The checkpoints that there were remain.
+        On every rank, where the ranks pass different arguments, the state is not finite, another
+        job is writing to the folder, the file cannot be written, or holds objects that `torch.load`
+        with weights_only would refuse. The checkpoints that there were remain.
     RuntimeError
         On every rank, where the ranks have come to train different models, as by an optimizer step
         that one of them has skipped, or have called different functions.
     """
     grid = required_reduction("save_checkpoint", model).grid
     grid.compare_steps()
+    parts = {"optimizer": optimizer, "scheduler": scheduler, "loader": loader}
+    settings = {"step": step, "keep": keep, "sharded": sharded, "check_finite": check_finite}
+    check_call("save_checkpoint", grid, folder, settings | _kinds(parts))
     check_in_sync("save_checkpoint", model, optimizer, full=False)
+    if check_finite:
+        together(grid, lambda: _check_finite(model, optimizer))
     folder = Path(folder)
     state: dict[str, Any] = {
         "format": SHARDED if sharded else FORMAT,
@@ -134,8 +155,8 @@ def save_checkpoint(
     learned: dict[str, nn.Module | torch.optim.Optimizer] = {"model": model}
     if optimizer is not None:
         learned["optimizer"] = optimizer
+        state["optimizer of"] = _described(optimizer, model)
     path = path_of(folder, step)
-    token = ""
     if sharded:
         divided = divide({name: part.state_dict() for name, part in learned.items()}, grid)
         state |= divided.skeleton
@@ -146,12 +167,22 @@ def save_checkpoint(
     def prepare() -> str:
         if keep < 1 or step < 0:
             raise ValueError(f"step={step} has to be at least 0, and keep={keep} at least 1")
-        _check_plain(state)
+        state.update(mapped(state, plain))
+        _check_loadable(state)
         _make(folder)
+        alone.enter_context(only_writer(folder))
         _check_newest(folder, path)
         return secrets.token_hex(8)
 
+    def write_shard() -> str:
+        if not folder.is_dir():
+            raise unseen(folder)
+        _check_loadable(divided.mine)
+        return write_checksummed(shard, lambda file: torch.save(divided.mine, file))
+
     def write() -> None:
+        for number, checksum in enumerate(state["shards"]["checksums"] if sharded else ()):
+            _see(_shard(path, token, number), checksum)
         write_checksummed(path, lambda file: torch.save(state, file))
 
     def clean() -> None:
@@ -161,24 +192,28 @@ def save_checkpoint(
         for kind in ("pt", "shard"):
             remove_partial(folder, f"checkpoint-*.{kind}")
 
-    fresh = on_rank_zero(grid, prepare)
-    if sharded:
-        token = fresh
-        state["shards"] = {"token": token, "count": grid.size, "tensors": divided.table}
-        shard = _shard(path, token, grid.rank)
-        try:
-            together(
-                grid, lambda: write_checksummed(shard, lambda file: torch.save(divided.mine, file))
-            )
+    with ExitStack() as alone:
+        token = on_rank_zero(grid, prepare)
+        if sharded:
+            shard = _shard(path, token, grid.rank)
+            try:
+                checksums = grid.all_gather_object(together(grid, write_shard))
+                state["shards"] = {
+                    "token": token,
+                    "count": grid.size,
+                    "checksums": checksums,
+                    "tensors": divided.table,
+                }
+                on_rank_zero(grid, write)
+            except DataError:
+                # All ranks know that there is no such checkpoint. A rank that is interrupted does
+                # not: rank 0 may have written it. `clean` removes a shard without one.
+                with suppress(OSError):
+                    shard.unlink()
+                raise
+        else:
             on_rank_zero(grid, write)
-        except DataError:
-            # All ranks know that there is no such checkpoint. A rank that is interrupted does not:
-            # rank 0 may have written it. `clean` removes a shard without one.
-            shard.unlink(missing_ok=True)
-            raise
-    else:
-        on_rank_zero(grid, write)
-    on_rank_zero(grid, clean)
+        on_rank_zero(grid, clean)
     return path
 
 
@@ -195,8 +230,9 @@ def load_checkpoint(
     """Put a saved state into a model and what goes on with it, on this grid. Collective.
 
     Rank 0 reads, and sends the file to all; of shards, every rank reads what it needs. In a folder
-    the newest checkpoint is taken that is whole; damaged ones are told of and renamed, so that they
-    get in nobody's way. torch's random numbers go on where rank 0's were.
+    the newest checkpoint is taken that is whole and can be loaded with weights_only; others are
+    told of and renamed, so that they get in nobody's way. torch's random numbers go on where rank
+    0's were.
 
     Parameters
     ----------
@@ -211,31 +247,33 @@ def load_checkpoint(
     ------
     DataError
         On every rank, where there is no whole checkpoint, a file of it cannot be read now, or it is
-        one of another model, optimizer, scheduler or loader. What was given may then be changed in
-        part.
+        one of another model, optimizer, scheduler or loader, or the ranks pass different arguments.
+        What was given may then be changed in part.
     """
     grid = required_reduction("load_checkpoint", model).grid
+    parts = {"optimizer": optimizer, "scheduler": scheduler, "loader": loader}
+    check_call("load_checkpoint", grid, path, {"missing_ok": missing_ok} | _kinds(parts))
     complaints: dict[Path, str] = {}
     while True:
         content = b""
 
         def read() -> Path | None:
             nonlocal content
-            found, content = _newest(Path(path), missing_ok, complaints)
+            found, content = newest_whole(Path(path), missing_ok, complaints)
             return found
 
         found = on_rank_zero(grid, read)
         if found is None:
             return None
         content = bytes_of_rank_zero(grid, content)
-        state = together(grid, partial(_state, found, content))
-        damage = _damage_of_shards(grid, found, state)
+
+        state, own = together(grid, partial(_examined, grid, found, content))
+        damage = dict.fromkeys(filter(None, grid.all_gather_object(own)))
         if not damage:
             break
-        complaints[found] = damage
+        complaints[found] = "; ".join(damage)
         if grid.rank == 0 and found != Path(path):
             _set_aside(found)
-    parts = {"scheduler": scheduler, "loader": loader}
 
     def load() -> Checkpoint:
         checkpoint = Checkpoint(found, state["step"], state["extra"])
@@ -243,11 +281,11 @@ def load_checkpoint(
             check(checkpoint)
         try:
             _load_learned(found, state, model, optimizer)
+        except (DataError, OSError):
+            raise
         except Exception as error:  # torch trusts the types of what it is given
-            if isinstance(error, DataError):
-                raise
             raise ValueError(f"{found} is the checkpoint of another model: {error!r}") from error
-        for name, part in parts.items():
+        for name, part in (("scheduler", scheduler), ("loader", loader)):
             if part is not None:
                 try:
                     part.load_state_dict(_part(found, state, name))
@@ -310,11 +348,28 @@ def step_of(path: Path) -> int:
     return int(match[1]) if match else -1
 
 
-def _check_plain(state: dict[str, Any]) -> None:
+def _kinds(parts: Mapping[str, Any]) -> dict[str, str]:
+    return {name: type(part).__name__ for name, part in parts.items()}
+
+
+def _check_finite(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    for name in not_finite(model, optimizer):
+        raise ValueError(
+            f"save_checkpoint: {name} holds values that are not finite; go on from the checkpoint "
+            "before, which remains, or pass check_finite=False to save it all the same"
+        )
+
+
+def _check_loadable(state: dict[Any, Any]) -> None:
     """Raise `ValueError` for a state that could not be loaded with weights_only."""
+
+    def small(x: Any) -> Any:
+        usual = type(x) is Tensor and x.layout == torch.strided and not x.is_quantized
+        return torch.empty(0, dtype=x.dtype) if usual else x
+
     file = io.BytesIO()
     try:
-        torch.save(_without_tensors(state), file)
+        torch.save(mapped(state, small), file)
         torch.load(io.BytesIO(file.getvalue()), weights_only=True)
     except Exception as error:  # torch raises whatever its pickler stumbles over
         words = str(error).strip().splitlines() or [type(error).__name__]
@@ -324,21 +379,24 @@ def _check_plain(state: dict[str, Any]) -> None:
         ) from error
 
 
-def _without_tensors(state: Any) -> Any:
-    if isinstance(state, Tensor):
-        return None
-    if isinstance(state, Mapping):
-        return {key: _without_tensors(value) for key, value in state.items()}
-    if isinstance(state, list | tuple):
-        return [_without_tensors(value) for value in state]
-    return state
+def _see(shard: Path, checksum: str) -> None:
+    """Raise `OSError` or `DamagedFile` unless this rank finds a shard that another has written."""
+    try:
+        check_written(shard, checksum)
+    except FileNotFoundError:
+        raise unseen(shard) from None
 
 
-def _newest(path: Path, missing_ok: bool, known: Mapping[Path, str]) -> tuple[Path | None, bytes]:
+def newest_whole(
+    path: Path, missing_ok: bool, known: Mapping[Path, str]
+) -> tuple[Path | None, bytes]:
     """Return the newest whole checkpoint in a folder, or the file itself, with its content.
+
+    Damaged ones are renamed.
 
     Parameters
     ----------
+    missing_ok: return None where there is no checkpoint.
     known: what is wrong with those that have been tried.
     """
     if path.is_file() and path not in known:
@@ -366,28 +424,37 @@ def _newest(path: Path, missing_ok: bool, known: Mapping[Path, str]) -> tuple[Pa
     )
 
 
-def _damage_of_shards(grid: Grid, path: Path, state: dict[str, Any]) -> str:
-    """Return what is wrong with the shards of a checkpoint; all ranks look at some of them.
+def _examined(grid: Grid, path: Path, content: bytes) -> tuple[dict[str, Any], str]:
+    """Return what a checkpoint holds, and why it has to give way to the one before, or ""."""
+    state: dict[str, Any] = {}
+    try:
+        state = _state(path, content)
+        _check_shards(grid, path, state)
+    except (DamagedFile, FileNotFoundError) as error:
+        return state, str(error)
+    return state, ""
+
+
+def _check_shards(grid: Grid, path: Path, state: dict[str, Any]) -> None:
+    """Read some of the shards of a checkpoint; the ranks of the grid look at all of them together.
 
     Raises
     ------
-    DataError
-        On every rank, where a shard cannot be read now. It may be whole, so the checkpoint must not
-        give way to the one before.
+    DamagedFile, FileNotFoundError
+        Where one is damaged, missing, or was written for another checkpoint or rank.
+    OSError
+        Where one cannot be read now. It may be whole, so the checkpoint must not give way to the
+        one before. So it is where this rank does not see the checkpoint itself.
     """
     if state["format"] != SHARDED:
-        return ""
+        return
+    if not path.exists():
+        raise OSError(str(unseen(path)))
     shards = state["shards"]
-
-    def damage() -> str:
-        try:
-            for number in range(grid.rank, shards["count"], grid.size):
-                read_checksummed(_shard(path, shards["token"], number))
-        except (DamagedFile, FileNotFoundError) as error:
-            return str(error)
-        return ""
-
-    return "; ".join(filter(None, grid.all_gather_object(together(grid, damage))))
+    # Earlier versions have saved no checksums.
+    checksums = shards.get("checksums", [None] * shards["count"])
+    for number in range(grid.rank, shards["count"], grid.size):
+        read_checksummed(_shard(path, shards["token"], number), checksums[number])
 
 
 def _shard(path: Path, token: str, number: int) -> Path:
@@ -410,6 +477,9 @@ def _load_learned(
     path: Path, state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> None:
     """Load the model and the optimizer from a checkpoint, or from the shards that they lie in."""
+    saved_of = state.get("optimizer of")
+    if optimizer is not None and saved_of is not None:
+        _check_optimizer(path, saved_of, _described(optimizer, model))
     learned = state["model"], {} if optimizer is None else _part(path, state, "optimizer")
     if state["format"] == SHARDED:
         shards = state["shards"]
@@ -417,6 +487,8 @@ def _load_learned(
         @cache
         def opened(number: int) -> Mapping[int, Tensor]:
             shard = _shard(path, shards["token"], number)
+            if not shard.exists():
+                raise unseen(shard)
             blocks: Mapping[int, Tensor] = torch.load(
                 shard, map_location="cpu", weights_only=True, mmap=True
             )
@@ -428,7 +500,9 @@ def _load_learned(
         learned = own, {} if optimizer is None else for_optimizer(stored[1], optimizer)
     load_full_state_dict(model, learned[0])
     if optimizer is not None:
-        _load_optimizer(optimizer, learned[1])
+        load_full_state_dict(optimizer, learned[1])
+        if saved_of is None:
+            _check_shapes(optimizer)
 
 
 def _set_aside(path: Path) -> None:
@@ -441,6 +515,10 @@ def _state(path: Path, content: bytes) -> dict[str, Any]:
     """Return the dictionary that a checkpoint holds, after a look at its parts."""
     try:
         state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise DamagedFile(
+            f"{path} is not a checkpoint that can be loaded safely: {error}"
+        ) from error
     except Exception as error:  # torch raises whatever its unpickler stumbles over
         raise ValueError(f"{path} is not a checkpoint: {error}") from error
     if not isinstance(state, dict):
@@ -470,9 +548,33 @@ def _part(path: Path, state: dict[str, Any], name: str) -> dict[str, Any]:
     return part
 
 
-def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load the state of an optimizer; what torch would take amiss later is found here."""
-    load_full_state_dict(optimizer, state)
+def _described(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
+    """Return the class of an optimizer, and the names of the parameters of each of its groups."""
+    inner: Any = optimizer
+    while isinstance(getattr(inner, "optimizer", None), torch.optim.Optimizer):
+        inner = inner.optimizer  # LARC and its like keep no state of their own
+    names = {p: name for name, p in model.named_parameters()}
+    return {
+        "class": type(inner).__name__,
+        "parameters": [
+            [names.get(p, f"another of shape {tuple(p.shape)}") for p in group["params"]]
+            for group in optimizer.param_groups
+        ],
+    }
+
+
+def _check_optimizer(path: Path, saved: dict[str, Any], own: dict[str, Any]) -> None:
+    """Raise `DataError` where the saved state is that of another optimizer."""
+    for what, value in saved.items():
+        if value != own[what]:
+            raise DataError(
+                f"{path} holds the state of another optimizer: its {what} is {value}, this one's "
+                f"{own[what]}; make the same one, or load the checkpoint without optimizer"
+            )
+
+
+def _check_shapes(optimizer: torch.optim.Optimizer) -> None:
+    """Look for state of another optimizer in what an earlier version has saved."""
     for parameter, kept in optimizer.state.items():
         for name, value in kept.items():
             if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:

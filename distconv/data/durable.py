@@ -8,12 +8,13 @@ whole. Where a disk or a copy damages a file later, the checksum behind its cont
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -57,11 +58,11 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
         write(file)
 
 
-def write_checksummed(path: Path, write: Callable[[BinaryIO], object]) -> None:
+def write_checksummed(path: Path, write: Callable[[BinaryIO], object]) -> str:
     """Replace `path` by what `write` writes, followed by its checksum, or leave it as it is.
 
     `write` is given an object with the methods `write` and `flush`, which torch.save is content
-    with.
+    with. Returns the checksum.
     """
     with replacing(path) as file:
         summing = _Summing(file)
@@ -71,22 +72,50 @@ def write_checksummed(path: Path, write: Callable[[BinaryIO], object]) -> None:
             # Whatever `write` makes of a full disk or an interrupt, that is what is to be told.
             if summing.error is not None:
                 raise summing.error
-        file.write(summing.trailer())
+        file.write(_trailer(summing.checksum))
+    return summing.checksum
 
 
-def read_checksummed(path: Path) -> bytes:
+def read_checksummed(path: Path, checksum: str | None = None) -> bytes:
     """Return what `write_checksummed` has written to `path`, without the checksum.
+
+    Parameters
+    ----------
+    checksum: the checksum that `write_checksummed` returned, where it is known.
 
     Raises
     ------
     DamagedFile
-        If a bit of it is another than was written, or some of it is missing.
+        If a bit of it is another than was written, or some of it is missing, or it has another
+        checksum.
     OSError
         If it cannot be read.
     """
+    content, trailer = _read(path)
+    if trailer != _trailer(hashlib.sha256(content).hexdigest()):
+        raise DamagedFile(f"{path} is damaged: its content does not fit its checksum")
+    if checksum is not None:
+        _check_same(path, trailer, checksum)
+    return content
+
+
+def check_written(path: Path, checksum: str) -> None:
+    """Raise as `read_checksummed` does, but look at the end of the file only."""
+    _check_same(path, _read(path, whole=False)[1], checksum)
+
+
+def _check_same(path: Path, trailer: bytes, checksum: str) -> None:
+    if trailer != _trailer(checksum):
+        raise DamagedFile(f"{path} is another file than was written under this name")
+
+
+def _read(path: Path, whole: bool = True) -> tuple[bytes, bytes]:
+    """Return the content of a file, which is left out where not `whole`, and its trailer."""
     try:
         with open(path, "rb") as file:
-            content = file.read(max(0, os.fstat(file.fileno()).st_size - _TRAILER))
+            size = max(0, os.fstat(file.fileno()).st_size - _TRAILER)
+            content = file.read(size) if whole else b""
+            file.seek(size)
             trailer = file.read()
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{path}: no such file") from error
@@ -97,9 +126,7 @@ def read_checksummed(path: Path) -> bytes:
             f"{path} does not end with its checksum: it is truncated, damaged there, or was not "
             "written by this program"
         )
-    if trailer != _trailer(hashlib.sha256(content).hexdigest()):
-        raise DamagedFile(f"{path} is damaged: its content does not fit its checksum")
-    return content
+    return content, trailer
 
 
 def fresh_name(path: Path) -> Path:
@@ -196,8 +223,10 @@ class _Summing:
     def flush(self) -> None:
         """Do nothing: the whole file is flushed when it is complete."""
 
-    def trailer(self) -> bytes:
-        return _trailer(self._sum.hexdigest())
+    @property
+    def checksum(self) -> str:
+        """Return the checksum of what has been written so far."""
+        return self._sum.hexdigest()
 
 
 def _trailer(checksum: str) -> bytes:
@@ -217,7 +246,42 @@ def unwritable(path: Path, error: OSError, size: int | None = None) -> OSError:
     """Return what to tell of a file that cannot be written, and what to do about it."""
     amount = "" if size is None else f" ({size / 1e6:.1f} MB)"
     reason = " ".join(str(error.strerror or error).split())
-    return OSError(
-        f"{path} cannot be written{amount}: {reason}; free space there, or "
-        "choose another folder that you may write to"
+    advice = "free space there, or choose another folder that you may write to"
+    if error.errno == errno.ENOENT:
+        reason = "its folder, or the unfinished file in it, is gone"
+        advice = "another job may write to this folder: choose a folder for each"
+    return OSError(f"{path} cannot be written{amount}: {reason}; {advice}")
+
+
+def unseen(path: Path) -> FileNotFoundError:
+    """Return what to tell of a file or folder that one rank has made and this one cannot find."""
+    return FileNotFoundError(
+        f"{path}: another rank has made this, and it cannot be seen here; use a file system that "
+        "all ranks share"
     )
+
+
+@contextmanager
+def only_writer(folder: Path) -> Iterator[None]:
+    """Keep other processes out of a folder in a `with` block, on file systems that have locks.
+
+    Raises BlockingIOError where another process keeps this one out.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise BlockingIOError(
+                f"{folder}: another job is writing to this folder; choose a folder for each"
+            ) from error
+        except OSError:
+            pass  # a file system without locks of folders, such as NFS
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                # A forked process may have the descriptor, too, and closing it here frees nothing.
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
+    finally:
+        os.close(descriptor)

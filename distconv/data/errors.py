@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Generator, Mapping
 from contextlib import closing
 from itertools import count
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from distconv.comm.agreement import Agreement, fingerprint
 from distconv.grid.interface import Grid
@@ -92,6 +93,28 @@ def check_alike(grid: Grid, facts: Mapping[str, str], remedy: str) -> None:
             complaints.append(f"{name} is {' and '.join(values)}")
     if complaints:
         raise DataError(f"the ranks differ: {'; '.join(complaints)}. {remedy}")
+
+
+def check_call(
+    caller: str, grid: Grid, place: str | os.PathLike[str], arguments: Mapping[str, Any]
+) -> None:
+    """Compare what every rank of `grid` passes to a function. Collective.
+
+    Parameters
+    ----------
+    caller: the name of the function.
+    place: the path among its arguments.
+    arguments: the others, by name; they are compared as they are spelled.
+
+    Raises
+    ------
+    DataError
+        On every rank, where a rank passes something else.
+    """
+    known = isinstance(place, str | os.PathLike)
+    facts = {"the path": os.path.abspath(place) if known else repr(place)}
+    facts |= {name: repr(value) for name, value in arguments.items()}
+    check_alike(grid, facts, f"Pass the same arguments to {caller} on every rank.")
 
 
 def in_step(

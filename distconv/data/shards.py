@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from distconv.geometry.layout import Box, operand_cuts, rank_box, replicating_axes
 from distconv.grid.interface import Grid
-from distconv.model.state_dicts import mapped
+from distconv.model.state_dicts import mapped, plain
 from distconv.tensor.dist_tensor import DistTensor
 
 _MARK = "distconv tensor"
@@ -46,7 +46,7 @@ class Divided:
 
 
 def divide(state: Any, grid: Grid) -> Divided:
-    """Divide the tensors in the dictionaries and lists of a state over all ranks.
+    """Divide the tensors in the dictionaries, lists and tuples of a state over all ranks.
 
     Every rank passes the same state, in which DistTensors have their own blocks. No communication.
     """
@@ -66,7 +66,7 @@ def divide(state: Any, grid: Grid) -> Divided:
         else:
             writer = loads.index(min(loads))
             loads[writer] += x.numel()
-            places, own = [(writer, (0,) * len(shape), shape)], x
+            places, own = [(writer, (0,) * len(shape), shape)], plain(x)
         divided.table.append((shape, places))
         if any(rank == grid.rank for rank, _, _ in places):
             # A copy, or the whole memory that a view looks at would be written.
@@ -131,10 +131,7 @@ def for_module(state: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
     Of a sharded parameter this rank's block is read, and no more.
     """
     targets = module.state_dict()
-    return {
-        name: _for(x, targets.get(name)) if isinstance(x, Stored) else x
-        for name, x in state.items()
-    }
+    return {name: _for(x, targets.get(name)) for name, x in state.items()}
 
 
 def for_optimizer(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -142,25 +139,31 @@ def for_optimizer(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) ->
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     owners = dict(zip(numbers, parameters, strict=False))
-    read = {
-        number: {
-            name: _for(x, owners.get(number)) if isinstance(x, Stored) else x
-            for name, x in kept.items()
-        }
-        for number, kept in state["state"].items()
-    }
-    groups = mapped(state["param_groups"], lambda x: x.box() if isinstance(x, Stored) else x)
-    return {**state, "state": read, "param_groups": groups}
+    read = {number: _for(kept, owners.get(number)) for number, kept in state["state"].items()}
+    whole: dict[str, Any] = _for({**state, "state": read}, None)
+    return whole
 
 
-def _for(x: Stored, target: Any) -> Tensor:
-    """Return what of a stored tensor belongs to a parameter on this rank, or to its rows."""
-    if not isinstance(target, DistTensor) or len(x.shape) != target.dim():
-        return x.box()
-    grid = target.grid
-    cuts = operand_cuts(x.shape, tuple(target.shape), target.cuts)
-    block = x.box(rank_box(x.shape, cuts, grid.topology, grid.rank))
-    return DistTensor(block.to(grid.device), x.shape, cuts, grid)
+def _for(state: Any, target: Any) -> Any:
+    """Return a state with this rank's part of each stored tensor in it.
+
+    Parameters
+    ----------
+    target: the parameter that the state belongs to. Tensors of as many dimensions are cut as it is,
+        where they have its extent; the others are whole.
+    """
+
+    def own(x: Any) -> Any:
+        if not isinstance(x, Stored):
+            return x
+        if not isinstance(target, DistTensor) or len(x.shape) != target.dim():
+            return x.box()
+        grid = target.grid
+        cuts = operand_cuts(x.shape, tuple(target.shape), target.cuts)
+        block = x.box(rank_box(x.shape, cuts, grid.topology, grid.rank))
+        return DistTensor(block.to(grid.device), x.shape, cuts, grid)
+
+    return mapped(state, own)
 
 
 def _places(x: DistTensor, grid: Grid) -> list[Place]:

@@ -41,6 +41,23 @@ def check_in_sync(caller: str, model: nn.Module, optimizer: Optimizer | None, fu
         )
 
 
+def not_finite(model: nn.Module, optimizer: Optimizer | None) -> Iterator[str]:
+    """Yield the names of parameters that are not finite, and of buffers and state that hold NaN.
+
+    Not collective: a rank looks at its own blocks. Infinite buffers, as masks are, are of use.
+    """
+    parameters = {name for name, _ in model.named_parameters()}
+    for name, tensor, _ in (*checked_state(model), *_of_optimizer(optimizer, model)):
+        values = tensor.detach()
+        if values.is_complex():
+            values = torch.view_as_real(values)
+        if values.is_floating_point() and values.layout == torch.strided and values.numel():
+            # In contrast to isfinite, the extremes take no memory.
+            extremes = torch.stack(values.aminmax())
+            if extremes.isnan().any() or (name in parameters and extremes.isinf().any()):
+                yield name
+
+
 def _of_optimizer(optimizer: Optimizer | None, model: nn.Module) -> Iterator[Checked]:
     if optimizer is None:
         return

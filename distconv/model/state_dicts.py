@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -21,11 +24,7 @@ def full_state_dict(source: nn.Module | Optimizer) -> dict[str, Any]:
     serially with `load_state_dict`, or on any grid with `load_full_state_dict`. Values that are not
     sharded are not copied, as in a state_dict.
     """
-    own: Any = source.state_dict()
-    state: dict[str, Any] = mapped(own, _whole)
-    if hasattr(own, "_metadata"):
-        # The versions in it tell a module how to read a state that an earlier release has written.
-        state._metadata = own._metadata  # type: ignore[attr-defined]
+    state: dict[str, Any] = mapped(source.state_dict(), _whole)
     return state
 
 
@@ -45,7 +44,7 @@ def load_full_state_dict(target: nn.Module | Optimizer, state: Mapping[str, Any]
     # torch itself says where the numbers of parameters differ.
     for number, parameter in zip(numbers, parameters, strict=False):
         if isinstance(parameter, DistTensor) and number in cut:
-            cut[number] = {name: _cut(x, parameter) for name, x in cut[number].items()}
+            cut[number] = mapped(cut[number], partial(_cut, parameter=parameter))
     target.load_state_dict({**state, "state": cut})
 
 
@@ -65,10 +64,36 @@ def _cut(x: Any, parameter: DistTensor) -> Any:
     return DistTensor(block, x.shape, cuts, grid)
 
 
+def plain(x: Any) -> Any:
+    """Return a tensor of another class that keeps its elements as torch's as a `torch.Tensor`.
+
+    It has the same memory. Everything else is returned as it is.
+    """
+    if not isinstance(x, Tensor) or type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return x
+    with torch._C.DisableTorchFunctionSubclass():
+        x = x.detach()  # which leaves attributes behind; sparse tensors know nothing of subclasses
+        return x if type(x) is Tensor else x.as_subclass(Tensor)
+
+
 def mapped(state: Any, function: Callable[[Any], Any]) -> Any:
-    """Return a state with `function` applied to all that its dictionaries and lists hold."""
-    if isinstance(state, dict):
-        return type(state)((key, mapped(value, function)) for key, value in state.items())
+    """Return a state with `function` applied to all that its dictionaries, lists and tuples hold.
+
+    They become Python's own, whatever their classes, and can then be loaded with weights_only;
+    OrderedDict and Counter, which can be loaded too, stay what they are. A tuple for which
+    `function` returns something else is replaced as a whole.
+    """
+    if isinstance(state, Mapping):
+        kind: Any = type(state) if type(state) in (OrderedDict, Counter) else dict
+        new = kind({key: mapped(value, function) for key, value in state.items()})
+        if kind is OrderedDict and hasattr(state, "_metadata"):
+            # The versions in it tell a module how to read a state that an earlier release has
+            # written.
+            new._metadata = state._metadata
+        return new
     if isinstance(state, list):
         return [mapped(value, function) for value in state]
-    return function(state)
+    found = function(state)
+    if found is state and isinstance(state, tuple):
+        return tuple(mapped(value, function) for value in state)
+    return found

@@ -11,8 +11,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from distconv.data.checkpoint import checkpoints_in, load_checkpoint, save_checkpoint, step_of
-from distconv.data.durable import read_checksummed
+from distconv.data.checkpoint import (
+    checkpoints_in,
+    load_checkpoint,
+    newest_whole,
+    save_checkpoint,
+    step_of,
+)
 from distconv.training.server import Rule, Server
 from distconv.training.team import SERVER_FOLDER
 
@@ -139,9 +144,10 @@ def server_state(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
     """
     state: dict[str, Tensor] = {}
     for place in sorted(Path(folder).glob(SERVER_FOLDER.format(rank="*"))):
-        for path in checkpoints_in(place)[:1]:
-            content = io.BytesIO(read_checksummed(path))
-            state |= torch.load(content, map_location="cpu", weights_only=True)["model"]
+        _, content = newest_whole(place, True, {})
+        if content:
+            stored = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+            state |= stored["model"]
     if not state:
         raise FileNotFoundError(f"{folder} holds no state of a server")
     return state

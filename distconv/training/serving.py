@@ -133,9 +133,11 @@ def serve(
         if above is not None:
             above.ask(Kind.DONE)
     except BaseException as error:
-        if isinstance(error, (AllWorkersLost, KeyboardInterrupt, ServerLost)):
-            state.save()  # an interrupt may have come within an update
-        team.leave(error)
+        try:
+            if isinstance(error, (AllWorkersLost, KeyboardInterrupt, ServerLost)):
+                state.save()  # an interrupt may have come within an update
+        finally:
+            team.leave(error)
         raise
     state.save()
     team.leave()

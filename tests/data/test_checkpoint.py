@@ -5,10 +5,11 @@ from __future__ import annotations
 import io
 import os
 import warnings
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ import torch
 import distconv as dc
 from distconv.data import Dataset, Loader
 from distconv.data.checkpoint import FORMAT, checkpoints_in
-from distconv.data.durable import read_checksummed, write_checksummed
+from distconv.data.durable import only_writer, read_checksummed, write_checksummed
 from distconv.grid.order import DivergenceError
 from tests.support.everywhere import WORLD, fails_everywhere, on_rank_zero
 from tests.support.mesh_runs import files_up_to
@@ -25,6 +26,7 @@ from tests.support.serial import raised_everywhere
 
 every_size = pytest.mark.parallel([1, 2, 4])
 both = pytest.mark.parallel([1, 2])
+several = pytest.mark.parallel([2, 4])
 
 GRIDS: dict[int, list[dict[str, int]]] = {
     1: [{}, {}],
@@ -388,3 +390,353 @@ def test_functions_that_differ_late_are_found_when_a_state_is_saved(folder: Path
 def test_a_module_that_is_not_parallelized_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="call parallelize"):
         dc.save_checkpoint(tmp_path, torch.nn.Linear(2, 2))
+
+
+def last() -> bool:
+    """Return whether this is the rank that does something else than the others."""
+    return WORLD.rank == WORLD.size - 1
+
+
+CALLS: dict[str, Callable[[Run], tuple[dict[str, Any], str]]] = {
+    "step": lambda run: ({"step": 2 + last()}, "step is 2 on .* and 3 on rank"),
+    "keep": lambda run: ({"keep": 1 + last()}, "keep is 1 on"),
+    "sharded": lambda run: ({"sharded": last()}, "sharded is False on"),
+    "check_finite": lambda run: ({"check_finite": last()}, "check_finite is False on"),
+    "optimizer": lambda run: ({"optimizer": None if last() else run.opt}, "optimizer is 'Adam' on"),
+    "loader": lambda run: ({"loader": run.loader if last() else None}, "loader is 'NoneType' on"),
+}
+
+
+@several
+@pytest.mark.parametrize("kind", CALLS)
+def test_arguments_that_differ_between_ranks_are_refused_on_every_rank(
+    folder: Path, kind: str
+) -> None:
+    run = Run({"height": WORLD.size})
+    path = dc.save_checkpoint(folder, run.model, step=1)
+    arguments, message = CALLS[kind](run)
+    arguments = {"step": 2, **arguments}
+    fails_everywhere(lambda: dc.save_checkpoint(folder, run.model, **arguments), message)
+    elsewhere = folder / "other" if last() else folder
+    for sharded in (False, True):
+        save = partial(dc.save_checkpoint, elsewhere, run.model, step=2, sharded=sharded)
+        fails_everywhere(save, "the path is .* on rank")
+    fails_everywhere(lambda: dc.load_checkpoint(elsewhere, run.model), "the path is .* on rank")
+    assert list(folder.iterdir()) == [path]
+
+
+@several
+def test_state_of_the_optimizer_on_some_ranks_only_is_refused_on_every_rank(folder: Path) -> None:
+    run = Run({"height": WORLD.size})
+    run.train(1)
+    if last():
+        run.opt.state.clear()
+    save = partial(dc.save_checkpoint, folder, run.model, run.opt)
+    assert "nothing in its place" in raised_everywhere(RuntimeError, save)
+    assert not names(folder)
+
+
+@several
+@pytest.mark.parametrize("there", [False, True])
+def test_shards_in_folders_of_each_node_make_no_checkpoint_and_lose_none(
+    folder: Path, there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = folder / f"node-{WORLD.rank // (WORLD.size // 2)}"
+    own.mkdir(exist_ok=True)
+    WORLD.barrier()
+    monkeypatch.chdir(own)
+    # One path, which is another folder in each process.
+    run, path = Run({"height": WORLD.size}), Path("/proc/self/cwd/run")
+    if there:
+        path.mkdir(exist_ok=True)
+    dc.save_checkpoint(path, run.model, step=1)
+    WORLD.barrier()
+    before = sorted(folder.rglob("*"))
+    WORLD.barrier()
+    save = partial(dc.save_checkpoint, path, run.model, step=2, keep=1, sharded=True)
+    fails_everywhere(save, "cannot be seen here")
+    WORLD.barrier()
+    assert sorted(folder.rglob("*")) == before
+    dc.load_checkpoint(path, run.model)
+    # A checkpoint that some ranks do not see is whole, and stays.
+    dc.save_checkpoint(folder, run.model, step=3, sharded=True)
+    WORLD.barrier()
+    monkeypatch.chdir(own if last() else folder)
+    load = partial(dc.load_checkpoint, "/proc/self/cwd", run.model)
+    fails_everywhere(load, "cannot be seen here")
+    assert names(folder) == ["checkpoint-0000000003.pt"]
+
+
+@several
+@pytest.mark.parametrize("source", ["another step", "another rank"])
+def test_a_shard_of_another_step_or_rank_is_not_taken(folder: Path, source: str) -> None:
+    run = Run({"height": WORLD.size})
+    for step in (1, 2):
+        dc.save_checkpoint(folder, run.model, step=step, sharded=True)
+    WORLD.barrier()
+    shards = sorted(folder.glob("*.shard"))
+    wrong = shards[0] if source == "another step" else shards[-2]
+    on_rank_zero(lambda: shards[-1].write_bytes(wrong.read_bytes()))
+    if WORLD.rank == 0:
+        with pytest.warns(UserWarning, match="another file than was written.*continuing"):
+            found = dc.load_checkpoint(folder, run.model)
+    else:
+        found = dc.load_checkpoint(folder, run.model)
+    assert found is not None and found.step == 1
+
+
+class Point(NamedTuple):
+    """A tuple with names."""
+
+    x: Any
+    y: Any
+
+
+class Attributes(dict):
+    """A dictionary with attributes, as configurations are kept in."""
+
+    __getattr__ = dict.__getitem__
+
+
+class Several(list):
+    """A list of a class of its own."""
+
+
+class Annotated(torch.Tensor):
+    """A tensor with something beside it."""
+
+
+def annotated(x: torch.Tensor) -> torch.Tensor:
+    tensor = x.as_subclass(Annotated)
+    tensor.source = Planted  # type: ignore[attr-defined]
+    return tensor
+
+
+HELD: dict[str, Callable[[], tuple[Any, Any]]] = {
+    "namedtuple": lambda: (Point(1, [2, (3,)]), (1, [2, (3,)])),
+    "attributes": lambda: (Attributes(a=Attributes(b=1)), {"a": {"b": 1}}),
+    "defaultdict": lambda: (defaultdict(Planted, a=Several([1])), {"a": [1]}),
+    "ordered": lambda: (OrderedDict(b=1, a=2), OrderedDict(b=1, a=2)),
+    "counter": lambda: (Counter("aab"), Counter(a=2, b=1)),
+    "tensor": lambda: (annotated(torch.arange(3)), torch.arange(3)),
+    "parameter": lambda: (torch.nn.Parameter(annotated(torch.ones(2))), torch.ones(2)),
+    "within": lambda: (Point(annotated(torch.ones(2)), {1}), (torch.ones(2), {1})),
+    "sparse": lambda: (torch.eye(2).to_sparse(), torch.eye(2).to_sparse()),
+}
+
+
+class Holding(torch.nn.Linear):
+    """A layer with more state than tensors."""
+
+    def __init__(self, held: Any) -> None:
+        super().__init__(4, 4)
+        self.held = (held,)  # a module would take a bare parameter for its own
+        self.register_buffer("own", annotated(torch.arange(3.0)))
+
+    def get_extra_state(self) -> Any:
+        return self.held[0]
+
+    def set_extra_state(self, state: Any) -> None:
+        self.held = (state,)
+
+
+@both
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("kind", HELD)
+def test_objects_of_derived_classes_are_saved_as_plain_ones(
+    folder: Path, kind: str, sharded: bool
+) -> None:
+    held, expected = HELD[kind]()
+    sharded = sharded and kind != "sparse"  # which cannot be cut
+    model = dc.parallelize(Holding(held), dc.ProcessGrid(sample=-1))
+    dc.save_checkpoint(folder, model, extra={"held": held}, sharded=sharded)
+    model.held = (None,)
+    found = dc.load_checkpoint(folder, model)
+    assert found is not None
+    for got in (found.extra["held"], *model.held):
+        assert type(got) is type(expected)
+        torch.testing.assert_close(got, expected) if kind == "sparse" else same(got, expected)
+
+
+def same(a: Any, b: Any) -> None:
+    """Assert that two states are equal, and of the same classes."""
+    assert type(a) is type(b)
+    if isinstance(a, torch.Tensor):
+        assert torch.equal(a, b)
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b)
+        for one, other in zip(a, b, strict=True):
+            same(one, other)
+    elif isinstance(a, dict):
+        assert list(a) == list(b)
+        same(list(a.values()), list(b.values()))
+    else:
+        assert a == b
+
+
+@both
+def test_a_checkpoint_that_cannot_be_loaded_safely_gives_way_to_the_one_before(
+    folder: Path,
+) -> None:
+    run = Run({"height": WORLD.size})
+    path = dc.save_checkpoint(folder, run.model, step=1)
+    newer = folder / "checkpoint-0000000002.pt"
+    stored = {**torch.load(path, weights_only=True), "step": 2, "extra": {"a": Point(1, 2)}}
+    on_rank_zero(lambda: write_checksummed(newer, lambda file: torch.save(stored, file)))
+    fails_everywhere(lambda: dc.load_checkpoint(newer, run.model), "loaded safely")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = dc.load_checkpoint(folder, run.model)
+    assert found is not None and found.step == 1 and names(folder) == [path.name]
+    assert any("continuing from" in str(w.message) for w in told) == (WORLD.rank == 0)
+    assert newer.with_name("checkpoint-0000000002.damaged.pt").exists()
+
+
+class Factored(torch.optim.Optimizer):
+    """An optimizer as Shampoo: its state is lists of matrices, of the extents of the parameter."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                kept = self.state[p]
+                rows = p.grad.flatten(1) if p.dim() > 1 else p.grad[:, None]
+                outer = kept.get("sums", ([0, 0],))[0]
+                kept["sums"] = ([outer[0] + rows @ rows.t(), outer[1] + rows.square().sum(0)],)
+                p.sub_(group["lr"] * p.grad / (1 + kept["sums"][0][0].diagonal().sum()))
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "Adafactor": torch.optim.Adafactor,
+    "LBFGS": partial(torch.optim.LBFGS, max_iter=3),
+    "Shampoo": Factored,
+    "RMSprop": partial(torch.optim.RMSprop, momentum=0.5, centered=True),
+}
+
+
+def learn(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, grid: dc.ProcessGrid
+) -> list[float]:
+    """Take two steps and return the losses."""
+    x = dc.distribute_tensor(torch.as_tensor(X[:4].astype("f8") / X.max()), grid)
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    losses = []
+    for _ in range(2):
+        loss = closure()
+        losses.append(loss.item())
+        optimizer.step(closure)
+    return losses
+
+
+@every_size
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("shard", [False, True])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_state_of_an_optimizer_that_is_not_shaped_like_the_parameter_is_loaded(
+    folder: Path, kind: str, shard: bool, sharded: bool
+) -> None:
+    def make() -> tuple[Any, ...]:
+        torch.manual_seed(1)
+        net = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Conv2d(4, 3, 1)).double()
+        grid = dc.ProcessGrid(**GRIDS[WORLD.size][-1])
+        model = dc.parallelize(net, grid, shard_parameters=shard)
+        return model, OPTIMIZERS[kind](model.parameters()), grid
+
+    model, optimizer, grid = make()
+    learn(model, optimizer, grid)
+    dc.save_checkpoint(folder, model, optimizer, sharded=sharded)
+    expected = learn(model, optimizer, grid)
+    model, optimizer, grid = make()
+    dc.load_checkpoint(folder, model, optimizer)
+    assert learn(model, optimizer, grid) == pytest.approx(expected, rel=1e-12)
+
+
+OTHERS: dict[str, Callable[[torch.nn.Module], torch.optim.Optimizer]] = {
+    "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+    "Adamax": lambda model: torch.optim.Adamax(model.parameters()),
+    "parameters": lambda model: torch.optim.Adam([*model.parameters()][::-1]),
+}
+
+
+@both
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("kind", OTHERS)
+def test_state_of_another_optimizer_is_refused_before_anything_changes(
+    folder: Path, kind: str, sharded: bool
+) -> None:
+    run = Run({"height": WORLD.size})
+    run.train(1)
+    dc.save_checkpoint(folder, run.model, run.opt, sharded=sharded)
+    other = OTHERS[kind](run.model)
+    run.train(1)
+    before = {name: x.clone() for name, x in run.model.state_dict().items()}
+    load = partial(dc.load_checkpoint, folder, run.model, other)
+    fails_everywhere(load, f"another optimizer: .*{kind}")
+    assert not other.state and kind == "parameters" or "betas" in run.opt.param_groups[0]
+    assert all(torch.equal(x, before[name]) for name, x in run.model.state_dict().items())
+
+
+SPOILED: dict[str, tuple[Callable[[Run], torch.Tensor], float]] = {
+    "0.weight": (lambda run: run.model[0].weight, float("nan")),
+    "3.bias": (lambda run: run.model[3].bias, float("inf")),
+    "1.running_var": (lambda run: run.model[1].running_var, float("nan")),
+    "exp_avg of 3.weight": (
+        lambda run: run.opt.state[run.model[3].weight]["exp_avg"],
+        float("nan"),
+    ),
+}
+
+
+@every_size
+@pytest.mark.parametrize("shard", [False, True])
+@pytest.mark.parametrize("kind", SPOILED)
+def test_what_is_not_finite_is_not_saved_unless_it_is_asked_for(
+    folder: Path, kind: str, shard: bool
+) -> None:
+    run = Run(GRIDS[WORLD.size][-1], shard)
+    run.model.register_buffer("mask", torch.full((2,), -torch.inf))
+    run.train(1)
+    path = dc.save_checkpoint(folder, *run.parts, step=1)
+    find, value = SPOILED[kind]
+    tensor = find(run).detach()
+    own = tensor.shard if isinstance(tensor, dc.DistTensor) else tensor
+    # Of a tensor that is cut, some ranks alone have the value.
+    if own is tensor or run.loader.grid.coords["channel"]:
+        own.view(-1)[-1] = value
+    for sharded in (False, True):
+        save = partial(dc.save_checkpoint, folder, *run.parts, step=2, sharded=sharded)
+        fails_everywhere(save, f"{kind} holds values that are not finite.*check_finite=False")
+    assert list(folder.iterdir()) == [path]
+    WORLD.barrier()
+    dc.save_checkpoint(folder, *run.parts, step=2, check_finite=False)
+    assert len(names(folder)) == 2
+
+
+@both
+@pytest.mark.parametrize("sharded", [False, True])
+def test_another_job_in_the_folder_is_told_of_and_loses_nothing(
+    folder: Path, sharded: bool
+) -> None:
+    run = Run({"height": WORLD.size})
+    path = dc.save_checkpoint(folder, run.model, step=1)
+    save = partial(dc.save_checkpoint, folder, run.model, step=2, keep=1, sharded=sharded)
+    if WORLD.rank == 0:
+        unfinished = folder / "checkpoint-0000000003.pt.0123.partial"
+        unfinished.touch()
+        with only_writer(folder):
+            fails_everywhere(save, "another job is writing to this folder; choose a folder")
+        assert sorted(folder.iterdir()) == [path, unfinished]
+    else:
+        fails_everywhere(save, "another job is writing to this folder; choose a folder")
+    WORLD.barrier()
+    save()
+    assert names(folder) == ["checkpoint-0000000002.pt"]

@@ -120,6 +120,11 @@ def test_an_interrupted_write_leaves_the_old_content(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_file_that_goes_while_it_is_written_is_laid_to_another_job(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="a.pt cannot be written: .* is gone; another job may write"):
+        write_atomically(tmp_path / "a.pt", lambda file: remove_partial(tmp_path, "a.pt"))
+
+
 def test_what_killed_writers_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
     write(tmp_path / "a-1.pt", b"1")
     for name in ("a-1.pt.0123.partial", "a-2.pt.0123.partial", "b-1.pt.0123.partial"):

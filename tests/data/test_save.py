@@ -237,3 +237,17 @@ def test_boxes_are_written_where_they_belong(data: st.DataObject) -> None:
         assert path.read_bytes() == bytes(7) + expected.tobytes()
     finally:
         path.unlink()
+
+
+@several
+@pytest.mark.parametrize("kind", ["path", "tensors", "chunks"])
+def test_arguments_that_differ_between_ranks_are_refused_on_every_rank(
+    folder: Path, kind: str
+) -> None:
+    last = WORLD.rank == WORLD.size - 1
+    x = dc.distribute_tensor(numbered((4, 6)), dc.ProcessGrid(sample=-1))
+    path = folder / ("b.zarr" if last and kind == "path" else "a.zarr")
+    named = {"b" if last and kind == "tensors" else "a": x}
+    chunks = (1, 2 if last and kind == "chunks" else 3)
+    fails_everywhere(lambda: save(path, named, chunks={"a": chunks}), f"the ranks differ: .*{kind}")
+    assert not list(folder.iterdir())

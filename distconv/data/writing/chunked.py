@@ -10,7 +10,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from distconv.data.durable import sync, sync_folder
+from distconv.data.durable import sync, sync_folder, unseen
 from distconv.data.writing.contiguous import Description
 from distconv.geometry.layout import Box, Cuts, block, owning_part
 from distconv.geometry.topology import Topology
@@ -77,10 +77,7 @@ def write_chunks(path: Path, name: str | None, box: Box, values: NDArray[Any]) -
     may write to it at the same time.
     """
     if not path.exists():
-        raise FileNotFoundError(
-            f"{path}: rank 0 has made this folder, and it cannot be seen here; write to a file "
-            "system that all ranks share"
-        )
+        raise unseen(path)
     array = _zarr(path).open_array(str(path), path=name, mode="r+")
     array[box.slices] = values
     folder = path if name is None else path / name

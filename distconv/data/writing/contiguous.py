@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from distconv.data.durable import unseen
 from distconv.geometry.layout import Box
 
 
@@ -79,10 +80,7 @@ def write_box(
         # Without reading: a page of a remote file that is known in part is written in part.
         descriptor = os.open(path, os.O_WRONLY)
     except FileNotFoundError as error:
-        raise FileNotFoundError(
-            f"{path}: rank 0 has made this file, and it cannot be seen here; write to a file "
-            "system that all ranks share"
-        ) from error
+        raise unseen(path) from error
     try:
         for index, run in _runs(shape, box, values):
             write_at(descriptor, run, offset + index * values.itemsize)

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from distconv.data.durable import fresh_name, move_into_place, remove, remove_partial
-from distconv.data.errors import on_rank_zero, together
+from distconv.data.errors import check_call, on_rank_zero, together
 from distconv.data.sources.opening import KINDS, ZARR_FILES
 from distconv.data.writing import chunked, contiguous
 from distconv.data.writing.contiguous import Description
@@ -71,6 +71,8 @@ def save(
     if not named:
         raise ValueError("save: there are no tensors in the dictionary")
     grid = next(iter(named.values())).grid
+    shapes = {"the tensors": [(name, tuple(x.shape), x.dtype, x.cuts) for name, x in named.items()]}
+    check_call("save", grid, path, shapes | {"chunks": chunks})
     kind = together(grid, lambda: _kind(path, named))
     by_name = {None: chunks} if bare else chunks
     arrays = together(grid, lambda: {n: _describe(n, x, kind, by_name) for n, x in named.items()})
