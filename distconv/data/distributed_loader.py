@@ -2,20 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Mapping
-from typing import Any
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import reduce
+from itertools import count, islice
+from operator import attrgetter
+from typing import Any, NoReturn
+from zlib import crc32
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from distconv.comm.checksums import CURE, checksum, differing, due
-from distconv.data.errors import DataError, in_step, on_rank_zero
+from distconv.data.errors import DataError, in_step, on_rank_zero, together
 from distconv.data.layouts import batch_cuts
+from distconv.data.nested import mapped
+from distconv.data.random_numbers import drawn_from, set_states, states_of
 from distconv.geometry.layout import Layout, block, rank_box
 from distconv.grid.process_grid import ProcessGrid
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.sample_format import in_sample_format
+
+_REMEDY = (
+    "Of one mini-batch for all ranks, each loads its samples: leave out a DistributedSampler and "
+    "whatever else divides samples among ranks (batch_size counts over all of them), draw samples "
+    "from torch's, numpy's or Python's own random numbers or from seeded ones, and pad all samples "
+    "to one shape"
+)
+
+_REPEATS = 16
+"""How often a sample is loaded again to learn whether its dataset changes samples at random."""
+
+_numbers = count()
+"""The numbers of a process's loaders: a number, unlike an id, is never that of another one."""
 
 
 def distribute(
@@ -26,16 +47,21 @@ def distribute(
     """Return the mini-batches of a loader as DistTensors. All ranks call it with equal loaders.
 
     Of a DataLoader that draws the indices of its mini-batches each rank loads only those samples
-    that its part of the `sample` axis has, whole, and keeps its box of them; rank 0's indices
-    count, so that shuffling needs no seed. Of any other iterable, as a DataLoader on an
-    IterableDataset, each rank goes through all mini-batches, which have to be equal. `Dataset` and
-    `Loader` read no more than the box.
+    that its part of the `sample` axis has, whole, and keeps its box of them. The indices are drawn
+    from rank 0's random numbers, so that shuffling needs no seed. Of any other iterable, as a
+    DataLoader on an IterableDataset or one with an `__iter__` of its own, each rank goes through
+    all mini-batches, which have to be equal. `Dataset` and `Loader` read no more than the box.
+
+    Mini-batches keep their form: dictionaries, tuples, named tuples and lists, nested at will,
+    whose tensors have the samples first. What is no tensor, as names, stays as this rank has loaded
+    it.
 
     Parameters
     ----------
-    loader: yields tensors, or tuples, lists or dictionaries of tensors, samples first.
+    loader: yields the mini-batches.
     grid: the process grid.
-    layout: of the first tensor, or by key or position; see `Dataset`.
+    layout: of the first tensor, or by key or position, a tuple of them for nested ones; see
+        `Dataset`.
     """
     return DistributedLoader(loader, grid, layout)
 
@@ -43,8 +69,8 @@ def distribute(
 class DistributedLoader:
     """The mini-batches of another loader on a grid; all ranks go through each epoch together.
 
-    A loop raises DataError on every rank where one cannot load its samples, or has others than the
-    ranks that share them.
+    A loop raises DataError on every rank where one cannot load its samples, has others than the
+    ranks that share them, or draws other indices.
     """
 
     def __init__(
@@ -57,100 +83,326 @@ class DistributedLoader:
         self._loader, self._layout = loader, layout
         self._shares: _Shares | None = None
         if isinstance(loader, DataLoader) and _draws_indices(loader):
-            self._shares = _Shares(grid, _sample_axes(layout))
-            self._loader = _with_batches(loader, self._shares)
-        self._drawn: Any = getattr(loader, "batch_sampler", None)
+            self._shares = _Shares(loader, grid, _sample_axes(layout))
+        self._use = f"distribute {next(_numbers)}"
+        self._place = _start_of(0)
+        self._begun = self._compared = False
 
     def __len__(self) -> int:
         """Return the number of mini-batches of an epoch."""
-        return len(self._drawn if self._shares is not None else self._loader)  # type: ignore[arg-type]
+        return len(self._loader)  # type: ignore[arg-type]
+
+    @property
+    def epoch(self) -> int:
+        """Return the epoch, from 0, of the loop that is under way, or comes next."""
+        return int(self._place["epoch"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place in the course of mini-batches: what the loop has been given is done.
+
+        Good for any grid; a checkpoint takes that of rank 0.
+        """
+        return dict(self._place)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next loop go on where `state_dict` was taken, on this grid or another.
+
+        It draws the same indices and loads nothing of what is done; of an iterable that draws none
+        it goes through that. DataError in the loop where these are other mini-batches.
+        """
+        self._place = {name: state[name] for name in self._place}
+        self._begun = False
 
     def __iter__(self) -> Iterator[Any]:
-        """Go through the mini-batches of one epoch."""
-        if self._shares is not None:
-            # Every rank draws, so that what is random goes on alike on all.
-            drawn = list(self._drawn)
-            self._shares.batches = on_rank_zero(self.grid, lambda: drawn)
-        for samples, loaded in in_step(self.grid, self._load()):
-            yield self._assemble(samples, loaded)
+        """Go through the mini-batches of one epoch, or the rest of it after `load_state_dict`."""
+        if self._begun:
+            self._place = _start_of(self.epoch + 1)
+        self._begun, place, grid, shares = True, self._place, self.grid, self._shares
+        generators = () if shares is None else shares.generators
+        if place["random"] is None:
+            own = states_of(generators)
+            place["random"] = own if shares is None else on_rank_zero(grid, lambda: own)
 
-    def _load(self) -> Generator[tuple[str, tuple[int | None, Any]], None, None]:
-        """Yield what this rank loads of each mini-batch, with the samples of all ranks."""
-        if self._shares is None:
-            for place, loaded in enumerate(self._loader, 1):
-                yield f"number {place}", (None, loaded)
-        else:
-            for batch, loaded in zip(self._shares.batches, self._loader, strict=True):
-                yield f"samples {batch}", (len(batch), loaded)
+        def begun() -> Iterator[_MiniBatch]:
+            done = place["batch"], place["drawn"]
+            with drawn_from(place["random"], generators):
+                return _whole(self._loader, *done) if shares is None else shares.begin(*done)
 
-    def _assemble(self, samples: int | None, loaded: Any) -> Any:
-        """Return the mini-batch of `samples`, of which this rank has loaded its share, or all."""
-        tensors = _tensors(loaded)
+        loading = together(grid, begun)
+        if shares is not None and not self._compared:
+            self._check_dataset(shares)
+            self._compared = True
+        named = ((f"{batch.name} with {_text(batch.tensors)}", batch) for batch in loading)
+        for batch in in_step(grid, named, _REMEDY):
+            place["batch"] += 1
+            place["drawn"] = _with_name(place["drawn"], batch.name)
+            yield self._assemble(batch)
+        self._place, self._begun = _start_of(self.epoch + 1), False
+
+    def _assemble(self, batch: _MiniBatch) -> Any:
+        """Return a mini-batch, of which this rank has loaded some samples, or all."""
         axes = () if self._shares is None else self._shares.axes
-        self._check_equal(tensors, axes)
-        shapes = {name: tuple(x.shape[1:]) for name, x in tensors.items()}
+        ranks = self._unequal(batch.tensors, axes) if due(self._use, self.grid, 16, 16) else ""
+        if ranks:
+            raise DataError(
+                f"distribute: {ranks} in a mini-batch, and all ranks that share its samples need "
+                f"the same. Where samples are changed at random, {CURE}"
+            )
+        shapes = {name: tuple(x.shape[1:]) for name, x in batch.tensors.items()}
         made = {}
         for name, cuts in batch_cuts(shapes, self._layout, self.grid).items():
-            own = tensors[name]
-            count = len(own) if samples is None else samples
-            shape = count, *shapes[name]
+            own = batch.tensors[name]
+            shape = len(own) if batch.samples is None else batch.samples, *shapes[name]
             box = rank_box(shape, cuts, self.grid.topology, self.grid.rank)
-            # A rank without samples has loaded one, for the sake of its shape.
-            first = box.slices[0] if samples is None else slice(0, box.shape[0])
+            if axes and cuts[0] != tuple(axis for axis in axes if self.grid.shape[axis] > 1):
+                _refuse_layouts({cuts[0], axes})
+            # What this rank has loaded begins at its first sample, if not at that of all.
+            first = slice(0, box.shape[0]) if axes else box.slices[0]
             mine = in_sample_format(own[(first, *box.slices[1:])], shape, cuts, self.grid)
             made[name] = DistTensor.from_local(mine, self.grid, Layout.of(cuts))
-        if isinstance(loaded, Tensor):
-            return made[0]
-        return made if isinstance(loaded, Mapping) else tuple(made.values())
+        return mapped(batch.content, lambda name, leaf: made.get(name, leaf))
 
-    def _check_equal(self, tensors: Mapping[Any, Tensor], axes: tuple[str, ...]) -> None:
-        """Compare, now and then, what ranks have loaded that differ along no axis of `axes`."""
-        if not due("distribute", self.grid, first=16, then=16):
-            return
+    def _unequal(self, tensors: Mapping[Any, Tensor], axes: tuple[str, ...]) -> str:
+        """Return in words which tensor differs on ranks that differ along no axis of `axes`, or "".
+
+        Collective.
+        """
         sums = self.grid.all_gather_object([checksum(x) for x in tensors.values()])
         for (name, x), column in zip(tensors.items(), zip(*sums, strict=True), strict=True):
             ranks = differing(x, axes, column, self.grid)
             if ranks:
-                raise DataError(
-                    f"distribute: tensor {name!r} of a mini-batch is not the same on all ranks "
-                    f"that share its samples: {ranks}. Where samples are changed at random, {CURE}"
-                )
+                return f"tensor {name!r} is not the same on all ranks: {ranks}"
+        return ""
+
+    def _check_dataset(self, shares: _Shares) -> None:
+        """Compare two samples of the dataset, as each rank loads others. Collective.
+
+        Samples that a rank itself loads differently each time are not compared.
+        """
+        if shares.parts == 1 or self.grid.device.type == "meta":
+            return
+        ends = shares.ends()
+        before = states_of()
+
+        def loaded(times: int) -> list[dict[Any, Tensor]]:
+            try:
+                return [_tensors(x, len(ends)) for x in shares.load([ends] * times)]
+            finally:
+                set_states(before)
+
+        mine = together(self.grid, lambda: loaded(1)[0] if ends else {})
+        facts = str(ends), _text(mine)
+        if any(other != facts for other in self.grid.all_gather_object(facts)):
+            return  # They draw other samples, or load other shapes: the loop says so.
+        ranks = self._unequal(mine, ())
+        if not ranks:
+            return
+        sums = [checksum(x) for x in mine.values()]
+        again = together(self.grid, lambda: loaded(_REPEATS))
+        varies = any([checksum(x) for x in one.values()] != sums for one in again)
+        if not any(self.grid.all_gather_object(varies)):
+            raise DataError(
+                f"distribute: of samples {ends} of the dataset, {ranks}. Give all ranks the same "
+                "dataset, as distribute gives each its samples: leave out what divides them among "
+                f"ranks, and where a split or a cache of them is drawn at random, {CURE}"
+            )
+
+
+@dataclass
+class _MiniBatch:
+    """What this rank has loaded of a mini-batch.
+
+    Attributes
+    ----------
+    name: what all ranks call it.
+    samples: of the mini-batch; None where this rank has loaded all of it.
+    content: as loaded.
+    tensors: in it, by their names.
+    """
+
+    name: str
+    samples: int | None
+    content: Any
+    tensors: dict[Any, Tensor]
 
 
 class _Shares:
-    """A batch sampler: of each of `batches`, the indices whose samples this rank has."""
+    """A batch sampler: of each mini-batch of another one, the indices that this rank has.
 
-    def __init__(self, grid: ProcessGrid, axes: tuple[str, ...]) -> None:
-        self.axes = axes
-        self.batches: list[Any] = []
-        self._parts = grid.topology.parts(axes)
+    Attributes
+    ----------
+    axes: the grid axes over which samples are cut, into `parts`.
+    generators: those from which indices are drawn.
+    """
+
+    def __init__(self, loader: DataLoader[Any], grid: ProcessGrid, axes: tuple[str, ...]) -> None:
+        self.axes, self.parts = axes, grid.topology.parts(axes)
         self._part = grid.topology.part(grid.coords, axes)
+        self._drawing: Any = loader.batch_sampler
+        self._own = loader.generator or torch.default_generator
+        samplers = loader, self._drawing, getattr(self._drawing, "sampler", None)
+        found = [getattr(sampler, "generator", None) for sampler in samplers]
+        self.generators = [g for g in dict.fromkeys(found) if isinstance(g, torch.Generator)]
+        self._seeds = torch.Generator()
+        self._loader = loader
+        self._sharing = _like(loader, self, loader.num_workers, self._seeds)
+        self._seeded = False
 
-    def __iter__(self) -> Iterator[Any]:
-        for batch in self.batches:
-            start, stop = block(len(batch), self._parts, self._part)
-            yield batch[start:stop] or batch[:1]
+    def begin(self, done: int, drawn: int) -> Iterator[_MiniBatch]:
+        """Return what loads this rank's samples of each mini-batch behind the first `done`.
+
+        Parameters
+        ----------
+        drawn: the checksum of the names of those.
+        """
+        self._done = done, drawn
+        self._seeded = self._seeded and self._loader.persistent_workers
+        loading = iter(self._sharing)
+        indices = self._indices
+        indices.look_ahead()
+        return self._loaded(loading, indices)
+
+    def __iter__(self) -> _Indices:
+        # A DataLoader asks for this, draws the seed of its workers, and then asks for indices.
+        batches = map(_listed, self._drawing)
+        if not self._seeded:
+            self._seed_workers()
+        self._indices = _Indices(self._behind(batches, *self._done), self.parts, self._part)
+        return self._indices
+
+    @staticmethod
+    def _behind(batches: Iterator[list[Any]], done: int, drawn: int) -> Iterator[list[Any]]:
+        _pass(map(_name, batches), done, drawn)
+        yield from batches
 
     def __len__(self) -> int:
-        return len(self.batches)
+        return len(self._drawing)
+
+    def ends(self) -> list[Any]:
+        """Return two indices of the first mini-batch of the loop that has begun; of none, none."""
+        first = self._indices.first
+        return [first[0], first[-1]] if first else []
+
+    def load(self, batches: list[list[Any]]) -> Iterator[Any]:
+        """Return other mini-batches, loaded beside those of the loop."""
+        return iter(_like(self._loader, batches, min(1, self._loader.num_workers), self._seeds))
+
+    def _loaded(self, loading: Iterator[Any], indices: _Indices) -> Iterator[_MiniBatch]:
+        for content in loading:
+            batch, count = indices.drawn.popleft()
+            yield _MiniBatch(_name(batch), len(batch), content, _tensors(content, count))
+
+    def _seed_workers(self) -> None:
+        """Draw the seed of the workers where the loader would; each part of samples has its own.
+
+        Workers on ranks that share samples change them alike, and where samples are not cut, as in
+        the serial program.
+        """
+        self._seeded = True
+        self._seeds.set_state(self._own.get_state())
+        torch.empty((), dtype=torch.int64).random_(generator=self._own)
+        torch.empty(self._part, dtype=torch.int64).random_(generator=self._seeds)
+
+
+class _Indices:
+    """This rank's indices of each mini-batch, and behind them those of all ranks.
+
+    Attributes
+    ----------
+    drawn: the indices of each mini-batch that is being loaded, and how many of them are loaded.
+    first: those of the first mini-batch.
+    """
+
+    def __init__(self, batches: Iterator[list[Any]], parts: int, part: int) -> None:
+        self._batches, self._parts, self._part = batches, parts, part
+        self._next: list[list[Any]] = []
+        self.drawn: deque[tuple[list[Any], int]] = deque()
+        self.first: list[Any] = []
+
+    def look_ahead(self) -> None:
+        """Draw the first mini-batch, if no worker is at it yet."""
+        if not self.drawn:
+            self._next = list(islice(self._batches, 1))
+            self.first = self._next[0] if self._next else []
+
+    def __iter__(self) -> _Indices:
+        return self
+
+    def __next__(self) -> list[Any]:
+        batch = self._next.pop() if self._next else next(self._batches)
+        start, stop = block(len(batch), self._parts, self._part)
+        # A rank without samples loads one, for the sake of its shape.
+        own = batch[start:stop] or batch[:1]
+        self.first = self.first or batch
+        self.drawn.append((batch, len(own)))
+        return own
+
+
+def _start_of(epoch: int) -> dict[str, Any]:
+    """Return the place before an epoch, whose indices are not drawn yet."""
+    return {"epoch": epoch, "batch": 0, "drawn": 0, "random": None}
+
+
+def _whole(loader: Iterable[Any], done: int, drawn: int) -> Iterator[_MiniBatch]:
+    """Return what loads the mini-batches behind the first `done`, on every rank all of them."""
+
+    def loaded() -> Iterator[_MiniBatch]:
+        for content in loader:
+            tensors = _tensors(content, None)
+            yield _MiniBatch(f"{[*map(len, tensors.values())]} rows", None, content, tensors)
+
+    batches = loaded()
+    _pass(map(attrgetter("name"), batches), done, drawn)
+    return batches
+
+
+def _pass(names: Iterator[str], done: int, drawn: int) -> None:
+    """Take the names of the first `done` mini-batches. Raises DataError for another checksum."""
+    found = list(islice(names, done))
+    if (len(found), reduce(_with_name, found, 0)) != (done, drawn):
+        raise DataError(
+            f"distribute: the state was taken after {done} mini-batches of an epoch, and this "
+            "loader has others; make it with the same dataset, batch_size and sampler, or start "
+            "anew"
+        )
+
+
+def _with_name(number: int, name: str) -> int:
+    return crc32(name.encode(), number)
 
 
 def _draws_indices(loader: DataLoader[Any]) -> bool:
-    return loader.batch_sampler is not None and not isinstance(loader.dataset, IterableDataset)
+    """Return whether the mini-batches of a loader follow from its batch sampler alone."""
+    return (
+        loader.batch_sampler is not None
+        and not isinstance(loader.dataset, IterableDataset)
+        and type(loader).__iter__ is DataLoader.__iter__
+    )
 
 
-def _with_batches(loader: DataLoader[Any], shares: _Shares) -> DataLoader[Any]:
+def _name(batch: list[Any]) -> str:
+    return f"samples {batch}"
+
+
+def _listed(batch: Any) -> list[Any]:
+    """Return the indices of a mini-batch; samplers yield lists, tuples, tensors and arrays."""
+    return batch.tolist() if hasattr(batch, "tolist") else list(batch)
+
+
+def _like(
+    loader: DataLoader[Any], batches: Any, workers: int, generator: torch.Generator
+) -> DataLoader[Any]:
     """Return a DataLoader like this one that loads other mini-batches."""
     return DataLoader(
         loader.dataset,
-        batch_sampler=shares,  # type: ignore[arg-type]
-        num_workers=loader.num_workers,
+        batch_sampler=batches,
+        num_workers=workers,
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory,
         timeout=loader.timeout,
         worker_init_fn=loader.worker_init_fn,
         multiprocessing_context=loader.multiprocessing_context,
-        generator=loader.generator,
+        generator=generator,
         prefetch_factor=loader.prefetch_factor,
         persistent_workers=loader.persistent_workers,
     )
@@ -163,26 +415,60 @@ def _sample_axes(layout: Layout | Mapping[Any, Layout] | None) -> tuple[str, ...
     layouts = list(layout.values()) if isinstance(layout, Mapping) else [layout]
     axes = {chosen.axes("sample") for chosen in layouts} or {("sample",)}
     if len(axes) > 1:
-        raise ValueError(
-            f"distribute: the layouts cut samples differently, over {sorted(axes)}; cut them alike"
-        )
+        _refuse_layouts(axes)
     return axes.pop()
 
 
-def _tensors(loaded: Any) -> dict[Any, Tensor]:
-    """Return the tensors of a mini-batch by key or position."""
-    if isinstance(loaded, Tensor):
-        found: dict[Any, Any] = {0: loaded}
-    elif isinstance(loaded, Mapping):
-        found = dict(loaded)
-    elif isinstance(loaded, tuple | list):
-        found = dict(enumerate(loaded))
-    else:
-        found = {0: loaded}
-    for name, x in found.items():
-        if not isinstance(x, torch.Tensor) or not x.dim():
-            raise DataError(
-                f"distribute: a mini-batch holds {type(x).__name__} at {name!r}; expected tensors "
-                "with samples first, alone or in one tuple, list or dictionary"
-            )
+def _refuse_layouts(axes: set[tuple[str, ...]]) -> NoReturn:
+    raise ValueError(
+        f"distribute: the layouts cut samples differently, over {sorted(axes)}; cut them alike"
+    )
+
+
+def _text(tensors: Mapping[Any, Tensor]) -> str:
+    """Return what all ranks have in common of the tensors of a mini-batch."""
+    return ", ".join(f"{name!r} of {(*x.shape[1:],)} {x.dtype}" for name, x in tensors.items())
+
+
+def _tensors(content: Any, count: int | None) -> dict[Any, Tensor]:
+    """Return the tensors in a mini-batch by name, those of subclasses as plain ones.
+
+    Parameters
+    ----------
+    count: the number of samples that were loaded; None where it is not known.
+
+    Raises
+    ------
+    DataError
+        For a mini-batch without tensors, and for tensors that cannot be cut by samples.
+    """
+    found: dict[Any, Tensor] = {}
+    kinds = {}
+
+    def look(name: Any, x: Any) -> None:
+        kinds[name] = type(x).__name__
+        if isinstance(x, Tensor):
+            if isinstance(x, DistTensor) or x.is_nested or x.layout != torch.strided:
+                _refuse(kinds[name], name, "plain, dense tensors")
+            if not x.dim():
+                _refuse(kinds[name], name, "tensors with samples first")
+            if count is not None and len(x) != count:
+                _refuse(
+                    f"{len(x)} rows in place of {count} samples",
+                    name,
+                    "all samples, first in each tensor. Let the dataset or the sampler leave out "
+                    "samples, not collate_fn",
+                )
+            found[name] = x.as_subclass(Tensor)
+        elif any(isinstance(value, Tensor) for value in getattr(x, "__dict__", {}).values()):
+            _refuse(f"{kinds[name]}, an object with tensors,", name, "a dictionary of them")
+
+    mapped(content, look)
+    if not found:
+        name, kind = next(iter(kinds.items()), (0, type(content).__name__))
+        _refuse(kind, name, "tensors with samples first")
     return found
+
+
+def _refuse(kind: str, name: Any, expected: str) -> NoReturn:
+    raise DataError(f"distribute: a mini-batch holds {kind} at {name!r}; expected {expected}")

@@ -118,11 +118,17 @@ def check_call(
 
 
 def in_step(
-    grid: Grid, items: Generator[tuple[str, Item], None, None]
+    grid: Grid,
+    items: Generator[tuple[str, Item], None, None],
+    remedy: str = "All ranks have to ask for the same mini-batches.",
 ) -> Generator[Item, None, None]:
     """Yield the items of this rank while every rank of `grid` has one of the same name. Collective.
 
     One small reduction an item; it ends when the items of all ranks do.
+
+    Parameters
+    ----------
+    remedy: what to do where names differ.
 
     Raises
     ------
@@ -141,13 +147,15 @@ def in_step(
                 error = caught
             agreement.ask(fingerprint(entry and entry[0]), int(error is not None))
             if not all(agreement.answer()) or error is not None:
-                _tell_apart(grid, place, entry and entry[0], error)
+                _tell_apart(grid, place, entry and entry[0], error, remedy)
             if entry is None:
                 return
             yield entry[1]
 
 
-def _tell_apart(grid: Grid, place: int, name: str | None, error: Exception | None) -> None:
+def _tell_apart(
+    grid: Grid, place: int, name: str | None, error: Exception | None, remedy: str
+) -> None:
     """Raise what is wrong with an item on some rank; all ranks call it where they differ."""
 
     def fail() -> None:
@@ -156,7 +164,7 @@ def _tell_apart(grid: Grid, place: int, name: str | None, error: Exception | Non
 
     together(grid, fail)
     facts = {} if name is None else {f"mini-batch {place}": name}
-    check_alike(grid, facts, "All ranks have to ask for the same mini-batches.")
+    check_alike(grid, facts, remedy)
 
 
 def _in_one_line(error: Exception) -> str:
