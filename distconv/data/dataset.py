@@ -77,7 +77,7 @@ class Dataset:
     transform: what is done to this rank's block of a mini-batch once it is read and converted:
         `transform(block, box)`, such as `Normalize`; several in a dictionary by name. It runs in a
         background thread, and has to commute with cutting.
-    check_finite: whether values that are not finite are an error.
+    check_finite: whether values that are not finite are an error, as read and once converted.
     halo: by how many elements a rank's box is larger on both sides of each dimension of space, that
         is, those of the first field behind its channels. One number, one for each dimension, or a
         dictionary of these by name. Fields that have the same space then come as `HaloBlock`s,
@@ -252,9 +252,12 @@ class Dataset:
         """Return what was read of a mini-batch as tensors; in pinned memory for a GPU."""
         blocks = Blocks(values.samples)
         for own, wanted, array in zip(self.on_grid, values.wanted, values.arrays, strict=True):
-            if self._check_finite:
-                own.check_finite(array, wanted)
+            if self._check_finite and own.source.dtype.kind in "fc":
+                own.check_finite(np.isfinite(array), wanted)
             block = own.converted(array, wanted, values.epoch)
+            if self._check_finite:
+                where = f", as {own.dtype} and after transform="
+                own.check_finite(torch.isfinite(block), wanted, where)
             if not own.halo:
                 shape = len(values.samples), *own.shape
                 block = in_sample_format(block, shape, own.cuts, self.grid)

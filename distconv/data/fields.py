@@ -15,6 +15,7 @@ from distconv.data.augment import Augmentations, Change, Move
 from distconv.data.errors import DataError
 from distconv.data.sources.interface import Source
 from distconv.data.sources.opening import Field
+from distconv.data.sources.packing import check_range
 from distconv.data.views import View
 from distconv.geometry.layout import Box, Cuts, rank_box
 from distconv.geometry.topology import Topology
@@ -157,7 +158,10 @@ class FieldOnGrid:
 
     def converted(self, values: NDArray[Any], wanted: Wanted, epoch: int) -> Tensor:
         """Return the values of this rank's block as the tensor that the program gets."""
+        if not (self.dtype.is_floating_point or self.dtype.is_complex or self.dtype == torch.bool):
+            check_range(values, str(self.dtype).removeprefix("torch."), self.source.name)
         if values.dtype.name in _WIDER:
+            check_range(values, np.int64, self.source.name)
             values = values.astype(np.int64)
         block = torch.from_numpy(values).to(self.dtype)
         if self.transform is not None:
@@ -179,14 +183,13 @@ class FieldOnGrid:
                     block[place].index_fill_(d, outside, 0)
         return block
 
-    def check_finite(self, values: NDArray[Any], wanted: Wanted) -> None:
-        """Raise `DataError` for values that are not finite, with the samples that have them."""
-        if self.source.dtype.kind not in "fc" or np.isfinite(values).all():
-            return
-        bad = [
-            i for i, one in zip(wanted.samples, values, strict=True) if not np.isfinite(one).all()
-        ]
-        raise DataError(f"{self.source.name} holds values that are not finite in samples {bad}")
+    def check_finite(self, finite: Any, wanted: Wanted, where: str = "") -> None:
+        """Raise `DataError` where some values are not `finite`, with the samples that have them."""
+        if not finite.all():
+            bad = [i for i, one in zip(wanted.samples, finite, strict=True) if not one.all()]
+            raise DataError(
+                f"{self.source.name} holds values that are not finite in samples {bad}{where}"
+            )
 
 
 def prepare(
@@ -204,6 +207,11 @@ def tensor_type(own: Source, dtype: Any, name: Field) -> torch.dtype:
     if chosen is not None and (own.dtype.kind == "f" or isinstance(dtype, Mapping)):
         if not isinstance(chosen, torch.dtype):
             raise TypeError(f"dtype={chosen!r} of {own.name} is not a torch.dtype")
+        if own.dtype.kind == "c" and not chosen.is_complex:
+            raise TypeError(
+                f"dtype={chosen} would drop the imaginary part of {own.name}, which is of "
+                f"{own.dtype}; choose a complex type, or take the real part in a Function"
+            )
         return chosen
     if own.dtype.kind == "f":
         return torch.get_default_dtype()

@@ -62,6 +62,45 @@ def test_what_is_truncated_later_is_told_when_it_is_read(
     fails_everywhere(lambda: list(Loader(data, batch_sampler=[[0], [3]])), message)
 
 
+@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("hdf5", "all.h5"), ("npy", "x.npy"), ("npy files", "x/3.npy"), ("hdf5 files", "sample-3.h5")],
+)
+@pytest.mark.parametrize("cut", ["sample", "width"])
+def test_a_file_that_is_overwritten_in_place_within_an_epoch_is_told(
+    folder: Path, kind: str, name: str, cut: str
+) -> None:
+    data = Dataset(SOURCES[kind](folder), dc.ProcessGrid(**{cut: -1}), inputs="x")
+    path = folder / name
+    later = path.stat().st_mtime_ns + 10**9
+
+    def overwrite() -> None:
+        with open(path, "r+b") as file:
+            content = file.read()
+            file.seek(len(content) - 4)
+            file.write(bytes(4))
+        # The clocks of file systems may be too coarse for a test.
+        os.utime(path, ns=(later, later))
+
+    assert np.array_equal(data.batch([3, 0]).full_tensor(), X[[3, 0]])
+    on_rank_zero(overwrite)
+    message = f"{path.name}: changed while it was read, from (.*) to \\1 bytes, .* s later"
+    fails_everywhere(lambda: list(Loader(data, batch_sampler=[[3], [3, 3]])), message)
+
+
+@both
+def test_files_that_are_opened_again_are_still_the_same(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distconv.data.sources.files._OPEN", 1)
+    data = Dataset(SOURCES["npy files"](folder), dc.ProcessGrid(width=-1), inputs="x")
+    data.batch([3, 1])
+    on_rank_zero(lambda: os.utime(folder / "x" / "3.npy", ns=(0, 10**9)))
+    fails_everywhere(lambda: data.batch([3]), "3.npy: changed while it was read")
+    assert np.array_equal(data.batch([1, 2]).full_tensor(), X[[1, 2]])
+
+
 @both
 def test_a_file_that_has_gone_is_named_and_others_are_still_read(folder: Path) -> None:
     data = Dataset(SOURCES["npy files"](folder), dc.ProcessGrid(width=-1), inputs="x")

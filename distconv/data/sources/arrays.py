@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from distconv.data.sources.interface import Array, Source
+from distconv.data.sources.packing import Packing, put
 from distconv.geometry.layout import Box
 
 
 class ArraySource(Source):
     """An array with `shape`, `dtype` and indexing by slices, samples first.
+
+    Its type is that of what is read, as arrays of other packages scale what is on the disk.
+    `Packing` says which attributes of an array (`attrs`) are applied.
 
     Parameters
     ----------
@@ -37,25 +42,35 @@ class ArraySource(Source):
         if not shape and not single:
             raise ValueError(f"{name} is a single number; expected an array of samples")
         self.samples, self.shape = (1, shape) if single else (shape[0], shape[1:])
-        self.dtype = np.dtype(array.dtype).newbyteorder("=")
+        self._packing = Packing(getattr(array, "attrs", {}), name)
+        self.dtype = self._type()
         chunks = getattr(array, "chunks", None)
-        if chunks is not None:
+        # Those of dask are tuples of extents, and need not be equal.
+        if chunks and all(isinstance(extent, int) for extent in chunks):
             self.chunks = (1, *chunks) if single else tuple(chunks)
         self.check_numbers()
 
-    def read_into(self, out: Array, sample: int, box: Box) -> None:
-        """Copy a box of one sample."""
-        index = box.slices if self._single else (sample, *box.slices)
-        if self._check is not None:
-            # To look behind the end of a mapped file ends the process.
-            self._check()
+    def _type(self) -> np.dtype[Any]:
+        if isinstance(self._array, np.ndarray) or not (self.samples and prod(self.shape)):
+            return np.dtype(self._array.dtype).newbyteorder("=")
+        one = np.asarray(self._read(0, Box((0,) * len(self.shape), (1,) * len(self.shape))))
+        return self._packing.unpacked(np.empty(0, one.dtype)).dtype.newbyteorder("=")
+
+    def _read(self, sample: int, box: Box) -> Any:
         try:
-            out[...] = self._array[index]
+            return self._array[box.slices if self._single else (sample, *box.slices)]
         except Exception as error:
             raise OSError(
                 f"{self.name}: cannot read sample {sample}: {error or type(error).__name__}; make "
                 "or copy it again"
             ) from error
+
+    def read_into(self, out: Array, sample: int, box: Box) -> None:
+        """Copy a box of one sample."""
+        if self._check is not None:
+            # To look behind the end of a mapped file ends the process.
+            self._check()
+        put(out, self._packing.unpacked(self._read(sample, box)), self.name)
         if self._check is not None:
             self._check()
 
@@ -74,10 +89,10 @@ def open_npy(path: Path, single: bool = False) -> ArraySource:
         raise OSError(
             f"{path}: not a whole .npy file of numbers; make or copy it again ({error})"
         ) from error
-    size = os.stat(path).st_size
+    before = os.stat(path)
 
     def check() -> None:
-        check_unchanged(path, size, os.stat(path).st_size)
+        check_unchanged(path, before, os.stat(path))
 
     return ArraySource(array, path.name, single, check)
 
@@ -135,11 +150,14 @@ def check_file(path: Path, kind: str) -> None:
         raise FileNotFoundError(f"{path}: no such file")
 
 
-def check_unchanged(path: Path, size: int, now: int) -> None:
-    """Raise `OSError` for a file that has another size than when it was opened."""
-    # What lies behind the end of a file is taken for zeros, or ends the process.
-    if now != size:
+def check_unchanged(path: Path, before: os.stat_result, now: os.stat_result) -> None:
+    """Raise `OSError` for a file that has been written to since it was opened."""
+    # What lies behind the end of a file is taken for zeros, or ends the process. A file of the same
+    # size is a mixture of two.
+    if (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
+        later = (now.st_mtime_ns - before.st_mtime_ns) / 1e9
         raise OSError(
-            f"{path}: changed while it was read, from {size} to {now} bytes; make or copy the file "
-            "again, and not while it is in use"
+            f"{path}: changed while it was read, from {before.st_size} to {now.st_size} bytes, and "
+            f"written to {later:.3g} s later; make or copy the file again, and not while it is in "
+            "use"
         )

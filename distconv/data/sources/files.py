@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -9,6 +10,7 @@ from itertools import accumulate
 from pathlib import Path
 from threading import Lock
 
+from distconv.data.sources.arrays import check_unchanged
 from distconv.data.sources.interface import Array, Source
 from distconv.geometry.layout import Box
 
@@ -36,6 +38,7 @@ class FilesSource(Source):
     ) -> None:
         self._paths, self._open_file = list(paths), open_file
         self._opened: OrderedDict[int, Source] = OrderedDict()
+        self._stats: dict[int, os.stat_result] = {}
         self._lock = Lock()
         first = open_file(self._paths[0])
         self.name = f"{first.name} and {len(paths) - 1} more" if len(paths) > 1 else first.name
@@ -70,6 +73,8 @@ class FilesSource(Source):
                     f"{path}: its samples are {source.shape} of {source.dtype}, those of "
                     f"{self._paths[0]} {self.shape} of {self.dtype}; expected the same in all"
                 )
+            now = os.stat(path)
+            check_unchanged(path, self._stats.setdefault(place, now), now)
         self._opened[place] = source
         if len(self._opened) > _OPEN:
             self._opened.popitem(last=False)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from distconv.data.sources.interface import Array, Source
+from distconv.data.sources.packing import put
 from distconv.geometry.layout import Box
 
 
@@ -23,7 +24,7 @@ class Function(Source):
         has to be a function of its arguments alone, so that boxes make one sample.
     samples: the number of samples.
     shape: the shape of one sample.
-    dtype: the type of the values.
+    dtype: the type of the values; the function may return others of their kind, as float64.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class Function(Source):
                 f"{self.name} has returned shape {values.shape} for {box} of sample {sample}; "
                 f"expected {box.shape}"
             )
-        out[...] = values
+        put(out, values, f"{self.name} for sample {sample}", "same_kind")
 
 
 class Items:

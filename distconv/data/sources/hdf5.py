@@ -11,6 +11,7 @@ import numpy as np
 
 from distconv.data.sources.arrays import check_file, check_unchanged, only_name
 from distconv.data.sources.interface import Array, Source
+from distconv.data.sources.packing import Packing, put
 from distconv.geometry.layout import Box
 
 if TYPE_CHECKING:
@@ -22,7 +23,8 @@ _ERRORS = (OSError, RuntimeError, KeyError, ValueError, TypeError, AttributeErro
 
 class HDF5Source(Source):
     """A dataset of an HDF5 file, samples first. HDF5 reads whole chunks where they have filters, or
-    are of at most 1 MiB, and otherwise what is asked for.
+    are of at most 1 MiB, and otherwise what is asked for. `Packing` says which attributes, as those
+    of NetCDF files, are applied.
 
     Parameters
     ----------
@@ -41,6 +43,8 @@ class HDF5Source(Source):
     def __init__(self, path: Path, dataset: str | None = None, single: bool = False) -> None:
         self._path, self._single = path, single
         self._file = open_hdf5(path)
+        self._descriptor = self._file.id.get_vfd_handle()
+        self._before = os.fstat(self._descriptor)
         try:
             self._dataset = dataset_in(self._file, path, dataset)
             self._label = self._dataset.name.lstrip("/")
@@ -51,8 +55,6 @@ class HDF5Source(Source):
             if isinstance(error, OSError | ValueError) and path.name in str(error):
                 raise
             raise damaged(path, error) from error
-        self._descriptor = self._file.id.get_vfd_handle()
-        self._bytes = os.fstat(self._descriptor).st_size
 
     def _describe(self) -> None:
         shape = self._dataset.shape
@@ -61,7 +63,10 @@ class HDF5Source(Source):
                 f"{self._path}: {self._label!r} has shape {shape}; expected an array of samples"
             )
         self.samples, self.shape = (1, shape) if self._single else (shape[0], shape[1:])
+        self._packing = Packing(self._dataset.attrs, self.name)
         self.dtype = self._dataset.dtype.newbyteorder("=")
+        if self._packing:
+            self.dtype = self._packing.unpacked(np.empty(0, self.dtype)).dtype
         chunks = self._dataset.chunks
         if chunks is not None:
             self.chunks = (1, *chunks) if self._single else chunks
@@ -78,18 +83,21 @@ class HDF5Source(Source):
         Raises OSError for a sample that is damaged, or no longer there.
         """
         index = box.slices if self._single else (sample, *box.slices)
+        direct = out.ndim and not self._packing
         try:
-            if out.ndim:
+            if direct:
                 self._dataset.read_direct(out, index)
             else:
-                out[...] = self._dataset[index]
-            bytes_now = os.fstat(self._descriptor).st_size
+                stored = self._dataset[index]
+            now = os.fstat(self._descriptor)
         except _ERRORS as error:
             raise OSError(
                 f"{self._path}: cannot read {self._label!r} of sample {sample}: {error}; make or "
                 "copy the file again"
             ) from error
-        check_unchanged(self._path, self._bytes, bytes_now)
+        check_unchanged(self._path, self._before, now)
+        if not direct:
+            put(out, self._packing.unpacked(stored), self.name)
 
     def facts(self) -> dict[str, str]:
         """Return what ranks agree on, a checksum of the first values of two samples included."""
@@ -100,7 +108,7 @@ class HDF5Source(Source):
             self.read_into(values, sample, corner)
             digest.update(values.tobytes())
         return super().facts() | {
-            f"size of {self._path.name}": f"{self._bytes} bytes",
+            f"size of {self._path.name}": f"{self._before.st_size} bytes",
             f"attributes of {self._path.name}": _attributes(self._file),
             f"attributes of {self.name}": _attributes(self._dataset),
             f"checksum of {self.name}": digest.hexdigest()[:16],
