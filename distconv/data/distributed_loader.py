@@ -210,7 +210,7 @@ class DistributedLoader:
 
 @dataclass
 class _MiniBatch:
-    """What this rank has loaded of a mini-batch.
+    """The samples of a mini-batch that this rank has loaded.
 
     Attributes
     ----------

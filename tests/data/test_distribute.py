@@ -101,7 +101,9 @@ def test_loaders_without_indices_are_cut_whole() -> None:
 
     for extents in GRIDS[WORLD.size]:
         grid = dc.ProcessGrid(**extents)
-        for loader in (DataLoader(Stream(), batch_size=2), torch.from_numpy(X).split(2)):
+        batches = torch.from_numpy(X).split(2)
+        whole: Any = DataLoader(list(batches), batch_size=None)  # type: ignore[arg-type]
+        for loader in (DataLoader(Stream(), batch_size=2), batches, whole):
             found = [batch.full_tensor() for batch in distribute(loader, grid)]
             assert torch.equal(torch.cat(found), torch.from_numpy(X)) and len(found) == 3
 

@@ -112,13 +112,17 @@ def hdf5(folder: Path, stored: Any, attributes: dict[str, Any]) -> Any:
     return folder / "x.nc.h5"
 
 
-def zarr_array(folder: Path, stored: Any, attributes: dict[str, Any]) -> Any:
+def zarr_array(
+    folder: Path, stored: Any, attributes: dict[str, Any], version: int = 3, **options: Any
+) -> Any:
     def plain(value: Any) -> Any:
         value = np.asarray(value)
         return NAN if value.dtype.kind == "f" and np.isnan(value).any() else value.tolist()
 
     def write() -> None:
-        made = zarr.create_array(str(folder / "x.zarr"), data=stored)
+        made = zarr.create_array(
+            str(folder / "x.zarr"), data=stored, zarr_format=version, **options
+        )
         made.attrs.update({name: plain(value) for name, value in attributes.items()})
 
     on_rank_zero(write)
@@ -152,6 +156,20 @@ def test_packed_values_are_unpacked_as_their_attributes_say(
         made = Dataset(source, dc.ProcessGrid(**extents)).batch([0, 4, 2]).full_tensor().numpy()
         assert np.array_equal(made, expected[[0, 4, 2]].astype(made.dtype), equal_nan=True)
         assert made.dtype == (np.int16 if expected.dtype == np.int16 else np.float32)
+
+
+@every_size
+def test_fill_values_of_zarr_are_missing_only_where_netcdf_has_them_so(folder: Path) -> None:
+    grid = dc.ProcessGrid(width=-1)
+    for marks, expected in (
+        ({}, X * 2),
+        ({"_ARRAY_DIMENSIONS": ["t"]}, np.where(X == 4, np.nan, X * 2)),
+    ):
+        own = folder / str(len(marks))
+        on_rank_zero(own.mkdir)
+        source = zarr_array(own, STORED, {"scale_factor": 2.0} | marks, 2, fill_value=4)
+        made = Dataset(source, grid).batch([0]).full_tensor().numpy()
+        assert np.array_equal(made, expected[[0]], equal_nan=True)
 
 
 @pytest.mark.parallel([1, 2])

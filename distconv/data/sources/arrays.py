@@ -42,7 +42,12 @@ class ArraySource(Source):
         if not shape and not single:
             raise ValueError(f"{name} is a single number; expected an array of samples")
         self.samples, self.shape = (1, shape) if single else (shape[0], shape[1:])
-        self._packing = Packing(getattr(array, "attrs", {}), name)
+        attributes = dict(getattr(array, "attrs", {}))
+        fill = getattr(array, "fill_value", None)
+        if "_ARRAY_DIMENSIONS" in attributes and fill is not None:
+            # In zarr's format 2 xarray and NetCDF keep it there, and mark their arrays so.
+            attributes.setdefault("_FillValue", fill)
+        self._packing = Packing(attributes, name)
         self.dtype = self._type()
         chunks = getattr(array, "chunks", None)
         # Those of dask are tuples of extents, and need not be equal.
