@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from distconv.transport import nccl, torch_groups
+from distconv.transport.launch import switched_on
 
 TRANSPORTS = {"cuda": ("torch", "mpi", "nccl"), "cpu": ("mpi", "torch")}
 """The transports between devices of a kind, by preference."""
@@ -80,7 +81,7 @@ def make_offer(
         wanted = str(kept)
     gpus = _visible()
     missing = _missing("cuda" if gpus else "cpu", by_mpi)
-    return Offer(wanted, transport, gpus, missing, os.environ.get(_SHARE) == "1")
+    return Offer(wanted, transport, gpus, missing, switched_on(_SHARE))
 
 
 def _missing(kind: str, by_mpi: bool) -> dict[str, str]:

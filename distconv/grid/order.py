@@ -3,16 +3,15 @@
 Every exchange and every reduction outside a backward pass is a step. Each rank folds the operator,
 its arguments, shapes and layouts into one running number, after the first steps of an operator its
 name alone in most; and of each function on cut tensors, also of those that send nothing, the first
-calls. The numbers are compared by a reduction of 16 bytes whenever a rank meets a step with
-arguments that are new to it, and from time to time without waiting; with DISTCONV_DEBUG=1 before
-every step, with all calls since the one before. In the first steps, tensors count with the step
-after which they were made. Where the numbers differ, the ranks exchange the last steps they have
-taken, and every rank raises the same error.
+calls. The numbers are compared by a reduction of 16 bytes before each of the first steps of an
+operator, and from time to time without waiting; with DISTCONV_DEBUG=1 before every step, with all
+calls since the one before. In the first steps, tensors count with the step after which they were
+made. Where the numbers differ, the ranks exchange the last steps they have taken, and every rank
+raises the same error.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 import warnings
 from array import array
@@ -39,6 +38,7 @@ from distconv.grid.whereabouts import (
     user_line,
 )
 from distconv.transport.communicator import Comparison
+from distconv.transport.launch import switched_on
 from distconv.transport.tags import Tags
 from distconv.transport.watched import Wait, Waiting
 
@@ -52,8 +52,6 @@ _FIRST, _EVERY = 64, 64
 first calls of each function that count at all."""
 _KEPT = 1024
 """How many steps and calls are kept, to be named where ranks differ."""
-_REMEMBERED = 4096
-"""How many operators with their arguments are known; beyond, all are forgotten."""
 _NUMBERED = 512
 """Tensors made up to this step or call keep its number; with DISTCONV_DEBUG=1 all of them do."""
 
@@ -67,7 +65,7 @@ class DivergenceError(RuntimeError):
 
 def debugging() -> bool:
     """Return whether DISTCONV_DEBUG asks for a comparison before every step."""
-    return os.environ.get(_VARIABLE, "0") not in ("", "0")
+    return switched_on(_VARIABLE)
 
 
 SETTLED: set[Any] = set()
@@ -104,7 +102,6 @@ class Order:
         """How many steps there have been since the last comparison began."""
         self._tags = Tags()
         self._folded = 0
-        self._met: set[Any] = set()
         self._last: deque[tuple[Any, int, str | None]] = deque(maxlen=_KEPT)
         self._counts: dict[Any, int] = {}
         self._calls: dict[Any, int] = {}
@@ -148,20 +145,20 @@ class Order:
         if outside and kind == "all_reduce":
             # Gradients are reduced as they become ready, which is not everywhere in one order.
             return
-        # Blocks of the ranks' own may be among the arguments of autograd's functions.
-        if not outside:
-            count = self._counts[function] = self._counts.get(function, 0) + 1
-        if not outside and (count <= _FIRST or not count % _EVERY or self.debug):
+        # The count alone decides, which is the same on all ranks: what is new to one rank may be
+        # known to another, which would send its messages while the first waits to compare.
+        count = self._counts[function] = self._counts.get(function, 0) + 1
+        compared = self.debug or count <= _FIRST
+        if not outside and (compared or not count % _EVERY):
             key = _with_arguments(kind, call, self._tells_apart)
-            # A rank that knows its tensor from earlier calls would not wait for one that does not.
-            new = self._meet(_alike(key))
         else:
+            # Blocks of the ranks' own may be among the arguments of autograd's functions.
             key = kind, function, _extents_of(arguments)
-            # The name of a function may come first at other steps on ranks that differ already.
-            new = function is None and self._meet(key)
+            backward = function is not None or torch._C._current_graph_task_id() != -1
+            compared = self.debug or (compared and not (outside and backward))
         self._note(key, tag, user_line() if self.debug else None)
         self._since += 1
-        if new or self.debug:
+        if compared:
             self.compare()
         elif self._since == _PERIOD:
             self._start()
@@ -231,15 +228,6 @@ class Order:
         index = len(last) - 1 if number is None else number - 1 - self._compared + len(last)
         return _in_words(*last[index]) if 0 <= index < len(last) else "nothing yet"
 
-    def _meet(self, key: Any) -> bool:
-        """Remember a kind of step; return whether it is new to this rank."""
-        if key in self._met:
-            return False
-        if len(self._met) >= _REMEMBERED:
-            self._met.clear()
-        self._met.add(key)
-        return True
-
     def _fold(self) -> None:
         """Count what has been taken since the last time into the number that ranks compare."""
         count = self._compared - self._counted
@@ -282,7 +270,7 @@ class Order:
         self.differences += 1
         # Tensors made since the ranks differ keep numbers that differ.
         self._tells_apart = self.debug
-        for known in (self._met, self._counts, self._calls, self._last, SETTLED):
+        for known in (self._counts, self._calls, self._last, SETTLED):
             known.clear()
         self._compared = self._counted = max(begin + len(own) - 1 for begin, own in ranks)
         begin = max(begin for begin, _ in ranks)

@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from math import inf, nan
+from math import inf, nan, prod
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakValueDictionary
@@ -20,10 +20,12 @@ from distconv.grid.device_mesh import arranged, axes_of_mesh, make_device_mesh
 from distconv.grid.interface import Grid
 from distconv.grid.interrupt import end_when_abandoned
 from distconv.grid.members import ranks_of
+from distconv.grid.stall import time_limit
 from distconv.transport.communicator import Communicator, ObjectCommunicator
-from distconv.transport.launch import check_is_rank
+from distconv.transport.launch import check_is_rank, start_line
 from distconv.transport.torch_communicator import TorchCommunicator
 from distconv.transport.watched import Wait
+from distconv.transport.world import world
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -89,7 +91,7 @@ class ProcessGrid(Grid):
         with self.waiting():
             self._comm = communicators.communicator(self._ranks, "user")
             rank = self._comm.rank
-            topology, offers = _agreed(self._comm, extents, device, transport)
+            topology, offers = _agreed(self._comm, self._order.debug, extents, device, transport)
         choice = devices.choose(offers)
         if choice.notice and rank == 0:
             warnings.warn(f"ProcessGrid: {choice.notice}", stacklevel=2)
@@ -284,6 +286,7 @@ os.register_at_fork(after_in_child=_leave_messages_to_the_rank)
 
 def _agreed(
     comm: Communicator,
+    debug: bool,
     extents: dict[str, int],
     device: str | torch.device | None,
     transport: str | None,
@@ -292,11 +295,12 @@ def _agreed(
 
     Where one rank cannot have what it is asked for, every rank raises an error.
     """
-    mine: tuple[Topology, devices.Offer] | str
+    mine: tuple[Topology, devices.Offer, bool] | str
     try:
+        time_limit()
         by_mpi = not isinstance(comm, TorchCommunicator)
         offer = devices.make_offer(device, transport, communicators.gpu(), by_mpi)
-        mine = _fit(extents, comm.size), offer
+        mine = _fit(extents, comm.size), offer, debug
     except ValueError as error:
         mine = str(error)
     everyone = comm.allgather(mine)
@@ -308,7 +312,13 @@ def _agreed(
                 f"ProcessGrid: {theirs[0]} on rank {rank} and {everyone[0][0]} on "
                 "rank 0; pass the same on every rank"
             )
-    return everyone[0][0], [offer for _, offer in everyone]
+        if theirs[2] != everyone[0][2]:
+            on, off = (rank, 0) if theirs[2] else (0, rank)
+            raise ValueError(
+                f"ProcessGrid: DISTCONV_DEBUG is set on rank {on} and not on rank {off}, which "
+                "would not compare its steps with the others; set it on every rank, or on none"
+            )
+    return everyone[0][0], [offer for _, offer, _ in everyone]
 
 
 def _fit(extents: dict[str, int], ranks: int) -> Topology:
@@ -322,7 +332,11 @@ def _fit(extents: dict[str, int], ranks: int) -> Topology:
     if len(inferred) > 1:
         raise ValueError(f"ProcessGrid: only one axis can be -1, not {' and '.join(inferred)}")
     given = {axis: n for axis, n in extents.items() if n > 1}
-    product = 1
+    product, needed = 1, prod(given.values())
+    start = ""
+    if not inferred and ranks == world().size:
+        start = f". This grid needs {needed} rank{'s' if needed > 1 else ''}, {ranks} "
+        start += f"{'were' if ranks > 1 else 'was'} started: {start_line(needed)}"
     for axis, n in given.items():
         if ranks % (product * n):
             left = ranks // product
@@ -330,7 +344,7 @@ def _fit(extents: dict[str, int], ranks: int) -> Topology:
             beside = f" beside {', '.join(f'{a}={given[a]}' for a in _before(given, axis))}"
             raise ValueError(
                 f"ProcessGrid: {axis}={n} does not divide {ranks} ranks"
-                f"{beside if product > 1 else ''}; choose {', '.join(choices)}, or -1"
+                f"{beside if product > 1 else ''}; choose {', '.join(choices)}, or -1{start}"
             )
         product *= n
     if inferred:
@@ -339,7 +353,7 @@ def _fit(extents: dict[str, int], ranks: int) -> Topology:
         axes = ", ".join(f"{axis}={n}" for axis, n in given.items()) or "all axes 1"
         raise ValueError(
             f"ProcessGrid: {axes} makes {product} of {ranks} ranks; set one axis to -1 "
-            f"to take the rest, or start {product} rank{'s' if product > 1 else ''}"
+            f"to take the rest{start}"
         )
     return Topology(tuple(int(extents[axis]) for axis in AXES))
 

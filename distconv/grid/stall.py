@@ -2,8 +2,9 @@
 
 The thread looks about once a second at the wait under way, the host's and that of a GPU's streams.
 Where one takes longer than DISTCONV_TIMEOUT seconds (300 when not set), where a rank that is waited
-for has left the program, or where NCCL has met with an error, it asks all ranks where they are
-and in which step they first differ, prints one message, and aborts.
+for has left the program, where two ranks that wait have taken different steps, or where NCCL has
+met with an error, it asks all ranks where they are and in which step they first differ, prints one
+message, and aborts.
 """
 
 from __future__ import annotations
@@ -65,11 +66,15 @@ class Watch:
         self._waiting = waiting
         self._order: Order | None = None
         self._board: Board | None = None
-        self._limit = time_limit()
+        try:
+            self._limit = time_limit()
+        except ValueError:
+            self._limit = _DEFAULT  # and the grid raises the error, on all ranks
         # A large job asks the first rank less often.
         self._period = max(min(1.0, self._limit / 8), self._size / 2000)
         self._host, self._stream = _Seen(), _Seen()
         self._thread = threading.get_ident()
+        self._noted: tuple[int, int] | None = None
         self._questions = ["alarm", "difference"]
         self._leaving = threading.Event()
         self._looking = threading.Thread(target=self._look, name="distconv-watch", daemon=True)
@@ -158,6 +163,8 @@ class Watch:
                 gone |= self._gone(given.peers, given.step)
             if gone:
                 self._alarm(f"for {ranks_in_words(sorted(gone))}, which will not come")
+            elif self._has_parted():
+                self._alarm("in vain: they have taken different steps")
 
     def _gone(self, peers: Iterable[int] | None, step: int) -> set[int]:
         """Return which of these ranks, or of all, have left the program before a step."""
@@ -170,6 +177,22 @@ class Watch:
             if steps is not None and int(steps) < step:
                 gone.add(rank)
         return gone
+
+    def _has_parted(self) -> bool:
+        """Note the latest steps of this rank, which waits; return whether the next rank has noted
+        another one of the same number. Wherever ranks differ, two that are neighbours do."""
+        board, order = self._board, self._order
+        if board is None or order is None:
+            return False
+        first, steps = order.latest_numbers(_COMPARED, told_apart=False)
+        if (state := (order.differences, order.number)) != self._noted:
+            board.post(f"waits/{self._rank}", json.dumps([order.differences, first, steps]))
+            self._noted = state
+        note = board.read(f"waits/{(self._rank + 1) % self._size}")
+        differences, other, others = json.loads(note) if note else (-1, 0, [])
+        begin = max(first, other)
+        pairs = zip(steps[begin - first :], others[begin - other :], strict=False)
+        return differences == order.differences and any(mine != theirs for mine, theirs in pairs)
 
     def _state(self) -> list[Any]:
         """Return what this rank does, its operator, its line of the program, and its step."""

@@ -155,7 +155,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
             "the ranks, ProcessGrid([0, 1], sample=2)"
         )
     for name, way_out in _VARIABLES.items():
-        if os.environ.get(name, "0") not in ("", "0"):
+        if launch.switched_on(name):
             raise NotImplementedError(
                 f"distconv.horovod: {name}={os.environ[name]} asks for what is not here; unset it, "
                 f"and {way_out}"

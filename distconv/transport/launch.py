@@ -131,13 +131,25 @@ def has_default_group() -> bool:
     return distributed is not None and distributed.is_available() and distributed.is_initialized()
 
 
+def switched_on(name: str, environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether a variable is set, and to none of 0, false, no and off."""
+    return environment.get(name, "").strip().lower() not in ("", "0", "false", "no", "off")
+
+
+def start_line(ranks: int) -> str:
+    """Return how the launcher that has started this process starts another number of ranks."""
+    if meets_by_torch():
+        return f"torchrun --nproc-per-node {ranks} ..."
+    return f"{'srun -n' if _STEP_SIZE in launched() else 'mpiexec -n'} {ranks} ..."
+
+
 def meets_by_torch(environment: Mapping[str, str] = os.environ) -> bool:
     """Return whether the ranks of the job find each other by torch.distributed, and not by MPI.
 
     They do under torchrun; and, unless a launcher of MPI has started several, where the same
     variables are set or there is a default group.
     """
-    if environment.get(ALLOW_SINGLE) == "1":
+    if switched_on(ALLOW_SINGLE, environment):
         return False
     meeting = all(environment.get(name) for name in _MEETING)
     if meeting and _BY_TORCHRUN in environment:
@@ -193,7 +205,7 @@ def check_launch(ranks: int, environment: Mapping[str, str] = os.environ) -> Non
     ----------
     ranks: how many know each other.
     """
-    if ranks > 1 or environment.get(ALLOW_SINGLE) == "1":
+    if ranks > 1 or switched_on(ALLOW_SINGLE, environment):
         return
     for name, size in launched(environment).items():
         if size > 1:

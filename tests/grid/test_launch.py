@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from distconv.transport.launch import check_launch, launched
+from distconv.transport.launch import check_launch, launched, switched_on
 from tests.support.jobs import end_of, start
 
 SRUN = {"SLURM_NTASKS": "4", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}
@@ -54,6 +54,12 @@ def test_several_processes_of_which_mpi_knows_one_are_an_error(
 )
 def test_one_process_on_purpose_is_no_error(environment: dict[str, str]) -> None:
     check_launch(1, environment)
+
+
+def test_words_for_no_switch_a_variable_off() -> None:
+    off = "", "0", "false", "No", "OFF", None
+    found = [switched_on("X", {} if word is None else {"X": word}) for word in (*off, "1", "yes")]
+    assert found == [False] * len(off) + [True] * 2
 
 
 def test_the_number_of_tasks_is_that_of_the_step() -> None:

@@ -60,7 +60,11 @@ def test_ranks_that_share_a_sample_are_neighbours_in_rank_order() -> None:
 @pytest.mark.parametrize(
     ("extents", "message"),
     [
-        ({"height": 3}, "height=3 does not divide 8 ranks; choose 1, 2, 4, 8, or -1"),
+        (
+            {"height": 3},
+            "height=3 does not divide 8 ranks; choose 1, 2, 4, 8, or -1. This grid needs 3 ranks, "
+            "8 were started: mpiexec -n 3 ...",
+        ),
         (
             {"sample": 4, "width": 4},
             "width=4 does not divide 8 ranks beside sample=4; choose 1, 2, or -1",
@@ -68,10 +72,13 @@ def test_ranks_that_share_a_sample_are_neighbours_in_rank_order() -> None:
         ({"sample": 16}, "sample=16 does not divide 8 ranks; choose 1, 2, 4, 8, or -1"),
         (
             {"sample": 2, "height": 2},
-            "sample=2, height=2 makes 4 of 8 ranks; set one axis to -1 to take the rest, or start "
-            "4 ranks",
+            "sample=2, height=2 makes 4 of 8 ranks; set one axis to -1 to take the rest. This grid "
+            "needs 4 ranks, 8 were started: mpiexec -n 4 ...",
         ),
-        ({}, "all axes 1 makes 1 of 8 ranks; set one axis to -1 to take the rest, or start 1 rank"),
+        (
+            {},
+            "all axes 1 makes 1 of 8 ranks; set one axis to -1 to take the rest. This grid needs 1",
+        ),
         ({"height": -1, "width": -1}, "only one axis can be -1, not height and width"),
         ({"depth": 0}, "depth=0 is not a number of ranks; give an integer from 1, or -1"),
         ({"depth": -2}, "depth=-2 is not a number of ranks"),
@@ -100,7 +107,10 @@ def test_a_grid_that_does_not_fit_says_so_on_all_ranks(extents: dict, message: s
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"height": 5}, "height=5 does not divide"),
+        (
+            {"height": 5},
+            f"needs 5 ranks, {WORLD.size} were started: mpiexec -n 5 ... .on rank 1.",
+        ),
         (
             {"width": -1},
             f"width={WORLD.size} on rank 1 and height={WORLD.size} on rank 0; pass the",
@@ -114,6 +124,18 @@ def test_what_one_rank_alone_asks_for_is_an_error_on_all(asked: dict, message: s
         dc.ProcessGrid(**(asked if WORLD.rank == 1 else {"height": -1}))
     assert "on rank 1" in str(error.value)
     assert len(set(WORLD.allgather(str(error.value)))) == 1
+
+
+@pytest.mark.parallel([2, 4])
+def test_variables_of_one_rank_alone_are_errors_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = dc.ProcessGrid(height=-1).transport._steps  # type: ignore[attr-defined]
+    monkeypatch.setattr(steps, "debug", WORLD.rank == 1)
+    with pytest.raises(ValueError, match="DISTCONV_DEBUG is set on rank 1 and not on rank 0"):
+        dc.ProcessGrid(sample=-1)
+    monkeypatch.setattr(steps, "debug", False)
+    monkeypatch.setenv("DISTCONV_TIMEOUT", "soon" if WORLD.rank == 1 else "300")
+    with pytest.raises(ValueError, match="DISTCONV_TIMEOUT='soon' is no time limit.*rank 1"):
+        dc.ProcessGrid(sample=-1)
 
 
 @pytest.mark.parallel([1])

@@ -131,6 +131,21 @@ def test_a_rank_that_leaves_is_noticed_long_before_the_limit(tmp_path: Path) -> 
     assert "rank 1: has left the program" in end.stderr
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_that_have_taken_different_steps_end_long_before_the_limit(
+    tmp_path: Path, ranks: int
+) -> None:
+    body = """
+for step in range(200):
+    F.avg_pool2d(small, 3, 1, 1) if one and step == 150 else small.sum()
+"""
+    end = job(tmp_path, SET_UP + body, ranks)
+    assert end.returncode != 0
+    assert "ranks wait in vain: they have taken different steps" in end.stderr
+    [told] = [line for line in end.stderr.splitlines() if "first in which they differ" in line]
+    assert "avg_pool2d" in told and "sum" in told
+
+
 def test_ranks_that_leave_at_different_times_without_need_end_in_silence(tmp_path: Path) -> None:
     end = job(tmp_path, SET_UP + "if one: __import__('time').sleep(4)")
     assert (end.returncode, end.stderr) == (0, "")
