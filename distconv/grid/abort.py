@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import gc
+import io
 import multiprocessing
 import os
 import signal
@@ -20,6 +24,9 @@ printed once."""
 
 _PATIENCE = 5.0
 """Seconds that MPI is given to abort."""
+
+_LAST = 4.0
+"""Seconds that functions registered with atexit, and open files, are given before."""
 
 _FORWARDING = 0.5
 """Seconds that the launcher is given to forward the report, which an abort may cut off."""
@@ -93,12 +100,51 @@ def _place() -> tuple[int, int]:
         return 0, 1
 
 
+def flush_files() -> None:
+    """Write what the program's open files hold in buffers, those that write into others first."""
+    layers: tuple[list[io.IOBase], ...] = [], [], []
+    for thing in gc.get_objects():
+        kind = type(thing)
+        if issubclass(kind, io.IOBase):
+            raw = issubclass(kind, (io.BufferedWriter, io.BufferedRandom))
+            layers[2 if raw else 0 if issubclass(kind, io.TextIOBase) else 1].append(thing)
+    for file in sum(layers, []):
+        with contextlib.suppress(Exception):
+            file.flush()
+
+
+ABANDONED = threading.Event()
+"""Set where the job is about to be aborted, so that nobody waits for other ranks any more."""
+
+
+def _leave() -> None:
+    """Do what Python does at the end of a program, but end no MPI, which waits for other ranks."""
+    ABANDONED.set()
+    with contextlib.suppress(BaseException):
+        atexit._run_exitfuncs()
+    flush_files()
+
+
 def abort_job() -> None:
-    """End all ranks, after what has been printed is on its way; this process does not return."""
+    """End all ranks, after what has been printed or written is on its way; this process does not
+    return.
+
+    Functions registered with atexit run before, and open files are flushed, within seconds.
+    """
     sys.stderr.flush()
+    limit = threading.Timer(_LAST, _abort)
+    limit.start()
+    _leave()
+    limit.cancel()
+    _abort()
+
+
+def _abort() -> None:
+    """End all ranks now, from any thread."""
+    flush_files()
     time.sleep(_FORWARDING)
     # MPI may be busy with a wait of another thread; the launcher ends the others all the same.
-    killer = threading.Timer(_PATIENCE, os.kill, (os.getpid(), signal.SIGKILL))
+    killer = threading.Timer(_PATIENCE, os._exit, (1,))
     killer.daemon = True
     killer.start()
     if place_by_torch():

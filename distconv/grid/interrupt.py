@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from multiprocessing.util import register_after_fork
 
+from distconv.grid.abort import flush_files
 from distconv.transport.launch import launched
 
 PATIENCE = 5.0
@@ -100,6 +101,7 @@ def _end(why: str) -> None:
     """End this process and its children so that any launcher notices, from any thread."""
     with contextlib.suppress(OSError):
         os.write(2, f"distconv: process {os.getpid()} {why}\n".encode())
+    flush_files()
     if os.getpgrp() == os.getpid():
         os.killpg(os.getpid(), signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)

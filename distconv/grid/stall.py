@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 from weakref import ref
 
-from distconv.grid.abort import abort_job
+from distconv.grid.abort import ABANDONED, abort_job
 from distconv.grid.board import Board
 from distconv.grid.order import Order, by_ranks, first_difference, ranks_in_words
 from distconv.grid.whereabouts import operator_name, operator_of, place_of
@@ -325,8 +325,8 @@ class _Leaving:
         self._watches.append(watch)
 
     def _leave(self) -> None:
-        if os.getpid() != self._process:
-            return  # a forked child is none of the ranks
+        if os.getpid() != self._process or ABANDONED.is_set():
+            return  # a forked child is none of the ranks, and an aborted job has none left
         for watch in self._watches:
             watch.leave()
         for watch in self._watches:

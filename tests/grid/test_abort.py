@@ -6,6 +6,7 @@ These tests launch jobs of their own.
 from __future__ import annotations
 
 import subprocess
+import zlib
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,42 @@ def test_an_interrupted_rank_ends_the_job(tmp_path: Path) -> None:
 def test_a_killed_rank_ends_the_job(tmp_path: Path) -> None:
     end = job(tmp_path, "if grid.rank == 1: os.kill(os.getpid(), signal.SIGKILL)\nexchange()")
     assert end.returncode != 0
+
+
+SAVING = """
+import atexit, gzip
+log = open(f"{folder}/log", "w")
+packed = gzip.open(f"{folder}/packed.gz", "wt")
+@atexit.register
+def last():
+    print("last words", file=log)
+    if {waits}: x.sum(); __import__("time").sleep(1000)
+if grid.rank == 1:
+    print("all losses", file=log), print("all losses", file=packed)
+    {end}
+exchange()
+"""
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("end", ["raise ValueError", "time.sleep(1000)"])
+def test_a_rank_that_ends_the_job_saves_its_files_and_calls_what_is_registered(
+    tmp_path: Path, ranks: int, waits: bool, end: str
+) -> None:
+    body = SAVING.replace("{folder}", f"{tmp_path}/{{grid.rank}}").replace("{waits}", str(waits))
+    for rank in range(ranks):
+        (tmp_path / str(rank)).mkdir()
+    body = "import time\n" + body.replace("{end}", end)
+    ended = job(tmp_path, body, ranks, DISTCONV_TIMEOUT="4")
+    assert ended.returncode == 1, ended.stderr
+    if end.startswith("raise"):
+        assert (tmp_path / "1" / "log").read_text() == "all losses\nlast words\n"
+        packed = zlib.decompressobj(wbits=31).decompress((tmp_path / "1/packed.gz").read_bytes())
+        assert packed == b"all losses\n"
+    else:
+        texts = [(tmp_path / str(rank) / "log").read_text() for rank in range(ranks)]
+        assert any("last words" in text for text in texts)
 
 
 def test_one_rank_alone_fails_as_any_python_program(tmp_path: Path) -> None:

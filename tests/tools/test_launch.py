@@ -116,6 +116,14 @@ def test_a_command_keeps_its_arguments_as_they_are(capsys: pytest.CaptureFixture
     assert "#SBATCH --job-name=my.job\n" in text
 
 
+def test_a_slurm_job_whose_ranks_were_killed_ends_with_1(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = script(capsys, "slurm", *JOB, "--cores-per-rank=1", *PROGRAM)
+    killed = "srun() { return 137; }\n" + text
+    assert subprocess.run(["bash"], input=killed, text=True, check=False).returncode == 1
+
+
 def test_the_number_of_cores_is_counted_where_it_is_not_given(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

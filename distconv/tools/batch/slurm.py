@@ -17,13 +17,15 @@ def script(job: Job) -> str:
         "--output=%x-%j.out",
     ]
     launch = [
+        "trap 'exit 1' ERR\n"
         f"srun --nodes={job.nodes} --ntasks={job.ranks} --ntasks-per-node={job.ranks_per_node}",
         "--cpus-per-task=$cores --threads-per-core=1 --cpu-bind=cores",
         "--distribution=block:block --kill-on-bad-exit=1",
     ]
     note = (
         "Ranks are numbered node by node, so that those of a sample are neighbours. srun takes no\n"
-        "number of cores over from sbatch."
+        "number of cores over from sbatch, and ends with 137 where a rank has raised and others\n"
+        "were killed: the trap makes that 1."
     )
     if job.cores_per_rank is not None:
         directives.append(f"--cpus-per-task={job.cores_per_rank}")
