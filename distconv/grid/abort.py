@@ -141,12 +141,12 @@ def abort_job() -> None:
 
 def _abort() -> None:
     """End all ranks now, from any thread."""
-    flush_files()
-    time.sleep(_FORWARDING)
     # MPI may be busy with a wait of another thread; the launcher ends the others all the same.
     killer = threading.Timer(_PATIENCE, os._exit, (1,))
     killer.daemon = True
     killer.start()
+    flush_files()
+    time.sleep(_FORWARDING)
     if place_by_torch():
         os._exit(1)  # and torchrun ends the others, or starts all anew
     if MPI := _running():

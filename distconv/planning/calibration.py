@@ -10,6 +10,7 @@ import os
 import platform
 import random
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import mean, median
 from typing import Any
@@ -30,6 +31,9 @@ COPIED = (2**10, 2**14, 2**18, 2**20, 2**22, 2**24, 2**26)
 
 _GATHERED = 2**17
 """Bytes up to which all-gathers are measured: statistics, and no activations."""
+
+_BUSY = 1e-3
+"""Seconds of a message of 8 bytes within a node from which on others must be using its cores."""
 
 Progress = Callable[[str], object]
 
@@ -74,6 +78,13 @@ def calibrate(
                 link = _collective(kind, grid, chosen, seconds / 40)
                 reductions.setdefault(f"{kind} {where}", {})[ranks] = link
                 sources[f"{kind} {where}"] = f"{where_from}: groups of neighbours, all at once"
+    if "within" in links and (least := links["within"].total.at(8)) > _BUSY and comm.rank == 0:
+        warnings.warn(
+            f"8 bytes take {least * 1e3:.1f} ms from rank to rank within a node, which takes a "
+            "hundredth of that where nothing else runs and every rank has a core of its own; "
+            "predictions for this machine will be wrong. Measure when it is free",
+            stacklevel=2,
+        )
     progress("the slowest rank")
     skew = _skew(seconds / 10)
     sources["skew"] = f"{where_from}: all ranks of the job at once"

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 STYLE: Any = {
     "font.size": 8,
     "axes.labelsize": 8,
+    "axes.titlesize": 8,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
@@ -58,6 +59,7 @@ def draw(
                 fill(ax, study, colour, f"{name}: " if len(studies) > 1 else "")
             ranks = sorted({c.ranks for _, study in studies for c in study.cases})
             axis_of_ranks(ax, ranks)
+            ax.set_title(f"{studies[0][1].kind} scaling of {studies[0][1].module}")
             ax.legend()
             file = path.with_suffix(f".{what}.{kind}")
             figure.savefig(file)
@@ -97,11 +99,14 @@ def _times(ax: Any, study: Study, colour: str, name: str) -> None:
 
 
 def _axis_of_times(ax: Any) -> None:
-    """Let the vertical axis be logarithmic, with plain numbers at 1, 2 and 5."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+    """Let the vertical axis be logarithmic, with plain numbers at 1, 2 and 5, or, where times are
+    close together, at equal distances."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
     ax.set_yscale("log")
-    ax.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    low, high = ax.get_ylim()
+    narrow = high < 8 * low
+    ax.yaxis.set_major_locator(MaxNLocator(6) if narrow else LogLocator(subs=(1.0, 2.0, 5.0)))
     ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     ax.yaxis.set_minor_formatter(NullFormatter())
 

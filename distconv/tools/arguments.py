@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from distconv.geometry.layout import Layout
@@ -155,3 +156,13 @@ def pattern_and_layout(text: str) -> tuple[str, Layout]:
             "as 'block5.*:sample,channel=height'"
         )
     return pattern, layout(cuts)
+
+
+def picture(text: str) -> Path:
+    """Return the file of a picture, of an ending that matplotlib writes; PNG without any."""
+    path, known = Path(text), ("png", "pdf", "svg", "eps", "jpg", "jpeg", "webp", "tif", "tiff")
+    if path.suffix and path.suffix[1:].lower() not in known:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no picture; end it in .{' or .'.join(known)}"
+        )
+    return path

@@ -6,14 +6,13 @@ import argparse
 import json
 from collections.abc import Callable, Iterator
 from math import prod
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from distconv.grid.process_grid import ProcessGrid
 from distconv.model.input_layouts import match_layouts
-from distconv.tools.arguments import BadArguments, RankParser, grid_axes, shape
+from distconv.tools.arguments import BadArguments, RankParser, grid_axes, picture, shape
 from distconv.tools.bench import (
     BENCHMARKS,
     OF_NETWORKS,
@@ -53,12 +52,18 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one command and return its exit status; every rank that MPI has started calls it."""
     parser = RankParser(prog="python -m distconv", description=__doc__)
     parser.add_argument("--version", action="version", version=f"distconv {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    parser.set_defaults(command=None)
+    commands = parser.add_subparsers(metavar="COMMAND")
     for name, command in COMMANDS.items():
         of_command = commands.add_parser(name, help=command.purpose, description=command.purpose)
         command.options(of_command)
         of_command.set_defaults(command=command, complain=of_command.error)
     parsed = parser.parse_args(arguments)
+    comm = world_if_rank()
+    if parsed.command is None:
+        if comm is None or comm.rank == 0:
+            parser.print_help()
+        return 2
     try:
         status: int = parsed.command.run(parsed)
     except BadArguments as error:
@@ -195,7 +200,7 @@ def _bench_options(parser: argparse.ArgumentParser) -> None:
         "--seconds", type=float, default=5.0, help="about how long one case takes (%(default)s)"
     )
     parser.add_argument("--json", action="store_true", help="one line of JSON for every row")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the rows into a picture")
+    parser.add_argument("--plot", type=picture, metavar="FILE", help="draw the rows into a picture")
 
 
 _BESIDE_MPI = "halo", "overhead", "loss"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Generic, TypeVar
@@ -14,8 +15,33 @@ from distconv.grid.interrupt import last_words
 Row = TypeVar("Row")
 
 
+_SELDOM = 10.0
+"""Seconds from one line to the next where stderr is no terminal."""
+
+
+class StatusLine:
+    """How far a command has come, on stderr: one line that changes, or now and then another one.
+
+    Parameters
+    ----------
+    first: whether this is the rank that prints.
+    """
+
+    def __init__(self, first: bool = True):
+        self._first, self._terminal = first, first and sys.stderr.isatty()
+        self._last = time.monotonic()
+
+    def __call__(self, text: str) -> None:
+        """Show a line in place of the one before; none for no text."""
+        if self._terminal:
+            print(f"\r\033[K{text[:79]}", end="", file=sys.stderr, flush=True)
+        elif self._first and text and time.monotonic() > self._last + _SELDOM:
+            self._last = time.monotonic()
+            print(text, file=sys.stderr, flush=True)
+
+
 class Progress(Generic[Row]):
-    """Rows as they come: their number and the last one on stderr, where that is a terminal.
+    """Rows as they come: their number and the last one on stderr.
 
     Within `with`, an interrupt shows all rows so far, also while this rank waits in MPI.
 
@@ -31,16 +57,14 @@ class Progress(Generic[Row]):
     ):
         self.rows: list[Row] = []
         self._name, self._show, self._first = name, show, first
-        self._line = first and sys.stderr.isatty()
+        self._line = StatusLine(first)
         self._untold = threading.Semaphore()
         self._within = contextlib.ExitStack()
 
     def __call__(self, row: Row) -> None:
         """Take one more row."""
         self.rows.append(row)
-        if self._line:
-            text = f"{len(self.rows)}: {self._name(row)}"
-            print(f"\r\033[K{text[:79]}", end="", file=sys.stderr, flush=True)
+        self._line(f"{len(self.rows)}: {self._name(row)}")
 
     def __enter__(self) -> Progress[Row]:
         self._within.enter_context(last_words(self._tell))
@@ -53,8 +77,7 @@ class Progress(Generic[Row]):
         traceback: TracebackType | None,
     ) -> None:
         self._within.close()
-        if self._line:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
+        self._line("")
         if kind is not None and issubclass(kind, KeyboardInterrupt):
             self._tell()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from pathlib import Path
 
@@ -99,6 +100,19 @@ def test_files_that_are_opened_again_are_still_the_same(
     on_rank_zero(lambda: os.utime(folder / "x" / "3.npy", ns=(0, 10**9)))
     fails_everywhere(lambda: data.batch([3]), "3.npy: changed while it was read")
     assert np.array_equal(data.batch([1, 2]).full_tensor(), X[[1, 2]])
+
+
+@both
+def test_a_locked_hdf5_file_is_not_called_damaged(folder: Path) -> None:
+    SOURCES["hdf5"](folder)
+    with open(folder / "all.h5", "rb") as file:
+        on_rank_zero(lambda: fcntl.flock(file, fcntl.LOCK_EX))
+        grid = dc.ProcessGrid(height=-1)
+        fails_everywhere(
+            lambda: Dataset(folder / "all.h5", grid, inputs="x"),
+            "all.h5: another program has the file open for writing",
+        )
+        WORLD.barrier()
 
 
 @both

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import warnings
 from pathlib import Path
 
 import pytest
 from mpi4py import MPI
 
+from distconv.planning import calibration
 from distconv.planning.machine import Machine
 from distconv.tools.command_line import main
 from tests.planning.machines import described
@@ -36,10 +38,15 @@ def home(own_modules: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parallel(2)
 def test_a_machine_is_calibrated_and_drawn_on_all_its_ranks(
-    folder: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = "--output", str(folder / "machine.json"), "--plot", str(folder / "machine.png")
-    assert main(["calibrate", "--seconds", "1", *files]) == 0
+    monkeypatch.setattr(calibration, "_BUSY", 0.0)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert main(["calibrate", "--seconds", "1", *files]) == 0
+    busy = [str(w.message) for w in told if "8 bytes take" in str(w.message)]
+    assert len(busy) == (MPI.COMM_WORLD.rank == 0)
     if MPI.COMM_WORLD.rank == 0:
         assert "messages within" in capsys.readouterr().out
         assert (folder / "machine.png").stat().st_size > 1000

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from mpi4py import MPI
 from torch import nn
 
+from distconv.planning import scaling_plots
 from distconv.planning.scaling import STRONG, WEAK, Case, Study, cases_of, usual_grid
 from distconv.planning.scaling_plots import draw
 from distconv.planning.scaling_runs import measure, predict_all
@@ -139,6 +140,17 @@ def test_studies_are_drawn_with_measurement_prediction_and_ideal(tmp_path: Path)
         files = draw([("one", one), ("two", one)], tmp_path / one.kind, "svg")
         assert [f.name for f in files] == [f"{one.kind}.{w}.svg" for w in ("time", "efficiency")]
         assert all(f.stat().st_size > 5000 for f in files)
+
+
+@pytest.mark.parametrize("times", [(30.0, 29.0, 31.0), (0.9, 0.5, 0.2), (100.0, 30.0, 3.0)])
+def test_times_in_a_picture_have_marks_to_read_them_by_however_close(
+    times: tuple[float, ...],
+) -> None:
+    ax = pytest.importorskip("matplotlib.figure").Figure().subplots()
+    ax.plot(times)
+    scaling_plots._axis_of_times(ax)
+    low, high = ax.get_ylim()
+    assert sum(low <= mark <= high for mark in ax.get_yticks()) >= 3
 
 
 @pytest.mark.parallel([1, 2, 4])

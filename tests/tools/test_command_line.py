@@ -14,7 +14,10 @@ import pytest
 from mpi4py import MPI
 
 import distconv
+from distconv.tools import progress
+from distconv.tools.command_line import COMMANDS as ALL
 from distconv.tools.command_line import main
+from distconv.tools.progress import StatusLine
 from tests.planning.machines import described
 from tests.support.jobs import (
     LIMIT,
@@ -201,6 +204,31 @@ def test_layers_are_given_layouts_of_their_own(capsys: Capture) -> None:
         main(["verify", *case, "--layouts", "trunk:sample"])
     assert end.value.code == 2
     assert capsys.readouterr().err.count("no module's name matches 'trunk'") == first
+
+
+def test_no_command_lists_all(capsys: Capture) -> None:
+    assert main([]) == 2
+    shown = capsys.readouterr().out
+    assert all(f"\n    {name}" in shown for name in ALL)
+
+
+@pytest.mark.parametrize("command", ["timeline x.json", "calibrate", "bench halo"])
+def test_a_picture_of_an_unknown_ending_is_refused_before_anything_runs(
+    command: str, capsys: Capture
+) -> None:
+    with pytest.raises(SystemExit):
+        main([*command.split(), "--plot", "t.xyz"])
+    assert "'t.xyz' is no picture; end it in .png or .pdf" in capsys.readouterr().err
+
+
+def test_progress_is_told_now_and_then_where_stderr_is_no_terminal(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line, other = StatusLine(), StatusLine(first=False)
+    line("too early")
+    monkeypatch.setattr(progress, "_SELDOM", -1.0)
+    line("1 of 2"), line(""), other("of another rank")
+    assert capsys.readouterr().err == "1 of 2\n"
 
 
 @pytest.mark.parametrize(

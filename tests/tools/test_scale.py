@@ -137,3 +137,10 @@ def test_a_study_that_makes_no_sense_is_refused(
 ) -> None:
     case = ("strong", "torch.nn:Tanh", "--shape=1,1,8,8")
     assert said in refusal(capsys, *case, *options)
+
+
+def test_a_shape_that_the_module_refuses_is_told_before_any_case_is_run(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = refusal(capsys, "strong", "./net.py:Net", "--shape=1,2,8,8", "--ranks=1")
+    assert "takes 1 channels, the input (1, 2, 8, 8) has 2" in told

@@ -146,7 +146,7 @@ def test_a_timeline_is_added_up_and_drawn(tmp_path: Path, capsys: pytest.Capture
     assert picture.read_bytes()[1:4] == b"PNG"
     assert main(["timeline", str(file), "--json"]) == 0
     (shown,) = json.loads(capsys.readouterr().out)
-    assert shown["under_way"] == {"halo": 4000.0}
+    assert shown["under_way"] == {"halo": 0.004}
     assert total([(0, 2), (1, 3), (5, 6)]) == 4
     file.write_text("{}")
     with pytest.raises(SystemExit):

@@ -134,6 +134,12 @@ def open_hdf5(path: Path) -> h5py.File:
 
 def damaged(path: Path, error: Exception) -> OSError:
     """Return what to raise for a file that HDF5 stumbles over."""
+    if "unable to lock file" in str(error):
+        return OSError(
+            f"{path}: another program has the file open for writing; read it when that has closed "
+            "it. On a file system without locks set HDF5_USE_FILE_LOCKING=FALSE for both "
+            f"({error})"
+        )
     return OSError(f"{path}: not a whole HDF5 file; make or copy it again ({error})")
 
 

@@ -11,7 +11,8 @@ from distconv.planning import allocator
 from distconv.planning.calibration import calibrate
 from distconv.planning.machine import as_dict
 from distconv.planning.plots import plot_machine
-from distconv.tools.arguments import byte_count
+from distconv.tools.arguments import byte_count, picture
+from distconv.tools.progress import StatusLine
 from distconv.transport.world import world
 
 PURPOSE = "measure the machine: messages, reductions, copies and Python, in under a minute"
@@ -30,18 +31,14 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--name", help="of the machine (default: that of the host)")
     add("--memory", type=byte_count, help="of a rank, as 16GiB (default: its share of the node's)")
     add("--seconds", type=float, default=40.0, help="about how long it takes (%(default)s)")
-    add("--plot", type=Path, metavar="FILE", help="draw the tables into a picture")
+    add("--plot", type=picture, metavar="FILE", help="draw the tables into a picture")
     add("--json", action="store_true", help="print the machine as one line of JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, and write the machine; all ranks call it."""
     first = world().rank == 0
-
-    def say(what: str) -> None:
-        if first and sys.stderr.isatty():
-            print(f"\r\033[K{what}", end="", file=sys.stderr, flush=True)
-
+    say = StatusLine(first)
     machine = calibrate(
         arguments.name, seconds=arguments.seconds, memory=arguments.memory, progress=say
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import Any
 
 from distconv.planning.layer_layouts import LayoutPlan, plan_layouts
@@ -18,6 +17,7 @@ from distconv.tools.commands.step_options import (
 )
 from distconv.tools.factories import made
 from distconv.tools.json_lines import as_json
+from distconv.tools.progress import StatusLine
 
 PURPOSE = "find the grid of a number of ranks on which a training step takes the least time"
 
@@ -47,11 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_alone("plan")
     machine = loaded(arguments.machine)
     module = made(arguments.factory, arguments.seed)
-
-    def say(what: str) -> None:
-        if sys.stderr.isatty():
-            print(f"\r\033[K{what[:79]}", end="", file=sys.stderr, flush=True)
-
+    say = StatusLine()
     chosen: dict[str, Any] = step_of(arguments)
     layers: LayoutPlan | None = None
     try:

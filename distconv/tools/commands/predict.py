@@ -18,6 +18,7 @@ from distconv.tools.commands.step_options import (
 )
 from distconv.tools.factories import made
 from distconv.tools.json_lines import as_json
+from distconv.tools.progress import StatusLine
 
 PURPOSE = "predict the time and memory of a training step on a grid"
 
@@ -43,8 +44,17 @@ def run(arguments: argparse.Namespace) -> int:
     check_alone("predict")
     machine = loaded(arguments.machine)
     module = made(arguments.factory, arguments.seed)
+    say = StatusLine()
     try:
-        step = predict(module, arguments.shape, arguments.grid, machine, **step_of(arguments))
+        step = predict(
+            module,
+            arguments.shape,
+            arguments.grid,
+            machine,
+            progress=lambda done, of: say(f"timed {done} of {of} operators"),
+            **step_of(arguments),
+        )
+        say("")
         if arguments.export is not None:
             export_trace(
                 arguments.export,

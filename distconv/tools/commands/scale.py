@@ -23,6 +23,7 @@ from distconv.planning.scaling_runs import measure, predict_all
 from distconv.planning.table import table
 from distconv.tools.arguments import BadArguments, grid_axes
 from distconv.tools.commands.step_options import add_step_options, keep_times, step_of
+from distconv.tools.explain import explain
 from distconv.tools.factories import made, made_everywhere
 from distconv.tools.json_lines import as_json
 from distconv.tools.progress import Progress
@@ -111,7 +112,7 @@ def _study(arguments: argparse.Namespace) -> int:
     path = arguments.output or Path(f"scale-{arguments.kind}.json")
     study = _asked(arguments)
     step = step_of(arguments)
-    _check_module(arguments)
+    _check_module(arguments, study)
     _check_machine(arguments.machine, study)
     study = _resumed(study, path)
 
@@ -209,12 +210,21 @@ def _facts(arguments: argparse.Namespace) -> dict[str, str]:
     return agreed
 
 
-def _check_module(arguments: argparse.Namespace) -> None:
+def _check_module(arguments: argparse.Namespace, study: Study) -> None:
+    """Complain on all ranks where the module refuses the shape or the grid of a case, as far as
+    that can be seen without elements."""
     module = made_everywhere(arguments.factory, arguments.seed)
+    layouts = dict(arguments.layouts)
+    of_module = {"layout": arguments.layout, "layouts": layouts, "show": False}
     try:
-        match_layouts(module, dict(arguments.layouts))
-    except ValueError as error:
-        raise BadArguments(str(error)) from None
+        match_layouts(module, layouts)
+        for case in study.cases:
+            plan = explain(module, case.shapes, case.grid, **of_module)
+            if plan.refusal is not None:
+                raise ValueError(f"{case.name}: {plan.refusal}")
+    except (ValueError, RuntimeError) as error:
+        if "meta tensor" not in str(error):
+            raise BadArguments(str(error)) from None
 
 
 def _check_machine(path: Path | None, study: Study) -> None:

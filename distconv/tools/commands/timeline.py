@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from distconv.tools.arguments import BadArguments
+from distconv.tools.arguments import BadArguments, picture
 from distconv.tools.timeline.picture import draw
 from distconv.tools.timeline.summary import add_up, as_table, read_trace
 from distconv.transport.world import world_if_rank
@@ -19,7 +19,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("trace", type=Path, metavar="FILE", help="what distconv.timeline has written")
     add("--json", action="store_true", help="one line of JSON instead of a table")
-    add("--plot", type=Path, metavar="FILE", help="draw the timeline into a picture")
+    add("--plot", type=picture, metavar="FILE", help="draw the timeline into a picture")
     add("--begin", type=float, default=0.0, metavar="MS", help="of the picture (%(default)s)")
     add("--end", type=float, metavar="MS", help="of the picture (default: that of the timeline)")
 

@@ -21,8 +21,8 @@ class Row(NamedTuple):
     Attributes
     ----------
     compute, wait: in torch's operators, and waiting for other ranks.
-    under_way: for each kind of messages, the time in which any were under way.
-    exposed: for each kind, the time in which the rank waited for them.
+    under_way: for each kind of messages, the seconds in which any were under way.
+    exposed: for each kind, the seconds in which the rank waited for them.
     bytes: received, for each kind.
     """
 
@@ -65,8 +65,8 @@ def _of_rank(rank: int, events: list[Event]) -> Row:
         of_kind = [e for e in timed if e["cat"] == kind]
         waits = [e for e in timed if e["cat"] == ROWS[1] and e["name"] == kind]
         if of_kind:
-            under_way[kind] = total(spans_under_way(of_kind))
-            exposed[kind] = total(spans(waits))
+            under_way[kind] = total(spans_under_way(of_kind)) / 1e6
+            exposed[kind] = total(spans(waits)) / 1e6
             received[kind] = sum(e["args"]["bytes"] for e in waits)
     rows = [total(spans(e for e in timed if e["cat"] == row)) / 1e6 for row in ROWS]
     return Row(rank, span / 1e6, max(rows[0], rows[2]), rows[1], under_way, exposed, received)
@@ -109,7 +109,7 @@ def as_table(rows: Sequence[Row]) -> str:
         for kind, length in row.under_way.items():
             hidden = 1 - row.exposed[kind] / length if length else 1.0
             lines.append(
-                f"  {kind}: {row.bytes[kind]} bytes, under way {length / 1e3:.1f} ms, "
-                f"waited for {row.exposed[kind] / 1e3:.1f} ms, {100 * hidden:.0f}% hidden"
+                f"  {kind}: {row.bytes[kind]} bytes, under way {1e3 * length:.1f} ms, "
+                f"waited for {1e3 * row.exposed[kind]:.1f} ms, {100 * hidden:.0f}% hidden"
             )
     return "\n".join(lines)
