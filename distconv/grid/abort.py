@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from io import StringIO
 from types import TracebackType
 from typing import Any
@@ -58,7 +59,8 @@ class _Abort:
                 sys.stderr.flush()
                 os._exit(1)  # or Python would end MPI, which waits for other ranks
             return
-        try:
+
+        def report() -> None:
             if rank:
                 time.sleep(_GRACE + min(0.1 * rank, 2.0))
             sys.stdout.flush()
@@ -67,8 +69,13 @@ class _Abort:
             if isinstance(sys.stderr, StringIO) and sys.__stderr__ is not None:
                 # The hook of torch.distributed collects the report, and would print it after this.
                 print(sys.stderr.getvalue(), file=sys.__stderr__, flush=True)
+
+        try:
+            if not rank:
+                report()
         finally:
-            abort_job()
+            # Rank 0 saves after its report, and the others before: so they do not overtake it.
+            abort_job(report if rank else None)
 
 
 def _running() -> Any:
@@ -125,22 +132,26 @@ def _leave() -> None:
     flush_files()
 
 
-def abort_job() -> None:
+def abort_job(report: Callable[[], None] | None = None) -> None:
     """End all ranks, after what has been printed or written is on its way; this process does not
     return.
 
-    Functions registered with atexit run before, and open files are flushed, within seconds.
+    Functions registered with atexit run before, and open files are flushed, within seconds; then
+    comes the report.
     """
     sys.stderr.flush()
-    limit = threading.Timer(_LAST, _abort)
+    limit = threading.Timer(_LAST, _abort, (report,))
     limit.start()
     _leave()
     limit.cancel()
-    _abort()
+    _abort(report)
 
 
-def _abort() -> None:
-    """End all ranks now, from any thread."""
+def _abort(report: Callable[[], None] | None) -> None:
+    """Report, and end all ranks, from any thread."""
+    if report is not None:
+        with contextlib.suppress(Exception):
+            report()
     # MPI may be busy with a wait of another thread; the launcher ends the others all the same.
     killer = threading.Timer(_PATIENCE, os._exit, (1,))
     killer.daemon = True

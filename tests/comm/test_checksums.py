@@ -195,9 +195,8 @@ def trained(grid: dc.ProcessGrid, fault: str, **options: bool) -> None:
 
 
 def found_by_calls(message: str) -> bool:
-    """Return whether a message is of calls that differ, as those on sharded parameters are with
-    DISTCONV_DEBUG=1 before anything else."""
-    return debugging() and message.startswith("the ranks differ in") and "add_" in message
+    """Return whether a message is of calls that differ, as those on sharded parameters do."""
+    return message.startswith("the ranks differ in") and "add_" in message
 
 
 def forget(grid: dc.ProcessGrid) -> None:
