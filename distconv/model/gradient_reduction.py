@@ -7,10 +7,8 @@ non-blocking all-reduce that begins as soon as the bucket and all before it are 
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextvars import Token
 from functools import partial
 from operator import is_
 from typing import Any, NoReturn
@@ -35,8 +33,8 @@ from distconv.grid.whereabouts import user_line
 from distconv.model.buckets import Bucket, fill_buckets
 from distconv.model.wrappers import check_no_active_wrapper, check_unwrapped
 from distconv.tensor.dist_tensor import DistTensor
-from distconv.tensor.eager import run_eagerly
-from distconv.tensor.module_call import ModuleCall, enter_call, leave_call
+from distconv.tensor.eager import check_untraced, run_eagerly
+from distconv.tensor.module_call import enter_call, innermost_call
 from distconv.tensor.nested import shards_of, tensors_in
 from distconv.tensor.ownership import check_counted_once, own
 from distconv.transport.interface import Request
@@ -128,7 +126,6 @@ class GradientReduction:
         self._started = 0
         self._warned = False
         """Whether the program has been told that ranks train different parameters."""
-        self._scopes: list[Token[ModuleCall | None]] = []
         self._agreement = Agreement(grid)
         self._calls = 0
         self._layout = 0
@@ -321,11 +318,12 @@ class GradientReduction:
                     "parts; call parallelize(copy, grid), or run it under torch.no_grad()"
                 )
             return
-        self._scopes.append(enter_call())
+        outermost = enter_call(self, depth=2).outermost
         if not torch.is_grad_enabled():
-            if len(self._scopes) == 1 and self._together(inputs):
+            if outermost and self._together(inputs):
                 self._check_equal(module)
             return
+        check_untraced("a parallelized module", inputs)
         check_no_active_wrapper()
         self._check_structure(module)
         self._prepare()
@@ -341,7 +339,7 @@ class GradientReduction:
                     f"the module is parallelized on {self._grid}, its input lives on {grid}; "
                     "use one grid for both"
                 )
-        if len(self._scopes) == 1:
+        if outermost:
             self._check_equal(module)
             self._agreement.ask(self._layout ^ self.enabled, module.training)
 
@@ -372,8 +370,12 @@ class GradientReduction:
     def _after_forward(self, module: nn.Module, _: Any, result: Any) -> None:
         if module is not self._module():
             return
-        leave_call(self._scopes.pop())
-        if not self._scopes and sys.exc_info()[0] is None:
+        call = innermost_call()
+        if call is None or call.of is not self or call.failed:
+            # After an error torch calls this hook, too, maybe before the other one.
+            return
+        call.leave()
+        if call.outermost:
             self._check_agreement(module)
         results = tensors_in(result)
         for x in results:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -26,7 +26,9 @@ from distconv.model.gradient_reduction import (
 from distconv.model.input_layouts import match_layouts, redistribute_inputs
 from distconv.model.sharding import shard_weights
 from distconv.model.wrappers import check_unwrapped, refuse_wrappers_around
+from distconv.tensor.dispatch import SERIAL, refuse
 from distconv.tensor.dist_tensor import DistTensor
+from distconv.tensor.eager import check_untraced
 from distconv.tensor.ownership import OWNED
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -87,6 +89,7 @@ def parallelize(
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"parallelize: {type(module).__name__} is not a torch.nn.Module")
+    check_untraced("parallelize")
     check_unwrapped(module)
     refuse_wrappers_around(reduction_of)
     if any(reduction_of(m) for m in module.modules()) or any(
@@ -125,7 +128,13 @@ def parallelize(
     reduction = GradientReduction(module, grid, bucket_bytes, two_level, half)
     for part in module.modules():
         part.__dict__[REDUCTION_ATTRIBUTE] = reduction
+        # Which torch.jit.script calls first, and a copy of the module keeps.
+        part.__dict__["__prepare_scriptable__"] = _refuse_script
     return module
+
+
+def _refuse_script() -> NoReturn:
+    refuse("torch.jit.script", "the module is parallelized", way_out=SERIAL)
 
 
 @contextmanager

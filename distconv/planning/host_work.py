@@ -33,7 +33,7 @@ from distconv.planning.operator_calls import Operands, call_of
 from distconv.planning.recorded_step import record_step
 from distconv.planning.recording import Compute, HostWork
 from distconv.tensor.dist_tensor import DistTensor, distribute_tensor
-from distconv.tensor.module_call import enter_call, leave_call
+from distconv.tensor.module_call import enter_call
 from distconv.tensor.ownership import own
 from distconv.transport.world import world
 
@@ -158,7 +158,7 @@ class _Others:
         try:
             y = self._network(self._input).shard
         finally:
-            leave_call(scope)
+            scope.leave()
         if y.requires_grad:
             torch.autograd.grad(y, list(self._network.parameters()), torch.ones_like(y))
 
@@ -230,7 +230,7 @@ def _passes(
                 outputs.append(layer(x))
                 forward.append(clock() - start)
             finally:
-                leave_call(scope)
+                scope.leave()
         for layer in reversed(chain):
             y = outputs.pop().shard
             dy = torch.ones_like(y)

@@ -22,7 +22,7 @@ from distconv.planning.dry_run import DryRunGrid, without_elements
 from distconv.planning.recorder import FunctionCalls, Recorder
 from distconv.planning.recording import Place, Recording
 from distconv.tensor.dispatch import UnsupportedOperation
-from distconv.tensor.module_call import enter_call, leave_call
+from distconv.tensor.module_call import enter_call
 from distconv.tensor.ownership import own
 
 Loss: TypeAlias = Callable[[Any], Tensor]
@@ -98,7 +98,7 @@ def record_step(
             try:
                 output = hollow(*inputs)
             finally:
-                leave_call(scope)
+                scope.leave()
             recorder.move(Place("loss", "forward"))
             scalar = loss(output)
             del output

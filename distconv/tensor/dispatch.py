@@ -59,12 +59,16 @@ _PARAMETRIZE = "Apply parametrizations, such as weight_norm or spectral_norm, be
 _CONVERT = "Convert a module before parallelize, or a tensor by x.to(...)"
 
 
-SERIAL = "Do that with the serial module, before parallelize, and plain tensors"
+SERIAL = (
+    "Do that with plain tensors and the serial module: the one before parallelize, or "
+    "distconv.unparallelize(copy.deepcopy(model)); in place of torch.func's transforms use "
+    "torch.autograd.grad, and loops"
+)
 """Advice for tools that take a module apart."""
 
 
 WAYS_OUT: dict[Any, str] = {
-    torch.Tensor._is_view: f"torch.export looks beneath torch's functions. {SERIAL}",
+    torch.Tensor._is_view: f"torch.export and others look beneath torch's functions. {SERIAL}",
     torch.Tensor.untyped_storage: "The memory belongs to x.to_local(), this rank's part. A summary "
     f"of a module, such as torchinfo's, takes input_size=. {SERIAL}",
     **{

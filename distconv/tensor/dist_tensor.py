@@ -27,15 +27,14 @@ from distconv.tensor.dispatch import (
     ALIASES,
     METADATA,
     RULES,
-    SERIAL,
     UNCHECKED,
     WAYS_OUT,
     refuse,
     way_out_of,
 )
 from distconv.tensor.dtensor import block_of_dtensor, to_dtensor
-from distconv.tensor.eager import run_eagerly
-from distconv.tensor.module_call import CURRENT_CALL
+from distconv.tensor.eager import check_untraced, maybe_traced, run_eagerly
+from distconv.tensor.module_call import innermost_call
 from distconv.tensor.nested import Tensors, shards_of, tensors_in
 from distconv.tensor.ownership import started_at
 from distconv.tensor.recording import check_brought, check_recorded, gradient_seed
@@ -75,6 +74,8 @@ class DistTensor(DistTensorBase):
     ) -> Any:
         rule = RULES.get(func)
         if rule is not None:
+            if maybe_traced():
+                check_untraced(func, args, kwargs)  # before anything is noted of the call
             if CURRENT.call is not NO_CALL:
                 return _run(rule, func, args, kwargs)
             CURRENT.call = func, args, kwargs
@@ -87,6 +88,7 @@ class DistTensor(DistTensorBase):
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
+        check_untraced(func, args, kwargs)
         refuse(
             operator_name(func),
             "there is no rule for this function on distributed tensors",
@@ -98,6 +100,7 @@ class DistTensor(DistTensorBase):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> NoReturn:
+        check_untraced(str(func), args, kwargs)
         refuse(
             str(func),
             "a distributed tensor has reached torch below its functions",
@@ -143,6 +146,7 @@ class DistTensor(DistTensorBase):
         ValueError
             On every rank, naming the rank whose block is off and what it should hold.
         """
+        check_untraced("DistTensor.from_local")
         cuts = cuts_of_layout(layout, grid, local.dim())
         with running("DistTensor.from_local"):
             if shape is not None:
@@ -208,6 +212,7 @@ class DistTensor(DistTensorBase):
         which cut dimensions have become inner factors of others, the box is brought here when it is
         first asked for: all ranks do that together.
         """
+        check_untraced("to_local", self)
         if self.replicas > 1:
             self._stay_distributed("to_local")
         if not self.requires_grad:
@@ -222,6 +227,7 @@ class DistTensor(DistTensorBase):
 
         It may share memory with a tensor that is whole on every rank: clone it to write to it.
         """
+        check_untraced("full_tensor", self)
         if self.grid.size > 1:
             self._stay_distributed("full_tensor")
         with running("full_tensor", self):
@@ -231,7 +237,7 @@ class DistTensor(DistTensorBase):
 
     def _stay_distributed(self, operator: str) -> None:
         """Refuse to hand a replicated value to the plain world within a parallelized module."""
-        if CURRENT_CALL.get() and torch.is_grad_enabled():
+        if torch.is_grad_enabled() and innermost_call() is not None:
             refuse(
                 operator,
                 "within a parallelized module a replicated value has to stay distributed, or "
@@ -244,6 +250,7 @@ class DistTensor(DistTensorBase):
     @run_eagerly
     def redistribute(self, layout: Layout) -> DistTensor:
         """Return the tensor in another layout on the same grid; all ranks call it together."""
+        check_untraced("redistribute", self)
         with running("redistribute", self, layout):
             return redistribute(self, cuts_of_layout(layout, self.grid, self.dim()), "redistribute")
 
@@ -389,6 +396,7 @@ def distribute_tensor(x: Tensor, grid: ProcessGrid, layout: Layout | None = None
         raise TypeError("distribute_tensor: x is distributed already; use x.redistribute(layout)")
     if not isinstance(x, Tensor):
         raise TypeError(f"distribute_tensor: x is a {type(x).__name__}; pass torch.as_tensor(x)")
+    check_untraced("distribute_tensor")
     cuts = cuts_of_layout(layout, grid, x.dim())
     with running("distribute_tensor"):
         global_shape(x, grid, ((),) * x.dim(), Layout.of(cuts), "distribute_tensor")
@@ -446,9 +454,6 @@ _OWN_AFFAIRS = {
 """Functions that change no value, so that a rank may call them alone."""
 
 
-_TRACING_STATE = torch._C._get_tracing_state
-
-
 def _run(
     rule: Callable[..., Any],
     func: Callable[..., Any],
@@ -456,13 +461,6 @@ def _run(
     kwargs: dict[str, Any] | None,
 ) -> Any:
     """Return the result of a torch function on these arguments, by its rule."""
-    if _TRACING_STATE() is not None:
-        refuse(
-            operator_name(func),
-            "torch.jit.trace, or a tool that uses it, is tracing the program",
-            *tensors_in(args, kwargs),
-            way_out=SERIAL,
-        )
     named = {ALIASES.get(name, name): x for name, x in kwargs.items()} if kwargs else {}
     out = named.pop("out", None)
     operands = tensors_in(*args, named)

@@ -16,6 +16,7 @@ from distconv.grid.interface import Grid
 from distconv.grid.whereabouts import operator_name, user_line
 from distconv.tensor.base import DistTensorBase
 from distconv.tensor.dispatch import refuse
+from distconv.tensor.eager import check_untraced
 from distconv.tensor.ownership import OWNED, owned_among, watch
 from distconv.tensor.redistribution import redistribute
 
@@ -118,6 +119,7 @@ def gradient_seed(x: DistTensorBase, gradient: Tensor | None, operator: str) -> 
     A replicated value's gradient is the sum over its replicas. All ranks call it.
     """
     check_recorded(operator, x)
+    check_untraced(operator, x)
     if gradient is None:
         if x.numel() != 1:
             raise RuntimeError(

@@ -15,7 +15,7 @@ from distconv.geometry.plan import Plan, make_plan
 from distconv.grid.interface import Grid
 from distconv.tensor.aliasing import make_view
 from distconv.tensor.base import Distributed, DistTensorBase
-from distconv.tensor.module_call import CURRENT_CALL
+from distconv.tensor.module_call import outermost_call
 
 
 def gather_inputs(
@@ -78,7 +78,7 @@ def redistribute_once(x: Distributed, cuts: Cuts, operator: str) -> Distributed:
     """
     if cuts == x.cuts:
         return x
-    call, state = CURRENT_CALL.get(), None
+    call, state = outermost_call(), None
     # Inference tensors count no versions; a copy made without gradients serves without them only.
     if call is not None and not x.shard.is_inference():
         state = call, torch.is_grad_enabled(), x.shard.requires_grad, x.shard._version

@@ -25,7 +25,7 @@ from distconv.planning.module_calls import ModuleCalls, is_layer
 from distconv.planning.table import size, table
 from distconv.tensor.dispatch import RULES, UnsupportedOperation
 from distconv.tensor.dist_tensor import DistTensor
-from distconv.tensor.module_call import enter_call, leave_call
+from distconv.tensor.module_call import enter_call
 from distconv.tensor.nested import tensors_in
 from distconv.transport.world import world_if_rank
 
@@ -252,7 +252,7 @@ def _dry_run(
             )
         ) from error
     finally:
-        leave_call(within)
+        within.leave()
     return accounts.layers
 
 
