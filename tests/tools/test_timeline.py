@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,36 @@ def test_all_that_travels_is_there_with_its_bytes(folder: Path) -> None:
     assert any("conv" in name for name in names)
     operators = {e["args"]["operator"] for e in events if e["ph"] == "b" and e["cat"] == "halo"}
     assert any("conv2d" in name for name in operators)
+
+
+@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parametrize(
+    "profiler", [torch.profiler.profile, torch.autograd.profiler.profile, dc.timeline]
+)
+def test_a_second_profiler_is_refused_and_the_first_goes_on(profiler: Any, folder: Path) -> None:
+    grid = dc.ProcessGrid(height=-1)
+    model = dc.parallelize(torch.nn.Conv2d(1, 1, 3, padding=1), grid)
+    arguments = [folder / "second.json"] if profiler is dc.timeline else []
+    with dc.timeline(folder / "trace.json"):
+        message = raised_everywhere(RuntimeError, lambda: profiler(*arguments).__enter__())
+        step(model, grid)
+    assert "one recording at a time" in message
+    WORLD.barrier()
+    events = read_trace(folder / "trace.json")
+    assert any("conv" in e["name"] for e in events)
+    if profiler is dc.timeline:
+        return
+    with profiler() as first:
+        message = raised_everywhere(RuntimeError, dc.timeline(folder / "third.json").__enter__)
+        step(model, grid)
+    assert "one recording at a time" in message and not (folder / "third.json").exists()
+    assert any("conv" in e.key for e in first.key_averages())
+
+
+@pytest.mark.parallel([2])
+def test_a_profiler_on_one_rank_alone_is_refused_on_all(folder: Path) -> None:
+    with torch.profiler.profile() if WORLD.rank else nullcontext():
+        raised_everywhere(RuntimeError, dc.timeline(folder / "trace.json").__enter__)
 
 
 @pytest.mark.parallel([2])

@@ -10,9 +10,10 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+from torch.autograd import profiler
 from torch.profiler import ProfilerActivity, profile
 
 from distconv.comm.ledger import trace_movements
@@ -46,11 +47,17 @@ def timeline(path: str | Path, grid: ProcessGrid | None = None) -> Iterator[None
     ------
     OSError
         On every rank, where rank 0 cannot write the file.
+    RuntimeError
+        On every rank, where torch's profiler is recording on one of them already. Within the
+        context, where the program starts it.
     """
     path = Path(path)
     grid = _on_hosts(grid)
     missing = None if grid.rank or path.absolute().parent.is_dir() else str(path.absolute().parent)
-    missing = grid.all_gather_object(missing)[0]
+    everyone = grid.all_gather_object((missing, torch.autograd._profiler_enabled()))
+    if any(profiled for _, profiled in everyone):
+        raise RuntimeError(f"timeline: torch's profiler is recording already. {_ONE_AT_A_TIME}")
+    missing = everyone[0][0]
     if missing:
         raise FileNotFoundError(f"timeline: there is no folder {missing}; make it before")
     before = measure_offsets(grid)[grid.rank]
@@ -59,13 +66,35 @@ def timeline(path: str | Path, grid: ProcessGrid | None = None) -> Iterator[None
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)
     with (
-        profile(activities=activities) as profiler,
+        profile(activities=activities) as recorded,
+        _alone(),
         trace_movements(kinds),
         carried_by(lambda carrier: RecordedTransport(carrier, kinds.of)),
     ):
         yield
     after = measure_offsets(grid)[grid.rank]
-    _write(path, grid, on_clock_of_rank_0(_exported(profiler, grid.rank), before, after), after)
+    _write(path, grid, on_clock_of_rank_0(_exported(recorded, grid.rank), before, after), after)
+
+
+_ONE_AT_A_TIME = (
+    "It makes one recording at a time: let one of the two end before the other begins. "
+    "python -m distconv timeline FILE adds up the operators and messages of a timeline"
+)
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Raise where the program starts torch's profiler once more, which would end the recording."""
+    prepare = profiler._prepare_profiler
+
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise RuntimeError(f"torch.profiler within dc.timeline(). {_ONE_AT_A_TIME}")
+
+    profiler._prepare_profiler = refuse  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        profiler._prepare_profiler = prepare  # type: ignore[attr-defined]
 
 
 def _on_hosts(grid: ProcessGrid | None) -> ProcessGrid:
@@ -73,10 +102,10 @@ def _on_hosts(grid: ProcessGrid | None) -> ProcessGrid:
     return ProcessGrid(None if grid is None else grid.ranks, sample=-1, device="cpu")
 
 
-def _exported(profiler: Any, rank: int) -> list[Event]:
+def _exported(recorded: Any, rank: int) -> list[Event]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "trace.json")
-        profiler.export_chrome_trace(str(file))
+        recorded.export_chrome_trace(str(file))
         return events_of(json.loads(file.read_text()), rank)
 
 
