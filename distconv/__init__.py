@@ -11,7 +11,7 @@ from distconv.data.checkpoint import load_checkpoint, save_checkpoint
 from distconv.geometry.layout import Box, Layout
 from distconv.grid.process_grid import ProcessGrid
 from distconv.model.clipping import clip_grad_norm_
-from distconv.model.parallelize import no_sync, parallelize
+from distconv.model.parallelize import no_sync, parallelize, unparallelize
 from distconv.model.state_dicts import full_state_dict, load_full_state_dict
 from distconv.ops.extend import elementwise, windowed
 from distconv.ops.support.method import method
@@ -51,6 +51,7 @@ __all__ = [
     "redistributions",
     "save_checkpoint",
     "timeline",
+    "unparallelize",
     "verify",
     "windowed",
 ]

@@ -36,7 +36,7 @@ from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.eager import check_untraced, run_eagerly
 from distconv.tensor.module_call import enter_call, innermost_call
 from distconv.tensor.nested import shards_of, tensors_in
-from distconv.tensor.ownership import check_counted_once, own
+from distconv.tensor.ownership import OWNED, check_counted_once, own
 from distconv.transport.interface import Request
 
 REDUCTION_ATTRIBUTE = "_distconv_gradient_reduction"
@@ -114,6 +114,8 @@ class GradientReduction:
         self._laid_out: list[Any] = []
         self._nodes: dict[int, Node | None] = {}
         """For each parameter that is watched, the node that accumulates its gradient."""
+        self._handles: list[Any] = []
+        """The handles of all hooks on parameters and their nodes."""
         self._stream: int | None = None
         """The number of the stream on which the nodes were made."""
         self._is_part = [False] * len(self._leaves)
@@ -152,6 +154,20 @@ class GradientReduction:
         """Return whether `module` is the one that this reduction was made for, or a part of it."""
         whole = self._module()
         return whole is not None and any(part is module for part in whole.modules())
+
+    def whole(self) -> nn.Module | None:
+        """Return the module that this reduction was made for; None where it is gone."""
+        return self._module()
+
+    def release(self) -> None:
+        """Leave the parameters, with gradients that are sums, to the program."""
+        self.settle()
+        self._check_sums("the parameters leave their module", [True] * len(self._leaves))
+        for handle in self._handles:
+            handle.remove()
+        for x in (*self._parameters, *self._leaves):
+            x.__dict__.pop(OWNED, None)
+            PARAMETERS.pop(x, None)
 
     def reduce(self) -> None:
         """Add up the parts that backward passes in `no_sync` have left; all ranks call it together.
@@ -252,14 +268,7 @@ class GradientReduction:
             layout.append((n, p.dtype, p.shape, p.stride()))
         if layout == self._laid_out:
             return
-        if any(
-            part and p.grad is not None and not p.requires_grad
-            for p, part in zip(self._leaves, self._is_part, strict=True)
-        ):
-            raise RuntimeError(
-                "parameters were frozen while their gradients are still parts, after no_sync; "
-                "run a backward pass outside no_sync first, or zero the gradients before"
-            )
+        self._check_sums("parameters were frozen", [not p.requires_grad for p in self._leaves])
         self._laid_out = layout
         self._layout = fingerprint([self._kind(p) for p in self._parameters])
         self._buckets = self._filled()
@@ -268,6 +277,17 @@ class GradientReduction:
         self._place_of = {
             n: (b, i) for b, members in enumerate(self._members) for i, n in enumerate(members)
         }
+
+    def _check_sums(self, event: str, concerned: Iterable[bool]) -> None:
+        """Raise where the gradient of a parameter concerned is still a part of a sum."""
+        if any(
+            x and part and p.grad is not None
+            for p, part, x in zip(self._leaves, self._is_part, concerned, strict=True)
+        ):
+            raise RuntimeError(
+                f"{event} while their gradients are still parts, after no_sync; run a backward "
+                "pass outside no_sync first, or zero the gradients before"
+            )
 
     def _kind(self, p: Tensor) -> str:
         """Return all that decides where a parameter's gradient lies in the buckets, if at all."""
@@ -302,10 +322,12 @@ class GradientReduction:
     def _hook(self, n: int, p: Tensor, node: Node) -> None:
         """Watch a parameter; again where a change of type or stream gives it another node."""
         if n not in self._nodes:
-            p.register_post_accumulate_grad_hook(partial(self._after_accumulation, ref(self), n))
+            after = partial(self._after_accumulation, ref(self), n)
+            self._handles.append(p.register_post_accumulate_grad_hook(after))
         self._nodes[n] = node
         # Hooks of the tensor would run in autograd.grad as well.
-        node.register_prehook(partial(self._before_accumulation, ref(self), n))
+        before = partial(self._before_accumulation, ref(self), n)
+        self._handles.append(node.register_prehook(before))
 
     @run_eagerly
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -360,7 +382,8 @@ class GradientReduction:
             raise RuntimeError(
                 "the module has got other parameters since it was parallelized, or for this call "
                 "alone (torch.func.functional_call), whose gradients nobody adds up; call "
-                "parallelize after the last change of its structure"
+                "parallelize(distconv.unparallelize(model), grid) after the last change of its "
+                "structure"
             )
         # To go through all parts takes torch long.
         self._tables = [t for m in module.modules() for t in (m._parameters, m._modules)]

@@ -54,10 +54,10 @@ def redistribute_inputs(module: nn.Module, layouts: Mapping[str, Layout]) -> Non
     """Let the modules of these names redistribute the tensors that they are called with."""
     for name, part in module.named_modules():
         if name in layouts:
-            part.register_forward_pre_hook(_Redistribution(name, layouts[name]), with_kwargs=True)
+            part.register_forward_pre_hook(InputLayout(name, layouts[name]), with_kwargs=True)
 
 
-class _Redistribution:
+class InputLayout:
     """A hook that gives a module its inputs in a layout."""
 
     def __init__(self, name: str, layout: Layout):

@@ -23,8 +23,8 @@ from distconv.model.gradient_reduction import (
     reduction_of,
     required_reduction,
 )
-from distconv.model.input_layouts import match_layouts, redistribute_inputs
-from distconv.model.sharding import shard_weights
+from distconv.model.input_layouts import InputLayout, match_layouts, redistribute_inputs
+from distconv.model.sharding import make_whole, shard_weights
 from distconv.model.wrappers import check_unwrapped, refuse_wrappers_around
 from distconv.tensor.dispatch import SERIAL, refuse
 from distconv.tensor.dist_tensor import DistTensor
@@ -32,6 +32,9 @@ from distconv.tensor.eager import check_untraced
 from distconv.tensor.ownership import OWNED
 
 Module = TypeVar("Module", bound=nn.Module)
+
+_SCRIPT = "__prepare_scriptable__"
+"""The attribute of a module that torch.jit.script calls first."""
 
 _WITHOUT_SHAPE = "without shape yet"
 
@@ -84,7 +87,7 @@ def parallelize(
     ValueError
         On every rank, when the ranks' modules differ in the names, shapes, types or strides of
         their parameters and buffers, some of these have no shape yet, the module is parallelized
-        or sharded already, a pattern matches nothing, `bucket_bytes` is below 1, or `two_level` and
+        already, a pattern matches nothing, `bucket_bytes` is below 1, or `two_level` and
         `wire` are both given.
     """
     if not isinstance(module, nn.Module):
@@ -92,17 +95,16 @@ def parallelize(
     check_untraced("parallelize")
     check_unwrapped(module)
     refuse_wrappers_around(reduction_of)
-    if any(reduction_of(m) for m in module.modules()) or any(
-        OWNED in p.__dict__ for p in module.parameters()
-    ):
+    if any(map(reduction_of, module.modules())):
         raise ValueError(
-            "parallelize: the module, or a part of it, is parallelized already; do it once, for "
-            "all modules that share parameters together"
+            "parallelize: the module, or a part of it, is parallelized already; after a change of "
+            "its structure call parallelize(distconv.unparallelize(module), grid)"
         )
-    if any(isinstance(p, DistTensor) for p in module.parameters()):
+    unparallelize(module)
+    if any(OWNED in p.__dict__ for p in module.parameters()):
         raise ValueError(
-            "parallelize: parameters of the module are sharded already; build it anew and load "
-            "distconv.full_state_dict of this one"
+            "parallelize: the module shares parameters with one that is parallelized already; do "
+            "it once for both together, in a torch.nn.ModuleList, say"
         )
     options: dict[str, Any] = {"bucket_bytes": bucket_bytes, "shard_parameters": shard_parameters}
     options |= {"grid": str(grid), "layouts": layouts, "two_level": two_level}
@@ -128,13 +130,55 @@ def parallelize(
     reduction = GradientReduction(module, grid, bucket_bytes, two_level, half)
     for part in module.modules():
         part.__dict__[REDUCTION_ATTRIBUTE] = reduction
-        # Which torch.jit.script calls first, and a copy of the module keeps.
-        part.__dict__["__prepare_scriptable__"] = _refuse_script
+        part.__dict__[_SCRIPT] = _refuse_script
     return module
 
 
 def _refuse_script() -> NoReturn:
     refuse("torch.jit.script", "the module is parallelized", way_out=SERIAL)
+
+
+def unparallelize(module: Module) -> Module:
+    """Make a parallelized module, or a copy of one, an ordinary module again, and return it.
+
+    Its structure may change then, and `parallelize` takes it anew, on any grid. Parameters stay the
+    same objects with the same values and gradients. Those that were sharded become whole, while
+    what an optimizer keeps for them stays cut. All ranks of the grid call it together, outside of
+    `no_sync`. An ordinary module is left as it is.
+
+    Raises
+    ------
+    ValueError
+        Where the module is a part of a larger one, which was parallelized as a whole.
+    RuntimeError
+        Where gradients are still parts of sums, after `no_sync`.
+    """
+    parts = list(module.modules())
+    found = {part: part.__dict__.get(REDUCTION_ATTRIBUTE) for part in parts}
+    # A copy has the reduction of the original, which stays as it is.
+    own = {
+        r for part, r in found.items() if r is not None and (r.covers(part) or r.whole() is None)
+    }
+    if any(r.whole() not in (None, *parts) for r in own):
+        raise ValueError(
+            "unparallelize: the module is a part of one that was parallelized as a whole; pass that"
+        )
+    for reduction in own:
+        reduction.release()
+    for part in parts:
+        part.__dict__.pop(REDUCTION_ATTRIBUTE, None)
+        part.__dict__.pop(_SCRIPT, None)
+        hooks: Any
+        for hooks in (part._forward_pre_hooks, part._forward_hooks):
+            for number, hook in list(hooks.items()):
+                if isinstance(getattr(hook, "__self__", hook), (GradientReduction, InputLayout)):
+                    del hooks[number]
+    for x in module.buffers():
+        x.__dict__.pop(OWNED, None)
+    for p in module.parameters():
+        if isinstance(p, DistTensor):
+            make_whole(p)
+    return module
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import prod
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.utils import swap_tensors
@@ -42,6 +43,15 @@ def shard_weights(module: nn.Module, layouts: Mapping[str, Layout], grid: Proces
         if any(cuts):
             # Whoever holds the parameter, as an optimizer may, holds its block from now on.
             swap_tensors(weight, _sharded(weight, cuts, grid))
+
+
+def make_whole(weight: DistTensor) -> None:
+    """Turn a sharded parameter into a plain one with its gradient; all ranks call it together."""
+    with torch.no_grad():
+        whole = nn.Parameter(weight.full_tensor().clone(), weight.requires_grad)
+        if isinstance(weight.grad, DistTensor):
+            whole.grad = weight.grad.full_tensor().clone()
+    swap_tensors(weight, whole)
 
 
 def _layout_of(name: str, layouts: Mapping[str, Layout], grid: ProcessGrid) -> Layout:

@@ -251,7 +251,7 @@ def retains_grad(self: DistTensor) -> bool:
 
 @implements(torch.Tensor.__deepcopy__)
 def deep_copy(self: DistTensor, memo: dict[int, Any]) -> DistTensor:
-    """Return a leaf with equal elements, gradient, layout and grid.
+    """Return a leaf with equal elements, gradient, layout and grid; a parameter without gradient.
 
     No communication, but to bring the block of a merged tensor.
     """
@@ -264,8 +264,9 @@ def deep_copy(self: DistTensor, memo: dict[int, Any]) -> DistTensor:
         )
     twin = DistTensor(self.shard.detach().clone(), self.shape, self.cuts, self.grid)
     twin.requires_grad_(self.requires_grad)
-    twin.shard.grad = deepcopy(self.shard.grad, memo)
     if isinstance(self, torch.nn.Parameter):
-        as_parameter(twin)
+        as_parameter(twin)  # torch leaves out the gradients of Parameters
+    else:
+        twin.shard.grad = deepcopy(self.shard.grad, memo)
     memo[id(self)] = twin
     return twin

@@ -53,7 +53,10 @@ _SAVE = (
 )
 
 
-_PARAMETRIZE = "Apply parametrizations, such as weight_norm or spectral_norm, before parallelize"
+_PARAMETRIZE = (
+    "Apply parametrizations, such as weight_norm or spectral_norm, before parallelize, or after "
+    "distconv.unparallelize(model)"
+)
 
 
 _CONVERT = "Convert a module before parallelize, or a tensor by x.to(...)"

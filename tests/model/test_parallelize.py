@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import pickle
 import random
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +15,7 @@ import torch.nn.functional as F
 from mpi4py import MPI
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.nn.utils import parametrizations, prune
 
 import distconv as dc
 from distconv.model import gradient_reduction
@@ -519,7 +522,7 @@ def test_a_module_is_parallelized_once() -> None:
     dc.parallelize(shared, grid)
     for module in (shared, whole):
         message = raised_everywhere(ValueError, dc.parallelize, module, grid)
-        assert "parallelized already" in message
+        assert "parallelized already" in message and "unparallelize(module)" in message
     whole = dc.parallelize(nn.Sequential(nn.Conv2d(3, 4, 3)), grid)
     tied = nn.Conv2d(3, 4, 3)
     tied.weight = whole[0].weight
@@ -555,13 +558,17 @@ def test_a_module_that_has_got_other_parameters_says_so() -> None:
     x = twins.inputs(0)[0]
     twins.parallel(x)
     head, twins.parallel.head = twins.parallel.head, nn.Linear(4, 2).double()
-    assert "call parallelize after" in raised_everywhere(RuntimeError, twins.parallel, x)
+    assert "parallelize(distconv.unparallelize(model)" in raised_everywhere(
+        RuntimeError, twins.parallel, x
+    )
     twins.parallel.head = head
     twins.parallel(x)
     head.late = nn.Identity()
     twins.parallel(x)
     head.late.scale = nn.Parameter(torch.ones(()))
-    assert "call parallelize after" in raised_everywhere(RuntimeError, twins.parallel, x)
+    assert "parallelize(distconv.unparallelize(model)" in raised_everywhere(
+        RuntimeError, twins.parallel, x
+    )
 
 
 @pytest.mark.parallel([2, 4])
@@ -629,3 +636,144 @@ def test_gradients_are_accumulated_on_the_stream_of_the_forward_pass(
         assert (mine.grad is None) == (theirs.grad is None)
         if mine.grad is not None and theirs.grad is not None:
             assert deviation(mine.grad, theirs.grad) < 1e-10
+
+
+# Another structure, or another grid
+
+
+class LowRank(nn.Module):
+    """A layer with a trained addition of low rank, while its own weights rest (LoRA)."""
+
+    def __init__(self, layer: nn.Conv2d):
+        super().__init__()
+        self.layer = layer.requires_grad_(False)
+        self.down = nn.Conv2d(layer.in_channels, 1, 1, bias=False)
+        self.up = nn.Conv2d(1, layer.out_channels, 3, padding=1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + self.up(self.down(x))
+
+
+def another_head(model: nn.Module) -> None:
+    model.head = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+
+
+def low_rank(model: nn.Module) -> None:
+    model.stem = LowRank(model.stem).double()
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "nothing": lambda m: None,
+    "another head": another_head,
+    "pruning": lambda m: prune.l1_unstructured(m.stem, "weight", 0.5),
+    "parametrization": lambda m: parametrizations.weight_norm(m.stem),
+    "low rank": low_rank,
+    "other types and layout": lambda m: m.float().double().to(memory_format=torch.channels_last),
+}
+
+
+def changed(model: nn.Module, change: str) -> nn.Module:
+    torch.manual_seed(5)
+    CHANGES[change](model)
+    return model
+
+
+@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("shard", [False, True])
+def test_a_module_is_parallelized_anew_after_a_change(change: str, shard: bool) -> None:
+    layouts = {"[ca]*": dc.Layout(channel="height")} if shard else {}
+    grid = dc.ProcessGrid(height=-1)
+    twins = Twins(grid, layouts=layouts, shard_parameters=shard)
+    kept = twins.parallel.norm.weight
+    twins.backward(0)
+    twins.check()
+    loss_of(twins.serial, *batch(1))
+    loss = loss_of(twins.parallel, *twins.inputs(1))  # whose graph is still there
+    assert dc.unparallelize(twins.parallel) is twins.parallel
+    twins.check()
+    # Of an ordinary module in between every rank has the whole gradient.
+    for model in (twins.serial, twins.parallel):
+        loss_of(changed(model, change), *batch(1)).backward()
+    twins.check()
+    twins.zero_grad()
+    if not change.startswith("other"):
+        assert twins.parallel.norm.weight is kept
+    twins.grid = dc.ProcessGrid(sample=-1)
+    dc.parallelize(twins.parallel, twins.grid)
+    del loss
+    for seed in range(2):
+        twins.backward(seed)
+        twins.check()
+
+
+@pytest.mark.parallel([2, 4])
+def test_a_graph_of_an_earlier_time_does_not_stand_in_the_way() -> None:
+    twins = Twins(dc.ProcessGrid(height=-1))
+    loss = loss_of(twins.parallel, *twins.inputs(0))
+    dc.parallelize(dc.unparallelize(twins.parallel), twins.grid)
+    loss_of(twins.serial, *batch(0)).backward()
+    loss.backward()
+    twins.check()
+    twins.backward(1)
+    twins.check()
+
+
+@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parametrize("shard", [False, True])
+def test_a_copy_is_parallelized_and_the_original_stays_as_it_is(shard: bool) -> None:
+    layouts = {"[ca]*": dc.Layout(channel="height")} if shard else {}
+    twins = Twins(dc.ProcessGrid(height=-1), layouts=layouts, shard_parameters=shard)
+    twins.backward(0)
+    twin = Twins(twins.grid)
+    twin.serial = copy.deepcopy(twins.serial)
+    twin.parallel = copy.deepcopy(twins.parallel)
+    twin.grid = dc.ProcessGrid(sample=-1)
+    dc.parallelize(twin.parallel, twin.grid)
+    for seed in range(1, 3):
+        twins.backward(seed)
+        twin.backward(seed)
+    twins.check()
+    twin.check()
+
+
+@pytest.mark.parallel([1, 2])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_a_copy_made_ordinary_goes_to_other_tools() -> None:
+    twins = Twins(dc.ProcessGrid(height=-1))
+    plain = dc.unparallelize(copy.deepcopy(twins.parallel)).eval()
+    x, _ = batch(0)
+    expected = twins.serial.eval()(x)
+    for run in (torch.jit.script(plain.norm), pickle.loads(pickle.dumps(plain.norm))):
+        y = torch.ones(1, 4, 2, 2).double()
+        assert deviation(run(y), plain.norm(y)) == 0
+    assert deviation(torch.export.export(plain, (x,), strict=True).module()(x), expected) <= 1e-12
+    twins.serial.train()
+    twins.backward(0)
+    twins.check()
+
+
+@pytest.mark.parallel([2])
+def test_a_part_or_parts_of_sums_stay_parallelized() -> None:
+    twins = Twins(dc.ProcessGrid(height=-1))
+    message = raised_everywhere(ValueError, dc.unparallelize, twins.parallel.head)
+    assert "was parallelized as a whole" in message
+    with dc.no_sync(twins.parallel):
+        twins.backward(0)
+    message = raised_everywhere(RuntimeError, dc.unparallelize, twins.parallel)
+    assert "after no_sync" in message
+    twins.backward(1)
+    twins.check()
+
+
+@pytest.mark.parallel([2, 4])
+def test_parts_that_outlive_their_whole_are_parallelized() -> None:
+    twins = Twins(dc.ProcessGrid(height=-1))
+    head, serial = twins.parallel.head, twins.serial.head
+    del twins.parallel
+    gc.collect()
+    x = torch.linspace(0, 1, 12, dtype=torch.float64).view(3, 4)
+    dc.parallelize(head, twins.grid)
+    head(dc.distribute_tensor(x, twins.grid)).square().sum().backward()
+    serial(x).square().sum().backward()
+    assert deviation(head.weight.grad, serial.weight.grad) <= 1e-12
