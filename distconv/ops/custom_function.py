@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import _SingleLevelFunction
+from torch.utils.checkpoint import _CheckpointFrame
 
 from distconv.geometry.layout import Cuts, Shape
 from distconv.grid.interface import Grid
@@ -208,9 +209,12 @@ class _OnShards(Function):
         return None, None, *node.call.backward(node, parts)
 
 
-_KEEPS_INPUTS = "torch.utils.checkpoint", "_NoopSaveInputs"
+_CHECKPOINT = "torch.utils.checkpoint"
+_KEEPS_INPUTS = _CHECKPOINT, "_NoopSaveInputs"
 """The function with which torch 2.11 keeps what a checkpoint computes again from; older releases
 were found to compute something else from it."""
+_REENTERS = _CHECKPOINT, "CheckpointFunction"
+"""The checkpoint that computes again by a backward pass of its own."""
 
 
 def _has_setup_context(function: Any) -> bool:
@@ -260,9 +264,10 @@ def _apply(cls: Any, *arguments: Any, **keywords: Any) -> Any:
     if not torch.is_grad_enabled() or not any(x.requires_grad for x in tensors):
         return super(_SingleLevelFunction, cls).apply(*arguments, **keywords)
     name = f"{cls.__name__}.apply"
-    if (cls.__module__, cls.__name__) == _KEEPS_INPUTS and torch.__version__ >= "2.11":
+    which = cls.__module__, cls.__name__
+    if which == _KEEPS_INPUTS and torch.__version__ >= "2.11":
         return super(_SingleLevelFunction, cls).apply(*arguments, **keywords)
-    if cls.__module__.partition(".")[0] == "torch":
+    if which != _REENTERS and cls.__module__.partition(".")[0] == "torch":
         refuse(
             name,
             "this torch.autograd.Function of torch was applied to a distributed tensor",
@@ -279,3 +284,30 @@ def _apply(cls: Any, *arguments: Any, **keywords: Any) -> Any:
 _COMPILED = vars(torch._C._FunctionBase)["apply"]
 _BENEATH: Any = Function if vars(Function)["apply"] is _COMPILED else _SingleLevelFunction
 _BENEATH.apply = classmethod(_apply)
+
+
+def _keep_inputs_by_shards(frame: Any) -> None:
+    """Let torch.utils.checkpoint save its inputs on the shards, as all else is saved.
+
+    It saves them as tensors of the graph around, and a checkpoint around would not find DistTensors
+    there when it computes again.
+    """
+    save, get = frame.save_inputs, frame.get_inputs
+
+    def save_inputs(self: Any, *inputs: Any) -> None:
+        self.places = []
+        for x in inputs:
+            if isinstance(x, DistTensorBase):
+                x.settle()  # the function gets the same the first time and again
+            self.places.append(_Place.of(x, x.grid) if isinstance(x, DistTensorBase) else None)
+        save(self, *map(shard_of, inputs))
+
+    def get_inputs(self: Any) -> list[Any]:
+        pairs = zip(get(self), self.places, strict=True)
+        return [x if place is None else place.tensor(x) for x, place in pairs]
+
+    frame.save_inputs, frame.get_inputs = save_inputs, get_inputs
+
+
+if hasattr(_CheckpointFrame, "save_inputs"):  # from torch 2.13 on
+    _keep_inputs_by_shards(_CheckpointFrame)

@@ -22,9 +22,9 @@ from distconv.tensor.redistribution import redistribute
 
 ADVICE_FOR_FUNCTIONS = (
     "Use torch functions, or wrap it in a function with a rule (distconv.elementwise, .windowed, "
-    ".implements); in torch.utils.checkpoint set use_reentrant=False; instead of a full backward "
-    "hook register a forward hook that calls register_hook on the module's output; import distconv "
-    "before the program keeps a Function's apply by another name"
+    ".implements); instead of a full backward hook register a forward hook that calls "
+    "register_hook on the module's output; import distconv before the program keeps a Function's "
+    "apply by another name"
 )
 
 

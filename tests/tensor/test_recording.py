@@ -39,14 +39,6 @@ def case() -> tuple[torch.Tensor, dc.ProcessGrid]:
 
 
 @pytest.mark.parallel([1, 2, 3])
-def test_checkpointing_that_is_reentrant_is_refused() -> None:
-    x, grid = case()
-    model = dc.parallelize(Between(lambda m, x: checkpointed(m, x, True)), grid)
-    with pytest.raises(dc.UnsupportedOperation, match="use_reentrant=False"):
-        model(dc.distribute_tensor(x, grid).requires_grad_())
-
-
-@pytest.mark.parallel([1, 2, 3])
 def test_checkpointing_that_is_not_reentrant_gives_the_serial_gradients() -> None:
     x, grid = case()
     serial = Between(lambda m, x: checkpointed(m, x, False))
