@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from distconv.geometry.layout import cutting_axes
-from distconv.tensor.dispatch import RULES, implements, refuse
+from distconv.tensor.dispatch import RULES, WAYS_OUT, implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
 
 _SPELLED = {
@@ -47,6 +47,27 @@ for _name in (
     *("__array__", "__contains__", "__format__"),
 ):
     RULES[getattr(torch.Tensor, _name)] = _value(_name)
+
+
+@implements(torch.Tensor.__reduce_ex__)
+def reduce_ex(self: DistTensor, protocol: int) -> Any:
+    """Return how to pickle a value of one element that all ranks have: as a plain one."""
+    if self.numel() != 1 or cutting_axes(self.cuts):
+        refuse(
+            "pickle, copy.copy or torch.save",
+            "a distributed tensor belongs to its job",
+            self,
+            way_out=WAYS_OUT[torch.Tensor.__reduce_ex__],
+        )
+    return self.held.detach().__reduce_ex__(protocol)
+
+
+@implements(torch.Tensor.stride)
+def stride(self: DistTensor, dim: int | None = None) -> tuple[int, ...] | int:
+    """Return the strides of a tensor in torch's default order, as `is_contiguous` has it."""
+    strides: Any = torch.empty(self.shape, device="meta").stride
+    found: tuple[int, ...] | int = strides() if dim is None else strides(dim)
+    return found
 
 
 @implements(torch.Tensor.is_contiguous)

@@ -76,7 +76,7 @@ WAYS_OUT: dict[Any, str] = {
     f"of a module, such as torchinfo's, takes input_size=. {SERIAL}",
     **{
         function: "Ask x.to_local(), this rank's part, how it lies in memory, or x.full_tensor()"
-        for function in (torch.Tensor.stride, torch.Tensor.storage_offset, torch.Tensor.data_ptr)
+        for function in (torch.Tensor.storage_offset, torch.Tensor.data_ptr)
     },
     torch._C._VariableFunctions._make_dual: "Use torch.autograd.grad; forward-mode derivatives are "
     "not supported",

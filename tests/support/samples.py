@@ -808,6 +808,14 @@ _LOSSES: Table = {
     **_each("triplet_margin_with_distance_loss", of(X, X, X), of(ROWS, ROWS, ROWS, swap=True)),
 }
 
+
+def _pickled(function: Any, x: Tensor, protocol: int) -> Tensor:
+    """Return a value times the plain one that its pickle gives."""
+    make, arguments = function(x, protocol)[:2]
+    made: Tensor = make(*arguments)
+    return x * made.detach()
+
+
 _TO_PYTHON: Table = {
     **_each("equal", of(X, X), of(INTEGERS, INTEGERS)),
     **_each("allclose", of(X, X), of(X, X, 0.1, 100.0)),
@@ -815,6 +823,8 @@ _TO_PYTHON: Table = {
     **_each("is_nonzero", of(NUMBER)),
     **_each("_assert_async", of(NUMBER, "is 0", through=_asserted)),
     **_each("is_conj is_neg", of(COMPLEX)),
+    **_each("stride", of(X, through=lambda f, x: x * sum(f(x)))),
+    **_dunders("reduce_ex", of(NUMBER, 2, through=_pickled)),
     **_each("item", of(NUMBER)),
     **_each("tolist numpy __array__", of(INTEGERS)),
     **_dunders("contains", of(INTEGERS, 2)),

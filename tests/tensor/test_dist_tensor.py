@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 import random
 
 import pytest
@@ -537,3 +540,30 @@ def test_a_distributed_tensor_is_dense_for_torch() -> None:
     assert d.layout in {torch.strided}
     assert d.layout != torch.sparse_coo
     assert d.layout != dc.Layout(width="width")
+
+
+@pytest.mark.parallel([1, 2, 4])
+def test_results_of_one_value_are_saved_as_plain_ones() -> None:
+    grid = dc.ProcessGrid(height=-1)
+    x = torch.arange(30, dtype=torch.float64).view(1, 2, 3, 5)
+    d = dc.distribute_tensor(x, grid).requires_grad_()
+    log = {"val": d.mean(), "all": [d.max()]}
+    file = io.BytesIO()
+    torch.save(log, file)
+    file.seek(0)
+    for saved in (pickle.loads(pickle.dumps(log)), torch.load(file, weights_only=True)):
+        for value, expected in ((saved["val"], x.mean()), (saved["all"][0], x.max())):
+            assert type(value) is torch.Tensor and not value.requires_grad
+            assert torch.equal(value, expected)
+    twin = copy.deepcopy({name: y.detach() for name, y in log.items() if name == "val"})
+    assert twin["val"].item() == x.mean()
+    if grid.size > 1:
+        with pytest.raises(dc.UnsupportedOperation, match=r"Save x\.full_tensor"):
+            pickle.dumps(d)
+
+
+@pytest.mark.parallel([1, 2])
+def test_strides_are_those_of_the_whole_tensor() -> None:
+    x = torch.ones(2, 1, 3, 5)
+    d = dc.distribute_tensor(x, dc.ProcessGrid(height=-1))
+    assert d.stride() == x.stride() and d.stride(-2) == d.stride(dim=2) == 5

@@ -117,6 +117,7 @@ TOOLS: dict[str, tuple[Callable[[nn.Module, Any], Any], str]] = {
     "script within": (lambda m, d: torch.jit.script(nn.Sequential(m)), "is parallelized"),
     "scripted": (lambda m, d: torch.jit.script(network())(d), "as it was before torch.jit.script"),
     "make_fx": (traced(), G),
+    "make_fx of samples": (lambda m, d: make_fx(m)(d), "storage_offset: there is no rule"),
     "make_fx before dispatch": (traced(before=True), G),
     "make_fx symbolic": (traced("symbolic"), "or a tool that uses it"),
     "make_fx distributes": (lambda m, d: make_fx(lambda x: dc.distribute_tensor(x, d.grid))(W), G),
