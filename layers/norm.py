@@ -9,6 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from distconv.ops.norm.batch_norm import SPATIAL, batch_norm_over
 from distconv.tensor.dist_tensor import DistTensor
+from distconv.tensor.recording import recorded
 
 _STATISTICS: dict[str, tuple[str, ...] | None] = {
     "global": None,
@@ -50,13 +51,14 @@ class _DistributedBatchNorm(_BatchNorm):
             if self.momentum is None:
                 momentum = 1.0 / float(self.num_batches_tracked)
         tracking = not self.training or self.track_running_stats
+        _, weight, bias = recorded("batch_norm", (input, self.weight, self.bias))
         return batch_norm_over(
             _STATISTICS[self.statistics],
             input,
             self.running_mean if tracking else None,
             self.running_var if tracking else None,
-            self.weight,
-            self.bias,
+            weight,
+            bias,
             self.training or self.running_mean is None,
             momentum,
             self.eps,

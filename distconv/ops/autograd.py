@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from distconv.comm.replication import replicated_on_paths
+from distconv.comm.replication import replicate
+from distconv.geometry.layout import Cuts, replicating_axes
 from distconv.ops.support.operands import common_grid, shard_of
 from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor, as_parameter
 from distconv.tensor.nested import Tensors, as_list, shards_of
-from distconv.tensor.ownership import started_at
+from distconv.tensor.ownership import meets, owned_among, started_at
 from distconv.tensor.recording import gradient_seed, whole_gradient
 from distconv.tensor.redistribution import redistribute
 
@@ -81,8 +82,8 @@ def grad(
     """Return the gradients of the sum of outputs, as the serial program has them; collective.
 
     The gradient of a DistTensor is a DistTensor of its layout. The gradient of a plain tensor,
-    equal on all ranks, is the sum over the ranks: a plain tensor, or with `create_graph` a
-    DistTensor that is whole on every rank, so that it can be differentiated again.
+    equal on all ranks, is a plain tensor, or with `create_graph` a DistTensor that is whole on
+    every rank, so that it can be differentiated again.
     """
     roots, wanted = as_list(outputs), as_list(inputs)
     grid = common_grid("grad", [*roots, *wanted])
@@ -93,24 +94,18 @@ def grad(
             *roots,
             way_out="Call it once for each of the gradients",
         )
-    plain = [x for x in wanted if not isinstance(x, DistTensor)]
-    if plain and not all(isinstance(x, DistTensor) for x in roots):
+    plain = (x for x in wanted if not isinstance(x, DistTensor))
+    if owned_among(plain) is not None and not all(isinstance(x, DistTensor) for x in roots):
         refuse(
             "grad",
-            "of a plain output, the gradient of a plain tensor may be a part of a sum over the "
-            "ranks or the sum itself",
+            "of a plain output, the gradient of a parameter of a parallelized module may be a part "
+            "of a sum over the ranks or the sum itself",
             *wanted,
             way_out="Compute the output on DistTensors, x.redistribute(Layout()) if need be",
         )
     shards, seeds = _seeds(roots, grad_outputs, "grad")
-    ways = [set() if isinstance(x, DistTensor) else replicated_on_paths(shards, x) for x in wanted]
-    if {True, False} in ways:
-        refuse(
-            "grad",
-            "a plain tensor takes part both as it is and by distribute_tensor or from_local",
-            *roots,
-            way_out="Distribute it once, and use that",
-        )
+    # Searched before the backward pass frees the graph.
+    met = [create_graph and not isinstance(x, DistTensor) and meets(shards, x) for x in wanted]
     gradients = torch.autograd.grad(
         shards,
         shards_of(wanted),
@@ -120,23 +115,27 @@ def grad(
         allow_unused=materialize_grads if allow_unused is None else allow_unused,
     )
 
-    def whole(x: Tensor, part: Tensor | None, brought: set[bool]) -> Tensor | None:
+    def whole(x: Tensor, part: Tensor | None, met: bool) -> Tensor | None:
         if part is None:
             return torch.zeros_like(x) if materialize_grads else None
-        if brought == {True}:
-            return part
         if isinstance(x, DistTensor):
             if x.unmerged is not None:
-                gradient = whole(x.unmerged, part, brought)
+                gradient = whole(x.unmerged, part, met)
                 return None if gradient is None else gradient.reshape(x.shape)
             # A replicated leaf adds up its gradient by itself.
             total = part if x.sums_gradient else whole_gradient(part, x.cuts, grid)
             return DistTensor(total, x.shape, x.cuts, grid)
-        cuts = ((),) * x.dim()
-        total = whole_gradient(part, cuts, grid)
+        # Others have added up the gradient where they met distributed tensors, or became one.
+        cuts: Cuts = ((),) * x.dim()
+        if owned_among([x]) is not None:
+            total = whole_gradient(part, cuts, grid)
+        elif met:
+            total = replicate(part, grid, replicating_axes(cuts, grid.topology))
+        else:
+            return part
         return DistTensor(total, x.shape, cuts, grid) if create_graph else total
 
-    return tuple(map(whole, wanted, gradients, ways))
+    return tuple(map(whole, wanted, gradients, met))
 
 
 @implements(torch.Tensor.register_hook)

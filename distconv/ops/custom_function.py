@@ -24,11 +24,11 @@ from distconv.tensor.base import DistTensorBase
 from distconv.tensor.dispatch import refuse
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.eager import run_eagerly
-from distconv.tensor.nested import shards_of, tensors_in
+from distconv.tensor.nested import shards_of
 from distconv.tensor.recording import (
     ADVICE_FOR_FUNCTIONS,
-    check_recorded,
     gradient_part,
+    recorded,
     whole_gradient,
 )
 
@@ -275,8 +275,8 @@ def _apply(cls: Any, *arguments: Any, **keywords: Any) -> Any:
             way_out=ADVICE_FOR_FUNCTIONS,
         )
     grid = common_grid(name, tensors)
-    check_recorded(name, *tensors_in(*everything))
-    return _Call(cls, _by_position(cls, arguments, keywords), grid).run()
+    given = recorded(name, _by_position(cls, arguments, keywords))
+    return _Call(cls, given, grid).run()
 
 
 # Up to torch 2.13 beneath `Function.apply`, which programs keep by another name, maybe before

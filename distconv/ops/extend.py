@@ -22,7 +22,7 @@ from distconv.ops.support.operands import as_distributed, box_on_rank, common_gr
 from distconv.ops.windowed.assembled import make_windows
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.nested import tensors_in
-from distconv.tensor.recording import check_recorded
+from distconv.tensor.recording import recorded
 from distconv.tensor.redistribution import gather_inputs
 
 Function = Callable[..., Tensor]
@@ -48,7 +48,7 @@ def elementwise(function: Function) -> Function:
         operands = (*args, *kwargs.values())
         if not any(isinstance(x, DistTensor) for x in operands):
             return function(*args, **kwargs)
-        check_recorded(function, *operands)
+        args, kwargs = recorded(function, (args, kwargs))
         result: DistTensor = rule(*args, **kwargs)
         _check_shape(function, result.shard, result.box.shape)
         return result
@@ -110,7 +110,7 @@ def windowed(
                 result = function(F.pad(input, sides, value=fill), *args, **kwargs)
                 _check_shape(function, result, shape)
                 return result
-            check_recorded(function, *tensors)
+            input, args, kwargs = recorded(function, (input, args, kwargs))
             x = as_distributed(input, common_grid(name, tensors))
             cuts = (x.cuts[0], x.cuts[1] if channels is None else (), *x.cuts[2:])
             block = box_on_rank(shape, cuts, x.grid).shape

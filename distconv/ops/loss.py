@@ -31,6 +31,7 @@ from distconv.ops.support.ranges import in_range
 from distconv.ops.support.types import autocast_type, to_accumulation_type
 from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
+from distconv.tensor.recording import recorded
 
 
 def reduction_name(
@@ -115,7 +116,8 @@ def _regression(function: Callable[..., Tensor]) -> None:
         **arguments: float,
     ) -> DistTensor:
         reduction = reduction_name(size_average, reduce, reduction, name)
-        weight = _weight_that_torch_drops(function) if weight is None else weight
+        if weight is None:
+            *_, weight = recorded(name, (input, target, _weight_that_torch_drops(function)))
         grid = common_grid(name, (input, target, weight))
         shape = broadcast_shape(name, (input, target))
         cuts = broadcast_cuts([x for x in (input, target) if isinstance(x, DistTensor)], shape)

@@ -35,7 +35,7 @@ from distconv.tensor.dispatch import (
 from distconv.tensor.dtensor import block_of_dtensor, to_dtensor
 from distconv.tensor.eager import check_untraced, maybe_traced, run_eagerly
 from distconv.tensor.module_call import innermost_call
-from distconv.tensor.nested import Tensors, shards_of, tensors_in
+from distconv.tensor.nested import Tensors, replaced, shards_of, tensors_in
 from distconv.tensor.ownership import started_at
 from distconv.tensor.recording import check_brought, check_recorded, gradient_seed
 from distconv.tensor.redistribution import cuts_of_layout, redistribute
@@ -464,12 +464,32 @@ def _run(
     named = {ALIASES.get(name, name): x for name, x in kwargs.items()} if kwargs else {}
     out = named.pop("out", None)
     operands = tensors_in(*args, named)
-    if func not in UNCHECKED:
-        check_recorded(func, *operands)
+    entered = {} if func in UNCHECKED else check_recorded(func, *operands)
     if out is None:
+        if entered:
+            return _run_with(entered, rule, func, args, named)
         return rule(*args, **named)
     check_out(func, out, out, *operands)
     result = rule(*args, **named)
     check_out(func, out, result, *operands)
     out.shard.copy_(result.shard)
     return out
+
+
+def _run_with(
+    entered: dict[int, Tensor],
+    rule: Callable[..., Any],
+    func: Callable[..., Any],
+    args: Sequence[Any],
+    named: dict[str, Any],
+) -> Any:
+    """Return the result of a rule that gets `entered` in place of plain tensors, by their ids."""
+    name = func.__name__
+    if name == "__setitem__" or name.startswith("__i") or name.rstrip("_") + "_" == name:
+        # The tensor that is written to is the program's own.
+        return rule(*args[:1], *replaced(args[1:], entered), **replaced(named, entered))
+    result = rule(*replaced(args, entered), **replaced(named, entered))
+    if any(x.requires_grad and not isinstance(x, DistTensor) for x in tensors_in(result)):
+        # A plain result, as of plain.type_as(x), has met nothing distributed.
+        return rule(*args, **named)
+    return result

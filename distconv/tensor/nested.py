@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -40,6 +41,20 @@ def tensors_in(*arguments: Any) -> list[Tensor]:
         elif isinstance(argument, dict) and argument:
             found += tensors_in(*argument.values())
     return found
+
+
+def replaced(argument: Any, others: Mapping[int, Tensor]) -> Any:
+    """Return an argument with `others` in place of the tensors in it that have their ids."""
+    if isinstance(argument, Tensor):
+        return others.get(id(argument), argument)
+    if isinstance(argument, (tuple, list)):
+        items = [replaced(x, others) for x in argument]
+        if all(map(is_, items, argument)):
+            return argument
+        return items if isinstance(argument, list) else tuple(items)
+    if isinstance(argument, dict):
+        return {key: replaced(x, others) for key, x in argument.items()}
+    return argument
 
 
 _SIMPLE = {int, float, bool, str, type(None), torch.dtype}

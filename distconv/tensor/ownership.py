@@ -1,8 +1,8 @@
-"""Parameters that are counted wrongly, found out when a backward pass reaches them.
+"""Parameters by who adds up their gradients, so that each is the serial one, or an error.
 
-A parameter that meets distributed tensors gets this rank's part of its gradient, and a parallelized
-module adds up the parts. Where no module does, or where every rank computes the whole gradient of
-a term and not a part of it, the numbers are wrong without a sign of it.
+A parameter of a parallelized module gets this rank's part of its gradient wherever it meets
+distributed tensors, and the module adds up the parts. Any other leaf gets the serial gradient at
+once: what depends on it is added up where it meets distributed tensors.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterable
+from functools import partial
 from itertools import chain
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.autograd.graph import _engine_run_backward
-from torch.nn import Parameter
+from torch.autograd.graph import _engine_run_backward, get_gradient_edge
 
-from distconv.comm.replication import is_unreplicated
+from distconv.comm import replication
+from distconv.grid.interface import Grid
 
 OWNED = "_distconv_owned"
 """The attribute of a parameter or buffer with the number of ranks of its parallelized module."""
 
-_WATCHED = "_distconv_watched"
-"""Where a parameter without a parallelized module keeps the handle of the hook that says so."""
+_ORIGINS = "distconv_origins"
+"""Where a node of the graph keeps what `origins` has found."""
 
 _DISTRIBUTED: list[list[Tensor]] = []
 """The blocks of distributed tensors at which the backward passes under way have started."""
@@ -34,32 +34,87 @@ def own(tensors: Iterable[Tensor], ranks: int) -> None:
     """Note that parameters and buffers belong to a module that is parallelized over `ranks`."""
     for x in tensors:
         x.__dict__[OWNED] = ranks
-        handle = x.__dict__.pop(_WATCHED, None)
-        if handle is not None:
-            handle.remove()
 
 
-def watch(plain: Iterable[Tensor]) -> None:
-    """Raise when `backward()` gives one of these a gradient, if it is a parameter without a module.
+def origins(nodes: Iterable[Any], remember: bool = False) -> dict[str, Any]:
+    """Return what nodes of the graph depend on through plain tensors: an example of each kind.
 
-    It is called with the plain tensors that meet tensors distributed over several ranks. Other
-    plain tensors, and programs that ask torch.autograd.grad, get a rank's part.
+    "owned" is a parameter of a module over several ranks, "free" any other leaf, "out" the node of
+    a value that a distributed tensor has handed out, and "entered" that of an operand.
+
+    Parameters
+    ----------
+    remember: whether the nodes keep what is found, for later calls.
     """
-    if not torch.is_grad_enabled():
-        return
-    for p in plain:
-        if p.requires_grad and _WATCHED not in p.__dict__ and isinstance(p, Parameter):
-            p.__dict__[_WATCHED] = p.register_post_accumulate_grad_hook(_refuse_part)
+    found: dict[str, Any] = {}
+    seen: set[Any] = set()
+    waiting = list(nodes)
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            found["owned" if leaf.__dict__.get(OWNED, 1) > 1 else "free"] = leaf
+        elif replication.is_entry(node):
+            found["entered"] = node
+        elif replication.is_unreplicated(node):
+            found["out"] = node
+        elif remember and _ORIGINS in node.metadata:
+            found |= node.metadata[_ORIGINS]
+        else:
+            waiting.extend(following for following, _ in node.next_functions)
+    if remember and len(found) == 1:
+        for node in seen:
+            node.metadata[_ORIGINS] = found
+    return found
 
 
-def _refuse_part(p: Tensor) -> None:
-    raise RuntimeError(
-        f"a parameter of shape {tuple(p.shape)} has met distributed tensors and belongs to no "
-        "parallelized module: its gradient would be this rank's part only. Call "
-        "parallelize(model, grid) before the forward pass, which adds up the parts; "
-        "torch.autograd.grad gives the gradient of a distributed loss, and of its to_local() the "
-        "part"
-    )
+def owned_among(roots: Iterable[Tensor]) -> Tensor | None:
+    """Return a parameter over several ranks on which `roots` depend through plain tensors, or None.
+
+    The search ends at values that have been handed out as plain tensors by distributed ones.
+    """
+    nodes = [get_gradient_edge(x).node for x in roots if x.requires_grad]
+    p: Tensor | None = origins(nodes).get("owned")
+    return p
+
+
+def meets(roots: Iterable[Tensor], x: Tensor) -> bool:
+    """Return whether `roots` depend on `x`, and not by what it was distributed to alone."""
+    edge = get_gradient_edge(x)[:2]
+    seen: set[Any] = set()
+    waiting: list[Any] = [root.grad_fn for root in roots]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen or replication.is_replicated(node):
+            continue
+        seen.add(node)
+        if edge in node.next_functions:
+            return True
+        waiting.extend(following for following, _ in node.next_functions)
+    return False
+
+
+def enter(plain: Tensor, grid: Grid) -> Tensor:
+    """Return a plain tensor that depends on leaves of no module, as an operand on a grid.
+
+    The gradient of the tensor is the sum over the ranks: all of them call it.
+    """
+    operand = replication.enter(plain, grid)
+    operand.register_hook(partial(_check_not_owned, get_gradient_edge(plain).node))
+    return operand
+
+
+def _check_not_owned(node: Any, _: Tensor | None) -> None:
+    p = origins([node]).get("owned")
+    if p is not None:
+        raise RuntimeError(
+            f"a parameter of shape {tuple(p.shape)} met distributed tensors before its module was "
+            "parallelized, and its gradient would be added up twice; call parallelize(model, grid) "
+            "before the forward pass"
+        )
 
 
 class started_at:
@@ -94,30 +149,6 @@ def check_counted_once() -> None:
             "backward(): (loss + penalty).backward(), where loss is what a loss function makes of "
             "the model's output, or its sum, without full_tensor()"
         )
-
-
-def owned_among(roots: Iterable[Tensor]) -> Tensor | None:
-    """Return a parameter over several ranks on which `roots` depend through plain tensors, or None.
-
-    The search ends at values that have been handed out as plain tensors by distributed ones.
-    """
-    seen: set[Any] = set()
-    waiting: list[Any] = []
-    for x in roots:
-        if x.__dict__.get(OWNED, 1) > 1 and x.requires_grad:
-            return x
-        waiting.append(x.grad_fn)
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen or is_unreplicated(node):
-            continue
-        seen.add(node)
-        p = getattr(node, "variable", None)
-        if p is not None and p.__dict__.get(OWNED, 1) > 1:
-            found: Tensor = p
-            return found
-        waiting.extend(following for following, _ in node.next_functions)
-    return None
 
 
 def _roots() -> list[Tensor]:

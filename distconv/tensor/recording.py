@@ -17,7 +17,8 @@ from distconv.grid.whereabouts import operator_name, user_line
 from distconv.tensor.base import DistTensorBase
 from distconv.tensor.dispatch import refuse
 from distconv.tensor.eager import check_untraced
-from distconv.tensor.ownership import OWNED, owned_among, watch
+from distconv.tensor.nested import replaced, tensors_in
+from distconv.tensor.ownership import OWNED, enter, origins, owned_among
 from distconv.tensor.redistribution import redistribute
 
 ADVICE_FOR_FUNCTIONS = (
@@ -40,8 +41,11 @@ def check_brought(operator: str, x: Tensor) -> None:
         )
 
 
-def check_recorded(operator: Callable[..., Any] | str, *operands: Any) -> None:
+def check_recorded(operator: Callable[..., Any] | str, *operands: Any) -> dict[int, Tensor]:
     """Refuse operands whose gradients would be lost, or shared out over the ranks twice.
+
+    Return what takes the place of plain operands that depend on leaves of no parallelized module,
+    by their ids: the operands as values whose gradients are added up over the ranks.
 
     What torch records below its functions is recorded on the DistTensors, and lost: autograd lives
     on the shards. The wrapper only remembers that they require gradients, so that such a result is
@@ -65,25 +69,59 @@ def check_recorded(operator: Callable[..., Any] | str, *operands: Any) -> None:
             lost,
             way_out=ADVICE_FOR_FUNCTIONS,
         )
+    entered: dict[int, Tensor] = {}
     if len(distributed) == len(operands):
-        return
+        return entered
     plain = []
     for x in operands:
         if isinstance(x, DistTensorBase) or not isinstance(x, Tensor) or OWNED in x.__dict__:
             continue
-        if x.grad_fn is not None and replication.depends_on_unreplicated(x):
-            refuse(
-                operator_name(operator),
-                f"the plain tensor {tuple(x.shape)} depends on what to_local() or full_tensor() "
-                "has handed out, and meets distributed tensors again",
-                *operands,
-                way_out="Use x.redistribute(Layout()) to have it whole on every rank, or bring it "
-                "back by distribute_tensor or DistTensor.from_local",
-            )
-        else:
-            plain.append(x)
+        plain.append(x)
+        if x.requires_grad and _is_free(operator, x, operands):
+            grid = distributed[0].grid if distributed else None
+            if grid is not None and grid.size > 1 and torch.is_grad_enabled():
+                # Torch lets a number on the CPU meet tensors on a GPU.
+                entered[id(x)] = enter(x if x.dim() else x.to(grid.device), grid)
     if plain:
         _check_plain(operator, plain, distributed)
+    return entered
+
+
+def recorded(operator: Callable[..., Any] | str, arguments: Any) -> Any:
+    """Return the arguments with which an operator computes that dispatch does not see."""
+    entered = check_recorded(operator, *tensors_in(arguments))
+    return replaced(arguments, entered) if entered else arguments
+
+
+def _is_free(operator: Callable[..., Any] | str, x: Tensor, operands: tuple[Any, ...]) -> bool:
+    """Return whether the gradient of a plain operand is to be added up here.
+
+    No module does so where it depends on leaves of no parallelized module. Refuse one that depends
+    on both, or on what has been handed out.
+    """
+    found = origins([x.grad_fn], remember=True) if x.grad_fn is not None else {"free": x}
+    if "out" in found:
+        refuse(
+            operator_name(operator),
+            f"the plain tensor {tuple(x.shape)} depends on what to_local() or full_tensor() "
+            "has handed out, and meets distributed tensors again",
+            *operands,
+            way_out="Use x.redistribute(Layout()) to have it whole on every rank, or bring it "
+            "back by distribute_tensor or DistTensor.from_local",
+        )
+    if "free" in found and "owned" in found:
+        shapes = (tuple(found[kind].shape) for kind in ("owned", "free"))
+        refuse(
+            operator_name(operator),
+            "the plain tensor {} depends on a parameter of a parallelized module, of shape {}, and "
+            "on a leaf of none, of shape {}, whose gradients are added up elsewhere".format(
+                tuple(x.shape), *shapes
+            ),
+            *operands,
+            way_out="Let each meet distributed tensors by itself, as loss + penalty(model) + "
+            "penalty(head), or put both into one module before parallelize",
+        )
+    return "free" in found
 
 
 def _check_plain(
@@ -91,13 +129,11 @@ def _check_plain(
 ) -> None:
     """Raise on every rank where plain operands differ between ranks; in some calls only.
 
-    Parameters that belong to no parallelized module are watched; those of a parallelized module are
-    compared as a whole, elsewhere.
+    Parameters of a parallelized module are compared as a whole, elsewhere.
     """
     x = next(iter(distributed), None)
     if x is None or x.grid.size == 1:
         return
-    watch(plain)
     # One rank alone may compute with a tensor that it has in full, to print it, say.
     if not (any(x.cuts) or x.held.requires_grad):
         return

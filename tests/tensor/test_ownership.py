@@ -1,20 +1,20 @@
-"""Gradients that would be a rank's part, or counted once a rank, are errors at backward()."""
+"""Gradients are the serial ones, whoever adds them up; what is counted once a rank is an error."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from mpi4py import MPI
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import distconv as dc
 from tests.support.serial import deviation, raised_everywhere
 
-WORLD = MPI.COMM_WORLD
 RANKS = [2, 3]
 
 
@@ -43,25 +43,156 @@ def check(model: nn.Module, loss: Callable[[nn.Module, Tensor], Tensor]) -> None
 # Without parallelize
 
 
-@pytest.mark.parallel(RANKS)
+@pytest.mark.parallel([2, 3, 4])
 @pytest.mark.parametrize(
     "start",
     [
         lambda y: y.square().mean().backward(),
         lambda y: torch.autograd.backward([y.square().mean()]),
         lambda y: y.full_tensor().square().mean().backward(),
-        lambda y: y.to_local().square().sum().backward(),
+        lambda y: y.to_local().square().sum().div(288).backward(),
     ],
     ids=["distributed", "function", "full", "local"],
 )
-def test_a_forgotten_parallelize_is_an_error_at_backward(start: Callable) -> None:
+def test_without_parallelize_gradients_are_the_serial_ones(start: Callable) -> None:
+    for axis in ("height", "sample"):
+        model = net()
+        start(model(batch(dc.ProcessGrid(**{axis: -1}))))
+        check(model, lambda model, x: model(x).square().mean())
+
+
+def cosines(y: Tensor, s: Tensor, w: Tensor) -> Tensor:
+    """Return a loss on angles to class centres, at a temperature, as ArcFace takes it."""
+    scores = F.linear(F.normalize(y.mean((2, 3)), dim=1), F.normalize(w[:, :2], dim=1))
+    return F.cross_entropy(scores * s[2].exp(), torch.arange(4) % 3)
+
+
+def penalized(y: Tensor, s: Tensor, w: Tensor) -> Tensor:
+    """Return a penalty on the gradient of a loss with respect to plain leaves."""
+    loss = (y * s[:2].exp().view(2, 1, 1)).square().mean()
+    g, h = torch.autograd.grad(loss, [s, y], create_graph=True)
+    return g.square().sum() + (h * s[0]).square().sum() + loss
+
+
+def twice(y: Tensor, s: Tensor, w: Tensor) -> Tensor:
+    scale = s.softmax(0)[:2].view(2, 1, 1)
+    return (y * scale).square().mean() + (y - scale.sin()).abs().sum() * s.sum()
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "itself": lambda y, s, w: (y * s.view(3, 1, 1, 1)[0]).sum(),
+    "uncertainty": lambda y, s, w: torch.exp(-s[0]) * y.square().mean() + s[0],
+    "in a list": lambda y, s, w: torch.stack([y.mean(), s.exp().sum(), w.t()[0, 0]]).prod(),
+    "by name": lambda y, s, w: torch.add(input=y, other=s[1:2].view(1, 1, 1)).square().sum(),
+    "embedding": lambda y, s, w: (
+        F.embedding((y[:, 0].abs().long() % 3), w.exp()).mean((1, 2)) @ w.t()
+    ).sum(),
+    "norm": lambda y, s, w: F.group_norm(y, 1, s[:2].exp(), s[1:].tanh()).square().sum(),
+    "convolution": lambda y, s, w: (
+        F.conv2d(y, (w[:, :2] * s.view(3, 1)).view(3, 2, 1, 1), s.exp()).sin().sum()
+    ),
+    "assigned": lambda y, s, w: assigned(y.clone(), s.exp()),
+    "like another": lambda y, s, w: (y * s[:2].view(2, 1).expand(2, 36).view_as(y[0])).sum(),
+    "cosines": cosines,
+    "penalized": penalized,
+    "twice": twice,
+    "handed out": lambda y, s, w: plain_of((y * s[0].exp()).mean()) * s[1].exp() + s.sum(),
+    "again": lambda y, s, w: checkpoint(
+        lambda y: (y * s[0].exp()).sin(), y, use_reentrant=False
+    ).sum(),
+    "distributed": lambda y, s, w: (y * like(s.exp(), y)[:2].view(2, 1, 1) * s[0]).sum(),
+    "a Function": lambda y, s, w: _Scaled.apply(y, s[:1].exp()).sum(),
+    "element-wise": lambda y, s, w: _scaled(y, s[:1].exp()).sum(),
+}
+"""Losses of a network's output, three numbers and a matrix; leaves that belong to no module."""
+
+
+def assigned(y: Tensor, s: Tensor) -> Tensor:
+    y[:, 0] = s[0]
+    return y.square().sum()
+
+
+def plain_of(x: Tensor) -> Tensor:
+    return x.full_tensor() if isinstance(x, dc.DistTensor) else x
+
+
+def like(s: Tensor, y: Tensor) -> Tensor:
+    return dc.distribute_tensor(s, y.grid, dc.Layout()) if isinstance(y, dc.DistTensor) else s
+
+
+class _Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, s: Tensor) -> Tensor:
+        ctx.save_for_backward(y, s)
+        return y * s
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        y, s = ctx.saved_tensors
+        return grads[0] * s, (grads[0] * y).sum().view(1)
+
+
+_scaled = dc.elementwise(lambda y, s: y * s.sin())
+
+
+@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parametrize("name", LOSSES)
+def test_leaves_of_no_module_have_the_serial_gradients(name: str) -> None:
+    def train(model: nn.Module, x: Tensor) -> list[Tensor]:
+        """Accumulate the gradients of two passes, of which the first is repeated."""
+        s = nn.Parameter(torch.tensor([0.3, -0.2, 0.5], dtype=torch.float64))
+        w = torch.linspace(-1, 1, 9, dtype=torch.float64).view(3, 3).requires_grad_()
+        for sign in (1, -1):
+            loss = LOSSES[name](model(sign * x), s, w)
+            for retain in (True, False)[sign < 0 :]:
+                loss.backward(retain_graph=retain)
+        return [p.grad for p in (*model.parameters(), s, w) if p.grad is not None]
+
+    expected = train(net(), whole())
+    for axis in ("height", "width", "sample"):
+        grid = dc.ProcessGrid(**{axis: -1})
+        actual = train(dc.parallelize(net(), grid), batch(grid))
+        assert len(actual) == len(expected)
+        for got, wanted in zip(actual, expected, strict=True):
+            assert deviation(got, wanted) < 1e-10
+
+
+@pytest.mark.parallel(RANKS)
+def test_what_depends_on_parameters_within_and_outside_is_refused() -> None:
     grid = dc.ProcessGrid(height=-1)
-    y = net()(batch(grid))
-    message = raised_everywhere(RuntimeError, lambda: start(y))
-    assert (
-        "(2, 4, 3, 3) has met distributed tensors and belongs to no parallelized module" in message
-    )
-    assert "Call parallelize(model, grid) before" in message
+    model, s = dc.parallelize(net(), grid), torch.ones((), requires_grad=True)
+    loss = model(batch(grid)).mean()
+    message = raised_everywhere(dc.UnsupportedOperation, lambda: loss + penalty(model) * s)
+    assert "on a leaf of none, of shape (), whose gradients are added up elsewhere" in message
+    (loss + penalty(model) + s.exp()).backward()
+    check(model, lambda model, x: model(x).mean() + penalty(model))
+    assert s.grad.item() == torch.tensor(1.0).exp().item()
+
+
+@pytest.mark.parallel(RANKS)
+def test_a_parametrization_of_a_parallelized_module_is_added_up_once() -> None:
+    def make() -> nn.Sequential:
+        model = net()
+        nn.utils.parametrizations.weight_norm(model[0])
+        return model
+
+    grid = dc.ProcessGrid(height=-1)
+    model, serial = dc.parallelize(make(), grid), make()
+    for m, x in ((model, batch(grid)), (serial, whole())):
+        (m(x).square().mean() + m[0].weight.exp().sum() * m[2].bias.sin().sum()).backward()
+    for p, q in zip(model.parameters(), serial.parameters(), strict=True):
+        assert deviation(p.grad, q.grad) < 1e-10
+
+
+@pytest.mark.parallel(RANKS)
+def test_a_forward_pass_before_parallelize_has_no_backward_pass_after_it() -> None:
+    grid = dc.ProcessGrid(height=-1)
+    model = net()
+    loss = model(batch(grid)).square().mean()
+    dc.parallelize(model, grid)
+    message = raised_everywhere(RuntimeError, loss.backward)
+    assert "met distributed tensors before its module was parallelized" in message
+    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
 
 
 @pytest.mark.parallel(RANKS)
@@ -72,22 +203,6 @@ def test_parameters_that_have_met_distributed_tensors_are_parallelized_later() -
     dc.parallelize(model, grid)
     model(batch(grid)).square().mean().backward()
     check(model, lambda model, x: model(x).square().mean())
-
-
-@pytest.mark.parallel(RANKS)
-def test_plain_leaves_and_autograd_grad_still_give_parts() -> None:
-    grid = dc.ProcessGrid(height=-1)
-    model, leaf = net(), torch.ones(2, 1, 1, dtype=torch.float64, requires_grad=True)
-    loss = (model(batch(grid)) * leaf).square().mean()
-    (part,) = torch.autograd.grad(loss.to_local(), model[0].weight, retain_graph=True)
-    torch.autograd.grad(loss, model[0].weight, retain_graph=True)
-    model.requires_grad_(False)
-    (model(batch(grid)) * leaf).square().mean().backward()
-    serial, twin = net(), leaf.detach().clone().requires_grad_()
-    (serial(whole()) * twin).square().mean().backward()
-    parts = WORLD.allgather((part, leaf.grad))
-    for i, expected in enumerate((serial[0].weight.grad, twin.grad)):
-        assert deviation(sum(both[i] for both in parts), expected) < 1e-10
 
 
 @pytest.mark.parallel([1])

@@ -80,9 +80,7 @@ def index_fill(input: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
     x, d, places = _places("index_fill", input, dim, index)
     mask = torch.zeros(x.shape[d], dtype=torch.bool, device=x.device)
     mask[places] = True
-    return x.masked_fill(
-        mask.view(-1, *(1,) * (x.dim() - 1 - d)), gather_whole(value, "index_fill")
-    )
+    return x.masked_fill(mask.view(-1, *(1,) * (x.dim() - 1 - d)), value)
 
 
 @implements(torch.index_add, torch.Tensor.index_add)
