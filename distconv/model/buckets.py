@@ -162,7 +162,7 @@ class Bucket:
 
     def _ranks(self) -> list[int]:
         """Return how many ranks have added a part of each gradient; it waits for a GPU."""
-        return [int(n) for n in self._flat()[-len(self.parameters) :].tolist()]
+        return [int(n.real) for n in self._flat()[-len(self.parameters) :].tolist()]
 
     def _inside(self, p: Tensor, place: _GradientSlot) -> bool:
         gradient = p.grad
