@@ -7,6 +7,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
+from distconv.tensor import plain_data  # noqa: F401  replaces a descriptor named here
 from distconv.tensor.base import DistTensorBase
 
 Rule = TypeVar("Rule", bound=Callable[..., Any])

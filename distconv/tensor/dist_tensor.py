@@ -306,7 +306,8 @@ class DistTensor(DistTensorBase):
     def grad_fn(self) -> Any:  # type: ignore[override]
         """Return the autograd node that has made the shard."""
         check_recorded("grad_fn", self)
-        if _getframe(1).f_globals.get("__name__") == torch.nn.Module.__module__:
+        node = self.held.grad_fn
+        if node and _getframe(1).f_globals.get("__name__") == torch.nn.Module.__module__:
             refuse(
                 "register_backward_hook",
                 "the hook of a module would see this rank's part of the gradients",
@@ -314,7 +315,7 @@ class DistTensor(DistTensorBase):
                 way_out="Register a forward hook that calls register_hook on the module's output, "
                 "whose hooks see the serial gradient",
             )
-        return self.held.grad_fn
+        return node
 
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]

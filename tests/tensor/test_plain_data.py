@@ -1,0 +1,100 @@
+"""Parameters and buffers take the elements of DistTensors, in each of torch's ways."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import distconv as dc
+from tests.support.serial import deviation
+
+
+def by_data(module: Any, value: Tensor) -> None:
+    module.weight.data = value
+    module.buffer.data = value.exp()
+
+
+def by_copy(module: Any, value: Tensor) -> None:
+    module.weight.data.copy_(value)
+    with torch.no_grad():
+        module.buffer[:] = value.exp()
+
+
+def by_average(module: Any, value: Tensor) -> None:
+    module.weight.data.mul_(0.9).add_(value, alpha=0.1)
+    module.buffer.lerp_(value, 0.5)
+
+
+def by_number(module: Any, value: Tensor) -> None:
+    nn.init.constant_(module.weight, value.mean())
+    module.buffer.fill_(value.sum())
+
+
+def by_buffer(module: Any, value: Tensor) -> None:
+    module.buffer = value
+    module.register_buffer("other", value.sin())
+
+
+def by_replacement(module: Any, value: Tensor) -> None:
+    module.weight = nn.Parameter(value)
+
+
+class Norm(nn.Module):
+    """A layer that chooses its scale by the first batch, as those of normalizing flows do."""
+
+    def __init__(self, assign: Callable[[Any, Tensor], None]):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3, 1, 1, dtype=torch.float64))
+        self.register_buffer("buffer", torch.zeros(3, 1, 1, dtype=torch.float64))
+        self.assign, self.fresh = assign, True
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fresh:
+            self.assign(self, x.detach().mean((0, 2, 3), keepdim=True)[0])
+            self.fresh = False
+        return x * self.weight.sin() + self.buffer
+
+
+WAYS = (by_data, by_copy, by_average, by_number, by_buffer, by_replacement)
+
+
+@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parametrize("axis", ["sample", "height", "channel"])
+@pytest.mark.parametrize("assign", WAYS)
+def test_a_layer_is_initialized_by_its_first_batch(assign: Any, axis: str) -> None:
+    grid = dc.ProcessGrid(**{axis: -1})
+    x = torch.randn(5, 3, 7, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    serial, model = Norm(assign), Norm(assign)
+    if assign is not by_replacement:
+        dc.parallelize(model, grid)
+    d = dc.distribute_tensor(x, grid)
+    for _ in range(2):
+        expected, actual = serial(x), model(d)
+        assert deviation(actual.detach().full_tensor(), expected.detach()) < 1e-12
+        expected.square().mean().backward()
+        actual.square().mean().backward()
+    for name in ("weight", "buffer"):
+        got, wanted = getattr(model, name), getattr(serial, name)
+        pairs = [(got.detach(), wanted.detach())]
+        pairs += [(got.grad, wanted.grad)] if wanted.grad is not None else []
+        for mine, yours in pairs:
+            whole = mine.full_tensor() if isinstance(mine, dc.DistTensor) else mine
+            assert deviation(whole, yours) < 1e-12
+
+
+@pytest.mark.parallel([2, 3])
+def test_data_of_another_type_are_an_error_that_leaves_the_parameter_whole() -> None:
+    grid = dc.ProcessGrid(height=-1)
+    x = dc.distribute_tensor(torch.ones(2, 3, 4, 4), grid)
+    p = nn.Parameter(torch.ones(3))
+    with pytest.raises(dc.UnsupportedOperation, match="has reached torch below its functions"):
+        p.data.set_(x)
+    with pytest.raises(dc.UnsupportedOperation, match="Convert a module before parallelize"):
+        x.data = p
+    assert p.sum().item() == 3.0
+    p.data = x
+    assert torch.equal(p, torch.ones(2, 3, 4, 4)) and type(p) is nn.Parameter
