@@ -18,10 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.graph import Node
+from torch.utils.hooks import RemovableHandle
 
 from distconv.comm import checksums
 from distconv.comm.agreement import Agreement, differences, fingerprint
 from distconv.comm.checksums import Checked, possible, unequal
+from distconv.comm.collectives import all_reduce_with_grad
 from distconv.comm.half_sums import WIDE, HalfSum
 from distconv.comm.shard_function import ShardFunction
 from distconv.comm.two_level import TwoLevelSum, has_two_levels, levels
@@ -36,7 +38,7 @@ from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.eager import check_untraced, run_eagerly
 from distconv.tensor.module_call import enter_call, innermost_call
 from distconv.tensor.nested import shards_of, tensors_in
-from distconv.tensor.ownership import OWNED, check_counted_once, own
+from distconv.tensor.ownership import OWNED, SUMMED, check_counted_once, own
 from distconv.transport.interface import Request
 
 REDUCTION_ATTRIBUTE = "_distconv_gradient_reduction"
@@ -44,6 +46,11 @@ REDUCTION_ATTRIBUTE = "_distconv_gradient_reduction"
 
 _OUTSIDE = -2
 """In place of the number of a backward pass, where there is none."""
+
+_POST_ACCUMULATE = (
+    "a parameter has a post-accumulate-gradient hook, which would get this rank's part of the "
+    "gradient; use the gradient when backward() has returned"
+)
 
 _GONE = (
     "the parallelized module of a parameter is gone, and with it what adds up its gradient; keep "
@@ -118,6 +125,8 @@ class GradientReduction:
         """The handles of all hooks on parameters and their nodes."""
         self._stream: int | None = None
         """The number of the stream on which the nodes were made."""
+        self._sums: dict[int, RemovableHandle] = {}
+        """For each parameter with hooks of the program, the one before them that adds up."""
         self._is_part = [False] * len(self._leaves)
         """For each parameter whether .grad is this rank's part of a sum, not equal on all ranks."""
         self._missing: list[int] = []
@@ -163,10 +172,11 @@ class GradientReduction:
         """Leave the parameters, with gradients that are sums, to the program."""
         self.settle()
         self._check_sums("the parameters leave their module", [True] * len(self._leaves))
-        for handle in self._handles:
+        for handle in (*self._handles, *self._sums.values()):
             handle.remove()
         for x in (*self._parameters, *self._leaves):
             x.__dict__.pop(OWNED, None)
+            x.__dict__.pop(SUMMED, None)
             PARAMETERS.pop(x, None)
 
     def reduce(self) -> None:
@@ -259,12 +269,11 @@ class GradientReduction:
         for (n, p), node in zip(trainable, nodes, strict=True):
             if self._nodes.get(n) is not node:
                 self._hook(n, p, node)
+            if p._backward_hooks:
+                self._sum_for_hooks(n, p)
             hooks: Any = p._post_accumulate_grad_hooks  # type: ignore[attr-defined]
             if len(hooks) > 1:
-                raise RuntimeError(
-                    "a parameter has a post-accumulate-gradient hook, which would get this rank's "
-                    "part of the gradient; use the gradient when backward() has returned"
-                )
+                raise RuntimeError(_POST_ACCUMULATE)
             layout.append((n, p.dtype, p.shape, p.stride()))
         if layout == self._laid_out:
             return
@@ -328,6 +337,21 @@ class GradientReduction:
         # Hooks of the tensor would run in autograd.grad as well.
         before = partial(self._before_accumulation, ref(self), n)
         self._handles.append(node.register_prehook(before))
+
+    def _sum_for_hooks(self, n: int, p: Tensor) -> None:
+        """Let hooks of the program get the sum of a parameter's gradient, not this rank's part."""
+        hooks: Any = p._backward_hooks
+        if isinstance(self._parameters[n], DistTensor) or self._grid.size == 1:
+            return  # the hooks of a DistTensor add up by themselves
+        if n not in self._sums:
+            others = dict(hooks)
+            hooks.clear()  # hooks run in the order in which they have come
+            self._sums[n] = p.register_hook(partial(self._sum, ref(self), n))
+            hooks.update(others)
+            p.__dict__[SUMMED] = True
+        elif len(hooks) == 1:
+            del p.__dict__[SUMMED]
+            self._sums.pop(n).remove()
 
     @run_eagerly
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -459,9 +483,25 @@ class GradientReduction:
     # hooks hold a weak one. They run for every parameter in every step: nothing wraps them.
 
     @staticmethod
+    def _sum(reference: ref[GradientReduction], n: int, part: Tensor | None) -> Tensor:
+        self = reference()
+        if self is None:
+            raise RuntimeError(_GONE)
+        p = self._leaves[n]
+        own = torch.zeros_like(p) if part is None else part
+        counted = torch.cat([own.reshape(-1), own.new_full((1,), part is None)])
+        total = all_reduce_with_grad(counted, self._grid, self._axes[n])
+        if total[-1].item():
+            raise RuntimeError(
+                f"a parameter of shape {tuple(p.shape)} has a hook, and no gradient on some ranks, "
+                "where the hook would not run; change the gradient when backward() has returned"
+            )
+        return total[:-1].view(own.shape)
+
+    @staticmethod
     def _before_accumulation(
         reference: ref[GradientReduction], n: int, gradients: tuple[Tensor | None]
-    ) -> None:
+    ) -> tuple[Tensor] | None:
         self = reference()
         if self is None:
             raise RuntimeError(_GONE)
@@ -471,19 +511,34 @@ class GradientReduction:
                 "be differentiated; differentiate with respect to inputs, backward(inputs=[x])"
             )
         if gradients[0] is None or self._grid.size == 1:
-            return
+            return None
         backward_pass = torch._C._current_graph_task_id()
         if backward_pass != self._checked:
             check_counted_once()
             self._checked = backward_pass
-        gradient = self._leaves[n].grad
+        p = self._leaves[n]
+        gradient = p.grad
         self._new = gradient is None
-        if gradient is not None and not self._is_part[n]:
+        if gradient is not None and not self._is_part[n] and self._rank_in_sum(n):
             # A sum of an earlier backward pass becomes a part again, all of it on one rank.
-            bucket = self._buckets[self._place_of[n][0]]
-            if bucket.comm.rank:
-                gradient.zero_()
+            gradient.zero_()
         self._is_part[n] = True
+        if len(p._post_accumulate_grad_hooks) > 1:  # type: ignore[attr-defined]
+            raise RuntimeError(_POST_ACCUMULATE)
+        if not p._backward_hooks or isinstance(self._parameters[n], DistTensor):
+            return None
+        if SUMMED not in p.__dict__:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(p.shape)} has got a hook since the forward pass, "
+                "which has seen this rank's part of the gradient; register it before"
+            )
+        # So does what hooks have made of the sum.
+        return (torch.zeros_like(gradients[0]),) if self._rank_in_sum(n) else None
+
+    def _rank_in_sum(self, n: int) -> int:
+        """Return this rank's number among those that add up the gradient of a parameter."""
+        rank: int = self._buckets[self._place_of[n][0]].comm.rank
+        return rank
 
     @staticmethod
     def _after_accumulation(reference: ref[GradientReduction], n: int, _: Tensor) -> None:

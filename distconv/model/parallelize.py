@@ -54,8 +54,8 @@ def parallelize(
     Parameters and buffers become those of rank 0, on the grid's device. From then on, when
     `backward()` returns, the gradients of the parameters are, on every rank, those of the serial
     program. A parameter that takes no part in a backward pass keeps the gradient it had, or None.
-    Hooks on parameters see this rank's part, before the sum. The state_dict stays that of the plain
-    module.
+    Hooks on parameters that are registered before the forward pass get these gradients, too. The
+    state_dict stays that of the plain module.
 
     All ranks of the grid call it together, and run the same forward and backward passes.
 

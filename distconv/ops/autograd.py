@@ -22,7 +22,7 @@ from distconv.ops.support.operands import common_grid, shard_of
 from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor, as_parameter
 from distconv.tensor.nested import Tensors, as_list, shards_of
-from distconv.tensor.ownership import meets, owned_among, started_at
+from distconv.tensor.ownership import SUMMED, meets, owned_among, started_at
 from distconv.tensor.recording import gradient_seed, whole_gradient
 from distconv.tensor.redistribution import redistribute
 
@@ -128,7 +128,8 @@ def grad(
         # Others have added up the gradient where they met distributed tensors, or became one.
         cuts: Cuts = ((),) * x.dim()
         if owned_among([x]) is not None:
-            total = whole_gradient(part, cuts, grid)
+            # What its hooks get has been added up.
+            total = part if SUMMED in x.__dict__ else whole_gradient(part, cuts, grid)
         elif met:
             total = replicate(part, grid, replicating_axes(cuts, grid.topology))
         else:

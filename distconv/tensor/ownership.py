@@ -23,6 +23,9 @@ from distconv.grid.interface import Grid
 OWNED = "_distconv_owned"
 """The attribute of a parameter or buffer with the number of ranks of its parallelized module."""
 
+SUMMED = "_distconv_summed"
+"""The attribute of a parameter of a module whose hooks get the sum of its gradient."""
+
 _ORIGINS = "distconv_origins"
 """Where a node of the graph keeps what `origins` has found."""
 

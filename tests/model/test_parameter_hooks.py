@@ -1,0 +1,99 @@
+"""Hooks on parameters of a parallelized module get, and may change, the serial gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+
+import distconv as dc
+from tests.support.serial import deviation, raised_everywhere
+
+
+def net() -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.Tanh(), nn.Conv2d(3, 1, 1)).double()
+
+
+def batch(seed: int, samples: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(samples, 2, 5, 6, dtype=torch.float64, generator=generator)
+
+
+HOOKS: dict[str, Callable[[Any, list[Tensor]], Any]] = {
+    "clamps": lambda m, seen: m[0].weight.register_hook(lambda g: g.clamp(-0.01, 0.01)),
+    "two": lambda m, seen: (
+        m[0].weight.register_hook(lambda g: g.sin()),
+        m[0].weight.register_hook(lambda g: seen.append(g.clone()) or g * 2),
+    ),
+    "looks": lambda m, seen: [
+        p.register_hook(lambda g: seen.append(g.clone())) and None for p in m.parameters()
+    ],
+    "several": lambda m, seen: register_multi_grad_hook(
+        tuple(m.parameters()), lambda gradients: seen.extend(g.clone() for g in gradients)
+    ),
+}
+
+
+@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parametrize("name", HOOKS)
+@pytest.mark.parametrize(
+    "axes, options",
+    [
+        ({"sample": -1}, {}),
+        ({"height": -1}, {"bucket_bytes": 8}),
+        ({"sample": -1}, {"two_level": 1}),
+    ],
+)
+def test_hooks_on_parameters_get_the_serial_gradient(name: str, axes: Any, options: Any) -> None:
+    grid = dc.ProcessGrid(**axes)
+    serial, model = net(), net()
+    HOOKS[name](model, (mine := []))
+    dc.parallelize(model, grid, **options)
+    HOOKS[name](serial, (yours := []))
+    for step, samples in enumerate((4, 1, 3)):
+        x = batch(step, samples)
+        serial(x).square().sum().backward()
+        if step == 1:
+            with dc.no_sync(model):
+                model(dc.distribute_tensor(x, grid)).square().sum().backward()
+            continue
+        loss = model(dc.distribute_tensor(x, grid)).square().sum()
+        loss.backward()
+        for p, q in zip(model.parameters(), serial.parameters(), strict=True):
+            assert deviation(p.grad, q.grad) < 1e-10
+    if name != "several":  # torch takes those in backward() alone
+        distributed = dc.distribute_tensor(x, grid)
+        again = [
+            torch.autograd.grad(m(y).square().sum(), m[0].weight)[0]
+            for m, y in ((model, distributed), (serial, x))
+        ]
+        assert deviation(*again) < 1e-10
+    assert len(mine) == len(yours)
+    assert all(deviation(got, wanted) < 1e-10 for got, wanted in zip(mine, yours, strict=True))
+
+
+@pytest.mark.parallel([2, 3])
+def test_a_removed_hook_costs_nothing_and_a_late_one_is_an_error() -> None:
+    grid = dc.ProcessGrid(height=-1)
+    model, serial = dc.parallelize(net(), grid), net()
+    weight, x = model[0].weight, batch(0, 2)
+    handle = weight.register_hook(lambda g: 0 * g)
+    model(dc.distribute_tensor(x, grid))
+    handle.remove()
+    loss = model(dc.distribute_tensor(x, grid)).sum()
+    assert not weight._backward_hooks
+    loss.backward()
+    serial(x).sum().backward()
+    assert deviation(weight.grad, serial[0].weight.grad) < 1e-10
+    loss = model(dc.distribute_tensor(x, grid)).sum()
+    weight.register_hook(lambda g: 0 * g)
+    message = raised_everywhere(RuntimeError, loss.backward)
+    assert "has got a hook since the forward pass" in message and "register it before" in message
+    loss = model(dc.distribute_tensor(x, grid)).sum()
+    handle = weight.register_post_accumulate_grad_hook(lambda p: p.grad.zero_())
+    assert "post-accumulate-gradient hook" in raised_everywhere(RuntimeError, loss.backward)
