@@ -170,6 +170,17 @@ def test_what_depends_on_parameters_within_and_outside_is_refused() -> None:
 
 
 @pytest.mark.parallel(RANKS)
+@pytest.mark.parametrize("plain", [lambda s: s, torch.exp])
+def test_transforms_of_functions_are_refused(plain: Callable) -> None:
+    y = batch(dc.ProcessGrid(height=-1))
+    message = raised_everywhere(
+        dc.UnsupportedOperation,
+        lambda: torch.func.grad(lambda s: (y * plain(s)).sum())(torch.ones(1)),
+    )
+    assert "Use torch.autograd.grad" in message
+
+
+@pytest.mark.parallel(RANKS)
 def test_a_parametrization_of_a_parallelized_module_is_added_up_once() -> None:
     def make() -> nn.Sequential:
         model = net()
