@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
@@ -12,18 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from distconv.comm.collectives import all_reduce, all_reduce_
-from distconv.comm.packing import fills_channels_last, has_channels_last
-from distconv.comm.shard_function import ShardFunction
+from distconv.comm.collectives import all_reduce
 from distconv.geometry.layout import cutting_axes
-from distconv.grid.interface import Grid
-from distconv.ops.norm.moments import (
-    adds_up_too_many,
-    element_counts_of_peers,
-    moments,
-    pieces_to_add_up,
-)
-from distconv.ops.support.first_order import first_order
+from distconv.ops.norm.moments import element_counts_of_peers
+from distconv.ops.norm.normalize import Form, normalize, with_batch_stride
 from distconv.ops.support.merged import works_on_channels
 from distconv.ops.support.operands import (
     Placement,
@@ -32,7 +24,7 @@ from distconv.ops.support.operands import (
     gather_whole,
     local_operand,
 )
-from distconv.ops.support.types import accumulation_type, in_type
+from distconv.ops.support.types import in_type
 from distconv.tensor.dispatch import implements
 from distconv.tensor.dist_tensor import DistTensor
 
@@ -109,9 +101,9 @@ def batch_norm_over(
         if any(x.cuts[1:2]) and running_mean is not None and running_var is not None:
             # The backward pass wants them as they are now.
             running_mean, running_var = running_mean.clone(), running_var.clone()
-    block = _with_batch_stride(x.shard)
-    if not training or not (group or rest or adds_up_too_many(block)):
-        if x.shard.numel() or not x.numel():
+    block = with_batch_stride(x.shard)
+    if not training or not (group or rest or block.numel() > _LARGE):
+        if block.numel() or not x.numel():
             shard = F.batch_norm(
                 block, running_mean, running_var, weight, bias, training, momentum, eps
             )
@@ -125,7 +117,7 @@ def batch_norm_over(
         if running_mean is None or running_var is None:
             return
         n = sum(counts)
-        variance = variance * (n / (n - 1))
+        mean, variance = mean.flatten(), variance.flatten() * (n / (n - 1))
         if rest:
             total = all_reduce(torch.stack([mean, variance]), grid, rest)
             mean, variance = total / groups
@@ -133,19 +125,14 @@ def batch_norm_over(
         running_var.lerp_(in_type(variance, running_var.dtype), momentum)
         gather_running_statistics(x, running, (running_mean, running_var), "batch_norm")
 
-    shard = _BatchNorm.apply(block, weight, bias, grid, group, counts, eps, update)
+    form = Form(block.shape[1], of_each_sample=False)
+    shard = normalize(block, weight, bias, form, grid, group, counts, eps, update)
     return DistTensor(shard, x.shape, x.cuts, grid)
 
 
-def _with_batch_stride(x: Tensor) -> Tensor:
-    """Return the block in the memory format that torch's kernels take it for.
-
-    The stride of a single sample may be any number, but if it is not that of the format, the
-    kernels read a gradient of the other format in the wrong order.
-    """
-    if not x.numel() or x.shape[0] != 1 or x.is_contiguous() or x.stride(0) == x.numel():
-        return x
-    return x.as_strided(x.shape, (x.numel(), *x.stride()[1:]))
+_LARGE = 2**18
+"""Elements from which torch's batch norm in training is slower on CPUs, several times with rows
+last, and with channels last adds up too many, one by one, to be right to 1e-5."""
 
 
 class _Statistics(NamedTuple):
@@ -225,12 +212,13 @@ def gather_running_statistics(
             t.copy_(row)
 
 
-def _without_elements(x: Tensor, *parameters: Tensor | None) -> Tensor:
-    """Return an empty result, which torch does not normalise, in the graph of all parameters."""
-    block = x.clone()
-    for p in parameters:
-        block = block if p is None else block + p.sum().to(x.dtype)
-    return block
+def _without_elements(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Return an empty result, which torch does not normalise, with its graph of all orders."""
+    weight, bias = (
+        None if p is None else p.view(-1, *(1,) * (x.dim() - 2)) for p in (weight, bias)
+    )
+    y = x.clone() if weight is None else x * weight
+    return in_type(y if bias is None else y + bias, x.dtype)
 
 
 def _groups_with_elements(x: Placement, group: tuple[str, ...]) -> tuple[int, int]:
@@ -245,117 +233,3 @@ def _groups_with_elements(x: Placement, group: tuple[str, ...]) -> tuple[int, in
     filled = [min(n, parts) for n, parts in zip(sizes, apart, strict=True)]
     smallest = prod(n // max(parts, 1) for n, parts in zip(sizes, filled, strict=True))
     return smallest, prod(filled)
-
-
-class _BatchNorm(ShardFunction):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        grid: Grid,
-        group: tuple[str, ...],
-        counts: tuple[int, ...],
-        eps: float,
-        update: Callable[[Tensor, Tensor], None],
-    ) -> Tensor:
-        kind = accumulation_type(x.dtype)
-        over = (0, *range(2, x.dim()))
-        mean, variance = moments(x, over, grid, group, counts)
-        scale = torch.rsqrt(variance + eps)
-        if x.numel():
-            # torch takes parameters in the type of the statistics, or all in a half input's type.
-            wide = None if weight is None else in_type(weight, kind)
-            shift = None if bias is None else in_type(bias, kind)
-            y = _normalize(x, wide, shift, mean, variance, scale, eps)
-        else:
-            y = x.clone()
-        # Before anything is saved: there a checkpoint stops to compute again.
-        update(mean, variance)
-        ctx.save_for_backward(x, weight, mean, variance, scale)
-        ctx.context = grid, group, sum(counts), eps, None if bias is None else bias.dtype
-        return y
-
-    @staticmethod
-    @first_order("batch_norm")
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, mean, variance, scale = ctx.saved_tensors
-        grid, group, count, eps, bias_dtype = ctx.context
-        dy = _with_batch_stride(grads[0])
-        of_weight, of_bias = _sums(dy, x, mean, variance, scale, eps)
-        total = torch.stack([of_weight, of_bias])
-        if group:
-            all_reduce_(total, grid, group)
-        gain = scale if weight is None else scale * weight
-        # dx = gain * (dy - mean(dy) - standardised x * mean(dy * standardised x)), in two passes.
-        slope, offset = total.mul_(gain / -count).unbind()
-        if x.numel():
-            dx = _normalize(x, slope, offset, mean, variance, scale, eps)
-            dx.addcmul_(dy, _by_channel(gain, dy))
-        else:
-            dx = torch.zeros_like(x)
-        return (
-            dx,
-            None if weight is None else in_type(of_weight, weight.dtype),
-            None if bias_dtype is None else in_type(of_bias, bias_dtype),
-            *(None,) * 5,
-        )
-
-
-_FEWEST_CHANNELS = 16
-_FEWEST_ELEMENTS = 2**17
-"""Channels and elements from which `addcmul` was measured to normalise a block with channels last
-faster than torch's batch norm: in 0.8 of its time, and in 0.65 with twice as many elements."""
-
-
-def _normalize(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    variance: Tensor,
-    scale: Tensor,
-    eps: float,
-) -> Tensor:
-    """Return (x - mean) * scale * weight + bias, where each factor has one value per channel.
-
-    `scale` is 1 / sqrt(variance + eps). On CPUs torch's batch norm multiplies a block without gaps
-    by one number per channel and adds another. `addcmul` does the same where that is faster; it
-    takes no statistics of another type than the block's, as those of halves are.
-    """
-    large = x.numel() >= _FEWEST_ELEMENTS and x.shape[1] >= _FEWEST_CHANNELS
-    if not large or x.is_cuda or x.dtype != mean.dtype or not fills_channels_last(x):
-        y, _, _ = torch.native_batch_norm(x, weight, bias, mean, variance, False, 0.0, eps)
-        return y
-    gain = scale if weight is None else scale * weight
-    shift = -mean * gain if bias is None else torch.addcmul(bias, mean, gain, value=-1)
-    return torch.addcmul(_by_channel(shift, x), x, _by_channel(gain, x))
-
-
-def _by_channel(values: Tensor, x: Tensor) -> Tensor:
-    """Return one value for each channel of `x` in a shape that is broadcast to it."""
-    return values.view(1, -1, *(1,) * (x.dim() - 2))
-
-
-def _sums(
-    dy: Tensor, x: Tensor, mean: Tensor, variance: Tensor, scale: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """Return, per channel, the sums of dy * (x - mean) / deviation and of dy over this rank's
-    elements.
-
-    They are its parts of the gradients of weight and bias.
-    """
-    if not x.numel():
-        nothing = torch.zeros_like(mean)
-        return nothing, nothing
-    # torch takes mean and variance on CPUs; mean, scale and the type of the weight on GPUs.
-    statistics = (mean, mean, variance, mean, scale, False, eps, [False, True, True])
-    sums = torch.ops.aten.native_batch_norm_backward
-    if not (adds_up_too_many(x) and has_channels_last(dy)):
-        _, of_weight, of_bias = sums(dy, x, *statistics)
-        return of_weight, of_bias
-    pieces = zip(pieces_to_add_up(dy), pieces_to_add_up(x), strict=True)
-    parts = [sums(*piece, *statistics)[1:] for piece in pieces]
-    of_weight, of_bias = (torch.stack(p).sum(0) for p in zip(*parts, strict=True))
-    return of_weight, of_bias

@@ -6,10 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from distconv.comm.packing import has_channels_last
 from distconv.geometry.layout import cutting_axes
-from distconv.ops.norm.affine import check_parameter_types, per_channel, scale_and_shift_blocks
 from distconv.ops.norm.batch_norm import own_channels
-from distconv.ops.norm.moments import Standardize, element_counts_of_peers
+from distconv.ops.norm.moments import element_counts_of_peers
+from distconv.ops.norm.normalize import Form, check_parameter_types, normalize
 from distconv.ops.support.merged import works_on_channels
 from distconv.ops.support.metadata_checks import any_type, check_on_meta
 from distconv.ops.support.operands import Placement, as_distributed, common_grid, uncut
@@ -42,13 +43,13 @@ def group_norm(
     groups = x.shard.shape[1] // max(channels, 1)
     spatial = tuple(range(2, x.dim()))
     group = cutting_axes(cuts[2:])
-    if not group and x.shard.numel():
-        # torch.nn.functional would look at the size of this block once more.
-        shard = torch.group_norm(x.shard, groups, weight, bias, eps)
+    block = x.shard
+    if not group and block.numel() and not has_channels_last(block):
+        # torch.nn.functional would look at the size of this block once more. With channels last
+        # torch takes several times as long, and E[x^2] - E[x]^2 for the variance.
+        shard = torch.group_norm(block, groups, weight, bias, eps)
         return DistTensor(shard, x.shape, cuts, x.grid)
     counts = element_counts_of_peers(Placement.of(x), spatial, group, block=channels)
-    grouped = x.shard.unflatten(1, (groups, channels))
-    over = tuple(range(2, grouped.dim()))
-    shard, _, _ = Standardize.apply(grouped, over, x.grid, group, counts, eps)
-    weight, bias = per_channel(weight, x.dim()), per_channel(bias, x.dim())
-    return scale_and_shift_blocks(x, shard.flatten(1, 2), weight, bias)
+    form = Form(groups, of_each_sample=True)
+    shard = normalize(block, weight, bias, form, x.grid, group, counts, eps)
+    return DistTensor(shard, x.shape, cuts, x.grid)

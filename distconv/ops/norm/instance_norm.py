@@ -10,9 +10,9 @@ from torch import Tensor
 
 from distconv.comm.collectives import all_reduce
 from distconv.geometry.layout import cutting_axes
-from distconv.ops.norm.affine import check_parameter_types, per_channel, scale_and_shift
 from distconv.ops.norm.batch_norm import batch_norm, gather_running_statistics, own_channels
-from distconv.ops.norm.moments import Standardize, element_counts_of_peers
+from distconv.ops.norm.moments import element_counts_of_peers
+from distconv.ops.norm.normalize import Form, check_parameter_types, normalize
 from distconv.ops.support.merged import works_on_channels
 from distconv.ops.support.metadata_checks import any_type, check_on_meta
 from distconv.ops.support.operands import Placement, as_distributed, common_grid
@@ -69,11 +69,12 @@ def instance_norm(
     spatial = tuple(range(2, x.dim()))
     group = cutting_axes(x.cuts[2:])
     counts = element_counts_of_peers(Placement.of(x), spatial, group)
-    shard, mean, variance = Standardize.apply(x.shard, spatial, x.grid, group, counts, eps)
-    if running_mean is not None and running_var is not None and elements:
-        # The running statistics take the mean over the samples.
-        unbiased = variance * (elements / (elements - 1))
-        sums = torch.stack([mean.flatten(1).sum(0), unbiased.flatten(1).sum(0)])
+
+    def update(mean: Tensor, variance: Tensor) -> None:
+        """Let the running statistics follow the mean over the samples."""
+        if running_mean is None or running_var is None or not elements:
+            return
+        sums = torch.stack([mean, variance * (elements / (elements - 1))]).sum(1)
         axes = cutting_axes(x.cuts[:1])
         total = all_reduce(sums, x.grid, axes) if axes else sums
         running = running_mean, running_var
@@ -83,5 +84,8 @@ def instance_norm(
                 assert t is not None
                 t.lerp_((batch / x.shape[0]).to(t.dtype), momentum)
         gather_running_statistics(x, running, own, "instance_norm")
-    weight, bias = per_channel(weight, x.dim()), per_channel(bias, x.dim())
-    return scale_and_shift(x, shard, weight, bias, "instance_norm")
+
+    weight, bias = (own_channels(t, x, "instance_norm") for t in (weight, bias))
+    form = Form(x.shard.shape[1], of_each_sample=True)
+    shard = normalize(x.shard, weight, bias, form, x.grid, group, counts, eps, update)
+    return DistTensor(shard, x.shape, x.cuts, x.grid)

@@ -1,27 +1,24 @@
-"""Mean and variance over dimensions that may be cut, and standardisation by them.
+"""Mean and variance over dimensions that may be cut.
 
-Each rank's mean and sum of squared deviations are combined by the pairwise update of Chan, Golub
+Means and variances of channels, and of ranks, are combined by the pairwise update of Chan, Golub
 and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances" (1979),
 which does not cancel as E[x^2] - E[x]^2 does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from distconv.comm.collectives import all_gather, all_reduce
-from distconv.comm.packing import fills_channels_last, has_channels_last
-from distconv.comm.shard_function import ShardFunction
+from distconv.comm.collectives import all_gather
+from distconv.comm.packing import has_channels_last
 from distconv.geometry.layout import rank_box
 from distconv.grid.interface import Grid
 from distconv.ops.support.constants import remembered
-from distconv.ops.support.first_order import first_order
 from distconv.ops.support.operands import Placement
 from distconv.ops.support.types import accumulation_type, to_accumulation_type
 
@@ -40,173 +37,78 @@ def element_counts_of_peers(
 
 
 def moments(
-    x: Tensor, over: Sequence[int], grid: Grid, group: tuple[str, ...], counts: Sequence[int]
+    x: Tensor,
+    over: tuple[int, ...],
+    rows: tuple[int, int, int],
+    grid: Grid,
+    group: tuple[str, ...],
+    counts: tuple[int, ...],
 ) -> tuple[Tensor, Tensor]:
-    """Return mean and biased variance over dimensions and over the ranks along `group`.
+    """Return mean and biased variance (samples, groups), in float64.
 
-    Those ranks call it; `counts` tells how many elements each of them contributes. The results are
-    flat, in the order of the other dimensions, in the type in which sums are accumulated.
+    They are taken over the dimensions `over` of the block `x`, over the channels of a group, and
+    over the ranks along `group`, which all call it.
+
+    Parameters
+    ----------
+    rows: samples, groups, and channels of a group: the sizes of the other dimensions.
+    counts: the elements that a statistic takes on each of the ranks.
     """
-    local = _variances_and_means(x, over, grid.computes_on_gpu)
-    if not group:
-        return local[1], local[0]
-    return _of_all(all_gather(local, grid, group), counts)
+    means, variances = _means_and_variances(x, over, grid.computes_on_gpu)
+    parts = torch.stack([means, variances]).double().view(2, *rows)
+    # A group of one channel is that channel.
+    parts = parts.squeeze(3) if rows[2] == 1 else _of_all(parts, 1 / rows[2], -1)
+    if group:
+        gathered = all_gather(parts, grid, group).transpose(0, 1)
+        parts = _of_all(gathered, _shares(parts.device, counts), 0)
+    return parts[0], parts[1]
 
 
-def _of_all(parts: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return mean and variance of all elements, from variances and means (parts, 2, channels) of
-    parts with so many each.
+def _of_all(parts: Tensor, share: Tensor | float, along: int) -> Tensor:
+    """Return mean and variance of all elements, (2, ...), from those of parts along a dimension.
+
+    `share` is the share of all elements that each part has.
     """
-    variances, means = parts.unbind(1)
-    share = _share(parts.device, tuple(counts), parts.dtype)
-    mean = (share * means).sum(0)
-    deviations = means - mean
-    return mean, (share * variances.addcmul_(deviations, deviations)).sum(0)
+    means, variances = parts
+    mean = (means * share).sum(along, keepdim=True)
+    variance = ((means - mean).square_().add_(variances) * share).sum(along)
+    return torch.stack([mean.squeeze(along), variance])
 
 
 @remembered
-def _share(device: torch.device, counts: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return the share of all elements that each part has, to multiply its moments by."""
+def _shares(device: torch.device, counts: tuple[int, ...]) -> Tensor:
+    """Return the share of all elements that each rank has, to multiply (ranks, ., .) by."""
     numbers = torch.tensor(counts, dtype=torch.float64, device=device) / max(sum(counts), 1)
-    return numbers.to(dtype).view(-1, 1)
+    return numbers.view(-1, 1, 1)
 
 
-def _variances_and_means(x: Tensor, over: Sequence[int], on_gpu: bool) -> Tensor:
-    """Return variance and mean of this rank's elements, flat along the dimensions that are kept."""
-    if not x.numel():
-        kept = prod(n for d, n in enumerate(x.shape) if d not in over)
-        return x.new_zeros((2, kept), dtype=accumulation_type(x.dtype))
-    first = next((d for d in range(x.dim()) if d not in over), None)
-    of_channels = first == 1 and len(over) == x.dim() - 1
-    if of_channels and not on_gpu and _sums_fast(x):
-        return _variance_and_mean_of_channels(x)
-    if x.numel() <= _PIECE or on_gpu or first is None:
-        return _variance_and_mean(x, over, on_gpu).flatten(1)
-    # In pieces, whose differences from the mean fit into memory that is used again.
-    if of_channels and has_channels_last(x):
-        return _variance_and_mean_by_rows(x, over).flatten(1)
-    pieces = [_variance_and_mean(piece, over, False) for piece in _pieces(x, first)]
-    return torch.cat(pieces, first + 1).flatten(1)
-
-
-_PIECE = 2**19
+_PIECE = 2**18
 """Elements at once: fresh memory of the size of an activation costs more than the arithmetic."""
 
 
-def _pieces(x: Tensor, d: int) -> Sequence[Tensor]:
-    return x.split(max(1, _PIECE * x.shape[d] // x.numel()), d)
-
-
-def _variance_and_mean(x: Tensor, over: Sequence[int], on_gpu: bool) -> Tensor:
-    """Return variance and mean in two stable passes.
-
-    torch.var_mean takes ten times as long on CPUs.
-    """
-    wide = to_accumulation_type(x)
+def _means_and_variances(x: Tensor, over: tuple[int, ...], on_gpu: bool) -> Sequence[Tensor]:
+    """Return mean and variance of this rank's elements, flat, in two stable passes."""
+    kind = accumulation_type(x.dtype)
+    if not x.numel():
+        kept = prod(n for d, n in enumerate(x.shape) if d not in over)
+        return x.new_zeros((2, kept), dtype=kind).unbind()
     if on_gpu:
-        return torch.stack(torch.var_mean(wide, tuple(over), correction=0, keepdim=True))
-    mean = wide.mean(tuple(over), keepdim=True)
-    variance = (wide - mean).square_().mean(tuple(over), keepdim=True)
-    return torch.stack([variance, mean])
+        variance, mean = torch.var_mean(to_accumulation_type(x), over, correction=0)
+        return mean.flatten(), variance.flatten()
+    # torch.var_mean takes thirty times as long on CPUs.
+    mean = x.mean(over, keepdim=True, dtype=kind)
+    along = 2 if has_channels_last(x) else 1
+    length = max(1, _PIECE * x.shape[along] // x.numel())
+    if length >= x.shape[along]:
+        squares = _squares(x, mean, over)
+    elif along == 2:
+        squares = torch.stack([_squares(p, mean, over) for p in x.split(length, 2)]).sum(0)
+    else:
+        pieces = zip(x.split(length, 1), mean.split(length, 1), strict=True)
+        squares = torch.cat([_squares(*piece, over) for piece in pieces], 1)
+    return mean.flatten(), squares.flatten() / (x.numel() // mean.numel())
 
 
-def _variance_and_mean_by_rows(x: Tensor, over: Sequence[int]) -> Tensor:
-    """Return the same of a block with channels last, in which pieces of all channels are runs."""
-    mean = x.mean(tuple(over), keepdim=True, dtype=accumulation_type(x.dtype))
-    squares = [
-        (to_accumulation_type(piece) - mean).square_().sum(tuple(over), keepdim=True)
-        for piece in _pieces(x, 2)
-    ]
-    return torch.stack([torch.stack(squares).sum(0) / (x.numel() // x.shape[1]), mean])
-
-
-_MANY_CHANNELS = 32
-"""Channels from which torch was measured to add up each faster, where they are last in memory."""
-
-
-def _sums_fast(x: Tensor) -> bool:
-    return x.shape[1] >= _MANY_CHANNELS and fills_channels_last(x)
-
-
-def _variance_and_mean_of_channels(x: Tensor) -> Tensor:
-    """Return variance and mean of each channel without memory of the size of the block."""
-    pieces = list(pieces_to_add_up(x)) if adds_up_too_many(x) else [x]
-    parts = [_variance_and_mean_of_piece(to_accumulation_type(p)) for p in pieces]
-    if len(parts) == 1:
-        return parts[0]
-    mean, variance = _of_all(torch.stack(parts), [p.numel() for p in pieces])
-    return torch.stack([variance, mean])
-
-
-def _variance_and_mean_of_piece(x: Tensor) -> Tensor:
-    """Return the variance by torch's batch norm, and the mean.
-
-    Batch norm adds up positions one by one, so that its own mean may be off by 3e-6. That hardly
-    changes the variance of these elements, but it does change their distance from those of others.
-    """
-    _, variance = torch.batch_norm_update_stats(x, None, None, 0.0)
-    return torch.stack([variance, x.mean((0, *range(2, x.dim())))])
-
-
-def _of_meta_tensor(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape[1]), x.new_empty(x.shape[1])
-
-
-_LIBRARY = torch.library.Library("aten", "IMPL")
-"""Holds what torch (up to 2.13) has no function for: statistics of tensors without elements."""
-if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::batch_norm_update_stats", "Meta"):
-    _LIBRARY.impl("batch_norm_update_stats", _of_meta_tensor, "Meta")
-
-_ADDED_UP = 2**18
-"""Elements of a block with channels last up to which torch's sums are right to 1e-5: it adds up all
-positions one by one in the type of the statistics."""
-
-
-def adds_up_too_many(x: Tensor) -> bool:
-    """Return whether sums by torch's batch norm are to be added up from those of pieces."""
-    return x.numel() > _ADDED_UP and not x.is_cuda and has_channels_last(x)
-
-
-def pieces_to_add_up(x: Tensor) -> Iterator[Tensor]:
-    """Yield runs of samples, or of rows of one sample, that are small enough for that."""
-    for some in x.split(max(1, _ADDED_UP * x.shape[0] // x.numel())):
-        yield from some.split(max(1, _ADDED_UP * x.shape[2] // some.numel()), 2)
-
-
-class Standardize(ShardFunction):
-    """(x - mean) / sqrt(variance + eps), with the moments over dimensions and ranks.
-
-    Returns the result, and mean and variance in the type in which they are accumulated.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        over: tuple[int, ...],
-        grid: Grid,
-        group: tuple[str, ...],
-        counts: tuple[int, ...],
-        eps: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        wide = to_accumulation_type(x)
-        kept = [1 if d in over else n for d, n in enumerate(x.shape)]
-        mean, variance = (m.view(kept) for m in moments(x, over, grid, group, counts))
-        scale = torch.rsqrt(variance + eps)
-        ctx.save_for_backward(x, mean, scale)
-        ctx.context = over, grid, group, sum(counts)
-        ctx.mark_non_differentiable(mean, variance)
-        return ((wide - mean) * scale).to(x.dtype), mean, variance
-
-    @staticmethod
-    @first_order("instance_norm, group_norm or layer_norm")
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, mean, scale = ctx.saved_tensors
-        over, grid, group, count = ctx.context
-        dy = to_accumulation_type(grads[0])
-        standard = (to_accumulation_type(x) - mean) * scale
-        sums = torch.stack([dy.sum(over, keepdim=True), (dy * standard).sum(over, keepdim=True)])
-        if group:
-            sums = all_reduce(sums, grid, group)
-        dx = scale * (dy - (sums[0] + standard * sums[1]) / count)
-        return dx.to(x.dtype), None, None, None, None, None
+def _squares(x: Tensor, mean: Tensor, over: tuple[int, ...]) -> Tensor:
+    """Return the sums of squared deviations from the mean."""
+    return torch.ops.aten.mse_loss(x, mean, 0).sum(over, keepdim=True)

@@ -8,14 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from distconv.comm.collectives import all_gather_with_grad, all_reduce, all_reduce_with_grad
+from distconv.comm.collectives import all_gather_with_grad, all_reduce_with_grad
 from distconv.comm.shard_function import ShardFunction
 from distconv.geometry.layout import cutting_axes
 from distconv.grid.interface import Grid
 from distconv.ops.reduce.sums import Dims, reduction_result
 from distconv.ops.shape.reshape import unsqueeze
 from distconv.ops.support.argument_forms import normalize_dim, normalize_dims
-from distconv.ops.support.first_order import first_order
 from distconv.ops.support.global_positions import global_numbers
 from distconv.ops.support.merged import works_along
 from distconv.tensor.dispatch import RULES, implements
@@ -64,7 +63,6 @@ class _Extremum(ShardFunction):
         return value
 
     @staticmethod
-    @first_order("amax or amin", linear=True)
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, value = ctx.saved_tensors
         over, grid, axes, nan_attains = ctx.movement
@@ -72,8 +70,7 @@ class _Extremum(ShardFunction):
         if nan_attains:
             attained |= x.isnan() & value.isnan()
         sums = torch.stack([grads[0], attained.sum(over, keepdim=True).to(x.dtype)])
-        if axes:
-            sums = all_reduce(sums, grid, axes)
+        sums = all_reduce_with_grad(sums, grid, axes)
         return attained * (sums[0] / sums[1]), None, None, None, None, None
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import distconv as dc
-from distconv.ops.norm import moments
+from distconv.ops.norm import moments, normalize
 from distconv.tensor import sample_format
 from tests.support.serial import deviation
 
@@ -227,23 +227,34 @@ def test_gradients_of_overlapped_pooling_keep_channels_last(pool: Any) -> None:
 @pytest.mark.parallel(RANKS)
 @pytest.mark.parametrize("samples", [1, 3])
 @pytest.mark.parametrize("channels", [3, 33])
-def test_batch_norm_of_large_blocks_goes_by_rows(
-    channels: int, samples: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("last", [True, False])
+@pytest.mark.parametrize("norm", ["batch", "group"])
+def test_norms_of_large_blocks_go_by_rows(
+    norm: str, last: bool, channels: int, samples: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(moments, "_PIECE", 64)
-    monkeypatch.setattr(moments, "_ADDED_UP", 24 * channels)
+    monkeypatch.setattr(normalize, "_ADDED_UP", 24 * channels)
+    monkeypatch.setattr(normalize, "_FEWEST", 0)
     torch.manual_seed(0)
     grid = dc.ProcessGrid(height=-1, device="cpu")
     x = (torch.randn(samples, channels, 24, 8, dtype=torch.float64) + 5).requires_grad_()
     weight, bias = torch.randn(2, channels, dtype=torch.float64)
     by = torch.randn(x.shape, dtype=torch.float64)
-    expected = F.batch_norm(x, None, None, weight, bias, training=True)
+
+    def normalized(x: Tensor) -> Tensor:
+        if norm == "batch":
+            return F.batch_norm(x, None, None, weight, bias, training=True)
+        return F.group_norm(x, 3, weight, bias)
+
+    expected = normalized(x)
     (of_x,) = torch.autograd.grad((expected * by).sum(), x)
-    d = dc.distribute_tensor(x.detach(), grid).contiguous(**LAST).requires_grad_()
-    made = F.batch_norm(d, None, None, weight, bias, training=True)
+    d = dc.distribute_tensor(x.detach(), grid)
+    d = (d.contiguous(**LAST) if last else d).requires_grad_()
+    made = normalized(d)
+    assert is_last(made) is last
     assert deviation(made.full_tensor(), expected) <= 1e-10
     (got,) = torch.autograd.grad((made * dc.distribute_tensor(by, grid)).sum(), d)
-    assert deviation(got.full_tensor(), of_x) <= 1e-10
+    assert deviation(got.full_tensor(), of_x) <= 1e-10 and is_last(got) is last
 
 
 @pytest.mark.parallel(RANKS)
