@@ -22,7 +22,7 @@ from distconv.ops.support.operands import common_grid, shard_of
 from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor, as_parameter
 from distconv.tensor.nested import Tensors, as_list, shards_of
-from distconv.tensor.ownership import SUMMED, meets, owned_among, started_at
+from distconv.tensor.ownership import SUMMED, meets, owned_among, reaches, started_at
 from distconv.tensor.recording import gradient_seed, whole_gradient
 from distconv.tensor.redistribution import redistribute
 
@@ -106,14 +106,27 @@ def grad(
     shards, seeds = _seeds(roots, grad_outputs, "grad")
     # Searched before the backward pass frees the graph.
     met = [create_graph and not isinstance(x, DistTensor) and meets(shards, x) for x in wanted]
+    leaves = shards_of(wanted)
     gradients = torch.autograd.grad(
-        shards,
-        shards_of(wanted),
-        seeds,
-        retain_graph,
-        create_graph,
-        allow_unused=materialize_grads if allow_unused is None else allow_unused,
+        shards, leaves, seeds, retain_graph, create_graph, allow_unused=True
     )
+    allow_unused = materialize_grads if allow_unused is None else allow_unused
+
+    def used(leaf: Tensor, part: Tensor | None) -> Tensor | None:
+        """Return a part on all ranks or on none, as their graphs are the same."""
+        if part is not None:
+            return part
+        # Of blocks without elements torch may leave out gradients that other ranks have.
+        if reaches(shards, leaf):
+            return torch.zeros_like(leaf)
+        if not allow_unused:
+            raise RuntimeError(
+                f"grad: an input of shape {tuple(leaf.shape)} appears to not have been used in the "
+                "graph of the outputs; set allow_unused=True to have None for it"
+            )
+        return None
+
+    parts = [used(*pair) for pair in zip(leaves, gradients, strict=True)]
 
     def whole(x: Tensor, part: Tensor | None, met: bool) -> Tensor | None:
         if part is None:
@@ -136,7 +149,7 @@ def grad(
             return part
         return DistTensor(total, x.shape, cuts, grid) if create_graph else total
 
-    return tuple(map(whole, wanted, gradients, met))
+    return tuple(map(whole, wanted, parts, met))
 
 
 @implements(torch.Tensor.register_hook)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -86,12 +86,19 @@ def owned_among(roots: Iterable[Tensor]) -> Tensor | None:
 
 def meets(roots: Iterable[Tensor], x: Tensor) -> bool:
     """Return whether `roots` depend on `x`, and not by what it was distributed to alone."""
+    return reaches(roots, x, replication.is_replicated)
+
+
+def reaches(
+    roots: Iterable[Tensor], x: Tensor, ends: Callable[[Any], bool] = lambda node: False
+) -> bool:
+    """Return whether a path of the graph leads from `roots` to `x`; none goes on where it `ends`."""
     edge = get_gradient_edge(x)[:2]
     seen: set[Any] = set()
     waiting: list[Any] = [root.grad_fn for root in roots]
     while waiting:
         node = waiting.pop()
-        if node is None or node in seen or replication.is_replicated(node):
+        if node is None or node in seen or ends(node):
             continue
         seen.add(node)
         if edge in node.next_functions:

@@ -154,8 +154,12 @@ def embedding(
         return cast(DistTensor, merge_as(embedding(unmerged(input), weight, padding_idx), shape))
     x = as_distributed(input, grid)
     table = gather_whole(weight, "embedding")
-    with in_range("embedding, position", x.shard, len(table)):
-        shard = F.embedding(x.shard, table, padding_idx)
+    own = x.shard
+    if input.numel() and not own.numel():
+        # Without positions torch cannot differentiate its gradient.
+        own = own.new_zeros([max(n, 1) for n in own.shape])
+    with in_range("embedding, position", own, len(table)):
+        shard = F.embedding(own, table, padding_idx)[tuple(slice(n) for n in x.shard.shape)]
     return DistTensor(shard, shape, (*x.cuts, ()), grid)
 
 

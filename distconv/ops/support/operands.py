@@ -127,6 +127,21 @@ def box_on_rank(shape: Sequence[int], cuts: Cuts, grid: Grid) -> Box:
     return rank_box(tuple(shape), cuts, grid.topology, grid.rank)
 
 
+def filled_block(block: Tensor, shape: Sequence[int] | None = None) -> Tensor:
+    """Return ones in place of a block without elements.
+
+    They hang on `block` in the autograd graph. Computed with in its place, they give all ranks the
+    same graph: torch leaves out gradients of what has no elements, and with them the exchanges that
+    other ranks wait for.
+
+    Parameters
+    ----------
+    shape: by default that of the block, with 1 for 0.
+    """
+    ones = block.new_ones([max(n, 1) for n in block.shape] if shape is None else tuple(shape))
+    return ones + block.sum().to(block.dtype)
+
+
 def empty_block(buffer: Tensor, shape: Shape) -> Tensor:
     """Return an empty block of `shape` that hangs on `buffer` in the autograd graph."""
     return buffer.reshape(-1)[:0].reshape(shape)

@@ -8,6 +8,7 @@ holds it raises.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from distconv.ops.support.operands import (
     as_distributed,
     box_on_rank,
     common_grid,
+    filled_block,
     local_operand,
     uncut,
 )
@@ -64,26 +66,17 @@ def apply_along(
         return (*kept, *((),) * (len(shape) - len(kept)))
 
     if 0 in x.shard.shape and input.numel():
-        result = _of_no_elements(function, x.shard, args, kwargs, shapes, cuts_of, x.grid)
+        result = function(filled_block(x.shard), *args, **kwargs)
+        result = _without_elements(result, shapes, cuts_of, x.grid)
     else:
         result = function(x.shard, *args, **kwargs)
     return distributed_results(result, shapes, cuts_of, x.grid)
 
 
-def _of_no_elements(
-    function: Callable[..., Any],
-    block: Tensor,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    shapes: Any,
-    cuts_of: Callable[[Shape], Cuts],
-    grid: Grid,
+def _without_elements(
+    result: Any, shapes: Any, cuts_of: Callable[[Shape], Cuts], grid: Grid
 ) -> Any:
-    """Return what a function, which may not take empty blocks, makes of one; part of the same
-    graph.
-    """
-    filled = block.new_ones([max(n, 1) for n in block.shape]) + block.sum().to(block.dtype)
-    result = function(filled, *args, **kwargs)
+    """Return the empty blocks of results that were computed from filled ones."""
 
     def none_of(part: Tensor, shape: Shape) -> Tensor:
         box = box_on_rank(shape, cuts_of(shape), grid)
@@ -120,7 +113,24 @@ def apply_to_batches(
         local_operand(x, (*batch, *x.shape[x.dim() - n :]), (*cuts, *((),) * n), grid, name)
         for x, n in zip(operands, inner, strict=True)
     ]
+
+    def cuts_of(shape: Shape) -> Cuts:
+        return (*cuts, *((),) * (len(shape) - len(batch)))
+
+    empty = prod(batch) and 0 in box_on_rank(batch, cuts, grid).shape
+    if empty:
+        blocks = [_matrices(x, n) for x, n in zip(blocks, inner, strict=True)]
     result = function(*blocks, *args, **kwargs)
-    return distributed_results(
-        result, shapes, lambda shape: (*cuts, *((),) * (len(shape) - len(batch))), grid
-    )
+    if empty:
+        result = _without_elements(result, shapes, cuts_of, grid)
+    return distributed_results(result, shapes, cuts_of, grid)
+
+
+def _matrices(block: Tensor, inner: int) -> Tensor:
+    """Return identities in place of an empty batch of matrices, as ones may have no inverse."""
+    if block.numel():
+        return block
+    filled = filled_block(block)
+    if inner < 2:
+        return filled
+    return filled * torch.eye(*block.shape[-2:], dtype=block.dtype, device=block.device)

@@ -10,7 +10,7 @@ from torch import Tensor
 from distconv.geometry.index_maps import IndexMap, Same, Window
 from distconv.geometry.layout import Cuts
 from distconv.ops.support.argument_forms import Sizes, to_tuple
-from distconv.ops.support.operands import box_on_rank
+from distconv.ops.support.operands import box_on_rank, filled_block
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.redistribution import gather_inputs
 
@@ -74,10 +74,6 @@ def apply_windows(
     )
 
 
-_FAR = 2**16
-"""How far a window needs to move at most to leave a plane without elements."""
-
-
 def window_needs(windows: Sequence[Window], cuts: Cuts) -> list[IndexMap]:
     """Return the inputs to gather for windows over the last dimensions, which are cut by the last
     `cuts`.
@@ -100,10 +96,8 @@ def windowed_block(
     """
     left = tuple(w.padding[0] if by_itself else 0 for w, by_itself in _padding(windows, cuts))
     if prod(block) == 0:
-        # The local operator refuses empty planes, but not an empty batch.
-        extents = [w.extent + min(w.stride, _FAR) for w in windows]
-        buffer = buffer.reshape(0, buffer.shape[1], *extents)
-        return compute(buffer, left).reshape(block)
+        window = filled_block(buffer, (1, buffer.shape[1], *(w.extent for w in windows)))
+        return compute(window, left)[:0].reshape(block)
     return compute(buffer, left)
 
 
