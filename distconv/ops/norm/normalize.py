@@ -32,7 +32,7 @@ from distconv.tensor.dist_tensor import DistTensor
 
 
 class Form(NamedTuple):
-    """What has statistics of its own in a block (N, C, *spatial): all of it that `groups` leave.
+    """The dimensions of a block (N, C, *spatial) over which statistics are taken.
 
     Attributes
     ----------
