@@ -223,7 +223,13 @@ def _recorded_gradients(
 def _gain(scale: Tensor, weight: Tensor | None) -> Tensor:
     """Return scale times weight, for samples, groups, and channels of a group."""
     scale = scale.unsqueeze(2)
-    return scale if weight is None else scale * weight.reshape(scale.shape[1], -1)
+    return scale if weight is None else scale * _of_groups(weight, scale)
+
+
+def _of_groups(parameter: Tensor, like: Tensor) -> Tensor:
+    """Return a weight or bias as (groups, channels of a group), with the groups of `like`."""
+    groups = like.shape[1]
+    return parameter.reshape(groups, parameter.numel() // max(groups, 1) or 1)
 
 
 def _weighed(
@@ -239,7 +245,7 @@ def _weighed(
     gain = in_type(_gain(scale, weight), accumulation_type(x.dtype))
     shift = -mean.unsqueeze(2) * gain
     if bias is not None:
-        shift = shift + bias.reshape(shift.shape[1], -1)
+        shift = shift + _of_groups(bias, shift)
     return _affine(x, gain, shift, form)
 
 
