@@ -92,7 +92,7 @@ def meets(roots: Iterable[Tensor], x: Tensor) -> bool:
 def reaches(
     roots: Iterable[Tensor], x: Tensor, ends: Callable[[Any], bool] = lambda node: False
 ) -> bool:
-    """Return whether a path of the graph leads from `roots` to `x`; none goes on where it `ends`."""
+    """Return whether a path of the graph leads from `roots` to `x` by no node that `ends` it."""
     edge = get_gradient_edge(x)[:2]
     seen: set[Any] = set()
     waiting: list[Any] = [root.grad_fn for root in roots]
