@@ -11,7 +11,7 @@ from torch import Tensor
 from distconv.comm.collectives import all_reduce
 from distconv.geometry.topology import AXES
 from distconv.ops.support.operands import common_grid
-from distconv.tensor.dispatch import RULES, implements
+from distconv.tensor.dispatch import RULES, UNCHECKED, implements
 from distconv.tensor.nested import shards_of
 
 _NAMES = (
@@ -68,3 +68,6 @@ def _of(operand: Any, i: int) -> Any:
 
 for _name in (*_NAMES, *_IN_PLACE):
     RULES[getattr(torch, f"_foreach_{_name}")] = _one_by_one(_name)
+
+# The methods check what belongs together; the lists may be of several grids.
+UNCHECKED.update(function for function in RULES if function.__name__.startswith("_foreach_"))

@@ -110,7 +110,8 @@ def way_out_of(function: Any) -> str:
 
 
 UNCHECKED = {torch.autograd.grad, torch.autograd.backward, torch.Tensor.__deepcopy__}
-"""Functions that take plain tensors as plain ones, or tensors that have been copied before."""
+"""Functions that take plain tensors as plain ones, tensors copied before, or those of lists one by
+one."""
 
 
 ALIASES = {"axis": "dim", "keepdims": "keepdim"}

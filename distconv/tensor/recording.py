@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -41,8 +41,20 @@ def check_brought(operator: str, x: Tensor) -> None:
         )
 
 
+def common_grid(operator: Callable[..., Any] | str, operands: Iterable[Any]) -> Grid:
+    """Return the one grid of all distributed operands; raise `ValueError` for several."""
+    grids = [x.grid for x in operands if isinstance(x, DistTensorBase)]
+    for grid in grids[1:]:
+        if grid is not grids[0] and grid != grids[0]:
+            raise ValueError(
+                f"{operator_name(operator)}: the tensors live on different grids, {grids[0]} and "
+                f"{grid}; make them on one"
+            )
+    return grids[0]
+
+
 def check_recorded(operator: Callable[..., Any] | str, *operands: Any) -> dict[int, Tensor]:
-    """Refuse operands whose gradients would be lost, or shared out over the ranks twice.
+    """Refuse operands of several grids, or whose gradients would be lost or shared out twice.
 
     Return what takes the place of plain operands that depend on leaves of no parallelized module,
     by their ids: the operands as values whose gradients are added up over the ranks.
@@ -69,6 +81,8 @@ def check_recorded(operator: Callable[..., Any] | str, *operands: Any) -> dict[i
             lost,
             way_out=ADVICE_FOR_FUNCTIONS,
         )
+    if len(distributed) > 1:
+        common_grid(operator, distributed)
     entered: dict[int, Tensor] = {}
     if len(distributed) == len(operands):
         return entered

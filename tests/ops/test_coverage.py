@@ -95,6 +95,35 @@ def test_a_sample_equals_serial(key: str) -> None:
                 _agrees(name, sample, grid, rng)
 
 
+@pytest.mark.parallel([2])
+@pytest.mark.parametrize("key", SAMPLED)
+@pytest.mark.filterwarnings("ignore")
+def test_operands_on_two_grids_are_refused(key: str) -> None:
+    grids = dc.ProcessGrid(height=2), dc.ProcessGrid(width=2)
+    layout = dc.Layout()
+    for name in SAMPLED[key]:
+        for sample in samples_of(name):
+            operands = [*sample.operands(plain=False), *sample.operands(plain=True)]
+            values = [o.values(random.Random(0), o.shape) for o in operands]
+            tensors = [dc.distribute_tensor(x, grids[i > 0], layout) for i, x in enumerate(values)]
+            if len(tensors) > 1:
+                with (
+                    noted(name, sample.args[1:]),
+                    pytest.raises(ValueError, match="on different grids"),
+                ):
+                    sample.call(name, *tensors)
+
+
+@pytest.mark.parallel([2])
+def test_lists_of_tensors_may_be_of_several_grids() -> None:
+    grids = dc.ProcessGrid(height=2), dc.ProcessGrid(width=2)
+    x, y = (dc.distribute_tensor(torch.ones(3, 4), grid) for grid in grids)
+    torch._foreach_add_([x, y], [x, y])
+    assert (x.full_tensor() == 2).all() and (y.full_tensor() == 2).all()
+    with pytest.raises(ValueError, match="on different grids"):
+        torch._foreach_add_([x, y], [y, x])
+
+
 ATTEMPTS = [
     ("x",),
     ("x", "x"),

@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 from types import MappingProxyType
 from typing import Any
 
@@ -83,6 +84,11 @@ def _label_sets(rng: random.Random, shape: Sequence[int]) -> Tensor:
 def _different(rng: random.Random, shape: Sequence[int]) -> Tensor:
     """Return positions of which no two are the same."""
     return torch.tensor(rng.sample(range(5), shape[0]))
+
+
+def _in_place(_: random.Random, shape: Sequence[int]) -> Tensor:
+    """Return for each position of a plane its own number there."""
+    return torch.arange(prod(shape[2:])).reshape(tuple(shape[2:])).expand(tuple(shape))
 
 
 def _ascending(rng: random.Random, shape: Sequence[int]) -> Tensor:
@@ -331,7 +337,7 @@ def _unpooled(n: int, plane: Operand) -> tuple[Sample, ...]:
         values, indices = pool(x, 2, return_indices=True)
         return function(values, indices, 2, output_size=x.shape[2:])
 
-    return (of(plane, through=through),)
+    return (of(plane, through=through), of(plane, Operand(plane.shape, _in_place), 1))
 
 
 def _backward(function: Any, x: Tensor) -> Tensor | None:
@@ -641,7 +647,11 @@ _SHAPES: Table = {
     **_each(
         "__getitem__", of(X, (..., slice(1, None, 2), slice(2, None))), of(X, (slice(None), DIM))
     ),
-    **_each("__setitem__", of(X, (..., slice(1, None, 2), 2), 2.5, through=_assigned)),
+    **_each(
+        "__setitem__",
+        of(X, (..., slice(1, None, 2), 2), 2.5, through=_assigned),
+        of(X, 0, Operand((4, 5, 7)), through=_assigned),
+    ),
     **_each("narrow", of(X, DIM, 1, 2)),
     **_each("select", of(X, DIM, 2)),
     **_each("index_select", of(X, DIM, Operand((6,), _integers, plain=True))),

@@ -21,6 +21,7 @@ from distconv.geometry.layout import (
 from distconv.geometry.topology import Topology
 from distconv.grid.interface import Grid
 from distconv.tensor.dist_tensor import DistTensor
+from distconv.tensor.recording import common_grid as common_grid
 from distconv.tensor.redistribution import redistribute
 
 
@@ -38,18 +39,6 @@ class Placement(NamedTuple):
         """Return the placement of `x`."""
         grid = x.grid
         return cls(tuple(x.shape), x.cuts, grid.topology, grid.rank, x.shard.dtype)
-
-
-def common_grid(operator: str, operands: Iterable[Any]) -> Grid:
-    """Return the one grid of all distributed operands; raise `ValueError` for several."""
-    grids = [x.grid for x in operands if isinstance(x, DistTensor)]
-    for grid in grids[1:]:
-        if grid is not grids[0] and grid != grids[0]:
-            raise ValueError(
-                f"{operator}: the tensors live on different grids, {grids[0]} and {grid}; "
-                "make them on one"
-            )
-    return grids[0]
 
 
 def as_distributed(x: Tensor, grid: Grid) -> DistTensor:
