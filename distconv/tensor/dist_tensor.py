@@ -22,6 +22,7 @@ from distconv.grid.interface import Grid
 from distconv.grid.order import SETTLED
 from distconv.grid.process_grid import ProcessGrid
 from distconv.grid.whereabouts import CURRENT, NO_CALL, operator_name, running
+from distconv.tensor import autocast
 from distconv.tensor.base import DistTensorBase
 from distconv.tensor.dispatch import (
     ALIASES,
@@ -466,6 +467,8 @@ def _run(
     out = named.pop("out", None)
     operands = tensors_in(*args, named)
     entered = {} if func in UNCHECKED else check_recorded(func, *operands)
+    if func not in UNCHECKED and autocast.is_on():
+        rule = autocast.under_autocast(rule, func, operands)
     if out is None:
         if entered:
             return _run_with(entered, rule, func, args, named)

@@ -1,0 +1,211 @@
+"""Autocast: the types in which torch computes a function, asked of its own dispatcher.
+
+torch converts operands beneath the functions that have rules. What it does with a call is seen on
+tensors without elements. Then the operands that it converts are converted before the rule gets
+them, which computes without autocast; if torch converts more on the way, the rule computes under
+autocast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from distconv.tensor.base import DistTensorBase
+from distconv.tensor.dispatch import RULES
+from distconv.tensor.ownership import OWNED
+
+is_on: Callable[[], bool] = torch._C._is_any_autocast_enabled
+"""Return whether autocast is on, for any device."""
+
+
+def under_autocast(
+    rule: Callable[..., Any], func: Callable[..., Any], operands: Sequence[Tensor]
+) -> Callable[..., Any]:
+    """Return the rule of a function with the types that autocast has for it.
+
+    torch has no autocast for tensors without elements.
+    """
+    device = next(x.grid.device.type for x in operands if isinstance(x, DistTensorBase))
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return rule
+
+    def converting(*args: Any, **kwargs: Any) -> Any:
+        types = _types(func, args, kwargs, device)
+        if types is None:
+            return rule(*args, **kwargs)
+        if any(types.operands):
+            following = iter(types.operands)
+            args, kwargs = _mapped((args, kwargs), lambda x: _in_type(x, next(following)))
+        try:
+            torch.set_autocast_enabled(device, types.others)
+            result = rule(*args, **kwargs)
+        finally:
+            torch.set_autocast_enabled(device, True)
+        return _in_type(result, types.result) if isinstance(result, Tensor) else result
+
+    return converting
+
+
+class _Types(NamedTuple):
+    """What torch makes of the types of a call."""
+
+    operands: tuple[torch.dtype | None, ...]
+    """The type of each tensor among the arguments, in order; None where it stays as it is."""
+    result: torch.dtype | None
+    """The type of the result, where that is one tensor."""
+    others: bool
+    """Whether torch converts other tensors, which it makes on the way."""
+
+
+_KNOWN: dict[Any, _Types | None] = {}
+"""What has been found out for calls by what they depend on; None where torch cannot tell."""
+
+
+def _types(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], device: str
+) -> _Types | None:
+    """Return the types of a call; None where torch's dispatcher cannot tell them."""
+    key = func, device, torch.get_autocast_dtype(device), _kind(args), _kind(kwargs)
+    try:
+        return _KNOWN[key]
+    except KeyError:
+        if len(_KNOWN) > 4096:
+            _KNOWN.clear()
+        found = _KNOWN[key] = _seen(func, args, kwargs, device)
+        return found
+
+
+def _kind(x: Any) -> Any:
+    """Return all of an argument that types may depend on."""
+    if isinstance(x, Tensor):
+        return x.dtype, x.dim()
+    if isinstance(x, (list, tuple)):
+        return type(x), *map(_kind, x)
+    if isinstance(x, dict):
+        return *x, *map(_kind, x.values())
+    return x if type(x) in _BY_VALUE else type(x)
+
+
+_BY_VALUE = {bool, str, torch.dtype}
+
+
+def _mapped(x: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return arguments with their tensors changed, always in the same order."""
+    if isinstance(x, Tensor):
+        return change(x)
+    if isinstance(x, dict):
+        return {k: _mapped(v, change) for k, v in x.items()}
+    if type(x) in (list, tuple):
+        return type(x)(_mapped(v, change) for v in x)
+    return x
+
+
+def _in_type(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Return `x` in a type, or as it is for None; a parameter's owner is known of its copy, too."""
+    if dtype is None or x.dtype == dtype:
+        return x
+    if isinstance(x, DistTensorBase):
+        converted: Tensor = RULES[Tensor.to](x, dtype)
+        return converted
+    y = x.to(dtype)
+    if OWNED in x.__dict__:
+        y.__dict__[OWNED] = x.__dict__[OWNED]
+    return y
+
+
+class StandIn(Tensor):
+    """A tensor without elements that torch's dispatcher takes for one on a device."""
+
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
+    meta: Tensor
+    uses: set[torch.dtype]
+    """The types in which it, or what it is a view of, has been used."""
+    family: list[StandIn]
+    """All that have been made of the same operands, and those."""
+
+    @staticmethod
+    def __new__(cls, meta: Tensor, device: str, family: list[StandIn]) -> StandIn:
+        make: Any = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+        self: StandIn = make(cls, meta.shape, meta.stride(), dtype=meta.dtype, device=device)
+        self.meta, self.uses, self.family = meta, set(), family
+        family.append(self)
+        return self
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, StandIn)]
+        first, converts = given[0], func is torch.ops.aten._to_copy.default
+        named = {k: "meta" if k == "device" else x for k, x in (kwargs or {}).items()}
+        if func in _COMPOSED and first is first.family[0]:
+            raise NotImplementedError(f"{func} converts within")
+        args, named = tree_map_only(Tensor, _without_elements, (tuple(args), named))
+        result = func(*args, **named)
+
+        def standing_in(made: Tensor) -> StandIn:
+            x = StandIn(made, first.device.type, first.family)
+            if func.is_view:
+                x.uses = first.uses
+            return x
+
+        if not func.is_view:
+            for x in given:
+                x.uses.add(result.dtype if converts else x.dtype)
+        return tree_map_only(Tensor, standing_in, result)
+
+
+def _without_elements(x: Tensor) -> Tensor:
+    return x.meta if isinstance(x, StandIn) else x.to("meta")
+
+
+_COMPOSED = {
+    torch.ops.aten.affine_grid_generator.default,
+    torch.ops.aten.linalg_pinv.atol_rtol_tensor,
+}
+"""Functions whose kernels call others that torch converts for, which is not seen from outside."""
+
+
+def _seen(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], device: str
+) -> _Types | None:
+    """Return the types of a call as torch's dispatcher has them for tensors without elements."""
+    if not (getattr(func, "__module__", None) or "torch").startswith("torch"):
+        return None
+    family: list[StandIn] = []
+
+    def stand_in(x: Tensor) -> StandIn:
+        return StandIn(torch.empty(x.shape, dtype=x.dtype, device="meta"), device, family)
+
+    try:
+        with torch.no_grad(), _disable_current_modes():
+            positional, named = _mapped((args, kwargs), stand_in)
+            operands = tuple(family)
+            made = func(*positional, **named)
+    except Exception:  # for instance, where the result depends on elements
+        return None
+    result = made.dtype if isinstance(made, Tensor) and made.is_floating_point() else None
+    own = {id(x.uses) for x in operands}
+    others = any(_converted(x) and (len(x.uses) > 1 or id(x.uses) not in own) for x in family)
+    widens = not any(x.dtype == result for x in operands)
+    types = []
+    for x in operands:
+        used = next(iter(x.uses)) if len(x.uses) == 1 and not others else None
+        if widens and used == x.dtype and used in _HALF:
+            # Some functions are asked to add up in the type of the result.
+            used = result
+        types.append(used if used and used.is_floating_point and used != x.dtype else None)
+    return _Types(tuple(types), result, others)
+
+
+_HALF = torch.float16, torch.bfloat16
+
+
+def _converted(x: StandIn) -> bool:
+    return any(dtype != x.dtype and dtype.is_floating_point for dtype in x.uses)
