@@ -19,12 +19,12 @@ from torch.utils.checkpoint import _CheckpointFrame
 
 from distconv.geometry.layout import Cuts, Shape
 from distconv.grid.interface import Grid
+from distconv.ops.support.merged import in_blocks
 from distconv.ops.support.operands import common_grid, shard_of
 from distconv.tensor.base import DistTensorBase
 from distconv.tensor.dispatch import refuse
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.eager import run_eagerly
-from distconv.tensor.nested import shards_of
 from distconv.tensor.recording import (
     ADVICE_FOR_FUNCTIONS,
     gradient_part,
@@ -108,7 +108,7 @@ class _Call:
     def run(self) -> Any:
         """Return what the Function returns, recorded on the shards."""
         arguments, self._arguments = self._arguments, ()
-        shards = shards_of(x for x in arguments if isinstance(x, Tensor))
+        shards = [shard_of(x) for x in arguments if isinstance(x, Tensor)]
         results = _OnShards.apply(self, arguments, *shards)
         outputs = tuple(
             x if place is None else place.tensor(x)
@@ -276,7 +276,8 @@ def _apply(cls: Any, *arguments: Any, **keywords: Any) -> Any:
         )
     grid = common_grid(name, tensors)
     given = recorded(name, _by_position(cls, arguments, keywords))
-    return _Call(cls, given, grid).run()
+    # The gradient of a merged tensor has its shape, which only its blocks have, too.
+    return _Call(cls, tuple(map(in_blocks, given)), grid).run()
 
 
 # Up to torch 2.13 beneath `Function.apply`, which programs keep by another name, maybe before

@@ -53,7 +53,7 @@ def under_autocast(
 
 
 class _Types(NamedTuple):
-    """What torch makes of the types of a call."""
+    """The types that torch gives the tensors of a call."""
 
     operands: tuple[torch.dtype | None, ...]
     """The type of each tensor among the arguments, in order; None where it stays as it is."""

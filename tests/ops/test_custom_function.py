@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import distconv as dc
+from tests.support.serial import agrees, random_tensor
 
 
 class Scale(torch.autograd.Function):
@@ -30,6 +33,40 @@ class Scale(torch.autograd.Function):
         of_mean = dmean[:, :, None, None].expand(x.shape) / (x.shape[2] * x.shape[3])
         dx = 2 * dy * x * weight.view(1, -1, 1, 1) * ctx.power + of_mean
         return dx, (dy * y).sum((0, 2, 3)) / weight, None
+
+
+class Square(torch.autograd.Function):
+    """A function that saves its input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return 2 * grads[0] * ctx.saved_tensors[0]
+
+
+RESHAPES: dict[str, Callable[[Tensor], Tensor]] = {
+    "planes": lambda x: x.flatten(2),
+    "rows": lambda x: x.permute(0, 2, 3, 1).reshape(-1, 3),
+    "everything": lambda x: x.reshape(-1),
+    "an operation on rows": lambda x: x.permute(0, 2, 3, 1).flatten(0, 2).exp(),
+}
+
+
+@pytest.mark.parallel([2, 4])
+@pytest.mark.parametrize("height", [1, 5])
+@pytest.mark.parametrize("axis", ["height", "sample"])
+@pytest.mark.parametrize("case", RESHAPES)
+def test_a_reshape_whose_cut_dimension_is_merged_has_its_gradient(
+    case: str, axis: str, height: int
+) -> None:
+    rng = random.Random(case)
+    x, grid = random_tensor(rng, (3, 3, height, 7)), dc.ProcessGrid(height=-1)
+    layout = dc.Layout(**{axis: "height"})
+    agrees(lambda x: Square.apply(RESHAPES[case](x)), [x], [], grid, rng, [layout])
 
 
 class Reverse(torch.autograd.Function):
