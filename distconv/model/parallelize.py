@@ -30,6 +30,7 @@ from distconv.tensor.dispatch import SERIAL, refuse
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.eager import check_untraced
 from distconv.tensor.ownership import OWNED
+from distconv.tensor.redistribution import check_grid
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -93,6 +94,7 @@ def parallelize(
     if not isinstance(module, nn.Module):
         raise TypeError(f"parallelize: {type(module).__name__} is not a torch.nn.Module")
     check_untraced("parallelize")
+    check_grid(grid)
     check_unwrapped(module)
     refuse_wrappers_around(reduction_of)
     if any(map(reduction_of, module.modules())):

@@ -148,6 +148,9 @@ class DistTensor(DistTensorBase):
             On every rank, naming the rank whose block is off and what it should hold.
         """
         check_untraced("DistTensor.from_local")
+        if not isinstance(local, Tensor):
+            kind = type(local).__name__
+            raise TypeError(f"from_local: local is a {kind}; pass torch.as_tensor(local)")
         cuts = cuts_of_layout(layout, grid, local.dim())
         with running("DistTensor.from_local"):
             if shape is not None:

@@ -90,6 +90,13 @@ def check_recorded(operator: Callable[..., Any] | str, *operands: Any) -> dict[i
     for x in operands:
         if isinstance(x, DistTensorBase) or not isinstance(x, Tensor) or OWNED in x.__dict__:
             continue
+        if x.layout is not torch.strided:
+            refuse(
+                operator_name(operator),
+                f"a tensor of layout {x.layout} meets distributed ones",
+                *operands,
+                way_out="Use x.to_dense()",
+            )
         plain.append(x)
         if x.requires_grad and _is_free(operator, x, operands):
             grid = distributed[0].grid if distributed else None

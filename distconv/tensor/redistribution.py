@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,11 +93,18 @@ def redistribute_once(x: Distributed, cuts: Cuts, operator: str) -> Distributed:
     return twin
 
 
+def check_grid(grid: Any) -> None:
+    """Raise `TypeError` for what is no grid."""
+    if not isinstance(grid, Grid):
+        raise TypeError(f"grid={grid!r} is not a ProcessGrid; make one by ProcessGrid(height=-1)")
+
+
 def cuts_of_layout(layout: Layout | None, grid: Grid, ndim: int) -> Cuts:
     """Return how a tensor of `ndim` dimensions is cut in a layout, or by default for None.
 
-    Raises `TypeError` for what is no `Layout`.
+    Raises `TypeError` for what is no `Layout`, and on no `ProcessGrid`.
     """
+    check_grid(grid)
     if layout is None:
         return default_cuts(ndim, grid.topology)
     if not isinstance(layout, Layout):

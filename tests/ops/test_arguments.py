@@ -35,8 +35,47 @@ ACCEPTED: dict[str, Callable[..., Any]] = {
     "numpy integers to roll": lambda x: x.roll(TWO, np.int64(2)),
     "numpy integers to repeat": lambda x: x.repeat(1, TWO, 1, 1),
     "a tensor to repeat": lambda x: x.repeat(1, 1, ONE, 1),
+    "a tuple as positions": lambda x: x[:, (0, 2)] + x[..., (0, 2), :, :],
     "strides beyond any plane": lambda x: F.conv2d(x, KERNEL, stride=HUGE),
 }
+
+TABLE = random_tensor(random.Random(8), (4, 3))
+LABELS = torch.arange(16).reshape(2, 8) % 4
+
+LOOKED_UP: dict[str, Callable[..., Any]] = {
+    "rows": lambda index, table: table[index],
+    "class weights": lambda index, table: table[:, 1][index],
+    "one of the columns": lambda index, table: table[index, 1],
+    "one-hot vectors": lambda index, table: torch.eye(4, dtype=table.dtype)[index] @ table,
+}
+
+
+@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parametrize("name", LOOKED_UP)
+@pytest.mark.parametrize("d", [0, 1])
+def test_a_plain_table_is_looked_up_by_a_cut_index(name: str, d: int) -> None:
+    grid, layout = dc.ProcessGrid(height=-1), dc.Layout.of((("height",) * (1 - d), ("height",) * d))
+    agrees(LOOKED_UP[name], [LABELS], [TABLE], grid, random.Random(name), [layout])
+
+
+@pytest.mark.parallel([1, 2])
+def test_no_grid_and_no_tensor_are_refused_by_name() -> None:
+    with pytest.raises(TypeError, match="grid=None is not a ProcessGrid"):
+        dc.DistTensor.from_local(TABLE, None)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="grid=None is not a ProcessGrid"):
+        dc.distribute_tensor(TABLE, None)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="grid=None is not a ProcessGrid"):
+        dc.parallelize(torch.nn.Linear(2, 2), None)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="local is a list"):
+        dc.DistTensor.from_local([1.0], dc.ProcessGrid(height=-1))  # type: ignore[arg-type]
+
+
+@pytest.mark.parallel([2])
+@pytest.mark.parametrize("function", [torch.matmul, torch.mul])
+def test_a_sparse_tensor_is_refused(function: Callable[..., Any]) -> None:
+    x, grid, sparse = torch.rand(4, 4), dc.ProcessGrid(height=-1), torch.eye(4).to_sparse()
+    refused(lambda x: function(sparse, x), [x], [], grid, random.Random(0))
+
 
 RAISED: dict[str, Callable[..., Any]] = {
     "negative padding": lambda x: F.conv2d(x, KERNEL, padding=-1),

@@ -528,6 +528,12 @@ _REDUCTIONS: Table = {
     **_each("aminmax", of(X), of(X, dim=1, keepdim=True)),
     **_each("dist", of(X, X), of(X, X, 3)),
     **_each("diff", of(X, 2), of(X, 1, DIM, Operand((3, 2, 5, 7)))),
+    **_each(
+        "torch.gradient",
+        of(X),
+        of(X, spacing=0.5, dim=2),
+        of(X, dim=(1, 3), spacing=[2.0, 3.0], edge_order=2),
+    ),
     **_each("trapezoid trapz", of(X, dx=0.5, dim=1), of(X, VECTOR), of(X, X, dim=2)),
     **_each("cumulative_trapezoid", of(X, dx=0.5, dim=1), of(X, VECTOR)),
     **_each("frexp", of(X, through=_undifferentiated)),

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from distconv.ops.reduce.norms import norm
 from distconv.ops.shape.indexing import cat
-from distconv.ops.support.argument_forms import normalize_dim
+from distconv.ops.support.argument_forms import normalize_dim, normalize_dims
 from distconv.ops.support.metadata_checks import check_on_meta
 from distconv.ops.support.operands import as_distributed, common_grid
-from distconv.tensor.dispatch import implements
+from distconv.tensor.dispatch import implements, refuse
+from distconv.tensor.dist_tensor import DistTensor
 
 
 def _neighbours(x: Tensor, d: int) -> tuple[Tensor, Tensor]:
@@ -42,6 +43,38 @@ def diff(
         later, earlier = _neighbours(result, d)
         result = later ^ earlier if x.dtype == torch.bool else later - earlier
     return result
+
+
+@implements(torch.gradient)
+def gradient(
+    input: DistTensor, *, spacing: Any = 1, dim: Any = None, edge_order: int = 1
+) -> tuple[Tensor, ...]:
+    """Return the estimated derivative along each of some dimensions; neighbours send halos."""
+    steps = spacing if isinstance(spacing, (list, tuple)) else [spacing]
+    if any(isinstance(h, Tensor) for h in steps):
+        refuse(
+            "gradient",
+            "coordinates as spacing are not supported",
+            input,
+            way_out="Pass the distances of neighbours as numbers",
+        )
+    check_on_meta(torch.gradient, input, spacing=spacing, dim=dim, edge_order=edge_order)
+    dims = () if dim == () else normalize_dims(dim, input.dim())
+    steps = steps if len(steps) == len(dims) else [spacing] * len(dims)
+    return tuple(_derivative(input, d, h, edge_order) for d, h in zip(dims, steps, strict=True))
+
+
+def _derivative(x: DistTensor, d: int, h: float, edge_order: int) -> Tensor:
+    """Return central differences along a dimension, and one-sided ones at its two ends."""
+    n = x.shape[d]
+
+    def end(first: int, towards: int) -> Tensor:
+        near = [x.narrow(d, first + towards * i, 1) for i in range(edge_order + 1)]
+        change = near[1] - near[0] if edge_order == 1 else 2 * near[1] - 1.5 * near[0] - near[2] / 2
+        return change * (towards / h)
+
+    middle = (x.narrow(d, 2, n - 2) - x.narrow(d, 0, n - 2)) / (2 * h)
+    return cat([end(0, 1), middle, end(n - 1, -1)], d)
 
 
 def _spacing(y: Tensor, x: Tensor | None, dx: Any, d: int) -> Any:

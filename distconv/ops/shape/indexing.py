@@ -37,7 +37,7 @@ from distconv.tensor.redistribution import gather_inputs
 
 
 @implements(torch.Tensor.__getitem__)
-def getitem(input: DistTensor, index: Any) -> DistTensor:
+def getitem(input: Tensor, index: Any) -> DistTensor:
     """Return a part by integers, slices with positive steps, None, an ellipsis, tensors and lists.
 
     What a mask picks is whole on every rank. Where there are several tensors, everything is made
@@ -50,6 +50,7 @@ def getitem(input: DistTensor, index: Any) -> DistTensor:
         return _masked(input, items, masks[0])
     if masks or len(tensors) > 1:
         return _picked(input, items)
+    input = as_distributed(input, common_grid("indexing", (input, *items)))
     if len(tensors) == 1:
         return _looked_up(input, items, tensors[0])
     picks = index_per_dimension(input, items)
@@ -207,8 +208,8 @@ def assign_picked(input: DistTensor, items: tuple[Any, ...], value: Any) -> None
 
 
 def _listed(item: Any) -> Any:
-    """Return a list or an array of integers as the tensor that torch makes of it."""
-    if isinstance(item, (list, range, np.ndarray)):
+    """Return a list, a tuple or an array of integers as the tensor that torch makes of it."""
+    if isinstance(item, (list, tuple, range, np.ndarray)):
         tensor = torch.as_tensor(item)
         # No positions at all are no floating-point numbers.
         return tensor if tensor.numel() else tensor.long()
