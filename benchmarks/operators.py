@@ -1,10 +1,10 @@
 """Which of torch's operators a cut network spends its loss in.
 
 `mpiexec -n 2 python -m benchmarks.operators "residual, 32 channels, 128^2"` profiles three of the
-steps that `bench loss` compares: the cut one without messages, that of one rank, and plain torch on
-a block of the same shape. It prints the operators and autograd functions in which they differ most,
-with the time that each spends outside of others. The profiler makes all of them slower, small ones
-most.
+steps that `benchmarks step` compares: the cut one without messages, the one of one rank, and torch
+by default on a block of the same shape. It prints the operators and autograd functions in which
+they differ most, with the time that each spends outside of others. The profiler makes all of them
+slower, small ones most.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from collections.abc import Callable
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.networks import NETWORKS
 from distconv.planning.table import table
-from distconv.tools.bench.loss import CASES, variants
-from distconv.tools.bench.networks import Network
+from distconv.tools.bench.network import Network
+from distconv.tools.bench.own_step import CUT, REDUCTIONS, variants
+from distconv.tools.bench.plain import DEFAULT
 from distconv.tools.bench.settings import Settings
 from distconv.transport.launch import mpi
 
@@ -35,8 +37,9 @@ def operators(network: Network, steps: int, rows: int) -> str:
     rows: how many operators are named.
     """
     grid = Settings().grid(len(network.shape))
-    _, _, silent, *_, on_one_rank, plain = variants(network, grid)
-    runs = {"cut": silent, "one rank": on_one_rank, "plain": plain}
+    apart = variants(network, grid)
+    silent, on_one_rank = apart.without[REDUCTIONS], apart.without[CUT]
+    runs = {"cut": silent, "one rank": on_one_rank, "plain": apart.plain[DEFAULT]}
     for run in runs.values():
         for _ in range(_WARM_UP):
             run()
@@ -76,7 +79,7 @@ def _profiled(run: Callable[[], None]) -> list[tuple[str, float]]:
 def main() -> None:
     """Print the table of one network."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.operators")
-    names = {network.name: network for network in CASES}
+    names = {network.name: network for network in NETWORKS}
     parser.add_argument("network", choices=names)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--rows", type=int, default=25)

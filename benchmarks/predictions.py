@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from mpi4py import MPI
 from torch import Tensor, nn
 
+from benchmarks.networks import classes, cosmoflow
 from benchmarks.record import machine as describe_machine
 from benchmarks.resnet import resnet50
 from distconv.geometry.layout import Layout, default_cuts
@@ -33,10 +34,10 @@ from distconv.planning.prediction import in_words
 from distconv.planning.table import size, table
 from distconv.tensor.dist_tensor import DistTensor, distribute_tensor
 from distconv.tools.bench.memory import peak_of
-from distconv.tools.bench.model import step_of
-from distconv.tools.bench.networks import MAXIMUM, Network, UNet3d, cosmoflow
+from distconv.tools.bench.network import Network, step_of
 from distconv.tools.bench.settings import by
 from examples.mesh_tangling.network import mesh_tangling_1k, mesh_tangling_2k
+from examples.unet3d.network import UNet3d
 
 MACHINE = "predictions-machine.json"
 """The file of the machine on which all is measured."""
@@ -57,11 +58,6 @@ class Case(NamedTuple):
     grids: tuple[dict[str, int], ...]
 
 
-def classes(made: tuple[int, ...]) -> Tensor:
-    """Return random labels for logits of this shape."""
-    return torch.randint(made[1], (made[0], *made[2:]))
-
-
 def mesh(make: Callable[..., nn.Module], name: str, samples: int, extent: int) -> Network:
     """Return a mesh-tangling network at a quarter of its width, on smaller meshes."""
     return Network(
@@ -73,13 +69,12 @@ def mesh(make: Callable[..., nn.Module], name: str, samples: int, extent: int) -
     )
 
 
-def flow(extent: int, samples: int, **options: Any) -> Network:
+def flow(extent: int, samples: int, form: str = "average") -> Network:
     """Return CosmoFlow at a quarter of its width."""
-    name = "maximum" if options else "average"
     return Network(
-        f"CosmoFlow, {name} pooling, {extent}^3",
+        f"CosmoFlow, {form} pooling, {extent}^3",
         # The head is that of the whole volume, also where a rank has a part.
-        lambda spatial: cosmoflow((extent,) * 3, **options),
+        lambda spatial: cosmoflow((extent,) * 3, form),
         (samples, 4, extent, extent, extent),
         lambda made: torch.rand(made[0], 4),
         F.mse_loss,
@@ -90,7 +85,7 @@ def unet(extent: int, samples: int) -> Network:
     """Return the 3-D U-Net at a quarter of its width."""
     return Network(
         f"3-D U-Net, {extent}^3",
-        lambda spatial: UNet3d(),
+        lambda spatial: UNet3d(classes=3, width=0.25),
         (samples, 1, extent, extent, extent),
         classes,
         F.cross_entropy,
@@ -117,7 +112,7 @@ CASES = (
     Case(mesh(mesh_tangling_1k, "1K", 1, 512), (ONE, {"height": 2})),
     Case(mesh(mesh_tangling_2k, "2K", 2, 512), (ONE, *_PLANE)),
     Case(flow(64, 2), (ONE, *_VOLUME)),
-    Case(flow(32, 4, form=MAXIMUM), (ONE, {"sample": 2}, {"depth": 2})),
+    Case(flow(32, 4, "maximum"), (ONE, {"sample": 2}, {"depth": 2})),
     Case(unet(32, 4), (ONE, *_VOLUME)),
     Case(unet(64, 1), (ONE, {"depth": 2})),
     Case(resnet(128, 8, 2), (ONE, *_PLANE)),

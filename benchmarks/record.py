@@ -20,8 +20,10 @@ from pathlib import Path
 import torch
 from mpi4py import MPI
 
+from benchmarks.__main__ import BENCHMARKS
 from distconv.planning import allocator
-from distconv.tools.bench import BENCHMARKS, Settings, as_table
+from distconv.tools.bench.report import as_table
+from distconv.tools.bench.settings import Settings
 
 
 def record(path: Path, settings: Settings, names: Iterable[str]) -> None:

@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from benchmarks.networks import cosmoflow
 from distconv.planning.machine import Link, Machine
 from distconv.planning.operators import OperatorTimes
 from distconv.planning.prediction import Prediction, predicted, record_ranks
 from distconv.planning.recording import Recording
 from distconv.planning.scaling_plots import COLOURS, STYLE, axis_of_ranks
-from distconv.tools.bench.networks import cosmoflow, mesh_tangling
-from examples.mesh_tangling.network import mesh_tangling_2k
+from examples.mesh_tangling.network import mesh_tangling_1k, mesh_tangling_2k
 
 MACHINE = Path(__file__).parents[1] / "machines" / "lassen.json"
 
@@ -85,7 +85,7 @@ EXPERIMENTS = (
     Experiment(
         "mesh-1k-weak",
         "mesh tangling 1K, weak scaling, 1 GPU a sample",
-        partial(mesh_tangling, 1024, 1),
+        mesh_tangling_1k,
         (1, 18, 1024, 1024),
         _weak({}),
         "GPUs",
@@ -107,7 +107,7 @@ EXPERIMENTS = (
     Experiment(
         "cosmoflow-512-strong",
         "CosmoFlow 512^3, strong scaling, 4 samples",
-        partial(cosmoflow, (512, 512, 512), 1),
+        partial(cosmoflow, (512, 512, 512), width=1.0),
         (1, 4, 512, 512, 512),
         (
             {"sample": 4, "depth": 2, "height": 2, "width": 2},

@@ -42,7 +42,7 @@ from distconv.planning.prediction import in_words, record_rank
 from distconv.planning.recording import Compute, HostWork
 from distconv.planning.table import table
 from distconv.planning.timeline import host_seconds
-from distconv.tools.bench.networks import Network
+from distconv.tools.bench.network import Network
 from distconv.tools.bench.settings import by
 from distconv.transport.interface import Message, Request
 from distconv.transport.wrapped import WrappedTransport

@@ -71,10 +71,10 @@ def pytest_pycollect_makeitem(
 
 
 SLOWEST = [
-    *("grid/test_workers.py", "tools/test_gpu_benchmarks.py", "training/test_lost_ranks.py"),
+    *("grid/test_workers.py", "benchmarks/test_gpu_benchmarks.py", "training/test_lost_ranks.py"),
     *("ops/test_fake_gpu.py", "examples/test_methods.py", "grid/test_torchrun.py"),
     *("grid/test_stall.py", "grid/test_interrupt.py", "examples/test_mesh_training.py"),
-    *("examples/test_mesh_torchrun.py", "grid/test_abort.py", "tools/test_commits.py"),
+    *("examples/test_mesh_torchrun.py", "grid/test_abort.py", "benchmarks/test_commits.py"),
     *("training/test_saved_together.py", "examples/test_mesh_demo.py", "planning/test_commands.py"),
     *("tools/test_command_line.py", "examples/test_mesh_jobs.py", "planning/test_search.py"),
 ]

@@ -26,7 +26,7 @@ from benchmarks.gpu.shards import PLANE, VOLUME, shards
 from benchmarks.gpu.waits import waits
 from benchmarks.record import machine
 from distconv import ProcessGrid
-from distconv.tools.bench import Row
+from distconv.tools.bench.report import Row
 
 SECONDS = 1.5
 """Seconds that the rounds of a part, or of a cut, take about."""

@@ -8,8 +8,7 @@ from functools import partial
 from benchmarks.gpu.cases import Case, Step, cut, module, plain
 from benchmarks.gpu.clock import alternate, peak_of
 from distconv import ProcessGrid, parallelize
-from distconv.tools.bench import Row
-from distconv.tools.bench.report import over
+from distconv.tools.bench.report import Row, over
 from distconv.tools.bench.settings import by
 
 

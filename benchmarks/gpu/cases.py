@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from itertools import takewhile
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks import layer
+from benchmarks.networks import classes
 from distconv import DistTensor
 from distconv.geometry.layout import default_cuts
 from distconv.grid.interface import Grid
 from distconv.tensor.dist_tensor import local_box
-from distconv.tools.bench import layer
-from distconv.tools.bench.networks import AVERAGE, MAXIMUM, UNet3d, cosmoflow
+from examples.cosmoflow.network import FORMS, CosmoFlowNet
 from examples.mesh_tangling.network import mesh_tangling_1k, mesh_tangling_2k
+from examples.unet3d.network import UNet3d
 
 Step = Callable[[], None]
 
@@ -59,15 +60,6 @@ def _layer(name: str, make: Callable[[], nn.Module], *shape: int) -> Case:
     return Case(name, (1, *shape), make, layer.step_of)
 
 
-def _classes(made: tuple[int, ...]) -> Tensor:
-    return torch.randint(made[1], (made[0], *made[2:]))
-
-
-def features(network: nn.Sequential) -> nn.Sequential:
-    """Return the network without its head, which needs whole planes: up to the first `Flatten`."""
-    return nn.Sequential(*takewhile(lambda part: not isinstance(part, nn.Flatten), network))
-
-
 LAYERS = (
     _layer(
         "16 -> 16, 3x3, 1024^2",
@@ -100,8 +92,8 @@ MESH_2K = Case(
     published="16 GPUs close to 4 times as fast as 2",
 )
 UNET = Case(
-    *("3-D U-Net, 128^3", (1, 1, 128, 128, 128), lambda: UNet3d(1)),
-    *(trained(F.cross_entropy), _classes),
+    *("3-D U-Net, 128^3", (1, 1, 128, 128, 128), lambda: UNet3d(classes=3)),
+    *(trained(F.cross_entropy), classes),
 )
 _HALF = trained(F.mse_loss, torch.bfloat16)
 NETWORKS = (
@@ -113,18 +105,18 @@ NETWORKS = (
         Case(
             f"CosmoFlow, {name} pooling, {size}^3",
             (1, 4, size, size, size),
-            partial(cosmoflow, (size,) * 3, 1, form),
+            partial(CosmoFlowNet, form, size),
             _SQUARES,
         )
         for size in (128, 256)
-        for name, form in (("average", AVERAGE), ("maximum", MAXIMUM))
+        for name, form in FORMS.items()
     ),
     UNET,
 )
 COSMOFLOW_512 = Case(
     "CosmoFlow without its head, average pooling, 512^3",
     (1, 4, 512, 512, 512),
-    lambda: features(cosmoflow((512,) * 3, 1)),
+    lambda: CosmoFlowNet(FORMS["average"], 512).blocks,
     _SQUARES,
 )
 

@@ -13,14 +13,13 @@ import torch
 from benchmarks.gpu.alone import on_grid
 from benchmarks.gpu.cases import Case
 from benchmarks.gpu.waits import waits
+from benchmarks.halo import exchange, plan_of
 from distconv import DistTensor, ProcessGrid
 from distconv.geometry.layout import default_cuts
 from distconv.planning.alternation import Contender, alternate
 from distconv.planning.table import size
 from distconv.tensor.dist_tensor import local_box
-from distconv.tools.bench import Row
-from distconv.tools.bench.halo import exchange, plan_of
-from distconv.tools.bench.report import over
+from distconv.tools.bench.report import Row, over
 
 TRANSPORTS = "torch", "mpi", "nccl"
 """The default comes first, as nothing is measured after a transport has failed."""

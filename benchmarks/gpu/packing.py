@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.clock import Run, alternate
+from benchmarks.halo import plan_of
 from distconv import DistTensor
 from distconv.geometry.layout import default_cuts
 from distconv.planning.dry_run import DryRunGrid
 from distconv.planning.table import size
 from distconv.tensor.dist_tensor import local_box
-from distconv.tools.bench import Row
-from distconv.tools.bench.halo import plan_of
-from distconv.tools.bench.report import over
+from distconv.tools.bench.report import Row, over
 from distconv.tools.bench.settings import by
 
 CASES: tuple[tuple[tuple[int, ...], dict[str, int]], ...] = (

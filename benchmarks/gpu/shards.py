@@ -30,8 +30,7 @@ from distconv.planning.machine import Machine
 from distconv.planning.table import table
 from distconv.tensor.dist_tensor import local_box
 from distconv.tensor.ownership import own
-from distconv.tools.bench import Row
-from distconv.tools.bench.report import over
+from distconv.tools.bench.report import Row, over
 from distconv.tools.bench.settings import by
 
 MACHINES = Path(__file__).parents[2] / "machines"

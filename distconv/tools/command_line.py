@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from math import prod
 from typing import Any, NamedTuple
 
@@ -12,17 +12,8 @@ import torch
 
 from distconv.grid.process_grid import ProcessGrid
 from distconv.model.input_layouts import match_layouts
-from distconv.tools.arguments import BadArguments, RankParser, grid_axes, picture, shape
-from distconv.tools.bench import (
-    BENCHMARKS,
-    OF_NETWORKS,
-    Row,
-    Settings,
-    as_table,
-    named_network,
-    plot,
-)
-from distconv.tools.commands import calibrate, launch, plan, predict, scale, timeline
+from distconv.tools.arguments import BadArguments, RankParser
+from distconv.tools.commands import bench, calibrate, launch, plan, predict, scale, timeline
 from distconv.tools.commands.module_options import (
     add_dtype_option,
     add_grid_option,
@@ -36,7 +27,6 @@ from distconv.tools.progress import Progress
 from distconv.tools.verify import Comparison, verify
 from distconv.tools.verify import listed as comparisons_listed
 from distconv.tools.version import __version__
-from distconv.transport.torch_communicator import TorchCommunicator
 from distconv.transport.world import world, world_if_rank
 
 
@@ -179,78 +169,6 @@ def _verify(arguments: argparse.Namespace) -> int:
     return int(not verification.ok)
 
 
-def _bench_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("benchmark", choices=BENCHMARKS, help="what is measured")
-    parser.add_argument(
-        "--grid",
-        type=grid_axes,
-        metavar="AXIS=RANKS,...",
-        help="of layer, model, loss and memory; by default all ranks along the first spatial "
-        "dimension. Also of the networks of memory_format, by default along height, then width",
-    )
-    parser.add_argument(
-        "--model",
-        metavar="MODULE:FACTORY",
-        help=f"of {', '.join(OF_NETWORKS)}: a network of your own, as in package.module or "
-        "./file.py; it has to take a rank's block alone, too",
-    )
-    parser.add_argument("--shape", type=shape, metavar="N,C,...", help="of its input, as a whole")
-    parser.add_argument("--threads", type=int, default=1, help="of every rank (%(default)s)")
-    parser.add_argument(
-        "--seconds", type=float, default=5.0, help="about how long one case takes (%(default)s)"
-    )
-    parser.add_argument("--json", action="store_true", help="one line of JSON for every row")
-    parser.add_argument("--plot", type=picture, metavar="FILE", help="draw the rows into a picture")
-
-
-_BESIDE_MPI = "halo", "overhead", "loss"
-"""The benchmarks that need MPI itself."""
-
-
-def _rows(arguments: argparse.Namespace, settings: Settings) -> Iterator[Row]:
-    """Return the rows of a benchmark, of the user's network where one is named."""
-    name = arguments.benchmark
-    if (arguments.model is None) != (arguments.shape is None):
-        raise BadArguments("--model and --shape go together")
-    if arguments.model is None:
-        return BENCHMARKS[name](settings)
-    if name not in OF_NETWORKS:
-        raise BadArguments(f"--model is an option of {', '.join(OF_NETWORKS)}, not of {name}")
-    network = named_network(arguments.model, arguments.shape, settings)
-    return OF_NETWORKS[name](settings, [network])
-
-
-def _bench(arguments: argparse.Namespace) -> int:
-    if arguments.grid is not None:
-        _grid(arguments.grid, "bench")
-    if arguments.benchmark == "halo" and world().size == 1:
-        raise BadArguments("one rank has no halos; start it with mpiexec -n 2 or more")
-    if arguments.benchmark in _BESIDE_MPI and isinstance(world(), TorchCommunicator):
-        raise BadArguments(
-            f"{arguments.benchmark} measures beside messages of MPI itself, which has not started "
-            "the ranks; start it with mpiexec -n 2 or more"
-        )
-    torch.set_num_threads(arguments.threads)
-    settings = Settings(arguments.grid, arguments.threads, arguments.seconds)
-    rows = _rows(arguments, settings)
-    first = world().rank == 0
-
-    def show(rows: list[Row]) -> None:
-        if not arguments.json:
-            print(as_table(rows))
-
-    with Progress[Row](lambda row: f"{row.case}, {row.measure}", show, first) as progress:
-        for row in rows:
-            progress(row)
-            if first and arguments.json:
-                print(row.json(), flush=True)
-    if first:
-        show(progress.rows)
-    if first and arguments.plot is not None:
-        plot(progress.rows, arguments.plot)
-    return 0
-
-
 COMMANDS = {
     "explain": Command(
         "tell what each layer would do on a grid, without running it", _explain_options, _explain
@@ -258,12 +176,7 @@ COMMANDS = {
     "verify": Command(
         "compare every layer on a grid with the serial program", _verify_options, _verify
     ),
-    "bench": Command(
-        "measure layers, channels, halos, models, their losses, memory or overheads beside their "
-        "bounds",
-        _bench_options,
-        _bench,
-    ),
+    "bench": Command(bench.PURPOSE, bench.options, bench.run),
     "calibrate": Command(calibrate.PURPOSE, calibrate.options, calibrate.run),
     "predict": Command(predict.PURPOSE, predict.options, predict.run),
     "plan": Command(plan.PURPOSE, plan.options, plan.run),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 from torch import Tensor, nn
 
@@ -41,24 +42,33 @@ class CosmoFlowNet(nn.Module):
 
     Args:
         form: of the network.
-        size: W, a power of two from 8; log2(W) - 2 blocks halve it to 4.
+        size: W, a power of two from 8; log2(W) - 2 blocks halve it to 4. The sides (D, H, W) of
+            a part of such a volume, the longest of them whole, give the network of that part.
         width: multiplies the filters of every block and the outputs of the head.
         batch_norm: whether a batch norm follows each convolution, which then has no bias.
     """
 
-    def __init__(self, form: Form, size: int, width: float = 1.0, batch_norm: bool = False) -> None:
+    def __init__(
+        self,
+        form: Form,
+        size: int | Sequence[int],
+        width: float = 1.0,
+        batch_norm: bool = False,
+    ) -> None:
         super().__init__()
-        if size < 2 * BOTTOM or size & (size - 1):
+        self.sides = (size,) * 3 if isinstance(size, int) else tuple(size)
+        longest = max(self.sides)
+        if longest < 2 * BOTTOM or longest & (longest - 1):
             raise ValueError(
-                f"volumes of {size}^3 do not fit the networks; their sides are powers of two, from "
-                f"{2 * BOTTOM}"
+                f"volumes of {longest}^3 do not fit the networks; their sides are powers of two, "
+                f"from {2 * BOTTOM}"
             )
         if not width > 0:
             raise ValueError(f"width={width} must be positive; 1.0 is the published network")
-        self.size = size
         layers: list[nn.Module] = []
         channels = CHANNELS
-        for place in range((size // BOTTOM).bit_length() - 1):
+        halvings = (longest // BOTTOM).bit_length() - 1
+        for place in range(halvings):
             filters = max(1, round(width * min(form.first * 2**place, form.last)))
             layers.append(nn.Conv3d(channels, filters, 3, padding=1, bias=not batch_norm))
             layers += [nn.BatchNorm3d(filters)] if batch_norm else []
@@ -66,13 +76,14 @@ class CosmoFlowNet(nn.Module):
             layers.append(nn.AvgPool3d(3, 2, 1) if form.average else nn.MaxPool3d(2))
             channels = filters
         self.blocks = nn.Sequential(*layers)
-        self.head = _head(channels * BOTTOM**3, [max(1, round(width * n)) for n in form.head])
+        left = prod(-(-n // 2**halvings) for n in self.sides)
+        self.head = _head(channels * left, [max(1, round(width * n)) for n in form.head])
 
     def forward(self, density: Tensor) -> Tensor:
         """Map normalised densities (samples, 4, W, W, W) to parameters (samples, 4)."""
-        if tuple(density.shape[2:]) != (self.size,) * 3:
+        if tuple(density.shape[2:]) != self.sides:
             raise ValueError(
-                f"expected volumes of {self.size}^3, not {tuple(density.shape[2:])}; make a "
+                f"expected volumes of {self.sides}, not {tuple(density.shape[2:])}; make a "
                 "network of their size"
             )
         parameters: Tensor = self.head(self.blocks(density).flatten(1))

@@ -27,7 +27,7 @@ def test_importing_the_library_does_not_start_mpi(tmp_path: Path) -> None:
     program = """
 import sys
 import distconv, distconv.layers, distconv.tools.arguments
-import distconv.tools.bench, distconv.tools.command_line
+import distconv.tools.command_line
 assert "mpi4py.MPI" not in sys.modules
 distconv.ProcessGrid()
 assert "mpi4py.MPI" in sys.modules

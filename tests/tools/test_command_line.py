@@ -66,25 +66,16 @@ import sys
 sys.modules["mpi4py"] = None  # as where it cannot be loaded
 import torch
 import distconv.planning.alternation
-from distconv.tools.bench import BENCHMARKS
-from distconv.tools.bench.layer import Case, layers
-from distconv.tools.bench.memory import memory
-from distconv.tools.bench.networks import NETWORKS
 from distconv.tools.command_line import main
 
 distconv.planning.alternation.ROUNDS = 2, 2
-case = Case("tiny", lambda: torch.nn.Conv2d(2, 3, 3, padding=1), (1, 2, 8, 6))
-network = NETWORKS[0]._replace(shape=(*NETWORKS[0].shape[:2], 32, 32))
-BENCHMARKS["layer"] = lambda settings: layers(settings, [case])
-BENCHMARKS["memory"] = lambda settings: memory(settings, [network])
 tanh = "torch.nn:Tanh", "--shape", "2,3,9,7", "--grid", "height=2"
 assert main(["explain", *tanh]) == main(["verify", *tanh]) == 0
-assert main(["bench", "layer", "--seconds", "0"]) == main(["bench", "memory"]) == 0
 study = "--shape", "2,3,9,7", "--ranks", "1,2", "--rounds", "2", "--predict-ranks", "4"
 machine = ["--machine", sys.argv[1], "--output", sys.argv[2]]
 assert main(["scale", "strong", "torch.nn:Tanh", *study, *machine]) == 0
 try:
-    main(["bench", "halo"])
+    main(["bench", "torch.nn:Tanh", "2,3,9,7"])
 except SystemExit as end:
     assert end.code == 2
     print("done")
@@ -101,12 +92,10 @@ def test_all_commands_run_under_torchrun_without_mpi(tmp_path: Path) -> None:
     for words in (
         "kept for backward",
         "all agree",
-        "over no communication",
-        "over share of serial",
         "strong scaling of torch.nn:Tanh, 2 rounds",
     ):
         assert end.stdout.count(words) == 1, end.stdout
-    assert "halo measures beside messages of MPI itself" in end.stderr
+    assert "start them with mpiexec -n 2 or more" in end.stderr
 
 
 FILE = """

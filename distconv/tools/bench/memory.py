@@ -20,8 +20,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from distconv.grid.process_grid import ProcessGrid
 from distconv.model.parallelize import parallelize
 from distconv.planning.alternation import sleep_until_all_are_here
-from distconv.tools.bench.model import cut_sample, sample, step_of
-from distconv.tools.bench.networks import NETWORKS, Network
+from distconv.tools.bench.network import Network, cut_sample, sample, step_of
 from distconv.tools.bench.report import Row
 from distconv.tools.bench.settings import Settings, by
 from distconv.tools.explain import explain
@@ -42,7 +41,7 @@ class Peak(NamedTuple):
     step: int
 
 
-def memory(settings: Settings, networks: Sequence[Network] = NETWORKS[:2]) -> Iterator[Row]:
+def memory(settings: Settings, networks: Sequence[Network]) -> Iterator[Row]:
     """Yield two rows for each network; all ranks call it."""
     for network in networks:
         grid = settings.grid(len(network.shape))

@@ -12,13 +12,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from benchmarks.layer import step_of
 from distconv.geometry.layout import Layout
 from distconv.grid.process_grid import ProcessGrid
 from distconv.layers import Conv2d
 from distconv.model.parallelize import parallelize
 from distconv.planning.alternation import Contender, alternate
 from distconv.tensor.dist_tensor import distribute_tensor
-from distconv.tools.bench.layer import step_of
 from distconv.tools.bench.report import Row, over, speedup
 from distconv.tools.bench.settings import Settings, by, chain
 

@@ -19,21 +19,22 @@ import benchmarks.gpu.__main__ as command
 import distconv as dc
 from benchmarks.gpu import cases, clock, packing
 from benchmarks.gpu.alone import alone, on_grid
-from benchmarks.gpu.cases import Case, cut, features, module, plain, trained
+from benchmarks.gpu.cases import Case, cut, module, plain, trained
 from benchmarks.gpu.messages import messages
 from benchmarks.gpu.needs import missing
 from benchmarks.gpu.page import Page, Part
 from benchmarks.gpu.shards import PLANE, VOLUME, Shard, network_alone, predict, shards
 from benchmarks.gpu.shards import packing as packing_of
 from benchmarks.gpu.waits import calls_of, waits, waits_in
+from benchmarks.layer import step_of
 from distconv.ops.support.method import METHODS
 from distconv.planning.dry_run import DryRunGrid, Traffic
 from distconv.planning.links import collective_cost, messages_cost
-from distconv.tools.bench import Row
-from distconv.tools.bench.layer import step_of
 from distconv.tools.bench.memory import Peak
-from distconv.tools.bench.networks import MAXIMUM, UNet3d, cosmoflow
+from distconv.tools.bench.report import Row
+from examples.cosmoflow.network import FORMS, CosmoFlowNet
 from examples.mesh_tangling.network import mesh_tangling_1k
+from examples.unet3d.network import UNet3d
 from tests.planning.machines import described
 
 CPU = torch.device("cpu")
@@ -54,13 +55,17 @@ VOLUMES = Case("volumes", (1, 2, 8, 8, 8), lambda: nn.Conv3d(2, 2, 3, padding=1)
 MESH = Case(
     *("mesh", (1, 18, 64, 64), partial(mesh_tangling_1k, 1 / 32, 64), SQUARES, torch.rand, 1.02),
 )
+
+
+def _features() -> nn.Module:
+    return CosmoFlowNet(FORMS["average"], 64, 1 / 8).blocks
+
+
 COSMOFLOW = Case(
-    "CosmoFlow", (1, 4, 16, 16, 16), partial(cosmoflow, (16,) * 3, 4, MAXIMUM), SQUARES
+    *("CosmoFlow", (1, 4, 16, 16, 16), lambda: CosmoFlowNet(FORMS["maximum"], 16, 0.25), SQUARES)
 )
-FEATURES = Case(
-    *("features", (1, 4, 64, 64, 64), lambda: features(cosmoflow((64,) * 3, 8)), SQUARES)
-)
-UNET = cases.UNET._replace(shape=(1, 1, 32, 32, 32), make=lambda: UNet3d(16))
+FEATURES = Case(*("features", (1, 4, 64, 64, 64), _features, SQUARES))
+UNET = cases.UNET._replace(shape=(1, 1, 32, 32, 32), make=lambda: UNet3d(classes=3, width=1 / 16))
 HALF = MESH._replace(name="half", step=trained(F.mse_loss, torch.bfloat16))
 
 

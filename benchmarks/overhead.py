@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.halo import plan_of, sendrecv
+from benchmarks.layer import step_of
 from distconv.geometry.index_maps import Same, Window
 from distconv.geometry.layout import default_cuts, rank_box
 from distconv.geometry.plan import make_plan
@@ -23,8 +25,6 @@ from distconv.ops.support.method import method
 from distconv.planning.alternation import Contender, alternate, spread
 from distconv.planning.dry_run import DryRunGrid
 from distconv.tensor.dist_tensor import DistTensor, distribute_tensor
-from distconv.tools.bench.halo import plan_of, sendrecv
-from distconv.tools.bench.layer import step_of
 from distconv.tools.bench.report import Row, minus, over
 from distconv.tools.bench.settings import Settings, by, chain
 from distconv.transport.launch import mpi

@@ -1,0 +1,122 @@
+"""A network that is measured, and training steps of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from distconv.geometry.layout import Layout, default_cuts
+from distconv.grid.process_grid import ProcessGrid
+from distconv.tensor.dist_tensor import DistTensor, local_box
+from distconv.tensor.sample_format import in_sample_format
+from distconv.tools.arguments import BadArguments
+from distconv.tools.bench.settings import Settings, by
+from distconv.tools.factories import made, made_everywhere
+from distconv.transport.world import world
+
+_SEED = 0
+
+
+class Network(NamedTuple):
+    """A network, the shape of a training sample, and its target."""
+
+    name: str
+    make: Callable[[Sequence[int]], nn.Module]
+    """Makes the network for an input of these spatial sizes."""
+    shape: tuple[int, ...]
+    """The global shape of the input."""
+    target: Callable[[tuple[int, ...]], Tensor] = torch.rand
+    """Makes the target from the shape of the network's output."""
+    loss: Callable[[Tensor, Tensor], Tensor] = F.mse_loss
+    over_plain: float | None = None
+    """The longest that a step should take, in times of the best plain torch on the block."""
+    remarks: tuple[str, ...] = ()
+    """Words for its configuration."""
+
+
+def sample(network: Network, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Return a random input of this shape, and the target that the network should predict."""
+    y = network.target(tuple(result_on_meta(network, shape).shape))
+    return torch.randn(shape), y
+
+
+def result_on_meta(network: Network, shape: tuple[int, ...]) -> Any:
+    """Return the result of the network for an input of this shape, without elements."""
+    with torch.device("meta"), torch.no_grad():
+        return network.make(shape[2:])(torch.empty(shape))
+
+
+def cut_sample(network: Network, grid: ProcessGrid) -> tuple[DistTensor, DistTensor]:
+    """Return input and target as DistTensors, of which a rank never holds more than its block."""
+    ndim = len(network.shape)
+    # A target that is not cut has to be the same on all ranks.
+    torch.manual_seed(0)
+    x, y = sample(network, local_box(network.shape, grid).shape)
+    layout = None
+    if y.dim() == ndim - 1:
+        # One class for each position, without a dimension of channels.
+        samples, _, *spatial = default_cuts(ndim, grid.topology)
+        layout = Layout.of((samples, *spatial))
+    return _cut(x, grid, None), _cut(y, grid, layout)
+
+
+def _cut(block: Tensor, grid: ProcessGrid, layout: Layout | None) -> DistTensor:
+    """Return the DistTensor of a rank's block, which lies in memory as a loader leaves it."""
+    x = DistTensor.from_local(block, grid, layout)
+    return DistTensor(in_sample_format(block, x.shape, x.cuts, grid), x.shape, x.cuts, grid)
+
+
+def step_of(
+    network: Network, module: nn.Module, x: Tensor, y: Tensor, rate: float = 1e-3
+) -> Callable[[], None]:
+    """Return a training step on one sample, plain or distributed: forward, loss, backward, SGD."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=rate)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        network.loss(module(x), y).backward()
+        optimizer.step()
+
+    return step
+
+
+def named_network(factory: str, shape: tuple[int, ...], settings: Settings) -> Network:
+    """Return the network of a factory, which learns random numbers from inputs of a global shape.
+
+    All ranks call it.
+
+    Parameters
+    ----------
+    factory: as in all commands, `package.module:factory` or `./file.py:factory`.
+
+    Raises
+    ------
+    BadArguments
+        On every rank, where the network does not take such an input, or a block of it, or returns
+        anything but one tensor of real numbers.
+    """
+    if settings.extents is None and not 3 <= len(shape) <= 5:
+        raise BadArguments(f"--shape {by(shape)} has no spatial dimension to cut; give a --grid")
+    made_everywhere(factory, _SEED)
+    block = tuple(local_box(shape, settings.grid(len(shape))).shape)
+    network = Network(factory, lambda spatial: made(factory, _SEED), shape)
+    mine = _problem(network, shape) or _problem(network, block)
+    for rank, problem in enumerate(world().allgather(mine)):
+        if problem is not None:
+            raise BadArguments(f"{factory}, on rank {rank}: {problem}")
+    return network
+
+
+def _problem(network: Network, shape: tuple[int, ...]) -> str | None:
+    """Return why a step on an input of this shape cannot be measured; None where it can."""
+    try:
+        result = result_on_meta(network, shape)
+    except (RuntimeError, TypeError, ValueError) as error:
+        return f"an input of {by(shape)} raises {type(error).__name__}: {error}"
+    if isinstance(result, Tensor) and result.is_floating_point():
+        return None
+    return f"it returns {type(result).__name__}; a benchmark needs one tensor of real numbers"

@@ -1,0 +1,90 @@
+"""`python -m distconv bench`: takes a training step of the user's network apart."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+
+import torch
+
+from distconv.grid.process_grid import ProcessGrid
+from distconv.tools.arguments import BadArguments, grid_axes, picture, shape
+from distconv.tools.bench.network import named_network
+from distconv.tools.bench.own_step import own_step
+from distconv.tools.bench.report import Row, as_table, plot
+from distconv.tools.bench.settings import Settings
+from distconv.tools.progress import Progress
+from distconv.transport.torch_communicator import TorchCommunicator
+from distconv.transport.world import world
+
+PURPOSE = (
+    "measure a training step of a network beside the best plain torch, and where it loses time"
+)
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    add = parser.add_argument
+    add("factory", metavar="MODULE:FACTORY", help="as package.module:Net or ./file.py:Net")
+    add("shape", type=shape, metavar="N,C,...", help="of the input, as a whole")
+    run_options(parser)
+
+
+def run_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of everything that is measured."""
+    add = parser.add_argument
+    add(
+        "--grid",
+        type=grid_axes,
+        metavar="AXIS=RANKS,...",
+        help="by default all ranks along the first spatial dimension",
+    )
+    add("--threads", type=int, default=1, help="of every rank (%(default)s)")
+    add("--seconds", type=float, default=5.0, help="about how long a case takes (%(default)s)")
+    add("--json", action="store_true", help="one line of JSON for every row")
+    add("--plot", type=picture, metavar="FILE", help="draw the rows into a picture")
+
+
+def settings_of(arguments: argparse.Namespace) -> Settings:
+    """Return the settings that these options choose; all ranks call it.
+
+    Raises
+    ------
+    BadArguments
+        On every rank, where the grid does not fit the ranks, or MPI has not started them.
+    """
+    if isinstance(world(), TorchCommunicator):
+        raise BadArguments("MPI has not started the ranks; start them with mpiexec -n 2 or more")
+    if arguments.grid is not None:
+        try:
+            ProcessGrid(**arguments.grid, device="cpu")
+        except ValueError as error:
+            raise BadArguments(f"--grid: {error}") from None
+    torch.set_num_threads(arguments.threads)
+    return Settings(arguments.grid, arguments.threads, arguments.seconds)
+
+
+def show(rows: Iterable[Row], arguments: argparse.Namespace) -> None:
+    """Take the rows as they come, and print and draw them on rank 0; all ranks call it."""
+    first = world().rank == 0
+
+    def table(rows: list[Row]) -> None:
+        if not arguments.json:
+            print(as_table(rows))
+
+    with Progress[Row](lambda row: f"{row.case}, {row.measure}", table, first) as progress:
+        for row in rows:
+            progress(row)
+            if first and arguments.json:
+                print(row.json(), flush=True)
+    if first:
+        table(progress.rows)
+        if arguments.plot is not None:
+            plot(progress.rows, arguments.plot)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure the step of a network; all ranks call it."""
+    settings = settings_of(arguments)
+    show(own_step(settings, named_network(arguments.factory, arguments.shape, settings)), arguments)
+    return 0
