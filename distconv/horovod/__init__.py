@@ -7,27 +7,60 @@ matter of `distconv.parallelize`, which needs nothing of this.
 
 from typing import Any as _Any
 
-from distconv.horovod.broadcasts import (
+from distconv.horovod.collectives import (
+    Adasum,
+    Average,
+    Max,
+    Min,
+    Product,
+    ReduceOp,
+    Sum,
     allgather,
     allgather_async,
-    allgather_object,
-    barrier,
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    alltoall,
+    alltoall_async,
     broadcast,
     broadcast_,
     broadcast_async,
     broadcast_async_,
+    grouped_allgather,
+    grouped_allgather_async,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+    grouped_reducescatter,
+    grouped_reducescatter_async,
+    join,
+    reducescatter,
+    reducescatter_async,
+    sparse_allreduce_async,
+)
+from distconv.horovod.compression import Compression, Compressor
+from distconv.horovod.handles import poll, synchronize
+from distconv.horovod.job import HorovodInternalError
+from distconv.horovod.objects import (
+    allgather_object,
+    barrier,
     broadcast_object,
     broadcast_optimizer_state,
     broadcast_parameters,
 )
-from distconv.horovod.compression import Compression, Compressor
-from distconv.horovod.handles import poll, synchronize
-from distconv.horovod.job import (
+from distconv.horovod.optimizer import DistributedOptimizer
+from distconv.horovod.process_sets import (
+    ProcessSet,
+    add_process_set,
     ccl_built,
     cross_rank,
     cross_size,
     cuda_built,
     ddl_built,
+    get_process_set_ids_and_ranks,
+    global_process_set,
     gloo_built,
     gloo_enabled,
     init,
@@ -40,32 +73,27 @@ from distconv.horovod.job import (
     mpi_threads_supported,
     nccl_built,
     rank,
+    remove_process_set,
     rocm_built,
     shutdown,
     size,
 )
-from distconv.horovod.optimizer import DistributedOptimizer
-from distconv.horovod.reductions import (
-    Adasum,
-    Average,
-    Max,
-    Min,
-    Product,
-    ReduceOp,
-    Sum,
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    global_process_set,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-    join,
-)
 
 __all__ = [
+    "sparse_allreduce_async",
+    "remove_process_set",
+    "reducescatter_async",
+    "reducescatter",
+    "grouped_reducescatter_async",
+    "grouped_reducescatter",
+    "grouped_allgather_async",
+    "grouped_allgather",
+    "get_process_set_ids_and_ranks",
+    "alltoall_async",
+    "alltoall",
+    "add_process_set",
+    "ProcessSet",
+    "HorovodInternalError",
     "Adasum",
     "Average",
     "Compression",
@@ -121,27 +149,13 @@ __all__ = [
     "synchronize",
 ]
 
-_PROCESS_SETS = "make a distconv.ProcessGrid on some of the ranks, ProcessGrid([0, 1], sample=2)"
 _TIMELINE = 'record with distconv.timeline("trace.json"):'
 _WAYS_OUT = {
     "elastic": "save checkpoints, and let torchrun or the scheduler start the job again",
     "run": "start the script with mpiexec -n 4 or torchrun --nproc-per-node 4",
-    "ProcessSet": _PROCESS_SETS,
-    "add_process_set": _PROCESS_SETS,
-    "remove_process_set": _PROCESS_SETS,
-    "get_process_set_ids_and_ranks": _PROCESS_SETS,
     "start_timeline": _TIMELINE,
     "stop_timeline": _TIMELINE,
     "SyncBatchNorm": "train with distconv.parallelize, where batch normalisation is exact",
-    "alltoall": "exchange by allgather and take the own part",
-    "grouped_allgather": "call allgather for each tensor",
-    "grouped_allgather_async": "call allgather_async for each tensor",
-    "grouped_reducescatter": "use grouped_allreduce and take the own part",
-    "grouped_reducescatter_async": "use grouped_allreduce and take the own part",
-    "alltoall_async": "exchange by allgather and take the own part",
-    "reducescatter": "use allreduce and take the own part",
-    "reducescatter_async": "use allreduce and take the own part",
-    "sparse_allreduce_async": "pass sparse_as_dense=True to DistributedOptimizer",
 }
 """Names of Horovod without a counterpart here, and what to do instead."""
 

@@ -1,4 +1,4 @@
-"""Handles of what has been started, by which a program asks for the result."""
+"""Handles of collectives that have been started, by which a program asks for the result."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 _numbers = count(1)
 _under_way: dict[int, Callable[[], Any]] = {}
-"""What waits for a result and returns it, by the handle."""
+"""By handle, the function that waits for the result and returns it."""
 
 
 def give_handle(result: Callable[[], Any]) -> int:
@@ -19,13 +19,11 @@ def give_handle(result: Callable[[], Any]) -> int:
 
 
 def synchronize(handle: int) -> Any:
-    """Wait for what has been started, and return its result; once for each handle."""
-    if handle not in _under_way:
-        raise ValueError(
-            f"distconv.horovod.synchronize: {handle!r} is no handle that has a result to come; "
-            "pass what a function like allreduce_async has returned, once"
-        )
-    return _under_way.pop(handle)()
+    """Wait for a collective that has been started, and return its result, once for each handle.
+
+    It returns None for a handle whose result has been returned, as in Horovod.
+    """
+    return _under_way.pop(handle, lambda: None)()
 
 
 def poll(handle: int) -> bool:

@@ -1,15 +1,19 @@
 """The ranks of a Horovod program, and what all of them are told before they do it together.
 
-Each collective begins with a small message between all ranks: what it is, and of what size. So
-ranks that do different things raise, instead of adding up what does not belong together, and a rank
-whose samples have come to an end knows what the others are about to add up, and adds zeros.
+Each collective begins with a small message between all ranks, a round: what it is, under which
+name, and of what size. It starts in the round in which the last rank has named it. So ranks may
+start named collectives in different orders; ranks that do different things raise, instead of adding
+up what does not belong together; and a rank whose samples have come to an end knows what the others
+are about to add up, and adds zeros.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-from typing import Any, NamedTuple
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -18,7 +22,6 @@ from distconv.geometry.topology import AXES
 from distconv.grid.order import ranks_in_words
 from distconv.grid.process_grid import ProcessGrid
 from distconv.tensor.dist_tensor import DistTensor
-from distconv.transport import launch
 
 PURPOSE = "horovod"
 """The communicators of everything but the gradients of optimizers."""
@@ -29,6 +32,10 @@ _VARIABLES = {
     "HOROVOD_TIMELINE": 'record with distconv.timeline("trace.json"):',
 }
 """Variables that ask Horovod for what is not here, and the way out."""
+
+
+class HorovodInternalError(RuntimeError):
+    """Ranks call collectives that do not fit together; raised on every rank of the process set."""
 
 
 class Part(NamedTuple):
@@ -47,30 +54,58 @@ class Part(NamedTuple):
 
 
 class Announcement(NamedTuple):
-    """A rank's next step, as it tells the others.
+    """A collective that a rank is about to take part in, as it tells the others.
 
     Attributes
     ----------
     kind: the function, by the name that Horovod gives it.
+    name: the collective's own, by which ranks find each other; None for the next one of its kind.
     detail: all else that has to be the same on every rank.
     parts: what is added up; nothing, where a rank without samples cannot take part.
     own: what only this rank knows.
     """
 
     kind: str
+    name: str | None = None
     detail: tuple[Any, ...] = ()
     parts: tuple[Part, ...] = ()
     own: Any = None
 
     def __str__(self) -> str:
-        return f"{self.kind}({', '.join(map(str, self.detail))})"
+        shown = map(str, self.detail if self.name is None else (self.name, *self.detail))
+        return f"{self.kind}({', '.join(shown)})"
 
 
-JOINED = Announcement("join")
+JOINED, _WAITING = Announcement("join"), Announcement("synchronize")
+"""What a rank says that has no samples left, or waits for a collective not named by all."""
+
+
+class Pending:
+    """A collective that this rank has named; it starts when all ranks have.
+
+    Parameters
+    ----------
+    start: takes what every rank has announced, None for one that has joined, and starts the
+        collective; returns the function that waits for its result and returns it.
+    """
+
+    def __init__(self, job: Job, start: Callable[[list[Announcement | None]], Callable[[], Any]]):
+        self._job, self._start = job, start
+        self._finish: Callable[[], Any] | None = None
+
+    def begin(self, everyone: list[Announcement | None]) -> None:
+        """Start the collective."""
+        self._finish = self._start(everyone)
+
+    def wait(self) -> Any:
+        """Return the result; all ranks take part until the collective has started."""
+        while self._finish is None:
+            self._job.round(_WAITING)
+        return self._finish()
 
 
 class Job:
-    """All ranks, of which each has samples of its own.
+    """The ranks of a process set, of which each has samples of its own.
 
     Parameters
     ----------
@@ -83,8 +118,18 @@ class Job:
         self.rank, self.size = self.grid.rank, self.grid.size
         self._control = self.grid.communicator(AXES, f"{PURPOSE} announcements")
         self.hosts: list[str] = self.grid.all_gather_object(socket.gethostname())
+        self._forget()
+
+    def _forget(self) -> None:
+        """Begin anew on all ranks, after an error or when all have joined."""
+        self._announced: dict[tuple[str, str | int], dict[int, Announcement]] = {}
+        """By name, the ranks that have named a collective which has not started."""
+        self._pending: dict[tuple[str, str | int], Pending] = {}
+        """The collectives among them that this rank has named."""
+        self._unnamed: list[Counter[str]] = [Counter() for _ in range(self.size)]
+        """For each rank, how many collectives of each kind it has left without a name."""
         self.joined: frozenset[int] = frozenset()
-        """The ranks that had no samples left at the last announcement."""
+        """The ranks that had no samples left in the last round."""
 
     def on(self, device: torch.device, root: int = 0) -> ProcessGrid:
         """Return the grid for tensors on a kind of device, whose first rank is `root`.
@@ -98,183 +143,112 @@ class Job:
             self._grids[key] = ProcessGrid(ranks, sample=-1, device=device)
         return self._grids[key]
 
-    def announce(self, mine: Announcement) -> list[Announcement]:
-        """Return what every rank is about to do, in rank order; all ranks call it together.
+    def start(
+        self,
+        mine: Announcement,
+        start: Callable[[list[Announcement | None]], Callable[[], Any]],
+    ) -> Pending:
+        """Name a collective; it starts in this round or a later one, when all ranks have named it.
+
+        All ranks call it, those that have joined excepted.
 
         Raises
         ------
-        RuntimeError
-            On every rank, where they are about to do different things, or what a rank without
-            samples cannot take part in.
+        HorovodInternalError
+            On every rank, where the ranks have named collectives that do not fit together, or one
+            that a rank without samples cannot take part in.
         """
-        if self.size == 1:
-            return [mine]
-        with self.grid.waiting():
-            everyone: list[Announcement] = self._control.allgather(mine)
-        active = [rank for rank, theirs in enumerate(everyone) if theirs.kind != JOINED.kind]
-        if not active:
-            return everyone
-        self.joined = frozenset(range(self.size)) - frozenset(active)
-        first = everyone[active[0]]
-        for rank in active:
-            if everyone[rank][:3] != first[:3]:
-                raise RuntimeError(
-                    f"distconv.horovod: rank {rank} calls {everyone[rank]} where rank {active[0]} "
-                    f"calls {first}; call the same functions in the same order, with tensors of "
-                    "the same shapes and types, on every rank"
+        pending = Pending(self, start)
+        self.round(mine, pending)
+        return pending
+
+    def round(
+        self,
+        mine: Announcement,
+        pending: Pending | None = None,
+        absent: Callable[[Announcement], None] | None = None,
+    ) -> list[Announcement]:
+        """Tell all ranks what this one is about to do, start what all have named, and return what
+        every rank has told; all ranks call it.
+
+        Parameters
+        ----------
+        pending: the collective that `mine` names.
+        absent: takes part, for a rank that has joined, in a collective of the others.
+        """
+        if pending is not None:
+            key = mine.kind, mine.name or self._unnamed[self.rank][mine.kind]
+            if key in self._pending:
+                raise ValueError(
+                    f"distconv.horovod: {mine.kind}: the name {mine.name!r} belongs to a "
+                    "collective that has not started; synchronize it before, or choose another"
                 )
-        if self.joined and not first.parts:
-            raise RuntimeError(
-                f"distconv.horovod: {ranks_in_words(active)} called {first.kind} while "
-                f"{ranks_in_words(sorted(self.joined))} had called join(); ranks that have joined "
-                "take part in sums and averages only: call it before the loop, or after join()"
-            )
+            self._pending[key] = pending
+        everyone = [mine]
+        if self.size > 1:
+            with self.grid.waiting():
+                everyone = self._control.allgather(mine)
+        for rank, theirs in enumerate(everyone):
+            if theirs not in (JOINED, _WAITING):
+                key = theirs.kind, theirs.name or self._unnamed[rank][theirs.kind]
+                self._unnamed[rank][theirs.kind] += theirs.name is None
+                self._announced.setdefault(key, {})[rank] = theirs
+        joined = frozenset(rank for rank, theirs in enumerate(everyone) if theirs == JOINED)
+        self.joined = joined
+        ranks = frozenset(range(self.size))
+        ready = [
+            key for key, by_rank in self._announced.items() if by_rank.keys() | joined == ranks
+        ]
+        if not ready and _WAITING in everyone and {JOINED, _WAITING}.issuperset(everyone):
+            self._refuse({r: a for ones in self._announced.values() for r, a in ones.items()})
+        # In one order on all ranks, whichever has named them first.
+        for key in sorted(ready, key=str):
+            by_rank = self._announced.pop(key)
+            first = self._checked(by_rank, joined)
+            own = self._pending.pop(key, None)
+            if own is not None:
+                own.begin([by_rank.get(rank) for rank in range(self.size)])
+            elif absent is not None:
+                absent(first)
+        if joined == ranks:
+            self._forget()
         return everyone
 
+    def _checked(self, by_rank: dict[int, Announcement], joined: frozenset[int]) -> Announcement:
+        """Return a collective that all ranks have named, if it is the same on all of them."""
+        first = by_rank[min(by_rank)]
+        if any(theirs[:4] != first[:4] for theirs in by_rank.values()):
+            self._refuse(by_rank)
+        if joined and not first.parts:
+            self._forget()
+            raise HorovodInternalError(
+                f"distconv.horovod: {ranks_in_words(sorted(by_rank))} called {first.kind} while "
+                f"{ranks_in_words(sorted(joined))} had called join(); ranks that have joined "
+                "take part in sums and averages only: call it before the loop, or after join()"
+            )
+        return first
 
-_jobs: list[Job] = []
-"""The job of this process, when it has been initialised."""
-
-
-def init(comm: Any = None, process_sets: Any = None) -> None:
-    """Meet the other ranks, which call it together; a second call does nothing.
-
-    Parameters
-    ----------
-    comm: the ranks: a communicator of mpi4py or numbers of ranks; all of the job when not given.
-
-    Raises
-    ------
-    NotImplementedError
-        Where process sets, or by environment variables autotuning or elastic training, are asked
-        for.
-    """
-    if process_sets is not None:
-        raise NotImplementedError(
-            "distconv.horovod: there are no process sets; make a distconv.ProcessGrid on some of "
-            "the ranks, ProcessGrid([0, 1], sample=2)"
+    def _refuse(self, by_rank: dict[int, Announcement]) -> NoReturn:
+        """Raise on every rank, naming two ranks whose collectives do not fit together."""
+        self._forget()
+        a = min(by_rank)
+        b = next((r for r in sorted(by_rank) if by_rank[r][:4] != by_rank[a][:4]), a)
+        other = f"rank {a} calls {by_rank[a]}" if b != a else "others wait for other collectives"
+        raise HorovodInternalError(
+            f"distconv.horovod: rank {b} calls {by_rank[b]} where {other}; call the same functions "
+            "with tensors of the same shapes and types on every rank, in the same order, or under "
+            "the same names"
         )
+
+
+def check_environment() -> None:
+    """Raise NotImplementedError where variables ask Horovod for autotuning or elastic training."""
     for name, way_out in _VARIABLES.items():
         if launch.switched_on(name):
             raise NotImplementedError(
                 f"distconv.horovod: {name}={os.environ[name]} asks for what is not here; unset it, "
                 f"and {way_out}"
             )
-    if not _jobs:
-        _jobs.append(Job(comm))
-
-
-def shutdown() -> None:
-    """Leave the job; `init` may follow."""
-    _jobs.clear()
-
-
-def is_initialized() -> bool:
-    """Return whether `init` has been called."""
-    return bool(_jobs)
-
-
-def current() -> Job:
-    """Return the job; raise `ValueError` before `init`."""
-    if not _jobs:
-        raise ValueError("distconv.horovod: the ranks have not met yet; call init() before")
-    return _jobs[0]
-
-
-def rank() -> int:
-    """Return the number of this rank."""
-    return current().rank
-
-
-def size() -> int:
-    """Return the number of ranks."""
-    return current().size
-
-
-def local_rank() -> int:
-    """Return the number of this rank among those of its node."""
-    job = current()
-    return job.hosts[: job.rank].count(job.hosts[job.rank])
-
-
-def local_size() -> int:
-    """Return the number of ranks on this node."""
-    job = current()
-    return job.hosts.count(job.hosts[job.rank])
-
-
-def cross_rank() -> int:
-    """Return the number of this node among those that have a rank with this local rank."""
-    return _nodes_before(current().rank)
-
-
-def cross_size() -> int:
-    """Return the number of nodes that have a rank with this local rank."""
-    return _nodes_before(current().size)
-
-
-def _nodes_before(end: int) -> int:
-    job, mine = current(), local_rank()
-    return sum(job.hosts[:r].count(job.hosts[r]) == mine for r in range(end))
-
-
-def is_homogeneous() -> bool:
-    """Return whether all nodes have the same number of ranks."""
-    hosts = current().hosts
-    return len({hosts.count(host) for host in hosts}) == 1
-
-
-def mpi_enabled() -> bool:
-    """Return whether MPI has started the ranks."""
-    current()
-    return launch.has_mpi() and not launch.meets_by_torch()
-
-
-def gloo_enabled() -> bool:
-    """Return whether torch has started the ranks, without MPI."""
-    return not mpi_enabled()
-
-
-def mpi_built() -> bool:
-    """Return whether there is an MPI."""
-    return launch.has_mpi()
-
-
-def gloo_built() -> bool:
-    """Return whether torch has gloo, which carries messages without MPI."""
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_gloo_available()
-
-
-def ddl_built() -> bool:
-    """Return False: there is no carrier by IBM's DDL."""
-    return False
-
-
-def ccl_built() -> bool:
-    """Return False: there is no carrier by Intel's oneCCL."""
-    return False
-
-
-def mpi_threads_supported() -> bool:
-    """Return False: one thread of a rank sends messages."""
-    return False
-
-
-def nccl_built() -> int:
-    """Return 1 where torch has NCCL, and else 0."""
-    distributed = torch.distributed
-    return int(distributed.is_available() and distributed.is_nccl_available())
-
-
-def cuda_built() -> bool:
-    """Return whether torch can use Nvidia's GPUs."""
-    return torch.version.cuda is not None
-
-
-def rocm_built() -> bool:
-    """Return whether torch can use AMD's GPUs."""
-    return torch.version.hip is not None
 
 
 def check_plain(caller: str, *tensors: Tensor) -> None:

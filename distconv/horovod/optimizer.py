@@ -14,19 +14,10 @@ from torch.optim import LBFGS, Optimizer
 
 from distconv.geometry.topology import AXES
 from distconv.grid.process_grid import ProcessGrid
+from distconv.horovod.collectives import GRADIENTS, Average, ReduceOp, Sum, chosen_op, sums
 from distconv.horovod.compression import Compression, Compressor
-from distconv.horovod.job import Announcement, Part, current
-from distconv.horovod.reductions import (
-    GRADIENTS,
-    Average,
-    ProcessSet,
-    ReduceOp,
-    Sum,
-    check_process_set,
-    chosen_op,
-    global_process_set,
-    sums,
-)
+from distconv.horovod.job import Announcement, HorovodInternalError, Job, Part
+from distconv.horovod.process_sets import ProcessSet, global_process_set
 from distconv.model.buckets import Bucket, fill_buckets
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.ownership import OWNED
@@ -65,6 +56,7 @@ def DistributedOptimizer(
     gradient_predivide_factor: by which summands are divided already, and the average less.
     num_groups, groups: are not used: gradients travel in buckets of `bucket_bytes` in any case.
     sparse_as_dense: whether sparse gradients are made dense, to be added up.
+    process_set: the ranks that train together; on others the optimizer is one of its own.
     bucket_bytes: the bytes of gradients that travel in one message.
 
     Raises
@@ -75,7 +67,6 @@ def DistributedOptimizer(
         Where the names do not fit, parameters belong to a parallelized module, or `op` has no
         meaning for gradients.
     """
-    check_process_set(process_set)
     if not isinstance(optimizer, Optimizer) or isinstance(
         optimizer, (LBFGS, _DistributedOptimizer)
     ):
@@ -97,7 +88,7 @@ def DistributedOptimizer(
     # A scheduler that was made before has put a step of the instance there.
     made.__dict__.update({k: v for k, v in optimizer.__dict__.items() if k != "step"})
     made._reduction = _Reduction(
-        chosen, gradient_predivide_factor, compression, sparse_as_dense, bucket_bytes
+        process_set, chosen, gradient_predivide_factor, compression, sparse_as_dense, bucket_bytes
     )
     made._reduction.passes = backward_passes_per_step
     made._reduction.watch(made)
@@ -134,6 +125,7 @@ class _Reduction:
 
     def __init__(
         self,
+        process_set: ProcessSet,
         op: ReduceOp,
         predivide: float,
         compression: type[Compressor],
@@ -144,7 +136,9 @@ class _Reduction:
         self.synchronizes = True
         """Whether a step synchronizes by itself."""
         self.synchronized = False
-        self._job = current()
+        global_process_set.job  # noqa: B018  raises before init
+        self._job = process_set.job if process_set.included() else None
+        self.size = 1 if self._job is None else self._job.size
         self._op, self._predivide, self._compression = op, predivide, compression
         self._sparse_as_dense, self._bucket_bytes = sparse_as_dense, bucket_bytes
         self._parameters: list[Tensor] = []
@@ -158,6 +152,15 @@ class _Reduction:
         self._begun = False
         self._announced = False
         self._started = 0
+        self._states: dict[Tensor, tuple[int, int]] = {}
+        """Each gradient as the last backward pass has left it, with the version of its elements."""
+        self._changed = False
+        """Whether the program has changed one since."""
+
+    @property
+    def _ranks(self) -> Job:
+        assert self._job is not None
+        return self._job
 
     @property
     def under_way(self) -> bool:
@@ -169,7 +172,8 @@ class _Reduction:
 
         In the first backward pass it would be too late: some ranks may have joined before.
         """
-        self._grid().communicator(AXES, GRADIENTS)
+        if self.size > 1:
+            self._grid().communicator(AXES, GRADIENTS)
 
     def watch(self, optimizer: Optimizer) -> None:
         """Watch the parameters of an optimizer that are not watched yet."""
@@ -190,20 +194,42 @@ class _Reduction:
                 continue
             self._parameters.append(p)
             self._left[p] = self.passes
-            if p.requires_grad and self._job.size > 1:
+            if p.requires_grad and self.size > 1:
                 p.register_post_accumulate_grad_hook(call)
 
     def synchronize(self) -> None:
-        """Give all gradients their reduction; all ranks call it together."""
-        if self._job.size > 1:
+        """Give all gradients their reduction; all ranks call it together.
+
+        Raises
+        ------
+        HorovodInternalError
+            Where gradients have changed since the backward pass, while they were under way.
+        """
+        if self.size > 1:
+            self._look()
             if self._compression is Compression.none:
                 self._reduce_buckets()
             else:
                 self._reduce_compressed()
+            changed, self._changed = self._changed, False
+            self._states.clear()
+            if changed:
+                self._begun = self._announced = False
+                self.reset()
+                raise HorovodInternalError(
+                    f"{_OWNER}: gradients have changed between backward() and step(), as "
+                    "clip_grad_norm_ changes them, while they travel: ranks would go on with "
+                    "different parameters. Call synchronize(), change them, and step within "
+                    "`with optimizer.skip_synchronize():`"
+                )
         self._begun = self._announced = False
         self._steps += 1
         self.synchronized = True
         self.reset()
+
+    def _look(self) -> None:
+        """Find out whether the program has changed gradients since the backward pass."""
+        self._changed |= any(_state(p) != seen for p, seen in self._states.items())
 
     def reset(self) -> None:
         """Count the backward passes of the next step from the beginning."""
@@ -225,11 +251,13 @@ class _Reduction:
         self._begin()
         self._left[p] -= 1
         if self._compression is not Compression.none:
+            self._states[p] = _state(p)
             return
         b, i = self._place_of[p]
         bucket = self._buckets[b]
         bucket.prepare(self._steps)
         bucket.adopt_gradient(i)
+        self._states[p] = _state(p)
         self._missing[b] -= self._left[p] == 0
         while self._started < len(self._buckets) and not self._missing[self._started]:
             self._start_next()
@@ -262,7 +290,7 @@ class _Reduction:
             raise ValueError(
                 f"{_OWNER}: parameters are on {names}; train them on one device a rank"
             )
-        return self._job.on(devices.pop())
+        return self._ranks.on(devices.pop())
 
     def _start_next(self) -> None:
         if not self._announced:
@@ -273,10 +301,13 @@ class _Reduction:
                 for p in b.parameters[:1]
             ]
             detail = str(self._op), self._predivide
-            self._job.announce(Announcement(GRADIENTS, detail, tuple(parts)))
+            announced = Announcement(GRADIENTS, None, detail, tuple(parts))
+            self._ranks.start(announced, lambda everyone: lambda: None).wait()
         bucket = self._buckets[self._started]
         bucket.prepare(self._steps)
+        self._look()
         _scale(bucket.parameters, 1 / self._predivide)
+        self._states |= {p: _state(p) for p in bucket.parameters if p in self._states}
         bucket.start([True] * len(bucket.parameters), self._grid())
         self._started += 1
 
@@ -284,7 +315,7 @@ class _Reduction:
         self._begin()
         while self._started < len(self._buckets):
             self._start_next()
-        factor = self._predivide / self._job.size if self._op is Average else 1.0
+        factor = self._predivide / self.size if self._op is Average else 1.0
         for bucket in self._buckets:
             bucket.finish()
             _scale(bucket.parameters, factor)
@@ -296,7 +327,9 @@ class _Reduction:
         parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
         packed = [self._compression.compress(gradient.detach()) for gradient in parts]
         tensors = [here, *(x for x, _ in packed)]
-        ranks, *totals = sums(tensors, "compressed gradients", (str(self._op), self._predivide))()
+        ranks, *totals = sums(
+            self._ranks, tensors, "compressed gradients", None, (str(self._op), self._predivide)
+        )()
         for p, total, (_, context), n in zip(trained, totals, packed, ranks.tolist(), strict=True):
             if n:
                 gradient = self._compression.decompress(total, context)
@@ -304,7 +337,13 @@ class _Reduction:
                     p.grad = gradient.clone()
                 else:
                     p.grad.copy_(gradient)
-        _scale(trained, self._predivide / self._job.size if self._op is Average else 1.0)
+        _scale(trained, self._predivide / self.size if self._op is Average else 1.0)
+
+
+def _state(p: Tensor) -> tuple[int, int]:
+    """Return a gradient by its identity, with a number that grows when its elements change."""
+    gradient = p.grad
+    return id(gradient), -1 if gradient is None else gradient._version
 
 
 def _scale(parameters: Iterable[Tensor], factor: float) -> None:

@@ -1,0 +1,611 @@
+"""Collectives on tensors, as Horovod calls them: each at once, in place, and with a handle.
+
+Every function is called by all ranks of its process set. A collective starts when all of them have
+called it: those that are given a `name` find each other by it, whatever their order.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from enum import Enum
+from inspect import Parameter, Signature
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from distconv.comm.half_sums import HalfSum
+from distconv.geometry.topology import AXES
+from distconv.grid.process_grid import ProcessGrid
+from distconv.horovod.compression import Compression
+from distconv.horovod.handles import give_handle, synchronize
+from distconv.horovod.job import JOINED, PURPOSE, Announcement, Job, Part, check_plain
+from distconv.horovod.process_sets import ProcessSet, current, global_process_set
+from distconv.transport.interface import Request
+
+Finish = Callable[[], list[Tensor]]
+"""Waits for the results of a collective and returns them, new tensors."""
+
+
+class ReduceOp(Enum):
+    """How the tensors of the ranks become one."""
+
+    Average = "Average"
+    Sum = "Sum"
+    Adasum = "Adasum"
+    Min = "Min"
+    Max = "Max"
+    Product = "Product"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+Average, Sum, Adasum = ReduceOp.Average, ReduceOp.Sum, ReduceOp.Adasum
+Min, Max, Product = ReduceOp.Min, ReduceOp.Max, ReduceOp.Product
+
+GRADIENTS = "horovod gradients"
+"""The announcement, and the communicators, of the gradients of optimizers, which overlap others."""
+
+_OF_ALL: dict[ReduceOp, Callable[[Tensor], Tensor]] = {
+    Min: lambda stacked: stacked.amin(0),
+    Max: lambda stacked: stacked.amax(0),
+    Product: lambda stacked: stacked.prod(0, dtype=stacked.dtype),
+}
+"""Ops that take the tensors of all ranks, stacked."""
+
+
+def chosen_op(caller: str, op: ReduceOp | None, average: bool | None = None) -> ReduceOp:
+    """Return the op that is asked for, by its name or by Horovod's older `average`."""
+    if op is not None and average is not None:
+        raise ValueError(f"distconv.horovod.{caller}: op and average are given; leave out average")
+    if op is None:
+        return Average if average in (None, True) else Sum
+    if not isinstance(op, ReduceOp):
+        raise ValueError(
+            f"distconv.horovod.{caller}: op={op!r} is unknown; choose Average, Sum, Min, Max or "
+            "Product of distconv.horovod"
+        )
+    if op is Adasum:
+        raise NotImplementedError(
+            f"distconv.horovod.{caller}: there is no Adasum; use op=Average with a rate by "
+            "distconv.training.Recipe, or distconv.training.LARC, for large batches"
+        )
+    return op
+
+
+# Sums, which ranks without samples take part in
+
+
+def start_sum(
+    flat: Tensor, part: Part, grid: ProcessGrid, purpose: str = PURPOSE
+) -> Request | None:
+    """Start adding up a vector in place, or do it where it travels in another type."""
+    if part.wire:
+        HalfSum(flat, grid, AXES, getattr(torch, part.wire), purpose).wait()
+        return None
+    return grid.transport.all_reduce(flat, grid.communicator(AXES, purpose))
+
+
+def part_of(flat: Tensor, wire: torch.dtype | None = None) -> Part:
+    """Return the description of a vector."""
+    name = "" if wire is None else str(wire).removeprefix("torch.")
+    return Part(flat.numel(), str(flat.dtype).removeprefix("torch."), flat.device.type, name)
+
+
+def sums(
+    job: Job, tensors: Sequence[Tensor], kind: str, name: str | None, detail: tuple[Any, ...]
+) -> Finish:
+    """Name a sum of tensors over the ranks of a process set; return the function that waits for it.
+
+    Tensors of one type and device travel together. Those in half precision travel as they are, and
+    are added up in float32.
+    """
+    groups: dict[tuple[torch.dtype, str], list[int]] = defaultdict(list)
+    for i, x in enumerate(tensors):
+        groups[x.dtype, x.device.type].append(i)
+    flats: list[Tensor] = []
+    parts: list[Part] = []
+    for (dtype, _), numbers in groups.items():
+        flat = torch.cat([tensors[i].detach().reshape(-1) for i in numbers])
+        half = dtype in (torch.float16, torch.bfloat16)
+        flats.append(flat.float() if half else flat)
+        parts.append(part_of(flats[-1], dtype if half else None))
+
+    def start(everyone: list[Announcement | None]) -> Finish:
+        requests = [start_sum(f, p, job.on(f.device)) for f, p in zip(flats, parts, strict=True)]
+
+        def finish() -> list[Tensor]:
+            for request in filter(None, requests):
+                request.wait()
+            results = list(tensors)
+            for flat, numbers in zip(flats, groups.values(), strict=True):
+                pieces = flat.split([tensors[i].numel() for i in numbers])
+                for i, piece in zip(numbers, pieces, strict=True):
+                    results[i] = piece.view(tensors[i].shape).to(tensors[i].dtype)
+            return results
+
+        return finish
+
+    if job.size == 1:
+        return lambda: [x.detach().clone() for x in tensors]
+    announced = Announcement(kind, name, (*detail, *_shapes(tensors)), tuple(parts))
+    return job.start(announced, start).wait
+
+
+def join(device: int = -1) -> int:
+    """Add zeros to the sums of the others until all ranks have come here; return the last to come.
+
+    A rank calls it when it has no samples left. An average is the sum over all ranks divided by
+    their number, those that have joined among them, as in Horovod: to weight by samples, add up
+    sums and counts. Parameters stay those of the last step that the rank has taken; broadcast
+    those of the rank that is returned.
+    """
+    job = current()
+    under_way: list[Request | None] = []
+    last = job.rank
+
+    def wait() -> None:
+        for request in filter(None, under_way):
+            request.wait()
+        under_way.clear()
+
+    def add_zeros(announced: Announcement) -> None:
+        purpose = GRADIENTS if announced.kind == GRADIENTS else PURPOSE
+        if purpose == GRADIENTS:
+            # These may end later than what is announced next; but not than the gradients next.
+            wait()
+        for part in announced.parts:
+            grid = job.on(torch.device(part.device))
+            kind = getattr(torch, part.dtype)
+            zeros = torch.zeros(part.elements, dtype=kind, device=grid.device)
+            under_way.append(start_sum(zeros, part, grid, purpose))
+
+    while job.size > 1:
+        before = job.joined
+        if all(theirs == JOINED for theirs in job.round(JOINED, absent=add_zeros)):
+            last = max(frozenset(range(job.size)) - before, default=job.size - 1)
+            break
+    wait()
+    return last
+
+
+# Each kind of collective: how it starts, and what its gradient is
+
+
+class _Kind(NamedTuple):
+    """A kind of collective.
+
+    Attributes
+    ----------
+    start: takes the job, tensors and options; returns the function that waits for the results.
+    gradients: takes the job, gradients of the results, options and the shapes of the tensors;
+        returns gradients of the tensors.
+    """
+
+    start: Callable[[Job, Sequence[Tensor], dict[str, Any]], Finish]
+    gradients: Callable[[Job, list[Tensor], dict[str, Any], Sequence[torch.Size]], list[Tensor]]
+
+
+def _shapes(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+    return tuple((tuple(x.shape), str(x.dtype), x.device.type) for x in tensors)
+
+
+def _scaled(x: Tensor, factor: float) -> Tensor:
+    return x if factor == 1.0 else (x * factor).to(x.dtype)
+
+
+def _mean(x: Tensor, ranks: int) -> Tensor:
+    """Return a sum divided by the number of summands; whole numbers are truncated, as Horovod's."""
+    whole = not (x.dtype.is_floating_point or x.dtype.is_complex)
+    return x.div(ranks, rounding_mode="trunc" if whole else None).to(x.dtype)
+
+
+def _reduce(job: Job, tensors: Sequence[Tensor], options: dict[str, Any]) -> Finish:
+    kind, op, name = options["kind"], options["op"], options["name"]
+    before, after = options["prescale_factor"], options["postscale_factor"]
+    scaled = [_scaled(x, before) for x in tensors]
+    detail = str(op), before, after
+    if op in _OF_ALL:
+
+        def start(everyone: list[Announcement | None]) -> Finish:
+            results = []
+            for x in scaled:
+                grid = job.on(x.device)
+                group = grid.communicator(AXES, PURPOSE)
+                stacked = grid.transport.all_gather(x.detach().contiguous(), group)
+                results.append(_OF_ALL[op](stacked))
+            return lambda: results
+
+        finish = job.start(Announcement(kind, name, (*detail, *_shapes(tensors))), start).wait
+    else:
+        finish = sums(job, scaled, kind, name, detail)
+
+    def results() -> list[Tensor]:
+        found = finish()
+        found = [_mean(x, job.size) for x in found] if op is Average else found
+        return [_scaled(x, after) for x in found]
+
+    return results
+
+
+def _reduce_gradients(
+    job: Job, gradients: list[Tensor], options: dict[str, Any], shapes: Sequence[torch.Size]
+) -> list[Tensor]:
+    if options["op"] in _OF_ALL:
+        raise NotImplementedError(
+            f"distconv.horovod.{options['kind']}: op={options['op']} has no gradient; use Sum or "
+            "Average, or x.detach()"
+        )
+    return _apply(_REDUCE, job, gradients, options | {"name": None})
+
+
+def _averages(job: Job, gradients: list[Tensor], kind: str) -> list[Tensor]:
+    unscaled = {"op": Average, "name": None, "prescale_factor": 1.0, "postscale_factor": 1.0}
+    return _apply(_REDUCE, job, gradients, {"kind": f"{kind} backward", **unscaled})
+
+
+def _gather(job: Job, tensors: Sequence[Tensor], options: dict[str, Any]) -> Finish:
+    rows = [x.detach().reshape(1) if x.dim() == 0 else x.detach() for x in tensors]
+    detail = tuple((tuple(x.shape[1:]), str(x.dtype), x.device.type) for x in rows)
+    own = [len(x) for x in rows]
+
+    def start(everyone: list[Announcement | None]) -> Finish:
+        results = []
+        lengths = [theirs.own for theirs in everyone if theirs is not None]
+        for i, x in enumerate(rows):
+            counts = [theirs[i] for theirs in lengths]
+            padded = x.new_zeros(max(counts), *x.shape[1:])
+            padded[: len(x)] = x
+            grid = job.on(x.device)
+            if padded.numel() and job.size > 1:
+                group = grid.communicator(AXES, PURPOSE)
+                stacked = grid.transport.all_gather(padded, group)
+            else:
+                stacked = padded.expand(job.size, *padded.shape)
+            results.append(torch.cat([stacked[r, :n] for r, n in enumerate(counts)]))
+        options["starts"] = [
+            sum(theirs[i] for theirs in lengths[: job.rank]) for i in range(len(own))
+        ]
+        return lambda: results
+
+    return job.start(Announcement(options["kind"], options["name"], detail, own=own), start).wait
+
+
+def _gather_gradients(
+    job: Job, gradients: list[Tensor], options: dict[str, Any], shapes: Sequence[torch.Size]
+) -> list[Tensor]:
+    means = _averages(job, gradients, options["kind"])
+    parts = zip(means, options["starts"], shapes, strict=True)
+    return [m.narrow(0, a, s[0] if s else 1).view(s) for m, a, s in parts]
+
+
+def _broadcast(job: Job, tensors: Sequence[Tensor], options: dict[str, Any]) -> Finish:
+    root = _root_of(options)
+    results = [x.detach().clone(memory_format=torch.contiguous_format) for x in tensors]
+
+    def start(everyone: list[Announcement | None]) -> Finish:
+        groups: dict[tuple[torch.dtype, str], list[Tensor]] = defaultdict(list)
+        for x in results:
+            groups[x.dtype, x.device.type].append(x)
+        for alike in groups.values():
+            grid = job.on(alike[0].device, root)
+            flat = torch.cat([x.reshape(-1) for x in alike])
+            if flat.numel():
+                grid.transport.broadcast(flat, grid.communicator(AXES, PURPOSE))
+            for x, piece in zip(alike, flat.split([x.numel() for x in alike]), strict=True):
+                x.copy_(piece.view(x.shape))
+        return lambda: results
+
+    if job.size == 1:
+        return lambda: results
+    detail = options["root_rank"], *_shapes(tensors)
+    return job.start(Announcement(options["kind"], options["name"], detail), start).wait
+
+
+def _root_of(options: dict[str, Any]) -> int:
+    """Return the number of the root in the process set."""
+    root, process_set = options["root_rank"], options["process_set"]
+    if not isinstance(root, int) or root not in process_set.ranks:
+        raise ValueError(
+            f"distconv.horovod.{options['kind']}: root_rank={root!r} is not in the process set; "
+            f"give one of {process_set.ranks}"
+        )
+    return int(process_set.ranks.index(root))
+
+
+def _broadcast_gradients(
+    job: Job, gradients: list[Tensor], options: dict[str, Any], shapes: Sequence[torch.Size]
+) -> list[Tensor]:
+    means = _averages(job, gradients, options["kind"])
+    return means if job.rank == _root_of(options) else [torch.zeros_like(m) for m in means]
+
+
+def _exchange(job: Job, tensors: Sequence[Tensor], options: dict[str, Any]) -> Finish:
+    """Start an all-to-all of one tensor; of the results the second holds the received splits."""
+    [x] = tensors
+    splits = options["splits"]
+    if splits is None:
+        splits = [len(x) // job.size] * job.size
+    splits = [int(n) for n in splits]
+    if len(splits) != job.size or min(splits) < 0 or sum(splits) != len(x):
+        raise ValueError(
+            f"distconv.horovod.alltoall: splits={splits} do not share out {len(x)} rows among "
+            f"{job.size} ranks; give one number of rows for each rank, or a number of rows that "
+            "the ranks divide"
+        )
+
+    def start(everyone: list[Announcement | None]) -> Finish:
+        counts = [theirs.own[job.rank] for theirs in everyone if theirs is not None]
+        leaving = [piece.contiguous() for piece in x.detach().split(splits)]
+        grid = job.on(x.device)
+        arriving = [
+            leaving[r] if r == job.rank else x.new_empty(n, *x.shape[1:])
+            for r, n in enumerate(counts)
+        ]
+        others = [r for r in range(job.size) if r != job.rank]
+        transport = grid.transport
+        request = transport.exchange(
+            [(r, arriving[r]) for r in others if arriving[r].numel()],
+            [(r, leaving[r]) for r in others if leaving[r].numel()],
+            transport.next_tag(),
+        )
+
+        def finish() -> list[Tensor]:
+            request.wait()
+            options["received"] = counts
+            return [torch.cat(arriving), torch.tensor(counts, dtype=torch.int32)]
+
+        return finish
+
+    detail = tuple(x.shape[1:]), str(x.dtype), x.device.type
+    return job.start(Announcement("alltoall", options["name"], detail, own=splits), start).wait
+
+
+def _exchange_gradients(
+    job: Job, gradients: list[Tensor], options: dict[str, Any], shapes: Sequence[torch.Size]
+) -> list[Tensor]:
+    back = {"name": None, "splits": options["received"]}
+    return _apply(_EXCHANGE, job, gradients[:1], back)[:1]
+
+
+def _scatter(job: Job, tensors: Sequence[Tensor], options: dict[str, Any]) -> Finish:
+    """Start a reduction of which each rank gets its rows; earlier ranks get one more."""
+    for x in tensors:
+        if not x.dim():
+            raise ValueError(
+                f"distconv.horovod.{options['kind']}: a number has no rows to scatter; pass a "
+                "tensor of at least one dimension, or use allreduce"
+            )
+    finish = _reduce(job, tensors, options)
+    return lambda: [x.tensor_split(job.size)[job.rank].clone() for x in finish()]
+
+
+def _scatter_gradients(
+    job: Job, gradients: list[Tensor], options: dict[str, Any], shapes: Sequence[torch.Size]
+) -> list[Tensor]:
+    kind = f"{options['kind']} backward"
+    whole = _apply(_GATHER, job, gradients, {"kind": kind, "name": None})
+    factor = job.size if options["op"] is Sum else 1.0
+    return [_scaled(x, factor) for x in whole]
+
+
+class _Differentiable(Function):
+    @staticmethod
+    def forward(ctx: Any, kind: _Kind, job: Job, options: dict[str, Any], *tensors: Tensor) -> Any:
+        ctx.context = kind, job, options, [x.shape for x in tensors]
+        results = tuple(kind.start(job, tensors, options)())
+        ctx.mark_non_differentiable(*(y for y in results if not y.is_floating_point()))
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        kind, job, options, shapes = ctx.context
+        return None, None, None, *kind.gradients(job, list(gradients), options, shapes)
+
+
+def _apply(
+    kind: _Kind, job: Job, tensors: Sequence[Tensor], options: dict[str, Any]
+) -> list[Tensor]:
+    """Return the results of a collective, recorded by autograd."""
+    return list(_Differentiable.apply(kind, job, options, *tensors))
+
+
+_REDUCE = _Kind(_reduce, _reduce_gradients)
+_GATHER = _Kind(_gather, _gather_gradients)
+_BROADCAST = _Kind(_broadcast, _broadcast_gradients)
+_EXCHANGE = _Kind(_exchange, _exchange_gradients)
+_SCATTER = _Kind(_scatter, _scatter_gradients)
+
+
+# Horovod's functions: a collective at once, in place, with a handle, and of several tensors
+
+_DEFAULTS: dict[str, Any] = {
+    "average": None,
+    "name": None,
+    "compression": Compression.none,
+    "op": None,
+    "splits": None,
+    "prescale_factor": 1.0,
+    "postscale_factor": 1.0,
+    "process_set": global_process_set,
+}
+"""The default of each option."""
+
+_OF_REDUCTIONS = "average name compression op prescale_factor postscale_factor process_set"
+_OF_SCATTERS = "name compression op process_set prescale_factor postscale_factor"
+
+
+def _called(
+    kind: _Kind, family: str, several: bool, variant: str, tensors: Any, options: dict[str, Any]
+) -> Any:
+    """Return the result, or the handle, of a call of one of Horovod's functions."""
+    given = list(tensors) if several else [tensors]
+    check_plain(family + variant, *given)
+    job = options["process_set"].job
+    options["kind"] = family
+    if "op" in options:
+        options["op"] = chosen_op(family + variant, options["op"], options.pop("average", None))
+    if variant:
+        finish = kind.start(job, [x.detach() for x in given], options)
+
+        def result() -> Any:
+            found = finish()
+            if variant.endswith("_"):
+                for x, y in zip(given, found, strict=True):
+                    x.detach().copy_(y)
+                found = given
+            return _shown(found, several, options)
+
+        return give_handle(result) if "async" in variant else result()
+    compression = options.pop("compression", Compression.none)
+    packed = [compression.compress(x) for x in given]
+    results = _apply(kind, job, [x for x, _ in packed], options)
+    contexts = [context for _, context in packed]
+    results[: len(contexts)] = map(compression.decompress, results, contexts)
+    return _shown(results, several, options)
+
+
+def _shown(results: list[Tensor], several: bool, options: dict[str, Any]) -> Any:
+    """Return results as Horovod does: one tensor, or several, or with the splits of an exchange."""
+    if several:
+        return results
+    return tuple(results) if options.get("splits") is not None else results[0]
+
+
+def _family(
+    family: str, kind: _Kind, options: str, about: str, *, in_place: bool = False
+) -> list[Callable[..., Any]]:
+    """Return the functions of a collective: at once and with a handle; in place, too.
+
+    Parameters
+    ----------
+    options: their names in order; those without a default have to be given.
+    about: the docstring of the first.
+    """
+    several = family.startswith("grouped")
+    own = "tensors" if several else "tensor"
+    made = []
+    for variant in ("", "_async", "_", "_async_")[: 4 if in_place else 2]:
+        names = [n for n in options.split() if not (variant and n == "compression")]
+        signature = Signature(
+            [
+                Parameter(
+                    n, Parameter.POSITIONAL_OR_KEYWORD, default=_DEFAULTS.get(n, Parameter.empty)
+                )
+                for n in (own, *names)
+            ]
+        )
+
+        def call(
+            *args: Any, signature: Signature = signature, variant: str = variant, **kwargs: Any
+        ) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            given = dict(bound.arguments)
+            return _called(kind, family, several, variant, given.pop(own), given)
+
+        call.__name__ = call.__qualname__ = family + variant
+        call.__signature__ = signature  # type: ignore[attr-defined]
+        call.__doc__ = f"{about}{_ABOUT_VARIANTS[variant]}"
+        made.append(call)
+    return made
+
+
+_ABOUT_VARIANTS = {
+    "": " Differentiable.",
+    "_async": " Return a handle for `synchronize`; outside autograd.",
+    "_": " The result is written to what is given, and returned; outside autograd.",
+    "_async_": " Return a handle for `synchronize`, which writes the result to what is given.",
+}
+
+allreduce, allreduce_async, allreduce_, allreduce_async_ = _family(
+    "allreduce",
+    _REDUCE,
+    _OF_REDUCTIONS,
+    "Return the reduction of a tensor over the ranks: the average, or `op`. Averages of whole "
+    "numbers are truncated. The gradient is reduced in the same way.",
+    in_place=True,
+)
+grouped_allreduce, grouped_allreduce_async, grouped_allreduce_, grouped_allreduce_async_ = _family(
+    "grouped_allreduce",
+    _REDUCE,
+    _OF_REDUCTIONS,
+    "Return the reduction of each tensor over the ranks, all in one message; see `allreduce`.",
+    in_place=True,
+)
+allgather, allgather_async = _family(
+    "allgather",
+    _GATHER,
+    "name process_set",
+    "Return the tensors of all ranks, one after the other along the first dimension, in which "
+    "alone they may differ. The gradient is averaged over the ranks, as in Horovod.",
+)
+grouped_allgather, grouped_allgather_async = _family(
+    "grouped_allgather",
+    _GATHER,
+    "name process_set",
+    "Return `allgather` of each tensor.",
+)
+broadcast, broadcast_async, broadcast_, broadcast_async_ = _family(
+    "broadcast",
+    _BROADCAST,
+    "root_rank name process_set",
+    "Return the tensor of one rank, by its number in the job. The gradient is averaged over the "
+    "ranks, as in Horovod.",
+    in_place=True,
+)
+_, _, grouped_broadcast_, _ = _family(
+    "grouped_broadcast",
+    _BROADCAST,
+    "root_rank name process_set",
+    "Return the tensors of one rank; see `broadcast`.",
+    in_place=True,
+)
+alltoall, alltoall_async = _family(
+    "alltoall",
+    _EXCHANGE,
+    "splits name process_set",
+    "Return the rows that all ranks have for this one, in rank order. `splits` says how many rows "
+    "go to each rank, all alike by default; where it is given, how many have come from each is "
+    "returned as well.",
+)
+reducescatter, reducescatter_async = _family(
+    "reducescatter",
+    _SCATTER,
+    _OF_SCATTERS,
+    "Return this rank's rows of the reduction of a tensor: ranks have as many, earlier ones one "
+    "more. For the gradient those of all ranks are gathered.",
+)
+grouped_reducescatter, grouped_reducescatter_async = _family(
+    "grouped_reducescatter",
+    _SCATTER,
+    _OF_SCATTERS,
+    "Return `reducescatter` of each tensor.",
+)
+
+
+def sparse_allreduce_async(
+    tensor: Tensor,
+    name: str | None,
+    op: ReduceOp,
+    process_set: ProcessSet = global_process_set,
+) -> Callable[[], Tensor]:
+    """Start to reduce a sparse tensor by Average or Sum; return the function that returns it."""
+    chosen = chosen_op("sparse_allreduce_async", op)
+    if chosen not in (Average, Sum):
+        raise ValueError(f"sparse_allreduce_async: op={chosen} is none for it; use Average or Sum")
+    tensor = tensor.detach().coalesce()
+    own = None if name is None else f"{name} indices"
+    indices = allgather_async(tensor.indices().t().contiguous(), own, process_set)
+    values = allgather_async(tensor.values(), name, process_set)
+
+    def result() -> Tensor:
+        places, found = synchronize(indices).t(), synchronize(values)
+        whole = torch.sparse_coo_tensor(places, found, tensor.shape, check_invariants=False)
+        total = whole.coalesce()
+        return total / process_set.size() if chosen is Average else total
+
+    return result

@@ -1,0 +1,115 @@
+"""Models, optimizers and objects of one rank for all, and the objects of all ranks for each."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+
+from distconv.horovod.collectives import broadcast, grouped_broadcast_
+from distconv.horovod.job import Announcement
+from distconv.horovod.process_sets import ProcessSet, global_process_set
+
+
+def broadcast_parameters(
+    params: Mapping[str, Any] | Iterable[tuple[str, Any]],
+    root_rank: int,
+    process_set: ProcessSet = global_process_set,
+) -> None:
+    """Overwrite parameters and buffers by those of one rank; all ranks call it together.
+
+    Parameters
+    ----------
+    params: a state_dict, or what `named_parameters` returns.
+    """
+    if isinstance(params, Mapping):
+        named = sorted(params.items())
+    elif isinstance(params, Iterable) and not isinstance(params, (str, bytes)):
+        named = [pair if isinstance(pair, tuple) else ("", pair) for pair in params]
+    else:
+        raise ValueError(
+            f"distconv.horovod.broadcast_parameters: {type(params).__name__} holds no parameters; "
+            "pass model.state_dict() or model.named_parameters()"
+        )
+    tensors = [tensor for _, tensor in named if isinstance(tensor, Tensor)]
+    grouped_broadcast_(tensors, root_rank, None, process_set)
+
+
+def broadcast_object(
+    obj: Any = None,
+    root_rank: int = 0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Return an object of one rank, on all ranks, which call it together.
+
+    Tensors in it come to the CPU.
+    """
+    mine = _is_root(root_rank, process_set)
+    message = _pickled(obj) if mine else torch.zeros(0, dtype=torch.uint8)
+    length = broadcast(torch.tensor([message.numel()]), root_rank, name, process_set)
+    if not mine:
+        message = torch.zeros(int(length), dtype=torch.uint8)
+    message = broadcast(message, root_rank, name, process_set)
+    return obj if mine else _unpickled(message)
+
+
+def _is_root(root_rank: int, process_set: ProcessSet) -> bool:
+    return process_set.ranks[process_set.job.rank] == root_rank
+
+
+def broadcast_optimizer_state(
+    optimizer: Optimizer,
+    root_rank: int,
+    model: Any = None,
+    process_set: ProcessSet = global_process_set,
+) -> None:
+    """Give an optimizer the state and settings that it has on one rank; all ranks call it together.
+
+    Parameters
+    ----------
+    model: is not used; Horovod takes it for optimizers that shard their state.
+    """
+    if isinstance(optimizer, LBFGS):
+        raise ValueError(
+            "distconv.horovod.broadcast_optimizer_state: LBFGS keeps a history that is its own; "
+            "begin with the same parameters on all ranks, and step together"
+        )
+    if process_set.job.size == 1:
+        return
+    mine = _is_root(root_rank, process_set)
+    state = optimizer.state_dict() if mine else None
+    state = broadcast_object(state, root_rank, None, process_set)
+    if not mine:
+        optimizer.load_state_dict(state)
+
+
+def allgather_object(
+    obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Any]:
+    """Return the objects of all ranks, in rank order; all ranks call it together."""
+    job = process_set.job
+    announced = Announcement("allgather_object", name, own=_pickled(obj))
+    everyone = job.start(announced, lambda everyone: lambda: everyone).wait()
+    return [obj if r == job.rank else _unpickled(theirs.own) for r, theirs in enumerate(everyone)]
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Wait until all ranks have called it."""
+    process_set.job.start(Announcement("barrier"), lambda everyone: lambda: None).wait()
+
+
+def _pickled(value: Any) -> Tensor:
+    # torch's own format keeps tensors that share memory together.
+    file = io.BytesIO()
+    torch.save(value, file)
+    return torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8)
+
+
+def _unpickled(message: Tensor) -> Any:
+    file = io.BytesIO(message.numpy().tobytes())
+    return torch.load(file, map_location="cpu", weights_only=False)

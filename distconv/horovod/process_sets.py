@@ -1,0 +1,261 @@
+"""The process sets of a Horovod program, the set of all ranks first, and questions about ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from distconv.horovod.job import Job, check_environment
+from distconv.transport import launch
+
+
+class ProcessSet:
+    """Some ranks of the job, which take part in the collectives that are given the set.
+
+    Parameters
+    ----------
+    ranks: their numbers in the job.
+
+    Attributes
+    ----------
+    process_set_id: the number of the set; None where it is not added, or removed.
+    ranks: the numbers in increasing order.
+    """
+
+    def __init__(self, ranks: Iterable[int]):
+        self.process_set_id: int | None = None
+        numbers = list(ranks) if isinstance(ranks, Iterable) else [None]
+        if not all(isinstance(rank, int) for rank in numbers):
+            raise ValueError(
+                f"distconv.horovod: ProcessSet({ranks!r}) names no ranks; give numbers, as [0, 1]"
+            )
+        self.ranks: list[int] = sorted(numbers)
+        self._job: Job | None = None
+
+    def __repr__(self) -> str:
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
+
+    def rank(self) -> int:
+        """Return this rank's number in the set; raise ValueError outside of it."""
+        return self.job.rank
+
+    def size(self) -> int:
+        """Return the number of ranks in the set."""
+        return len(self.ranks)
+
+    def included(self) -> bool:
+        """Return whether this rank is in the set."""
+        return self._job is not None
+
+    @property
+    def job(self) -> Job:
+        """Return what the ranks of the set do together; raise ValueError outside of it."""
+        if self._job is None:
+            raise ValueError(
+                "distconv.horovod: the ranks have not met yet; call init() before"
+                if not _sets
+                else f"distconv.horovod: this rank is not in {self}; add_process_set makes a set, "
+                "and only its ranks call its collectives"
+            )
+        return self._job
+
+    def begin(self, number: int, job: Job | None) -> None:
+        """Let the set exist under a number, with its job on the ranks that are in it."""
+        self.process_set_id, self._job = number, job
+
+    def end(self) -> None:
+        """Let the set exist no longer."""
+        self.process_set_id, self._job = None, None
+
+
+global_process_set = ProcessSet([])
+"""All ranks of the job."""
+
+_sets: dict[int, ProcessSet] = {}
+"""The process sets that exist, by their numbers; empty before `init`."""
+
+
+def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
+    """Meet the other ranks, which call it together; a second call does nothing.
+
+    Parameters
+    ----------
+    comm: the ranks: a communicator of mpi4py or numbers of ranks; all of the job when not given.
+    process_sets: are added, in this order; "dynamic" says that others may be added later, as they
+        may in any case.
+
+    Raises
+    ------
+    NotImplementedError
+        Where environment variables ask for autotuning or elastic training.
+    """
+    check_environment()
+    if _sets:
+        return
+    _sets[0] = global_process_set
+    global_process_set.begin(0, Job(comm))
+    global_process_set.ranks = list(range(global_process_set.job.size))
+    for process_set in () if isinstance(process_sets, str) else process_sets or ():
+        add_process_set(process_set)
+
+
+def shutdown() -> None:
+    """Leave the job; `init` may follow."""
+    for process_set in _sets.values():
+        process_set.end()
+    _sets.clear()
+
+
+def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
+    """Add a process set and return it; all ranks of the job call it together.
+
+    Raises
+    ------
+    ValueError
+        On every rank, where the ranks differ between calls, are none of the job's, or make up a set
+        that exists.
+    """
+    job = current()
+    added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    everyone = job.grid.all_gather_object(added.ranks)
+    if any(ranks != everyone[0] for ranks in everyone):
+        raise ValueError(
+            f"distconv.horovod: ranks add different process sets, {everyone}; give all the same"
+        )
+    known = next((s for s in _sets.values() if s.ranks == added.ranks), None)
+    if known is not None or not set(added.ranks) <= set(range(job.size)) or not added.ranks:
+        raise ValueError(
+            f"distconv.horovod: {added} "
+            + ("exists already" if known else f"needs different ranks from 0 to {job.size - 1}")
+        )
+    own = None
+    if job.rank in added.ranks:
+        own = Job([job.grid.ranks[rank] for rank in added.ranks])
+    added.begin(max(_sets) + 1, own)
+    _sets[max(_sets) + 1] = added
+    return added
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Remove a process set, and return whether there was one; all ranks call it together.
+
+    The set of all ranks stays.
+    """
+    number = process_set.process_set_id
+    if not number or number not in _sets:
+        return False
+    _sets.pop(number).end()
+    return True
+
+
+def get_process_set_ids_and_ranks() -> dict[int, list[int]]:
+    """Return the ranks of each process set by its number."""
+    return {number: list(process_set.ranks) for number, process_set in _sets.items()}
+
+
+def is_initialized() -> bool:
+    """Return whether `init` has been called."""
+    return bool(_sets)
+
+
+def current() -> Job:
+    """Return the job of all ranks; raise ValueError before `init`."""
+    return global_process_set.job
+
+
+def rank() -> int:
+    """Return the number of this rank."""
+    return current().rank
+
+
+def size() -> int:
+    """Return the number of ranks."""
+    return current().size
+
+
+def local_rank() -> int:
+    """Return the number of this rank among those of its node."""
+    job = current()
+    return job.hosts[: job.rank].count(job.hosts[job.rank])
+
+
+def local_size() -> int:
+    """Return the number of ranks on this node."""
+    job = current()
+    return job.hosts.count(job.hosts[job.rank])
+
+
+def cross_rank() -> int:
+    """Return the number of this node among those that have a rank with this local rank."""
+    return _nodes_before(current().rank)
+
+
+def cross_size() -> int:
+    """Return the number of nodes that have a rank with this local rank."""
+    return _nodes_before(current().size)
+
+
+def _nodes_before(end: int) -> int:
+    job, mine = current(), local_rank()
+    return sum(job.hosts[:r].count(job.hosts[r]) == mine for r in range(end))
+
+
+def is_homogeneous() -> bool:
+    """Return whether all nodes have the same number of ranks."""
+    hosts = current().hosts
+    return len({hosts.count(host) for host in hosts}) == 1
+
+
+def mpi_enabled() -> bool:
+    """Return whether MPI has started the ranks."""
+    current()
+    return launch.has_mpi() and not launch.meets_by_torch()
+
+
+def gloo_enabled() -> bool:
+    """Return whether torch has started the ranks, without MPI."""
+    return not mpi_enabled()
+
+
+def mpi_built() -> bool:
+    """Return whether there is an MPI."""
+    return launch.has_mpi()
+
+
+def gloo_built() -> bool:
+    """Return whether torch has gloo, which carries messages without MPI."""
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_gloo_available()
+
+
+def ddl_built() -> bool:
+    """Return False: there is no carrier by IBM's DDL."""
+    return False
+
+
+def ccl_built() -> bool:
+    """Return False: there is no carrier by Intel's oneCCL."""
+    return False
+
+
+def mpi_threads_supported() -> bool:
+    """Return False: one thread of a rank sends messages."""
+    return False
+
+
+def nccl_built() -> int:
+    """Return 1 where torch has NCCL, and else 0."""
+    distributed = torch.distributed
+    return int(distributed.is_available() and distributed.is_nccl_available())
+
+
+def cuda_built() -> bool:
+    """Return whether torch can use Nvidia's GPUs."""
+    return torch.version.cuda is not None
+
+
+def rocm_built() -> bool:
+    """Return whether torch can use AMD's GPUs."""
+    return torch.version.hip is not None
