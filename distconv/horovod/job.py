@@ -22,6 +22,7 @@ from distconv.geometry.topology import AXES
 from distconv.grid.order import ranks_in_words
 from distconv.grid.process_grid import ProcessGrid
 from distconv.tensor.dist_tensor import DistTensor
+from distconv.transport import launch
 
 PURPOSE = "horovod"
 """The communicators of everything but the gradients of optimizers."""

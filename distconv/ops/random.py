@@ -25,7 +25,7 @@ from distconv.grid.interface import Grid
 from distconv.ops.support.global_positions import global_numbers
 from distconv.ops.support.merged import is_merged, merge_as, unmerged
 from distconv.ops.support.operands import broadcast_shape, local_operand
-from distconv.tensor.aliasing import check_writable
+from distconv.tensor.aliasing import finish_write, prepare_write
 from distconv.tensor.dispatch import RULES, implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
 
@@ -143,9 +143,7 @@ def _dropout(
             return cast(DistTensor, merge_as(rule(unmerged(input), p), input.shape))
         shard = drop(input.shard, (_uniform(input, dims) >= p).to(input.dtype), p)
         if inplace:
-            check_writable(input, name)
-            input.shard.copy_(shard)
-            return input
+            return _written(input, shard, name)
         return DistTensor(shard, input.shape, input.cuts, input.grid)
 
 
@@ -249,8 +247,9 @@ def bernoulli(input: DistTensor, p: float | None = None) -> DistTensor:
 
 
 def _written(input: DistTensor, values: Tensor, name: str) -> DistTensor:
-    check_writable(input, name)
+    prepare_write(input, name)
     input.shard.copy_(values)
+    finish_write(input)
     return input
 
 

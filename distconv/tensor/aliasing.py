@@ -1,40 +1,136 @@
-"""Views of DistTensors, and writing in place where a view lies on other ranks."""
+"""Views of DistTensors, and writing in place through views whose elements lie on other ranks.
+
+Such a view is a recipe: a base, and how the view is made of it. What is written to the view is
+written to the base at once, and so on to the base of that; all other views that lie elsewhere are
+made anew when they are next read, as torch's functionalization makes them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from distconv.geometry.layout import Cuts
-from distconv.tensor.base import Distributed, DistTensorBase
+from distconv.tensor.base import Distributed, DistTensorBase, Recipe
 from distconv.tensor.dispatch import refuse
 
 
 def make_view(
-    x: Distributed, shard: Tensor, shape: Sequence[int], cuts: Cuts, *, copied: bool
+    x: Distributed,
+    shard: Tensor,
+    shape: Sequence[int],
+    cuts: Cuts,
+    make: Callable[[Any], DistTensorBase],
+    write: Callable[[Any, Any], object] | None = None,
+    *,
+    writable: bool = True,
+    place: Any = None,
 ) -> Distributed:
-    """Return what torch makes a view of `x`, with this shard, shape and these cuts.
+    """Return a view of `x` whose local block is `shard`; of global `shape`, cut by `cuts`.
 
-    `copied` says that its elements may lie elsewhere than those of `x`, which has to follow from
-    global metadata. Writing to one of the two is then refused for as long as the other is in use
-    (`check_writable`).
+    Parameters
+    ----------
+    make: returns the view of a tensor like `x`.
+    write: writes the elements of a view to a tensor like `x`, where the block may be a copy, which
+        has to follow from global metadata. None where it shares the memory of `x` on every rank.
+    writable: whether no two elements of the view are the same one of `x`.
+    place: of a part of `x` the places that it has.
     """
     view = type(x)(shard, shape, cuts, x.grid)
-    view._memory = x._memory.copy() if copied else x._memory
+    if write is None and writable and x.recipe is None:
+        view._memory = x._memory
+        return view
+    if write is None:
+        view._memory = x._memory
+        view._memory.note(view)
+    else:
+        view._memory = x._memory.copy(view)
+    view.recipe = Recipe.now(x, make, write, writable, place)
     return view
 
 
-def check_writable(x: DistTensorBase, operator: str) -> None:
-    """Refuse an in-place operation that serial torch would let a view, here a copy, see as well."""
-    x._redistributed.clear()
-    x.settle()
-    if not x._memory.alone:
+def make_fork(x: Distributed, shard: Tensor, shape: Sequence[int], cuts: Cuts) -> Distributed:
+    """Return what serial torch makes a view of `x`, or a copy, by the strides that `x` has there.
+
+    Neither is written to while the other is in use (`prepare_write`).
+    """
+    twin = type(x)(shard, shape, cuts, x.grid)
+    twin._memory = x._memory.fork()
+    return twin
+
+
+def prepare_write(x: DistTensorBase, operator: str) -> None:
+    """Have the block of `x` here, to be written to by `operator`, which calls `finish_write` then.
+
+    Raises
+    ------
+    UnsupportedOperation, RuntimeError
+        On every rank, before any message, where serial torch does not allow it, or where it might
+        write to other tensors as well.
+    """
+    memory = x.__dict__.get("_memory")
+    if memory is not None and not memory.alone:
         refuse(
             operator,
-            "the tensor is written in place while a view of it, or a tensor that it is a view of, "
-            "is in use; their elements lie on different ranks",
+            "the tensor is written in place while one is in use that serial torch makes a view of "
+            "it, or a copy, by its strides",
             x,
-            way_out="Use the function that returns a new tensor, or .clone() the view; where "
-            "parallelize(layouts=...) has made it, let the layout begin one module later",
+            way_out="Use the function that returns a new tensor, .clone() one of the two, or "
+            ".view() in place of .reshape()",
         )
+    if x.recipe is not None:
+        _check_bases(x, operator)
+    x.__dict__.pop("_redistributed", None)
+    x.settle()
+
+
+def _check_bases(x: DistTensorBase, operator: str) -> None:
+    """Raise where a view may not be written to because of what it is a view of."""
+    recorded, view = torch.is_grad_enabled(), x
+    while (recipe := view.recipe) is not None:
+        if not recipe.writable:
+            refuse(
+                operator,
+                "elements of the view that is written in place are one and the same of its base",
+                x,
+                way_out="Use the function that returns a new tensor, or .clone() the view",
+            )
+        view = recipe.base
+        if recorded and view.requires_grad and not recipe.recorded:
+            raise RuntimeError(
+                f"{operator}: a view was made under torch.no_grad() and is written in place with "
+                "gradients recorded; make it where they are, or write to view.detach()"
+            )
+    if recorded and view.requires_grad and view.is_leaf:
+        raise RuntimeError(
+            f"{operator}: a view of a leaf that requires gradients is written in place; do it "
+            "under torch.no_grad(), or to a view of x.clone()"
+        )
+
+
+def finish_write(x: DistTensorBase) -> None:
+    """Let all tensors that serial torch has in the memory of `x` follow what was written to it.
+
+    Views that lie elsewhere are made anew when they are read. Where `x` is one itself, it is
+    written through to its base; all ranks call it together then.
+    """
+    if x.held.requires_grad:
+        x.sync_requires_grad()
+    memory = x.__dict__.get("_memory")
+    if memory is None:
+        return
+    for follower in memory.followers():
+        follower.outdate()
+    view, recipe = x, x.recipe
+    while recipe is not None and recipe.write is None:
+        view, recipe = recipe.base, recipe.base.recipe
+    if recipe is not None and recipe.write is not None:
+        value = type(view)(view.shard, view.shape, view.cuts, view.grid)
+        memory.newest = True
+        try:
+            recipe.write(recipe.base, value)
+        finally:
+            memory.newest = False

@@ -7,12 +7,15 @@ its own type.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import cached_property
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
+from torch.nn import Module
 
 from distconv.geometry.layout import (
     Box,
@@ -32,6 +35,52 @@ Distributed = TypeVar("Distributed", bound="DistTensorBase")
 Layout.dense = torch.strided
 
 
+class Recipe(NamedTuple):
+    """How a view is made of its base again, and how what is written to it reaches the base.
+
+    base: the tensor that it is a view of.
+    make: returns the view of a base. All ranks call it together where elements move.
+    write: writes the elements of a view, given as a tensor of their own, to the base; all ranks
+        call it together. None where writing to the one is writing to the other.
+    writable: whether the elements of the view are different ones of the base.
+    place: of a part the places of the base's elements that it has.
+    recorded, inference: whether autograd records the view, and whether it is made in inference
+        mode, as when it was made first.
+    modules: the calls of modules on whose behalf it is made, where that is not now.
+    """
+
+    base: DistTensorBase
+    make: Callable[[Any], DistTensorBase]
+    write: Callable[[Any, Any], object] | None
+    writable: bool
+    place: Any
+    recorded: bool
+    inference: bool
+    modules: list[Module] | None = None
+
+    @classmethod
+    def now(
+        cls,
+        base: DistTensorBase,
+        make: Callable[[Any], DistTensorBase],
+        write: Callable[[Any, Any], object] | None,
+        writable: bool = True,
+        place: Any = None,
+    ) -> Recipe:
+        """Return a recipe in the present modes of autograd."""
+        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        return cls(base, make, write, writable, place, *modes)
+
+    def follow(self) -> Tensor:
+        """Return the block of the view; all ranks call it together where elements move."""
+        with (
+            torch.inference_mode(self.inference),
+            torch.set_grad_enabled(self.recorded),
+            nullcontext() if self.modules is None else on_behalf_of(self.modules),
+        ):
+            return self.make(self.base).shard
+
+
 class DistTensorBase(torch.Tensor):
     """A tensor that is cut over the ranks of a grid; `.shape` is the global shape.
 
@@ -48,8 +97,10 @@ class DistTensorBase(torch.Tensor):
     unmerged: DistTensorBase | None = None
     """Of a merged tensor the tensor of which it is a reshape, where no blocks of it are: cut
     dimensions of that one are inner factors of its own. None of any other."""
-    _bring: Callable[[], Tensor] | None = None
-    """Brings the block of a merged tensor to this rank; collective."""
+    recipe: Recipe | None = None
+    """Of a view how it is made again where its block is not here, or no longer: of one whose
+    elements lie on other ranks than those of its base, of views of such views, and of merged
+    tensors. None of any other tensor."""
     _is_param: bool
     made_after: int | None = None
     """The step after which it was made, where steps are compared one by one."""
@@ -84,8 +135,8 @@ class DistTensorBase(torch.Tensor):
 
     @cached_property
     def _redistributed(self) -> dict[Cuts, tuple[Any, Any]]:
-        """Return the tensors that `redistribute_once` has made of this one in the present call, by
-        their cuts, with the state in which it was then."""
+        """Return the blocks that `redistribute_once` has made of this tensor in the present call,
+        by their cuts, with the state in which it was then."""
         return {}
 
     @classmethod
@@ -94,47 +145,59 @@ class DistTensorBase(torch.Tensor):
         unmerged: DistTensorBase,
         shape: Sequence[int],
         cuts: Cuts,
-        bring: Callable[[], Tensor],
+        make: Callable[[Any], DistTensorBase],
+        write: Callable[[Any, Any], object],
     ) -> Distributed:
-        """Return the reshape of a tensor without its blocks, which `bring` moves to their ranks.
+        """Return the reshape of a tensor without its blocks, which `make` moves to their ranks.
 
-        Until then it lies in the memory of `unmerged`, which belongs to it alone, and to autograd
-        it remains that one. No communication.
+        Until then it lies in the memory of `unmerged`, and to autograd it remains that one. No
+        communication.
         """
         self = cls(unmerged.shard, shape, cuts, unmerged.grid)
-        recorded, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        modules = module_calls()
-
-        def as_then() -> Tensor:
-            with (
-                torch.inference_mode(inference),
-                torch.set_grad_enabled(recorded),
-                on_behalf_of(modules),
-            ):
-                return bring()
-
-        self.unmerged, self._bring, self._memory = unmerged, as_then, unmerged._memory
+        self.unmerged, self._memory = unmerged, unmerged._memory
+        self.recipe = Recipe.now(unmerged, make, write)._replace(modules=module_calls())
         del self.__dict__["shard"]
         return self
 
     @cached_property
     def shard(self) -> Tensor:
-        """Bring a merged tensor's block to this rank, where it is asked for; collective then.
+        """Bring the block of a view to this rank, where it is asked for; collective then.
 
-        Of any other tensor this is the block that it was made of.
+        Of a merged tensor for the first time, of other views again when their base was written. Of
+        any other tensor this is the block that it was made of.
         """
-        if self._bring is None or self.unmerged is None:
+        if self.recipe is None:
             raise AttributeError("shard")
-        block = self._bring()
-        self._memory = self.unmerged._memory.copy()
+        block = self.recipe.follow()
+        if self.recipe.write is not None and self._memory is self.recipe.base._memory:
+            self._memory = self._memory.copy(self)
+        self.__dict__["shard"] = block
+        self.sync_requires_grad()
         return block
+
+    def outdate(self) -> None:
+        """Let the block of a view be brought again when it is asked for; no communication."""
+        block = self.__dict__.pop("shard", None)
+        self.__dict__.pop("_redistributed", None)
+        if block is None or self.recipe is None or self.recipe.write is None:
+            return
+        # What autograd has saved of it is no longer what the serial program has there.
+        if not block.is_inference() and not is_view_of(block, self.recipe.base.held):
+            increment_version(block)
 
     @property
     def held(self) -> Tensor:
-        """Return the elements on this rank: the block, or of a merged tensor those it has not
-        brought to their ranks. No communication.
+        """Return the elements on this rank: the block, or of a merged tensor, and of a view whose
+        base was written, those of the base. No communication.
         """
-        return self.shard if self.unmerged is None else self.unmerged.shard
+        if self.unmerged is not None:
+            return self.unmerged.held
+        block: Tensor | None = self.__dict__.get("shard")
+        if block is not None:
+            return block
+        assert self.recipe is not None
+        elements = self.recipe.base.held
+        return elements if self.recipe.recorded else elements.detach()
 
     @property
     def brought(self) -> bool:
@@ -145,7 +208,7 @@ class DistTensorBase(torch.Tensor):
         """Let a merged tensor be like any other from now on, to autograd, too; collective."""
         if self.unmerged is not None:
             self.shard = self.shard
-            self.unmerged = self._bring = None
+            self.unmerged = None
 
     # Asked for so often that torch's way to them would tell.
 
@@ -164,7 +227,10 @@ class DistTensorBase(torch.Tensor):
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
         """Return the type of the elements."""
-        return self.held.dtype
+        block: Tensor | None = self.__dict__.get("shard")
+        # A view may have another type than its base.
+        of_torch: Any = torch.Tensor.dtype
+        return of_torch.__get__(self) if block is None else block.dtype  # type: ignore[no-any-return]
 
     @property
     def layout(self) -> Layout:  # type: ignore[override]
@@ -180,12 +246,29 @@ class DistTensorBase(torch.Tensor):
         return rank_box(tuple(self.shape), self.cuts, self.grid.topology, self.grid.rank)
 
     def become(self, view: DistTensorBase) -> None:
-        """Take the shard, the shape, the cuts and the memory of a view of this tensor."""
+        """Take the shard, the shape, the cuts and the memory of a view of this tensor.
+
+        Another tensor becomes what this one was, for the sake of its views.
+        """
+        memory = self._memory
+        before = type(self)(self.held, self.shape, self.cuts, self.grid)
+        del before.__dict__["shard"]
+        before.__dict__.update(self.__dict__, _redistributed={})
+        memory.note(before)
+        for other in (*memory.views(), *memory.followers()):
+            if other.recipe is not None and other.recipe.base is self:
+                other.recipe = other.recipe._replace(base=before)
         self.__dict__.pop("shard", None)
         self.__dict__.update({k: v for k, v in view.__dict__.items() if k == "shard"})
-        self.unmerged, self._bring, self.cuts = view.unmerged, view._bring, view.cuts
+        self.unmerged, self.recipe, self.cuts = view.unmerged, view.recipe, view.cuts
         self._shape, self._memory = view._shape, view._memory
+        self._memory.note(self)
         self._redistributed.clear()
+
+    def sync_requires_grad(self) -> None:
+        """Let torch know, below its functions, whether the shard requires gradients."""
+        with torch._C.DisableTorchFunctionSubclass():
+            torch._C.TensorBase.requires_grad_(self, self.held.requires_grad)
 
     @property
     def replicas(self) -> int:
@@ -209,3 +292,9 @@ class DistTensorBase(torch.Tensor):
         if not self.dim():
             raise TypeError("len() of a 0-d tensor")
         return self.shape[0]
+
+
+def is_view_of(block: Tensor, other: Tensor) -> bool:
+    """Return whether two blocks lie in one memory, as torch's views do."""
+    root = block if block._base is None else block._base
+    return root is other or root is other._base

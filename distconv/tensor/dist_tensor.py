@@ -23,6 +23,7 @@ from distconv.grid.order import SETTLED
 from distconv.grid.process_grid import ProcessGrid
 from distconv.grid.whereabouts import CURRENT, NO_CALL, operator_name, running
 from distconv.tensor import autocast
+from distconv.tensor.aliasing import finish_write
 from distconv.tensor.base import DistTensorBase
 from distconv.tensor.dispatch import (
     ALIASES,
@@ -296,11 +297,6 @@ class DistTensor(DistTensorBase):
         """Note that a module adds up the gradients of the replicas that are accumulated."""
         self.summed_when_accumulated = True
 
-    def sync_requires_grad(self) -> None:
-        """Let torch know, below its functions, whether the shard requires gradients."""
-        with torch._C.DisableTorchFunctionSubclass():
-            torch._C.TensorBase.requires_grad_(self, self.held.requires_grad)
-
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]
         """Return whether the tensor is a leaf of the autograd graph."""
@@ -480,6 +476,7 @@ def _run(
     result = rule(*args, **named)
     check_out(func, out, result, *operands)
     out.shard.copy_(result.shard)
+    finish_write(out)
     return out
 
 

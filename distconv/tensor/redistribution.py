@@ -14,8 +14,8 @@ from distconv.geometry.index_maps import IndexMap, Same
 from distconv.geometry.layout import Cuts, Layout, default_cuts, effective_cuts
 from distconv.geometry.plan import Plan, make_plan
 from distconv.grid.interface import Grid
-from distconv.tensor.aliasing import make_view
-from distconv.tensor.base import Distributed, DistTensorBase
+from distconv.tensor.aliasing import finish_write, make_view, prepare_write
+from distconv.tensor.base import Distributed, DistTensorBase, is_view_of
 from distconv.tensor.module_call import outermost_call
 
 
@@ -85,12 +85,33 @@ def redistribute_once(x: Distributed, cuts: Cuts, operator: str) -> Distributed:
         state = call, torch.is_grad_enabled(), x.shard.requires_grad, x.shard._version
         made = x._redistributed.get(cuts)
         if made is not None and made[0] == state:
-            return made[1]
-    twin = make_view(x, redistribute(x, cuts, operator).shard, x.shape, cuts, copied=True)
+            return _recut(x, made[1], cuts, operator)
+    shard = redistribute(x, cuts, operator).shard
     if call is not None and state is not None:
         call.note(x)
-        x._redistributed[cuts] = state, twin
-    return twin
+        # Not the view, which keeps `x` alive.
+        x._redistributed[cuts] = state, shard
+    return _recut(x, shard, cuts, operator)
+
+
+def _recut(x: Distributed, shard: Tensor, cuts: Cuts, operator: str) -> Distributed:
+    """Return a view of the whole of `x`, cut otherwise."""
+
+    def write(base: DistTensorBase, view: DistTensorBase) -> None:
+        overwrite(base, view, operator)
+
+    return make_view(
+        x, shard, x.shape, cuts, lambda base: redistribute(base, cuts, operator), write
+    )
+
+
+def overwrite(x: DistTensorBase, value: DistTensorBase, operator: str) -> None:
+    """Write a tensor of the shape of `x` to `x`, whose view it may be; all ranks call it."""
+    own = redistribute(value, x.cuts, operator).shard
+    prepare_write(x, operator)
+    if not is_view_of(own, x.shard):
+        x.shard.copy_(own)
+    finish_write(x)
 
 
 def check_grid(grid: Any) -> None:

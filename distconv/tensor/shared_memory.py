@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-from weakref import WeakSet
+from collections.abc import Iterator
+from typing import Any
+from weakref import ReferenceType, WeakSet, WeakValueDictionary, ref
 
 
 class SharedMemory:
-    """The memory of some tensors, and the copies of it that serial torch would have made views."""
+    """The memory of some tensors, and the copies of it that serial torch would have made views.
 
-    __slots__ = ("__weakref__", "_family")
+    Attributes
+    ----------
+    newest: whether what was written to this copy is on its way to what it is a copy of.
+    """
 
-    def __init__(self) -> None:
-        self._family: WeakSet[SharedMemory] | None = None
-        """The memories in use of which serial torch would have made a single one."""
+    newest = False
+    _source: SharedMemory | None = None
+    """Of a copy what it is a copy of."""
+    _view: ReferenceType[Any] | None = None
+    """Of a copy the tensor that it was made for."""
+    _sharing: WeakValueDictionary[int, Any] | None = None
+    """Of a copy the other tensors in it, by their identity."""
+    _family: WeakSet[SharedMemory] | None = None
+    """The memories in use of which serial torch has made a single one, or may have."""
 
-    def copy(self) -> SharedMemory:
-        """Return the memory of a copy that serial torch would have made a view."""
+    def fork(self) -> SharedMemory:
+        """Return the memory of what serial torch makes a view or a copy, nobody knows which."""
         if self._family is None:
             self._family = WeakSet([self])
         twin = SharedMemory()
@@ -23,7 +34,41 @@ class SharedMemory:
         self._family.add(twin)
         return twin
 
+    def copy(self, view: Any) -> SharedMemory:
+        """Return the memory of a view that lies elsewhere, and follows what is written here."""
+        twin = self.fork()
+        twin._source, twin._view = self, ref(view)
+        return twin
+
+    def note(self, view: Any) -> None:
+        """Remember another tensor in this memory, if it is a copy."""
+        if self._view is not None:
+            if self._sharing is None:
+                self._sharing = WeakValueDictionary()
+            self._sharing[id(view)] = view
+
     @property
     def alone(self) -> bool:
-        """Return whether no tensor in use lies elsewhere that serial torch would keep here."""
-        return all(memory is self for memory in self._family or ())
+        """Return whether no tensor in use may lie here in serial torch, or may not."""
+        origin = self._origin()
+        return all(memory._origin() is origin for memory in self._family or ())
+
+    def _origin(self) -> SharedMemory:
+        memory = self
+        while memory._source is not None:
+            memory = memory._source
+        return memory
+
+    def views(self) -> list[Any]:
+        """Return the tensors in this memory, if it is a copy."""
+        first = None if self._view is None else self._view()
+        return [*([] if first is None else [first]), *(self._sharing or {}).values()]
+
+    def followers(self) -> Iterator[Any]:
+        """Yield the tensors in copies of this memory, and in copies of those, but the newest."""
+        for memory in list(self._family or ()):
+            source: SharedMemory | None = memory
+            while source is not None and source is not self and not source.newest:
+                source = source._source
+            if source is self and memory is not self:
+                yield from memory.views()

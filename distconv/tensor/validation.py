@@ -15,7 +15,7 @@ from distconv.geometry.layout import Cuts, Layout, block, cutting_axes, rank_box
 from distconv.geometry.topology import Topology
 from distconv.grid.interface import Grid
 from distconv.grid.whereabouts import operator_name, user_line
-from distconv.tensor.aliasing import check_writable
+from distconv.tensor.aliasing import prepare_write
 from distconv.tensor.base import DistTensorBase
 from distconv.tensor.dispatch import WAYS_OUT, refuse
 from distconv.tensor.nested import tensors_in
@@ -162,4 +162,4 @@ def check_out(operator: Callable[..., Any], out: Any, result: Any, *operands: Te
             *tensors_in(out, *operands),
             way_out=WAYS_OUT.get(operator, "Use the returned tensor"),
         )
-    check_writable(out, operator_name(operator))
+    prepare_write(out, operator_name(operator))

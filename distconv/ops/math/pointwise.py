@@ -21,7 +21,7 @@ from distconv.ops.support.operands import (
     local_operand,
     shard_of,
 )
-from distconv.tensor.aliasing import check_writable, make_view
+from distconv.tensor.aliasing import finish_write, make_fork, make_view, prepare_write
 from distconv.tensor.dispatch import RULES, implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
 
@@ -106,7 +106,7 @@ def pointwise_rule(
             if result is not NotImplemented:
                 return result
         if isinstance(written, DistTensor):
-            check_writable(written, name)
+            prepare_write(written, name)
         elif written is not None and _is_recorded(tensors):
             refuse(
                 name,
@@ -143,8 +143,8 @@ def pointwise_rule(
         if result is NotImplemented:  # Python then asks the other operand
             return result
         if written is not None:
-            if isinstance(written, DistTensor) and written.shard.requires_grad:
-                written.sync_requires_grad()
+            if isinstance(written, DistTensor):
+                finish_write(written)
             return written
         # A conversion that changes nothing returns the tensor itself, as in torch.
         return first if result is first.shard else DistTensor(result, shape, cuts, grid)
@@ -186,7 +186,17 @@ _register()
 @keeps_shape
 def detach(input: DistTensor) -> DistTensor:
     """Return a tensor of the same memory, outside the autograd graph."""
-    return make_view(input, input.shard.detach(), input.shape, input.cuts, copied=False)
+    x: Any = input
+    make: Any = detach
+    recipe, write, writable, place = input.recipe, None, True, None
+    if recipe is not None:
+        # What is written to it goes to the base's elements, and not into the base's history.
+        x = torch.detach(recipe.base)
+        _, make, write, writable, place, *_ = recipe
+        if write is None:
+            return make(x)
+    shard = input.shard.detach()
+    return make_view(x, shard, input.shape, input.cuts, make, write, writable=writable, place=place)
 
 
 @implements(vars(torch._C.TensorBase)["real"].__get__)
@@ -222,7 +232,7 @@ def contiguous(
 ) -> DistTensor:
     """Return the tensor with blocks contiguous in memory; those that are so are not copied."""
     shard = input.shard.contiguous(memory_format=memory_format)
-    return make_view(input, shard, input.shape, input.cuts, copied=True)
+    return make_fork(input, shard, input.shape, input.cuts)
 
 
 @implements(torch.Tensor.to)
@@ -241,7 +251,7 @@ def to(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if kwargs.get("memory_format", torch.preserve_format) != torch.preserve_format:
         if shard.dtype == input.dtype and not kwargs.get("copy"):
             # Whether a block is copied depends on how it lies on its rank.
-            return make_view(input, shard, input.shape, input.cuts, copied=True)
+            return make_fork(input, shard, input.shape, input.cuts)
     if shard is input.shard:
         return input
     result = DistTensor(shard, input.shape, input.cuts, input.grid)

@@ -23,7 +23,7 @@ from distconv.ops.shape.indexing import (
 from distconv.ops.shape.masks import assign_by_mask
 from distconv.ops.support.merged import unmerge, unmerged
 from distconv.ops.support.operands import common_grid, gather_whole, local_operand
-from distconv.tensor.aliasing import check_writable
+from distconv.tensor.aliasing import finish_write, prepare_write
 from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.nested import tensors_in
@@ -47,7 +47,7 @@ def setitem(input: DistTensor, index: Any, value: Any) -> None:
         return
     if input.unmerged is not None and not input.brought and _assign_unmerged(input, items, value):
         return
-    check_writable(input, "assignment")
+    prepare_write(input, "assignment")
     if picked:
         first = _before_mask(items)
         if first is None:
@@ -57,7 +57,11 @@ def setitem(input: DistTensor, index: Any, value: Any) -> None:
                 value = torch.tensor(value, dtype=input.dtype, device=input.device)
             assign_by_mask(input, first, picked[0], value)
         return
-    _assign_slices(input, index_per_dimension(input, items), value)
+    picks = index_per_dimension(input, items)
+    recipe = value.recipe if isinstance(value, DistTensor) else None
+    # What Python assigns at the end of x[i] += y is the view, which has written itself to x.
+    if recipe is None or recipe.base is not input or recipe.place != tuple(picks):
+        _assign_slices(input, picks, value)
 
 
 def _assign_slices(input: DistTensor, picks: Sequence[Any], value: Any) -> None:
@@ -93,6 +97,7 @@ def _assign_slices(input: DistTensor, picks: Sequence[Any], value: Any) -> None:
     if isinstance(value, Tensor):
         value = _part(value, shape, tuple(cuts), taken, input)
     input.shard[tuple(into)] = value
+    finish_write(input)
 
 
 def _assign_unmerged(input: DistTensor, items: tuple[Any, ...], value: Any) -> bool:

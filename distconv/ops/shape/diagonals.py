@@ -8,13 +8,15 @@ import torch
 from torch import Tensor
 
 from distconv.ops.shape.reshape import flatten
+from distconv.ops.shape.writing import diagonal_scatter
 from distconv.ops.support.argument_forms import normalize_dims
 from distconv.ops.support.global_positions import global_indices
 from distconv.ops.support.metadata_checks import any_type, check_on_meta
 from distconv.ops.support.operands import uncut
-from distconv.tensor.aliasing import check_writable, make_view
+from distconv.tensor.aliasing import finish_write, make_view, prepare_write
 from distconv.tensor.dispatch import implements
 from distconv.tensor.dist_tensor import DistTensor
+from distconv.tensor.redistribution import overwrite
 
 
 def _triangle(name: str) -> None:
@@ -35,9 +37,9 @@ def _triangle(name: str) -> None:
     @implements(write)
     def writing(input: DistTensor, diagonal: int = 0) -> DistTensor:
         moved = own(input, diagonal)
-        check_writable(input, f"{name}_")
+        prepare_write(input, f"{name}_")
         write(input.shard, moved)
-        input.sync_requires_grad()
+        finish_write(input)
         return input
 
 
@@ -52,7 +54,18 @@ def diagonal(input: DistTensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -
     pair = normalize_dims((dim1, dim2), input.dim())
     x = uncut(input, pair, "diagonal")
     cuts = (*(axes for d, axes in enumerate(x.cuts) if d not in pair), ())
-    return make_view(input, x.shard.diagonal(offset, *pair), shape, cuts, copied=x is not input)
+
+    def write(base: DistTensor, view: DistTensor) -> None:
+        overwrite(base, diagonal_scatter(base, view, offset, *pair), "diagonal")
+
+    return make_view(
+        input,
+        x.shard.diagonal(offset, *pair),
+        shape,
+        cuts,
+        lambda base: diagonal(base, offset, *pair),
+        None if x is input else write,
+    )
 
 
 @implements(torch.linalg.diagonal)
@@ -106,7 +119,7 @@ def trace(input: DistTensor) -> Tensor:
 def fill_diagonal_(input: DistTensor, fill_value: float, wrap: bool = False) -> DistTensor:
     """Write a number to the diagonal; with `wrap` it begins anew below a tall matrix's end."""
     check_on_meta(torch.Tensor.fill_diagonal_, input, fill_value, wrap)
-    check_writable(input, "fill_diagonal_")
+    prepare_write(input, "fill_diagonal_")
     first, *others = global_indices(input)
     if wrap and input.dim() == 2:
         first = first % (input.shape[1] + 1)
@@ -114,5 +127,5 @@ def fill_diagonal_(input: DistTensor, fill_value: float, wrap: bool = False) -> 
     for positions in others:
         mask &= positions == first
     input.shard.masked_fill_(mask, fill_value)
-    input.sync_requires_grad()
+    finish_write(input)
     return input

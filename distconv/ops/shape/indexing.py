@@ -87,7 +87,20 @@ def getitem(input: Tensor, index: Any) -> DistTensor:
             kept.append(axes)
     buffer = gather_inputs(input, needs, tuple(cuts), "indexing")
     moved = any(isinstance(need, Strided) for need in needs)
-    return make_view(input, buffer[tuple(local)], shape, tuple(kept), copied=moved)
+    index = tuple(picks)
+
+    def write(base: DistTensor, view: DistTensor) -> None:
+        base[index] = view
+
+    return make_view(
+        input,
+        buffer[tuple(local)],
+        shape,
+        tuple(kept),
+        lambda base: getitem(base, index),
+        write if moved else None,
+        place=index,
+    )
 
 
 def _of_merged(input: DistTensor, picks: Sequence[Any]) -> DistTensor | None:

@@ -20,6 +20,7 @@ from distconv.ops.support.operands import (
     local_operand,
 )
 from distconv.ops.support.selected import Selection
+from distconv.tensor.aliasing import finish_write
 from distconv.tensor.dispatch import implements
 from distconv.tensor.dist_tensor import DistTensor
 
@@ -88,7 +89,7 @@ def assign_by_mask(input: DistTensor, first: int, mask: Tensor, value: Tensor) -
     if selection is not None:
         own = own.index_select(own.dim() - 1 - behind, selection.places)
     input.shard[(*(slice(None),) * first, here)] = own
-    input.sync_requires_grad()
+    finish_write(input)
 
 
 def _check_mask(mask: Tensor, shape: Shape, input: Tensor) -> None:

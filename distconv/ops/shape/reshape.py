@@ -28,10 +28,10 @@ from distconv.ops.support.argument_forms import (
 )
 from distconv.ops.support.merged import factors_of, places_of_factors
 from distconv.ops.support.operands import box_on_rank, uncut
-from distconv.tensor.aliasing import make_view
+from distconv.tensor.aliasing import make_fork, make_view
 from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
-from distconv.tensor.redistribution import gather_inputs, redistribute
+from distconv.tensor.redistribution import gather_inputs, overwrite, redistribute
 
 
 def _inferred(sizes: Shape, shape: Shape) -> Shape:
@@ -88,8 +88,10 @@ def _reshaped_cuts(
     return tuple(asked), tuple(made), uneven
 
 
-def _reshape_blocks(input: DistTensor, shape: Shape, operator: str) -> DistTensor:
-    """Return the elements in another shape, cut in blocks."""
+def _reshape_blocks(
+    input: DistTensor, shape: Shape, operator: str, *, forks: bool = False
+) -> DistTensor:
+    """Return the elements in another shape, cut in blocks; as a fork, or as a view."""
     asked, made, uneven = _reshaped_cuts(tuple(input.shape), input.cuts, shape, input.grid.topology)
     box = box_on_rank(shape, made, input.grid)
     x = redistribute(input, asked, operator)
@@ -102,7 +104,19 @@ def _reshape_blocks(input: DistTensor, shape: Shape, operator: str) -> DistTenso
             # From behind, so that the dimensions in front keep their numbers.
             for run in reversed(uneven):
                 buffer = run.crop(buffer, box)
-    return make_view(input, buffer.reshape(box.shape), shape, made, copied=True)
+    block = buffer.reshape(box.shape)
+    if forks:
+        return make_fork(input, block, shape, made)
+
+    def again(base: DistTensor) -> DistTensor:
+        return _reshape_blocks(base, shape, operator)
+
+    return make_view(input, block, shape, made, again, _write_reshaped)
+
+
+def _write_reshaped(base: DistTensor, view: DistTensor) -> None:
+    """Write the elements of a reshape of `base` to it; all ranks call it together."""
+    overwrite(base, _reshape(view, tuple(base.shape), "reshape"), "reshape")
 
 
 @lru_cache(maxsize=4096)
@@ -128,21 +142,35 @@ def _unmerged_shape(before: Shape, cuts: Cuts, after: Shape, topology: Topology)
 def _reshape(input: DistTensor, shape: Shape, operator: str, *, copied: bool = False) -> DistTensor:
     """Return the elements in another shape, merged where cut dimensions become inner factors.
 
-    `copied` says that serial torch copies some tensors, by their strides, in place of a view.
+    `copied` says that serial torch copies some tensors, by their strides, in place of a view: some
+    whose dimensions are merged.
     """
+    before = tuple(input.shape)
+    forks = copied and any(sum(before[d] != 1 for d in old) > 1 for old, _ in groups(before, shape))
     # What has been merged is split again.
     x = input if input.unmerged is None else input.unmerged
     topology = x.grid.topology
     unmerged = _unmerged_shape(tuple(x.shape), x.cuts, shape, topology)
     if unmerged is None:
-        return _reshape_blocks(x, shape, operator)
+        return _reshape_blocks(x, shape, operator, forks=forks)
     if unmerged == tuple(x.shape):
-        # A node of its own in the autograd graph.
-        own = make_view(x, x.shard.view_as(x.shard), unmerged, x.cuts, copied=copied)
+        own = _alias(x, forks=forks)
     else:
-        own = _reshape_blocks(x, unmerged, operator)
+        own = _reshape_blocks(x, unmerged, operator, forks=forks)
     _, made, _ = _reshaped_cuts(unmerged, own.cuts, shape, topology)
-    return DistTensor.merging(own, shape, made, lambda: _reshape_blocks(own, shape, operator).shard)
+
+    def bring(base: DistTensor) -> DistTensor:
+        return _reshape_blocks(base, shape, operator)
+
+    return DistTensor.merging(own, shape, made, bring, _write_reshaped)
+
+
+def _alias(x: DistTensor, *, forks: bool = False) -> DistTensor:
+    """Return the tensor once more, with a node of its own in the autograd graph."""
+    shard = x.shard.view_as(x.shard)
+    if forks:
+        return make_fork(x, shard, x.shape, x.cuts)
+    return make_view(x, shard, x.shape, x.cuts, _alias)
 
 
 @implements(torch.reshape, torch.Tensor.reshape)
@@ -201,7 +229,8 @@ def squeeze(input: DistTensor, dim: int | Sequence[int] | None = None) -> DistTe
     kept = [d for d in range(x.dim()) if d not in gone]
     shard = x.shard.squeeze(tuple(gone)) if gone else x.shard
     shape, cuts = [x.shape[d] for d in kept], tuple(x.cuts[d] for d in kept)
-    return make_view(input, shard, shape, cuts, copied=x is not input)
+    write = None if x is input else _write_reshaped
+    return make_view(input, shard, shape, cuts, lambda base: squeeze(base, gone), write)
 
 
 @implements(torch.unsqueeze, torch.Tensor.unsqueeze)
@@ -213,7 +242,8 @@ def unsqueeze(input: DistTensor, dim: int) -> DistTensor:
     shape, cuts = list(input.shape), list(input.cuts)
     shape.insert(d, 1)
     cuts.insert(d, ())
-    return make_view(input, input.shard.unsqueeze(d), shape, tuple(cuts), copied=False)
+    shard = input.shard.unsqueeze(d)
+    return make_view(input, shard, shape, tuple(cuts), lambda base: unsqueeze(base, d))
 
 
 @implements(torch.permute, torch.Tensor.permute)
@@ -229,7 +259,8 @@ def permute(input: DistTensor, *dims: Any) -> DistTensor:
         moved = permute(input.unmerged, [i for d in order for i in places[d]])
         return _reshape(moved, tuple(input.shape[d] for d in order), "permute")
     shape, cuts = [input.shape[d] for d in order], tuple(input.cuts[d] for d in order)
-    return make_view(input, input.shard.permute(order), shape, cuts, copied=False)
+    shard = input.shard.permute(order)
+    return make_view(input, shard, shape, cuts, lambda base: permute(base, order))
 
 
 @implements(torch.transpose, torch.Tensor.transpose)
@@ -260,4 +291,12 @@ def expand(input: DistTensor, *sizes: Any) -> DistTensor:
     x = uncut(input, grown, "expand")
     cuts = ((),) * lead + x.cuts
     shard = x.shard.expand(box_on_rank(shape, cuts, x.grid).shape)
-    return make_view(input, shard, shape, cuts, copied=x is not input)
+    return make_view(
+        input,
+        shard,
+        shape,
+        cuts,
+        lambda base: expand(base, shape),
+        None if x is input else _write_reshaped,
+        writable=not grown and not any(n > 1 for n in shape[:lead]),
+    )

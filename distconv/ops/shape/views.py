@@ -11,7 +11,7 @@ from distconv.ops.support.operands import box_on_rank, empty_block, uncut
 from distconv.tensor.aliasing import make_view
 from distconv.tensor.dispatch import implements
 from distconv.tensor.dist_tensor import DistTensor
-from distconv.tensor.redistribution import gather_inputs
+from distconv.tensor.redistribution import gather_inputs, overwrite
 
 
 @implements(torch.Tensor.unfold)
@@ -30,7 +30,21 @@ def unfold(input: DistTensor, dimension: int, size: int, step: int) -> DistTenso
         shard = empty_block(buffer, block)
     else:
         shard = buffer.unfold(d, size, step) if moved else input.shard.unfold(d, size, step)
-    return make_view(input, shard, shape, cuts, copied=moved)
+
+    def write(base: DistTensor, view: DistTensor) -> None:
+        for i in range(size):
+            run = slice(i, i + (shape[d] - 1) * step + 1, step)
+            base[(*(slice(None),) * d, run)] = view[..., i]
+
+    return make_view(
+        input,
+        shard,
+        shape,
+        cuts,
+        lambda base: unfold(base, dimension, size, step),
+        write if moved else None,
+        writable=step >= size or shape[d] == 1,
+    )
 
 
 @implements(torch.view_as_real)
@@ -38,7 +52,7 @@ def view_as_real(input: DistTensor) -> DistTensor:
     """Return complex numbers as pairs of real ones, in a new last dimension."""
     shape = check_on_meta(torch.view_as_real, input)
     shard = torch.view_as_real(input.shard)
-    return make_view(input, shard, shape, (*input.cuts, ()), copied=False)
+    return make_view(input, shard, shape, (*input.cuts, ()), view_as_real)
 
 
 @implements(torch.view_as_complex)
@@ -48,4 +62,8 @@ def view_as_complex(input: DistTensor) -> DistTensor:
     x = uncut(input, [input.dim() - 1], "view_as_complex")
     # Whether a block's numbers lie in pairs is each rank's own affair.
     shard = torch.view_as_complex(x.shard.contiguous())
-    return make_view(input, shard, shape, x.cuts[:-1], copied=True)
+
+    def write(base: DistTensor, view: DistTensor) -> None:
+        overwrite(base, view_as_real(view), "view_as_complex")
+
+    return make_view(input, shard, shape, x.cuts[:-1], view_as_complex, write)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from distconv.ops.support.metadata_checks import check_on_meta
-from distconv.tensor.aliasing import check_writable
+from distconv.tensor.aliasing import prepare_write
 from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
 
@@ -39,7 +39,7 @@ def implements_in_place(
                 way_out="Use the function that returns a new tensor",
             )
         check_on_meta(method, input, *args, **kwargs)
-        check_writable(input, name)
+        prepare_write(input, name)
         recorded = torch.is_grad_enabled() and input.requires_grad
         # The backward pass may want what is overwritten here.
         before = input.clone() if recorded else input
