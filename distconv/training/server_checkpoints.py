@@ -143,7 +143,7 @@ def server_state(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
         Where there is none.
     """
     state: dict[str, Tensor] = {}
-    for place in sorted(Path(folder).glob(SERVER_FOLDER.format(rank="*"))):
+    for place in sorted(filter(Path.is_dir, Path(folder).glob(SERVER_FOLDER.format(rank="*")))):
         _, content = newest_whole(place, True, {})
         if content:
             stored = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
