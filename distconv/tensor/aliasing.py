@@ -75,8 +75,8 @@ def prepare_write(x: DistTensorBase, operator: str) -> None:
     if memory is not None and not memory.alone:
         refuse(
             operator,
-            "the tensor is written in place while one is in use that serial torch makes a view of "
-            "it, or a copy, by its strides",
+            "the tensor is written in place while a view of it is in use that serial torch, by its "
+            "strides, may have copied",
             x,
             way_out="Use the function that returns a new tensor, .clone() one of the two, or "
             ".view() in place of .reshape()",
