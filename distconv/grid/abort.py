@@ -110,6 +110,7 @@ def _place() -> tuple[int, int]:
 def flush_files() -> None:
     """Write what the program's open files hold in buffers, those that write into others first."""
     layers: tuple[list[io.IOBase], ...] = [], [], []
+    gc.unfreeze()  # or files that were open when the program called gc.freeze would stay unseen
     for thing in gc.get_objects():
         kind = type(thing)
         if issubclass(kind, io.IOBase):

@@ -353,8 +353,18 @@ def _with_arguments(kind: str, call: Call, told_apart: bool) -> tuple[Any, ...]:
     told_apart: whether tensors are known by the step after which they were made.
     """
     function, arguments, keywords = call
-    key = kind, function, _kept(arguments), _kept(keywords or ())
+    named = _kept(keywords or ())
+    if torch._C._is_any_autocast_enabled():
+        named = *named, ("autocast", _autocast_types())
+    key = kind, function, _kept(arguments), named
     return key if told_apart else _alike(key)
+
+
+def _autocast_types() -> tuple[torch.dtype, ...]:
+    """Return the types into which autocast converts, on each kind of device where it is on."""
+    accelerator = torch.accelerator.current_accelerator()
+    kinds = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+    return tuple(torch.get_autocast_dtype(k) for k in kinds if torch.is_autocast_enabled(k))
 
 
 def _alike(key: Any) -> Any:

@@ -118,15 +118,8 @@ def _is_free(operator: Callable[..., Any] | str, x: Tensor, operands: tuple[Any,
     """Return whether the gradient of a plain operand is to be added up here.
 
     No module does so where it depends on leaves of no parallelized module. Refuse one that depends
-    on both, or on what has been handed out, or that a transform of torch.func has wrapped.
+    on both, or on what has been handed out.
     """
-    if torch._C._functorch.is_functorch_wrapped_tensor(x):
-        refuse(
-            operator_name(operator),
-            "a transform of torch.func is under way",
-            *operands,
-            way_out="Use torch.autograd.grad",
-        )
     found = origins([x.grad_fn], remember=True) if x.grad_fn is not None else {"free": x}
     if "out" in found:
         refuse(

@@ -57,12 +57,18 @@ def weight(*shape: int) -> Tensor:
     return torch.ones(shape)
 
 
+def in_half(x: dc.DistTensor) -> Any:
+    with torch.autocast("cpu", torch.bfloat16):
+        return torch.tanh(x)
+
+
 LOCAL: dict[str, tuple[Callable[[dc.DistTensor], Any], Callable[[dc.DistTensor], Any]]] = {
     "another number": (lambda x: x * 2.0, lambda x: x * 3.0),
     "another function": (torch.relu, torch.tanh),
     "a flip by chance": (lambda x: x, lambda x: x.flip(3)),
     "another slice": (lambda x: x[..., 1:], lambda x: x[..., :-1]),
     "another value beside": (lambda x: F.pad(x, (1, 1)), lambda x: F.pad(x, (1, 1), value=1.0)),
+    "another autocast": (torch.tanh, in_half),
 }
 
 

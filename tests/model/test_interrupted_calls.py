@@ -107,7 +107,7 @@ def in_a_call_within(net: Net, x: Any, error: type[BaseException]) -> None:
             net(x)
         except error:
             assert innermost_call() is not None
-            if torch.is_grad_enabled():
+            if torch.is_grad_enabled() and y.grid.size > 1:
                 with pytest.raises(dc.UnsupportedOperation, match="has to stay distributed"):
                     y.full_tensor()
 

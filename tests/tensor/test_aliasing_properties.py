@@ -20,7 +20,6 @@ from tests.support.serial import (
     random_grid,
     random_layout,
     random_tensor,
-    summed,
 )
 
 View = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Any]]
@@ -122,7 +121,7 @@ def random_write(
 
 @pytest.mark.parallel([1, 2, 4])
 @pytest.mark.parametrize("recorded", [True, False])
-@pytest.mark.parametrize("seed", examples(1500))
+@pytest.mark.parametrize("seed", examples(150))
 def test_random_views_and_writes_are_serial(seed: int, recorded: bool) -> None:
     rng = random.Random(seed)
     grid = random_grid(rng)
@@ -185,4 +184,4 @@ def test_random_views_and_writes_are_serial(seed: int, recorded: bool) -> None:
             if p.grad is None:
                 assert q.grad is None
             else:
-                assert deviation(summed(q.grad, p.grad), p.grad) <= TOLERANCE, "parameter"
+                assert deviation(q.grad, p.grad) <= TOLERANCE, "parameter"
