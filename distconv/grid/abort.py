@@ -19,7 +19,7 @@ from typing import Any
 
 from distconv.transport.launch import is_copy, place_by_torch
 
-_GRACE = 1.5
+_GRACE = 2.5
 """Seconds that another rank waits for rank 0 to report, so that an error all ranks share is
 printed once."""
 
