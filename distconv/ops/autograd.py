@@ -16,8 +16,11 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from distconv.comm.collectives import all_reduce
 from distconv.comm.replication import replicate
 from distconv.geometry.layout import Cuts, replicating_axes
+from distconv.geometry.topology import AXES
+from distconv.grid.interface import Grid
 from distconv.ops.support.operands import common_grid, shard_of
 from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor, as_parameter
@@ -127,6 +130,8 @@ def grad(
         return None
 
     parts = [used(*pair) for pair in zip(leaves, gradients, strict=True)]
+    if create_graph and grid.size > 1:
+        parts = _recorded_alike(parts, leaves, grid)
 
     def whole(x: Tensor, part: Tensor | None, met: bool) -> Tensor | None:
         if part is None:
@@ -150,6 +155,24 @@ def grad(
         return DistTensor(total, x.shape, cuts, grid) if create_graph else total
 
     return tuple(map(whole, wanted, parts, met))
+
+
+def _recorded_alike(
+    parts: Sequence[Tensor | None], leaves: Sequence[Tensor], grid: Grid
+) -> list[Tensor | None]:
+    """Return gradients that require gradients on all ranks or on none, as the serial ones do.
+
+    A rank whose block has no elements, or has been overwritten in full, has a constant gradient,
+    where those of other ranks can be differentiated again.
+    """
+    recorded = [part is not None and part.requires_grad for part in parts]
+    counts = torch.tensor(recorded, dtype=torch.float64, device=grid.device)
+    somewhere = all_reduce(counts, grid, AXES).tolist()
+    return [
+        # No elements of the leaf add up to zero, whatever the others are.
+        part + leaf.reshape(-1)[:0].sum() if part is not None and ranks and not own else part
+        for part, leaf, ranks, own in zip(parts, leaves, somewhere, recorded, strict=True)
+    ]
 
 
 @implements(torch.Tensor.register_hook)

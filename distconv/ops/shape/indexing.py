@@ -370,7 +370,11 @@ def cat(tensors: Sequence[Tensor], dim: int = 0) -> DistTensor:
         buffers.append(gather_inputs(x, needs, cuts, "cat"))
         offset += x.shape[d]
     shape = (*largest.shape[:d], total, *largest.shape[d + 1 :])
-    return DistTensor(torch.cat(buffers, d), shape, cuts, grid)
+    if len(shape) > 1 or skipped:
+        return DistTensor(torch.cat(buffers, d), shape, cuts, grid)
+    # As rows: of a vector without elements torch would leave the graph of gradients out.
+    row = torch.cat([x.unsqueeze(0) for x in buffers], 1)
+    return DistTensor(row.squeeze(0), shape, cuts, grid)
 
 
 def _cat_unmerged(pieces: Sequence[DistTensor], d: int, total: int) -> DistTensor | None:
