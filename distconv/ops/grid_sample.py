@@ -17,6 +17,7 @@ from distconv.ops.support.operands import (
     box_on_rank,
     common_grid,
     empty_block,
+    filled_block,
     local_operand,
     uncut,
 )
@@ -63,9 +64,7 @@ def affine_grid(
     """
     shape = check_on_meta(F.affine_grid, theta, tuple(size), bool(align_corners))
     maps = uncut(theta, (1, 2), "affine_grid")
-    own = (maps.shard.shape[0], *size[1:])
-    if own[0]:
-        shard = F.affine_grid(maps.shard, list(own), bool(align_corners))
-    else:
-        shard = empty_block(maps.shard, (0, *shape[1:]))
+    own = maps.shard.shape[0]
+    block = maps.shard if own else filled_block(maps.shard, (1, *maps.shape[1:]))
+    shard = F.affine_grid(block, [block.shape[0], *size[1:]], bool(align_corners))[:own]
     return DistTensor(shard, shape, (maps.cuts[0], *((),) * (len(shape) - 1)), theta.grid)
