@@ -130,7 +130,6 @@ def _leave() -> None:
     ABANDONED.set()
     with contextlib.suppress(BaseException):
         atexit._run_exitfuncs()
-    flush_files()
 
 
 def abort_job(report: Callable[[], None] | None = None) -> None:
@@ -149,7 +148,8 @@ def abort_job(report: Callable[[], None] | None = None) -> None:
 
 
 def _abort(report: Callable[[], None] | None) -> None:
-    """Report, and end all ranks, from any thread."""
+    """Flush files, report, and end all ranks, from any thread."""
+    flush_files()
     if report is not None:
         with contextlib.suppress(Exception):
             report()
@@ -157,7 +157,6 @@ def _abort(report: Callable[[], None] | None) -> None:
     killer = threading.Timer(_PATIENCE, os._exit, (1,))
     killer.daemon = True
     killer.start()
-    flush_files()
     time.sleep(_FORWARDING)
     if place_by_torch():
         os._exit(1)  # and torchrun ends the others, or starts all anew

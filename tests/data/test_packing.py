@@ -16,17 +16,12 @@ import zarr
 
 import distconv as dc
 from distconv.data import Dataset, Function
+from tests.data.test_dataset import GRIDS
 from tests.support.everywhere import WORLD, fails_everywhere, on_rank_zero
 from tests.support.sample_files import X
 
 every_size = pytest.mark.parallel([1, 2, 4])
 several = pytest.mark.parallel([2, 4])
-
-GRIDS: dict[int, list[dict[str, int]]] = {
-    1: [{}],
-    2: [{"sample": 2}, {"width": 2}],
-    4: [{"sample": 2, "height": 2}, {"channel": 2, "width": 2}],
-}
 STORED = X.astype(np.int16)
 NAN = base64.b64encode(struct.pack("<d", np.nan)).decode()
 
