@@ -146,9 +146,8 @@ class _Reduction:
         """How many backward passes each parameter has still to take part in."""
         self._kinds: list[Any] = []
         self._buckets: list[Bucket] = []
-        self._place_of: dict[Tensor, tuple[int, int]] = {}
+        self._bucket_of: dict[Tensor, int] = {}
         self._missing: list[int] = []
-        self._steps = 0
         self._begun = False
         self._announced = False
         self._started = 0
@@ -223,7 +222,6 @@ class _Reduction:
                     "`with optimizer.skip_synchronize():`"
                 )
         self._begun = self._announced = False
-        self._steps += 1
         self.synchronized = True
         self.reset()
 
@@ -253,11 +251,8 @@ class _Reduction:
         if self._compression is not Compression.none:
             self._states[p] = _state(p)
             return
-        b, i = self._place_of[p]
-        bucket = self._buckets[b]
-        bucket.prepare(self._steps)
-        bucket.adopt_gradient(i)
         self._states[p] = _state(p)
+        b = self._bucket_of[p]
         self._missing[b] -= self._left[p] == 0
         while self._started < len(self._buckets) and not self._missing[self._started]:
             self._start_next()
@@ -276,10 +271,8 @@ class _Reduction:
             filled = fill_buckets(trained, self._bucket_bytes)
             group = self._grid().communicator(AXES, GRADIENTS)
             self._buckets = [Bucket(parameters, group) for _, parameters in filled]
-            self._place_of = {
-                p: (b, i)
-                for b, bucket in enumerate(self._buckets)
-                for i, p in enumerate(bucket.parameters)
+            self._bucket_of = {
+                p: b for b, bucket in enumerate(self._buckets) for p in bucket.parameters
             }
         self._missing = [len(bucket.parameters) for bucket in self._buckets]
 
@@ -304,11 +297,11 @@ class _Reduction:
             announced = Announcement(GRADIENTS, None, detail, tuple(parts))
             self._ranks.start(announced, lambda everyone: lambda: None).wait()
         bucket = self._buckets[self._started]
-        bucket.prepare(self._steps)
         self._look()
         _scale(bucket.parameters, 1 / self._predivide)
+        every = [True] * len(bucket.parameters)
+        bucket.start(every, [False] * len(every), self._grid())
         self._states |= {p: _state(p) for p in bucket.parameters if p in self._states}
-        bucket.start([True] * len(bucket.parameters), self._grid())
         self._started += 1
 
     def _reduce_buckets(self) -> None:

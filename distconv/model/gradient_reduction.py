@@ -44,9 +44,6 @@ from distconv.transport.interface import Request
 REDUCTION_ATTRIBUTE = "_distconv_gradient_reduction"
 """The attribute by which a module, and each of its parts, keeps its `GradientReduction`."""
 
-_OUTSIDE = -2
-"""In place of the number of a backward pass, where there is none."""
-
 _POST_ACCUMULATE = (
     "a parameter has a post-accumulate-gradient hook, which would get this rank's part of the "
     "gradient; use the gradient when backward() has returned"
@@ -116,8 +113,8 @@ class GradientReduction:
         self._buckets: list[Bucket] = []
         self._members: list[list[int]] = []
         """For each bucket the parameters in it, by their numbers."""
-        self._place_of: dict[int, tuple[int, int]] = {}
-        """For each parameter's number its bucket, and its place there."""
+        self._bucket_of: dict[int, int] = {}
+        """For each parameter's number its bucket."""
         self._laid_out: list[Any] = []
         self._nodes: dict[int, Node | None] = {}
         """For each parameter that is watched, the node that accumulates its gradient."""
@@ -133,6 +130,8 @@ class GradientReduction:
         """For each bucket, how many gradients the present backward pass still has to make."""
         self._new = False
         """Whether autograd is making the first gradient of a parameter, not adding to one."""
+        self._made: set[int] = set()
+        """The parameters whose gradient the present backward pass has made."""
         self._pass = self._checked = -1
         self._started = 0
         self._warned = False
@@ -187,7 +186,8 @@ class GradientReduction:
         if self._grid.size == 1:
             return
         self._settle()
-        self._pass, self._started = _OUTSIDE, 0
+        self._started = 0
+        self._made.clear()
         self._finish()
 
     def give(self, sums: Iterable[Tensor | None]) -> None:
@@ -216,7 +216,6 @@ class GradientReduction:
         """Start the sums that backward passes since `hold` have not started."""
         self._held = False
         if self._grid.size > 1:
-            self._pass = _OUTSIDE
             while self._started < len(self._buckets):
                 self._start_next()
 
@@ -283,9 +282,7 @@ class GradientReduction:
         self._buckets = self._filled()
         number_of = {id(p): n for n, p in trainable}
         self._members = [[number_of[id(p)] for p in b.parameters] for b in self._buckets]
-        self._place_of = {
-            n: (b, i) for b, members in enumerate(self._members) for i, n in enumerate(members)
-        }
+        self._bucket_of = {n: b for b, members in enumerate(self._members) for n in members}
 
     def _check_sums(self, event: str, concerned: Iterable[bool]) -> None:
         """Raise where the gradient of a parameter concerned is still a part of a sum."""
@@ -537,7 +534,7 @@ class GradientReduction:
 
     def _rank_in_sum(self, n: int) -> int:
         """Return this rank's number among those that add up the gradient of a parameter."""
-        rank: int = self._buckets[self._place_of[n][0]].comm.rank
+        rank: int = self._buckets[self._bucket_of[n]].comm.rank
         return rank
 
     @staticmethod
@@ -550,13 +547,11 @@ class GradientReduction:
         backward_pass = torch._C._current_graph_task_id()
         if backward_pass != self._pass:
             self._begin(backward_pass)
-        b, i = self._place_of[n]
-        bucket = self._buckets[b]
-        bucket.prepare(backward_pass)
         if self._new:
-            bucket.adopt_gradient(i)
+            self._made.add(n)
         if not self.enabled:
             return
+        b = self._bucket_of[n]
         self._missing[b] -= 1
         if self._missing[b] or self._starts_at_the_end:
             return
@@ -572,15 +567,17 @@ class GradientReduction:
             )
         self._settle()
         self._pass, self._started = backward_pass, 0
+        self._made.clear()
         self._missing = [len(bucket.parameters) for bucket in self._buckets]
         if self.enabled:
             end = _EndOfBackward(self._finish, self._settle_failed)
             Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]
 
     def _start_next(self) -> None:
-        bucket = self._buckets[self._started]
-        bucket.prepare(self._pass)
-        bucket.start([self._is_part[n] for n in self._members[self._started]], self._grid)
+        members = self._members[self._started]
+        self._buckets[self._started].start(
+            [self._is_part[n] for n in members], [n in self._made for n in members], self._grid
+        )
         self._started += 1
 
     def _finish(self) -> None:
