@@ -1,4 +1,8 @@
-"""Sums of vectors that travel in half precision, and are added up in single precision."""
+"""Sums of vectors that travel in half precision, and are added up in single precision.
+
+With error feedback what a rounding leaves out is added to the next vector (Karimireddy et al.,
+"Error Feedback Fixes SignSGD and other Gradient Compression Schemes", arXiv:1901.09847).
+"""
 
 from __future__ import annotations
 
@@ -23,32 +27,65 @@ def wire_type(owner: str, wire: str) -> torch.dtype:
     return WIRES[wire]
 
 
-class HalfSum:
-    """A sum over the ranks along `axes`, under way, the same on all of them.
+class ErrorFeedback:
+    """This rank's share of what earlier sums of a vector have lost to rounding.
 
-    They make it together, and complete it together, in the order of all exchanges. Each adds up one
+    Parameters
+    ----------
+    exact: the number of elements at the end of the vector that are counts, and have no remainder.
+    """
+
+    def __init__(self, exact: int = 0):
+        self._exact = exact
+        self._left_out: Tensor | None = None
+
+    def add_to(self, padded: Tensor) -> None:
+        """Add the remainder to the next vector, which ends with padding."""
+        if self._left_out is not None:
+            padded += self._left_out
+
+    def keep(self, left_out: Tensor, elements: int) -> None:
+        """Keep the remainder of a vector of `elements` and padding."""
+        left_out[elements - self._exact :] = 0.0
+        # A value that is too large for the halves is lost, and not carried on as infinite.
+        self._left_out = left_out.nan_to_num_(0.0, 0.0, 0.0)
+
+
+class HalfSum:
+    """A sum in place over the ranks along `axes`, under way, the same on all of them.
+
+    They make it together, and wait for it together, in the order of all exchanges. Each adds up one
     piece of the vector, so that every rank sends and receives twice as many halves as the vector
     has elements.
 
     Parameters
     ----------
     purpose: of the communicators.
+    feedback: takes part where given; one for each vector that is summed again and again.
     """
 
     def __init__(
-        self, flat: Tensor, grid: Grid, axes: Sequence[str], wire: torch.dtype, purpose: str
+        self,
+        flat: Tensor,
+        grid: Grid,
+        axes: Sequence[str],
+        wire: torch.dtype,
+        purpose: str,
+        feedback: ErrorFeedback | None = None,
     ):
         transport = grid.transport
         ranks = grid.topology.peers(grid.rank, axes)
-        self._flat, self._wire, self._transport = flat, wire, transport
+        self._flat, self._transport, self._feedback = flat, transport, feedback
         self._group = grid.communicator(axes, purpose)
         self._own = ranks.index(grid.rank)
         length = -(-len(flat) // len(ranks))
         self._left_out = flat.new_zeros(len(ranks) * length)
         self._left_out[: len(flat)] = flat
+        if feedback is not None:
+            feedback.add_to(self._left_out)
         self._leaving = self._left_out.to(wire).view(len(ranks), length)
-        self._arriving = transport.empty((len(ranks), length), self._leaving)
         self._left_out -= self._leaving.view(-1)
+        self._arriving = transport.empty((len(ranks), length), self._leaving)
         others = [i for i in range(len(ranks)) if i != self._own]
         self._request = transport.exchange(
             [(ranks[i], self._arriving[i]) for i in others],
@@ -56,19 +93,16 @@ class HalfSum:
             transport.next_tag(),
         )
 
-    def complete(self) -> tuple[Tensor, Tensor]:
-        """Return the sum; and this rank's share of what it is too small by, from rounding."""
+    def wait(self) -> None:
+        """Overwrite the vector by the sum."""
         self._request.wait()
         arriving, own, flat = self._arriving, self._own, self._flat
         arriving[own] = self._leaving[own]
         total = arriving[0].float()
         for piece in arriving[1:]:
             total += piece
-        rounded = total.to(self._wire)
-        self._left_out.view(arriving.shape)[own] += total - rounded
-        sums = self._transport.all_gather(rounded, self._group).view(-1)
-        return sums[: len(flat)].to(flat.dtype), self._left_out[: len(flat)]
-
-    def wait(self) -> None:
-        """Overwrite the vector by the sum."""
-        self._flat.copy_(self.complete()[0])
+        rounded = total.to(arriving.dtype)
+        if self._feedback is not None:
+            self._left_out.view(arriving.shape)[own] += total - rounded
+            self._feedback.keep(self._left_out, len(flat))
+        flat.copy_(self._transport.all_gather(rounded, self._group).view(-1)[: len(flat)])

@@ -8,7 +8,7 @@ non-blocking all-reduce that begins as soon as the bucket and all before it are 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from operator import is_
 from typing import Any, NoReturn
@@ -24,9 +24,8 @@ from distconv.comm import checksums
 from distconv.comm.agreement import Agreement, differences, fingerprint
 from distconv.comm.checksums import Checked, possible, unequal
 from distconv.comm.collectives import all_reduce_with_grad
-from distconv.comm.half_sums import WIDE, HalfSum
+from distconv.comm.half_sums import WIDE, ErrorFeedback, HalfSum
 from distconv.comm.shard_function import ShardFunction
-from distconv.comm.two_level import TwoLevelSum, has_two_levels, levels
 from distconv.geometry.layout import cutting_axes, replicating_axes
 from distconv.grid.interface import Grid
 from distconv.grid.order import PARAMETERS
@@ -84,8 +83,8 @@ class GradientReduction:
         module: nn.Module,
         grid: ProcessGrid,
         bucket_bytes: int,
-        two_level: bool = False,
         wire: torch.dtype | None = None,
+        error_feedback: bool = False,
     ):
         self.enabled = True
         self._purpose = "gradients"
@@ -108,8 +107,7 @@ class GradientReduction:
         own((*self._parameters, *self._leaves, *module.buffers()), grid.size)
         self._axes = [axes_of_sum(p, grid) for p in self._parameters]
         """For each parameter, the grid axes over which its gradient is summed."""
-        self._wire = wire
-        self._two_level = two_level and any(has_two_levels(axes, grid) for axes in self._axes)
+        self._wire, self._error_feedback = wire, error_feedback
         self._buckets: list[Bucket] = []
         self._members: list[list[int]] = []
         """For each bucket the parameters in it, by their numbers."""
@@ -141,8 +139,6 @@ class GradientReduction:
         self._layout = 0
         """The fingerprint of what decides how buckets are laid out."""
         self._make_communicators()
-        if self._two_level:
-            self._connect()
         self._prepare()
         module.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         module.register_forward_hook(self._after_forward, always_call=True)
@@ -225,7 +221,7 @@ class GradientReduction:
         self._pass = -1
 
     def _make_communicators(self) -> None:
-        for axes in self._summed_over():
+        for axes in dict.fromkeys(self._axes):
             # All ranks make it together, whatever each of them trains first.
             self._grid.communicator(axes, self._purpose)
 
@@ -235,16 +231,9 @@ class GradientReduction:
         A carrier may connect the ranks at first use, where those of one communicator wait for each
         other: ranks that come to another one first would wait for ever.
         """
-        for axes in self._summed_over():
+        for axes in dict.fromkeys(self._axes):
             comm = self._grid.communicator(axes, self._purpose)
             self._grid.transport.all_reduce(torch.zeros(1, device=self._grid.device), comm).wait()
-
-    def _summed_over(self) -> list[tuple[str, ...]]:
-        """Return the grid axes of all sums, and of the levels of those that have two."""
-        found = dict.fromkeys(self._axes)
-        if self._two_level:
-            found |= dict.fromkeys(level for axes in found for level in levels(axes))
-        return list(found)
 
     @property
     def _starts_at_the_end(self) -> bool:
@@ -253,7 +242,7 @@ class GradientReduction:
         A parameter may have no gradient on some ranks. Those start its bucket at the end, and so
         do all: among the exchanges of the backward pass it would have another place there.
         """
-        return self._grid.transport.ordered or self._two_level or self._wire is not None
+        return self._grid.transport.ordered or self._wire is not None
 
     def _prepare(self) -> None:
         """Hook the trainable parameters and lay out the buckets, last parameters first."""
@@ -309,21 +298,23 @@ class GradientReduction:
             Bucket(
                 parameters,
                 self._grid.communicator(axes, self._purpose),
-                self._sum_over(axes, parameters[0].dtype),
+                self._sum_over(axes, parameters),
             )
             for axes, parameters in fill_buckets(trained, self._bucket_bytes)
         ]
 
     def _sum_over(
-        self, axes: tuple[str, ...], dtype: torch.dtype
+        self, axes: tuple[str, ...], parameters: Sequence[Tensor]
     ) -> Callable[[Tensor], Request] | None:
         """Return what starts to add up a bucket; None for the carrier's all-reduce."""
-        grid, purpose = self._grid, self._purpose
-        if self._wire is not None and dtype in WIDE and grid.topology.parts(axes) > 1:
-            return partial(HalfSum, grid=grid, axes=axes, wire=self._wire, purpose=purpose)
-        if not (self._two_level and has_two_levels(axes, grid)):
+        grid, wire = self._grid, self._wire
+        if wire is None or parameters[0].dtype not in WIDE or grid.topology.parts(axes) == 1:
             return None
-        return partial(TwoLevelSum, grid=grid, axes=axes, purpose=purpose)
+        # The counts behind the gradients have no remainder.
+        feedback = ErrorFeedback(len(parameters)) if self._error_feedback else None
+        return partial(
+            HalfSum, grid=grid, axes=axes, wire=wire, purpose=self._purpose, feedback=feedback
+        )
 
     def _hook(self, n: int, p: Tensor, node: Node) -> None:
         """Watch a parameter; again where a change of type or stream gives it another node."""

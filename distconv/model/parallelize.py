@@ -47,8 +47,8 @@ def parallelize(
     layouts: Mapping[str, Layout] | None = None,
     shard_parameters: bool = False,
     bucket_bytes: int = 2**20,
-    two_level: bool = False,
     wire: str | None = None,
+    error_feedback: bool = False,
 ) -> Module:
     """Make `module` compute on DistTensors of `grid` what it computes serially, and return it.
 
@@ -72,13 +72,11 @@ def parallelize(
         optimizer made before this call stays valid if it has no state yet. Weights that are
         parametrized stay whole.
     bucket_bytes: the bytes of gradients that travel in one message.
-    two_level: whether gradients are added up in two levels: among the ranks of a sample by a
-        reduce-scatter, a piece of each between replicas, and an all-gather. Where the P_S
-        ranks of a sample share a node, only 1 / P_S of the bytes go between nodes, but they are
-        sent after the backward pass and not during it.
     wire: "bfloat16" or "float16" where gradients travel as halves, and are added up in float32;
         they are then the serial ones within two roundings to halves, and leave when the backward
-        pass has ended. `training.GradientCompression` does so with error feedback.
+        pass has ended. float16 has more bits, and is infinite beyond 65504.
+    error_feedback: whether a rank keeps what the halves of `wire` have rounded away, and adds it in
+        the next step. It takes the memory of one gradient, which is not part of any checkpoint.
 
     Raises
     ------
@@ -88,8 +86,8 @@ def parallelize(
     ValueError
         On every rank, when the ranks' modules differ in the names, shapes, types or strides of
         their parameters and buffers, some of these have no shape yet, the module is parallelized
-        already, a pattern matches nothing, `bucket_bytes` is below 1, or `two_level` and
-        `wire` are both given.
+        already, a pattern matches nothing, `bucket_bytes` is below 1, `wire` is another type, or
+        there is `error_feedback` without it.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"parallelize: {type(module).__name__} is not a torch.nn.Module")
@@ -109,16 +107,14 @@ def parallelize(
             "it once for both together, in a torch.nn.ModuleList, say"
         )
     options: dict[str, Any] = {"bucket_bytes": bucket_bytes, "shard_parameters": shard_parameters}
-    options |= {"grid": str(grid), "layouts": layouts, "two_level": two_level}
-    options["wire"] = wire
+    options |= {"grid": str(grid), "layouts": layouts, "wire": wire}
+    options["error_feedback"] = error_feedback
     _compare(options, grid, "pass the same on every rank")
     if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
         raise ValueError(f"parallelize: bucket_bytes={bucket_bytes!r} is no size; expected from 1")
     half = None if wire is None else wire_type("parallelize", wire)
-    if half is not None and two_level:
-        raise ValueError(
-            f"parallelize: two_level=True and wire={wire!r} exclude each other; choose one"
-        )
+    if error_feedback and half is None:
+        raise ValueError("parallelize: error_feedback=True is for halves; choose them by wire=")
     chosen = match_layouts(module, layouts or {})
     state = dict(module.named_parameters()) | dict(module.named_buffers())
     _compare_modules(state, grid)
@@ -129,7 +125,7 @@ def parallelize(
     if shard_parameters:
         shard_weights(module, chosen, grid)
     redistribute_inputs(module, chosen)
-    reduction = GradientReduction(module, grid, bucket_bytes, two_level, half)
+    reduction = GradientReduction(module, grid, bucket_bytes, half, error_feedback)
     for part in module.modules():
         part.__dict__[REDUCTION_ATTRIBUTE] = reduction
         part.__dict__[_SCRIPT] = _refuse_script

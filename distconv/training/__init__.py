@@ -7,7 +7,6 @@ P_S ranks that share a sample. Models, optimizers and training loops stay those 
 from distconv.training.advice import advise, max_batch
 from distconv.training.asynchronous_elastic import AsynchronousElastic
 from distconv.training.client import Worker
-from distconv.training.compression import GradientCompression
 from distconv.training.concurrent import ConcurrentReductions
 from distconv.training.consistency import assert_in_sync
 from distconv.training.decay import (
@@ -44,7 +43,6 @@ __all__ = [
     "Downpour",
     "ElasticAveraging",
     "Exponential",
-    "GradientCompression",
     "GradientLag",
     "InverseTime",
     "NoiseScale",

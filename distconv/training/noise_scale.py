@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from distconv.comm.collectives import all_reduce_
-from distconv.comm.two_level import ReduceScatter, all_gather_pieces, levels
 from distconv.geometry.layout import cutting_axes
 from distconv.geometry.topology import AXES
 from distconv.model.gradient_reduction import required_reduction
@@ -23,6 +22,7 @@ from distconv.model.parallelize import no_sync
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.training.checks import check_count
 from distconv.training.gradient_messages import GradientMessage, GradientPacking
+from distconv.transport.interface import SUM_TYPES
 
 _PURPOSE = "noise scale"
 
@@ -82,9 +82,9 @@ class NoiseScale:
     def backward(self, losses: Tensor | Iterable[Tensor], samples: int) -> None:
         """Compute the gradients of a step, and measure, in place of `loss.backward()`.
 
-        All ranks of the grid call it together. Gradients are added up in two levels, among the
-        ranks that share a sample for each micro-batch, when its backward pass has ended: nothing is
-        hidden, so use it every so often. Gradients of earlier passes are dropped, as by
+        All ranks of the grid call it together. Gradients are added up among the ranks that share a
+        sample for each micro-batch, when its backward pass has ended, and then over the replicas:
+        nothing is hidden, so use it every so often. Gradients of earlier passes are dropped, as by
         `zero_grad()`. With one unit in all, or where `samples` is no multiple of their number,
         nothing is learned from the step.
 
@@ -95,51 +95,45 @@ class NoiseScale:
         samples: in the whole batch, those of all replicas and micro-batches together.
         """
         check_count("NoiseScale", "samples", samples, 1)
-        pieces: list[Tensor] = []
         messages: list[GradientMessage] = []
         squares, count = self._zero(), 0
         with no_sync(self._model):
             for loss in [losses] if isinstance(losses, Tensor) else losses:
                 self._model.zero_grad()
                 loss.backward()  # type: ignore[no-untyped-call]
-                messages = self._packing.pack()
-                scattered = [ReduceScatter(m.flat, self._grid, _within(m)) for m in messages]
-                parts = [reduction.wait() for reduction in scattered]
-                squares = squares + self._squared(parts, messages, scattered)
-                pieces = [a.add_(b) for a, b in zip(pieces, parts, strict=True)] if count else parts
-                count += 1
+                unit = [self._within_replica(message) for message in self._packing.pack()]
+                squares = squares + self._squared(unit)
+                for before, message in zip(messages, unit, strict=False):
+                    message.flat.add_(before.flat)
+                messages, count = unit, count + 1
         if not count:
             raise ValueError("NoiseScale: there is no loss; pass one, or one for each micro-batch")
-        for message, piece in zip(messages, pieces, strict=True):
-            between = levels(message.axes)[1]
-            if self._grid.topology.parts(between) > 1:
-                all_reduce_(piece, self._grid, between)
-        whole = self._squared(pieces, messages, scattered) / self._grid.shape["sample"]
-        sums = [
-            m._replace(
-                flat=all_gather_pieces(
-                    piece.to(m.flat.dtype), len(m.flat), self._grid, _within(m), _PURPOSE
-                )
-            )
-            for m, piece in zip(messages, pieces, strict=True)
-        ]
+        for message in messages:
+            self._add_up(message, ("sample",))
+        whole = self._squared(messages) / self._grid.shape["sample"]
+        dtypes = [p.dtype for p in self._packing.leaves]
+        sums = [m._replace(flat=m.flat.to(dtypes[m.places[0][0]])) for m in messages]
         self._reduction.give(self._packing.unpack(sums))
         self._learn(squares, whole, samples, count * self._grid.shape["sample"])
 
-    def _squared(
-        self,
-        pieces: list[Tensor],
-        messages: list[GradientMessage],
-        scattered: list[ReduceScatter],
-    ) -> Tensor:
-        """Return the sum of the squares of this rank's pieces of gradients, without what follows
-        them in the messages.
-        """
+    def _within_replica(self, message: GradientMessage) -> GradientMessage:
+        """Return a message with the sums over the ranks that share a sample, halves in float32."""
+        flat = message.flat.to(SUM_TYPES.get(message.flat.dtype, message.flat.dtype))
+        wide = message._replace(flat=flat)
+        self._add_up(wide, _within(wide))
+        return wide
+
+    def _add_up(self, message: GradientMessage, axes: tuple[str, ...]) -> None:
+        if self._grid.topology.parts(axes) > 1:
+            all_reduce_(message.flat, self._grid, axes)
+
+    def _squared(self, messages: list[GradientMessage]) -> Tensor:
+        """Return this rank's share of the sum of the squares of a replica's gradients."""
         total = self._zero()
-        for piece, message, reduction in zip(pieces, messages, scattered, strict=True):
-            elements = len(message.flat) - len(message.places) - reduction.start
-            norm = torch.linalg.vector_norm(piece[: max(0, elements)], dtype=torch.float64)
-            total = total + norm.square()
+        for message in messages:
+            gradients = message.flat[: -len(message.places)]
+            norm = torch.linalg.vector_norm(gradients, dtype=torch.float64)
+            total = total + norm.square() / self._grid.topology.parts(_within(message))
         return total
 
     def _learn(self, squares: Tensor, whole: Tensor, samples: int, units: int) -> None:
@@ -180,4 +174,4 @@ def estimates(small: float, large: float, unit: int, batch: int) -> tuple[float,
 
 def _within(message: GradientMessage) -> tuple[str, ...]:
     """Return the axes of the ranks that share a sample, and have parts of the same gradients."""
-    return levels(message.axes)[0]
+    return tuple(axis for axis in message.axes if axis != "sample")

@@ -13,7 +13,6 @@ from distconv.training import (
     Constant,
     Cosine,
     Decay,
-    GradientCompression,
     GradientLag,
     Polynomial,
     Recipe,
@@ -119,15 +118,11 @@ class Steps:
         recipe = recipe_of(args, args.batch_size, epoch)
         self.scheduler: LambdaLR | None = recipe.schedule(optimizer) if recipe else None
         self._late = GradientLag(model, lag=args.lag, warmup_steps=epoch) if args.lag else None
-        self._halves = (
-            GradientCompression(model, args.wire, error_feedback=True) if args.wire else None
-        )
 
     def step(self, loss: Tensor) -> None:
         """Take a step down the gradient of a loss."""
-        special = self._late or self._halves
-        if special is not None:
-            special.backward(loss)
+        if self._late is not None:
+            self._late.backward(loss)
         else:
             loss.backward()  # type: ignore[no-untyped-call]
         self._optimizer.step()

@@ -87,7 +87,7 @@ def train(example: Example[Any, Any], args: argparse.Namespace, comm: ObjectComm
     args.resume = on_rank_zero(grid, lambda: restarted_from(args))
     on_rank_zero(grid, lambda: prepare_output(args, args.output))
 
-    model = dc.parallelize(network, grid)
+    model = dc.parallelize(network, grid, wire=args.wire, error_feedback=args.wire is not None)
     optimizer = build_optimizer(args, model)
     settings = {name: getattr(args, name) for name in (*example.decisive, *DECISIVE)}
     loader = Loader(training, args.batch_size, shuffle=True, drop_last=True, seed=args.seed)

@@ -37,7 +37,6 @@ class Spectral(nn.Module):
         ({"sample": -1}, {}),
         ({"height": -1}, {"bucket_bytes": 64}),
         ({"width": -1}, {"wire": "bfloat16"}),
-        ({"sample": -1}, {"two_level": True}),
         ({"channel": -1}, {"shard_parameters": True}),
     ],
 )

@@ -46,7 +46,6 @@ HOOKS: dict[str, Callable[[Any, list[Tensor]], Any]] = {
     [
         ({"sample": -1}, {}),
         ({"height": -1}, {"bucket_bytes": 8}),
-        ({"sample": -1}, {"two_level": 1}),
     ],
 )
 def test_hooks_on_parameters_get_the_serial_gradient(name: str, axes: Any, options: Any) -> None:
