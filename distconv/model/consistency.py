@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from distconv.comm.checksums import Checked, possible, unequal
-from distconv.model.gradient_reduction import checked, checked_state, required_reduction
+from distconv.geometry.layout import cutting_axes
+from distconv.model.gradient_reduction import required_reduction
+from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.nested import tensors_in
 
 _PLAIN = (bool, int, float, str, tuple, list, type(None))
@@ -79,3 +81,16 @@ def _of_value(name: str, value: Any) -> Iterator[Checked]:
         yield checked(name, tensor)
     if not tensors and isinstance(value, _PLAIN):
         yield Checked(f"{name}, {value!r},", torch.empty(0))
+
+
+def checked(name: str, tensor: Tensor) -> Checked:
+    """Return a parameter or buffer, for comparison among the ranks that hold the same block."""
+    if isinstance(tensor, DistTensor):
+        return Checked(name, tensor.shard, cutting_axes(tensor.cuts))
+    return Checked(name, tensor)
+
+
+def checked_state(module: nn.Module) -> Iterator[Checked]:
+    """Yield the parameters and buffers of a module, for comparison as by `checked`."""
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        yield checked(name, tensor)

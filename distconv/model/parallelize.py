@@ -24,6 +24,7 @@ from distconv.model.gradient_reduction import (
     required_reduction,
 )
 from distconv.model.input_layouts import InputLayout, match_layouts, redistribute_inputs
+from distconv.model.module_guard import ModuleGuard
 from distconv.model.sharding import make_whole, shard_weights
 from distconv.model.wrappers import check_unwrapped, refuse_wrappers_around
 from distconv.tensor.dispatch import SERIAL, refuse
@@ -126,6 +127,7 @@ def parallelize(
         shard_weights(module, chosen, grid)
     redistribute_inputs(module, chosen)
     reduction = GradientReduction(module, grid, bucket_bytes, half, error_feedback)
+    ModuleGuard(module, reduction)
     for part in module.modules():
         part.__dict__[REDUCTION_ATTRIBUTE] = reduction
         part.__dict__[_SCRIPT] = _refuse_script
@@ -169,7 +171,7 @@ def unparallelize(module: Module) -> Module:
         hooks: Any
         for hooks in (part._forward_pre_hooks, part._forward_hooks):
             for number, hook in list(hooks.items()):
-                if isinstance(getattr(hook, "__self__", hook), (GradientReduction, InputLayout)):
+                if isinstance(getattr(hook, "__self__", hook), (ModuleGuard, InputLayout)):
                     del hooks[number]
     for x in module.buffers():
         x.__dict__.pop(OWNED, None)

@@ -1,0 +1,169 @@
+"""Checks of the calls of a parallelized module: distributed inputs, and ranks that agree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from distconv.comm import checksums
+from distconv.comm.agreement import Agreement, differences
+from distconv.comm.checksums import possible, unequal
+from distconv.model.consistency import checked_state
+from distconv.model.gradient_reduction import (
+    REDUCTION_ATTRIBUTE,
+    GradientReduction,
+    reduction_of,
+)
+from distconv.model.wrappers import check_no_active_wrapper, check_unwrapped
+from distconv.tensor.dist_tensor import DistTensor
+from distconv.tensor.eager import check_untraced, run_eagerly
+from distconv.tensor.module_call import enter_call, innermost_call
+from distconv.tensor.nested import tensors_in
+
+
+class ModuleGuard:
+    """Hooks around the calls of a parallelized module."""
+
+    def __init__(self, module: nn.Module, reduction: GradientReduction):
+        self._reduction, self._grid = reduction, reduction.grid
+        self._parameters = list(module.parameters())
+        self._tables: list[dict[str, Any]] = []
+        """Where the module and its parts keep their parameters and parts."""
+        self._entries: list[Any] = []
+        """The parameters and parts that were in the tables."""
+        self._agreement = Agreement(self._grid)
+        self._calls = 0
+        module.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        module.register_forward_hook(self._after_forward, always_call=True)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleGuard:
+        return self
+
+    @run_eagerly
+    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        inputs = tensors_in(*args, kwargs)
+        grids = [x.grid for x in inputs if isinstance(x, DistTensor)]
+        if module is not self._reduction.whole():
+            if grids and torch.is_grad_enabled() and reduction_of(module) is None:
+                raise RuntimeError(
+                    "a copy of a parallelized module is not parallelized: its gradients would stay "
+                    "parts; call parallelize(copy, grid), or run it under torch.no_grad()"
+                )
+            return
+        outermost = enter_call(self, depth=2).outermost
+        if not torch.is_grad_enabled():
+            if outermost and self._together(inputs):
+                self._check_equal(module)
+            return
+        check_untraced("a parallelized module", inputs)
+        check_no_active_wrapper()
+        self._check_structure(module)
+        self._reduction.prepare()
+        if inputs and not grids and self._reduction.trains:
+            raise TypeError(
+                "a parallelized module was called on plain tensors only, of which every rank would "
+                "count the gradient once; pass distconv.distribute_tensor(x, grid), or call it "
+                "under torch.no_grad()"
+            )
+        for grid in grids:
+            if grid is not self._grid and grid != self._grid:
+                raise ValueError(
+                    f"the module is parallelized on {self._grid}, its input lives on {grid}; "
+                    "use one grid for both"
+                )
+        if outermost:
+            self._check_equal(module)
+            self._agreement.ask(self._reduction.layout ^ self._reduction.enabled, module.training)
+
+    def _together(self, inputs: Iterable[Tensor]) -> bool:
+        """Return whether all ranks of the grid make this call, as they do with cut tensors.
+
+        One rank may call the module alone with what it has in full.
+        """
+        distributed = (x for x in inputs if isinstance(x, DistTensor))
+        return any(any(x.cuts) and x.grid == self._grid for x in distributed)
+
+    def _check_structure(self, module: nn.Module) -> None:
+        entries = [x for table in self._tables for x in table.values()]
+        if entries and all(map(is_, entries, self._entries)) and len(entries) == len(self._entries):
+            return
+        check_unwrapped(module)
+        if [id(p) for p in module.parameters()] != [id(p) for p in self._parameters]:
+            raise RuntimeError(
+                "the module has got other parameters since it was parallelized, or for this call "
+                "alone (torch.func.functional_call), whose gradients nobody adds up; call "
+                "parallelize(distconv.unparallelize(model), grid) after the last change of its "
+                "structure"
+            )
+        # To go through all parts takes torch long.
+        self._tables = [t for m in module.modules() for t in (m._parameters, m._modules)]
+        self._entries = [x for table in self._tables for x in table.values()]
+
+    @run_eagerly
+    def _after_forward(self, module: nn.Module, _: Any, result: Any) -> None:
+        if module is not self._reduction.whole():
+            return
+        call = innermost_call()
+        if call is None or call.of is not self or call.failed:
+            # After an error torch calls this hook, too, maybe before the other one.
+            return
+        call.leave()
+        if call.outermost:
+            self._check_agreement(module)
+        results = tensors_in(result)
+        for x in results:
+            if isinstance(x, DistTensor):
+                # What is handed out has its block: who looks at it alone waits for nobody.
+                for node in {x.shard.grad_fn, x.held.grad_fn}:
+                    if node is not None:
+                        # A backward pass may come when the program has dropped the module.
+                        notes: Any = node.metadata
+                        notes[REDUCTION_ATTRIBUTE] = self._reduction
+            elif x.requires_grad:
+                raise TypeError(
+                    "a parallelized module has returned a plain tensor that requires gradients; "
+                    "every rank would count them once. Keep it distributed within the module, and "
+                    "take full_tensor() of what it returns"
+                )
+
+    def _check_equal(self, module: nn.Module) -> None:
+        """Raise on every rank where parameters or buffers differ between ranks, in some calls."""
+        self._calls += 1
+        # Often in the beginning, where most goes wrong: in calls number 2, 4, 8, and so on.
+        rare = self._calls % 128 and (self._calls == 1 or self._calls & (self._calls - 1))
+        if (rare and not checksums.ALWAYS) or not possible(self._grid):
+            return
+        found = unequal(checked_state(module), self._grid)
+        if found:
+            raise RuntimeError(
+                f"{found[0]} of the parallelized module is not the same on all ranks: {found[1]}. "
+                "Every rank has to take the same optimizer steps, with the same learning rate, and "
+                "skip the same ones; load_state_dict with the same state mends it"
+            )
+
+    def _check_agreement(self, module: nn.Module) -> None:
+        """Raise where the ranks have not begun the forward pass alike."""
+        alike, in_mode = self._agreement.answer() or (True, True)
+        if not in_mode:
+            # The other ranks may wait within the forward pass, and hear no more than this.
+            raise RuntimeError(
+                f"the parallelized module is in {'training' if module.training else 'evaluation'} "
+                f"mode on rank {self._grid.rank}, and not on all others; call train() or eval() on "
+                "every rank"
+            )
+        if alike:
+            return
+        names = (name for name, _ in module.named_parameters())
+        kinds = dict(zip(names, map(self._reduction.kind, self._parameters), strict=True))
+        kinds["no_sync"] = "off" if self._reduction.enabled else "on"
+        found = differences(self._agreement.everyone(kinds))
+        more = f"; and {len(found) - 8} more" if len(found) > 8 else ""
+        raise RuntimeError(
+            "the ranks do not call the parallelized module alike, and would add up gradients of "
+            f"different parameters: {'; '.join(found[:8])}{more}. Freeze and unfreeze parameters, "
+            "and enter no_sync, in the same way on every rank"
+        )

@@ -1,0 +1,226 @@
+"""What autograd tells of the parameters of a parallelized module: each gradient as it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Protocol, TypeVar
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+from torch.utils.hooks import RemovableHandle
+
+from distconv.comm.collectives import all_reduce_with_grad
+from distconv.comm.shard_function import ShardFunction
+from distconv.grid.process_grid import ProcessGrid
+from distconv.tensor.dist_tensor import DistTensor
+from distconv.tensor.ownership import SUMMED, check_counted_once
+
+_POST_ACCUMULATE = (
+    "a parameter has a post-accumulate-gradient hook, which would get this rank's part of the "
+    "gradient; use the gradient when backward() has returned"
+)
+
+_GONE = (
+    "the parallelized module of a parameter is gone, and with it what adds up its gradient; keep "
+    "the module for as long as its parameters are trained"
+)
+
+
+class Parts(Protocol):
+    """The side that adds up parts of gradients."""
+
+    def expect_part(self, n: int) -> bool:
+        """Note that autograd is about to add this rank's part to the gradient of a parameter.
+
+        Return whether this rank is the first of those that add it up.
+        """
+
+    def take_part(self, n: int, new: bool) -> None:
+        """Take the part that autograd has added, and start the sums for which all parts are there.
+
+        Parameters
+        ----------
+        new: whether the gradient is autograd's own tensor, made in this backward pass.
+        """
+
+
+class ParameterHooks:
+    """Hooks that tell when autograd accumulates them.
+
+    Python's garbage collector does not see what parameters and the nodes of autograd hold: a
+    reference from there to what holds the parameters would keep all of them for ever. So hooks hold
+    a weak one. They run for every parameter in every step: nothing wraps them.
+
+    Parameters
+    ----------
+    parts: is told of every gradient, and held weakly.
+    parameters: of the module, by their numbers.
+    leaves: these, and the blocks of sharded ones, which are all that autograd knows of them.
+    axes: for each parameter, the grid axes over which its gradient is summed.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        parameters: Sequence[Tensor],
+        leaves: Sequence[Tensor],
+        grid: ProcessGrid,
+        axes: Sequence[tuple[str, ...]],
+    ):
+        self._parts = ref(parts)
+        self._parameters, self._leaves = parameters, leaves
+        self._grid, self._axes = grid, axes
+        self._nodes: dict[int, Node | None] = {}
+        """For each parameter that is watched, the node that accumulates its gradient."""
+        self._handles: list[Any] = []
+        self._stream: int | None = None
+        """The number of the stream on which the nodes were made."""
+        self._sums: dict[int, RemovableHandle] = {}
+        """For each parameter with hooks of the program, the one before them that adds up."""
+        self._new = False
+        """Whether autograd is making the first gradient of a parameter, not adding to one."""
+        self._checked = -1
+
+    def watch(self, trainable: Sequence[int]) -> None:
+        """Watch these parameters from now on, also where torch has made their nodes anew."""
+        stream = number_of_stream(self._grid.device)
+        if stream != self._stream:
+            # A node accumulates on the stream on which it was made, for as long as it is held here.
+            # A capture on another stream may not wait for that one: let torch make the node anew.
+            self._nodes, self._stream = dict.fromkeys(self._nodes), stream
+        nodes = _accumulating([self._leaves[n] for n in trainable])
+        for n, node in zip(trainable, nodes, strict=True):
+            p = self._leaves[n]
+            if self._nodes.get(n) is not node:
+                self._hook(n, p, node)
+            if p._backward_hooks:
+                self._sum_for_hooks(n, p)
+            _check_alone(p)
+
+    def remove(self) -> None:
+        """Leave the parameters to the program."""
+        for handle in (*self._handles, *self._sums.values()):
+            handle.remove()
+
+    def _hook(self, n: int, p: Tensor, node: Node) -> None:
+        """Watch a parameter; again where a change of type or stream gives it another node."""
+        if n not in self._nodes:
+            after = partial(self._after_accumulation, ref(self), n)
+            self._handles.append(p.register_post_accumulate_grad_hook(after))
+        self._nodes[n] = node
+        # Hooks of the tensor would run in autograd.grad as well.
+        before = partial(self._before_accumulation, ref(self), n)
+        self._handles.append(node.register_prehook(before))
+
+    def _sum_for_hooks(self, n: int, p: Tensor) -> None:
+        """Let hooks of the program get the sum of a parameter's gradient, not this rank's part."""
+        hooks: Any = p._backward_hooks
+        if isinstance(self._parameters[n], DistTensor) or self._grid.size == 1:
+            return  # the hooks of a DistTensor add up by themselves
+        if n not in self._sums:
+            others = dict(hooks)
+            hooks.clear()  # hooks run in the order in which they have come
+            self._sums[n] = p.register_hook(partial(self._sum, ref(self), n))
+            hooks.update(others)
+            p.__dict__[SUMMED] = True
+        elif len(hooks) == 1:
+            del p.__dict__[SUMMED]
+            self._sums.pop(n).remove()
+
+    @staticmethod
+    def _sum(reference: ref[ParameterHooks], n: int, part: Tensor | None) -> Tensor:
+        self = _alive(reference)
+        p = self._leaves[n]
+        own = torch.zeros_like(p) if part is None else part
+        counted = torch.cat([own.reshape(-1), own.new_full((1,), part is None)])
+        total = all_reduce_with_grad(counted, self._grid, self._axes[n])
+        if total[-1].item():
+            raise RuntimeError(
+                f"a parameter of shape {tuple(p.shape)} has a hook, and no gradient on some ranks, "
+                "where the hook would not run; change the gradient when backward() has returned"
+            )
+        return total[:-1].view(own.shape)
+
+    @staticmethod
+    def _before_accumulation(
+        reference: ref[ParameterHooks], n: int, gradients: tuple[Tensor | None]
+    ) -> tuple[Tensor] | None:
+        self = _alive(reference)
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "backward(create_graph=True): the sum of parameter gradients over the ranks cannot "
+                "be differentiated; differentiate with respect to inputs, backward(inputs=[x])"
+            )
+        if gradients[0] is None or self._grid.size == 1:
+            return None
+        backward_pass = torch._C._current_graph_task_id()
+        if backward_pass != self._checked:
+            check_counted_once()
+            self._checked = backward_pass
+        p = self._leaves[n]
+        self._new = p.grad is None
+        first = _alive(self._parts).expect_part(n)
+        _check_alone(p)
+        if not p._backward_hooks or isinstance(self._parameters[n], DistTensor):
+            return None
+        if SUMMED not in p.__dict__:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(p.shape)} has got a hook since the forward pass, "
+                "which has seen this rank's part of the gradient; register it before"
+            )
+        # What hooks have made of the sum is the same on all ranks.
+        return None if first else (torch.zeros_like(gradients[0]),)
+
+    @staticmethod
+    def _after_accumulation(reference: ref[ParameterHooks], n: int, _: Tensor) -> None:
+        self = _alive(reference)  # and with it the node with the other hook
+        if self._grid.size > 1:
+            _alive(self._parts).take_part(n, self._new)
+
+
+_Owner = TypeVar("_Owner")
+
+
+def _alive(reference: ref[_Owner]) -> _Owner:
+    """Return what adds up gradients; raise where the program has dropped its module."""
+    owner = reference()
+    if owner is None:
+        raise RuntimeError(_GONE)
+    return owner
+
+
+def _check_alone(p: Tensor) -> None:
+    hooks: Any = p._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    if len(hooks) > 1:
+        raise RuntimeError(_POST_ACCUMULATE)
+
+
+def number_of_stream(device: torch.device) -> int | None:
+    """Return the number of a GPU's current stream; streams themselves are never unequal by `!=`."""
+    return torch.cuda.current_stream(device).stream_id if device.type == "cuda" else None
+
+
+class _Edges(ShardFunction):
+    """An autograd function that leads to all its inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Tensor) -> Tensor:
+        return inputs[0].new_empty(())
+
+
+def _accumulating(parameters: list[Tensor]) -> list[Node]:
+    """Return the nodes that accumulate gradients.
+
+    They are found in one call, as torch takes several times as long to give them one by one.
+    """
+    if not parameters:
+        return []
+    if not torch.is_grad_enabled():
+        with torch.enable_grad():
+            return _accumulating(parameters)
+    # Earlier versions of torch keep the node no longer than its result.
+    result = _Edges.apply(*parameters)
+    return [node for node, _ in result.grad_fn.next_functions]
