@@ -28,7 +28,7 @@ from distconv.ops.support.operands import (
     uncut,
 )
 from distconv.ops.support.ranges import in_range
-from distconv.ops.support.types import autocast_type, to_accumulation_type
+from distconv.ops.support.types import to_accumulation_type
 from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.recording import recorded
@@ -56,8 +56,7 @@ def reduction_name(
 def _total(local: Tensor, over: Any, cuts: Cuts, grid: Grid, kind: torch.dtype) -> DistTensor:
     """Return the sum of the ranks' `local`, over a number, or over the sum of a tensor of theirs.
 
-    It is rounded to the type `kind` in the end, unless autocast asks for the longer type. All ranks
-    call it.
+    It is rounded to the type `kind` in the end. All ranks call it.
     """
     axes = cutting_axes(cuts)
     if isinstance(over, Tensor):
@@ -65,9 +64,7 @@ def _total(local: Tensor, over: Any, cuts: Cuts, grid: Grid, kind: torch.dtype) 
         total = both[0] / both[1]
     else:
         total = all_reduce_with_grad(local, grid, axes) / over
-    if autocast_type(local) is None:
-        total = total.to(kind.to_real())
-    return DistTensor(total, (), (), grid)
+    return DistTensor(total.to(kind.to_real()), (), (), grid)
 
 
 def _terms(reduction: str, *tensors: Any) -> list[Any]:

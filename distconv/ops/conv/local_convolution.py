@@ -13,19 +13,7 @@ from torch import Tensor
 from distconv.geometry.halo.slabs import LocalInput
 from distconv.ops.conv import planes, volumes
 from distconv.ops.conv.kernels import Kernels, torch_gradients
-from distconv.ops.support.types import autocast_type
 from distconv.ops.windowed.overlapped import OperandGradients, crop_outputs
-
-
-def as_autocast(x: Tensor, *parameters: Tensor | None) -> Sequence[Tensor | None]:
-    """Return the operands of a convolution in the type that autocast would give them."""
-    kind, operands = autocast_type(x), (x, *parameters)
-    if kind is None:
-        return operands
-    return [
-        t.to(kind) if t is not None and t.is_floating_point() and t.dtype != torch.float64 else t
-        for t in operands
-    ]
 
 
 _TORCH = Kernels(torch.convolution, torch_gradients)

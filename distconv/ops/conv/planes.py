@@ -16,7 +16,6 @@ from torch import Tensor
 
 from distconv.geometry.layout import Shape
 from distconv.ops.conv.kernels import Kernels, torch_gradients
-from distconv.ops.support.types import autocast_type
 from distconv.ops.windowed.overlapped import OperandGradients
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.sample_format import gains_with_channels_last
@@ -33,7 +32,6 @@ def takes_channels_last(x: DistTensor, weight: Shape, groups: int) -> bool:
         and groups == 1
         and weight[2:] != (1, 1)  # else it is a product of matrices
         and gains_with_channels_last(x.shape, shard.dtype, x.cuts, x.grid)
-        and autocast_type(shard) is None
     )
 
 

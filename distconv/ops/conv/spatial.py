@@ -16,7 +16,6 @@ from distconv.geometry.halo.slabs import Boundary, LocalInput
 from distconv.geometry.index_maps import IndexMap, Same
 from distconv.geometry.layout import Box, Cuts, Shape, rank_box
 from distconv.ops.conv.kernels import recorded_convolution
-from distconv.ops.conv.local_convolution import as_autocast
 from distconv.ops.conv.planes import KERNELS, takes_channels_last, with_channels_last
 from distconv.ops.conv.specification import ConvolutionSpec
 from distconv.ops.support.method import chosen_method
@@ -129,8 +128,7 @@ def convolve_block(
     if plan.by_torch:
         return spec.function(x.shard, weight, bias, *spec.arguments)
     if plan.boundary is not None:
-        operands = as_autocast(x.shard, weight, bias)
-        return overlapped_linear(x, operands, local, plan.boundary, operator)
+        return overlapped_linear(x, (x.shard, weight, bias), local, plan.boundary, operator)
     buffer = gather_inputs(x, plan.needs, plan.cuts, operator)
     if local.channels_last:
         buffer = with_channels_last(buffer)

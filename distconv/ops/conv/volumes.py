@@ -24,7 +24,6 @@ from torch import Tensor
 
 from distconv.geometry.layout import Shape
 from distconv.ops.conv.kernels import Kernels, torch_gradients
-from distconv.ops.support.types import autocast_type
 from distconv.ops.windowed.overlapped import OperandGradients
 from distconv.tensor.sample_format import onednn_is_on
 
@@ -111,7 +110,7 @@ KERNELS = Kernels(convolution, convolution_gradients)
 
 def gains(x: Tensor, weight: Tensor, *arguments: Any) -> bool:
     """Return whether a convolution of any dimensions is one of volumes by kernels chosen here."""
-    return len(weight.shape) == 5 and autocast_type(x) is None and _computes(x, weight, *arguments)
+    return len(weight.shape) == 5 and _computes(x, weight, *arguments)
 
 
 def _computes(x: Tensor, weight: Tensor, *arguments: Any) -> bool:

@@ -17,7 +17,7 @@ from distconv.grid.interface import Grid
 from distconv.ops.support.argument_forms import normalize_dim
 from distconv.ops.support.merged import works_along
 from distconv.ops.support.operands import uncut
-from distconv.ops.support.types import autocast_type, to_accumulation_type
+from distconv.ops.support.types import to_accumulation_type
 from distconv.tensor.dispatch import implements
 from distconv.tensor.dist_tensor import DistTensor
 
@@ -45,7 +45,7 @@ def _softmax(function: Callable[..., Tensor], *others: Callable[..., Tensor]) ->
             raise NotImplementedError(f"{name}: not implemented for {kind}; pass a floating dtype=")
         d = normalize_dim(_implicit(input.dim()) if dim is None else dim, input.dim())
         x, axes = input, input.cuts[d] if input.dim() else ()
-        if axes and input.numel() and autocast_type(input.shard) is None:
+        if axes and input.numel():
             shard = _along_cut(name, input.shard.to(kind), d, input.grid, axes)
         else:
             x = uncut(input, [d], name)

@@ -9,18 +9,6 @@ from distconv.ops.support.operands import as_distributed, common_grid
 from distconv.tensor.dist_tensor import DistTensor
 
 
-def autocast_type(x: Tensor) -> torch.dtype | None:
-    """Return the type that autocast now gives the operands of a convolution; None where it is off.
-
-    torch has no autocast for tensors without elements.
-    """
-    device = x.device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return None
-    kind: torch.dtype = torch.get_autocast_dtype(device)
-    return kind
-
-
 def accumulation_type(dtype: torch.dtype) -> torch.dtype:
     """Return the type in which sums over many elements are accurate."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
@@ -39,9 +27,7 @@ def in_type(x: Tensor, dtype: torch.dtype) -> Tensor:
 def check_same_types(name: str, *tensors: Tensor | None) -> None:
     """Raise on every rank for types that differ, as torch does on ranks that have elements."""
     given = [t for t in tensors if t is not None]
-    if len({t.dtype for t in given}) == 1:
-        return
-    if autocast_type(given[0]) is None:
+    if len({t.dtype for t in given}) > 1:
         raise RuntimeError(
             f"{name}: input, weight and bias have the types "
             f"{', '.join(str(t.dtype) for t in given)}; convert them to one"
