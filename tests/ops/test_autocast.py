@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+import sys
+import types
+import unittest
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -13,7 +17,7 @@ from torch import Tensor
 
 import distconv as dc
 from distconv.planning.dry_run import DryRunGrid
-from distconv.tensor.autocast import under_autocast
+from distconv.tensor import autocast
 from tests.ops.test_coverage import SAMPLED
 from tests.support.samples import Operand, samples_of
 from tests.support.serial import noted
@@ -69,6 +73,17 @@ def test_results_have_the_types_of_serial_autocast(key: str) -> None:
                     assert _types(got) == _types(expected)
 
 
+@contextmanager
+def _on_gpus(dtype: torch.dtype) -> Iterator[None]:
+    """Set autocast for GPUs, also where there are none."""
+    torch.set_autocast_enabled("cuda", True)
+    torch.set_autocast_dtype("cuda", dtype)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+
+
 ON_GPUS: dict[str, tuple[Callable[..., Any], list[torch.dtype], list[torch.dtype]]] = {
     "products are of half types": (torch.mv, [SINGLE, SINGLE], [HALF, HALF]),
     "operands of norms are single": (torch.cdist, [HALF, HALF], [SINGLE, SINGLE]),
@@ -88,11 +103,108 @@ def test_operands_on_a_gpu_are_converted_by_its_own_lists(
     tensors = [grid.tensor(s, None, t) for s, t in zip(shapes, given, strict=False)]
     seen: list[torch.dtype] = []
     monkeypatch.setitem(grid.__dict__, "device", torch.device("cuda"))
-    torch.set_autocast_enabled("cuda", True)
-    try:
-        torch.set_autocast_dtype("cuda", HALF)
-        rule = under_autocast(lambda *t: seen.extend(x.dtype for x in t), function, tensors)
+    with _on_gpus(HALF):
+        rule = autocast.under_autocast(
+            lambda *t: seen.extend(x.dtype for x in t), function, tensors
+        )
         rule(*tensors)
-    finally:
-        torch.set_autocast_enabled("cuda", False)
     assert seen == expected
+
+
+@pytest.fixture
+def lists(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
+    """Return the lists that torch tests its autocast on GPUs with: names, arguments, options."""
+    name = "torch.testing._internal.common_utils"  # which asks for packages that are not here
+    needed = {"TEST_WITH_ROCM": False, "TestCase": unittest.TestCase}
+    monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(**needed))
+    from torch.testing._internal.autocast_test_lists import AutocastTestLists
+
+    return vars(AutocastTestLists("cpu"))
+
+
+OF_KIND = {
+    "torch_expect_builtin_promote": None,
+    "methods_expect_builtin_promote": None,
+    "torch_fp16": torch.float16,
+    "methods_fp16": torch.float16,
+    "nn_fp16": torch.float16,
+    "linalg_fp16": torch.float16,
+    "torch_fp32": SINGLE,
+    "methods_fp32": SINGLE,
+    "nn_fp32": SINGLE,
+    "torch_need_autocast_promote": SINGLE,
+    "banned": None,
+}
+"""The type that operands get which are of another, by the name of torch's list."""
+
+ON_GPUS_ALONE = {"cudnn_convolution", "cudnn_convolution_transpose", "gru_cell"} | (
+    {"rms_norm", "cosine_similarity"} if not torch.cuda.is_available() else set()
+)
+"""Functions that torch cannot try on tensors without elements."""
+
+IMAGE = torch.rand(2, 2, 3, 4, 4, dtype=torch.float16)
+NOT_LISTED: dict[str, list[tuple[Any, ...]]] = {
+    "nn_fp32": [
+        ("huber_loss", (IMAGE, IMAGE)),
+        *((f"upsample_{n}2d", (IMAGE[0], (8, 8), False)) for n in ("bilinear", "bicubic")),
+        *((f"_upsample_{n}2d_aa", (IMAGE[0], (8, 8), False)) for n in ("bilinear", "bicubic")),
+        *((f"{n}1d", (IMAGE[0, 0], (8,))) for n in ("upsample_nearest", "_upsample_nearest_exact")),
+        *((f"{n}2d", (IMAGE[0], (8, 8))) for n in ("upsample_nearest", "_upsample_nearest_exact")),
+        *((f"{n}3d", (IMAGE, (8, 8, 8))) for n in ("upsample_nearest", "_upsample_nearest_exact")),
+        ("upsample_linear1d", (IMAGE[0, 0], (8,), False)),
+        ("upsample_trilinear3d", (IMAGE, (8, 8, 8), False)),
+    ],
+    "torch_fp32": [
+        ("frobenius_norm", (IMAGE, (0, 1))),
+        ("nuclear_norm", (IMAGE, (0, 1))),
+        ("native_layer_norm", (IMAGE, (4,), None, None, 1e-5)),
+        ("linalg_vector_norm", (IMAGE,)),
+        ("linalg_matrix_norm", (IMAGE,)),
+    ],
+}
+"""Functions that torch's dispatcher converts for, and torch's tests leave out."""
+
+WITHIN_OTHERS = {
+    "_thnn_fused_gru_cell",
+    "_thnn_fused_lstm_cell",
+    "_scaled_dot_product_flash_attention",
+    "scaled_dot_product_attention",
+}
+"""Functions that convert tensors which they make."""
+
+
+def _function(name: str, kind: str) -> Any:
+    where: list[Any] = [torch.Tensor] if kind.startswith("methods") else [torch._C._nn]
+    for holder in (*where, torch._C._linalg, torch, torch._C._nn):
+        if hasattr(holder, name):
+            return getattr(holder, name)
+    return None
+
+
+def test_every_function_of_the_lists_for_gpus_has_the_types_of_its_list(
+    lists: dict[str, list[Any]],
+) -> None:
+    key = "AutocastCUDA"
+    registered = torch._C._dispatch_get_registrations_for_dispatch_key(key)
+    named = {entry[0] for of in (*lists.values(), *NOT_LISTED.values()) for entry in of}
+    bare = {name.split("::")[1].split(".")[0] for name in registered}
+    assert bare - named == WITHIN_OTHERS
+    for kind, wanted in OF_KIND.items():
+        for name, args, *options in (*lists[kind], *NOT_LISTED.get(kind, ())):
+            if name == "einsum":
+                args, options = ("bkhd,bqhd->bqkh", IMAGE[0].float(), IMAGE[0].float()), []
+            function = _function(name, kind)
+            if function is None or name in ON_GPUS_ALONE:
+                assert name in {"__div__", *ON_GPUS_ALONE}
+                continue
+            named_options = options[0] if options and isinstance(options[0], dict) else {}
+            with noted(kind, name), _on_gpus(torch.float16):
+                found = autocast._types(function, args, named_options, "cuda")
+            if kind == "banned" or name == "equal":
+                assert found is None
+                continue
+            assert found is not None and not found.others, name
+            given = [x.dtype for x in torch.utils._pytree.tree_leaves(args) if torch.is_tensor(x)]
+            assert found.operands == tuple(
+                wanted if wanted != t and t.is_floating_point else None for t in given
+            ), name

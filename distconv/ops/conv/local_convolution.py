@@ -15,7 +15,6 @@ from distconv.ops.conv import planes, volumes
 from distconv.ops.conv.kernels import Kernels, torch_gradients
 from distconv.ops.windowed.overlapped import OperandGradients, crop_outputs
 
-
 _TORCH = Kernels(torch.convolution, torch_gradients)
 
 

@@ -96,13 +96,22 @@ def _bounds(
     return (low - widening, high + widening) if low == high else (low, high)
 
 
+def _check_type(name: str, input: DistTensor) -> None:
+    """Raise on every rank for a type in which torch does not count, or not as far as is needed."""
+    kind = input.dtype
+    if not kind.is_floating_point:
+        raise NotImplementedError(f"{name}: not implemented for {kind}; convert it, x.double()")
+    eps = torch.finfo(kind).eps
+    if eps > 1e-4 and input.numel() > 2 / eps and cutting_axes(input.cuts):
+        # torch stops counting where adding 1 changes nothing, and so would each rank.
+        reason = f"{kind} does not hold all numbers up to {input.numel()}, the elements to count"
+        refuse(name, reason, input, way_out="Convert it: x.float()")
+
+
 @implements(torch.histc, torch.Tensor.histc)
 def histc(input: DistTensor, bins: int = 100, min: float = 0, max: float = 0) -> DistTensor:
     """Return the number of elements in each of `bins` intervals of equal length."""
-    if not input.is_floating_point():
-        raise NotImplementedError(
-            f"histc: not implemented for {input.dtype}; convert it, x.double()"
-        )
+    _check_type("histc", input)
     if bins <= 0:
         raise RuntimeError(f"histc: bins={bins} is not positive")
     bounds = _bounds("histc", input, None if min == max else (min, max), 1)
@@ -121,10 +130,7 @@ def histogram(
     """Return the number, or weight, of elements in each interval, and the bounds of the
     intervals.
     """
-    if not input.is_floating_point():
-        raise NotImplementedError(
-            f"histogram: not implemented for {input.dtype}; convert it, x.double()"
-        )
+    _check_type("histogram", input)
     if weight is not None and (weight.shape != input.shape or weight.dtype != input.dtype):
         raise RuntimeError(
             f"histogram: weights {tuple(weight.shape)} of {weight.dtype} for an input "
