@@ -97,7 +97,7 @@ class ModuleGuard:
                 "the module has got other parameters since it was parallelized, or for this call "
                 "alone (torch.func.functional_call), whose gradients nobody adds up; call "
                 "parallelize(distconv.unparallelize(model), grid) after the last change of its "
-                "structure"
+                "structure, and load states without assign=True, which makes new parameters"
             )
         # To go through all parts takes torch long.
         self._tables = [t for m in module.modules() for t in (m._parameters, m._modules)]

@@ -11,7 +11,9 @@ from torch import Tensor
 from distconv.comm.collectives import all_reduce
 from distconv.geometry.topology import AXES
 from distconv.ops.support.operands import common_grid
-from distconv.tensor.dispatch import RULES, UNCHECKED, implements
+from distconv.tensor.aliasing import finish_write, prepare_write
+from distconv.tensor.dispatch import RULES, UNCHECKED, implements, refuse
+from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.nested import shards_of
 
 _NAMES = (
@@ -57,6 +59,28 @@ def unscale(gradients: list[Tensor], found: Tensor, inverse: Tensor) -> None:
     found.copy_(all_reduce(found, grid, AXES).clamp(max=1.0))
 
 
+def _of_optimizer(function: Callable[..., None]) -> Callable[..., None]:
+    """Return the rule of a fused optimizer's step, which treats every element alone."""
+    name = function.__name__
+
+    def rule(parameters: list[Tensor], *lists: list[Tensor], **options: Any) -> None:
+        columns = [parameters, *(column for column in lists if column)]
+        for p, *others in zip(*columns, strict=True):
+            # The number of steps is one element.
+            for x in (x for x in others if x.dim() and isinstance(p, DistTensor)):
+                if not isinstance(x, DistTensor) or (x.cuts, x.grid) != (p.cuts, p.grid):
+                    way_out = "Load its state by distconv.load_full_state_dict(optimizer, state)"
+                    refuse(name, "the optimizer's state is cut otherwise", p, x, way_out=way_out)
+        written = [x for column in columns for x in column if isinstance(x, DistTensor)]
+        for x in written:
+            prepare_write(x, name)
+        function(*(shards_of(column) for column in (parameters, *lists)), **options)
+        for x in written:
+            finish_write(x)
+
+    return rule
+
+
 def _in_place(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return a function that writes the result of `method` to its first argument."""
     return lambda x, *operands: x.copy_(method(x, *operands))
@@ -69,5 +93,9 @@ def _of(operand: Any, i: int) -> Any:
 for _name in (*_NAMES, *_IN_PLACE):
     RULES[getattr(torch, f"_foreach_{_name}")] = _one_by_one(_name)
 
+for _name in ("adam", "adamw", "adagrad", "sgd"):
+    _function = getattr(torch, f"_fused_{_name}_")
+    RULES[_function] = _of_optimizer(_function)
+
 # The methods check what belongs together; the lists may be of several grids.
-UNCHECKED.update(function for function in RULES if function.__name__.startswith("_foreach_"))
+UNCHECKED.update(f for f in RULES if f.__name__.startswith(("_foreach_", "_fused_")))

@@ -3,7 +3,7 @@
 Every element hashes its position in the global tensor with a key, so that any grid, and a single
 rank, draw the same tensor. The key of a call comes from rank 0, from torch's default generator for
 its device: the numbers follow `torch.manual_seed` there, and `torch.utils.checkpoint` repeats them.
-They are not the numbers that serial torch draws from the same seed.
+They are not the numbers that serial torch draws from the same seed, but for `torch.nn.init`.
 
 The hash is the output function of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom
 number generators", OOPSLA 2014) on its Weyl sequence, entered at the position.
@@ -11,8 +11,9 @@ number generators", OOPSLA 2014) on its Weyl sequence, entered at the position.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from math import log1p, pi, sqrt
 from typing import Any, cast
 
@@ -253,7 +254,32 @@ def _written(input: DistTensor, values: Tensor, name: str) -> DistTensor:
     return input
 
 
+def _initialized(function: Callable[..., Tensor]) -> Callable[..., Any]:
+    """Return a rule that fills as serial torch does where torch.nn.init calls it.
+
+    It draws the whole tensor, as of a sharded weight; all ranks take rank 0's, and draw as many
+    numbers. Other callers get the numbers of `rule`.
+    """
+
+    def serial(rule: Callable[..., Any]) -> Callable[..., Any]:
+        def fill(input: DistTensor, *args: Any, **kwargs: Any) -> Any:
+            frame: Any = sys._getframe()
+            while frame is not None and frame.f_globals is not vars(nn.init):
+                frame = frame.f_back
+            if frame is None:
+                return rule(input, *args, **kwargs)
+            whole = torch.empty(input.shape, dtype=input.dtype, device=input.grid.device)
+            function(whole, *args, **kwargs)
+            broadcast(whole, input.grid)
+            return _written(input, whole[input.box.slices], function.__name__)
+
+        return wraps(rule)(fill)
+
+    return serial
+
+
 @implements(torch.Tensor.uniform_)
+@_initialized(torch.Tensor.uniform_)
 def uniform_(
     input: DistTensor, a: float = 0.0, to: float = 1.0, generator: Any = None
 ) -> DistTensor:
@@ -265,6 +291,7 @@ def uniform_(
 
 
 @implements(torch.Tensor.normal_)
+@_initialized(torch.Tensor.normal_)
 def normal_(
     input: DistTensor, mean: float = 0.0, std: float = 1.0, *, generator: Any = None
 ) -> DistTensor:
@@ -365,7 +392,7 @@ def init_uniform_(
     tensor: DistTensor, a: float = 0.0, b: float = 1.0, generator: Any = None
 ) -> DistTensor:
     """Fill with uniform random numbers, as torch.nn.init.uniform_."""
-    return uniform_(tensor, a, b, generator)
+    return uniform_(tensor, a, b, generator=generator)
 
 
 @implements(nn.init.normal_)
@@ -400,7 +427,7 @@ def init_kaiming_uniform_(
     inward, outward = nn.init._calculate_fan_in_and_fan_out(tensor)
     fan = {"fan_in": inward, "fan_out": outward}[mode]
     bound = nn.init.calculate_gain(nonlinearity, a) * sqrt(3.0 / fan)  # type: ignore[arg-type]
-    return uniform_(tensor, -bound, bound, generator)
+    return uniform_(tensor, -bound, bound, generator=generator)
 
 
 def _only_default(name: str, generator: Any, input: DistTensor) -> None:

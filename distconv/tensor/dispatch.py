@@ -60,9 +60,6 @@ _PARAMETRIZE = (
 )
 
 
-_CONVERT = "Convert a module before parallelize, or a tensor by x.to(...)"
-
-
 SERIAL = (
     "Do that with plain tensors and the serial module: the one before parallelize, or "
     "distconv.unparallelize(copy.deepcopy(model)); in place of torch.func's transforms use "
@@ -82,18 +79,14 @@ WAYS_OUT: dict[Any, str] = {
     torch._C._VariableFunctions._make_dual: "Use torch.autograd.grad; forward-mode derivatives are "
     "not supported",
     torch.Tensor.__reduce_ex__: _SAVE,
-    torch._has_compatible_shallow_copy_type: _CONVERT,
-    torch.Tensor.data.__set__: _CONVERT,  # type: ignore[attr-defined]
+    torch._has_compatible_shallow_copy_type: "Convert a module before parallelize",
     torch.norm_except_dim: _PARAMETRIZE,
     torch.nn.functional.normalize: f"Use the returned tensor. {_PARAMETRIZE}",
     torch.ops.aten.set_.source_Tensor: _PARAMETRIZE,
     torch.ops.aten.alias.default: (
         "Pass x.full_tensor() to what makes tensors of another type, such as MONAI's MetaTensor"
     ),
-    **{
-        getattr(torch, f"_fused_{name}_"): "Make the optimizer with fused=False"
-        for name in ("adam", "adamw", "adagrad", "sgd")
-    },
+    torch.eye: "Copy it from a plain one: x.copy_(torch.eye(n, m))",
 }
 """Advice of their own for some functions."""
 

@@ -78,6 +78,10 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "Adam": lambda p: torch.optim.Adam(p, 0.01, amsgrad=True),
     "SGD on lists": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, foreach=True),
     "AdamW on lists": lambda p: torch.optim.AdamW(p, 0.01, amsgrad=True, foreach=True),
+    "AdamW, fused": lambda p: torch.optim.AdamW(p, 0.01, amsgrad=True, fused=True),
+    "Adam, fused": lambda p: torch.optim.Adam(p, 0.01, fused=True),
+    "Adagrad, fused": lambda p: torch.optim.Adagrad(p, 0.01, fused=True),
+    "SGD, fused": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, fused=True),
     "RMSprop": lambda p: torch.optim.RMSprop(p, 0.01, momentum=0.9),
     "Rprop": lambda p: torch.optim.Rprop(p, 0.01),
     "Rprop on lists": lambda p: torch.optim.Rprop(p, 0.01, foreach=True),
@@ -156,16 +160,6 @@ def test_a_rank_holds_its_share_of_weights_gradients_and_optimizer_state() -> No
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-@pytest.mark.parallel([2, 3])
-@pytest.mark.parametrize("make", ["Adam", "AdamW", "Adagrad", "SGD"])
-def test_a_fused_optimizer_names_the_way_out(make: str) -> None:
-    grid = dc.ProcessGrid(channel=-1)
-    model = sharded(grid)
-    optimizer = getattr(torch.optim, make)(model.parameters(), fused=True)
-    with pytest.raises(dc.UnsupportedOperation, match="_fused_.*with fused=False"):
-        step(model, optimizer, dc.distribute_tensor(batch(0), grid))
 
 
 @pytest.mark.parallel([1, 2, 4])
@@ -481,3 +475,86 @@ def test_weights_that_were_frozen_train_again(before: bool) -> None:
     for p, q in zip(model.parameters(), serial.parameters(), strict=True):
         gradient = p.grad.full_tensor() if isinstance(p, dc.DistTensor) else p.grad
         assert deviation(gradient, q.grad) <= 1e-12
+
+
+INITIALIZERS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("uniform_", "normal_", "trunc_normal_", "ones_", "orthogonal_"), ()),
+    **dict.fromkeys(("xavier_uniform_", "xavier_normal_"), (2.0,)),
+    **dict.fromkeys(("kaiming_uniform_", "kaiming_normal_"), (0.3, "fan_out")),
+    "constant_": (0.3,),
+    "dirac_": (),
+    "sparse_": (0.3,),
+}
+
+
+@pytest.mark.parallel([2, 4])
+@pytest.mark.parametrize("name", INITIALIZERS)
+def test_initializers_fill_sharded_weights_as_serially_from_the_same_seed(name: str) -> None:
+    grid = dc.ProcessGrid(channel=-1)
+    model: Any = sharded(grid)
+    serial: Any = net()
+    drawn = []
+    for m in (model, serial):
+        torch.manual_seed(3)
+        weight = m.head.weight if name == "sparse_" else m.down.weight
+        getattr(nn.init, name)(weight, *INITIALIZERS[name])
+        drawn.append(torch.rand(1))
+    assert drawn[0] == drawn[1]
+    check(model, serial, 1e-15)
+
+
+@pytest.mark.parallel([2, 4])
+def test_ranks_of_different_seeds_draw_one_weight() -> None:
+    model: Any = sharded(dc.ProcessGrid(channel=-1))
+    torch.manual_seed(WORLD.rank)
+    nn.init.orthogonal_(model.down.weight)
+    rows = model.down.weight.full_tensor().flatten(1)
+    assert deviation(rows @ rows.t(), torch.eye(7, dtype=torch.float64)) <= 1e-12
+
+
+@pytest.mark.parallel([2, 4])
+def test_an_identity_says_how_to_get_it() -> None:
+    model: Any = sharded(dc.ProcessGrid(channel=-1))
+    with pytest.raises(dc.UnsupportedOperation, match=r"x.copy_\(torch.eye"):
+        nn.init.eye_(model.head.weight)
+
+
+@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parametrize("own", [True, False])
+def test_parameters_go_to_a_vector_and_come_back(own: bool) -> None:
+    for grid in grids(7):
+        model, serial = sharded(grid), net()
+        vectors = [nn.utils.parameters_to_vector(m.parameters()).detach() for m in (model, serial)]
+        whole = vectors[0].full_tensor() if isinstance(vectors[0], DistTensor) else vectors[0]
+        assert deviation(whole, vectors[1]) == 0
+        for m, vector in ((model, vectors[not own]), (serial, vectors[1])):
+            nn.utils.vector_to_parameters(vector * 2, m.parameters())
+        mine, its = (OPTIMIZERS["SGD"](m.parameters()) for m in (model, serial))
+        step(model, mine, dc.distribute_tensor(batch(0), grid))
+        step(serial, its, batch(0))
+        check(model, serial)
+
+
+@pytest.mark.parallel([2])
+def test_data_of_another_shape_or_type_are_refused_for_a_sharded_weight() -> None:
+    model: Any = sharded(dc.ProcessGrid(channel=-1))
+    for wrong in (torch.zeros(7, 6, 3, 2).double(), torch.zeros(7, 6, 3, 3)):
+        with pytest.raises(dc.UnsupportedOperation, match="is set to .* Convert a module before"):
+            model.down.weight.data = wrong
+
+
+@pytest.mark.parallel([2, 4])
+@pytest.mark.parametrize("shard", [True, False])
+def test_a_state_that_makes_new_parameters_says_how_to_load_it(shard: bool) -> None:
+    grid = dc.ProcessGrid(channel=-1)
+    model, serial = dc.parallelize(net(), grid, shard_parameters=shard), net(1)
+    state = {name: value.clone() for name, value in serial.state_dict().items()}
+    for m in (model, serial):
+        m.load_state_dict(copy.deepcopy(state), assign=True)
+    x = dc.distribute_tensor(batch(0), grid)
+    with pytest.raises(RuntimeError, match="unparallelize.*without assign=True"):
+        model(x)
+    dc.parallelize(dc.unparallelize(model), grid, shard_parameters=shard)
+    step(model, OPTIMIZERS["SGD"](model.parameters()), x)
+    step(serial, OPTIMIZERS["SGD"](serial.parameters()), batch(0))
+    check(model, serial)

@@ -27,7 +27,7 @@ from tests.support.supported import PAGE, RANKS, listed, page, release, status
 
 NAMELESS = {
     torch._C._nn.pad,
-    *(getattr(torch, n) for n in dir(torch) if n.startswith(("_foreach", "_amp"))),
+    *(getattr(torch, n) for n in dir(torch) if n.startswith(("_foreach", "_amp", "_fused"))),
 }
 """Functions that only torch itself calls."""
 

@@ -34,7 +34,7 @@ HOMES: dict[str, Any] = {
 }
 """Modules and classes in which programs find functions."""
 
-LISTWISE = ("_foreach", "_amp")
+LISTWISE = ("_foreach", "_amp", "_fused")
 """Beginnings of the names of functions of lists of tensors, which have their own tests."""
 
 Values = Callable[[random.Random, Sequence[int]], Tensor]

@@ -64,6 +64,17 @@ def setitem(input: DistTensor, index: Any, value: Any) -> None:
         _assign_slices(input, picks, value)
 
 
+@implements(torch.Tensor.data.__set__)  # type: ignore[attr-defined]
+def set_data(input: DistTensor, value: Tensor) -> None:
+    """Copy this rank's block of a tensor of the same shape and type, whatever its layout."""
+    if (value.shape, value.dtype) != (input.shape, input.dtype):
+        reason = f"it is set to {tuple(value.shape)} of {value.dtype}, in place of {input.dtype}"
+        way_out = "Convert a module before parallelize, or a tensor by x.to(...)"
+        refuse("Tensor.data", reason, input, way_out=way_out)
+    with torch.no_grad():
+        input.copy_(value)
+
+
 def _assign_slices(input: DistTensor, picks: Sequence[Any], value: Any) -> None:
     """Assign to an integer or slice of each dimension; each rank writes what lies in its block."""
     box = input.box
