@@ -163,7 +163,16 @@ class FieldOnGrid:
         if values.dtype.name in _WIDER:
             check_range(values, np.int64, self.source.name)
             values = values.astype(np.int64)
-        block = torch.from_numpy(values).to(self.dtype)
+        stored = torch.from_numpy(values)
+        block = stored.to(self.dtype)
+        rounds = stored.is_floating_point() and not (
+            block.is_floating_point() or block.is_complex()
+        )
+        if (rounds or block.dtype == torch.bool) and not torch.equal(block, stored):
+            raise ValueError(
+                f"{self.source.name} has values of {values.dtype} that {self.dtype} cannot hold; "
+                "choose a type of floating point, and round or compare in the program"
+            )
         if self.transform is not None:
             shape, block = block.shape, self.transform(block, wanted.box)
             if block.shape != shape:

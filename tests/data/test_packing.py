@@ -136,6 +136,18 @@ PACKED: dict[str, tuple[Any, dict[str, Any], Any]] = {
     "floats": (X, {"_FillValue": np.float32(7)}, np.where(X == 7, np.nan, X)),
     "integers": (STORED, {"_FillValue": np.int16(-1)}, STORED),
     "zero": (STORED + 1, {"_FillValue": np.int16(0)}, STORED + 1),
+    "range": (
+        STORED,
+        {"valid_range": np.int16([5, 500]), "_FillValue": np.int16(7), "scale_factor": 0.5},
+        np.where((X < 5) | (X > 500) | (X == 7), np.nan, X * 0.5),
+    ),
+    "limits": (
+        X * np.float32(0.1),
+        {"valid_min": np.float32(0.7), "valid_max": np.float64(50)},
+        np.where((X < 7) | (X > 500), np.nan, X * np.float32(0.1)),
+    ),
+    "one limit": (X, {"valid_max": np.float32(9)}, np.where(X > 9, np.nan, X)),
+    "all valid": (STORED, {"valid_range": np.int16([0, 1000])}, STORED),
 }
 
 
@@ -172,6 +184,10 @@ def test_fill_values_of_zarr_are_missing_only_where_netcdf_has_them_so(folder: P
     ("attributes", "message"),
     [
         ({"_FillValue": np.int16(4)}, "missing values, and those of type int16 cannot say so"),
+        ({"valid_max": np.int16(400)}, "missing values, and those of type int16 cannot say so"),
+        ({"valid_range": np.int16([1, 2, 3])}, "a valid_range of other than two numbers"),
+        ({"valid_min": 0.5, "scale_factor": 0.5}, "validity 0.5, of floating point, for stored"),
+        ({"valid_min": "none"}, "the attribute valid_min='none'; expected a number"),
         ({"scale_factor": "twice"}, "'x' of x.nc.h5 has the attribute scale_factor='twice'"),
         ({"_Unsigned": "true"}, "'x' of x.nc.h5 has the attribute _Unsigned, which is not"),
     ],
@@ -223,3 +239,23 @@ def test_an_imaginary_part_is_not_dropped() -> None:
     fails_everywhere(
         lambda: Dataset(waves, grid, dtype={"x": torch.float32}), "would drop the imaginary part"
     )
+
+
+@every_size
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool])
+def test_numbers_become_integers_where_nothing_is_lost(dtype: torch.dtype) -> None:
+    whole = np.minimum(X, 1).astype(np.float32)
+    grids = [dc.ProcessGrid(**extents) for extents in GRIDS[WORLD.size]]
+    for grid in grids:
+        made = Dataset({"x": whole}, grid, dtype={"x": dtype}).batch([4, 1])
+        assert made.dtype == dtype
+        assert np.array_equal(made.full_tensor(), whole[[4, 1]])
+    for wrong in (0.5, -3.0 if dtype != torch.int64 else 1e30, np.nan):
+        lossy = whole.copy()
+        lossy[4, 2, 5, 6] = wrong
+        for grid in grids:
+            data = Dataset({"x": lossy}, grid, dtype={"x": dtype})
+            data.batch([1])
+            fails_everywhere(
+                lambda data=data: data.batch([4, 1]), "values of float32 that .* cannot"
+            )

@@ -17,8 +17,9 @@ from distconv.data.sources.interface import Array
 class Packing:
     """Numbers that are stored as others: meant = stored * scale_factor + add_offset.
 
-    Those equal to `_FillValue` or `missing_value` are missing: not a number where the result is of
-    floating point, and an error in integers. Without such attributes values are as stored.
+    Those equal to `_FillValue` or `missing_value`, and stored ones outside `valid_range` or below
+    `valid_min` or above `valid_max`, are missing: not a number where the result is of floating
+    point, and an error in integers. Without such attributes values are as stored.
 
     Parameters
     ----------
@@ -40,24 +41,35 @@ class Packing:
                 "unsigned type"
             )
         self._scale, self._offset = (found[key][0] if key in found else None for key in _KEYS[:2])
-        self._missing = [value for key in _KEYS[2:] for value in found.get(key, ())]
+        self._missing = [value for key in _KEYS[2:4] for value in found.get(key, ())]
+        if len(found.get("valid_range", (0, 0))) != 2:
+            raise ValueError(f"{name} has a valid_range of other than two numbers")
+        least, most = found.get("valid_range", (None, None))
+        self._least = found["valid_min"][0] if "valid_min" in found else least
+        self._most = found["valid_max"][0] if "valid_max" in found else most
 
     def __bool__(self) -> bool:
         """Return whether values may be others than those stored."""
-        return bool(self._missing or self._scale is not None or self._offset is not None)
+        limits = self._least, self._most
+        return bool(self._missing) or any(
+            x is not None for x in (self._scale, self._offset, *limits)
+        )
 
     def unpacked(self, stored: Any) -> Array:
         """Return the values that are meant. Raises ValueError for missing integers."""
-        missing = np.ma.getmaskarray(stored) if np.ma.isMaskedArray(stored) else None
+        missing: Any = np.ma.getmaskarray(stored) if np.ma.isMaskedArray(stored) else None
         stored = np.asarray(stored)
         values = stored
         if self._scale is not None:
             values = values * self._scale
         if self._offset is not None:
             values = values + self._offset
-        if self._missing and missing is None:
-            missing = np.isin(stored, self._missing)
-        if missing is None or not missing.any():
+        if missing is None:
+            missing = np.isin(stored, self._missing) if self._missing else False
+            for limit, beyond in ((self._least, np.less), (self._most, np.greater)):
+                if limit is not None:
+                    missing = missing | beyond(stored, self._as_stored(limit, stored.dtype))
+        if not np.any(missing):
             return np.asarray(values)
         if values.dtype.kind not in "fc":
             raise ValueError(
@@ -65,6 +77,20 @@ class Packing:
                 "fill them in, or store them as floating-point numbers"
             )
         return np.where(missing, values.dtype.type(np.nan), values)
+
+    def _as_stored(self, limit: Any, dtype: np.dtype[Any]) -> Any:
+        """Return a limit of validity in the type of what is stored, for which it is meant.
+
+        Raises ValueError for one that is not, as some programs have it for unpacked values.
+        """
+        if dtype.kind == "f":
+            return limit.astype(dtype)
+        if limit.dtype.kind == "f" and (self._scale is not None or self._offset is not None):
+            raise ValueError(
+                f"{self.name} has the limit of validity {limit}, of floating point, for stored "
+                f"{dtype}; give valid_range, valid_min and valid_max in the type that is stored"
+            )
+        return limit
 
 
 def put(out: Array, values: Any, name: str, casting: Any = "safe") -> None:
@@ -97,7 +123,10 @@ def check_range(values: NDArray[Any], dtype: DTypeLike, name: str) -> None:
             )
 
 
-_KEYS = ("scale_factor", "add_offset", "_FillValue", "missing_value")
+_KEYS = (
+    *("scale_factor", "add_offset"),
+    *("_FillValue", "missing_value", "valid_range", "valid_min", "valid_max"),
+)
 
 
 def _numbers(attributes: Mapping[str, Any], key: str, name: str) -> NDArray[Any]:
