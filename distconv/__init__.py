@@ -3,6 +3,9 @@
 from importlib import import_module as _import_module
 from types import ModuleType as _ModuleType
 from typing import TYPE_CHECKING
+from typing import Any as _Any
+
+import torch as _torch
 
 from distconv import data
 from distconv import ops as _ops  # registers what torch functions mean on DistTensors
@@ -61,7 +64,18 @@ _ON_DEMAND = ("horovod", "planning", "training")
 """Folders that the rest does without: imported when first asked for."""
 
 
-def __getattr__(name: str) -> _ModuleType:
+_OF_ARRAYS: dict[str, _Any] = {
+    "einsum": _torch.einsum,
+    "tensordot": lambda x, y, axes=2: _torch.tensordot(x, y, dims=axes),
+    "transpose": _torch.permute,
+}
+"""Functions that opt_einsum looks for, by numpy's names, in the package of an array's type. Without
+them it takes numpy's."""
+
+
+def __getattr__(name: str) -> _ModuleType | _Any:
+    if name in _OF_ARRAYS:
+        return _OF_ARRAYS[name]
     if name in _ON_DEMAND:
         return _import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

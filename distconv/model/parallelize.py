@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -225,6 +226,12 @@ def _compare_modules(state: dict[str, Tensor], grid: ProcessGrid) -> None:
                 f"parallelize: parameters and buffers come in the order {list(theirs)} on rank "
                 f"{rank} and {list(everyone[0])} on rank 0; build the same module on every rank"
             )
+    sparse = [n for n, t in state.items() if not is_lazy(t) and t.layout is not torch.strided]
+    if sparse:
+        raise ValueError(
+            f"parallelize: sparse: {', '.join(sparse)}; keep such a matrix as a plain attribute of "
+            "its module, the same on every rank, or make it dense"
+        )
     lazy = [name for name, what in mine.items() if what == _WITHOUT_SHAPE]
     if lazy:
         raise ValueError(

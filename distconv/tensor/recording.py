@@ -41,6 +41,14 @@ def check_brought(operator: str, x: Tensor) -> None:
         )
 
 
+_OF_SPARSE: set[Any] = {
+    *(torch.mm, torch.mv, torch.matmul, torch.sparse.mm),
+    *(torch.Tensor.mm, torch.Tensor.mv, torch.Tensor.matmul, torch.Tensor.__matmul__),
+    torch.Tensor.__rmatmul__,
+}
+"""Functions that take plain sparse matrices beside distributed tensors."""
+
+
 def common_grid(operator: Callable[..., Any] | str, operands: Iterable[Any]) -> Grid:
     """Return the one grid of all distributed operands; raise `ValueError` for several."""
     grids = [x.grid for x in operands if isinstance(x, DistTensorBase)]
@@ -90,7 +98,8 @@ def check_recorded(operator: Callable[..., Any] | str, *operands: Any) -> dict[i
     for x in operands:
         if isinstance(x, DistTensorBase) or not isinstance(x, Tensor) or OWNED in x.__dict__:
             continue
-        if x.layout is not torch.strided:
+        sparse = x.layout is not torch.strided
+        if sparse and (x.requires_grad or x.dim() != 2 or operator not in _OF_SPARSE):
             refuse(
                 operator_name(operator),
                 f"a tensor of layout {x.layout} meets distributed ones",

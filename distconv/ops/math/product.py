@@ -201,8 +201,35 @@ def matmul(input: Tensor, other: Tensor) -> DistTensor:
             f"matmul: {tuple(input.shape)} and {tuple(other.shape)} cannot be multiplied, "
             f"{k[0]} against {k[1]}"
         )
+    if any(not isinstance(x, DistTensor) and x.layout is not torch.strided for x in (input, other)):
+        return _by_sparse(input, other)
     result = lead + (rows if input.dim() > 1 else "") + (columns if other.dim() > 1 else "")
     return contract("matmul", [left, right], result, [input, other])
+
+
+def _by_sparse(left: Tensor, right: Tensor) -> DistTensor:
+    """Return the product with a plain sparse matrix; the other tensor is made whole where summed.
+
+    Its other dimension stays cut.
+    """
+    dense, sparse, inner = (right, left, 0) if isinstance(right, DistTensor) else (left, right, -1)
+    check_same_types("matmul", left, right)
+    if dense.dim() > 2:
+        reason = f"a matrix of layout {sparse.layout} meets batches of others"
+        refuse("matmul", reason, dense, way_out="Use x.to_dense()")
+    x = uncut(cast(DistTensor, dense), [inner % dense.dim()], "matmul")
+    block = left @ x.shard if dense is right else x.shard @ right
+    shape = (*left.shape[:-1], *right.shape[1:])
+    cuts = ((), *x.cuts[1:]) if dense is right else (*x.cuts[:-1], ())
+    return DistTensor(block, shape, cuts, x.grid)
+
+
+@implements(torch.sparse.mm)
+def sparse_mm(mat1: Tensor, mat2: Tensor, reduce: str | None = None) -> DistTensor:
+    """Return the product of a sparse and a dense matrix, or of two dense ones."""
+    if reduce is not None:
+        refuse("sparse.mm", f"reduce={reduce!r} is not supported", mat2, way_out="Leave it out")
+    return mm(mat1, mat2)
 
 
 @implements(torch.Tensor.__rmatmul__)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from importlib import import_module
+from typing import Any
 
 import pytest
 import torch
@@ -192,3 +194,70 @@ def test_an_additive_mask_has_its_gradient_where_ranks_have_no_queries() -> None
             rng,
             [cut, whole, whole, layout],
         )
+
+
+SPARSE = {
+    "coo": lambda x: x.to_sparse(),
+    "csr": lambda x: x.to_sparse_csr(),
+    "csc": lambda x: x.to_sparse_csc(),
+}
+
+
+@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parametrize("kind", SPARSE)
+@pytest.mark.filterwarnings("ignore:Sparse CS")
+def test_sparse_matrices_by_distributed_ones(kind: str) -> None:
+    rng = random.Random(8)
+    dense = random_tensor(rng, (4, 5))
+    s = SPARSE[kind](dense * (dense > 0.3))
+    t = SPARSE[kind]((dense * (dense > 0.3)).t().contiguous())
+    for columns in (1, 2, 6):
+        grid = random_grid(rng)
+        x = random_tensor(rng, (5, columns))
+        for function in (
+            lambda x: s @ x,
+            lambda x: torch.sparse.mm(s, x),
+            lambda x: torch.mm(s, x.sin()),
+            lambda x: torch.matmul(x.t(), t),
+            lambda x: s @ x[:, 0],
+            lambda x: s.mv(x[:, -1]),
+            lambda x: x[:, 0] @ t,
+        ):
+            agrees(function, [x], [], grid, rng)
+        volume = random_tensor(rng, (5, columns, 2))
+        agrees(lambda x: s @ x.flatten(1), [volume], [], grid, rng)
+
+
+@pytest.mark.parallel([2, 4])
+def test_what_else_meets_sparse_matrices_is_refused_with_a_way_out() -> None:
+    x = dc.distribute_tensor(torch.ones(5, 5), dc.ProcessGrid(height=-1))
+    s = torch.eye(5).to_sparse()
+    for function in (
+        lambda: s.clone().requires_grad_() @ x,
+        lambda: s @ x.expand(2, 5, 5),
+        lambda: x * s,
+        lambda: torch.sparse.mm(s, x, "mean"),
+    ):
+        with pytest.raises(dc.UnsupportedOperation, match="x.to_dense|Leave it out"):
+            function()
+    layer = torch.nn.Linear(5, 5)
+    layer.register_buffer("edges", s)
+    with pytest.raises(ValueError, match="sparse: edges; keep such a matrix as a plain attribute"):
+        dc.parallelize(layer, x.grid)
+
+
+@pytest.mark.parallel([1, 2])
+def test_packages_that_look_for_functions_beside_the_type_of_an_array_find_torch_s() -> None:
+    """As opt_einsum does."""
+    rng = random.Random(9)
+    a, b = random_tensor(rng, (4, 5, 2)), random_tensor(rng, (2, 5, 3))
+
+    def contract(x: Any, y: Any) -> Any:
+        package: Any = import_module(type(x).__module__.partition(".")[0])
+        if package is torch:
+            return torch.einsum("abc,cbd->da", x, y) + torch.einsum("abc->a", x)
+        found = package.transpose(package.tensordot(x, y, axes=((1, 2), (1, 0))), (1, 0))
+        return found + package.einsum("abc->a", x)
+
+    for _ in range(3):
+        agrees(contract, [a, b], [], random_grid(rng), rng)
