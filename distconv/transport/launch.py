@@ -8,7 +8,9 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import os
+import shutil
 import sys
+import time
 from collections.abc import Mapping
 from functools import cache
 from types import ModuleType
@@ -40,6 +42,12 @@ _MEETING = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 _BY_TORCHRUN = "TORCHELASTIC_RUN_ID"
 """The variable that torchrun alone sets."""
+
+_SHARED = "/dev/shm"
+"""Where processes of a node share memory; containers give it 64 MiB, or less."""
+
+_FOR_EACH_RANK = 1_060_000
+"""The bytes of it that MPICH was measured to take for each rank."""
 
 _copied_from: int | None = None
 """The rank that this process has been forked from."""
@@ -111,9 +119,31 @@ def mpi() -> ModuleType:
 
 @cache
 def _imported_mpi() -> ModuleType:
+    _warn_of_little_memory()
     from mpi4py import MPI
 
     return MPI
+
+
+def _warn_of_little_memory(environment: Mapping[str, str] = os.environ) -> None:
+    """Print what ends all ranks of a node soon, where MPICH does not find the memory they share.
+
+    The operating system ends them by a bus error, without a word.
+    """
+    ranks = int(environment.get("MPI_LOCALNRANKS", 0))
+    if environment.get("MPI_LOCALRANKID") != "0" or not os.path.isdir(_SHARED):
+        return
+    free = shutil.disk_usage(_SHARED).free
+    if free < ranks * _FOR_EACH_RANK:
+        print(
+            f"distconv: {_SHARED} has {free / 2**20:.1f} MiB free, and MPICH needs about "
+            f"{ranks * _FOR_EACH_RANK / 2**20:.1f} MiB there for {ranks} ranks: a bus error "
+            "(signal 7) comes of that. Give it more, as by docker run "
+            "--shm-size=1g, or remove what is left there",
+            file=sys.stderr,
+            flush=True,
+        )
+        time.sleep(0.5)  # the launcher drops what it has not yet read when a rank dies
 
 
 def has_mpi() -> bool:

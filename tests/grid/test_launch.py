@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from distconv.transport import launch
 from distconv.transport.launch import check_launch, launched, switched_on
 from tests.support.jobs import end_of, start
 
@@ -100,3 +102,24 @@ def test_an_error_of_one_rank_before_mpi_has_started_ends_the_job(tmp_path: Path
     end = end_of(start(script, 2))
     assert end.returncode != 0 and "distconv: rank 1 of 2 raised" in end.stderr
     assert end.stderr.count("ValueError: before there is a grid") == 1
+
+
+@pytest.mark.parametrize(
+    ("mebibytes", "rank", "said"), [(3, 0, True), (3, 1, False), (8, 0, False)]
+)
+def test_too_little_shared_memory_is_named_before_mpi_dies_of_it(
+    mebibytes: int,
+    rank: int,
+    said: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def usage(_: str) -> SimpleNamespace:
+        return SimpleNamespace(free=mebibytes * 2**20)
+
+    monkeypatch.setattr(launch, "_SHARED", str(tmp_path))
+    monkeypatch.setattr(launch.shutil, "disk_usage", usage)
+    launch._warn_of_little_memory({"MPI_LOCALNRANKS": "4", "MPI_LOCALRANKID": str(rank)})
+    printed = capsys.readouterr().err
+    assert ("3.0 MiB free, and MPICH needs about 4.0 MiB there for 4 ranks" in printed) == said

@@ -777,3 +777,18 @@ def test_parts_that_outlive_their_whole_are_parallelized() -> None:
     head(dc.distribute_tensor(x, twins.grid)).square().sum().backward()
     serial(x).square().sum().backward()
     assert deviation(head.weight.grad, serial.weight.grad) <= 1e-12
+
+
+@pytest.mark.parallel([2, 4])
+@pytest.mark.filterwarnings("error:.*has got a gradient on")
+def test_empty_blocks_are_no_reason_to_warn_of_gradients_on_some_ranks() -> None:
+    grid = dc.ProcessGrid(height=-1)
+    torch.manual_seed(0)
+    down = nn.Conv2d(3, 3, 3, stride=2, padding=1)
+    norms = nn.BatchNorm2d(3), nn.PReLU(3), nn.GroupNorm(3, 3), nn.ConvTranspose2d(3, 3, 1)
+    model = dc.parallelize(nn.Sequential(nn.Conv2d(2, 3, 1), down, *norms, nn.Linear(4, 2)), grid)
+    for height in (1, 2, 3):
+        x = dc.distribute_tensor(torch.rand(2, 2, height, 8), grid)
+        y = model(x)
+        (y.square().mean() + y[:, :, :1].sum()).backward()
+        assert all(p.grad is not None for p in model.parameters())
