@@ -14,14 +14,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from distconv.geometry.index_maps import Same, Window
 from distconv.ops.math.pointwise import pointwise_rule
 from distconv.ops.support.argument_forms import Sizes, to_tuple
 from distconv.ops.support.operands import as_distributed, box_on_rank, common_grid, gather_whole
 from distconv.ops.windowed.assembled import make_windows
+from distconv.tensor.dispatch import refuse
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.nested import tensors_in
+from distconv.tensor.ownership import origins
 from distconv.tensor.recording import recorded
 from distconv.tensor.redistribution import gather_inputs
 
@@ -63,9 +66,29 @@ def _on_contiguous(function: Function) -> Function:
     def call(*args: Any, **kwargs: Any) -> Tensor:
         blocks = [x.contiguous() if isinstance(x, Tensor) else x for x in args]
         named = {k: x.contiguous() if isinstance(x, Tensor) else x for k, x in kwargs.items()}
-        return function(*blocks, **named)
+        result = function(*blocks, **named)
+        _check_closed(function, result, blocks, named)
+        return result
 
     return call
+
+
+def _check_closed(function: Function, result: Tensor, *arguments: Any) -> None:
+    """Refuse a function whose result depends on leaves that are no arguments; on all ranks alike.
+
+    The gradient of such a leaf would be this rank's part. That of a module's parameter is added up.
+    """
+    if not (isinstance(result, Tensor) and result.requires_grad):
+        return
+    given = {get_gradient_edge(x).node for x in tensors_in(arguments) if x.requires_grad}
+    found = origins([get_gradient_edge(result).node], beyond=given)
+    if "free" in found or "out" in found:
+        refuse(
+            _name(function),
+            "the result depends on a tensor of no parallelized module that requires gradients and "
+            "is no argument, so that nobody adds up its gradient",
+            way_out="Pass it as an argument",
+        )
 
 
 def windowed(
@@ -123,12 +146,15 @@ def windowed(
                 inputs = inputs.clone() if inputs is x.shard else inputs
                 result = function(inputs, *args, **kwargs)
                 _check_shape(function, result, block)
+                _check_closed(function, result, inputs, args, kwargs)
             else:
                 # Of a single window, for the type and the graph, which all ranks have alike.
                 window = (1, max(buffer.shape[1], 1), *(w.extent for w in windows))
                 zeros = torch.cat([buffer.reshape(-1)[:0], buffer.new_zeros(prod(window))])
-                result = function(zeros.reshape(window), *args, **kwargs).reshape(-1)[:0]
-                result = result.reshape(block)
+                inputs = zeros.reshape(window)
+                result = function(inputs, *args, **kwargs)
+                _check_closed(function, result, inputs, args, kwargs)
+                result = result.reshape(-1)[:0].reshape(block)
             return DistTensor(result, shape, cuts, x.grid)
 
         return either

@@ -39,7 +39,9 @@ def own(tensors: Iterable[Tensor], ranks: int) -> None:
         x.__dict__[OWNED] = ranks
 
 
-def origins(nodes: Iterable[Any], remember: bool = False) -> dict[str, Any]:
+def origins(
+    nodes: Iterable[Any], remember: bool = False, beyond: Iterable[Any] = ()
+) -> dict[str, Any]:
     """Return what nodes of the graph depend on through plain tensors: an example of each kind.
 
     "owned" is a parameter of a module over several ranks, "free" any other leaf, "out" the node of
@@ -48,9 +50,10 @@ def origins(nodes: Iterable[Any], remember: bool = False) -> dict[str, Any]:
     Parameters
     ----------
     remember: whether the nodes keep what is found, for later calls.
+    beyond: nodes at which the search ends, and which do not count.
     """
     found: dict[str, Any] = {}
-    seen: set[Any] = set()
+    seen: set[Any] = set(beyond)
     waiting = list(nodes)
     while waiting:
         node = waiting.pop()

@@ -107,7 +107,11 @@ def check_recorded(operator: Callable[..., Any] | str, *operands: Any) -> dict[i
                 way_out="Use x.to_dense()",
             )
         plain.append(x)
-        if x.requires_grad and _is_free(operator, x, operands):
+        if not x.requires_grad:
+            continue
+        if not _is_free(operator, x, operands):
+            _check_unwatched(operator, x, operands)
+        else:
             grid = distributed[0].grid if distributed else None
             if grid is not None and grid.size > 1 and torch.is_grad_enabled():
                 # Torch lets a number on the CPU meet tensors on a GPU.
@@ -152,6 +156,23 @@ def _is_free(operator: Callable[..., Any] | str, x: Tensor, operands: tuple[Any,
             "penalty(head), or put both into one module before parallelize",
         )
     return "free" in found
+
+
+def _check_unwatched(
+    operator: Callable[..., Any] | str, x: Tensor, operands: tuple[Any, ...]
+) -> None:
+    """Refuse a plain tensor made of parameters whose gradient the program looks at: it is a part.
+
+    Hooks that are registered later are not seen.
+    """
+    if x.grad_fn is not None and (x._backward_hooks or x.retains_grad):
+        refuse(
+            operator_name(operator),
+            f"the plain tensor {tuple(x.shape)} depends on a parameter of a parallelized module, "
+            "and has a hook or retains its gradient, of which it would get this rank's part",
+            *operands,
+            way_out="Register the hook on the parameter, or take torch.autograd.grad(loss, x)",
+        )
 
 
 def _check_plain(

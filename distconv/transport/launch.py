@@ -143,7 +143,7 @@ def _warn_of_little_memory(environment: Mapping[str, str] = os.environ) -> None:
             file=sys.stderr,
             flush=True,
         )
-        time.sleep(0.5)  # the launcher drops what it has not yet read when a rank dies
+        time.sleep(2)  # the launcher drops what it has not yet read when a rank dies
 
 
 def has_mpi() -> bool:

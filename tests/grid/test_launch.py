@@ -115,6 +115,8 @@ def test_too_little_shared_memory_is_named_before_mpi_dies_of_it(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.setattr(launch.time, "sleep", lambda _: None)
+
     def usage(_: str) -> SimpleNamespace:
         return SimpleNamespace(free=mebibytes * 2**20)
 

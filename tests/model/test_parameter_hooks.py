@@ -96,3 +96,45 @@ def test_a_removed_hook_costs_nothing_and_a_late_one_is_an_error() -> None:
     loss = model(dc.distribute_tensor(x, grid)).sum()
     handle = weight.register_post_accumulate_grad_hook(lambda p: p.grad.zero_())
     assert "post-accumulate-gradient hook" in raised_everywhere(RuntimeError, loss.backward)
+
+
+@pytest.mark.parallel([2, 4])
+def test_what_looks_at_gradients_of_plain_intermediates_is_refused() -> None:
+    grid = dc.ProcessGrid(height=-1)
+    x = torch.rand(2, 2, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    d = dc.distribute_tensor(x, grid)
+    model = dc.parallelize(nn.Conv2d(2, 3, 3, dtype=torch.float64), grid)
+    for look in (lambda w: w.register_hook(lambda g: g), lambda w: w.retain_grad()):
+        w = model.weight * 2
+        look(w)
+        raised_everywhere(dc.UnsupportedOperation, nn.functional.conv2d, d, w)
+    free = torch.rand(3, 2, 3, 3, dtype=torch.float64, requires_grad=True)
+    seen = []
+    for y in (d, x):
+        w = free.detach().requires_grad_() * 2
+        w.register_hook(seen.append)
+        nn.functional.conv2d(y, w).square().mean().backward()
+    assert deviation(*seen) < 1e-12
+
+
+@pytest.mark.parallel([2, 4])
+def test_gradients_on_demand_of_plain_and_distributed_losses_are_the_serial_ones() -> None:
+    grid = dc.ProcessGrid(height=-1)
+    x = torch.rand(2, 2, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+    def losses(model: nn.Module, x: Tensor) -> list[Tensor]:
+        decay = model.weight.square().sum()
+        w = model.weight * 2
+        asked = [
+            torch.autograd.grad(decay, model.weight),
+            torch.autograd.grad(model(x).square().mean() + w.square().sum(), model.weight),
+            torch.autograd.grad(nn.functional.conv2d(x, w).square().mean(), w),
+        ]
+        return [g for (g,) in asked]
+
+    layers = [nn.Conv2d(2, 3, 3, padding=1, dtype=torch.float64) for _ in range(2)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    dc.parallelize(layers[0], grid)
+    layers[1].load_state_dict(layers[0].state_dict())
+    pairs = zip(losses(layers[0], dc.distribute_tensor(x, grid)), losses(layers[1], x), strict=True)
+    assert all(deviation(a, b) < 1e-12 for a, b in pairs)

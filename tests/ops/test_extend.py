@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import distconv as dc
 from distconv.tensor.dispatch import RULES
@@ -18,6 +18,7 @@ from tests.support.serial import (
     agrees,
     examples,
     noted,
+    raised_everywhere,
     random_grid,
     random_layout,
     random_tensor,
@@ -138,3 +139,30 @@ def test_impossible_windows_are_refused() -> None:
     for arguments in ({"kernel": 0}, {"kernel": 2, "stride": 0}, {"kernel": 2, "dilation": -1}):
         with pytest.raises(ValueError, match="is too small; choose from 1 up"):
             dc.windowed(**arguments)(no_stride)(torch.zeros(1, 1, 8, 8))
+
+
+@pytest.mark.parallel([2, 4])
+@pytest.mark.parametrize("size", [1, 6])
+def test_leaves_that_are_no_arguments_are_refused_unless_a_module_adds_up(size: int) -> None:
+    grid = dc.ProcessGrid(height=-1)
+    x = torch.rand(1, 2, size, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    d = dc.distribute_tensor(x, grid).requires_grad_()
+    free = torch.tensor(1.5, dtype=torch.float64, requires_grad=True)
+    layer = nn.PReLU(dtype=torch.float64)
+    serial = nn.PReLU(dtype=torch.float64)
+    dc.parallelize(layer, grid)
+    handed = (d * 2).sum().full_tensor()
+    for decorate in (dc.elementwise, dc.windowed(kernel=1)):
+        for outside in (free, free.exp(), handed):
+            function = decorate(lambda y, t=outside: y * t)
+            raised_everywhere(dc.UnsupportedOperation, function, d.sin())
+        as_argument = decorate(lambda y, t: y * t)
+        as_argument(d, free).square().sum().backward()
+        assert free.grad is not None
+        assert abs(free.grad.item() / (3 * x.square().sum().item()) - 1) < 1e-12
+        free.grad = None
+        for module, y in ((layer, d), (serial, x)):
+            own = decorate(lambda y, w=module.weight: y * w)
+            own(y.sin()).square().mean().backward()
+        assert abs(layer.weight.grad.item() / serial.weight.grad.item() - 1) < 1e-12
+        layer.weight.grad = serial.weight.grad = None
