@@ -107,11 +107,7 @@ def check_recorded(operator: Callable[..., Any] | str, *operands: Any) -> dict[i
                 way_out="Use x.to_dense()",
             )
         plain.append(x)
-        if not x.requires_grad:
-            continue
-        if not _is_free(operator, x, operands):
-            _check_unwatched(operator, x, operands)
-        else:
+        if x.requires_grad and _is_free(operator, x, operands):
             grid = distributed[0].grid if distributed else None
             if grid is not None and grid.size > 1 and torch.is_grad_enabled():
                 # Torch lets a number on the CPU meet tensors on a GPU.
@@ -155,17 +151,7 @@ def _is_free(operator: Callable[..., Any] | str, x: Tensor, operands: tuple[Any,
             way_out="Let each meet distributed tensors by itself, as loss + penalty(model) + "
             "penalty(head), or put both into one module before parallelize",
         )
-    return "free" in found
-
-
-def _check_unwatched(
-    operator: Callable[..., Any] | str, x: Tensor, operands: tuple[Any, ...]
-) -> None:
-    """Refuse a plain tensor made of parameters whose gradient the program looks at: it is a part.
-
-    Hooks that are registered later are not seen.
-    """
-    if x.grad_fn is not None and (x._backward_hooks or x.retains_grad):
+    if "owned" in found and x.grad_fn is not None and (x._backward_hooks or x.retains_grad):
         refuse(
             operator_name(operator),
             f"the plain tensor {tuple(x.shape)} depends on a parameter of a parallelized module, "
@@ -173,6 +159,7 @@ def _check_unwatched(
             *operands,
             way_out="Register the hook on the parameter, or take torch.autograd.grad(loss, x)",
         )
+    return "free" in found
 
 
 def _check_plain(

@@ -29,7 +29,6 @@ HOMES: dict[str, Any] = {
     "torch.special": torch.special,
     "torch.linalg": torch.linalg,
     "torch.fft": torch.fft,
-    "torch.sparse": torch.sparse,
     "torch.nn.init": nn.init,
     "torch.autograd": torch.autograd,
 }
@@ -550,7 +549,7 @@ _REDUCTIONS: Table = {
 _PRODUCTS: Table = {
     **_each("matmul __matmul__", of(X, Operand((3, 4, 7, 6))), of(X, Operand((7, 6), plain=True))),
     **_each("__rmatmul__", of(COLUMNS, ROWS)),
-    **_each("mm torch.sparse.mm", of(ROWS, COLUMNS)),
+    **_each("mm", of(ROWS, COLUMNS)),
     **_each("bmm", of(*BATCHES)),
     **_each("mv", of(ROWS, Operand((7,)))),
     **_each(

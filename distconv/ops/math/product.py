@@ -226,7 +226,9 @@ def _by_sparse(left: Tensor, right: Tensor) -> DistTensor:
 
 @implements(torch.sparse.mm)
 def sparse_mm(mat1: Tensor, mat2: Tensor, reduce: str | None = None) -> DistTensor:
-    """Return the product of a sparse and a dense matrix, or of two dense ones."""
+    """Return the product of a plain sparse matrix and a dense one."""
+    if mat1.layout is torch.strided or isinstance(mat1, DistTensor):
+        refuse("sparse.mm", "both matrices are dense", mat1, mat2, way_out="Use torch.mm")
     if reduce is not None:
         refuse("sparse.mm", f"reduce={reduce!r} is not supported", mat2, way_out="Leave it out")
     return mm(mat1, mat2)
