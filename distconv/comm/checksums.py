@@ -113,7 +113,8 @@ def checksum(x: Tensor, full: bool = ALWAYS) -> int:
     flat = x.detach().resolve_conj().resolve_neg().reshape(-1)
     if not flat.is_cpu:
         flat = (flat if full else _spread(flat)).cpu()
-    data: Any = flat.contiguous().view(torch.uint8).numpy()
+    # Once numpy() has lent out the memory of a tensor, torch regards it as lent for ever.
+    data: Any = np.from_dlpack(flat.contiguous().view(torch.uint8))
     if full or len(data) <= _WHOLE:
         return crc32(data)
     number = crc32(data[-_BLOCK:])
@@ -214,9 +215,9 @@ def _values(x: Tensor) -> tuple[float, Any]:
     """Return some elements, and by how much rounding may change them; 0 to ignore rounding."""
     some = _spread(x.detach().resolve_conj().reshape(-1)).cpu()
     if some.dtype not in (torch.float32, torch.float64):
-        return 0.0, some.view(torch.uint8).numpy()
+        return 0.0, np.from_dlpack(some.contiguous().view(torch.uint8))
     largest = some.nan_to_num(0.0, 0.0, 0.0).abs().max().item() if len(some) else 0.0
-    return _ROUNDING * torch.finfo(some.dtype).eps * largest, some.numpy()
+    return _ROUNDING * torch.finfo(some.dtype).eps * largest, np.from_dlpack(some)
 
 
 def _rounded(mine: tuple[float, Any], other: tuple[float, Any]) -> bool:

@@ -490,8 +490,10 @@ def _run_with(
     """Return the result of a rule that gets `entered` in place of plain tensors, by their ids."""
     name = func.__name__
     if name == "__setitem__" or name.startswith("__i") or name.rstrip("_") + "_" == name:
-        # The tensor that is written to is the program's own.
-        return rule(*args[:1], *replaced(args[1:], entered), **replaced(named, entered))
+        # The tensor that is written to is the program's own, and no view of it may stay in use.
+        others, named = replaced(args[1:], entered), replaced(named, entered)
+        entered.clear()
+        return rule(*args[:1], *others, **named)
     result = rule(*replaced(args, entered), **replaced(named, entered))
     if any(x.requires_grad and not isinstance(x, DistTensor) for x in tensors_in(result)):
         # A plain result, as of plain.type_as(x), has met nothing distributed.

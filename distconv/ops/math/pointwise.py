@@ -11,6 +11,7 @@ from torch import Tensor
 
 from distconv.geometry.layout import Cuts, operand_cuts
 from distconv.ops.support.argument_forms import as_sizes, takes_sequence
+from distconv.ops.support.in_place import become_distributed, is_recorded
 from distconv.ops.support.memory_format import in_one_format
 from distconv.ops.support.merged import elementwise, keeps_shape
 from distconv.ops.support.operands import (
@@ -78,8 +79,8 @@ def pointwise_rule(
 ) -> Callable[..., Any]:
     """Return the rule on DistTensors of a function that treats every element alone.
 
-    A plain first argument that is written to, equal on all ranks, takes values outside autograd;
-    they are made whole on every rank.
+    A plain first argument that is written to, equal on all ranks, becomes distributed under
+    autograd; outside of it, it takes values that are made whole on every rank.
 
     Parameters
     ----------
@@ -101,20 +102,16 @@ def pointwise_rule(
         written = None
         if in_place or (takes_inplace and kwargs.get("inplace")):
             written = args[0] if args else kwargs["input"]
+            if not isinstance(written, DistTensor) and is_recorded(tensors):
+                return become_distributed(
+                    name, written, operands, lambda x: rule(x, *args[1:], **kwargs)
+                )
         if merged:
             result = elementwise(name, rule, args, kwargs, written)
             if result is not NotImplemented:
                 return result
         if isinstance(written, DistTensor):
             prepare_write(written, name)
-        elif written is not None and _is_recorded(tensors):
-            refuse(
-                name,
-                "a plain tensor takes a distributed one in place only outside autograd",
-                *operands,
-                way_out="Use the function that returns a new tensor; an optimizer of sharded "
-                "parameters has to be made after parallelize",
-            )
         first = operands[0]
         shape, cuts, grid = tuple(first.shape), first.cuts, first.grid
         if len(tensors) == 1 or _alike(tensors):
@@ -162,11 +159,6 @@ def _alike(tensors: list[Tensor]) -> bool:
         and x.grid is first.grid
         for x in tensors
     )
-
-
-def _is_recorded(tensors: list[Tensor]) -> bool:
-    """Return whether autograd records an operation on these tensors."""
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 def _register() -> None:

@@ -21,6 +21,7 @@ from distconv.ops.shape.indexing import (
     unmerged_picks,
 )
 from distconv.ops.shape.masks import assign_by_mask
+from distconv.ops.support.in_place import become_distributed, is_recorded
 from distconv.ops.support.merged import unmerge, unmerged
 from distconv.ops.support.operands import common_grid, gather_whole, local_operand
 from distconv.tensor.aliasing import finish_write, prepare_write
@@ -35,12 +36,12 @@ def setitem(input: DistTensor, index: Any, value: Any) -> None:
 
     `value` is a number, or a tensor that is broadcast to the slice; a distributed one is made whole
     along dimensions that are cut and written in part. Where tensors are indices, everything is, but
-    for a single mask beside full slices. A plain tensor takes distributed values outside autograd.
+    for a single mask beside full slices. A plain tensor becomes distributed under autograd.
     """
-    items = indices_of(index)
     if not isinstance(input, DistTensor):
-        _assign_to_plain(input, items, value)
+        _assign_to_plain(input, index, value)
         return
+    items = indices_of(index)
     picked = [item for item in items if picks_elements(item)]
     if len(items) == 1 and picked and is_mask(items[0]) and isinstance(value, Number):
         _assign_where(input, items[0], value)
@@ -144,19 +145,51 @@ def _before_mask(items: tuple[Any, ...]) -> int | None:
     return masks[0]
 
 
-def _assign_to_plain(input: Tensor, items: tuple[Any, ...], value: Any) -> None:
-    """Assign to a plain tensor, equal on all ranks, what is made whole on every rank."""
-    operands = tensors_in(input, items, value)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in operands):
-        refuse(
+def _assign_to_plain(input: Tensor, index: Any, value: Any) -> None:
+    """Assign to a plain tensor, equal on all ranks, which becomes distributed under autograd.
+
+    Outside autograd it takes what is made whole on every rank.
+    """
+    items = indices_of(index)
+    operands = tensors_in(items, value)
+    if is_recorded((input, *operands)):
+        become_distributed(
             "assignment",
-            "a plain tensor takes distributed values only outside autograd",
-            *operands,
-            way_out="Assign to a distributed tensor, such as x.new_zeros(...), or use torch.cat",
+            input,
+            operands,
+            lambda x: setitem(x, index, value),
+            _cuts_by_index(input, items, value),
         )
+        return
     common_grid("assignment", operands)
     picked = tuple(gather_whole(item, "assignment") for item in items)
     input[picked] = gather_whole(value, "assignment")
+
+
+def _cuts_by_index(input: Tensor, items: tuple[Any, ...], value: Any) -> Cuts | None:
+    """Return the cuts of a tensor that is assigned to, by those of the value or of the mask.
+
+    None where tensors are indices, and no single mask beside full slices.
+    """
+    cuts: list[tuple[str, ...]] = [()] * input.dim()
+    first = _before_mask(items)
+    if first is not None:
+        mask = next(item for item in items if is_mask(item))
+        if isinstance(mask, DistTensor):
+            cuts[first : first + mask.dim()] = mask.cuts
+            return tuple(cuts[: input.dim()])
+    if any(map(picks_elements, items)):
+        return None
+    kept, d = [], 0
+    for pick in index_per_dimension(input, items):
+        if not isinstance(pick, int):
+            kept.append(None if pick is None else d)
+        d += pick is not None
+    if isinstance(value, DistTensor):
+        for place, axes in zip(kept[::-1], value.cuts[::-1], strict=False):
+            if place is not None:
+                cuts[place] = axes
+    return tuple(cuts)
 
 
 def _assign_where(input: DistTensor, mask: Tensor, value: Any) -> None:

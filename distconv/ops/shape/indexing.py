@@ -160,7 +160,7 @@ def picks_elements(item: Any) -> bool:
     return is_mask(item) or _is_lookup(item)
 
 
-def index_per_dimension(input: DistTensor, index: tuple[Any, ...]) -> list[Any]:
+def index_per_dimension(input: Tensor, index: tuple[Any, ...]) -> list[Any]:
     """Return one integer or slice for each dimension in order, with None for each new one."""
     for item in index:
         if not (item is None or item is Ellipsis or isinstance(item, slice) or _is_integer(item)):

@@ -9,7 +9,6 @@ of range raises.
 from __future__ import annotations
 
 from collections.abc import Callable
-from inspect import signature
 from typing import Any
 
 import torch
@@ -33,7 +32,6 @@ from distconv.ops.support.operands import (
 from distconv.ops.support.ranges import in_range
 from distconv.tensor.dispatch import RULES, implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
-from distconv.tensor.nested import tensors_in
 from distconv.tensor.redistribution import redistribute
 
 
@@ -118,37 +116,21 @@ def _added_up(input: Tensor, d: int, index: Tensor, src: Tensor, grid: Grid) -> 
     return as_distributed(total, grid)
 
 
-def _in_place(name: str) -> None:
-    function = getattr(torch.Tensor, f"{name}_")
-    takes = signature(lambda dim, index, src: None)
-
-    def into_plain(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        operands = tensors_in(input, args, kwargs)
-        if torch.is_grad_enabled() and any(x.requires_grad for x in operands):
-            refuse(
-                f"{name}_",
-                "a plain tensor takes distributed values in place only outside autograd",
-                *operands,
-                way_out=f"Use the function that returns a new tensor, torch.{name}",
-            )
-        if name == "scatter_add":
-            dim, index, src = takes.bind(*args, **kwargs).args
-            grid = common_grid("scatter_add_", operands)
-            check_on_meta(function, input, dim, index, src)
-            d = normalize_dim(dim, input.dim()) if input.dim() else 0
-            if input.dim() and input.dim() == index.dim() and _counts(input, d, index):
-                added = _added_up(input, d, index, src, grid)
-                return input.add_(gather_whole(added, "scatter_add_"))
-        whole = (gather_whole(x, f"{name}_") for x in args)
-        named = {key: gather_whole(x, f"{name}_") for key, x in kwargs.items()}
-        result: Tensor = function(input, *whole, **named)
-        return result
-
-    implements_in_place(function, RULES[getattr(torch, name)], into_plain)
+def _count_into_plain(input: Tensor, dim: int, index: Tensor, src: Tensor) -> Any:
+    """Add to a plain tensor what each rank has added up, where that is less than the values."""
+    d = normalize_dim(dim, input.dim()) if input.dim() else 0
+    if not input.dim() or input.dim() != index.dim() or not _counts(input, d, index):
+        return NotImplemented
+    grid = common_grid("scatter_add_", (index, src))
+    return input.add_(gather_whole(_added_up(input, d, index, src, grid), "scatter_add_"))
 
 
 for _name in ("scatter", "scatter_add", "scatter_reduce"):
-    _in_place(_name)
+    implements_in_place(
+        getattr(torch.Tensor, f"{_name}_"),
+        RULES[getattr(torch, _name)],
+        _count_into_plain if _name == "scatter_add" else None,
+    )
 
 
 @implements(F.one_hot)

@@ -1,16 +1,27 @@
-"""Functions that write to their first argument what others, with rules, return."""
+"""Writing in place: functions that write what others return, and plain tensors that are written to.
+
+A plain tensor that takes distributed values under autograd becomes a distributed tensor: the Python
+object stays the same one. Outside autograd it stays plain, and takes the whole values.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
+from weakref import getweakrefcount
 
 import torch
+from torch import Tensor
+from torch.utils import swap_tensors
 
+from distconv.geometry.layout import Cuts, cuts_of_broadcast
 from distconv.ops.support.metadata_checks import check_on_meta
+from distconv.ops.support.operands import box_on_rank, common_grid, gather_whole
 from distconv.tensor.aliasing import prepare_write
 from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
+from distconv.tensor.nested import tensors_in
+from distconv.tensor.ownership import OWNED, enter, origins
 
 
 def implements_in_place(
@@ -22,25 +33,108 @@ def implements_in_place(
 
     Parameters
     ----------
-    into_plain: what is called where the first argument is a plain tensor; refused if not given.
+    into_plain: writes to a plain tensor outside autograd; all operands are made whole if not given,
+        or where it returns `NotImplemented`.
     """
     name = method.__name__
 
     @implements(method)
     def writing(input: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(input, DistTensor):
-            if into_plain is not None:
-                return into_plain(input, *args, **kwargs)
-            refuse(
-                name,
-                "a plain tensor takes no distributed one in place",
-                *args,
-                *kwargs.values(),
-                way_out="Use the function that returns a new tensor",
-            )
         check_on_meta(method, input, *args, **kwargs)
+        if not isinstance(input, DistTensor):
+            operands = tensors_in(args, kwargs)
+            if is_recorded((input, *operands)):
+                return become_distributed(
+                    name, input, operands, lambda x: writing(x, *args, **kwargs)
+                )
+            result = NotImplemented if into_plain is None else into_plain(input, *args, **kwargs)
+            if result is NotImplemented:
+                common_grid(name, operands)
+                named = {key: gather_whole(x, name) for key, x in kwargs.items()}
+                result = method(input, *(gather_whole(x, name) for x in args), **named)
+            return result
         prepare_write(input, name)
         recorded = torch.is_grad_enabled() and input.requires_grad
         # The backward pass may want what is overwritten here.
         before = input.clone() if recorded else input
         return input.copy_(rule(before, *args, **kwargs))
+
+
+def is_recorded(tensors: Iterable[Tensor]) -> bool:
+    """Return whether autograd records an operation on these tensors."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+
+def become_distributed(
+    operator: str,
+    plain: Tensor,
+    operands: Iterable[Tensor],
+    write: Callable[[DistTensor], Any],
+    cuts: Cuts | None = None,
+) -> Any:
+    """Let a plain tensor, equal on all ranks, become the distributed one that `write` writes to.
+
+    Return what `write` does, with the plain tensor in place of its argument. Where it raises, the
+    plain tensor stays as it is. All ranks call it.
+
+    Parameters
+    ----------
+    operands: what is written to it, and where; of those some are distributed.
+    cuts: of the distributed tensor; by default those of the operands, the largest first.
+
+    Raises
+    ------
+    UnsupportedOperation
+        On every rank, before any message, where something else refers to the plain tensor.
+    """
+    distributed = [x for x in operands if isinstance(x, DistTensor)]
+    grid, shape = common_grid(operator, distributed), tuple(plain.shape)
+    reason = _hindrance(plain, distributed[0].device)
+    if reason is not None:
+        refuse(
+            operator,
+            f"a plain tensor of shape {shape} takes distributed values under autograd, and cannot "
+            f"become distributed itself: {reason}",
+            *distributed,
+            way_out="Return a new tensor, as in total = total + loss, write to a distributed one, "
+            "such as out = distconv.distribute_tensor(out.clone(), x.grid) or x.new_zeros(...), or "
+            "write x.detach() where no gradient is wanted",
+        )
+    if cuts is None:
+        fitting = (x for x in distributed if x.dim() <= len(shape))
+        cuts = cuts_of_broadcast(tuple((tuple(x.shape), x.cuts) for x in fitting), shape)
+    whole = plain
+    if plain.requires_grad and grid.size > 1 and "free" in origins([plain.grad_fn], remember=True):
+        whole = enter(plain, grid)
+    block = whole[box_on_rank(shape, cuts, grid).slices].clone()
+    del whole  # which is a view of the plain tensor
+    target = DistTensor(block, shape, cuts, grid)
+    result = write(target)
+    if result is NotImplemented:  # Python then asks the other operand
+        return result
+    target.__dict__.update(plain.__dict__)
+    swap_tensors(plain, target)
+    return plain if result is target else result
+
+
+def _hindrance(x: Tensor, device: torch.device) -> str | None:
+    """Return why the object of a plain tensor cannot become a distributed tensor, or None."""
+    memory = x.untyped_storage()
+    if OWNED in x.__dict__:
+        return "it is a parameter or buffer of a parallelized module"
+    if x.is_leaf and x.requires_grad:
+        return "it is a leaf that requires gradients"
+    if x.device != device:
+        return f"it lives on {x.device}, and they on {device}"
+    if x._is_view():
+        return "it is a view"
+    if not memory.resizable():
+        return "it shares its memory with NumPy, or with other processes"
+    # Of a tensor alone these are the tensor and the object of its memory; and the Python object.
+    if torch._C._storage_Use_Count(memory._cdata) > 2 or x._use_count() > 1:  # type: ignore[attr-defined]
+        return "views of it are in use, or autograd has saved it for the backward pass"
+    if x.retains_grad or getweakrefcount(x):
+        return "it retains its gradient, or a weak reference to it is in use"
+    if type(x) is not Tensor:
+        return f"it is a {type(x).__name__}, which would not be one any more"
+    return None

@@ -98,15 +98,6 @@ def test_the_usual_dice_loss_equals_serial() -> None:
         agrees(function, [scores, labels], [], random_grid(rng), rng)
 
 
-@pytest.mark.parallel([2])
-def test_a_plain_tensor_takes_no_distributed_values_that_need_gradients() -> None:
-    grid = dc.ProcessGrid(height=2)
-    values = dc.distribute_tensor(torch.ones(1, 2, 4, 3), grid).requires_grad_()
-    index = torch.zeros(1, 2, 4, 3, dtype=torch.int64)
-    with pytest.raises(dc.UnsupportedOperation, match="only outside autograd"):
-        torch.zeros(1, 2, 4, 3).scatter_(1, index, values)
-
-
 def histogram(x: Any, labels: Any, *, within: bool) -> Any:
     """Return sums of x by label for each sample, added to zeros of x's kind or to plain ones."""
     n = labels.shape[0]

@@ -1,0 +1,197 @@
+"""A plain tensor that takes distributed values under autograd becomes the distributed tensor."""
+
+from __future__ import annotations
+
+import random
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import distconv as dc
+from tests.support.serial import agrees, noted, raised_everywhere, random_tensor
+
+WRITES: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
+    "number, +=": lambda out, y, _: [out.__iadd__(term) for term in ((y * y).sum(), y.mean())],
+    "+=": lambda out, y, _: out.__iadd__(y),
+    "broadcast": lambda out, y, _: out.mul_(y[:, :1]).sub_(y.mean(3, keepdim=True), alpha=2),
+    "copy_": lambda out, y, _: out.copy_(y),
+    "addcmul_": lambda out, y, w: out.addcmul_(y, w).addcmul_(w, w, value=0.5),
+    "lerp_": lambda out, y, _: out.lerp_(y, 0.25),
+    "masked_fill_": lambda out, y, _: out.masked_fill_(y > 0, 2.0),
+    "slice": lambda out, y, _: out.__setitem__((slice(None), slice(None), slice(2, None)), y),
+    "step": lambda out, y, _: out.__setitem__((..., slice(1, None, 2), slice(None)), y),
+    "integer": lambda out, y, _: out.__setitem__(1, y),
+    "new dimension": lambda out, y, _: out.__setitem__((slice(None), None), y[:, None]),
+    "part of the value": lambda out, y, _: out.__setitem__((slice(None), 1), y[:, 0] * y[:, 1]),
+    "mask": lambda out, y, _: out.__setitem__(y > 0, y[y > 0] * 2),
+    "plain mask": lambda out, y, w: out.__setitem__(w > 0, y[w > 0]),
+    "mask, number": lambda out, y, _: out.__setitem__(y > 0, 3.0),
+    "positions": lambda out, y, _: out.__setitem__((slice(None), torch.tensor([2, 0])), y[:, :2]),
+    "index_add_": lambda out, y, _: out.index_add_(1, torch.tensor([2, 0, 2]), y, alpha=2),
+    "index_copy_": lambda out, y, _: out.index_copy_(2, torch.tensor([1]), y[:, :, :1]),
+    "scatter_": lambda out, y, w: out.scatter_(1, (w > 0).long(), y),
+    "scatter_add_": lambda out, y, w: out.scatter_add_(2, (w > 0).long(), y),
+    "addmm_": lambda out, y, _: out.addmm_(y[0, 0].mT, y[0, 1], beta=2),
+    "cumsum_ after": lambda out, y, _: out.add_(y).cumsum_(2),
+}
+"""What is written to a plain tensor: a plain one of 1, a distributed one, a plain parameter."""
+
+SHAPES: dict[str, Callable[[int, int, int, int], tuple[int, ...]]] = {
+    "number, +=": lambda n, c, h, w: (),
+    "slice": lambda n, c, h, w: (n, c, h + 2, w),
+    "step": lambda n, c, h, w: (n, c, 2 * h + 1, w),
+    "integer": lambda n, c, h, w: (3, n, c, h, w),
+    "addmm_": lambda n, c, h, w: (w, w),
+}
+
+
+def written(name: str, y: Tensor, w: Tensor, *, depends: bool) -> Tensor:
+    """Return what becomes of a plain tensor, which depends on the parameter, or is of ones."""
+    out = torch.ones(SHAPES.get(name, lambda *shape: shape)(*y.shape), dtype=y.dtype)
+    if depends:
+        out = out * w.mean()
+    same = out
+    WRITES[name](out, y, w)
+    assert same is out and isinstance(out, type(y))
+    return out * 2 + w.sum()
+
+
+@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parametrize("depends", [False, True])
+@pytest.mark.parametrize("layout", [{"height": "height"}, {"sample": "height"}])
+def test_a_plain_tensor_that_takes_values_under_autograd_equals_serial(
+    layout: dict[str, str], depends: bool
+) -> None:
+    rng = random.Random(0)
+    grid = dc.ProcessGrid(height=-1)
+    for name in WRITES:
+        for shape in ((2, 3, 7, 5), (1, 3, 2, 5)):
+            if name in ("masked_fill_", "mask, number") and not depends:
+                continue  # which autograd does not record
+            with noted(name, shape):
+                y, w = random_tensor(rng, shape), random_tensor(rng, shape)
+                agrees(
+                    lambda y, w, name=name: written(name, y, w, depends=depends),
+                    *([y], [w], grid, rng, [dc.Layout(**layout)]),
+                )
+
+
+@pytest.mark.parallel([2, 4])
+def test_what_is_assigned_gives_a_plain_tensor_its_layout() -> None:
+    grid = dc.ProcessGrid(height=-1)
+    y = dc.distribute_tensor(torch.ones(2, 3, 7, 5), grid).requires_grad_()
+    a, b, c = torch.zeros(2, 3, 9, 5), torch.zeros(4, 2, 3, 7, 5), torch.zeros(7, 5)
+    a[:, :, :7], b[1] = y, y
+    c += y[0, 0]
+    assert a.layout == y.layout  # type: ignore[comparison-overlap]
+    assert b.cuts == ((), *y.cuts) and c.cuts == y.cuts[2:]  # type: ignore[attr-defined]
+
+
+def _view(made: list[Any]) -> Tensor:
+    return torch.zeros(2, 3, 7, 5)[:, :]
+
+
+def _viewed(made: list[Any]) -> Tensor:
+    x = torch.zeros(2, 3, 7, 5)
+    made.append(x[1:])
+    return x
+
+
+def _lent(made: list[Any]) -> Tensor:
+    x = torch.zeros(2, 3, 7, 5)
+    made.append(x.numpy())
+    return x
+
+
+def _referred(made: list[Any]) -> Tensor:
+    x = torch.zeros(2, 3, 7, 5)
+    made.append(weakref.ref(x))
+    return x
+
+
+def _saved(made: list[Any]) -> Tensor:
+    x = torch.zeros(2, 3, 7, 5)
+    made.append(x * torch.ones(5, requires_grad=True))
+    return x
+
+
+def _retaining(made: list[Any]) -> Tensor:
+    x = torch.zeros(2, 3, 7, 5, requires_grad=True) * 2
+    x.retain_grad()
+    return x
+
+
+def _buffer(made: list[Any]) -> Tensor:
+    module = torch.nn.BatchNorm2d(3)
+    module.register_buffer("kept", torch.zeros(2, 3, 7, 5))
+    made.append(dc.parallelize(module, dc.ProcessGrid(height=-1)))
+    return module.kept  # type: ignore[return-value]
+
+
+REFUSED: dict[Callable[[list[Any]], Tensor], str] = {
+    _view: "it is a view",
+    _viewed: "views of it are in use",
+    _lent: "NumPy",
+    _referred: "weak reference",
+    _saved: "saved it",
+    _retaining: "retains its gradient",
+    _buffer: "of a parallelized module",
+    lambda made: torch.zeros(2, 3, 7, 5, requires_grad=True): "a leaf that requires gradients",
+    lambda made: torch.nn.Parameter(torch.zeros(2, 3, 7, 5), False): "it is a Parameter",
+}
+
+
+@pytest.mark.parallel([2, 4])
+@pytest.mark.parametrize("make", REFUSED)
+def test_a_plain_tensor_that_others_refer_to_stays_as_it_is(
+    make: Callable[[list[Any]], Tensor],
+) -> None:
+    y = dc.distribute_tensor(torch.ones(2, 3, 7, 5), dc.ProcessGrid(height=-1)).requires_grad_()
+    made: list[Any] = []
+    x = make(made)
+    kind = type(x)
+    for write in (
+        lambda: x.__setitem__(slice(None), y),
+        lambda: x.add_(y),
+        lambda: x.index_add_(1, torch.tensor([0, 1, 2]), y),
+    ):
+        text = raised_everywhere(dc.UnsupportedOperation, write)
+        assert REFUSED[make] in text and "total = total + loss" in text
+        assert type(x) is kind and not x.detach().any()
+
+
+@pytest.mark.parallel([2, 4])
+def test_a_write_that_fails_leaves_a_plain_tensor_plain() -> None:
+    y = dc.distribute_tensor(torch.ones(2, 3, 7, 5), dc.ProcessGrid(height=-1)).requires_grad_()
+    for x, write in (
+        (torch.zeros(7, 5), lambda x: x.add_(y)),
+        (torch.zeros(2, 3, 7, 5, dtype=torch.int64), lambda x: x.add_(y)),
+        (torch.zeros(2, 3, 9, 5), lambda x: x.__setitem__(slice(None), y)),
+        (torch.zeros(2, 3, 7, 5), lambda x: x.index_add_(1, torch.tensor([0]), y)),
+    ):
+        with pytest.raises(RuntimeError):
+            write(x)
+        assert type(x) is Tensor and not x.any()
+
+
+@pytest.mark.parallel([2, 4])
+def test_outside_autograd_a_plain_tensor_stays_plain_and_whole() -> None:
+    whole = torch.arange(210.0).view(2, 3, 7, 5)
+    y = dc.distribute_tensor(whole, dc.ProcessGrid(height=-1)).requires_grad_()
+    places = torch.tensor([2, 0, 2])
+    for write in (
+        lambda x, y: x.add_(y),
+        lambda x, y: x.__setitem__((slice(None), slice(1, None)), y[:, 1:]),
+        lambda x, y: x.index_add_(1, places, y),
+        lambda x, y: x.scatter_(1, y.long() % 3, y),
+    ):
+        for guard, values in ((torch.no_grad(), y), (torch.enable_grad(), y.detach())):
+            out, expected = torch.ones(2, 3, 7, 5), torch.ones(2, 3, 7, 5)
+            with guard:
+                write(out, values)
+            write(expected, whole)
+            assert type(out) is Tensor and torch.equal(out, expected)
