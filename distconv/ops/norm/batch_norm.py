@@ -14,8 +14,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from distconv.comm.collectives import all_reduce
 from distconv.geometry.layout import cutting_axes
+from distconv.ops.norm.form import Form, with_batch_stride
 from distconv.ops.norm.moments import element_counts_of_peers
-from distconv.ops.norm.normalize import Form, normalize, with_batch_stride
+from distconv.ops.norm.normalize import normalize
 from distconv.ops.support.merged import works_on_channels
 from distconv.ops.support.operands import (
     Placement,

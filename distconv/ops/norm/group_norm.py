@@ -9,8 +9,9 @@ from torch import Tensor
 from distconv.comm.packing import has_channels_last
 from distconv.geometry.layout import cutting_axes
 from distconv.ops.norm.batch_norm import own_channels
+from distconv.ops.norm.form import Form
 from distconv.ops.norm.moments import element_counts_of_peers
-from distconv.ops.norm.normalize import Form, check_parameter_types, normalize
+from distconv.ops.norm.normalize import check_parameter_types, normalize
 from distconv.ops.support.merged import works_on_channels
 from distconv.ops.support.metadata_checks import any_type, check_on_meta
 from distconv.ops.support.operands import Placement, as_distributed, common_grid, uncut

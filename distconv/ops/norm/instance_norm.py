@@ -11,8 +11,9 @@ from torch import Tensor
 from distconv.comm.collectives import all_reduce
 from distconv.geometry.layout import cutting_axes
 from distconv.ops.norm.batch_norm import batch_norm, gather_running_statistics, own_channels
+from distconv.ops.norm.form import Form
 from distconv.ops.norm.moments import element_counts_of_peers
-from distconv.ops.norm.normalize import Form, check_parameter_types, normalize
+from distconv.ops.norm.normalize import check_parameter_types, normalize
 from distconv.ops.support.merged import works_on_channels
 from distconv.ops.support.metadata_checks import any_type, check_on_meta
 from distconv.ops.support.operands import Placement, as_distributed, common_grid

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distconv.geometry.layout import cutting_axes
+from distconv.ops.norm.form import Form
 from distconv.ops.norm.moments import element_counts_of_peers
-from distconv.ops.norm.normalize import Form, check_parameter_types, normalize
+from distconv.ops.norm.normalize import check_parameter_types, normalize
 from distconv.ops.support.merged import works_on_last
 from distconv.ops.support.metadata_checks import any_type, check_on_meta
 from distconv.ops.support.operands import Placement, as_distributed, common_grid, local_operand

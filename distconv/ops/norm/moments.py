@@ -1,13 +1,12 @@
 """Mean and variance over dimensions that may be cut.
 
-Means and variances of channels, and of ranks, are combined by the pairwise update of Chan, Golub
+Means and variances of runs, and of ranks, are combined by the pairwise update of Chan, Golub
 and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances" (1979),
 which does not cancel as E[x^2] - E[x]^2 does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
 
@@ -15,12 +14,12 @@ import torch
 from torch import Tensor
 
 from distconv.comm.collectives import all_gather
-from distconv.comm.packing import has_channels_last
 from distconv.geometry.layout import rank_box
 from distconv.grid.interface import Grid
+from distconv.ops.norm.form import Form, rows_if_small, runs_of
 from distconv.ops.support.constants import remembered
 from distconv.ops.support.operands import Placement
-from distconv.ops.support.types import accumulation_type, to_accumulation_type
+from distconv.ops.support.types import to_accumulation_type
 
 
 @lru_cache(maxsize=4096)
@@ -37,42 +36,40 @@ def element_counts_of_peers(
 
 
 def moments(
-    x: Tensor,
-    over: tuple[int, ...],
-    rows: tuple[int, int, int],
-    grid: Grid,
-    group: tuple[str, ...],
-    counts: tuple[int, ...],
+    x: Tensor, form: Form, grid: Grid, group: tuple[str, ...], counts: tuple[int, ...]
 ) -> tuple[Tensor, Tensor]:
     """Return mean and biased variance (samples, groups), in float64.
 
-    They are taken over the dimensions `over` of the block `x`, over the channels of a group, and
-    over the ranks along `group`, which all call it.
-
-    Parameters
-    ----------
-    rows: samples, groups, and channels of a group: the sizes of the other dimensions.
-    counts: the elements that a statistic takes on each of the ranks.
+    They are taken over the block `x` in the dimensions of `form`, and over the ranks along `group`,
+    which all call it; `counts` tells how many elements a statistic takes on each of the ranks.
     """
-    means, variances = _means_and_variances(x, over, grid.computes_on_gpu)
-    parts = torch.stack([means, variances]).double().view(2, *rows)
-    # A group of one channel is that channel.
-    parts = parts.squeeze(3) if rows[2] == 1 else _of_all(parts, 1 / rows[2], -1)
+    if x.numel():
+        means, variances = _of_runs(x, form)
+        parts = _of_all(means, variances, None, (1, 3, 4))
+    else:
+        samples = x.shape[0] if form.of_each_sample else 1
+        parts = (x.new_zeros((samples, form.groups), dtype=torch.float64),) * 2
     if group:
-        gathered = all_gather(parts, grid, group).transpose(0, 1)
-        parts = _of_all(gathered, _shares(parts.device, counts), 0)
-    return parts[0], parts[1]
+        gathered = all_gather(torch.stack(parts), grid, group)
+        shares = _shares(gathered.device, counts)
+        parts = _of_all(gathered[:, 0], gathered[:, 1], shares, (0,))
+    return parts
 
 
-def _of_all(parts: Tensor, share: Tensor | float, along: int) -> Tensor:
-    """Return mean and variance of all elements, (2, ...), from those of parts along a dimension.
+def _of_all(
+    means: Tensor, variances: Tensor, shares: Tensor | None, over: tuple[int, ...]
+) -> tuple[Tensor, Tensor]:
+    """Return mean and variance of all elements from those of parts along dimensions.
 
-    `share` is the share of all elements that each part has.
+    `shares` are the shares of all elements that the parts have; None where they are equal.
     """
-    means, variances = parts
-    mean = (means * share).sum(along, keepdim=True)
-    variance = ((means - mean).square_().add_(variances) * share).sum(along)
-    return torch.stack([mean.squeeze(along), variance])
+
+    def mean(t: Tensor) -> Tensor:
+        return t.mean(over, True) if shares is None else (t * shares).sum(over, True)
+
+    center = mean(means)
+    variance = mean((means - center).square_().add_(variances))
+    return center.squeeze(over), variance.squeeze(over)
 
 
 @remembered
@@ -82,33 +79,26 @@ def _shares(device: torch.device, counts: tuple[int, ...]) -> Tensor:
     return numbers.view(-1, 1, 1)
 
 
+def _of_runs(x: Tensor, form: Form) -> tuple[Tensor, Tensor]:
+    """Return mean and biased variance of each run of a block, as `Runs.collect` does."""
+    x = rows_if_small(x, form)
+    runs = runs_of(x, form)
+    wide = runs.of(to_accumulation_type(x))
+    if not x.is_cpu:
+        variance, mean = torch.var_mean(wide, 1 if runs.last else 3, correction=0)
+    elif runs.last:
+        parts = [torch.batch_norm_update_stats(m, None, None, 0.0) for m in wide.unbind()]
+        mean, variance = (torch.stack(p) for p in zip(*parts, strict=True))
+    else:
+        # torch.var_mean takes thirty times as long on CPUs.
+        mean = wide.mean(3, keepdim=True)
+        pieces = zip(
+            *(t.split(max(1, _PIECE // wide.shape[3]), 2) for t in (wide, mean)), strict=True
+        )
+        squares = [torch.ops.aten.mse_loss(*piece, 0).sum(3) for piece in pieces]
+        variance = torch.cat(squares, 2) / wide.shape[3]
+    return runs.collect(mean), runs.collect(variance)
+
+
 _PIECE = 2**18
 """Elements at once: fresh memory of the size of an activation costs more than the arithmetic."""
-
-
-def _means_and_variances(x: Tensor, over: tuple[int, ...], on_gpu: bool) -> Sequence[Tensor]:
-    """Return mean and variance of this rank's elements, flat, in two stable passes."""
-    kind = accumulation_type(x.dtype)
-    if not x.numel():
-        kept = prod(n for d, n in enumerate(x.shape) if d not in over)
-        return x.new_zeros((2, kept), dtype=kind).unbind()
-    if on_gpu:
-        variance, mean = torch.var_mean(to_accumulation_type(x), over, correction=0)
-        return mean.flatten(), variance.flatten()
-    # torch.var_mean takes thirty times as long on CPUs.
-    mean = x.mean(over, keepdim=True, dtype=kind)
-    along = 2 if has_channels_last(x) else 1
-    length = max(1, _PIECE * x.shape[along] // x.numel())
-    if length >= x.shape[along]:
-        squares = _squares(x, mean, over)
-    elif along == 2:
-        squares = torch.stack([_squares(p, mean, over) for p in x.split(length, 2)]).sum(0)
-    else:
-        pieces = zip(x.split(length, 1), mean.split(length, 1), strict=True)
-        squares = torch.cat([_squares(*piece, over) for piece in pieces], 1)
-    return mean.flatten(), squares.flatten() / (x.numel() // mean.numel())
-
-
-def _squares(x: Tensor, mean: Tensor, over: tuple[int, ...]) -> Tensor:
-    """Return the sums of squared deviations from the mean."""
-    return torch.ops.aten.mse_loss(x, mean, 0).sum(over, keepdim=True)

@@ -9,17 +9,17 @@ one sample.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from distconv.comm.collectives import all_reduce_, all_reduce_with_grad
-from distconv.comm.packing import CHANNELS_LAST, has_channels_last
 from distconv.comm.shard_function import ShardFunction
 from distconv.grid.interface import Grid
+from distconv.ops.norm.form import Form, in_format_of, rows_if_small, runs_of
 from distconv.ops.norm.moments import moments
 from distconv.ops.support.constants import remembered
 from distconv.ops.support.types import (
@@ -29,37 +29,6 @@ from distconv.ops.support.types import (
     to_accumulation_type,
 )
 from distconv.tensor.dist_tensor import DistTensor
-
-
-class Form(NamedTuple):
-    """The dimensions of a block (N, C, *spatial) over which statistics are taken.
-
-    Attributes
-    ----------
-    groups: into how many groups the channels are divided.
-    of_each_sample: whether each sample has statistics of its own.
-    centered: whether the mean is subtracted; otherwise deviations are from 0.
-    weighs_elements: whether weight and bias have a number for each spatial position, not for each
-        channel.
-    """
-
-    groups: int
-    of_each_sample: bool
-    centered: bool = True
-    weighs_elements: bool = False
-
-    def rows(self, x: Tensor) -> tuple[int, int, int]:
-        """Return samples, groups, and channels of a group, of what has numbers of its own."""
-        samples = x.shape[0] if self.of_each_sample else 1
-        return samples, self.groups, x.shape[1] // self.groups if self.groups else 1
-
-    def channels(self, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-        """Return `x` as torch's kernels take it, and the dimensions that statistics are over."""
-        if not self.of_each_sample:
-            return x, (0, *range(2, x.dim()))
-        if has_channels_last(x):
-            return x, tuple(range(2, x.dim()))
-        return x.view(1, x.shape[0] * x.shape[1], prod(x.shape[2:])), (0, 2)
 
 
 def check_parameter_types(name: str, x: DistTensor, *parameters: Tensor | None) -> None:
@@ -91,7 +60,7 @@ def normalize(
     update: is given mean and variance, (samples, groups) in float64.
     """
     y: Tensor = _Normalize.apply(
-        _in_format_of(x, x), weight, bias, form, grid, group, counts, eps, update
+        in_format_of(x, x), weight, bias, form, grid, group, counts, eps, update
     )
     return y
 
@@ -110,7 +79,7 @@ class _Normalize(ShardFunction):
         eps: float,
         update: Callable[[Tensor, Tensor], None] | None,
     ) -> Tensor:
-        mean, variance = moments(*form.channels(x), form.rows(x), grid, group, counts)
+        mean, variance = moments(x, form, grid, group, counts)
         if update is not None:
             # Before anything is saved: there a checkpoint stops to compute again.
             update(mean, variance)
@@ -121,10 +90,10 @@ class _Normalize(ShardFunction):
         of_bias = None if bias is None else (bias.dtype, bias.shape)
         ctx.context = form, grid, group, counts, eps, of_bias
         if not form.weighs_elements:
-            return _weighed(x, weight, bias, mean, scale, form)
-        y = _weighed(x, None, None, mean, scale, form)
+            return _affine(x, mean, _gain(scale, weight), _of_groups(bias, scale), form)
+        y = _affine(x, mean, scale.unsqueeze(2), None, form)
         y = y if weight is None else y * weight.reshape(-1)
-        y = y if bias is None else y + bias.reshape(-1)
+        y = y if bias is None else y.add_(bias.reshape(-1))
         return in_type(y, x.dtype)
 
     @staticmethod
@@ -136,7 +105,7 @@ class _Normalize(ShardFunction):
         if torch.is_grad_enabled():
             dx, dweight, dbias = _recorded_gradients(dy, x, weight, form, grid, group, count, eps)
         elif form.weighs_elements:
-            standard = _weighed(x, None, None, mean, scale, form)
+            standard = _affine(x, mean, scale.unsqueeze(2), None, form)
             rows = 1, x.shape[1], prod(x.shape[2:])
             dweight, dbias = (t.view(rows).sum((0, 1)) for t in (dy * standard, dy))
             dy = dy if weight is None else in_type(dy * weight.reshape(-1), x.dtype)
@@ -167,23 +136,21 @@ def _gradients(
     dx = scale * (dy * weight - mean(dy * weight) - standardised x * mean(dy * weight *
     standardised x)), of which the means are over the `count` elements of a statistic.
     """
-    dy = _in_format_of(dy, x)
-    sums = _sums(dy, x, mean, form)
-    sums[0] *= scale.unsqueeze(2)
+    dy = in_format_of(dy, x)
+    of_weight, of_bias = _sums(dy, x, mean, form)
+    of_weight *= scale.unsqueeze(2)
     gain = _gain(scale, weight)
-    total = (sums * gain).sum(3)
+    total = (torch.stack([of_weight, of_bias]) * gain).sum(3)
     if group:
         all_reduce_(total, grid, group)
-    of_standard, of_gradient = total.div_(-count).unbind()
-    slope = of_standard * scale
-    # Without a mean that is subtracted, the saved one is 0.
-    offset = of_gradient - slope * mean if form.centered else torch.zeros_like(slope)
-    dx = _affine(x, slope.unsqueeze(2), offset.unsqueeze(2), form)
+    slope, offset = total.div_(-count).unsqueeze(3).unbind()
+    slope = slope * scale.unsqueeze(2)
+    dx = _affine(x, mean, slope, offset if form.centered else None, form)
     if x.numel():
-        v, _ = form.channels(dx)
-        v.addcmul_(form.channels(dy)[0], _by_channel(gain, x, form))
-    of_weight, of_bias = sums.sum(1).flatten(1)
-    return dx, of_weight, of_bias
+        runs = runs_of(x, form)
+        own = runs.spread(in_type(gain, accumulation_type(x.dtype)))
+        runs.of(dx).addcmul_(runs.of(dy), own)
+    return dx, of_weight.sum(0).flatten(), of_bias.sum(0).flatten()
 
 
 def _recorded_gradients(
@@ -197,7 +164,7 @@ def _recorded_gradients(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the same gradients by functions that can be differentiated, to any order."""
-    samples, groups, channels = form.rows(x)
+    groups, channels = form.groups, x.shape[1] // max(form.groups, 1)
     shape = x.shape[0], groups, channels, prod(x.shape[2:])
     over = (2, 3) if form.of_each_sample else (0, 2, 3)
     of_weight = (0, 1, 2) if form.weighs_elements else (0, 3)
@@ -222,53 +189,39 @@ def _recorded_gradients(
 
 def _gain(scale: Tensor, weight: Tensor | None) -> Tensor:
     """Return scale times weight, for samples, groups, and channels of a group."""
-    scale = scale.unsqueeze(2)
-    return scale if weight is None else scale * _of_groups(weight, scale)
+    own = _of_groups(weight, scale)
+    return scale.unsqueeze(2) if own is None else scale.unsqueeze(2) * own
 
 
-def _of_groups(parameter: Tensor, like: Tensor) -> Tensor:
-    """Return a weight or bias as (groups, channels of a group), with the groups of `like`."""
-    groups = like.shape[1]
+def _of_groups(parameter: Tensor | None, scale: Tensor) -> Tensor | None:
+    """Return a weight or bias as (groups, channels of a group), with the groups of `scale`."""
+    if parameter is None:
+        return None
+    groups = scale.shape[1]
     return parameter.reshape(groups, parameter.numel() // max(groups, 1) or 1)
 
 
-def _weighed(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    scale: Tensor,
-    form: Form,
-) -> Tensor:
-    """Return (x - mean) * scale * weight + bias."""
-    # The shift fits the rounded gain, so that a large mean does not magnify its rounding error.
-    gain = in_type(_gain(scale, weight), accumulation_type(x.dtype))
-    shift = -mean.unsqueeze(2) * gain
-    if bias is not None:
-        shift = shift + _of_groups(bias, shift)
-    return _affine(x, gain, shift, form)
+def _affine(x: Tensor, mean: Tensor, gain: Tensor, bias: Tensor | None, form: Form) -> Tensor:
+    """Return (x - mean) * gain + bias, with numbers for samples, groups, and channels of a group.
 
-
-def _affine(x: Tensor, gain: Tensor, shift: Tensor, form: Form) -> Tensor:
-    """Return x * gain + shift, with numbers for samples, groups, and channels of a group."""
+    torch's kernels multiply and add, with one rounding.
+    """
     if not x.numel():
         return torch.empty_like(x)
-    channels, _ = form.channels(x)
-    if has_channels_last(x):
-        y = torch.addcmul(_by_channel(shift, x, form), x, _by_channel(gain, x, form))
-        return in_type(y, x.dtype)
-    gain, shift = (_by_channel(t, x, form).flatten() for t in (gain, shift))
-    zeros, ones = _numbers(x.device, len(gain), gain.dtype)
-    y, _, _ = torch.native_batch_norm(channels, gain, shift, zeros, ones, False, 0.0, 0.0)
+    runs, kind = runs_of(x, form), accumulation_type(x.dtype)
+    # The shift fits the rounded gain, so that a large mean does not magnify its rounding error.
+    gain = in_type(gain, kind)
+    shift = -mean.unsqueeze(2) * gain
+    shift = in_type(shift if bias is None else shift + bias, kind)
+    gain, shift = runs.spread(gain), runs.spread(shift)
+    if runs.last:
+        y = in_type(torch.addcmul(shift, runs.of(x), gain), x.dtype)
+    else:
+        zeros, ones = _numbers(x.device, gain.numel(), kind)
+        own = gain.flatten(), shift.flatten(), zeros, ones
+        y, _, _ = torch.native_batch_norm(runs.of(x)[0], *own, False, 0.0, 0.0)
     # A view could not be changed in place afterwards.
-    return y.resize_(x.shape)
-
-
-def _by_channel(numbers: Tensor, x: Tensor, form: Form) -> Tensor:
-    """Return numbers of samples, groups and channels as they are broadcast to `form.channels`."""
-    channels, _ = form.channels(x)
-    own = in_type(numbers, accumulation_type(x.dtype)).expand(form.rows(x))
-    return own.reshape(-1, channels.shape[1], *(1,) * (channels.dim() - 2))
+    return y.as_strided_(x.shape, x.stride())
 
 
 @remembered
@@ -278,75 +231,27 @@ def _numbers(device: torch.device, n: int, dtype: torch.dtype) -> tuple[Tensor, 
         return torch.zeros(n, dtype=dtype, device=device), torch.ones(n, dtype=dtype, device=device)
 
 
-_ADDED_UP = 2**18
-"""Elements of a block with channels last up to which torch's sums are right to 1e-5: it adds up all
-positions one by one in the type of the statistics."""
-
-_FEWEST = 2**13
-"""Elements of a sample with channels last from which a call for each of them was measured to be
-faster than functions for all."""
-
-
-def _sums(dy: Tensor, x: Tensor, mean: Tensor, form: Form) -> Tensor:
+def _sums(dy: Tensor, x: Tensor, mean: Tensor, form: Form) -> tuple[Tensor, Tensor]:
     """Return the sums of dy * (x - mean) and of dy over the rank's elements, in float64.
 
-    They are (2, samples, groups, channels of a group).
+    They have numbers for samples, groups, and channels of a group.
     """
-    rows = form.rows(x)
     if not x.numel():
-        return mean.new_zeros((2, *rows))
-    channels, over = form.channels(x)
-    center = _by_channel(mean.unsqueeze(2), x, form)
-    of_samples = has_channels_last(x) and form.of_each_sample
-    if not has_channels_last(x):
-        sums = _sums_of_channels(form.channels(dy)[0], channels, center)
-    elif of_samples and (x.is_cuda or x.numel() < _FEWEST * x.shape[0]):
-        wide = to_accumulation_type(dy)
-        sums = torch.stack([(wide * (x - center)).sum(over), wide.sum(over)])
-    elif of_samples:
-        parts = zip(dy.split(1), x.split(1), center.split(1), strict=True)
-        sums = torch.stack([_sums_of_pieces(*part) for part in parts], 1)
-    else:
-        sums = _sums_of_pieces(dy, x, center)
-    return sums.double().view(2, *rows)
-
-
-def _sums_of_pieces(dy: Tensor, x: Tensor, center: Tensor) -> Tensor:
-    """Return the sums of each channel of a block with channels last."""
-    if x.numel() <= _ADDED_UP or x.is_cuda:
-        return _sums_of_channels(dy, x, center)
-    pieces = zip(_pieces(dy), _pieces(x), strict=True)
-    return torch.stack([_sums_of_channels(*piece, center) for piece in pieces]).sum(0)
-
-
-def _pieces(x: Tensor) -> Iterator[Tensor]:
-    """Yield runs of samples, or of rows of one sample, that are small enough to be added up."""
-    for some in x.split(max(1, _ADDED_UP * x.shape[0] // x.numel())):
-        yield from some.split(max(1, _ADDED_UP * x.shape[2] // some.numel()), 2)
-
-
-def _sums_of_channels(dy: Tensor, x: Tensor, center: Tensor) -> Tensor:
-    """Return the sums of dy * (x - center) and of dy for each channel, by torch's kernel."""
-    center = center.flatten()
-    _, ones = _numbers(x.device, len(center), center.dtype)
-    statistics = center, center, ones, center, ones, False, 0.0, [False, True, True]
-    _, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(dy, x, *statistics)
-    return torch.stack([of_weight, of_bias])
-
-
-def _in_format_of(x: Tensor, other: Tensor) -> Tensor:
-    """Return `x` without gaps, in the memory format of `other`."""
-    last = has_channels_last(other)
-    form = CHANNELS_LAST[x.dim()] if last else torch.contiguous_format
-    return with_batch_stride(x.contiguous(memory_format=form))
-
-
-def with_batch_stride(x: Tensor) -> Tensor:
-    """Return the block in the memory format that torch's kernels take it for.
-
-    The stride of a single sample may be any number, but if it is not that of the format, the
-    kernels read a gradient of the other format in the wrong order.
-    """
-    if not x.numel() or x.shape[0] != 1 or x.is_contiguous() or x.stride(0) == x.numel():
-        return x
-    return x.as_strided(x.shape, (x.numel(), *x.stride()[1:]))
+        nothing = mean.new_zeros((*mean.shape, x.shape[1] // max(form.groups, 1)))
+        return nothing, nothing
+    dy, x = (rows_if_small(t, form) for t in (dy, x))
+    runs, kind = runs_of(x, form), accumulation_type(x.dtype)
+    center = in_type(mean, kind)
+    each = runs.spread(center.unsqueeze(2)).flatten(1)
+    _, ones = _numbers(x.device, each.shape[1], kind)
+    parts = [
+        torch.ops.aten.native_batch_norm_backward(
+            own_dy, own_x, own, own, ones, own, ones, False, 0.0, [False, True, True]
+        )
+        for own_dy, own_x, own in zip(runs.of(dy), runs.of(x), each, strict=True)
+    ]
+    of_weight, of_bias = (
+        runs.collect(torch.stack(p)).sum((1, 4)) for p in list(zip(*parts, strict=True))[1:]
+    )
+    # What the rounded mean is off by.
+    return of_weight.addcmul_(of_bias, (center - mean).unsqueeze(2)), of_bias

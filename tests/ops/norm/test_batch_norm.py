@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from math import prod
 from typing import Any
 
 import pytest
@@ -289,7 +290,7 @@ def test_large_blocks_with_channels_last_equal_serial(
     x = random_tensor(rng, (2, 17, first * grid.size + 1, *others)) + 5
     x = x.contiguous(memory_format=CHANNELS_LAST[x.dim()])
     names = [name for name in ("weight", "bias") if name in given]
-    multiplied, shapes = torch.addcmul, set()
+    multiplied, sizes = torch.addcmul, set()
 
     def norm(x: Tensor, *parameters: Tensor) -> Tensor:
         of_channels = dict(zip(names, parameters, strict=True))
@@ -297,12 +298,12 @@ def test_large_blocks_with_channels_last_equal_serial(
 
     def seen(*arguments: Any, **keywords: Any) -> Tensor:
         result = multiplied(*arguments, **keywords)
-        shapes.add(result.shape)
+        sizes.add(result.numel())
         return result
 
     monkeypatch.setattr(torch, "addcmul", seen)
     agrees(norm, [x], [random_tensor(rng, (17,)) for _ in names], grid, rng, [None])
-    assert dc.local_box(x.shape, grid).shape in shapes, "torch's batch norm has been called"
+    assert prod(dc.local_box(x.shape, grid).shape) in sizes, "torch's batch norm has been called"
 
 
 @pytest.mark.parallel([1, 2, 4])
