@@ -6,7 +6,8 @@ which torch computes them, so that rounding falls on the same side.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import lru_cache
 
 import numpy as np
@@ -16,6 +17,8 @@ from distconv.geometry.index_maps import Ascending, Interval
 
 _CUBIC = -0.75
 _CUBIC_ANTIALIAS = -0.5
+_LONGEST_PERIOD = 32
+"""The most inputs that a window may begin before those that it needs, to line up with outputs."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,23 @@ class Resampled(Ascending):
 
     def intervals(self, size: int, start: int, stop: int) -> tuple[Interval, ...]:
         return _intervals(self, size, start, stop)
+
+    def ratio(self, size: int) -> Fraction | None:
+        """Return the outputs per input; None where their positions coincide too rarely."""
+        if self.align_corners:
+            return None
+        scale = self.scale if self.scale is not None and self.scale > 0 else self.outputs / size
+        near = Fraction(scale).limit_denominator(_LONGEST_PERIOD)
+        return near if float(near) == scale and (near == 1 or self.outputs != size) else None
+
+    def alone(self, size: int, start: int, stop: int) -> tuple[int, float] | None:
+        """Return how torch's kernel makes the outputs [start, stop) of their window alone.
+
+        The window, `intervals`, is its whole input. The first of the two numbers says how many
+        outputs come before those asked for, the second how many outputs there are per input. None
+        where the kernel would find other positions.
+        """
+        return _alone(self, size, start, stop)
 
     def taps(self, size: int, start: int, stop: int) -> tuple[NDArray, NDArray]:
         """Return input positions and weights of outputs [start, stop): (stop - start, taps)."""
@@ -77,7 +97,27 @@ def _ambiguous(r: Resampled, size: int) -> bool:
 @lru_cache(maxsize=1024)
 def _intervals(r: Resampled, size: int, start: int, stop: int) -> tuple[Interval, ...]:
     positions, _ = _taps(r, size, start, stop)
-    return ((int(positions.min()), int(positions.max()) + 1),)
+    first, ratio = int(positions.min()), r.ratio(size)
+    # From an input on at whose edge an output begins, positions are those in the whole.
+    return ((first - (first % ratio.denominator if ratio else 0), int(positions.max()) + 1),)
+
+
+@lru_cache(maxsize=1024)
+def _alone(r: Resampled, size: int, start: int, stop: int) -> tuple[int, float] | None:
+    ratio = r.ratio(size)
+    if ratio is None:
+        return None
+    ((first, last),) = r.intervals(size, start, stop)
+    before, scale, window = start - int(first * ratio), float(ratio), last - first
+    local = replace(r, outputs=before + stop - start, scale=scale)
+    if local.outputs == window and ratio != 1:
+        return None  # torch takes equal sizes for no resampling at all, whatever the scale
+    if r.mode.startswith("nearest"):  # where rounding decides
+        found = _nearest(local, window, np.arange(before, local.outputs)) + first
+        wanted = _nearest(r, size, np.arange(start, stop))
+        if before < 0 or local.ambiguous(window) or (found != wanted).any():
+            return None
+    return before, scale
 
 
 @lru_cache(maxsize=1024)

@@ -20,6 +20,15 @@ from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.redistribution import gather_inputs
 
 _MODES = {"linear": "linear", "bilinear": "linear", "trilinear": "linear", "bicubic": "cubic"}
+_KERNELS = {
+    "nearest": ("upsample_nearest{}d",),
+    "nearest-exact": ("_upsample_nearest_exact{}d",),
+    "linear": ("upsample_linear1d",),
+    "bilinear": ("upsample_bilinear2d", "_upsample_bilinear2d_aa"),
+    "trilinear": ("upsample_trilinear3d",),
+    "bicubic": ("upsample_bicubic2d", "_upsample_bicubic2d_aa"),
+}
+"""torch's kernels, the latter with antialiasing."""
 
 
 @implements(F.interpolate, F.upsample)
@@ -90,20 +99,35 @@ def interpolate(
     buffer = gather_inputs(input, (Same(), Same(), *needs), input.cuts, "interpolate")
     if 0 in box.shape:
         return DistTensor(empty_block(buffer, box.shape), shape, input.cuts, input.grid)
-    if not mode.startswith("nearest"):
-        buffer = to_accumulation_type(buffer)
-    for d, resampled in enumerate(maps, 2):
-        buffer = _resample(
-            buffer, d, resampled, input.shape[d], box.start[d], box.stop[d], bool(input.cuts[d])
-        )
+    made, surplus, done = list(box.shape[2:]), [0] * spatial, 0
+    for i, resampled in enumerate(maps):
+        if not input.cuts[i + 2]:
+            continue
+        outputs = input.shape[i + 2], box.start[i + 2], box.stop[i + 2]
+        alone = resampled.alone(*outputs)
+        if alone is not None:
+            surplus[i], scales[i] = alone
+            made[i] += surplus[i]
+        else:
+            buffer, scales[i] = _resample(buffer, i + 2, resampled, *outputs), None
+            done += 1
+    if done < spatial:
+        kernel = getattr(torch._C._nn, _KERNELS[mode][antialias].format(spatial))
+        corners = () if mode.startswith("nearest") else (bool(align_corners),)
+        buffer = kernel(buffer, made, *corners, *scales)
+    if any(surplus):
+        # Unlike that of a slice, the gradient of negative padding keeps the memory format.
+        buffer = F.pad(buffer, [n for before in reversed(surplus) for n in (-before, 0)])
     return DistTensor(buffer.to(input.dtype), shape, input.cuts, input.grid)
 
 
 def _resample(
-    buffer: Tensor, d: int, resampled: Resampled, size: int, start: int, stop: int, cut: bool
+    buffer: Tensor, d: int, resampled: Resampled, size: int, start: int, stop: int
 ) -> Tensor:
     """Return the outputs [start, stop) along dimension `d`, from a buffer of their inputs."""
-    first = resampled.intervals(size, start, stop)[0][0] if cut else 0
+    first = resampled.intervals(size, start, stop)[0][0]
+    if not resampled.mode.startswith("nearest"):
+        buffer = to_accumulation_type(buffer)
     taps = _taps(buffer.device, resampled, size, start, stop, first, buffer.dtype)
     if resampled.mode.startswith("nearest"):
         return buffer.index_select(d, taps[0][0])

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 
 import distconv as dc
+from distconv.geometry.resampling import Resampled
+from distconv.ops.interpolate import _KERNELS, _MODES
 from tests.support.serial import agrees, random_grid, random_tensor
 
 pytestmark = pytest.mark.gpu
@@ -60,3 +62,62 @@ def test_a_factor_a_rounding_error_away_is_exact_or_refused(n: int, mode: str) -
             except dc.UnsupportedOperation:
                 assert n != 2 and factor not in (1.0, 2.0)
     assert compared == 21 or (n != 2 and compared >= 6)
+
+
+@pytest.mark.parallel([2, 4])
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact", "bilinear", "bicubic"])
+@pytest.mark.parametrize("factor", [3.0, 1.25, 2 / 3])
+def test_whole_periods_take_torchs_kernels_and_keep_the_memory_format(
+    mode: str, factor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse_to_gather(*arguments):
+        raise AssertionError("a gather of indices")
+
+    monkeypatch.setattr("distconv.ops.interpolate._taps", refuse_to_gather)
+    grid = dc.ProcessGrid(height=-1)
+    x = torch.randn(1, 3, 37, 5, dtype=torch.float64).to(memory_format=torch.channels_last)
+    y = dc.distribute_tensor(x, grid).requires_grad_()
+    made = F.interpolate(y, scale_factor=factor, mode=mode)
+    made.sum().backward()
+    for block in (made.shard, y.grad.shard):
+        assert block.is_contiguous(memory_format=torch.channels_last)
+    expected = F.interpolate(x, scale_factor=factor, mode=mode)
+    torch.testing.assert_close(made.detach().full_tensor(), expected)
+    rng = random.Random(1)
+    agrees(lambda x: F.interpolate(x, scale_factor=factor, mode=mode), [x], [], grid, rng, [None])
+
+
+@pytest.mark.parametrize(
+    ("mode", "antialias"),
+    [*((m, False) for m in ("nearest", "linear", "bilinear", "bicubic")), ("bilinear", True)],
+)
+def test_outputs_of_a_window_alone_are_those_of_the_whole(mode: str, antialias: bool) -> None:
+    rng = random.Random(7)
+    plane = mode in ("bilinear", "bicubic")
+    kernel = getattr(torch._C._nn, _KERNELS[mode][antialias].format(2 if plane else 1))
+    alone = 0
+    for _ in range(300):
+        size, scale = rng.randrange(1, 200), rng.randrange(1, 9) / rng.randrange(1, 9)
+        outputs = int(size * scale)
+        r = Resampled(outputs, scale, _MODES.get(mode, mode), False, antialias)
+        if outputs == 0 or r.ambiguous(size):
+            continue
+        start = rng.randrange(outputs)
+        stop = rng.randrange(start, outputs) + 1
+        found = r.alone(size, start, stop)
+        if found is None:
+            continue
+        alone += 1
+        before, factor = found
+        ((first, last),) = r.intervals(size, start, stop)
+        rest = [2] if plane else []
+        x = torch.randn(1, 1, size, *rest, dtype=torch.float64)
+        corners = () if mode == "nearest" else (False,)
+        sizes, scales = [outputs, *rest], [scale, *(1.0 for _ in rest)]
+        whole = kernel(x, sizes, *corners, *scales)
+        sizes[0], scales[0] = before + stop - start, factor
+        block = kernel(x[:, :, first:last].contiguous(), sizes, *corners, *scales)
+        torch.testing.assert_close(
+            block[:, :, before:], whole[:, :, start:stop], rtol=0, atol=1e-11
+        )
+    assert alone > 200
