@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TypeAlias
 from distconv.geometry.topology import Topology
 from distconv.planning.links import collective_cost, messages_cost
 from distconv.planning.machine import Machine
-from distconv.planning.table import size as bytes_in_words
+from distconv.planning.table import byte_size as bytes_in_words
 
 Step: TypeAlias = list[tuple[int, int, float]]
 """Messages that start at the same time: from and to which rank, and their bytes."""

@@ -17,7 +17,7 @@ from distconv.geometry.index_maps import Same, Window
 from distconv.geometry.plan import Plan, make_plan
 from distconv.grid.process_grid import ProcessGrid
 from distconv.planning.alternation import Contender, alternate
-from distconv.planning.table import size
+from distconv.planning.table import byte_size
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tools.bench.report import Row, over
 from distconv.tools.bench.settings import Settings, by, chain
@@ -51,7 +51,7 @@ def halos(settings: Settings, cases: Sequence[tuple[str, int, int]] = CASES) -> 
         sides = [Contender(run, settings.threads) for run in runs]
         times = alternate(grid.comm, sides, settings.seconds)
         elements = channels * extent
-        case = f"{size(4 * elements)} each way, {axis} cut"
+        case = f"{byte_size(4 * elements)} each way, {axis} cut"
         configuration = settings.configuration(grid, f"{by((1, channels, *plane))}, 3x3")
         target = 1.3 if elements >= ROW else None
         row = "halo", case, configuration

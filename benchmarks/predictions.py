@@ -31,7 +31,7 @@ from distconv.model.parallelize import parallelize
 from distconv.planning import Machine, calibrate, predict
 from distconv.planning.alternation import sleep_until_all_are_here, spread
 from distconv.planning.prediction import in_words
-from distconv.planning.table import size, table
+from distconv.planning.table import byte_size, table
 from distconv.tensor.dist_tensor import DistTensor, distribute_tensor
 from distconv.tools.bench.memory import peak_of
 from distconv.tools.bench.network import Network, step_of
@@ -290,8 +290,8 @@ def told(r: Result) -> str:
     """Return a result in a line."""
     return (
         f"{r.network} {in_words(r.grid)}: {r.measured * 1e3:.1f} ms, predicted "
-        f"{r.predicted * 1e3:.1f} ({r.error:+.1%}); {size(r.peak_measured)}, predicted "
-        f"{size(r.peak_predicted)} ({r.memory_error:+.1%})"
+        f"{r.predicted * 1e3:.1f} ({r.error:+.1%}); {byte_size(r.peak_measured)}, predicted "
+        f"{byte_size(r.peak_predicted)} ({r.memory_error:+.1%})"
     )
 
 
@@ -328,7 +328,7 @@ def page(results: Sequence[Result]) -> str:
         rows.append(
             (
                 *(r.network, by(r.shape), in_words(r.grid), ms[0], f"{ms[1]} to {ms[2]}", ms[3]),
-                *(f"{r.error:+.1%}", size(r.peak_measured), size(r.peak_predicted)),
+                *(f"{r.error:+.1%}", byte_size(r.peak_measured), byte_size(r.peak_predicted)),
                 f"{r.memory_error:+.2%}",
             )
         )

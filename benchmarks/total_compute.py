@@ -38,7 +38,8 @@ from distconv.grid.communicators import carried_by
 from distconv.planning import Machine
 from distconv.planning.alternation import sleep_until_all_are_here
 from distconv.planning.operators import OperatorTimes
-from distconv.planning.prediction import in_words, record_rank
+from distconv.planning.prediction import in_words
+from distconv.planning.recorded_step import record_step
 from distconv.planning.recording import Compute, HostWork
 from distconv.planning.table import table
 from distconv.planning.timeline import host_seconds
@@ -146,7 +147,7 @@ def predicted(network: Network, extents: dict[str, int], machine: Machine) -> fl
     loss = loss_of(network)
     module = network.make(network.shape[2:])
     recordings = [
-        record_rank(module, [network.shape], extents, rank, loss=loss)
+        record_step(module, [network.shape], extents, rank=rank, loss=loss)
         for rank in range(prod(extents.values()))
     ]
     times = OperatorTimes(machine, machine.at_once(len(recordings)))

@@ -17,7 +17,7 @@ from benchmarks.halo import exchange, plan_of
 from distconv import DistTensor, ProcessGrid
 from distconv.geometry.layout import default_cuts
 from distconv.planning.alternation import Contender, alternate
-from distconv.planning.table import size
+from distconv.planning.table import byte_size
 from distconv.tensor.dist_tensor import local_box
 from distconv.tools.bench.report import Row, over
 
@@ -61,7 +61,7 @@ def _rows(grid: ProcessGrid, nbytes: int, seconds: float) -> Iterator[Row]:
     sides = [Contender(partial(_several, run, grid.device)) for run in runs[:2]]
     sides.append(Contender(partial(_several, runs[2], grid.device), ranks=1))
     *each, copy = ([t / CALLS for t in times] for times in alternate(grid.comm, sides, seconds))
-    row = "messages", f"{grid.transport.name}, {size(nbytes)} each way", f"{grid.size} ranks"
+    row = "messages", f"{grid.transport.name}, {byte_size(nbytes)} each way", f"{grid.size} ranks"
     for what, times in zip(("a message", "a halo, packed"), each, strict=True):
         yield over(row, f"{what}, over a copy of as many bytes", times, copy, None)
 

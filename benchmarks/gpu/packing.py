@@ -14,7 +14,7 @@ from benchmarks.halo import plan_of
 from distconv import DistTensor
 from distconv.geometry.layout import default_cuts
 from distconv.planning.dry_run import DryRunGrid
-from distconv.planning.table import size
+from distconv.planning.table import byte_size
 from distconv.tensor.dist_tensor import local_box
 from distconv.tools.bench.report import Row, over
 from distconv.tools.bench.settings import by
@@ -109,7 +109,7 @@ def packings(
     copies()
     expected = message.clone()
     axes = ", ".join(f"{axis}={n}" for axis, n in cut.items())
-    case = f"{len(places)} boxes, {size(message.nbytes)} of {by(shard.shape)}"
+    case = f"{len(places)} boxes, {byte_size(message.nbytes)} of {by(shard.shape)}"
     row = "packing", case, f"{by(shape)}, {axes}"
     ways: dict[str, Callable[[], Run]] = {
         "torch._foreach_copy_": lambda: partial(torch._foreach_copy_, parts, places)

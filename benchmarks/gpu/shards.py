@@ -24,9 +24,10 @@ from distconv.comm.ledger import Movement, trace_movements, without_counting
 from distconv.comm.packing import pack_messages
 from distconv.geometry.plan import Route
 from distconv.ops.support.method import METHODS
-from distconv.planning.dry_run import DryRunGrid, Traffic
+from distconv.planning.dry_run import DryRunGrid
 from distconv.planning.links import collective_cost, messages_cost
 from distconv.planning.machine import Machine
+from distconv.planning.recording import Start
 from distconv.planning.table import table
 from distconv.tensor.dist_tensor import local_box
 from distconv.tensor.ownership import own
@@ -52,7 +53,7 @@ class Shard(NamedTuple):
     grid: DryRunGrid
     seconds: float
     """Seconds of a step in which no message takes time."""
-    traffic: Sequence[Traffic]
+    traffic: Sequence[Start]
     """Messages and reductions that the rank starts in a step."""
     weights: int
     """Bytes of the rank's parameters, whose gradients all ranks add up."""
@@ -177,20 +178,21 @@ def predict(machine: Machine, shard: Shard) -> Prediction:
     rank, size = shard.grid.rank, shard.grid.size
     others = tuple((peer, shard.weights) for peer in range(size) if peer != rank)
     collective, halos = (
-        _seconds(machine, rank, (t for t in shard.traffic if t.collective is kind))
+        _seconds(machine, rank, (t for t in shard.traffic if (t.collective is not None) is kind))
         for kind in (True, False)
     )
-    gradients = _seconds(machine, rank, [Traffic(True, others)])
+    gradients = _seconds(machine, rank, [Start(0, "all_reduce", others, ())])
     return Prediction(shard.seconds, collective, halos, gradients)
 
 
-def _seconds(machine: Machine, rank: int, traffic: Iterable[Traffic]) -> float:
+def _seconds(machine: Machine, rank: int, traffic: Iterable[Start]) -> float:
     """Return the seconds of exchanges and reductions, one after another; all-gathers count as
     reductions.
     """
     total = 0.0
-    for collective, messages in traffic:
-        if not collective:
+    for start in traffic:
+        messages = start.arriving
+        if start.collective is None:
             total += messages_cost(rank, messages, (), machine).total
         elif messages:
             ranks = sorted((rank, *(peer for peer, _ in messages)))

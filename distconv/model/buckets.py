@@ -92,12 +92,11 @@ class Bucket:
             return False
         total, self._under_way = self._under_way, None
         total.request.wait()
-        counts = total.flat[-len(self.parameters) :]
-        ranks = self._as_numbers(counts) if counts.device.type == "cpu" else []
+        ranks = total.ranks() if total.flat.is_cpu else []
         for i, view in total.outside:
             p = self.parameters[i]
             if not total.used[i]:
-                ranks = ranks or self._as_numbers(counts)  # which waits for a GPU
+                ranks = ranks or total.ranks()
                 if not ranks[i]:
                     continue
             if p.grad is None:
@@ -106,10 +105,6 @@ class Bucket:
                 p.grad.copy_(view)
         self.uneven = {i: n for i, n in enumerate(ranks) if 0 < n < self.comm.size}
         return True
-
-    @staticmethod
-    def _as_numbers(counts: Tensor) -> list[int]:
-        return [int(n.real) for n in counts.tolist()]
 
     def _common_memory(self, gradients: Sequence[Tensor | None]) -> Tensor | None:
         """Return the memory of an earlier sum, if all gradients are still its views, else None."""
@@ -135,6 +130,14 @@ class _Sum(NamedTuple):
     used: tuple[bool, ...]
     """Whether this rank has added its part of each gradient."""
     request: Request
+
+    def ranks(self) -> list[int]:
+        """Return how many ranks have added a part of each gradient; it waits for a GPU.
+
+        A dry run takes the other ranks to have used what this one has.
+        """
+        counts = self.flat[-len(self.used) :]
+        return [int(n.real) for n in (self.used if counts.is_meta else counts.tolist())]
 
 
 def fill_buckets(

@@ -7,7 +7,7 @@ of any size, and the data that they would move is recorded (`ledger.trace_moveme
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from numbers import Integral
 from typing import Any, NamedTuple, NoReturn
@@ -20,73 +20,97 @@ from torch.nn.parameter import is_lazy
 from distconv.geometry.layout import Layout, rank_box
 from distconv.geometry.topology import AXES, Topology
 from distconv.grid.interface import Grid
+from distconv.planning.recording import Start
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.redistribution import cuts_of_layout
 from distconv.tensor.sample_format import in_sample_format
 from distconv.transport.interface import Message
 
 
-class Traffic(NamedTuple):
-    """Bytes that a rank gives to its transport at once: an exchange's messages, or a reduction."""
-
-    collective: bool
-    messages: tuple[tuple[int, int], ...]
-    """The other ranks, and the bytes that each of them sends, or contributes."""
-
-
 class DryGroup(NamedTuple):
-    """The size of a communicator, this rank's number in it, and the ranks in it."""
+    """The size of a communicator, this rank's number in it, the ranks in it, and its purpose."""
 
     size: int
     rank: int
     ranks: tuple[int, ...]
+    purpose: str = "reductions"
 
 
-class Done:
-    """Messages that take no time."""
+class DryRequest:
+    """Messages under way, which hold their memory until somebody waits for them."""
+
+    def __init__(self, waited: Callable[[], object], memory: Any):
+        self._waited: Callable[[], object] | None = waited
+        self._memory = memory
 
     def wait(self) -> None:
-        """Return at once: all is complete."""
+        """Say that the rank waits here, the first time."""
+        waited, self._waited, self._memory = self._waited, None, None
+        if waited is not None:
+            waited()
 
 
-class CountingTransport:
-    """A transport that carries nothing, and counts what it would have carried."""
+class DryTransport:
+    """A transport that carries nothing, and tells a listener what it would have carried.
+
+    Attributes
+    ----------
+    started: is called with the messages, or the reduction, that a rank with others starts.
+    waited: is called with the number of a start when the rank waits for it.
+    made: is called with the memory of a message.
+    """
 
     name, ordered = "rehearsal", False
 
     def __init__(self) -> None:
-        self.reduced = 0
-        """Bytes given to reductions."""
-        self.traffic: list[Traffic] | None = None
+        self.started: Callable[[Start], object] = lambda start: None
+        self.waited: Callable[[int], object] = lambda number: None
+        self.made: Callable[[Tensor], object] = lambda message: None
+        self._number = 0
 
     def next_tag(self) -> int:
         return 0
 
     def empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
         # Nothing will arrive there, and CPUs are slow on memory that looks like denormal numbers.
-        return like.new_zeros(shape) if like.is_cpu else like.new_empty(shape)
+        message = like.new_zeros(shape) if like.is_cpu else like.new_empty(shape)
+        self.made(message)
+        return message
 
-    def exchange(self, arriving: Sequence[Message], leaving: Sequence[Message], tag: int) -> Done:
-        if self.traffic is not None and arriving:
-            self.traffic.append(Traffic(False, tuple((rank, t.nbytes) for rank, t in arriving)))
-        return Done()
+    def exchange(
+        self, arriving: Sequence[Message], leaving: Sequence[Message], tag: int
+    ) -> DryRequest:
+        into, out = (tuple((rank, t.nbytes) for rank, t in x) for x in (arriving, leaving))
+        return self._start(None, into, out, (arriving, leaving))
 
-    def all_reduce(self, tensor: Tensor, group: DryGroup) -> Done:
-        self._reduce(tensor, group)
-        return Done()
+    def all_reduce(self, tensor: Tensor, group: DryGroup) -> DryRequest:
+        return self._collective("all_reduce", tensor, group)
 
     def all_gather(self, tensor: Tensor, group: DryGroup) -> Tensor:
-        self._reduce(tensor, group)
-        return tensor.new_empty((group.size, *tensor.shape))
+        gathered = tensor.new_empty((group.size, *tensor.shape))
+        self._collective("all_gather", tensor, group).wait()
+        return gathered
 
     def broadcast(self, tensor: Tensor, group: DryGroup) -> None:
         pass
 
-    def _reduce(self, tensor: Tensor, group: DryGroup) -> None:
-        self.reduced += tensor.nbytes
-        if self.traffic is not None:
-            others = (peer for i, peer in enumerate(group.ranks) if i != group.rank)
-            self.traffic.append(Traffic(True, tuple((peer, tensor.nbytes) for peer in others)))
+    def _collective(self, kind: str, tensor: Tensor, group: DryGroup) -> DryRequest:
+        others = (peer for i, peer in enumerate(group.ranks) if i != group.rank)
+        return self._start(kind, tuple((peer, tensor.nbytes) for peer in others), (), tensor)
+
+    def _start(
+        self,
+        kind: str | None,
+        arriving: tuple[tuple[int, int], ...],
+        leaving: tuple[tuple[int, int], ...],
+        memory: Any,
+    ) -> DryRequest:
+        # All ranks count alike, also those that have nothing to send.
+        self._number = number = self._number + 1
+        if not arriving and not leaving:
+            return DryRequest(lambda: None, None)
+        self.started(Start(number, kind, arriving, leaving))
+        return DryRequest(lambda: self.waited(number), memory)
 
 
 _ALONE = "a rehearsal has no other ranks to talk to; make its tensors by rehearsal.tensor(shape)"
@@ -101,18 +125,12 @@ class DryRunGrid(Grid):
     ----------
     extents: ranks along the axes; 1 along axes that are not named.
     rank: the rank whose part is played; by default the rank in the middle of every axis.
-    transport: what counts the messages.
     gpu: whether the ranks that are not there compute on GPUs.
     """
 
-    def __init__(
-        self,
-        extents: Mapping[str, int],
-        rank: int | None = None,
-        *,
-        transport: CountingTransport | None = None,
-        gpu: bool = False,
-    ):
+    transport: DryTransport  # type: ignore[assignment]
+
+    def __init__(self, extents: Mapping[str, int], rank: int | None = None, *, gpu: bool = False):
         for axis, n in extents.items():
             if axis not in AXES:
                 raise ValueError(
@@ -128,9 +146,8 @@ class DryRunGrid(Grid):
             rank = topology.rank({axis: topology.extent(axis) // 2 for axis in AXES})
         if not 0 <= rank < topology.size:
             raise ValueError(f"rank={rank} is not on a grid of {topology.size}; count from 0")
-        self._gpu = gpu
-        self._counted = CountingTransport() if transport is None else transport
-        super().__init__(topology, rank, torch.device("meta"), self._counted)
+        self._gpu, self._alike = gpu, False
+        super().__init__(topology, rank, torch.device("meta"), DryTransport())  # type: ignore[arg-type]
 
     @property
     def comm(self) -> NoReturn:
@@ -142,22 +159,28 @@ class DryRunGrid(Grid):
         """Return whether the ranks compute on GPUs."""
         return self._gpu
 
-    @property
-    def reduced(self) -> int:
-        """Return the bytes that this rank has given to reductions so far."""
-        return self._counted.reduced
-
     def communicator(self, axes: Iterable[str], purpose: str = "reductions") -> Any:
         """Return size and rank of the communicator along `axes`."""
         peers = self.topology.peers(self.rank, axes)
-        return DryGroup(len(peers), peers.index(self.rank), tuple(peers))
+        return DryGroup(len(peers), peers.index(self.rank), tuple(peers), purpose)
 
     def count_call(self) -> None:
         """Compare nothing: there are no other ranks."""
 
-    def all_gather_object(self, value: Any) -> NoReturn:
-        """Raise: there is nobody to gather from."""
-        raise RuntimeError(_ALONE)
+    @contextmanager
+    def all_alike(self) -> Iterator[None]:
+        """Let objects be gathered within the context, as if all ranks brought the same."""
+        self._alike = True
+        try:
+            yield
+        finally:
+            self._alike = False
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Return the value alone within `all_alike`; elsewhere there is nobody to gather from."""
+        if not self._alike:
+            raise RuntimeError(_ALONE)
+        return [value]
 
     def collective(self, kind: str) -> AbstractContextManager[None]:
         """Return a context that does nothing."""
@@ -168,13 +191,14 @@ class DryRunGrid(Grid):
         return nullcontext()
 
     @contextmanager
-    def listening(self) -> Iterator[list[Traffic]]:
+    def listening(self) -> Iterator[list[Start]]:
         """Yield a list of all that the transport is given within the context, in order."""
-        heard = self._counted.traffic = []
+        heard: list[Start] = []
+        before, self.transport.started = self.transport.started, heard.append
         try:
             yield heard
         finally:
-            self._counted.traffic = None
+            self.transport.started = before
 
     def tensor(
         self, shape: tuple[int, ...], layout: Layout | None = None, dtype: torch.dtype | None = None

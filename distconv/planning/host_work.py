@@ -26,12 +26,10 @@ from distconv.grid.process_grid import ProcessGrid
 from distconv.model.parallelize import parallelize
 from distconv.ops.support.method import method
 from distconv.planning.dry_run import DryRunGrid
-from distconv.planning.local_operators import LocalOperator
-from distconv.planning.losses import OPTIMIZERS
 from distconv.planning.machine import Table
 from distconv.planning.operator_calls import Operands, call_of
-from distconv.planning.recorded_step import record_step
-from distconv.planning.recording import Compute, HostWork
+from distconv.planning.recorded_step import OPTIMIZERS, record_step
+from distconv.planning.recording import Compute, HostWork, LocalOperator
 from distconv.tensor.dist_tensor import DistTensor, distribute_tensor
 from distconv.tensor.module_call import enter_call
 from distconv.tensor.ownership import own

@@ -22,11 +22,10 @@ from distconv.geometry.layout import Cuts, Layout, default_cuts, dimension_names
 from distconv.geometry.plan import make_plan
 from distconv.planning.dry_run import DryRunGrid, without_elements
 from distconv.planning.links import messages_cost
-from distconv.planning.losses import sgd
 from distconv.planning.machine import Machine
 from distconv.planning.operators import OperatorTimes
-from distconv.planning.prediction import Prediction, in_words, predict, shapes_of
-from distconv.planning.recorded_step import record_step
+from distconv.planning.prediction import Prediction, in_words, predict
+from distconv.planning.recorded_step import record_step, shapes_of
 from distconv.planning.recording import Recording
 from distconv.planning.timeline import play
 from distconv.tensor.dist_tensor import DistTensor
@@ -351,7 +350,6 @@ class _Costs:
                         layout=Layout.of(cuts),
                         dtype=layer.dtype,
                         loss=loss,
-                        optimizer=sgd,
                         input_gradients=True,
                         gpu=self._machine.asynchronous,
                     )

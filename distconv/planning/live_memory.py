@@ -21,6 +21,7 @@ class LiveMemory:
 
     def __init__(self) -> None:
         self._live: dict[int, tuple[int, str, weakref.ref[Any], str]] = {}
+        self._kept: set[int] = set()
         self._bytes: Counter[str] = Counter()
         self._total = self._most = 0
         self.at_most: dict[str, int] = {}
@@ -61,25 +62,31 @@ class LiveMemory:
             self._bytes[before] -= size
             self._bytes[kind] += size
 
-    def keep(self) -> dict[str, int]:
-        """Take what lives at the end of the forward pass as kept for backward; return its bytes by
-        layer.
-        """
-        kept: Counter[str] = Counter()
+    def keep(self, x: Tensor) -> int:
+        """Take a tensor as kept for the backward pass; return its bytes, 0 for a parameter and for
+        memory that is kept already."""
+        self.hold([x], "other")
+        key = x.untyped_storage()._cdata
+        size, kind, _, _ = self._live.get(key, (0, "", None, ""))
+        if key in self._kept or kind == "parameters":
+            return 0
+        self._kept.add(key)
+        return size
+
+    def turn(self) -> None:
+        """Take what layers have made, and lives at the end of the forward pass, as activations."""
         for key, (size, kind, reference, layer) in self._live.items():
-            if kind in ("other", "halos") and layer:
-                kept[layer] += size
             if kind == "other" and layer:
                 self._live[key] = size, "activations", reference, layer
                 self._bytes["other"] -= size
                 self._bytes["activations"] += size
-        return dict(kept)
 
     def _releasing(self, key: int) -> Callable[[object], None]:
         return lambda _: self._release(key)
 
     def _release(self, key: int) -> None:
         size, kind, _, _ = self._live.pop(key)
+        self._kept.discard(key)
         if kind == "halos" and SMALL_BYTES < size <= KEPT_BYTES:
             if self._idle_bytes + size > KEPT_BYTES:
                 self._bytes[kind] -= self._idle_bytes

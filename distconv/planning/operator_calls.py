@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from distconv.ops.conv.volumes import convolution, convolution_gradients
-from distconv.planning.local_operators import LocalOperator, TensorSpec
+from distconv.planning.recording import LocalOperator, TensorSpec
 from distconv.planning.roofline import packet_of
 
 _POOL = 2**24

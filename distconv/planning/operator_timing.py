@@ -9,8 +9,8 @@ from statistics import median
 
 from torch.profiler import ProfilerActivity, profile
 
-from distconv.planning.local_operators import LocalOperator
 from distconv.planning.operator_calls import Operands, call_of
+from distconv.planning.recording import LocalOperator
 
 SECONDS = 0.02
 """About how long one operator is timed, beyond its first runs."""

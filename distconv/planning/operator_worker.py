@@ -14,9 +14,9 @@ from pathlib import Path
 
 import torch
 
-from distconv.planning.local_operators import LocalOperator
 from distconv.planning.operator_calls import Operands, call_of
 from distconv.planning.operator_timing import times_of, workspace_of
+from distconv.planning.recording import LocalOperator
 
 _HEAP = 2**30
 """Bytes that a process touches before anything is timed; at most a quarter of its memory."""

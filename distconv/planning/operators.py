@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from distconv.planning.local_operators import LocalOperator
 from distconv.planning.machine import Machine, Table
 from distconv.planning.operator_timing import FEWEST, MOST, SECONDS
+from distconv.planning.recording import LocalOperator
 from distconv.planning.roofline import bytes_of, flops_of, roofline_seconds
 
 _Kind: TypeAlias = tuple[Any, ...]

@@ -12,19 +12,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 
-from distconv.geometry.layout import Layout
 from distconv.geometry.topology import AXES
 from distconv.planning.dry_run import DryRunGrid
 from distconv.planning.links import check_ranks
-from distconv.planning.losses import LOSSES, OPTIMIZERS
 from distconv.planning.machine import Machine
 from distconv.planning.operators import OperatorTimes
-from distconv.planning.recorded_step import Loss, OptimizerFactory, record_step
+from distconv.planning.recorded_step import record_step, shapes_of
 from distconv.planning.recording import Compute, Recording
-from distconv.planning.table import size, table
+from distconv.planning.table import byte_size, table
 from distconv.planning.timeline import Segment, Timeline, play
 
 PLAYED = 4
@@ -128,14 +125,14 @@ class Prediction:
             f"{layer or 'between'} {phase} {what} {_ms(seconds)}"
             for layer, phase, what, seconds in self.longest[:6]
         )
-        held = ", ".join(f"{kind} {size(n)}" for kind, n in self.memory.items() if n)
+        held = ", ".join(f"{kind} {byte_size(n)}" for kind, n in self.memory.items() if n)
         assumed = ", assumed" if self.assumed else ""
         return "\n".join(
             (
                 f"{self.module} on {in_words(self.grid)} of {self.machine}{assumed}: "
                 f"{_ms(self.seconds)} ms a step, {_ms(self.seconds_per_sample)} ms a sample",
                 table(rows, right=tuple(range(3, 9))),
-                f"times in ms, of rank {self.rank}; memory at most {size(self.peak)}: {held}",
+                f"times in ms, of rank {self.rank}; memory at most {byte_size(self.peak)}: {held}",
                 f"critical path: {path}",
             )
         )
@@ -153,14 +150,9 @@ def predict(
     grid: Mapping[str, int],
     machine: Machine,
     *,
-    layouts: Mapping[str, Layout] | None = None,
-    layout: Layout | None = None,
-    dtype: torch.dtype | None = None,
-    loss: Loss | str = "mse",
-    optimizer: OptimizerFactory | str = "sgd",
-    bucket_bytes: int = 2**20,
     measure: bool = True,
     progress: Callable[[int, int], object] = lambda done, of: None,
+    **options: Any,
 ) -> Prediction:
     """Return the time and memory of a training step on a grid, which need not exist.
 
@@ -172,11 +164,9 @@ def predict(
     module: any torch.nn.Module, before `parallelize`.
     shape: the global shape of its input, or one for each input.
     grid: the ranks along the axes, as {"sample": 2, "height": 2}.
-    layouts, layout, bucket_bytes: as for `parallelize` and `distribute_tensor`.
-    dtype: of the inputs; that of the parameters by default.
-    loss: takes what the module returns, and returns the scalar to be minimised; or one of `LOSSES`.
-    optimizer: takes the parameters, and returns an optimizer; or one of `OPTIMIZERS`.
     measure: whether operators may be timed.
+    options: what the step is, as for `record_step`: `layout`, `dtype`, `loss`, `optimizer`,
+        `autocast`, and what `parallelize` takes, such as `layouts` and `shard_parameters`.
 
     Raises
     ------
@@ -190,18 +180,7 @@ def predict(
     """
     shapes = shapes_of(shape)
     check_ranks(machine, DryRunGrid(grid, 0).size)
-    recordings = record_ranks(
-        module,
-        shapes,
-        grid,
-        layouts=layouts,
-        layout=layout,
-        dtype=dtype,
-        loss=loss,
-        optimizer=optimizer,
-        bucket_bytes=bucket_bytes,
-        gpu=machine.asynchronous,
-    )
+    recordings = record_ranks(module, shapes, grid, gpu=machine.asynchronous, **options)
     ranks = recordings[0].ranks
     times = OperatorTimes(machine, machine.at_once(ranks), measure=measure, progress=progress)
     times.prepare(operator for r in recordings for operator in r.operators)
@@ -220,25 +199,7 @@ def record_ranks(
     if topology.size > PLAYED:
         middle = topology.rank({axis: topology.extent(axis) // 2 for axis in AXES})
         ranks = [0, middle, topology.size - 1]
-    return [record_rank(module, shapes, grid, rank, **options) for rank in ranks]
-
-
-def record_rank(
-    module: nn.Module,
-    shapes: Sequence[tuple[int, ...]],
-    grid: Mapping[str, int],
-    rank: int,
-    *,
-    loss: Loss | str = "mse",
-    optimizer: OptimizerFactory | str = "sgd",
-    **options: Any,
-) -> Recording:
-    """Return the recording of a rank (see `record_step`), with losses and optimizers by name."""
-    chosen: Any = {
-        "loss": named(loss, LOSSES, "loss"),
-        "optimizer": named(optimizer, OPTIMIZERS, "optimizer"),
-    }
-    return record_step(module, shapes, grid, rank=rank, **chosen, **options)
+    return [record_step(module, shapes, grid, rank=rank, **options) for rank in ranks]
 
 
 def predicted(
@@ -267,15 +228,6 @@ def predicted(
     )
 
 
-def named(given: Any, known: Mapping[str, Any], what: str) -> Any:
-    """Return what was given, or what is known under that name."""
-    if not isinstance(given, str):
-        return given
-    if given not in known:
-        raise ValueError(f"{what}={given!r} is not known; choose from {', '.join(known)}")
-    return known[given]
-
-
 def memory_of(recording: Recording, times: OperatorTimes) -> dict[str, int]:
     """Return the memory of a rank by kind, with what operators allocate beside their results."""
     most = recording.peak
@@ -283,16 +235,6 @@ def memory_of(recording: Recording, times: OperatorTimes) -> dict[str, int]:
         if isinstance(event, Compute) and "convolution" in event.operator.name:
             most = max(most, event.live + times.workspace(event.operator))
     return recording.memory | {"workspace": most - recording.peak}
-
-
-def shapes_of(given: Any) -> list[tuple[int, ...]]:
-    """Return one shape for each input, of which a single one may be given by itself."""
-    several = list(given) if given and all(isinstance(s, Sequence) for s in given) else [given]
-    shapes = [tuple(shape) for shape in several]
-    for shape in shapes:
-        if not shape or not all(isinstance(n, int) and n > 0 for n in shape):
-            raise ValueError(f"{shape} is no shape; write (1, 18, 256, 256), say")
-    return shapes
 
 
 def in_words(grid: Mapping[str, int]) -> str:
@@ -346,4 +288,4 @@ def _ms(seconds: float) -> str:
 
 
 def _bytes(count: int) -> str:
-    return size(count) if count else ""
+    return byte_size(count) if count else ""

@@ -1,34 +1,60 @@
-"""All that one rank does in a training step: local operators, messages, reductions and memory.
+"""A training step run dry, as one rank of a grid sees it: the very code that will run.
 
-The step is run in a dry run, forward, backward and optimizer: torch's operators on the rank's
-blocks are noted below autograd, so the record is that of the very code that will run, with its
-order and its overlap.
+The module is parallelized as in a program, so that its layouts, sharded weights and sums of
+gradients are those of `parallelize` itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
-from distconv.comm.ledger import without_counting
+from distconv.comm.ledger import trace_movements, without_counting
 from distconv.geometry.layout import Layout
-from distconv.model.input_layouts import match_layouts, redistribute_inputs
-from distconv.planning.counted_messages import CountedMessages
-from distconv.planning.dry_gradients import DryGradients
+from distconv.model.parallelize import parallelize
 from distconv.planning.dry_run import DryRunGrid, without_elements
-from distconv.planning.recorder import FunctionCalls, Recorder
-from distconv.planning.recording import Place, Recording
+from distconv.planning.recorder import Recorder, RuleCalls
+from distconv.planning.recording import LayerPlan, Place, Recording
 from distconv.tensor.dispatch import UnsupportedOperation
-from distconv.tensor.module_call import enter_call
-from distconv.tensor.ownership import own
+from distconv.tensor.nested import shards_of, tensors_in
 
 Loss: TypeAlias = Callable[[Any], Tensor]
 """Takes what the module returns, and returns the scalar that is minimised."""
 
 OptimizerFactory: TypeAlias = Callable[[Any], torch.optim.Optimizer]
+
+
+def mean_square(output: Any) -> Tensor:
+    """Return the mean squared error between a module's first result and zeros laid out like it."""
+    y = tensors_in(output)[0]
+    return F.mse_loss(y, torch.zeros_like(y))
+
+
+def cross_entropy(output: Any) -> Tensor:
+    """Return the cross entropy of logits (samples, classes, ...) and labels of the first class."""
+    y = tensors_in(output)[0]
+    return F.cross_entropy(y, torch.zeros_like(y.detach()[:, 0], dtype=torch.int64))
+
+
+LOSSES: dict[str, Loss] = {"mse": mean_square, "cross-entropy": cross_entropy}
+
+_SGD: Any = torch.optim.SGD
+
+sgd: OptimizerFactory = partial(_SGD, lr=1e-3)
+
+OPTIMIZERS: dict[str, OptimizerFactory] = {
+    "sgd": sgd,
+    "momentum": partial(_SGD, lr=1e-3, momentum=0.9),
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+}
 
 
 def record_step(
@@ -38,13 +64,17 @@ def record_step(
     *,
     rank: int | None = None,
     layouts: Mapping[str, Layout] | None = None,
-    layout: Layout | None = None,
-    dtype: torch.dtype | None = None,
-    loss: Loss,
-    optimizer: OptimizerFactory,
-    bucket_bytes: int = 2**20,
+    layout: Layout | Sequence[Layout | None] | None = None,
+    dtype: torch.dtype | Sequence[torch.dtype] | None = None,
+    loss: Loss | str | None = "mse",
+    optimizer: OptimizerFactory | str = "sgd",
+    autocast: torch.dtype | None = None,
     input_gradients: bool = False,
     gpu: bool = False,
+    serial: bool = False,
+    caller: str = "record_step",
+    progress: Callable[[LayerPlan], object] = lambda layer: None,
+    **options: Any,
 ) -> Recording:
     """Return what a rank of a grid does in a training step; no communication, nothing is computed.
 
@@ -54,13 +84,19 @@ def record_step(
     shapes: the global shape of each input.
     extents: ranks along the axes of the grid.
     rank: the rank whose part is played; by default the one in the middle of every axis.
-    layouts, bucket_bytes: as for `parallelize`.
-    layout: how the inputs are cut; by default every dimension over the axis of its name.
-    dtype: of the inputs; that of the first parameter by default.
-    loss: takes the output, and returns the scalar whose gradients are taken.
-    optimizer: takes the parameters.
+    layouts, options: as for `parallelize`.
+    layout: how the inputs are cut, or each of them; by default every dimension over the axis of its
+        name.
+    dtype: of the inputs, or of each of them; that of the first parameter by default.
+    loss: takes the output, and returns the scalar whose gradients are taken; or one of `LOSSES`.
+        With None the forward pass alone is recorded, and a layer that is refused ends it.
+    optimizer: takes the parameters, and returns an optimizer; or one of `OPTIMIZERS`.
+    autocast: the type of `torch.autocast` around the module and the loss; None without it.
     input_gradients: whether the inputs require gradients, too.
     gpu: whether the ranks compute on GPUs, for which some operators are written otherwise.
+    serial: whether the plain module runs on plain tensors, as in the serial program.
+    caller: is named in errors.
+    progress: is called with each layer of the forward pass as it comes.
 
     Raises
     ------
@@ -71,57 +107,112 @@ def record_step(
     ValueError
         For a module that is parallelized, or has parameters without a shape.
     """
-    transport = CountedMessages()
-    grid = DryRunGrid(extents, rank, transport=transport, gpu=gpu)
-    hollow = without_elements(module, "record_step")
-    matched = match_layouts(hollow, layouts or {})
-    recorder = Recorder(hollow, transport)
-    redistribute_inputs(hollow, matched)
+    minimised = _named(loss, LOSSES, "loss")
+    make_optimizer = _named(optimizer, OPTIMIZERS, "optimizer")
+    dtypes = _each_input(dtype or dtype_of(module), len(shapes), f"{caller}: dtype")
+    cuts = _each_input(layout, len(shapes), f"{caller}: layout")
+    grid = DryRunGrid(extents, rank, gpu=gpu)
+    hollow = without_elements(module, caller)
+    recorder = Recorder(hollow, grid, progress)
+    if not serial:
+        with grid.all_alike():
+            parallelize(hollow, grid, layouts=layouts, **options)  # type: ignore[arg-type]
     parameters = list(hollow.parameters())
-    own((*parameters, *hollow.buffers()), grid.size)
-    if dtype is None:
-        dtype = next((p.dtype for p in parameters if p.is_floating_point()), torch.float32)
-    stepping = optimizer(parameters) if parameters else None
-    state = [] if stepping is None else _make_state(stepping, parameters)
-    recorder.memory.hold(parameters, "parameters")
-    recorder.memory.hold(hollow.buffers(), "parameters")
-    recorder.memory.hold([x for x in state if x.is_meta], "optimizer state")
-    gradients = DryGradients(parameters, grid, bucket_bytes, recorder)
-    inputs = [grid.tensor(shape, layout, dtype) for shape in shapes]
-    recorder.memory.hold([x.shard for x in inputs], "other")
+    leaves = shards_of(parameters)
+    recorder.memory.hold((*leaves, *hollow.buffers()), "parameters")
+    if serial:
+        inputs = [
+            torch.empty(s, dtype=d, device="meta") for s, d in zip(shapes, dtypes, strict=True)
+        ]
+        recorder.memory.hold(inputs, "other")
+    else:
+        cut = [grid.tensor(*given) for given in zip(shapes, cuts, dtypes, strict=True)]
+        recorder.memory.hold([x.shard for x in cut], "other")
+        inputs = [*cut]
     if input_gradients:
         for x in inputs:
             x.requires_grad_()
-    scope = enter_call()
+    stepping = None
+    if loss is not None:
+        stepping = make_optimizer(parameters) if parameters else None
+        state = [] if stepping is None else _make_state(stepping, parameters)
+        recorder.memory.hold([x for x in state if x.is_meta], "optimizer state")
+        recorder.watch_gradients(leaves)
     try:
-        with without_counting(), recorder, FunctionCalls(recorder):
-            try:
+        with torch.random.fork_rng(devices=[]), without_counting(), recorder, RuleCalls(recorder):
+            with ExitStack() as forward:
+                forward.enter_context(trace_movements(recorder.movements))
+                forward.enter_context(saved_tensors_hooks(recorder.keep, lambda x: x))
+                # A tensor that a forward makes without naming a device has no elements either.
+                forward.enter_context(torch.device("meta"))
+                if autocast is not None:
+                    forward.enter_context(torch.autocast("cuda" if gpu else "cpu", autocast))
                 output = hollow(*inputs)
-            finally:
-                scope.leave()
-            recorder.move(Place("loss", "forward"))
-            scalar = loss(output)
-            del output
+                if loss is None:
+                    return recorder.recording()
+                recorder.move(Place("loss", "forward"))
+                scalar = minimised(output)
+                del output
             recorder.turn()
             if scalar.requires_grad:
                 scalar.backward()
-            gradients.finish()
             del scalar
-            recorder.place = Place("optimizer", "optimizer")
-            recorder.going_back = False
+            recorder.move(Place("optimizer", "optimizer"))
             if stepping is not None:
                 stepping.step()
-    except UnsupportedOperation:
-        raise
+    except UnsupportedOperation as refusal:
+        if loss is not None:
+            raise
+        recorder.refuse(str(refusal))
     except Exception as error:
         name, part = recorder.where
         raise RuntimeError(
-            f"{name} ({type(part).__name__}) raised {type(error).__name__}: {error}"
+            f"{caller}: {name} ({type(part).__name__}) raised {type(error).__name__}: {error}"
+            + (_NO_ELEMENTS if "meta" in str(error) else "")
         ) from error
     finally:
         recorder.remove()
-        gradients.remove()
-    return recorder.recording(grid)
+    return recorder.recording()
+
+
+_NO_ELEMENTS = (
+    ". A plan has shapes and no elements: what depends on values, such as .item(), can be "
+    "verified, not explained or predicted"
+)
+
+
+def shapes_of(given: Any) -> list[tuple[int, ...]]:
+    """Return one shape for each input, of which a single one may be given by itself."""
+    several = list(given) if given and all(isinstance(s, Sequence) for s in given) else [given]
+    shapes = [tuple(shape) for shape in several]
+    for shape in shapes:
+        if not shape or not all(isinstance(n, int) and n >= 0 for n in shape):
+            raise ValueError(f"{shape} is no shape; write (1, 18, 256, 256), say")
+    return shapes
+
+
+def _named(given: Any, known: Mapping[str, Any], what: str) -> Any:
+    """Return what was given, or what is known under that name."""
+    if not isinstance(given, str):
+        return given
+    if given not in known:
+        raise ValueError(f"{what}={given!r} is not known; choose from {', '.join(known)}")
+    return known[given]
+
+
+def _each_input(value: Any, count: int, what: str) -> list[Any]:
+    """Return one value for each of `count` inputs, of which one may be given for all."""
+    if not isinstance(value, (list, tuple)):
+        return [value] * count
+    if len(value) != count:
+        raise ValueError(f"{what} has {len(value)} entries for {count} inputs")
+    return list(value)
+
+
+def dtype_of(module: nn.Module) -> torch.dtype:
+    """Return the type of a module's first parameter of real numbers; torch's default without."""
+    floating = (p.dtype for p in module.parameters() if p.is_floating_point())
+    return next(floating, torch.get_default_dtype())
 
 
 def _make_state(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> list[Tensor]:
@@ -130,4 +221,5 @@ def _make_state(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) 
         p.grad = torch.empty_like(p) if p.requires_grad else None
     optimizer.step()
     optimizer.zero_grad()
-    return [x for each in optimizer.state.values() for x in each.values() if torch.is_tensor(x)]
+    tensors = [x for each in optimizer.state.values() for x in each.values() if torch.is_tensor(x)]
+    return shards_of(tensors)

@@ -1,9 +1,13 @@
-"""Notes what torch's operators, messages and modules do in a dry run, below autograd and above."""
+"""The recorder of a dry run: it notes operators, messages, functions, layers and memory, in order.
+
+It watches below autograd (a dispatch mode), above it (a function mode), and calls of modules.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,58 +15,150 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distconv.planning.counted_messages import CountedMessages
+from distconv.comm.ledger import Movement, Redistribution
+from distconv.comm.packing import empty_in_format
+from distconv.geometry.layout import Layout, dimension_names
 from distconv.planning.dry_run import DryRunGrid
 from distconv.planning.live_memory import LiveMemory
-from distconv.planning.local_operators import LocalOperator, spec_of
-from distconv.planning.module_calls import ModuleCalls
 from distconv.planning.recording import (
     KINDS,
+    Completion,
     Compute,
     Event,
+    Halo,
     HostWork,
+    LayerPlan,
+    LocalOperator,
     Place,
     Recording,
     Start,
-    Wait,
+    spec_of,
 )
-from distconv.planning.remembered_results import result_of
-from distconv.planning.roofline import bytes_of
 from distconv.tensor.dispatch import RULES
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.nested import tensors_in
 
 
-class _Call(NamedTuple):
-    """A function on distributed tensors, or what a module does beside such functions."""
+def is_layer(module: nn.Module) -> bool:
+    """Return whether a module has no modules within."""
+    return next(module.children(), None) is None
+
+
+class ModuleCalls:
+    """Hooks on a module and all within it; a subclass overrides `entered` and `left`.
+
+    Attributes
+    ----------
+    stack: the names and modules of the calls under way, outermost first.
+    """
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.stack: list[tuple[str, nn.Module]] = []
+        self._module = module
+        self._paths = {part: path or type(part).__name__ for path, part in module.named_modules()}
+        self._count: Counter[nn.Module] = Counter()
+        self._hooks = [
+            hook
+            for part in self._paths
+            for hook in (
+                part.register_forward_pre_hook(self._enter),
+                part.register_forward_hook(self._leave),
+            )
+        ]
+
+    def entered(self, module: nn.Module) -> None:
+        """Take note that a call begins, which is the last of `stack`; to be overridden."""
+
+    def left(self, name: str, module: nn.Module, output: Any) -> None:
+        """Take note that a call has returned, and is no longer on `stack`; to be overridden."""
+
+    @property
+    def where(self) -> tuple[str, nn.Module]:
+        """Return the innermost call under way, or, after an exception, the one that has raised."""
+        return self.stack[-1] if self.stack else (self._paths[self._module], self._module)
+
+    def remove(self) -> None:
+        """Take the hooks away."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _enter(self, module: nn.Module, _: Any) -> None:
+        self._count[module] += 1
+        again = f" (call {self._count[module]})" if self._count[module] > 1 else ""
+        self.stack.append((self._paths[module] + again, module))
+        self.entered(module)
+
+    def _leave(self, module: nn.Module, _: Any, output: Any) -> None:
+        # Calls whose exception has been caught on the way are still there.
+        while self.stack[-1][1] is not module:
+            self.stack.pop()
+        name, _ = self.stack.pop()
+        self.left(name, module, output)
+
+
+class _Stretch(NamedTuple):
+    """The nodes that autograd records from a number on, and where they belong."""
 
     start: int
-    """The first number that autograd gives to what it records there."""
     place: Place
     function: str | None
+    """The function on distributed tensors that makes them, if it is one."""
 
 
-class Recorder(TorchDispatchMode):
-    """Notes what torch's operators, messages and modules do, in order."""
+class _Output(NamedTuple):
+    """The first tensor of a result; of a plain one the shape alone is known."""
 
-    def __init__(self, module: nn.Module, transport: CountedMessages):
-        super().__init__()
-        self.events: list[Event] = []
-        self.memory = LiveMemory()
-        self.place = Place("", "forward")
-        self.going_back = False
-        self.calls: list[_Call] = []
-        self.kept: dict[str, int] = {}
-        self.blocks: dict[str, tuple[int, ...]] = {}
+    shape: tuple[int, ...] | None = None
+    layout: Layout | None = None
+    local_shape: tuple[int, ...] | None = None
+
+
+def _first_of(result: Any) -> _Output:
+    for x in tensors_in(result):
+        if isinstance(x, DistTensor):
+            return _Output(tuple(x.shape), x.layout, tuple(x.box.shape))
+        return _Output(tuple(x.shape))
+    return _Output()
+
+
+class Recorder(ModuleCalls, TorchDispatchMode):
+    """Notes all that a rank of a dry grid does, within its context.
+
+    Attributes
+    ----------
+    movements: the list that `trace_movements` fills.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        grid: DryRunGrid,
+        progress: Callable[[LayerPlan], object] = lambda layer: None,
+    ):
+        super().__init__(module)
+        self.memory, self.movements = LiveMemory(), list[Movement]()
+        self._grid, self._progress = grid, progress
+        self._events: list[Event] = []
+        self._layers: list[LayerPlan] = []
+        self._types: dict[str, str] = {}
+        self._blocks: dict[str, tuple[int, ...]] = {}
+        self._place = Place("", "forward")
+        self._backward = False
+        self._stretches: list[_Stretch] = []
         self._starts: list[int] = []
         self._seen: set[int] = set()
-        self._operators: dict[LocalOperator, tuple[LocalOperator, int]] = {}
-        """Each operator so far, as it was first noted, with its bytes."""
-        self._streamed = 0
-        self._watched = _Modules(module, self)
-        transport.started = lambda start: self.events.append(start._replace(place=self._where()))
-        transport.waited = lambda number: self.events.append(Wait(number, self._where()))
-        transport.made = lambda message: self.memory.turn_into(message, "halos")
+        self._operators: dict[LocalOperator, LocalOperator] = {}
+        self._streamed = self._reduced = self._kept = 0
+        self._parameters: set[nn.Parameter] = set()
+        self._last = _Output()
+        self._nodes: list[Any] = []
+        carrier = grid.transport
+        carrier.started = self._start
+        carrier.waited = lambda number: self._events.append(Completion(number, self._where()))
+        carrier.made = lambda message: self.memory.turn_into(message, "halos")
+
+    # Operators and messages.
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -71,127 +167,191 @@ class Recorder(TorchDispatchMode):
             self._where()
             return result
         arguments, keywords = given = spec_of((args, tuple(kwargs.items())))
-        result = result_of(func, args, kwargs, given)
+        result = _result_of(func, args, kwargs, given)
         if func is torch.ops.aten.empty.memory_format and kwargs.get("dtype") is None:
             return result  # of a shape only
         place = self._where()
-        made = [
-            x
-            for x in (result if isinstance(result, (tuple, list)) else (result,))
-            if isinstance(x, Tensor) and x.is_meta
-        ]
-        self.memory.hold(made, "other", place.layer if place.phase == "forward" else "")
-        name = str(func)
-        if name not in _FREE:
-            self._note(LocalOperator(name, arguments, keywords, spec_of(tuple(made))), place)
+        several = result if isinstance(result, (tuple, list)) else (result,)
+        made = [x for x in several if isinstance(x, Tensor) and x.is_meta]
+        kind = "gradients" if place.layer == "gradients" else "other"
+        self.memory.hold(made, kind, place.layer if place.phase == "forward" else "")
+        if str(func) not in _FREE:
+            operator = LocalOperator(str(func), arguments, keywords, spec_of(tuple(made)))
+            operator = self._operators.setdefault(operator, operator)
+            if operator.taken or operator.made:
+                self._events.append(Compute(operator, place, self.memory.total))
+                self._streamed += operator.nbytes
         return result
 
-    def _note(self, operator: LocalOperator, place: Place) -> None:
-        known = self._operators.get(operator)
-        if known is None:
-            if not (operator.taken or operator.made):
-                return
-            known = self._operators[operator] = operator, bytes_of(operator)
-        operator, streamed = known
-        self.events.append(Compute(operator, place, self.memory.total))
-        self._streamed += streamed
-
-    def turn(self) -> None:
-        """Go from the forward to the backward pass."""
-        self.kept = self.memory.keep()
-        self.going_back = True
-        self._starts = [call.start for call in self.calls]
-
-    def move(self, place: Place) -> None:
-        """Go to another place of the forward pass."""
-        self.place = place
-        self.calls.append(_Call(sequence_number(), place, None))
-
-    def call(self, start: int, function: str) -> None:
-        """Note a function on distributed tensors of the forward pass."""
-        self.calls.append(_Call(start, self.place, function))
-        self.work(function, self.place)
+    def _start(self, start: Start) -> None:
+        self._events.append(start._replace(place=self._where()))
+        if start.collective is not None and not self._backward:
+            self._reduced += start.arriving[0][1]
 
     def work(self, function: str, place: Place) -> None:
         """Note that the host goes through a function."""
-        self.events.append(HostWork(function, place, self._streamed))
+        self._events.append(HostWork(function, place, self._streamed))
         self._streamed = 0
 
+    # Where in the step it is.
+
+    def move(self, place: Place) -> None:
+        """Go to another place of the forward pass, or to the optimizer."""
+        self._place, self._backward = place, False
+        self._stretches.append(_Stretch(sequence_number(), place, None))
+
+    def turn(self) -> None:
+        """Go from the forward to the backward pass."""
+        self.memory.turn()
+        self._backward = True
+        self._starts = [stretch.start for stretch in self._stretches]
+
+    def watch_gradients(self, leaves: Iterable[Tensor]) -> None:
+        """Note when autograd has made the gradient of each of these parameters."""
+        name = "parameter across ranks" if self._grid.size > 1 else "parameter"
+
+        def comes(gradients: Sequence[Tensor | None]) -> None:
+            self.work(name, Place("gradients", "backward"))
+            for gradient in gradients:
+                if gradient is not None:
+                    self.memory.turn_into(gradient, "gradients")
+
+        for p in leaves:
+            if p.requires_grad:
+                node: Any = p.view_as(p).grad_fn
+                ((accumulates, _),) = node.next_functions
+                accumulates.register_prehook(comes)
+                self._nodes.append(accumulates)  # which lives no longer than it is held
+
     def _where(self) -> Place:
-        if not self.going_back:
-            return self.place
+        if not self._backward:
+            return self._place
         node: Any = torch._C._current_autograd_node()
-        if node is None:
-            return Place("gradients", "backward")
-        number = node._sequence_nr()
+        number = 2**62 if node is None else node._sequence_nr()
         if number >= 2**62:
             return Place("gradients", "backward")
         i = bisect_right(self._starts, number) - 1
         if i < 0:
             return Place("loss", "backward")
-        call = self.calls[i]
-        place = Place(call.place.layer, "backward")
-        if call.function is not None and i not in self._seen:
+        stretch = self._stretches[i]
+        place = Place(stretch.place.layer, "backward")
+        if stretch.function is not None and i not in self._seen:
             self._seen.add(i)
-            self.work(f"{call.function} backward", place)
+            self.work(f"{stretch.function} backward", place)
         return place
 
-    @property
-    def where(self) -> tuple[str, nn.Module]:
-        """Return the call under way, or the one that has raised."""
-        return self._watched.where
+    # Functions and layers, and what has been moved, reduced and kept since the one before.
 
-    def recording(self, grid: DryRunGrid) -> Recording:
-        """Return all that has been noted."""
-        memory = {kind: self.memory.at_most.get(kind, 0) for kind in KINDS}
-        layers = dict(self._watched.kinds)
-        for name in ("loss", "gradients", "optimizer"):
-            layers.setdefault(name, "")
-        return Recording(
-            grid.rank,
-            grid.size,
-            tuple(self.events),
-            memory,
-            self.kept,
-            layers,
-            self.blocks,
-        )
+    def keep(self, x: Tensor) -> Tensor:
+        """Count a tensor that autograd keeps for the backward pass, and return it."""
+        if not self._backward:
+            self._kept += self.memory.keep(x.held if isinstance(x, DistTensor) else x)
+        return x
 
-    def remove(self) -> None:
-        """Take the hooks off the module."""
-        self._watched.remove()
-
-
-def sequence_number() -> int:
-    """Return the number that autograd gives to what it records next."""
-    number: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
-    return number
-
-
-class _Modules(ModuleCalls):
-    """Tells the recorder which module is called."""
-
-    def __init__(self, module: nn.Module, recorder: Recorder):
-        super().__init__(module)
-        self._recorder = recorder
-        self.kinds: dict[str, str] = {}
+    def call(self, func: Any, types: Sequence[type], args: Any, kwargs: Any) -> Any:
+        """Call a function that has a rule, and note it."""
+        start, before = sequence_number(), len(self._events)
+        between = bool(self.stack) and not is_layer(self.stack[-1][1]) and not self._backward
+        if between:
+            self._between(*self.stack[-1])
+        result = func(*args, **kwargs)
+        name = getattr(func, "__name__", str(func))
+        if between:
+            self._close(self.stack[-1][0], name, _first_of(result))
+        if any(issubclass(t, DistTensor) for t in types):
+            name += _way(self._events[before:])
+            if not self._backward:
+                self._stretches.append(_Stretch(start, self._place, name))
+                self.work(name, self._place)
+            elif self.stack:  # a checkpoint computes again
+                self.work(name, self._where())
+        return result
 
     def entered(self, module: nn.Module) -> None:
+        """Go to a module whose call begins."""
+        if self._backward:
+            return
+        if len(self.stack) > 1:
+            self._between(*self.stack[-2])
         name, _ = self.stack[-1]
-        self.kinds.setdefault(name, type(module).__name__)
-        self._recorder.move(Place(name, "forward"))
+        self._types.setdefault(name, type(module).__name__)
+        self.move(Place(name, "forward"))
 
     def left(self, name: str, module: nn.Module, output: Any) -> None:
-        for x in tensors_in(output):
-            if isinstance(x, DistTensor):
-                self._recorder.blocks[name] = tuple(x.shard.shape)
-            break
+        """Write down what a module has done, and go back to the one around it."""
+        if self._backward:
+            return
+        own = set(module.parameters(recurse=False)) - self._parameters
+        self._parameters |= own
+        result = _first_of(output)
+        if result.local_shape is not None:
+            self._blocks[name] = result.local_shape
+        # The last line belongs to the module's result.
+        always = is_layer(module) or (not self.stack and result != self._last)
+        weight = sum(bytes_here(p) for p in own)
+        self._close(name, type(module).__name__, result, weight, always=always)
         if self.stack:
-            self._recorder.move(Place(self.stack[-1][0], "forward"))
+            self.move(Place(self.stack[-1][0], "forward"))
+
+    def refuse(self, reason: str) -> None:
+        """Note that the call under way is refused."""
+        name, module = self.where
+        self._close(name, type(module).__name__, always=True, refusal=reason)
+
+    def _between(self, name: str, module: nn.Module) -> None:
+        """Write down what has happened in a module since its last layer or function."""
+        operators = {moved.operator: None for moved in self.movements}
+        self._close(name, ", ".join(operators) or type(module).__name__)
+
+    def _close(
+        self,
+        name: str,
+        kind: str,
+        output: _Output | None = None,
+        parameters: int = 0,
+        *,
+        always: bool = False,
+        refusal: str | None = None,
+    ) -> None:
+        """Write down what has happened since this was last called, if anything has, or `always`."""
+        reduced, kept, self._reduced, self._kept = self._reduced, self._kept, 0, 0
+        moved = [m for m in self.movements if m.redistributes or not m.plan.identity]
+        self.movements.clear()
+        if not (always or moved or reduced or kept or parameters):
+            return
+        output = self._last = output or _Output()
+        halos = tuple(_halo(m) for m in moved if not m.redistributes)
+        redistributions = tuple(
+            Redistribution(m.operator, m.source, m.target, name, 1, m.bytes)
+            for m in moved
+            if m.redistributes
+        )
+        layer = LayerPlan(
+            name, kind, *output, halos, redistributions, reduced, kept, parameters, refusal
+        )
+        self._layers.append(layer)
+        self._progress(layer)
+
+    def recording(self) -> Recording:
+        """Return all that has been noted."""
+        return Recording(
+            self._grid.rank,
+            self._grid.size,
+            tuple(self._events),
+            {kind: self.memory.at_most.get(kind, 0) for kind in KINDS},
+            tuple(self._layers),
+            self._types | {name: "" for name in _OTHERS if name not in self._types},
+            sum(map(bytes_here, self._module.parameters())),
+            self._blocks,
+        )
 
 
-class FunctionCalls(TorchFunctionMode):
-    """Tells the recorder of each function that is called with distributed tensors."""
+_OTHERS = "loss", "gradients", "optimizer"
+"""The places of a step that are no modules."""
+
+
+class RuleCalls(TorchFunctionMode):
+    """Gives the recorder all calls of functions that have rules for distributed tensors."""
 
     def __init__(self, recorder: Recorder):
         super().__init__()
@@ -200,14 +360,20 @@ class FunctionCalls(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        start = sequence_number()
-        ours = func in RULES and any(issubclass(t, DistTensor) for t in types)
-        before = len(self._recorder.events)
-        result = func(*args, **(kwargs or {}))
-        if ours and not self._recorder.going_back:
-            name = getattr(func, "__name__", str(func))
-            self._recorder.call(start, name + _way(self._recorder.events[before:]))
-        return result
+        if func in RULES:
+            return self._recorder.call(func, types, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def sequence_number() -> int:
+    """Return the number that autograd gives to the node it records next."""
+    number: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+    return number
+
+
+def bytes_here(x: Tensor) -> int:
+    """Return the bytes of a tensor, or of its block on this rank."""
+    return x.shard.nbytes if isinstance(x, DistTensor) else x.nbytes
 
 
 def _way(events: Sequence[Event]) -> str:
@@ -219,31 +385,85 @@ def _way(events: Sequence[Event]) -> str:
         if isinstance(event, Start):
             way = way or " across ranks"
             under_way.add(event.number)
-        elif isinstance(event, Wait):
+        elif isinstance(event, Completion):
             under_way.discard(event.number)
         elif isinstance(event, Compute) and under_way:
-            if "conv" in event.operator.name or "pool" in event.operator.name:
+            if event.operator.convolves or "pool" in event.operator.name:
                 way = " overlapped across ranks"
     return way
+
+
+def _halo(movement: Movement) -> Halo:
+    plan = movement.plan
+    ndim = len(plan.buffer_shape)
+    widths = {}
+    for d, axes in enumerate(movement.source.cuts(ndim)):
+        if axes:
+            own = [target[d] for _, target in plan.own]
+            start = min((s.start for s in own), default=0)
+            stop = max((s.stop for s in own), default=0)
+            runs = {(box[d].start, box[d].stop) for r in plan.receives for box in r.boxes}
+            before = sum(b - a for a, b in runs if b <= start)
+            after = sum(b - a for a, b in runs if a >= stop)
+            widths[dimension_names(ndim)[d]] = before, after
+    return Halo(movement.operator, widths, movement.bytes)
 
 
 _FREE = frozenset(
     f"aten.{name}"
     for name in (
-        "empty.memory_format",
-        "empty_strided.default",
-        "empty_like.default",
-        "new_empty.default",
-        "new_empty_strided.default",
-        "detach.default",
-        "detach_.default",
-        "_unsafe_view.default",
-        "_reshape_alias.default",
-        "lift_fresh.default",
-        "squeeze_.dim",
-        "unsqueeze_.default",
-        "set_.source_Tensor",
-        "_local_scalar_dense.default",
+        *("empty.memory_format", "empty_strided.default", "empty_like.default"),
+        *("new_empty.default", "new_empty_strided.default", "detach.default", "detach_.default"),
+        *("_unsafe_view.default", "_reshape_alias.default", "lift_fresh.default", "squeeze_.dim"),
+        *("unsqueeze_.default", "set_.source_Tensor", "_local_scalar_dense.default"),
     )
 )
 """Operators that touch no elements."""
+
+
+_RESULTS: dict[Any, Any] = {}
+"""What operators have made of operands like these, as torch's stand-ins on meta tensors are slow;
+at most `_REMEMBERED` of them."""
+
+_REMEMBERED = 2**16
+
+
+def _result_of(func: Any, args: Any, kwargs: Any, given: Any) -> Any:
+    """Return the result of an operator that makes no view; `given` are its arguments as `spec_of`
+    has them."""
+    if torch.Tag.inplace_view in func.tags:
+        return func(*args, **kwargs)
+    # 2 equals 2.0, and makes another type of numbers.
+    key = func, given, _kinds(args), _kinds(tuple(kwargs.items()))
+    made = _RESULTS.get(key)
+    if made is None:
+        result = func(*args, **kwargs)
+        if func is torch.ops.aten.convolution.default:
+            # Kernels keep channels last, torch's stand-in does not.
+            result = empty_in_format(tuple(result.shape), args[0])
+        several = result if isinstance(result, (tuple, list)) else (result,)
+        if all(isinstance(x, Tensor) and x.is_meta for x in several):
+            if len(_RESULTS) >= _REMEMBERED:
+                _RESULTS.clear()
+            if func._schema.is_mutable:
+                made = "first" if result is args[0] else None
+            elif not {_address(x) for x in several} & {_address(x) for x in tensors_in(args)}:
+                made = tuple(spec_of(x) for x in several), type(result)
+            if made is not None:
+                _RESULTS[key] = made
+        return result
+    if made == "first":
+        return args[0]
+    specs, kind = made
+    tensors = [torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device="meta") for s in specs]
+    return tensors[0] if issubclass(kind, Tensor) else kind(tensors)
+
+
+def _address(x: Tensor) -> int:
+    number: int = x.untyped_storage()._cdata
+    return number
+
+
+def _kinds(value: Any) -> Any:
+    """Return the types of arguments, in tuples like theirs."""
+    return tuple(map(_kinds, value)) if isinstance(value, (tuple, list)) else type(value)

@@ -1,29 +1,115 @@
-"""What one rank does in a training step, in order, and the memory that it takes.
+"""One rank's part in a training step: layers, local operators, messages, and the memory they take.
 
-`recorded_step` makes it by a dry run; `timeline` puts it into time.
+`record_step` makes a recording by a dry run; `explain` shows its layers, `play` puts it into time.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from functools import cached_property
+from typing import Any, NamedTuple, TypeAlias
 
-from distconv.planning.local_operators import LocalOperator
+import torch
+from torch import Tensor
+
+from distconv.comm.ledger import Redistribution
+from distconv.geometry.layout import Layout
 
 PHASES = ("forward", "backward", "optimizer")
 
 KINDS = ("parameters", "gradients", "optimizer state", "activations", "halos", "other")
-"""The kinds of memory. Halos are what messages arrive in and leave from; others are inputs, and
-results that live for a moment."""
+"""The kinds of memory. Halos are messages that arrive and leave; others are inputs, and results
+that live for a moment."""
+
+
+class TensorSpec(NamedTuple):
+    """The shape, strides and type of a tensor."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of its elements."""
+        size = self.dtype.itemsize
+        for n in self.shape:
+            size *= n
+        return size
+
+
+@dataclass(frozen=True)
+class LocalOperator:
+    """An operator of torch below autograd, on tensors of these shapes."""
+
+    name: str
+    """Its name and overload, as `aten.convolution.default`."""
+    arguments: tuple[Any, ...]
+    """In order; a `TensorSpec` stands for a tensor."""
+    keywords: tuple[tuple[str, Any], ...] = ()
+    made: tuple[TensorSpec, ...] = ()
+    """Its results."""
+
+    @property
+    def key(self) -> str:
+        """Return text that is the same for operators that take as long."""
+        return f"{self.name}{_text(self.arguments)}{_text(self.keywords) if self.keywords else ''}"
+
+    @cached_property
+    def taken(self) -> list[TensorSpec]:
+        """Return the tensors among the arguments."""
+        return list(_specs_in((self.arguments, self.keywords)))
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes that are read and written, each once."""
+        return sum(t.nbytes for t in (*self.taken, *self.made))
+
+    @property
+    def convolves(self) -> bool:
+        """Return whether it is a convolution, or the backward pass of one."""
+        return "convolution" in self.name
+
+
+def spec_of(value: Any) -> Any:
+    """Return arguments with a `TensorSpec` for each tensor, to be compared and hashed."""
+    if isinstance(value, Tensor):
+        return TensorSpec(tuple(value.shape), tuple(value.stride()), value.dtype)
+    if isinstance(value, (tuple, list)):
+        # Most of what operators take are numbers, which are asked for by the million.
+        return tuple([x if type(x) in _PLAIN else spec_of(x) for x in value])
+    return value
+
+
+_PLAIN = frozenset({int, float, bool, type(None)})
+
+
+def _specs_in(value: Any) -> Iterator[TensorSpec]:
+    if isinstance(value, TensorSpec):
+        yield value
+    elif isinstance(value, tuple):
+        for part in value:
+            yield from _specs_in(part)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, TensorSpec):
+        dense = torch.empty(value.shape, device="meta").stride()
+        shape = "x".join(map(str, value.shape))
+        layout = "" if value.stride == dense else f"/{'x'.join(map(str, value.stride))}"
+        return f"{str(value.dtype).removeprefix('torch.')}[{shape}{layout}]"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_text, value))})"
+    return repr(value)
 
 
 class Place(NamedTuple):
     """Where in a step something happens."""
 
     layer: str
-    """The name of the module, as `named_modules` has it; of a loss and of what follows the backward
-    pass, their own."""
+    """The name of the module, as `named_modules` has it, or "loss", "gradients", "optimizer"."""
     phase: str
     """One of `PHASES`."""
 
@@ -38,12 +124,10 @@ class Compute(NamedTuple):
 
 
 class HostWork(NamedTuple):
-    """The host goes through a function of torch on distributed tensors, or back through it.
-
-    Of a parameter's gradient and update the name is `parameter`.
-    """
+    """The host goes through a function of torch on distributed tensors, or back through it."""
 
     function: str
+    """Its name; `parameter` for a parameter's gradient and update."""
     place: Place
     streamed: int = 0
     """Bytes that operators have taken and made since the function before."""
@@ -58,32 +142,80 @@ class Start(NamedTuple):
     arriving: tuple[tuple[int, int], ...]
     """Other ranks, and the bytes that each of them sends; in a collective each contributes them."""
     leaving: tuple[tuple[int, int], ...]
-    place: Place
+    place: Place = Place("", "forward")
 
 
-class Wait(NamedTuple):
+class Completion(NamedTuple):
     """The rank waits for what has started under a number."""
 
     number: int
     place: Place
 
 
-Event: TypeAlias = Compute | HostWork | Start | Wait
+Event: TypeAlias = Compute | HostWork | Start | Completion
+
+
+@dataclass(frozen=True)
+class Halo:
+    """The elements that an operator needs of other ranks' blocks, where the layout stays."""
+
+    operator: str
+    widths: dict[str, tuple[int, int]]
+    """Elements before and after the rank's own, along every dimension that is cut."""
+    bytes: int
+    """Bytes received from other ranks."""
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """One call of a layer in the forward pass, or of a function between layers, on one rank."""
+
+    name: str
+    """The layer's place in the module; for a function, the module whose `forward` calls it."""
+    kind: str
+    """The type of the layer, or the name of the function."""
+    shape: tuple[int, ...] | None
+    """Global shape of the (first) output."""
+    layout: Layout | None
+    """How the output is cut; None for a plain tensor."""
+    local_shape: tuple[int, ...] | None
+    halos: tuple[Halo, ...]
+    redistributions: tuple[Redistribution, ...]
+    reduced_bytes: int
+    """Bytes given to reductions in the forward pass."""
+    kept_bytes: int
+    """Memory kept for the backward pass, without parameters and what earlier layers keep."""
+    parameter_bytes: int
+    """The rank's part of the layer's own parameters, where they appear first."""
+    refusal: str | None = None
+    """The reason why the layer cannot run on this grid, if it cannot."""
+
+    @property
+    def halo_bytes(self) -> int:
+        """Return the bytes received in halos."""
+        return sum(halo.bytes for halo in self.halos)
+
+    @property
+    def redistributed_bytes(self) -> int:
+        """Return the bytes received in redistributions."""
+        return sum(moved.bytes for moved in self.redistributions)
 
 
 @dataclass(frozen=True)
 class Recording:
-    """A training step as one rank sees it."""
+    """A training step, or its forward pass, as one rank sees it."""
 
     rank: int
     ranks: int
     events: tuple[Event, ...]
     memory: dict[str, int]
     """Bytes of each of `KINDS` at the moment when the rank holds the most."""
-    kept: dict[str, int]
-    """Bytes that each layer keeps for the backward pass."""
+    calls: tuple[LayerPlan, ...]
+    """The calls of layers and functions in order; ends with the first one that is refused."""
     layers: dict[str, str]
     """The layers in order, each with its type."""
+    parameter_bytes: int = 0
+    """Of the parameters that the rank holds."""
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """The shape of this rank's block of each layer's output."""
 
@@ -91,6 +223,19 @@ class Recording:
     def peak(self) -> int:
         """Return the most bytes that the rank holds in a step."""
         return sum(self.memory.values())
+
+    @property
+    def refusal(self) -> str | None:
+        """Return why the module cannot run on this grid; None when it can."""
+        return self.calls[-1].refusal if self.calls else None
+
+    @property
+    def kept(self) -> Counter[str]:
+        """Return the bytes that each layer keeps for the backward pass."""
+        kept: Counter[str] = Counter()
+        for call in self.calls:
+            kept[call.name] += call.kept_bytes
+        return kept
 
     @property
     def operators(self) -> Counter[LocalOperator]:

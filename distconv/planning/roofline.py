@@ -7,8 +7,8 @@ from math import prod
 
 import torch
 
-from distconv.planning.local_operators import LocalOperator, TensorSpec
 from distconv.planning.machine import Roofline
+from distconv.planning.recording import LocalOperator, TensorSpec
 
 
 @lru_cache(maxsize=65536)

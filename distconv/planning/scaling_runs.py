@@ -13,9 +13,9 @@ from distconv.geometry.layout import Layout
 from distconv.grid.process_grid import ProcessGrid
 from distconv.model.parallelize import parallelize
 from distconv.planning.alternation import SHORTEST, Contender, timed, warm_up
-from distconv.planning.losses import LOSSES, OPTIMIZERS
 from distconv.planning.machine import Machine
 from distconv.planning.prediction import predict
+from distconv.planning.recorded_step import LOSSES, OPTIMIZERS
 from distconv.planning.scaling import Case, Study
 from distconv.tensor.dist_tensor import DistTensor, local_box
 from distconv.tensor.redistribution import cuts_of_layout

@@ -8,11 +8,14 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from distconv.geometry.layout import dimension_names
 from distconv.geometry.topology import AXES
@@ -25,13 +28,11 @@ from distconv.planning.prediction import (
     in_words,
     memory_of,
     predicted,
-    record_rank,
     record_ranks,
-    shapes_of,
 )
+from distconv.planning.recorded_step import record_step, shapes_of
 from distconv.planning.recording import Recording
-from distconv.planning.table import size, table
-from distconv.tensor.dispatch import UnsupportedOperation
+from distconv.planning.table import byte_size, table
 
 MOST_WITH_FILTER = 256
 """The most ranks for which grids with an axis for filters are tried unasked: with them there are
@@ -71,7 +72,7 @@ class WayOut:
 
 
 @dataclass(frozen=True)
-class Plan:
+class GridPlan:
     """The grids for a number of ranks, the best first; prints as a table."""
 
     module: str
@@ -119,12 +120,14 @@ class Plan:
             reasons = dict.fromkeys(c.refusal for c in self.candidates)
             why = "; ".join(map(str, reasons))
             return f"no grid of {self.ranks} ranks can run {self.module}: {why}"
-        has = "" if self.memory is None else f", and has {size(self.memory)}"
+        has = "" if self.memory is None else f", and has {byte_size(self.memory)}"
         lines = [
-            f"no grid of {self.ranks} ranks fits: a rank needs at least {size(min(least))}{has}"
+            f"no grid of {self.ranks} ranks fits: a rank needs at least "
+            f"{byte_size(min(least))}{has}"
         ]
         lines += [
-            f"  {way.what}: {size(way.peak)}, which {'fits' if way.fits else 'does not fit either'}"
+            f"  {way.what}: {byte_size(way.peak)}, which "
+            f"{'fits' if way.fits else 'does not fit either'}"
             for way in self.ways_out
         ]
         return "\n".join(lines)
@@ -174,7 +177,7 @@ def _cells(c: Candidate) -> tuple[str, ...]:
     return (
         in_words(c.grid),
         *(f"{t * 1e3:.4g}" for t in times),
-        size(p.peak),
+        byte_size(p.peak),
         c.refusal or "",
     )
 
@@ -227,14 +230,14 @@ def plan(
     measure: bool = True,
     progress: Progress = lambda what: None,
     **options: Any,
-) -> Plan:
+) -> GridPlan:
     """Return the grids of so many ranks, ranked by predicted time for each sample.
 
     One process calls it; where local operators are to be timed, on the machine itself.
 
     Parameters
     ----------
-    module, shape: as for `predict`, and so are further options.
+    module, shape, options: as for `predict`.
     memory: bytes that a rank may use; what the machine has, if it is known, when not given.
     axes: the grid axes that may have several ranks; all that the input has by default, beyond
         `MOST_WITH_FILTER` ranks without `filter`.
@@ -255,65 +258,46 @@ def plan(
     limit = machine.memory if memory is None else memory
     if axes is None and ranks > MOST_WITH_FILTER:
         axes = [axis for axis in AXES if axis != "filter"]
-    chosen = (
-        [dict(g) for g in grids] if grids is not None else list(grids_of(ranks, shapes[0], axes))
-    )
+    chosen = [dict(g) for g in (grids_of(ranks, shapes[0], axes) if grids is None else grids)]
     if not chosen:
         raise ValueError(
             f"{ranks} ranks cannot be laid out over an input of shape {shapes[0]}"
             + (f" along {', '.join(axes)}" if axes else "")
         )
-    hollow = without_elements(module, "plan")
-    options["gpu"] = machine.asynchronous
     times = OperatorTimes(machine, machine.at_once(ranks), measure=measure)
-    name, samples = type(module).__name__, shapes[0][0]
+    options["gpu"] = machine.asynchronous
+    search = _Search(without_elements(module, "plan"), shapes, limit, times, options)
     end = time.perf_counter() + BUDGET
     out: list[Candidate] = []
     recorded: list[tuple[dict[str, int], Recording]] = []
     for i, grid in enumerate(chosen):
         progress(f"{i + 1} of {len(chosen)}: {in_words(grid)}")
         try:
-            recording = record_rank(hollow, shapes, grid, _telling(grid, shapes[0]), **options)
-        except (UnsupportedOperation, RuntimeError) as refusal:
+            recorded.append((grid, search.record(grid)))
+        except RuntimeError as refusal:
             out.append(Candidate(grid, None, str(refusal)))
-            continue
-        recorded.append((grid, recording))
     left = max(end - time.perf_counter(), _AT_LEAST)
     times.prepare_approximately([r.operators for _, r in recorded], progress, left)
-    fitting: list[Candidate] = []
-    for grid, recording in recorded:
-        p = predicted(name, samples, grid, [recording], machine, times)
-        if limit is not None and p.peak > limit:
-            out.append(Candidate(grid, p, f"needs {size(p.peak)}"))
-        else:
-            fitting.append(Candidate(grid, p))
-    fitting.sort(key=_seconds)
+    tried = [search.judged(grid, [recording], machine) for grid, recording in recorded]
+    fitting = sorted((c for c in tried if c.refusal is None), key=_seconds)
+    out += [c for c in tried if c.refusal is not None]
     best: list[Candidate] = []
     while fitting and len(best) < REFINED:
         grid = fitting.pop(0).grid
         progress(f"refined: {in_words(grid)}")
-        several = record_ranks(hollow, shapes, grid, **options)
+        several = record_ranks(search.module, shapes, grid, **options)
         left = max(end - time.perf_counter(), 0.0)
         times.prepare_approximately([r.operators for r in several], progress, left)
-        p = predicted(name, samples, grid, several, machine, times)
-        if limit is not None and p.peak > limit:
-            out.append(Candidate(grid, p, f"needs {size(p.peak)}"))
-        else:
-            best.append(Candidate(grid, p))
+        refined = search.judged(grid, several, machine)
+        (best if refined.refusal is None else out).append(refined)
     best.sort(key=_seconds)
     out.sort(key=lambda c: (c.prediction is None, c.prediction.peak if c.prediction else 0))
     ways: tuple[WayOut, ...] = ()
     if not best and limit is not None and recorded:
-        smallest = min(recorded, key=lambda pair: sum(memory_of(pair[1], times).values()))
-        ways = tuple(_ways_out(hollow, shapes, ranks, limit, smallest, axes, times, options))
-    return Plan(
-        name,
-        machine.name,
-        machine.assumed,
-        ranks,
-        limit,
-        (*best, *fitting, *out),
-        ways,
+        ways = tuple(search.ways_out(min(recorded, key=search.peak_known)[0], ranks, axes))
+    name = type(module).__name__
+    return GridPlan(
+        name, machine.name, machine.assumed, ranks, limit, (*best, *fitting, *out), ways
     )
 
 
@@ -322,92 +306,93 @@ def _seconds(c: Candidate) -> float:
     return c.prediction.seconds_per_sample
 
 
-def _telling(grid: Mapping[str, int], shape: Sequence[int]) -> int:
-    """Return the rank that tells most of a grid: in the middle, as far as blocks are the largest
-    there.
-    """
-    sizes = dict(zip(dimension_names(len(shape)), shape, strict=True))
-    topology = DryRunGrid(grid).topology
-    place = {}
-    for axis in AXES:
-        parts = topology.extent(axis)
-        larger = sizes.get(axis, parts) % parts
-        place[axis] = min(parts // 2, larger - 1) if larger else parts // 2
-    return topology.rank(place)
+@dataclass
+class _Search:
+    """A step, and the memory into which it should fit."""
+
+    module: nn.Module
+    shapes: list[tuple[int, ...]]
+    limit: int | None
+    times: OperatorTimes
+    options: dict[str, Any]
+
+    def record(
+        self, grid: Mapping[str, int], module: nn.Module | None = None, **more: Any
+    ) -> Recording:
+        """Return the step of the rank that says most of a grid: in the middle, as far as blocks are
+        the largest there."""
+        sizes = dict(zip(dimension_names(len(self.shapes[0])), self.shapes[0], strict=True))
+        topology = DryRunGrid(grid).topology
+        place = {}
+        for axis in AXES:
+            parts = topology.extent(axis)
+            larger = sizes.get(axis, parts) % parts
+            place[axis] = min(parts // 2, larger - 1) if larger else parts // 2
+        rank = topology.rank(place)
+        options = self.options | more
+        return record_step(module or self.module, self.shapes, grid, rank=rank, **options)
+
+    def judged(
+        self, grid: dict[str, int], recordings: Sequence[Recording], machine: Machine
+    ) -> Candidate:
+        """Return a grid with its prediction, refused where it needs too much memory."""
+        name, samples = type(self.module).__name__, self.shapes[0][0]
+        p = predicted(name, samples, grid, recordings, machine, self.times)
+        over = self.limit is not None and p.peak > self.limit
+        return Candidate(grid, p, f"needs {byte_size(p.peak)}" if over else None)
+
+    def peak_known(self, pair: tuple[dict[str, int], Recording]) -> int:
+        """Return the bytes of a recorded grid, by what is known of workspaces."""
+        return sum(memory_of(pair[1], self.times).values())
+
+    def ways_out(
+        self, grid: dict[str, int], ranks: int, axes: Sequence[str] | None
+    ) -> Iterator[WayOut]:
+        """Yield the needs of the smallest grid with checkpoints, with sharded weights, in bfloat16;
+        and of grids of more ranks, until one fits."""
+        half = copy.deepcopy(self.module).to(torch.bfloat16)
+        yield from self._way("checkpointing each block", grid, with_checkpoints(self.module))
+        if not self.options.get("shard_parameters"):
+            extents = (dict(g) for g in grids_of(ranks, self.shapes[0], axes))
+            for cut in [g for g in (grid, {"channel": ranks}, *extents) if "channel" in g][:1]:
+                yield from self._way("shard_parameters=True", cut, shard_parameters=True)
+        yield from self._way("bfloat16", grid, half)
+        for factor in (2, 4, 8, 16):
+            found = []
+            for more in grids_of(ranks * factor, self.shapes[0], axes):
+                # Those that cut as the smallest does, and one axis further.
+                if all(more.get(axis, 1) >= n for axis, n in grid.items()) and "filter" not in more:
+                    with suppress(RuntimeError):
+                        found.append((self.record(more), more))
+            if found:
+                recording, more = min(found, key=lambda pair: pair[0].peak)
+                way = self._judged_way(f"{ranks * factor} ranks as {in_words(more)}", recording)
+                yield way
+                if way.fits:
+                    return
+
+    def _way(
+        self, what: str, grid: dict[str, int], module: nn.Module | None = None, **more: Any
+    ) -> Iterator[WayOut]:
+        with suppress(RuntimeError):
+            yield self._judged_way(f"{what} on {in_words(grid)}", self.record(grid, module, **more))
+
+    def _judged_way(self, what: str, recording: Recording) -> WayOut:
+        """Return a way out with its memory, for which the convolutions are timed."""
+        convolutions = {o: n for o, n in recording.operators.items() if o.convolves}
+        if self.times.measure:
+            self.times.prepare_approximately([convolutions], seconds=SPACES_BUDGET)
+        peak = sum(memory_of(recording, self.times).values())
+        return WayOut(what, peak, self.limit is None or peak <= self.limit)
 
 
-def _ways_out(
-    module: nn.Module,
-    shapes: Sequence[tuple[int, ...]],
-    ranks: int,
-    limit: int,
-    smallest: tuple[dict[str, int], Recording],
-    axes: Sequence[str] | None,
-    times: OperatorTimes,
-    options: Mapping[str, Any],
-) -> Iterator[WayOut]:
-    """Yield what would make a step fit, with numbers: checkpoints, bfloat16, more ranks."""
-    grid, recording = smallest
-    peak = _peak(recording, times) - saved_by_checkpoints(recording)
-    yield _way(f"checkpointing each block on {in_words(grid)}", peak, limit)
-    try:
-        half = copy.deepcopy(module).to(torch.bfloat16)
-        recording = record_rank(half, shapes, grid, _telling(grid, shapes[0]), **options)
-        yield _way(f"bfloat16 on {in_words(grid)}", _peak(recording, times), limit)
-    except RuntimeError:
-        pass
-    for factor in (2, 4, 8, 16):
-        found = []
-        for more in grids_of(ranks * factor, shapes[0], axes):
-            # Those that cut as the smallest does, and one axis further.
-            if all(more.get(axis, 1) >= n for axis, n in grid.items()) and "filter" not in more:
-                rank = _telling(more, shapes[0])
-                try:
-                    found.append((record_rank(module, shapes, more, rank, **options), more))
-                except RuntimeError:
-                    continue
-        if found:
-            recording, more = min(found, key=lambda pair: pair[0].peak)
-            peak = _peak(recording, times)
-            yield _way(f"{ranks * factor} ranks as {in_words(more)}", peak, limit)
-            if peak <= limit:
-                return
-
-
-def _peak(recording: Recording, times: OperatorTimes) -> int:
-    """Return the most bytes of a rank, with the workspaces of convolutions, timed for that."""
-    convolutions = {o: n for o, n in recording.operators.items() if "convolution" in o.name}
-    if times.measure:
-        times.prepare_approximately([convolutions], seconds=SPACES_BUDGET)
-    return sum(memory_of(recording, times).values())
-
-
-def _way(what: str, peak: int, limit: int) -> WayOut:
-    return WayOut(what, peak, peak <= limit)
-
-
-def saved_by_checkpoints(recording: Recording) -> int:
-    """Return about how many bytes a rank saves that keeps the inputs of blocks only, and computes
-    the rest of each again in the backward pass.
-
-    Blocks are the children of the outermost module that has several.
-    """
-    kept = recording.kept
-    depth = 1
-    names = [name for name in kept if name in recording.shapes]
-    while len({_block(name, depth) for name in names}) < 3 and depth < 8:
-        depth += 1
-    blocks: dict[str, int] = {}
-    last: dict[str, int] = {}
-    for name in names:
-        block = _block(name, depth)
-        blocks[block] = blocks.get(block, 0) + kept[name]
-        last[block] = kept[name]
-    if not blocks:
-        return 0
-    inputs = sum(min(last[block], whole) for block, whole in blocks.items())
-    return max(sum(blocks.values()) - inputs - max(blocks.values()), 0)
-
-
-def _block(name: str, depth: int) -> str:
-    return ".".join(name.split(".")[:depth])
+def with_checkpoints(module: nn.Module) -> nn.Module:
+    """Return a copy of a module whose blocks keep their inputs, and compute again in the backward
+    pass: the children of the outermost module that has three or more."""
+    copied = copy.deepcopy(module)
+    blocks = [copied]
+    while 0 < len(blocks) < 3:
+        blocks = [child for block in blocks for child in block.children()]
+    for block in blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+    return copied

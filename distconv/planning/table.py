@@ -22,7 +22,7 @@ def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def size(count: int) -> str:
+def byte_size(count: int) -> str:
     """Return a number of bytes with its unit, powers of 1024."""
     value, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
     while value >= 999.5 and len(units) > 1:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from distconv.planning.links import Cost, collective_cost, messages_cost
 from distconv.planning.machine import Machine
 from distconv.planning.operators import OperatorTimes
-from distconv.planning.recording import Compute, HostWork, Place, Recording, Start, Wait
+from distconv.planning.recording import Completion, Compute, HostWork, Place, Recording, Start
 
 
 class Segment(NamedTuple):
@@ -186,7 +186,7 @@ def _start(rank: _Rank, event: Start, machine: Machine) -> None:
     rank.unserved.append(movement)
 
 
-def _finish(rank: _Rank, event: Wait, ranks: Mapping[int, _Rank], machine: Machine) -> bool:
+def _finish(rank: _Rank, event: Completion, ranks: Mapping[int, _Rank], machine: Machine) -> bool:
     here = rank.all_here(machine)
     for movement in rank.unserved:
         movement.served = here

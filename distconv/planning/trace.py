@@ -18,7 +18,7 @@ from distconv.data.durable import write_atomically
 from distconv.geometry.topology import AXES, Topology
 from distconv.planning.machine import Machine
 from distconv.planning.operators import OperatorTimes
-from distconv.planning.prediction import record_rank, shapes_of
+from distconv.planning.recorded_step import record_step, shapes_of
 from distconv.planning.recording import Compute, HostWork, Recording, Start
 from distconv.planning.timeline import host_seconds
 
@@ -44,7 +44,7 @@ def trace(
     kinds = list(product(*stand_for))
     ranks = [topology.rank(dict(zip(AXES, place, strict=True))) for place in kinds]
     options["gpu"] = machine.asynchronous
-    recordings = [record_rank(module, shapes, grid, rank, **options) for rank in ranks]
+    recordings = [record_step(module, shapes, grid, rank=rank, **options) for rank in ranks]
     times = OperatorTimes(machine, machine.at_once(topology.size))
     times.prepare(operator for r in recordings for operator in r.operators)
     return {

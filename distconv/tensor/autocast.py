@@ -29,10 +29,13 @@ def under_autocast(
 ) -> Callable[..., Any]:
     """Return the rule of a function with the types that autocast has for it.
 
-    torch has no autocast for tensors without elements.
+    torch has no autocast for tensors without elements: a dry run has that of the ranks it plays.
     """
-    device = next(x.grid.device.type for x in operands if isinstance(x, DistTensorBase))
-    if device == "meta" or not torch.is_autocast_enabled(device):
+    grid = next(x.grid for x in operands if isinstance(x, DistTensorBase))
+    device = grid.device.type
+    if device == "meta":
+        device = "cuda" if grid.computes_on_gpu else "cpu"
+    if not torch.is_autocast_enabled(device):
         return rule
 
     def converting(*args: Any, **kwargs: Any) -> Any:

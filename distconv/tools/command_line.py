@@ -12,6 +12,8 @@ import torch
 
 from distconv.grid.process_grid import ProcessGrid
 from distconv.model.input_layouts import match_layouts
+from distconv.planning.recorded_step import dtype_of
+from distconv.planning.recording import LayerPlan
 from distconv.tools.arguments import BadArguments, RankParser
 from distconv.tools.commands import bench, calibrate, launch, plan, predict, scale, timeline
 from distconv.tools.commands.module_options import (
@@ -19,8 +21,7 @@ from distconv.tools.commands.module_options import (
     add_grid_option,
     add_module_options,
 )
-from distconv.tools.explain import LayerPlan, dtype_of, explain
-from distconv.tools.explain import listed as layers_listed
+from distconv.tools.explain import explain, layer_table
 from distconv.tools.factories import made, made_everywhere
 from distconv.tools.json_lines import as_json
 from distconv.tools.progress import Progress
@@ -80,7 +81,7 @@ def _explain(arguments: argparse.Namespace) -> int:
         if arguments.json:
             print(_interrupted(layers))
         else:
-            print(layers_listed(layers), f"interrupted after {len(layers)} lines", sep="\n")
+            print(layer_table(layers), f"interrupted after {len(layers)} lines", sep="\n")
 
     comm = world_if_rank()
     first = comm is None or comm.rank == 0
@@ -138,7 +139,7 @@ def _verify(arguments: argparse.Namespace) -> int:
         raise BadArguments(str(error)) from None
     if arguments.float64:
         module = module.double()
-    dtype = dtype_of(module, torch.float64 if arguments.float64 else torch.get_default_dtype())
+    dtype = torch.float64 if arguments.float64 else dtype_of(module)
     generator = torch.Generator().manual_seed(arguments.seed)
     inputs = [torch.randn(s, generator=generator, dtype=dtype) for s in arguments.shape]
 

@@ -17,7 +17,7 @@ from distconv.comm.ledger import without_counting
 from distconv.geometry.layout import Layout
 from distconv.grid.process_grid import ProcessGrid
 from distconv.model.parallelize import parallelize
-from distconv.planning.module_calls import ModuleCalls, is_layer
+from distconv.planning.recorder import ModuleCalls, is_layer
 from distconv.planning.table import table
 from distconv.tensor.dispatch import UnsupportedOperation
 from distconv.tensor.dist_tensor import DistTensor, distribute_tensor

@@ -28,8 +28,9 @@ from benchmarks.gpu.shards import packing as packing_of
 from benchmarks.gpu.waits import calls_of, waits, waits_in
 from benchmarks.layer import step_of
 from distconv.ops.support.method import METHODS
-from distconv.planning.dry_run import DryRunGrid, Traffic
+from distconv.planning.dry_run import DryRunGrid
 from distconv.planning.links import collective_cost, messages_cost
+from distconv.planning.recording import Start
 from distconv.tools.bench.memory import Peak
 from distconv.tools.bench.report import Row
 from examples.cosmoflow.network import FORMS, CosmoFlowNet
@@ -155,12 +156,12 @@ def test_what_a_shard_sends_is_what_explain_tells() -> None:
     plan = dc.explain(network, MESH.shape, grid.shape, rank=grid.rank, show=False)
     with grid.listening() as traffic, dc.method("overlapped"), torch.no_grad():
         network(x)
-    halos = [sum(n for _, n in t.messages) for t in traffic if not t.collective]
+    halos = [sum(n for _, n in t.arriving) for t in traffic if t.collective is None]
     assert sum(halos) == sum(layer.halo_bytes for layer in plan.layers) > 0
-    assert {peer for t in traffic for peer, _ in t.messages} == {0, 1, 2}
+    assert {peer for t in traffic for peer, _ in t.arriving} == {0, 1, 2}
     with grid.listening() as both, dc.method("overlapped"):
         MESH.step(network, x, y)()
-    back = sum(n for t in both if not t.collective for _, n in t.messages) - sum(halos)
+    back = sum(n for t in both if t.collective is None for _, n in t.arriving) - sum(halos)
     assert back == sum(halos[1:]), "the input has no gradient"
 
 
@@ -179,7 +180,11 @@ def test_packing_is_of_all_that_leaves_in_the_forward_pass(monkeypatch) -> None:
 
 def test_messages_of_a_shard_take_what_the_planner_says() -> None:
     machine = described(ranks_per_node=2)
-    traffic = [Traffic(False, ((1, 1000),)), Traffic(True, ((1, 2000),)), Traffic(True, ())]
+    sums = ((1, 2000),)
+    traffic = [
+        Start(1, None, ((1, 1000),), ()),
+        *(Start(2, "all_reduce", s, ()) for s in (sums, ())),
+    ]
     step = predict(machine, Shard(DryRunGrid({"height": 2}, rank=0), 5.0, traffic, 3000))
     halos = messages_cost(0, [(1, 1000)], [(1, 1000)], machine).total
     sums = [collective_cost("all_reduce", range(2), n, machine).total for n in (2000, 3000)]

@@ -11,14 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from distconv.ops.support.method import method
-from distconv.planning.local_operators import LocalOperator, TensorSpec, spec_of
-from distconv.planning.losses import mean_square, sgd
 from distconv.planning.machine import Machine
 from distconv.planning.operator_calls import Operands, call_of
 from distconv.planning.operator_timing import MOST, times_of, workspace_of
 from distconv.planning.operators import OperatorTimes
-from distconv.planning.recorded_step import record_step
-from distconv.planning.recording import HostWork
+from distconv.planning.recorded_step import mean_square, record_step, sgd
+from distconv.planning.recording import HostWork, LocalOperator, TensorSpec, spec_of
 from tests.planning.machines import described
 
 

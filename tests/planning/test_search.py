@@ -19,7 +19,7 @@ from distconv import Layout
 from distconv.planning import plan, predict
 from distconv.planning.dry_run import DryRunGrid, without_elements
 from distconv.planning.layer_layouts import chain_of, plan_layouts, shortest_path
-from distconv.planning.local_operators import LocalOperator
+from distconv.planning.recording import LocalOperator
 from distconv.planning.search import grids_of
 from distconv.tools.command_line import main
 from tests.planning.machines import described
@@ -109,6 +109,21 @@ def test_where_nothing_fits_it_is_said_what_would() -> None:
     assert any(way.fits and "ranks as" in way.what for way in found.ways_out)
     with pytest.raises(ValueError, match="no grid of 2 ranks fits"):
         _ = found.grid
+
+
+def test_where_channels_are_cut_weights_that_are_sharded_fit() -> None:
+    machine, shape = described(), (1, 64, 4, 4)
+    wide = nn.Sequential(*(nn.Conv2d(64, 64, 3, padding=1, bias=False) for _ in range(4)))
+    whole = predict(wide, shape, {"channel": 4}, machine).peak
+    sharded = predict(wide, shape, {"channel": 4}, machine, shard_parameters=True).peak
+    assert sharded < whole / 2
+    memory = (whole + sharded) // 2
+    found = plan(wide, shape, 4, machine, memory=memory, axes=("channel", "height"))
+    assert not found.fitting
+    (way,) = (way for way in found.ways_out if way.what.startswith("shard_parameters=True"))
+    assert way.fits and way.what.endswith("channel=4")
+    fits = plan(wide, shape, 4, machine, memory=memory, shard_parameters=True)
+    assert fits.grid == {"channel": 4} and fits.best.peak == sharded
 
 
 def test_ways_out_count_what_convolutions_allocate_beside_their_results(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distconv.planning.alternation import spread
-from distconv.planning.table import size, table
+from distconv.planning.table import byte_size, table
 from distconv.tools.json_lines import as_json
 
 
@@ -152,7 +152,7 @@ def _number(row: Row, value: float) -> str:
 
 def _quantity(row: Row, value: float) -> str:
     if row.in_bytes:
-        return size(round(value))
+        return byte_size(round(value))
     if value >= 1:
         return f"{value:.3g} s"
     return f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} us"

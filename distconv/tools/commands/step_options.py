@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from distconv.planning.losses import LOSSES, OPTIMIZERS
 from distconv.planning.machine import Machine
+from distconv.planning.recorded_step import LOSSES, OPTIMIZERS
 from distconv.tools.arguments import BadArguments
 from distconv.tools.commands.module_options import add_dtype_option, add_module_options
 from distconv.transport.world import world_if_rank

@@ -24,8 +24,8 @@ from distconv.ops.conv.volumes import (
     convolution_gradients,
     gains,
 )
-from distconv.planning.local_operators import LocalOperator, spec_of
 from distconv.planning.operator_calls import Operands, call_of
+from distconv.planning.recording import LocalOperator, spec_of
 from tests.support.serial import deviation
 
 pytestmark = pytest.mark.skipif(
