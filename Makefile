@@ -21,7 +21,7 @@ LIMIT  := timeout -k 10
 # Every rank of every job would compile the sources anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-cosmoflow demo-unet3d study check test no-mpi nightly bench compare gpu coverage study-methods networks lint clean
+.PHONY: demo demo-cosmoflow demo-unet3d study check docs test no-mpi nightly bench compare gpu coverage study-methods networks lint clean
 
 $(VENV)/ready: setup.cfg constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -59,6 +59,13 @@ check: lint
 	$(RUN) $(TEST) $(LIMIT) 600 $(BIN)/python -m pytest -q --capture=sys tests/geometry tests/test_floors.py || status=1; \
 	exit $$status
 
+# The site, into build/docs/index.html, after its tutorials have been run: they have to print what the
+# pages say.
+docs: $(VENV)/ready
+	$(BIN)/pip install -q -c constraints.txt -e '.[docs]'
+	$(RUN) $(TEST) $(REST) $(LIMIT) 300 $(BIN)/mpiexec -n 2 $(BIN)/python -m pytest -q --capture=sys -m "parallel[match]" tests/test_docs.py -k tutorials
+	$(BIN)/python -m sphinx -W --keep-going -q -j auto -b html -d build/doctrees docs build/docs
+
 # One launch for each number of ranks. Files with tests of a single rank run four at a time, the
 # slowest first: some of them wait for jobs of their own.
 test: $(VENV)/ready
@@ -75,7 +82,7 @@ test: $(VENV)/ready
 no-mpi:
 	$(PYTHON) -m tests.support.without_mpi
 
-# Which torch functions are supported, as docs/coverage.md has it.
+# Which torch functions are supported, as docs/reference/coverage.md has it.
 coverage: $(VENV)/ready
 	$(RUN) $(BIN)/mpiexec -n 2 $(BIN)/python -m tests.support.supported
 
@@ -127,12 +134,12 @@ gpu:
 	$(RUN) $(LIMIT) 50 mpiexec -n 2 $(GPU_PYTHON) -m benchmarks.gpu benchmarks/results || status=1; \
 	exit $$status
 
-# Methods of learning together at equal numbers of samples, into docs/training_methods.png. What has
+# Methods of learning together at equal numbers of samples, into docs/reference/training_methods.png. What has
 # been run before is left as it is (runs/methods).
 study-methods: $(VENV)/ready
 	$(BIN)/python -m examples.mesh_tangling.compare_methods
 
-# Networks, losses and metrics of other packages against their serial runs, into docs/networks.md; in
+# Networks, losses and metrics of other packages against their serial runs, into docs/reference/networks.md; in
 # under 40 minutes on two cores. The packages lie in a folder of their own, without what they depend
 # on, so that nothing replaces torch.
 NETWORKS := .networks

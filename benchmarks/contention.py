@@ -230,7 +230,7 @@ def main(machine: Path, traces: Sequence[Path]) -> None:
     """Print the comparison of all traces."""
     described = Machine.load(machine)
     print(f"# Messages on a fat tree with contention, and as planned: {described.name}\n")
-    print("Written by `python -m benchmarks.contention`; docs/scaling.md says what it means.\n")
+    print("Written by `python -m benchmarks.contention`; its meaning: docs/reference/scaling.md.\n")
     for path in traces:
         print(section(Trace(json.loads(path.read_text())), described), flush=True)
 

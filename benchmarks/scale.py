@@ -3,8 +3,8 @@
 `python -m benchmarks.scale benchmarks/results` writes a page and a picture for each experiment, in
 a few minutes, in one process; names of experiments behind choose some. Every step is recorded once
 in a dry run and played on the machine of `machines/lassen.json`, then on others in which one
-assumed number is smaller or larger: that is the band of this number. docs/scaling.md says in words
-why curves differ.
+assumed number is smaller or larger: that is the band of this number. docs/reference/scaling.md says
+in words why curves differ.
 """
 
 from __future__ import annotations
@@ -236,8 +236,8 @@ def page(machine: Machine, found: Outcome) -> str:
         f"# {e.title[:1].upper()}{e.title[1:]}, predicted on {machine.name}\n",
         "Written by `python -m benchmarks.scale benchmarks/results`. No number here is measured:",
         "local operators follow a roofline, messages latency and bandwidth, of",
-        "`machines/lassen.json`, where their sources stand. docs/scaling.md says why predictions",
-        "and publications differ.\n",
+        "`machines/lassen.json`, where their sources stand. docs/reference/scaling.md says why",
+        "predictions and publications differ.\n",
     ]
     lines += [f"![{e.measure}](scale-{e.name}.png)\n", f"Published: {e.source}.\n"]
     lines += [

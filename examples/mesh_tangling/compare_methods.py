@@ -3,8 +3,8 @@
 python -m examples.mesh_tangling.compare_methods
 
 Each method is a job of its own, one after the other; what has been run before is left as it is, so
-a comparison that was interrupted goes on where it was. In the end the picture of docs/training.md
-is drawn from all of them, and a table printed.
+a comparison that was interrupted goes on where it was. In the end the picture of
+docs/reference/methods.md is drawn from all of them, and a table printed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from examples.trainer.launch import mpiexec, words
 
 from .generate import generate
 
-PICTURE = Path("docs/training_methods.png")
+PICTURE = Path("docs/reference/training_methods.png")
 
 
 @dataclass(frozen=True)

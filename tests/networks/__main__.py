@@ -1,4 +1,6 @@
-"""Try networks, losses and metrics of other packages, and write docs/networks.md: `make networks`.
+"""Try networks, losses and metrics of other packages: `make networks`.
+
+It writes docs/reference/networks.md.
 
 The cases run in jobs on 2 and on 4 ranks, or on those that `--ranks` names. A case that ends its
 job, or that takes too long, is noted, and a new job goes on with the next one. The exit code says

@@ -1,4 +1,4 @@
-"""Write docs/networks.md from the results of a run."""
+"""Write docs/reference/networks.md from the results of a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.networks.cases import Case
 from tests.networks.losses import LOSSES
 from tests.networks.networks import NETWORKS
 
-PAGE = Path(__file__).parents[2] / "docs" / "networks.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "networks.md"
 
 INTRODUCTION = """\
 # Networks, losses and metrics of other packages

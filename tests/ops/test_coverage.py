@@ -1,4 +1,4 @@
-"""docs/coverage.md is current; every function with a rule has a sample, which equals serial."""
+"""The page of functions is current; all functions with a rule have samples, which equal serial."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_a_refused_function_returns_nothing_however_it_is_called() -> None:
 @pytest.mark.parallel([RANKS])
 @pytest.mark.skipif(
     f"torch {release(torch.__version__)}." not in PAGE.read_text(),
-    reason=f"docs/coverage.md was measured with another torch than {torch.__version__}",
+    reason=f"docs/reference/coverage.md was measured with another torch than {torch.__version__}",
 )
 def test_the_page_is_current() -> None:
     assert page(dc.ProcessGrid(height=RANKS)) == PAGE.read_text(), "run `make coverage`"

@@ -26,7 +26,7 @@ from tests.support.serial import (
 )
 
 RANKS = [1, 2, 4]
-PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
+PAGE = Path(__file__).parents[2] / "docs" / "howto" / "extending.md"
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """Measure which torch functions are exact, redistribute or are refused, and write them to a page.
 
-`python -m tests.support.supported` on two ranks writes docs/coverage.md; see Makefile.
+`python -m tests.support.supported` on two ranks writes docs/reference/coverage.md; see Makefile.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from distconv.tensor.dispatch import RULES
 from distconv.tensor.dist_tensor import DistTensor
 from tests.support.samples import HOMES, Sample, bare, function_of, is_random, names, samples_of
 
-PAGE = Path(__file__).parents[2] / "docs" / "coverage.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "coverage.md"
 RANKS = 2
 """The number of ranks; any number but 1 redistributes the same."""
 
