@@ -71,7 +71,12 @@ def pytest_pycollect_makeitem(
 
 
 SLOWEST = [
-    *("grid/test_workers.py", "benchmarks/test_gpu_benchmarks.py", "training/test_lost_ranks.py"),
+    *(
+        "test_docs.py",
+        "grid/test_workers.py",
+        "benchmarks/test_gpu_benchmarks.py",
+        "training/test_lost_ranks.py",
+    ),
     *("ops/test_fake_gpu.py", "examples/test_methods.py", "grid/test_torchrun.py"),
     *("grid/test_stall.py", "grid/test_interrupt.py", "examples/test_mesh_training.py"),
     *("examples/test_mesh_torchrun.py", "grid/test_abort.py", "benchmarks/test_commits.py"),
