@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +60,7 @@ class MPIRequest:
         if self._finish is not None:
             self._finish()
 
-    def __del__(self) -> None:
-        if self.requests and not mpi().Is_finalized():
+    def __del__(self, at_exit: Callable[[], bool] = sys.is_finalizing) -> None:
+        # At exit Python has taken the names of this module away.
+        if self.requests and not at_exit() and not mpi().Is_finalized():
             _ABANDONED.add(self)
