@@ -78,6 +78,10 @@ WAYS_OUT: dict[Any, str] = {
     },
     torch._C._VariableFunctions._make_dual: "Use torch.autograd.grad; forward-mode derivatives are "
     "not supported",
+    **{
+        getattr(torch.Tensor, name): "Assign to a mask or to positions, x[mask] = values"
+        for name in ("masked_scatter_", "put_")
+    },
     torch.Tensor.__reduce_ex__: _SAVE,
     torch._has_compatible_shallow_copy_type: "Convert a module before parallelize",
     torch.norm_except_dim: _PARAMETRIZE,

@@ -214,8 +214,8 @@ class DistTensor(DistTensorBase):
 
         Its channels may be last in memory, whatever `is_contiguous` says of the whole. Where
         several ranks hold the box, its gradient is shared out equally among them. Of a reshape in
-        which cut dimensions have become inner factors of others, the box is brought here when it is
-        first asked for: all ranks do that together.
+        which cut dimensions have become inner factors of others, and of a view whose base was
+        written, the box is brought here when it is first asked for: all ranks do that together.
         """
         check_untraced("to_local", self)
         if self.replicas > 1:
@@ -275,6 +275,10 @@ class DistTensor(DistTensorBase):
         if requires_grad != self.requires_grad:
             self.settle()
         fresh = requires_grad and not self.held.requires_grad
+        if fresh and self.recipe is not None:
+            # The block of a leaf stays. It and its base are not written while both are in use.
+            self.shard = self.shard
+            self.recipe, self._memory = None, self._memory.fork()
         self.held.requires_grad_(requires_grad)
         self.sync_requires_grad()
         axes = replicating_axes(self.cuts, self.grid.topology)

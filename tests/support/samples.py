@@ -735,6 +735,7 @@ _SHAPES: Table = {
     **_each("index_fill", of(X, DIM, POSITIONS, 2.5), of(X, DIM, POSITIONS, NUMBER)),
     **_each("index_add", of(X, DIM, POSITIONS, SLICES, alpha=2)),
     **_each("index_copy", of(X, 2, PERMUTED, Operand((3, 4, 3, 7)))),
+    **_each("index_put_", of(X, (BOOLEANS,), NUMBER)),
     **_each("index_reduce", of(X, DIM, POSITIONS, SLICES, "amax")),
     **_each("take", of(X, INTEGERS)),
     **_each("nonzero argwhere", of(BOOLEANS)),

@@ -148,3 +148,74 @@ def test_what_may_be_a_view_or_a_copy_is_not_written_while_its_source_is_in_use(
         y.add_(1)
     del x
     assert torch.equal(y.add_(1).full_tensor(), serial.transpose(2, 3) + 1)
+
+
+@pytest.mark.parallel([2, 4])
+@pytest.mark.parametrize(
+    "part", [torch.real, torch.imag, torch.conj, lambda x: x.imag, torch.Tensor.conj]
+)
+@pytest.mark.parametrize("layout", [{"height": "height"}, {"sample": "height"}])
+def test_parts_of_complex_numbers_share_their_memory(
+    part: Callable, layout: dict[str, str]
+) -> None:
+    serial = torch.complex(*distributed()[0].view(2, 1, 4, 7, 5))
+    x = dc.distribute_tensor(serial, dc.ProcessGrid(height=-1), dc.Layout(**layout))
+    views = [(t[:, 2:], part(t), part(t[0])) for t in (serial, x)]
+    for write in (
+        lambda views: views[1].mul_(2),
+        lambda views: views[2].add_(3),
+        lambda views: views[0].zero_(),
+        lambda views: part(views[0]).fill_(5),
+    ):
+        for views_of_one in views:
+            write(views_of_one)
+        assert torch.equal(x.full_tensor(), serial)
+        for a, b in zip(*views, strict=True):
+            assert torch.equal(b.full_tensor(), a)
+
+
+@pytest.mark.parallel([2, 4])
+def test_a_view_that_becomes_a_leaf_keeps_its_block_and_its_gradient() -> None:
+    serial, x = distributed()
+    leaves = [t[:, :, 1:4].requires_grad_() for t in (serial, x)]
+    for t, leaf in zip((serial, x), leaves, strict=True):
+        (leaf * t[:, :, :3]).sum().backward()
+    with pytest.raises(dc.UnsupportedOperation, match=r"\.clone\(\) one of the two"):
+        x.add_(1)
+    assert torch.equal(leaves[1].grad.full_tensor(), leaves[0].grad)
+    alone = distributed()[1][:, :, 1:4].requires_grad_()
+    with torch.no_grad():
+        alone.sub_(1)
+    assert alone.is_leaf and torch.equal(alone.detach().full_tensor(), serial[:, :, 1:4] - 1)
+
+
+@pytest.mark.parallel([2, 4])
+def test_an_outdated_view_that_becomes_a_leaf_has_what_was_written() -> None:
+    serial, x = distributed()
+    views = [t[:, :, 1:4] for t in (serial, x)]
+    for t, view in zip((serial, x), views, strict=True):
+        t.add_(1)
+        view.requires_grad_()
+    assert not x.requires_grad
+    assert torch.equal(views[1].detach().full_tensor(), views[0])
+
+
+@pytest.mark.parallel([2, 4])
+def test_detach_and_index_put_in_place_equal_serial() -> None:
+    serial, x = distributed()
+    results = []
+    for t in (serial, x):
+        y = t.clone().requires_grad_() * 2
+        assert y.detach_() is y and not y.requires_grad and y.is_leaf
+        y.index_put_((torch.tensor([0, 1]), torch.tensor([3, 0])), t[:, 2] * 5)
+        y.index_put_((y > 500,), torch.tensor(0.0))
+        results.append(y)
+        with pytest.raises(RuntimeError, match="view"):
+            t[:, :, 1:3].detach_()
+    assert torch.equal(results[1].full_tensor(), results[0])
+    for refused in (
+        lambda: x.masked_scatter_(x > 0, x),
+        lambda: x.put_(torch.tensor([1]), x[0, 0, 0, :1]),
+    ):
+        with pytest.raises(dc.UnsupportedOperation, match=r"x\[mask\] = values"):
+            refused()

@@ -191,16 +191,31 @@ def detach(input: DistTensor) -> DistTensor:
     return make_view(x, shard, input.shape, input.cuts, make, write, writable=writable, place=place)
 
 
-@implements(vars(torch._C.TensorBase)["real"].__get__)
-def real(input: DistTensor) -> Tensor:
-    """Return the real part; the tensor itself where it is real."""
-    return torch.real(input)
+def _part_of_complex(name: str, *functions: Callable[..., Any]) -> None:
+    @keeps_shape
+    def view(input: DistTensor) -> DistTensor:
+        shard = getattr(torch, name)(input.shard)
+        if shard is input.shard:  # of real numbers
+            return input
+        return make_view(input, shard, input.shape, input.cuts, view)
+
+    implements(getattr(torch, name), *functions)(view)
 
 
-@implements(vars(torch._C.TensorBase)["imag"].__get__)
-def imag(input: DistTensor) -> Tensor:
-    """Return the imaginary part."""
-    return torch.imag(input)
+_part_of_complex("real", vars(torch._C.TensorBase)["real"].__get__)
+_part_of_complex("imag", vars(torch._C.TensorBase)["imag"].__get__)
+_part_of_complex("conj", torch.Tensor.conj)
+
+
+@implements(torch.detach_, torch.Tensor.detach_)
+def detach_(input: DistTensor) -> DistTensor:
+    """Take the tensor itself out of the autograd graph."""
+    if input.recipe is not None:
+        raise RuntimeError("detach_: views are not detached in place; use x = x.detach()")
+    input.__dict__.pop("_redistributed", None)
+    input.shard = input.shard.detach()
+    input.sync_requires_grad()
+    return input
 
 
 @implements(torch.Tensor.where)

@@ -76,6 +76,22 @@ def set_data(input: DistTensor, value: Tensor) -> None:
         input.copy_(value)
 
 
+@implements(torch.index_put_, torch.Tensor.index_put_)
+def index_put_(
+    input: Tensor, indices: Sequence[Any], values: Tensor, accumulate: bool = False
+) -> Tensor:
+    """Assign to positions and masks, as between brackets."""
+    if accumulate:
+        refuse(
+            "index_put_",
+            "accumulate=True is not supported",
+            *tensors_in(input, indices, values),
+            way_out="Use index_add_ or scatter_add_",
+        )
+    input[tuple(indices)] = values
+    return input
+
+
 def _assign_slices(input: DistTensor, picks: Sequence[Any], value: Any) -> None:
     """Assign to an integer or slice of each dimension; each rank writes what lies in its block."""
     box = input.box
