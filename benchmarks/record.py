@@ -21,7 +21,7 @@ import torch
 from mpi4py import MPI
 
 from benchmarks.__main__ import BENCHMARKS
-from distconv.planning import allocator
+from distconv.planning.machine import allocator_here
 from distconv.tools.bench.report import as_table
 from distconv.tools.bench.settings import Settings
 
@@ -56,7 +56,7 @@ def machine() -> str:
         "system": platform.platform(),
         "CPU": models[0] if models else platform.processor(),
         "cores": str(os.cpu_count()),
-        "malloc": " ".join(f"{k}={v}" for k, v in sorted(allocator.settings_here().items()))
+        "malloc": " ".join(f"{k}={v}" for k, v in sorted(allocator_here().items()))
         or "as it comes",
         "date": datetime.date.today().isoformat(),
     }

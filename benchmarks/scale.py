@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from benchmarks.networks import cosmoflow
-from distconv.planning.machine import Link, Machine
+from distconv.planning.machine import LinkTimes, Machine, Table
 from distconv.planning.operators import OperatorTimes
 from distconv.planning.prediction import Prediction, predicted, record_ranks
 from distconv.planning.recording import Recording
@@ -137,7 +137,7 @@ def _link(where: str, latency: bool, machine: Machine, value: float) -> Machine:
     link = machine.links[where]
     start, size = link.total.at(0), 2.0**30
     bandwidth = size / (link.total.at(size) - start)
-    made = Link.described(
+    made = LinkTimes.described(
         value if latency else start, bandwidth if latency else value, link.posted.at(0)
     )
     return replace(machine, links=machine.links | {where: made})
@@ -158,7 +158,10 @@ def _smallest(machine: Machine, value: float) -> Machine:
 
 
 def _host(machine: Machine, factor: float) -> Machine:
-    host = {name: table.times(factor) for name, table in machine.host.items()}
+    host = {
+        name: Table(table.sizes, tuple(factor * s for s in table.seconds))
+        for name, table in machine.host.items()
+    }
     return replace(machine, host=host)
 
 

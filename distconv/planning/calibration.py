@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from distconv.grid.process_grid import ProcessGrid
-from distconv.planning import allocator
 from distconv.planning.host_work import measure_host_work
-from distconv.planning.machine import Link, Machine, Table
+from distconv.planning.machine import LinkTimes, Machine, Table, allocator_here
 from distconv.transport.world import world
 
 MESSAGES = (8, 2**10, 2**13, 2**15, 2**16, 2**18, 2**20, 2**22, 2**24)
@@ -61,8 +60,8 @@ def calibrate(
     hosts = comm.allgather(platform.node())
     per_node = max(hosts.count(host) for host in set(hosts))
     sources = {}
-    links: dict[str, Link] = {}
-    reductions: dict[str, dict[int, Link]] = {}
+    links: dict[str, LinkTimes] = {}
+    reductions: dict[str, dict[int, LinkTimes]] = {}
     when = time.strftime("%Y-%m-%d")
     where_from = f"measured on {hosts[0]}, {when}, {comm.size} ranks on {len(set(hosts))} nodes"
     if comm.size > 1:
@@ -111,7 +110,7 @@ def calibrate(
         host=host,
         skew=skew,
         memory=memory or _memory_of_node() // per_node,
-        environment=allocator.settings_here(),
+        environment=allocator_here(),
         sources=sources,
     )
 
@@ -147,7 +146,7 @@ def _where(hosts: Sequence[str], ranks: int) -> str:
     return "between" if any(len(group) > 1 for group in groups) else "within"
 
 
-def _messages(grid: ProcessGrid, peer: int | None, seconds: float) -> Link:
+def _messages(grid: ProcessGrid, peer: int | None, seconds: float) -> LinkTimes:
     rows = []
     for size in MESSAGES:
         leaving = torch.zeros(size, dtype=torch.uint8)
@@ -163,7 +162,7 @@ def _messages(grid: ProcessGrid, peer: int | None, seconds: float) -> Link:
     return _link(MESSAGES, rows)
 
 
-def _collective(kind: str, grid: ProcessGrid, sizes: Sequence[int], seconds: float) -> Link:
+def _collective(kind: str, grid: ProcessGrid, sizes: Sequence[int], seconds: float) -> LinkTimes:
     group = grid.communicator(("width",))
     rows = []
     for size in sizes:
@@ -241,10 +240,10 @@ def _meet(grid: ProcessGrid) -> None:
     grid.transport.all_reduce(torch.zeros(1), grid.communicator(tuple(grid.shape))).wait()
 
 
-def _link(sizes: Sequence[int], rows: Sequence[tuple[float, float, float, bool]]) -> Link:
+def _link(sizes: Sequence[int], rows: Sequence[tuple[float, float, float, bool]]) -> LinkTimes:
     total, posted, after, both = zip(*rows, strict=True)
     eager = max((0, *sizes[: both.index(True)])) if any(both) else None
-    return Link(_table(total, sizes), _table(posted, sizes), _table(after, sizes), eager)
+    return LinkTimes(_table(total, sizes), _table(posted, sizes), _table(after, sizes), eager)
 
 
 def _skew(seconds: float) -> Table:

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Collection, Mapping
-from functools import cache
+from collections.abc import Callable, Mapping
+from functools import cache, partial
 from statistics import mean, median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,8 +27,8 @@ from distconv.model.parallelize import parallelize
 from distconv.ops.support.method import method
 from distconv.planning.dry_run import DryRunGrid
 from distconv.planning.machine import Table
-from distconv.planning.operator_calls import Operands, call_of
-from distconv.planning.recorded_step import OPTIMIZERS, record_step
+from distconv.planning.operator_timing import Operands, call_of
+from distconv.planning.recorded_step import record_step
 from distconv.planning.recording import Compute, HostWork, LocalOperator
 from distconv.tensor.dist_tensor import DistTensor, distribute_tensor
 from distconv.tensor.module_call import enter_call
@@ -38,12 +38,7 @@ from distconv.transport.world import world
 _PLANE = 1, 8, 16, 16
 _VOLUME = 1, 8, 8, 8, 8
 
-
-class _Function(NamedTuple):
-    """A function whose Python is timed, on an input of a shape."""
-
-    make: Callable[[], nn.Module]
-    shape: tuple[int, ...] = _PLANE
+Make = Callable[[], nn.Module]
 
 
 class _Apply(nn.Module):
@@ -58,31 +53,28 @@ class _Apply(nn.Module):
         return self._function(x)
 
 
-def _of(function: Callable[[Tensor], Tensor]) -> Callable[[], nn.Module]:
-    return lambda: _Apply(function)
-
-
-_FUNCTIONS = (
-    _Function(lambda: nn.Conv2d(8, 8, 3, padding=1, bias=False)),
-    _Function(lambda: nn.Conv3d(8, 8, 3, padding=1, bias=False), _VOLUME),
-    _Function(lambda: nn.ConvTranspose2d(8, 8, 2, 2)),
-    _Function(lambda: nn.ConvTranspose3d(8, 8, 2, 2), _VOLUME),
-    _Function(lambda: nn.BatchNorm2d(8)),
-    _Function(lambda: nn.MaxPool2d(3, 2, 1)),
-    _Function(lambda: nn.MaxPool3d(3, 2, 1), _VOLUME),
-    _Function(lambda: nn.AvgPool2d(3, 2, 1)),
-    _Function(lambda: nn.AvgPool3d(3, 2, 1), _VOLUME),
-    _Function(lambda: nn.AdaptiveAvgPool2d(1)),
-    _Function(nn.ReLU),
-    _Function(nn.LeakyReLU),
-    _Function(nn.Sigmoid),
-    _Function(_of(lambda x: x + x)),
-    _Function(_of(lambda x: torch.cat([x, x], 1))),
-    _Function(lambda: nn.PixelShuffle(2)),
-    _Function(lambda: nn.Flatten()),
-    _Function(lambda: nn.Linear(8, 8), (4, 8)),
-    _Function(_of(lambda x: F.mse_loss(x, x.detach()))),
+_LAYERS: tuple[tuple[Make, tuple[int, ...]], ...] = (
+    (partial(nn.Conv2d, 8, 8, 3, padding=1, bias=False), _PLANE),
+    (partial(nn.Conv3d, 8, 8, 3, padding=1, bias=False), _VOLUME),
+    (partial(nn.ConvTranspose2d, 8, 8, 2, 2), _PLANE),
+    (partial(nn.ConvTranspose3d, 8, 8, 2, 2), _VOLUME),
+    (partial(nn.BatchNorm2d, 8), _PLANE),
+    (partial(nn.MaxPool2d, 3, 2, 1), _PLANE),
+    (partial(nn.MaxPool3d, 3, 2, 1), _VOLUME),
+    (partial(nn.AvgPool2d, 3, 2, 1), _PLANE),
+    (partial(nn.AvgPool3d, 3, 2, 1), _VOLUME),
+    (partial(nn.AdaptiveAvgPool2d, 1), _PLANE),
+    (nn.ReLU, _PLANE),
+    (nn.LeakyReLU, _PLANE),
+    (nn.Sigmoid, _PLANE),
+    (partial(_Apply, lambda x: x + x), _PLANE),
+    (partial(_Apply, lambda x: torch.cat([x, x], 1)), _PLANE),
+    (partial(nn.PixelShuffle, 2), _PLANE),
+    (nn.Flatten, _PLANE),
+    (partial(nn.Linear, 8, 8), (4, 8)),
+    (partial(_Apply, lambda x: F.mse_loss(x, x.detach())), _PLANE),
 )
+"""Layers whose functions are timed, each with the shape of its input."""
 
 WAYS: tuple[tuple[Mapping[str, int], str], ...] = (
     ({}, "assembled"),
@@ -90,7 +82,6 @@ WAYS: tuple[tuple[Mapping[str, int], str], ...] = (
     ({"height": 2}, "overlapped"),
 )
 """Grids and methods by which functions are computed."""
-
 
 STREAMED = (0, 2**22, 2**24, 2**26)
 """Bytes that go through the caches before a function runs."""
@@ -103,24 +94,23 @@ def measure_host_work(layers: int = 16) -> dict[str, Table]:
     """
     host: dict[str, list[float]] = {}
     for extents, way in WAYS:
-        others = _Others(DryRunGrid(extents, 0))
-        for function in _FUNCTIONS:
+        grid = DryRunGrid(extents, 0)
+        others = _Others(grid)
+        for make, shape in _LAYERS:
             with method(way):
-                host |= _measure(function, extents, others, layers, host)
+                host = _measure(make(), shape, grid, others, layers) | host
     for kind in ("", " across ranks"):
         for end in ("", " backward"):
             found = [
                 seconds
                 for name, seconds in host.items()
-                if name.endswith(f"{kind}{end}")
-                and (kind or " across ranks" not in name)
-                and (end or not name.endswith(" backward"))
+                if (" across ranks" in name) == bool(kind)
+                and name.endswith("backward") == bool(end)
             ]
             host[f"*{kind}{end}"] = [median(column) for column in zip(*found, strict=True)]
     for name, ranks in (("parameter", 1), ("parameter across ranks", world().size)):
         chosen = [world().rank] if ranks == 1 else None
-        grid = ProcessGrid(chosen, sample=ranks, device="cpu")
-        host[name] = _of_parameter(grid, layers)
+        host[name] = _of_parameter(ProcessGrid(chosen, sample=ranks, device="cpu"), layers)
     everyone = world().allgather(host)
     sizes = tuple(map(float, STREAMED))
     return {
@@ -139,19 +129,16 @@ class _Others:
 
     def __init__(self, grid: DryRunGrid):
         self._network = nn.Sequential(
-            nn.Conv2d(4, 6, 3, padding=1),
-            nn.BatchNorm2d(6),
-            nn.ELU(),
-            nn.MaxPool2d(2),
-            nn.ConvTranspose2d(6, 4, 2, 2),
-            nn.Hardtanh(),
+            *(nn.Conv2d(4, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ELU(), nn.MaxPool2d(2)),
+            *(nn.ConvTranspose2d(6, 4, 2, 2), nn.Hardtanh()),
         )
         own(self._network.parameters(), grid.size)
         self._input = _with_elements((1, 4, 8, 8), grid)
         self.memory = Operands([])
 
-    def run(self) -> None:
-        """Run them forward and, where gradients are recorded, backward."""
+    def run(self, streamed: int = 0) -> None:
+        """Run them forward and, where gradients are recorded, backward; then let bytes go through
+        the caches."""
         scope = enter_call()
         try:
             y = self._network(self._input).shard
@@ -159,6 +146,19 @@ class _Others:
             scope.leave()
         if y.requires_grad:
             torch.autograd.grad(y, list(self._network.parameters()), torch.ones_like(y))
+        _streamed_memory()[:streamed].add_(1)
+
+    def before(self, run: Callable[[], object], streamed: int = 0) -> tuple[float, Any]:
+        """Return the seconds of a function behind them, and its result."""
+        self.run(streamed)
+        start = time.perf_counter()
+        result = run()
+        return time.perf_counter() - start, result
+
+
+@cache
+def _streamed_memory() -> Tensor:
+    return torch.zeros(max(STREAMED), dtype=torch.uint8)
 
 
 def _with_elements(shape: tuple[int, ...], grid: DryRunGrid) -> DistTensor:
@@ -168,17 +168,12 @@ def _with_elements(shape: tuple[int, ...], grid: DryRunGrid) -> DistTensor:
 
 
 def _measure(
-    function: _Function,
-    extents: Mapping[str, int],
-    others: _Others,
-    layers: int,
-    known: Collection[str],
+    module: nn.Module, shape: tuple[int, ...], grid: DryRunGrid, others: _Others, layers: int
 ) -> dict[str, list[float]]:
-    """Return the seconds of a function and of its adjoint behind each number of bytes of
-    `STREAMED`, by the names that recordings have for them; nothing of those that are known."""
-    module = function.make()
-    options: Any = {"rank": 0, "loss": _sum, "optimizer": OPTIMIZERS["sgd"]}
-    recording = record_step(module, [function.shape], extents, input_gradients=True, **options)
+    """Return the seconds of a layer's function and of its adjoint behind each number of bytes of
+    `STREAMED`, by the names that recordings have for them."""
+    options: Any = {"rank": 0, "loss": lambda output: output.sum(), "input_gradients": True}
+    recording = record_step(module, [shape], grid.shape, **options)
     layer = next(iter(recording.layers))
     operators: dict[str, list[LocalOperator]] = {"forward": [], "backward": []}
     names: dict[str, list[str]] = {"forward": [], "backward": []}
@@ -187,65 +182,41 @@ def _measure(
             operators[event.place.phase].append(event.operator)
         elif isinstance(event, HostWork) and event.place.layer == layer:
             names[event.place.phase].append(event.function)
-    wanted = {p: each[0] for p, each in names.items() if len(each) == 1 and each[0] not in known}
-    if not wanted:
-        return {}
-    passes = _passes(module, function.shape, extents, others, layers)
+    passes = _passes(module, _with_elements(shape, grid), others, layers)
     found = {}
-    for phase, name in wanted.items():
-        kernels = sum(_alone(operator, others) for operator in operators[phase])
-        found[name] = [max(seconds - kernels, 0.0) for seconds in passes[phase]]
+    for phase, name in names.items():
+        if len(name) == 1:
+            kernels = sum(_alone(operator, others) for operator in operators[phase])
+            found[name[0]] = [max(seconds - kernels, 0.0) for seconds in passes[phase]]
     return found
-
-
-def _sum(output: Tensor) -> Tensor:
-    return output.sum()
 
 
 def _passes(
-    module: nn.Module,
-    shape: tuple[int, ...],
-    extents: Mapping[str, int],
-    others: _Others,
-    layers: int,
+    module: nn.Module, x: DistTensor, others: _Others, layers: int
 ) -> dict[str, list[float]]:
-    """Return the seconds of both passes of a module, behind other functions and each number of
-    bytes of `STREAMED`, on a rank whose messages nobody gets."""
-    grid = DryRunGrid(extents, 0)
+    """Return the seconds of both passes of a module behind each number of bytes of `STREAMED`, on
+    a rank whose messages nobody gets."""
     chain = [copy.deepcopy(module) for _ in range(layers)]
-    own((p for layer in chain for p in layer.parameters()), grid.size)
-    x = _with_elements(shape, grid)
-    clock = time.perf_counter
-
-    def go_through(size: int) -> tuple[list[float], list[float]]:
+    own((p for layer in chain for p in layer.parameters()), x.grid.size)
+    found: dict[str, list[float]] = {"forward": [], "backward": []}
+    for size in (0, *STREAMED):  # the first time makes what the others find
         forward, backward, outputs = [], [], []
         for layer in chain:
-            others.run()
             scope = enter_call()
             try:
-                stream(size)
-                start = clock()
-                outputs.append(layer(x))
-                forward.append(clock() - start)
+                seconds, y = others.before(partial(layer, x), size)
             finally:
                 scope.leave()
+            forward.append(seconds)
+            outputs.append(y.shard)
         for layer in reversed(chain):
-            y = outputs.pop().shard
-            dy = torch.ones_like(y)
+            y = outputs.pop()
             inputs = [x.shard, *layer.parameters()]
-            others.run()
-            stream(size)
-            start = clock()
-            torch.autograd.grad(y, inputs, dy, allow_unused=True)
-            backward.append(clock() - start)
-        return forward, backward
-
-    go_through(0)
-    found: dict[str, list[float]] = {"forward": [], "backward": []}
-    for size in STREAMED:
-        for phase, seconds in zip(found, go_through(size), strict=True):
-            found[phase].append(median(seconds))
-    return found
+            adjoint = partial(torch.autograd.grad, y, inputs, torch.ones_like(y), allow_unused=True)
+            backward.append(others.before(adjoint, size)[0])
+        for phase, timed in zip(found, (forward, backward), strict=True):
+            found[phase].append(median(timed))
+    return {phase: seconds[1:] for phase, seconds in found.items()}
 
 
 def _of_parameter(grid: ProcessGrid, layers: int) -> list[float]:
@@ -267,8 +238,7 @@ def _of_parameter(grid: ProcessGrid, layers: int) -> list[float]:
         for _ in range(3):
             for _, module in modules:
                 module(x).sum().backward()
-            others.run()
-            stream(size)
+            others.run(size)
             start = clock()
             optimizer.step()
             optimizer.zero_grad()
@@ -311,31 +281,15 @@ class _Streaming(Function):
         chain = ctx.chain
         if chain.since is not None:
             chain.seconds.append(time.perf_counter() - chain.since)
-        chain.others.run()
-        stream(chain.size)
+        chain.others.run(chain.size)
         chain.since = time.perf_counter()
         return dy, None
 
 
-@cache
-def _streamed_memory() -> Tensor:
-    return torch.zeros(max(STREAMED), dtype=torch.uint8)
-
-
-def stream(size: int) -> None:
-    """Let so many bytes go through the caches."""
-    _streamed_memory()[:size].add_(1)
-
-
 def _alone(operator: LocalOperator, others: _Others) -> float:
     """Return the seconds of a tiny operator by itself, behind other functions."""
-    clock = time.perf_counter
     times = []
     for _ in range(10):
-        others.run()
-        with torch.no_grad():
-            run = call_of(operator, others.memory)
-            start = clock()
-            run()
-            times.append(clock() - start)
+        run = torch.no_grad()(call_of(operator, others.memory))
+        times.append(others.before(run)[0])
     return median(times[2:])

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from math import log2
 from typing import NamedTuple
 
-from distconv.planning.machine import Link, Machine
+from distconv.planning.machine import LinkTimes, Machine
 
 
 class Cost(NamedTuple):
@@ -19,21 +19,16 @@ class Cost(NamedTuple):
     total: float
     """From the start to the end where the ranks do nothing else."""
     posted: float
-    """Of that, what the call that starts it takes."""
+    """Of that, the call that starts it."""
     after: float
-    """What the wait takes at least, however late it comes."""
+    """The least that the wait takes, however late it comes."""
     both: bool = False
     """Whether the messages wait for those ranks, too, to which they go."""
 
 
 def check_ranks(machine: Machine, ranks: int) -> None:
-    """Complain where a machine has no times for a grid of so many ranks.
-
-    Raises
-    ------
-    ValueError
-        For more ranks than a node has, on a machine without times between nodes.
-    """
+    """Raise `ValueError` for more ranks than a node has, where the machine has no times between
+    nodes."""
     if ranks > machine.ranks_per_node:
         _link_of(machine, "between")
 
@@ -48,11 +43,11 @@ def messages_cost(
 
     As in the LogGP model of Alexandrov et al., "LogGP: Incorporating Long Messages into the LogP
     Model" (SPAA 1995): the latencies of a rank's messages pass at the same time. One after the
-    other are only what its host does for each message, which is what starting and completing an
-    empty one takes, and the bytes over links of one kind. Both kinds work at the same time.
+    other are only the host's work for each message, which is starting and completing an empty one,
+    and the bytes over links of one kind. Both kinds work at the same time.
     """
     posted = after = host = 0.0
-    both, rest = False, []
+    both, rest = False, [0.0]
     for where in ("within", "between"):
         sides = [
             [size for peer, size in side if machine.where((rank, peer)) == where]
@@ -68,10 +63,10 @@ def messages_cost(
         posted += link.posted.at(size / count) * count
         after += link.after.at(size) + (count - 1) * link.after.at(0)
         both = both or link.waits_for_both(max(map(max, filter(None, sides))))
-    return Cost(max(host + max(rest, default=0.0), posted), posted, after, both)
+    return Cost(max(host + max(rest), posted), posted, after, both)
 
 
-def _link_of(machine: Machine, where: str) -> Link:
+def _link_of(machine: Machine, where: str) -> LinkTimes:
     links = machine.links
     if where in links:
         return links[where]
@@ -93,24 +88,19 @@ def collective_cost(kind: str, ranks: Sequence[int], size: int, machine: Machine
     """
     where, count = machine.where(ranks), len(ranks)
     measured = machine.reductions.get(f"{kind} {where}", {})
-    if count in measured:
-        link = measured[count]
-        both = link.waits_for_both(size)
-        return Cost(link.total.at(size), link.posted.at(size), link.after.at(size), both)
     if measured:
         nearest = min(measured, key=lambda n: abs(log2(n) - log2(count)))
-        link = measured[nearest]
-        latency = link.total.at(0)
+        link, both = measured[nearest], measured[nearest].waits_for_both(size)
         steps = log2(count) / log2(nearest)
         share = _share(kind, count) / _share(kind, nearest)
+        latency = link.total.at(0)
         total = latency * steps + (link.total.at(size) - latency) * share
-        both = link.waits_for_both(size)
         return Cost(total, link.posted.at(size), link.after.at(size) * share, both)
-    nodes = {machine.node(rank) for rank in ranks}
-    total = 0.0
-    inside = -(-count // len(nodes))
-    posted, after, both = 0.0, 0.0, False
-    for level, many in (("within", inside), ("between", len(nodes))):
+    nodes = len({machine.node(rank) for rank in ranks})
+    inside = -(-count // nodes)
+    total = posted = after = 0.0
+    both = False
+    for level, many in (("within", inside), ("between", nodes)):
         if many > 1:
             link = _link_of(machine, level)
             latency = link.total.at(0)
@@ -119,7 +109,7 @@ def collective_cost(kind: str, ranks: Sequence[int], size: int, machine: Machine
                 part, passes = size / inside if level == "between" else size, 2
             else:
                 # Between nodes first; inside, each rank then passes on what has come from all.
-                part, passes = size * len(nodes) if level == "within" else size, 1
+                part, passes = size * nodes if level == "within" else size, 1
             total += passes * log2(many) * latency
             total += _share(kind, many) * (link.total.at(part) - latency)
             posted, after = max(posted, link.posted.at(part)), max(after, link.after.at(part))

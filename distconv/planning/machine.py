@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from math import inf
 from pathlib import Path
 from typing import Any
 
 from distconv.data.durable import write_atomically
 from distconv.planning.table import table
+
+ALLOCATOR = {
+    "MALLOC_MMAP_THRESHOLD_": "4294967296",
+    "MALLOC_TRIM_THRESHOLD_": "17179869184",
+    "MALLOC_TOP_PAD_": "134217728",
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+}
+"""Variables with which memory that is freed stays with the process, and lies in huge pages where
+Linux gives them to programs that ask (from glibc 2.35 on)."""
 
 FORMAT = 2
 """The version of the files; since 2, operators on volumes are timed as distconv computes them."""
@@ -46,17 +56,13 @@ class Table:
             slope = max(slope, 0.0)
         return seconds[i - 1] + slope * (size - sizes[i - 1])
 
-    def times(self, factor: float) -> Table:
-        """Return the table with other seconds, so many times these."""
-        return Table(self.sizes, tuple(factor * s for s in self.seconds))
-
 
 NO_TIME = Table((0.0,), (0.0,))
 """A table for what takes no time."""
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkTimes:
     """How long bytes take between ranks: messages, or a collective of a number of ranks."""
 
     total: Table
@@ -76,7 +82,7 @@ class Link:
     @classmethod
     def described(
         cls, latency: float, bandwidth: float, posted: float = 0.0, after: float = 0.0
-    ) -> Link:
+    ) -> LinkTimes:
         """Return the link of a latency (seconds) and a bandwidth (bytes a second)."""
         sizes = 0.0, 2.0**30
         return cls(
@@ -114,9 +120,9 @@ class Machine:
     ranks_per_node: int
     threads: int
     """Threads of every rank."""
-    links: dict[str, Link]
+    links: dict[str, LinkTimes]
     """Messages `within` a node and `between` nodes."""
-    reductions: dict[str, dict[int, Link]]
+    reductions: dict[str, dict[int, LinkTimes]]
     """By name, as `all_reduce within`, and number of ranks."""
     copy: Table
     """Of contiguous bytes."""
@@ -205,58 +211,32 @@ class Machine:
             raise ValueError(f"{str(path)!r} describes no machine: {what}") from None
 
 
+def allocator_here() -> dict[str, str]:
+    """Return those of the variables of `ALLOCATOR` that this process was started with."""
+    return {name: os.environ[name] for name in ALLOCATOR if name in os.environ}
+
+
 def as_dict(machine: Machine) -> dict[str, Any]:
     """Return a machine as its file has it."""
-    given: dict[str, Any] = {"format": FORMAT}
-    for name in ("name", "assumed", "ranks_per_node", "threads", "asynchronous", "memory"):
-        given[name] = getattr(machine, name)
-    given["environment"], given["sources"] = machine.environment, machine.sources
-    given["links"] = {where: _of_link(link) for where, link in machine.links.items()}
-    given["reductions"] = {
-        kind: {str(ranks): _of_link(link) for ranks, link in links.items()}
-        for kind, links in machine.reductions.items()
-    }
-    given["copy"], given["packing"] = _of_table(machine.copy), _of_table(machine.packing)
-    given["host"] = {name: _of_table(table) for name, table in machine.host.items()}
-    given["skew"] = _of_table(machine.skew)
-    if machine.roofline is not None:
-        given["roofline"] = vars(machine.roofline)
-    given["operators"], given["workspaces"] = machine.operators, machine.workspaces
-    return given
+    return {"format": FORMAT} | asdict(machine)
 
 
 def _from_dict(given: Mapping[str, Any]) -> Machine:
+    """Return the machine of a file, where sections may name their source."""
+    known: dict[str, Any] = {f.name: given[f.name] for f in fields(Machine) if f.name in given}
     roofline = given.get("roofline")
-    return Machine(
-        name=given["name"],
-        assumed=given["assumed"],
-        ranks_per_node=given["ranks_per_node"],
-        threads=given.get("threads", 1),
-        links={where: _link(link) for where, link in given["links"].items()},
-        reductions={
-            kind: {int(ranks): _link(link) for ranks, link in links.items()}
-            for kind, links in given.get("reductions", {}).items()
-        },
-        copy=_table(given["copy"]),
-        packing=_table(given["packing"]),
-        host={name: _table(table) for name, table in given["host"].items()},
-        skew=_table(given.get("skew", 0.0)),
-        asynchronous=given.get("asynchronous", False),
-        roofline=None if roofline is None else Roofline(**_without_source(roofline)),
-        operators=given.get("operators", {}),
-        workspaces=given.get("workspaces", {}),
-        memory=given.get("memory"),
-        environment=given.get("environment", {}),
-        sources=given["sources"],
-    )
-
-
-def _without_source(given: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in given.items() if name != "source"}
-
-
-def _of_table(table: Table) -> dict[str, Any]:
-    return {"sizes": table.sizes, "seconds": table.seconds}
+    if roofline is not None:
+        roofline = Roofline(**{k: v for k, v in roofline.items() if k != "source"})
+    links = {where: _link(link) for where, link in given["links"].items()}
+    reductions = {
+        kind: {int(ranks): _link(link) for ranks, link in links.items()}
+        for kind, links in given.get("reductions", {}).items()
+    }
+    tables = {name: _table(given[name]) for name in ("copy", "packing")}
+    host = {name: _table(table) for name, table in given["host"].items()}
+    more: dict[str, Any] = {"roofline": roofline, "links": links, "reductions": reductions}
+    more |= {"host": host, "skew": _table(given.get("skew", 0.0)), "sources": given["sources"]}
+    return Machine(**({"threads": 1} | known | tables | more))
 
 
 def _table(given: Mapping[str, Any] | float) -> Table:
@@ -266,15 +246,10 @@ def _table(given: Mapping[str, Any] | float) -> Table:
     return Table(tuple(given["sizes"]), tuple(given["seconds"]))
 
 
-def _of_link(link: Link) -> dict[str, Any]:
-    tables = {name: _of_table(getattr(link, name)) for name in ("total", "posted", "after")}
-    return tables | {"eager": link.eager}
-
-
-def _link(given: Mapping[str, Any]) -> Link:
+def _link(given: Mapping[str, Any]) -> LinkTimes:
     """Return a link of tables, or of a latency and a bandwidth."""
     if "latency" in given:
         numbers = ("latency", "bandwidth", "posted", "after")
-        return Link.described(**{name: given[name] for name in numbers if name in given})
+        return LinkTimes.described(**{name: given[name] for name in numbers if name in given})
     total, posted, after = (_table(given[name]) for name in ("total", "posted", "after"))
-    return Link(total, posted, after, given.get("eager"))
+    return LinkTimes(total, posted, after, given.get("eager"))

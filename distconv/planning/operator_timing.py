@@ -1,16 +1,35 @@
-"""Timing of local operators as they run in a step, and what they allocate meanwhile."""
+"""Timing of local operators as they run in a step, by several processes at the same time.
+
+`time_together` starts `python -m distconv.planning.operator_timing FOLDER NUMBER PROCESSES THREADS
+MEMORY` for each process, leaves the operators in the folder, and reads the times from there.
+"""
 
 from __future__ import annotations
 
+import mmap
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import prod
+from pathlib import Path
 from statistics import median
+from typing import Any
 
+import torch
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from distconv.planning.operator_calls import Operands, call_of
-from distconv.planning.recording import LocalOperator
+from distconv.ops.conv.volumes import convolution, convolution_gradients
+from distconv.planning.recording import LocalOperator, TensorSpec
+
+_POOL = 2**24
+"""Elements of the memory that operands are taken from, one piece after the other: what a step
+computes on has left the caches since it was last used."""
 
 SECONDS = 0.02
 """About how long one operator is timed, beyond its first runs."""
@@ -19,6 +38,91 @@ FEWEST, MOST = 3, 12
 
 _HELD = 2**26
 """Bytes of results that are held, as a step holds activations, until others take their place."""
+
+_HEAP = 2**30
+"""Bytes that a process touches before anything is timed; at most a quarter of its memory."""
+
+_OF_LAUNCHERS = ("PMI_", "PMIX_", "OMPI_", "SLURM_", "MPI_", "HYDRA_", "RANK", "WORLD_SIZE")
+
+_OF_VOLUMES: dict[str, Callable[..., object]] = {
+    "aten.convolution.default": convolution,
+    "aten.convolution_backward.default": convolution_gradients,
+}
+"""How distconv computes operators on volumes."""
+
+
+class Operands:
+    """Memory for the operands of operators: each gets the piece behind the one before.
+
+    It is large enough for all operands of any one operator but the first, and for the first.
+    """
+
+    def __init__(self, operators: Iterable[LocalOperator]):
+        self._elements = _POOL
+        for operator in operators:
+            first, *others = map(_extent, operator.taken or [TensorSpec((), (), torch.float32)])
+            self._elements = max(self._elements, first, sum(others))
+        self._numbers: dict[torch.dtype, Tensor] = {}
+        self._next = 0
+
+    def tensor(self, spec: TensorSpec, places: int = 0, *, own: bool = False) -> Tensor:
+        """Return a tensor of numbers from 0.5 to 1.5; whole numbers are 0, or places in a plane.
+
+        Parameters
+        ----------
+        places: the size of the plane; 0 for zeros.
+        own: whether to copy it to memory of its own.
+        """
+        elements = _extent(spec)
+        if not prod(spec.shape):
+            return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype)
+        if spec.dtype.is_floating_point or spec.dtype.is_complex:
+            if spec.dtype not in self._numbers:
+                numbers = torch.rand(self._elements).add_(0.5).to(spec.dtype)
+                self._numbers[spec.dtype] = numbers
+            if self._next + elements > self._elements:
+                self._next = 0
+            memory = self._numbers[spec.dtype][self._next : self._next + elements]
+            self._next += -(-elements // 16) * 16
+            memory = memory.clone() if own else memory
+        else:
+            per_plane = max(prod(spec.shape[2:]), 1)
+            memory = torch.arange(elements, dtype=spec.dtype).remainder_(per_plane)
+            memory = memory.mul_(places).div_(per_plane, rounding_mode="floor")
+        return memory.as_strided(spec.shape, spec.stride, memory.storage_offset())
+
+
+def _extent(spec: TensorSpec) -> int:
+    """Return the elements from the first to the last of a tensor."""
+    return 1 + sum((n - 1) * s for n, s in zip(spec.shape, spec.stride, strict=True))
+
+
+def call_of(operator: LocalOperator, memory: Operands) -> Callable[[], object]:
+    """Return a function that runs the operator once, on operands from this memory.
+
+    The first operand has just been made, as by the operator before, and so have all of one that
+    writes to some.
+    """
+    _, name, overload = operator.name.split(".")
+    function: Any = getattr(getattr(torch.ops.aten, name), overload)
+    volume = any(len(spec.shape) == 5 for spec in operator.taken)
+    compute = _OF_VOLUMES.get(operator.name, function) if volume else function
+    places_of_maxima = "max_pool" in name and "backward" in name
+    plane = prod(operator.arguments[1].shape[2:]) if places_of_maxima else 0
+    operands: list[Tensor] = []
+
+    def made(value: Any) -> Any:
+        if isinstance(value, TensorSpec):
+            own = function._schema.is_mutable or not operands
+            operands.append(memory.tensor(value, plane, own=own))
+            return operands[-1]
+        return [made(part) for part in value] if isinstance(value, tuple) else value
+
+    arguments = [made(value) for value in operator.arguments]
+    keywords = {name: made(value) for name, value in operator.keywords}
+    if "device" in keywords:
+        keywords["device"] = "cpu"
+    return lambda: compute(*arguments, **keywords)
 
 
 def times_of(
@@ -68,3 +172,85 @@ def workspace_of(run: Callable[[], object]) -> int:
         live += change.nbytes()
         most = max(most, live)
     return max(most - max(live, 0), 0)
+
+
+def time_together(
+    operators: list[LocalOperator],
+    processes: int,
+    threads: int,
+    memory: int,
+    environment: Mapping[str, str],
+) -> tuple[list[float], list[int]]:
+    """Return the seconds of each operator, timed by some processes at the same time, and the bytes
+    that it allocates beside its results.
+
+    Every process is new, and has the variables of `environment`; it sends no messages. It may use
+    about `memory` bytes.
+    """
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(_OF_LAUNCHERS)}
+    kept |= {**environment, "OMP_NUM_THREADS": str(threads)}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "operators").write_bytes(pickle.dumps(operators))
+        (folder / "counters").write_bytes(bytes(8 * processes))
+        command = [sys.executable, "-m", "distconv.planning.operator_timing", name]
+        numbers = [map(str, (i, processes, threads, memory)) for i in range(processes)]
+        workers = [
+            subprocess.Popen([*command, *each], env=kept, stderr=subprocess.PIPE)
+            for each in numbers
+        ]
+        try:
+            wait_for_all(workers)
+        finally:
+            for worker in workers:
+                worker.kill()
+                worker.wait()
+        every = [pickle.loads((folder / f"times {i}").read_bytes()) for i in range(processes)]
+    seconds = [sum(s) / processes for s in zip(*(times for times, _ in every), strict=True)]
+    return seconds, every[0][1]
+
+
+def wait_for_all(workers: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Wait until all processes have ended; raise RuntimeError as soon as one has failed.
+
+    They wait for one another, so the others of one that was killed would never end.
+    """
+    running = list(workers)
+    while running:
+        for worker in list(running):
+            try:
+                _, said = worker.communicate(timeout=0.2)
+            except subprocess.TimeoutExpired:
+                continue
+            if worker.returncode:
+                raise RuntimeError(
+                    "a process that times local operators has ended with status "
+                    f"{worker.returncode}: {said.decode()[-2000:]}"
+                )
+            running.remove(worker)
+
+
+def time_in_folder(folder: Path, number: int, processes: int, threads: int, memory: int) -> None:
+    """Time the operators in the folder, as one of some processes."""
+    torch.set_num_threads(threads)
+    torch.set_grad_enabled(False)
+    operators: list[LocalOperator] = pickle.loads((folder / "operators").read_bytes())
+    # Memory that the process has from now on.
+    torch.empty(min(_HEAP, memory // 4), dtype=torch.uint8).fill_(0)
+    operands = Operands(operators)
+    with open(folder / "counters", "r+b") as file, mmap.mmap(file.fileno(), 0) as counters:
+        turns = memoryview(counters).cast("q")
+
+        def meet() -> None:
+            turns[number] += 1
+            while min(turns) < turns[number]:
+                time.sleep(0)
+
+        times = times_of(operators, operands, meet)
+        turns.release()
+    spaces = [workspace_of(call_of(o, operands)) if o.convolves else 0 for o in operators]
+    (folder / f"times {number}").write_bytes(pickle.dumps((times, spaces)))
+
+
+if __name__ == "__main__":
+    time_in_folder(Path(sys.argv[1]), *map(int, sys.argv[2:6]))

@@ -6,26 +6,21 @@ process already has, and by as many processes at the same time as a node has ran
 
 from __future__ import annotations
 
-import os
-import pickle
-import subprocess
 import sys
-import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+from functools import lru_cache
+from math import prod
 from typing import Any, TypeAlias
 
-from distconv.planning.machine import Machine, Table
-from distconv.planning.operator_timing import FEWEST, MOST, SECONDS
-from distconv.planning.recording import LocalOperator
-from distconv.planning.roofline import bytes_of, flops_of, roofline_seconds
+import torch
+
+from distconv.planning.machine import Machine, Roofline, Table
+from distconv.planning.operator_timing import FEWEST, MOST, SECONDS, time_together
+from distconv.planning.recording import LocalOperator, TensorSpec
 
 _Kind: TypeAlias = tuple[Any, ...]
-"""What operators share whose times are proportional to their work, the name first."""
-
-_OF_LAUNCHERS = ("PMI_", "PMIX_", "OMPI_", "SLURM_", "MPI_", "HYDRA_", "RANK", "WORLD_SIZE")
-
+"""What operators share whose times are proportional to their work: the name, and the weights."""
 
 BUDGET = 30.0
 """Seconds for timing the operators of some steps, where a caller says nothing else."""
@@ -46,23 +41,13 @@ class OperatorTimes:
     ----------
     at_once: how many ranks of a node compute at the same time.
     measure: whether to time operators that the machine has no times for; else that is an error.
-    progress: is called with the operators timed so far, and all that are to be.
     """
 
-    def __init__(
-        self,
-        machine: Machine,
-        at_once: int,
-        *,
-        measure: bool = True,
-        progress: Callable[[int, int], object] = lambda done, of: None,
-    ):
-        self._machine, self._progress = machine, progress
-        self.measure = measure
-        self._at_once = at_once
+    def __init__(self, machine: Machine, at_once: int, *, measure: bool = True):
+        self._machine, self.measure, self._at_once = machine, measure, at_once
         self._known = machine.operators.setdefault(str(at_once), {})
-        self._estimated: dict[str, float] = {}
-        self._estimated_spaces: dict[str, int] = {}
+        self._estimated: dict[str, tuple[float, int]] = {}
+        """Seconds and workspaces by key."""
         self._timed: defaultdict[_Kind, dict[str, LocalOperator]] = defaultdict(dict)
         """By kind and key, the operators from which others are estimated."""
 
@@ -71,12 +56,12 @@ class OperatorTimes:
         if self._machine.roofline is not None:
             return roofline_seconds(operator, self._machine.roofline)
         key = operator.key
-        return self._known[key] if key in self._known else self._estimated[key]
+        return self._known[key] if key in self._known else self._estimated[key][0]
 
     def workspace(self, operator: LocalOperator) -> int:
         """Return the bytes that an operator allocates beside its results, as far as known."""
         spaces, key = self._machine.workspaces, operator.key
-        return spaces[key] if key in spaces else self._estimated_spaces.get(key, 0)
+        return spaces[key] if key in spaces else self._estimated.get(key, (0.0, 0))[1]
 
     def prepare(self, operators: Iterable[LocalOperator]) -> None:
         """Time those operators whose times are not known.
@@ -86,29 +71,20 @@ class OperatorTimes:
         ValueError
             Where they are not to be timed.
         """
-        if self._machine.roofline is not None:
-            return
         missing = {o.key: o for o in operators if o.key not in self._known}
-        if not missing:
+        if not missing or self._machine.roofline is not None:
             return
+        machine = self._machine
         if not self.measure:
             raise ValueError(
-                f"{self._machine.name} has no times of {len(missing)} local operators, such as "
+                f"{machine.name} has no times of {len(missing)} local operators, such as "
                 f"{next(iter(missing))}, for {self._at_once} ranks at once, and may not measure "
                 "them; predict once on the machine itself"
             )
-        times, spaces = time_together(
-            list(missing.values()),
-            self._at_once,
-            self._machine.threads,
-            self._machine.memory or _MEMORY,
-            self._machine.environment,
-            self._progress,
-        )
+        settings = machine.threads, machine.memory or _MEMORY, machine.environment
+        times, spaces = time_together(list(missing.values()), self._at_once, *settings)
         self._known.update(zip(missing, times, strict=True))
-        self._machine.workspaces.update(
-            (key, n) for key, n in zip(missing, spaces, strict=True) if n
-        )
+        machine.workspaces.update((k, n) for k, n in zip(missing, spaces, strict=True) if n)
 
     def prepare_approximately(
         self,
@@ -131,45 +107,37 @@ class OperatorTimes:
         every = {key: o for key, o in every.items() if key not in self._known}
         largest = self._machine.memory // _PARTS if self._machine.memory else sys.maxsize
         few = sum(_cost(o) for o in every.values()) <= seconds
-        if not self.measure or (few and all(bytes_of(o) <= largest for o in every.values())):
+        if not self.measure or (few and all(o.nbytes <= largest for o in every.values())):
             progress(f"{len(every)} local operators are timed")
             self.prepare(every.values())
             return
         kinds: dict[_Kind, list[LocalOperator]] = defaultdict(list)
-        for o in every.values():
+        for o in sorted(every.values(), key=_work):
             kinds[_kind(o)].append(o)
-        fitting = {
-            kind: [o for o in operators if bytes_of(o) <= largest]
-            for kind, operators in kinds.items()
-        }
-        for kind, operators in _chosen(fitting, seconds).items():
-            self._timed[kind] |= {o.key: o for o in operators}
-        for kind, operators in kinds.items():
-            smallest = min(operators, key=_work)
-            alone = all(other[0] != kind[0] for other in self._timed)
-            if alone and bytes_of(smallest) <= largest:
-                self._timed[kind][smallest.key] = smallest
-        missing = [
-            o for timed in self._timed.values() for o in timed.values() if o.key not in self._known
-        ]
+        fitting = {k: [o for o in os if o.nbytes <= largest] for k, os in kinds.items()}
+        for step in range(4):  # the smallest ones first, and kinds with the most operators
+            for kind, operators in sorted(fitting.items(), key=lambda item: -len(item[1])):
+                if operators:
+                    o = operators[round(step * (len(operators) - 1) / 3)]
+                    if o.key not in self._timed[kind] and _cost(o) <= seconds:
+                        seconds -= _cost(o)
+                        self._timed[kind][o.key] = o
+        for kind, operators in fitting.items():
+            alone = not any(timed for k, timed in self._timed.items() if k[0] == kind[0])
+            if alone and operators:
+                self._timed[kind][operators[0].key] = operators[0]
+        timed = [o for each in self._timed.values() for o in each.values()]
+        missing = [o for o in timed if o.key not in self._known]
         progress(f"{len(missing)} of {len(every)} local operators are timed")
         self.prepare(missing)
         for kind, operators in kinds.items():
-            known = self._alike(kind) or operators[:1]
+            same_name = [o for o in timed if o.name == kind[0]]
+            known = list(self._timed[kind].values()) or same_name or timed or operators[:1]
             self.prepare(known)
             seconds_of = _curve({_work(o): self._known[o.key] for o in known})
             space_of = _curve({_work(o): self.workspace(o) for o in known})
             for o in operators:
-                self._estimated[o.key] = seconds_of(_work(o))
-                self._estimated_spaces[o.key] = round(space_of(_work(o)))
-
-    def _alike(self, kind: _Kind) -> list[LocalOperator]:
-        """Return the operators from which to estimate those of a kind: of the same kind, else of
-        the same name, else all."""
-        if kind in self._timed:  # which has no empty entries
-            return list(self._timed[kind].values())
-        every = [(other[0], o) for other, timed in self._timed.items() for o in timed.values()]
-        return [o for name, o in every if name == kind[0]] or [o for _, o in every]
+                self._estimated[o.key] = seconds_of(_work(o)), round(space_of(_work(o)))
 
 
 def _curve(known: Mapping[float, float]) -> Callable[[float], float]:
@@ -186,97 +154,57 @@ def _curve(known: Mapping[float, float]) -> Callable[[float], float]:
 
 
 def _work(operator: LocalOperator) -> float:
-    return float(max(flops_of(operator), bytes_of(operator), _LEAST))
+    return float(max(flops_of(operator), operator.nbytes, _LEAST))
 
 
 def _cost(operator: LocalOperator) -> float:
     """Return about how many seconds it takes to time an operator; it need not be right."""
-    once = max(flops_of(operator) / 3e10, bytes_of(operator) / 5e9, 1e-5)
+    once = max(flops_of(operator) / 3e10, operator.nbytes / 5e9, 1e-5)
     return 0.002 + once * (2 + min(max(SECONDS / once, FEWEST), MOST))
 
 
 def _kind(operator: LocalOperator) -> _Kind:
-    if "convolution" not in operator.name:
+    if not operator.convolves:
         return (operator.name,)
     weight = operator.arguments[2 if "backward" in operator.name else 1]
     return operator.name, weight.shape, operator.arguments[-7:]
 
 
-def _chosen(
-    kinds: Mapping[_Kind, Sequence[LocalOperator]], seconds: float
-) -> dict[_Kind, list[LocalOperator]]:
-    """Return some operators of each kind, which together take about so many seconds to time: the
-    smallest, and larger ones while there is time; the kinds with the most operators first."""
-    chosen: dict[_Kind, list[LocalOperator]] = defaultdict(list)
-    ordered = {kind: sorted(operators, key=_work) for kind, operators in kinds.items()}
-    for step in range(4):
-        for kind, operators in sorted(ordered.items(), key=lambda item: -len(item[1])):
-            if not operators:
-                continue
-            operator = operators[round(step * (len(operators) - 1) / 3)]
-            cost = _cost(operator)
-            if operator not in chosen[kind] and cost <= seconds:
-                seconds -= cost
-                chosen[kind].append(operator)
-    return {kind: operators for kind, operators in chosen.items() if operators}
+@lru_cache(maxsize=65536)
+def flops_of(operator: LocalOperator) -> int:
+    """Return the floating-point operations: two for a multiplication and an addition.
 
-
-def time_together(
-    operators: list[LocalOperator],
-    processes: int,
-    threads: int,
-    memory: int,
-    environment: dict[str, str],
-    progress: Callable[[int, int], object] = lambda done, of: None,
-) -> tuple[list[float], list[int]]:
-    """Return the seconds of each operator, timed by some processes at the same time, and the bytes
-    that it allocates beside its results.
-
-    Every process is new, and has the variables of `environment`; it sends no messages. It may use
-    about `memory` bytes.
+    Operators other than convolutions and matrix products count one for each element.
     """
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(_OF_LAUNCHERS)}
-    kept |= environment | {"OMP_NUM_THREADS": str(threads)}
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / "operators").write_bytes(pickle.dumps(operators))
-        (folder / "counters").write_bytes(bytes(8 * processes))
-        command = [sys.executable, "-m", "distconv.planning.operator_worker", name]
-        workers = [
-            subprocess.Popen(
-                [*command, *map(str, (i, processes, threads, memory))],
-                env=kept,
-                stderr=subprocess.PIPE,
-            )
-            for i in range(processes)
-        ]
-        try:
-            wait_for_all(workers)
-        finally:
-            for worker in workers:
-                worker.kill()
-                worker.wait()
-        every = [pickle.loads((folder / f"times {i}").read_bytes()) for i in range(processes)]
-    progress(len(operators), len(operators))
-    seconds = [sum(s) / processes for s in zip(*(times for times, _ in every), strict=True)]
-    return seconds, every[0][1]
+    # Not at the top, as it imports Triton where that is installed.
+    from torch.utils.flop_counter import flop_registry
+
+    count = flop_registry.get(getattr(torch.ops.aten, operator.name.split(".")[1]))
+    if count is None:
+        return max((prod(t.shape) for t in (*operator.taken, *operator.made)), default=0)
+    made = _like(operator.made)
+    if operator.name.startswith("aten.convolution_backward"):
+        # None for the gradients that were not asked for.
+        remaining = iter(made)
+        made = [next(remaining, None) if wanted else None for wanted in operator.arguments[-1]]
+    result = made[0] if len(made) == 1 else tuple(made)
+    keywords = {k: _like(v) for k, v in operator.keywords}
+    return int(count(*_like(operator.arguments), **keywords, out_val=result))
 
 
-def wait_for_all(workers: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Wait until all processes have ended; raise RuntimeError as soon as one has failed.
+def roofline_seconds(operator: LocalOperator, device: Roofline) -> float:
+    """Return the seconds of an operator: its arithmetic or its bytes, whichever take longer."""
+    tensors = [*operator.taken, *operator.made]
+    kind = str(tensors[0].dtype).removeprefix("torch.") if tensors else "float32"
+    rate = device.flops.get(kind, device.flops["float32"])
+    chosen = [part for part in device.efficiency if part and operator.name.startswith(part)]
+    reached = device.efficiency[max(chosen, key=len, default="")]
+    longest = max(flops_of(operator) / rate, operator.nbytes / device.bandwidth)
+    return max(longest / reached, device.smallest)
 
-    They wait for one another, so the others of one that was killed would never end.
-    """
-    running = list(workers)
-    while running:
-        for worker in list(running):
-            try:
-                _, said = worker.communicate(timeout=0.2)
-            except subprocess.TimeoutExpired:
-                continue
-            if worker.returncode:
-                raise RuntimeError(
-                    "a process that times local operators has ended with status "
-                    f"{worker.returncode}: {said.decode()[-2000:]}"
-                )
-            running.remove(worker)
+
+def _like(value: Any) -> Any:
+    """Return arguments with a tensor without elements for each `TensorSpec`."""
+    if isinstance(value, TensorSpec):
+        return torch.empty(value.shape, dtype=value.dtype, device="meta")
+    return [_like(part) for part in value] if isinstance(value, tuple) else value

@@ -8,7 +8,7 @@ which goes through the step in a dry run.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -151,7 +151,6 @@ def predict(
     machine: Machine,
     *,
     measure: bool = True,
-    progress: Callable[[int, int], object] = lambda done, of: None,
     **options: Any,
 ) -> Prediction:
     """Return the time and memory of a training step on a grid, which need not exist.
@@ -182,7 +181,7 @@ def predict(
     check_ranks(machine, DryRunGrid(grid, 0).size)
     recordings = record_ranks(module, shapes, grid, gpu=machine.asynchronous, **options)
     ranks = recordings[0].ranks
-    times = OperatorTimes(machine, machine.at_once(ranks), measure=measure, progress=progress)
+    times = OperatorTimes(machine, machine.at_once(ranks), measure=measure)
     times.prepare(operator for r in recordings for operator in r.operators)
     return predicted(type(module).__name__, shapes[0][0], grid, recordings, machine, times)
 

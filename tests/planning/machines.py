@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distconv.planning.machine import Link, Machine, Roofline, Table
+from distconv.planning.machine import LinkTimes, Machine, Roofline, Table
 
 
 def described(ranks_per_node: int = 4, *, asynchronous: bool = False) -> Machine:
@@ -14,8 +14,8 @@ def described(ranks_per_node: int = 4, *, asynchronous: bool = False) -> Machine
         ranks_per_node=ranks_per_node,
         threads=1,
         links={
-            "within": Link.described(1e-6, 1e10, posted=1e-7),
-            "between": Link.described(1e-5, 1e9, posted=1e-7),
+            "within": LinkTimes.described(1e-6, 1e10, posted=1e-7),
+            "between": LinkTimes.described(1e-5, 1e9, posted=1e-7),
         },
         reductions={},
         copy=nothing,

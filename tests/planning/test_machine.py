@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distconv.planning.links import check_ranks, collective_cost, messages_cost
-from distconv.planning.machine import Link, Machine, Table
+from distconv.planning.machine import LinkTimes, Machine, Table
 from tests.planning.machines import described
 
 
 def test_a_machine_comes_back_from_its_file_as_it_was(tmp_path: Path) -> None:
     machine = described()
     machine.operators = {"2": {"aten.relu.default(float32[3])": 1e-6}}
-    machine.reductions = {"all_reduce within": {2: Link.described(1e-6, 1e9)}}
+    machine.reductions = {"all_reduce within": {2: LinkTimes.described(1e-6, 1e9)}}
     machine.links["within"] = dataclasses.replace(machine.links["within"], eager=1024)
     machine.skew = Table((0.0, 1.0), (0.0, 0.1))
     machine.host["conv2d"] = Table((0.0, 1e6), (1e-5, 1e-4))
@@ -86,8 +86,8 @@ def test_messages_between_nodes_take_the_links_between_nodes() -> None:
 def test_latencies_of_messages_pass_together_and_host_work_adds_up() -> None:
     machine = described(ranks_per_node=4)
     machine.links = {
-        "within": Link.described(1e-5, 1e9, posted=2e-6, after=1e-6),
-        "between": Link.described(1e-4, 1e9, posted=2e-6, after=1e-6),
+        "within": LinkTimes.described(1e-5, 1e9, posted=2e-6, after=1e-6),
+        "between": LinkTimes.described(1e-4, 1e9, posted=2e-6, after=1e-6),
     }
     near = [(peer, 1000) for peer in (1, 2, 3)]
     of_near = messages_cost(0, near, near, machine)
@@ -101,13 +101,13 @@ def test_latencies_of_messages_pass_together_and_host_work_adds_up() -> None:
 
 def test_a_further_message_costs_no_more_than_a_message_alone() -> None:
     machine = described()
-    machine.links["within"] = Link.described(1e-5, 1e9, posted=8e-6, after=8e-6)
+    machine.links["within"] = LinkTimes.described(1e-5, 1e9, posted=8e-6, after=8e-6)
     several = [(1, 0), (2, 0), (3, 0)]
     assert messages_cost(0, several, [], machine).total == pytest.approx(3 * 1e-5)
 
 
 def test_a_machine_of_one_node_says_that_it_has_no_links_between_nodes() -> None:
-    machine = dataclasses.replace(described(), links={"within": Link.described(1e-6, 1e9)})
+    machine = dataclasses.replace(described(), links={"within": LinkTimes.described(1e-6, 1e9)})
     with pytest.raises(ValueError, match="on two nodes where there are several"):
         messages_cost(3, [(4, 8)], [(4, 8)], machine)
     check_ranks(machine, 4)
@@ -126,7 +126,7 @@ def test_messages_beyond_the_eager_ones_wait_for_both_sides() -> None:
 
 def test_a_measured_reduction_counts_as_measured_and_more_ranks_take_longer() -> None:
     machine = described(ranks_per_node=64)
-    machine.reductions = {"all_reduce within": {4: Link.described(1e-6, 1e9)}}
+    machine.reductions = {"all_reduce within": {4: LinkTimes.described(1e-6, 1e9)}}
     assert collective_cost("all_reduce", range(4), 10**6, machine).total == pytest.approx(1.001e-3)
     times = [collective_cost("all_reduce", range(n), 10**6, machine).total for n in (2, 4, 8, 64)]
     assert times == sorted(times)

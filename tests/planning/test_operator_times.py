@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from distconv.ops.support.method import method
 from distconv.planning.machine import Machine
-from distconv.planning.operator_calls import Operands, call_of
-from distconv.planning.operator_timing import MOST, times_of, workspace_of
+from distconv.planning.operator_timing import MOST, Operands, call_of, times_of, workspace_of
 from distconv.planning.operators import OperatorTimes
 from distconv.planning.recorded_step import mean_square, record_step, sgd
 from distconv.planning.recording import HostWork, LocalOperator, TensorSpec, spec_of

@@ -11,7 +11,8 @@ from torch import nn
 
 from distconv.planning import predict
 from distconv.planning.machine import Table
-from distconv.planning.operators import OperatorTimes, wait_for_all
+from distconv.planning.operator_timing import wait_for_all
+from distconv.planning.operators import OperatorTimes
 from distconv.planning.prediction import record_ranks
 from distconv.planning.timeline import play
 from tests.planning.machines import described

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from distconv.planning.machine import Link
+from distconv.planning.machine import LinkTimes
 from distconv.tools.command_line import main
 from tests.planning.machines import described
 from tests.support.jobs import end_of, start
@@ -111,7 +111,7 @@ def test_a_module_that_asks_for_elements_cannot_be_predicted_and_says_so(
 def test_a_machine_that_cannot_predict_the_cases_is_refused_before_any_is_run(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    within = {"within": Link.described(1e-6, 1e10)}
+    within = {"within": LinkTimes.described(1e-6, 1e10)}
     dataclasses.replace(described(), links=within).save("one-node.json")
     for machine, said in (("none", "no machine in"), ("one-node", "than the 4 of a node")):
         options = ("--ranks=1", "--predict-ranks=4,8", f"--machine={machine}.json")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from distconv.planning import allocator
+from distconv.planning.machine import ALLOCATOR
 from distconv.tools.batch.job import Job
 
 CORES_OF_THE_NODE = "$(lscpu --parse=CORE,SOCKET | grep -v '^#' | sort -u | wc -l)"
@@ -46,5 +46,5 @@ def _cores(job: Job) -> list[str]:
 
 def _variables(job: Job) -> dict[str, str]:
     """Return what the environment of the ranks has to say."""
-    host = {} if job.gpus_per_node else allocator.SETTINGS
+    host = {} if job.gpus_per_node else ALLOCATOR
     return {"DISTCONV_TRANSPORT": job.carrier, **host}

@@ -7,9 +7,8 @@ import json
 import sys
 from pathlib import Path
 
-from distconv.planning import allocator
 from distconv.planning.calibration import calibrate
-from distconv.planning.machine import as_dict
+from distconv.planning.machine import ALLOCATOR, as_dict
 from distconv.planning.plots import plot_machine
 from distconv.tools.arguments import byte_count, picture
 from distconv.tools.progress import StatusLine
@@ -53,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print(f"{arguments.output}: {machine}", flush=True)
     if not machine.environment:
-        missing = " ".join(f"{key}={value}" for key, value in allocator.SETTINGS.items())
+        missing = " ".join(f"{key}={value}" for key, value in ALLOCATOR.items())
         print(
             "Freed memory goes back to the system here, and is page-faulted in again in every "
             f"step. Set {missing} for jobs and for this command.",

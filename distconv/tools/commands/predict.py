@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.shape,
             arguments.grid,
             machine,
-            progress=lambda done, of: say(f"timed {done} of {of} operators"),
+            progress=lambda layer: say(f"recorded {layer.name}"),
             **step_of(arguments),
         )
         say("")

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 
 from distconv.model.input_layouts import match_layouts
-from distconv.planning import allocator
 from distconv.planning.alternation import Spread, sleep_until_all_are_here
 from distconv.planning.links import check_ranks
-from distconv.planning.machine import Machine
+from distconv.planning.machine import Machine, allocator_here
 from distconv.planning.scaling import STRONG, WEAK, Study, cases_of, usual_grid
 from distconv.planning.scaling_plots import draw
 from distconv.planning.scaling_runs import measure, predict_all
@@ -204,7 +203,7 @@ def _facts(arguments: argparse.Namespace) -> dict[str, str]:
         "optimizer": arguments.optimizer,
         "layout": str(arguments.layout),
         "layouts": "; ".join(f"{pattern}: {cut}" for pattern, cut in arguments.layouts),
-        "malloc": " ".join(f"{k}={v}" for k, v in sorted(allocator.settings_here().items())),
+        "malloc": " ".join(f"{k}={v}" for k, v in sorted(allocator_here().items())),
     }
     agreed: dict[str, str] = world().bcast(facts)
     return agreed

@@ -24,7 +24,7 @@ from distconv.ops.conv.volumes import (
     convolution_gradients,
     gains,
 )
-from distconv.planning.operator_calls import Operands, call_of
+from distconv.planning.operator_timing import Operands, call_of
 from distconv.planning.recording import LocalOperator, spec_of
 from tests.support.serial import deviation
 
