@@ -23,9 +23,9 @@ from torch import nn
 from benchmarks.networks import cosmoflow
 from distconv.planning.machine import LinkTimes, Machine, Table
 from distconv.planning.operators import OperatorTimes
+from distconv.planning.pictures import COLOURS, STYLE, axis_of_ranks
 from distconv.planning.prediction import Prediction, predicted, record_ranks
 from distconv.planning.recording import Recording
-from distconv.planning.scaling_plots import COLOURS, STYLE, axis_of_ranks
 from examples.mesh_tangling.network import mesh_tangling_1k, mesh_tangling_2k
 
 MACHINE = Path(__file__).parents[1] / "machines" / "lassen.json"

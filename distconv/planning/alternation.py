@@ -44,7 +44,9 @@ class Spread(NamedTuple):
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Return the median and the quartiles of at least two numbers."""
+    """Return the median and the quartiles of some numbers; of one, that number three times."""
+    if len(values) == 1:
+        return Spread(*values, *values, *values)
     low, median, high = quantiles(values, method="inclusive")
     return Spread(median, low, high)
 

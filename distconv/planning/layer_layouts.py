@@ -25,10 +25,9 @@ from distconv.planning.links import messages_cost
 from distconv.planning.machine import Machine
 from distconv.planning.operators import OperatorTimes
 from distconv.planning.prediction import Prediction, in_words, predict
-from distconv.planning.recorded_step import record_step, shapes_of
+from distconv.planning.recorded_step import dtype_of, record_step, shapes_of
 from distconv.planning.recording import Recording
 from distconv.planning.timeline import play
-from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.nested import tensors_in
 
 State = TypeVar("State")
@@ -118,19 +117,18 @@ def plan_layouts(
     uniform = predict(module, shapes, grid, machine, layouts=given, **options)
     hollow = without_elements(module, "plan_layouts")
     chain = chain_of(hollow, DryRunGrid({}), shapes, options.get("dtype"))
-    costs = _Costs(grid, machine)
-    first = _cuts(layout, grid, len(shapes[0]))
+    costs = _Costs(grid, machine, layout, len(shapes[0]))
     found: dict[str, Layout] = {}
     if len(shapes) == 1 and len(chain) > 1:
         progress(f"{len(chain)} layers, each in up to {MOST_LAYOUTS} layouts")
-        costs.prepare(chain, first)
+        costs.prepare(chain)
         path = shortest_path(
-            [costs.layouts(layer, first) for layer in chain],
+            [costs.layouts(layer) for layer in chain],
             lambda i, cuts: costs.seconds(chain[i], cuts),
             lambda i, a, b: costs.between(chain, i, a, b),
-            first,
+            costs.first,
         )
-        comes: Cuts = first
+        comes = costs.first
         for layer, cuts in zip(chain, path, strict=True):
             if cuts != comes:
                 found[layer.name] = Layout.of(cuts)
@@ -186,23 +184,19 @@ def chain_of(
     Modules within which that is not so count as layers themselves.
     """
     calls: dict[nn.Module, list[tuple[Any, Any]]] = {}
-    order: dict[nn.Module, int] = {}
-    hooks = []
-    for part in module.modules():
+    """Arguments and results of each module, in the order of the first calls."""
 
-        def note(part: nn.Module, args: Any, result: Any) -> None:
-            calls.setdefault(part, []).append((args, result))
+    def enter(part: nn.Module, args: Any) -> None:
+        calls.setdefault(part, [])
 
-        def enter(part: nn.Module, args: Any) -> None:
-            order.setdefault(part, len(order))
+    def leave(part: nn.Module, args: Any, result: Any) -> None:
+        calls[part].append((args, result))
 
-        hooks += [part.register_forward_pre_hook(enter), part.register_forward_hook(note)]
-    if dtype is None:
-        floating = (p.dtype for p in module.parameters() if p.is_floating_point())
-        dtype = next(floating, torch.float32)
+    hooks = [part.register_forward_pre_hook(enter) for part in module.modules()]
+    hooks += [part.register_forward_hook(leave) for part in module.modules()]
     try:
         with torch.no_grad(), without_counting():
-            module(*(grid.tensor(shape, None, dtype) for shape in shapes))
+            module(*(grid.tensor(shape, None, dtype or dtype_of(module)) for shape in shapes))
     finally:
         for hook in hooks:
             hook.remove()
@@ -210,9 +204,8 @@ def chain_of(
 
     def expand(part: nn.Module) -> Iterator[ChainedLayer]:
         ((args, result),) = calls[part]
-        children = sorted(
-            (child for child in part.children() if child in calls), key=order.__getitem__
-        )
+        within = set(part.children())
+        children = [child for child in calls if child in within]
         if children and _is_chain([calls[child] for child in children], args, result):
             for child in children:
                 yield from expand(child)
@@ -227,21 +220,12 @@ def _is_chain(calls: Sequence[Sequence[tuple[Any, Any]]], args: Any, result: Any
     """Return whether each was called once, with what the one before it has returned."""
     comes = args
     for several in calls:
-        if len(several) != 1:
+        inputs = tensors_in(several[0][0])
+        if len(several) != 1 or len(inputs) != 1 or inputs[0] is not tensors_in(comes)[0]:
             return False
-        inputs, made = several[0]
-        if len(tensors_in(inputs)) != 1 or tensors_in(inputs)[0] is not tensors_in(comes)[0]:
-            return False
-        comes = made
+        comes = several[0][1]
     # What a module makes of its last layer's result stays in one piece with it.
     return len(tensors_in(result)) == 1
-
-
-def _cuts(layout: Layout | None, grid: Mapping[str, int], ndim: int) -> Cuts:
-    topology = DryRunGrid(grid).topology
-    if layout is None:
-        return default_cuts(ndim, topology)
-    return effective_cuts(layout.cuts(ndim), topology)
 
 
 class _Costs:
@@ -250,38 +234,39 @@ class _Costs:
     The first rank has the largest block of whatever is cut, and the middle one the most neighbours.
     """
 
-    def __init__(self, grid: Mapping[str, int], machine: Machine):
+    def __init__(self, grid: Mapping[str, int], machine: Machine, layout: Layout | None, ndim: int):
         self._grid, self._machine = grid, machine
         self._dry = DryRunGrid(grid)
+        self.first = self._default(ndim)
+        """How the input of the chain is cut."""
+        if layout is not None:
+            self.first = effective_cuts(layout.cuts(ndim), self._dry.topology)
         self._ranks = tuple({0, self._dry.rank})
         self._times = OperatorTimes(machine, machine.at_once(self._dry.size))
         self._recorded: dict[object, tuple[Sequence[Recording], Cuts | None]] = {}
         self._seconds: dict[object, float] = {}
 
-    def layouts(self, layer: ChainedLayer, first: Cuts) -> list[Cuts]:
+    def _default(self, ndim: int) -> Cuts:
+        return default_cuts(ndim, self._dry.topology)
+
+    def layouts(self, layer: ChainedLayer) -> list[Cuts]:
         """Return the ways to cut a layer's input over all axes of the grid, the default first."""
-        names = dimension_names(len(layer.shape))
+        ndim = len(layer.shape)
         axes = [axis for axis, n in self._grid.items() if n > 1]
-        default = default_cuts(len(layer.shape), self._dry.topology)
-        found = [first] if len(first) == len(layer.shape) else []
-        found.append(default)
-        for chosen in product(range(len(names)), repeat=len(axes)):
-            cuts: Cuts = tuple(
-                tuple(a for a, d in zip(axes, chosen, strict=True) if d == i)
-                for i in range(len(names))
-            )
-            parts = (self._dry.topology.parts(c) for c in cuts)
+        found = [self.first] if len(self.first) == ndim else []
+        found.append(self._default(ndim))
+        for chosen in product(range(ndim), repeat=len(axes)):
+            pairs = list(zip(axes, chosen, strict=True))
+            cuts: Cuts = tuple(tuple(a for a, d in pairs if d == i) for i in range(ndim))
+            parts = map(self._dry.topology.parts, cuts)
             if all(p <= n for p, n in zip(parts, layer.shape, strict=True)):
                 found.append(cuts)
         return list(dict.fromkeys(found))[:MOST_LAYOUTS]
 
-    def prepare(self, chain: Sequence[ChainedLayer], first: Cuts) -> None:
+    def prepare(self, chain: Sequence[ChainedLayer]) -> None:
         """Record each layer in each layout, and time the local operators."""
-        for layer in chain:
-            for cuts in self.layouts(layer, first):
-                self._record(layer, cuts)
-        recordings = (recording for several, _ in self._recorded.values() for recording in several)
-        self._times.prepare_approximately([r.operators for r in recordings])
+        several = [self._record(layer, cuts)[0] for layer in chain for cuts in self.layouts(layer)]
+        self._times.prepare_approximately([r.operators for each in several for r in each])
 
     def seconds(self, layer: ChainedLayer, cuts: Cuts) -> float:
         """Return the seconds of a layer, forward and backward; infinity where it is refused."""
@@ -292,12 +277,8 @@ class _Costs:
         return self._seconds[key]
 
     def _played(self, recording: Recording) -> float:
-        line = play([recording], self._machine, self._times)
-        return sum(
-            s.stop - s.start
-            for s in line.segments[recording.rank]
-            if s.place.layer in recording.shapes
-        )
+        segments = play([recording], self._machine, self._times).segments[recording.rank]
+        return sum(s.stop - s.start for s in segments if s.place.layer in recording.shapes)
 
     def made(self, layer: ChainedLayer, cuts: Cuts) -> Cuts | None:
         """Return how the layer's output is cut; None where it is refused."""
@@ -306,16 +287,13 @@ class _Costs:
     def between(self, chain: Sequence[ChainedLayer], i: int, last: Cuts, cuts: Cuts) -> float:
         """Return the seconds to redistribute the input of layer `i`, and its gradient."""
         comes = last if i == 0 else self.made(chain[i - 1], last)
-        if comes is None:
+        if comes is None or len(comes) != len(cuts):
             return inf
-        layer = chain[i]
         if comes == cuts:
             return 0.0
-        if len(comes) != len(cuts):
-            return inf
         # The gradient of an input that nobody trains does not go back.
         passes = 1 if i == 0 else 2
-        return max(self._moved(layer, comes, cuts, rank, passes) for rank in self._ranks)
+        return max(self._moved(chain[i], comes, cuts, rank, passes) for rank in self._ranks)
 
     def _moved(self, layer: ChainedLayer, comes: Cuts, cuts: Cuts, rank: int, passes: int) -> float:
         """Return the seconds to redistribute a layer's input on a rank, also back in two passes."""
@@ -324,41 +302,31 @@ class _Costs:
         plan = make_plan(self._dry.topology, rank, layer.shape, comes, cuts, needs)
         arriving = [(r.peer, size * r.size) for r in plan.receives]
         leaving = [(r.peer, size * r.size) for r in plan.sends]
-        moved = sum(n for _, n in arriving) + sum(n for _, n in leaving)
-        packed = 2 * self._machine.packing.at(moved)
+        packed = 2 * self._machine.packing.at(sum(n for _, n in arriving + leaving))
         return passes * messages_cost(rank, arriving, leaving, self._machine).total + packed
 
     def _record(self, layer: ChainedLayer, cuts: Cuts) -> tuple[Sequence[Recording], Cuts | None]:
         """Return a layer's recordings, and how its output is cut; none where it is refused."""
         key = _key(layer, cuts)
         if key not in self._recorded:
-            made: list[Cuts] = []
-
-            def loss(output: Any) -> Tensor:
-                y = tensors_in(output)[0]
-                assert isinstance(y, DistTensor)
-                made.append(y.cuts)
-                return y.sum()
-
+            options: Any = {"layout": Layout.of(cuts), "dtype": layer.dtype}
+            options |= {"loss": _total, "gpu": self._machine.asynchronous}
+            options["input_gradients"] = True
             try:
                 recordings = [
-                    record_step(
-                        layer.module,
-                        [layer.shape],
-                        self._grid,
-                        rank=rank,
-                        layout=Layout.of(cuts),
-                        dtype=layer.dtype,
-                        loss=loss,
-                        input_gradients=True,
-                        gpu=self._machine.asynchronous,
-                    )
+                    record_step(layer.module, [layer.shape], self._grid, rank=rank, **options)
                     for rank in self._ranks
                 ]
-                self._recorded[key] = recordings, made[0]
+                output = recordings[0].calls[-1]
+                assert output.layout is not None and output.shape is not None
+                self._recorded[key] = recordings, output.layout.cuts(len(output.shape))
             except RuntimeError:
                 self._recorded[key] = (), None
         return self._recorded[key]
+
+
+def _total(output: Any) -> Tensor:
+    return tensors_in(output)[0].sum()
 
 
 def _key(layer: ChainedLayer, cuts: Cuts) -> object:

@@ -1,24 +1,41 @@
-"""Scaling studies: the cases of one, their times and predictions, and the file that keeps them."""
+"""Scaling studies: cases that are run in turns in one job, predicted, and kept in a file."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from math import prod
+from math import ceil, prod
 from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
 
 from distconv.data.durable import write_atomically
-from distconv.geometry.layout import dimension_names
+from distconv.geometry.layout import Layout, dimension_names
 from distconv.geometry.topology import AXES
-from distconv.planning.alternation import Spread, spread
-from distconv.planning.prediction import in_words
+from distconv.grid.process_grid import ProcessGrid
+from distconv.model.parallelize import parallelize
+from distconv.planning.alternation import SHORTEST, Contender, Spread, spread, timed, warm_up
+from distconv.planning.machine import Machine
+from distconv.planning.prediction import in_words, predict
+from distconv.planning.recorded_step import LOSSES, OPTIMIZERS, dtype_of
+from distconv.tensor.dist_tensor import DistTensor, local_box
+from distconv.tensor.redistribution import cuts_of_layout
+from distconv.tensor.sample_format import in_sample_format
+from distconv.transport.communicator import ObjectCommunicator
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 FORMAT = 1
 """The version of the files."""
 
 STRONG, WEAK = "strong", "weak"
+
+Make = Callable[[], nn.Module]
 
 
 @dataclass
@@ -49,9 +66,7 @@ class Case:
     @property
     def time(self) -> Spread | None:
         """Return the median and the quartiles of the measured seconds; None without any."""
-        if len(self.seconds) < 2:
-            return Spread(*self.seconds * 3) if self.seconds else None
-        return spread(self.seconds)
+        return spread(self.seconds) if self.seconds else None
 
 
 @dataclass
@@ -63,12 +78,12 @@ class Study:
 
     kind: str
     module: str
-    """What makes the module, as a command line names it."""
+    """The factory of the module, as a command line names it."""
     cases: list[Case]
     facts: dict[str, str] = field(default_factory=dict)
-    """What it was measured on, and how: alike in all rounds."""
+    """How and where it was measured: alike in all rounds."""
     machine: str | None = None
-    """Which machine model has predicted it."""
+    """The name of the machine model that has predicted it."""
 
     @property
     def rounds(self) -> int:
@@ -83,9 +98,8 @@ class Study:
     @property
     def base(self) -> Case | None:
         """Return the case others are compared with: the fastest measured on the fewest ranks."""
-        return _fastest_of_fewest(
-            [(case, median(case.seconds)) for case in self.measured if case.seconds]
-        )
+        found = [case for case in self.measured if case.seconds]
+        return min(found, key=lambda c: (c.ranks, median(c.seconds)), default=None)
 
     @property
     def predicted_base(self) -> Case | None:
@@ -93,8 +107,8 @@ class Study:
         base = self.base
         if base is not None and base.predicted is not None:
             return base
-        found = [(c, c.predicted) for c in self.cases if c.predicted is not None]
-        return _fastest_of_fewest(found)
+        found = [case for case in self.cases if case.predicted is not None]
+        return min(found, key=lambda c: (c.ranks, c.predicted), default=None)
 
     def efficiency(self, case: Case) -> Spread | None:
         """Return what part of the ideal speed a case reaches, paired by rounds; None without times.
@@ -105,30 +119,28 @@ class Study:
         base = self.base
         if base is None or not case.seconds:
             return None
-        share = self._share(base, case)
-        ratios = [b * share / s for b, s in zip(base.seconds, case.seconds, strict=False)]
-        return Spread(*ratios * 3) if len(ratios) < 2 else spread(ratios)
+        share = self._share(base, case.ranks)
+        return spread([b * share / s for b, s in zip(base.seconds, case.seconds, strict=False)])
 
     def predicted_efficiency(self, case: Case) -> float | None:
         """Return the same of the predictions."""
         base = self.predicted_base
         if base is None or base.predicted is None or case.predicted is None:
             return None
-        return base.predicted * self._share(base, case) / case.predicted
+        return base.predicted * self._share(base, case.ranks) / case.predicted
 
-    def _share(self, base: Case, case: Case) -> float:
-        return base.ranks / case.ranks if self.kind == STRONG else 1.0
+    def _share(self, base: Case, ranks: int) -> float:
+        return base.ranks / ranks if self.kind == STRONG else 1.0
 
     def ideal(self, ranks: int) -> float | None:
         """Return the seconds of the ideal step on so many ranks: as measured, or else predicted."""
         base = self.base
-        seconds = median(base.seconds) if base is not None else None
-        if seconds is None:
-            base = self.predicted_base
-            seconds = None if base is None else base.predicted
-        if base is None or seconds is None:
+        if base is not None:
+            return median(base.seconds) * self._share(base, ranks)
+        base = self.predicted_base
+        if base is None or base.predicted is None:
             return None
-        return seconds * base.ranks / ranks if self.kind == STRONG else seconds
+        return base.predicted * self._share(base, ranks)
 
     def save(self, path: Path) -> None:
         """Write the study as JSON; the file is whole at any moment."""
@@ -173,12 +185,11 @@ class Study:
                     f"the study was begun with {what} {theirs.get(what)}, and this one has "
                     f"{value}; give the same, or choose another --output"
                 )
-        rounds = earlier.rounds
         known = {case.name: case for case in earlier.cases}
         for case in self.cases:
             before = known.get(case.name)
             if before is not None:
-                case.seconds = before.seconds[:rounds] if case.measured else []
+                case.seconds = before.seconds[: earlier.rounds] if case.measured else []
                 case.predicted = before.predicted if earlier.machine == self.machine else None
         return self
 
@@ -187,16 +198,10 @@ class Study:
         return {"kind": self.kind, "module": self.module, "measured cases": cases, **self.facts}
 
 
-def _fastest_of_fewest(cases: Sequence[tuple[Case, float]]) -> Case | None:
-    if not cases:
-        return None
-    return min(cases, key=lambda found: (found[0].ranks, found[1]))[0]
-
-
 def cases_of(
     kind: str,
     shapes: Sequence[tuple[int, ...]],
-    grids: Sequence[Mapping[str, int]],
+    grids: Iterable[Mapping[str, int]],
     measured: bool = True,
 ) -> list[Case]:
     """Return a case for each grid.
@@ -242,22 +247,19 @@ def usual_grid(kind: str, shape: Sequence[int], ranks: int) -> dict[str, int]:
     In weak scaling every rank has samples of its own; in strong scaling all ranks cut each sample,
     into blocks as near to cubes as can be.
     """
-    if kind == WEAK:
+    names, sizes = dimension_names(len(shape))[2:], shape[2:]
+    if kind == WEAK or not names:
         return {"sample": ranks}
-    names = dimension_names(len(shape))[2:]
-    if not names:
-        return {"sample": ranks}
-    sizes = shape[2:]
 
-    def surface(extents: tuple[int, ...]) -> tuple[float, list[int]]:
+    def surface(extents: Sequence[int]) -> tuple[float, list[int]]:
         blocks = [n / e for n, e in zip(sizes, extents, strict=True)]
         # Faces towards neighbours, of which an inner block has two in each dimension.
         sent = sum(prod(blocks) / b * min(e - 1, 2) for b, e in zip(blocks, extents, strict=True))
         # Of equal ones, that which cuts the first dimension most: rows are contiguous.
         return sent, [-e for e in extents]
 
-    ordered = sorted(_factorings(ranks, len(names)), key=surface)
-    return dict(zip(names, ordered[0], strict=True))
+    best = min(list(_factorings(ranks, len(names))), key=surface)
+    return dict(zip(names, best, strict=True))
 
 
 def _factorings(number: int, parts: int) -> Iterator[tuple[int, ...]]:
@@ -269,3 +271,124 @@ def _factorings(number: int, parts: int) -> Iterator[tuple[int, ...]]:
         if number % first == 0:
             for others in _factorings(number // first, parts - 1):
                 yield (first, *others)
+
+
+def measure(
+    study: Study,
+    make: Make,
+    comm: MPI.Intracomm | ObjectCommunicator,
+    rounds: int,
+    *,
+    threads: int = 1,
+    step: Mapping[str, Any] | None = None,
+    finished: Callable[[int], object] = lambda rounds: None,
+) -> None:
+    """Run the measured cases until each has so many rounds; all ranks of `comm` call it.
+
+    A case runs on the first ranks, on a communicator of their own, while the others sleep. In each
+    round every case is timed once, every second round in reverse; a case that takes less than 10 ms
+    is repeated. A step is forward, loss, backward and optimizer, on random numbers. All cases are
+    in memory at once: parameters and inputs, that is.
+
+    Parameters
+    ----------
+    study: the same on all ranks, which gets the times on all of them.
+    make: makes the module, the same on every rank and each time.
+    comm: all ranks of the job.
+    threads: of every rank.
+    step: options of `predict` that say what the step is: dtype, layout, loss, optimizer, and what
+        `parallelize` takes.
+    finished: is called on every rank after each round, with the number of all complete ones.
+
+    Raises
+    ------
+    ValueError
+        On every rank, where a case has more ranks than `comm`.
+    """
+    cases = study.measured
+    most = max((case.ranks for case in cases), default=1)
+    if most > comm.size:
+        raise ValueError(
+            f"the largest case has {most} ranks, and {comm.size} have been started; start "
+            f"mpiexec -n {most} python -m distconv scale ..."
+        )
+    if study.rounds >= rounds or not cases:
+        return
+    sides = []
+    for case in cases:
+        mine = comm.rank < case.ranks
+        run = training_step(case, make, **(step or {})) if mine else _sleep
+        sides.append(Contender(run, threads, ranks=case.ranks))
+    repeats = [ceil(SHORTEST / seconds) for seconds in warm_up(comm, sides)]
+    for number in range(study.rounds, rounds):
+        order = range(len(cases)) if number % 2 == 0 else reversed(range(len(cases)))
+        took = {i: timed(comm, sides[i], repeats[i]) for i in order}
+        for i, case in enumerate(cases):
+            case.seconds.append(took[i])
+        finished(study.rounds)
+
+
+def training_step(
+    case: Case,
+    make: Make,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: Layout | None = None,
+    loss: str = "mse",
+    optimizer: str = "sgd",
+    autocast: torch.dtype | None = None,
+    **options: Any,
+) -> Callable[[], None]:
+    """Return a training step of a case, as `predict` has it; its ranks, the first ones, call it."""
+    extents: dict[str, Any] = dict(case.grid)
+    grid = ProcessGrid(tuple(range(case.ranks)), **extents)
+    module = make()
+    dtype = dtype or dtype_of(module)
+    module = parallelize(module, grid, **options)
+    parameters = list(module.parameters())
+    taken = OPTIMIZERS[optimizer](parameters) if parameters else None
+    inputs = []
+    for shape in case.shapes:
+        # The same numbers in every block, as ranks may hold copies of one.
+        numbers = torch.Generator().manual_seed(0)
+        mine = torch.randn(local_box(shape, grid, layout).shape, dtype=dtype, generator=numbers)
+        mine = in_sample_format(mine, shape, cuts_of_layout(layout, grid, len(shape)), grid)
+        inputs.append(DistTensor.from_local(mine, grid, layout, shape=shape))
+    kind = grid.device.type
+
+    def step() -> None:
+        with torch.autocast(kind, autocast, enabled=autocast is not None):
+            value = LOSSES[loss](module(*inputs))
+        if taken is not None:
+            value.backward()
+            taken.step()
+            taken.zero_grad()
+        if kind == "cuda":
+            torch.cuda.synchronize(grid.device)
+
+    return step
+
+
+def _sleep() -> None:
+    """Stand for a rank that is not in a case."""
+
+
+def predict_all(
+    study: Study,
+    make: Make,
+    machine: Machine,
+    *,
+    step: Mapping[str, Any] | None = None,
+    predicted: Callable[[Case], object] = lambda case: None,
+) -> None:
+    """Predict the cases that have no prediction yet; one process calls it, while others sleep.
+
+    On a measured machine, that times the local operators which it has no times for, so nothing else
+    may run. Errors are those of `predict`, for the first case that cannot be predicted.
+    """
+    for case in study.cases:
+        if case.predicted is None:
+            case.predicted = predict(
+                make(), case.shapes, case.grid, machine, **(step or {})
+            ).seconds
+            predicted(case)

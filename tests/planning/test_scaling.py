@@ -12,10 +12,18 @@ from hypothesis import strategies as st
 from mpi4py import MPI
 from torch import nn
 
-from distconv.planning import scaling_plots
-from distconv.planning.scaling import STRONG, WEAK, Case, Study, cases_of, usual_grid
-from distconv.planning.scaling_plots import draw
-from distconv.planning.scaling_runs import measure, predict_all
+from distconv.planning import pictures
+from distconv.planning.pictures import draw_studies
+from distconv.planning.scaling import (
+    STRONG,
+    WEAK,
+    Case,
+    Study,
+    cases_of,
+    measure,
+    predict_all,
+    usual_grid,
+)
 from tests.planning.machines import described
 
 SHAPE = (4, 3, 16, 16)
@@ -137,7 +145,7 @@ def test_studies_are_drawn_with_measurement_prediction_and_ideal(tmp_path: Path)
     weak = study(WEAK, ({}, []), ({"sample": 2}, []))
     weak.cases[0].predicted = weak.cases[1].predicted = 1.0
     for one in (s, weak):
-        files = draw([("one", one), ("two", one)], tmp_path / one.kind, "svg")
+        files = draw_studies([("one", one), ("two", one)], tmp_path / one.kind, "svg")
         assert [f.name for f in files] == [f"{one.kind}.{w}.svg" for w in ("time", "efficiency")]
         assert all(f.stat().st_size > 5000 for f in files)
 
@@ -148,7 +156,7 @@ def test_times_in_a_picture_have_marks_to_read_them_by_however_close(
 ) -> None:
     ax = pytest.importorskip("matplotlib.figure").Figure().subplots()
     ax.plot(times)
-    scaling_plots._axis_of_times(ax)
+    pictures.axis_of_times(ax)
     low, high = ax.get_ylim()
     assert sum(low <= mark <= high for mark in ax.get_yticks()) >= 3
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from distconv.planning.calibration import calibrate
 from distconv.planning.machine import ALLOCATOR, as_dict
-from distconv.planning.plots import plot_machine
+from distconv.planning.pictures import draw_machine
 from distconv.tools.arguments import byte_count, picture
 from distconv.tools.progress import StatusLine
 from distconv.transport.world import world
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     say("")
     machine.save(arguments.output)
     if arguments.plot is not None:
-        plot_machine(machine, arguments.plot)
+        draw_machine(machine, arguments.plot)
     if arguments.json:
         print(json.dumps(as_dict(machine)), flush=True)
     else:

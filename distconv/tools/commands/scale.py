@@ -16,9 +16,16 @@ from distconv.model.input_layouts import match_layouts
 from distconv.planning.alternation import Spread, sleep_until_all_are_here
 from distconv.planning.links import check_ranks
 from distconv.planning.machine import Machine, allocator_here
-from distconv.planning.scaling import STRONG, WEAK, Study, cases_of, usual_grid
-from distconv.planning.scaling_plots import draw
-from distconv.planning.scaling_runs import measure, predict_all
+from distconv.planning.pictures import draw_studies
+from distconv.planning.scaling import (
+    STRONG,
+    WEAK,
+    Study,
+    cases_of,
+    measure,
+    predict_all,
+    usual_grid,
+)
 from distconv.planning.table import table
 from distconv.tools.arguments import BadArguments, grid_axes
 from distconv.tools.commands.step_options import add_step_options, keep_times, step_of
@@ -140,7 +147,7 @@ def _study(arguments: argparse.Namespace) -> int:
         if first:
             study.save(path)
     if first:
-        pictures = draw([(path.stem, study)], path, arguments.pictures)
+        pictures = draw_studies([(path.stem, study)], path, arguments.pictures)
         print(as_json(study) if arguments.json else _listed(study), flush=True)
         if not arguments.json:
             print(*(f"wrote {file}" for file in (path, *pictures)), sep="\n", flush=True)
@@ -335,7 +342,12 @@ def _compare(arguments: argparse.Namespace) -> int:
         raise BadArguments("one study is of strong scaling and the other of weak; compare alike")
     print(_compared(studies))
     if arguments.output is not None:
-        print(*(f"wrote {file}" for file in draw(studies, arguments.output, arguments.pictures)))
+        print(
+            *(
+                f"wrote {file}"
+                for file in draw_studies(studies, arguments.output, arguments.pictures)
+            )
+        )
     return 0
 
 
