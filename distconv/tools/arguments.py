@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -23,6 +24,15 @@ _HEARD: ContextVar[list[tuple[bool, str]] | None] = ContextVar("_HEARD", default
 
 class BadArguments(Exception):
     """The command line asks for something that cannot be done; alike on every rank."""
+
+
+@contextmanager
+def complaining(*kinds: type[Exception]) -> Iterator[None]:
+    """Turn errors of these kinds into complaints about the command line."""
+    try:
+        yield
+    except kinds as error:
+        raise BadArguments(str(error)) from None
 
 
 class RankParser(argparse.ArgumentParser):

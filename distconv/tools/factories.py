@@ -15,7 +15,7 @@ from distconv.tools.arguments import BadArguments
 from distconv.transport.world import world
 
 
-def made(factory: str, seed: int) -> nn.Module:
+def module_from(factory: str, seed: int) -> nn.Module:
     """Return the module that the factory of this name makes."""
     path, colon, name = factory.rpartition(":")
     if not colon or not name:
@@ -66,7 +66,7 @@ def made_everywhere(factory: str, seed: int) -> nn.Module:
     """Return the module, which every rank makes; all ranks complain where one cannot."""
     module, problem = None, None
     try:
-        module = made(factory, seed)
+        module = module_from(factory, seed)
     except BadArguments as error:
         problem = error
     for found in world().allgather(problem):

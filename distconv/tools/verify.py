@@ -44,7 +44,7 @@ _RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU)
 
 
 @dataclass(frozen=True)
-class Comparison:
+class TensorComparison:
     """How far one tensor is from its serial twin."""
 
     layer: str
@@ -67,13 +67,13 @@ class Verification:
     module: str
     grid: str
     tolerance: float
-    rows: tuple[Comparison, ...]
+    rows: tuple[TensorComparison, ...]
     """Outputs in the order of the calls, buffers, and gradients from the last layer backwards."""
     notes: tuple[str, ...]
     """Remarks without which the rows might be misread."""
 
     @property
-    def first_deviation(self) -> Comparison | None:
+    def first_deviation(self) -> TensorComparison | None:
         """Return the first row that deviates; later ones may only have inherited it."""
         return next((row for row in self.rows if not row.ok), None)
 
@@ -86,7 +86,7 @@ class Verification:
         return "\n".join(
             [
                 f"{self.module} on {self.grid} against serial, tolerance {self.tolerance:.1e}",
-                listed(self.rows),
+                comparison_table(self.rows),
                 *(f"note: {note}" for note in self.notes),
                 self._verdict(),
             ]
@@ -118,7 +118,7 @@ def verify(
     backward: bool = True,
     seed: int = 0,
     show: bool = True,
-    progress: Callable[[Comparison], object] = lambda comparison: None,
+    progress: Callable[[TensorComparison], object] = lambda comparison: None,
 ) -> Verification:
     """Compare, and print, what each layer of `module` computes on `grid` and serially.
 
@@ -205,7 +205,7 @@ def verify(
     return verification
 
 
-def listed(rows: Sequence[Comparison], *, judged: bool = True) -> str:
+def comparison_table(rows: Sequence[TensorComparison], *, judged: bool = True) -> str:
     """Return comparisons as a table; without what follows from all of them unless `judged`."""
     cells = [
         (
@@ -271,8 +271,8 @@ def _compare(
     layouts: Mapping[str, Layout] | None,
     grid: ProcessGrid,
     seed: int,
-    progress: Callable[[Comparison], object],
-) -> tuple[list[Comparison], list[str], set[torch.dtype]]:
+    progress: Callable[[TensorComparison], object],
+) -> tuple[list[TensorComparison], list[str], set[torch.dtype]]:
     """Return all comparisons, not yet judged; notes; and the floating types that occur."""
     plain, model = copy.deepcopy(module).to(grid.device), copy.deepcopy(module)
     quiet = _without_dropout(plain)
@@ -341,8 +341,8 @@ class _Serial:
         inputs: Sequence[Tensor],
         *,
         last: bool,
-        progress: Callable[[Comparison], object] = lambda comparison: None,
-    ) -> list[Comparison]:
+        progress: Callable[[TensorComparison], object] = lambda comparison: None,
+    ) -> list[TensorComparison]:
         """Run `model` and compare; collective where that is distributed. `last` forgets outputs."""
         leaves = [_leaf(x) for x in inputs]
         expected = self.calls.outputs if last else dict(self.calls.outputs)
@@ -366,9 +366,9 @@ class _Serial:
                     compared.add(row)
             else:
                 note = "there is none on the grid"
-                rows.append(Comparison(type(model).__name__, "gradient", math.inf, note=note))
+                rows.append(TensorComparison(type(model).__name__, "gradient", math.inf, note=note))
         except UnsupportedOperation as refusal:
-            rows.append(Comparison(compared.where[0], "refused", math.inf, note=str(refusal)))
+            rows.append(TensorComparison(compared.where[0], "refused", math.inf, note=str(refusal)))
         except Exception as error:
             name, part = compared.where
             raise RuntimeError(
@@ -464,13 +464,13 @@ class _Compared(ModuleCalls):
         self,
         module: nn.Module,
         expected: dict[str, list[Tensor] | None],
-        progress: Callable[[Comparison], object],
+        progress: Callable[[TensorComparison], object],
     ):
         super().__init__(module)
-        self.rows: list[Comparison] = []
+        self.rows: list[TensorComparison] = []
         self._expected, self._progress = expected, progress
 
-    def add(self, row: Comparison) -> None:
+    def add(self, row: TensorComparison) -> None:
         """Take one more comparison."""
         self.rows.append(row)
         self._progress(row)
@@ -495,12 +495,12 @@ class _Compared(ModuleCalls):
             self._differ(name, "is called serially only")
 
     def _differ(self, name: str, note: str) -> None:
-        self.add(Comparison(name, "output", math.inf, note=note))
+        self.add(TensorComparison(name, "output", math.inf, note=note))
 
 
 def _gradients(
     serial: nn.Module, model: nn.Module, inputs: Sequence[Tensor], cut: Sequence[Tensor]
-) -> Iterator[Comparison]:
+) -> Iterator[TensorComparison]:
     """Yield the gradients from the last parameter to the inputs."""
     twins = dict(model.named_parameters())
     largest = _largest_by_layer({name: p.grad for name, p in serial.named_parameters()})
@@ -518,7 +518,7 @@ def _gradients(
         if got is None or wanted is None:
             where = "serially" if got is None else "on the grid"
             note = f"has a gradient {where} only"
-            yield Comparison(name, "gradient", math.inf, note=note)
+            yield TensorComparison(name, "gradient", math.inf, note=note)
         else:
             yield _comparison(name, "gradient", got, wanted, scale)
 
@@ -540,7 +540,7 @@ def _largest(x: Tensor | None) -> float:
 @torch.no_grad()
 def _comparison(
     name: str, kind: str, actual: Tensor, expected: Tensor, scale: float = 0.0
-) -> Comparison:
+) -> TensorComparison:
     """Compare a tensor of which `scale` may be the largest entry; collective where it is cut."""
     whole = actual.detach()
     if isinstance(whole, DistTensor):
@@ -550,8 +550,8 @@ def _comparison(
             f"is {tuple(whole.shape)} {whole.dtype}, serially {tuple(expected.shape)} "
             f"{expected.dtype}"
         )
-        return Comparison(name, kind, math.inf, note=note)
-    return Comparison(name, kind, _difference(whole, expected, scale))
+        return TensorComparison(name, kind, math.inf, note=note)
+    return TensorComparison(name, kind, _difference(whole, expected, scale))
 
 
 def _difference(actual: Tensor, expected: Tensor, scale: float) -> float:

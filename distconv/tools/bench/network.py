@@ -15,7 +15,7 @@ from distconv.tensor.dist_tensor import DistTensor, local_box
 from distconv.tensor.sample_format import in_sample_format
 from distconv.tools.arguments import BadArguments
 from distconv.tools.bench.settings import Settings, by
-from distconv.tools.factories import made, made_everywhere
+from distconv.tools.factories import made_everywhere, module_from
 from distconv.transport.world import world
 
 _SEED = 0
@@ -103,7 +103,7 @@ def named_network(factory: str, shape: tuple[int, ...], settings: Settings) -> N
         raise BadArguments(f"--shape {by(shape)} has no spatial dimension to cut; give a --grid")
     made_everywhere(factory, _SEED)
     block = tuple(local_box(shape, settings.grid(len(shape))).shape)
-    network = Network(factory, lambda spatial: made(factory, _SEED), shape)
+    network = Network(factory, lambda spatial: module_from(factory, _SEED), shape)
     mine = _problem(network, shape) or _problem(network, block)
     for rank, problem in enumerate(world().allgather(mine)):
         if problem is not None:

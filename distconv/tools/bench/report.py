@@ -55,64 +55,43 @@ class Row:
         return as_json(self, met=self.met)
 
 
-def over(
-    row: tuple[str, str, str],
-    measure: str,
-    subject: Sequence[float],
-    bound: Sequence[float],
-    target: float | None,
-) -> Row:
-    """Return the row of the subject's times over the bound's.
+Name = tuple[str, str, str]
+"""Benchmark, case and configuration of a row."""
 
-    `row` is benchmark, case and configuration.
-    """
+Times = Sequence[float]
+
+
+def over(row: Name, measure: str, subject: Times, bound: Times, target: float | None) -> Row:
+    """Return the row of the subject's times over the bound's."""
     ratios = [s / b for s, b in zip(subject, bound, strict=True)]
     return _row(row, measure, "", ratios, subject, bound, target)
 
 
-def speedup(
-    row: tuple[str, str, str],
-    measure: str,
-    subject: Sequence[float],
-    bound: Sequence[float],
-    target: float | None,
-) -> Row:
+def speedup(row: Name, measure: str, subject: Times, bound: Times, target: float | None) -> Row:
     """Return the row of how many times as fast as the bound the subject is."""
     ratios = [b / s for s, b in zip(subject, bound, strict=True)]
     return _row(row, measure, "", ratios, subject, bound, target, at_least=True)
 
 
-def minus(
-    row: tuple[str, str, str],
-    measure: str,
-    subject: Sequence[float],
-    bound: Sequence[float],
-    target: float | None,
-) -> Row:
+def minus(row: Name, measure: str, subject: Times, bound: Times, target: float | None) -> Row:
     """Return the row of the microseconds by which the subject takes longer than the bound."""
     differences = [(s - b) * 1e6 for s, b in zip(subject, bound, strict=True)]
     return _row(row, measure, "us", differences, subject, bound, target)
 
 
-def share(
-    row: tuple[str, str, str],
-    measure: str,
-    subject: Sequence[float],
-    bound: Sequence[float],
-    whole: Sequence[float],
-) -> Row:
+def share(row: Name, measure: str, subject: Times, bound: Times, whole: Times) -> Row:
     """Return the row of how much longer the subject takes than the bound, in percent of `whole`."""
     shares = [100 * (s - b) / w for s, b, w in zip(subject, bound, whole, strict=True)]
     return _row(row, measure, "%", shares, subject, bound, None)
 
 
 def _row(
-    row: tuple[str, str, str],
+    row: Name,
     measure: str,
     unit: str,
-    values: Sequence[float],
-    subject: Sequence[float],
-    bound: Sequence[float],
+    values: Times,
+    subject: Times,
+    bound: Times,
     target: float | None,
     at_least: bool = False,
 ) -> Row:

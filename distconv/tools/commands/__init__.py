@@ -1,1 +1,1 @@
-"""Commands of `python -m distconv`, a file each: its options, and the function that runs it."""
+"""The commands of `python -m distconv`, a module for those that belong together."""

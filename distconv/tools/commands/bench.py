@@ -13,17 +13,13 @@ from distconv.tools.bench.network import named_network
 from distconv.tools.bench.own_step import own_step
 from distconv.tools.bench.report import Row, as_table, plot
 from distconv.tools.bench.settings import Settings
+from distconv.tools.commands.options import Command
 from distconv.tools.progress import Progress
 from distconv.transport.torch_communicator import TorchCommunicator
 from distconv.transport.world import world
 
-PURPOSE = (
-    "measure a training step of a network beside the best plain torch, and where it loses time"
-)
 
-
-def options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
+def _options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("factory", metavar="MODULE:FACTORY", help="as package.module:Net or ./file.py:Net")
     add("shape", type=shape, metavar="N,C,...", help="of the input, as a whole")
@@ -83,8 +79,14 @@ def show(rows: Iterable[Row], arguments: argparse.Namespace) -> None:
             plot(progress.rows, arguments.plot)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Measure the step of a network; all ranks call it."""
+def _run(arguments: argparse.Namespace) -> int:
     settings = settings_of(arguments)
     show(own_step(settings, named_network(arguments.factory, arguments.shape, settings)), arguments)
     return 0
+
+
+BENCH = Command(
+    "measure a training step of a network beside the best plain torch, and where it loses time",
+    _options,
+    _run,
+)

@@ -9,19 +9,15 @@ import subprocess
 from pathlib import Path
 
 from distconv.data.durable import write_atomically
-from distconv.tools.arguments import BadArguments
-from distconv.tools.batch import SCHEDULERS, Job, Scheduler
-from distconv.tools.batch.job import TRANSPORTS
-from distconv.transport.world import world_if_rank
-
-PURPOSE = "write the batch script of a job for a scheduler, and submit it"
+from distconv.tools.arguments import BadArguments, complaining
+from distconv.tools.batch import SCHEDULERS, TRANSPORTS, BatchJob, Scheduler
+from distconv.tools.commands.options import Command, check_alone
 
 MARK = "# Written by: python -m distconv launch"
 """Begins the line by which a script tells how it was made."""
 
 
-def options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
+def _options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("command_line", nargs="*", metavar="-- COMMAND", help="the program of a rank, behind --")
     add("--scheduler", choices=SCHEDULERS, required=True, help="what runs the job")
@@ -62,61 +58,50 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--dry-run", action="store_true", help="print the script; write and submit nothing")
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Write, print or submit the script, and return the exit status.
-
-    Raises
-    ------
-    BadArguments
-        Where the job makes no sense, several ranks have been started, the file is not one that this
-        command has written, or the scheduler is not there.
-    """
-    comm = world_if_rank()
-    if comm is not None and comm.size > 1:
-        raise BadArguments("launch writes one script; start it without mpiexec, srun or torchrun")
+def _run(arguments: argparse.Namespace) -> int:
+    """Write, print or submit the script, and return the exit status."""
+    check_alone("launch")
     if arguments.submit and arguments.dry_run:
         raise BadArguments("--dry-run submits nothing; leave one of --submit and --dry-run out")
     scheduler = SCHEDULERS[arguments.scheduler]
-    try:
+    with complaining(ValueError):
         job = _job(arguments)
         script = scheduler.script(job)
-    except ValueError as error:
-        raise BadArguments(str(error)) from None
     if arguments.dry_run:
         print(script, end="")
         return 0
     path = arguments.output or Path(f"{job.title}.{arguments.scheduler}")
     _write(path, script)
-    print(f"{path}: {_times(job.ranks, 'rank')} on {_times(job.nodes, 'node')}", flush=True)
+    ranks, nodes = (
+        f"{n} {what}{'s' * (n != 1)}" for n, what in ((job.ranks, "rank"), (job.nodes, "node"))
+    )
+    print(f"{path}: {ranks} on {nodes}", flush=True)
     return _submitted(scheduler, script) if arguments.submit else 0
 
 
-def _job(arguments: argparse.Namespace) -> Job:
-    return Job(
+_TAKEN = (
+    *("nodes", "ranks_per_node", "cores_per_rank", "gpus_per_node", "transport", "name"),
+    *("account", "queue", "mpi"),
+)
+"""Options that a job has under the same names."""
+
+
+def _job(arguments: argparse.Namespace) -> BatchJob:
+    given = {option: getattr(arguments, option) for option in _TAKEN}
+    return BatchJob(
         command=tuple(arguments.command_line),
-        nodes=arguments.nodes,
-        ranks_per_node=arguments.ranks_per_node,
         minutes=arguments.time,
-        cores_per_rank=arguments.cores_per_rank,
-        gpus_per_node=arguments.gpus_per_node,
-        transport=arguments.transport,
-        name=arguments.name,
-        account=arguments.account,
-        queue=arguments.queue,
-        mpi=arguments.mpi,
         setup=tuple(arguments.setup),
         directives=tuple(arguments.directive),
         origin=f"{MARK} {_options_of(arguments)}",
+        **given,
     )
 
 
 def _options_of(arguments: argparse.Namespace) -> str:
     """Return the options that make this script again."""
     words: list[str] = []
-    for option in (
-        *("scheduler", "nodes", "ranks_per_node", "time", "cores_per_rank", "gpus_per_node"),
-        *("transport", "name", "account", "queue", "mpi", "setup", "directive"),
-    ):
+    for option in ("scheduler", *_TAKEN[:2], "time", *_TAKEN[2:], "setup", "directive"):
         given = getattr(arguments, option)
         for value in given if isinstance(given, list) else [given]:
             if value not in (None, 0):
@@ -145,5 +130,4 @@ def _submitted(scheduler: Scheduler, script: str) -> int:
     return subprocess.run(scheduler.submit, input=script, text=True).returncode
 
 
-def _times(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
+LAUNCH = Command("write the batch script of a job for a scheduler, and submit it", _options, _run)

@@ -28,19 +28,22 @@ from distconv.planning.scaling import (
 )
 from distconv.planning.table import table
 from distconv.tools.arguments import BadArguments, grid_axes
-from distconv.tools.commands.step_options import add_step_options, keep_times, step_of
+from distconv.tools.commands.options import (
+    Command,
+    add_step_options,
+    keep_times,
+    step_options,
+)
 from distconv.tools.explain import explain
-from distconv.tools.factories import made, made_everywhere
+from distconv.tools.factories import made_everywhere, module_from
 from distconv.tools.json_lines import as_json
 from distconv.tools.progress import Progress
 from distconv.transport.world import world, world_if_rank
 
-PURPOSE = "measure and predict how a module scales, and draw it; or compare two such studies"
-
 PICTURES = ("png", "pdf", "svg")
 
 
-def options(parser: argparse.ArgumentParser) -> None:
+def _options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command, whose kinds have options of their own."""
     kinds = parser.add_subparsers(required=True, metavar="KIND", dest="kind")
     for kind, purpose in (
@@ -101,14 +104,7 @@ def _grids(text: str) -> list[dict[str, int]] | None:
     return None if text == "auto" else [grid_axes(part) for part in text.split(";")]
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run the command and return its exit status; all ranks call it.
-
-    Raises
-    ------
-    BadArguments
-        On every rank, where the study makes no sense, or has been begun otherwise.
-    """
+def _run(arguments: argparse.Namespace) -> int:
     return _compare(arguments) if arguments.kind == "compare" else _study(arguments)
 
 
@@ -117,13 +113,13 @@ def _study(arguments: argparse.Namespace) -> int:
     first = comm is None or comm.rank == 0
     path = arguments.output or Path(f"scale-{arguments.kind}.json")
     study = _asked(arguments)
-    step = step_of(arguments)
+    step = step_options(arguments)
     _check_module(arguments, study)
     _check_machine(arguments.machine, study)
     study = _resumed(study, path)
 
     def make() -> Any:
-        return made(arguments.factory, arguments.seed)
+        return module_from(arguments.factory, arguments.seed)
 
     with Progress[str](str, lambda rows: print(*rows, sep="\n"), first) as progress:
 
@@ -386,3 +382,10 @@ def _compared(studies: Sequence[tuple[str, Study]]) -> str:
             if base.facts[fact] != other.facts.get(fact)
         ]
     return "\n".join(lines)
+
+
+SCALE = Command(
+    "measure and predict how a module scales, and draw it; or compare two such studies",
+    _options,
+    _run,
+)

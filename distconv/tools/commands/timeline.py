@@ -6,16 +6,13 @@ import argparse
 import json
 from pathlib import Path
 
-from distconv.tools.arguments import BadArguments, picture
+from distconv.tools.arguments import BadArguments, complaining, picture
+from distconv.tools.commands.options import Command, is_first
 from distconv.tools.timeline.picture import draw
 from distconv.tools.timeline.summary import add_up, as_table, read_trace
-from distconv.transport.world import world_if_rank
-
-PURPOSE = "add up what ranks compute and wait for in a file of distconv.timeline, and draw it"
 
 
-def options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
+def _options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("trace", type=Path, metavar="FILE", help="what distconv.timeline has written")
     add("--json", action="store_true", help="one line of JSON instead of a table")
@@ -24,15 +21,12 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--end", type=float, metavar="MS", help="of the picture (default: that of the timeline)")
 
 
-def run(arguments: argparse.Namespace) -> int:
+def _run(arguments: argparse.Namespace) -> int:
     """Print the sums, and draw the picture; rank 0 does."""
-    comm = world_if_rank()
-    if comm is not None and comm.rank:
+    if not is_first():
         return 0
-    try:
+    with complaining(OSError, ValueError):
         events = read_trace(arguments.trace)
-    except (OSError, ValueError) as error:
-        raise BadArguments(str(error)) from None
     rows = add_up(events)
     shown = json.dumps([row._asdict() for row in rows]) if arguments.json else as_table(rows)
     print(shown, flush=True)
@@ -43,3 +37,10 @@ def run(arguments: argparse.Namespace) -> int:
             raise BadArguments(f"--end {end} is not after --begin {arguments.begin}")
         draw(events, arguments.plot, arguments.begin, end)
     return 0
+
+
+TIMELINE = Command(
+    "add up what ranks compute and wait for in a file of distconv.timeline, and draw it",
+    _options,
+    _run,
+)

@@ -1,0 +1,147 @@
+"""What commands have in common: options that name a module, a grid, a step and a machine."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from distconv.planning.machine import Machine
+from distconv.planning.recorded_step import LOSSES, OPTIMIZERS
+from distconv.tools.arguments import (
+    BadArguments,
+    complaining,
+    grid_axes,
+    layout,
+    pattern_and_layout,
+    shape,
+)
+from distconv.transport.world import world_if_rank
+
+DTYPES = ("float32", "float64", "bfloat16", "float16")
+
+
+class Command(NamedTuple):
+    """A subcommand: its purpose, its own options, and the function that runs it."""
+
+    purpose: str
+    options: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+def add_module_options(parser: argparse.ArgumentParser) -> None:
+    """Add the module, the shapes of its inputs, the layouts, the seed, and `--json`."""
+    add = parser.add_argument
+    add(
+        "factory",
+        metavar="MODULE:FACTORY",
+        help="what makes the torch module when called without arguments: a function or a class, in "
+        "package.module or ./file.py",
+    )
+    add(
+        "--shape",
+        type=shape,
+        action="append",
+        required=True,
+        metavar="N,C,...",
+        help="global shape of the input; once for each input",
+    )
+    add(
+        "--layout",
+        type=layout,
+        metavar="DIMENSION=AXIS+AXIS,...",
+        help="how the inputs are cut; by default every dimension over the axis of its name",
+    )
+    add(
+        "--layouts",
+        type=pattern_and_layout,
+        action="append",
+        default=[],
+        metavar="PATTERN:DIMENSION=AXIS+AXIS,...",
+        help="how modules whose names match take their inputs; once for each pattern",
+    )
+    add("--seed", type=int, default=0, help="of parameters and inputs (%(default)s)")
+    add("--json", action="store_true", help="one line of JSON instead of a table")
+
+
+def add_grid_option(parser: argparse.ArgumentParser) -> None:
+    """Add `--grid`, which has to be given."""
+    metavar, text = "AXIS=RANKS,...", "ranks along the axes of the grid"
+    parser.add_argument("--grid", type=grid_axes, required=True, metavar=metavar, help=text)
+
+
+def add_dtype_option(parser: argparse.ArgumentParser) -> None:
+    """Add `--dtype`, of the inputs."""
+    parser.add_argument("--dtype", choices=DTYPES, help="of the input (default: as the parameters)")
+
+
+def add_step_options(parser: argparse.ArgumentParser) -> None:
+    """Add the module, its inputs, what is minimised and how, and the machine."""
+    add_module_options(parser)
+    add_dtype_option(parser)
+    add = parser.add_argument
+    add(
+        "--machine",
+        type=Path,
+        default=Path("machine.json"),
+        metavar="FILE",
+        help="what `calibrate` has measured, or somebody described (default: %(default)s)",
+    )
+    add("--loss", choices=LOSSES, default="mse", help="what is minimised (default: %(default)s)")
+    add("--optimizer", choices=OPTIMIZERS, default="sgd", help="by what (default: %(default)s)")
+    add("--autocast", choices=DTYPES[2:], help="the type of autocast around module and loss")
+    add("--shard-parameters", action="store_true", help="as parallelize does")
+    add("--wire", choices=DTYPES[2:], help="in which gradients travel, as for parallelize")
+
+
+def step_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of `predict` and `plan` that the command line has given."""
+    return {
+        "dtype": dtype_named(arguments.dtype),
+        "autocast": dtype_named(arguments.autocast),
+        "layout": arguments.layout,
+        "layouts": dict(arguments.layouts),
+        "loss": arguments.loss,
+        "optimizer": arguments.optimizer,
+        "shard_parameters": arguments.shard_parameters,
+        "wire": arguments.wire,
+    }
+
+
+def dtype_named(name: str | None) -> torch.dtype | None:
+    """Return the type of this name; None for none."""
+    return None if name is None else getattr(torch, name)
+
+
+def loaded(path: Path) -> Machine:
+    """Return the machine of a file; complain where it holds none."""
+    with complaining(ValueError):
+        return Machine.load(path)
+
+
+def is_first() -> bool:
+    """Return whether this is the rank that prints."""
+    comm = world_if_rank()
+    return comm is None or comm.rank == 0
+
+
+def check_alone(command: str) -> None:
+    """Complain where several ranks have been started for a command of one process."""
+    comm = world_if_rank()
+    if comm is not None and comm.size > 1:
+        raise BadArguments(
+            f"{command} takes one process; start it without mpiexec, srun or torchrun"
+        )
+
+
+def keep_times(machine: Machine, path: Path) -> None:
+    """Write down the local operators that have been timed, where the file can be written."""
+    if machine.roofline is None:
+        try:
+            machine.save(path)
+        except OSError:
+            # Somebody else's file: the times are taken again next time.
+            pass
