@@ -24,12 +24,11 @@ from distconv.planning.machine import LinkTimes, Machine, Table, allocator_here
 from distconv.transport.world import world
 
 MESSAGES = (8, 2**10, 2**13, 2**15, 2**16, 2**18, 2**20, 2**22, 2**24)
+GATHERED = (8, 2**10, 2**13, 2**15, 2**16)
+"""Bytes at which all-gathers are measured: of statistics, and no activations."""
 REDUCED = (8, 2**10, 2**14, 2**17, 2**20, 2**22, 2**24)
 COPIED = (2**10, 2**14, 2**18, 2**20, 2**22, 2**24, 2**26)
 """Bytes at which messages, reductions and copies are measured."""
-
-_GATHERED = 2**17
-"""Bytes up to which all-gathers are measured: statistics, and no activations."""
 
 _BUSY = 1e-3
 """Seconds of a message of 8 bytes within a node from which on others must be using its cores."""
@@ -59,24 +58,19 @@ def calibrate(
     comm = world()
     hosts = comm.allgather(platform.node())
     per_node = max(hosts.count(host) for host in set(hosts))
-    sources = {}
+    when = time.strftime("%Y-%m-%d")
+    where_from = f"measured on {hosts[0]}, {when}, {comm.size} ranks on {len(set(hosts))} nodes: "
     links: dict[str, LinkTimes] = {}
     reductions: dict[str, dict[int, LinkTimes]] = {}
-    when = time.strftime("%Y-%m-%d")
-    where_from = f"measured on {hosts[0]}, {when}, {comm.size} ranks on {len(set(hosts))} nodes"
     if comm.size > 1:
         for where, grid, peer in _pairs(hosts):
             progress(f"messages {where} nodes" if where == "between" else "messages within a node")
             links[where] = _messages(grid, peer, seconds / 4)
-            sources[f"links {where}"] = f"{where_from}: pairs of ranks, all at once"
-        for kind, sizes in (("all_reduce", REDUCED), ("all_gather", MESSAGES)):
+        for kind, sizes in (("all_reduce", REDUCED), ("all_gather", GATHERED)):
             for ranks, grid in _groups(comm.size):
                 progress(f"{kind} of {ranks} ranks")
-                where = _where(hosts, ranks)
-                chosen = [s for s in sizes if kind == "all_reduce" or s <= _GATHERED]
-                link = _collective(kind, grid, chosen, seconds / 40)
-                reductions.setdefault(f"{kind} {where}", {})[ranks] = link
-                sources[f"{kind} {where}"] = f"{where_from}: groups of neighbours, all at once"
+                of_kind = reductions.setdefault(f"{kind} {_where(hosts, ranks)}", {})
+                of_kind[ranks] = _collective(kind, grid, sizes, seconds / 40)
     if "within" in links and (least := links["within"].total.at(8)) > _BUSY and comm.rank == 0:
         warnings.warn(
             f"8 bytes take {least * 1e3:.1f} ms from rank to rank within a node, which takes a "
@@ -86,18 +80,19 @@ def calibrate(
         )
     progress("the slowest rank")
     skew = _skew(seconds / 10)
-    sources["skew"] = f"{where_from}: all ranks of the job at once"
     progress("copies and packing")
-    copy = _table(_copies(rows=False), COPIED)
-    packing = _table(_copies(rows=True), COPIED)
-    sources["copy"] = sources["packing"] = f"{where_from}: all ranks at once, {torch.__version__}"
+    copy, packing = (_table(_copies(rows=rows), COPIED) for rows in (False, True))
     progress("Python")
     host = measure_host_work(2 if seconds < 20 else 16)
+    sources = {f"links {where}": "pairs of ranks, all at once" for where in links}
+    sources |= dict.fromkeys(reductions, "groups of neighbours, all at once")
+    sources |= dict.fromkeys(("copy", "packing"), f"all ranks at once, {torch.__version__}")
+    sources["skew"] = "all ranks of the job at once"
     sources["host"] = (
-        f"{where_from}: functions on tiny tensors, minus their local operators, all ranks at once, "
-        "after bytes have gone through the caches"
+        "functions on tiny tensors, minus their local operators, all ranks at once, after bytes "
+        "have gone through the caches"
     )
-    sources["operators"] = f"timed on {hosts[0]} when first asked for"
+    sources = {part: where_from + how for part, how in sources.items()}
     return Machine(
         name=name or hosts[0],
         assumed=False,
@@ -111,7 +106,7 @@ def calibrate(
         skew=skew,
         memory=memory or _memory_of_node() // per_node,
         environment=allocator_here(),
-        sources=sources,
+        sources=sources | {"operators": f"timed on {hosts[0]} when first asked for"},
     )
 
 
@@ -147,45 +142,49 @@ def _where(hosts: Sequence[str], ranks: int) -> str:
 
 
 def _messages(grid: ProcessGrid, peer: int | None, seconds: float) -> LinkTimes:
-    rows = []
-    for size in MESSAGES:
-        leaving = torch.zeros(size, dtype=torch.uint8)
-        arriving = torch.zeros(size, dtype=torch.uint8)
+    def starter(size: int) -> tuple[Callable[[], Any], Tensor]:
+        leaving, arriving = torch.zeros(2, size, dtype=torch.uint8)
         into = [] if peer is None else [(peer, arriving)]
         out = [] if peer is None else [(peer, leaving)]
+        return lambda: grid.transport.exchange(into, out, grid.transport.next_tag()), leaving
 
-        def start(into: Any = into, out: Any = out) -> Any:
-            return grid.transport.exchange(into, out, grid.transport.next_tag())
-
-        late = peer is not None and peer < grid.rank
-        rows.append(_under_way(grid, start, leaving, late, seconds / len(MESSAGES)))
-    return _link(MESSAGES, rows)
+    late = peer is not None and peer < grid.rank
+    return _link(grid, MESSAGES, starter, late, seconds)
 
 
 def _collective(kind: str, grid: ProcessGrid, sizes: Sequence[int], seconds: float) -> LinkTimes:
     group = grid.communicator(("width",))
-    rows = []
-    for size in sizes:
+
+    def starter(size: int) -> tuple[Callable[[], Any], Tensor]:
         mine = torch.zeros(size // 4)
+        return lambda: getattr(grid.transport, kind)(mine, group), mine
 
-        def start(mine: Tensor = mine) -> Any:
-            if kind == "all_reduce":
-                return grid.transport.all_reduce(mine, group)
-            grid.transport.all_gather(mine, group)
-            return _Over()
-
-        rows.append(_under_way(grid, start, mine, grid.rank % 2 == 1, seconds / len(sizes)))
-    if kind == "all_gather":
-        # It returns when it is complete, so nothing of it is left to wait for.
-        rows = [(total, 0.0, 0.0, False) for total, *_ in rows]
-    return _link(sizes, rows)
+    link = _link(grid, sizes, starter, grid.rank % 2 == 1, seconds)
+    if kind == "all_reduce":
+        return link
+    # An all-gather returns when it is complete, so nothing of it is left to wait for.
+    nothing = _table([0.0] * len(sizes), sizes)
+    return LinkTimes(link.total, nothing, nothing)
 
 
-class _Over:
-    """A movement that is complete when it has been started."""
+def _link(
+    grid: ProcessGrid,
+    sizes: Sequence[int],
+    starter: Callable[[int], tuple[Callable[[], Any], Tensor]],
+    late: bool,
+    seconds: float,
+) -> LinkTimes:
+    """Return the times of movements of some sizes, in about so many seconds.
 
-    def wait(self) -> None:
-        """Return at once."""
+    Parameters
+    ----------
+    starter: returns a function that starts a movement of a size, and the tensor that it sends.
+    late: whether this rank works when half of the ranks do.
+    """
+    rows = [_under_way(grid, *starter(size), late, seconds / len(sizes)) for size in sizes]
+    total, posted, after, both = zip(*rows, strict=True)
+    eager = max((0, *sizes[: both.index(True)])) if any(both) else None
+    return LinkTimes(_table(total, sizes), _table(posted, sizes), _table(after, sizes), eager)
 
 
 def _under_way(
@@ -194,17 +193,14 @@ def _under_way(
     """Return medians over rounds of the slowest rank: total, starting, and waiting after work; and
     whether those that wait at once wait for those that work.
 
-    Parameters
-    ----------
-    written: is written before each start, as halos are packed and gradients made.
-    late: whether this rank works when half of the ranks do.
+    `written` is written before each start, as halos are packed and gradients made.
     """
     clock = time.perf_counter
     comm = grid.comm
     for _ in range(3):
-        start().wait()
+        _finished(start())
     begun = clock()
-    start().wait()
+    _finished(start())
     once = max(comm.allgather(clock() - begun))
     rounds = max(5, min(50, int(seconds / 4 / max(once, 1e-5))))
     busy = 2 * once + 2e-4
@@ -219,7 +215,7 @@ def _under_way(
         while working and clock() < started + busy:
             pass
         behind = clock()
-        request.wait()
+        _finished(request)
         ended = clock()
         return started - begun, ended - behind, ended - begun
 
@@ -235,15 +231,14 @@ def _under_way(
     return total, min(posted, total), min(after, total), held > busy
 
 
+def _finished(request: Any) -> None:
+    if not isinstance(request, Tensor):  # an all-gather is complete
+        request.wait()
+
+
 def _meet(grid: ProcessGrid) -> None:
     """Wait for all ranks."""
     grid.transport.all_reduce(torch.zeros(1), grid.communicator(tuple(grid.shape))).wait()
-
-
-def _link(sizes: Sequence[int], rows: Sequence[tuple[float, float, float, bool]]) -> LinkTimes:
-    total, posted, after, both = zip(*rows, strict=True)
-    eager = max((0, *sizes[: both.index(True)])) if any(both) else None
-    return LinkTimes(_table(total, sizes), _table(posted, sizes), _table(after, sizes), eager)
 
 
 def _skew(seconds: float) -> Table:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import ceil, prod
 from pathlib import Path
@@ -22,6 +22,7 @@ from distconv.planning.alternation import SHORTEST, Contender, Spread, spread, t
 from distconv.planning.machine import Machine
 from distconv.planning.prediction import in_words, predict
 from distconv.planning.recorded_step import LOSSES, OPTIMIZERS, dtype_of
+from distconv.planning.search import grids_of
 from distconv.tensor.dist_tensor import DistTensor, local_box
 from distconv.tensor.redistribution import cuts_of_layout
 from distconv.tensor.sample_format import in_sample_format
@@ -251,26 +252,15 @@ def usual_grid(kind: str, shape: Sequence[int], ranks: int) -> dict[str, int]:
     if kind == WEAK or not names:
         return {"sample": ranks}
 
-    def surface(extents: Sequence[int]) -> tuple[float, list[int]]:
-        blocks = [n / e for n, e in zip(sizes, extents, strict=True)]
+    def surface(grid: Mapping[str, int]) -> tuple[float, list[int]]:
+        parts = [grid.get(name, 1) for name in names]
+        blocks = [n / e for n, e in zip(sizes, parts, strict=True)]
         # Faces towards neighbours, of which an inner block has two in each dimension.
-        sent = sum(prod(blocks) / b * min(e - 1, 2) for b, e in zip(blocks, extents, strict=True))
+        sent = sum(prod(blocks) / b * min(e - 1, 2) for b, e in zip(blocks, parts, strict=True))
         # Of equal ones, that which cuts the first dimension most: rows are contiguous.
-        return sent, [-e for e in extents]
+        return sent, [-e for e in parts]
 
-    best = min(list(_factorings(ranks, len(names))), key=surface)
-    return dict(zip(names, best, strict=True))
-
-
-def _factorings(number: int, parts: int) -> Iterator[tuple[int, ...]]:
-    """Yield the ways to write a number as an ordered product of so many factors."""
-    if parts == 1:
-        yield (number,)
-        return
-    for first in range(1, number + 1):
-        if number % first == 0:
-            for others in _factorings(number // first, parts - 1):
-                yield (first, *others)
+    return min(grids_of(ranks, (1, 1, *[ranks] * len(names)), names), key=surface)
 
 
 def measure(

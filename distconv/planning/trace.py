@@ -7,8 +7,7 @@ between, along each axis), with other ranks told by how far away they are.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from itertools import product
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ FORMAT = 1
 """The version of the files."""
 
 
-def trace(
+def message_trace(
     module: nn.Module,
     shape: Sequence[int] | Sequence[Sequence[int]],
     grid: Mapping[str, int],
@@ -40,8 +39,9 @@ def trace(
     """
     topology = Topology(tuple(grid.get(axis, 1) for axis in AXES))
     shapes = shapes_of(shape)
-    stand_for = [sorted({_kind(a, i, n) for i in range(n)}) for a, n in _axes(topology)]
-    kinds = list(product(*stand_for))
+    every = map(_place(topology), range(topology.size))
+    places = [tuple(_stands_for(topology, place)) for place in every]
+    kinds = sorted(set(places))
     ranks = [topology.rank(dict(zip(AXES, place, strict=True))) for place in kinds]
     options["gpu"] = machine.asynchronous
     recordings = [record_step(module, shapes, grid, rank=rank, **options) for rank in ranks]
@@ -54,7 +54,7 @@ def trace(
         "axes": list(AXES),
         "extents": list(topology.extents),
         "ranks_per_node": machine.ranks_per_node,
-        "kind_of_rank": [_number_of_kind(r, topology, kinds) for r in range(topology.size)],
+        "kind_of_rank": [kinds.index(place) for place in places],
         "events": [_events(r, topology, machine, times) for r in recordings],
     }
 
@@ -78,35 +78,27 @@ def export_trace(
       from this one along these axes
     - `["wait", number]`
     """
-    text = json.dumps(trace(module, shape, grid, machine, **options))
+    text = json.dumps(message_trace(module, shape, grid, machine, **options))
     write_atomically(path, lambda file: file.write(text.encode()))
 
 
-def _axes(topology: Topology) -> list[tuple[str, int]]:
-    """Return the axes of a grid with their extents."""
-    return list(zip(AXES, topology.extents, strict=True))
+def _place(topology: Topology) -> Callable[[int], tuple[int, ...]]:
+    """Return the function from a rank to its coordinates."""
+    return lambda rank: tuple(topology.coordinates(rank).values())
 
 
-def _kind(axis: str, index: int, extent: int) -> int:
-    """Return the index along an axis that stands for this one; samples have no neighbours."""
-    if axis == "sample":
-        return 0
-    return index if index in (0, extent - 1) else extent // 2
-
-
-def _number_of_kind(rank: int, topology: Topology, kinds: Sequence[tuple[int, ...]]) -> int:
-    place = zip(_place(topology, rank), _axes(topology), strict=True)
-    return kinds.index(tuple(_kind(axis, index, n) for index, (axis, n) in place))
-
-
-def _place(topology: Topology, rank: int) -> tuple[int, ...]:
-    return tuple(topology.coordinates(rank).values())
+def _stands_for(topology: Topology, place: Sequence[int]) -> Iterator[int]:
+    """Yield the coordinates of the rank that stands for this one; samples have no neighbours."""
+    for axis, index, extent in zip(AXES, place, topology.extents, strict=True):
+        inner = index not in (0, extent - 1)
+        yield 0 if axis == "sample" else extent // 2 if inner else index
 
 
 def _events(
     recording: Recording, topology: Topology, machine: Machine, times: OperatorTimes
 ) -> list[list[Any]]:
-    me = _place(topology, recording.rank)
+    place_of = _place(topology)
+    me = place_of(recording.rank)
     events: list[list[Any]] = []
     work = 0.0
 
@@ -117,7 +109,7 @@ def _events(
         work = 0.0
 
     def away(side: Sequence[tuple[int, int]]) -> list[list[Any]]:
-        places = ((_place(topology, peer), size) for peer, size in side)
+        places = ((place_of(peer), size) for peer, size in side)
         return [[[b - a for a, b in zip(me, there, strict=True)], size] for there, size in places]
 
     for event in recording.events:
@@ -133,7 +125,7 @@ def _events(
                 axes = {
                     axis
                     for peer, _ in event.arriving
-                    for axis, a, b in zip(AXES, me, _place(topology, peer), strict=True)
+                    for axis, a, b in zip(AXES, me, place_of(peer), strict=True)
                     if a != b
                 }
                 named = [axis for axis in AXES if axis in axes]

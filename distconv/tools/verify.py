@@ -240,22 +240,20 @@ def _agreed_inputs(module: Any, input: Any, grid: ProcessGrid, options: Any) -> 
         if theirs:
             raise TypeError(f"verify: {theirs} (rank {rank})")
     for rank, (_, theirs) in enumerate(everyone):
-        if theirs[0] != everyone[0][1][0]:
-            raise ValueError(
-                f"verify: the input of rank {rank} is not that of rank 0; pass the same whole "
-                "tensor on every rank, such as one drawn from the same seed"
-            )
-        if theirs[1] != everyone[0][1][1]:
-            raise ValueError(
-                f"verify: layout, layouts, tolerance, backward and seed are {theirs[1]} on rank "
-                f"{rank} and {everyone[0][1][1]} on rank 0; pass the same on every rank"
-            )
-        if theirs[2] != everyone[0][1][2]:
-            raise ValueError(
-                f"verify: the module of rank {rank} is built otherwise than that of rank 0, or in "
-                "another mode; build the same on every rank"
-            )
+        for value, first, differ in zip(theirs, everyone[0][1], _DIFFER, strict=True):
+            if value != first:
+                raise ValueError(f"verify: {differ.format(rank=rank, value=value, first=first)}")
     return [x.detach().to(grid.device) for x in inputs]
+
+
+_DIFFER = (
+    "the input of rank {rank} is not that of rank 0; pass the same whole tensor on every rank, "
+    "such as one drawn from the same seed",
+    "layout, layouts, tolerance, backward and seed are {value} on rank {rank} and {first} on rank "
+    "0; pass the same on every rank",
+    "the module of rank {rank} is built otherwise than that of rank 0, or in another mode; build "
+    "the same on every rank",
+)
 
 
 def _fingerprint(x: Tensor) -> tuple[Any, ...]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
-from distconv.model.input_layouts import match_layouts
 from distconv.planning.alternation import Spread, sleep_until_all_are_here
 from distconv.planning.links import check_ranks
 from distconv.planning.machine import Machine, allocator_here
@@ -20,6 +20,7 @@ from distconv.planning.pictures import draw_studies
 from distconv.planning.scaling import (
     STRONG,
     WEAK,
+    Case,
     Study,
     cases_of,
     measure,
@@ -27,10 +28,12 @@ from distconv.planning.scaling import (
     usual_grid,
 )
 from distconv.planning.table import table
-from distconv.tools.arguments import BadArguments, grid_axes
+from distconv.tools.arguments import BadArguments, complaining, grid_axes
 from distconv.tools.commands.options import (
     Command,
     add_step_options,
+    check_alone,
+    is_first,
     keep_times,
     step_options,
 )
@@ -38,7 +41,7 @@ from distconv.tools.explain import explain
 from distconv.tools.factories import made_everywhere, module_from
 from distconv.tools.json_lines import as_json
 from distconv.tools.progress import Progress
-from distconv.transport.world import world, world_if_rank
+from distconv.transport.world import world
 
 PICTURES = ("png", "pdf", "svg")
 
@@ -109,18 +112,17 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _study(arguments: argparse.Namespace) -> int:
-    comm = world_if_rank()
-    first = comm is None or comm.rank == 0
+    first = is_first()
     path = arguments.output or Path(f"scale-{arguments.kind}.json")
-    study = _asked(arguments)
-    step = step_options(arguments)
+    study, step = _asked(arguments), step_options(arguments)
+    make = partial(module_from, arguments.factory, arguments.seed)
     _check_module(arguments, study)
-    _check_machine(arguments.machine, study)
-    study = _resumed(study, path)
-
-    def make() -> Any:
-        return module_from(arguments.factory, arguments.seed)
-
+    of_machine = arguments.machine
+    if of_machine is not None:
+        most = max(case.ranks for case in study.cases)
+        _on_first(lambda: check_ranks(Machine.load(of_machine), most))
+    if _on_first(path.exists):
+        study = _on_first(lambda: study.resumed_from(Study.load(path)))
     with Progress[str](str, lambda rows: print(*rows, sep="\n"), first) as progress:
 
         def finished(rounds: int) -> None:
@@ -128,18 +130,18 @@ def _study(arguments: argparse.Namespace) -> int:
                 study.save(path)
                 progress(f"round {rounds} of {arguments.rounds}")
 
+        def predict_on_first() -> None:
+            machine = Machine.load(of_machine)
+            say = partial(_say_predicted, progress)
+            predict_all(study, make, machine, step=step, predicted=say)
+            keep_times(machine, of_machine)
+
         if study.measured:
-            measure(
-                study,
-                make,
-                world().for_program(),
-                arguments.rounds,
-                threads=arguments.threads,
-                step=step,
-                finished=finished,
-            )
-        if arguments.machine is not None:
-            _predicted_on_first(study, make, arguments.machine, step, progress)
+            run: dict[str, Any] = {"threads": arguments.threads, "step": step}
+            ranks = world().for_program()
+            measure(study, make, ranks, arguments.rounds, finished=finished, **run)
+        if of_machine is not None:
+            _on_first(predict_on_first)
         if first:
             study.save(path)
     if first:
@@ -150,10 +152,30 @@ def _study(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _say_predicted(progress: Progress[str], case: Case) -> None:
+    progress(f"predicted {case.name}")
+
+
+def _on_first(work: Callable[[], Any]) -> Any:
+    """Return what a function returns on rank 0, while the others sleep; all raise its complaint."""
+    found = problem = None
+    if world().rank == 0:
+        try:
+            found = work()
+        except (ValueError, RuntimeError, OSError) as error:
+            problem = str(error)
+    if world().size > 1:
+        sleep_until_all_are_here(world().for_program())
+    found, problem = world().bcast((found, problem))
+    if problem is not None:
+        raise BadArguments(problem)
+    return found
+
+
 def _asked(arguments: argparse.Namespace) -> Study:
     """Return the study that the arguments describe, without times."""
     kind, shapes = arguments.kind, arguments.shape
-    try:
+    with complaining(ValueError):
         if arguments.grids is None:
             grids = [usual_grid(kind, shapes[0], n) for n in arguments.ranks]
         else:
@@ -163,8 +185,6 @@ def _asked(arguments: argparse.Namespace) -> Study:
         more = [usual_grid(kind, shapes[0], n) for n in arguments.predict_ranks]
         known = {case.name for case in cases}
         cases += [c for c in cases_of(kind, shapes, more, measured=False) if c.name not in known]
-    except ValueError as error:
-        raise BadArguments(str(error)) from None
     if not cases:
         raise BadArguments("there is nothing to study; give --ranks, --grids or --predict-ranks")
     if arguments.predict_ranks and arguments.machine is None:
@@ -178,7 +198,8 @@ def _asked(arguments: argparse.Namespace) -> Study:
             f"the largest case that is run has {most} ranks, but {started} have been started; "
             f"start it with mpiexec -n {most} python -m distconv scale {kind} ..., or by torchrun"
         )
-    return Study(kind, arguments.factory, cases, _facts(arguments), _name_of(arguments.machine))
+    machine = arguments.machine and arguments.machine.stem
+    return Study(kind, arguments.factory, cases, _facts(arguments), machine)
 
 
 def _check_ranks(grids: Sequence[dict[str, int]], ranks: Sequence[int]) -> None:
@@ -187,10 +208,6 @@ def _check_ranks(grids: Sequence[dict[str, int]], ranks: Sequence[int]) -> None:
     for grid in grids:
         if min(grid.values()) < 1:
             raise ValueError(f"grids of a study have numbers of ranks from 1, not {grid}")
-
-
-def _name_of(machine: Path | None) -> str | None:
-    return None if machine is None else machine.stem
 
 
 def _facts(arguments: argparse.Namespace) -> dict[str, str]:
@@ -208,6 +225,8 @@ def _facts(arguments: argparse.Namespace) -> dict[str, str]:
         "layouts": "; ".join(f"{pattern}: {cut}" for pattern, cut in arguments.layouts),
         "malloc": " ".join(f"{k}={v}" for k, v in sorted(allocator_here().items())),
     }
+    options = ("autocast", "shard_parameters", "wire")
+    facts |= {name: str(getattr(arguments, name)) for name in options if getattr(arguments, name)}
     agreed: dict[str, str] = world().bcast(facts)
     return agreed
 
@@ -219,7 +238,6 @@ def _check_module(arguments: argparse.Namespace, study: Study) -> None:
     layouts = dict(arguments.layouts)
     of_module = {"layout": arguments.layout, "layouts": layouts, "show": False}
     try:
-        match_layouts(module, layouts)
         for case in study.cases:
             plan = explain(module, case.shapes, case.grid, **of_module)
             if plan.refusal is not None:
@@ -227,58 +245,6 @@ def _check_module(arguments: argparse.Namespace, study: Study) -> None:
     except (ValueError, RuntimeError) as error:
         if "meta tensor" not in str(error):
             raise BadArguments(str(error)) from None
-
-
-def _check_machine(path: Path | None, study: Study) -> None:
-    """Complain on all ranks where a machine cannot predict the cases, before any is run."""
-    problem = None
-    if path is not None and world().rank == 0:
-        try:
-            check_ranks(Machine.load(path), max(case.ranks for case in study.cases))
-        except (ValueError, OSError) as error:
-            problem = str(error)
-    problem = world().bcast(problem)
-    if problem is not None:
-        raise BadArguments(problem)
-
-
-def _resumed(study: Study, path: Path) -> Study:
-    """Return the study with what its file has already; rank 0 reads it for all."""
-    found: Study | str = study
-    if world().rank == 0 and path.exists():
-        try:
-            found = study.resumed_from(Study.load(path))
-        except ValueError as error:
-            found = str(error)
-    found = world().bcast(found)
-    if isinstance(found, str):
-        raise BadArguments(found)
-    return found
-
-
-def _predicted_on_first(
-    study: Study, make: Any, path: Path, step: dict[str, Any], progress: Progress[str]
-) -> None:
-    """Predict on rank 0 while the others sleep; all ranks call it."""
-    problem = None
-    if world().rank == 0:
-        try:
-            machine = Machine.load(path)
-            predict_all(
-                study,
-                make,
-                machine,
-                step=step,
-                predicted=lambda case: progress(f"predicted {case.name}"),
-            )
-            keep_times(machine, path)
-        except (ValueError, RuntimeError, OSError) as error:
-            problem = str(error)
-    if world().size > 1:
-        sleep_until_all_are_here(world().for_program())
-    problem = world().bcast(problem)
-    if problem is not None:
-        raise BadArguments(problem)
 
 
 _HEADING = ("ranks", "grid", "shape", "time", "quartiles", "efficiency", "quartiles", "predicted")
@@ -324,15 +290,11 @@ def _between(spread: Spread | None, text: Any) -> str:
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    comm = world_if_rank()
-    if comm is not None and comm.size > 1:
-        raise BadArguments("compare needs one process; start it without mpiexec")
+    check_alone("compare")
     if len(arguments.studies) < 2:
         raise BadArguments("it takes two studies to compare")
-    try:
+    with complaining(ValueError):
         studies = [(str(path.with_suffix("")), Study.load(path)) for path in arguments.studies]
-    except ValueError as error:
-        raise BadArguments(str(error)) from None
     kinds = {study.kind for _, study in studies}
     if len(kinds) > 1:
         raise BadArguments("one study is of strong scaling and the other of weak; compare alike")
