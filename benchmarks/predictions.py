@@ -34,7 +34,7 @@ from distconv.planning.prediction import in_words
 from distconv.planning.table import byte_size, table
 from distconv.tensor.dist_tensor import DistTensor, distribute_tensor
 from distconv.tools.bench.memory import peak_of
-from distconv.tools.bench.network import Network, step_of
+from distconv.tools.bench.network import Network, sgd_step
 from distconv.tools.bench.settings import by
 from examples.mesh_tangling.network import mesh_tangling_1k, mesh_tangling_2k
 from examples.unet3d.network import UNet3d
@@ -167,7 +167,7 @@ def on_grid(
         def make() -> Callable[[], None]:
             torch.manual_seed(0)
             module = parallelize(network.make(network.shape[2:]), grid)
-            return step_of(network, module, *cut(network, grid))
+            return sgd_step(network, module, *cut(network, grid))
 
         result = measure(make, comm)
     sleep_until_all_are_here(world)

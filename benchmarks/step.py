@@ -28,10 +28,10 @@ from distconv.tools.bench.own_step import (
     Variants,
     against_serial,
     loss_rows,
-    made,
     silenced,
     unchanging_step,
     variants,
+    with_fixed_statistics,
 )
 from distconv.tools.bench.plain import best, plain_forms
 from distconv.tools.bench.report import Row, over
@@ -63,10 +63,14 @@ def rivals(network: Network, grid: ProcessGrid, settings: Settings) -> Iterator[
     torch.manual_seed(0)
     tensors = sample(network, block)
     try:
-        hand = plain_forms(lambda: by_hand(made(network)), tensors, step_by_hand).values()
+        hand = plain_forms(
+            lambda: by_hand(with_fixed_statistics(network)), tensors, step_by_hand
+        ).values()
     except NotImplementedError:
         return
-    plain = plain_forms(lambda: made(on_block), tensors, partial(unchanging_step, network)).values()
+    plain = plain_forms(
+        lambda: with_fixed_statistics(on_block), tensors, partial(unchanging_step, network)
+    ).values()
     sides = [Contender(run, settings.threads) for run in (*hand, *plain)]
     times = alternate(grid.comm, sides, settings.seconds)
     row = "step", network.name, settings.configuration(grid, *network.remarks, by(network.shape))
@@ -77,7 +81,7 @@ def finer(network: Network, grid: ProcessGrid) -> Variants:
     """Return the training step of a network taken apart, in more parts; all ranks call it."""
     coarse = variants(network, grid)
     norm, boundaries = left_out.statistics_of_all_ranks(), left_out.boundaries()
-    in_parts = left_out.sums_of_gradients(made(network), grid.size)
+    in_parts = left_out.sums_of_gradients(with_fixed_statistics(network), grid.size)
     without_sums = unchanging_step(network, in_parts, *cut_sample(network, grid))
     parts = {
         HALOS: coarse.without[HALOS],

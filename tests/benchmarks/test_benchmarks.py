@@ -39,10 +39,10 @@ from distconv.tools.bench.own_step import (
     OVER_DEFAULT,
     OVER_PLAIN,
     REDUCTIONS,
-    made,
     own_step,
     silenced,
     unchanging_step,
+    with_fixed_statistics,
 )
 from distconv.tools.bench.plain import ONEDNN, best, plain_forms
 from distconv.tools.bench.report import Row, as_table, minus, over, plot, speedup
@@ -289,7 +289,7 @@ def test_a_silent_step_sends_nothing_and_changes_nothing(
 ) -> None:
     network = NETWORKS[0]._replace(shape=(1, 3, 16, 16))
     grid = QUICK.grid(4)
-    model = dc.parallelize(made(network), grid)
+    model = dc.parallelize(with_fixed_statistics(network), grid)
     step = unchanging_step(network, model, *cut_sample(network, grid))
     step()
     state = {name: value.clone() for name, value in model.state_dict().items()}

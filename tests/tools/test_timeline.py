@@ -14,8 +14,8 @@ from mpi4py import MPI
 
 import distconv as dc
 from distconv.tools.command_line import main
-from distconv.tools.timeline.clock import Offset, measure_offsets, on_clock_of_rank_0
-from distconv.tools.timeline.summary import add_up, read_trace, spans, spans_under_way, total
+from distconv.tools.timeline.recording import Offset, measure_offsets, on_clock_of_rank_0
+from distconv.tools.timeline.report import add_up, read_trace, spans, spans_under_way, total
 from examples import timeline as example
 from tests.support.serial import raised_everywhere
 

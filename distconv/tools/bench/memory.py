@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from distconv.grid.process_grid import ProcessGrid
 from distconv.model.parallelize import parallelize
 from distconv.planning.alternation import sleep_until_all_are_here
-from distconv.tools.bench.network import Network, cut_sample, sample, step_of
+from distconv.tools.bench.network import Network, cut_sample, sample, sgd_step
 from distconv.tools.bench.report import Row
 from distconv.tools.bench.settings import Settings, by
 from distconv.tools.explain import explain
@@ -78,11 +78,11 @@ def memory(settings: Settings, networks: Sequence[Network]) -> Iterator[Row]:
 
 def _distributed(network: Network, grid: ProcessGrid) -> Callable[[], None]:
     module = parallelize(network.make(network.shape[2:]), grid)
-    return step_of(network, module, *cut_sample(network, grid))
+    return sgd_step(network, module, *cut_sample(network, grid))
 
 
 def _serial(network: Network) -> Callable[[], None]:
-    return step_of(network, network.make(network.shape[2:]), *sample(network, network.shape))
+    return sgd_step(network, network.make(network.shape[2:]), *sample(network, network.shape))
 
 
 def peak_of(make: Callable[[], Callable[[], object]]) -> Peak:

@@ -70,7 +70,7 @@ def _cut(block: Tensor, grid: ProcessGrid, layout: Layout | None) -> DistTensor:
     return DistTensor(in_sample_format(block, x.shape, x.cuts, grid), x.shape, x.cuts, grid)
 
 
-def step_of(
+def sgd_step(
     network: Network, module: nn.Module, x: Tensor, y: Tensor, rate: float = 1e-3
 ) -> Callable[[], None]:
     """Return a training step on one sample, plain or distributed: forward, loss, backward, SGD."""

@@ -21,7 +21,7 @@ from distconv.model.parallelize import parallelize
 from distconv.planning.alternation import Contender, alternate
 from distconv.tensor.dist_tensor import local_box
 from distconv.tools.bench.memory import memory
-from distconv.tools.bench.network import Network, cut_sample, sample, step_of
+from distconv.tools.bench.network import Network, cut_sample, sample, sgd_step
 from distconv.tools.bench.plain import best, plain_forms
 from distconv.tools.bench.report import Row, over, share, speedup
 from distconv.tools.bench.settings import Settings, by
@@ -56,9 +56,11 @@ def variants(network: Network, grid: ProcessGrid) -> Variants:
     torch.manual_seed(0)
     block = tuple(local_box(network.shape, grid).shape)
     on_block = network._replace(shape=block)
-    cut = unchanging_step(network, parallelize(made(network), grid), *cut_sample(network, grid))
+    cut = unchanging_step(
+        network, parallelize(with_fixed_statistics(network), grid), *cut_sample(network, grid)
+    )
     of_one_rank = unchanging_step(
-        network, parallelize(made(on_block), alone), *cut_sample(on_block, alone)
+        network, parallelize(with_fixed_statistics(on_block), alone), *cut_sample(on_block, alone)
     )
     without = {
         HALOS: silenced(cut, collectives=False),
@@ -67,7 +69,9 @@ def variants(network: Network, grid: ProcessGrid) -> Variants:
     }
 
     plain = plain_forms(
-        partial(made, on_block), sample(network, block), partial(unchanging_step, network)
+        partial(with_fixed_statistics, on_block),
+        sample(network, block),
+        partial(unchanging_step, network),
     )
     return Variants(cut, without, plain)
 
@@ -116,9 +120,9 @@ def against_serial(
     """
     torch.manual_seed(0)
     make = partial(network.make, network.shape[2:])
-    cut = step_of(network, parallelize(make(), grid), *cut_sample(network, grid))
+    cut = sgd_step(network, parallelize(make(), grid), *cut_sample(network, grid))
     whole = sample(network, network.shape)
-    serial = plain_forms(make, whole, partial(step_of, network)).values()
+    serial = plain_forms(make, whole, partial(sgd_step, network)).values()
     threads = settings.threads * grid.size
     sides = [Contender(cut, settings.threads), *(Contender(s, threads, ranks=1) for s in serial)]
     times = alternate(grid.comm, sides, settings.seconds)
@@ -127,7 +131,7 @@ def against_serial(
     yield speedup(row, measure, times[0], best(times[1:]), 1.0)
 
 
-def made(network: Network) -> nn.Module:
+def with_fixed_statistics(network: Network) -> nn.Module:
     """Return the network for its sample's shape, with running statistics that stay as they are."""
     module = network.make(network.shape[2:])
     for part in module.modules():
@@ -139,7 +143,7 @@ def made(network: Network) -> nn.Module:
 def unchanging_step(network: Network, module: nn.Module, x: Tensor, y: Tensor) -> Step:
     """Return a step that computes everything and changes nothing: without sums, ranks would drift
     apart, which a parallelized module takes for an error."""
-    return step_of(network, module, x, y, rate=0.0)
+    return sgd_step(network, module, x, y, rate=0.0)
 
 
 def silenced(step: Step, collectives: bool) -> Step:

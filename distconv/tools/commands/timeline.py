@@ -8,8 +8,7 @@ from pathlib import Path
 
 from distconv.tools.arguments import BadArguments, complaining, picture
 from distconv.tools.commands.options import Command, is_first
-from distconv.tools.timeline.picture import draw
-from distconv.tools.timeline.summary import add_up, as_table, read_trace
+from distconv.tools.timeline.report import add_up, draw_timeline, read_trace, times_as_text
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
@@ -28,14 +27,14 @@ def _run(arguments: argparse.Namespace) -> int:
     with complaining(OSError, ValueError):
         events = read_trace(arguments.trace)
     rows = add_up(events)
-    shown = json.dumps([row._asdict() for row in rows]) if arguments.json else as_table(rows)
+    shown = json.dumps([row._asdict() for row in rows]) if arguments.json else times_as_text(rows)
     print(shown, flush=True)
     if arguments.plot is not None:
         last = max((e["ts"] + e.get("dur", 0.0) for e in events if "ts" in e), default=1.0) / 1e3
         end = last if arguments.end is None else arguments.end
         if not end > arguments.begin:
             raise BadArguments(f"--end {end} is not after --begin {arguments.begin}")
-        draw(events, arguments.plot, arguments.begin, end)
+        draw_timeline(events, arguments.plot, arguments.begin, end)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""A timeline added up: how long each rank computes and waits, and how much of that is hidden."""
+"""A timeline added up and drawn: how long each rank computes and waits, and how much is hidden."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from distconv.tools.timeline.events import ROWS, Event
-from distconv.tools.timeline.messages import KINDS
+from distconv.data.durable import write_atomically
+from distconv.tools.timeline.messages import KINDS, ROWS, Event
 
 Span = tuple[float, float]
 """Begin and end, in microseconds."""
 
 
-class Row(NamedTuple):
+class RankTimes(NamedTuple):
     """One rank, in seconds.
 
     Attributes
@@ -50,13 +50,13 @@ def read_trace(path: Path) -> list[Event]:
     return events
 
 
-def add_up(events: Sequence[Event]) -> list[Row]:
+def add_up(events: Sequence[Event]) -> list[RankTimes]:
     """Return the sums of each rank."""
     ranks = sorted({e["pid"] for e in events})
     return [_of_rank(rank, [e for e in events if e["pid"] == rank]) for rank in ranks]
 
 
-def _of_rank(rank: int, events: list[Event]) -> Row:
+def _of_rank(rank: int, events: list[Event]) -> RankTimes:
     timed = [e for e in events if "ts" in e]
     ends = [e["ts"] + e.get("dur", 0.0) for e in timed]
     span = max(ends, default=0.0) - min((e["ts"] for e in timed), default=0.0)
@@ -69,7 +69,7 @@ def _of_rank(rank: int, events: list[Event]) -> Row:
             exposed[kind] = total(spans(waits)) / 1e6
             received[kind] = sum(e["args"]["bytes"] for e in waits)
     rows = [total(spans(e for e in timed if e["cat"] == row)) / 1e6 for row in ROWS]
-    return Row(rank, span / 1e6, max(rows[0], rows[2]), rows[1], under_way, exposed, received)
+    return RankTimes(rank, span / 1e6, max(rows[0], rows[2]), rows[1], under_way, exposed, received)
 
 
 def spans(events: Iterable[Event]) -> list[Span]:
@@ -98,7 +98,7 @@ def total(intervals: Iterable[Span]) -> float:
     return length
 
 
-def as_table(rows: Sequence[Row]) -> str:
+def times_as_text(rows: Sequence[RankTimes]) -> str:
     """Return the sums as text: a line for each rank, and for each kind of messages on it."""
     lines = []
     for row in rows:
@@ -113,3 +113,48 @@ def as_table(rows: Sequence[Row]) -> str:
                 f"waited for {1e3 * row.exposed[kind]:.1f} ms, {100 * hidden:.0f}% hidden"
             )
     return "\n".join(lines)
+
+
+_COLORS = dict(
+    zip(
+        (*ROWS, *KINDS),
+        ("#4c72b0", "#c44e52", "#4c72b0", "#55a868", "#8172b3", "#ccb974", "#dd8452", "#937860"),
+        strict=True,
+    )
+)
+
+
+def draw_timeline(events: Sequence[Event], path: Path, begin: float, end: float) -> None:
+    """Draw a timeline from `begin` to `end` milliseconds into a picture file.
+
+    Raises
+    ------
+    ModuleNotFoundError
+        Without matplotlib.
+    """
+    from matplotlib.figure import Figure
+
+    timed = [e for e in events if "ts" in e]
+    bars = []
+    for rank in sorted({e["pid"] for e in events}):
+        mine = [e for e in timed if e["pid"] == rank]
+        for row in (ROWS[2], ROWS[0], ROWS[1]):
+            bars.append((rank, row, spans(e for e in mine if e["cat"] == row)))
+        for kind in KINDS:
+            bars.append((rank, kind, spans_under_way(e for e in mine if e["cat"] == kind)))
+    shown = []
+    for rank, row, intervals in bars:
+        cut = [(max(a / 1e3, begin), min(b / 1e3, end)) for a, b in intervals]
+        inside = [(a, b - a) for a, b in cut if b > a]
+        if inside:
+            shown.append((f"rank {rank}: {row}", _COLORS[row], inside))
+    figure = Figure(figsize=(9, 0.6 + 0.32 * max(1, len(shown))), layout="tight")
+    axes = figure.subplots()
+    for place, (_, color, inside) in enumerate(shown):
+        axes.broken_barh(inside, (place - 0.4, 0.8), facecolors=color, edgecolors="white", lw=0.2)
+    axes.set_yticks(range(len(shown)), [name for name, _, _ in shown])
+    axes.set_xlim(begin, end)
+    axes.invert_yaxis()
+    axes.set_xlabel("ms")
+    form = path.suffix.removeprefix(".") or "png"
+    write_atomically(path, lambda file: figure.savefig(file, format=form, dpi=90))
