@@ -96,6 +96,9 @@ def step_on(
     return step
 
 
+STAND_INS = ("aten.var_mean.correction", "aten.as_strided_.default")
+"""Of kernels of norms that torch does not have for tensors without elements."""
+
 STEPS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"sample": 2}, {}),
     ({"height": 2}, {}),
@@ -129,9 +132,9 @@ def test_a_recording_has_the_operators_messages_and_memory_of_a_real_step(
             operator = e.operator.name, operands(e.operator.arguments)
             every[operator] += 1
             # Buckets of a CPU are numpy's memory, of which torch sees less.
-            outside[operator] += e.place.layer != "gradients"
+            outside[operator] += e.place.layer != "gradients" and operator[0] not in STAND_INS
     assert not outside - noted.found
-    heavy = ("convolution", "batch_norm", "pool", "relu", "sigmoid", "mean", "add")
+    heavy = ("convolution", "pool", "relu", "sigmoid", "mean", "add")
     assert not [name for name, _ in noted.found - every if any(h in name for h in heavy)]
     measured = peak_of(lambda: step_on(grid, **given)).whole
     # What torch allocates inside of an operator is measured, and not recorded.
