@@ -6,8 +6,8 @@ gradients are those of `parallelize` itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -146,7 +146,7 @@ def record_step(
                 # A tensor that a forward makes without naming a device has no elements either.
                 forward.enter_context(torch.device("meta"))
                 if autocast is not None:
-                    forward.enter_context(torch.autocast("cuda" if gpu else "cpu", autocast))
+                    forward.enter_context(_autocast("cuda" if gpu else "cpu", autocast))
                 output = hollow(*inputs)
                 if loss is None:
                     return recorder.recording()
@@ -179,6 +179,19 @@ _NO_ELEMENTS = (
     ". A plan has shapes and no elements: what depends on values, such as .item(), can be "
     "verified, not explained or predicted"
 )
+
+
+@contextmanager
+def _autocast(device: str, dtype: torch.dtype) -> Iterator[None]:
+    """Turn autocast on for a kind of device that need not be here, as `torch.autocast` asks."""
+    before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    torch.set_autocast_enabled(device, True)
+    torch.set_autocast_dtype(device, dtype)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(device, before[0])
+        torch.set_autocast_dtype(device, before[1])
 
 
 def shapes_of(given: Any) -> list[tuple[int, ...]]:

@@ -198,6 +198,14 @@ def test_sharded_weights_take_their_part_of_memory_and_are_not_summed_over_chann
     assert sum(s.arriving[0][1] for s in sums_of(cut)) < weight // 4
 
 
+@pytest.mark.parametrize("gpu", [False, True])
+def test_autocast_is_that_of_the_ranks_that_are_played_also_without_a_gpu(gpu: bool) -> None:
+    recording = recorded(SHAPE, {"height": 2}, autocast=torch.bfloat16, gpu=gpu)
+    types = {o.taken[0].dtype for o in recording.operators if o.convolves}
+    assert types == {torch.bfloat16}
+    assert not torch.is_autocast_enabled("cuda") and not torch.is_autocast_enabled("cpu")
+
+
 def test_a_parameter_that_nobody_uses_is_no_obstacle() -> None:
     class Forgetful(nn.Conv2d):
         def __init__(self) -> None:
