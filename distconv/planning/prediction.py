@@ -119,8 +119,8 @@ class Prediction:
 
     def __str__(self) -> str:
         rows = [_HEADING, *(_cells(layer) for layer in self.layers)]
-        sums = self.forward_and_backward, self.host, self.exposed, self.hidden
-        rows.append(("total", "", "", *map(_ms, (*sums[0], *sums[1:])), _bytes(self.peak)))
+        sums = [sum(getattr(x, name) for x in self.layers) for name in _HEADING[3:8]]
+        rows.append(("total", "", "", *map(_ms, sums), _bytes(self.peak)))
         path = ", ".join(
             f"{layer or 'between'} {phase} {what} {_ms(seconds)}"
             for layer, phase, what, seconds in self.longest[:6]
@@ -136,12 +136,6 @@ class Prediction:
                 f"critical path: {path}",
             )
         )
-
-    @property
-    def forward_and_backward(self) -> tuple[float, float]:
-        """Return the seconds of local operators in the forward pass, and after it."""
-        layers = self.layers
-        return sum(x.forward for x in layers), sum(x.backward for x in layers)
 
 
 def predict(
@@ -242,32 +236,20 @@ def in_words(grid: Mapping[str, int]) -> str:
 
 
 def _layers(recording: Recording, line: Timeline) -> tuple[LayerTime, ...]:
-    sums: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    sums: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(_HEADING[3:8], 0.0))
     for s in line.segments[recording.rank]:
-        what = s.what
+        what = {"wait": "exposed", "communication": "exposed"}.get(s.what, s.what)
         if what == "compute":
             what = "forward" if s.place.phase == "forward" else "backward"
-        elif what in ("wait", "communication"):
-            what = "exposed"
         sums[s.place.layer][what] += s.stop - s.start
     for p in line.passages[recording.rank]:
         hidden = p.seconds - p.exposed
         sums[p.place.layer]["hidden"] += hidden if hidden > 1e-9 else 0.0
-    order = [*recording.layers, *(name for name in sums if name not in recording.layers)]
+    types, kept, shapes = recording.layers, recording.kept, recording.shapes
     return tuple(
-        LayerTime(
-            name,
-            recording.layers.get(name, ""),
-            sums[name]["forward"],
-            sums[name]["backward"],
-            sums[name]["host"],
-            sums[name]["exposed"],
-            sums[name]["hidden"],
-            recording.kept.get(name, 0),
-            recording.shapes.get(name),
-        )
-        for name in order
-        if any(sums[name].values()) or recording.kept.get(name, 0)
+        LayerTime(name, types.get(name, ""), **sums[name], kept=kept[name], shape=shapes.get(name))
+        for name in dict.fromkeys((*types, *sums))
+        if any(sums[name].values()) or kept[name]
     )
 
 
