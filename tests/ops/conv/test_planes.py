@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import distconv as dc
-from distconv.ops.norm import moments, normalize
+from distconv.ops.norm import form, moments
 from distconv.tensor import sample_format
 from tests.support.serial import deviation
 
@@ -45,6 +46,22 @@ class Branches(nn.Module):
 def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let small samples have channels last as well."""
     monkeypatch.setattr(sample_format, "FEWEST_ELEMENTS", 0)
+
+
+@pytest.fixture
+def short_runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let norms divide small samples into runs, as they do large ones."""
+    for module, name, few in [
+        (moments, "_PIECE", 64),
+        (form, "_ROW", 8),
+        (form, "_COLUMNS", 48),
+        (form, "_COLUMN", 4),
+        (form, "_FEWEST", 0),
+    ]:
+        monkeypatch.setattr(module, name, few)
+    form._divided.cache_clear()
+    yield
+    form._divided.cache_clear()
 
 
 def is_last(x: Any) -> bool:
@@ -177,11 +194,11 @@ def test_a_change_of_format_is_written_to_where_it_is_alone() -> None:
     grid = dc.ProcessGrid(height=-1, device="cpu")
     x = dc.distribute_tensor(torch.randn(1, 3, 8, 8), grid)
     made = F.conv2d(x, torch.randn(4, 3, 3, 3), padding=1)
-    for form in (torch.channels_last, torch.contiguous_format):
-        other = made.to(memory_format=form)
+    for memory_format in (torch.channels_last, torch.contiguous_format):
+        other = made.to(memory_format=memory_format)
         with pytest.raises(dc.UnsupportedOperation, match="written in place"):
             other.add_(1)
-        alone = made.clone().to(memory_format=form)
+        alone = made.clone().to(memory_format=memory_format)
         alone.add_(1)
         assert deviation(alone.full_tensor(), made.full_tensor() + 1) == 0
 
@@ -229,12 +246,8 @@ def test_gradients_of_overlapped_pooling_keep_channels_last(pool: Any) -> None:
 @pytest.mark.parametrize("channels", [3, 33])
 @pytest.mark.parametrize("last", [True, False])
 @pytest.mark.parametrize("norm", ["batch", "group"])
-def test_norms_of_large_blocks_go_by_rows(
-    norm: str, last: bool, channels: int, samples: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(moments, "_PIECE", 64)
-    monkeypatch.setattr(normalize, "_ADDED_UP", 24 * channels)
-    monkeypatch.setattr(normalize, "_FEWEST", 0)
+@pytest.mark.usefixtures("short_runs")
+def test_norms_add_up_runs(norm: str, last: bool, channels: int, samples: int) -> None:
     torch.manual_seed(0)
     grid = dc.ProcessGrid(height=-1, device="cpu")
     x = (torch.randn(samples, channels, 24, 8, dtype=torch.float64) + 5).requires_grad_()
@@ -262,9 +275,9 @@ def test_norms_of_large_blocks_go_by_rows(
 def test_batch_norm_of_many_channels_has_the_statistics_of_float64(shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     grid = dc.ProcessGrid(height=-1, device="cpu")
-    form = torch.channels_last if len(shape) == 4 else torch.channels_last_3d
+    memory_format = torch.channels_last if len(shape) == 4 else torch.channels_last_3d
     x = 3 * torch.randn(shape) + 10
-    block = dc.distribute_tensor(x, grid).to_local().contiguous(memory_format=form)
+    block = dc.distribute_tensor(x, grid).to_local().contiguous(memory_format=memory_format)
     d = dc.DistTensor.from_local(block, grid)
     mean, variance = torch.zeros(2, shape[1])
     F.batch_norm(d, mean, variance, training=True, momentum=1.0)
