@@ -2,11 +2,12 @@
 
 The kernels for batch normalisation add up the elements of a channel one by one, in the type of the
 statistics. Here each run of a few hundred elements is a channel to them. They add up few elements
-so, with channels last many runs at once; what they return for runs is added up in float64.
+so, with channels last many runs at once; what they return for runs is added up pairwise.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
 from typing import NamedTuple
@@ -27,12 +28,14 @@ class Form(NamedTuple):
     centered: whether the mean is subtracted; otherwise deviations are from 0.
     weighs_elements: whether weight and bias have a number for each spatial position, not for each
         channel.
+    in_runs: whether sums are those of runs, as on CPUs.
     """
 
     groups: int
     of_each_sample: bool
     centered: bool = True
     weighs_elements: bool = False
+    in_runs: bool = True
 
 
 class Runs(NamedTuple):
@@ -42,53 +45,77 @@ class Runs(NamedTuple):
     ----------
     numbers: the shape of one number for each run: (samples, runs before, groups, channels of a
         group, runs behind). Samples are 1 where all share their statistics.
-    last: whether runs are columns of matrices, as channels are that lie last; otherwise rows.
-    matrices: the shape of the block as matrices that torch's kernels take: (matrices, elements of
-        a run, runs) with `last`, else (1, 1, runs, elements of a run).
+    shape: the shape of the block as kernels take it, in which runs are channels: that of the block
+        itself, (1, runs, elements of a run), or with channels last (matrices, elements, runs).
+    matrices: whether it is the last, of which each matrix is a call of a kernel.
     """
 
     numbers: tuple[int, int, int, int, int]
-    last: bool
-    matrices: tuple[int, ...]
+    shape: tuple[int, ...]
+    matrices: bool
 
     def of(self, x: Tensor) -> Tensor:
-        """Return a view of a block as matrices of runs."""
-        if self.last:
-            x = x.permute(0, *range(2, x.dim()), 1)
-        return x.view(self.matrices)
+        """Return a view of a block as kernels take it."""
+        if self.matrices:
+            return x.permute(0, *range(2, x.dim()), 1).view(self.shape)
+        return x if x.shape == self.shape else x.view(self.shape)
+
+    def calls(self, x: Tensor) -> Sequence[Tensor]:
+        """Return the parts of `of` that are each one call of a kernel."""
+        return self.of(x).unbind() if self.matrices else (self.of(x),)
 
     def spread(self, numbers: Tensor) -> Tensor:
         """Return numbers (samples, groups, channels of a group or 1) as broadcast to `of`."""
-        each = numbers[:, None, :, :, None].expand(self.numbers)
-        return each.reshape((self.matrices[0], 1, -1) if self.last else (1, 1, -1, 1))
+        if numbers.numel() != prod(self.numbers):
+            numbers = numbers[:, None, :, :, None].expand(self.numbers)
+        if self.matrices:
+            return numbers.reshape(self.shape[0], 1, self.shape[2])
+        return numbers.reshape(1, self.shape[1], *(1,) * (len(self.shape) - 2))
 
-    def collect(self, numbers: Tensor) -> Tensor:
-        """Return a number for each run of `of` in float64, with the dimensions of `numbers`."""
-        return numbers.double().view(self.numbers)
+    def collect(self, parts: Sequence[Sequence[Tensor]]) -> Tensor:
+        """Return what kernels make of runs, from each of `calls`, as (results, *self.numbers)."""
+        rows = parts[0] if len(parts) == 1 else [torch.stack(p) for p in zip(*parts, strict=True)]
+        return torch.stack(list(rows)).view(len(rows), *self.numbers)
 
 
 def runs_of(x: Tensor, form: Form) -> Runs:
     """Return how torch's kernels take a block that has elements."""
     last = has_channels_last(x) or (not form.of_each_sample and x.shape[1:].numel() == x.shape[1])
-    return _divided(tuple(x.shape), form, last, x.is_cpu)
+    return _divided(tuple(x.shape), form, last)
+
+
+def channels_of(x: Tensor, form: Form) -> Runs:
+    """Return how kernels take a block that add up nothing: channels of one sample are not divided.
+
+    Nor are those of a mini-batch whose samples share their statistics.
+    """
+    if form.of_each_sample and x.shape[0] > 1:
+        return runs_of(x, form)
+    return Runs((1, 1, form.groups, x.shape[1] // form.groups, 1), tuple(x.shape), False)
 
 
 @lru_cache(maxsize=4096)
-def _divided(shape: tuple[int, ...], form: Form, last: bool, on_cpu: bool) -> Runs:
+def _divided(shape: tuple[int, ...], form: Form, last: bool) -> Runs:
     samples = shape[0] if form.of_each_sample else 1
     channels = form.groups, shape[1] // form.groups
     positions = prod(shape[2:])
+    each = positions * shape[0] // samples
+    few = each <= _FEW or not form.in_runs
+    if few and samples == 1:
+        return Runs((1, 1, *channels, 1), shape, False)
     if not last:
-        length = _part(positions, _ROW)
+        length = positions if few else _part(positions, _ROW)
         numbers = samples, shape[0] // samples, *channels, positions // length
-        return Runs(numbers, False, (1, 1, prod(numbers), length))
-    together = _part(shape[-1] if len(shape) > 2 else 1, _COLUMNS // shape[1])
-    every = prod(shape) // (samples * together * shape[1])
-    length = _part(every, _COLUMN) if on_cpu else every
-    numbers = samples, every // length * together, *channels, 1
-    matrices = prod(shape) // (length * together * shape[1]), length, together * shape[1]
-    return Runs(numbers, True, matrices)
+        return Runs(numbers, (1, prod(numbers), length), False)
+    together = 1 if few or len(shape) < 3 else _part(shape[-1], _COLUMNS // shape[1])
+    length = each if few else _part(each // together, _COLUMN)
+    numbers = samples, each // length, *channels, 1
+    matrices = prod(shape) // (length * together * shape[1])
+    return Runs(numbers, (matrices, length, together * shape[1]), True)
 
+
+_FEW = 2**10
+"""Elements of a channel that are one run: to join the results of more runs would take longer."""
 
 _ROW = 512
 """Elements of a run in a row. A register holds 16, and each of its numbers is the sum of 32."""
@@ -110,7 +137,7 @@ _FEWEST = 2**13
 def rows_if_small(x: Tensor, form: Form) -> Tensor:
     """Return a block whose samples all make up one matrix: `x`, or a copy with rows last."""
     each = form.of_each_sample and x.shape[0] > 1 and has_channels_last(x)
-    return x.contiguous() if each and (not x.is_cpu or x[0].numel() < _FEWEST) else x
+    return x.contiguous() if each and not (form.in_runs and x[0].numel() >= _FEWEST) else x
 
 
 def in_format_of(x: Tensor, other: Tensor) -> Tensor:

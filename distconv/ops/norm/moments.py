@@ -19,7 +19,7 @@ from distconv.grid.interface import Grid
 from distconv.ops.norm.form import Form, rows_if_small, runs_of
 from distconv.ops.support.constants import remembered
 from distconv.ops.support.operands import Placement
-from distconv.ops.support.types import to_accumulation_type
+from distconv.ops.support.types import accumulation_type, to_accumulation_type
 
 
 @lru_cache(maxsize=4096)
@@ -38,67 +38,74 @@ def element_counts_of_peers(
 def moments(
     x: Tensor, form: Form, grid: Grid, group: tuple[str, ...], counts: tuple[int, ...]
 ) -> tuple[Tensor, Tensor]:
-    """Return mean and biased variance (samples, groups), in float64.
+    """Return mean and biased variance (samples, groups), in the type in which sums are taken.
 
     They are taken over the block `x` in the dimensions of `form`, and over the ranks along `group`,
     which all call it; `counts` tells how many elements a statistic takes on each of the ranks.
     """
     if x.numel():
-        means, variances = _of_runs(x, form)
-        parts = _of_all(means, variances, None, (1, 3, 4))
+        own = _of_block(x, form)
     else:
         samples = x.shape[0] if form.of_each_sample else 1
-        parts = (x.new_zeros((samples, form.groups), dtype=torch.float64),) * 2
-    if group:
-        gathered = all_gather(torch.stack(parts), grid, group)
-        shares = _shares(gathered.device, counts)
-        parts = _of_all(gathered[:, 0], gathered[:, 1], shares, (0,))
-    return parts
+        own = x.new_zeros((2, samples, form.groups), dtype=accumulation_type(x.dtype))
+    if not group:
+        mean, variance = own.unbind()
+        return mean, variance
+    parts = all_gather(own, grid, group)
+    means, variances = parts.unbind(1)
+    if min(counts) == max(counts):
+        return _of_equal_parts(means, variances, (0,))
+    shares = _shares(parts.device, counts, parts.dtype)
+    mean = (means * shares).sum(0)
+    return mean, (means - mean).square_().add_(variances).mul_(shares).sum(0)
 
 
-def _of_all(
-    means: Tensor, variances: Tensor, shares: Tensor | None, over: tuple[int, ...]
+def _of_equal_parts(
+    means: Tensor, variances: Tensor, over: tuple[int, ...]
 ) -> tuple[Tensor, Tensor]:
-    """Return mean and variance of all elements from those of parts along dimensions.
-
-    `shares` are the shares of all elements that the parts have; None where they are equal.
-    """
-
-    def mean(t: Tensor) -> Tensor:
-        return t.mean(over, True) if shares is None else (t * shares).sum(over, True)
-
-    center = mean(means)
-    variance = mean((means - center).square_().add_(variances))
-    return center.squeeze(over), variance.squeeze(over)
+    """Return mean and variance of all elements from those of equal parts along dimensions."""
+    between, mean = torch.var_mean(means, over, correction=0)
+    return mean, between.add_(variances.mean(over))
 
 
 @remembered
-def _shares(device: torch.device, counts: tuple[int, ...]) -> Tensor:
+def _shares(device: torch.device, counts: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return the share of all elements that each rank has, to multiply (ranks, ., .) by."""
     numbers = torch.tensor(counts, dtype=torch.float64, device=device) / max(sum(counts), 1)
-    return numbers.view(-1, 1, 1)
+    return numbers.to(dtype).view(-1, 1, 1)
 
 
-def _of_runs(x: Tensor, form: Form) -> tuple[Tensor, Tensor]:
-    """Return mean and biased variance of each run of a block, as `Runs.collect` does."""
-    x = rows_if_small(x, form)
+def _of_block(x: Tensor, form: Form) -> Tensor:
+    """Return mean and biased variance of a block beside each other, (2, samples, groups)."""
+    x = to_accumulation_type(rows_if_small(x, form))
     runs = runs_of(x, form)
-    wide = runs.of(to_accumulation_type(x))
-    if not x.is_cpu:
-        variance, mean = torch.var_mean(wide, 1 if runs.last else 3, correction=0)
-    elif runs.last:
-        parts = [torch.batch_norm_update_stats(m, None, None, 0.0) for m in wide.unbind()]
-        mean, variance = (torch.stack(p) for p in zip(*parts, strict=True))
-    else:
-        # torch.var_mean takes thirty times as long on CPUs.
-        mean = wide.mean(3, keepdim=True)
-        pieces = zip(
-            *(t.split(max(1, _PIECE // wide.shape[3]), 2) for t in (wide, mean)), strict=True
-        )
-        squares = [torch.ops.aten.mse_loss(*piece, 0).sum(3) for piece in pieces]
-        variance = torch.cat(squares, 2) / wide.shape[3]
-    return runs.collect(mean), runs.collect(variance)
+    parts = runs.collect([_of_runs(part) for part in runs.calls(x)])
+    if prod(runs.numbers) == runs.numbers[0] * form.groups:
+        return parts.flatten(2)
+    means, variances = parts.unbind()
+    return torch.stack(_of_equal_parts(means, variances, (1, 3, 4)))
 
+
+def _of_runs(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return mean and biased variance of each run, which is a channel of `x`."""
+    over = (0, *range(2, x.dim()))
+    if not x.is_cpu:  # torch has no stand-in of what follows for tensors without elements
+        variance, mean = torch.var_mean(x, over, correction=0)
+        return mean, variance
+    if x.stride(1) == 1 or x.numel() <= _LITTLE:
+        mean, variance = torch.batch_norm_update_stats(x, None, None, 0.0)
+        return mean, variance
+    # torch.var_mean takes thirty times as long on CPUs.
+    mean = x.mean(over, keepdim=True)
+    if x.numel() <= _PIECE:
+        return mean.flatten(), torch.ops.aten.mse_loss(x, mean, 0).mean(over)
+    pieces = (t.split(max(1, _PIECE * x.shape[1] // x.numel()), 1) for t in (x, mean))
+    squares = [torch.ops.aten.mse_loss(*piece, 0).mean(over) for piece in zip(*pieces, strict=True)]
+    return mean.flatten(), torch.cat(squares)
+
+
+_LITTLE = 2**14
+"""Elements up to which one call is faster than three, although it is slow for rows."""
 
 _PIECE = 2**18
 """Elements at once: fresh memory of the size of an activation costs more than the arithmetic."""

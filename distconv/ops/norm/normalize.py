@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from distconv.comm.collectives import all_reduce_, all_reduce_with_grad
+from distconv.comm.packing import has_channels_last
 from distconv.comm.shard_function import ShardFunction
 from distconv.grid.interface import Grid
-from distconv.ops.norm.form import Form, in_format_of, rows_if_small, runs_of
+from distconv.ops.norm.form import Form, channels_of, in_format_of, rows_if_small, runs_of
 from distconv.ops.norm.moments import moments
 from distconv.ops.support.constants import remembered
 from distconv.ops.support.types import (
@@ -57,8 +58,10 @@ def normalize(
     ----------
     weight, bias: this rank's part, a number for each channel or for each spatial position.
     counts: the elements that a statistic takes on each of these ranks.
-    update: is given mean and variance, (samples, groups) in float64.
+    update: is given mean and variance, (samples, groups), in the type in which sums are taken.
     """
+    if grid.computes_on_gpu:
+        form = form._replace(in_runs=False)
     y: Tensor = _Normalize.apply(
         in_format_of(x, x), weight, bias, form, grid, group, counts, eps, update
     )
@@ -86,32 +89,36 @@ class _Normalize(ShardFunction):
         if not form.centered:
             variance, mean = variance + mean.square(), torch.zeros_like(mean)
         scale = torch.rsqrt(variance + eps)
-        ctx.save_for_backward(x, weight, mean, scale)
+        gain = scale.unsqueeze(2)
+        if weight is not None and not form.weighs_elements:
+            gain = gain * _of_groups(weight, scale)
+        ctx.save_for_backward(x, weight, mean, scale, gain)
         of_bias = None if bias is None else (bias.dtype, bias.shape)
         ctx.context = form, grid, group, counts, eps, of_bias
         if not form.weighs_elements:
-            return _affine(x, mean, _gain(scale, weight), _of_groups(bias, scale), form)
-        y = _affine(x, mean, scale.unsqueeze(2), None, form)
+            own = None if bias is None else _of_groups(bias, scale)
+            return _affine(x, mean, gain, own, form)
+        y = _affine(x, mean, gain, None, form)
         y = y if weight is None else y * weight.reshape(-1)
         y = y if bias is None else y.add_(bias.reshape(-1))
         return in_type(y, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, mean, scale = ctx.saved_tensors
+        x, weight, mean, scale, gain = ctx.saved_tensors
         form, grid, group, counts, eps, bias = ctx.context
         count = max(sum(counts), 1)
         dy = grads[0]
         if torch.is_grad_enabled():
             dx, dweight, dbias = _recorded_gradients(dy, x, weight, form, grid, group, count, eps)
         elif form.weighs_elements:
-            standard = _affine(x, mean, scale.unsqueeze(2), None, form)
+            standard = _affine(x, mean, gain, None, form)
             rows = 1, x.shape[1], prod(x.shape[2:])
             dweight, dbias = (t.view(rows).sum((0, 1)) for t in (dy * standard, dy))
             dy = dy if weight is None else in_type(dy * weight.reshape(-1), x.dtype)
-            dx, _, _ = _gradients(dy, x, None, mean, scale, form, grid, group, count)
+            dx, _, _ = _gradients(dy, x, mean, scale, gain, form, grid, group, count)
         else:
-            dx, dweight, dbias = _gradients(dy, x, weight, mean, scale, form, grid, group, count)
+            dx, dweight, dbias = _gradients(dy, x, mean, scale, gain, form, grid, group, count)
         return (
             dx,
             None if weight is None else in_type(dweight, weight.dtype).view(weight.shape),
@@ -123,9 +130,9 @@ class _Normalize(ShardFunction):
 def _gradients(
     dy: Tensor,
     x: Tensor,
-    weight: Tensor | None,
     mean: Tensor,
     scale: Tensor,
+    gain: Tensor,
     form: Form,
     grid: Grid,
     group: tuple[str, ...],
@@ -133,24 +140,23 @@ def _gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of input, weight and bias, a number for each channel of the latter.
 
-    dx = scale * (dy * weight - mean(dy * weight) - standardised x * mean(dy * weight *
-    standardised x)), of which the means are over the `count` elements of a statistic.
+    dx = gain * dy - scale * (mean(gain * dy) + standardised x * mean(gain * dy * standardised x)),
+    of which the means are over the `count` elements of a statistic.
     """
     dy = in_format_of(dy, x)
-    of_weight, of_bias = _sums(dy, x, mean, form)
-    of_weight *= scale.unsqueeze(2)
-    gain = _gain(scale, weight)
-    total = (torch.stack([of_weight, of_bias]) * gain).sum(3)
+    sums = _sums(dy, x, mean, form)
+    sums[0].mul_(scale.unsqueeze(2))
+    total = (sums * gain).sum(3, keepdim=True)
     if group:
         all_reduce_(total, grid, group)
-    slope, offset = total.div_(-count).unsqueeze(3).unbind()
+    slope, offset = total.div_(-count).unbind()
     slope = slope * scale.unsqueeze(2)
     dx = _affine(x, mean, slope, offset if form.centered else None, form)
     if x.numel():
-        runs = runs_of(x, form)
-        own = runs.spread(in_type(gain, accumulation_type(x.dtype)))
-        runs.of(dx).addcmul_(runs.of(dy), own)
-    return dx, of_weight.sum(0).flatten(), of_bias.sum(0).flatten()
+        runs = channels_of(x, form)
+        runs.of(dx).addcmul_(runs.of(dy), runs.spread(gain))
+    of_weight, of_bias = sums.sum(1).flatten(1).unbind()
+    return dx, of_weight, of_bias
 
 
 def _recorded_gradients(
@@ -187,18 +193,11 @@ def _recorded_gradients(
     return in_type((dx * scale).view(x.shape), x.dtype), dweight, dbias
 
 
-def _gain(scale: Tensor, weight: Tensor | None) -> Tensor:
-    """Return scale times weight, for samples, groups, and channels of a group."""
-    own = _of_groups(weight, scale)
-    return scale.unsqueeze(2) if own is None else scale.unsqueeze(2) * own
-
-
-def _of_groups(parameter: Tensor | None, scale: Tensor) -> Tensor | None:
-    """Return a weight or bias as (groups, channels of a group), with the groups of `scale`."""
-    if parameter is None:
-        return None
+def _of_groups(parameter: Tensor, scale: Tensor) -> Tensor:
+    """Return a weight or bias as (groups, channels of a group), with type and groups of `scale`."""
     groups = scale.shape[1]
-    return parameter.reshape(groups, parameter.numel() // max(groups, 1) or 1)
+    shape = groups, parameter.numel() // max(groups, 1) or 1
+    return in_type(parameter, scale.dtype).reshape(shape)
 
 
 def _affine(x: Tensor, mean: Tensor, gain: Tensor, bias: Tensor | None, form: Form) -> Tensor:
@@ -208,20 +207,25 @@ def _affine(x: Tensor, mean: Tensor, gain: Tensor, bias: Tensor | None, form: Fo
     """
     if not x.numel():
         return torch.empty_like(x)
-    runs, kind = runs_of(x, form), accumulation_type(x.dtype)
-    # The shift fits the rounded gain, so that a large mean does not magnify its rounding error.
-    gain = in_type(gain, kind)
-    shift = -mean.unsqueeze(2) * gain
-    shift = in_type(shift if bias is None else shift + bias, kind)
+    runs = channels_of(x, form)
+    zero = mean.new_zeros(()) if bias is None else bias
+    shift = torch.addcmul(zero, mean.unsqueeze(2), gain, value=-1)
     gain, shift = runs.spread(gain), runs.spread(shift)
-    if runs.last:
+    many = x.numel() >= _MANY_ELEMENTS and x.shape[1] >= _MANY_CHANNELS
+    if runs.matrices or (many and has_channels_last(x)):
         y = in_type(torch.addcmul(shift, runs.of(x), gain), x.dtype)
     else:
-        zeros, ones = _numbers(x.device, gain.numel(), kind)
+        zeros, ones = _numbers(x.device, gain.numel(), mean.dtype)
         own = gain.flatten(), shift.flatten(), zeros, ones
-        y, _, _ = torch.native_batch_norm(runs.of(x)[0], *own, False, 0.0, 0.0)
+        y, _, _ = torch.native_batch_norm(runs.of(x), *own, False, 0.0, 0.0)
     # A view could not be changed in place afterwards.
-    return y.as_strided_(x.shape, x.stride())
+    return y if y.shape == x.shape else y.as_strided_(x.shape, x.stride())
+
+
+_MANY_CHANNELS = 16
+_MANY_ELEMENTS = 2**17
+"""Channels and elements from which `addcmul` was measured to normalise a block with channels last
+faster than torch's batch norm: in 0.8 of its time, and in 0.65 with twice as many elements."""
 
 
 @remembered
@@ -231,27 +235,22 @@ def _numbers(device: torch.device, n: int, dtype: torch.dtype) -> tuple[Tensor, 
         return torch.zeros(n, dtype=dtype, device=device), torch.ones(n, dtype=dtype, device=device)
 
 
-def _sums(dy: Tensor, x: Tensor, mean: Tensor, form: Form) -> tuple[Tensor, Tensor]:
-    """Return the sums of dy * (x - mean) and of dy over the rank's elements, in float64.
+def _sums(dy: Tensor, x: Tensor, mean: Tensor, form: Form) -> Tensor:
+    """Return the sums of dy * (x - mean) and of dy over the rank's elements.
 
-    They have numbers for samples, groups, and channels of a group.
+    They are (2, samples, groups, channels of a group).
     """
     if not x.numel():
-        nothing = mean.new_zeros((*mean.shape, x.shape[1] // max(form.groups, 1)))
-        return nothing, nothing
+        return mean.new_zeros((2, *mean.shape, x.shape[1] // max(form.groups, 1)))
     dy, x = (rows_if_small(t, form) for t in (dy, x))
-    runs, kind = runs_of(x, form), accumulation_type(x.dtype)
-    center = in_type(mean, kind)
-    each = runs.spread(center.unsqueeze(2)).flatten(1)
-    _, ones = _numbers(x.device, each.shape[1], kind)
-    parts = [
-        torch.ops.aten.native_batch_norm_backward(
-            own_dy, own_x, own, own, ones, own, ones, False, 0.0, [False, True, True]
-        )
-        for own_dy, own_x, own in zip(runs.of(dy), runs.of(x), each, strict=True)
-    ]
-    of_weight, of_bias = (
-        runs.collect(torch.stack(p)).sum((1, 4)) for p in list(zip(*parts, strict=True))[1:]
-    )
-    # What the rounded mean is off by.
-    return of_weight.addcmul_(of_bias, (center - mean).unsqueeze(2)), of_bias
+    runs = runs_of(x, form)
+    centers = runs.spread(mean.unsqueeze(2))
+    _, ones = _numbers(x.device, runs.shape[2 if runs.matrices else 1], mean.dtype)
+    calls = runs.calls(dy), runs.calls(x), centers.unbind() if runs.matrices else (centers,)
+    kernel = torch.ops.aten.native_batch_norm_backward
+    parts = []
+    for own_dy, own_x, center in zip(*calls, strict=True):
+        own = center.flatten()
+        _, *sums = kernel(own_dy, own_x, own, own, ones, own, ones, False, 0.0, [False, True, True])
+        parts.append(sums)
+    return runs.collect(parts).sum((2, 5))

@@ -57,6 +57,7 @@ def short_runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (form, "_COLUMNS", 48),
         (form, "_COLUMN", 4),
         (form, "_FEWEST", 0),
+        (form, "_FEW", 0),
     ]:
         monkeypatch.setattr(module, name, few)
     form._divided.cache_clear()
