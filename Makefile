@@ -21,9 +21,9 @@ LIMIT  := timeout -k 10
 # Every rank of every job would compile the sources anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-cosmoflow demo-unet3d study check docs test no-mpi nightly bench compare gpu coverage study-methods networks lint clean
+.PHONY: demo demo-cosmoflow demo-unet3d study check docs test no-mpi wheel-check nightly bench compare gpu coverage study-methods networks lint clean
 
-$(VENV)/ready: setup.cfg constraints.txt pyproject.toml
+$(VENV)/ready: setup.cfg setup.py constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q -c constraints.txt torch
 	$(BIN)/pip install -q -c constraints.txt -e '.[mpich,test,data,dev]'
@@ -81,6 +81,11 @@ test: $(VENV)/ready
 # In a fresh environment without mpi4py, and then without the library of any MPI; about two minutes.
 no-mpi:
 	$(PYTHON) -m tests.support.without_mpi
+
+# Source distribution and wheel, into dist/, and the quick start of README with the wheel alone.
+wheel-check: $(VENV)/ready
+	$(BIN)/pip install -q -c constraints.txt -e '.[release]'
+	$(BIN)/python -m tests.support.wheel_check
 
 # Which torch functions are supported, as docs/reference/coverage.md has it.
 coverage: $(VENV)/ready
@@ -156,4 +161,4 @@ lint: $(VENV)/ready
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) $(NETWORKS) build *.egg-info runs data
+	rm -rf $(VENV) $(NETWORKS) build dist *.egg-info runs data

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import configparser
 import subprocess
 import sys
 from collections.abc import Callable
@@ -69,16 +68,6 @@ def test_geometry_is_imported_where_torch_and_mpi_are_missing() -> None:
     program = WITHOUT_LIBRARIES.format(serial=SERIAL, path=path, modules=modules)
     end = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert end.returncode == 0, end.stderr
-
-
-def test_every_folder_is_installed() -> None:
-    setup = configparser.ConfigParser()
-    setup.read(ROOT / "setup.cfg")
-    folders = {
-        ".".join(path.parent.relative_to(ROOT).parts)
-        for path in (ROOT / "distconv").rglob("__init__.py")
-    }
-    assert set(setup["options"]["packages"].split()) == folders | {"distconv.layers"}
 
 
 @pytest.mark.parametrize(

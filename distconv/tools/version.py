@@ -1,3 +1,3 @@
-"""The version of this library, which setup.cfg reads without importing it."""
+"""The version of this library, which setup.cfg and the site read without importing it."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -6,6 +6,7 @@ Either is for processes that are ranks of their own, and not for their workers.
 from __future__ import annotations
 
 import atexit
+import importlib.util
 import multiprocessing
 import os
 import shutil
@@ -239,28 +240,35 @@ def check_launch(ranks: int, environment: Mapping[str, str] = os.environ) -> Non
         return
     for name, size in launched(environment).items():
         if size > 1:
-            launcher = _SIZES.get(name, "srun, of which MPI has not heard")
             raise RuntimeError(
                 f"ProcessGrid: this process knows no other ranks, but {name}={size} says that it "
-                f"is one of {size}, and each would compute by itself. It was set by {launcher}; "
-                f"start it with {_way_out(name, size)}. Where one rank is meant, unset {name} or "
-                f"set {ALLOW_SINGLE}=1"
+                f"is one of {size}, and each would compute by itself. {_way_out(name, size)}. "
+                f"Where one rank is meant, unset {name} or set {ALLOW_SINGLE}=1"
             )
 
 
 def _way_out(name: str, size: int) -> str:
-    """Return how to start as many ranks so that they know each other."""
-    if name == "WORLD_SIZE":
-        return f"torchrun --nproc-per-node {size}, or mpiexec -n {size}"
-    if name in _SIZES_OF_MPI:
+    """Return who has set a variable, and how to start ranks that know each other."""
+    by_torch = f"torchrun --nproc-per-node {size}"
+    if name != "WORLD_SIZE" and importlib.util.find_spec("mpi4py") is None:
         return (
+            "mpi4py, by which ranks of MPI meet, is not installed: pip install 'distconv[mpich]', "
+            f"or 'distconv[mpi]' for the MPI that is there, or start it with {by_torch}"
+        )
+    launcher = _SIZES.get(name, "srun, of which MPI has not heard")
+    if name == "WORLD_SIZE":
+        start = f"{by_torch}, or mpiexec -n {size}"
+    elif name in _SIZES_OF_MPI:
+        start = (
             f"the mpiexec -n {size} of the library that mpi4py uses "
             "(python -c 'from mpi4py import MPI; print(MPI.Get_library_version())'), or torchrun"
         )
-    return (
-        "srun --mpi=pmix or --mpi=pmi2 (srun --mpi=list names those there are), or torchrun on "
-        "each node"
-    )
+    else:
+        start = (
+            "srun --mpi=pmix or --mpi=pmi2 (srun --mpi=list names those there are), or torchrun on "
+            "each node"
+        )
+    return f"It was set by {launcher}; start it with {start}"
 
 
 def _whole(text: str | None) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -36,6 +37,14 @@ def test_several_processes_of_which_mpi_knows_one_are_an_error(
         check_launch(1, environment)
     check_launch(4, environment)
     check_launch(1, environment | {"DISTCONV_ALLOW_SINGLE": "1"})
+
+
+def test_ranks_of_mpi_are_told_of_mpi4py_where_it_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    with pytest.raises(RuntimeError, match=r"pip install 'distconv\[mpich\]'.* torchrun"):
+        check_launch(1, {"PMI_SIZE": "2"})
 
 
 @pytest.mark.parametrize(

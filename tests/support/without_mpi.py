@@ -1,22 +1,19 @@
 """Check that distconv works where there is no MPI: `make no-mpi`, in about two minutes.
 
-A fresh environment in a temporary folder gets torch, numpy and distconv, first without mpi4py, then
-with it, but without the library of any MPI. In both a network trains in one process, and under
-torchrun on two, to the numbers of serial torch. Packages come from where pip takes them.
+A fresh environment in a temporary folder gets distconv with what it requires, first without mpi4py,
+then with it, but without the library of any MPI. In both a network trains in one process, and under
+torchrun on two, to the numbers of serial torch.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 import tempfile
-import venv
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-SOURCES = "distconv", "layers", "setup.cfg", "pyproject.toml", "README.md", "LICENSE"
+from tests.support.fresh_environment import ROOT, install, make, run
+
+SOURCES = "distconv", "layers", "setup.py", "setup.cfg", "pyproject.toml", "README.md", "LICENSE"
 
 TRAINING = """
 import sys
@@ -62,27 +59,9 @@ else:
 """
 
 
-def environment() -> dict[str, str]:
-    """Return this environment without what points to packages, or tells of launchers."""
-    foreign = ("PYTHON", "VIRTUAL_ENV", "PMI", "OMPI", "MPI", "SLURM", "DISTCONV", "TORCHELASTIC")
-    return {k: v for k, v in os.environ.items() if not k.startswith(foreign)} | {
-        "OMP_NUM_THREADS": "1"
-    }
-
-
-def run(*command: str | Path, cwd: Path) -> None:
-    """Run a command to its end; where it fails, so does this program."""
-    print("+", *command, flush=True)
-    status = subprocess.run(command, cwd=cwd, env=environment(), timeout=600).returncode
-    if status:
-        sys.exit(f"that has ended with status {status}")
-
-
 def check(folder: Path) -> None:
     """Make the environment in an empty folder, and run all in it."""
-    venv.create(folder / "venv", with_pip=True)
-    python = folder / "venv" / "bin" / "python"
-    install = python, "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt"
+    python = make(folder / "venv")
     script = folder / "training.py"
     script.write_text(TRAINING)
     source = folder / "source"
@@ -91,13 +70,12 @@ def check(folder: Path) -> None:
         path = ROOT / name
         (shutil.copytree if path.is_dir() else shutil.copy)(path, source / name)
 
-    run(*install, "torch", "numpy", cwd=folder)
-    run(*install, "--no-deps", source, cwd=folder)
+    install(python, source)
     shutil.rmtree(source)
     for stage in ("without mpi4py", "with mpi4py, and no library of MPI"):
         print(f"== {stage}", flush=True)
         if stage != "without mpi4py":
-            run(*install, "mpi4py", cwd=folder)
+            install(python, "mpi4py")
         run(python, "-c", NO_MPI, cwd=folder)
         run(python, script, "1", cwd=folder)
         torchrun = python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"
