@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.layer import step_of
+from benchmarks.measuring.report import Row, over, speedup
+from benchmarks.measuring.settings import Settings, by, chain
 from distconv.geometry.layout import Layout
 from distconv.grid.process_grid import ProcessGrid
 from distconv.layers import Conv2d
 from distconv.model.parallelize import parallelize
 from distconv.planning.alternation import Contender, alternate
 from distconv.tensor.dist_tensor import distribute_tensor
-from distconv.tools.bench.report import Row, over, speedup
-from distconv.tools.bench.settings import Settings, by, chain
 
 
 class Case(NamedTuple):

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from benchmarks.measuring.report import Row, over
+from benchmarks.measuring.settings import Settings, by, chain
 from distconv.comm.transfer import Transfer
 from distconv.geometry.index_maps import Same, Window
 from distconv.geometry.plan import Plan, make_plan
@@ -19,8 +21,6 @@ from distconv.grid.process_grid import ProcessGrid
 from distconv.planning.alternation import Contender, alternate
 from distconv.planning.table import byte_size
 from distconv.tensor.dist_tensor import DistTensor
-from distconv.tools.bench.report import Row, over
-from distconv.tools.bench.settings import Settings, by, chain
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.by_hand import BY_HAND, by_hand, with_sums
+from benchmarks.measuring.own_step import OVER_DEFAULT, OVER_PLAIN
+from benchmarks.measuring.plain import best, plain_forms
+from benchmarks.measuring.report import Row, over, speedup
+from benchmarks.measuring.settings import Settings, by
 from distconv.model.parallelize import parallelize
 from distconv.planning.alternation import Contender, alternate
 from distconv.tensor.dist_tensor import distribute_tensor
-from distconv.tools.bench.own_step import OVER_DEFAULT, OVER_PLAIN
-from distconv.tools.bench.plain import best, plain_forms
-from distconv.tools.bench.report import Row, over, speedup
-from distconv.tools.bench.settings import Settings, by
 
 
 class Case(NamedTuple):

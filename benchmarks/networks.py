@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from distconv.tools.bench.network import Network
+from benchmarks.measuring.network import Network
 from examples.cosmoflow.network import FORMS, CosmoFlowNet
 from examples.mesh_tangling.network import mesh_tangling_1k
 from examples.unet3d.network import UNet3d

@@ -16,12 +16,12 @@ from collections.abc import Callable
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.measuring.network import Network
+from benchmarks.measuring.own_step import CUT, REDUCTIONS, variants
+from benchmarks.measuring.plain import DEFAULT
+from benchmarks.measuring.settings import Settings
 from benchmarks.networks import NETWORKS
 from distconv.planning.table import table
-from distconv.tools.bench.network import Network
-from distconv.tools.bench.own_step import CUT, REDUCTIONS, variants
-from distconv.tools.bench.plain import DEFAULT
-from distconv.tools.bench.settings import Settings
 from distconv.transport.launch import mpi
 
 _WARM_UP = 8

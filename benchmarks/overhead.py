@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from benchmarks.halo import plan_of, sendrecv
 from benchmarks.layer import step_of
+from benchmarks.measuring.report import Row, minus, over
+from benchmarks.measuring.settings import Settings, by, chain
 from distconv.geometry.index_maps import Same, Window
 from distconv.geometry.layout import default_cuts, rank_box
 from distconv.geometry.plan import make_plan
@@ -25,8 +27,6 @@ from distconv.ops.support.method import method
 from distconv.planning.alternation import Contender, alternate, spread
 from distconv.planning.dry_run import DryRunGrid
 from distconv.tensor.dist_tensor import DistTensor, distribute_tensor
-from distconv.tools.bench.report import Row, minus, over
-from distconv.tools.bench.settings import Settings, by, chain
 from distconv.transport.launch import mpi
 
 POINTWISE: tuple[tuple[str, Callable[[Tensor], Tensor]], ...] = (

@@ -21,6 +21,9 @@ import torch.nn.functional as F
 from mpi4py import MPI
 from torch import Tensor, nn
 
+from benchmarks.measuring.memory import peak_of
+from benchmarks.measuring.network import Network, sgd_step
+from benchmarks.measuring.settings import by
 from benchmarks.networks import classes, cosmoflow
 from benchmarks.record import machine as describe_machine
 from benchmarks.resnet import resnet50
@@ -33,9 +36,6 @@ from distconv.planning.alternation import sleep_until_all_are_here, spread
 from distconv.planning.prediction import in_words
 from distconv.planning.table import byte_size, table
 from distconv.tensor.dist_tensor import DistTensor, distribute_tensor
-from distconv.tools.bench.memory import peak_of
-from distconv.tools.bench.network import Network, sgd_step
-from distconv.tools.bench.settings import by
 from examples.mesh_tangling.network import mesh_tangling_1k, mesh_tangling_2k
 from examples.unet3d.network import UNet3d
 

@@ -19,10 +19,10 @@ import numpy as np
 import torch
 
 import distconv as dc
+from benchmarks.measuring.report import Row, as_table, over
+from benchmarks.measuring.settings import Settings, by, chain
 from distconv.data import Dataset, Loader
 from distconv.planning.alternation import Contender, alternate
-from distconv.tools.bench.report import Row, as_table, over
-from distconv.tools.bench.settings import Settings, by, chain
 
 
 class WholeSamples(torch.utils.data.Dataset[Any]):

@@ -21,9 +21,9 @@ import torch
 from mpi4py import MPI
 
 from benchmarks.__main__ import BENCHMARKS
+from benchmarks.measuring.report import as_table
+from benchmarks.measuring.settings import Settings
 from distconv.planning.machine import allocator_here
-from distconv.tools.bench.report import as_table
-from distconv.tools.bench.settings import Settings
 
 
 def record(path: Path, settings: Settings, names: Iterable[str]) -> None:

@@ -1,4 +1,4 @@
-"""Where a training step loses time to being cut: `distconv bench` with finer parts, and a rival.
+"""Where a training step loses time to being cut: `own` with finer parts, and a rival.
 
 Between the parts that users see, more is left out by replacing functions of the library
 (`left_out`). The rival is written by hand for the network: halos by mpi4py and `torch.cat`.
@@ -15,12 +15,8 @@ from torch import Tensor, nn
 
 from benchmarks import left_out
 from benchmarks.by_hand import BY_HAND, by_hand, with_sums
-from benchmarks.networks import NETWORKS
-from distconv.grid.process_grid import ProcessGrid
-from distconv.planning.alternation import Contender, alternate
-from distconv.tensor.dist_tensor import local_box
-from distconv.tools.bench.network import Network, cut_sample, sample
-from distconv.tools.bench.own_step import (
+from benchmarks.measuring.network import Network, cut_sample, sample
+from benchmarks.measuring.own_step import (
     CUT,
     HALOS,
     REDUCTIONS,
@@ -33,9 +29,13 @@ from distconv.tools.bench.own_step import (
     variants,
     with_fixed_statistics,
 )
-from distconv.tools.bench.plain import best, plain_forms
-from distconv.tools.bench.report import Row, over
-from distconv.tools.bench.settings import Settings, by
+from benchmarks.measuring.plain import best, plain_forms
+from benchmarks.measuring.report import Row, over
+from benchmarks.measuring.settings import Settings, by
+from benchmarks.networks import NETWORKS
+from distconv.grid.process_grid import ProcessGrid
+from distconv.planning.alternation import Contender, alternate
+from distconv.tensor.dist_tensor import local_box
 
 NORM = "batch norm over all ranks"
 BOUNDARIES = "boundaries of overlapped convolutions"

@@ -22,6 +22,8 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
+from benchmarks.measuring.network import Network
+from benchmarks.measuring.settings import by
 from benchmarks.predictions import (
     CASES,
     MACHINE,
@@ -43,8 +45,6 @@ from distconv.planning.recorded_step import record_step
 from distconv.planning.recording import Compute, HostWork
 from distconv.planning.table import table
 from distconv.planning.timeline import host_seconds
-from distconv.tools.bench.network import Network
-from distconv.tools.bench.settings import by
 from distconv.transport.interface import Message, Request
 from distconv.transport.wrapped import WrappedTransport
 

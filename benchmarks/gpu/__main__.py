@@ -24,9 +24,9 @@ from benchmarks.gpu.messages import SIZES, TRANSPORTS, by_transport, messages, s
 from benchmarks.gpu.page import Page, Part
 from benchmarks.gpu.shards import PLANE, VOLUME, shards
 from benchmarks.gpu.waits import waits
+from benchmarks.measuring.report import Row
 from benchmarks.record import machine
 from distconv import ProcessGrid
-from distconv.tools.bench.report import Row
 
 SECONDS = 1.5
 """Seconds that the rounds of a part, or of a cut, take about."""

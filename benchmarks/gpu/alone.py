@@ -7,9 +7,9 @@ from functools import partial
 
 from benchmarks.gpu.cases import Case, Step, cut, module, plain
 from benchmarks.gpu.clock import alternate, peak_of
+from benchmarks.measuring.report import Row, over
+from benchmarks.measuring.settings import by
 from distconv import ProcessGrid, parallelize
-from distconv.tools.bench.report import Row, over
-from distconv.tools.bench.settings import by
 
 
 def on_grid(case: Case, grid: ProcessGrid) -> Step:

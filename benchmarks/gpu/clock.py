@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import torch
 
+from benchmarks.measuring.memory import peak_of as peak_on_cpu
 from distconv.planning.alternation import in_turns
-from distconv.tools.bench.memory import peak_of as peak_on_cpu
 
 Run = Callable[[], object]
 

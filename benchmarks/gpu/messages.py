@@ -14,12 +14,12 @@ from benchmarks.gpu.alone import on_grid
 from benchmarks.gpu.cases import Case
 from benchmarks.gpu.waits import waits
 from benchmarks.halo import exchange, plan_of
+from benchmarks.measuring.report import Row, over
 from distconv import DistTensor, ProcessGrid
 from distconv.geometry.layout import default_cuts
 from distconv.planning.alternation import Contender, alternate
 from distconv.planning.table import byte_size
 from distconv.tensor.dist_tensor import local_box
-from distconv.tools.bench.report import Row, over
 
 TRANSPORTS = "torch", "mpi", "nccl"
 """The default comes first, as nothing is measured after a transport has failed."""

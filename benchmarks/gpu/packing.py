@@ -11,13 +11,13 @@ from torch import Tensor
 
 from benchmarks.gpu.clock import Run, alternate
 from benchmarks.halo import plan_of
+from benchmarks.measuring.report import Row, over
+from benchmarks.measuring.settings import by
 from distconv import DistTensor
 from distconv.geometry.layout import default_cuts
 from distconv.planning.dry_run import DryRunGrid
 from distconv.planning.table import byte_size
 from distconv.tensor.dist_tensor import local_box
-from distconv.tools.bench.report import Row, over
-from distconv.tools.bench.settings import by
 
 CASES: tuple[tuple[tuple[int, ...], dict[str, int]], ...] = (
     ((1, 16, 1024, 1024), {"height": 4}),

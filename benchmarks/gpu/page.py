@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from mpi4py import MPI
 
-from distconv.tools.bench.report import Row, as_table
+from benchmarks.measuring.report import Row, as_table
 
 
 class Part(NamedTuple):

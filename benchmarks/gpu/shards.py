@@ -19,6 +19,8 @@ from torch import nn
 
 from benchmarks.gpu.cases import Case, Step, cut, module, plain
 from benchmarks.gpu.clock import Run, alternate, peak_of
+from benchmarks.measuring.report import Row, over
+from benchmarks.measuring.settings import by
 from distconv import method
 from distconv.comm.ledger import Movement, trace_movements, without_counting
 from distconv.comm.packing import pack_messages
@@ -31,8 +33,6 @@ from distconv.planning.recording import Start
 from distconv.planning.table import table
 from distconv.tensor.dist_tensor import local_box
 from distconv.tensor.ownership import own
-from distconv.tools.bench.report import Row, over
-from distconv.tools.bench.settings import by
 
 MACHINES = Path(__file__).parents[2] / "machines"
 

@@ -1,9 +1,8 @@
-"""The command line, `python -m distconv COMMAND`: looks at modules, measures, starts jobs."""
+"""The command line, `python -m distconv COMMAND`: looks at modules, predicts, starts jobs."""
 
 from __future__ import annotations
 
 from distconv.tools.arguments import BadArguments, RankParser
-from distconv.tools.commands.bench import BENCH
 from distconv.tools.commands.launch import LAUNCH
 from distconv.tools.commands.modules import EXPLAIN, VERIFY
 from distconv.tools.commands.options import is_first
@@ -15,7 +14,6 @@ from distconv.tools.version import __version__
 COMMANDS = {
     "explain": EXPLAIN,
     "verify": VERIFY,
-    "bench": BENCH,
     "calibrate": CALIBRATE,
     "predict": PREDICT,
     "plan": PLAN,

@@ -16,23 +16,15 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import distconv as dc
-from benchmarks.__main__ import BENCHMARKS
-from benchmarks.__main__ import main as benchmark_main
+from benchmarks.__main__ import BENCHMARKS, main
 from benchmarks.by_hand import BY_HAND, by_hand, with_sums
 from benchmarks.channels import Case as ChannelCase
 from benchmarks.channels import channels
 from benchmarks.halo import exchange, halos, plan_of, sendrecv
 from benchmarks.layer import Case, layers, step_of
-from benchmarks.networks import COSMOFLOW, MESH, NETWORKS, UNET3D
-from benchmarks.operators import operators
-from benchmarks.overhead import cut_convolution, kernels, overheads
-from benchmarks.record import record
-from benchmarks.step import BOUNDARIES, BUCKETS, NORM, steps
-from distconv.layers import Conv2d
-from distconv.planning.alternation import Contender, alternate
-from distconv.tools.bench.memory import memory, peak_of
-from distconv.tools.bench.network import Network, cut_sample
-from distconv.tools.bench.own_step import (
+from benchmarks.measuring.memory import memory, peak_of
+from benchmarks.measuring.network import Network, cut_sample
+from benchmarks.measuring.own_step import (
     CUT,
     HALOS,
     ONE_RANK,
@@ -44,10 +36,16 @@ from distconv.tools.bench.own_step import (
     unchanging_step,
     with_fixed_statistics,
 )
-from distconv.tools.bench.plain import ONEDNN, best, plain_forms
-from distconv.tools.bench.report import Row, as_table, minus, over, plot, speedup
-from distconv.tools.bench.settings import Settings
-from distconv.tools.command_line import main
+from benchmarks.measuring.plain import ONEDNN, best, plain_forms
+from benchmarks.measuring.report import Row, as_table, minus, over, plot, speedup
+from benchmarks.measuring.settings import Settings
+from benchmarks.networks import COSMOFLOW, MESH, NETWORKS, UNET3D
+from benchmarks.operators import operators
+from benchmarks.overhead import cut_convolution, kernels, overheads
+from benchmarks.record import record
+from benchmarks.step import BOUNDARIES, BUCKETS, NORM, steps
+from distconv.layers import Conv2d
+from distconv.planning.alternation import Contender, alternate
 from tests.support.everywhere import on_rank_zero
 
 QUICK = Settings(seconds=0.0)
@@ -182,7 +180,7 @@ def test_the_loss_of_a_step_is_the_sum_of_its_parts() -> None:
     fine = [HALOS, REDUCTIONS, NORM, BOUNDARIES, BUCKETS, CUT, ONE_RANK]
     network = tiny(NETWORKS[0])
     for name, parts, rows in (
-        ("bench", coarse, list(own_step(QUICK, network))),
+        ("own", coarse, list(own_step(QUICK, network))),
         ("step", fine, list(steps(QUICK, [network]))),
     ):
         check([row for row in rows if row.benchmark != "memory"], name)
@@ -252,7 +250,7 @@ def own(folder: Path, own_modules: None) -> Path:
 
 @pytest.mark.parallel(2)
 def test_the_step_of_a_users_network_is_taken_apart(own: Path, capsys) -> None:
-    assert main(["bench", f"{own}:planes", "1,2,16,16", "--json", "--seconds", "0"]) == 0
+    main(["own", f"{own}:planes", "1,2,16,16", "--json", "--seconds", "0"])
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert bool(rows) is (MPI.COMM_WORLD.rank == 0)
     for row in rows:
@@ -276,7 +274,7 @@ def test_a_network_that_cannot_be_measured_is_told_on_every_rank(
     options: str, told: str, own: Path, capsys
 ) -> None:
     with pytest.raises(SystemExit) as end:
-        main(["bench", *options.format(own=own).split()])
+        main(["own", *options.format(own=own).split()])
     assert end.value.code == 2
     said = MPI.COMM_WORLD.bcast(capsys.readouterr().err)
     assert told in " ".join(said.split())
@@ -400,7 +398,7 @@ def test_targets_are_met_or_missed_by_how_much(tmp_path: Path) -> None:
 def test_the_command_prints_a_line_of_json_for_every_row(monkeypatch, capsys) -> None:
     case = Case("tiny", lambda: nn.Conv2d(2, 3, 3, padding=1), (1, 2, 8, 6))
     monkeypatch.setitem(BENCHMARKS, "layer", lambda settings: layers(settings, [case]))
-    benchmark_main(["layer", "--json", "--seconds", "0"])
+    main(["layer", "--json", "--seconds", "0"])
     lines = capsys.readouterr().out.splitlines()
     assert [json.loads(line)["case"] for line in lines] == ["tiny"] * 4
 
@@ -429,5 +427,5 @@ def test_halos_of_one_rank_and_grids_that_do_not_fit_are_refused(
     arguments: list[str], message: str, capsys
 ) -> None:
     with pytest.raises(SystemExit) as end:
-        benchmark_main(arguments)
+        main(arguments)
     assert end.value.code == 2 and message in capsys.readouterr().err

@@ -27,12 +27,12 @@ from benchmarks.gpu.shards import PLANE, VOLUME, Shard, network_alone, predict, 
 from benchmarks.gpu.shards import packing as packing_of
 from benchmarks.gpu.waits import calls_of, waits, waits_in
 from benchmarks.layer import step_of
+from benchmarks.measuring.memory import Peak
+from benchmarks.measuring.report import Row
 from distconv.ops.support.method import METHODS
 from distconv.planning.dry_run import DryRunGrid
 from distconv.planning.links import collective_cost, messages_cost
 from distconv.planning.recording import Start
-from distconv.tools.bench.memory import Peak
-from distconv.tools.bench.report import Row
 from examples.cosmoflow.network import FORMS, CosmoFlowNet
 from examples.mesh_tangling.network import mesh_tangling_1k
 from examples.unet3d.network import UNet3d

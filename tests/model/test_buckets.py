@@ -12,7 +12,7 @@ from mpi4py import MPI
 from torch import Tensor, nn
 
 import distconv as dc
-from distconv.tools.bench.memory import peak_of
+from benchmarks.measuring.memory import peak_of
 from tests.model.test_parallelize import Branching, Twins, batch, grids, loss_of, net
 from tests.support.serial import deviation
 

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import distconv as dc
+from benchmarks.measuring.memory import peak_of
 from distconv.planning.dry_run import DryGroup, DryTransport
 from distconv.planning.live_memory import LiveMemory
 from distconv.planning.recorded_step import OPTIMIZERS, mean_square, record_step
@@ -26,7 +27,6 @@ from distconv.planning.recording import (
     TensorSpec,
     spec_of,
 )
-from distconv.tools.bench.memory import peak_of
 from tests.planning.test_prediction import SHAPE, network
 
 LARGE = (3, 6, 160, 96)

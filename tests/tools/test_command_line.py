@@ -74,11 +74,7 @@ assert main(["explain", *tanh]) == main(["verify", *tanh]) == 0
 study = "--shape", "2,3,9,7", "--ranks", "1,2", "--rounds", "2", "--predict-ranks", "4"
 machine = ["--machine", sys.argv[1], "--output", sys.argv[2]]
 assert main(["scale", "strong", "torch.nn:Tanh", *study, *machine]) == 0
-try:
-    main(["bench", "torch.nn:Tanh", "2,3,9,7"])
-except SystemExit as end:
-    assert end.code == 2
-    print("done")
+print("done")
 """
 
 
@@ -95,7 +91,6 @@ def test_all_commands_run_under_torchrun_without_mpi(tmp_path: Path) -> None:
         "strong scaling of torch.nn:Tanh, 2 rounds",
     ):
         assert end.stdout.count(words) == 1, end.stdout
-    assert "start them with mpiexec -n 2 or more" in end.stderr
 
 
 FILE = """
@@ -201,7 +196,7 @@ def test_no_command_lists_all(capsys: Capture) -> None:
     assert all(f"\n    {name}" in shown for name in ALL)
 
 
-@pytest.mark.parametrize("command", ["timeline x.json", "calibrate", "bench halo"])
+@pytest.mark.parametrize("command", ["timeline x.json", "calibrate"])
 def test_a_picture_of_an_unknown_ending_is_refused_before_anything_runs(
     command: str, capsys: Capture
 ) -> None:

@@ -1,4 +1,4 @@
-"""`python -m distconv bench`: takes a training step of the user's network apart."""
+"""The options of every benchmark, and how their rows are shown."""
 
 from __future__ import annotations
 
@@ -7,23 +7,13 @@ from collections.abc import Iterable
 
 import torch
 
+from benchmarks.measuring.report import Row, as_table, plot
+from benchmarks.measuring.settings import Settings
 from distconv.grid.process_grid import ProcessGrid
-from distconv.tools.arguments import BadArguments, grid_axes, picture, shape
-from distconv.tools.bench.network import named_network
-from distconv.tools.bench.own_step import own_step
-from distconv.tools.bench.report import Row, as_table, plot
-from distconv.tools.bench.settings import Settings
-from distconv.tools.commands.options import Command
+from distconv.tools.arguments import BadArguments, grid_axes, picture
 from distconv.tools.progress import Progress
 from distconv.transport.torch_communicator import TorchCommunicator
 from distconv.transport.world import world
-
-
-def _options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("factory", metavar="MODULE:FACTORY", help="as package.module:Net or ./file.py:Net")
-    add("shape", type=shape, metavar="N,C,...", help="of the input, as a whole")
-    run_options(parser)
 
 
 def run_options(parser: argparse.ArgumentParser) -> None:
@@ -77,16 +67,3 @@ def show(rows: Iterable[Row], arguments: argparse.Namespace) -> None:
         table(progress.rows)
         if arguments.plot is not None:
             plot(progress.rows, arguments.plot)
-
-
-def _run(arguments: argparse.Namespace) -> int:
-    settings = settings_of(arguments)
-    show(own_step(settings, named_network(arguments.factory, arguments.shape, settings)), arguments)
-    return 0
-
-
-BENCH = Command(
-    "measure a training step of a network beside the best plain torch, and where it loses time",
-    _options,
-    _run,
-)

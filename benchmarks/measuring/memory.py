@@ -17,18 +17,18 @@ from typing import NamedTuple
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from benchmarks.measuring.network import Network, cut_sample, sample, sgd_step
+from benchmarks.measuring.report import Row
+from benchmarks.measuring.settings import Settings, by
 from distconv.grid.process_grid import ProcessGrid
 from distconv.model.parallelize import parallelize
 from distconv.planning.alternation import sleep_until_all_are_here
-from distconv.tools.bench.network import Network, cut_sample, sample, sgd_step
-from distconv.tools.bench.report import Row
-from distconv.tools.bench.settings import Settings, by
 from distconv.tools.explain import explain
 from distconv.transport.buffers import release_idle
 
 OVER_SHARE = 1.05
 """The most that a rank should need, of the serial peak divided by the ranks, beside its halos."""
-_STEP = "distconv.tools.bench.step"
+_STEP = "benchmarks.measuring.step"
 
 
 class Peak(NamedTuple):

@@ -15,17 +15,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from benchmarks.measuring.memory import memory
+from benchmarks.measuring.network import Network, cut_sample, sample, sgd_step
+from benchmarks.measuring.plain import best, plain_forms
+from benchmarks.measuring.report import Row, over, share, speedup
+from benchmarks.measuring.settings import Settings, by
+from benchmarks.measuring.silent import SilentTransport
 from distconv.grid.communicators import carried_by
 from distconv.grid.process_grid import ProcessGrid
 from distconv.model.parallelize import parallelize
 from distconv.planning.alternation import Contender, alternate
 from distconv.tensor.dist_tensor import local_box
-from distconv.tools.bench.memory import memory
-from distconv.tools.bench.network import Network, cut_sample, sample, sgd_step
-from distconv.tools.bench.plain import best, plain_forms
-from distconv.tools.bench.report import Row, over, share, speedup
-from distconv.tools.bench.settings import Settings, by
-from distconv.tools.bench.silent import SilentTransport
 from distconv.transport.launch import mpi
 
 Step = Callable[[], None]
@@ -105,8 +105,8 @@ def loss_rows(
 def own_step(settings: Settings, network: Network) -> Iterator[Row]:
     """Yield all rows of a user's network; all ranks of MPI call it."""
     grid = settings.grid(len(network.shape))
-    yield from loss_rows("bench", network, grid, variants(network, grid), settings)
-    yield from against_serial("bench", network, grid, settings)
+    yield from loss_rows("own", network, grid, variants(network, grid), settings)
+    yield from against_serial("own", network, grid, settings)
     yield from memory(settings, [network])
 
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks.measuring.settings import Settings, by
 from distconv.geometry.layout import Layout, default_cuts
 from distconv.grid.process_grid import ProcessGrid
 from distconv.tensor.dist_tensor import DistTensor, local_box
 from distconv.tensor.sample_format import in_sample_format
 from distconv.tools.arguments import BadArguments
-from distconv.tools.bench.settings import Settings, by
 from distconv.tools.factories import made_everywhere, module_from
 from distconv.transport.world import world
 

@@ -1,0 +1,1 @@
+"""How benchmarks measure: networks, the best plain torch, memory, parts of a step, reports."""
