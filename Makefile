@@ -114,6 +114,7 @@ RECORD := $(RUN) $(KEEP) KINETO_LOG_LEVEL=99 $(LIMIT) 1200 $(BIN)/mpiexec
 bench: $(VENV)/ready
 	$(RECORD) -n 2 $(BIN)/python -m benchmarks.record benchmarks/results/cpu.md
 	$(RECORD) -n 4 $(BIN)/python -m benchmarks.record benchmarks/results/channels.md channels
+	$(RECORD) -n 2 $(BIN)/python -m benchmarks.sweep benchmarks/results/sweep.md
 
 # How much longer a step takes than in another commit, in launches of both that take turns, in about
 # eight minutes: `make compare OLD=main`. Nothing else should run meanwhile.

@@ -1,0 +1,129 @@
+"""Time every function that computes on blocks, on a tensor cut in two, over the best plain torch.
+
+`mpiexec -n 2 python -m benchmarks.sweep benchmarks/results/sweep.md` writes the page, in about ten
+minutes; nothing else should run meanwhile. With names of calls behind the path only these are
+timed, and printed. Planes and volumes are cut along their first spatial dimension. Each call runs
+forward and backward, where there is a gradient, in both memory formats; plain torch gets this
+rank's block, and the faster of its forms is the bound.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from mpi4py import MPI
+from torch import Tensor, nn
+
+from benchmarks.layer import step_of
+from benchmarks.measuring.plain import best, plain_forms
+from benchmarks.measuring.settings import Settings, by
+from benchmarks.record import machine
+from benchmarks.sweep_cases import CASES, OF_PLANES, REASONS, SHAPES, Case
+from distconv.model.parallelize import parallelize
+from distconv.planning.alternation import Contender, alternate, spread
+from distconv.planning.table import table
+from distconv.tensor.dist_tensor import DistTensor
+
+MOST = 1.3
+"""The longest that a call should take, in times of the best plain torch on the block."""
+
+_HEADS = ("call", "plane", "plane, channels last", "volume", "volume, channels last", "reason")
+
+_SECONDS = 1.0
+"""About how long a call is timed, in all forms."""
+
+
+def sweep(names: list[str]) -> Iterator[tuple[str, list[list[str]]]]:
+    """Yield each family with its rows, of all calls or of those named; all ranks call it."""
+    for family, cases in CASES.items():
+        dimensions = (2,) if family in OF_PLANES else (2, 3)
+        rows = []
+        for name, case in cases.items():
+            if names and name not in names:
+                continue
+            ratios = [r for n in dimensions for r in _ratios(case, n)]
+            slow = max(ratios) > MOST
+            cells = [f"**{r:.2f}**" if r > MOST else f"{r:.2f}" for r in ratios]
+            cells += [""] * (4 - len(cells))
+            rows.append([name.replace("{}", "n"), *cells, REASONS.get(name, "") if slow else ""])
+        if rows:
+            yield family, rows
+
+
+def _ratios(case: Case, n: int) -> Iterator[float]:
+    """Yield the times over the best plain torch with channels first, then last."""
+    grid = Settings().grid(n + 2)
+    shape = list(SHAPES[n])
+    cuts = DistTensor.from_local(torch.empty(shape), grid).cuts
+    shape[2] //= grid.size
+    torch.manual_seed(0)
+    x = 0.1 + 0.8 * torch.rand(shape)
+    with torch.no_grad():
+        dy = torch.rand_like(case(n)(x), dtype=torch.float32)
+    torch.manual_seed(0)
+    cut = parallelize(case(n), grid)
+
+    with torch.no_grad():
+        made = cut(DistTensor(x, SHAPES[n], cuts, grid))
+
+    def of_blocks(_: nn.Module, x: Tensor, dy: Tensor) -> Callable[[], None]:
+        whole = DistTensor(x, SHAPES[n], cuts, grid)
+        return _step(cut, whole, DistTensor(dy, made.shape, made.cuts, grid))
+
+    dy_cut = torch.rand_like(made.shard, dtype=torch.float32)
+    mine = list(plain_forms(nn.Identity, (x, dy_cut), of_blocks).values())[:2]
+    plain = list(plain_forms(lambda: case(n), (x, dy), _step).values())
+    sides = [Contender(run) for run in (*mine, *plain)]
+    times = alternate(grid.comm, sides, _SECONDS)
+    bound = best(times[2:])
+    for subject in times[:2]:
+        yield spread([s / b for s, b in zip(subject, bound, strict=True)]).median
+
+
+def _step(module: nn.Module, x: Tensor, dy: Tensor) -> Callable[[], None]:
+    """Return a call of the module, and its backward pass where there is one."""
+    if module(x.detach().requires_grad_()).requires_grad:
+        return step_of(module, x, dy)
+    return lambda: module(x)
+
+
+def _page(families: list[tuple[str, list[list[str]]]], seconds: float) -> str:
+    """Return the page of all families."""
+    shapes = " and ".join(by(shape) for shape in SHAPES.values())
+    parts = [
+        f"# Every function on blocks, on {MPI.COMM_WORLD.size} ranks, over the best plain torch\n",
+        "Written by `mpiexec -n 2 python -m benchmarks.sweep`: forward and backward of tensors of\n"
+        f"{shapes}, cut along the first spatial dimension, over the same\n"
+        "call of plain torch on the rank's block in its best memory format; taken in turns,\n"
+        f"medians of ratios. More than {MOST} is marked, and has its reason beside it.\n",
+        f"```\n{machine()}\ntime      {seconds:.0f} s\n```\n",
+    ]
+    for family, rows in families:
+        lines = [list(_HEADS), ["---", *["---:"] * 4, "---"], *rows]
+        parts.append(f"## {family}\n")
+        parts.append("\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n")
+    return "\n".join(parts)
+
+
+def main(path: Path, names: list[str]) -> None:
+    """Time the calls, and write or print them; all ranks call it."""
+    torch.set_num_threads(1)
+    start = time.perf_counter()
+    families = []
+    for family, rows in sweep(names):
+        families.append((family, rows))
+        if MPI.COMM_WORLD.rank == 0:
+            print(
+                f"{family}, {time.perf_counter() - start:.0f} s\n{table([_HEADS, *rows])}\n",
+                flush=True,
+            )
+    if MPI.COMM_WORLD.rank == 0 and not names:
+        path.write_text(_page(families, time.perf_counter() - start))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
