@@ -9,8 +9,10 @@ positions are padding. The needed buffer is the concatenation of the intervals. 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import lru_cache
+from typing import NamedTuple, Protocol
 
 Interval = tuple[int, int]
 
@@ -99,6 +101,14 @@ class Window(Ascending):
         return ((first, last),)
 
 
+class Run(NamedTuple):
+    """Elements start to stop of a buffer, of which adaptive pooling makes `outputs` outputs."""
+
+    start: int
+    stop: int
+    outputs: int
+
+
 @dataclass(frozen=True)
 class AdaptiveWindow(Ascending):
     """Adaptive pooling to m outputs: output o covers the inputs [o*n // m, ceil((o+1)*n / m))."""
@@ -114,6 +124,36 @@ class AdaptiveWindow(Ascending):
 
     def intervals(self, size: int, start: int, stop: int) -> tuple[Interval, ...]:
         return ((self.window(size, start)[0], self.window(size, stop - 1)[1]),)
+
+    def runs(self, size: int, start: int, stop: int) -> tuple[Run, ...]:
+        """Return how to make the outputs [start, stop) by adaptive pooling of parts of the buffer.
+
+        A part makes other windows than the whole, where sizes do not divide; it is halved then.
+        """
+        return _runs(self, size, start, stop)
+
+
+@lru_cache(maxsize=1024)
+def _runs(window: AdaptiveWindow, size: int, start: int, stop: int) -> tuple[Run, ...]:
+    origin, runs = window.window(size, start)[0], []
+    while start < stop:
+        outputs = stop - start
+        while not _pools_alone(window, size, start, outputs):
+            outputs //= 2
+        ((first, last),) = window.intervals(size, start, start + outputs)
+        runs.append(Run(first - origin, last - origin, outputs))
+        start += outputs
+    return tuple(runs)
+
+
+def _pools_alone(window: AdaptiveWindow, size: int, start: int, outputs: int) -> bool:
+    """Return whether adaptive pooling of what `outputs` outputs need makes just these."""
+    ((first, last),) = window.intervals(size, start, start + outputs)
+    alone = AdaptiveWindow(outputs)
+    return all(
+        window.window(size, start + o) == tuple(first + i for i in alone.window(last - first, o))
+        for o in range(outputs)
+    )
 
 
 @dataclass(frozen=True)
@@ -252,8 +292,10 @@ class Pad:
         inputs = self._source_range(size)
         low, high = (min(first, 0), min(last, 0)), (max(first, size), max(last, size))
         inside = (max(first, 0), min(last, size))
-        pieces = [_mirror(self.mode, inputs, *low), inside, _mirror(self.mode, inputs, *high)]
-        return tuple(piece for piece in pieces if piece[0] < piece[1])
+        repeated = _mirror(self.mode, inputs, *low), inside, _mirror(self.mode, inputs, *high)
+        pieces = tuple(piece for piece in repeated if piece[0] < piece[1])
+        # Reflections and the border lie beside the inputs inside, or among them.
+        return pieces if self.mode == "circular" else (_hull(pieces),)
 
     def dependents(self, size: int, start: int, stop: int) -> tuple[Interval, ...]:
         inside = (start + self.before, stop + self.before)
@@ -267,6 +309,16 @@ class Pad:
         """Return whether any of the outputs needs any of the inputs."""
         needed = self.intervals(size, *outputs)
         return any(max(a, inputs[0]) < min(b, inputs[1]) for a, b in needed)
+
+    def outside(self, size: int, start: int, stop: int) -> tuple[int, int] | None:
+        """Return how many of the outputs [start, stop) lie before the first input and after the
+        last, if padding the buffer by them makes the outputs; None where it does not.
+        """
+        first, last = start - self.before, stop - self.before
+        inside = (max(first, 0), min(last, size))
+        if self.mode == "circular" or self.intervals(size, start, stop) != (inside,):
+            return None
+        return inside[0] - first, last - inside[1]
 
     def order(self, size: int, start: int, stop: int) -> list[int] | None:
         """Return the place in the buffer of each output in [start, stop); None where they agree."""
@@ -284,6 +336,11 @@ class Pad:
         if self.mode == "circular":
             return max(-self.before, 0), size + min(self.after, 0)
         return 0, size
+
+
+def _hull(pieces: Sequence[Interval]) -> Interval:
+    """Return the shortest interval that has all of `pieces` in it."""
+    return min(first for first, _ in pieces), max(last for _, last in pieces)
 
 
 def _source(mode: str, inputs: Interval, position: int) -> int:

@@ -116,9 +116,9 @@ class _Dimension:
         if steps is not None:
             # Windows that cover each part, as those of pooling by 2.
             parts = distinct_parts(self.size, self.outputs, self.source_parts, steps)
-        elif self.size == self.outputs:
+        elif self.size == self.outputs or self.source_parts <= 2:
             # The first part tells of most other maps that they are not.
-            parts = iter(range(min(self.source_parts, self.size)))
+            parts = iter(range(min(self.source_parts, max(self.size, self.outputs))))
         else:
             return False
         return all(self.intervals(j) == self._own(j) for j in parts)

@@ -145,6 +145,23 @@ def test_an_adaptive_window_reads_what_adaptive_pooling_reads(
     assert list(range(*window.window(size, start))) == only
 
 
+@given(sizes, st.integers(1, 30), st.data())
+def test_runs_of_adaptive_windows_make_the_outputs_of_a_block(
+    size: int, outputs: int, data: st.DataObject
+) -> None:
+    window, x = AdaptiveWindow(outputs), torch.randn(1, 1, size, dtype=torch.float64)
+    start, stop = data.draw(spans(outputs))
+    ((first, last),) = window.intervals(size, start, stop)
+    runs = window.runs(size, start, stop)
+    buffer = x[..., first:last]
+    made = [F.adaptive_avg_pool1d(buffer[..., r.start : r.stop], r.outputs) for r in runs]
+    torch.testing.assert_close(
+        torch.cat(made, 2), F.adaptive_avg_pool1d(x, outputs)[..., start:stop]
+    )
+    if size % outputs == 0:
+        assert len(runs) == 1
+
+
 @given(sizes, st.integers(0, 24), st.integers(1, 5), st.data())
 def test_a_strided_map_is_a_slice(size: int, first: int, step: int, data: st.DataObject) -> None:
     positions = range(size)[first::step]
@@ -232,6 +249,18 @@ def test_padding_modes_repeat_the_inputs_that_torch_repeats(
     order = pad.order(size, start, stop)
     assert [buffer[i] for i in order or range(len(buffer))] == padded[start:stop]
     assert all(0 <= i < size for i in buffer)
+    outside = pad.outside(size, start, stop)
+    if outside is not None:
+        within = torch.tensor(buffer, dtype=torch.float64).reshape(1, 1, -1)
+        assert F.pad(within, outside, mode).flatten().tolist() == padded[start:stop]
+
+
+@pytest.mark.parametrize("mode", ["reflect", "replicate"])
+def test_blocks_that_hold_what_their_padding_repeats_are_padded_alone(mode: str) -> None:
+    pad = Pad(2, 3, mode)
+    assert pad.outside(10, 0, 8) == (2, 0)
+    assert pad.outside(10, 8, 15) == (0, 3)
+    assert pad.outside(10, 3, 12) == (0, 0)
 
 
 def test_circular_padding_of_nothing_is_an_error() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import product
 from math import prod
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distconv.geometry.index_maps import AdaptiveWindow, Same
+from distconv.geometry.index_maps import AdaptiveWindow, Run, Same, Window
 from distconv.geometry.layout import Cuts
 from distconv.ops.pool.local_pooling import check_pooled_type
 from distconv.ops.reduce.sums import mean
@@ -36,13 +35,14 @@ def _adaptive(
     A dimension with fewer outputs than parts becomes whole on every rank, which are thereby spared
     empty blocks; in the heads of networks it is about to be flattened anyway.
     """
-    windows = [AdaptiveWindow(m) for m in _adaptive_sizes(output_size, tuple(input.shape[2:]), n)]
+    sizes = tuple(input.shape[2:])
+    windows = [AdaptiveWindow(m) for m in _adaptive_sizes(output_size, sizes, n)]
     shape = output_shape(input.shape[1], input, windows)
     torch.empty(shape, device="meta")  # raises for sizes beyond numbers
     if prod(shape[2:]) > _MOST:
         refuse(
             name,
-            f"{prod(shape[2:])} windows, which are computed one by one",
+            f"{prod(shape[2:])} windows, which may be computed one by one",
             input,
             way_out=f"Choose an output_size of at most {_MOST} positions, or use F.interpolate",
         )
@@ -50,26 +50,47 @@ def _adaptive(
         axes if m >= input.grid.topology.parts(axes) else ()
         for m, axes in zip(shape, input.cuts, strict=True)
     )
-    buffer = gather_inputs(input, (Same(), Same(), *windows), cuts, name)
+    # A plan sees of windows that do not overlap whether they stay within the blocks.
+    needs = [
+        Window(size // m, size // m) if m and size % m == 0 else window
+        for window, size, m in zip(windows, sizes, shape[2:], strict=True)
+    ]
+    buffer = gather_inputs(input, (Same(), Same(), *needs), cuts, name)
     box = box_on_rank(shape, cuts, input.grid)
     if 0 in box.shape:
         return DistTensor(buffer.reshape(box.shape), shape, cuts, input.grid)
-    steps = [
-        _cells(window, size, start, stop)
+    runs = [
+        window.runs(size, start, stop)
         for window, size, start, stop in zip(
-            windows, input.shape[2:], box.start[2:], box.stop[2:], strict=True
+            windows, sizes, box.start[2:], box.stop[2:], strict=True
         )
     ]
-    cells = [
-        pool(buffer[(slice(None), slice(None), *cell)], 1).flatten(2) for cell in product(*steps)
+    return DistTensor(_pooled(buffer, runs, pool), shape, cuts, input.grid)
+
+
+def _pooled(
+    buffer: Tensor,
+    runs: Sequence[Sequence[Run]],
+    pool: Callable[..., Tensor],
+    outputs: tuple[int, ...] = (),
+) -> Tensor:
+    """Return the outputs of a buffer: pooled by torch run by run, and joined.
+
+    Parameters
+    ----------
+    runs: along each of the last dimensions.
+    outputs: along the dimensions between them and the channels, of which the buffer has one run.
+    """
+    if not runs:
+        return pool(buffer, outputs)
+    (along, *rest), d = runs, 2 + len(outputs)
+    if len(along) == 1:
+        return _pooled(buffer, rest, pool, (*outputs, along[0].outputs))
+    pieces = [
+        _pooled(buffer.narrow(d, r.start, r.stop - r.start), rest, pool, (*outputs, r.outputs))
+        for r in along
     ]
-    return DistTensor(torch.cat(cells, 2).reshape(box.shape), shape, cuts, input.grid)
-
-
-def _cells(window: AdaptiveWindow, size: int, start: int, stop: int) -> list[slice]:
-    """Return where the buffer holds the inputs of each of the outputs start to stop."""
-    bounds = [window.window(size, o) for o in range(start, stop)]
-    return [slice(a - bounds[0][0], b - bounds[0][0]) for a, b in bounds]
+    return torch.cat(pieces, d)
 
 
 def _adaptive_sizes(output_size: Any, sizes: tuple[int, ...], n: int) -> tuple[int, ...]:
@@ -122,7 +143,7 @@ def _adaptive_max_pool(local: Callable[..., Any], function: Any, n: int) -> None
     name = f"adaptive_max_pool{n}d"
 
     def pool(x: Tensor, output_size: Any) -> Tensor:
-        values: Tensor = local(x, (output_size,) * n)[0]
+        values: Tensor = local(x, output_size)[0]
         return values
 
     @implements(function)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from distconv.geometry.index_maps import IndexMap, Pad, Same
 from distconv.ops.support.constants import constant
@@ -30,38 +29,29 @@ def pad(
     amounts = [(0, 0)] * input.dim()
     for i in range(len(pad) // 2):
         amounts[input.dim() - 1 - i] = (int(pad[2 * i]), int(pad[2 * i + 1]))
+    sent = any(axes and any(amount) for amount, axes in zip(amounts, input.cuts, strict=True))
+    # Constants are written around the block as it is copied, along all dimensions at once.
+    around = sent and mode == "constant"
     needs: list[IndexMap] = [
-        Pad(*amount, mode) if axes and any(amount) else Same()
+        Pad(*amount, mode) if any(amount) and (axes or around) else Same()
         for amount, axes in zip(amounts, input.cuts, strict=True)
     ]
     buffer = gather_inputs(input, needs, input.cuts, "pad", value or 0.0)
     box = box_on_rank(shape, input.cuts, input.grid)
+    if 0 in box.shape:
+        return DistTensor(empty_block(buffer, box.shape), shape, input.cuts, input.grid)
     for d, need in enumerate(needs):
-        if isinstance(need, Pad) and box.start[d] < box.stop[d]:
-            order = need.order(input.shape[d], box.start[d], box.stop[d])
+        if isinstance(need, Pad):
+            outputs = input.shape[d], box.start[d], box.stop[d]
+            outside = need.outside(*outputs)
+            order = None if outside else need.order(*outputs)
+            amounts[d] = outside if outside and mode != "constant" else (0, 0)
             if order is not None:
                 buffer = buffer.index_select(d, constant(buffer.device, tuple(order)))
-    buffer = _pad_whole_dimensions(buffer, amounts, needs, len(pad) // 2, mode, value, box.shape)
+    if any(map(any, amounts)):
+        # torch pads as many dimensions at a time as the caller has named, also by nothing.
+        named = amounts[input.dim() - len(pad) // 2 :]
+        buffer = F.pad(buffer, [n for amount in reversed(named) for n in amount], mode, value)
     # Padding by nothing copies all the same.
     shard = buffer.clone() if buffer is input.shard else buffer
     return DistTensor(shard, shape, input.cuts, input.grid)
-
-
-def _pad_whole_dimensions(
-    buffer: Tensor,
-    amounts: Sequence[tuple[int, int]],
-    needs: Sequence[IndexMap],
-    named: int,
-    mode: str,
-    value: float | None,
-    shape: tuple[int, ...],
-) -> Tensor:
-    """Pad along the dimensions that are whole on every rank, where torch does it."""
-    rest = [(0, 0) if isinstance(n, Pad) else a for n, a in zip(needs, amounts, strict=True)]
-    if not any(map(any, rest)):
-        return buffer
-    if 0 in shape:
-        return empty_block(buffer, shape)
-    # torch pads as many dimensions at a time as the caller has named, also by nothing.
-    flat = [n for amount in reversed(rest[len(rest) - named :]) for n in amount]
-    return F.pad(buffer, flat, mode, value)

@@ -73,8 +73,11 @@ def roll(
         for shift, axes, n in zip(total, input.cuts, input.shape, strict=True)
     ]
     buffer = gather_inputs(input, needs, input.cuts, "roll")
-    rest = [d for d, need in enumerate(needs) if isinstance(need, Same)]
-    buffer = buffer.roll([total[d] for d in rest], rest) if rest else buffer.clone()
+    rest = [d for d, need in enumerate(needs) if total[d] and isinstance(need, Same)]
+    if rest:
+        buffer = buffer.roll([total[d] for d in rest], rest)
+    elif buffer is input.shard:
+        buffer = buffer.clone()
     return DistTensor(buffer, input.shape, input.cuts, input.grid)
 
 
