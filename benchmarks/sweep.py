@@ -9,7 +9,7 @@ rank's block, and the faster of its forms is the bound.
 
 from __future__ import annotations
 
-import sys
+import argparse
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -109,21 +109,23 @@ def _page(families: list[tuple[str, list[list[str]]]], seconds: float) -> str:
     return "\n".join(parts)
 
 
-def main(path: Path, names: list[str]) -> None:
+def main() -> None:
     """Time the calls, and write or print them; all ranks call it."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.sweep", description=__doc__)
+    parser.add_argument("page", type=Path, help="the page that is written")
+    parser.add_argument("calls", nargs="*", help="calls that are timed and printed, and no others")
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
     start = time.perf_counter()
     families = []
-    for family, rows in sweep(names):
+    for family, rows in sweep(arguments.calls):
         families.append((family, rows))
         if MPI.COMM_WORLD.rank == 0:
-            print(
-                f"{family}, {time.perf_counter() - start:.0f} s\n{table([_HEADS, *rows])}\n",
-                flush=True,
-            )
-    if MPI.COMM_WORLD.rank == 0 and not names:
-        path.write_text(_page(families, time.perf_counter() - start))
+            print(f"{family}, {time.perf_counter() - start:.0f} s", flush=True)
+            print(table([_HEADS, *rows]), end="\n\n", flush=True)
+    if MPI.COMM_WORLD.rank == 0 and not arguments.calls:
+        arguments.page.write_text(_page(families, time.perf_counter() - start))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    main()
