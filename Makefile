@@ -21,7 +21,7 @@ LIMIT  := timeout -k 10
 # Every rank of every job would compile the sources anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-cosmoflow demo-unet3d study check docs test no-mpi wheel-check nightly bench compare gpu coverage study-methods networks lint clean
+.PHONY: demo demo-cosmoflow demo-unet3d study check docs test no-mpi wheel-check reports nightly bench compare gpu coverage study-methods networks lint clean
 
 $(VENV)/ready: setup.cfg setup.py constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -86,6 +86,10 @@ no-mpi:
 wheel-check: $(VENV)/ready
 	$(BIN)/pip install -q -c constraints.txt -e '.[release]'
 	$(BIN)/python -m tests.support.wheel_check
+
+# A report of each command, looked at in a headless Chromium, with pictures in build/reports.
+reports: $(VENV)/ready
+	$(BIN)/python -m tests.support.browser
 
 # Which torch functions are supported, as docs/reference/coverage.md has it.
 coverage: $(VENV)/ready

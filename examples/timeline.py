@@ -1,11 +1,10 @@
 """Record the timeline of a few training steps: `mpiexec -n 2 python -m examples.timeline FILE`."""
 
-import sys
-
 import torch
 from torch import nn
 
 import distconv as dc
+from distconv.tools.arguments import RankParser
 
 
 def main(file: str) -> None:
@@ -31,4 +30,6 @@ def main(file: str) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(sys.argv[1] if len(sys.argv) > 1 else "trace.json")
+    parser = RankParser(description=__doc__)
+    parser.add_argument("file", nargs="?", default="trace.json", help="(default: %(default)s)")
+    main(parser.parse_args().file)

@@ -230,9 +230,9 @@ def memory_of(recording: Recording, times: OperatorTimes) -> dict[str, int]:
     return recording.memory | {"workspace": most - recording.peak}
 
 
-def in_words(grid: Mapping[str, int]) -> str:
+def in_words(grid: Mapping[str, int], between: str = ",") -> str:
     """Return the axes of a grid with several ranks, as a command line has them."""
-    return ",".join(f"{axis}={n}" for axis, n in grid.items() if n > 1) or "1 rank"
+    return between.join(f"{axis}={n}" for axis, n in grid.items() if n > 1) or "1 rank"
 
 
 def _layers(recording: Recording, line: Timeline) -> tuple[LayerTime, ...]:

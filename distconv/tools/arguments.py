@@ -176,3 +176,11 @@ def picture(text: str) -> Path:
             f"{text!r} is no picture; end it in .{' or .'.join(known)}"
         )
     return path
+
+
+def report_file(text: str) -> Path:
+    """Return the file of a report, whose folder has to be there: it is written at the end."""
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written; name a file in a folder")
+    return path

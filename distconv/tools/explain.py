@@ -140,7 +140,7 @@ def explain(
     return explanation
 
 
-_HEADING = (
+HEADING = (
     *("layer", "type", "output", "layout", "local", "halo", "received", "moved"),
     *("redistribution", "reduced", "kept", "parameters"),
 )
@@ -148,10 +148,10 @@ _HEADING = (
 
 def layer_table(layers: Sequence[LayerPlan], *more: tuple[str, ...]) -> str:
     """Return layers as a table, with `more` rows below them."""
-    return table([_HEADING, *map(_cells, layers), *more], right=(6, 7, 9, 10, 11))
+    return table([HEADING, *map(cells_of_layer, layers), *more], right=(6, 7, 9, 10, 11))
 
 
-def _cells(layer: LayerPlan) -> tuple[str, ...]:
+def cells_of_layer(layer: LayerPlan) -> tuple[str, ...]:
     """Return the row of the table."""
     moved = [
         f"{_cut(r.source)} -> {_cut(r.target)}" + (f" by {how}" if how else "")
@@ -166,7 +166,7 @@ def _cells(layer: LayerPlan) -> tuple[str, ...]:
         layer.name,
         layer.kind,
         "x".join(map(str, layer.shape)) if layer.shape is not None else "",
-        "refused" if layer.refusal is not None else _layout_of(layer),
+        "refused" if layer.refusal is not None else layout_in_words(layer),
         "x".join(map(str, layer.local_shape)) if layer.local_shape is not None else "",
         "; ".join(filter(None, dict.fromkeys(halos))),
         _size(layer.halo_bytes),
@@ -183,7 +183,8 @@ def _operator_suffix(kind: str, operator: str) -> str:
     return "" if operator in kind else operator.removeprefix(f"{kind}, ")
 
 
-def _layout_of(layer: LayerPlan) -> str:
+def layout_in_words(layer: LayerPlan) -> str:
+    """Return how a layer's output is cut; "plain" for a plain tensor, nothing for none."""
     if layer.layout is None:
         return "plain" if layer.shape is not None else ""
     return _cut(layer.layout)

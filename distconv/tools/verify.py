@@ -88,11 +88,13 @@ class Verification:
                 f"{self.module} on {self.grid} against serial, tolerance {self.tolerance:.1e}",
                 comparison_table(self.rows),
                 *(f"note: {note}" for note in self.notes),
-                self._verdict(),
+                self.verdict,
             ]
         )
 
-    def _verdict(self) -> str:
+    @property
+    def verdict(self) -> str:
+        """Return in words whether all agree, and what deviates first."""
         first = self.first_deviation
         if first is None:
             largest = max(self.rows, key=lambda row: row.difference, default=None)

@@ -20,13 +20,16 @@ from distconv.tools.commands.options import (
     add_dtype_option,
     add_grid_option,
     add_module_options,
+    add_report_option,
     dtype_named,
     is_first,
+    write_report,
 )
 from distconv.tools.explain import explain, layer_table
 from distconv.tools.factories import made_everywhere, module_from
 from distconv.tools.json_lines import as_json
 from distconv.tools.progress import Progress
+from distconv.tools.reports.layers import explain_page, verify_page
 from distconv.tools.verify import TensorComparison, comparison_table, verify
 from distconv.transport.world import world
 
@@ -35,6 +38,7 @@ def _explain_options(parser: argparse.ArgumentParser) -> None:
     add_module_options(parser)
     add_grid_option(parser)
     add_dtype_option(parser)
+    add_report_option(parser)
     parser.add_argument(
         "--rank", type=int, help="whose part is told (default: in the middle of every axis)"
     )
@@ -54,6 +58,7 @@ def _explain(arguments: argparse.Namespace) -> int:
             plan = explain(module, shape, grid, progress=progress, **options)
     if first:
         print(as_json(plan, refusal=plan.refusal) if arguments.json else plan, flush=True)
+        write_report(arguments.html, lambda: explain_page(plan, grid))
     return int(plan.refusal is not None)
 
 
@@ -70,6 +75,7 @@ def _interrupted(as_line: bool, text: Callable[[list[Any]], str]) -> Callable[[l
 def _verify_options(parser: argparse.ArgumentParser) -> None:
     add_module_options(parser)
     add_grid_option(parser)
+    add_report_option(parser)
     parser.add_argument("--float64", action="store_true", help="module and input in float64")
     parser.add_argument("--tolerance", type=float, help="largest difference that is rounding")
     parser.add_argument("--no-backward", action="store_true", help="compare no gradients")
@@ -122,6 +128,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     if first:
         shown = as_json(verification, ok=verification.ok) if arguments.json else verification
         print(shown, flush=True)
+        write_report(arguments.html, lambda: verify_page(verification, grid.shape))
     return int(not verification.ok)
 
 

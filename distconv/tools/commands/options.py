@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from distconv.data.durable import write_atomically
 from distconv.planning.machine import Machine
 from distconv.planning.recorded_step import LOSSES, OPTIMIZERS
 from distconv.tools.arguments import (
@@ -17,6 +19,7 @@ from distconv.tools.arguments import (
     grid_axes,
     layout,
     pattern_and_layout,
+    report_file,
     shape,
 )
 from distconv.transport.world import world_if_rank
@@ -114,6 +117,20 @@ def step_options(arguments: argparse.Namespace) -> dict[str, Any]:
 def dtype_named(name: str | None) -> torch.dtype | None:
     """Return the type of this name; None for none."""
     return None if name is None else getattr(torch, name)
+
+
+def add_report_option(parser: argparse.ArgumentParser) -> None:
+    """Add `--html`, which takes a file for a page."""
+    text = "write a report for a browser: one page with tables and drawings"
+    parser.add_argument("--html", type=report_file, metavar="FILE", help=text)
+
+
+def write_report(path: Path | None, page: Callable[[], str]) -> None:
+    """Write a page where a file was given, and say so on stderr; rank 0 calls it."""
+    if path is not None:
+        with complaining(OSError):
+            write_atomically(path, lambda file: file.write(page().encode()))
+        print(f"wrote {path}", file=sys.stderr, flush=True)
 
 
 def loaded(path: Path) -> Machine:

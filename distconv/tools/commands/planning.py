@@ -19,15 +19,18 @@ from distconv.tools.arguments import byte_count, complaining, picture
 from distconv.tools.commands.options import (
     Command,
     add_grid_option,
+    add_report_option,
     add_step_options,
     check_alone,
     keep_times,
     loaded,
     step_options,
+    write_report,
 )
 from distconv.tools.factories import module_from
 from distconv.tools.json_lines import as_json
 from distconv.tools.progress import StatusLine
+from distconv.tools.reports.steps import plan_page, prediction_page
 from distconv.transport.world import world
 
 
@@ -69,6 +72,7 @@ def _calibrate(arguments: argparse.Namespace) -> int:
 def _predict_options(parser: argparse.ArgumentParser) -> None:
     add_step_options(parser)
     add_grid_option(parser)
+    add_report_option(parser)
     text = "write the step's messages for a simulator"
     parser.add_argument("--export", type=Path, metavar="FILE", help=text)
 
@@ -90,11 +94,13 @@ def _predict(arguments: argparse.Namespace) -> int:
         keep_times(machine, arguments.machine)
     more = {"peak": found.peak, "seconds_per_sample": found.seconds_per_sample}
     print(as_json(found, critical_path=found.longest, **more) if arguments.json else found)
+    write_report(arguments.html, lambda: prediction_page(found, machine))
     return 0
 
 
 def _plan_options(parser: argparse.ArgumentParser) -> None:
     add_step_options(parser)
+    add_report_option(parser)
     add = parser.add_argument
     add("--ranks", type=int, required=True, help="how many")
     add("--memory", type=byte_count, help="of a rank, as 16GiB (default: the machine's)")
@@ -125,6 +131,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         print(as_json(found, **more))
     else:
         print(found, *([] if layers is None else [layers]), sep="\n")
+    write_report(arguments.html, lambda: plan_page(found, layers, machine))
     return int(not fits)
 
 

@@ -31,16 +31,19 @@ from distconv.planning.table import table
 from distconv.tools.arguments import BadArguments, complaining, grid_axes
 from distconv.tools.commands.options import (
     Command,
+    add_report_option,
     add_step_options,
     check_alone,
     is_first,
     keep_times,
     step_options,
+    write_report,
 )
 from distconv.tools.explain import explain
 from distconv.tools.factories import made_everywhere, module_from
 from distconv.tools.json_lines import as_json
 from distconv.tools.progress import Progress
+from distconv.tools.reports.studies import scale_page
 from distconv.transport.world import world
 
 PICTURES = ("png", "pdf", "svg")
@@ -64,6 +67,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
 def _study_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_step_options(parser)
+    add_report_option(parser)
     # Without a machine nothing is predicted.
     parser.set_defaults(machine=None)
     add("--ranks", type=_numbers, default=[], metavar="N,N,...", help="of the cases that are run")
@@ -149,6 +153,7 @@ def _study(arguments: argparse.Namespace) -> int:
         print(as_json(study) if arguments.json else _listed(study), flush=True)
         if not arguments.json:
             print(*(f"wrote {file}" for file in (path, *pictures)), sep="\n", flush=True)
+        write_report(arguments.html, lambda: scale_page(study))
     return 0
 
 

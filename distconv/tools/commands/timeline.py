@@ -7,7 +7,8 @@ import json
 from pathlib import Path
 
 from distconv.tools.arguments import BadArguments, complaining, picture
-from distconv.tools.commands.options import Command, is_first
+from distconv.tools.commands.options import Command, add_report_option, is_first, write_report
+from distconv.tools.reports.timelines import timeline_page
 from distconv.tools.timeline.report import add_up, draw_timeline, read_trace, times_as_text
 
 
@@ -16,8 +17,9 @@ def _options(parser: argparse.ArgumentParser) -> None:
     add("trace", type=Path, metavar="FILE", help="what distconv.timeline has written")
     add("--json", action="store_true", help="one line of JSON instead of a table")
     add("--plot", type=picture, metavar="FILE", help="draw the timeline into a picture")
-    add("--begin", type=float, default=0.0, metavar="MS", help="of the picture (%(default)s)")
-    add("--end", type=float, metavar="MS", help="of the picture (default: that of the timeline)")
+    add_report_option(parser)
+    add("--begin", type=float, default=0.0, metavar="MS", help="where drawings begin (%(default)s)")
+    add("--end", type=float, metavar="MS", help="where they end (default: with it)")
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -29,12 +31,15 @@ def _run(arguments: argparse.Namespace) -> int:
     rows = add_up(events)
     shown = json.dumps([row._asdict() for row in rows]) if arguments.json else times_as_text(rows)
     print(shown, flush=True)
-    if arguments.plot is not None:
+    if arguments.plot is not None or arguments.html is not None:
         last = max((e["ts"] + e.get("dur", 0.0) for e in events if "ts" in e), default=1.0) / 1e3
-        end = last if arguments.end is None else arguments.end
-        if not end > arguments.begin:
-            raise BadArguments(f"--end {end} is not after --begin {arguments.begin}")
-        draw_timeline(events, arguments.plot, arguments.begin, end)
+        begin, end = arguments.begin, last if arguments.end is None else arguments.end
+        if not end > begin:
+            raise BadArguments(f"--end {end} is not after --begin {begin}")
+        if arguments.plot is not None:
+            draw_timeline(events, arguments.plot, begin, end)
+        name = arguments.trace.name
+        write_report(arguments.html, lambda: timeline_page(events, name, begin / 1e3, end / 1e3))
     return 0
 
 

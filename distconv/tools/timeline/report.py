@@ -115,13 +115,14 @@ def times_as_text(rows: Sequence[RankTimes]) -> str:
     return "\n".join(lines)
 
 
-_COLORS = dict(
+COLORS = dict(
     zip(
         (*ROWS, *KINDS),
         ("#4c72b0", "#c44e52", "#4c72b0", "#55a868", "#8172b3", "#ccb974", "#dd8452", "#937860"),
         strict=True,
     )
 )
+"""Of rows and of kinds of messages, in pictures."""
 
 
 def draw_timeline(events: Sequence[Event], path: Path, begin: float, end: float) -> None:
@@ -147,7 +148,7 @@ def draw_timeline(events: Sequence[Event], path: Path, begin: float, end: float)
         cut = [(max(a / 1e3, begin), min(b / 1e3, end)) for a, b in intervals]
         inside = [(a, b - a) for a, b in cut if b > a]
         if inside:
-            shown.append((f"rank {rank}: {row}", _COLORS[row], inside))
+            shown.append((f"rank {rank}: {row}", COLORS[row], inside))
     figure = Figure(figsize=(9, 0.6 + 0.32 * max(1, len(shown))), layout="tight")
     axes = figure.subplots()
     for place, (_, color, inside) in enumerate(shown):

@@ -1,0 +1,212 @@
+"""One page for a browser in one file: headings, numbers, tables that sort, drawings.
+
+Every page is well-formed XML as well, so that a test can take it apart. It is readable on a phone,
+on dark screens and on paper, and loads nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from html import escape
+from typing import TypeAlias
+
+from distconv.planning.table import byte_size
+from distconv.tools.version import __version__
+
+Cell: TypeAlias = "str | tuple[str, float]"
+"""The text of a table's cell; with the number that it is sorted by, if it has one."""
+
+COLOURS = ("#4477aa", "#dd4f63", "#228833", "#b08c00", "#2a93b5", "#aa3377", "#d9662b", "#777f88")
+"""Told apart by all readers, on light and dark ground (after Paul Tol)."""
+
+_STYLE = """
+:root { --ink: #1f2328; --quiet: #59636e; --ground: #ffffff; --card: #f6f8fa; --line: #d1d9e0;
+  --bad: #b3261e; --good: #1a7f37; color-scheme: light dark; }
+@media (prefers-color-scheme: dark) { :root { --ink: #f0f3f6; --quiet: #a9b4bf; --ground: #0f1318;
+  --card: #1a2028; --line: #3d444d; --bad: #ff8a80; --good: #56d364; } }
+* { box-sizing: border-box; }
+body { margin: 0 auto; padding: 1rem; max-width: 76rem; color: var(--ink);
+  background: var(--ground);
+  font: 15px/1.5 system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif; }
+h1 { font-size: 1.5rem; line-height: 1.25; margin: .4rem 0; overflow-wrap: anywhere; }
+h2 { font-size: 1.1rem; margin: 2rem 0 .3rem; }
+h3 { font-size: .95rem; margin: .8rem 0 .3rem; }
+p { margin: .3rem 0 .8rem; max-width: 50rem; } .quiet, footer { color: var(--quiet); }
+footer { margin-top: 2.5rem; font-size: .85rem; border-top: 1px solid var(--line);
+  padding-top: .6rem; }
+.numbers { display: grid; grid-template-columns: repeat(auto-fit, minmax(9.5rem, 1fr)); gap: .6rem;
+  margin: 1rem 0; }
+.numbers div { background: var(--card); border: 1px solid var(--line); border-radius: 8px;
+  padding: .5rem .8rem; }
+.numbers b { display: block; font-size: 1.15rem; overflow-wrap: anywhere; }
+.numbers span { color: var(--quiet); font-size: .85rem; }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 21rem), 1fr));
+  gap: 0 2rem; }
+.charts > div, .nodes figure { break-inside: avoid; min-width: 0; }
+.wide { overflow-x: auto; margin-top: .6rem; }
+table { border-collapse: collapse; font-size: .86rem; font-variant-numeric: tabular-nums; }
+th, td { padding: .25rem .6rem; border-bottom: 1px solid var(--line); text-align: left;
+  white-space: nowrap; vertical-align: top; }
+td.long { white-space: normal; min-width: 16rem; }
+td.number, th.number { text-align: right; }
+thead th { position: sticky; top: 0; background: var(--ground); }
+th button { all: unset; cursor: pointer; font-weight: 600; }
+th button:focus-visible { outline: 2px solid #4477aa; }
+th[aria-sort=ascending] button::after { content: ' \\2191'; }
+th[aria-sort=descending] button::after { content: ' \\2193'; }
+tr.marked td { color: var(--bad); font-weight: 600; }
+.alert { border-left: 4px solid var(--bad); background: var(--card); padding: .5rem .8rem; }
+.good { border-left-color: var(--good); }
+.row { display: grid; grid-template-columns: minmax(4.5rem, 9rem) 1fr minmax(3.6rem, max-content);
+  gap: .5rem; align-items: center; font-size: .82rem; line-height: 1.45; break-inside: avoid; }
+.row > :first-child { overflow: hidden; text-overflow: ellipsis; white-space: nowrap; }
+.row > :last-child { text-align: right; font-variant-numeric: tabular-nums; }
+.lane { grid-template-columns: minmax(4.5rem, 9rem) 1fr; } .lane > :last-child { text-align: left; }
+svg { display: block; width: 100%; } svg text { fill: var(--ink); font-size: 11px; }
+svg .quiet { fill: var(--quiet); } svg .track { fill: var(--card); }
+svg .axis { stroke: var(--line); stroke-width: 1; } svg .on { fill: #ffffff; font-weight: 600; }
+svg .curve { fill: none; stroke-width: 1.8; } svg .edge { stroke: var(--ground); stroke-width: .5; }
+.legend { display: flex; flex-wrap: wrap; gap: .2rem 1rem; font-size: .82rem; margin: .4rem 0;
+  padding: 0; list-style: none; }
+.legend svg { display: inline-block; width: .8rem; height: .8rem; vertical-align: -.1rem;
+  margin-right: .35rem; }
+.nodes { display: flex; flex-wrap: wrap; gap: .8rem; }
+.nodes figure { margin: 0; padding: .4rem .5rem; background: var(--card);
+  border: 1px solid var(--line); border-radius: 8px; }
+.nodes figcaption { font-size: .8rem; color: var(--quiet); }
+@media print { body { max-width: none; font-size: 11px; padding: 0; } .wide { overflow: visible; }
+  * { print-color-adjust: exact; -webkit-print-color-adjust: exact; } thead th { position: static; }
+  th, td { white-space: normal; padding: .1rem .3rem; } td.number { white-space: nowrap; }
+  h2 { break-after: avoid; } }
+"""
+
+# Without `less than` and `and` signs, which XML would have to escape.
+_SCRIPT = """
+for (const button of document.querySelectorAll('th button')) button.onclick = () => {
+  const head = button.parentElement, table = head.closest('table'), body = table.tBodies[0];
+  const place = head.cellIndex, up = head.getAttribute('aria-sort') !== 'ascending';
+  for (const other of head.parentElement.cells) other.removeAttribute('aria-sort');
+  head.setAttribute('aria-sort', up ? 'ascending' : 'descending');
+  const value = row => row.cells[place].dataset.value ?? row.cells[place].textContent;
+  const order = (a, b) => value(a).localeCompare(value(b), undefined, {numeric: true});
+  const number = row => row.cells[place].dataset.value === undefined ? NaN : Number(value(row));
+  const compare = (a, b) => (number(a) - number(b)) || order(a, b);
+  body.append(...[...body.rows].sort((a, b) => up ? compare(a, b) : compare(b, a)));
+};
+"""
+
+
+_FOOTER = (
+    f"distconv {__version__}. Click a heading to sort; hold the pointer over a drawing for more."
+)
+
+
+def page(
+    title: str, about: str, numbers: Sequence[tuple[str, str]], sections: Sequence[str]
+) -> str:
+    """Return a whole page.
+
+    Parameters
+    ----------
+    about: a sentence beneath the title.
+    numbers: the most important ones, each with what it is.
+    sections: markup, such as `section` returns.
+    """
+    cards = "".join(f"<div><b>{escape(n)}</b><span>{escape(w)}</span></div>" for n, w in numbers)
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/>'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"/>'
+        f"<title>{escape(title)}</title><style>{_STYLE}</style></head>\n<body>"
+        f'<h1>{escape(title)}</h1><p class="quiet">{escape(about)}</p>'
+        f'<div class="numbers">{cards}</div>\n'
+        + "\n".join(filter(None, sections))
+        + f"\n<footer>{_FOOTER}</footer><script>{_SCRIPT}</script></body></html>\n"
+    )
+
+
+def section(title: str, body: str, note: str = "") -> str:
+    """Return a part of a page: a heading, a sentence that says how to read it, and markup."""
+    said = f'<p class="quiet">{escape(note)}</p>' if note else ""
+    return f"<section><h2>{escape(title)}</h2>{said}{body}</section>"
+
+
+def charts(parts: Mapping[str, str]) -> str:
+    """Return drawings with their titles, beside each other where there is room."""
+    drawn = [f"<div><h3>{escape(title)}</h3>{body}</div>" for title, body in parts.items() if body]
+    return f'<div class="charts">{"".join(drawn)}</div>'
+
+
+def alert(text: str, good: bool = False) -> str:
+    """Return a sentence that nobody overlooks."""
+    kind = "alert good" if good else "alert"
+    return f'<p class="{kind}">{escape(text)}</p>'
+
+
+def table(
+    headings: Sequence[str], rows: Sequence[Sequence[Cell]], marked: Collection[int] = ()
+) -> str:
+    """Return a table that sorts by the column whose heading is clicked.
+
+    Columns that are empty but for their heading are left out. `marked` are numbers of rows that
+    stand out.
+    """
+    kept = [i for i in range(len(headings)) if any(_text(row[i]) for row in rows)]
+    numeric = {i for i in kept if any(isinstance(row[i], tuple) for row in rows)}
+    head = "".join(
+        f'<th scope="col"{_kind(i in numeric)}><button type="button">{escape(headings[i])}</button>'
+        "</th>"
+        for i in kept
+    )
+    body = []
+    for number, row in enumerate(rows):
+        cells = "".join(_cell(row[i], i in numeric) for i in kept)
+        kind = ' class="marked"' if number in marked else ""
+        body.append(f"<tr{kind}>{cells}</tr>")
+    return (
+        f'<div class="wide"><table><thead><tr>{head}</tr></thead>'
+        f"<tbody>{''.join(body)}</tbody></table></div>"
+    )
+
+
+def _text(cell: Cell) -> str:
+    return cell if isinstance(cell, str) else cell[0]
+
+
+def _kind(numeric: bool) -> str:
+    return ' class="number"' if numeric else ""
+
+
+def _cell(cell: Cell, numeric: bool) -> str:
+    text = _text(cell)
+    if isinstance(cell, tuple):
+        return f'<td class="number" data-value="{cell[1]!r}">{escape(text)}</td>'
+    # What has no number is less than all.
+    kind = (
+        ' class="number" data-value="-1"' if numeric else ' class="long"' if len(text) > 60 else ""
+    )
+    return f"<td{kind}>{escape(text)}</td>"
+
+
+def milliseconds(seconds: float) -> str:
+    """Return seconds in milliseconds, without the unit."""
+    return f"{seconds * 1e3:.4g}"
+
+
+def time_cell(seconds: float) -> Cell:
+    """Return a cell in milliseconds, without the unit; an empty one for no time."""
+    return (milliseconds(seconds), seconds) if seconds else ""
+
+
+def size_cell(count: int) -> Cell:
+    """Return a cell with a number of bytes; an empty one for none."""
+    return (byte_size(count), count) if count else ""
+
+
+def legend(colours: Mapping[str, str]) -> str:
+    """Return what colours mean."""
+    items = "".join(
+        f'<li><svg viewBox="0 0 8 8" aria-hidden="true"><rect width="8" height="8" '
+        f'fill="{colour}"/></svg>{escape(name)}</li>'
+        for name, colour in colours.items()
+    )
+    return f'<ul class="legend">{items}</ul>'

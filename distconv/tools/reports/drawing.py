@@ -1,0 +1,211 @@
+"""Drawings of reports in SVG, which stretch with the page while their letters keep their size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from html import escape
+from math import floor, log10
+from typing import NamedTuple, TypeAlias
+
+from distconv.tools.reports.document import COLOURS, legend
+
+MOST_BARS = 40
+"""Of a chart; the others are shorter."""
+
+
+class Bar(NamedTuple):
+    """A row of a bar chart: amounts one after another, each with its colour and what it is."""
+
+    name: str
+    parts: Sequence[tuple[float, str, str]]
+    text: str
+
+    @property
+    def total(self) -> float:
+        """Return the length of the bar."""
+        return sum(amount for amount, _, _ in self.parts)
+
+
+class Span(NamedTuple):
+    """A stretch of time of a lane."""
+
+    begin: float
+    end: float
+    colour: str
+    title: str
+
+
+Point: TypeAlias = tuple[float, float, float | None, float | None]
+"""Across, up, and the lower and upper end of a whisker if there is one."""
+
+
+class Curve(NamedTuple):
+    """Points of a chart."""
+
+    name: str
+    points: Sequence[Point]
+    colour: str
+    line: str = ""
+    """How its points are joined: `solid`, `dashed`, or not at all."""
+    marks: bool = True
+
+
+def bars(rows: Sequence[Bar]) -> str:
+    """Return a bar chart with a row for each bar, in their order; of many only the longest.
+
+    It is empty where all bars are.
+    """
+    shown = [row for row in rows if row.total > 0]
+    if not shown:
+        return ""
+    left_out = len(shown) - MOST_BARS
+    if left_out > 0:
+        least = sorted((row.total for row in shown), reverse=True)[MOST_BARS - 1]
+        shown = [row for row in shown if row.total >= least][:MOST_BARS]
+    longest = max(row.total for row in shown)
+    drawn = []
+    for row in shown:
+        place, rects = 0.0, []
+        for amount, colour, what in row.parts:
+            width = 100 * amount / longest
+            if width > 0:
+                rects.append(_rect(place, width, colour, what))
+            place += width
+        drawn.append(
+            f'<div class="row"><span title="{escape(row.name)}">{escape(row.name)}</span>'
+            f'<svg height="12" role="img" aria-label="{escape(row.text)}">'
+            f'<rect class="track" width="100%" height="12" rx="2"/>{"".join(rects)}</svg>'
+            f"<span>{escape(row.text)}</span></div>"
+        )
+    if left_out > 0:
+        drawn.append(f'<p class="quiet">the {len(shown)} longest of {len(shown) + left_out}</p>')
+    return "".join(drawn)
+
+
+def _rect(x: float, width: float, colour: str, title: str, height: float = 12) -> str:
+    return (
+        f'<rect class="edge" x="{x:.4g}%" width="{max(width, 0.15):.4g}%" height="{height:g}" '
+        f'fill="{colour}"><title>{escape(title)}</title></rect>'
+    )
+
+
+def strip(colours: Sequence[str], titles: Sequence[str], heights: Sequence[float]) -> str:
+    """Return a strip of cells along the network, and beneath them a column for each height."""
+    width, most = 100 / max(len(colours), 1), max(heights, default=0.0) or 1.0
+    cells = "".join(
+        _rect(i * width, width, colour, title, 26)
+        for i, (colour, title) in enumerate(zip(colours, titles, strict=True))
+    )
+    columns = "".join(
+        f'<rect x="{i * width:.4g}%" y="32" width="{0.8 * width:.4g}%" '
+        f'height="{34 * height / most:.4g}" fill="{COLOURS[-1]}"><title>{escape(title)}</title>'
+        "</rect>"
+        for i, (height, title) in enumerate(zip(heights, titles, strict=True))
+        if height
+    )
+    tall = 68 if columns else 26
+    return f'<svg height="{tall}" role="img" aria-label="layouts">{cells}{columns}</svg>'
+
+
+def lanes(rows: Mapping[str, Sequence[Span]], begin: float, end: float) -> str:
+    """Return stretches of time, a lane for each name, over an axis in milliseconds."""
+    length = end - begin or 1.0
+    drawn = []
+    for name, spans in rows.items():
+        rects = "".join(
+            _rect(100 * (s.begin - begin) / length, 100 * (s.end - s.begin) / length, *s[2:], 16)
+            for s in _joined(spans, length / 1500)
+        )
+        drawn.append(
+            f'<div class="row lane"><span title="{escape(name)}">{escape(name)}</span>'
+            f'<svg height="16" role="img" aria-label="{escape(name)}">'
+            f'<rect class="track" width="100%" height="16"/>{rects}</svg></div>'
+        )
+    marks = []
+    for mark in ticks(1e3 * begin, 1e3 * end, 6):
+        place = 100 * (mark / 1e3 - begin) / length
+        anchor = "start" if place < 5 else "end" if place > 95 else "middle"
+        marks.append(
+            f'<line class="axis" x1="{place:.4g}%" x2="{place:.4g}%" y1="0" y2="4"/>'
+            f'<text class="quiet" x="{place:.4g}%" y="15" text-anchor="{anchor}">{mark:g}</text>'
+        )
+    drawn.append(
+        f'<div class="row lane"><span>ms</span><svg height="18">{"".join(marks)}</svg></div>'
+    )
+    return "".join(drawn)
+
+
+def _joined(spans: Iterable[Span], least: float) -> Iterator[Span]:
+    """Yield spans in order; neighbours of one colour that are closer than `least` are one."""
+    last: Span | None = None
+    for span in sorted(spans):
+        if last is not None and span.colour == last.colour and span.begin - last.end < least:
+            same = span.title == last.title or last.end - last.begin > span.end - span.begin
+            title = last.title if same else span.title
+            last = Span(last.begin, max(last.end, span.end), last.colour, title)
+            continue
+        if last is not None:
+            yield last
+        last = span
+    if last is not None:
+        yield last
+
+
+def ticks(low: float, high: float, count: int) -> list[float]:
+    """Return about `count` round numbers between two."""
+    step = 10.0 ** floor(log10((high - low) / count)) if high > low else 1.0
+    step *= next(f for f in (1, 2, 5, 10) if (high - low) / (step * f) <= count)
+    first = -floor(-low / step)
+    return [round(i * step, 12) for i in range(first, floor(high / step + 1e-9) + 1)]
+
+
+def chart(
+    curves: Sequence[Curve], x_marks: Mapping[float, str], y_marks: Mapping[float, str], title: str
+) -> str:
+    """Return points over two axes, whose numbers are those of the drawing, with marks in words."""
+    width, height, left, bottom = 380.0, 230.0, 58.0, 24.0
+    xs = [*x_marks, *(p[0] for c in curves for p in c.points)]
+    ys = [*y_marks, *(y for c in curves for p in c.points for y in p[1:] if y is not None)]
+    x0, x1, y0, y1 = min(xs), max(xs), min(ys), max(ys)
+
+    def at(x: float, y: float) -> tuple[float, float]:
+        across = (x - x0) / (x1 - x0 or 1.0)
+        up = (y - y0) / (y1 - y0 or 1.0)
+        return left + across * (width - left - 12), (height - bottom) - up * (height - bottom - 12)
+
+    parts = []
+    for y, text in y_marks.items():
+        level = at(x0, y)[1]
+        parts.append(
+            f'<line class="axis" x1="{left:g}" x2="{width - 6:g}" y1="{level:.4g}" '
+            f'y2="{level:.4g}"/>'
+            f'<text class="quiet" x="{left - 6:g}" y="{level + 4:.4g}" text-anchor="end">'
+            f"{escape(text)}</text>"
+        )
+    for x, text in x_marks.items():
+        parts.append(
+            f'<text class="quiet" x="{at(x, y0)[0]:.4g}" y="{height - 6:g}" text-anchor="middle">'
+            f"{escape(text)}</text>"
+        )
+    parts += [part for curve in curves for part in _curve(curve, at)]
+    return (
+        f'<svg viewBox="0 0 {width:g} {height:g}" style="max-width:36rem" role="img">'
+        f"<title>{escape(title)}</title>{''.join(parts)}</svg>"
+        + legend({curve.name: curve.colour for curve in curves if curve.name})
+    )
+
+
+def _curve(curve: Curve, at: Callable[[float, float], tuple[float, float]]) -> Iterator[str]:
+    if curve.line and len(curve.points) > 1:
+        path = " ".join(f"{x:.5g},{y:.5g}" for x, y in (at(*p[:2]) for p in curve.points))
+        dashes = ' stroke-dasharray="6 4"' if curve.line == "dashed" else ""
+        yield f'<polyline class="curve" stroke="{curve.colour}"{dashes} points="{path}"/>'
+    for x, y, low, high in curve.points if curve.marks else ():
+        px, py = at(x, y)
+        if low is not None and high is not None:
+            yield (
+                f'<line x1="{px:.5g}" x2="{px:.5g}" y1="{at(x, low)[1]:.5g}" '
+                f'y2="{at(x, high)[1]:.5g}" stroke="{curve.colour}" stroke-width="1.5"/>'
+            )
+        radius = 3 if len(curve.points) < 60 else 1.6
+        yield f'<circle cx="{px:.5g}" cy="{py:.5g}" r="{radius}" fill="{curve.colour}"/>'

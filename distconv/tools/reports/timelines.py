@@ -1,0 +1,94 @@
+"""The page of `timeline`: what every rank does, and what is under way meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from distconv.tools.reports.document import (
+    COLOURS,
+    Cell,
+    legend,
+    milliseconds,
+    page,
+    section,
+    size_cell,
+    table,
+    time_cell,
+)
+from distconv.tools.reports.drawing import Bar, Span, bars, lanes
+from distconv.tools.timeline.messages import KINDS, ROWS, Event
+from distconv.tools.timeline.report import COLORS, add_up, spans, spans_under_way
+
+MOST_RANKS = 16
+"""Whose timelines are drawn."""
+
+
+def timeline_page(events: Sequence[Event], name: str, begin: float, end: float) -> str:
+    """Return the page of a timeline, drawn from `begin` to `end` seconds."""
+    rows = add_up(events)
+    longest = max((row.seconds for row in rows), default=0.0)
+    waits = sum(row.wait for row in rows) / max(sum(row.seconds for row in rows), 1e-12)
+    under_way = sum(sum(row.under_way.values()) for row in rows)
+    exposed = sum(sum(row.exposed.values()) for row in rows)
+    numbers = [
+        (str(len(rows)), "ranks"),
+        (f"{milliseconds(longest)} ms", "recorded"),
+        (f"{waits:.0%}", "of it waiting for other ranks"),
+        (f"{1 - exposed / under_way:.0%}" if under_way else "none", "of messages hidden"),
+    ]
+    colours = {"compute": COLOURS[0], "wait": COLOURS[1]}
+    per_rank = [
+        Bar(
+            f"rank {row.rank}",
+            [
+                (row.compute, colours["compute"], f"computes {milliseconds(row.compute)} ms"),
+                (row.wait, colours["wait"], f"waits {milliseconds(row.wait)} ms"),
+            ],
+            f"{milliseconds(row.seconds)} ms",
+        )
+        for row in rows
+    ]
+    kinds: list[list[Cell]] = [
+        [
+            (str(row.rank), row.rank),
+            kind,
+            size_cell(row.bytes[kind]),
+            time_cell(length),
+            time_cell(row.exposed[kind]),
+            _share(length - row.exposed[kind], length),
+        ]
+        for row in rows
+        for kind, length in row.under_way.items()
+    ]
+    headings = ("rank", "messages", "received", "under way, ms", "waited for, ms", "hidden")
+    sections = [
+        section("Ranks", bars(per_rank) + legend(colours)),
+        *(
+            section(f"Rank {row.rank}", _lanes_of(events, row.rank, begin, end))
+            for row in rows[:MOST_RANKS]
+        ),
+        section("Messages", table(headings, kinds)),
+    ]
+    about = "What every rank does, on one clock, and what is under way meanwhile."
+    return page(f"Timeline {name}", about, numbers, sections)
+
+
+def _share(part: float, whole: float) -> Cell:
+    return (f"{part / whole:.0%}", part / whole) if whole else ""
+
+
+def _lanes_of(events: Sequence[Event], rank: int, begin: float, end: float) -> str:
+    mine = [e for e in events if e["pid"] == rank and "ts" in e]
+    rows: dict[str, list[Span]] = {}
+    for row in (ROWS[2], ROWS[0], ROWS[1], *KINDS):
+        chosen = [e for e in mine if e["cat"] == row]
+        named = [e["name"] for e in chosen if e["ph"] == "X"] or [row] * len(chosen)
+        pairs = spans_under_way(chosen) if row in KINDS else spans(chosen)
+        within = [
+            Span(max(a / 1e6, begin), min(b / 1e6, end), COLORS[row], title)
+            for (a, b), title in zip(pairs, named, strict=False)
+            if b / 1e6 > begin and a / 1e6 < end
+        ]
+        if within:
+            rows[row] = within
+    return lanes(rows, begin, end)

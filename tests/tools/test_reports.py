@@ -1,0 +1,228 @@
+"""Reports for a browser are well-formed, load nothing, and hold the numbers of their tables."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from mpi4py import MPI
+from torch import nn
+
+import distconv as dc
+from distconv.geometry.topology import Topology
+from distconv.planning import Machine, plan, predict
+from distconv.planning.scaling import STRONG, Case, Study
+from distconv.planning.table import byte_size
+from distconv.tools.command_line import main
+from distconv.tools.reports.drawing import Bar, Span, bars, lanes, ticks
+from distconv.tools.reports.layers import explain_page, verify_page
+from distconv.tools.reports.nodes import MOST_NODES, grid_section
+from distconv.tools.reports.steps import plan_page, prediction_page
+from distconv.tools.reports.studies import scale_page
+from distconv.tools.timeline.report import add_up, read_trace
+from tests.planning.machines import described
+
+SHAPE, GRID = (2, 1, 16, 8), {"sample": 2, "height": 2}
+
+
+NAME = "a<b & 'c'"
+
+
+class Named(nn.ModuleDict):
+    """A convolution with a name that markup has to escape."""
+
+    def __init__(self) -> None:
+        super().__init__({NAME: nn.Conv2d(4, 2, 3, padding=1)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self[NAME](x)
+        return y
+
+
+def net() -> nn.Module:
+    """Return a small network."""
+    layers = nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2)
+    return nn.Sequential(*layers, Named())
+
+
+def parsed(page: str) -> ElementTree.Element:
+    """Return a page as a tree; raise where it is not well-formed, or would load anything."""
+    root = ElementTree.fromstring(page.removeprefix("<!DOCTYPE html>\n"))
+    assert not re.search(r"\b(?:src|href)=|@import|url\(", page)
+    return root
+
+
+def tables(root: ElementTree.Element) -> list[list[list[str]]]:
+    """Return the texts of all rows of all tables."""
+    return [
+        [["".join(cell.itertext()) for cell in row] for row in table.iter("tr")]
+        for table in root.iter("table")
+    ]
+
+
+def test_page_of_explain_holds_the_layers_and_their_bytes() -> None:
+    found = dc.explain(net(), SHAPE, GRID, show=False)
+    root = parsed(explain_page(found, GRID))
+    heading, *rows = tables(root)[0]
+    assert [row[0] for row in rows] == [layer.name for layer in found.layers]
+    assert f"4.{NAME}" in [row[0] for row in rows]
+    kept = heading.index("kept")
+    assert [row[kept] for row in rows] == [
+        byte_size(layer.kept_bytes) if layer.kept_bytes else "" for layer in found.layers
+    ]
+    sorted_by = [cell.get("data-value") for cell in root.iter("td") if cell.text == rows[0][kept]]
+    assert str(found.layers[0].kept_bytes) in sorted_by
+    assert byte_size(found.kept_bytes) in "".join(root.itertext())
+    ranks = [text for text in root.itertext() if re.fullmatch(r"rank \d: .*", text)]
+    assert ranks[1:3] == ["rank 1: sample 0, height 1", "rank 2: sample 1, height 0"]
+
+
+def test_page_of_explain_says_what_is_refused() -> None:
+    found = dc.explain(nn.Softmax2d(), SHAPE, {"sample": 2}, show=False)
+    assert found.refusal is None
+    module = nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1), nn.PixelUnshuffle(2), nn.FractionalMaxPool2d(2, 4)
+    )
+    refused = dc.explain(module, SHAPE, GRID, show=False)
+    assert refused.refusal is not None
+    root = parsed(explain_page(refused, GRID))
+    assert refused.refusal in "".join(root.itertext())
+    assert [row.get("class") for row in root.iter("tr")].count("marked") == 1
+
+
+@pytest.mark.parallel(2)
+def test_page_of_verify_holds_every_difference() -> None:
+    grid = dc.ProcessGrid(height=-1)
+    found = dc.verify(net().double(), torch.randn(SHAPE).double(), grid, show=False)
+    root = parsed(verify_page(found, grid.shape))
+    rows = tables(root)[0][1:]
+    assert [(r[0], r[2]) for r in rows] == [(x.layer, f"{x.difference:.1e}") for x in found.rows]
+    assert all(row[4] == "agrees" for row in rows)
+    dots = [c for c in root.iter("circle")]
+    assert len(dots) == 2 * len(found.rows)
+
+
+def machine() -> Machine:
+    """Return the machine that describes itself."""
+    return described()
+
+
+def test_page_of_predict_holds_the_step_in_time() -> None:
+    found = predict(net(), SHAPE, GRID, machine())
+    root = parsed(prediction_page(found, machine()))
+    assert f"{found.seconds * 1e3:.4g} ms" in "".join(root.itertext())
+    rows = tables(root)[0][1:]
+    assert [row[0] for row in rows] == [layer.name for layer in found.layers]
+    spans = [s for s in root.iter("svg") if s.get("aria-label") in ("forward", "backward")]
+    begins = [min(_percent(r, "x") for r in s.iter("rect") if r.get("fill")) for s in spans]
+    ends = [max(_end(r) for r in s.iter("rect") if r.get("fill")) for s in spans]
+    assert begins[0] == 0 and begins[1] == pytest.approx(ends[0], abs=1)
+
+
+def _width(rect: ElementTree.Element) -> float:
+    return _percent(rect, "width") if rect.get("fill") else 0.0
+
+
+def _end(rect: ElementTree.Element) -> float:
+    return _percent(rect, "x") + _percent(rect, "width")
+
+
+def _percent(rect: ElementTree.Element, key: str) -> float:
+    return float((rect.get(key) or "0%").removesuffix("%"))
+
+
+@pytest.mark.parametrize("memory", [None, 100])
+def test_page_of_plan_holds_the_grids_and_what_would_fit(memory: int | None) -> None:
+    found = plan(net(), SHAPE, 4, machine(), memory=memory)
+    root = parsed(plan_page(found, None, machine()))
+    grids = next(rows for rows in tables(root) if rows[0][0] == "grid")[1:]
+    assert len(grids) == len(found.candidates)
+    text = "".join(root.itertext())
+    if memory is None:
+        assert f"{found.best.seconds * 1e3:.4g}" in grids[0] and found.reason in text
+        chart = next(x for x in root.iter("div") if x.findtext("h3") == "Time of a sample")
+        lengths = [sum(map(_width, svg)) for svg in chart.iter("svg") if svg.get("aria-label")]
+        longest = max(p.seconds_per_sample for p in found.fitting)
+        shares = [100 * p.seconds_per_sample / longest for p in found.fitting]
+        assert lengths == pytest.approx(shares, abs=1)
+    else:
+        assert not found.fitting and "no grid of 4 ranks fits" in text
+
+
+def test_page_of_scale_holds_measured_and_predicted_cases() -> None:
+    cases = [
+        Case({}, [SHAPE], seconds=[4.0, 4.2, 4.1], predicted=4.0),
+        Case({"height": 2}, [SHAPE], seconds=[2.2, 2.4, 2.3], predicted=2.1),
+        Case({"height": 4}, [SHAPE], measured=False, predicted=1.2),
+    ]
+    study = Study(STRONG, "net:Net", cases, {"threads": "1", "layouts": ""})
+    root = parsed(scale_page(study))
+    rows = tables(root)[0][1:]
+    assert [(r[0], r[3], r[5]) for r in rows] == [
+        ("1", "4100 ms", "100.0%"), ("2", "2300 ms", "89.1%"), ("4", "", "")
+    ]  # fmt: skip
+    assert rows[2][-2] == "1200 ms"
+    assert parsed(scale_page(Study(STRONG, "net:Net", [Case({}, [SHAPE])]))) is not None
+
+
+@pytest.mark.parallel(2)
+def test_page_of_timeline_holds_what_ranks_do(folder: Path) -> None:
+    grid = dc.ProcessGrid(height=-1)
+    model = dc.parallelize(nn.Conv2d(1, 1, 3, padding=1), grid)
+    x = dc.distribute_tensor(torch.randn(SHAPE), grid)
+    trace, report = folder / "trace.json", folder / "report.html"
+    with dc.timeline(trace):
+        model(x).sum().backward()
+    assert main(["timeline", str(trace), "--html", str(report)]) == 0
+    if MPI.COMM_WORLD.rank == 0:
+        root = parsed(report.read_text())
+        sums = add_up(read_trace(trace))
+        halos = [row for row in tables(root)[0][1:] if row[1] == "halo"]
+        assert [row[2] for row in halos] == [byte_size(row.bytes["halo"]) for row in sums]
+        lanes_of = [svg.get("aria-label") for svg in root.iter("svg")]
+        assert lanes_of.count("halo") == lanes_of.count("compute") == 2
+
+
+def test_report_is_written_beside_the_table(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    report = tmp_path / "report.html"
+    case = "explain", "torch.nn:Tanh", "--shape", "2,3,9,7", "--grid", "height=2"
+    assert main([*case, "--html", str(report)]) == 0
+    said = capsys.readouterr()
+    assert "kept for backward" in said.out and said.err.count(f"wrote {report}") == 1
+    assert tables(parsed(report.read_text()))[0][1][1] == "Tanh"
+    for wrong in (tmp_path, tmp_path / "nowhere" / "report.html"):
+        with pytest.raises(SystemExit):
+            main([*case, "--html", str(wrong)])
+        assert "cannot be written" in capsys.readouterr().err
+
+
+def test_bars_are_as_long_as_their_amounts_and_the_longest_of_many_are_kept() -> None:
+    root = parsed(f"<div>{bars([Bar(str(n), [(n, '#000', '')], '') for n in range(100)])}</div>")
+    widths = [_percent(r, "width") for r in root.iter("rect") if r.get("fill")]
+    assert widths == [pytest.approx(100 * n / 99, rel=1e-3) for n in range(60, 100)]
+    assert "the 40 longest of 99" in "".join(root.itertext())
+    assert bars([Bar("none", [(0.0, "#000", "")], "")]) == ""
+
+
+def test_lanes_join_what_no_eye_tells_apart() -> None:
+    crowd = [Span(i * 1e-6, i * 1e-6 + 5e-7, "#000", "many") for i in range(1000)]
+    root = parsed(f"<div>{lanes({'x': [*crowd, Span(0.5, 1.0, '#000', 'late')]}, 0.0, 1.0)}</div>")
+    drawn = [r for r in root.iter("rect") if r.get("fill")]
+    assert [_percent(r, "x") for r in drawn] == [0, 50]
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 83), (0, 0.4), (3, 1000), (2, 2)])
+def test_ticks_are_few_and_within(low: float, high: float) -> None:
+    marks = ticks(low, high, 6)
+    assert 1 <= len(marks) <= 8 and low <= min(marks) and max(marks) <= high * (1 + 1e-9)
+
+
+def test_large_grids_show_their_first_nodes() -> None:
+    root = parsed(f"<div>{grid_section({'sample': 8, 'height': 64}, 4)}</div>")
+    captions = ["".join(c.itertext()) for c in root.iter("figcaption")]
+    assert captions == [f"node {i}" for i in range(MOST_NODES)]
+    nodes = Topology((8, 1, 1, 1, 64, 1)).size // 4
+    assert f"and {nodes - MOST_NODES} more" in "".join(root.itertext())
