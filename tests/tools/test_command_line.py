@@ -205,14 +205,22 @@ def test_a_picture_of_an_unknown_ending_is_refused_before_anything_runs(
     assert "'t.xyz' is no picture; end it in .png or .pdf" in capsys.readouterr().err
 
 
-def test_progress_is_told_now_and_then_where_stderr_is_no_terminal(
+def test_progress_is_told_again_and_again_where_stderr_is_no_terminal(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    line, other = StatusLine(), StatusLine(first=False)
-    line("too early")
-    monkeypatch.setattr(progress, "_SELDOM", -1.0)
-    line("1 of 2"), line(""), other("of another rank")
-    assert capsys.readouterr().err == "1 of 2\n"
+    monkeypatch.setattr(progress, "_SOON", 0.0)
+    monkeypatch.setattr(progress, "_SELDOM", 0.01)
+    with StatusLine(begin="begun") as line, StatusLine(first=False) as other:
+        said = ""
+        while said.count("1 of 2 (0 s)\n") < 2:
+            other("of another rank")
+            said += capsys.readouterr().err
+            line("1 of 2" if "begun (0 s)\n" in said else "begun")
+    time.sleep(0.1)
+    said += capsys.readouterr().err
+    assert "another" not in said and not said.endswith(("2", "s)"))
+    time.sleep(0.1)
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(

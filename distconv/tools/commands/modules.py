@@ -52,7 +52,7 @@ def _explain(arguments: argparse.Namespace) -> int:
     show = _interrupted(
         arguments.json, lambda rows: f"{layer_table(rows)}\ninterrupted after {len(rows)} lines"
     )
-    with Progress[LayerPlan](lambda layer: layer.name, show, first) as progress:
+    with Progress[LayerPlan](lambda layer: layer.name, show, first, "recording") as progress:
         with complaining(ValueError, RuntimeError):
             shape, grid = arguments.shape, arguments.grid
             plan = explain(module, shape, grid, progress=progress, **options)
@@ -112,7 +112,9 @@ def _verify(arguments: argparse.Namespace) -> int:
             f"interrupted after {len(rows)} comparisons, which are not judged"
         ),
     )
-    with Progress[TensorComparison](lambda row: f"{row.layer} {row.kind}", show, first) as progress:
+    with Progress[TensorComparison](
+        lambda row: f"{row.layer} {row.kind}", show, first, "running serially"
+    ) as progress:
         verification = verify(
             module,
             inputs,

@@ -13,6 +13,7 @@ from distconv.planning.layer_layouts import plan_layouts
 from distconv.planning.machine import ALLOCATOR, as_dict
 from distconv.planning.pictures import draw_machine
 from distconv.planning.prediction import predict
+from distconv.planning.recording import LayerPlan
 from distconv.planning.search import plan
 from distconv.planning.trace import export_trace
 from distconv.tools.arguments import byte_count, complaining, picture
@@ -47,13 +48,15 @@ def _calibrate_options(parser: argparse.ArgumentParser) -> None:
 
 def _calibrate(arguments: argparse.Namespace) -> int:
     first = world().rank == 0
-    say = StatusLine(first)
-    machine = calibrate(
-        arguments.name, seconds=arguments.seconds, memory=arguments.memory, progress=say
-    )
+    with StatusLine(first, "calibrating") as say:
+        machine = calibrate(
+            arguments.name,
+            seconds=arguments.seconds,
+            memory=arguments.memory,
+            progress=lambda part: say(f"measuring {part}"),
+        )
     if not first:
         return 0
-    say("")
     machine.save(arguments.output)
     if arguments.plot is not None:
         draw_machine(machine, arguments.plot)
@@ -81,13 +84,16 @@ def _predict(arguments: argparse.Namespace) -> int:
     check_alone("predict")
     machine = loaded(arguments.machine)
     module = module_from(arguments.factory, arguments.seed)
-    say, options = StatusLine(), step_options(arguments)
-    step = module, arguments.shape, arguments.grid, machine
+    options, step = step_options(arguments), (module, arguments.shape, arguments.grid, machine)
+
+    def recorded(layer: LayerPlan) -> None:
+        say(f"recorded as far as {layer.name}; local operators are timed next")
+
     try:
-        with complaining(ValueError, RuntimeError, OSError):
-            found = predict(*step, progress=lambda layer: say(f"recorded {layer.name}"), **options)
-            say("")
+        with complaining(ValueError, RuntimeError, OSError), StatusLine(begin="recording") as say:
+            found = predict(*step, progress=recorded, **options)
             if arguments.export is not None:
+                say(f"writing {arguments.export}")
                 export_trace(arguments.export, *step, **options)
     finally:
         # Also of a step that cannot be predicted to its end; the trace times ranks of its own.
@@ -114,14 +120,14 @@ def _plan(arguments: argparse.Namespace) -> int:
     check_alone("plan")
     machine = loaded(arguments.machine)
     module = module_from(arguments.factory, arguments.seed)
-    say, options, layers = StatusLine(), step_options(arguments), None
+    options, layers = step_options(arguments), None
     axes = None if arguments.axes is None else arguments.axes.split(",")
-    search: dict[str, Any] = {"memory": arguments.memory, "axes": axes, "progress": say}
-    with complaining(ValueError, RuntimeError):
+    search: dict[str, Any] = {"memory": arguments.memory, "axes": axes}
+    with complaining(ValueError, RuntimeError), StatusLine(begin="recording all grids") as say:
+        options["progress"] = say
         found = plan(module, arguments.shape, arguments.ranks, machine, **search, **options)
         if arguments.per_layer and found.fitting:
             layers = plan_layouts(module, arguments.shape, found.grid, machine, **options)
-    say("")
     keep_times(machine, arguments.machine)
     fits = bool(found.fitting)
     if arguments.json:

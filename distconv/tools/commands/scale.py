@@ -42,7 +42,7 @@ from distconv.tools.commands.options import (
 from distconv.tools.explain import explain
 from distconv.tools.factories import made_everywhere, module_from
 from distconv.tools.json_lines import as_json
-from distconv.tools.progress import Progress
+from distconv.tools.progress import Progress, StatusLine
 from distconv.tools.reports.studies import scale_page
 from distconv.transport.world import world
 
@@ -120,7 +120,8 @@ def _study(arguments: argparse.Namespace) -> int:
     path = arguments.output or Path(f"scale-{arguments.kind}.json")
     study, step = _asked(arguments), step_options(arguments)
     make = partial(module_from, arguments.factory, arguments.seed)
-    _check_module(arguments, study)
+    with StatusLine(first, "recording all cases"):
+        _check_module(arguments, study)
     of_machine = arguments.machine
     if of_machine is not None:
         most = max(case.ranks for case in study.cases)
@@ -136,11 +137,13 @@ def _study(arguments: argparse.Namespace) -> int:
 
         def predict_on_first() -> None:
             machine = Machine.load(of_machine)
+            progress.say("predicting; local operators are timed")
             say = partial(_say_predicted, progress)
             predict_all(study, make, machine, step=step, predicted=say)
             keep_times(machine, of_machine)
 
         if study.measured:
+            progress.say(f"warming up, with steps of {len(study.measured)} cases")
             run: dict[str, Any] = {"threads": arguments.threads, "step": step}
             ranks = world().for_program()
             measure(study, make, ranks, arguments.rounds, finished=finished, **run)
