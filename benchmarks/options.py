@@ -12,7 +12,7 @@ from benchmarks.measuring.settings import Settings
 from distconv.grid.process_grid import ProcessGrid
 from distconv.tools.arguments import BadArguments, grid_axes, picture
 from distconv.tools.progress import Progress
-from distconv.transport.torch_communicator import TorchCommunicator
+from distconv.transport.torch_groups import TorchCommunicator
 from distconv.transport.world import world
 
 

@@ -46,7 +46,7 @@ from distconv.planning.recording import Compute, HostWork
 from distconv.planning.table import table
 from distconv.planning.timeline import host_seconds
 from distconv.transport.interface import Message, Request
-from distconv.transport.wrapped import WrappedTransport
+from distconv.transport.watched import WrappedTransport
 
 STEPS = 7
 """How many steps of a case are timed; the median counts."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from distconv.transport.interface import Message, Request, Transport
-from distconv.transport.wrapped import WrappedTransport
+from distconv.transport.watched import WrappedTransport
 
 
 class _Nothing:

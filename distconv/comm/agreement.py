@@ -9,7 +9,7 @@ from zlib import crc32
 from distconv.geometry.topology import AXES
 from distconv.grid.interface import Grid
 from distconv.grid.order import ranks_in_words
-from distconv.transport.communicator import Comparison
+from distconv.transport.interface import Comparison
 
 
 def fingerprint(state: object) -> int:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from distconv.geometry.plan import Route
 from distconv.grid.interface import Grid
+from distconv.transport.buffers import SMALL_BYTES
 from distconv.transport.interface import Message
 
 
@@ -45,40 +46,55 @@ def empty_in_format(shape: tuple[int, ...], like: Tensor) -> Tensor:
 
 
 def pack_messages(tensor: Tensor, routes: Iterable[Route], grid: Grid) -> list[Message]:
-    """Return for each route its rank, and its boxes of `tensor` as one contiguous message."""
-    return [(route.peer, _pack_route(tensor, route, grid)) for route in routes]
+    """Return for each route its rank, and its boxes of `tensor` as one contiguous message.
+
+    A box that is contiguous in memory is not copied.
+    """
+    empty, leaving = grid.transport.empty, []
+    for route in routes:
+        if len(route.boxes) == 1:
+            message = tensor[route.boxes[0]]
+            if not _is_resolved_contiguous(message):
+                # No memory is kept for small ones.
+                if message.nbytes <= SMALL_BYTES:
+                    message = message.clone(memory_format=torch.contiguous_format)
+                else:
+                    message = empty(route.shape, tensor).copy_(message)
+        else:
+            message = empty(route.shape, tensor)
+            for place, part in route_boxes(tensor, route, message):
+                part.copy_(place)
+        leaving.append((route.peer, message))
+    return leaving
 
 
 def receive_buffers(routes: Iterable[Route], like: Tensor, grid: Grid) -> list[Message]:
     """Return for each route its rank, and memory for its message."""
-    return [(r.peer, grid.transport.empty((r.size,), like)) for r in routes]
+    empty = grid.transport.empty
+    return [(route.peer, empty(route.shape, like)) for route in routes]
 
 
-def add_received(tensor: Tensor, routes: Iterable[Route], incoming: Iterable[Message]) -> None:
-    """Add messages that have arrived to their boxes of `tensor`."""
-    for route, (_, message) in zip(routes, incoming, strict=True):
-        for place, part in route_boxes(tensor, route, message):
-            place += part
+def receive_places(buffer: Tensor, routes: Iterable[Route], grid: Grid) -> list[Message]:
+    """Return for each route its rank, and its place in `buffer`, or memory where that has gaps."""
+    arriving = []
+    for route in routes:
+        place = buffer[route.boxes[0]]
+        if len(route.boxes) > 1 or not place.is_contiguous():
+            place = grid.transport.empty(route.shape, buffer)
+        arriving.append((route.peer, place))
+    return arriving
 
 
-def _pack_route(tensor: Tensor, route: Route, grid: Grid) -> Tensor:
-    """Return the boxes of a route as one contiguous message; a contiguous box is not copied."""
+def route_boxes(tensor: Tensor, route: Route, message: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the boxes of a route in `tensor`, each with its part of the message."""
     if len(route.boxes) == 1:
-        place = tensor[route.boxes[0]]
-        if _is_resolved_contiguous(place):
-            return place
-        return grid.transport.empty(place.shape, place).copy_(place)
-    message = grid.transport.empty((route.size,), tensor)
-    for place, part in route_boxes(tensor, route, message):
-        part.copy_(place)
-    return message
-
-
-def receive_buffer(buffer: Tensor, route: Route, grid: Grid) -> Tensor:
-    """Return memory for a message: its place in the buffer where that is contiguous."""
-    if len(route.boxes) == 1 and (place := buffer[route.boxes[0]]).is_contiguous():
-        return place
-    return grid.transport.empty((route.size,), buffer)
+        yield tensor[route.boxes[0]], message
+        return
+    start = 0
+    for box in route.boxes:
+        place = tensor[box]
+        yield place, message[start : start + place.numel()].view(place.shape)
+        start += place.numel()
 
 
 def _is_resolved_contiguous(tensor: Tensor) -> bool:
@@ -89,16 +105,3 @@ def _is_resolved_contiguous(tensor: Tensor) -> bool:
         and not tensor.is_neg()
         and not tensor._is_zerotensor()
     )
-
-
-def route_boxes(tensor: Tensor, route: Route, message: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the boxes of a route in `tensor`, each with its part of the message."""
-    if len(route.boxes) == 1:
-        place = tensor[route.boxes[0]]
-        yield place, message.view(place.shape)
-        return
-    start = 0
-    for box in route.boxes:
-        place = tensor[box]
-        yield place, message.view(-1)[start : start + place.numel()].view(place.shape)
-        start += place.numel()

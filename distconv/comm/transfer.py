@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from distconv.comm.packing import (
-    add_received,
+    CHANNELS_LAST,
     empty_in_format,
+    has_channels_last,
     pack_messages,
-    receive_buffer,
     receive_buffers,
+    receive_places,
     route_boxes,
 )
 from distconv.comm.shard_function import ShardFunction
@@ -32,26 +34,28 @@ class InFlight:
     until the messages are complete.
     """
 
+    __slots__ = ("_incoming", "_request", "_routes")
+
     def __init__(self, routes: Sequence[Route], incoming: Sequence[Message], request: Request):
         self._routes, self._incoming, self._request = routes, incoming, request
 
     def finish(self) -> list[Tensor]:
-        """Wait, and return the messages that have arrived, each flat, in the order of the plan."""
+        """Wait, and return the messages, each of its route's shape, in the order of the plan."""
         self._request.wait()
         return [message for _, message in self._incoming]
 
     def finish_into(self, buffer: Tensor) -> None:
         """Wait, and copy what has arrived to its boxes of `buffer`."""
-        self._request.wait()
-        for route, (_, message) in zip(self._routes, self._incoming, strict=True):
+        for route, message in zip(self._routes, self.finish(), strict=True):
             for place, part in route_boxes(buffer, route, message):
                 if part.data_ptr() != place.data_ptr():
                     place.copy_(part)
 
     def finish_adding_to(self, block: Tensor) -> None:
         """Wait, and add what has arrived to its boxes of `block`."""
-        self._request.wait()
-        add_received(block, self._routes, self._incoming)
+        for route, message in zip(self._routes, self.finish(), strict=True):
+            for place, part in route_boxes(block, route, message):
+                place.add_(part)
 
 
 class Transfer:
@@ -75,13 +79,13 @@ class Transfer:
         Halos arrive in memory of their own, or where they belong in `buffer` if they are contiguous
         there.
         """
-        plan, transport = self.plan, self.grid.transport
-        leaving = pack_messages(block, plan.sends, self.grid)
+        routes, grid = self.plan.receives, self.grid
+        leaving = pack_messages(block, self.plan.sends, grid)
         if buffer is None:
-            incoming = receive_buffers(plan.receives, block, self.grid)
+            incoming = receive_buffers(routes, block, grid)
         else:
-            incoming = [(r.peer, receive_buffer(buffer, r, self.grid)) for r in plan.receives]
-        return InFlight(plan.receives, incoming, transport.exchange(incoming, leaving, self._tag))
+            incoming = receive_places(buffer, routes, grid)
+        return InFlight(routes, incoming, grid.transport.exchange(incoming, leaving, self._tag))
 
     def forward(self, block: Tensor, fill: float = 0.0) -> Tensor:
         """Return the buffer of the plan, with `fill` where it reaches outside the tensor."""
@@ -89,6 +93,8 @@ class Transfer:
         if plan.buffer_is_block:
             self.start_forward(block).finish()
             return block.clone()
+        if plan.pieces is not None:
+            return self._joined(block, fill, *plan.pieces)
         buffer = empty_in_format(plan.buffer_shape, block)
         if not plan.covered:
             buffer.fill_(fill)
@@ -98,6 +104,23 @@ class Transfer:
         halos.finish_into(buffer)
         return buffer
 
+    def _joined(
+        self, block: Tensor, fill: float, along: int, pieces: Sequence[int | tuple[int, ...]]
+    ) -> Tensor:
+        """Return the buffer made of `Plan.pieces`, each element of which is written once."""
+        arrived = self.start_forward(block).finish()
+        source = self.plan.own[0][0]
+        own = block if source == self.plan.whole_block else block[source]
+        parts = []
+        for piece in pieces:
+            part = own
+            if piece != -1:
+                part = arrived[piece] if isinstance(piece, int) else block.new_full(piece, fill)
+                if has_channels_last(block):
+                    part = part.contiguous(memory_format=CHANNELS_LAST[block.dim()])
+            parts.append(part)
+        return torch.cat(parts, along)
+
     def start_backward(self, gradients: Sequence[Tensor], like: Tensor) -> InFlight:
         """Start to send the gradients of halos to their owners, and to receive those of own boxes.
 
@@ -106,25 +129,23 @@ class Transfer:
         gradients: one for each of the plan's receives, contiguous.
         like: a tensor of the type and on the device of the gradients.
         """
-        plan, transport = self.plan, self.grid.transport
+        plan, grid = self.plan, self.grid
         leaving = [(r.peer, d) for r, d in zip(plan.receives, gradients, strict=True)]
-        incoming = receive_buffers(plan.sends, like, self.grid)
-        return InFlight(plan.sends, incoming, transport.exchange(incoming, leaving, self._tag))
+        incoming = receive_buffers(plan.sends, like, grid)
+        return InFlight(plan.sends, incoming, grid.transport.exchange(incoming, leaving, self._tag))
 
     def backward(self, buffer: Tensor) -> Tensor:
         """Return this rank's block, the sum of all that the ranks' buffers hold of it."""
         plan = self.plan
         leaving = [message for _, message in pack_messages(buffer, plan.receives, self.grid)]
         gradients = self.start_backward(leaving, buffer)
-        block = empty_in_format(plan.block_shape, buffer)
-        whole = tuple(slice(0, n) for n in plan.block_shape)
-        rest = plan.own
-        if rest and rest[0][0] == whole:
-            block.copy_(buffer[rest[0][1]])
-            rest = rest[1:]
+        own = plan.own
+        if own and own[0][0] == plan.whole_block:
+            block = buffer[own[0][1]].clone()
+            own = own[1:]
         else:
-            block.zero_()
-        for source, target in rest:
+            block = empty_in_format(plan.block_shape, buffer).zero_()
+        for source, target in own:
             block[source].add_(buffer[target])
         gradients.finish_adding_to(block)
         return block
@@ -161,7 +182,9 @@ class _Gather(ShardFunction):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _Accumulate.apply(grads[0], ctx.transfer), None, None
+        if torch.is_grad_enabled():
+            return _Accumulate.apply(grads[0], ctx.transfer), None, None
+        return ctx.transfer.backward(grads[0]), None, None
 
 
 class _Accumulate(ShardFunction):
@@ -172,4 +195,6 @@ class _Accumulate(ShardFunction):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _Gather.apply(grads[0], ctx.transfer, 0.0), None
+        if torch.is_grad_enabled():
+            return _Gather.apply(grads[0], ctx.transfer, 0.0), None
+        return ctx.transfer.forward(grads[0]), None

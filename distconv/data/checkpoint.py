@@ -44,7 +44,7 @@ from distconv.grid.interface import Grid
 from distconv.model.consistency import check_in_sync, not_finite
 from distconv.model.gradient_reduction import required_reduction
 from distconv.model.state_dicts import full_state_dict, load_full_state_dict, mapped, plain
-from distconv.transport.communicator import ObjectCommunicator
+from distconv.transport.interface import ObjectCommunicator
 
 FORMAT = 1
 """The number of the layout of checkpoints."""

@@ -20,8 +20,9 @@ def concatenation(lengths: Sequence[int], ranks: Sequence[int], rank: int, row: 
     """
     here = ranks.index(rank)
     starts = [0, *accumulate(lengths)]
-    places = [(slice(a, a + n),) for a, n in zip(starts, lengths, strict=False)]
-    mine = (slice(0, lengths[here]),)
+    of_row = tuple(slice(0, n) for n in row)
+    places = [(slice(a, a + n), *of_row) for a, n in zip(starts, lengths, strict=False)]
+    mine = (slice(0, lengths[here]), *of_row)
     size = prod(row)
     others = [i for i in range(len(ranks)) if i != here]
     full = lengths[here] and size
@@ -29,9 +30,7 @@ def concatenation(lengths: Sequence[int], ranks: Sequence[int], rank: int, row: 
         block_shape=(lengths[here], *row),
         buffer_shape=(starts[-1], *row),
         own=((mine, places[here]),) if full else (),
-        sends=tuple(Route(ranks[i], (mine,), lengths[here] * size) for i in others if full),
-        receives=tuple(
-            Route(ranks[i], (places[i],), lengths[i] * size) for i in others if lengths[i] and size
-        ),
+        sends=tuple(Route.of(ranks[i], (mine,)) for i in others if full),
+        receives=tuple(Route.of(ranks[i], (places[i],)) for i in others if lengths[i] and size),
         identity=len(ranks) == 1,
     )

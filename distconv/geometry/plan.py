@@ -55,6 +55,15 @@ class Route:
     boxes: tuple[Slices, ...]
     size: int
     """Number of elements in all boxes."""
+    shape: tuple[int, ...]
+    """The shape of the message: that of a single box, or (size,) of several one after the other."""
+
+    @classmethod
+    def of(cls, peer: int, boxes: tuple[Slices, ...]) -> Route:
+        """Return the route of these boxes."""
+        shapes = [tuple(s.stop - s.start for s in box) for box in boxes]
+        size = sum(map(prod, shapes))
+        return cls(peer, boxes, size, shapes[0] if len(shapes) == 1 else (size,))
 
 
 @dataclass(frozen=True)
@@ -82,10 +91,40 @@ class Plan:
         )
 
     @cached_property
+    def whole_block(self) -> Slices:
+        """Return the box that is the rank's whole block."""
+        return tuple(slice(0, n) for n in self.block_shape)
+
+    @cached_property
     def covered(self) -> bool:
         """Return whether every element of the buffer is written, and none left to the padding."""
         own = sum(prod(s.stop - s.start for s in source) for source, _ in self.own)
         return own + sum(r.size for r in self.receives) == prod(self.buffer_shape)
+
+    @cached_property
+    def pieces(self) -> tuple[int, tuple[int | tuple[int, ...], ...]] | None:
+        """Return a dimension along which own box, messages and padding make the buffer, and these.
+
+        A piece is the number of a message, -1 for the own box, or the shape of padding. None where
+        the pieces do not lie so, or where messages can arrive in the buffer as it lies in memory.
+        """
+        boxes = [box for _, box in self.own] + [box for r in self.receives for box in r.boxes]
+        shape, whole = self.buffer_shape, tuple(slice(0, n) for n in self.buffer_shape)
+        along = {d for box in boxes for d in range(len(shape)) if box[d] != whole[d]}
+        if len(self.own) != 1 or len(boxes) != 1 + len(self.receives) or len(along) != 1:
+            return None
+        (d,) = along
+        found: list[int | tuple[int, ...]] = []
+        end = 0
+        runs = sorted((box[d].start, box[d].stop, i - 1) for i, box in enumerate(boxes))
+        for start, stop, i in runs:
+            if end < start:
+                found.append((*shape[:d], start - end, *shape[d + 1 :]))
+            found.append(i)
+            end = stop
+        if end < shape[d]:
+            found.append((*shape[:d], shape[d] - end, *shape[d + 1 :]))
+        return None if prod(shape[:d]) == 1 else (d, tuple(found))
 
 
 @dataclass(frozen=True)
@@ -197,13 +236,13 @@ def make_plan(
         if peer == rank:
             own = boxes
         else:
-            receives.append(_route(peer, tuple(b for _, b in boxes)))
+            receives.append(Route.of(peer, tuple(b for _, b in boxes)))
 
     sends = []
     for peer, parts in _targets(topology, rank, dimensions, source_here, source, target):
         if peer != rank:
             boxes = _boxes(dimensions, source_here, parts)
-            sends.append(_route(peer, tuple(a for a, _ in boxes)))
+            sends.append(Route.of(peer, tuple(a for a, _ in boxes)))
 
     return Plan(
         block_shape=rank_box(shape, source, topology, rank).shape,
@@ -348,7 +387,3 @@ def _boxes(
         )
         for links in product(*runs)
     )
-
-
-def _route(peer: int, boxes: tuple[Slices, ...]) -> Route:
-    return Route(peer, boxes, sum(prod(s.stop - s.start for s in box) for box in boxes))

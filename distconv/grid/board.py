@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distconv.transport.communicator import Communicator
+from distconv.transport.interface import Communicator
 from distconv.transport.torch_groups import open_store
 
 

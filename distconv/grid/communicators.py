@@ -15,15 +15,16 @@ import torch
 
 from distconv.grid.order import Order
 from distconv.grid.stall import Watch, time_limit
-from distconv.transport.communicator import Communicator
-from distconv.transport.interface import Transport
-from distconv.transport.launch_queue import LaunchQueue
+from distconv.transport.interface import Communicator, Transport
 from distconv.transport.nccl import NCCLTransport
-from distconv.transport.pinned_copies import PinnedCopies
-from distconv.transport.staged import StagedTransport, takes_device_memory
+from distconv.transport.staged import (
+    LaunchQueue,
+    PinnedCopies,
+    StagedTransport,
+    takes_device_memory,
+)
 from distconv.transport.torch import TorchTransport
-from distconv.transport.torch_communicator import TorchCommunicator
-from distconv.transport.torch_groups import Store, common_store
+from distconv.transport.torch_groups import Store, TorchCommunicator, common_store
 from distconv.transport.watched import Wait, Waiting, WatchedTransport
 from distconv.transport.world import world
 

@@ -6,10 +6,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from distconv.transport.communicator import Communicator
-from distconv.transport.launch import check_launch, mpi
-from distconv.transport.mpi_communicator import MPICommunicator, world_ranks
-from distconv.transport.torch_communicator import TorchCommunicator
+from distconv.transport.interface import Communicator
+from distconv.transport.launch import check_launch
+from distconv.transport.torch_groups import TorchCommunicator
 from distconv.transport.world import world
 
 
@@ -26,7 +25,7 @@ def ranks_of(comm: Any) -> tuple[int, ...]:
     if comm is None:
         check_launch(job.size)
         return job.ranks
-    if isinstance(job, MPICommunicator):
+    if not isinstance(job, TorchCommunicator):
         return _of_mpi(comm)
     if isinstance(comm, TorchCommunicator):
         return comm.ranks
@@ -55,7 +54,8 @@ def _by_number(numbers: Sequence[Any], job: Communicator) -> tuple[int, ...]:
 
 
 def _of_mpi(comm: Any) -> tuple[int, ...]:
-    MPI = mpi()
+    from distconv.transport.mpi import MPI, world_ranks
+
     if not isinstance(comm, MPI.Intracomm):
         raise TypeError(
             f"ProcessGrid: comm={comm!r} is no intracommunicator of mpi4py; pass MPI.COMM_WORLD, "

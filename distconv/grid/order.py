@@ -37,9 +37,8 @@ from distconv.grid.whereabouts import (
     place_of,
     user_line,
 )
-from distconv.transport.communicator import Comparison
+from distconv.transport.interface import Comparison, Tags
 from distconv.transport.launch import switched_on
-from distconv.transport.tags import Tags
 from distconv.transport.watched import Wait, Waiting
 
 _VARIABLE = "DISTCONV_DEBUG"
@@ -101,6 +100,7 @@ class Order:
         self._since = 0
         """How many steps there have been since the last comparison began."""
         self._tags = Tags()
+        self.next_tag = self._tags.next
         self._folded = 0
         self._last: deque[tuple[Any, int, str | None]] = deque(maxlen=_KEPT)
         self._counts: dict[Any, int] = {}
@@ -122,10 +122,6 @@ class Order:
     def operator(self) -> Any:
         """Return the function on DistTensors that this rank is in; None outside of any."""
         return CURRENT.call[0]
-
-    def next_tag(self) -> int:
-        """Return the number of the next exchange, the same on all ranks."""
-        return self._tags.next()
 
     def take(self, kind: str, tag: int = 0) -> None:
         """Begin the next step.

@@ -21,9 +21,9 @@ from distconv.grid.interface import Grid
 from distconv.grid.interrupt import end_when_abandoned
 from distconv.grid.members import ranks_of
 from distconv.grid.stall import time_limit
-from distconv.transport.communicator import Communicator, ObjectCommunicator
+from distconv.transport.interface import Communicator, ObjectCommunicator
 from distconv.transport.launch import check_is_rank, start_line
-from distconv.transport.torch_communicator import TorchCommunicator
+from distconv.transport.torch_groups import TorchCommunicator
 from distconv.transport.watched import Wait
 from distconv.transport.world import world
 

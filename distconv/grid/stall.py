@@ -23,8 +23,7 @@ from distconv.grid.abort import ABANDONED, abort_job
 from distconv.grid.board import Board
 from distconv.grid.order import Order, by_ranks, first_difference, ranks_in_words
 from distconv.grid.whereabouts import operator_name, operator_of, place_of
-from distconv.transport.stream_waits import StreamWait
-from distconv.transport.watched import Wait, Waiting
+from distconv.transport.watched import StreamWait, Wait, Waiting
 
 _VARIABLE = "DISTCONV_TIMEOUT"
 _DEFAULT = 300.0

@@ -33,6 +33,7 @@ from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.eager import check_untraced
 from distconv.tensor.ownership import OWNED
 from distconv.tensor.redistribution import check_grid
+from distconv.tensor.sample_format import set_weight_formats
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -54,7 +55,8 @@ def parallelize(
 ) -> Module:
     """Make `module` compute on DistTensors of `grid` what it computes serially, and return it.
 
-    Parameters and buffers become those of rank 0, on the grid's device. From then on, when
+    Parameters and buffers become those of rank 0, on the grid's device; weights of 2-D convolutions
+    on CPUs have channels last in memory, as oneDNN takes them. From then on, when
     `backward()` returns, the gradients of the parameters are, on every rank, those of the serial
     program. A parameter that takes no part in a backward pass keeps the gradient it had, or None.
     Hooks on parameters that are registered before the forward pass get these gradients, too. The
@@ -122,6 +124,7 @@ def parallelize(
     _compare_modules(state, grid)
     if any(tensor.device != grid.device for tensor in state.values()):
         module.to(grid.device)
+    set_weight_formats(module, grid)
     for tensor in (*module.parameters(), *module.buffers()):
         broadcast(tensor, grid)
     if shard_parameters:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
-from distconv.transport.communicator import ObjectCommunicator
-from distconv.transport.torch_communicator import TorchCommunicator
+from distconv.transport.interface import ObjectCommunicator
+from distconv.transport.torch_groups import TorchCommunicator
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -26,7 +26,7 @@ from distconv.planning.search import grids_of
 from distconv.tensor.dist_tensor import DistTensor, local_box
 from distconv.tensor.redistribution import cuts_of_layout
 from distconv.tensor.sample_format import in_sample_format
-from distconv.transport.communicator import ObjectCommunicator
+from distconv.transport.interface import ObjectCommunicator
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -13,6 +13,7 @@ from distconv.comm.ledger import Movement, record, tracing
 from distconv.geometry.index_maps import IndexMap, Same
 from distconv.geometry.layout import Cuts, Layout, default_cuts, effective_cuts
 from distconv.geometry.plan import Plan, make_plan
+from distconv.geometry.topology import Topology
 from distconv.grid.interface import Grid
 from distconv.tensor.aliasing import finish_write, make_view, prepare_write
 from distconv.tensor.base import Distributed, DistTensorBase, is_view_of
@@ -27,9 +28,31 @@ def gather_inputs(
     All ranks call it. Where the output is cut otherwise than `x`, the movement is a redistribution,
     and recorded under the name of `operator`. `fill` stands where windows reach outside the tensor.
     """
-    if cuts == x.cuts and all(isinstance(need, Same) for need in needs):
+    grid = x.grid
+    plan = plan_to_gather(grid.topology, grid.rank, tuple(x.shape), x.cuts, needs, cuts)
+    return gather_by(plan, x, cuts, operator, fill)
+
+
+def plan_to_gather(
+    topology: Topology,
+    rank: int,
+    shape: tuple[int, ...],
+    source: Cuts,
+    needs: Sequence[IndexMap],
+    target: Cuts,
+) -> Plan | None:
+    """Return the plan of `gather_inputs`; None where every rank has its inputs as its block."""
+    if target == source and all(isinstance(need, Same) for need in needs):
+        return None
+    return make_plan(topology, rank, shape, source, target, tuple(needs))
+
+
+def gather_by(
+    plan: Plan | None, x: DistTensorBase, cuts: Cuts, operator: str, fill: float = 0.0
+) -> Tensor:
+    """Return what `gather_inputs` does, by its plan; all ranks call it."""
+    if plan is None:
         return x.shard
-    plan = make_plan(x.grid.topology, x.grid.rank, tuple(x.shape), x.cuts, cuts, tuple(needs))
     record_gather(x, plan, cuts, operator)
     return transfer.gather(x.shard, plan, x.grid, fill)
 

@@ -38,10 +38,13 @@ class BufferPool:
         self._lent: dict[int, tuple[ref[ByteArray], ByteArray]] = {}
 
     def empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Return a contiguous CPU tensor of `shape` in the type of `like`, with anything in it."""
+        """Return a contiguous tensor of `shape` in the type of `like`, with anything in it.
+
+        Both are on the CPU.
+        """
         size = prod(shape) * like.element_size()
         if size <= SMALL_BYTES:
-            return torch.empty(shape, dtype=like.dtype, device="cpu")
+            return like.new_empty(shape)
         stack = self._idle.get(size)
         if stack:
             memory = stack.pop()

@@ -1,18 +1,118 @@
-"""Transport over MPI: tensor memory handed to MPI as it is, without pickling."""
+"""MPI: its communicators, and messages whose memory is handed to it as it is, without pickling."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from mpi4py import MPI
 
 from distconv.transport.buffers import BufferPool
-from distconv.transport.interface import SUM_TYPES, Message
-from distconv.transport.mpi_communicator import MPICommunicator
-from distconv.transport.mpi_request import MPIRequest, release_abandoned
-from distconv.transport.tags import Tags
+from distconv.transport.interface import SUM_TYPES, Comparison, Message, Tags, with_opposites
+
+_ABANDONED: set[MPIRequest] = set()
+"""Requests that nobody waits for any more, with the memory that MPI still works on."""
+
+
+def release_abandoned() -> None:
+    """Let go of the abandoned requests that have completed, and of their memory.
+
+    An exception between the start and the end of an exchange, or of a comparison, leaves such
+    requests behind. Their memory must not be used for anything else until MPI is done with it, even
+    when the grid is gone.
+    """
+    for request in tuple(_ABANDONED):
+        if MPI.Request.Testall(request.requests):
+            _ABANDONED.discard(request)
+
+
+class MPIRequest:
+    """Messages or a reduction under way; it keeps the memory alive that MPI works on.
+
+    Parameters
+    ----------
+    memory: whatever MPI reads and writes.
+    finish: is called when all is complete, for a reduction in memory of its own.
+    """
+
+    def __init__(
+        self,
+        requests: list[MPI.Request],
+        memory: Any,
+        finish: Callable[[], object] | None = None,
+    ):
+        self.requests, self._memory, self._finish = requests, memory, finish
+
+    def wait(self) -> None:
+        """Return when all has arrived, and what was sent may be overwritten."""
+        try:
+            for request in self.requests:
+                request.Wait()
+        except MPI.Exception as error:
+            raise RuntimeError(
+                f"MPI could not complete the messages of an operator ({error}). Where it says that "
+                "a message is truncated, the ranks run different operators; DISTCONV_DEBUG=1 names "
+                "the first that differs"
+            ) from error
+        self.requests = []
+        if self._finish is not None:
+            self._finish()
+
+    def __del__(self, at_exit: Callable[[], bool] = sys.is_finalizing) -> None:
+        # At exit Python has taken the names of this module away.
+        if self.requests and not at_exit() and not MPI.Is_finalized():
+            _ABANDONED.add(self)
+
+
+class MPICommunicator:
+    """A communicator of mpi4py, `mpi`, with the numbers of its ranks in MPI.COMM_WORLD."""
+
+    def __init__(self, comm: MPI.Intracomm, purpose: str = "user"):
+        self.mpi, self.purpose = comm, purpose
+        self.rank, self.size = comm.rank, comm.size
+        self.ranks = world_ranks(comm)
+
+    def allgather(self, value: Any) -> list[Any]:
+        """Return what every rank passes, in rank order."""
+        return self.mpi.allgather(value)
+
+    def bcast(self, value: Any = None) -> Any:
+        """Return what the first rank passes."""
+        return self.mpi.bcast(value)
+
+    def all_gather_numbers(self, numbers: Sequence[int]) -> np.ndarray:
+        """Return the numbers of every rank, of shape (size, len(numbers)), in 64 bits."""
+        together = np.empty((self.size, len(numbers)), dtype=np.int64)
+        self.mpi.Allgather(np.array(numbers, dtype=np.int64), together)
+        return together
+
+    def compare(self, numbers: Sequence[int]) -> Comparison:
+        """Start to compare numbers of fewer than 64 bits with those of the other ranks."""
+        release_abandoned()
+        most = with_opposites(numbers)
+        request = self.mpi.Iallreduce(MPI.IN_PLACE, most, MPI.MAX)
+        return Comparison(MPIRequest([request], most).wait, most)
+
+    def subgroup(self, ranks: tuple[int, ...], purpose: str) -> MPICommunicator:
+        """Return a communicator of some of the ranks, in numbers of the job; those call it."""
+        group = MPI.COMM_WORLD.group.Incl(ranks)
+        return MPICommunicator(self.mpi.Create_group(group), purpose)
+
+    def for_program(self) -> MPI.Intracomm:
+        """Return mpi4py's communicator."""
+        return self.mpi
+
+
+def world_ranks(comm: MPI.Intracomm) -> tuple[int, ...]:
+    """Return the ranks of `comm` as ranks of MPI.COMM_WORLD; no communication."""
+    ranks = MPI.Group.Translate_ranks(comm.group, None, MPI.COMM_WORLD.group)
+    if MPI.UNDEFINED in ranks:
+        raise ValueError("ProcessGrid: every rank of comm has to be a rank of MPI.COMM_WORLD")
+    return tuple(ranks)
+
 
 _DATATYPES = {
     torch.float32: MPI.FLOAT,
@@ -34,29 +134,19 @@ class MPITransport:
 
     def __init__(self, comm: MPICommunicator):
         self._comm = comm.mpi
-        self._tags = Tags()
-        self._buffers = BufferPool()
-
-    def next_tag(self) -> int:
-        """Return the tag of the next exchange."""
-        return self._tags.next()
-
-    def empty(self, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
-        """Return uninitialised memory for a message, of the type of `like`."""
-        return self._buffers.empty(shape, like)
+        self.next_tag, self.empty = Tags().next, BufferPool().empty
 
     def exchange(
         self, arriving: Sequence[Message], leaving: Sequence[Message], tag: int
     ) -> MPIRequest:
         """Start the messages of one exchange."""
-        comm = self._comm
+        receive, send, requests = self._comm.Irecv, self._comm.Isend, list[MPI.Request]()
         release_abandoned()
-        under_way = MPIRequest([], (arriving, leaving))
-        requests = under_way.requests
+        under_way = MPIRequest(requests, (arriving, leaving))
         for rank, tensor in arriving:
-            requests.append(comm.Irecv(_bytes(tensor), rank, tag))
+            requests.append(receive(_bytes(tensor), rank, tag))
         for rank, tensor in leaving:
-            requests.append(comm.Isend(_bytes(tensor), rank, tag))
+            requests.append(send(_bytes(tensor), rank, tag))
         return under_way
 
     def all_reduce(self, tensor: torch.Tensor, group: MPICommunicator) -> MPIRequest:
@@ -83,13 +173,13 @@ class MPITransport:
         group.mpi.Bcast(_bytes(tensor), root=0)
 
 
-def _memory(tensor: torch.Tensor) -> MPI.buffer:
-    return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
-
-
 def _bytes(tensor: torch.Tensor) -> list[Any]:
-    return [_memory(tensor), MPI.BYTE]
+    return [_memory(tensor.data_ptr(), tensor.nbytes), MPI.BYTE]
 
 
 def _typed(tensor: torch.Tensor) -> list[Any]:
-    return [_memory(tensor), tensor.numel(), _DATATYPES[tensor.dtype]]
+    memory = _memory(tensor.data_ptr(), tensor.nbytes)
+    return [memory, tensor.numel(), _DATATYPES[tensor.dtype]]
+
+
+_memory = MPI.buffer.fromaddress

@@ -7,17 +7,86 @@ Messages have no tags: they meet in the order in which ranks start them, the sam
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import sys
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from distconv.transport.communicator import Communicator
-from distconv.transport.interface import Message, Request
-from distconv.transport.launch_order import keep_order, why_too_old
-from distconv.transport.side_stream import SideStream
+from distconv.transport.interface import Communicator, Message, Request
 from distconv.transport.sums import Summand
+
+_OLDEST = 2, 26
+"""The first version of NCCL that can keep the order of the host."""
+
+
+def why_too_old(version: tuple[int, ...]) -> str | None:
+    """Return why a version of NCCL cannot be used; None where it can.
+
+    Kernels of NCCL wait for other ranks. In orders that differ between ranks those of two
+    communicators could wait for each other for ever.
+    """
+    if version >= _OLDEST:
+        return None
+    found, needed = (".".join(map(str, numbers)) for numbers in (version, _OLDEST))
+    return (
+        f"NCCL {found} does not start kernels in the order of the host; install {needed} or newer"
+    )
+
+
+def keep_order() -> None:
+    """Let NCCL run the kernels of all communicators in the order in which the host starts them.
+
+    It reads the variable when it makes the first communicator of the process.
+    """
+    os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+
+
+class StreamRequest:
+    """All that a stream beside the current one has been given so far, and the tensors it uses.
+
+    The tensors are held until somebody waits. What the current stream is given then comes later,
+    and so does whatever gets their memory. (`record_stream` would do as well, but keeps the memory
+    out of use for as long as a graph is captured.)
+    """
+
+    def __init__(self, stream: torch.cuda.Stream, tensors: Iterable[Tensor]):
+        self._device, self._event = stream.device, stream.record_event()
+        self._tensors = tuple(tensors)
+
+    def wait(self) -> None:
+        """Let all that follows on the current stream find it complete; the host goes on."""
+        torch.cuda.current_stream(self._device).wait_event(self._event)
+        self._tensors = ()
+
+    def __del__(self) -> None:
+        # An exception may leave messages behind, which are sent and arrive all the same.
+        if self._tensors and not sys.is_finalizing():
+            self.wait()
+
+
+class SideStream:
+    """A stream of its own, which comes before others where the GPU has to choose."""
+
+    def __init__(self, device: torch.device):
+        self.stream = torch.cuda.Stream(device, priority=-1)
+
+    @property
+    def address(self) -> int:
+        """Return the address by which other libraries know the stream."""
+        address: int = self.stream.cuda_stream
+        return address
+
+    def follow(self) -> None:
+        """Go on after all that the current stream has been given so far."""
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+
+    def mark(self, tensors: Iterable[Tensor]) -> StreamRequest:
+        """Return a request for all that this stream has been given so far, which uses `tensors`."""
+        return StreamRequest(self.stream, tensors)
+
 
 _TYPES = {
     torch.float32: "NCCL_FLOAT32",

@@ -1,4 +1,4 @@
-"""Links over TCP, for ranks that meet over a store of torch.distributed.
+"""The links of a rank: MPI's messages, or TCP for ranks that meet over a store of torch.
 
 The end of a process closes its links, so that the other end knows at once. A machine that is lost
 is noticed by TCP's keepalive.
@@ -12,13 +12,16 @@ import socket
 import struct
 import time
 from collections import deque
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from distconv.transport.link import NUMBERS, LinkLost, Message
+from distconv.transport.interface import Communicator
+from distconv.transport.link import NUMBERS, Link, LinkLost, Message
+from distconv.transport.torch_groups import TorchCommunicator
 
 _HEAD = struct.Struct(f"<{NUMBERS + 1}q")
 _GREETING = struct.Struct("<32sq")
@@ -175,6 +178,47 @@ class SocketLink:
 
     def _lost(self, why: object) -> LinkLost:
         return LinkLost(f"rank {self.peer} is lost: {why}")
+
+
+def open_links(
+    comm: Communicator, called: Iterable[int], calling: Iterable[int], limit: float
+) -> dict[int, Link]:
+    """Return a link for each rank that this one is to talk to; all ranks of `comm` call it.
+
+    No rank waits for one that calls it: such a link is usable at once, and lost where nobody has
+    called in time.
+
+    Parameters
+    ----------
+    comm: all ranks of the job, with a purpose of its own.
+    called: the ranks that this one calls, such as servers.
+    calling: the ranks that call this one, such as clients.
+    limit: seconds that a connection may take to come about.
+
+    Raises
+    ------
+    LinkLost
+        Where a rank that this one calls cannot be reached.
+    """
+    called, calling = list(called), list(calling)
+    if not isinstance(comm, TorchCommunicator):
+        from distconv.transport.mpi_link import MPILink  # which imports MPI
+
+        of_mpi: Any = comm
+        return {
+            peer: MPILink(of_mpi.mpi, comm.ranks.index(peer), peer) for peer in (*called, *calling)
+        }
+    from torch.distributed import PrefixStore
+
+    me = comm.ranks[comm.rank]
+    store: Any = comm.store and PrefixStore(comm.purpose, comm.store)
+    listener = Listener(store, me) if calling else None
+    links: dict[int, Link] = {
+        peer: SocketLink(peer, limit, rank=me, listener=listener) for peer in calling
+    }
+    for peer in called:
+        links[peer] = SocketLink(peer, limit, rank=me, store=store)
+    return links
 
 
 def _memory(payload: Tensor) -> memoryview:

@@ -8,20 +8,117 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
+import torch
 from torch import Tensor
 
 from distconv.transport.interface import Message, Request
-from distconv.transport.launch_queue import LaunchQueue
-from distconv.transport.pinned_copies import PinnedCopies
 
 if TYPE_CHECKING:
-    from distconv.transport.communicator import Communicator
-    from distconv.transport.mpi import MPITransport
-    from distconv.transport.mpi_communicator import MPICommunicator
+    from distconv.transport.interface import Communicator
+    from distconv.transport.mpi import MPICommunicator, MPITransport
+
+
+class Event(Protocol):
+    """A point in what a GPU has been given to do."""
+
+    def synchronize(self) -> None:
+        """Let the host wait until the GPU has come that far."""
+
+
+class LaunchQueue:
+    """Messages and reductions that a process has not given to MPI yet.
+
+    Whoever waits for one of them starts all. So ranks may wait for them in different orders, also
+    for those of several grids: a message that another rank waits for has been started here, and
+    collectives are started in the same order on all ranks.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[QueuedRequest] = deque()
+
+    def add(self, ready: Event, start: Callable[[], Request]) -> QueuedRequest:
+        """Let `start` follow `ready`; MPI must not touch the memory of a GPU before."""
+        queued = QueuedRequest(self, ready, start)
+        self._waiting.append(queued)
+        return queued
+
+    def start_all(self) -> None:
+        """Give all that is queued to MPI, in the order in which it came."""
+        while self._waiting:
+            self._waiting.popleft().start()
+
+
+class QueuedRequest:
+    """A message or a reduction in the queue."""
+
+    def __init__(self, queue: LaunchQueue, ready: Event, start: Callable[[], Request]):
+        self._queue, self._ready, self._start = queue, ready, start
+        self._request: Request | None = None
+
+    def start(self) -> None:
+        """Wait for the GPU, and start."""
+        self._ready.synchronize()
+        self._request = self._start()
+
+    def wait(self) -> None:
+        """Return when it is complete; this starts all that is queued."""
+        self._queue.start_all()
+        assert self._request is not None
+        self._request.wait()
+
+
+class PinnedCopies:
+    """Copies from and to one GPU, each way on a stream of its own."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._leaving = torch.cuda.Stream(device, priority=-1)
+        self._arriving = torch.cuda.Stream(device, priority=-1)
+
+    def host(self, like: Tensor) -> Tensor:
+        """Return pinned memory for a contiguous tensor."""
+        return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=True)
+
+    def now(self) -> torch.cuda.Event:
+        """Return an event after all that the current stream has been given so far."""
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "transport 'mpi' lets the host wait for the GPU, which no graph of CUDA can hold; "
+                "capture steps on a grid with transport='nccl'"
+            )
+        return torch.cuda.current_stream(self._device).record_event()
+
+    def to_host(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], torch.cuda.Event]:
+        """Start copies of contiguous tensors.
+
+        They have been made when the event has happened, as has all that the current stream has been
+        given before.
+        """
+        self._leaving.wait_event(self.now())
+        hosts = [self.host(tensor) for tensor in tensors]
+        with torch.cuda.stream(self._leaving):
+            for host, tensor in zip(hosts, tensors, strict=True):
+                host.copy_(tensor, non_blocking=True)
+                # Nobody else may get its memory before.
+                tensor.record_stream(self._leaving)
+        return hosts, self._leaving.record_event()
+
+    def to_device(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Copy from the host into tensors, for which the current stream waits, not the host.
+
+        All that has used the memory of the tensors before is done by then.
+        """
+        with torch.cuda.stream(self._arriving):
+            for host, tensor in pairs:
+                tensor.copy_(host, non_blocking=True)
+                tensor.record_stream(self._arriving)
+        torch.cuda.current_stream(self._device).wait_stream(self._arriving)
+
 
 _VARIABLE = "DISTCONV_CUDA_AWARE_MPI"
 

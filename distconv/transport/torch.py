@@ -18,14 +18,12 @@ import torch
 from torch import Tensor
 
 from distconv.transport.buffers import BufferPool
-from distconv.transport.communicator import Communicator
-from distconv.transport.interface import Message, Request
+from distconv.transport.interface import Communicator, Message, Request, Tags
 from distconv.transport.sums import Summand
-from distconv.transport.tags import Tags
-from distconv.transport.torch_communicator import TorchCommunicator
 from distconv.transport.torch_groups import (
     ProcessGroup,
     Store,
+    TorchCommunicator,
     complete,
     explained,
     gloo_group,

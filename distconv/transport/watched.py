@@ -2,14 +2,87 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, cast
 
+import torch
 from torch import Tensor
 
 from distconv.transport.interface import Message, Request, StreamTransport, Transport
-from distconv.transport.stream_waits import StreamWaits
-from distconv.transport.wrapped import WrappedTransport
+
+
+class StreamWait:
+    """One wait that a stream has been given.
+
+    Attributes
+    ----------
+    peers: the ranks that are waited for, in the numbers of the grid.
+    step: how many collective steps this rank had taken.
+    operator: the function within which it waits; None outside of any.
+    """
+
+    def __init__(self, event: Any, peers: Iterable[int], step: int, operator: Any):
+        self._event, self.peers, self.step, self.operator = event, peers, step, operator
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether the stream has come past it."""
+        over: bool = self._event.query()
+        return over
+
+
+class StreamWaits:
+    """The waits of this rank's streams, in the order in which they were given.
+
+    A thread that only looks takes out what is over, and no other does.
+    """
+
+    def __init__(self) -> None:
+        self._given: deque[StreamWait] = deque()
+
+    def add(self, peers: Iterable[int], step: int, operator: Any) -> None:
+        """Note that the current stream has just been given a wait.
+
+        What a graph captures waits when it is replayed, unseen.
+        """
+        if not torch.cuda.is_current_stream_capturing():
+            event = torch.cuda.current_stream().record_event()
+            self._given.append(StreamWait(event, peers, step, operator))
+
+    def oldest(self) -> StreamWait | None:
+        """Return the first one that is not over."""
+        given = self._given
+        while given and given[0].is_over:
+            given.popleft()
+        return given[0] if given else None
+
+
+class WrappedTransport:
+    """Hand everything to a carrier; see `Transport`. Subclasses override what they change."""
+
+    def __init__(self, carrier: Transport):
+        self.carrier, self.name, self.ordered = carrier, carrier.name, carrier.ordered
+        # What every message asks for, without a call in between.
+        self.next_tag, self.empty = carrier.next_tag, carrier.empty
+
+    def exchange(
+        self, arriving: Sequence[Message], leaving: Sequence[Message], tag: int
+    ) -> Request:
+        """Start the messages of one exchange."""
+        return self.carrier.exchange(arriving, leaving, tag)
+
+    def all_reduce(self, tensor: Tensor, group: Any) -> Request:
+        """Start adding up a tensor in place over the ranks of `group`."""
+        return self.carrier.all_reduce(tensor, group)
+
+    def all_gather(self, tensor: Tensor, group: Any) -> Tensor:
+        """Return the tensors of all ranks of `group`, stacked in rank order."""
+        return self.carrier.all_gather(tensor, group)
+
+    def broadcast(self, tensor: Tensor, group: Any) -> None:
+        """Overwrite a tensor by the one of the first rank of `group`."""
+        self.carrier.broadcast(tensor, group)
 
 
 class Steps(Protocol):
@@ -124,14 +197,11 @@ class WatchedTransport(WrappedTransport):
         members: Callable[[Any], Iterable[int]],
     ):
         super().__init__(carrier)
+        self.next_tag = steps.next_tag
         self._steps, self._waiting, self._members = steps, waiting, members
         self._streams = waiting.streams if carrier.ordered else None
         if carrier.ordered:
             waiting.checks.append(cast(StreamTransport, carrier).check)
-
-    def next_tag(self) -> int:
-        """Return the tag of the next exchange."""
-        return self._steps.next_tag()
 
     def exchange(
         self, arriving: Sequence[Message], leaving: Sequence[Message], tag: int

@@ -7,8 +7,8 @@ from functools import cache
 from typing import Any
 
 from distconv.transport import launch
-from distconv.transport.communicator import Communicator
-from distconv.transport.torch_communicator import TorchCommunicator
+from distconv.transport.interface import Communicator
+from distconv.transport.torch_groups import TorchCommunicator
 
 
 def world() -> Communicator:
@@ -41,7 +41,7 @@ def _world() -> Communicator:
         launch.join()
         return _by_torch()
     if launch.has_mpi():
-        from distconv.transport.mpi_communicator import MPICommunicator
+        from distconv.transport.mpi import MPICommunicator
 
         return MPICommunicator(launch.mpi().COMM_WORLD, "world")
     return TorchCommunicator(None, 0, (0,), "world")

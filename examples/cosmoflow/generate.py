@@ -22,7 +22,7 @@ import numpy as np
 
 import distconv as dc
 from distconv.data import DataError, together
-from distconv.transport.communicator import ObjectCommunicator
+from distconv.transport.interface import ObjectCommunicator
 from examples.generating.command_line import Progress, run
 from examples.generating.samples import create_samples
 from examples.trainer.arguments import Add, positive

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 import distconv as dc
 from distconv.data import Loader, on_rank_zero
-from distconv.transport.communicator import ObjectCommunicator
+from distconv.transport.interface import ObjectCommunicator
 from examples.trainer.arguments import Add, positive
 from examples.trainer.example import PRECISIONS, Example
 from examples.trainer.training import run

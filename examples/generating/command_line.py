@@ -13,7 +13,7 @@ from typing import Any
 import distconv as dc
 from distconv.data import DataError
 from distconv.tools.arguments import RankParser, grid_axes
-from distconv.transport.communicator import ObjectCommunicator
+from distconv.transport.interface import ObjectCommunicator
 from distconv.transport.world import world
 from examples.trainer.arguments import Add, natural, positive
 

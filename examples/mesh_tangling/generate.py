@@ -16,7 +16,7 @@ from pathlib import Path
 
 import distconv as dc
 from distconv.data import on_rank_zero, together
-from distconv.transport.communicator import ObjectCommunicator
+from distconv.transport.interface import ObjectCommunicator
 from examples.generating.command_line import Progress, run
 from examples.trainer.arguments import Add
 

@@ -32,7 +32,7 @@ from distconv.training import (
     serve,
     worker_grid,
 )
-from distconv.transport.communicator import ObjectCommunicator
+from distconv.transport.interface import ObjectCommunicator
 
 from .building import OPTIMIZERS, Diverged, build_model, build_optimizer, check_finite, make_grid
 from .checkpoint import DECISIVE, check_checkpoint

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from distconv.tools.arguments import RankParser, grid_axes
-from distconv.transport.communicator import ObjectCommunicator
+from distconv.transport.interface import ObjectCommunicator
 
 
 class Add(Protocol):

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 import distconv as dc
 from distconv.data import DataError
 from distconv.training import LARS
-from distconv.transport.communicator import ObjectCommunicator
+from distconv.transport.interface import ObjectCommunicator
 
 from .example import PRECISIONS, Example
 

@@ -17,7 +17,7 @@ from torch import nn
 import distconv as dc
 from distconv.data import DataError, Loader, Sampler, on_rank_zero, together
 from distconv.data.durable import write_atomically
-from distconv.transport.communicator import ObjectCommunicator
+from distconv.transport.interface import ObjectCommunicator
 from distconv.transport.world import world
 
 from .apart import train_apart

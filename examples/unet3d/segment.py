@@ -26,7 +26,7 @@ from distconv.data import Checkpoint, DataError, on_rank_zero
 from distconv.data.checkpoint import checkpoints_in
 from distconv.data.durable import DamagedFile, read_checksummed
 from distconv.tools.arguments import RankParser, grid_axes
-from distconv.transport.communicator import ObjectCommunicator
+from distconv.transport.interface import ObjectCommunicator
 from distconv.transport.world import world
 from examples.trainer.arguments import natural
 

@@ -14,7 +14,7 @@ from distconv.grid import communicators
 from distconv.grid.devices import Offer, choose, make_offer
 from distconv.transport import nccl
 from distconv.transport.interface import Transport
-from distconv.transport.launch_order import why_too_old
+from distconv.transport.nccl import why_too_old
 
 WORLD = MPI.COMM_WORLD
 NODE, OTHER = tuple("abcd"), tuple("efgh")

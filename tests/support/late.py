@@ -11,7 +11,7 @@ GARBAGE = 77
 
 
 class Late:
-    """A stand-in for `transport.pinned_copies.PinnedCopies` that copies as late as it can."""
+    """A stand-in for `transport.staged.PinnedCopies` that copies as late as it can."""
 
     def __init__(self) -> None:
         self._work: list[Callable[[], object]] = []

@@ -12,7 +12,7 @@ import pytest
 import torch
 from mpi4py import MPI
 
-from distconv.transport.mpi_communicator import MPICommunicator
+from distconv.transport.mpi import MPICommunicator
 from distconv.transport.nccl import NCCLTransport, why_unavailable
 from tests.support.nccl import Communicator, replace_cupy
 from tests.support.streams import replace_streams

@@ -15,11 +15,13 @@ from torch import Tensor, nn
 
 import distconv as dc
 from distconv.transport.interface import Transport
-from distconv.transport.launch_queue import LaunchQueue
-from distconv.transport.mpi import MPITransport
-from distconv.transport.mpi_communicator import MPICommunicator
-from distconv.transport.pinned_copies import PinnedCopies
-from distconv.transport.staged import StagedTransport, takes_device_memory
+from distconv.transport.mpi import MPICommunicator, MPITransport
+from distconv.transport.staged import (
+    LaunchQueue,
+    PinnedCopies,
+    StagedTransport,
+    takes_device_memory,
+)
 from tests.support.late import Late
 from tests.support.serial import deviation
 from tests.support.streams import replace_streams

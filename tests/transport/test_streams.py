@@ -19,13 +19,9 @@ from torch import Tensor, nn
 import distconv as dc
 from distconv.grid import communicators
 from distconv.transport.interface import Request, Transport
-from distconv.transport.launch_queue import LaunchQueue
-from distconv.transport.mpi import MPITransport
-from distconv.transport.mpi_communicator import MPICommunicator
-from distconv.transport.nccl import NCCLTransport
-from distconv.transport.pinned_copies import PinnedCopies
-from distconv.transport.side_stream import SideStream, StreamRequest
-from distconv.transport.staged import StagedTransport
+from distconv.transport.mpi import MPICommunicator, MPITransport
+from distconv.transport.nccl import NCCLTransport, SideStream, StreamRequest
+from distconv.transport.staged import LaunchQueue, PinnedCopies, StagedTransport
 from distconv.transport.torch import TorchTransport
 from tests.support.nccl import Communicator, ProcessGroup, replace_cupy
 from tests.support.sanitizer import Event, Sanitizer, Stream, WatchedMPI
@@ -215,7 +211,7 @@ def test_memory_that_is_released_in_flight_is_found(
     sanitizer: Sanitizer, monkeypatch: pytest.MonkeyPatch, name: str, held: bool, end: str
 ) -> None:
     if not held:
-        monkeypatch.setattr("distconv.transport.side_stream.StreamRequest", _Forgetful)
+        monkeypatch.setattr("distconv.transport.nccl.StreamRequest", _Forgetful)
     to, source = (WORLD.rank + 1) % WORLD.size, (WORLD.rank - 1) % WORLD.size
     with sanitizer:
         transport = carrier(MPICommunicator(WORLD), name, sanitizer)

@@ -41,8 +41,8 @@ class LocalInput:
 class MessagePart:
     """Elements of a slab that come with one message.
 
-    The message holds a box of `shape` from its element `start` on; `box` of this box goes to
-    `place` of the slab.
+    The message holds a box of `shape` from its element `start` on, or is that box; `box` of it
+    goes to `place` of the slab.
     """
 
     message: int
@@ -56,9 +56,9 @@ class MessagePart:
     def of(self, messages: Any) -> Any:
         """Return the array that holds this part's elements, given all messages by number."""
         message = messages[self.message]
-        if not self.alone:
-            message = message[self.start : self.start + prod(self.shape)]
-        return message.view(self.shape)
+        if self.alone:
+            return message
+        return message[self.start : self.start + prod(self.shape)].view(self.shape)
 
 
 @dataclass(frozen=True)
@@ -95,11 +95,11 @@ class Boundary:
     """How much too large the result for the own block is, before and after; see `LocalInput`."""
 
     @cached_property
-    def composed(self) -> tuple[tuple[int, int], ...]:
-        """Return the messages that are not one slab's halos as they are, with their sizes."""
+    def composed(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """Return the messages that are not one slab's halos as they are, with their shapes."""
         whole = {slab.whole.message for slab in self.slabs if slab.whole is not None}
-        sizes = enumerate(route.size for route in self.plan.receives)
-        return tuple((i, size) for i, size in sizes if i not in whole)
+        shapes = enumerate(route.shape for route in self.plan.receives)
+        return tuple((i, shape) for i, shape in shapes if i not in whole)
 
 
 @dataclass(frozen=True)

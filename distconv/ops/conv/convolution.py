@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from math import prod
-from typing import Any
-
-from torch import Tensor
 
 from distconv.geometry.halo.convolution import convolution_boundary, needs_halo
+from distconv.geometry.halo.slabs import LocalInput
 from distconv.geometry.index_maps import IndexMap, Window
 from distconv.geometry.layout import Box, Cuts, Shape
-from distconv.ops.conv import volumes
-from distconv.ops.conv.kernels import recorded_convolution
 from distconv.ops.conv.specification import ConvolutionSpec
 from distconv.ops.support.metadata_checks import check_shapes
-from distconv.ops.windowed.assembled import window_needs, windowed_block
-from distconv.tensor.dist_tensor import DistTensor
+from distconv.ops.support.operands import Placement
+from distconv.ops.windowed.assembled import window_needs
 
 FEWEST_TO_OVERLAP = 2**15 + 1
 """Elements of a rank's block from which a convolution computes while halos travel, however few its
@@ -33,10 +28,6 @@ class Convolution(ConvolutionSpec):
     transposed = False
     needs_halo = staticmethod(needs_halo)
     boundary = staticmethod(convolution_boundary)
-
-    @cached_property
-    def arguments(self) -> tuple[Any, ...]:
-        return self.stride, self.padding, self.dilation, self.groups
 
     def output_shape(self, x: Shape, weight: Shape, bias: Shape | None) -> Shape:
         groups, padding = self.groups, self.padding
@@ -73,23 +64,14 @@ class Convolution(ConvolutionSpec):
         # measured to cost less.
         return max(prod(weight), FEWEST_TO_OVERLAP)
 
-    def assembled(
-        self,
-        buffer: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        x: DistTensor,
-        maps: tuple[Window, ...],
-        box: Box,
-    ) -> Tensor:
-        def compute(inputs: Tensor, padding: tuple[int, ...]) -> Tensor:
-            operands, sides = (inputs, weight, bias), (self.stride, padding, self.dilation)
-            rest = *sides, False, (0,) * len(padding), self.groups
-            if volumes.gains(inputs, weight, *rest):
-                return recorded_convolution(volumes.KERNELS, *operands, *rest)
-            return self.function(*operands, *sides, self.groups)
-
-        return windowed_block(buffer, maps, x.cuts, box.shape, compute)
+    def buffer(self, maps: tuple[Window, ...], x: Placement, box: Box) -> LocalInput:
+        empty = not prod(box.shape)
+        padding = tuple(
+            0 if empty or isinstance(needed, Window) else w.padding[0]
+            for w, needed in zip(maps, self.inputs_to_gather(maps, x.cuts), strict=True)
+        )
+        shape = (1, 1, *(w.extent for w in maps))
+        return LocalInput(shape, tuple(w.kernel for w in maps), padding, (0,) * len(maps))
 
 
 def _sides(

@@ -13,13 +13,18 @@ from torch import Tensor
 
 from distconv.geometry.index_maps import Same
 from distconv.ops.conv.channel_algorithms import Layer, LayerPart, WeightMeta, algorithm, layer_part
-from distconv.ops.conv.spatial import SpatialPlan, boundary_of, convolve_block
+from distconv.ops.conv.spatial import (
+    SpatialPlan,
+    boundary_of,
+    convolve_block,
+    spatial_plan,
+)
 from distconv.ops.conv.specification import ConvolutionSpec
 from distconv.ops.support.method import chosen_method
 from distconv.ops.support.operands import Placement
 from distconv.ops.windowed.overlapped import may_overlap
 from distconv.tensor.dist_tensor import DistTensor
-from distconv.tensor.redistribution import gather_inputs
+from distconv.tensor.redistribution import gather_by
 
 
 def convolve_cut_channels(
@@ -35,7 +40,7 @@ def convolve_cut_channels(
     part, plan = _plan(spec, Placement.of(x), meta, algorithm(), chosen_method())
     weight, bias, late = part.operands(weight, bias)
     if plan.boundary is None and not weight.numel():
-        buffer = gather_inputs(x, plan.needs, plan.cuts, part.operator)
+        buffer = gather_by(plan.inputs, x, plan.cuts, part.operator)
         return part.finish(part.empty_result(buffer, weight, bias), late, x.grid)
     block = convolve_block(x, weight, bias, plan, part.operator)
     return part.finish(block, late, x.grid)
@@ -63,4 +68,5 @@ def _plan(
     smallest = spec.fewest_to_overlap(weights.shape) // part.blocks
     if part.stays and may_overlap(x, method, smallest):
         boundary = boundary_of(own, x, maps, *part.alone(x))
-    return part, SpatialPlan(own, shape, maps, part.needs, part.cuts, part.box, boundary)
+    plan = spatial_plan(own, x, maps, shape, part.needs, part.cuts, part.box, boundary)
+    return part, plan

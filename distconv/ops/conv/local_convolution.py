@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distconv.geometry.halo.slabs import LocalInput
-from distconv.ops.conv import planes, volumes
-from distconv.ops.conv.kernels import Kernels, torch_gradients
+from distconv.ops.conv import volumes
+from distconv.ops.conv.volumes import torch_gradients
 from distconv.ops.windowed.overlapped import OperandGradients, crop_outputs
-
-_TORCH = Kernels(torch.convolution, torch_gradients)
 
 
 @dataclass(frozen=True)
@@ -24,14 +22,14 @@ class LocalConvolution:
 
     Attributes
     ----------
-    channels_last: whether pieces are brought into this memory format, as those of a sample.
+    function: torch's function, as torch.conv2d.
     """
 
+    function: Callable[..., Tensor]
     stride: tuple[int, ...]
     dilation: tuple[int, ...]
     groups: int
     transposed: bool = False
-    channels_last: bool = False
     bilinear = True
 
     def forward(self, piece: LocalInput, x: Tensor, weight: Any, bias: Any) -> Tensor:
@@ -39,7 +37,8 @@ class LocalConvolution:
         if d is not None:
             # One plane of a volume: two-dimensional convolution is several times as fast.
             x, weight = x.squeeze(d), weight.squeeze(d)
-        y = self._kernels(x).convolution(x, weight, bias, *self.arguments(piece))
+        convolution = volumes.convolution if x.dim() == 5 else torch.convolution
+        y = convolution(x, weight, bias, *self._arguments(piece))
         if d is not None:
             y = y.unsqueeze(d)
         return crop_outputs(y, piece.crop)
@@ -58,18 +57,24 @@ class LocalConvolution:
             dy = F.pad(dy, [n for crop in reversed(piece.crop) for n in crop])
         if d is not None:
             dy, x, weight = (t.squeeze(d) for t in (dy, x, weight))
-        arguments = self.arguments(piece)
-        dx, dw, db = self._kernels(x).gradients(dy, x, weight, bias, *arguments, mask)
+        gradients = volumes.convolution_gradients if x.dim() == 5 else torch_gradients
+        dx, dw, db = gradients(dy, x, weight, bias, *self._arguments(piece), mask)
         if d is not None:
             dx, dw = (None if t is None else t.unsqueeze(d) for t in (dx, dw))
         return dx, dw, db
 
-    def _kernels(self, x: Tensor) -> Kernels:
-        if self.channels_last:
-            return planes.KERNELS
-        return volumes.KERNELS if x.dim() == 5 else _TORCH
+    def recorded(self, piece: LocalInput, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the outputs, recorded by autograd for gradients of any order."""
+        _, padding, *_, extra, groups = arguments = self._arguments(piece)
+        if volumes.gains(x, weight, *arguments):
+            y = volumes.recorded_convolution(x, weight, bias, *arguments)
+        elif self.transposed:
+            y = self.function(x, weight, bias, self.stride, padding, extra, groups, self.dilation)
+        else:
+            y = self.function(x, weight, bias, self.stride, padding, self.dilation, groups)
+        return crop_outputs(y, piece.crop)
 
-    def arguments(self, piece: LocalInput) -> tuple[Any, ...]:
+    def _arguments(self, piece: LocalInput) -> tuple[Any, ...]:
         """Return the arguments of torch.convolution after the bias."""
         stride, padding, dilation, extra = self.stride, piece.padding, self.dilation, piece.extra
         if piece.flat is not None:

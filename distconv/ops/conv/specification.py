@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
 from torch import Tensor
 
-from distconv.geometry.halo.slabs import Boundary
+from distconv.geometry.halo.slabs import Boundary, LocalInput
 from distconv.geometry.index_maps import IndexMap
 from distconv.geometry.layout import Box, Cuts, Shape
 from distconv.ops.conv.local_convolution import LocalConvolution
-from distconv.tensor.dist_tensor import DistTensor
+from distconv.ops.support.operands import Placement
 
 Sides = tuple[int, ...]
 """A number for each spatial dimension."""
@@ -50,20 +50,12 @@ class ConvolutionSpec(ABC):
         """Return the name of the function, as messages and records have it."""
         return self.function.__name__
 
-    @property
-    @abstractmethod
-    def arguments(self) -> tuple[Any, ...]:
-        """Return the arguments of torch's function after the bias."""
-
     @cached_property
     def local(self) -> LocalConvolution:
         """Return the same convolution of a piece of the input."""
-        return LocalConvolution(self.stride, self.dilation, self.groups, self.transposed)
-
-    @cached_property
-    def local_of_sample(self) -> LocalConvolution:
-        """Return the same with channels last (`planes`)."""
-        return replace(self.local, channels_last=True)
+        return LocalConvolution(
+            self.function, self.stride, self.dilation, self.groups, self.transposed
+        )
 
     @abstractmethod
     def output_shape(self, x: Shape, weight: Shape, bias: Shape | None) -> Shape:
@@ -85,18 +77,12 @@ class ConvolutionSpec(ABC):
         """Return from how many inputs a rank on computing while halos travel is faster."""
 
     @abstractmethod
-    def assembled(
-        self,
-        buffer: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        x: DistTensor,
-        maps: tuple[Any, ...],
-        box: Box,
-    ) -> Tensor:
-        """Return the outputs in `box`, computed from the inputs gathered for them.
+    def buffer(self, maps: tuple[Any, ...], x: Placement, box: Box) -> LocalInput:
+        """Return how the local operator makes the outputs in `box` of the inputs gathered for them.
+
+        Where there are no outputs, it is how it makes some of the fewest inputs that it takes.
 
         Parameters
         ----------
-        x: the whole input, whose sizes and cuts tell where the buffer lies.
+        x: the whole input.
         """

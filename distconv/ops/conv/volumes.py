@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distconv.comm.shard_function import ShardFunction
 from distconv.geometry.layout import Shape
-from distconv.ops.conv.kernels import Kernels, torch_gradients
 from distconv.ops.windowed.overlapped import OperandGradients
 from distconv.tensor.sample_format import onednn_is_on
 
@@ -39,6 +39,8 @@ weight up to three times as long where the depth is padded as with zeros in memo
 copy of the input, so they are for inputs of which torch would make the matrix of all windows."""
 
 _by_onednn: Any = torch.ops.aten.mkldnn_convolution
+torch_gradients: Any = torch.ops.aten.convolution_backward
+"""torch's function for the gradients of a convolution of any dimensions."""
 
 
 def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
@@ -105,7 +107,27 @@ def convolution_gradients(
     return dx, dw, db
 
 
-KERNELS = Kernels(convolution, convolution_gradients)
+def recorded_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
+    """Return `convolution` of a volume, recorded by autograd for gradients of any order."""
+    y: Tensor = _Convolution.apply(x, weight, bias, arguments)
+    return y
+
+
+class _Convolution(ShardFunction):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, arguments: tuple[Any, ...]
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.context = arguments, None if bias is None else bias.shape
+        return convolution(x, weight, bias, *arguments)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        arguments, bias = ctx.context
+        mask = ctx.needs_input_grad[:3]
+        return *convolution_gradients(grads[0], x, weight, bias, *arguments, mask), None
 
 
 def gains(x: Tensor, weight: Tensor, *arguments: Any) -> bool:

@@ -142,7 +142,7 @@ class _Maxima(ShardFunction):
         differentiable = torch.is_grad_enabled()
         if not differentiable:
             # What belongs to others travels while the rest is computed.
-            leaving = [dy.new_zeros(route.size) for route in plan.receives]
+            leaving = [dy.new_zeros(route.shape) for route in plan.receives]
             for strip, dstrip in zip(edge.strips, from_strips, strict=True):
                 for part in strip.halo:
                     part.of(leaving)[part.box] += dstrip[part.place]

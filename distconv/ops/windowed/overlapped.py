@@ -141,7 +141,7 @@ class _OverlappedLinear(ShardFunction):
             return dx, dw, db, None, None, None
 
         # Gradients of halos first: they travel while the rest is computed.
-        leaving = {i: dy.new_zeros(size) for i, size in edge.composed} if of_input else {}
+        leaving = {i: dy.new_zeros(shape) for i, shape in edge.composed} if of_input else {}
         of_taps = []
         for slab in edge.slabs:
             inputs = slab_inputs(slab, halos) if halos else None

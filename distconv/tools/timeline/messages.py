@@ -12,7 +12,7 @@ from torch.profiler import record_function
 from distconv.comm.ledger import Movement
 from distconv.grid.whereabouts import CURRENT, operator_name
 from distconv.transport.interface import Message, Request, Transport
-from distconv.transport.wrapped import WrappedTransport
+from distconv.transport.watched import WrappedTransport
 
 _MARK = "distconv"
 _numbers = count()

@@ -1,4 +1,4 @@
-"""On CPUs samples are convolved with channels last, which what follows keeps."""
+"""On CPUs samples are distributed with channels last, which what follows keeps."""
 
 from __future__ import annotations
 
@@ -77,23 +77,23 @@ def contiguous(x: dc.DistTensor) -> dc.DistTensor:
 @pytest.mark.parallel(RANKS)
 @pytest.mark.parametrize("extents", GRIDS, ids=str)
 @pytest.mark.parametrize("loss", [F.mse_loss, F.binary_cross_entropy_with_logits])
-@pytest.mark.parametrize("kept", [True, False], ids=["channels last", "channels first"])
+@pytest.mark.parametrize("last", [True, False], ids=["channels last", "channels first"])
 @pytest.mark.usefixtures("any_size")
-def test_networks_train_as_serial_ones(extents: dict[str, int], loss: Any, kept: bool) -> None:
+def test_networks_train_as_serial_ones(extents: dict[str, int], loss: Any, last: bool) -> None:
     torch.manual_seed(0)
     grid = dc.ProcessGrid(**extents, device="cpu")
     serial = Branches()
     model = dc.parallelize(copy.deepcopy(serial), grid)
     x, y = torch.randn(4, 4, 24, 16), torch.rand(4, 4, 24, 16)
     d, e = dc.distribute_tensor(x, grid), dc.distribute_tensor(y, grid)
-    if not kept:
+    if not last:
         d, e = contiguous(d), contiguous(e)
     seen: list[bool] = []
     for part in (model.first, model.norm, model.down, model.up):
         part.register_forward_hook(lambda _m, _i, made: seen.append(is_last(made)))
     made = model(d)
-    assert seen == [True] * 4 and is_last(made)
-    assert is_last(d) == kept
+    assert seen == [True] * 4  # by the format of the weights
+    assert is_last(d) == last
     loss(made, e).backward()
     expected = serial(x)
     loss(expected, y).backward()
@@ -101,7 +101,7 @@ def test_networks_train_as_serial_ones(extents: dict[str, int], loss: Any, kept:
     assert whole.is_contiguous()
     assert deviation(whole, expected) <= CLOSE
     for p, wanted in zip(model.parameters(), serial.parameters(), strict=True):
-        assert p.grad is not None and wanted.grad is not None
+        assert p.grad is not None and wanted.grad is not None and p.grad.stride() == p.stride()
         assert deviation(p.grad, wanted.grad) <= 10 * CLOSE
 
 
@@ -133,29 +133,16 @@ def test_gradients_of_any_order_are_those_of_torch(arguments: dict[str, Any]) ->
 def test_nothing_but_samples_for_which_it_pays_has_channels_last() -> None:
     grid = dc.ProcessGrid(height=-1, device="cpu")
 
-    def of(
-        channels: int = 4, size: int = 128, dtype: torch.dtype = torch.float32, **more: Any
-    ) -> bool:
-        x = contiguous(
-            dc.distribute_tensor(torch.randn(1, channels, size, size, dtype=dtype), grid)
-        )
-        kernel = more.pop("kernel", 3)
-        w = torch.randn(8, channels // more.get("groups", 1), kernel, kernel, dtype=dtype)
-        return is_last(F.conv2d(x.requires_grad_(more.pop("recorded", False)), w, **more))
+    def of(channels: int, size: int = 128, **more: Any) -> bool:
+        return is_last(dc.distribute_tensor(torch.randn(1, channels, size, size, **more), grid))
 
-    assert of()
-    assert of(padding=1)
-    assert of(channels=1, size=256)
-    assert not of(size=32)
-    assert not of(channels=64)
-    assert not of(groups=2)
-    assert not of(kernel=1)
-    assert not of(recorded=True)
-    assert not of(dtype=torch.float64)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert not of()
+    assert of(4)
+    assert not of(4, size=32)
+    assert not of(64)
+    assert not of(4, requires_grad=True)
+    assert not of(4, dtype=torch.float64)
     with torch.backends.mkldnn.flags(enabled=False):
-        assert not of()
+        assert not of(4)
 
 
 @pytest.mark.parallel([1, 2])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -17,12 +16,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import distconv as dc
 from distconv.ops.conv import volumes
-from distconv.ops.conv.kernels import recorded_convolution, torch_gradients
 from distconv.ops.conv.volumes import (
-    KERNELS,
     convolution,
     convolution_gradients,
     gains,
+    recorded_convolution,
+    torch_gradients,
 )
 from distconv.planning.operator_timing import Operands, call_of
 from distconv.planning.recording import LocalOperator, spec_of
@@ -79,7 +78,7 @@ def operators(run: Callable[[], object]) -> set[str]:
 
 def recorded(x: Tensor, w: Tensor, b: Tensor | None, *rest: Any) -> Tensor:
     assert gains(x, w, *rest)
-    return recorded_convolution(KERNELS, x, w, b, *rest)
+    return recorded_convolution(x, w, b, *rest)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -156,7 +155,7 @@ def test_operations_are_counted_as_those_of_torch(case: str) -> None:
     x, w = torch.randn(shape, requires_grad=True), torch.randn(kernel, requires_grad=True)
     counts = []
     recorded(x, w, None, *arguments, 1)
-    for run in (torch.convolution, partial(recorded_convolution, KERNELS)):
+    for run in (torch.convolution, recorded_convolution):
         with FlopCounterMode(display=False) as counter:
             run(x, w, None, *arguments, 1).sum().backward()
         counts.append(counter.get_total_flops())
