@@ -227,7 +227,7 @@ class _MiniBatch:
 
 
 class _Shares:
-    """A batch sampler: of each mini-batch of another one, the indices that this rank has.
+    """This rank's samples of the mini-batches of a loader.
 
     Attributes
     ----------
@@ -237,16 +237,15 @@ class _Shares:
 
     def __init__(self, loader: DataLoader[Any], grid: ProcessGrid, axes: tuple[str, ...]) -> None:
         self.axes, self.parts = axes, grid.topology.parts(axes)
-        self._part = grid.topology.part(grid.coords, axes)
-        self._drawing: Any = loader.batch_sampler
-        self._own = loader.generator or torch.default_generator
-        samplers = loader, self._drawing, getattr(self._drawing, "sampler", None)
+        drawing: Any = loader.batch_sampler
+        samplers = loader, drawing, getattr(drawing, "sampler", None)
         found = [getattr(sampler, "generator", None) for sampler in samplers]
         self.generators = [g for g in dict.fromkeys(found) if isinstance(g, torch.Generator)]
-        self._seeds = torch.Generator()
+        own = loader.generator or torch.default_generator
+        part = grid.topology.part(grid.coords, axes)
+        self._sampler = _ShareSampler(drawing, self.parts, part, own)
         self._loader = loader
-        self._sharing = _like(loader, self, loader.num_workers, self._seeds)
-        self._seeded = False
+        self._sharing = _like(loader, self._sampler, loader.num_workers, self._sampler.seeds)
 
     def begin(self, done: int, drawn: int) -> Iterator[_MiniBatch]:
         """Return what loads this rank's samples of each mini-batch behind the first `done`.
@@ -255,20 +254,59 @@ class _Shares:
         ----------
         drawn: the checksum of the names of those.
         """
-        self._done = done, drawn
-        self._seeded = self._seeded and self._loader.persistent_workers
+        self._sampler.begin(done, drawn, self._loader.persistent_workers)
         loading = iter(self._sharing)
-        indices = self._indices
+        indices = self._sampler.indices
         indices.look_ahead()
         return self._loaded(loading, indices)
+
+    def ends(self) -> list[Any]:
+        """Return two indices of the first mini-batch of the loop that has begun; of none, none."""
+        first = self._sampler.indices.first
+        return [first[0], first[-1]] if first else []
+
+    def load(self, batches: list[list[Any]]) -> Iterator[Any]:
+        """Return other mini-batches, loaded beside those of the loop."""
+        workers = min(1, self._loader.num_workers)
+        return iter(_like(self._loader, batches, workers, self._sampler.seeds))
+
+    def _loaded(self, loading: Iterator[Any], indices: _Indices) -> Iterator[_MiniBatch]:
+        for content in loading:
+            batch, count = indices.drawn.popleft()
+            yield _MiniBatch(_name(batch), len(batch), content, _tensors(content, count))
+
+
+class _ShareSampler:
+    """A batch sampler: of each mini-batch of another one, the indices that this rank has.
+
+    It must not lead back to its DataLoader: torch waits 5 seconds for each persistent worker of one
+    that the garbage collector finds.
+
+    Attributes
+    ----------
+    seeds: the generator of the seeds of workers.
+    indices: of the loop that has begun.
+    """
+
+    indices: _Indices
+
+    def __init__(self, drawing: Any, parts: int, part: int, own: torch.Generator) -> None:
+        self._drawing, self._parts, self._part, self._own = drawing, parts, part, own
+        self.seeds = torch.Generator()
+        self._seeded = False
+
+    def begin(self, done: int, drawn: int, persistent: bool) -> None:
+        """Let the next loop pass over the first mini-batches, and seed its workers if new."""
+        self._done = done, drawn
+        self._seeded = self._seeded and persistent
 
     def __iter__(self) -> _Indices:
         # A DataLoader asks for this, draws the seed of its workers, and then asks for indices.
         batches = map(_listed, self._drawing)
         if not self._seeded:
             self._seed_workers()
-        self._indices = _Indices(self._behind(batches, *self._done), self.parts, self._part)
-        return self._indices
+        self.indices = _Indices(self._behind(batches, *self._done), self._parts, self._part)
+        return self.indices
 
     @staticmethod
     def _behind(batches: Iterator[list[Any]], done: int, drawn: int) -> Iterator[list[Any]]:
@@ -278,20 +316,6 @@ class _Shares:
     def __len__(self) -> int:
         return len(self._drawing)
 
-    def ends(self) -> list[Any]:
-        """Return two indices of the first mini-batch of the loop that has begun; of none, none."""
-        first = self._indices.first
-        return [first[0], first[-1]] if first else []
-
-    def load(self, batches: list[list[Any]]) -> Iterator[Any]:
-        """Return other mini-batches, loaded beside those of the loop."""
-        return iter(_like(self._loader, batches, min(1, self._loader.num_workers), self._seeds))
-
-    def _loaded(self, loading: Iterator[Any], indices: _Indices) -> Iterator[_MiniBatch]:
-        for content in loading:
-            batch, count = indices.drawn.popleft()
-            yield _MiniBatch(_name(batch), len(batch), content, _tensors(content, count))
-
     def _seed_workers(self) -> None:
         """Draw the seed of the workers where the loader would; each part of samples has its own.
 
@@ -299,9 +323,9 @@ class _Shares:
         the serial program.
         """
         self._seeded = True
-        self._seeds.set_state(self._own.get_state())
+        self.seeds.set_state(self._own.get_state())
         torch.empty((), dtype=torch.int64).random_(generator=self._own)
-        torch.empty(self._part, dtype=torch.int64).random_(generator=self._seeds)
+        torch.empty(self._part, dtype=torch.int64).random_(generator=self.seeds)
 
 
 class _Indices:
