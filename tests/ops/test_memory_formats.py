@@ -19,8 +19,8 @@ LOSING = {
     *("channel_shuffle", "native_channel_shuffle", "dstack", "gradient", "index_fill"),
     *("max_unpool2d", "rms_norm"),
 }
-"""Functions whose rules go by reshapes, or by pieces that are put together with channels first. Their
-numbers are right, and networks hardly have them between convolutions."""
+"""Functions whose rules go by reshapes, or by pieces that are put together with channels first.
+Their numbers are right, and networks hardly have them between convolutions."""
 
 
 def in_format(x: Tensor) -> Tensor:
