@@ -20,8 +20,6 @@ from distconv.grid.interface import Grid
 
 FEWEST_ELEMENTS = 2**14
 """Elements of a rank's block from which convolutions were measured to gain."""
-_MOST_CHANNELS = 32
-"""Channels of a sample up to which its convolution gains more than the change of format takes."""
 
 
 def gains_with_channels_last(
@@ -33,7 +31,6 @@ def gains_with_channels_last(
     """
     return (
         len(shape) == 4
-        and shape[1] <= _MOST_CHANNELS
         and prod(shape) >= FEWEST_ELEMENTS * grid.topology.parts(cutting_axes(cuts))
         and dtype == torch.float32
         and not grid.computes_on_gpu

@@ -138,7 +138,7 @@ def test_nothing_but_samples_for_which_it_pays_has_channels_last() -> None:
 
     assert of(4)
     assert not of(4, size=32)
-    assert not of(64)
+    assert of(64)
     assert not of(4, requires_grad=True)
     assert not of(4, dtype=torch.float64)
     with torch.backends.mkldnn.flags(enabled=False):
