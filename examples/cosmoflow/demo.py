@@ -47,11 +47,6 @@ def run(output: Path) -> None:
     comm.bcast(None)
     options = TRAIN | {name: str(output / f"{name}.h5") for name in files} | {"output": str(output)}
     train.main(["--augment", *words(options)], comm)
-    if comm.rank == 0:
-        print(
-            f"look at {output / 'estimates.png'}, {output / 'loss.png'} and "
-            f"{output / 'metrics.json'}"
-        )
 
 
 if __name__ == "__main__":

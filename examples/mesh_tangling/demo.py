@@ -47,11 +47,6 @@ def main() -> None:
     for path in checkpoints_in(output):
         path.unlink()
     options = TRAIN | {name: str(output / f"{name}.h5") for name in files} | {"output": str(output)}
-    print(
-        f"look at {output / 'prediction.png'}, {output / 'loss.png'} and {output / 'metrics.json'} "
-        "when it has ended",
-        flush=True,
-    )
     become_ranks(RANKS, "examples.mesh_tangling.train", words(options))
 
 

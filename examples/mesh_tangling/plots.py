@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from matplotlib.image import AxesImage
 
 from distconv.data.durable import write_atomically
 from examples.trainer.plots import BLUE, GREEN, PALE, RED, Curve, plot_history, trivial_style
+from examples.trainer.ranks import RankBox, draw_boxes
 
 from .store import CHANNELS
 
@@ -33,19 +35,27 @@ def plot_loss(path: Path, history: list[dict[str, Any]]) -> None:
 
 
 def plot_prediction(
-    path: Path, inputs: dict[str, np.ndarray], truth: np.ndarray, probability: np.ndarray
+    path: Path,
+    inputs: dict[str, np.ndarray],
+    truth: np.ndarray,
+    probability: np.ndarray,
+    boxes: Sequence[RankBox],
+    serial: np.ndarray | None = None,
 ) -> None:
-    """Draw one sample into `path`: three of its inputs, the truth, the prediction, the outcome.
+    """Draw one sample into `path`: three of its inputs, the truth, the prediction, the outcome, the
+    ranks, and the difference from one rank.
 
     Args:
         inputs: three channels of the state by name, (S, S) each, in the units of `store`.
         truth: 1 where the mesh tangles and 0 elsewhere, (S, S).
         probability: what the network predicts, (S, S) in [0, 1].
+        boxes: of the ranks, in a tensor (N, C, S, S).
+        serial: what the network predicts on one rank, where that was run.
     """
-    figure = Figure(figsize=(13, 8), layout="constrained")
-    axes = figure.subplots(2, 3, sharex=True, sharey=True)
+    figure = Figure(figsize=(17, 8), layout="constrained")
+    axes = figure.subplots(2, 4, sharex=True, sharey=True)
     units = {channel.name: channel.unit for channel in CHANNELS}
-    for place, (name, values) in zip(axes[0], inputs.items(), strict=True):
+    for place, (name, values) in zip(axes[0][:3], inputs.items(), strict=True):
         unit = "" if units[name] == "1" else f" ({units[name]})"
         # The extremes belong to a few zones; without them the rest would be one colour.
         low, high = np.percentile(values, (1, 99))
@@ -56,6 +66,17 @@ def plot_prediction(
     image = _map(axes[1, 1], "predicted probability", probability, "magma")
     figure.colorbar(image, ax=axes[1, 1])
     _plot_outcome(axes[1, 2], truth > 0.5, probability > 0.5)
+    title = f"the boxes of {len(boxes)} ranks" if len(boxes) > 1 else "one rank holds the sample"
+    _map(axes[0, 3], title, next(iter(inputs.values())), "Greys")
+    axes[0, 3].images[0].autoscale()
+    draw_boxes(axes[0, 3], boxes, (2, 3))
+    if serial is None:
+        axes[1, 3].axis("off")
+    else:
+        apart = np.abs(probability - serial)
+        title = f"difference from one rank: at most {apart.max():.0e}"
+        image = _map(axes[1, 3], title, apart, "cividis", high=max(apart.max(), 1e-9))
+        figure.colorbar(image, ax=axes[1, 3])
     for place in axes[:, 0]:
         place.set_ylabel("zone")
     for place in axes[1]:

@@ -27,6 +27,7 @@ from distconv.data import on_rank_zero
 from distconv.transport.interface import ObjectCommunicator
 from examples.trainer.arguments import Add, positive
 from examples.trainer.example import PRECISIONS, Example
+from examples.trainer.ranks import boxes_of, on_one_rank
 from examples.trainer.training import run
 
 from .data import MeshTanglingData
@@ -45,6 +46,11 @@ class MeshTangling(Example[MeshTanglingData, MeshTanglingNet]):
     axes = ("sample", "channel", "filter", "height", "width")
     decisive = ("network", "size", "width")
     score = MeshScore
+    pictures = {
+        "prediction.png": "a sample nobody trained on: the flow, the truth, the prediction, the "
+        "boxes of the ranks, and how far the prediction is from the same network's on one rank",
+        "loss.png": "loss and score of every epoch",
+    }
 
     def add_arguments(self, add: Add) -> None:
         """Add the choice of a network and its size."""
@@ -101,12 +107,18 @@ class MeshTangling(Example[MeshTanglingData, MeshTanglingNet]):
         history: list[dict[str, Any]],
     ) -> None:
         """Write loss.png and prediction.png."""
-        truth, probability = predict(model, validation, sample=0)
+        x, truth, probability = predict(model, validation, sample=0)
+        boxes, alone = (
+            boxes_of(x, validation.grid),
+            on_one_rank(lambda: self.build_model(args), model, x),
+        )
 
         def write() -> None:
             plot_loss(args.output / "loss.png", history)
             inputs = {name: validation.channel(0, name) for name in CHANNELS_SHOWN}
-            plot_prediction(args.output / "prediction.png", inputs, truth, probability)
+            serial = None if alone is None else alone()[0, 0].cpu().numpy()
+            path = args.output / "prediction.png"
+            plot_prediction(path, inputs, truth, probability, boxes, serial)
 
         on_rank_zero(validation.grid, write)
 
@@ -118,13 +130,15 @@ def tell_of_unchecked(rank: int, *files: MeshTanglingData) -> None:
             print(f"note: {path} has no checksums; damage to its values is not noticed", flush=True)
 
 
-def predict(model: nn.Module, data: MeshTanglingData, sample: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the truth and the predicted probability of one sample, (S, S) each. Collective."""
+def predict(
+    model: nn.Module, data: MeshTanglingData, sample: int
+) -> tuple[dc.DistTensor, np.ndarray, np.ndarray]:
+    """Return a sample, its truth and its predicted probability, (S, S) each. Collective."""
     model.eval()
     with torch.no_grad():
         [(x, y)] = data.batches([[sample]])
         truth, probability = y.full_tensor(), model(x).full_tensor()
-    return truth[0, 0].cpu().numpy(), probability[0, 0].cpu().numpy()
+    return x, truth[0, 0].cpu().numpy(), probability[0, 0].cpu().numpy()
 
 
 def main(arguments: Sequence[str] | None = None, comm: ObjectCommunicator | None = None) -> None:

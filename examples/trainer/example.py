@@ -45,6 +45,7 @@ class Example(ABC, Generic[Data, Network]):
         defaults: of the shared arguments, where they differ from those of the first example.
         decisive: those of its own arguments that determine the numbers of a run.
         score: the kind of score that `evaluate` returns.
+        pictures: the files that `draw` writes, and what they show.
     """
 
     name: ClassVar[str]
@@ -53,6 +54,7 @@ class Example(ABC, Generic[Data, Network]):
     defaults: ClassVar[Mapping[str, Any]] = {}
     decisive: ClassVar[tuple[str, ...]] = ()
     score: ClassVar[type[Score]] = Score
+    pictures: ClassVar[Mapping[str, str]] = {}
 
     @abstractmethod
     def add_arguments(self, add: Add) -> None:

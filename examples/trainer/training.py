@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -62,6 +63,7 @@ def run(
             precisions=PRECISIONS,
             defaults=example.defaults,
         )
+        args.words = list(sys.argv[1:] if arguments is None else arguments)
         try:
             check_method(args)
         except ValueError as error:
@@ -142,6 +144,29 @@ def train(example: Example[Any, Any], args: argparse.Namespace, comm: ObjectComm
     metrics["history"] = history
     on_rank_zero(grid, lambda: write_metrics(args, metrics))
     example.draw(args, model, validation, history)
+    if grid.rank == 0:
+        print(results(example, args), flush=True)
+
+
+def results(example: Example[Any, Any], args: argparse.Namespace) -> str:
+    """Return what to look at when a run has ended, and what to do next."""
+    files = {**example.pictures, "metrics.json": "settings, and all numbers of every epoch"}
+    program = f"python -m examples.{example.name}.train"
+    axis = next(axis for axis in example.axes if axis in ("depth", "height"))
+    more = "--grid", f"{axis}=2", "--epochs", str(args.epochs + 1), "--resume", str(args.output)
+    # What stands last on a command line counts.
+    same = shlex.join([*args.words, *more])
+    return "\n".join(
+        (
+            "Look at",
+            *(f"  {args.output / name}: {what}" for name, what in files.items()),
+            "Next",
+            f"  one more epoch, on two ranks:\n    mpiexec -n 2 {program} {same}",
+            "  numbers of a grid beside those of one rank: add --compare-serial 3 to a new run",
+            f"  what the example does: docs/examples, and {program} --help",
+            "  your own network: docs/tutorials/first_network.md; the site: make docs",
+        )
+    )
 
 
 def resume(

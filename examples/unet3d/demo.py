@@ -55,10 +55,7 @@ def run(output: Path) -> None:
     }
     segment.main(words(options), comm)
     if comm.rank == 0:
-        print(
-            f"look at {output / 'slices.png'}, {output / 'segmentation.png'}, "
-            f"{output / 'loss.png'} and {output / 'metrics.json'}"
-        )
+        print(f"Look at {output / 'segmentation.png'} as well: a volume eight times as large")
 
 
 if __name__ == "__main__":

@@ -42,6 +42,10 @@ class Segmentation(Example[Volumes, UNet3d]):
     defaults = {"epochs": 20, "batch_size": 4}
     decisive = ("width", "augment")
     score = SegmentationScore
+    pictures = {
+        "slices.png": "a volume nobody trained on: image, truth, prediction and differences",
+        "loss.png": "loss and Dice coefficients of every epoch",
+    }
 
     def add_arguments(self, add: Add) -> None:
         """Add the size of the network."""

@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from mpi4py import MPI
 
+import distconv as dc
 from examples.mesh_tangling.train import main
 from examples.trainer.logs import TensorBoard, write_table
+from examples.trainer.ranks import boxes_of, on_one_rank
 from tests.support.everywhere import on_rank_zero
 from tests.support.mesh_runs import arguments, write_file
 
@@ -27,6 +30,29 @@ SHARED = (
     "compare-serial tensorboard recipe reference-batch-size warmup-epochs lag wire method servers "
     "groups period"
 ).split()
+
+
+@pytest.mark.parallel([2, 4])
+def test_pictures_have_the_boxes_of_a_sample_and_what_one_rank_makes_of_it() -> None:
+    def network() -> torch.nn.Module:
+        torch.manual_seed(1)
+        return torch.nn.Conv2d(1, 2, 3, padding=1).double()
+
+    grid = dc.ProcessGrid(sample=-1, height=2)
+    model = dc.parallelize(network(), grid)
+    with torch.no_grad():
+        model.weight.mul_(2)
+    whole = torch.randn(1, 1, 7, 5, generator=torch.Generator().manual_seed(0)).double()
+    x = dc.distribute_tensor(whole, grid)
+    assert boxes_of(x, grid) == [
+        (0, (slice(0, 1), slice(0, 1), slice(0, 4), slice(0, 5))),
+        (1, (slice(0, 1), slice(0, 1), slice(4, 7), slice(0, 5))),
+    ]
+    alone, expected = on_one_rank(network, model, x), model(x).full_tensor()
+    assert alone is not None
+    if grid.rank == 0:
+        torch.testing.assert_close(alone(), expected)
+
 
 HISTORY: list[dict[str, Any]] = [
     {"step_losses": [4.0, 2.0], "samples_per_second": 8.0, "loss": 1.5, "iou": 0.5},

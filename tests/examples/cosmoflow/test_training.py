@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+import shlex
 from pathlib import Path
 
 import h5py
@@ -226,8 +228,8 @@ def test_every_grid_trains_like_one_rank(
 
 
 @pytest.mark.parallel(2)
-def test_the_demo_goes_from_nothing_to_estimates(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_demo_goes_from_nothing_to_estimates_and_on_from_there(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(demo, "UNIVERSES", {"size": "8", "cell": "8", "grid": "depth=2"})
     monkeypatch.setattr(demo, "TRAINING", "3")
@@ -237,8 +239,15 @@ def test_the_demo_goes_from_nothing_to_estimates(
     demo.run(folder)
     metrics = json.loads((folder / "metrics.json").read_text())
     assert len(metrics["history"]) == 1 and 0 <= metrics["waiting_share"] < 1
-    for name in ("loss.png", "estimates.png"):
-        assert (folder / name).stat().st_size > 0
+    said = WORLD.bcast(capsys.readouterr().out)
+    pictures = re.findall(rf"^  ({folder}/\S+\.png): ", said, re.MULTILINE)
+    assert {Path(p).name for p in pictures} == {"loss.png", "estimates.png"}
+    assert all(Path(p).stat().st_size > 0 for p in pictures)
+    (command,) = re.findall(
+        r"^    mpiexec -n 2 python -m examples.cosmoflow.train (.*)", said, re.M
+    )
+    train.main(shlex.split(command))
+    assert len(json.loads((folder / "metrics.json").read_text())["history"]) == 2
 
 
 @pytest.mark.parallel([1, 2])
