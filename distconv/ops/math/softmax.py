@@ -1,18 +1,21 @@
 """Softmax and its logarithm, along cut dimensions too, without moving the elements.
 
 Where the dimension is cut, the ranks along it exchange two numbers for each row: the largest
-element, and the sum of the exponentials.
+element, and the sum of the exponentials; backward one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from distconv.comm.collectives import all_gather, all_reduce_with_grad
+from distconv.comm.packing import has_channels_last
+from distconv.comm.shard_function import ShardFunction
 from distconv.grid.interface import Grid
 from distconv.ops.support.argument_forms import normalize_dim
 from distconv.ops.support.merged import works_along
@@ -56,16 +59,55 @@ def _softmax(function: Callable[..., Tensor], *others: Callable[..., Tensor]) ->
 def _along_cut(name: str, x: Tensor, d: int, grid: Grid, axes: tuple[str, ...]) -> Tensor:
     """Return the block of a softmax along dimension `d`, cut over `axes`, whose ranks call it."""
     wide = to_accumulation_type(-x if name == "softmin" else x)
-    here = wide.detach()
-    if not here.shape[d]:
-        here = here.new_full((*here.shape[:d], 1, *here.shape[d + 1 :]), -torch.inf)
-    # It cancels out of the result, and so has no gradient.
-    largest = all_gather(here.amax(d, keepdim=True), grid, axes).amax(0)
-    shifted = wide - largest
-    powers = shifted.exp()
-    total = all_reduce_with_grad(powers.sum(d, keepdim=True), grid, axes)
-    result = shifted - total.log() if name == "log_softmax" else powers / total
-    return result.to(x.dtype)
+    last = has_channels_last(wide)
+    if last:  # torch's kernels work along dimensions in the order of memory
+        wide, d = wide.movedim(1, -1), (x.dim() if d == 1 else d) - (d > 0)
+    result: Tensor = _AlongCut.apply(wide, name == "log_softmax", d, grid, axes)
+    return (result.movedim(-1, 1) if last else result).to(x.dtype)
+
+
+class _AlongCut(ShardFunction):
+    """Softmax along a cut dimension: torch's own of each block, and a correction of its rows.
+
+    Each block tells the largest element of every row, and the sum of its exponentials over that of
+    the largest (Milakov and Gimelshein, Online normalizer calculation for softmax, 2018).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, logarithm: bool, d: int, grid: Grid, axes: tuple[str, ...]
+    ) -> Tensor:
+        y = x.log_softmax(d) if logarithm else x.softmax(d)
+        if x.shape[d]:
+            largest, top = x.amax(d, keepdim=True), y.amax(d, keepdim=True)
+            total = (-top).exp() if logarithm else top.reciprocal()
+            # A row of nothing but -inf has no softmax alone.
+            void = largest == -torch.inf
+            if void.is_cuda or void.any():
+                total.masked_fill_(void, 0)
+                y.masked_fill_(void, -torch.inf if logarithm else 0)
+        else:
+            total = x.new_zeros(*x.shape[:d], 1, *x.shape[d + 1 :])
+            largest = total - torch.inf
+        blocks = all_gather(torch.stack([largest, total]), grid, axes)
+        of_all = blocks[:, 0].amax(0)
+        whole = (blocks[:, 1] * (blocks[:, 0] - of_all).exp()).sum(0)
+        if logarithm:
+            y.sub_(of_all - largest + whole.log() - total.log())
+        else:
+            y.mul_((largest - of_all).exp() * total / whole)
+        ctx.save_for_backward(y)
+        ctx.movement = logarithm, d, grid, axes
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (y,), (dy,) = ctx.saved_tensors, grads
+        logarithm, d, *movement = ctx.movement
+        own = dy if logarithm else y * dy
+        total = all_reduce_with_grad(own.sum(d, keepdim=True), *movement)
+        dx = own.addcmul(y.exp() if logarithm else y, total, value=-1)
+        return dx, None, None, None, None
 
 
 _softmax(F.softmax, torch.softmax, torch.Tensor.softmax, torch.special.softmax)
