@@ -109,20 +109,25 @@ class _Normalize(ShardFunction):
         form, grid, group, counts, eps, bias = ctx.context
         count = max(sum(counts), 1)
         dy = grads[0]
+        dweight: Tensor | None = None
+        dbias: Tensor | None = None
         if torch.is_grad_enabled():
             dx, dweight, dbias = _recorded_gradients(dy, x, weight, form, grid, group, count, eps)
         elif form.weighs_elements:
-            standard = _affine(x, mean, gain, None, form)
             rows = 1, x.shape[1], prod(x.shape[2:])
-            dweight, dbias = (t.view(rows).sum((0, 1)) for t in (dy * standard, dy))
-            dy = dy if weight is None else in_type(dy * weight.reshape(-1), x.dtype)
+            dbias = None if bias is None else dy.view(rows).sum((0, 1))
+            if weight is not None:
+                dweight = (dy * _affine(x, mean, gain, None, form)).view(rows).sum((0, 1))
+                dy = in_type(dy * weight.reshape(-1), x.dtype)
             dx, _, _ = _gradients(dy, x, mean, scale, gain, form, grid, group, count)
         else:
             dx, dweight, dbias = _gradients(dy, x, mean, scale, gain, form, grid, group, count)
         return (
             dx,
-            None if weight is None else in_type(dweight, weight.dtype).view(weight.shape),
-            None if bias is None else in_type(dbias, bias[0]).view(bias[1]),
+            None
+            if dweight is None or weight is None
+            else in_type(dweight, weight.dtype).view(weight.shape),
+            None if dbias is None or bias is None else in_type(dbias, bias[0]).view(bias[1]),
             *(None,) * 6,
         )
 
