@@ -12,6 +12,7 @@ from mpi4py import MPI
 
 from distconv.transport.buffers import BufferPool
 from distconv.transport.interface import SUM_TYPES, Comparison, Message, Tags, with_opposites
+from distconv.transport.launch import check_is_rank
 
 _ABANDONED: set[MPIRequest] = set()
 """Requests that nobody waits for any more, with the memory that MPI still works on."""
@@ -91,6 +92,7 @@ class MPICommunicator:
 
     def compare(self, numbers: Sequence[int]) -> Comparison:
         """Start to compare numbers of fewer than 64 bits with those of the other ranks."""
+        check_is_rank()
         release_abandoned()
         most = with_opposites(numbers)
         request = self.mpi.Iallreduce(MPI.IN_PLACE, most, MPI.MAX)
@@ -98,6 +100,7 @@ class MPICommunicator:
 
     def subgroup(self, ranks: tuple[int, ...], purpose: str) -> MPICommunicator:
         """Return a communicator of some of the ranks, in numbers of the job; those call it."""
+        check_is_rank()
         group = MPI.COMM_WORLD.group.Incl(ranks)
         return MPICommunicator(self.mpi.Create_group(group), purpose)
 

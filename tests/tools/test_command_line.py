@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -45,7 +46,9 @@ def command(*arguments: str, ranks: int = 0) -> subprocess.CompletedProcess[str]
 def test_explain_prints_the_plan_of_a_grid_that_is_not_there() -> None:
     shape = ("--shape", "64,18,1024,1024")
     end = command("explain", MESH, *shape, "--grid", "height=64,width=64", "--rank", "65")
-    assert (end.returncode, end.stderr) == (0, "")
+    assert end.returncode == 0, end.stderr
+    # On a busy machine it says how far it has come.
+    assert all(re.fullmatch(r".* \(\d+ s\)", line) for line in end.stderr.splitlines())
     assert "MeshTanglingNet on rank 65 of ProcessGrid(height=64, width=64)" in end.stdout
     assert "height 2+1 width 2+1" in end.stdout and "kept for backward" in end.stdout
 
