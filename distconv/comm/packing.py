@@ -34,11 +34,6 @@ CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 """torch's words for it, by the number of dimensions."""
 
 
-def fills_channels_last(x: Tensor) -> bool:
-    """Return whether channels are last in memory, in which a block lies without gaps."""
-    return has_channels_last(x) and x.is_contiguous(memory_format=CHANNELS_LAST[x.dim()])
-
-
 def empty_in_format(shape: tuple[int, ...], like: Tensor) -> Tensor:
     """Return uninitialised memory of this shape, with channels last where `like` has them last."""
     form = CHANNELS_LAST[like.dim()] if has_channels_last(like) else torch.contiguous_format
