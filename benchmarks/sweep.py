@@ -113,7 +113,8 @@ def _page(families: list[tuple[str, list[list[str]]]], seconds: float) -> str:
         f"{shapes}, cut along the first spatial dimension, over the same\n"
         "call of plain torch on the rank's block in its best memory format; taken in turns,\n"
         f"medians of ratios. More than {MOST} is marked; in brackets the ratio to plain torch in\n"
-        "the same format, where its own kernels are slower in it. The rest has its reason.\n",
+        "the same format, where its own kernels are slower in it. The reason is told\n"
+        "where it is known.\n",
         f"```\n{machine()}\ntime      {seconds:.0f} s\n```\n",
     ]
     for family, rows in families:

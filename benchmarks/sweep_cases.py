@@ -240,5 +240,9 @@ CASES: dict[str, dict[str, Case]] = {
 OF_PLANES = ("Interpolation of planes", "Shapes of planes")
 """Families of functions that take no volumes."""
 
-REASONS: dict[str, str] = {}
+_MOVED = "rows change rank, as the result is cut evenly"
+REASONS = {
+    "flip of height": "whole blocks change rank",
+    **dict.fromkeys(("cat of height", "narrow of height", "every second row"), _MOVED),
+}
 """By name, why a call takes longer."""
