@@ -46,6 +46,7 @@ from benchmarks.record import record
 from benchmarks.step import BOUNDARIES, BUCKETS, NORM, steps
 from distconv.layers import Conv2d
 from distconv.planning.alternation import Contender, alternate
+from distconv.transport.torch_groups import TorchCommunicator
 from tests.support.everywhere import on_rank_zero
 
 QUICK = Settings(seconds=0.0)
@@ -429,3 +430,11 @@ def test_halos_of_one_rank_and_grids_that_do_not_fit_are_refused(
     with pytest.raises(SystemExit) as end:
         main(arguments)
     assert end.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_ranks_that_mpi_has_not_started_are_refused(monkeypatch, capsys) -> None:
+    monkeypatch.setattr("benchmarks.options.world", lambda: object.__new__(TorchCommunicator))
+    with pytest.raises(SystemExit) as end:
+        main(["own", "torch.nn:Tanh", "2,3,9,7"])
+    assert end.value.code == 2
+    assert "start them with mpiexec -n 2 or more" in capsys.readouterr().err
