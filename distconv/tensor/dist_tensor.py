@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from sys import _getframe
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -14,6 +15,7 @@ from distconv.geometry.layout import (
     Box,
     Layout,
     default_cuts,
+    dimension_names,
     rank_box,
     replicating_axes,
 )
@@ -385,7 +387,8 @@ def distribute_tensor(x: Tensor, grid: ProcessGrid, layout: Layout | None = None
 
     All ranks of the grid call it together, with equal tensors; their shapes are compared. The
     gradient of `x` is that of the whole tensor, on every rank. On CPUs, boxes of planes have
-    channels last in memory where convolutions gain by it.
+    channels last in memory where convolutions gain by it. Warns of a sample that is cut by no axis
+    where no layout is given.
 
     Parameters
     ----------
@@ -403,6 +406,13 @@ def distribute_tensor(x: Tensor, grid: ProcessGrid, layout: Layout | None = None
         raise TypeError(f"distribute_tensor: x is a {type(x).__name__}; pass torch.as_tensor(x)")
     check_untraced("distribute_tensor")
     cuts = cuts_of_layout(layout, grid, x.dim())
+    if layout is None and x.dim() > 3 and grid.size > 1 and not any(cuts):
+        names = ", ".join(dimension_names(x.dim()))
+        warnings.warn(
+            f"distribute_tensor: {grid} cuts none of the dimensions {names}, so every rank holds "
+            "the whole; name one of them in ProcessGrid, or pass a layout",
+            stacklevel=2,
+        )
     with running("distribute_tensor"):
         global_shape(x, grid, ((),) * x.dim(), Layout.of(cuts), "distribute_tensor")
     box = rank_box(tuple(x.shape), cuts, grid.topology, grid.rank)

@@ -40,10 +40,14 @@ class Canvas:
             f'<rect class="card" x="0.5" y="0.5" width="{width - 1:g}" height="{height - 1:g}" rx="8"/>',
         ]
 
-    def text(self, x: float, y: float, words: str, kind: str = "", anchor: str = "start") -> None:
-        """Write words with their baseline at (x, y)."""
+    def text(
+        self, x: float, y: float, words: str, kind: str = "", anchor: str = "start", on: str = ""
+    ) -> None:
+        """Write words with their baseline at (x, y); on lines, which the colour `on` covers."""
+        cover = f' style="paint-order: stroke; stroke: {on}; stroke-width: 8px"' if on else ""
         self._parts.append(
-            f'<text class="{kind}" x="{x:g}" y="{y:g}" text-anchor="{anchor}">{escape(words)}</text>'
+            f'<text class="{kind}" x="{x:g}" y="{y:g}" text-anchor="{anchor}"{cover}>'
+            f"{escape(words)}</text>"
         )
 
     def rect(

@@ -49,7 +49,8 @@ def sample_cut() -> Canvas:
         for i, j in product(*(range(a, b) for a, b in zip(box.start, box.stop, strict=True))):
             drawing.rect(40 + j * 17, 84 + i * 17, 17, 17, fill=RANKS[rank])
         middle = [(a + b) / 2 * 17 for a, b in zip(box.start, box.stop, strict=True)]
-        drawing.text(40 + middle[1], 84 + middle[0] + 5, f"rank {rank}", "on", "middle")
+        x, y = 40 + middle[1], 84 + middle[0] + 5
+        drawing.text(x, y, f"rank {rank}", "on", "middle", on=RANKS[rank])
     drawing.text(24, 54, "ProcessGrid(height=2, width=2)", "small mono quiet")
     drawing.text(24, 306, "Each rank holds one box of it.", "small")
     drawing.line(248, 178, 292, 178, tip=True)
@@ -212,7 +213,8 @@ def redistribution() -> Canvas:
                 drawing.rect(left + c * cell, 62 + h * cell, cell, cell, fill=RANKS[rank])
             x = left + (box.start[0] + box.stop[0]) / 2 * cell
             y = 62 + (box.start[1] + box.stop[1]) / 2 * cell
-            drawing.text(x, y + 5, f"rank {rank}" if cuts == rows else str(rank), "on", "middle")
+            words = f"rank {rank}" if cuts == rows else str(rank)
+            drawing.text(x, y + 5, words, "on", "middle", on=RANKS[rank])
         drawing.text(left + 4 * cell, 258, "channels", "small quiet", "middle")
         drawing.text(left - 8, 156, "rows", "small quiet", "end")
     drawing.line(252, 150, 478, 150, tip=True)

@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 import random
+import warnings
 
 import pytest
 import torch
@@ -90,6 +91,16 @@ def test_without_a_layout_every_dimension_is_cut_over_the_axis_of_its_name() -> 
     assert d.layout == cut == dc.default_layout(grid, 4)
     assert dc.DistTensor.from_local(d.to_local(), grid).layout == cut
     assert dc.local_box(x.shape, grid) == d.box
+
+
+@pytest.mark.parallel(2)
+def test_a_sample_that_no_axis_cuts_is_warned_of() -> None:
+    grid, x = dc.ProcessGrid(depth=2), torch.zeros(2, 3, 8, 5)
+    with pytest.warns(UserWarning, match=r"depth=2.* cuts none of .*height, width"):
+        assert dc.distribute_tensor(x, grid).to_local().shape == x.shape
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dc.distribute_tensor(x, grid, dc.Layout())
 
 
 # Gradients
