@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 
 from benchmarks.measuring.report import Row, as_table, plot
 from benchmarks.measuring.settings import Settings
 from distconv.grid.process_grid import ProcessGrid
-from distconv.tools.arguments import BadArguments, grid_axes, picture
+from distconv.tools.arguments import BadArguments, grid_axes
 from distconv.tools.progress import Progress
 from distconv.transport.torch_groups import TorchCommunicator
 from distconv.transport.world import world
@@ -29,6 +30,16 @@ def run_options(parser: argparse.ArgumentParser) -> None:
     add("--seconds", type=float, default=5.0, help="about how long a case takes (%(default)s)")
     add("--json", action="store_true", help="one line of JSON for every row")
     add("--plot", type=picture, metavar="FILE", help="draw the rows into a picture")
+
+
+def picture(text: str) -> Path:
+    """Return the file of a picture, of an ending that matplotlib writes; PNG without any."""
+    path, known = Path(text), ("png", "pdf", "svg", "eps", "jpg", "jpeg", "webp", "tif", "tiff")
+    if path.suffix and path.suffix[1:].lower() not in known:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no picture; end it in .{' or .'.join(known)}"
+        )
+    return path
 
 
 def settings_of(arguments: argparse.Namespace) -> Settings:

@@ -1,4 +1,4 @@
-"""Pictures: scaling studies, with time and efficiency, and the tables of machines."""
+"""Pictures of scaling studies for papers: time and efficiency."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distconv.planning.machine import Machine, Table
 from distconv.planning.scaling import STRONG, Study
 
 if TYPE_CHECKING:
@@ -135,27 +134,3 @@ def _predicted(ax: Any, points: _Points, factor: float, colour: str, name: str) 
     if found:
         style = "--" if len({n for n, _ in found}) == len(found) else "x"
         ax.plot(*zip(*found, strict=True), style, color=colour, label=f"{name}predicted")
-
-
-def draw_machine(machine: Machine, path: Path) -> None:
-    """Draw a machine's seconds against bytes: messages, reductions, copies."""
-    from matplotlib.figure import Figure
-
-    panels: dict[str, dict[str, Table]] = {"messages": {}, "collectives": {}, "copies": {}}
-    for where, link in machine.links.items():
-        panels["messages"] |= {where: link.total, f"{where}, after computing": link.after}
-    for kind, links in machine.reductions.items():
-        panels["collectives"] |= {f"{kind}, {n} ranks": link.total for n, link in links.items()}
-    panels["copies"] = {"contiguous": machine.copy, "rows of 64 bytes": machine.packing}
-    figure = Figure(figsize=(13, 4.5), layout="constrained")
-    for ax, (title, tables) in zip(figure.subplots(1, 3, sharey=True), panels.items(), strict=True):
-        for label, table in tables.items():
-            places = [max(size, 1.0) for size in table.sizes]
-            ax.plot(places, table.seconds, marker="o", markersize=3, label=label)
-        ax.set_xscale("log", base=2)
-        text = {"title": f"{machine.name}: {title}", "xlabel": "bytes of a rank"}
-        ax.set(yscale="log", ylabel="seconds", **text)
-        ax.grid(alpha=0.3)
-        if tables:
-            ax.legend(fontsize=7)
-    figure.savefig(path, dpi=120)

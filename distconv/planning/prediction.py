@@ -21,7 +21,7 @@ from distconv.planning.machine import Machine
 from distconv.planning.operators import OperatorTimes
 from distconv.planning.recorded_step import record_step, shapes_of
 from distconv.planning.recording import Compute, Recording
-from distconv.planning.table import byte_size, table
+from distconv.planning.table import Cell, byte_size, milliseconds, size_cell, table, time_cell
 from distconv.planning.timeline import Segment, Timeline, play
 
 PLAYED = 4
@@ -55,6 +55,19 @@ class LayerTime:
     def seconds(self) -> float:
         """Return the seconds that the layer takes of the step."""
         return self.forward + self.backward + self.host + self.exposed
+
+    @property
+    def cells(self) -> tuple[Cell, ...]:
+        """Return the row of the table, below `LAYER_HEADING`."""
+        shape = "" if self.shape is None else "x".join(map(str, self.shape))
+        times = (time_cell(getattr(self, what)) for what in LAYER_HEADING[3:8])
+        return (self.name, self.kind, shape, *times, size_cell(self.kept))
+
+
+LAYER_HEADING = (
+    *("layer", "type", "local output", "forward", "backward", "host", "exposed", "hidden", "kept"),
+)
+"""The headings of a table of layers; times are in milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -118,11 +131,11 @@ class Prediction:
         return [(*key, seconds) for key, seconds in ordered]
 
     def __str__(self) -> str:
-        rows = [_HEADING, *(_cells(layer) for layer in self.layers)]
-        sums = [sum(getattr(x, name) for x in self.layers) for name in _HEADING[3:8]]
-        rows.append(("total", "", "", *map(_ms, sums), _bytes(self.peak)))
+        sums = (sum(getattr(x, what) for x in self.layers) for what in LAYER_HEADING[3:8])
+        total = "total", "", "", *map(time_cell, sums), size_cell(self.peak)
+        rows = [LAYER_HEADING, *(layer.cells for layer in self.layers), total]
         path = ", ".join(
-            f"{layer or 'between'} {phase} {what} {_ms(seconds)}"
+            f"{layer or 'between'} {phase} {what} {seconds * 1e3:.4g}"
             for layer, phase, what, seconds in self.longest[:6]
         )
         held = ", ".join(f"{kind} {byte_size(n)}" for kind, n in self.memory.items() if n)
@@ -130,8 +143,9 @@ class Prediction:
         return "\n".join(
             (
                 f"{self.module} on {in_words(self.grid)} of {self.machine}{assumed}: "
-                f"{_ms(self.seconds)} ms a step, {_ms(self.seconds_per_sample)} ms a sample",
-                table(rows, right=tuple(range(3, 9))),
+                f"{milliseconds(self.seconds)} a step, {milliseconds(self.seconds_per_sample)} a "
+                "sample",
+                table(rows),
                 f"times in ms, of rank {self.rank}; memory at most {byte_size(self.peak)}: {held}",
                 f"critical path: {path}",
             )
@@ -236,7 +250,7 @@ def in_words(grid: Mapping[str, int], between: str = ",") -> str:
 
 
 def _layers(recording: Recording, line: Timeline) -> tuple[LayerTime, ...]:
-    sums: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(_HEADING[3:8], 0.0))
+    sums: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(LAYER_HEADING[3:8], 0.0))
     for s in line.segments[recording.rank]:
         what = {"wait": "exposed", "communication": "exposed"}.get(s.what, s.what)
         if what == "compute":
@@ -251,22 +265,3 @@ def _layers(recording: Recording, line: Timeline) -> tuple[LayerTime, ...]:
         for name in dict.fromkeys((*types, *sums))
         if any(sums[name].values()) or kept[name]
     )
-
-
-_HEADING = (
-    *("layer", "type", "local output", "forward", "backward", "host", "exposed", "hidden", "kept"),
-)
-
-
-def _cells(layer: LayerTime) -> tuple[str, ...]:
-    times = layer.forward, layer.backward, layer.host, layer.exposed, layer.hidden
-    shape = "" if layer.shape is None else "x".join(map(str, layer.shape))
-    return (layer.name, layer.kind, shape, *map(_ms, times), _bytes(layer.kept))
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.4g}" if seconds else ""
-
-
-def _bytes(count: int) -> str:
-    return byte_size(count) if count else ""

@@ -23,6 +23,7 @@ from distconv.planning.machine import Machine
 from distconv.planning.prediction import in_words, predict
 from distconv.planning.recorded_step import LOSSES, OPTIMIZERS, dtype_of
 from distconv.planning.search import grids_of
+from distconv.planning.table import Cell, milliseconds
 from distconv.tensor.dist_tensor import DistTensor, local_box
 from distconv.tensor.redistribution import cuts_of_layout
 from distconv.tensor.sample_format import in_sample_format
@@ -143,6 +144,25 @@ class Study:
             return None
         return base.predicted * self._share(base, ranks)
 
+    def rows(self) -> list[list[Cell]]:
+        """Return the table of the cases: headings, and a row for each."""
+        found: list[list[Cell]] = [[*_HEADING]]
+        for case in self.cases:
+            time, guess = case.time, case.predicted
+            off = None if guess is None or time is None else guess / time.median - 1
+            found.append(
+                [
+                    (str(case.ranks), case.ranks),
+                    case.name,
+                    " ".join("x".join(map(str, s)) for s in case.shapes),
+                    *_quartiles(time, milliseconds),
+                    *_quartiles(self.efficiency(case), lambda value: f"{value:.1%}"),
+                    "" if guess is None else (milliseconds(guess), guess),
+                    "" if off is None else (f"{off:+.0%}", abs(off)),
+                ]
+            )
+        return found
+
     def save(self, path: Path) -> None:
         """Write the study as JSON; the file is whole at any moment."""
         text = json.dumps({"format": FORMAT} | asdict(self), indent=1)
@@ -197,6 +217,19 @@ class Study:
     def _identity(self) -> dict[str, object]:
         cases = {case.name: case.shapes for case in self.measured}
         return {"kind": self.kind, "module": self.module, "measured cases": cases, **self.facts}
+
+
+_HEADING = (
+    *("ranks", "grid", "shape", "time", "quartiles", "efficiency", "quartiles", "predicted"),
+    "off by",
+)
+
+
+def _quartiles(spread: Spread | None, text: Callable[[float], str]) -> tuple[Cell, Cell]:
+    if spread is None:
+        return "", ""
+    median, low, high = spread
+    return (text(median), median), f"{text(low)} to {text(high)}"
 
 
 def cases_of(

@@ -32,7 +32,7 @@ from distconv.planning.prediction import (
 )
 from distconv.planning.recorded_step import record_step, shapes_of
 from distconv.planning.recording import Recording
-from distconv.planning.table import byte_size, table
+from distconv.planning.table import Cell, byte_size, size_cell, table, time_cell
 
 MOST_WITH_FILTER = 256
 """The most ranks for which grids with an axis for filters are tried unasked: with them there are
@@ -59,6 +59,19 @@ class Candidate:
     prediction: Prediction | None
     refusal: str | None = None
     """Why it is out: the operator that is refused, or its memory."""
+
+    @property
+    def cells(self) -> tuple[Cell, ...]:
+        """Return the row of the table, below `GRID_HEADING`."""
+        p, refusal = self.prediction, self.refusal or ""
+        if p is None:
+            return (in_words(self.grid), *("",) * 6, refusal)
+        times = p.seconds_per_sample, p.seconds, p.compute, p.host, p.exposed
+        return (in_words(self.grid), *map(time_cell, times), size_cell(p.peak), refusal)
+
+
+GRID_HEADING = ("grid", "a sample", "a step", "compute", "host", "exposed", "memory", "")
+"""The headings of a table of grids; times are in milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -152,34 +165,21 @@ class GridPlan:
     def __str__(self) -> str:
         if not self.fitting:
             return self.nothing_fits
-        rows: list[tuple[str, ...]] = [_HEADING, *map(_cells, self.candidates[:12])]
+        rows = [
+            GRID_HEADING,
+            *((*c.cells[:-1], (c.refusal or "")[:100]) for c in self.candidates[:12]),
+        ]
         assumed = ", assumed" if self.assumed else ""
         out = sum(c.refusal is not None for c in self.candidates)
         return "\n".join(
             (
                 f"{self.module} on {self.ranks} ranks of {self.machine}{assumed}: "
                 f"{in_words(self.grid)}",
-                table(rows, right=(1, 2, 3, 4, 5, 6)),
+                table(rows),
                 f"times in ms; {len(self.fitting)} grids fit, {out} do not",
                 self.reason,
             )
         )
-
-
-_HEADING = ("grid", "a sample", "a step", "compute", "host", "exposed", "memory", "")
-
-
-def _cells(c: Candidate) -> tuple[str, ...]:
-    p = c.prediction
-    if p is None:
-        return (in_words(c.grid), *("",) * 6, (c.refusal or "")[:100])
-    times = p.seconds_per_sample, p.seconds, p.compute, p.host, p.exposed
-    return (
-        in_words(c.grid),
-        *(f"{t * 1e3:.4g}" for t in times),
-        byte_size(p.peak),
-        c.refusal or "",
-    )
 
 
 def grids_of(

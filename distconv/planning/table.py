@@ -1,31 +1,62 @@
-"""Tables of text, and sizes in them."""
+"""Records as rows of text and numbers, for terminals and for reports."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
+
+Cell: TypeAlias = "str | tuple[str, float]"
+"""The text of a table's cell; with the number that it shows, by which reports sort."""
 
 
-def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
-    """Return rows of equal length as aligned columns; columns in `right` are right-aligned.
+def text_of(cell: Cell) -> str:
+    """Return the text of a cell."""
+    return cell if isinstance(cell, str) else cell[0]
 
-    Columns that are empty but for their heading, the first row, are left out.
+
+def numeric(rows: Sequence[Sequence[Cell]]) -> set[int]:
+    """Return the columns that have numbers."""
+    return {i for row in rows for i, cell in enumerate(row) if not isinstance(cell, str)}
+
+
+def filled(rows: Sequence[Sequence[Cell]]) -> list[int]:
+    """Return the columns with text below the first row, the headings."""
+    return sorted({i for row in rows[1:] for i, cell in enumerate(row) if text_of(cell)})
+
+
+def table(rows: Sequence[Sequence[Cell]], right: Sequence[int] = ()) -> str:
+    """Return rows as aligned text, the first one as headings; without empty columns.
+
+    Columns of numbers, and those in `right`, end at the same place.
     """
-    columns = [
-        (i in right, max(map(len, column)), column)
-        for i, column in enumerate(zip(*rows, strict=True))
-        if any(column[1:])
-    ]
-    lines = (
-        "  ".join(c[r].rjust(width) if end else c[r].ljust(width) for end, width, c in columns)
-        for r in range(len(rows))
-    )
-    return "\n".join(line.rstrip() for line in lines)
+    ends = numeric(rows).union(right)
+    columns = []
+    for i in filled(rows):
+        column = [text_of(row[i]) for row in rows]
+        width = max(map(len, column))
+        columns.append([text.rjust(width) if i in ends else text.ljust(width) for text in column])
+    return "\n".join("  ".join(row).rstrip() for row in zip(*columns, strict=True))
 
 
-def byte_size(count: int) -> str:
+def byte_size(count: float) -> str:
     """Return a number of bytes with its unit, powers of 1024."""
     value, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
     while value >= 999.5 and len(units) > 1:
         value /= 1024
         units.pop(0)
-    return f"{count} B" if units[0] == "B" else f"{value:.3g} {units[0]}"
+    return f"{count:.0f} B" if units[0] == "B" else f"{value:.3g} {units[0]}"
+
+
+def milliseconds(seconds: float) -> str:
+    """Return seconds as milliseconds, with the unit."""
+    return f"{seconds * 1e3:.4g} ms"
+
+
+def size_cell(count: int) -> Cell:
+    """Return a cell with a number of bytes; an empty one for none, so that others stand out."""
+    return (byte_size(count), count) if count else ""
+
+
+def time_cell(seconds: float) -> Cell:
+    """Return a cell in milliseconds, without the unit; an empty one for no time."""
+    return (f"{seconds * 1e3:.4g}", seconds) if seconds else ""

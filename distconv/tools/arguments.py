@@ -168,16 +168,6 @@ def pattern_and_layout(text: str) -> tuple[str, Layout]:
     return pattern, layout(cuts)
 
 
-def picture(text: str) -> Path:
-    """Return the file of a picture, of an ending that matplotlib writes; PNG without any."""
-    path, known = Path(text), ("png", "pdf", "svg", "eps", "jpg", "jpeg", "webp", "tif", "tiff")
-    if path.suffix and path.suffix[1:].lower() not in known:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no picture; end it in .{' or .'.join(known)}"
-        )
-    return path
-
-
 def report_file(text: str) -> Path:
     """Return the file of a report, whose folder has to be there: it is written at the end."""
     path = Path(text)

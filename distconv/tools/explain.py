@@ -19,7 +19,7 @@ from distconv.grid.process_grid import ProcessGrid
 from distconv.planning.dry_run import DryRunGrid
 from distconv.planning.recorded_step import record_step, shapes_of
 from distconv.planning.recording import LayerPlan
-from distconv.planning.table import byte_size, table
+from distconv.planning.table import Cell, byte_size, size_cell, table
 from distconv.transport.world import world_if_rank
 
 Shape = Sequence[int]
@@ -54,8 +54,8 @@ class Explanation:
         moved = sum(layer.redistributed_bytes for layer in self.layers)
         received = sum(layer.halo_bytes for layer in self.layers)
         reduced = sum(layer.reduced_bytes for layer in self.layers)
-        sums = *map(_size, (received, moved)), "", _size(reduced)
-        memory = map(_size, (self.kept_bytes, self.parameter_bytes))
+        sums = *map(size_cell, (received, moved)), "", size_cell(reduced)
+        memory = map(size_cell, (self.kept_bytes, self.parameter_bytes))
         total = "total", *("",) * 5, *sums, *memory
         lines = [
             f"{self.module} on rank {self.rank} of {self.grid}, forward",
@@ -146,12 +146,12 @@ HEADING = (
 )
 
 
-def layer_table(layers: Sequence[LayerPlan], *more: tuple[str, ...]) -> str:
+def layer_table(layers: Sequence[LayerPlan], *more: tuple[Cell, ...]) -> str:
     """Return layers as a table, with `more` rows below them."""
-    return table([HEADING, *map(cells_of_layer, layers), *more], right=(6, 7, 9, 10, 11))
+    return table([HEADING, *map(cells_of_layer, layers), *more])
 
 
-def cells_of_layer(layer: LayerPlan) -> tuple[str, ...]:
+def cells_of_layer(layer: LayerPlan) -> tuple[Cell, ...]:
     """Return the row of the table."""
     moved = [
         f"{_cut(r.source)} -> {_cut(r.target)}" + (f" by {how}" if how else "")
@@ -169,12 +169,12 @@ def cells_of_layer(layer: LayerPlan) -> tuple[str, ...]:
         "refused" if layer.refusal is not None else layout_in_words(layer),
         "x".join(map(str, layer.local_shape)) if layer.local_shape is not None else "",
         "; ".join(filter(None, dict.fromkeys(halos))),
-        _size(layer.halo_bytes),
-        _size(layer.redistributed_bytes),
+        size_cell(layer.halo_bytes),
+        size_cell(layer.redistributed_bytes),
         "; ".join(dict.fromkeys(moved)),
-        _size(layer.reduced_bytes),
-        _size(layer.kept_bytes),
-        _size(layer.parameter_bytes),
+        size_cell(layer.reduced_bytes),
+        size_cell(layer.kept_bytes),
+        size_cell(layer.parameter_bytes),
     )
 
 
@@ -194,8 +194,3 @@ def _cut(layout: Layout) -> str:
     """Return a layout in few letters: dimensions, with their grid axes where the names differ."""
     text = repr(layout).removeprefix("Layout(").removesuffix(")")
     return re.sub(r"\b(\w+)='\1'", r"\1", text) or "whole"
-
-
-def _size(count: int) -> str:
-    """Return a number of bytes as text; nothing for none, so that the others stand out."""
-    return byte_size(count) if count else ""

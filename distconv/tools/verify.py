@@ -18,7 +18,7 @@ from distconv.geometry.layout import Layout
 from distconv.grid.process_grid import ProcessGrid
 from distconv.model.parallelize import parallelize
 from distconv.planning.recorder import ModuleCalls, is_layer
-from distconv.planning.table import table
+from distconv.planning.table import Cell, table
 from distconv.tensor.dispatch import UnsupportedOperation
 from distconv.tensor.dist_tensor import DistTensor, distribute_tensor
 from distconv.tensor.nested import tensors_in
@@ -58,6 +58,16 @@ class TensorComparison:
     ok: bool = False
     """Whether the difference is within the tolerance."""
     note: str = ""
+
+    @property
+    def cells(self) -> tuple[Cell, ...]:
+        """Return the row of a table, below `HEADING`."""
+        verdict = "" if self.ok else "refused" if self.kind == "refused" else "deviates"
+        numbers = ((f"{x:.1e}", x) for x in (self.difference, self.rounding))
+        return (self.layer, self.kind, *numbers, verdict, self.note)
+
+
+HEADING = ("layer", "kind", "difference", "rounding", "", "note")
 
 
 @dataclass(frozen=True)
@@ -209,15 +219,8 @@ def verify(
 
 def comparison_table(rows: Sequence[TensorComparison], *, judged: bool = True) -> str:
     """Return comparisons as a table; without what follows from all of them unless `judged`."""
-    cells = [
-        (
-            *(r.layer, r.kind, f"{r.difference:.1e}", f"{r.rounding:.1e}" if judged else ""),
-            *("" if r.ok or not judged else "deviates", r.note),
-        )
-        for r in rows
-        if r.kind != "refused"
-    ]
-    return table([("layer", "", "difference", "rounding", "", ""), *cells], right=(2, 3))
+    cells = [row.cells for row in rows if row.kind != "refused"]
+    return table([HEADING, *(c if judged else (*c[:3], "", "", c[5]) for c in cells)])
 
 
 def _agreed_inputs(module: Any, input: Any, grid: ProcessGrid, options: Any) -> list[Tensor]:

@@ -199,15 +199,6 @@ def test_no_command_lists_all(capsys: Capture) -> None:
     assert all(f"\n    {name}" in shown for name in ALL)
 
 
-@pytest.mark.parametrize("command", ["timeline x.json", "calibrate"])
-def test_a_picture_of_an_unknown_ending_is_refused_before_anything_runs(
-    command: str, capsys: Capture
-) -> None:
-    with pytest.raises(SystemExit):
-        main([*command.split(), "--plot", "t.xyz"])
-    assert "'t.xyz' is no picture; end it in .png or .pdf" in capsys.readouterr().err
-
-
 def test_progress_is_told_again_and_again_where_stderr_is_no_terminal(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

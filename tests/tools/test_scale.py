@@ -127,7 +127,7 @@ def test_a_machine_that_cannot_predict_the_cases_is_refused_before_any_is_run(
         (("--ranks=64",), "start it with mpiexec -n 64"),
         (("--predict-ranks=2",), "--predict-ranks needs --machine"),
         (("--ranks=1", "--grids=height=1"), "leave --ranks out"),
-        (("--grids=height=-1",), "numbers of ranks from 1"),
+        (("--grids=height=-1",), "height=-1 is no axis with ranks"),
         (("--ranks=1", "--rounds=1"), "take two --rounds"),
         (("--ranks=1", "--layouts=block:sample"), "block"),
     ],

@@ -6,17 +6,14 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 from distconv.planning.calibration import calibrate
 from distconv.planning.layer_layouts import plan_layouts
 from distconv.planning.machine import ALLOCATOR, as_dict
-from distconv.planning.pictures import draw_machine
 from distconv.planning.prediction import predict
-from distconv.planning.recording import LayerPlan
 from distconv.planning.search import plan
 from distconv.planning.trace import export_trace
-from distconv.tools.arguments import byte_count, complaining, picture
+from distconv.tools.arguments import byte_count, complaining
 from distconv.tools.commands.options import (
     Command,
     add_grid_option,
@@ -42,26 +39,17 @@ def _calibrate_options(parser: argparse.ArgumentParser) -> None:
     add("--name", help="of the machine (default: that of the host)")
     add("--memory", type=byte_count, help="of a rank, as 16GiB (default: its share of the node's)")
     add("--seconds", type=float, default=40.0, help="about how long it takes (%(default)s)")
-    add("--plot", type=picture, metavar="FILE", help="draw the tables into a picture")
     add("--json", action="store_true", help="print the machine as one line of JSON")
 
 
-def _calibrate(arguments: argparse.Namespace) -> int:
-    first = world().rank == 0
-    with StatusLine(first, "calibrating") as say:
-        machine = calibrate(
-            arguments.name,
-            seconds=arguments.seconds,
-            memory=arguments.memory,
-            progress=lambda part: say(f"measuring {part}"),
-        )
-    if not first:
+def _calibrate(given: argparse.Namespace) -> int:
+    with StatusLine(world().rank == 0, "calibrating") as say:
+        options = {"seconds": given.seconds, "memory": given.memory}
+        machine = calibrate(given.name, progress=lambda part: say(f"measuring {part}"), **options)
+    if world().rank:
         return 0
-    machine.save(arguments.output)
-    if arguments.plot is not None:
-        draw_machine(machine, arguments.plot)
-    shown = json.dumps(as_dict(machine)) if arguments.json else f"{arguments.output}: {machine}"
-    print(shown, flush=True)
+    machine.save(given.output)
+    print(json.dumps(as_dict(machine)) if given.json else f"{given.output}: {machine}", flush=True)
     if not machine.environment:
         missing = " ".join(f"{key}={value}" for key, value in ALLOCATOR.items())
         print(
@@ -80,27 +68,24 @@ def _predict_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--export", type=Path, metavar="FILE", help=text)
 
 
-def _predict(arguments: argparse.Namespace) -> int:
+def _predict(given: argparse.Namespace) -> int:
     check_alone("predict")
-    machine = loaded(arguments.machine)
-    module = module_from(arguments.factory, arguments.seed)
-    options, step = step_options(arguments), (module, arguments.shape, arguments.grid, machine)
-
-    def recorded(layer: LayerPlan) -> None:
-        say(f"recorded as far as {layer.name}; local operators are timed next")
-
+    machine, module = loaded(given.machine), module_from(given.factory, given.seed)
+    options, step = step_options(given), (module, given.shape, given.grid, machine)
     try:
         with complaining(ValueError, RuntimeError, OSError), StatusLine(begin="recording") as say:
-            found = predict(*step, progress=recorded, **options)
-            if arguments.export is not None:
-                say(f"writing {arguments.export}")
-                export_trace(arguments.export, *step, **options)
+            recorded = "recorded as far as {}; local operators are timed next"
+            options["progress"] = lambda layer: say(recorded.format(layer.name))
+            found = predict(*step, **options)
+            if given.export is not None:
+                say(f"writing {given.export}")
+                export_trace(given.export, *step, **options)
     finally:
         # Also of a step that cannot be predicted to its end; the trace times ranks of its own.
-        keep_times(machine, arguments.machine)
+        keep_times(machine, given.machine)
     more = {"peak": found.peak, "seconds_per_sample": found.seconds_per_sample}
-    print(as_json(found, critical_path=found.longest, **more) if arguments.json else found)
-    write_report(arguments.html, lambda: prediction_page(found, machine))
+    print(as_json(found, critical_path=found.longest, **more) if given.json else found)
+    write_report(given.html, lambda: prediction_page(found, machine))
     return 0
 
 
@@ -115,29 +100,26 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
     add("--per-layer", action="store_true", help=text)
 
 
-def _plan(arguments: argparse.Namespace) -> int:
+def _plan(given: argparse.Namespace) -> int:
     """Search, print the grids, and return 1 where none fits."""
     check_alone("plan")
-    machine = loaded(arguments.machine)
-    module = module_from(arguments.factory, arguments.seed)
-    options, layers = step_options(arguments), None
-    axes = None if arguments.axes is None else arguments.axes.split(",")
-    search: dict[str, Any] = {"memory": arguments.memory, "axes": axes}
+    machine, module = loaded(given.machine), module_from(given.factory, given.seed)
+    options, layers = step_options(given), None
+    axes = given.axes and given.axes.split(",")
     with complaining(ValueError, RuntimeError), StatusLine(begin="recording all grids") as say:
         options["progress"] = say
-        found = plan(module, arguments.shape, arguments.ranks, machine, **search, **options)
-        if arguments.per_layer and found.fitting:
-            layers = plan_layouts(module, arguments.shape, found.grid, machine, **options)
-    keep_times(machine, arguments.machine)
+        step = module, given.shape
+        found = plan(*step, given.ranks, machine, memory=given.memory, axes=axes, **options)
+        if given.per_layer and found.fitting:
+            layers = plan_layouts(*step, found.grid, machine, **options)
+    keep_times(machine, given.machine)
     fits = bool(found.fitting)
-    if arguments.json:
+    if given.json:
         more = {"grid": found.grid if fits else None, "reason": found.reason if fits else None}
-        if layers is not None:
-            more["layers"] = layers.as_json()
-        print(as_json(found, **more))
+        print(as_json(found, **more, **({} if layers is None else {"layers": layers.as_json()})))
     else:
         print(found, *([] if layers is None else [layers]), sep="\n")
-    write_report(arguments.html, lambda: plan_page(found, layers, machine))
+    write_report(given.html, lambda: plan_page(found, layers, machine))
     return int(not fits)
 
 

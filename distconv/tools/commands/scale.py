@@ -5,29 +5,28 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 
-from distconv.planning.alternation import Spread, sleep_until_all_are_here
+from distconv.planning.alternation import sleep_until_all_are_here
 from distconv.planning.links import check_ranks
 from distconv.planning.machine import Machine, allocator_here
 from distconv.planning.pictures import draw_studies
+from distconv.planning.recorded_step import record_step
 from distconv.planning.scaling import (
     STRONG,
     WEAK,
-    Case,
     Study,
     cases_of,
     measure,
     predict_all,
     usual_grid,
 )
-from distconv.planning.table import table
+from distconv.planning.table import Cell, milliseconds, table
 from distconv.tools.arguments import BadArguments, complaining, grid_axes
 from distconv.tools.commands.options import (
     Command,
@@ -39,14 +38,11 @@ from distconv.tools.commands.options import (
     step_options,
     write_report,
 )
-from distconv.tools.explain import explain
 from distconv.tools.factories import made_everywhere, module_from
 from distconv.tools.json_lines import as_json
 from distconv.tools.progress import Progress, StatusLine
 from distconv.tools.reports.studies import scale_page
 from distconv.transport.world import world
-
-PICTURES = ("png", "pdf", "svg")
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
@@ -55,46 +51,38 @@ def _options(parser: argparse.ArgumentParser) -> None:
     for kind, purpose in (
         (STRONG, "the same step on more ranks"),
         (WEAK, "a step that grows with the ranks: --shape is that of one rank"),
+        ("compare", "set two studies, or more, side by side"),
     ):
-        _study_options(kinds.add_parser(kind, help=purpose, description=purpose))
-    purpose = "set two studies, or more, side by side"
-    compare = kinds.add_parser("compare", help=purpose, description=purpose)
-    compare.add_argument("studies", nargs="+", type=Path, metavar="STUDY.json")
-    compare.add_argument("--output", type=Path, metavar="FILE", help="of the plots, without ending")
-    compare.add_argument("--pictures", choices=PICTURES, default="png", help="(%(default)s)")
+        of_kind = kinds.add_parser(kind, help=purpose, description=purpose)
+        add = of_kind.add_argument
+        if kind == "compare":
+            add("studies", nargs="+", type=Path, metavar="STUDY.json")
+            add("--output", type=Path, metavar="FILE", help="of the plots, without ending")
+        else:
+            _study_options(of_kind)
+        add("--pictures", choices=("png", "pdf", "svg"), default="png", help="(%(default)s)")
 
 
 def _study_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_step_options(parser)
     add_report_option(parser)
-    # Without a machine nothing is predicted.
-    parser.set_defaults(machine=None)
-    add("--ranks", type=_numbers, default=[], metavar="N,N,...", help="of the cases that are run")
-    add(
-        "--predict-ranks",
-        type=_numbers,
-        default=[],
-        metavar="N,N,...",
-        help="of cases that are predicted only",
+    parser.set_defaults(machine=None)  # without a machine nothing is predicted
+    numbers: dict[str, Any] = {"type": _numbers, "default": [], "metavar": "N,N,..."}
+    add("--ranks", help="of the cases that are run", **numbers)
+    add("--predict-ranks", help="of cases that are predicted only", **numbers)
+    text = (
+        "the cases that are run, such as 'height=2;height=2,width=2', or auto (the default): "
+        "strong scaling cuts each sample, weak scaling the mini-batch"
     )
-    add(
-        "--grids",
-        type=_grids,
-        metavar="GRID;GRID;...",
-        help="the cases that are run, such as 'height=2;height=2,width=2', or auto (the default): "
-        "strong scaling cuts each sample, weak scaling the mini-batch",
-    )
+    add("--grids", type=_grids, metavar="GRID;GRID;...", help=text)
     add("--rounds", type=int, default=10, help="in which all cases take turns (%(default)s)")
     add("--threads", type=int, default=1, help="of every rank (%(default)s)")
-    add(
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="of the study, which is continued where it is there; plots lie beside it (default: "
-        "scale-strong.json, scale-weak.json)",
+    text = (
+        "of the study, which is continued where it is there; plots lie beside it (default: "
+        "scale-strong.json, scale-weak.json)"
     )
-    add("--pictures", choices=PICTURES, default="png", help="what plots are (%(default)s)")
+    add("--output", type=Path, metavar="FILE", help=text)
 
 
 def _numbers(text: str) -> list[int]:
@@ -111,18 +99,17 @@ def _grids(text: str) -> list[dict[str, int]] | None:
     return None if text == "auto" else [grid_axes(part) for part in text.split(";")]
 
 
-def _run(arguments: argparse.Namespace) -> int:
-    return _compare(arguments) if arguments.kind == "compare" else _study(arguments)
+def _run(given: argparse.Namespace) -> int:
+    return _compare(given) if given.kind == "compare" else _study(given)
 
 
-def _study(arguments: argparse.Namespace) -> int:
-    first = is_first()
-    path = arguments.output or Path(f"scale-{arguments.kind}.json")
-    study, step = _asked(arguments), step_options(arguments)
-    make = partial(module_from, arguments.factory, arguments.seed)
+def _study(given: argparse.Namespace) -> int:
+    first, of_machine = is_first(), given.machine
+    path = given.output or Path(f"scale-{given.kind}.json")
+    study, step = _asked(given), step_options(given)
+    make = partial(module_from, given.factory, given.seed)
     with StatusLine(first, "recording all cases"):
-        _check_module(arguments, study)
-    of_machine = arguments.machine
+        _check_module(given, study)
     if of_machine is not None:
         most = max(case.ranks for case in study.cases)
         _on_first(lambda: check_ranks(Machine.load(of_machine), most))
@@ -133,35 +120,29 @@ def _study(arguments: argparse.Namespace) -> int:
         def finished(rounds: int) -> None:
             if first:
                 study.save(path)
-                progress(f"round {rounds} of {arguments.rounds}")
+                progress(f"round {rounds} of {given.rounds}")
 
         def predict_on_first() -> None:
             machine = Machine.load(of_machine)
             progress.say("predicting; local operators are timed")
-            say = partial(_say_predicted, progress)
+            say = lambda case: progress(f"predicted {case.name}")  # noqa: E731
             predict_all(study, make, machine, step=step, predicted=say)
             keep_times(machine, of_machine)
 
         if study.measured:
             progress.say(f"warming up, with steps of {len(study.measured)} cases")
-            run: dict[str, Any] = {"threads": arguments.threads, "step": step}
-            ranks = world().for_program()
-            measure(study, make, ranks, arguments.rounds, finished=finished, **run)
+            run: dict[str, Any] = {"threads": given.threads, "step": step, "finished": finished}
+            measure(study, make, world().for_program(), given.rounds, **run)
         if of_machine is not None:
             _on_first(predict_on_first)
-        if first:
-            study.save(path)
     if first:
-        pictures = draw_studies([(path.stem, study)], path, arguments.pictures)
-        print(as_json(study) if arguments.json else _listed(study), flush=True)
-        if not arguments.json:
+        study.save(path)
+        pictures = draw_studies([(path.stem, study)], path, given.pictures)
+        print(as_json(study) if given.json else _listed(study), flush=True)
+        if not given.json:
             print(*(f"wrote {file}" for file in (path, *pictures)), sep="\n", flush=True)
-        write_report(arguments.html, lambda: scale_page(study))
+        write_report(given.html, lambda: scale_page(study))
     return 0
-
-
-def _say_predicted(progress: Progress[str], case: Case) -> None:
-    progress(f"predicted {case.name}")
 
 
 def _on_first(work: Callable[[], Any]) -> Any:
@@ -180,107 +161,71 @@ def _on_first(work: Callable[[], Any]) -> Any:
     return found
 
 
-def _asked(arguments: argparse.Namespace) -> Study:
+def _asked(given: argparse.Namespace) -> Study:
     """Return the study that the arguments describe, without times."""
-    kind, shapes = arguments.kind, arguments.shape
+    kind, shapes, grids = given.kind, given.shape, given.grids
+    if grids is not None and given.ranks:
+        raise BadArguments("--grids says how many ranks there are; leave --ranks out")
     with complaining(ValueError):
-        if arguments.grids is None:
-            grids = [usual_grid(kind, shapes[0], n) for n in arguments.ranks]
-        else:
-            grids = arguments.grids
-            _check_ranks(grids, arguments.ranks)
+        if grids is None:
+            grids = [usual_grid(kind, shapes[0], n) for n in given.ranks]
         cases = cases_of(kind, shapes, grids)
-        more = [usual_grid(kind, shapes[0], n) for n in arguments.predict_ranks]
+        more = [usual_grid(kind, shapes[0], n) for n in given.predict_ranks]
         known = {case.name for case in cases}
         cases += [c for c in cases_of(kind, shapes, more, measured=False) if c.name not in known]
     if not cases:
         raise BadArguments("there is nothing to study; give --ranks, --grids or --predict-ranks")
-    if arguments.predict_ranks and arguments.machine is None:
+    if given.predict_ranks and given.machine is None:
         raise BadArguments("--predict-ranks needs --machine FILE, by which it predicts")
-    if arguments.rounds < 2 or arguments.threads < 1:
+    if given.rounds < 2 or given.threads < 1:
         raise BadArguments("quartiles take two --rounds at least, and a rank one of --threads")
-    started = world().size
     most = max((case.ranks for case in cases if case.measured), default=1)
-    if most > started:
+    if most > world().size:
         raise BadArguments(
-            f"the largest case that is run has {most} ranks, but {started} have been started; "
+            f"the largest case that is run has {most} ranks, but {world().size} have been started; "
             f"start it with mpiexec -n {most} python -m distconv scale {kind} ..., or by torchrun"
         )
-    machine = arguments.machine and arguments.machine.stem
-    return Study(kind, arguments.factory, cases, _facts(arguments), machine)
+    return Study(kind, given.factory, cases, _facts(given), given.machine and given.machine.stem)
 
 
-def _check_ranks(grids: Sequence[dict[str, int]], ranks: Sequence[int]) -> None:
-    if ranks:
-        raise ValueError("--grids says how many ranks there are; leave --ranks out")
-    for grid in grids:
-        if min(grid.values()) < 1:
-            raise ValueError(f"grids of a study have numbers of ranks from 1, not {grid}")
-
-
-def _facts(arguments: argparse.Namespace) -> dict[str, str]:
+def _facts(given: argparse.Namespace) -> dict[str, str]:
     """Return what has to be alike in all rounds of a study, as all ranks see it."""
     facts = {
         "host": platform.node(),
         "cores": str(os.cpu_count()),
         "torch": torch.__version__,
-        "threads": str(arguments.threads),
-        "seed": str(arguments.seed),
-        "dtype": arguments.dtype or "as the parameters",
-        "loss": arguments.loss,
-        "optimizer": arguments.optimizer,
-        "layout": str(arguments.layout),
-        "layouts": "; ".join(f"{pattern}: {cut}" for pattern, cut in arguments.layouts),
+        **{name: str(getattr(given, name)) for name in ("threads", "seed", "loss", "optimizer")},
+        "dtype": given.dtype or "as the parameters",
+        "layout": str(given.layout),
+        "layouts": "; ".join(f"{pattern}: {cut}" for pattern, cut in given.layouts),
         "malloc": " ".join(f"{k}={v}" for k, v in sorted(allocator_here().items())),
     }
     options = ("autocast", "shard_parameters", "wire")
-    facts |= {name: str(getattr(arguments, name)) for name in options if getattr(arguments, name)}
+    facts |= {name: str(getattr(given, name)) for name in options if getattr(given, name)}
     agreed: dict[str, str] = world().bcast(facts)
     return agreed
 
 
-def _check_module(arguments: argparse.Namespace, study: Study) -> None:
+def _check_module(given: argparse.Namespace, study: Study) -> None:
     """Complain on all ranks where the module refuses the shape or the grid of a case, as far as
     that can be seen without elements."""
-    module = made_everywhere(arguments.factory, arguments.seed)
-    layouts = dict(arguments.layouts)
-    of_module = {"layout": arguments.layout, "layouts": layouts, "show": False}
+    module = made_everywhere(given.factory, given.seed)
+    cut: dict[str, Any] = {"layout": given.layout, "layouts": dict(given.layouts)}
     try:
         for case in study.cases:
-            plan = explain(module, case.shapes, case.grid, **of_module)
-            if plan.refusal is not None:
-                raise ValueError(f"{case.name}: {plan.refusal}")
+            refusal = record_step(module, case.shapes, case.grid, loss=None, **cut).refusal
+            if refusal is not None:
+                raise ValueError(f"{case.name}: {refusal}")
     except (ValueError, RuntimeError) as error:
         if "meta tensor" not in str(error):
             raise BadArguments(str(error)) from None
 
 
-_HEADING = ("ranks", "grid", "shape", "time", "quartiles", "efficiency", "quartiles", "predicted")
-
-
 def _listed(study: Study) -> str:
-    rows = [_HEADING]
-    for case in study.cases:
-        efficiency = study.efficiency(case)
-        guess = "" if case.predicted is None else _ms(case.predicted)
-        if case.predicted is not None and case.time is not None:
-            guess += f" ({case.predicted / case.time.median - 1:+.0%})"
-        rows.append(
-            (
-                str(case.ranks),
-                case.name,
-                " ".join("x".join(map(str, s)) for s in case.shapes),
-                "" if case.time is None else _ms(case.time.median),
-                _between(case.time, _ms),
-                "" if efficiency is None else f"{efficiency.median:.1%}",
-                _between(efficiency, lambda value: f"{value:.1%}"),
-                guess,
-            )
-        )
     lines = [
         f"{study.kind} scaling of {study.module}, {study.rounds} rounds, {study.facts['threads']} "
         f"thread{'s' * (study.facts['threads'] != '1')} a rank",
-        table(rows, right=(0, 3, 5)),
+        table(study.rows()),
     ]
     most = max((case.ranks for case in study.measured), default=0)
     cores = int(study.facts["cores"])
@@ -289,69 +234,39 @@ def _listed(study: Study) -> str:
     return "\n".join(lines)
 
 
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.4g} ms"
-
-
-def _between(spread: Spread | None, text: Any) -> str:
-    return "" if spread is None else f"{text(spread.low)} to {text(spread.high)}"
-
-
-def _compare(arguments: argparse.Namespace) -> int:
+def _compare(given: argparse.Namespace) -> int:
     check_alone("compare")
-    if len(arguments.studies) < 2:
+    if len(given.studies) < 2:
         raise BadArguments("it takes two studies to compare")
     with complaining(ValueError):
-        studies = [(str(path.with_suffix("")), Study.load(path)) for path in arguments.studies]
-    kinds = {study.kind for _, study in studies}
-    if len(kinds) > 1:
+        studies = [(str(path.with_suffix("")), Study.load(path)) for path in given.studies]
+    if len({study.kind for _, study in studies}) > 1:
         raise BadArguments("one study is of strong scaling and the other of weak; compare alike")
-    print(_compared(studies))
-    if arguments.output is not None:
-        print(
-            *(
-                f"wrote {file}"
-                for file in draw_studies(studies, arguments.output, arguments.pictures)
-            )
-        )
+    print(*(line for other in studies[1:] for line in _compared(studies[0], other)), sep="\n")
+    if given.output is not None:
+        files = draw_studies(studies, given.output, given.pictures)
+        print(*(f"wrote {file}" for file in files))
     return 0
 
 
-def _compared(studies: Sequence[tuple[str, Study]]) -> str:
-    """Return the cases that all studies have measured, with times over those of the first."""
-    (name, base), *others = studies
-    lines = []
-    for other_name, other in others:
-        theirs = {(case.name, tuple(case.shapes)): case for case in other.measured}
-        rows = [("ranks", "grid", name, other_name, "ratio", "")]
-        for case in base.measured:
-            match = theirs.get((case.name, tuple(case.shapes)))
-            if match is None or not (case.seconds and match.seconds):
-                continue
-            mine, other_time = case.time, match.time
-            assert mine is not None and other_time is not None
-            apart = mine.high < other_time.low or other_time.high < mine.low
-            rows.append(
-                (
-                    str(case.ranks),
-                    case.name,
-                    _ms(mine.median),
-                    _ms(other_time.median),
-                    f"{median(match.seconds) / median(case.seconds):.3f}",
-                    "quartiles apart" if apart else "quartiles overlap",
-                )
-            )
-        lines.append(
-            table(rows, right=(0, 2, 3, 4))
-            if len(rows) > 1
-            else f"{name} and {other_name} have measured no case in common"
-        )
-        lines += [
-            f"note: {fact} is {base.facts[fact]!r} and {other.facts[fact]!r}"
-            for fact in base.facts
-            if base.facts[fact] != other.facts.get(fact)
-        ]
-    return "\n".join(lines)
+def _compared(base: tuple[str, Study], other: tuple[str, Study]) -> Iterator[str]:
+    """Yield the cases that both studies have measured, with ratios of times, and what differs."""
+    (name, mine), (other_name, theirs) = base, other
+    rows: list[Sequence[Cell]] = [("ranks", "grid", name, other_name, "ratio", "")]
+    for case in mine.measured:
+        for twin in theirs.measured:
+            a, b = case.time, twin.time
+            if (case.name, case.shapes) == (twin.name, twin.shapes) and a and b:
+                apart = "apart" if a.high < b.low or b.high < a.low else "overlap"
+                times = [(milliseconds(t.median), t.median) for t in (a, b)]
+                ratio = f"{b.median / a.median:.3f}", b.median / a.median
+                ranks = str(case.ranks), case.ranks
+                rows.append((ranks, case.name, *times, ratio, f"quartiles {apart}"))
+    none = f"{name} and {other_name} have measured no case in common"
+    yield table(rows) if len(rows) > 1 else none
+    for fact, value in mine.facts.items():
+        if value != theirs.facts.get(fact):
+            yield f"note: {fact} is {value!r} and {theirs.facts[fact]!r}"
 
 
 SCALE = Command(

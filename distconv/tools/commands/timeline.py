@@ -1,4 +1,4 @@
-"""`python -m distconv timeline`: adds up what a timeline shows, and draws it."""
+"""`python -m distconv timeline`: adds up what a timeline shows."""
 
 from __future__ import annotations
 
@@ -6,40 +6,36 @@ import argparse
 import json
 from pathlib import Path
 
-from distconv.tools.arguments import BadArguments, complaining, picture
+from distconv.tools.arguments import BadArguments, complaining
 from distconv.tools.commands.options import Command, add_report_option, is_first, write_report
 from distconv.tools.reports.timelines import timeline_page
-from distconv.tools.timeline.report import add_up, draw_timeline, read_trace, times_as_text
+from distconv.tools.timeline.report import add_up, read_trace, times_as_text
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("trace", type=Path, metavar="FILE", help="what distconv.timeline has written")
     add("--json", action="store_true", help="one line of JSON instead of a table")
-    add("--plot", type=picture, metavar="FILE", help="draw the timeline into a picture")
     add_report_option(parser)
     add("--begin", type=float, default=0.0, metavar="MS", help="where drawings begin (%(default)s)")
     add("--end", type=float, metavar="MS", help="where they end (default: with it)")
 
 
-def _run(arguments: argparse.Namespace) -> int:
-    """Print the sums, and draw the picture; rank 0 does."""
+def _run(given: argparse.Namespace) -> int:
+    """Print the sums, and draw the page; rank 0 does."""
     if not is_first():
         return 0
     with complaining(OSError, ValueError):
-        events = read_trace(arguments.trace)
+        events = read_trace(given.trace)
     rows = add_up(events)
-    shown = json.dumps([row._asdict() for row in rows]) if arguments.json else times_as_text(rows)
+    shown = json.dumps([row._asdict() for row in rows]) if given.json else times_as_text(rows)
     print(shown, flush=True)
-    if arguments.plot is not None or arguments.html is not None:
-        last = max((e["ts"] + e.get("dur", 0.0) for e in events if "ts" in e), default=1.0) / 1e3
-        begin, end = arguments.begin, last if arguments.end is None else arguments.end
-        if not end > begin:
-            raise BadArguments(f"--end {end} is not after --begin {begin}")
-        if arguments.plot is not None:
-            draw_timeline(events, arguments.plot, begin, end)
-        name = arguments.trace.name
-        write_report(arguments.html, lambda: timeline_page(events, name, begin / 1e3, end / 1e3))
+    last = max((e["ts"] + e.get("dur", 0.0) for e in events if "ts" in e), default=1.0) / 1e3
+    begin, end = given.begin, last if given.end is None else given.end
+    if not end > begin:
+        raise BadArguments(f"--end {end} is not after --begin {begin}")
+    name = given.trace.name
+    write_report(given.html, lambda: timeline_page(events, name, begin / 1e3, end / 1e3))
     return 0
 
 

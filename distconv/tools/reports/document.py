@@ -8,13 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from html import escape
-from typing import TypeAlias
 
-from distconv.planning.table import byte_size
+from distconv.planning.table import Cell, filled, numeric, text_of
 from distconv.tools.version import __version__
-
-Cell: TypeAlias = "str | tuple[str, float]"
-"""The text of a table's cell; with the number that it is sorted by, if it has one."""
 
 COLOURS = ("#4477aa", "#dd4f63", "#228833", "#b08c00", "#2a93b5", "#aa3377", "#d9662b", "#777f88")
 """Told apart by all readers, on light and dark ground (after Paul Tol)."""
@@ -138,68 +134,42 @@ def charts(parts: Mapping[str, str]) -> str:
 
 def alert(text: str, good: bool = False) -> str:
     """Return a sentence that nobody overlooks."""
-    kind = "alert good" if good else "alert"
-    return f'<p class="{kind}">{escape(text)}</p>'
+    return f'<p class="alert{" good" * good}">{escape(text)}</p>'
 
 
-def table(
-    headings: Sequence[str], rows: Sequence[Sequence[Cell]], marked: Collection[int] = ()
-) -> str:
-    """Return a table that sorts by the column whose heading is clicked.
+def table(rows: Sequence[Sequence[Cell]], marked: Collection[int] = ()) -> str:
+    """Return a table that sorts by the column whose heading, in the first row, is clicked.
 
     Columns that are empty but for their heading are left out. `marked` are numbers of rows that
-    stand out.
+    stand out, counted from 0 beneath the headings.
     """
-    kept = [i for i in range(len(headings)) if any(_text(row[i]) for row in rows)]
-    numeric = {i for i in kept if any(isinstance(row[i], tuple) for row in rows)}
+    kept, numbers = filled(rows), numeric(rows)
     head = "".join(
-        f'<th scope="col"{_kind(i in numeric)}><button type="button">{escape(headings[i])}</button>'
-        "</th>"
+        f'<th scope="col"{_NUMBER * (i in numbers)}><button type="button">'
+        f"{escape(text_of(rows[0][i]))}</button></th>"
         for i in kept
     )
-    body = []
-    for number, row in enumerate(rows):
-        cells = "".join(_cell(row[i], i in numeric) for i in kept)
-        kind = ' class="marked"' if number in marked else ""
-        body.append(f"<tr{kind}>{cells}</tr>")
+    body = "".join(
+        f"<tr{_MARKED * (number in marked)}>"
+        + "".join(_cell(row[i], i in numbers) for i in kept)
+        + "</tr>"
+        for number, row in enumerate(rows[1:])
+    )
     return (
         f'<div class="wide"><table><thead><tr>{head}</tr></thead>'
-        f"<tbody>{''.join(body)}</tbody></table></div>"
+        f"<tbody>{body}</tbody></table></div>"
     )
 
 
-def _text(cell: Cell) -> str:
-    return cell if isinstance(cell, str) else cell[0]
+_NUMBER, _MARKED, _LONG = ' class="number"', ' class="marked"', ' class="long"'
 
 
-def _kind(numeric: bool) -> str:
-    return ' class="number"' if numeric else ""
-
-
-def _cell(cell: Cell, numeric: bool) -> str:
-    text = _text(cell)
-    if isinstance(cell, tuple):
-        return f'<td class="number" data-value="{cell[1]!r}">{escape(text)}</td>'
-    # What has no number is less than all.
-    kind = (
-        ' class="number" data-value="-1"' if numeric else ' class="long"' if len(text) > 60 else ""
-    )
-    return f"<td{kind}>{escape(text)}</td>"
-
-
-def milliseconds(seconds: float) -> str:
-    """Return seconds in milliseconds, without the unit."""
-    return f"{seconds * 1e3:.4g}"
-
-
-def time_cell(seconds: float) -> Cell:
-    """Return a cell in milliseconds, without the unit; an empty one for no time."""
-    return (milliseconds(seconds), seconds) if seconds else ""
-
-
-def size_cell(count: int) -> Cell:
-    """Return a cell with a number of bytes; an empty one for none."""
-    return (byte_size(count), count) if count else ""
+def _cell(cell: Cell, number: bool) -> str:
+    text = escape(text_of(cell))
+    if number:  # an empty cell is less than all numbers
+        value = -1 if isinstance(cell, str) else cell[1]
+        return f'<td{_NUMBER} data-value="{value!r}">{text}</td>'
+    return f"<td{_LONG * (len(text) > 60)}>{text}</td>"
 
 
 def legend(colours: Mapping[str, str]) -> str:

@@ -7,23 +7,11 @@ from html import escape
 from math import floor, log10
 from typing import NamedTuple, TypeAlias
 
-from distconv.tools.reports.document import COLOURS, legend
+from distconv.geometry.topology import AXES, Topology
+from distconv.tools.reports.document import COLOURS, legend, section
 
 MOST_BARS = 40
 """Of a chart; the others are shorter."""
-
-
-class Bar(NamedTuple):
-    """A row of a bar chart: amounts one after another, each with its colour and what it is."""
-
-    name: str
-    parts: Sequence[tuple[float, str, str]]
-    text: str
-
-    @property
-    def total(self) -> float:
-        """Return the length of the bar."""
-        return sum(amount for amount, _, _ in self.parts)
 
 
 class Span(NamedTuple):
@@ -50,36 +38,47 @@ class Curve(NamedTuple):
     marks: bool = True
 
 
-def bars(rows: Sequence[Bar]) -> str:
-    """Return a bar chart with a row for each bar, in their order; of many only the longest.
+def bars(
+    rows: Iterable[tuple[str, Mapping[str, float]]],
+    text: Callable[[float], str],
+    colours: Mapping[str, str],
+) -> str:
+    """Return a bar chart with its legend; of many bars only the longest, in their order.
 
-    It is empty where all bars are.
+    Parameters
+    ----------
+    rows: for each bar its name, and amounts by what they are. Bars without length are left out.
+    text: returns the words for an amount.
+    colours: the amounts that are drawn, each with its colour.
     """
-    shown = [row for row in rows if row.total > 0]
-    if not shown:
+    totals = [(sum(amounts[what] for what in colours), name, amounts) for name, amounts in rows]
+    lengths = sorted((total for total, _, _ in totals if total > 0), reverse=True)
+    if not lengths:
         return ""
-    left_out = len(shown) - MOST_BARS
-    if left_out > 0:
-        least = sorted((row.total for row in shown), reverse=True)[MOST_BARS - 1]
-        shown = [row for row in shown if row.total >= least][:MOST_BARS]
-    longest = max(row.total for row in shown)
-    drawn = []
-    for row in shown:
+    least, drawn = lengths[:MOST_BARS][-1], []
+    for total, name, amounts in [row for row in totals if row[0] >= least][:MOST_BARS]:
         place, rects = 0.0, []
-        for amount, colour, what in row.parts:
-            width = 100 * amount / longest
+        for what, colour in colours.items():
+            width = 100 * amounts[what] / lengths[0]
             if width > 0:
-                rects.append(_rect(place, width, colour, what))
+                rects.append(_rect(place, width, colour, f"{what}: {text(amounts[what])}"))
             place += width
-        drawn.append(
-            f'<div class="row"><span title="{escape(row.name)}">{escape(row.name)}</span>'
-            f'<svg height="12" role="img" aria-label="{escape(row.text)}">'
-            f'<rect class="track" width="100%" height="12" rx="2"/>{"".join(rects)}</svg>'
-            f"<span>{escape(row.text)}</span></div>"
-        )
-    if left_out > 0:
-        drawn.append(f'<p class="quiet">the {len(shown)} longest of {len(shown) + left_out}</p>')
-    return "".join(drawn)
+        drawn.append(_row(name, "".join(rects), text(total)))
+    if len(lengths) > MOST_BARS:
+        drawn.append(f'<p class="quiet">the {len(drawn)} longest of {len(lengths)}</p>')
+    return "".join(drawn) + (legend(colours) if len(colours) > 1 else "")
+
+
+def _row(name: str, drawn: str, text: str | None = None) -> str:
+    """Return a name, a strip of rectangles, and text behind it; without text a higher strip."""
+    height, lane = (16, " lane") if text is None else (12, "")
+    return (
+        f'<div class="row{lane}"><span title="{escape(name)}">{escape(name)}</span>'
+        f'<svg height="{height}" role="img" aria-label="{escape(text or name)}">'
+        f'<rect class="track" width="100%" height="{height}"/>{drawn}</svg>'
+        + ("" if text is None else f"<span>{escape(text)}</span>")
+        + "</div>"
+    )
 
 
 def _rect(x: float, width: float, colour: str, title: str, height: float = 12) -> str:
@@ -116,11 +115,7 @@ def lanes(rows: Mapping[str, Sequence[Span]], begin: float, end: float) -> str:
             _rect(100 * (s.begin - begin) / length, 100 * (s.end - s.begin) / length, *s[2:], 16)
             for s in _joined(spans, length / 1500)
         )
-        drawn.append(
-            f'<div class="row lane"><span title="{escape(name)}">{escape(name)}</span>'
-            f'<svg height="16" role="img" aria-label="{escape(name)}">'
-            f'<rect class="track" width="100%" height="16"/>{rects}</svg></div>'
-        )
+        drawn.append(_row(name, rects))
     marks = []
     for mark in ticks(1e3 * begin, 1e3 * end, 6):
         place = 100 * (mark / 1e3 - begin) / length
@@ -209,3 +204,61 @@ def _curve(curve: Curve, at: Callable[[float, float], tuple[float, float]]) -> I
             )
         radius = 3 if len(curve.points) < 60 else 1.6
         yield f'<circle cx="{px:.5g}" cy="{py:.5g}" r="{radius}" fill="{curve.colour}"/>'
+
+
+MOST_NODES = 16
+MOST_RANKS = 32
+"""Of a node, or of a replica."""
+
+
+def grid_section(grid: Mapping[str, int], ranks_per_node: int | None) -> str:
+    """Return the ranks of a grid on their nodes."""
+    topology = Topology(tuple(int(grid.get(axis, 1)) for axis in AXES))
+    if topology.size == 1:
+        return ""
+    note = "A colour for each replica. Letters and numbers are the place of a rank along the axes."
+    return section("The grid", _ranks_on_nodes(topology, ranks_per_node), note)
+
+
+def _ranks_on_nodes(topology: Topology, ranks_per_node: int | None) -> str:
+    """Return the ranks of a grid, node by node, with their coordinates; a colour for each replica.
+
+    Where nobody knows how many ranks a node has, the ranks of each sample stand together.
+    """
+    axes = [axis for axis in AXES if topology.extent(axis) > 1]
+    spatial = [axis for axis in axes if axis != "sample"]
+    within = ranks_per_node or topology.size // topology.extent("sample")
+    name = "node" if ranks_per_node else "replica"
+    groups = -(-topology.size // within)
+    drawn = []
+    for group in range(min(groups, MOST_NODES)):
+        ranks = range(group * within, min((group + 1) * within, topology.size))
+        shown = ranks[:MOST_RANKS]
+        columns = min(len(shown), _columns(topology, spatial))
+        cells = []
+        for place, rank in enumerate(shown):
+            at = topology.coordinates(rank)
+            x, y = 62 * (place % columns), 38 * (place // columns)
+            short = " ".join(f"{axis[0]}{at[axis]}" for axis in spatial)
+            words = ", ".join(f"{axis} {at[axis]}" for axis in axes)
+            colour = COLOURS[at["sample"] % (len(COLOURS) - 1)]
+            cells.append(
+                f'<g><title>rank {rank}: {words}</title><rect x="{x}" y="{y}" width="58" '
+                f'height="34" rx="4" fill="{colour}"/><text class="on" x="{x + 29}" y="{y + 15}" '
+                f'text-anchor="middle">{rank}</text><text class="on" x="{x + 29}" y="{y + 28}" '
+                f'text-anchor="middle">{short}</text></g>'
+            )
+        width, height = 62 * columns - 4, 38 * -(-len(shown) // columns) - 4
+        more = f", {len(ranks) - len(shown)} more ranks" if len(ranks) > len(shown) else ""
+        drawn.append(
+            f'<figure><svg style="width:{width}px" viewBox="0 0 {width} {height}" role="img">'
+            f"{''.join(cells)}</svg><figcaption>{name} {group}{more}</figcaption></figure>"
+        )
+    rest = f'<p class="quiet">and {groups - MOST_NODES} more</p>' if groups > MOST_NODES else ""
+    return f'<div class="nodes">{"".join(drawn)}</div>{rest}'
+
+
+def _columns(topology: Topology, axes: Sequence[str]) -> int:
+    """Return the ranks in a row of a drawing: those along the last axis that is cut."""
+    last = topology.extent(axes[-1]) if axes else topology.size
+    return last if len(axes) > 1 and last <= 5 else min(4, topology.size)

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import ceil, floor, log10
-from typing import Any
 
 from distconv.planning.prediction import in_words
 from distconv.planning.recording import LayerPlan
 from distconv.planning.table import byte_size
 from distconv.tools.explain import HEADING, Explanation, cells_of_layer, layout_in_words
-from distconv.tools.reports.document import (
-    COLOURS,
-    Cell,
-    alert,
-    charts,
-    legend,
-    page,
-    section,
-    size_cell,
-    table,
-)
-from distconv.tools.reports.drawing import Bar, Curve, bars, chart, strip
-from distconv.tools.reports.nodes import grid_section
+from distconv.tools.reports.document import COLOURS, alert, charts, legend, page, section, table
+from distconv.tools.reports.drawing import Curve, bars, chart, grid_section, strip
+from distconv.tools.verify import HEADING as DIFFERENCES
 from distconv.tools.verify import TensorComparison, Verification
 
 
@@ -33,27 +22,37 @@ def explain_page(plan: Explanation, grid: Mapping[str, int]) -> str:
     moved = sum(layer.redistributed_bytes for layer in layers)
     numbers = [
         (byte_size(plan.kept_bytes), "kept for the backward pass on this rank"),
+        *([] if serial is None else [(byte_size(serial), "kept by the serial program")]),
         (byte_size(plan.parameter_bytes), "parameters on this rank"),
         (byte_size(received), "received in halos, forward"),
         (byte_size(moved), "received in redistributions, forward"),
         (str(len(layers)), "calls of layers and functions"),
     ]
-    if serial is not None:
-        numbers.insert(1, (byte_size(serial), "kept by the serial program"))
-    refused = alert(f"{layers[-1].name} is refused: {plan.refusal}") if plan.refusal else ""
-    sections = [refused, _layouts(layers), _by_layer(layers), grid_section(grid, None)]
-    rows = [_layer_cells(layer) for layer in layers]
-    marked = {len(layers) - 1} if plan.refusal else ()
-    sections.append(section("Every call", table(HEADING, rows, marked)))
+    sizes = [
+        (
+            f"{x.name} {x.kind}".strip(),
+            {"kept": x.kept_bytes, "parameters": x.parameter_bytes}
+            | {"halos": x.halo_bytes, "redistributions": x.redistributed_bytes},
+        )
+        for x in layers
+    ]
+    drawn = {
+        "Kept for the backward pass": bars(sizes, byte_size, {"kept": COLOURS[2]}),
+        "Received, forward": bars(
+            sizes, byte_size, {"halos": COLOURS[0], "redistributions": COLOURS[1]}
+        ),
+        "Parameters": bars(sizes, byte_size, {"parameters": COLOURS[5]}),
+    }
+    rows = [HEADING, *map(cells_of_layer, layers)]
+    sections = [
+        alert(f"{layers[-1].name} is refused: {plan.refusal}") if plan.refusal else "",
+        _layouts(layers),
+        section("Layer by layer", charts(drawn)),
+        grid_section(grid, None),
+        section("Every call", table(rows, {len(layers) - 1} if plan.refusal else ())),
+    ]
     about = f"The forward pass on rank {plan.rank} of {plan.grid}, without running it."
     return page(f"{plan.module} on {in_words(grid, ', ')}", about, numbers, sections)
-
-
-def _layer_cells(layer: LayerPlan) -> list[Cell]:
-    sizes = {6: layer.halo_bytes, 7: layer.redistributed_bytes, 9: layer.reduced_bytes}
-    sizes |= {10: layer.kept_bytes, 11: layer.parameter_bytes}
-    texts = enumerate(cells_of_layer(layer))
-    return [size_cell(sizes[place]) if place in sizes else text for place, text in texts]
 
 
 def _layouts(layers: Sequence[LayerPlan]) -> str:
@@ -76,29 +75,6 @@ def _layouts(layers: Sequence[LayerPlan]) -> str:
     return section("Layouts along the network", drawn + legend(colours), note)
 
 
-def _by_layer(layers: Sequence[LayerPlan]) -> str:
-    """Return memory and messages by layer as bars."""
-
-    def drawn(*parts: tuple[Callable[[LayerPlan], int], str, str]) -> str:
-        rows = []
-        for layer in layers:
-            sizes = [(size(layer), colour, what) for size, colour, what in parts]
-            amounts = [(n, c, f"{what}: {byte_size(n)}") for n, c, what in sizes]
-            name = f"{layer.name} {layer.kind}".strip()
-            rows.append(Bar(name, amounts, byte_size(sum(n for n, _, _ in sizes))))
-        return bars(rows)
-
-    received = {"halos": COLOURS[0], "redistributions": COLOURS[1]}
-    halos: Any = (lambda layer: layer.halo_bytes, COLOURS[0], "halos")
-    moves: Any = (lambda layer: layer.redistributed_bytes, COLOURS[1], "redistributions")
-    shown = {
-        "Kept for the backward pass": drawn((lambda x: x.kept_bytes, COLOURS[2], "kept")),
-        "Received, forward": drawn(halos, moves) + legend(received),
-        "Parameters": drawn((lambda x: x.parameter_bytes, COLOURS[5], "parameters")),
-    }
-    return section("Layer by layer", charts(shown))
-
-
 def verify_page(found: Verification, grid: Mapping[str, int]) -> str:
     """Return the page of a module's numbers on a grid against the serial ones."""
     rows = found.rows
@@ -109,18 +85,6 @@ def verify_page(found: Verification, grid: Mapping[str, int]) -> str:
         (f"{largest:.1e}", "largest difference, relative"),
         (f"{found.tolerance:.1e}", "tolerance"),
     ]
-    cells: list[list[Cell]] = [
-        [
-            row.layer,
-            row.kind,
-            (f"{row.difference:.1e}", row.difference),
-            (f"{row.rounding:.1e}", row.rounding),
-            "agrees" if row.ok else "deviates" if row.kind != "refused" else "refused",
-            row.note,
-        ]
-        for row in rows
-    ]
-    headings = ("layer or tensor", "kind", "difference", "rounding alone", "", "note")
     marked = {i for i, row in enumerate(rows) if not row.ok}
     note = (
         "Each tensor in the order of the table: its difference from the serial one, and that of "
@@ -131,7 +95,7 @@ def verify_page(found: Verification, grid: Mapping[str, int]) -> str:
         *(alert(f"note: {note}", good=True) for note in found.notes),
         section("Differences", _differences(rows, found.tolerance), note),
         grid_section(grid, None),
-        section("Every tensor", table(headings, cells, marked)),
+        section("Every tensor", table([DIFFERENCES, *(row.cells for row in rows)], marked)),
     ]
     about = "Outputs, buffers and gradients against the serial program, layer by layer."
     title = f"{found.module} on {in_words(grid, ', ')}: {'all agree' if found.ok else 'deviates'}"

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import ceil, floor, log10
 
-from distconv.planning.alternation import Spread
-from distconv.planning.scaling import Case, Study
-from distconv.tools.reports.document import (
-    COLOURS,
-    Cell,
-    charts,
-    milliseconds,
-    page,
-    section,
-    table,
-)
+from distconv.planning.scaling import Study
+from distconv.planning.table import milliseconds
+from distconv.tools.reports.document import COLOURS, charts, page, section, table
 from distconv.tools.reports.drawing import Curve, Point, chart
 
 
@@ -25,39 +17,18 @@ def scale_page(study: Study) -> str:
     most = max(study.measured, key=lambda case: case.ranks, default=None)
     reached = None if most is None else study.efficiency(most)
     if most is not None and most.time is not None:
-        numbers.append((f"{milliseconds(most.time.median)} ms", f"a step on {most.ranks} ranks"))
+        numbers.append((milliseconds(most.time.median), f"a step on {most.ranks} ranks"))
     if most is not None and reached is not None:
         numbers.append((f"{reached.median:.0%}", f"efficiency on {most.ranks} ranks"))
-    headings = ("ranks", "grid", "shape", "time", "quartiles", "efficiency", "quartiles")
-    rows = [_case(study, case) for case in study.cases]
-    facts = table(("fact", ""), [[name, value] for name, value in study.facts.items() if value])
+    facts = table([("fact", ""), *((name, value) for name, value in study.facts.items() if value)])
     note = "Medians with quartiles; the line between dots is the prediction, where there is one."
     sections = [
         section("Time and efficiency", charts(_scaling(study)), note),
-        section("Cases", table((*headings, "predicted", "off by"), rows)),
+        section("Cases", table(study.rows())),
         section("How it was measured", facts),
     ]
     title = f"{study.kind} scaling of {study.module}"
     return page(title, "A training step on more and more ranks.", numbers, sections)
-
-
-def _case(study: Study, case: Case) -> list[Cell]:
-    def quartiles(spread: Spread | None, text: Callable[[float], str]) -> str:
-        return "" if spread is None else f"{text(spread.low)} to {text(spread.high)}"
-
-    time, efficiency, guess = case.time, study.efficiency(case), case.predicted
-    off = None if guess is None or time is None else guess / time.median - 1
-    return [
-        (str(case.ranks), case.ranks),
-        case.name,
-        " ".join("x".join(map(str, s)) for s in case.shapes),
-        "" if time is None else (f"{milliseconds(time.median)} ms", time.median),
-        quartiles(time, lambda value: f"{milliseconds(value)} ms"),
-        "" if efficiency is None else (f"{efficiency.median:.1%}", efficiency.median),
-        quartiles(efficiency, lambda value: f"{value:.1%}"),
-        "" if guess is None else (f"{milliseconds(guess)} ms", guess),
-        "" if off is None else (f"{off:+.0%}", abs(off)),
-    ]
 
 
 def _scaling(study: Study) -> dict[str, str]:

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from distconv.tools.reports.document import (
-    COLOURS,
-    Cell,
-    legend,
-    milliseconds,
-    page,
-    section,
-    size_cell,
-    table,
-    time_cell,
-)
-from distconv.tools.reports.drawing import Bar, Span, bars, lanes
+from distconv.planning.table import Cell, milliseconds, size_cell, time_cell
+from distconv.tools.reports.document import COLOURS, page, section, table
+from distconv.tools.reports.drawing import Span, bars, lanes
 from distconv.tools.timeline.messages import KINDS, ROWS, Event
-from distconv.tools.timeline.report import COLORS, add_up, spans, spans_under_way
+from distconv.tools.timeline.report import add_up, spans, spans_under_way
 
 MOST_RANKS = 16
 """Whose timelines are drawn."""
+
+
+OF_ROWS = dict(zip((*ROWS, *KINDS), (COLOURS[i] for i in (0, 1, 0, 2, 5, 3, 6, 7)), strict=True))
+"""The colours of a rank's rows, and of kinds of messages."""
 
 
 def timeline_page(events: Sequence[Event], name: str, begin: float, end: float) -> str:
@@ -32,22 +27,16 @@ def timeline_page(events: Sequence[Event], name: str, begin: float, end: float) 
     exposed = sum(sum(row.exposed.values()) for row in rows)
     numbers = [
         (str(len(rows)), "ranks"),
-        (f"{milliseconds(longest)} ms", "recorded"),
+        (milliseconds(longest), "recorded"),
         (f"{waits:.0%}", "of it waiting for other ranks"),
         (f"{1 - exposed / under_way:.0%}" if under_way else "none", "of messages hidden"),
     ]
-    colours = {"compute": COLOURS[0], "wait": COLOURS[1]}
-    per_rank = [
-        Bar(
-            f"rank {row.rank}",
-            [
-                (row.compute, colours["compute"], f"computes {milliseconds(row.compute)} ms"),
-                (row.wait, colours["wait"], f"waits {milliseconds(row.wait)} ms"),
-            ],
-            f"{milliseconds(row.seconds)} ms",
-        )
-        for row in rows
-    ]
+    colours = {"computes": COLOURS[0], "waits": COLOURS[1], "neither": COLOURS[-1]}
+    per_rank = []
+    for row in rows:
+        neither = max(row.seconds - row.compute - row.wait, 0.0)
+        amounts = {"computes": row.compute, "waits": row.wait, "neither": neither}
+        per_rank.append((f"rank {row.rank}", amounts))
     kinds: list[list[Cell]] = [
         [
             (str(row.rank), row.rank),
@@ -62,12 +51,12 @@ def timeline_page(events: Sequence[Event], name: str, begin: float, end: float) 
     ]
     headings = ("rank", "messages", "received", "under way, ms", "waited for, ms", "hidden")
     sections = [
-        section("Ranks", bars(per_rank) + legend(colours)),
+        section("Ranks", bars(per_rank, milliseconds, colours)),
         *(
             section(f"Rank {row.rank}", _lanes_of(events, row.rank, begin, end))
             for row in rows[:MOST_RANKS]
         ),
-        section("Messages", table(headings, kinds)),
+        section("Messages", table([headings, *kinds])),
     ]
     about = "What every rank does, on one clock, and what is under way meanwhile."
     return page(f"Timeline {name}", about, numbers, sections)
@@ -85,7 +74,7 @@ def _lanes_of(events: Sequence[Event], rank: int, begin: float, end: float) -> s
         named = [e["name"] for e in chosen if e["ph"] == "X"] or [row] * len(chosen)
         pairs = spans_under_way(chosen) if row in KINDS else spans(chosen)
         within = [
-            Span(max(a / 1e6, begin), min(b / 1e6, end), COLORS[row], title)
+            Span(max(a / 1e6, begin), min(b / 1e6, end), OF_ROWS[row], title)
             for (a, b), title in zip(pairs, named, strict=False)
             if b / 1e6 > begin and a / 1e6 < end
         ]
