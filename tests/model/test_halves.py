@@ -167,12 +167,3 @@ def test_options_that_are_none_are_refused_on_every_rank(options: Any, words: st
     assert words in raised_everywhere(
         ValueError, lambda: dc.parallelize(nn.Linear(2, 2), grid, **options)
     )
-
-
-@pytest.mark.parallel([2])
-def test_an_option_that_differs_between_ranks_is_refused() -> None:
-    def differs() -> None:
-        wire = "float16" if WORLD.rank else None
-        dc.parallelize(nn.Linear(2, 2), dc.ProcessGrid(sample=-1), wire=wire)
-
-    assert "wire is float16 on rank 1 and None on rank 0" in raised_everywhere(ValueError, differs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -62,23 +63,13 @@ def in_a_checkpoint_run_again(net: Net, x: Any, error: type[BaseException]) -> N
     loss.backward()
 
 
-def in_a_pre_hook(net: Net, x: Any, error: type[BaseException]) -> None:
-    with Hook(net.register_forward_pre_hook(fail(error))):
+def in_a_pre_hook(net: Net, x: Any, error: type[BaseException], first: bool = False) -> None:
+    with Hook(net.register_forward_pre_hook(fail(error), prepend=first)):
         net(x)
 
 
-def in_a_pre_hook_that_comes_first(net: Net, x: Any, error: type[BaseException]) -> None:
-    with Hook(net.register_forward_pre_hook(fail(error), prepend=True)):
-        net(x)
-
-
-def in_a_hook(net: Net, x: Any, error: type[BaseException]) -> None:
-    with Hook(net.register_forward_hook(fail(error))):
-        net(x)
-
-
-def in_a_hook_that_comes_first(net: Net, x: Any, error: type[BaseException]) -> None:
-    with Hook(net.register_forward_hook(fail(error), prepend=True)):
+def in_a_hook(net: Net, x: Any, error: type[BaseException], first: bool = False) -> None:
+    with Hook(net.register_forward_hook(fail(error), prepend=first)):
         net(x)
 
 
@@ -144,9 +135,9 @@ class Hook:
         in_a_checkpoint,
         in_a_checkpoint_run_again,
         in_a_pre_hook,
-        in_a_pre_hook_that_comes_first,
+        partial(in_a_pre_hook, first=True),
         in_a_hook,
-        in_a_hook_that_comes_first,
+        partial(in_a_hook, first=True),
         in_a_hook_of_a_part,
         in_a_hook_of_a_tensor,
         in_the_middle_of_backward,

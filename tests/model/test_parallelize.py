@@ -203,81 +203,26 @@ def test_planes_smaller_than_the_grid_leave_ranks_empty_and_gradients_right() ->
         twins.check()
 
 
-@pytest.mark.parallel(RANKS)
-def test_a_layer_that_only_some_passes_use_keeps_its_gradient_otherwise() -> None:
-    def make(seed: int = 0) -> nn.Module:
-        torch.manual_seed(seed)
-        return Branching().double()
-
-    for grid in grids(4):
-        twins = Twins(grid, make, bucket_bytes=1)
-        for seed, choice in enumerate([0, 1, 1, 0]):
-            twins.serial.choice = twins.parallel.choice = choice
-            twins.backward(seed)
-            twins.check()
-
-
-@pytest.mark.parallel(RANKS)
-def test_input_gradients_are_serial_too() -> None:
-    for grid in grids(5):
-        twins = Twins(grid)
-        x, y = batch(0)
-        d = dc.distribute_tensor(x, grid).requires_grad_()
-        loss_of(twins.parallel, d, twins.inputs(0)[1]).backward()
-        x.requires_grad_()
-        loss_of(twins.serial, x, y).backward()
-        assert deviation(d.grad.full_tensor(), x.grad) <= 1e-10
-        twins.check()
-
-
 # Accumulation
 
 
 @pytest.mark.parallel(RANKS)
 @pytest.mark.parametrize(
-    "passes", ["s", "ss", "sss", "ns", "nns", "sns", "snns", "nsns", "nssns"], ids=str
+    "passes", ["sss", "nns", "snns", "nssns", "szs", "s0ss", "nzs", "n0s", "sn0s", "nsz0s"]
 )
 def test_accumulated_gradients_are_serial_with_and_without_no_sync(passes: str) -> None:
+    """Go through passes: s as usual, n under no_sync, z sets gradients to None, 0 to zero."""
     for grid in grids(6, 2):
         twins = Twins(grid, bucket_bytes=500)
         for seed, kind in enumerate(passes):
             if kind == "n":
                 with dc.no_sync(twins.parallel):
                     twins.backward(seed)
-            else:
+            elif kind == "s":
                 twins.backward(seed)
                 twins.check()
-
-
-@pytest.mark.parallel(RANKS)
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("before", ["s", "n", "sn", "ns"])
-def test_gradients_start_anew_after_zero_grad(before: str, set_to_none: bool) -> None:
-    twins = Twins(grids(7)[0])
-    for seed, kind in enumerate(before):
-        if kind == "n":
-            with dc.no_sync(twins.parallel):
-                twins.backward(seed)
-        else:
-            twins.backward(seed)
-    twins.zero_grad(set_to_none)
-    for seed in range(7, 9):
-        twins.backward(seed)
-        twins.check()
-
-
-@pytest.mark.parallel(RANKS)
-def test_gradients_that_the_program_sets_itself_are_added_to() -> None:
-    twins = Twins(grids(8)[0])
-    for model in (twins.serial, twins.parallel):
-        for p in model.parameters():
-            p.grad = torch.ones_like(p)
-    twins.backward(0)
-    twins.check()
-    for model in (twins.serial, twins.parallel):
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-    twins.backward(1)
-    twins.check()
+            else:
+                twins.zero_grad(kind == "z")
 
 
 @pytest.mark.parallel(RANKS)
@@ -305,69 +250,7 @@ def test_asking_autograd_for_gradients_leaves_those_of_the_parameters_alone() ->
     twins.check()
 
 
-@pytest.mark.parallel(RANKS)
-def test_gradients_of_two_models_in_one_loss_do_not_mix() -> None:
-    grid = grids(11)[0]
-    first, second = Twins(grid, bucket_bytes=200), Twins(grid, lambda seed=0: net(seed + 10))
-    (loss_of(first.serial, *batch(0)) + loss_of(second.serial, *batch(1))).backward()
-    loss = loss_of(first.parallel, *first.inputs(0)) + loss_of(second.parallel, *first.inputs(1))
-    loss.backward()
-    first.check()
-    second.check()
-
-
-# Interrupted passes
-
-
-class Fragile(torch.autograd.Function):
-    """A function that raises in its backward pass while it is told to."""
-
-    broken = False
-
-    @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> Tensor:
-        if Fragile.broken:
-            raise ArithmeticError("broken on purpose")
-        return grad
-
-
-class Breakable(Net):
-    """A network that raises in mid-backward, after the gradients of its last layers."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(self.norm(self.stem(x)))
-        if isinstance(x, dc.DistTensor):
-            x = dc.DistTensor(Fragile.apply(x.shard), x.shape, x.cuts, x.grid)
-        else:
-            x = Fragile.apply(x)
-        return self.head(self.again(F.relu(self.conv(x))).mean((2, 3)))
-
-
-@pytest.mark.parallel(RANKS)
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_a_backward_pass_that_fails_on_all_ranks_does_not_break_the_next(
-    set_to_none: bool,
-) -> None:
-    def make(seed: int = 0) -> nn.Module:
-        torch.manual_seed(seed)
-        return Breakable().double()
-
-    for grid in grids(12):
-        twins = Twins(grid, make, bucket_bytes=1)
-        twins.backward(0)
-        Fragile.broken = True
-        for model, inputs in ((twins.serial, batch(1)), (twins.parallel, twins.inputs(1))):
-            with pytest.raises(ArithmeticError, match="broken on purpose"):
-                loss_of(model, *inputs).backward()
-        Fragile.broken = False
-        twins.zero_grad(set_to_none)
-        for seed in range(2, 4):
-            twins.backward(seed)
-            twins.check()
+# What is refused
 
 
 @pytest.mark.parallel(RANKS)
@@ -412,30 +295,6 @@ def test_the_state_dict_is_that_of_the_plain_module() -> None:
 
 
 @pytest.mark.parallel(RANKS)
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=1e-3),
-        lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True, foreach=True),
-        lambda p: torch.optim.Adam(p, 0.01),
-    ],
-    ids=["momentum", "nesterov", "adam"],
-)
-def test_optimizers_take_the_serial_steps(optimizer: Callable) -> None:
-    for grid in grids(14, 2):
-        twins = Twins(grid)
-        optimizers = [optimizer(m.parameters()) for m in (twins.serial, twins.parallel)]
-        for seed in range(3):
-            twins.backward(seed)
-            for o in optimizers:
-                o.step()
-            # Adam divides by the root of tiny squared gradients, which magnifies the last digits.
-            twins.check(1e-7)
-            for o in optimizers:
-                o.zero_grad()
-
-
-@pytest.mark.parallel(RANKS)
 def test_a_copy_is_a_plain_module_of_its_own_and_made_in_silence() -> None:
     twins = Twins(grids(15)[0])
     twins.backward(0)
@@ -448,16 +307,7 @@ def test_a_copy_is_a_plain_module_of_its_own_and_made_in_silence() -> None:
             p is not q for p, q in zip(alone.parameters(), twins.parallel.parameters(), strict=True)
         )
     twins.check()
-    again = copy.deepcopy(twins.parallel)
-    loss_of(again, *batch(2)).backward()
-    twins.check()
-    other = Twins(twins.grid)
-    other.parallel = dc.parallelize(again, twins.grid)
-    other.serial = copy.deepcopy(twins.serial)
-    loss_of(other.serial, *batch(2))
-    other.zero_grad()
-    other.backward(3)
-    other.check()
+    loss_of(copy.deepcopy(twins.parallel), *batch(2)).backward()
     twins.check()
 
 
@@ -470,7 +320,7 @@ class Frozen(nn.Conv2d):
         self.bias.requires_grad_(False)
 
 
-@pytest.mark.parallel([2, 4])
+@pytest.mark.parallel([2])
 @pytest.mark.parametrize(
     ("other", "name"),
     [
@@ -506,7 +356,7 @@ def test_modules_without_shape_are_refused_until_they_have_been_called(shard: bo
     assert module(dc.distribute_tensor(whole, grid)).shape == (2, 4, 6, 6)
 
 
-@pytest.mark.parallel([2, 4])
+@pytest.mark.parallel([2])
 def test_modules_in_another_order_are_refused() -> None:
     names = ["a", "b"] if WORLD.rank == 1 else ["b", "a"]
     module = nn.ModuleDict({name: nn.Conv2d(1, 1, 1) for name in names})
@@ -531,7 +381,7 @@ def test_a_module_is_parallelized_once() -> None:
         assert "parallelized already" in message
 
 
-@pytest.mark.parallel(RANKS)
+@pytest.mark.parallel([1, 2])
 def test_plain_inputs_are_refused_where_gradients_would_be_counted_once_a_rank() -> None:
     twins = Twins(dc.ProcessGrid(sample=-1))
     x, y = batch(0)
@@ -571,9 +421,11 @@ def test_a_module_that_has_got_other_parameters_says_so() -> None:
     )
 
 
-@pytest.mark.parallel([2, 4])
-@pytest.mark.parametrize("options", [{"bucket_bytes": 1}, {"shard_parameters": True}])
-def test_ranks_that_ask_for_different_things_are_told(options: dict[str, int]) -> None:
+@pytest.mark.parallel([2])
+@pytest.mark.parametrize(
+    "options", [{"bucket_bytes": 1}, {"shard_parameters": True}, {"wire": "float16"}]
+)
+def test_ranks_that_ask_for_different_things_are_told(options: dict[str, Any]) -> None:
     grid = dc.ProcessGrid(height=-1)
     own = options if grid.rank == 1 else {}
 
@@ -592,15 +444,16 @@ def test_inputs_have_to_live_on_the_grid_of_the_module() -> None:
 
 
 @pytest.mark.parallel([1, 2, 4])
-def test_random_layouts_of_the_input_train_alike() -> None:
+def test_inputs_in_random_layouts_have_and_give_the_serial_gradients() -> None:
     rng = random.Random(15)
     for _ in range(4):
         grid = random_grid(rng)
         twins = Twins(grid)
         x, y = batch(0)
-        loss_of(twins.serial, x, y).backward()
-        d = dc.distribute_tensor(x, grid, random_layout(rng, grid, x.shape))
-        loss_of(twins.parallel, d, y).backward()
+        loss_of(twins.serial, x.requires_grad_(), y).backward()
+        d = dc.distribute_tensor(x.detach(), grid, random_layout(rng, grid, x.shape))
+        loss_of(twins.parallel, d.requires_grad_(), y).backward()
+        assert deviation(d.grad.full_tensor(), x.grad) <= 1e-10
         twins.check()
 
 

@@ -20,14 +20,11 @@ GRIDS = {
     2: [{"height": 2}, {"channel": 2}],
     3: [{"height": 3}, {"channel": 3}],
     4: [
-        {"height": 4},
         {"height": 2, "width": 2},
-        {"width": 4},
         {"sample": 2, "height": 2},
         {"channel": 2, "filter": 2},
         {"channel": 2, "height": 2},
     ],
-    8: [{"sample": 2, "height": 2, "width": 2}, {"channel": 2, "filter": 2, "width": 2}],
 }
 
 

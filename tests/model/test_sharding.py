@@ -102,7 +102,7 @@ def check(model: nn.Module, serial: nn.Module, tolerance: float = 1e-10) -> None
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_sharded_parameters_train_as_serially(name: str) -> None:
     make = OPTIMIZERS[name]
-    for grid in grids(0):
+    for grid in grids(0, 2):
         model, serial = sharded(grid), net()
         check(model, serial, 0.0)
         mine, its = make(model.parameters()), make(serial.parameters())
@@ -214,7 +214,7 @@ def test_gradients_are_clipped_by_their_true_norm(name: str, order: float) -> No
     def torch_s(parameters: Any, limit: float) -> Tensor:
         return nn.utils.clip_grad_norm_(parameters, limit, order)
 
-    for grid in grids(2):
+    for grid in grids(2, 2):
         model, serial = sharded(grid), net()
         mine, its = OPTIMIZERS["SGD"](model.parameters()), OPTIMIZERS["SGD"](serial.parameters())
         for seed in range(2):

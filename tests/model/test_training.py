@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import distconv as dc
@@ -120,19 +119,6 @@ def test_clipping_schedules_and_averages_are_the_serial_ones() -> None:
     for serial, model in zip(*(r[:2] for r in results), strict=True):
         agree(serial, model)
     assert deviation(results[1][2], results[0][2]) <= 1e-9
-
-
-@pytest.mark.parallel(RANKS)
-@pytest.mark.parametrize("wrap", [parametrizations.weight_norm, parametrizations.spectral_norm])
-def test_wrapped_weights_train_as_serially(wrap: Callable[[nn.Module], nn.Module]) -> None:
-    serial, model = twins(lambda: nn.Sequential(wrap(nn.Conv2d(2, 3, 3)), nn.Flatten(), nn.ReLU()))
-    for m, (x, _) in ((serial, batch()), (model, distributed(*batch()))):
-        optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
-        for _ in range(3):
-            optimizer.zero_grad()
-            m(x).square().mean().backward()
-            optimizer.step()
-    agree(serial, model)
 
 
 @pytest.mark.parallel(RANKS)

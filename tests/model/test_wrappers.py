@@ -104,7 +104,7 @@ def test_the_inside_of_a_wrapper_says_so_when_the_wrapper_is_called() -> None:
     assert "called by DistributedDataParallel" in message
 
 
-@pytest.mark.parallel([1, 2, 3])
+@pytest.mark.parallel([1, 2])
 @pytest.mark.filterwarnings("ignore:Using a non-full backward hook")
 def test_old_backward_hooks_of_modules_are_refused() -> None:
     grid = dc.ProcessGrid(sample=-1)

@@ -83,16 +83,12 @@ RAISED: dict[str, Callable[..., Any]] = {
     "negative padding of transposed": lambda x: F.conv_transpose2d(x, KERNEL, padding=-1),
     "stride 0": lambda x: F.conv2d(x, KERNEL, stride=0),
     "stride 0 of transposed": lambda x: F.conv_transpose2d(x, KERNEL, stride=0),
-    "stride 0 of pooling": lambda x: F.max_pool2d(x, 2, 0),
     "strides beyond any number": lambda x: F.max_pool2d(x, 2, HUGE),
-    "shuffle by 0": lambda x: F.pixel_shuffle(x, 0),
     "repeat by halves": lambda x: x.repeat(1, 1.5, 1, 1),
     "repeat by text": lambda x: x.repeat(1, "1", 1, 1),
     "repeat by a broken number": lambda x: x.repeat(1, torch.tensor(1.5), 1, 1),
     "expand by halves": lambda x: x[:, :1].expand(2, 1.5, 8, 6),
     "softmax over a dictionary": lambda x: x.softmax(dim={}),
-    "sum over text": lambda x: x.sum("1"),
-    "sum over halves": lambda x: x.sum(1.5),
     "dropout in a dictionary's mode": lambda x: F.dropout(x, training={}),
     "dropout in a number's mode": lambda x: F.dropout(x, training=1),
     "a truth value as dimension": lambda x: F.glu(x, dim=True),
@@ -116,7 +112,7 @@ def test_what_torch_takes_for_whole_numbers_gives_what_it_gives(name: str) -> No
     agrees(ACCEPTED[name], [x], [], grid, rng, [dc.Layout(height="height")])
 
 
-@pytest.mark.parallel([1, 2, 3])
+@pytest.mark.parallel([1, 2])
 @pytest.mark.parametrize("name", RAISED)
 def test_what_torch_refuses_is_refused_on_all_ranks_before_anything_is_sent(name: str) -> None:
     rng = random.Random(name)

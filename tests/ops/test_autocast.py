@@ -57,7 +57,8 @@ def test_results_have_the_types_of_serial_autocast(key: str) -> None:
     name = SAMPLED[key][0]
     for sample in samples_of(name):
         operands = [sample.operands(plain=plain) for plain in (False, True)]
-        for dtype in (HALF, SINGLE, torch.float64):
+        # On four ranks some blocks are empty, which is all that is new there.
+        for dtype in (HALF, SINGLE, torch.float64) if grid.size == 2 else (SINGLE,):
             cut, plain = ([_value(o, dtype) for o in of] for of in operands)
             try:
                 expected = _outcome(partial(sample.call, name), *cut, *plain)

@@ -126,7 +126,7 @@ RAISED: dict[str, Callable] = {
 }
 
 
-@pytest.mark.parallel([1, 2, 3])
+@pytest.mark.parallel([1, 2])
 @pytest.mark.parametrize("name", RAISED)
 def test_what_torch_does_not_accept_raises_on_all_ranks(name: str) -> None:
     rng = random.Random(name)
@@ -200,7 +200,7 @@ ACCEPTED: dict[str, tuple[Callable, tuple[int, ...]]] = {
 def test_what_torch_accepts(name: str) -> None:
     function, shape = ACCEPTED[name]
     rng = random.Random(name)
-    for _ in range(3):
+    for _ in range(2):
         grid = random_grid(rng, ("channel", "height", "width"))
         agrees(function, [random_tensor(rng, shape)], [], grid, rng)
 
@@ -231,18 +231,9 @@ def test_types_of_results_on_ranks_without_elements() -> None:
 def test_degenerate_values(name: str) -> None:
     function, values = ONE[name]
     rng = random.Random(name)
-    for _ in range(4):
+    for _ in range(2):
         x = torch.tensor(values, dtype=torch.float64)
         agrees(function, [x], [], random_grid(rng), rng)
-
-
-@pytest.mark.parallel([1, 2, 4])
-@pytest.mark.parametrize("shapes", [((5, 3, 7), (3, 7)), ((5, 3, 7), (5, 1, 7))])
-@pytest.mark.parametrize("eps", [1e-8, 10.0])
-def test_cosine_similarity_of_broadcast_operands(shapes: tuple, eps: float) -> None:
-    rng = random.Random(1)
-    tensors = [random_tensor(rng, s) for s in shapes]
-    agrees(lambda x, y: F.cosine_similarity(x, y, 1, eps), tensors, [], random_grid(rng), rng)
 
 
 @pytest.mark.parallel([2, 4])

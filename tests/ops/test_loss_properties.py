@@ -35,7 +35,7 @@ def test_regression_losses_equal_serial(case: Case) -> None:
     arguments = {**arguments, "reduction": case.one_of(*REDUCTIONS)}
     shape, dtype = case.draw(shapes(0)), case.one_of(*DTYPES)
     tensors = [
-        case.tensor(shape, "normal", "ties", "infinite", dtype=dtype),
+        case.tensor(some_broadcast(case, shape), "normal", "ties", "infinite", dtype=dtype),
         case.tensor(some_broadcast(case, shape), "normal", "ties", dtype=dtype),
     ]
     if function is not F.smooth_l1_loss and tensors[0].shape == tensors[1].shape and case.flag():

@@ -2,49 +2,11 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.nn.functional as F
-from mpi4py import MPI
 
 import distconv as dc
-from tests.support.serial import random_grid, random_layout
-
-DRAWS: dict[str, Callable] = {
-    "rand_like": torch.rand_like,
-    "randn_like": torch.randn_like,
-    "randint_like": lambda x: torch.randint_like(x, 3, 9),
-    "bernoulli": lambda x: torch.bernoulli(x * 0 + 0.3),
-    "uniform_": lambda x: x.clone().uniform_(-2, 3),
-    "normal_": lambda x: x.clone().normal_(5, 2),
-    "bernoulli_": lambda x: x.clone().bernoulli_(0.7),
-    "dropout": lambda x: F.dropout(x, 0.3),
-    "dropout in place": lambda x: F.dropout(x.clone(), 0.3, inplace=True),
-    "dropout2d": lambda x: F.dropout2d(x, 0.5),
-    "alpha_dropout": lambda x: F.alpha_dropout(x, 0.4, training=True),
-    "feature_alpha_dropout": lambda x: F.feature_alpha_dropout(x, 0.4, training=True),
-    "kaiming": lambda x: torch.nn.init.kaiming_uniform_(x.clone()),
-}
-
-
-@pytest.mark.parallel([1, 2, 4, 6])
-@pytest.mark.parametrize("name", DRAWS)
-def test_every_grid_draws_the_numbers_of_a_single_rank(name: str) -> None:
-    rng = random.Random(name)
-    x = torch.arange(1.0, 4 * 3 * 5 * 6 + 1).view(4, 3, 5, 6)
-    alone = dc.ProcessGrid(MPI.COMM_SELF)
-    for seed in range(3):
-        torch.manual_seed(seed)
-        expected = DRAWS[name](dc.distribute_tensor(x, alone)).full_tensor()
-        grid = random_grid(rng)
-        # Rank 0 decides, whatever the others have drawn before.
-        torch.manual_seed(seed if MPI.COMM_WORLD.rank == 0 else seed + 100)
-        layout = random_layout(rng, grid, x.shape)
-        actual = DRAWS[name](dc.distribute_tensor(x, grid, layout)).full_tensor()
-        assert torch.equal(actual, expected)
 
 
 @pytest.mark.parallel([1, 4])

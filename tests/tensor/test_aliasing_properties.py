@@ -121,7 +121,7 @@ def random_write(
 
 @pytest.mark.parallel([1, 2, 4])
 @pytest.mark.parametrize("recorded", [True, False])
-@pytest.mark.parametrize("seed", examples(150))
+@pytest.mark.parametrize("seed", examples(120))
 def test_random_views_and_writes_are_serial(seed: int, recorded: bool) -> None:
     rng = random.Random(seed)
     grid = random_grid(rng)

@@ -62,7 +62,7 @@ def test_the_dimensions_of_a_mesh_may_come_in_any_order_and_by_other_names() -> 
     assert "the mesh has the ranks [0, 2, 1, 3]" in error
 
 
-@pytest.mark.parallel([2, 4])
+@pytest.mark.parallel([2])
 def test_ranks_that_torch_would_sort_are_refused() -> None:
     backwards = tuple(range(WORLD.size))[::-1]
     grid = dc.ProcessGrid(backwards, height=-1)

@@ -150,7 +150,7 @@ TOOLS: dict[str, tuple[Callable[[nn.Module, Any], Any], str]] = {
 }
 
 
-@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parallel([1, 2])
 @pytest.mark.parametrize("tool", TOOLS)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 def test_other_tools_are_refused_in_a_sentence(tool: str) -> None:

@@ -22,9 +22,14 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "normal_": lambda x: x.clone().normal_(5, 2),
     "bernoulli_": lambda x: x.clone().bernoulli_(0.7),
     "dropout": lambda x: F.dropout(x, 0.3),
+    "dropout in place": lambda x: F.dropout(x.clone(), 0.3, inplace=True),
     "dropout1d": lambda x: F.dropout1d(x, 0.5) if x.dim() == 3 else x * 1,
     "dropout2d": lambda x: F.dropout2d(x, 0.5) if x.dim() == 4 else x * 1,
     "alpha_dropout": lambda x: F.alpha_dropout(x, 0.4, training=True),
+    "feature_alpha_dropout": lambda x: (
+        F.feature_alpha_dropout(x, 0.4, training=True) if x.dim() >= 3 else x * 1
+    ),
+    "kaiming": lambda x: torch.nn.init.kaiming_uniform_(x[None, None].clone()),
 }
 
 
@@ -41,6 +46,7 @@ def test_a_tensor_survives_every_move_between_layouts(case: Case) -> None:
         else:
             d = dc.DistTensor.from_local(d.to_local(), case.grid, d.layout)
         assert d.shape == x.shape and d.dtype == x.dtype
+        assert d.box == dc.local_box(x.shape, case.grid, d.layout)
         assert torch.equal(d.to_local().nan_to_num(7), x[d.box.slices].nan_to_num(7))
     assert torch.equal(d.full_tensor().nan_to_num(7), x.nan_to_num(7))
 

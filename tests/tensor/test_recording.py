@@ -9,57 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import distconv as dc
-
-
-class Between(nn.Module):
-    """A network of a convolution, some function of its result, and a mean."""
-
-    def __init__(self, function: Any):
-        super().__init__()
-        torch.manual_seed(0)
-        self.conv = nn.Conv2d(2, 3, 3, padding=1, dtype=torch.float64)
-        self.function = function
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.function(self, x).mean()
-
-
-def checkpointed(module: Between, x: torch.Tensor, reentrant: bool) -> torch.Tensor:
-    result = checkpoint(lambda t: module.conv(t).relu(), x, use_reentrant=reentrant)
-    assert isinstance(result, torch.Tensor)
-    return result
 
 
 def case() -> tuple[torch.Tensor, dc.ProcessGrid]:
     torch.manual_seed(1)
     return torch.randn(2, 2, 7, 5, dtype=torch.float64), dc.ProcessGrid(height=-1)
-
-
-@pytest.mark.parallel([1, 2, 3])
-def test_checkpointing_that_is_not_reentrant_gives_the_serial_gradients() -> None:
-    x, grid = case()
-    serial = Between(lambda m, x: checkpointed(m, x, False))
-    model = dc.parallelize(copy.deepcopy(serial), grid)
-    serial(x).backward()
-    model(dc.distribute_tensor(x, grid)).backward()
-    torch.testing.assert_close(model.conv.weight.grad, serial.conv.weight.grad, rtol=1e-12, atol=0)
-
-
-@pytest.mark.parallel([2, 3])
-def test_gradients_are_still_added_up_when_the_parameters_change_their_type() -> None:
-    x, grid = case()
-    serial = nn.Conv2d(2, 3, 3)
-    model = dc.parallelize(copy.deepcopy(serial), grid)
-    serial.load_state_dict(model.state_dict())
-    serial.double()
-    model.double()
-    for _ in range(2):
-        serial(x).pow(2).mean().backward()
-        model(dc.distribute_tensor(x, grid)).pow(2).mean().backward()
-    torch.testing.assert_close(model.weight.grad, serial.weight.grad, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parallel([1, 2])

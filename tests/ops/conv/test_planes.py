@@ -130,22 +130,6 @@ def test_gradients_of_any_order_are_those_of_torch(arguments: dict[str, Any]) ->
 
 
 @pytest.mark.parallel([1, 2])
-def test_nothing_but_samples_for_which_it_pays_has_channels_last() -> None:
-    grid = dc.ProcessGrid(height=-1, device="cpu")
-
-    def of(channels: int, size: int = 128, **more: Any) -> bool:
-        return is_last(dc.distribute_tensor(torch.randn(1, channels, size, size, **more), grid))
-
-    assert of(4)
-    assert not of(4, size=32)
-    assert of(64)
-    assert not of(4, requires_grad=True)
-    assert not of(4, dtype=torch.float64)
-    with torch.backends.mkldnn.flags(enabled=False):
-        assert not of(4)
-
-
-@pytest.mark.parallel([1, 2])
 @pytest.mark.usefixtures("any_size")
 def test_functions_of_ones_own_get_contiguous_blocks() -> None:
     grid = dc.ProcessGrid(height=-1, device="cpu")

@@ -1,4 +1,4 @@
-"""Functions that need a dimension in full equal the serial ones, whether it is cut or not."""
+"""Softmax of masked rows, second derivatives, and what is gathered; see also test_properties."""
 
 from __future__ import annotations
 
@@ -10,46 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import distconv as dc
-from tests.support.serial import agrees, random_grid, random_tensor
-
-FUNCTIONS: dict[str, Callable] = {
-    "softmax": F.softmax,
-    "log_softmax": F.log_softmax,
-    "softmin": F.softmin,
-    "torch.softmax": torch.softmax,
-    "method softmax": lambda x, d: x.softmax(d),
-    "cumsum": torch.cumsum,
-    "cumprod": torch.cumprod,
-    "logcumsumexp": torch.logcumsumexp,
-    "cummax": torch.cummax,
-    "cummin": lambda x, d: x.cummin(dim=d),
-    "sort": lambda x, d: torch.sort(x, d, descending=True),
-    "argsort": torch.argsort,
-    "topk": lambda x, d: x.topk(2, d),
-}
-
-
-@pytest.mark.parallel([1, 2, 4])
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_along_a_random_dimension(name: str) -> None:
-    rng = random.Random(name)
-    for _ in range(6):
-        shape = [rng.randrange(2, 6) for _ in range(rng.choice([2, 3, 4]))]
-        dim = rng.randrange(-len(shape), len(shape))
-
-        def function(x, dim=dim):
-            result = FUNCTIONS[name](x, dim)
-            return tuple(result) if isinstance(result, tuple) else result
-
-        agrees(function, [random_tensor(rng, shape)], [], random_grid(rng), rng)
-
-
-@pytest.mark.parallel([1, 2, 4])
-def test_gated_linear_units() -> None:
-    rng = random.Random(1)
-    for dim in (1, -1):
-        x = random_tensor(rng, (3, 4, 6))
-        agrees(lambda x, dim=dim: F.glu(x, dim), [x], [], random_grid(rng), rng)
+from tests.support.serial import random_tensor
 
 
 @pytest.mark.parallel([2])

@@ -45,9 +45,18 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 BINARY = """
     add sub mul div true_divide maximum minimum fmax fmin atan2 hypot copysign logaddexp lt le gt ge
     eq ne logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor gcd lcm pow
-    float_power xlogy ldexp floor_divide remainder fmod
+    float_power xlogy ldexp floor_divide remainder fmod heaviside nextafter isclose rsub
+    bitwise_left_shift bitwise_right_shift true_divide logaddexp2 clamp_min clamp_max
 """.split()
-WITHOUT_GRADIENT = {"floor_divide", "remainder", "fmod"}
+WITHOUT_GRADIENT = {
+    "floor_divide",
+    "remainder",
+    "fmod",
+    "heaviside",
+    "nextafter",
+    "clamp_min",
+    "clamp_max",
+}
 IN_PLACE = """
     add_ sub_ mul_ div_ pow_ atan2_ copysign_ lt_ eq_ logical_or_ bitwise_and_ fill_ xlogy_ copy_
 """.split()
@@ -78,7 +87,7 @@ def test_activations_equal_serial_in_every_type(case: Case) -> None:
     case.agrees(lambda x: function(x), x)
 
 
-@on_any_grid(36)
+@on_any_grid(45)
 def test_functions_of_two_operands_broadcast_and_promote_types_as_serial(case: Case) -> None:
     name = case.one_of(*BINARY)
     shape = case.draw(shapes(0))
@@ -127,6 +136,8 @@ def test_functions_of_three_operands_equal_serial(case: Case) -> None:
     functions: dict[str, Callable[..., Tensor]] = {
         "where": lambda x, y, z: torch.where(x > 0, y, z),
         "where with a number": lambda x, y: torch.where(x > y, y, number),
+        "where with a number first": lambda x, y: torch.where(x > y, number, y),
+        "where of truth values": lambda x, y: (x > 0).where(y > 0, x < y),
         "clamp": lambda x, y, z: torch.clamp(x, y.detach(), z.detach()),
         "clamp by numbers": lambda x: torch.clamp(x, -0.4, 0.7),
         "clamp from above": lambda x, y: x.clamp(max=y.detach()),
@@ -136,6 +147,10 @@ def test_functions_of_three_operands_equal_serial(case: Case) -> None:
         "addcdiv": lambda x, y, z: torch.addcdiv(x, y, z, value=number),
         "masked_fill": lambda x, y: x.masked_fill(y > 0, number),
         "add with alpha": lambda x, y: torch.add(x, y, alpha=number),
+        "types of others": lambda x, y: x.to(torch.float32).to(y) + x.type_as(y) * y,
+        "tensors alike": lambda x, y: torch.zeros_like(x) + torch.full_like(x, 2.5) * y,
+        "without gradients": lambda x, y: x.data + y.detach(),
+        "dropout of nothing": lambda x: F.dropout(x, 0.5, training=False),
         "div rounded": lambda x, y: torch.div(x.detach(), y.detach(), rounding_mode="trunc"),
         "isclose": lambda x, y: torch.isclose(x, y, rtol=0.5, equal_nan=number < 0),
         "operators": lambda x, y, z: x * y + z / (1 + y * y) - number,

@@ -1,4 +1,4 @@
-"""Normalisations of each sample by itself: running statistics, large means, single values."""
+"""Normalisations of each sample by itself: large means, single values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from tests.support.serial import (
     agrees,
     deviation,
     random_grid,
-    random_layout,
     random_tensor,
 )
 
@@ -26,25 +25,6 @@ def test_group_norm_of_one_value_for_each_channel_of_a_rank() -> None:
     rng, grid = random.Random(2), dc.ProcessGrid(sample=-1)
     x = random_tensor(rng, (grid.size + 1, 1, 1, 1))
     agrees(lambda x: F.group_norm(x, 1), [x], [], grid, rng, [dc.Layout(sample="sample")])
-
-
-@pytest.mark.parallel([1, 2, 4])
-@pytest.mark.parametrize("n", [1, 2, 3])
-def test_running_statistics_of_instance_norm_are_the_serial_ones(n: int) -> None:
-    rng = random.Random(5)
-    kind = {1: torch.nn.InstanceNorm1d, 2: torch.nn.InstanceNorm2d, 3: torch.nn.InstanceNorm3d}[n]
-    serial, distributed = (kind(3, affine=True, track_running_stats=True).double() for _ in "ab")
-    grid = random_grid(rng)
-    for _ in range(3):
-        shape = (rng.choice([4, 5]), 3, *(rng.randrange(2, 7) for _ in range(n)))
-        x = random_tensor(rng, shape)
-        serial(x)
-        distributed(dc.distribute_tensor(x, grid, random_layout(rng, grid, shape)))
-    for actual, expected in zip(distributed.buffers(), serial.buffers(), strict=True):
-        assert deviation(actual, expected) < 1e-12
-    x = random_tensor(rng, shape)
-    actual = distributed.eval()(dc.distribute_tensor(x, grid)).full_tensor()
-    assert deviation(actual, serial.eval()(x)) < 1e-12
 
 
 @pytest.mark.parallel([2, 4])

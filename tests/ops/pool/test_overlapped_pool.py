@@ -1,4 +1,4 @@
-"""Overlapped pooling equals assembled pooling, keeps little memory, and is differentiable twice."""
+"""Overlapped pooling keeps little memory and is differentiable twice; see also test_properties."""
 
 from __future__ import annotations
 
@@ -12,46 +12,6 @@ from torch import Tensor
 
 import distconv as dc
 from tests.support.serial import TOLERANCE, agrees, deviation, random_grid, random_tensor
-
-
-def both(function: Any, x: Tensor, grid: dc.ProcessGrid) -> list[list[Tensor]]:
-    """Return result and gradient by each method."""
-    results = []
-    for method in ("assembled", "overlapped"):
-        d = dc.distribute_tensor(x, grid).requires_grad_(x.is_floating_point())
-        with dc.method(method):
-            y = function(d)
-        y = y[0] if isinstance(y, tuple) else y
-        results.append([y.detach().full_tensor()])
-        if x.is_floating_point():
-            y.backward(torch.ones_like(y.detach()) / 3)
-            results[-1].append(d.grad.full_tensor())
-    return results
-
-
-@pytest.mark.parallel([2, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int64])
-def test_averages_of_other_types_are_those_of_the_assembled_method(dtype: torch.dtype) -> None:
-    rng = random.Random(2)
-    for arguments in ((3, 1, 1), (3, 2, 1), (3, 1, 1, False, False), (3, 2, 0, True)):
-        grid = random_grid(rng, ("height", "width"))
-        x = (100 * random_tensor(rng, (2, 3, 26, 24))).to(dtype)
-        small = 0.0 if dtype == torch.int64 else 4 * torch.finfo(dtype).eps
-        assembled, overlapped = both(lambda x, a=arguments: F.avg_pool2d(x, *a), x, grid)
-        for got, wanted in zip(overlapped, assembled, strict=True):
-            assert deviation(got, wanted) <= small
-
-
-@pytest.mark.parallel([2, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_maxima_are_exactly_those_of_the_assembled_method(dtype: torch.dtype) -> None:
-    rng = random.Random(2)
-    for arguments in ((3, 1, 1), (3, 2, 1), (3, 2, 0, 1, True), (3, 1, 0, 2)):
-        grid = random_grid(rng, ("height", "width"))
-        x = random_tensor(rng, (2, 3, 26, 24)).round().to(dtype)
-        assembled, overlapped = both(lambda x, a=arguments: F.max_pool2d(x, *a), x, grid)
-        assert torch.equal(assembled[0], overlapped[0])
-        assert deviation(overlapped[1], assembled[1]) <= 4 * torch.finfo(dtype).eps
 
 
 def kept_by(function: Any, x: dc.DistTensor) -> int:

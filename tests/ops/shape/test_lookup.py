@@ -128,7 +128,7 @@ def test_indexing_by_a_tensor(name: str) -> None:
         picks(INDEXED[name], random_tensor(rng, (4, 5, 4, 6)), index, rng)
 
 
-@pytest.mark.parallel([1, 2, 3])
+@pytest.mark.parallel([1, 2])
 @pytest.mark.parametrize(
     "function",
     [
@@ -147,7 +147,7 @@ def test_wrong_positions_are_an_error_on_all_ranks(function: Callable) -> None:
     raises_alike(function, [random_tensor(rng, (4, 5))], [], random_grid(rng), rng)
 
 
-@pytest.mark.parallel([1, 2, 3])
+@pytest.mark.parallel([1, 2])
 def test_what_follows_a_second_ellipsis_is_refused() -> None:
     rng = random.Random(6)
     x = random_tensor(rng, (4, 5))
@@ -170,7 +170,7 @@ def test_embedding() -> None:
                 agrees(function, [index, rows], [], random_grid(rng), rng)
 
 
-@pytest.mark.parallel([1, 2, 3])
+@pytest.mark.parallel([1, 2])
 @pytest.mark.parametrize(
     "function",
     [
@@ -183,7 +183,7 @@ def test_wrong_embeddings_are_an_error_on_all_ranks(function: Callable) -> None:
     raises_alike(function, [torch.zeros(4, 5).long()], [], random_grid(rng), rng)
 
 
-@pytest.mark.parallel([1, 2, 3])
+@pytest.mark.parallel([1, 2])
 @pytest.mark.parametrize(
     "options", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}]
 )

@@ -140,7 +140,7 @@ def of_space(rng: random.Random) -> dc.ProcessGrid:
     return random_grid(rng, ("height", "width"))
 
 
-@pytest.mark.parallel([1, 2, 3, 4])
+@pytest.mark.parallel([2, 3, 4])
 @pytest.mark.parametrize("name", LOCAL)
 def test_what_treats_merged_rows_alike_moves_nothing(name: str) -> None:
     rng = random.Random(5)
@@ -156,7 +156,7 @@ def test_what_treats_merged_rows_alike_moves_nothing(name: str) -> None:
             assert dc.redistributions(reset=True) == []
 
 
-@pytest.mark.parallel([1, 2, 3, 4])
+@pytest.mark.parallel([2, 3])
 @pytest.mark.parametrize("name", [n for n in (*LOCAL, *BROUGHT) if n != "parts in place"])
 def test_merged_tensors_equal_serial_in_any_layout(name: str) -> None:
     rng = random.Random(6)

@@ -125,7 +125,7 @@ def test_max_pooling_equals_serial_with_and_without_indices(case: Case) -> None:
     x = case.tensor(
         unbatched(case, case.plane(n, smallest=dilation)),
         *("normal", "negative", "ties", "equal", "nan", "infinite"),
-        dtype=case.one_of(torch.float64, torch.float64, torch.float32, *INTEGER),
+        dtype=case.one_of(torch.float64, *FLOATING, *INTEGER),
     )
     case.agrees(by_any_method(case, lambda x: MAX[n](x, **arguments)), x)
 
