@@ -63,7 +63,7 @@ def test_what_is_truncated_later_is_told_when_it_is_read(
     fails_everywhere(lambda: list(Loader(data, batch_sampler=[[0], [3]])), message)
 
 
-@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parallel([1, 2])
 @pytest.mark.parametrize(
     ("kind", "name"),
     [("hdf5", "all.h5"), ("npy", "x.npy"), ("npy files", "x/3.npy"), ("hdf5 files", "sample-3.h5")],

@@ -54,17 +54,6 @@ def test_every_rank_reads_its_own_box_of_every_field(folder: Path, kind: str) ->
         assert data.bytes_read == needed <= data.bytes_fetched
 
 
-@every_size
-def test_together_the_ranks_read_what_there_is_and_once(folder: Path) -> None:
-    path = folder / "all.h5"
-    on_rank_zero(lambda: write_hdf5(path))
-    for extents in GRIDS[WORLD.size]:
-        data = Dataset(path, dc.ProcessGrid(**extents), inputs="x")
-        data.batch([1, 0, 4])
-        data.batch([2, 3])
-        assert WORLD.allreduce(data.bytes_read) == WORLD.allreduce(data.bytes_fetched) == X.nbytes
-
-
 @pytest.mark.parallel([2])
 def test_chunks_that_defeat_the_cut_are_told_with_the_numbers(folder: Path) -> None:
     paths = folder / "rows.h5", folder / "samples.h5"

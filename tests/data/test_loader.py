@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ import distconv as dc
 from distconv.data import Dataset, Function, Loader, Sampler
 from distconv.data.prefetch import prefetched
 from tests.support.everywhere import WORLD, fails_everywhere
+from tests.support.jobs import end_of, start
 from tests.support.sample_files import SAMPLES, X, Z
 from tests.support.serial import deviation
 
@@ -293,9 +292,10 @@ for name in ("a.h5", "a.zarr"):
     except dc.data.DataError as error:
         print(error)
 """
-    end = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=100
-    )
+    script = tmp_path / "program.py"
+    script.write_text(program)
+    # With DISTCONV_DEBUG set, a fork imports distconv anew.
+    end = end_of(start(script, fresh=False, DISTCONV_DEBUG="0"))
     lines = end.stdout.splitlines()
     assert lines[0] == "torch.Size([1, 3, 6, 7])", end.stderr
     assert "needs the package h5py" in lines[1] and "needs the package zarr" in lines[2]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import h5py
 import numpy as np
@@ -14,9 +12,7 @@ import pytest
 from mpi4py import MPI
 
 import distconv as dc
-from distconv.data import HDF5Source
 from examples.mesh_tangling.data import MeshTanglingData
-from examples.mesh_tangling.generate import generate
 from examples.mesh_tangling.train import main
 from tests.support.everywhere import fails_everywhere
 from tests.support.mesh_runs import arguments, write_file
@@ -86,47 +82,3 @@ def test_another_file_on_one_rank_is_an_error_on_all(tmp_path: Path, kind: str) 
         lambda: MeshTanglingData(tmp_path / "data.h5", grid),
         f"{re.escape(message)}.* {OTHERS} and .* on rank {LAST}.*(same|the same data)",
     )
-
-
-def consume(data: MeshTanglingData, batches: Any) -> None:
-    for x, _ in data.batches(batches):
-        x.sum().item()
-
-
-@pytest.fixture
-def data(folder: Path) -> Iterator[MeshTanglingData]:
-    if WORLD.rank == 0:
-        generate(folder / "data.h5", 4, 32)
-    WORLD.barrier()
-    yield MeshTanglingData(folder / "data.h5", dc.ProcessGrid(height=-1))
-
-
-@several
-def test_a_sample_that_one_rank_cannot_read_is_an_error_on_all(
-    data: MeshTanglingData, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read_into = HDF5Source.read_into
-
-    def failing(source: HDF5Source, out: np.ndarray, sample: int, box: dc.Box) -> None:
-        if WORLD.rank == LAST and sample == 2:
-            raise OSError("disk on fire")
-        read_into(source, out, sample, box)
-
-    monkeypatch.setattr(HDF5Source, "read_into", failing)
-    fails_everywhere(lambda: consume(data, [[0], [1], [2], [3]]), "disk on fire")
-
-
-@pytest.mark.parallel([1, 2])
-def test_data_that_are_truncated_while_they_are_read_are_an_error_on_all(
-    data: MeshTanglingData,
-) -> None:
-    def truncated_while_read() -> None:
-        batches = iter(data.batches([[place % 4] for place in range(20)]))
-        next(batches)
-        if WORLD.rank == 0:
-            os.truncate(data.path, data.path.stat().st_size - 20_000)
-        WORLD.barrier()
-        for _ in batches:
-            pass
-
-    fails_everywhere(truncated_while_read, "data.h5: changed while it was read, from .* bytes")

@@ -119,23 +119,6 @@ def test_a_state_that_is_not_finite_is_refused() -> None:
         check_finite_state(model, optimizer)
 
 
-@both
-@pytest.mark.filterwarnings("ignore:.*checkpoint.*continuing from")
-def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(folder: Path) -> None:
-    file, output = folder / "data.h5", folder / "run"
-    on_rank_zero(lambda: write_file(file))
-    main(arguments(file, output, GRID, 2))
-    on_rank_zero(lambda: os.truncate(checkpoints_in(output)[0], 1000))
-    main(arguments(file, output, GRID, 3, "--resume", str(output)))
-    epochs = [
-        len(torch.load(path, weights_only=True)["extra"]["history"])
-        for path in checkpoints_in(output)
-    ]
-    assert epochs == [3, 2]
-    [damaged] = output.glob("*.damaged.pt")
-    assert damaged.stat().st_size == 1000
-
-
 # Training
 
 

@@ -15,8 +15,8 @@ import pytest
 
 from distconv.data.checkpoint import checkpoints_in
 from distconv.data.durable import read_checksummed
-from tests.support.jobs import start
-from tests.support.mesh_runs import LIMIT, REPOSITORY
+from tests.support.jobs import LIMIT, start
+from tests.support.mesh_runs import REPOSITORY
 
 SCRIPT = """
 from examples.mesh_tangling import demo
@@ -57,7 +57,6 @@ def ranks_train(folder: Path) -> bool:
     ("moment", "sent"),
     [
         (ranks_import, signal.SIGKILL),
-        (ranks_train, signal.SIGKILL),
         (ranks_train, signal.SIGINT),
     ],
 )

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from distconv.data.checkpoint import checkpoints_in
-from tests.support.jobs import end_of, forked, mpiexec, started, torchrun
-from tests.support.mesh_runs import LIMIT, REPOSITORY, arguments, write_file
+from tests.support.jobs import LIMIT, end_of, forked, mpiexec, started, torchrun
+from tests.support.mesh_runs import REPOSITORY, arguments, write_file
 
 STRAIGHT = """
 from examples.mesh_tangling import train

@@ -148,7 +148,7 @@ def assert_same_run(output, reference):
     torch.testing.assert_close(ours["model"], theirs["model"], rtol=1e-8, atol=1e-10)
 
 
-@every_size
+@pytest.mark.parallel([2, 4])
 def test_every_grid_trains_like_one_rank(file, folder):
     serial(file, folder / "serial", {}, 2)
     for place, grid in enumerate(GRIDS[WORLD.size]):
@@ -161,9 +161,9 @@ def test_every_grid_trains_like_one_rank(file, folder):
         assert (output / "prediction.png").stat().st_size > 0
 
 
-@pytest.mark.parallel([2, 4])
+@pytest.mark.parallel([4])
 def test_a_run_continues_on_another_grid_with_the_same_result(file, folder):
-    first, second = [*GRIDS[WORLD.size], {"height": 2, "width": 2}][:2]
+    [first], second = GRIDS[4], {"height": 2, "width": 2}
     output = folder / "continued"
     main(arguments(file, output, first, 1))
     main(arguments(file, output, second, 2, "--resume", str(output)))
@@ -172,7 +172,7 @@ def test_a_run_continues_on_another_grid_with_the_same_result(file, folder):
     assert_same_run(output, folder / "straight")
 
 
-@every_size
+@pytest.mark.parallel([2])
 def test_the_comparison_with_one_rank_finds_no_difference(file, folder, capsys):
     main(arguments(file, folder / "run", GRIDS[WORLD.size][-1], 1, "--compare-serial", "2"))
     comparison = json.loads((folder / "run" / "metrics.json").read_text())["compare_serial"]
@@ -181,7 +181,7 @@ def test_the_comparison_with_one_rank_finds_no_difference(file, folder, capsys):
     assert ("and one rank: " in capsys.readouterr().out) == (WORLD.rank == 0)
 
 
-@every_size
+@pytest.mark.parallel([1, 2])
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
@@ -241,16 +241,16 @@ train.main(sys.argv[1:])
 
 
 @pytest.mark.parallel(1)
-@pytest.mark.parametrize(("rank", "sent"), [(0, signal.SIGKILL), (1, signal.SIGINT)])
-def test_an_interrupted_run_continues_from_its_last_checkpoint(file, folder, rank, sent):
-    # Rank 0 dies between writing and renaming the second checkpoint, rank 1 in the second epoch.
-    output = folder / "interrupted"
-    program = INTERRUPTED.format(rank=rank, signal=int(sent))
-    ended = launched(program, arguments(file, output, {"height": 2}, 2))
-    assert ended.returncode != 0
-    [checkpoint] = checkpoints_in(output)
-    state = torch.load(checkpoint, weights_only=True)
-    assert len(state["extra"]["history"]) == 1, ended.stderr
-    main(arguments(file, output, {}, 2, "--resume", str(output)))
+def test_an_interrupted_run_continues_from_its_last_checkpoint(file, folder):
     main(arguments(file, folder / "straight", {}, 2))
-    assert_same_run(output, folder / "straight")
+    # Rank 0 dies between writing and renaming the second checkpoint, rank 1 in the second epoch.
+    for rank, sent in ((0, signal.SIGKILL), (1, signal.SIGINT)):
+        output = folder / f"interrupted-{rank}"
+        program = INTERRUPTED.format(rank=rank, signal=int(sent))
+        ended = launched(program, arguments(file, output, {"height": 2}, 2))
+        assert ended.returncode != 0
+        [checkpoint] = checkpoints_in(output)
+        state = torch.load(checkpoint, weights_only=True)
+        assert len(state["extra"]["history"]) == 1, ended.stderr
+        main(arguments(file, output, {}, 2, "--resume", str(output)))
+        assert_same_run(output, folder / "straight")

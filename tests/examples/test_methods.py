@@ -106,31 +106,20 @@ def test_workers_under_a_server_learn(
     assert all(value.isfinite().all() for value in server_state(output).values())
 
 
-@pytest.mark.parametrize(
-    ("ranks", "options"),
-    [
-        (2, "--method downpour --period 3 --optimizer sgd --recipe constant --warmup-epochs 2"),
-        (3, "--method downpour --period 1 --grid sample=2"),
-    ],
-)
-def test_workers_under_a_server_continue(
-    tmp_path: Path, file: Path, ranks: int, options: str
-) -> None:
+def test_workers_under_a_server_continue(tmp_path: Path, file: Path) -> None:
     straight, continued = tmp_path / "straight", tmp_path / "continued"
+    options = "--method downpour --period 3 --optimizer sgd --recipe constant --warmup-epochs 2"
     words = options.split()
-    if ranks == 2:
-        train_in_a_job(tmp_path, ranks, arguments(file, straight, {}, 3, *words))
-    train_in_a_job(tmp_path, ranks, arguments(file, continued, {}, 1, *words))
+    train_in_a_job(tmp_path, 2, arguments(file, straight, {}, 3, *words))
+    train_in_a_job(tmp_path, 2, arguments(file, continued, {}, 1, *words))
     more = ["--resume", str(continued)]
-    train_in_a_job(tmp_path, ranks, arguments(file, continued, {}, 3, *words, *more))
-    assert len(learned(continued)) == 3
+    train_in_a_job(tmp_path, 2, arguments(file, continued, {}, 3, *words, *more))
     report = json.loads((continued / "server-0.json").read_text())
     assert report["samples"] == 24
-    if ranks == 2:
-        assert learned(continued)[2]["loss"] == pytest.approx(learned(straight)[2]["loss"], 1e-9)
-        torch.testing.assert_close(
-            server_state(continued), server_state(straight), rtol=1e-9, atol=1e-12
-        )
+    assert learned(continued)[2]["loss"] == pytest.approx(learned(straight)[2]["loss"], 1e-9)
+    torch.testing.assert_close(
+        server_state(continued), server_state(straight), rtol=1e-9, atol=1e-12
+    )
 
 
 def train_in_a_job(folder: Path, ranks: int, line: list[str]) -> None:

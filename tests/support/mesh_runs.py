@@ -15,14 +15,11 @@ import h5py
 import numpy as np
 from mpi4py import MPI
 
-from tests.support.jobs import start
+from tests.support.jobs import LIMIT, start
 
 WORLD = MPI.COMM_WORLD
 REPOSITORY = Path(__file__).parents[2]
 SAMPLES, SIZE = 5, 64
-
-LIMIT = 100
-"""Seconds after which a job counts as hanging."""
 
 
 def write_file(path: Path, samples: int = SAMPLES, seed: int = 0, **replaced: Any) -> None:

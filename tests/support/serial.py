@@ -21,7 +21,7 @@ TOLERANCE = 1e-10
 """Largest deviation from serial in float64, relative to the largest entry."""
 
 
-_SHARE = {6: 0.5, 8: 0.5}
+_SHARE = {4: 0.6, 6: 0.5, 8: 0.5}
 
 
 def examples(n: int) -> range:

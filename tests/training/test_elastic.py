@@ -188,7 +188,7 @@ def test_sharded_parameters_are_averaged_block_by_block() -> None:
         assert deviation(dc.full_state_dict(plain)["weight"], 1.25 * begun) <= 1e-6
 
 
-@pytest.mark.parallel([2, 4])
+@pytest.mark.parallel([2])
 def test_what_does_not_fit_is_an_error_on_every_rank() -> None:
     grid = dc.ProcessGrid(sample=-1)
     own = worker_grid(grid)

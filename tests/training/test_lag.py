@@ -93,7 +93,7 @@ def test_on_a_quadratic_a_lag_of_1_halves_the_largest_stable_rate(rate: float) -
     late = GradientLag(model)
     x = dc.distribute_tensor(torch.ones(4, 1, 1, dtype=torch.float64), grid)
     recursion = torch.tensor([[1.0, -rate], [1.0, 0.0]], dtype=torch.float64)
-    for step in range(600):
+    for step in range(200):
         late.backward(model(x))
         optimizer.step()
         if step in (1, 10, 100):

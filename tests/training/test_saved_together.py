@@ -68,11 +68,9 @@ def run(
     ("method", "servers", "mpi"),
     [
         ("downpour", 1, False),
-        ("downpour", 2, True),
         ("synchronous", 1, True),
-        ("seldom", 2, False),
-        ("elastic", 1, False),
-        ("elastic", 2, True),
+        ("seldom", 2, True),
+        ("elastic", 2, False),
     ],
 )
 def test_an_interrupted_worker_goes_on_with_the_same_numbers(

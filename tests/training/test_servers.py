@@ -153,8 +153,8 @@ def ready(root: InProcess, workers: int, **options: Any) -> list[tuple[nn.Module
     return clients
 
 
-@pytest.mark.parametrize("workers", [1, 2, 4, 8])
-@pytest.mark.parametrize(("push", "fetch"), [(1, 1), (4, 4), (3, 2), (1, 5)])
+@pytest.mark.parametrize("workers", [1, 5])
+@pytest.mark.parametrize(("push", "fetch"), [(1, 1), (3, 2), (1, 5)])
 def test_any_number_of_workers_comes_to_the_minimum(workers: int, push: int, fetch: int) -> None:
     rate = 0.4 / workers / max(push, fetch)
     root = InProcess(Point, Downpour(partial(SGD, lr=rate), push=push, fetch=fetch), workers)
@@ -164,7 +164,7 @@ def test_any_number_of_workers_comes_to_the_minimum(workers: int, push: int, fet
     assert root.server.report.staleness.total() == root.server.report.updates
 
 
-@pytest.mark.parametrize("workers", [1, 2, 4, 8])
+@pytest.mark.parametrize("workers", [1, 5])
 @pytest.mark.parametrize("period", [1, 4])
 def test_any_number_of_elastic_workers_comes_to_the_minimum(workers: int, period: int) -> None:
     root = InProcess(Point, AsynchronousElastic(period), workers)

@@ -20,6 +20,7 @@ from examples.cosmoflow.simulation import (
     to_modes,
     white_noise,
 )
+from tests.support.example_grids import alone
 
 WORLD = MPI.COMM_WORLD
 GRIDS = {
@@ -29,10 +30,6 @@ GRIDS = {
     4: [{"sample": 2, "depth": 2}, {"depth": 4}],
 }
 COSMOLOGY = Cosmology(omega_m=0.3, sigma_8=0.9, n_s=0.96, h_0=70.0)
-
-
-def alone() -> dc.ProcessGrid:
-    return dc.ProcessGrid((WORLD.rank,))
 
 
 def whole(field: dc.DistTensor) -> np.ndarray:
