@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib.util
+import io
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -16,7 +19,7 @@ import torch
 from mpi4py import MPI
 
 from distconv.tensor.dispatch import RULES
-from tests.support.jobs import mpiexec, own_environment
+from tests.support.jobs import forked, mpiexec, own_environment
 from tests.support.pages import ROOT, Program, Shell, agrees, pages, read, run
 
 COMM = MPI.COMM_WORLD
@@ -48,11 +51,16 @@ def test_programs_print_what_the_page_says(
 def test_commands_print_what_the_page_says(shell: Shell, tmp_path: Path) -> None:
     for name, code in shell.files.items():
         (tmp_path / name).write_text(code)
+    script = tmp_path / "commands.py"
+    script.write_text("import runpy; runpy.run_module('distconv', run_name='__main__')")
     for command, printed in re.findall(
         r"^\$ ((?:.*\\\n)*.*)\n((?:(?!\$ ).*\n?)*)", shell.text, re.MULTILINE
     ):
         words = shlex.split(command)
-        words = [{"python": sys.executable, "mpiexec": mpiexec()}.get(w, w) for w in words]
+        at = words.index("python")
+        assert words[at : at + 3] == ["python", "-m", "distconv"], "what else is run costs seconds"
+        words[at : at + 3] = [sys.executable, "-S", "-E", *forked(script)]
+        words = [mpiexec() if w == "mpiexec" else w for w in words]
         ran = subprocess.run(
             words,
             cwd=tmp_path,
@@ -80,7 +88,7 @@ def helps() -> dict[str, str]:
 
 @pytest.mark.parametrize("shell", [s for s in SHELLS if not s.shows_output], ids=str)
 def test_commands_name_modules_targets_and_options_that_exist(
-    shell: Shell, helps: dict[str, str]
+    shell: Shell, helps: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     for words in commands(shell.text):
@@ -97,17 +105,18 @@ def test_commands_name_modules_targets_and_options_that_exist(
         while rest and re.fullmatch("[a-z]+", rest[0]) and module == "distconv" and len(kinds) < 2:
             kinds.append(rest.pop(0))
         kinds = kinds[: 2 if kinds[:1] == ["scale"] else 1]
-        asked = shlex.join([sys.executable, "-m", module, *kinds, "--help"])
-        if asked not in helps:
-            environment = own_environment() | {"COLUMNS": "200", "PYTHONPATH": str(ROOT)}
-            done = subprocess.run(
-                shlex.split(asked), capture_output=True, text=True, env=environment, cwd=ROOT
-            )
-            assert done.returncode == 0, done.stderr
-            helps[asked] = done.stdout
+        line = shlex.join([module, *kinds])
+        if line not in helps:
+            with monkeypatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as said:
+                patch.setattr(sys, "argv", [module, *kinds, "--help"])
+                patch.setenv("COLUMNS", "200")
+                with pytest.raises(SystemExit) as ended:
+                    runpy.run_module(module, run_name="__main__", alter_sys=True)
+            assert not ended.value.code, line
+            helps[line] = said.getvalue()
         until = rest.index("--") if "--" in rest else len(rest)
         for option in (w for w in rest[:until] if w.startswith("--")):
-            known = re.search(rf"{option.partition('=')[0]}\b", helps[asked])
+            known = re.search(rf"{option.partition('=')[0]}\b", helps[line])
             assert known, f"{shlex.join(words)}: no option {option}"
 
 
