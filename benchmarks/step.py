@@ -24,6 +24,7 @@ from benchmarks.measuring.own_step import (
     Variants,
     against_serial,
     loss_rows,
+    replayed,
     silenced,
     unchanging_step,
     variants,
@@ -48,6 +49,7 @@ def steps(settings: Settings, networks: Sequence[Network] = NETWORKS) -> Iterato
     for network in networks:
         grid = settings.grid(len(network.shape))
         yield from loss_rows("step", network, grid, finer(network, grid), settings)
+        yield from replayed("step", network, grid, settings)
         yield from rivals(network, grid, settings)
         yield from against_serial("step", network, grid, settings)
 

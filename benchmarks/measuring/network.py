@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.measuring.settings import Settings, by
+from distconv.compiling.step import compile
 from distconv.geometry.layout import Layout, default_cuts
 from distconv.grid.process_grid import ProcessGrid
 from distconv.tensor.dist_tensor import DistTensor, local_box
@@ -71,17 +73,22 @@ def _cut(block: Tensor, grid: ProcessGrid, layout: Layout | None) -> DistTensor:
 
 
 def sgd_step(
-    network: Network, module: nn.Module, x: Tensor, y: Tensor, rate: float = 1e-3
+    network: Network,
+    module: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    rate: float = 1e-3,
+    compiled: bool = False,
 ) -> Callable[[], None]:
     """Return a training step on one sample, plain or distributed: forward, loss, backward, SGD."""
     optimizer = torch.optim.SGD(module.parameters(), lr=rate)
 
-    def step() -> None:
+    def step(x: Tensor, y: Tensor) -> None:
         optimizer.zero_grad()
         network.loss(module(x), y).backward()
         optimizer.step()
 
-    return step
+    return partial(compile(step) if compiled else step, x, y)
 
 
 def named_network(factory: str, shape: tuple[int, ...], settings: Settings) -> Network:

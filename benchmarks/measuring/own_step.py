@@ -35,6 +35,7 @@ REDUCTIONS = "reductions and gathers: messages and waiting"
 CUT = "other work of a cut network"
 ONE_RANK = "Python and kernels of one rank"
 
+COMPILED = "compiled step"
 OVER_PLAIN = "over the best plain torch on the block"
 OVER_DEFAULT = "over torch by default on the block"
 
@@ -102,10 +103,31 @@ def loss_rows(
         yield share(row, part, with_it, without, bound)
 
 
+def replayed(name: str, network: Network, grid: ProcessGrid, settings: Settings) -> Iterator[Row]:
+    """Yield how long a compiled step takes over the best plain torch; all ranks call it."""
+    block = tuple(local_box(network.shape, grid).shape)
+    on_block = network._replace(shape=block)
+    torch.manual_seed(0)
+    module = parallelize(with_fixed_statistics(network), grid)
+    cut = sgd_step(network, module, *cut_sample(network, grid), rate=0.0, compiled=True)
+    plain = plain_forms(
+        partial(with_fixed_statistics, on_block),
+        sample(network, block),
+        partial(unchanging_step, network),
+    ).values()
+    for _ in range(3):
+        cut()
+    sides = [Contender(run, settings.threads) for run in (cut, *plain)]
+    times = alternate(grid.comm, sides, settings.seconds)
+    row = name, network.name, settings.configuration(grid, *network.remarks, by(network.shape))
+    yield over(row, f"{COMPILED}, {OVER_PLAIN}", times[0], best(times[1:]), network.over_plain)
+
+
 def own_step(settings: Settings, network: Network) -> Iterator[Row]:
     """Yield all rows of a user's network; all ranks of MPI call it."""
     grid = settings.grid(len(network.shape))
     yield from loss_rows("own", network, grid, variants(network, grid), settings)
+    yield from replayed("own", network, grid, settings)
     yield from against_serial("own", network, grid, settings)
     yield from memory(settings, [network])
 

@@ -91,6 +91,11 @@ def transport(ranks: tuple[int, ...], name: str, devices: tuple[str, ...]) -> Tr
     return made[key]
 
 
+def transports() -> list[WatchedTransport]:
+    """Return the transports between this rank and others that have been made so far."""
+    return list(_store().transports.values())
+
+
 @contextmanager
 def carried_by(wrap: Callable[[Transport], Transport]) -> Iterator[None]:
     """Let all messages between ranks go through what `wrap` makes of their carriers.

@@ -5,7 +5,8 @@ They cannot follow messages: `torch.compile` breaks its graph there, and all oth
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -47,6 +48,27 @@ _PROXY = 0
 _is_tracing, _count_modes = torch._C._is_tracing, torch._C._len_torch_dispatch_stack
 _innermost_transform = torch._C._functorch.peek_interpreter_stack
 _mode_before_dispatch = _ops._mode_stack_state_for_pre_dispatch.get
+
+
+_own_modes = 0
+"""How many modes beneath torch's functions are the library's."""
+
+
+@contextmanager
+def own_mode(mode: AbstractContextManager[object]) -> Iterator[None]:
+    """Enter a mode beneath torch's functions that takes whatever kernels are chosen."""
+    global _own_modes
+    with mode:
+        _own_modes += 1
+        try:
+            yield
+        finally:
+            _own_modes -= 1
+
+
+def others_look_on() -> bool:
+    """Return whether a mode of the program looks at torch's functions from beneath."""
+    return _count_modes() > _own_modes
 
 
 def maybe_traced() -> bool:

@@ -305,7 +305,7 @@ def overlap() -> Canvas:
 
 def floors() -> Canvas:
     """Draw the folders of the library, each on those that it imports."""
-    drawing = Canvas(760, 470, "The folders of distconv as floors; imports point down only")
+    drawing = Canvas(760, 503, "The folders of distconv as floors; imports point down only")
     drawing.text(24, 34, "Imports point down only", "title")
     for i, (names, what) in enumerate(
         (
@@ -314,6 +314,7 @@ def floors() -> Canvas:
             ("training, horovod", "what depends on the number of replicas"),
             ("data", "reading and writing samples box by box, checkpoints"),
             ("layers", "drop-in layers with a choice"),
+            ("compiling", "steps that are traced, messages included, and replayed"),
             ("model", "parallelize: gradients, sharding, layouts of modules"),
             ("ops", "what each torch function means, a folder a family"),
             ("tensor", "DistTensor and its strict dispatch"),

@@ -15,6 +15,7 @@ FLOORS = (
     "tensor",
     "ops",
     "model",
+    "compiling",
     "layers",
     "data",
     "training",

@@ -25,6 +25,7 @@ from torch import Tensor
 from distconv.comm.shard_function import ShardFunction
 from distconv.geometry.layout import Shape
 from distconv.ops.windowed.overlapped import OperandGradients
+from distconv.tensor.eager import others_look_on
 from distconv.tensor.sample_format import onednn_is_on
 
 _MOST_ELEMENTS = 20480
@@ -143,7 +144,7 @@ def _computes(x: Tensor, weight: Tensor, *arguments: Any) -> bool:
         and _pays(tuple(x.shape), tuple(weight.shape), *map(_hashable, arguments))
         and onednn_is_on()
         # Such as FlopCounterMode and selective checkpoints, which look for torch's convolution.
-        and not torch._C._len_torch_dispatch_stack()
+        and not others_look_on()
     )
 
 

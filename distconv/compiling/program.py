@@ -1,0 +1,214 @@
+"""A traced step as a straight line of calls, and as a Python function that makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """Stands for a tensor or request that a call of the step has made, or for an input."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A tensor that was there before the step: a parameter, say, which a call may write to."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class TracedCall:
+    """One call of a step.
+
+    Attributes
+    ----------
+    function: a function of torch's dispatcher, or one that sends, waits or steps.
+    arguments, options: with `Value` and `Constant` in place of tensors.
+    results: the numbers of the values that it makes, None for what is no new tensor; or the number
+        of the only one.
+    """
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    options: dict[str, Any] = field(default_factory=dict)
+    results: int | tuple[int | None, ...] | None = None
+
+    @property
+    def made(self) -> tuple[int, ...]:
+        """Return the numbers of the values that it makes."""
+        results = self.results if isinstance(self.results, tuple) else (self.results,)
+        return tuple(n for n in results if n is not None)
+
+    @property
+    def used(self) -> Iterator[Value | Constant]:
+        """Yield the tensors among its arguments."""
+        return _within((self.arguments, self.options))
+
+    @property
+    def is_pure(self) -> bool:
+        """Return whether it does nothing but make its values, the same each time."""
+        if not isinstance(self.function, torch._ops.OpOverload):
+            return False
+        random = torch.Tag.nondeterministic_seeded in self.function.tags
+        return not (random or self.function._schema.is_mutable)
+
+
+def _within(argument: Any) -> Iterator[Value | Constant]:
+    if isinstance(argument, (Value, Constant)):
+        yield argument
+    elif isinstance(argument, (tuple, list)):
+        for x in argument:
+            yield from _within(x)
+    elif isinstance(argument, dict):
+        yield from _within(tuple(argument.values()))
+
+
+@dataclass(frozen=True)
+class TracedStep:
+    """Describes a step by its calls, from inputs to results.
+
+    Attributes
+    ----------
+    inputs: the numbers of the values that it is given.
+    constants: the tensors by their numbers.
+    gradients: leaves, and the gradient that each has when all is done.
+    """
+
+    inputs: Sequence[int]
+    calls: Sequence[TracedCall]
+    results: Sequence[Value | Constant]
+    constants: Mapping[int, Tensor]
+    gradients: Sequence[tuple[Constant, Value | Constant | None]]
+
+    def reduced(self) -> TracedStep:
+        """Return the same without calls that only make values that nobody uses.
+
+        Values and constants are numbered anew, in the order in which they come. Of leaves that the
+        calls do not use it says nothing.
+        """
+        left = (*self.results, *(gradient for _, gradient in self.gradients))
+        kept, live = [], {x.number for x in left if isinstance(x, Value)}
+        for call in reversed(self.calls):
+            if call.is_pure and live.isdisjoint(call.made):
+                continue
+            live.update(x.number for x in call.used if isinstance(x, Value))
+            kept.append(call)
+        numbering = _Numbering()
+        inputs = [numbering.value(n) for n in self.inputs]
+        calls = [numbering.call(call) for call in reversed(kept)]
+        results = numbering.argument(tuple(self.results))
+        used = [pair for pair in self.gradients if pair[0].number in numbering.constants]
+        used.sort(key=lambda pair: numbering.constants[pair[0].number])
+        gradients = numbering.argument(used)
+        constants = {new: self.constants[old] for old, new in numbering.constants.items()}
+        return TracedStep(inputs, calls, results, constants, gradients)
+
+
+class _Numbering:
+    """New numbers for values and constants."""
+
+    def __init__(self) -> None:
+        self.values: dict[int, int] = {}
+        self.constants: dict[int, int] = {}
+
+    def value(self, number: int) -> int:
+        return self.values.setdefault(number, len(self.values))
+
+    def argument(self, x: Any) -> Any:
+        if isinstance(x, Value):
+            return Value(self.value(x.number))
+        if isinstance(x, Constant):
+            return Constant(self.constants.setdefault(x.number, len(self.constants)))
+        if type(x) in (list, tuple):
+            return type(x)(map(self.argument, x))
+        return x
+
+    def call(self, call: TracedCall) -> TracedCall:
+        arguments = self.argument(call.arguments)
+        options = {name: self.argument(x) for name, x in call.options.items()}
+        results: Any = call.results
+        if isinstance(results, int):
+            results = self.value(results)
+        elif results is not None:
+            results = tuple(None if n is None else self.value(n) for n in results)
+        return TracedCall(call.function, arguments, options, results)
+
+
+class Program:
+    """A function that makes the calls of a step, and lets go of each value after its last use.
+
+    Attributes
+    ----------
+    source: the function in Python.
+    run: the function; it returns the results.
+    """
+
+    def __init__(self, step: TracedStep) -> None:
+        self._names: dict[str, Any] = {f"c{n}": x for n, x in step.constants.items()}
+        self._known: dict[int, str] = {}
+        """The names of objects that are no tensors, by their ids."""
+        ends = self._ends(step)
+        lines = [f"def step({', '.join(f'v{n}' for n in step.inputs)}):"]
+        for call, over in zip(step.calls, ends, strict=True):
+            lines.append(f"    {self._line(call)}")
+            if over:
+                lines.append(f"    {' = '.join(f'v{n}' for n in over)} = None")
+        for leaf, gradient in step.gradients:
+            lines.append(f"    {self._spelled(leaf)}.grad = {self._spelled(gradient)}")
+        lines.append(f"    return {self._spelled(tuple(step.results))}")
+        self.source = "\n".join(lines) + "\n"
+        exec(compile(self.source, "<a step that distconv has traced>", "exec"), self._names)
+        self.run: Callable[..., tuple[Tensor, ...]] = self._names["step"]
+
+    @staticmethod
+    def _ends(step: TracedStep) -> list[list[int]]:
+        """Return for each call the values that nobody uses after it."""
+        last = dict.fromkeys(step.inputs, -1)
+        for i, call in enumerate(step.calls):
+            last |= dict.fromkeys(call.made, i)
+            last |= {x.number: i for x in call.used if isinstance(x, Value)}
+        ends: list[list[int]] = [[] for _ in step.calls]
+        left = (*step.results, *(gradient for _, gradient in step.gradients))
+        returned = {x.number for x in left if isinstance(x, Value)}
+        for number, i in last.items():
+            if i >= 0 and number not in returned:
+                ends[i].append(number)
+        return ends
+
+    def _line(self, call: TracedCall) -> str:
+        arguments = [*map(self._spelled, call.arguments)]
+        arguments += [f"{name}={self._spelled(x)}" for name, x in call.options.items()]
+        line = f"{self._named(call.function)}({', '.join(arguments)})"
+        if isinstance(call.results, tuple) and call.made:
+            targets = ("_" if n is None else f"v{n}" for n in call.results)
+            return f"{', '.join(targets)}, = {line}"
+        return f"v{call.results} = {line}" if isinstance(call.results, int) else line
+
+    def _spelled(self, x: Any) -> str:
+        if isinstance(x, Value):
+            return f"v{x.number}"
+        if isinstance(x, Constant):
+            return f"c{x.number}"
+        if isinstance(x, list):
+            return f"[{', '.join(map(self._spelled, x))}]"
+        if type(x) is tuple:
+            return f"({''.join(f'{self._spelled(y)}, ' for y in x)})"
+        if x is None or type(x) in (int, bool, str):
+            return repr(x)
+        return self._named(x)
+
+    def _named(self, x: Any) -> str:
+        """Return the name of an object in the function's globals."""
+        if id(x) not in self._known:
+            words = getattr(x, "__name__", "").replace(".", "_")
+            name = f"{words if words.isidentifier() else 'x'}_{len(self._known)}"
+            self._known[id(x)], self._names[name] = name, x
+        return self._known[id(x)]

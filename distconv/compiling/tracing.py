@@ -1,0 +1,376 @@
+"""Tracing a step as it runs: what torch's dispatcher and the carriers do, in one order.
+
+Autograd, rules and hooks run as ever, above the dispatcher, so that the trace is the forward pass,
+the backward pass and the sums of gradients as plain functions on this rank's blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from distconv.compiling.program import Constant, TracedCall, Value
+from distconv.grid.communicators import transports
+from distconv.grid.whereabouts import user_line
+from distconv.tensor.eager import own_mode
+from distconv.tensor.nested import shards_of
+from distconv.transport.interface import Message, Request, Transport
+from distconv.transport.watched import WatchedTransport, WrappedTransport
+
+aten = torch.ops.aten
+
+_ALIASES = (aten.detach.default, aten.alias.default)
+"""Functions whose result is their argument, where nobody records gradients."""
+
+_FRESH = aten.lift_fresh.default
+"""The function by which torch hands out a tensor that it has made of numbers."""
+
+_READS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+"""The tags of functions whose results, or their shapes, the program learns from elements."""
+
+_COLLECTIVES = ("c10d", "_c10d_functional")
+"""The names of torch.distributed's functions among those of the dispatcher."""
+
+_RANDOM = torch.Tag.nondeterministic_seeded
+
+
+def empty(transport: Transport, shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """Return memory for a message."""
+    return transport.empty(shape, like)
+
+
+def start_exchange(
+    transport: Transport, arriving: Sequence[Message], leaving: Sequence[Message]
+) -> Request:
+    """Start the messages of one exchange."""
+    return transport.exchange(arriving, leaving, transport.next_tag())
+
+
+def start_sum(transport: Transport, tensor: Tensor, group: Any) -> Request:
+    """Start adding up a tensor in place over the ranks of a group."""
+    return transport.all_reduce(tensor, group)
+
+
+def gather(transport: Transport, tensor: Tensor, group: Any) -> Tensor:
+    """Return the tensors of all ranks of a group, stacked."""
+    return transport.all_gather(tensor, group)
+
+
+def broadcast(transport: Transport, tensor: Tensor, group: Any) -> None:
+    """Overwrite a tensor by the one of the first rank of a group."""
+    transport.broadcast(tensor, group)
+
+
+def wait(request: Request) -> None:
+    """Wait for what has been started."""
+    request.wait()
+
+
+def give(leaf: Tensor, gradient: Tensor | None) -> None:
+    """Set the gradient of a leaf."""
+    leaf.grad = gradient
+
+
+def step(optimizer: Optimizer, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """Let an optimizer step, by its present settings."""
+    optimizer.step(*arguments, **options)
+
+
+class Trace:
+    """A step as it is traced.
+
+    Attributes
+    ----------
+    calls: of the step, in their order.
+    constants: the tensors that were there before, by their numbers.
+    leaves: those among them whose gradients autograd makes, each with the gradient that it had when
+        the step came to it.
+    optimizers: with what each had as settings when it stepped.
+    obstacle: why the step cannot be replayed; "" where it can.
+    """
+
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
+        self.calls: list[TracedCall] = []
+        self.constants: dict[int, Tensor] = {}
+        self.leaves: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self.optimizers: dict[Optimizer, list[dict[str, Any]]] = {}
+        self.obstacle = ""
+        self.paused = False
+        self._seen = WeakTensorKeyDictionary()
+        """What stands for each tensor."""
+        self._apart = WeakTensorKeyDictionary()
+        """The tensors that were made while the trace was paused."""
+        self._count = 0
+        self._random = _random_states()
+        self.inputs = [self.new(x) for x in inputs]
+
+    def new(self, x: Tensor | None = None) -> int:
+        """Return the number of a new value."""
+        self._count += 1
+        if x is not None:
+            self._seen[x] = Value(self._count)
+        return self._count
+
+    def known(self, x: Tensor) -> Value | Constant | None:
+        """Return what stands for a tensor that the trace has met."""
+        found: Value | Constant | None = self._seen.get(x)
+        return found
+
+    def standing_for(self, x: Any) -> Any:
+        """Return an argument with what stands for its tensors in place of them."""
+        if isinstance(x, Tensor):
+            return self.known(x) or self._constant(x)
+        if type(x) in (list, tuple):
+            return type(x)(map(self.standing_for, x))
+        return x
+
+    def _constant(self, x: Tensor) -> Constant:
+        if x in self._apart:
+            self.hinder("it uses a tensor that an optimizer's step has made")
+        self._seen[x] = constant = Constant(len(self.constants))
+        self.constants[constant.number] = x
+        if x.is_leaf and x.requires_grad:
+            self.leaves[constant.number] = x, x.grad
+        return constant
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Trace nothing in the context."""
+        before, self.paused = self.paused, True
+        try:
+            yield
+        finally:
+            self.paused = before
+
+    def hinder(self, why: str) -> None:
+        """Note that the step cannot be replayed."""
+        self.obstacle = self.obstacle or f"{why}, at {user_line()}"
+
+    def note(self, function: OpOverload, args: Any, options: dict[str, Any], result: Any) -> None:
+        """Take a call of torch's dispatcher, whose arguments are stood for already."""
+        if self.paused:
+            for x in _tensors(result):
+                self._apart[x] = True
+            return
+        if function.namespace in _COLLECTIVES:
+            self.hinder(f"it sends by torch.distributed itself ({function})")
+        tags = function.tags
+        if any(tag in tags for tag in _READS):
+            self.hinder(f"it reads elements of a tensor ({function})")
+        if function in _ALIASES:
+            self._seen.setdefault(result, args[0])
+            return
+        if function is _FRESH:
+            function = aten.clone.default
+        if _RANDOM in tags:
+            self._note_random()
+        results: Any
+        if isinstance(result, Tensor):
+            results = None if result in self._seen else self.new(result)
+        else:
+            several = result if isinstance(result, (tuple, list)) else ()
+            results = tuple(
+                self.new(x) if isinstance(x, Tensor) and x not in self._seen else None
+                for x in several
+            )
+        self.calls.append(TracedCall(function, args, options, results))
+
+    def _note_random(self) -> None:
+        self._random = _random_states()
+
+    def check_random(self) -> None:
+        """Note where the program has set the state of random numbers within the step."""
+        if not all(map(torch.equal, self._random, _random_states())):
+            self.hinder("it sets the state of random numbers, as torch.utils.checkpoint does")
+
+    def end(self) -> None:
+        """Look at what the step leaves behind."""
+        for optimizer, before in self.optimizers.items():
+            if _settings(optimizer) != before:
+                self.hinder(
+                    "it changes the settings of an optimizer, as a scheduler does; let the "
+                    "scheduler step outside"
+                )
+
+    def gradients(self) -> list[tuple[Constant, Any]]:
+        """Return the leaves whose gradients are others than before, with these."""
+        leaves = list(self.leaves.values())
+        changed = (x for x, first in leaves if first is None or x.grad is not first)
+        return [self.standing_for((x, x.grad)) for x in changed]
+
+    def before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Stop where an optimizer is about to step: it does so itself in replays."""
+        if any(map(callable, (*args[1:], *kwargs.values()))):
+            self.hinder("an optimizer evaluates a closure")
+        self.optimizers.setdefault(optimizer, _settings(optimizer))
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        for p in shards_of(parameters):
+            self.calls.append(TracedCall(give, self.standing_for((p, p.grad))))
+        self.paused = True
+
+    def after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Go on behind an optimizer's step."""
+        self.paused = False
+        self.calls.append(TracedCall(step, (optimizer, tuple(args[1:]), dict(kwargs))))
+
+
+def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
+    return [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+
+
+def _random_states() -> list[Tensor]:
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_available():
+        states.append(torch.cuda.get_rng_state())
+    return states
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    several = result if isinstance(result, (tuple, list)) else (result,)
+    return [x for x in several if isinstance(x, Tensor)]
+
+
+class _Dispatcher(TorchDispatchMode):
+    """Hands every call of torch's dispatcher to a trace."""
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__()
+        self._trace = trace
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        trace, kwargs = self._trace, kwargs or {}
+        if trace.paused:
+            result = func(*args, **kwargs)
+            trace.note(func, (), {}, result)
+            return result
+        if _RANDOM in func.tags:
+            trace.check_random()
+        stood_for = trace.standing_for(args)
+        options = {name: trace.standing_for(x) for name, x in kwargs.items()}
+        result = func(*args, **kwargs)
+        trace.note(func, stood_for, options, result)
+        return result
+
+
+class _TracedRequest:
+    """A request whose wait is a call of the step."""
+
+    __slots__ = ("_number", "_request", "_trace")
+
+    def __init__(self, trace: Trace, request: Request, number: int) -> None:
+        self._trace, self._request, self._number = trace, request, number
+
+    def wait(self) -> None:
+        """Wait for the request."""
+        with self._trace.pause():
+            self._request.wait()
+        self._trace.calls.append(TracedCall(wait, (Value(self._number),)))
+
+
+class _TracedCarrier(WrappedTransport):
+    """A carrier whose messages are calls of the step, which makes them by `transport`."""
+
+    def __init__(self, transport: WatchedTransport, trace: Trace) -> None:
+        super().__init__(transport.carrier)
+        self._transport, self._trace = transport, trace
+        self.empty = self._empty
+
+    def _empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """Return memory for a message."""
+        with self._trace.pause():
+            memory = self.carrier.empty(shape, like)
+        if not self._trace.paused:
+            self._note(empty, self._trace.standing_for((shape, like)), self._trace.new(memory))
+        return memory
+
+    def exchange(
+        self, arriving: Sequence[Message], leaving: Sequence[Message], tag: int
+    ) -> Request:
+        """Start the messages of one exchange."""
+        return self._started(
+            start_exchange,
+            ([*arriving], [*leaving]),
+            lambda: self.carrier.exchange(arriving, leaving, tag),
+        )
+
+    def all_reduce(self, tensor: Tensor, group: Any) -> Request:
+        """Start adding up a tensor in place over the ranks of `group`."""
+        return self._started(
+            start_sum, (tensor, group), lambda: self.carrier.all_reduce(tensor, group)
+        )
+
+    def all_gather(self, tensor: Tensor, group: Any) -> Tensor:
+        """Return the tensors of all ranks of `group`, stacked in rank order."""
+        with self._trace.pause():
+            gathered = self.carrier.all_gather(tensor, group)
+        if not self._trace.paused:
+            arguments = self._trace.standing_for((tensor, group))
+            self._note(gather, arguments, self._trace.new(gathered))
+        return gathered
+
+    def broadcast(self, tensor: Tensor, group: Any) -> None:
+        """Overwrite a tensor by the one of the first rank of `group`."""
+        if not self._trace.paused:
+            self._note(broadcast, self._trace.standing_for((tensor, group)))
+        with self._trace.pause():
+            self.carrier.broadcast(tensor, group)
+
+    def _started(
+        self, function: Callable[..., Any], arguments: Any, start: Callable[[], Request]
+    ) -> Request:
+        trace = self._trace
+        if trace.paused:
+            return start()
+        number = trace.new()
+        self._note(function, trace.standing_for(arguments), number)
+        with trace.pause():
+            request = start()
+        return _TracedRequest(trace, request, number)
+
+    def _note(
+        self, function: Callable[..., Any], arguments: tuple[Any, ...], number: int | None = None
+    ) -> None:
+        call = TracedCall(function, (self._transport, *arguments), {}, number)
+        self._trace.calls.append(call)
+
+
+@contextmanager
+def traced(trace: Trace) -> Iterator[None]:
+    """Trace what this thread computes and sends in the context."""
+    with ExitStack() as left:
+        for transport in transports():
+            for name in ("carrier", "empty"):
+                left.callback(setattr, transport, name, getattr(transport, name))
+            transport.carrier = _TracedCarrier(transport, trace)
+            transport.empty = transport.carrier.empty
+        for handle in (
+            register_optimizer_step_pre_hook(trace.before_optimizer),
+            register_optimizer_step_post_hook(trace.after_optimizer),
+        ):
+            left.callback(handle.remove)
+        with own_mode(_Dispatcher(trace)):
+            yield
+        trace.end()
+
+
+@contextmanager
+def modules_called(found: dict[nn.Module, None]) -> Iterator[None]:
+    """Add the modules that are called in the context to `found`."""
+    handle = register_module_forward_pre_hook(lambda m, _: found.setdefault(m))
+    try:
+        yield
+    finally:
+        handle.remove()
