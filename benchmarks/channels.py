@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from benchmarks.layer import step_of
 from benchmarks.measuring.report import Row, over, speedup
 from benchmarks.measuring.settings import Settings, by, chain
+from benchmarks.measuring.turns import alternate
 from distconv.geometry.layout import Layout
 from distconv.grid.process_grid import ProcessGrid
 from distconv.layers import Conv2d
 from distconv.model.parallelize import parallelize
-from distconv.planning.alternation import Contender, alternate
+from distconv.planning.timing import Contender
 from distconv.tensor.dist_tensor import distribute_tensor
 
 

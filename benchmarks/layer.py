@@ -20,8 +20,9 @@ from benchmarks.measuring.own_step import OVER_DEFAULT, OVER_PLAIN
 from benchmarks.measuring.plain import best, plain_forms
 from benchmarks.measuring.report import Row, over, speedup
 from benchmarks.measuring.settings import Settings, by
+from benchmarks.measuring.turns import alternate
 from distconv.model.parallelize import parallelize
-from distconv.planning.alternation import Contender, alternate
+from distconv.planning.timing import Contender
 from distconv.tensor.dist_tensor import distribute_tensor
 
 

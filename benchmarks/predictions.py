@@ -32,9 +32,9 @@ from distconv.grid.interface import Grid
 from distconv.grid.process_grid import ProcessGrid
 from distconv.model.parallelize import parallelize
 from distconv.planning import Machine, calibrate, predict
-from distconv.planning.alternation import sleep_until_all_are_here, spread
 from distconv.planning.prediction import in_words
 from distconv.planning.table import byte_size, table
+from distconv.planning.timing import sleep_until_all_are_here, spread
 from distconv.tensor.dist_tensor import DistTensor, distribute_tensor
 from examples.mesh_tangling.network import mesh_tangling_1k, mesh_tangling_2k
 from examples.unet3d.network import UNet3d

@@ -21,8 +21,9 @@ import torch
 import distconv as dc
 from benchmarks.measuring.report import Row, as_table, over
 from benchmarks.measuring.settings import Settings, by, chain
+from benchmarks.measuring.turns import alternate
 from distconv.data import Dataset, Loader
-from distconv.planning.alternation import Contender, alternate
+from distconv.planning.timing import Contender
 
 
 class WholeSamples(torch.utils.data.Dataset[Any]):

@@ -221,7 +221,7 @@ def outcome(experiment: Experiment, machine: Machine) -> Outcome:
 def _played(
     experiment: Experiment, recorded: Sequence[list[Recording]], machine: Machine
 ) -> list[Prediction]:
-    times = OperatorTimes(machine, machine.ranks_per_node, measure=False)
+    times = OperatorTimes(machine, machine.ranks_per_node)
     return [
         predicted(experiment.name, grid.get("sample", 1), grid, recordings, machine, times)
         for grid, recordings in zip(experiment.grids, recorded, strict=True)

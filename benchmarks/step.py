@@ -33,9 +33,10 @@ from benchmarks.measuring.own_step import (
 from benchmarks.measuring.plain import best, plain_forms
 from benchmarks.measuring.report import Row, over
 from benchmarks.measuring.settings import Settings, by
+from benchmarks.measuring.turns import alternate
 from benchmarks.networks import NETWORKS
 from distconv.grid.process_grid import ProcessGrid
-from distconv.planning.alternation import Contender, alternate
+from distconv.planning.timing import Contender
 from distconv.tensor.dist_tensor import local_box
 
 NORM = "batch norm over all ranks"

@@ -22,11 +22,12 @@ from torch import Tensor, nn
 from benchmarks.layer import step_of
 from benchmarks.measuring.plain import best, plain_forms
 from benchmarks.measuring.settings import Settings, by
+from benchmarks.measuring.turns import alternate
 from benchmarks.record import machine
 from benchmarks.sweep_cases import CASES, OF_PLANES, REASONS, SHAPES, Case
 from distconv.model.parallelize import parallelize
-from distconv.planning.alternation import Contender, alternate
 from distconv.planning.table import table
+from distconv.planning.timing import Contender
 from distconv.tensor.dist_tensor import DistTensor
 
 MOST = 1.3

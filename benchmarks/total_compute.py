@@ -38,13 +38,13 @@ from benchmarks.predictions import (
 from benchmarks.record import machine as describe_machine
 from distconv.grid.communicators import carried_by
 from distconv.planning import Machine
-from distconv.planning.alternation import sleep_until_all_are_here
 from distconv.planning.operators import OperatorTimes
 from distconv.planning.prediction import in_words
 from distconv.planning.recorded_step import record_step
 from distconv.planning.recording import Compute, HostWork
 from distconv.planning.table import table
 from distconv.planning.timeline import host_seconds
+from distconv.planning.timing import sleep_until_all_are_here
 from distconv.transport.interface import Message, Request
 from distconv.transport.watched import WrappedTransport
 

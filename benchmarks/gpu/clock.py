@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.measuring.memory import peak_of as peak_on_cpu
-from distconv.planning.alternation import in_turns
+from benchmarks.measuring.turns import in_turns
 
 Run = Callable[[], object]
 

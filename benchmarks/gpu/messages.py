@@ -15,10 +15,11 @@ from benchmarks.gpu.cases import Case
 from benchmarks.gpu.waits import waits
 from benchmarks.halo import exchange, plan_of
 from benchmarks.measuring.report import Row, over
+from benchmarks.measuring.turns import alternate
 from distconv import DistTensor, ProcessGrid
 from distconv.geometry.layout import default_cuts
-from distconv.planning.alternation import Contender, alternate
 from distconv.planning.table import byte_size
+from distconv.planning.timing import Contender
 from distconv.tensor.dist_tensor import local_box
 
 TRANSPORTS = "torch", "mpi", "nccl"

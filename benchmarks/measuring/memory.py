@@ -22,7 +22,7 @@ from benchmarks.measuring.report import Row
 from benchmarks.measuring.settings import Settings, by
 from distconv.grid.process_grid import ProcessGrid
 from distconv.model.parallelize import parallelize
-from distconv.planning.alternation import sleep_until_all_are_here
+from distconv.planning.timing import sleep_until_all_are_here
 from distconv.tools.explain import explain
 from distconv.transport.buffers import release_idle
 

@@ -21,10 +21,11 @@ from benchmarks.measuring.plain import best, plain_forms
 from benchmarks.measuring.report import Row, over, share, speedup
 from benchmarks.measuring.settings import Settings, by
 from benchmarks.measuring.silent import SilentTransport
+from benchmarks.measuring.turns import alternate
 from distconv.grid.communicators import carried_by
 from distconv.grid.process_grid import ProcessGrid
 from distconv.model.parallelize import parallelize
-from distconv.planning.alternation import Contender, alternate
+from distconv.planning.timing import Contender
 from distconv.tensor.dist_tensor import local_box
 from distconv.transport.launch import mpi
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from distconv.planning.alternation import spread
 from distconv.planning.table import byte_size, table
+from distconv.planning.timing import spread
 from distconv.tools.json_lines import as_json
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from distconv.comm.ledger import without_counting
 from distconv.geometry.index_maps import Same
-from distconv.geometry.layout import Cuts, Layout, default_cuts, dimension_names, effective_cuts
+from distconv.geometry.layout import Cuts, Layout, default_cuts, dimension_names
 from distconv.geometry.plan import make_plan
 from distconv.planning.dry_run import DryRunGrid, without_elements
 from distconv.planning.links import messages_cost
@@ -29,6 +29,7 @@ from distconv.planning.recorded_step import dtype_of, record_step, shapes_of
 from distconv.planning.recording import Recording
 from distconv.planning.timeline import play
 from distconv.tensor.nested import tensors_in
+from distconv.tensor.redistribution import cuts_of_layout
 
 State = TypeVar("State")
 
@@ -186,14 +187,10 @@ def chain_of(
     calls: dict[nn.Module, list[tuple[Any, Any]]] = {}
     """Arguments and results of each module, in the order of the first calls."""
 
-    def enter(part: nn.Module, args: Any) -> None:
-        calls.setdefault(part, [])
-
     def leave(part: nn.Module, args: Any, result: Any) -> None:
-        calls[part].append((args, result))
+        calls.setdefault(part, []).append((args, result))
 
-    hooks = [part.register_forward_pre_hook(enter) for part in module.modules()]
-    hooks += [part.register_forward_hook(leave) for part in module.modules()]
+    hooks = [part.register_forward_hook(leave) for part in module.modules()]
     try:
         with torch.no_grad(), without_counting():
             module(*(grid.tensor(shape, None, dtype or dtype_of(module)) for shape in shapes))
@@ -237,24 +234,18 @@ class _Costs:
     def __init__(self, grid: Mapping[str, int], machine: Machine, layout: Layout | None, ndim: int):
         self._grid, self._machine = grid, machine
         self._dry = DryRunGrid(grid)
-        self.first = self._default(ndim)
+        self.first = cuts_of_layout(layout, self._dry, ndim)
         """How the input of the chain is cut."""
-        if layout is not None:
-            self.first = effective_cuts(layout.cuts(ndim), self._dry.topology)
         self._ranks = tuple({0, self._dry.rank})
         self._times = OperatorTimes(machine, machine.at_once(self._dry.size))
         self._recorded: dict[object, tuple[Sequence[Recording], Cuts | None]] = {}
-        self._seconds: dict[object, float] = {}
-
-    def _default(self, ndim: int) -> Cuts:
-        return default_cuts(ndim, self._dry.topology)
 
     def layouts(self, layer: ChainedLayer) -> list[Cuts]:
         """Return the ways to cut a layer's input over all axes of the grid, the default first."""
         ndim = len(layer.shape)
         axes = [axis for axis, n in self._grid.items() if n > 1]
         found = [self.first] if len(self.first) == ndim else []
-        found.append(self._default(ndim))
+        found.append(default_cuts(ndim, self._dry.topology))
         for chosen in product(range(ndim), repeat=len(axes)):
             pairs = list(zip(axes, chosen, strict=True))
             cuts: Cuts = tuple(tuple(a for a, d in pairs if d == i) for i in range(ndim))
@@ -270,11 +261,7 @@ class _Costs:
 
     def seconds(self, layer: ChainedLayer, cuts: Cuts) -> float:
         """Return the seconds of a layer, forward and backward; infinity where it is refused."""
-        key = _key(layer, cuts)
-        if key not in self._seconds:
-            recordings, _ = self._record(layer, cuts)
-            self._seconds[key] = max(map(self._played, recordings), default=inf)
-        return self._seconds[key]
+        return max(map(self._played, self._record(layer, cuts)[0]), default=inf)
 
     def _played(self, recording: Recording) -> float:
         segments = play([recording], self._machine, self._times).segments[recording.rank]

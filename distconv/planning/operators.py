@@ -40,11 +40,10 @@ class OperatorTimes:
     Parameters
     ----------
     at_once: how many ranks of a node compute at the same time.
-    measure: whether to time operators that the machine has no times for; else that is an error.
     """
 
-    def __init__(self, machine: Machine, at_once: int, *, measure: bool = True):
-        self._machine, self.measure, self._at_once = machine, measure, at_once
+    def __init__(self, machine: Machine, at_once: int):
+        self._machine, self._at_once = machine, at_once
         self._known = machine.operators.setdefault(str(at_once), {})
         self._estimated: dict[str, tuple[float, int]] = {}
         """Seconds and workspaces by key."""
@@ -64,23 +63,11 @@ class OperatorTimes:
         return spaces[key] if key in spaces else self._estimated.get(key, (0.0, 0))[1]
 
     def prepare(self, operators: Iterable[LocalOperator]) -> None:
-        """Time those operators whose times are not known.
-
-        Raises
-        ------
-        ValueError
-            Where they are not to be timed.
-        """
+        """Time those operators whose times are not known."""
         missing = {o.key: o for o in operators if o.key not in self._known}
         if not missing or self._machine.roofline is not None:
             return
         machine = self._machine
-        if not self.measure:
-            raise ValueError(
-                f"{machine.name} has no times of {len(missing)} local operators, such as "
-                f"{next(iter(missing))}, for {self._at_once} ranks at once, and may not measure "
-                "them; predict once on the machine itself"
-            )
         settings = machine.threads, machine.memory or _MEMORY, machine.environment
         times, spaces = time_together(list(missing.values()), self._at_once, *settings)
         self._known.update(zip(missing, times, strict=True))
@@ -106,8 +93,8 @@ class OperatorTimes:
                 self._timed[_kind(o)][key] = o
         every = {key: o for key, o in every.items() if key not in self._known}
         largest = self._machine.memory // _PARTS if self._machine.memory else sys.maxsize
-        few = sum(_cost(o) for o in every.values()) <= seconds
-        if not self.measure or (few and all(o.nbytes <= largest for o in every.values())):
+        few = sum(map(_cost, every.values())) <= seconds
+        if few and all(o.nbytes <= largest for o in every.values()):
             progress(f"{len(every)} local operators are timed")
             self.prepare(every.values())
             return

@@ -157,8 +157,6 @@ def predict(
     shape: Sequence[int] | Sequence[Sequence[int]],
     grid: Mapping[str, int],
     machine: Machine,
-    *,
-    measure: bool = True,
     **options: Any,
 ) -> Prediction:
     """Return the time and memory of a training step on a grid, which need not exist.
@@ -171,7 +169,6 @@ def predict(
     module: any torch.nn.Module, before `parallelize`.
     shape: the global shape of its input, or one for each input.
     grid: the ranks along the axes, as {"sample": 2, "height": 2}.
-    measure: whether operators may be timed.
     options: what the step is, as for `record_step`: `layout`, `dtype`, `loss`, `optimizer`,
         `autocast`, and what `parallelize` takes, such as `layouts` and `shard_parameters`.
 
@@ -189,7 +186,7 @@ def predict(
     check_ranks(machine, DryRunGrid(grid, 0).size)
     recordings = record_ranks(module, shapes, grid, gpu=machine.asynchronous, **options)
     ranks = recordings[0].ranks
-    times = OperatorTimes(machine, machine.at_once(ranks), measure=measure)
+    times = OperatorTimes(machine, machine.at_once(ranks))
     times.prepare(operator for r in recordings for operator in r.operators)
     return predicted(type(module).__name__, shapes[0][0], grid, recordings, machine, times)
 

@@ -7,7 +7,7 @@ gradients are those of `parallelize` itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -139,14 +139,18 @@ def record_step(
         recorder.memory.hold([x for x in state if x.is_meta], "optimizer state")
         recorder.watch_gradients(leaves)
     try:
-        with torch.random.fork_rng(devices=[]), without_counting(), recorder, RuleCalls(recorder):
-            with ExitStack() as forward:
-                forward.enter_context(trace_movements(recorder.movements))
-                forward.enter_context(saved_tensors_hooks(recorder.keep, lambda x: x))
-                # A tensor that a forward makes without naming a device has no elements either.
-                forward.enter_context(torch.device("meta"))
-                if autocast is not None:
-                    forward.enter_context(_autocast("cuda" if gpu else "cpu", autocast))
+        with (
+            torch.random.fork_rng(devices=[]),
+            without_counting(),
+            recorder,
+            RuleCalls(recorder),
+            _autocast("cuda" if gpu else "cpu", autocast),
+        ):
+            with (
+                trace_movements(recorder.movements),
+                saved_tensors_hooks(recorder.keep, lambda x: x),
+                torch.device("meta"),  # also for tensors that a forward makes without naming one
+            ):
                 output = hollow(*inputs)
                 if loss is None:
                     return recorder.recording()
@@ -182,11 +186,16 @@ _NO_ELEMENTS = (
 
 
 @contextmanager
-def _autocast(device: str, dtype: torch.dtype) -> Iterator[None]:
-    """Turn autocast on for a kind of device that need not be here, as `torch.autocast` asks."""
+def _autocast(device: str, dtype: torch.dtype | None) -> Iterator[None]:
+    """Turn autocast on for a kind of device that need not be here, as `torch.autocast` asks.
+
+    Torch itself has none for tensors without elements, so that the backward pass runs within it as
+    well and only the layers that a checkpoint computes again are changed.
+    """
     before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-    torch.set_autocast_enabled(device, True)
-    torch.set_autocast_dtype(device, dtype)
+    if dtype is not None:
+        torch.set_autocast_enabled(device, True)
+        torch.set_autocast_dtype(device, dtype)
     try:
         yield
     finally:

@@ -18,12 +18,12 @@ from distconv.geometry.layout import Layout, dimension_names
 from distconv.geometry.topology import AXES
 from distconv.grid.process_grid import ProcessGrid
 from distconv.model.parallelize import parallelize
-from distconv.planning.alternation import SHORTEST, Contender, Spread, spread, timed, warm_up
 from distconv.planning.machine import Machine
 from distconv.planning.prediction import in_words, predict
 from distconv.planning.recorded_step import LOSSES, OPTIMIZERS, dtype_of
 from distconv.planning.search import grids_of
 from distconv.planning.table import Cell, milliseconds
+from distconv.planning.timing import SHORTEST, Contender, Spread, spread, timed, warm_up
 from distconv.tensor.dist_tensor import DistTensor, local_box
 from distconv.tensor.redistribution import cuts_of_layout
 from distconv.tensor.sample_format import in_sample_format

@@ -226,8 +226,6 @@ def plan(
     *,
     memory: int | None = None,
     axes: Sequence[str] | None = None,
-    grids: Sequence[Mapping[str, int]] | None = None,
-    measure: bool = True,
     progress: Progress = lambda what: None,
     **options: Any,
 ) -> GridPlan:
@@ -241,8 +239,6 @@ def plan(
     memory: bytes that a rank may use; what the machine has, if it is known, when not given.
     axes: the grid axes that may have several ranks; all that the input has by default, beyond
         `MOST_WITH_FILTER` ranks without `filter`.
-    grids: the grids to choose from; all by default.
-    measure: whether local operators may be timed.
     progress: is called with a line for each step of the search.
 
     Raises
@@ -258,13 +254,13 @@ def plan(
     limit = machine.memory if memory is None else memory
     if axes is None and ranks > MOST_WITH_FILTER:
         axes = [axis for axis in AXES if axis != "filter"]
-    chosen = [dict(g) for g in (grids_of(ranks, shapes[0], axes) if grids is None else grids)]
+    chosen = list(grids_of(ranks, shapes[0], axes))
     if not chosen:
         raise ValueError(
             f"{ranks} ranks cannot be laid out over an input of shape {shapes[0]}"
             + (f" along {', '.join(axes)}" if axes else "")
         )
-    times = OperatorTimes(machine, machine.at_once(ranks), measure=measure)
+    times = OperatorTimes(machine, machine.at_once(ranks))
     options["gpu"] = machine.asynchronous
     search = _Search(without_elements(module, "plan"), shapes, limit, times, options)
     end = time.perf_counter() + BUDGET
@@ -380,8 +376,7 @@ class _Search:
     def _judged_way(self, what: str, recording: Recording) -> WayOut:
         """Return a way out with its memory, for which the convolutions are timed."""
         convolutions = {o: n for o, n in recording.operators.items() if o.convolves}
-        if self.times.measure:
-            self.times.prepare_approximately([convolutions], seconds=SPACES_BUDGET)
+        self.times.prepare_approximately([convolutions], seconds=SPACES_BUDGET)
         peak = sum(memory_of(recording, self.times).values())
         return WayOut(what, peak, self.limit is None or peak <= self.limit)
 

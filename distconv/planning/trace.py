@@ -7,7 +7,7 @@ between, along each axis), with other ranks told by how far away they are.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,45 +18,11 @@ from distconv.geometry.topology import AXES, Topology
 from distconv.planning.machine import Machine
 from distconv.planning.operators import OperatorTimes
 from distconv.planning.recorded_step import record_step, shapes_of
-from distconv.planning.recording import Compute, HostWork, Recording, Start
+from distconv.planning.recording import Completion, Compute, HostWork, Recording
 from distconv.planning.timeline import host_seconds
 
 FORMAT = 1
 """The version of the files."""
-
-
-def message_trace(
-    module: nn.Module,
-    shape: Sequence[int] | Sequence[Sequence[int]],
-    grid: Mapping[str, int],
-    machine: Machine,
-    **options: Any,
-) -> dict[str, Any]:
-    """Return the step of all ranks of a grid as lists of events (see `export_trace`).
-
-    Options are those of `predict`. The middle of an axis stands for all but its ends, and the first
-    samples for all, so that uneven blocks count as these.
-    """
-    topology = Topology(tuple(grid.get(axis, 1) for axis in AXES))
-    shapes = shapes_of(shape)
-    every = map(_place(topology), range(topology.size))
-    places = [tuple(_stands_for(topology, place)) for place in every]
-    kinds = sorted(set(places))
-    ranks = [topology.rank(dict(zip(AXES, place, strict=True))) for place in kinds]
-    options["gpu"] = machine.asynchronous
-    recordings = [record_step(module, shapes, grid, rank=rank, **options) for rank in ranks]
-    times = OperatorTimes(machine, machine.at_once(topology.size))
-    times.prepare(operator for r in recordings for operator in r.operators)
-    return {
-        "format": FORMAT,
-        "module": type(module).__name__,
-        "machine": machine.name,
-        "axes": list(AXES),
-        "extents": list(topology.extents),
-        "ranks_per_node": machine.ranks_per_node,
-        "kind_of_rank": [kinds.index(place) for place in places],
-        "events": [_events(r, topology, machine, times) for r in recordings],
-    }
 
 
 def export_trace(
@@ -67,9 +33,11 @@ def export_trace(
     machine: Machine,
     **options: Any,
 ) -> None:
-    """Write the step of all ranks of a grid as JSON.
+    """Write the step of all ranks of a grid as JSON; options are those of `predict`.
 
-    `kind_of_rank` has for each rank the number of its list in `events`. An event is one of
+    `kind_of_rank` has for each rank the number of its list in `events`. The middle of an axis is
+    that of all but its ends, and the first samples those of all, so that uneven blocks count so. An
+    event is one of
 
     - `["compute", seconds]`
     - `["exchange", number, arriving, leaving]`, each a list of `[offsets, bytes]`, where the other
@@ -78,60 +46,68 @@ def export_trace(
       from this one along these axes
     - `["wait", number]`
     """
-    text = json.dumps(message_trace(module, shape, grid, machine, **options))
-    write_atomically(path, lambda file: file.write(text.encode()))
+    topology = Topology(tuple(grid.get(axis, 1) for axis in AXES))
+    places = [_stands_for(topology, rank) for rank in range(topology.size)]
+    kinds = sorted(set(places))
+    ranks = [topology.rank(dict(zip(AXES, place, strict=True))) for place in kinds]
+    options["gpu"] = machine.asynchronous
+    recordings = [record_step(module, shapes_of(shape), grid, rank=r, **options) for r in ranks]
+    times = OperatorTimes(machine, machine.at_once(topology.size))
+    times.prepare(operator for r in recordings for operator in r.operators)
+    trace = {
+        "format": FORMAT,
+        "module": type(module).__name__,
+        "machine": machine.name,
+        "axes": list(AXES),
+        "extents": list(topology.extents),
+        "ranks_per_node": machine.ranks_per_node,
+        "kind_of_rank": [kinds.index(place) for place in places],
+        "events": [_events(r, topology, machine, times) for r in recordings],
+    }
+    write_atomically(path, lambda file: file.write(json.dumps(trace).encode()))
 
 
-def _place(topology: Topology) -> Callable[[int], tuple[int, ...]]:
-    """Return the function from a rank to its coordinates."""
-    return lambda rank: tuple(topology.coordinates(rank).values())
+def _coordinates(topology: Topology, rank: int) -> tuple[int, ...]:
+    return tuple(topology.coordinates(rank).values())
 
 
-def _stands_for(topology: Topology, place: Sequence[int]) -> Iterator[int]:
-    """Yield the coordinates of the rank that stands for this one; samples have no neighbours."""
-    for axis, index, extent in zip(AXES, place, topology.extents, strict=True):
-        inner = index not in (0, extent - 1)
-        yield 0 if axis == "sample" else extent // 2 if inner else index
+def _stands_for(topology: Topology, rank: int) -> tuple[int, ...]:
+    """Return the coordinates of the rank that stands for this one; samples have no neighbours."""
+    places = zip(AXES, _coordinates(topology, rank), topology.extents, strict=True)
+    return tuple(
+        0 if axis == "sample" else n // 2 if 0 < index < n - 1 else index
+        for axis, index, n in places
+    )
 
 
 def _events(
     recording: Recording, topology: Topology, machine: Machine, times: OperatorTimes
 ) -> list[list[Any]]:
-    place_of = _place(topology)
-    me = place_of(recording.rank)
+    me = _coordinates(topology, recording.rank)
     events: list[list[Any]] = []
-    work = 0.0
 
-    def close() -> None:
-        nonlocal work
-        if work:
-            events.append(["compute", work])
-        work = 0.0
-
-    def away(side: Sequence[tuple[int, int]]) -> list[list[Any]]:
-        places = ((place_of(peer), size) for peer, size in side)
-        return [[[b - a for a, b in zip(me, there, strict=True)], size] for there, size in places]
+    def away(peer: int) -> list[int]:
+        there = _coordinates(topology, peer)
+        return [b - a for a, b in zip(me, there, strict=True)]
 
     for event in recording.events:
-        if isinstance(event, Compute):
-            work += times[event.operator]
-        elif isinstance(event, HostWork):
-            work += 0.0 if machine.asynchronous else host_seconds(event, machine)
-        elif isinstance(event, Start):
-            close()
-            if event.collective is None:
-                events.append(["exchange", event.number, away(event.arriving), away(event.leaving)])
+        if isinstance(event, Compute | HostWork):
+            if isinstance(event, Compute):
+                work = times[event.operator]
             else:
-                axes = {
-                    axis
-                    for peer, _ in event.arriving
-                    for axis, a, b in zip(AXES, me, place_of(peer), strict=True)
-                    if a != b
-                }
-                named = [axis for axis in AXES if axis in axes]
-                events.append([event.collective, event.number, named, event.arriving[0][1]])
-        else:
-            close()
+                work = 0.0 if machine.asynchronous else host_seconds(event, machine)
+            if events and events[-1][0] == "compute":
+                events[-1][1] += work
+            elif work:
+                events.append(["compute", work])
+        elif isinstance(event, Completion):
             events.append(["wait", event.number])
-    close()
+        elif event.collective is None:
+            sides = event.arriving, event.leaving
+            moved = ([[away(peer), size] for peer, size in side] for side in sides)
+            events.append(["exchange", event.number, *moved])
+        else:
+            offsets = zip(*(away(peer) for peer, _ in event.arriving), strict=True)
+            axes = [axis for axis, along in zip(AXES, offsets, strict=True) if any(along)]
+            events.append([event.collective, event.number, axes, event.arriving[0][1]])
     return events

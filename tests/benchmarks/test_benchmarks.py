@@ -39,13 +39,14 @@ from benchmarks.measuring.own_step import (
 from benchmarks.measuring.plain import ONEDNN, best, plain_forms
 from benchmarks.measuring.report import Row, as_table, minus, over, plot, speedup
 from benchmarks.measuring.settings import Settings
+from benchmarks.measuring.turns import alternate
 from benchmarks.networks import COSMOFLOW, MESH, NETWORKS, UNET3D
 from benchmarks.operators import operators
 from benchmarks.overhead import cut_convolution, kernels, overheads
 from benchmarks.record import record
 from benchmarks.step import BOUNDARIES, BUCKETS, NORM, steps
 from distconv.layers import Conv2d
-from distconv.planning.alternation import Contender, alternate
+from distconv.planning.timing import Contender
 from distconv.transport.torch_groups import TorchCommunicator
 from tests.support.everywhere import on_rank_zero
 
@@ -61,9 +62,9 @@ def tiny(network: Network) -> Network:
 @pytest.fixture(autouse=True)
 def few_rounds(monkeypatch) -> None:
     """Let a benchmark take two measurements of one call each."""
-    monkeypatch.setattr("distconv.planning.alternation.ROUNDS", (2, 2))
-    monkeypatch.setattr("distconv.planning.alternation.SHORTEST", 0.0)
-    monkeypatch.setattr("distconv.planning.alternation.ceil", lambda x: 1)
+    monkeypatch.setattr("benchmarks.measuring.turns.ROUNDS", (2, 2))
+    monkeypatch.setattr("benchmarks.measuring.turns.SHORTEST", 0.0)
+    monkeypatch.setattr("benchmarks.measuring.turns.ceil", lambda x: 1)
 
 
 @pytest.fixture(autouse=True)

@@ -75,9 +75,9 @@ def few_rounds(monkeypatch) -> None:
     """Let a benchmark take two measurements of one call each."""
     monkeypatch.setattr(clock, "ROUNDS", (2, 2))
     monkeypatch.setattr(clock, "SHORTEST", 1e-9)
-    monkeypatch.setattr("distconv.planning.alternation.ROUNDS", (2, 2))
-    monkeypatch.setattr("distconv.planning.alternation.SHORTEST", 0.0)
-    monkeypatch.setattr("distconv.planning.alternation.ceil", lambda x: 1)
+    monkeypatch.setattr("benchmarks.measuring.turns.ROUNDS", (2, 2))
+    monkeypatch.setattr("benchmarks.measuring.turns.SHORTEST", 0.0)
+    monkeypatch.setattr("benchmarks.measuring.turns.ceil", lambda x: 1)
 
 
 @pytest.fixture

@@ -81,14 +81,14 @@ def test_the_plan_ranks_grids_by_their_own_predictions() -> None:
 
 def test_a_grid_that_needs_more_memory_than_there_is_is_not_chosen() -> None:
     machine = described()
-    grids: list[dict[str, int]] = [{"sample": 2}, {"height": 2}]
-    free = plan(network(), (1, *SHAPE[1:]), 2, machine, grids=grids)
-    # Of a single sample the other rank has nothing: the first holds everything.
+    shape, axes = (3, *SHAPE[1:]), ("sample", "height")
+    free = plan(network(), shape, 2, machine, axes=axes)
+    # Of three samples the first rank has two.
     assert free.candidates[0].prediction is not None
     least = min(p.peak for p in free.fitting)
     most = max(p.peak for p in free.fitting)
     assert least < most
-    tight = plan(network(), (1, *SHAPE[1:]), 2, machine, grids=grids, memory=(least + most) // 2)
+    tight = plan(network(), shape, 2, machine, axes=axes, memory=(least + most) // 2)
     assert tight.grid == {"height": 2}
     (out,) = (c for c in tight.candidates if c.refusal is not None)
     assert out.grid == {"sample": 2} and "needs" in str(out.refusal)

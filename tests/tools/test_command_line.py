@@ -68,10 +68,8 @@ COMMANDS = """
 import sys
 sys.modules["mpi4py"] = None  # as where it cannot be loaded
 import torch
-import distconv.planning.alternation
 from distconv.tools.command_line import main
 
-distconv.planning.alternation.ROUNDS = 2, 2
 tanh = "torch.nn:Tanh", "--shape", "2,3,9,7", "--grid", "height=2"
 assert main(["explain", *tanh]) == main(["verify", *tanh]) == 0
 study = "--shape", "2,3,9,7", "--ranks", "1,2", "--rounds", "2", "--predict-ranks", "4"

@@ -10,11 +10,17 @@ from pathlib import Path
 
 from distconv.data.durable import write_atomically
 from distconv.tools.arguments import BadArguments, complaining
-from distconv.tools.batch import SCHEDULERS, TRANSPORTS, BatchJob, Scheduler
+from distconv.tools.batch import SCHEDULERS, TRANSPORTS, check_job, title_of
 from distconv.tools.commands.options import Command, check_alone
 
 MARK = "# Written by: python -m distconv launch"
 """Begins the line by which a script tells how it was made."""
+
+_TOLD = (
+    *("scheduler", "nodes", "ranks_per_node", "time", "cores_per_rank", "gpus_per_node"),
+    *("transport", "name", "account", "queue", "mpi", "setup", "directive"),
+)
+"""Options that make the same script again."""
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
@@ -24,89 +30,63 @@ def _options(parser: argparse.ArgumentParser) -> None:
     add("--nodes", type=int, required=True, help="how many the job gets, all to itself")
     add("--ranks-per-node", type=int, required=True, help="one for each GPU, or socket")
     add("--time", type=int, required=True, metavar="MINUTES", help="when the job is ended")
-    add(
-        "--cores-per-rank",
-        type=int,
-        help="what a rank is bound to and computes with (default: the node's cores in equal parts)",
-    )
+    text = "what a rank is bound to and computes with (default: the node's cores in equal parts)"
+    add("--cores-per-rank", type=int, help=text)
     add("--gpus-per-node", type=int, default=0, help="of each node (default: none)")
-    add(
-        "--transport",
-        choices=TRANSPORTS,
-        help="how messages travel (default: torch, by NCCL, with a GPU for each rank, else mpi)",
-    )
+    text = "how messages travel (default: torch, by NCCL, with a GPU for each rank, else mpi)"
+    add("--transport", choices=TRANSPORTS, help=text)
     add("--name", help="of the job (default: that of the program)")
     add("--account", help="who is charged: account, project or bank")
     add("--queue", help="where the job waits: partition or queue")
     add("--mpi", help="how srun and MPI meet: pmi2 for MPICH, pmix for Open MPI (Slurm only)")
-    add(
-        "--setup",
-        action="append",
-        default=[],
-        metavar="LINE",
-        help="of shell, run first, such as 'source .venv/bin/activate'; once for each line",
-    )
-    add(
-        "--directive",
-        action="append",
-        default=[],
-        metavar="OPTION",
-        help="a further option of the scheduler, such as --directive=--qos=debug; once for each",
-    )
+    text = "of shell, run first, such as 'source .venv/bin/activate'; once for each line"
+    add("--setup", action="append", default=[], metavar="LINE", help=text)
+    text = "a further option of the scheduler, such as --directive=--qos=debug; once for each"
+    add("--directive", action="append", default=[], metavar="OPTION", help=text)
     add("--output", type=Path, metavar="FILE", help="of the script (default: NAME.SCHEDULER)")
     add("--submit", action="store_true", help="give the script to the scheduler as well")
     add("--dry-run", action="store_true", help="print the script; write and submit nothing")
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _run(job: argparse.Namespace) -> int:
     """Write, print or submit the script, and return the exit status."""
     check_alone("launch")
-    if arguments.submit and arguments.dry_run:
+    if job.submit and job.dry_run:
         raise BadArguments("--dry-run submits nothing; leave one of --submit and --dry-run out")
-    scheduler = SCHEDULERS[arguments.scheduler]
+    if job.mpi is not None and job.scheduler != "slurm":
+        raise BadArguments(f"--mpi {job.mpi} is an option of Slurm's srun; leave it out")
+    scheduler = SCHEDULERS[job.scheduler]
+    job.origin = f"{MARK} {_as_given(job)}"
     with complaining(ValueError):
-        job = _job(arguments)
+        check_job(job)
         script = scheduler.script(job)
-    if arguments.dry_run:
+    if job.dry_run:
         print(script, end="")
         return 0
-    path = arguments.output or Path(f"{job.title}.{arguments.scheduler}")
+    path = job.output or Path(f"{title_of(job)}.{job.scheduler}")
     _write(path, script)
-    ranks, nodes = (
-        f"{n} {what}{'s' * (n != 1)}" for n, what in ((job.ranks, "rank"), (job.nodes, "node"))
-    )
+    counts = ("rank", job.nodes * job.ranks_per_node), ("node", job.nodes)
+    ranks, nodes = (f"{n} {what}{'s' * (n != 1)}" for what, n in counts)
     print(f"{path}: {ranks} on {nodes}", flush=True)
-    return _submitted(scheduler, script) if arguments.submit else 0
+    if not job.submit:
+        return 0
+    if shutil.which(scheduler.submit[0]) is None:
+        raise BadArguments(
+            f"there is no {scheduler.submit[0]} here; submit the script on a login node of the "
+            f"cluster, with {' '.join(scheduler.submit)} < FILE"
+        )
+    return subprocess.run(scheduler.submit, input=script, text=True).returncode
 
 
-_TAKEN = (
-    *("nodes", "ranks_per_node", "cores_per_rank", "gpus_per_node", "transport", "name"),
-    *("account", "queue", "mpi"),
-)
-"""Options that a job has under the same names."""
-
-
-def _job(arguments: argparse.Namespace) -> BatchJob:
-    given = {option: getattr(arguments, option) for option in _TAKEN}
-    return BatchJob(
-        command=tuple(arguments.command_line),
-        minutes=arguments.time,
-        setup=tuple(arguments.setup),
-        directives=tuple(arguments.directive),
-        origin=f"{MARK} {_options_of(arguments)}",
-        **given,
-    )
-
-
-def _options_of(arguments: argparse.Namespace) -> str:
+def _as_given(job: argparse.Namespace) -> str:
     """Return the options that make this script again."""
     words: list[str] = []
-    for option in ("scheduler", *_TAKEN[:2], "time", *_TAKEN[2:], "setup", "directive"):
-        given = getattr(arguments, option)
+    for option in _TOLD:
+        given = getattr(job, option)
         for value in given if isinstance(given, list) else [given]:
             if value not in (None, 0):
                 words.append(f"--{option.replace('_', '-')}={value}")
-    return shlex.join([*words, "--", *arguments.command_line])
+    return shlex.join([*words, "--", *job.command_line])
 
 
 def _write(path: Path, script: str) -> None:
@@ -117,17 +97,6 @@ def _write(path: Path, script: str) -> None:
         write_atomically(path, lambda file: file.write(script.encode()))
     except OSError as error:
         raise BadArguments(f"cannot write {str(path)!r}: {error}; choose --output") from None
-
-
-def _submitted(scheduler: Scheduler, script: str) -> int:
-    """Give a script to the scheduler, and return the status with which that ends."""
-    program = scheduler.submit[0]
-    if shutil.which(program) is None:
-        raise BadArguments(
-            f"there is no {program} here; submit the script on a login node of the cluster, with "
-            f"{' '.join(scheduler.submit)} < FILE"
-        )
-    return subprocess.run(scheduler.submit, input=script, text=True).returncode
 
 
 LAUNCH = Command("write the batch script of a job for a scheduler, and submit it", _options, _run)

@@ -39,35 +39,35 @@ def _explain_options(parser: argparse.ArgumentParser) -> None:
     add_grid_option(parser)
     add_dtype_option(parser)
     add_report_option(parser)
-    parser.add_argument(
-        "--rank", type=int, help="whose part is told (default: in the middle of every axis)"
-    )
+    text = "whose part is told (default: in the middle of every axis)"
+    parser.add_argument("--rank", type=int, help=text)
 
 
-def _explain(arguments: argparse.Namespace) -> int:
-    module = module_from(arguments.factory, arguments.seed)
-    options: dict[str, Any] = {"layout": arguments.layout, "layouts": dict(arguments.layouts)}
-    options |= {"dtype": dtype_named(arguments.dtype), "rank": arguments.rank, "show": False}
-    first = is_first()
-    show = _interrupted(
-        arguments.json, lambda rows: f"{layer_table(rows)}\ninterrupted after {len(rows)} lines"
-    )
-    with Progress[LayerPlan](lambda layer: layer.name, show, first, "recording") as progress:
+def _explain(given: argparse.Namespace) -> int:
+    module, grid = module_from(given.factory, given.seed), given.grid
+    options: dict[str, Any] = {"layout": given.layout, "layouts": dict(given.layouts)}
+    options |= {"dtype": dtype_named(given.dtype), "rank": given.rank, "show": False}
+    show = _interrupted(given.json, layer_table, "lines")
+    with Progress[LayerPlan](lambda x: x.name, show, is_first(), "recording") as progress:
         with complaining(ValueError, RuntimeError):
-            shape, grid = arguments.shape, arguments.grid
-            plan = explain(module, shape, grid, progress=progress, **options)
-    if first:
-        print(as_json(plan, refusal=plan.refusal) if arguments.json else plan, flush=True)
-        write_report(arguments.html, lambda: explain_page(plan, grid))
+            plan = explain(module, given.shape, grid, progress=progress, **options)
+    if is_first():
+        print(as_json(plan, refusal=plan.refusal) if given.json else plan, flush=True)
+        write_report(given.html, lambda: explain_page(plan, grid))
     return int(plan.refusal is not None)
 
 
-def _interrupted(as_line: bool, text: Callable[[list[Any]], str]) -> Callable[[list[Any]], None]:
-    """Return a function that prints the part of a result that there is."""
+def _interrupted(
+    as_line: bool, table: Callable[[list[Any]], str], what: str
+) -> Callable[[list[Any]], None]:
+    """Return a function that prints the rows so far, as a table or as a line of JSON."""
 
     def show(rows: list[Any]) -> None:
-        parts = [json.loads(as_json(row)) for row in rows] if as_line else []
-        print(json.dumps({"interrupted": True, "rows": parts}) if as_line else text(rows))
+        if as_line:
+            parts = [json.loads(as_json(row)) for row in rows]
+            print(json.dumps({"interrupted": True, "rows": parts}))
+        else:
+            print(f"{table(rows)}\ninterrupted after {len(rows)} {what}")
 
     return show
 
@@ -81,57 +81,43 @@ def _verify_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-backward", action="store_true", help="compare no gradients")
 
 
-def _grid(extents: dict[str, Any], command: str) -> ProcessGrid:
+def _grid(extents: dict[str, Any]) -> ProcessGrid:
     """Return the grid of all ranks with these extents."""
     ranks = prod(extents.values())
     if min(extents.values()) > 0 and ranks != world().size:
         raise BadArguments(
             f"the grid has {ranks} ranks, but {world().size} have been started; start it "
-            f"with mpiexec -n {ranks} python -m distconv {command} ..."
+            f"with mpiexec -n {ranks} python -m distconv verify ..."
         )
     with complaining(ValueError):
         return ProcessGrid(**extents)
 
 
-def _verify(arguments: argparse.Namespace) -> int:
-    grid = _grid(arguments.grid, "verify")
-    module = made_everywhere(arguments.factory, arguments.seed)
-    layouts = dict(arguments.layouts)
+def _verify(given: argparse.Namespace) -> int:
+    grid = _grid(given.grid)
+    module, layouts = made_everywhere(given.factory, given.seed), dict(given.layouts)
     with complaining(ValueError):
         match_layouts(module, layouts)
-    if arguments.float64:
+    if given.float64:
         module = module.double()
-    dtype = torch.float64 if arguments.float64 else dtype_of(module)
-    generator = torch.Generator().manual_seed(arguments.seed)
-    inputs = [torch.randn(s, generator=generator, dtype=dtype) for s in arguments.shape]
-    first = grid.rank == 0
+    dtype = torch.float64 if given.float64 else dtype_of(module)
+    generator = torch.Generator().manual_seed(given.seed)
+    inputs = [torch.randn(s, generator=generator, dtype=dtype) for s in given.shape]
+    options: dict[str, Any] = {"layout": given.layout, "layouts": layouts, "show": False}
+    options |= {"tolerance": given.tolerance, "backward": not given.no_backward}
     show = _interrupted(
-        arguments.json,
-        lambda rows: (
-            f"{comparison_table(rows, judged=False)}\n"
-            f"interrupted after {len(rows)} comparisons, which are not judged"
-        ),
+        given.json,
+        lambda rows: comparison_table(rows, judged=False),
+        "comparisons, which are not judged",
     )
     with Progress[TensorComparison](
-        lambda row: f"{row.layer} {row.kind}", show, first, "running serially"
+        lambda row: f"{row.layer} {row.kind}", show, grid.rank == 0, "running serially"
     ) as progress:
-        verification = verify(
-            module,
-            inputs,
-            grid,
-            layout=arguments.layout,
-            layouts=layouts,
-            tolerance=arguments.tolerance,
-            backward=not arguments.no_backward,
-            seed=arguments.seed,
-            show=False,
-            progress=progress,
-        )
-    if first:
-        shown = as_json(verification, ok=verification.ok) if arguments.json else verification
-        print(shown, flush=True)
-        write_report(arguments.html, lambda: verify_page(verification, grid.shape))
-    return int(not verification.ok)
+        found = verify(module, inputs, grid, seed=given.seed, progress=progress, **options)
+    if grid.rank == 0:
+        print(as_json(found, ok=found.ok) if given.json else found, flush=True)
+        write_report(given.html, lambda: verify_page(found, grid.shape))
+    return int(not found.ok)
 
 
 EXPLAIN = Command(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,34 +39,19 @@ class Command(NamedTuple):
 def add_module_options(parser: argparse.ArgumentParser) -> None:
     """Add the module, the shapes of its inputs, the layouts, the seed, and `--json`."""
     add = parser.add_argument
-    add(
-        "factory",
-        metavar="MODULE:FACTORY",
-        help="what makes the torch module when called without arguments: a function or a class, in "
-        "package.module or ./file.py",
+    text = (
+        "what makes the torch module when called without arguments: a function or a class, in "
+        "package.module or ./file.py"
     )
-    add(
-        "--shape",
-        type=shape,
-        action="append",
-        required=True,
-        metavar="N,C,...",
-        help="global shape of the input; once for each input",
-    )
-    add(
-        "--layout",
-        type=layout,
-        metavar="DIMENSION=AXIS+AXIS,...",
-        help="how the inputs are cut; by default every dimension over the axis of its name",
-    )
-    add(
-        "--layouts",
-        type=pattern_and_layout,
-        action="append",
-        default=[],
-        metavar="PATTERN:DIMENSION=AXIS+AXIS,...",
-        help="how modules whose names match take their inputs; once for each pattern",
-    )
+    add("factory", metavar="MODULE:FACTORY", help=text)
+    text = "global shape of the input; once for each input"
+    several: Any = {"action": "append", "metavar": "N,C,...", "help": text}
+    add("--shape", type=shape, required=True, **several)
+    text = "how the inputs are cut; by default every dimension over the axis of its name"
+    add("--layout", type=layout, metavar="DIMENSION=AXIS+AXIS,...", help=text)
+    text = "how modules whose names match take their inputs; once for each pattern"
+    several |= {"metavar": "PATTERN:DIMENSION=AXIS+AXIS,...", "help": text}
+    add("--layouts", type=pattern_and_layout, default=[], **several)
     add("--seed", type=int, default=0, help="of parameters and inputs (%(default)s)")
     add("--json", action="store_true", help="one line of JSON instead of a table")
 
@@ -86,13 +72,8 @@ def add_step_options(parser: argparse.ArgumentParser) -> None:
     add_module_options(parser)
     add_dtype_option(parser)
     add = parser.add_argument
-    add(
-        "--machine",
-        type=Path,
-        default=Path("machine.json"),
-        metavar="FILE",
-        help="what `calibrate` has measured, or somebody described (default: %(default)s)",
-    )
+    text = "what `calibrate` has measured, or somebody described (default: %(default)s)"
+    add("--machine", type=Path, default=Path("machine.json"), metavar="FILE", help=text)
     add("--loss", choices=LOSSES, default="mse", help="what is minimised (default: %(default)s)")
     add("--optimizer", choices=OPTIMIZERS, default="sgd", help="by what (default: %(default)s)")
     add("--autocast", choices=DTYPES[2:], help="the type of autocast around module and loss")
@@ -103,15 +84,13 @@ def add_step_options(parser: argparse.ArgumentParser) -> None:
 def step_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the options of `predict` and `plan` that the command line has given."""
     return {
-        "dtype": dtype_named(arguments.dtype),
-        "autocast": dtype_named(arguments.autocast),
-        "layout": arguments.layout,
+        **{name: dtype_named(getattr(arguments, name)) for name in ("dtype", "autocast")},
+        **{name: getattr(arguments, name) for name in _AS_GIVEN},
         "layouts": dict(arguments.layouts),
-        "loss": arguments.loss,
-        "optimizer": arguments.optimizer,
-        "shard_parameters": arguments.shard_parameters,
-        "wire": arguments.wire,
     }
+
+
+_AS_GIVEN = ("layout", "loss", "optimizer", "shard_parameters", "wire")
 
 
 def dtype_named(name: str | None) -> torch.dtype | None:
@@ -157,8 +136,5 @@ def check_alone(command: str) -> None:
 def keep_times(machine: Machine, path: Path) -> None:
     """Write down the local operators that have been timed, where the file can be written."""
     if machine.roofline is None:
-        try:
+        with suppress(OSError):  # somebody else's file: the times are taken again next time
             machine.save(path)
-        except OSError:
-            # Somebody else's file: the times are taken again next time.
-            pass

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from distconv.planning.alternation import sleep_until_all_are_here
 from distconv.planning.links import check_ranks
 from distconv.planning.machine import Machine, allocator_here
 from distconv.planning.pictures import draw_studies
@@ -27,6 +26,7 @@ from distconv.planning.scaling import (
     usual_grid,
 )
 from distconv.planning.table import Cell, milliseconds, table
+from distconv.planning.timing import sleep_until_all_are_here
 from distconv.tools.arguments import BadArguments, complaining, grid_axes
 from distconv.tools.commands.options import (
     Command,

@@ -1,13 +1,12 @@
-"""Timing of several things in turns, on all ranks, so that all of them meet the same machine."""
+"""Timing of a function on all ranks of a job, or on some of them while the others sleep."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import ceil
 from statistics import quantiles
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -17,12 +16,8 @@ from distconv.transport.torch_groups import TorchCommunicator
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-T = TypeVar("T")
-
 SHORTEST = 0.01
 """Seconds that one measurement takes at least; shorter calls are repeated."""
-ROUNDS = 5, 200
-"""The fewest and the most measurements of each side."""
 
 
 @dataclass(frozen=True)
@@ -51,40 +46,11 @@ def spread(values: Sequence[float]) -> Spread:
     return Spread(median, low, high)
 
 
-def alternate(
-    comm: MPI.Intracomm | ObjectCommunicator, sides: Sequence[Contender], seconds: float
-) -> tuple[list[float], ...]:
-    """Return for every side the seconds of a call, round by round; the same numbers on all ranks.
-
-    Every round times all sides one after the other, every second round in reverse, so that a
-    disturbance of the machine disturbs them alike. A time is that of the slowest rank.
-
-    Parameters
-    ----------
-    comm: the ranks that take part; all of them call it.
-    seconds: about how long the measurement takes in all.
-    """
-    once = warm_up(comm, sides)
-    repeats = ceil(SHORTEST / min(once))
-    fewest, most = ROUNDS
-    rounds = min(max(int(seconds / (repeats * sum(once))), fewest), most)
-    times: tuple[list[float], ...] = tuple([] for _ in sides)
-    for side, of_side in in_turns(list(zip(sides, times, strict=True)), rounds):
-        of_side.append(timed(comm, side, repeats))
-    return times
-
-
 def warm_up(comm: MPI.Intracomm | ObjectCommunicator, sides: Sequence[Contender]) -> list[float]:
     """Return the seconds of a call of each side, after two that do not count; all ranks call it."""
     for side in sides:
         timed(comm, side, 2)
     return [timed(comm, side, 1) for side in sides]
-
-
-def in_turns(sides: Sequence[T], rounds: int) -> Iterator[T]:
-    """Yield all sides in each round, in reverse in every second one."""
-    for i in range(rounds):
-        yield from sides if i % 2 == 0 else reversed(sides)
 
 
 def sleep_until_all_are_here(comm: MPI.Intracomm | ObjectCommunicator) -> None:
