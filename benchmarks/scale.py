@@ -23,12 +23,32 @@ from torch import nn
 from benchmarks.networks import cosmoflow
 from distconv.planning.machine import LinkTimes, Machine, Table
 from distconv.planning.operators import OperatorTimes
-from distconv.planning.pictures import COLOURS, STYLE, axis_of_ranks
 from distconv.planning.prediction import Prediction, predicted, record_ranks
 from distconv.planning.recording import Recording
 from examples.mesh_tangling.network import mesh_tangling_1k, mesh_tangling_2k
 
 MACHINE = Path(__file__).parents[1] / "machines" / "lassen.json"
+
+STYLE: Any = {
+    "font.size": 8,
+    "axes.labelsize": 8,
+    "axes.titlesize": 8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.linewidth": 0.4,
+    "grid.alpha": 0.5,
+    "legend.fontsize": 7,
+    "legend.frameon": False,
+    "lines.linewidth": 1.2,
+    "lines.markersize": 4,
+    "pdf.fonttype": 42,
+    "savefig.dpi": 300,
+}
+"""One column of a journal: small letters that stay letters in PDF."""
+
+COLOURS = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"
+"""Told apart by all readers: Okabe and Ito, "Color Universal Design" (2008)."""
 
 
 @dataclass(frozen=True)
@@ -295,6 +315,15 @@ def picture(found: Outcome, path: Path) -> None:
         figure.savefig(path)
 
 
+def _axis_of_ranks(ax: Any, ranks: Sequence[int]) -> None:
+    """Let the horizontal axis be that of ranks, with a mark for each number, as far as they fit."""
+    ax.set_xscale("log", base=2)
+    step = -(-len(ranks) // 12)
+    ax.set_xticks(ranks[::step], [f"{n:,}" for n in ranks[::step]])
+    ax.minorticks_off()
+    ax.set_xlabel("ranks")
+
+
 def _panel(ax: Any, found: Outcome, number: Assumption) -> None:
     e, places = found.experiment, found.places
     low, high = found.bands[number.name]
@@ -305,7 +334,7 @@ def _panel(ax: Any, found: Outcome, number: Assumption) -> None:
     if e.published:
         points = list(zip(*e.published.items(), strict=True))
         ax.plot(*points, "o", color=COLOURS[1], label="published")
-    axis_of_ranks(ax, places)
+    _axis_of_ranks(ax, places)
     ax.set_xlabel(e.per)
     if e.measure == "speed-up":
         ax.set_yscale("log", base=2)

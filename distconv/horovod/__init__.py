@@ -7,147 +7,75 @@ matter of `distconv.parallelize`, which needs nothing of this.
 
 from typing import Any as _Any
 
-from distconv.horovod.collectives import (
-    Adasum,
-    Average,
-    Max,
-    Min,
-    Product,
-    ReduceOp,
-    Sum,
-    allgather,
-    allgather_async,
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    alltoall,
-    alltoall_async,
-    broadcast,
-    broadcast_,
-    broadcast_async,
-    broadcast_async_,
-    grouped_allgather,
-    grouped_allgather_async,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-    grouped_reducescatter,
-    grouped_reducescatter_async,
-    join,
-    reducescatter,
-    reducescatter_async,
-    sparse_allreduce_async,
-)
-from distconv.horovod.compression import Compression, Compressor
-from distconv.horovod.handles import poll, synchronize
-from distconv.horovod.job import HorovodInternalError
-from distconv.horovod.objects import (
-    allgather_object,
-    barrier,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-)
-from distconv.horovod.optimizer import DistributedOptimizer
+from distconv.horovod.collectives import Adasum as Adasum
+from distconv.horovod.collectives import Average as Average
+from distconv.horovod.collectives import Max as Max
+from distconv.horovod.collectives import Min as Min
+from distconv.horovod.collectives import Product as Product
+from distconv.horovod.collectives import ReduceOp as ReduceOp
+from distconv.horovod.collectives import Sum as Sum
+from distconv.horovod.collectives import allgather as allgather
+from distconv.horovod.collectives import allgather_async as allgather_async
+from distconv.horovod.collectives import allreduce as allreduce
+from distconv.horovod.collectives import allreduce_ as allreduce_
+from distconv.horovod.collectives import allreduce_async as allreduce_async
+from distconv.horovod.collectives import allreduce_async_ as allreduce_async_
+from distconv.horovod.collectives import alltoall as alltoall
+from distconv.horovod.collectives import alltoall_async as alltoall_async
+from distconv.horovod.collectives import broadcast as broadcast
+from distconv.horovod.collectives import broadcast_ as broadcast_
+from distconv.horovod.collectives import broadcast_async as broadcast_async
+from distconv.horovod.collectives import broadcast_async_ as broadcast_async_
+from distconv.horovod.collectives import grouped_allgather as grouped_allgather
+from distconv.horovod.collectives import grouped_allgather_async as grouped_allgather_async
+from distconv.horovod.collectives import grouped_allreduce as grouped_allreduce
+from distconv.horovod.collectives import grouped_allreduce_ as grouped_allreduce_
+from distconv.horovod.collectives import grouped_allreduce_async as grouped_allreduce_async
+from distconv.horovod.collectives import grouped_allreduce_async_ as grouped_allreduce_async_
+from distconv.horovod.collectives import grouped_reducescatter as grouped_reducescatter
+from distconv.horovod.collectives import grouped_reducescatter_async as grouped_reducescatter_async
+from distconv.horovod.collectives import join as join
+from distconv.horovod.collectives import reducescatter as reducescatter
+from distconv.horovod.collectives import reducescatter_async as reducescatter_async
+from distconv.horovod.collectives import sparse_allreduce_async as sparse_allreduce_async
+from distconv.horovod.compression import Compression as Compression
+from distconv.horovod.compression import Compressor as Compressor
+from distconv.horovod.handles import poll as poll
+from distconv.horovod.handles import synchronize as synchronize
+from distconv.horovod.job import HorovodInternalError as HorovodInternalError
+from distconv.horovod.objects import allgather_object as allgather_object
+from distconv.horovod.objects import barrier as barrier
+from distconv.horovod.objects import broadcast_object as broadcast_object
+from distconv.horovod.objects import broadcast_optimizer_state as broadcast_optimizer_state
+from distconv.horovod.objects import broadcast_parameters as broadcast_parameters
+from distconv.horovod.optimizer import DistributedOptimizer as DistributedOptimizer
+from distconv.horovod.process_sets import ProcessSet as ProcessSet
+from distconv.horovod.process_sets import add_process_set as add_process_set
+from distconv.horovod.process_sets import ccl_built as ccl_built
+from distconv.horovod.process_sets import cross_rank as cross_rank
+from distconv.horovod.process_sets import cross_size as cross_size
+from distconv.horovod.process_sets import cuda_built as cuda_built
+from distconv.horovod.process_sets import ddl_built as ddl_built
 from distconv.horovod.process_sets import (
-    ProcessSet,
-    add_process_set,
-    ccl_built,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    ddl_built,
-    get_process_set_ids_and_ranks,
-    global_process_set,
-    gloo_built,
-    gloo_enabled,
-    init,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rank,
-    remove_process_set,
-    rocm_built,
-    shutdown,
-    size,
+    get_process_set_ids_and_ranks as get_process_set_ids_and_ranks,
 )
-
-__all__ = [
-    "sparse_allreduce_async",
-    "remove_process_set",
-    "reducescatter_async",
-    "reducescatter",
-    "grouped_reducescatter_async",
-    "grouped_reducescatter",
-    "grouped_allgather_async",
-    "grouped_allgather",
-    "get_process_set_ids_and_ranks",
-    "alltoall_async",
-    "alltoall",
-    "add_process_set",
-    "ProcessSet",
-    "HorovodInternalError",
-    "Adasum",
-    "Average",
-    "Compression",
-    "Compressor",
-    "DistributedOptimizer",
-    "Max",
-    "Min",
-    "Product",
-    "ReduceOp",
-    "Sum",
-    "allgather",
-    "allgather_async",
-    "allgather_object",
-    "allreduce",
-    "allreduce_",
-    "allreduce_async",
-    "allreduce_async_",
-    "barrier",
-    "broadcast",
-    "broadcast_",
-    "broadcast_async",
-    "broadcast_async_",
-    "broadcast_object",
-    "broadcast_optimizer_state",
-    "broadcast_parameters",
-    "ccl_built",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
-    "grouped_allreduce",
-    "grouped_allreduce_",
-    "grouped_allreduce_async",
-    "grouped_allreduce_async_",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
-    "join",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
-    "poll",
-    "rank",
-    "rocm_built",
-    "shutdown",
-    "size",
-    "synchronize",
-]
+from distconv.horovod.process_sets import global_process_set as global_process_set
+from distconv.horovod.process_sets import gloo_built as gloo_built
+from distconv.horovod.process_sets import gloo_enabled as gloo_enabled
+from distconv.horovod.process_sets import init as init
+from distconv.horovod.process_sets import is_homogeneous as is_homogeneous
+from distconv.horovod.process_sets import is_initialized as is_initialized
+from distconv.horovod.process_sets import local_rank as local_rank
+from distconv.horovod.process_sets import local_size as local_size
+from distconv.horovod.process_sets import mpi_built as mpi_built
+from distconv.horovod.process_sets import mpi_enabled as mpi_enabled
+from distconv.horovod.process_sets import mpi_threads_supported as mpi_threads_supported
+from distconv.horovod.process_sets import nccl_built as nccl_built
+from distconv.horovod.process_sets import rank as rank
+from distconv.horovod.process_sets import remove_process_set as remove_process_set
+from distconv.horovod.process_sets import rocm_built as rocm_built
+from distconv.horovod.process_sets import shutdown as shutdown
+from distconv.horovod.process_sets import size as size
 
 _TIMELINE = 'record with distconv.timeline("trace.json"):'
 _WAYS_OUT = {

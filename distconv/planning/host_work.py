@@ -35,46 +35,32 @@ from distconv.tensor.module_call import enter_call
 from distconv.tensor.ownership import own
 from distconv.transport.world import world
 
-_PLANE = 1, 8, 16, 16
-_VOLUME = 1, 8, 8, 8, 8
-
-Make = Callable[[], nn.Module]
-
 
 class _Apply(nn.Module):
     """A function as a layer."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]):
         super().__init__()
-        self._function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the function of `x`."""
-        return self._function(x)
+        self.forward = function
 
 
-_LAYERS: tuple[tuple[Make, tuple[int, ...]], ...] = (
-    (partial(nn.Conv2d, 8, 8, 3, padding=1, bias=False), _PLANE),
-    (partial(nn.Conv3d, 8, 8, 3, padding=1, bias=False), _VOLUME),
-    (partial(nn.ConvTranspose2d, 8, 8, 2, 2), _PLANE),
-    (partial(nn.ConvTranspose3d, 8, 8, 2, 2), _VOLUME),
-    (partial(nn.BatchNorm2d, 8), _PLANE),
-    (partial(nn.MaxPool2d, 3, 2, 1), _PLANE),
-    (partial(nn.MaxPool3d, 3, 2, 1), _VOLUME),
-    (partial(nn.AvgPool2d, 3, 2, 1), _PLANE),
-    (partial(nn.AvgPool3d, 3, 2, 1), _VOLUME),
-    (partial(nn.AdaptiveAvgPool2d, 1), _PLANE),
-    (nn.ReLU, _PLANE),
-    (nn.LeakyReLU, _PLANE),
-    (nn.Sigmoid, _PLANE),
-    (partial(_Apply, lambda x: x + x), _PLANE),
-    (partial(_Apply, lambda x: torch.cat([x, x], 1)), _PLANE),
-    (partial(nn.PixelShuffle, 2), _PLANE),
-    (nn.Flatten, _PLANE),
-    (partial(nn.Linear, 8, 8), (4, 8)),
-    (partial(_Apply, lambda x: F.mse_loss(x, x.detach())), _PLANE),
-)
-"""Layers whose functions are timed, each with the shape of its input."""
+def _layers() -> list[tuple[nn.Module, tuple[int, ...]]]:
+    """Return layers whose functions are timed, each with the shape of its input."""
+    planes = (
+        *(nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.ConvTranspose2d(8, 8, 2, 2)),
+        *(nn.BatchNorm2d(8), nn.MaxPool2d(3, 2, 1), nn.AvgPool2d(3, 2, 1)),
+        *(nn.AdaptiveAvgPool2d(1), nn.ReLU(), nn.LeakyReLU(), nn.Sigmoid()),
+        *(nn.PixelShuffle(2), nn.Flatten(), _Apply(lambda x: x + x)),
+        *(_Apply(lambda x: torch.cat([x, x], 1)), _Apply(lambda x: F.mse_loss(x, x.detach()))),
+    )
+    volumes = (
+        *(nn.Conv3d(8, 8, 3, padding=1, bias=False), nn.ConvTranspose3d(8, 8, 2, 2)),
+        *(nn.MaxPool3d(3, 2, 1), nn.AvgPool3d(3, 2, 1)),
+    )
+    found: list[tuple[nn.Module, tuple[int, ...]]] = [(nn.Linear(8, 8), (4, 8))]
+    found += [(layer, (1, 8, 16, 16)) for layer in planes]
+    return found + [(layer, (1, 8, 8, 8, 8)) for layer in volumes]
+
 
 WAYS: tuple[tuple[Mapping[str, int], str], ...] = (
     ({}, "assembled"),
@@ -96,9 +82,9 @@ def measure_host_work(layers: int = 16) -> dict[str, Table]:
     for extents, way in WAYS:
         grid = DryRunGrid(extents, 0)
         others = _Others(grid)
-        for make, shape in _LAYERS:
+        for layer, shape in _layers():
             with method(way):
-                host = _measure(make(), shape, grid, others, layers) | host
+                host = _measure(layer, shape, grid, others, layers) | host
     for kind in ("", " across ranks"):
         for end in ("", " backward"):
             found = [

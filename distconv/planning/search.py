@@ -346,32 +346,32 @@ class _Search:
     ) -> Iterator[WayOut]:
         """Yield the needs of the smallest grid with checkpoints, with sharded weights, in bfloat16;
         and of grids of more ranks, until one fits."""
-        half = copy.deepcopy(self.module).to(torch.bfloat16)
-        yield from self._way("checkpointing each block", grid, with_checkpoints(self.module))
+        ways: list[tuple[str, dict[str, int], nn.Module, dict[str, Any]]] = [
+            ("checkpointing each block", grid, with_checkpoints(self.module), {}),
+            ("bfloat16", grid, copy.deepcopy(self.module).to(torch.bfloat16), {}),
+        ]
         if not self.options.get("shard_parameters"):
             extents = (dict(g) for g in grids_of(ranks, self.shapes[0], axes))
-            for cut in [g for g in (grid, {"channel": ranks}, *extents) if "channel" in g][:1]:
-                yield from self._way("shard_parameters=True", cut, shard_parameters=True)
-        yield from self._way("bfloat16", grid, half)
+            cut = next(g for g in (grid, {"channel": ranks}, *extents) if "channel" in g)
+            ways.append(("shard_parameters=True", cut, self.module, {"shard_parameters": True}))
+        for what, cut, module, more in ways:
+            with suppress(RuntimeError):
+                recording = self.record(cut, module, **more)
+                yield self._judged_way(f"{what} on {in_words(cut)}", recording)
         for factor in (2, 4, 8, 16):
             found = []
-            for more in grids_of(ranks * factor, self.shapes[0], axes):
+            for wider in grids_of(ranks * factor, self.shapes[0], axes):
                 # Those that cut as the smallest does, and one axis further.
-                if all(more.get(axis, 1) >= n for axis, n in grid.items()) and "filter" not in more:
+                kept = all(wider.get(axis, 1) >= n for axis, n in grid.items())
+                if kept and "filter" not in wider:
                     with suppress(RuntimeError):
-                        found.append((self.record(more), more))
+                        found.append((self.record(wider), wider))
             if found:
-                recording, more = min(found, key=lambda pair: pair[0].peak)
-                way = self._judged_way(f"{ranks * factor} ranks as {in_words(more)}", recording)
+                recording, wider = min(found, key=lambda pair: pair[0].peak)
+                way = self._judged_way(f"{ranks * factor} ranks as {in_words(wider)}", recording)
                 yield way
                 if way.fits:
                     return
-
-    def _way(
-        self, what: str, grid: dict[str, int], module: nn.Module | None = None, **more: Any
-    ) -> Iterator[WayOut]:
-        with suppress(RuntimeError):
-            yield self._judged_way(f"{what} on {in_words(grid)}", self.record(grid, module, **more))
 
     def _judged_way(self, what: str, recording: Recording) -> WayOut:
         """Return a way out with its memory, for which the convolutions are timed."""

@@ -322,7 +322,7 @@ class _Serial:
     def __init__(self, module: nn.Module, inputs: list[Tensor], generator: torch.Generator):
         self._module = module
         self._leaves = [_leaf(x.clone()) for x in inputs]
-        self.calls = _Recorded(module)
+        self.calls = _SerialCalls(module)
         # Layers that write in place may not write to leaves.
         results = tensors_in(module(*(x.clone() for x in self._leaves)))
         self.calls.remove()
@@ -349,7 +349,7 @@ class _Serial:
         """Run `model` and compare; collective where that is distributed. `last` forgets outputs."""
         leaves = [_leaf(x) for x in inputs]
         expected = self.calls.outputs if last else dict(self.calls.outputs)
-        compared = _Compared(model, expected, progress)
+        compared = _ComparedCalls(model, expected, progress)
         rows = compared.rows
         try:
             outputs = tensors_in(model(*(x.clone() for x in leaves)))
@@ -424,7 +424,7 @@ def _version(x: Tensor) -> int | None:
     return None if x.is_inference() else x._version
 
 
-class _Recorded(ModuleCalls):
+class _SerialCalls(ModuleCalls):
     """The results of each call of a layer, copied before later layers may write to them."""
 
     def __init__(self, module: nn.Module):
@@ -460,7 +460,7 @@ class _Recorded(ModuleCalls):
         self._state = state
 
 
-class _Compared(ModuleCalls):
+class _ComparedCalls(ModuleCalls):
     """The results of each call of a layer, compared with the expected ones, which are forgotten."""
 
     def __init__(

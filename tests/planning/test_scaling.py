@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 from mpi4py import MPI
 from torch import nn
 
-from distconv.planning import pictures
-from distconv.planning.pictures import draw_studies
 from distconv.planning.scaling import (
     STRONG,
     WEAK,
@@ -135,30 +133,6 @@ def test_predictions_of_more_ranks_take_less_time_up_to_the_messages() -> None:
     assert first and second and last and first > second > last
     efficiency = s.predicted_efficiency(s.cases[2])
     assert efficiency is not None and 0 < efficiency < 1
-
-
-def test_studies_are_drawn_with_measurement_prediction_and_ideal(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    s = study(STRONG, ({}, [1.0, 2.0]), ({"height": 2}, [0.5, 1.0]), ({"width": 2}, [0.5, 1.0]))
-    for case in s.cases:
-        case.predicted = 0.5
-    weak = study(WEAK, ({}, []), ({"sample": 2}, []))
-    weak.cases[0].predicted = weak.cases[1].predicted = 1.0
-    for one in (s, weak):
-        files = draw_studies([("one", one), ("two", one)], tmp_path / one.kind, "svg")
-        assert [f.name for f in files] == [f"{one.kind}.{w}.svg" for w in ("time", "efficiency")]
-        assert all(f.stat().st_size > 5000 for f in files)
-
-
-@pytest.mark.parametrize("times", [(30.0, 29.0, 31.0), (0.9, 0.5, 0.2), (100.0, 30.0, 3.0)])
-def test_times_in_a_picture_have_marks_to_read_them_by_however_close(
-    times: tuple[float, ...],
-) -> None:
-    ax = pytest.importorskip("matplotlib.figure").Figure().subplots()
-    ax.plot(times)
-    pictures.axis_of_times(ax)
-    low, high = ax.get_ylim()
-    assert sum(low <= mark <= high for mark in ax.get_yticks()) >= 3
 
 
 @pytest.mark.parallel([1, 2, 4])

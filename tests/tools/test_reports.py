@@ -17,7 +17,7 @@ from distconv.planning import Machine, plan, predict
 from distconv.planning.scaling import STRONG, Case, Study
 from distconv.planning.table import byte_size
 from distconv.tools.command_line import main
-from distconv.tools.reports.drawing import MOST_NODES, Span, bars, grid_section, lanes, ticks
+from distconv.tools.reports.drawing import MOST_NODES, Bar, bars, grid_section, lanes, ticks
 from distconv.tools.reports.layers import explain_page, verify_page
 from distconv.tools.reports.steps import plan_page, prediction_page
 from distconv.tools.reports.studies import scale_page
@@ -208,8 +208,8 @@ def test_bars_are_as_long_as_their_amounts_and_the_longest_of_many_are_kept() ->
 
 
 def test_lanes_join_what_no_eye_tells_apart() -> None:
-    crowd = [Span(i * 1e-6, i * 1e-6 + 5e-7, "#000", "many") for i in range(1000)]
-    root = parsed(f"<div>{lanes({'x': [*crowd, Span(0.5, 1.0, '#000', 'late')]}, 0.0, 1.0)}</div>")
+    crowd = [Bar(i * 1e-6, i * 1e-6 + 5e-7, "#000", "many") for i in range(1000)]
+    root = parsed(f"<div>{lanes({'x': [*crowd, Bar(0.5, 1.0, '#000', 'late')]}, 0.0, 1.0)}</div>")
     drawn = [r for r in root.iter("rect") if r.get("fill")]
     assert [_percent(r, "x") for r in drawn] == [0, 50]
 

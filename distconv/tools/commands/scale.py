@@ -14,7 +14,6 @@ import torch
 
 from distconv.planning.links import check_ranks
 from distconv.planning.machine import Machine, allocator_here
-from distconv.planning.pictures import draw_studies
 from distconv.planning.recorded_step import record_step
 from distconv.planning.scaling import (
     STRONG,
@@ -57,10 +56,8 @@ def _options(parser: argparse.ArgumentParser) -> None:
         add = of_kind.add_argument
         if kind == "compare":
             add("studies", nargs="+", type=Path, metavar="STUDY.json")
-            add("--output", type=Path, metavar="FILE", help="of the plots, without ending")
         else:
             _study_options(of_kind)
-        add("--pictures", choices=("png", "pdf", "svg"), default="png", help="(%(default)s)")
 
 
 def _study_options(parser: argparse.ArgumentParser) -> None:
@@ -79,8 +76,8 @@ def _study_options(parser: argparse.ArgumentParser) -> None:
     add("--rounds", type=int, default=10, help="in which all cases take turns (%(default)s)")
     add("--threads", type=int, default=1, help="of every rank (%(default)s)")
     text = (
-        "of the study, which is continued where it is there; plots lie beside it (default: "
-        "scale-strong.json, scale-weak.json)"
+        "of the study, which is continued where it is there; without --html, its report lies "
+        "beside it (default: scale-strong.json, scale-weak.json)"
     )
     add("--output", type=Path, metavar="FILE", help=text)
 
@@ -137,11 +134,8 @@ def _study(given: argparse.Namespace) -> int:
             _on_first(predict_on_first)
     if first:
         study.save(path)
-        pictures = draw_studies([(path.stem, study)], path, given.pictures)
         print(as_json(study) if given.json else _listed(study), flush=True)
-        if not given.json:
-            print(*(f"wrote {file}" for file in (path, *pictures)), sep="\n", flush=True)
-        write_report(given.html, lambda: scale_page(study))
+        write_report(given.html or path.with_suffix(".html"), lambda: scale_page(study))
     return 0
 
 
@@ -243,9 +237,6 @@ def _compare(given: argparse.Namespace) -> int:
     if len({study.kind for _, study in studies}) > 1:
         raise BadArguments("one study is of strong scaling and the other of weak; compare alike")
     print(*(line for other in studies[1:] for line in _compared(studies[0], other)), sep="\n")
-    if given.output is not None:
-        files = draw_studies(studies, given.output, given.pictures)
-        print(*(f"wrote {file}" for file in files))
     return 0
 
 
@@ -270,7 +261,7 @@ def _compared(base: tuple[str, Study], other: tuple[str, Study]) -> Iterator[str
 
 
 SCALE = Command(
-    "measure and predict how a module scales, and draw it; or compare two such studies",
+    "measure and predict how a module scales, and draw it; or compare such studies",
     _options,
     _run,
 )

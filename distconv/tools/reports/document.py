@@ -137,7 +137,7 @@ def alert(text: str, good: bool = False) -> str:
     return f'<p class="alert{" good" * good}">{escape(text)}</p>'
 
 
-def table(rows: Sequence[Sequence[Cell]], marked: Collection[int] = ()) -> str:
+def sortable(rows: Sequence[Sequence[Cell]], marked: Collection[int] = ()) -> str:
     """Return a table that sorts by the column whose heading, in the first row, is clicked.
 
     Columns that are empty but for their heading are left out. `marked` are numbers of rows that

@@ -14,7 +14,7 @@ MOST_BARS = 40
 """Of a chart; the others are shorter."""
 
 
-class Span(NamedTuple):
+class Bar(NamedTuple):
     """A stretch of time of a lane."""
 
     begin: float
@@ -106,7 +106,7 @@ def strip(colours: Sequence[str], titles: Sequence[str], heights: Sequence[float
     return f'<svg height="{tall}" role="img" aria-label="layouts">{cells}{columns}</svg>'
 
 
-def lanes(rows: Mapping[str, Sequence[Span]], begin: float, end: float) -> str:
+def lanes(rows: Mapping[str, Sequence[Bar]], begin: float, end: float) -> str:
     """Return stretches of time, a lane for each name, over an axis in milliseconds."""
     length = end - begin or 1.0
     drawn = []
@@ -130,14 +130,14 @@ def lanes(rows: Mapping[str, Sequence[Span]], begin: float, end: float) -> str:
     return "".join(drawn)
 
 
-def _joined(spans: Iterable[Span], least: float) -> Iterator[Span]:
+def _joined(spans: Iterable[Bar], least: float) -> Iterator[Bar]:
     """Yield spans in order; neighbours of one colour that are closer than `least` are one."""
-    last: Span | None = None
+    last: Bar | None = None
     for span in sorted(spans):
         if last is not None and span.colour == last.colour and span.begin - last.end < least:
             same = span.title == last.title or last.end - last.begin > span.end - span.begin
             title = last.title if same else span.title
-            last = Span(last.begin, max(last.end, span.end), last.colour, title)
+            last = Bar(last.begin, max(last.end, span.end), last.colour, title)
             continue
         if last is not None:
             yield last

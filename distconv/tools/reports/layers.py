@@ -9,7 +9,7 @@ from distconv.planning.prediction import in_words
 from distconv.planning.recording import LayerPlan
 from distconv.planning.table import byte_size
 from distconv.tools.explain import HEADING, Explanation, cells_of_layer, layout_in_words
-from distconv.tools.reports.document import COLOURS, alert, charts, legend, page, section, table
+from distconv.tools.reports.document import COLOURS, alert, charts, legend, page, section, sortable
 from distconv.tools.reports.drawing import Curve, bars, chart, grid_section, strip
 from distconv.tools.verify import HEADING as DIFFERENCES
 from distconv.tools.verify import TensorComparison, Verification
@@ -49,7 +49,7 @@ def explain_page(plan: Explanation, grid: Mapping[str, int]) -> str:
         _layouts(layers),
         section("Layer by layer", charts(drawn)),
         grid_section(grid, None),
-        section("Every call", table(rows, {len(layers) - 1} if plan.refusal else ())),
+        section("Every call", sortable(rows, {len(layers) - 1} if plan.refusal else ())),
     ]
     about = f"The forward pass on rank {plan.rank} of {plan.grid}, without running it."
     return page(f"{plan.module} on {in_words(grid, ', ')}", about, numbers, sections)
@@ -95,7 +95,7 @@ def verify_page(found: Verification, grid: Mapping[str, int]) -> str:
         *(alert(f"note: {note}", good=True) for note in found.notes),
         section("Differences", _differences(rows, found.tolerance), note),
         grid_section(grid, None),
-        section("Every tensor", table([DIFFERENCES, *(row.cells for row in rows)], marked)),
+        section("Every tensor", sortable([DIFFERENCES, *(row.cells for row in rows)], marked)),
     ]
     about = "Outputs, buffers and gradients against the serial program, layer by layer."
     title = f"{found.module} on {in_words(grid, ', ')}: {'all agree' if found.ok else 'deviates'}"

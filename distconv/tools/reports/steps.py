@@ -7,8 +7,8 @@ from distconv.planning.machine import Machine
 from distconv.planning.prediction import LAYER_HEADING, Prediction, in_words
 from distconv.planning.search import GRID_HEADING, GridPlan
 from distconv.planning.table import byte_size, milliseconds, size_cell
-from distconv.tools.reports.document import COLOURS, alert, charts, legend, page, section, table
-from distconv.tools.reports.drawing import Span, bars, grid_section, lanes
+from distconv.tools.reports.document import COLOURS, alert, charts, legend, page, section, sortable
+from distconv.tools.reports.drawing import Bar, bars, grid_section, lanes
 
 ACTIVITIES = {
     "compute": COLOURS[0],
@@ -62,7 +62,7 @@ def plan_page(found: GridPlan, layers: LayoutPlan | None, machine: Machine) -> s
     if not found.fitting:
         fits = "does not fit", "fits"
         ways = [[way.what, size_cell(way.peak), fits[way.fits]] for way in found.ways_out]
-        would = section("What would", table([("what", "memory of a rank", ""), *ways]))
+        would = section("What would", sortable([("what", "memory of a rank", ""), *ways]))
         sections = [alert(found.nothing_fits.partition("\n")[0]), would * bool(ways), _grids(found)]
         return page(f"{found.module}: no grid fits", about, [], sections)
     best = found.best
@@ -86,7 +86,7 @@ def _grids(found: GridPlan) -> str:
         "Memory of a rank": bars(rows, byte_size, {"memory": COLOURS[2]}),
     }
     marked = {i for i, c in enumerate(found.candidates) if c.refusal}
-    cells = table([GRID_HEADING, *(c.cells for c in found.candidates)], marked)
+    cells = sortable([GRID_HEADING, *(c.cells for c in found.candidates)], marked)
     return section("The grids", (charts(drawn) if rows else "") + cells, IN_MS)
 
 
@@ -96,16 +96,16 @@ def _own_layouts(layers: LayoutPlan | None) -> str:
         return ""
     rows = [(name, repr(layout)) for name, layout in layers.layouts.items()]
     said = alert(str(layers).partition("\n")[0].rstrip(":"), good=True)
-    own = table([("layer", "layout of its input"), *rows]) if rows else ""
+    own = sortable([("layer", "layout of its input"), *rows]) if rows else ""
     return section("A layout for each layer", said + own)
 
 
 def _step(found: Prediction, machine: Machine) -> list[str]:
     """Return the parts of a page that show a predicted step."""
-    path: dict[str, list[Span]] = {}
+    path: dict[str, list[Bar]] = {}
     for s in found.critical_path:
         what = f"{s.place.layer or 'between layers'}, {s.place.phase}, rank {s.rank}: {s.what}"
-        span = Span(s.start, s.stop, ACTIVITIES[s.what], what)
+        span = Bar(s.start, s.stop, ACTIVITIES[s.what], what)
         path.setdefault(s.place.phase, []).append(span)
     layers = [
         (
@@ -129,5 +129,5 @@ def _step(found: Prediction, machine: Machine) -> list[str]:
         section("Layer by layer", charts(drawn)),
         section("Memory at its peak", bars(memory, byte_size, {"memory": COLOURS[2]})),
         grid_section(found.grid, machine.ranks_per_node),
-        section("Every layer", table([LAYER_HEADING, *(x.cells for x in found.layers)]), IN_MS),
+        section("Every layer", sortable([LAYER_HEADING, *(x.cells for x in found.layers)]), IN_MS),
     ]

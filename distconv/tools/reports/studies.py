@@ -7,7 +7,7 @@ from math import ceil, floor, log10
 
 from distconv.planning.scaling import Study
 from distconv.planning.table import milliseconds
-from distconv.tools.reports.document import COLOURS, charts, page, section, table
+from distconv.tools.reports.document import COLOURS, charts, page, section, sortable
 from distconv.tools.reports.drawing import Curve, Point, chart
 
 
@@ -20,11 +20,13 @@ def scale_page(study: Study) -> str:
         numbers.append((milliseconds(most.time.median), f"a step on {most.ranks} ranks"))
     if most is not None and reached is not None:
         numbers.append((f"{reached.median:.0%}", f"efficiency on {most.ranks} ranks"))
-    facts = table([("fact", ""), *((name, value) for name, value in study.facts.items() if value)])
+    facts = sortable(
+        [("fact", ""), *((name, value) for name, value in study.facts.items() if value)]
+    )
     note = "Medians with quartiles; the line between dots is the prediction, where there is one."
     sections = [
         section("Time and efficiency", charts(_scaling(study)), note),
-        section("Cases", table(study.rows())),
+        section("Cases", sortable(study.rows())),
         section("How it was measured", facts),
     ]
     title = f"{study.kind} scaling of {study.module}"

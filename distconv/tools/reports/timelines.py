@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from distconv.planning.table import Cell, milliseconds, size_cell, time_cell
-from distconv.tools.reports.document import COLOURS, page, section, table
-from distconv.tools.reports.drawing import Span, bars, lanes
+from distconv.tools.reports.document import COLOURS, page, section, sortable
+from distconv.tools.reports.drawing import Bar, bars, lanes
 from distconv.tools.timeline.messages import KINDS, ROWS, Event
 from distconv.tools.timeline.report import add_up, spans, spans_under_way
 
@@ -56,7 +56,7 @@ def timeline_page(events: Sequence[Event], name: str, begin: float, end: float) 
             section(f"Rank {row.rank}", _lanes_of(events, row.rank, begin, end))
             for row in rows[:MOST_RANKS]
         ),
-        section("Messages", table([headings, *kinds])),
+        section("Messages", sortable([headings, *kinds])),
     ]
     about = "What every rank does, on one clock, and what is under way meanwhile."
     return page(f"Timeline {name}", about, numbers, sections)
@@ -68,13 +68,13 @@ def _share(part: float, whole: float) -> Cell:
 
 def _lanes_of(events: Sequence[Event], rank: int, begin: float, end: float) -> str:
     mine = [e for e in events if e["pid"] == rank and "ts" in e]
-    rows: dict[str, list[Span]] = {}
+    rows: dict[str, list[Bar]] = {}
     for row in (ROWS[2], ROWS[0], ROWS[1], *KINDS):
         chosen = [e for e in mine if e["cat"] == row]
         named = [e["name"] for e in chosen if e["ph"] == "X"] or [row] * len(chosen)
         pairs = spans_under_way(chosen) if row in KINDS else spans(chosen)
         within = [
-            Span(max(a / 1e6, begin), min(b / 1e6, end), OF_ROWS[row], title)
+            Bar(max(a / 1e6, begin), min(b / 1e6, end), OF_ROWS[row], title)
             for (a, b), title in zip(pairs, named, strict=False)
             if b / 1e6 > begin and a / 1e6 < end
         ]

@@ -75,7 +75,7 @@ class Kinds(list[Movement]):
         return self._of_tag.get(tag, MESSAGE)
 
 
-class _Recorded:
+class _TimedRequest:
     def __init__(self, request: Request, label: Label):
         self._request, self._label = request, label
 
@@ -102,7 +102,7 @@ class RecordedTransport(WrappedTransport):
         label = _label("start", kind, sum(tensor.nbytes for _, tensor in arriving))
         with record_function(str(label)):
             request = self.carrier.exchange(arriving, leaving, tag)
-        return _Recorded(request, label)
+        return _TimedRequest(request, label)
 
     def all_reduce(self, tensor: Tensor, group: Any) -> Request:
         """Start adding up a tensor in place over the ranks of `group`."""
@@ -110,7 +110,7 @@ class RecordedTransport(WrappedTransport):
         label = _label("start", kind, tensor.nbytes)
         with record_function(str(label)):
             request = self.carrier.all_reduce(tensor, group)
-        return _Recorded(request, label)
+        return _TimedRequest(request, label)
 
     def all_gather(self, tensor: Tensor, group: Any) -> Tensor:
         """Return the tensors of all ranks of `group`, stacked in rank order."""

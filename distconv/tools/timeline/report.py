@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from distconv.tools.timeline.messages import KINDS, ROWS, Event
 
-Span = tuple[float, float]
+Interval = tuple[float, float]
 """Begin and end, in microseconds."""
 
 
@@ -71,12 +71,12 @@ def _of_rank(rank: int, events: list[Event]) -> RankTimes:
     return RankTimes(rank, span / 1e6, max(rows[0], rows[2]), rows[1], under_way, exposed, received)
 
 
-def spans(events: Iterable[Event]) -> list[Span]:
+def spans(events: Iterable[Event]) -> list[Interval]:
     """Return begin and end of complete events."""
     return [(e["ts"], e["ts"] + e["dur"]) for e in events]
 
 
-def spans_under_way(events: Iterable[Event]) -> list[Span]:
+def spans_under_way(events: Iterable[Event]) -> list[Interval]:
     """Return begin and end of asynchronous events."""
     begun: dict[str, float] = {}
     found = []
@@ -88,7 +88,7 @@ def spans_under_way(events: Iterable[Event]) -> list[Span]:
     return found
 
 
-def total(intervals: Iterable[Span]) -> float:
+def total(intervals: Iterable[Interval]) -> float:
     """Return the length of the union of intervals."""
     length, reached = 0.0, float("-inf")
     for begin, end in sorted(intervals):
