@@ -78,7 +78,7 @@ class Announcement(NamedTuple):
 
 
 JOINED, _WAITING = Announcement("join"), Announcement("synchronize")
-"""What a rank says that has no samples left, or waits for a collective not named by all."""
+"""Announcements of a rank without samples left, and of one that waits for the others."""
 
 
 class Pending:

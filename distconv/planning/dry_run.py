@@ -57,7 +57,7 @@ class DryTransport:
     ----------
     started: is called with the messages, or the reduction, that a rank with others starts.
     waited: is called with the number of a start when the rank waits for it.
-    made: is called with the memory of a message.
+    makes: is called with True before the memory of a message is made, and with False after.
     """
 
     name, ordered = "rehearsal", False
@@ -65,7 +65,7 @@ class DryTransport:
     def __init__(self) -> None:
         self.started: Callable[[Start], object] = lambda start: None
         self.waited: Callable[[int], object] = lambda number: None
-        self.made: Callable[[Tensor], object] = lambda message: None
+        self.makes: Callable[[bool], object] = lambda begins: None
         self._number = 0
 
     def next_tag(self) -> int:
@@ -73,8 +73,9 @@ class DryTransport:
 
     def empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
         # Nothing will arrive there, and CPUs are slow on memory that looks like denormal numbers.
+        self.makes(True)
         message = like.new_zeros(shape) if like.is_cpu else like.new_empty(shape)
-        self.made(message)
+        self.makes(False)
         return message
 
     def exchange(

@@ -86,7 +86,7 @@ class ChainedLayer(NamedTuple):
     name: str
     module: nn.Module
     shape: tuple[int, ...]
-    """Of its input."""
+    """The global shape of its input."""
     dtype: torch.dtype
 
 

@@ -19,7 +19,7 @@ class Cost(NamedTuple):
     total: float
     """From the start to the end where the ranks do nothing else."""
     posted: float
-    """Of that, the call that starts it."""
+    """Seconds of the call that starts it, a part of `total`."""
     after: float
     """The least that the wait takes, however late it comes."""
     both: bool = False

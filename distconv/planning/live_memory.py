@@ -15,11 +15,14 @@ from distconv.transport.buffers import KEPT_BYTES, SMALL_BYTES
 class LiveMemory:
     """The tensors that live, by kind, and the moment at which they are the most.
 
-    Messages of a CPU come from a pool, which keeps those that are not used for later ones of the
-    same size (`transport.buffers`).
+    Parameters
+    ----------
+    pools: whether messages come from a pool, which keeps those that are not used for later ones of
+        the same size, as on CPUs (`transport.buffers`).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pools: bool = True) -> None:
+        self._pools = pools
         self._live: dict[int, tuple[int, str, weakref.ref[Any], str]] = {}
         self._kept: set[int] = set()
         self._bytes: Counter[str] = Counter()
@@ -87,7 +90,7 @@ class LiveMemory:
     def _release(self, key: int) -> None:
         size, kind, _, _ = self._live.pop(key)
         self._kept.discard(key)
-        if kind == "halos" and SMALL_BYTES < size <= KEPT_BYTES:
+        if self._pools and kind == "halos" and SMALL_BYTES < size <= KEPT_BYTES:
             if self._idle_bytes + size > KEPT_BYTES:
                 self._bytes[kind] -= self._idle_bytes
                 self._total -= self._idle_bytes

@@ -68,9 +68,9 @@ class LinkTimes:
     total: Table
     """From the start to the end where the ranks do nothing else."""
     posted: Table
-    """Of that, what the call that starts it takes."""
+    """Seconds of the call that starts it, a part of `total`."""
     after: Table
-    """What the wait still takes when the ranks have computed for a long time since the start."""
+    """Seconds of a wait that comes long after the start, behind computation."""
     eager: float | None = None
     """The bytes up to which they arrive while the rank that has sent them computes; None where
     they always do."""
@@ -125,9 +125,9 @@ class Machine:
     reductions: dict[str, dict[int, LinkTimes]]
     """By name, as `all_reduce within`, and number of ranks."""
     copy: Table
-    """Of contiguous bytes."""
+    """Seconds to copy contiguous bytes."""
     packing: Table
-    """Of bytes in rows of 64."""
+    """Seconds to copy bytes in rows of 64."""
     host: dict[str, Table]
     """Seconds of Python for each function on distributed tensors, beside its local operators,
     against the bytes that operators have taken and made since the function before; those named `*`

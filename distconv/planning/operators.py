@@ -20,7 +20,7 @@ from distconv.planning.operator_timing import FEWEST, MOST, SECONDS, time_togeth
 from distconv.planning.recording import LocalOperator, TensorSpec
 
 _Kind: TypeAlias = tuple[Any, ...]
-"""What operators share whose times are proportional to their work: the name, and the weights."""
+"""The name and the weights of an operator: times of one kind are proportional to their work."""
 
 BUDGET = 30.0
 """Seconds for timing the operators of some steps, where a caller says nothing else."""

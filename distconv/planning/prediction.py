@@ -39,7 +39,7 @@ class LayerTime:
     forward: float
     """Seconds of local operators in the forward pass."""
     backward: float
-    """The same in the backward pass, or of the optimizer."""
+    """Seconds of local operators in the backward pass, or of the optimizer."""
     host: float
     """Seconds of Python, where the device waits for it."""
     exposed: float
@@ -49,7 +49,7 @@ class LayerTime:
     kept: int
     """Bytes that are kept for the backward pass."""
     shape: tuple[int, ...] | None
-    """Of the rank's block of the output."""
+    """The shape of the rank's block of the output; None where that is no DistTensor."""
 
     @property
     def seconds(self) -> float:
@@ -81,9 +81,9 @@ class Prediction:
     grid: dict[str, int]
     """Ranks along the axes that have several."""
     samples: int
-    """Of a mini-batch."""
+    """Samples of a mini-batch."""
     seconds: float
-    """Of a step: forward, loss, backward and optimizer, on the slowest rank."""
+    """Seconds of a step on the slowest rank: forward, loss, backward and optimizer."""
     rank: int
     """The slowest rank."""
     layers: tuple[LayerTime, ...]

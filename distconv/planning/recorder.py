@@ -137,14 +137,14 @@ class Recorder(ModuleCalls, TorchDispatchMode):
         progress: Callable[[LayerPlan], object] = lambda layer: None,
     ):
         super().__init__(module)
-        self.memory, self.movements = LiveMemory(), list[Movement]()
+        self.memory, self.movements = LiveMemory(not grid.computes_on_gpu), list[Movement]()
         self._grid, self._progress = grid, progress
         self._events: list[Event] = []
         self._layers: list[LayerPlan] = []
         self._types: dict[str, str] = {}
         self._blocks: dict[str, tuple[int, ...]] = {}
         self._place = Place("", "forward")
-        self._backward = False
+        self._backward = self._makes_message = False
         self._stretches: list[_Stretch] = []
         self._starts: list[int] = []
         self._seen: set[int] = set()
@@ -156,7 +156,7 @@ class Recorder(ModuleCalls, TorchDispatchMode):
         carrier = grid.transport
         carrier.started = self._start
         carrier.waited = lambda number: self._events.append(Completion(number, self._where()))
-        carrier.made = lambda message: self.memory.turn_into(message, "halos")
+        carrier.makes = lambda begins: setattr(self, "_makes_message", begins)
 
     # Operators and messages.
 
@@ -174,6 +174,7 @@ class Recorder(ModuleCalls, TorchDispatchMode):
         several = result if isinstance(result, (tuple, list)) else (result,)
         made = [x for x in several if isinstance(x, Tensor) and x.is_meta]
         kind = "gradients" if place.layer == "gradients" else "other"
+        kind = "halos" if self._makes_message else kind
         self.memory.hold(made, kind, place.layer if place.phase == "forward" else "")
         if str(func) not in _FREE:
             operator = LocalOperator(str(func), arguments, keywords, spec_of(tuple(made)))
@@ -422,8 +423,8 @@ _FREE = frozenset(
 
 
 _RESULTS: dict[Any, Any] = {}
-"""What operators have made of operands like these, as torch's stand-ins on meta tensors are slow;
-at most `_REMEMBERED` of them."""
+"""Results of operators by their operands: without them a recording takes twice as long, as torch's
+stand-ins on meta tensors are slow. At most `_REMEMBERED` are kept."""
 
 _REMEMBERED = 2**16
 

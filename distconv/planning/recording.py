@@ -215,7 +215,7 @@ class Recording:
     layers: dict[str, str]
     """The layers in order, each with its type."""
     parameter_bytes: int = 0
-    """Of the parameters that the rank holds."""
+    """Bytes of the parameters that the rank holds."""
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """The shape of this rank's block of each layer's output."""
 

@@ -51,7 +51,7 @@ class Case:
     measured: bool = True
     """Whether it is run; else it is predicted only."""
     seconds: list[float] = field(default_factory=list)
-    """Of a step on the slowest rank, round by round."""
+    """Seconds of a step on the slowest rank, round by round."""
     predicted: float | None = None
     """Seconds of a step."""
 

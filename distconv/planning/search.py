@@ -95,9 +95,9 @@ class GridPlan:
     memory: int | None
     """Bytes that a rank has; None where that does not matter."""
     candidates: tuple[Candidate, ...]
-    """Those that fit, by time for each sample; then the others."""
+    """The grids that fit, the least time a sample first; then the others."""
     ways_out: tuple[WayOut, ...] = ()
-    """What would fit, where nothing does."""
+    """Changes with which a step would fit, where no grid fits."""
 
     @property
     def fitting(self) -> list[Prediction]:

@@ -35,7 +35,7 @@ _UNTELLING = 0.2
 amplifies it."""
 
 _HALF = 64
-"""The same for shorter types, in units of their rounding."""
+"""The tolerance of types shorter than float32, in units of their rounding."""
 
 _NEGLIGIBLE = 1e-3
 """The share of the largest gradient of all parameters that smaller ones are measured against."""
@@ -54,7 +54,7 @@ class TensorComparison:
     difference: float
     """Largest difference, relative to the largest entry of the serial tensor."""
     rounding: float = 0.0
-    """The same between two serial runs whose inputs and parameters differ in their last place."""
+    """The difference of two serial runs whose inputs and parameters differ in their last place."""
     ok: bool = False
     """Whether the difference is within the tolerance."""
     note: str = ""

@@ -1,4 +1,4 @@
-"""What commands have in common: options that name a module, a grid, a step and a machine."""
+"""Options that several commands have: a module, a grid, a step, a machine, a report."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from distconv.geometry.topology import AXES, Topology
 from distconv.tools.reports.document import COLOURS, legend, section
 
 MOST_BARS = 40
-"""Of a chart; the others are shorter."""
+"""The most bars of a chart; of more, the longest are drawn."""
 
 
 class Bar(NamedTuple):
@@ -208,7 +208,7 @@ def _curve(curve: Curve, at: Callable[[float, float], tuple[float, float]]) -> I
 
 MOST_NODES = 16
 MOST_RANKS = 32
-"""Of a node, or of a replica."""
+"""The most nodes of a drawing, and the most ranks of a node or a replica in it."""
 
 
 def grid_section(grid: Mapping[str, int], ranks_per_node: int | None) -> str:

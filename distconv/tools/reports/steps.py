@@ -16,7 +16,7 @@ ACTIVITIES = {
     "communication": COLOURS[4],
     "wait": COLOURS[1],
 }
-"""What a rank does in a predicted step, with its colours."""
+"""The colours of a rank's activities in a predicted step."""
 
 OF_A_GRID = {
     "compute": COLOURS[0],

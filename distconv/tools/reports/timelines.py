@@ -11,7 +11,7 @@ from distconv.tools.timeline.messages import KINDS, ROWS, Event
 from distconv.tools.timeline.report import add_up, spans, spans_under_way
 
 MOST_RANKS = 16
-"""Whose timelines are drawn."""
+"""The most ranks that are drawn."""
 
 
 OF_ROWS = dict(zip((*ROWS, *KINDS), (COLOURS[i] for i in (0, 1, 0, 2, 5, 3, 6, 7)), strict=True))

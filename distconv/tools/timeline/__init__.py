@@ -1,4 +1,4 @@
-"""What all ranks do, on one clock: recorded with torch.profiler, for Perfetto and for the eye."""
+"""Timelines of all ranks on one clock, recorded with torch.profiler, for Perfetto and reports."""
 
 from distconv.tools.timeline.recording import timeline
 

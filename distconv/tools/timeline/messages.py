@@ -20,7 +20,7 @@ _numbers = count()
 HALO, REDISTRIBUTION, MESSAGE = "halo", "redistribution", "message"
 REDUCTION, GRADIENTS = "reduction", "gradient reduction"
 KINDS = (HALO, REDISTRIBUTION, REDUCTION, GRADIENTS, MESSAGE)
-"""What travels. Messages are the exchanges that are neither halos nor redistributions."""
+"""Kinds of messages; `message` is an exchange that is neither a halo nor a redistribution."""
 
 
 class Label(NamedTuple):
