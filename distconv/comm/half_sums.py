@@ -79,12 +79,13 @@ class HalfSum:
         self._group = grid.communicator(axes, purpose)
         self._own = ranks.index(grid.rank)
         length = -(-len(flat) // len(ranks))
-        self._left_out = flat.new_zeros(len(ranks) * length)
-        self._left_out[: len(flat)] = flat
+        padded = flat.new_zeros(len(ranks) * length)
+        padded[: len(flat)] = flat
         if feedback is not None:
-            feedback.add_to(self._left_out)
-        self._leaving = self._left_out.to(wire).view(len(ranks), length)
-        self._left_out -= self._leaving.view(-1)
+            feedback.add_to(padded)
+        self._leaving = padded.to(wire).view(len(ranks), length)
+        # Without feedback nobody asks for what rounding leaves out, so that its memory goes here.
+        self._left_out = None if feedback is None else padded.sub_(self._leaving.view(-1))
         self._arriving = transport.empty((len(ranks), length), self._leaving)
         others = [i for i in range(len(ranks)) if i != self._own]
         self._request = transport.exchange(
@@ -102,7 +103,7 @@ class HalfSum:
         for piece in arriving[1:]:
             total += piece
         rounded = total.to(arriving.dtype)
-        if self._feedback is not None:
+        if self._feedback is not None and self._left_out is not None:
             self._left_out.view(arriving.shape)[own] += total - rounded
             self._feedback.keep(self._left_out, len(flat))
         flat.copy_(self._transport.all_gather(rounded, self._group).view(-1)[: len(flat)])
