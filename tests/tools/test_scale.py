@@ -56,7 +56,7 @@ def test_a_study_of_two_ranks_is_run_predicted_and_drawn(folder: Path) -> None:
     assert end.returncode == 0, end.stderr
     assert end.stdout.count("strong scaling of ./net.py:Net, 2 rounds") == 1
     assert "height=2" in end.stdout and "height=2,width=2" in end.stdout
-    assert "strong scaling of ./net.py:Net" in (folder / "s.html").read_text()
+    assert "strong scaling of ./net.py:Net" in (folder / "s.report.html").read_text()
     study = json.loads((folder / "s.json").read_text())
     assert [len(c["seconds"]) for c in study["cases"]] == [2, 2, 0]
     assert all(c["predicted"] > 0 for c in study["cases"])

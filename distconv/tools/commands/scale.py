@@ -135,7 +135,7 @@ def _study(given: argparse.Namespace) -> int:
     if first:
         study.save(path)
         print(as_json(study) if given.json else _listed(study), flush=True)
-        write_report(given.html or path.with_suffix(".html"), lambda: scale_page(study))
+        write_report(given.html or path.with_suffix(".report.html"), lambda: scale_page(study))
     return 0
 
 
