@@ -31,7 +31,9 @@ _FEW = 4096
 """The number of elements up to which a constant is compared by its elements."""
 
 
-def compile(step: Callable[Given, Result]) -> CompiledStep[Given, Result]:
+def compile(
+    step: Callable[Given, Result], *, backend: str | None = None
+) -> CompiledStep[Given, Result]:
     """Return a function that does as `step`, replayed from its fourth call on.
 
     A step is what a loop repeats: the forward pass, a loss, `backward()`, and the optimizer's step,
@@ -55,8 +57,11 @@ def compile(step: Callable[Given, Result]) -> CompiledStep[Given, Result]:
     Parameters
     ----------
     step: a function of tensors, of which at least one is a DistTensor.
+    backend: of torch.compile, "inductor" say, which makes fewer and faster kernels of the calls
+        between messages. That takes a minute or so at the fourth call, and results are equal to
+        rounding. None replays the calls as they are.
     """
-    return CompiledStep(step)
+    return CompiledStep(step, backend)
 
 
 class CompiledStep(Generic[Given, Result]):
@@ -67,8 +72,8 @@ class CompiledStep(Generic[Given, Result]):
     replays: how many calls have been replays.
     """
 
-    def __init__(self, step: Callable[Given, Result]) -> None:
-        self._step = step
+    def __init__(self, step: Callable[Given, Result], backend: str | None = None) -> None:
+        self._step, self._backend = step, backend
         self._called: dict[nn.Module, None] = {}
         """All that have been called within the step."""
         self._cases: dict[Any, list[_Case]] = {}
@@ -127,7 +132,7 @@ class CompiledStep(Generic[Given, Result]):
         elif before is None:
             self._last[key] = case
         else:
-            self._cases.setdefault(key, []).append(_Case(case))
+            self._cases.setdefault(key, []).append(_Case(case, self._backend))
         return _without_gradients(result)
 
 
@@ -268,8 +273,13 @@ def _equal(x: Tensor, y: Tensor) -> bool:
 class _Case:
     """A step as it is replayed."""
 
-    def __init__(self, case: _TracedCase) -> None:
-        program = Program(case.step)
+    def __init__(self, case: _TracedCase, backend: str | None) -> None:
+        step = case.step
+        if backend is not None:
+            from distconv.compiling.graph import compiled  # which most programs do without
+
+            step = compiled(step, backend)
+        program = Program(step)
         self._run, self.source = program.run, program.source
         self._structure, self._made, self._strides = case.structure, case.made, case.strides
         used = set(map(id, case.step.constants.values()))

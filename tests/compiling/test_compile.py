@@ -83,13 +83,17 @@ def batches(grid: dc.ProcessGrid, shape: tuple[int, ...] = (4, 3, 24, 20)) -> It
 
 
 def trained(
-    make_step: MakeStep, compiled: bool, grid: dc.ProcessGrid, network: Callable[[], nn.Module]
+    make_step: MakeStep,
+    compiled: bool,
+    grid: dc.ProcessGrid,
+    network: Callable[[], nn.Module],
+    backend: str | None = None,
 ) -> tuple[list[Any], list[Tensor], Any]:
     """Return what the calls of a step return, the state at the end, and the step."""
     torch.manual_seed(0)
     model = dc.parallelize(network(), grid)
     step: Any = make_step(model, grid)
-    step = dc.compile(step) if compiled else step
+    step = dc.compile(step, backend=backend) if compiled else step
     torch.manual_seed(1)
     shape = (2, 1, 8, 12, 8) if network is volume else (4, 3, 24, 20)
     found = []

@@ -1,0 +1,296 @@
+"""A traced step as graphs of torch.fx, for the compilers that torch.compile knows.
+
+Messages are functions of torch's dispatcher there. Each takes a token that the one before it has
+made, so that no compiler changes their order. None writes to what it is given: what has arrived, or
+has been added up, is returned by the wait, which is given again what leaves, to keep it till then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import count, groupby
+from operator import getitem
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, fx, nn
+
+from distconv.compiling import tracing
+from distconv.compiling.program import Constant, TracedCall, TracedStep, Value
+from distconv.transport.interface import Request, Transport
+
+aten, own = torch.ops.aten, torch.ops.distconv
+
+_RANGES = (aten.arange.default, aten.arange.start, aten.arange.start_step)
+"""Functions with which inductor computes symbolically; random numbers need their wrap-around."""
+
+_numbers = count()
+_MESSAGES: WeakValueDictionary[int, _Message] = WeakValueDictionary()
+"""The messages of all graphs by their numbers, by which functions of the dispatcher know them."""
+
+
+class _Message:
+    """A message of a step; a run starts it once, and waits for it.
+
+    Parameters
+    ----------
+    call: by which the traced step makes it.
+    """
+
+    def __init__(self, call: TracedCall) -> None:
+        self._function = call.function
+        self._transport: Transport = call.arguments[0]
+        self._rest = call.arguments[1:]
+        self._request: Request | None = None
+        self._filled: list[Tensor] = []
+        self.number = next(_numbers)
+        _MESSAGES[self.number] = self
+
+    @property
+    def leaving(self) -> list[Any]:
+        """Return what stands for the tensors that are sent or added up."""
+        if self._function is tracing.start_exchange:
+            return [x for _, x in self._rest[1]]
+        return [self._rest[0]]
+
+    @property
+    def arriving(self) -> list[Any]:
+        """Return what stands for the tensors that are filled."""
+        if self._function is tracing.start_exchange:
+            return [x for _, x in self._rest[0]]
+        return [self._rest[0]]
+
+    def start(self, leaving: Sequence[Tensor], like: Sequence[Tensor]) -> None:
+        """Start it, with memory of its own for tensors `like` those that are filled."""
+        transport = self._transport
+        if self._function is tracing.start_exchange:
+            filled = [transport.empty(tuple(x.shape), x) for x in like]
+            from_whom, to_whom = ([rank for rank, _ in some] for some in self._rest)
+            arriving = list(zip(from_whom, filled, strict=True))
+            sent = [(rank, x.contiguous()) for rank, x in zip(to_whom, leaving, strict=True)]
+            self._request = tracing.start_exchange(transport, arriving, sent)
+        else:
+            filled = [leaving[0].clone(memory_format=torch.contiguous_format)]
+            self._request = self._function(transport, filled[0], self._rest[1])
+        self._filled = filled
+
+    def wait(self) -> list[Tensor]:
+        """Return what has been filled."""
+        request, self._request = self._request, None
+        if request is not None:
+            request.wait()
+        filled, self._filled = self._filled, []
+        return filled
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Return the tensors of all ranks of its group, stacked."""
+        return tracing.gather(self._transport, x.contiguous(), self._rest[1])
+
+    def ranks(self) -> int:
+        """Return the number of ranks of its group."""
+        size: int = self._rest[1].size
+        return size
+
+
+def _start(message: int, token: Tensor, leaving: list[Tensor], like: list[Tensor]) -> Tensor:
+    _MESSAGES[message].start(leaving, like)
+    return torch.empty_like(token)
+
+
+def _wait(message: int, token: Tensor, leaving: Any, like: Any) -> tuple[Tensor, list[Tensor]]:
+    return torch.empty_like(token), _MESSAGES[message].wait()
+
+
+def _gather(message: int, token: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(token), _MESSAGES[message].gather(x)
+
+
+_LIBRARY = torch.library.Library("distconv", "FRAGMENT")
+for _name, _schema, _run, _rehearsed in (
+    (
+        "start",
+        "(int message, Tensor token, Tensor[] leaving, Tensor[] like) -> Tensor",
+        _start,
+        lambda message, token, leaving, like: torch.empty_like(token),
+    ),
+    (
+        "wait",
+        "(int message, Tensor token, Tensor[] leaving, Tensor[] like) -> (Tensor, Tensor[])",
+        _wait,
+        lambda message, token, leaving, like: (
+            torch.empty_like(token),
+            [x.new_empty(x.shape) for x in like],
+        ),
+    ),
+    (
+        "opaque",
+        "(Tensor x) -> Tensor",
+        torch.clone,
+        torch.empty_like,
+    ),
+    (
+        "gather",
+        "(int message, Tensor token, Tensor x) -> (Tensor, Tensor)",
+        _gather,
+        lambda message, token, x: (
+            torch.empty_like(token),
+            x.new_empty((_MESSAGES[message].ranks(), *x.shape)),
+        ),
+    ),
+):
+    _LIBRARY.define(f"{_name}{_schema}")
+    _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"distconv::{_name}", _rehearsed, lib=_LIBRARY)
+
+
+def compiled(step: TracedStep, backend: str) -> TracedStep:
+    """Return a step in which functions of a compiler make the calls between optimizers' steps.
+
+    They are compiled when they first run, on each rank for itself.
+
+    Parameters
+    ----------
+    backend: of torch.compile.
+    """
+    apart = _apart(step.calls)
+    pieces = [list(some) for _, some in groupby(step.calls, lambda call: id(call) in apart)]
+    messages = {
+        call.results: _Message(call)
+        for call in step.calls
+        if call.function in (tracing.start_exchange, tracing.start_sum)
+    }
+    calls: list[TracedCall] = []
+    live = {*step.results, *(gradient for _, gradient in step.gradients)}
+    for piece in reversed(pieces):
+        if id(piece[0]) not in apart:
+            made = {Value(n) for call in piece for n in call.made}
+            results = sorted(made & live, key=lambda x: x.number)
+            piece = [_Graph(messages, piece).call(results, backend)]
+        calls += reversed(piece)
+        live.update(x for call in piece for x in call.used)
+    return TracedStep(step.inputs, calls[::-1], step.results, step.constants, step.gradients)
+
+
+def _apart(calls: Sequence[TracedCall]) -> set[int]:
+    """Return the ids of the calls that Python makes, between graphs.
+
+    They give gradients to leaves, let optimizers step, or compute with what compilers have no
+    picture of: oneDNN's layout of memory, and its convolution called by name.
+    """
+    apart: set[int] = set()
+    in_onednn: set[Value | Constant] = set()
+    python = (tracing.give, tracing.step, aten.mkldnn_convolution.default, aten.to_mkldnn.default)
+    for call in calls:
+        if call.function in python or not in_onednn.isdisjoint(call.used):
+            apart.add(id(call))
+        if call.function is aten.to_mkldnn.default or (
+            id(call) in apart and call.function is aten.convolution_backward.default
+        ):
+            in_onednn.update(Value(n) for n in call.made)
+    return apart
+
+
+class _Graph:
+    """Calls of a step as a graph of torch.fx.
+
+    Parameters
+    ----------
+    messages: of the whole step, by the numbers of their requests.
+    """
+
+    def __init__(self, messages: Mapping[Any, _Message], calls: Sequence[TracedCall]) -> None:
+        self._messages, self._kept = messages, list(messages.values())
+        self._graph = fx.Graph()
+        self._nodes: dict[Any, fx.Node] = {}
+        self._inputs: list[Value | Constant] = []
+        made = {n for call in calls for n in call.made}
+        for call in calls:
+            for x in self._used(call):
+                if x not in self._nodes and not (isinstance(x, Value) and x.number in made):
+                    self._inputs.append(x)
+                    self._nodes[x] = self._graph.placeholder(f"x{len(self._inputs)}")
+        self._token = self._add(aten.empty.memory_format, [0])
+        for call in calls:
+            self._take(call)
+
+    def _used(self, call: TracedCall) -> Iterator[Value | Constant]:
+        if call.function is tracing.wait:
+            message = self._messages[call.arguments[0].number]
+            yield from (*message.leaving, *message.arriving)
+        else:
+            yield from call.used
+
+    def call(self, results: Sequence[Value], backend: str) -> TracedCall:
+        """Return the compiled graph as a call of the step, which makes these values."""
+        self._graph.output((*map(self._node, results), self._token))
+        # With torch's own random numbers.
+        options: Any = {"fallback_random": True} if backend == "inductor" else None
+        run: Any = torch.compile(
+            fx.GraphModule(nn.Module(), self._graph),
+            backend=backend,
+            options=options,
+            fullgraph=True,
+            dynamic=False,
+        )
+        kept = self._kept
+
+        def graph(*tensors: Tensor) -> tuple[Tensor, ...]:
+            assert kept is not None
+            made: tuple[Tensor, ...] = run(*tensors)
+            return made[:-1]
+
+        return TracedCall(graph, tuple(self._inputs), {}, tuple(x.number for x in results))
+
+    def _node(self, x: Any) -> Any:
+        if isinstance(x, (Value, Constant)):
+            return self._nodes[x]
+        if type(x) in (list, tuple):
+            return type(x)(map(self._node, x))
+        return x
+
+    def _add(self, function: Callable[..., Any], *args: Any, **options: Any) -> fx.Node:
+        return self._graph.call_function(function, args, options)
+
+    def _take(self, call: TracedCall) -> None:
+        if call.function in (tracing.start_exchange, tracing.start_sum):
+            self._start(self._messages[call.results])
+        elif call.function is tracing.wait:
+            self._wait(self._messages[call.arguments[0].number])
+        elif call.function is tracing.broadcast:
+            message = _Message(call)
+            self._kept.append(message)
+            self._start(message)
+            self._wait(message)
+        elif call.function is tracing.gather:
+            message = _Message(call)
+            self._kept.append(message)
+            both = self._add(own.gather, message.number, self._token, *self._node(message.leaving))
+            self._token = self._add(getitem, both, 0)
+            self._nodes[Value(call.made[0])] = self._add(getitem, both, 1)
+        elif call.function is tracing.empty:
+            _, shape, like = call.arguments
+            memory = self._add(aten.new_empty.default, self._node(like), list(shape))
+            self._nodes[Value(call.made[0])] = memory
+        else:
+            options = {name: self._node(x) for name, x in call.options.items()}
+            made = self._add(call.function, *self._node(call.arguments), **options)
+            if call.function in _RANGES:
+                made = self._add(own.opaque, made)
+            if isinstance(call.results, int):
+                self._nodes[Value(call.results)] = made
+            for i, n in enumerate(call.results if isinstance(call.results, tuple) else ()):
+                if n is not None:
+                    self._nodes[Value(n)] = self._add(getitem, made, i)
+
+    def _start(self, message: _Message) -> None:
+        given = self._node(message.leaving), self._node(message.arriving)
+        self._token = self._add(own.start, message.number, self._token, *given)
+
+    def _wait(self, message: _Message) -> None:
+        given = self._node(message.leaving), self._node(message.arriving)
+        both = self._add(own.wait, message.number, self._token, *given)
+        self._token = self._add(getitem, both, 0)
+        filled = self._add(getitem, both, 1)
+        for i, x in enumerate(message.arriving):
+            self._add(aten.copy_.default, self._node(x), self._add(getitem, filled, i))

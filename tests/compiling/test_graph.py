@@ -1,0 +1,91 @@
+"""Steps that compilers of torch.compile take have the numbers of the steps traced."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import distconv as dc
+from distconv.ops.conv import volumes
+from tests.compiling.test_compile import (
+    CALLS,
+    STEPS,
+    Step,
+    classifier,
+    identical,
+    of_volumes,
+    trained,
+    volume,
+)
+from tests.support.serial import deviation
+
+
+@pytest.mark.parallel([1, 2])
+@pytest.mark.parametrize("name", ["with_momentum", "with_accumulation", "of_halves"])
+def test_a_graph_of_the_same_calls_has_the_same_bits(name: str) -> None:
+    grid = dc.ProcessGrid(height=-1)
+    expected = trained(STEPS[name], False, grid, classifier)
+    actual = trained(STEPS[name], True, grid, classifier, "eager")
+    assert identical([*actual[:2]], [*expected[:2]])
+    assert actual[2].replays == CALLS - 3
+
+
+def few_layers() -> nn.Module:
+    """Return a network that is compiled in seconds."""
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1, bias=False),
+        nn.BatchNorm2d(4),
+        nn.SiLU(),
+        nn.Dropout(0.3),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(4, 2),
+    )
+
+
+def in_double(model: nn.Module, grid: dc.ProcessGrid) -> Step:
+    """Return a step with momentum in double precision."""
+    step = STEPS["with_momentum"](model.double(), grid)
+
+    def double(x: Tensor, y: Tensor) -> Tensor:
+        result: Tensor = step(x.double(), y)
+        return result
+
+    return double
+
+
+@pytest.mark.parallel(2)
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compilers_compute_the_same_to_rounding(backend: str) -> None:
+    grid = dc.ProcessGrid(height=2)
+    network = few_layers if backend == "inductor" else classifier
+    expected = trained(in_double, False, grid, network)
+    actual = trained(in_double, True, grid, network, backend)
+    assert actual[2].replays == CALLS - 3
+    for mine, theirs in zip([*actual[0], *actual[1]], [*expected[0], *expected[1]], strict=True):
+        assert mine.dtype == theirs.dtype
+        if mine.dtype == torch.float64:
+            assert deviation(mine, theirs) < 1e-9
+        else:
+            assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parallel(2)
+def test_layouts_of_onednn_stay_out_of_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(volumes, "_FEWEST_PRODUCTS", 0)
+    volumes._pays.cache_clear()
+    grid = dc.ProcessGrid(depth=2)
+    expected = trained(of_volumes, False, grid, volume)
+    actual = trained(of_volumes, True, grid, volume, "aot_eager")
+    volumes._pays.cache_clear()
+    assert "mkldnn" in actual[2].source
+    for mine, theirs in zip(actual[1], expected[1], strict=True):
+        assert deviation(mine, theirs) < 1e-4
+
+
+@pytest.mark.parallel(2)
+def test_an_unknown_backend_is_an_error_that_names_it() -> None:
+    grid = dc.ProcessGrid(height=2)
+    with pytest.raises(Exception, match="nonesuch"):
+        trained(STEPS["plain"], True, grid, classifier, "nonesuch")
