@@ -50,7 +50,7 @@ QUICK := $(addprefix tests/,ops/test_coverage.py ops/test_custom_function.py \
          ops/conv/test_overlapped_convolution.py ops/windowed/test_properties.py \
          ops/norm/test_properties.py ops/reduce/test_properties.py tensor/test_dist_tensor.py \
          model/test_buckets.py model/test_parallelize.py comm/test_movements.py \
-         transport/test_staged.py grid/test_order.py)
+         transport/test_staged.py grid/test_journal.py)
 check: lint
 	@status=0; \
 	echo "== 2 ranks"; \

@@ -168,8 +168,8 @@ def main() -> None:
     parser.add_argument(
         "--warm-up",
         type=positive,
-        default=70,
-        help="steps that are not timed: ranks compare the first 64 calls of a function",
+        default=20,
+        help="steps that are not timed: ranks compare the first 16 calls of a function",
     )
     parser.add_argument("--cases", type=known_cases, default=list(CASES))
     arguments = parser.parse_args()

@@ -8,7 +8,7 @@ from zlib import crc32
 
 from distconv.geometry.topology import AXES
 from distconv.grid.interface import Grid
-from distconv.grid.order import ranks_in_words
+from distconv.grid.whereabouts import ranks_in_words
 from distconv.transport.interface import Comparison
 
 
@@ -53,10 +53,6 @@ class Agreement:
         comparison, self._asked = self._asked, None
         with self._grid.waiting():
             return comparison.wait()
-
-    def everyone(self, mine: Any) -> list[Any]:
-        """Return the values that all ranks bring, in rank order; all of them call it."""
-        return self._grid.all_gather_object(mine)
 
 
 def differences(everyone: Sequence[dict[str, Any]]) -> list[str]:

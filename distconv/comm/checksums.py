@@ -20,10 +20,6 @@ from torch import Tensor
 
 from distconv.geometry.topology import AXES, Topology
 from distconv.grid.interface import Grid
-from distconv.grid.order import debugging
-
-ALWAYS = debugging()
-"""Whether everything is compared each time."""
 
 CURE = (
     "seed what it is drawn from alike on every rank (torch.manual_seed), or broadcast that of one "
@@ -42,9 +38,6 @@ _ELEMENTS = 1024
 _ROUNDING = 64
 """Units in the last place of the largest element by which rounding may make tensors differ."""
 
-_PLACES = 4096
-"""How many different uses are counted before counting starts anew."""
-
 
 class Checked(NamedTuple):
     """A tensor that is equal on all ranks that differ in no coordinate along `axes`."""
@@ -54,55 +47,23 @@ class Checked(NamedTuple):
     axes: tuple[str, ...] = ()
 
 
-class _Uses:
-    """How often a grid has been used in which way."""
-
-    def __init__(self, grid: Grid):
-        self.counts: dict[Hashable, int] = {}
-        self.differences = grid.differences
-        """How many differences the grid had when counting began."""
-        self.comparable = grid.size > 1 and grid.device.type != "meta"
-        self.on_gpu = grid.device.type == "cuda"
-
-
-def _uses_of(grid: Grid) -> _Uses:
-    uses: _Uses | None = grid.__dict__.get("_uses")
-    if uses is None:
-        uses = grid.__dict__["_uses"] = _Uses(grid)
-    return uses
-
-
 def possible(grid: Grid) -> bool:
     """Return whether there are ranks to compare with, and the host may read tensors now."""
-    uses = _uses_of(grid)
-    return uses.comparable and not (uses.on_gpu and torch.cuda.is_current_stream_capturing())
+    on_gpu = grid.device.type == "cuda"
+    return grid.journal.compares and not (on_gpu and torch.cuda.is_current_stream_capturing())
 
 
-def due(use: Hashable, grid: Grid, first: int, then: int) -> bool:
-    """Return whether to compare in this use of a grid: the first ones, and every `then`-th.
-
-    Counted on each rank; the answer is the same on all where they make the same calls.
+def due(use: Hashable, grid: Grid) -> bool:
+    """Return whether to compare in this use of a grid, by the rule of its journal.
 
     Parameters
     ----------
-    use: the same on all ranks.
+    use: the kind of use, the same on all ranks.
     """
-    if not possible(grid):
-        return False
-    uses = _uses_of(grid)
-    counts = uses.counts
-    if uses.differences != grid.differences:
-        # Until then ranks may have counted different calls.
-        counts.clear()
-        uses.differences = grid.differences
-    number = counts.get(use, 0) + 1
-    if number == 1 and len(counts) >= _PLACES:
-        counts.clear()
-    counts[use] = number
-    return ALWAYS or number <= first or not number % then
+    return possible(grid) and grid.journal.is_due(use)
 
 
-def checksum(x: Tensor, full: bool = ALWAYS) -> int:
+def checksum(x: Tensor, full: bool = False) -> int:
     """Return a number that most probably changes with any element, or with their order.
 
     Where not in `full`, of large tensors it sees blocks all over them and the end, on GPUs single
@@ -153,13 +114,14 @@ def differing(local: Tensor, axes: Sequence[str], sums: Sequence[int], grid: Gri
     return f"ranks {', '.join(map(str, ranks[:8]))}{more} differ from rank {usual}"
 
 
-def unequal(tensors: Iterable[Checked], grid: Grid, full: bool = ALWAYS) -> tuple[str, str] | None:
+def unequal(tensors: Iterable[Checked], grid: Grid, full: bool = False) -> tuple[str, str] | None:
     """Return the first tensor that is not equal where it should be, and the ranks; None for none.
 
     All ranks of the grid call it, with tensors of the same names in the same order. Large tensors
     are looked at in `full`, or in parts.
     """
     checked = list(tensors)
+    full = full or grid.journal.debug
     mine = [(c.name, checksum(c.tensor, full)) for c in checked]
     kinds: dict[tuple[str, ...], int] = defaultdict(int)
     for (name, number), (_, _, axes) in zip(mine, checked, strict=True):

@@ -135,7 +135,7 @@ def save_checkpoint(
         that one of them has skipped, or have called different functions.
     """
     grid = required_reduction("save_checkpoint", model).grid
-    grid.compare_steps()
+    grid.journal.compare()
     parts = {"optimizer": optimizer, "scheduler": scheduler, "loader": loader}
     settings = {"step": step, "keep": keep, "sharded": sharded, "check_finite": check_finite}
     check_call("save_checkpoint", grid, folder, settings | _kinds(parts))

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import reduce
-from itertools import count, islice
+from itertools import islice
 from operator import attrgetter
 from typing import Any, NoReturn
 from zlib import crc32
@@ -34,9 +34,6 @@ _REMEDY = (
 
 _REPEATS = 16
 """How often a sample is loaded again to learn whether its dataset changes samples at random."""
-
-_numbers = count()
-"""The numbers of a process's loaders: a number, unlike an id, is never that of another one."""
 
 
 def distribute(
@@ -84,7 +81,8 @@ class DistributedLoader:
         self._shares: _Shares | None = None
         if isinstance(loader, DataLoader) and _draws_indices(loader):
             self._shares = _Shares(loader, grid, _sample_axes(layout))
-        self._use = f"distribute {next(_numbers)}"
+        self._batches = object()
+        """Stands for the mini-batches, which the grid counts."""
         self._place = _start_of(0)
         self._begun = self._compared = False
 
@@ -142,7 +140,7 @@ class DistributedLoader:
     def _assemble(self, batch: _MiniBatch) -> Any:
         """Return a mini-batch, of which this rank has loaded some samples, or all."""
         axes = () if self._shares is None else self._shares.axes
-        ranks = self._unequal(batch.tensors, axes) if due(self._use, self.grid, 16, 16) else ""
+        ranks = self._unequal(batch.tensors, axes) if due(self._batches, self.grid) else ""
         if ranks:
             raise DataError(
                 f"distribute: {ranks} in a mini-batch, and all ranks that share its samples need "
@@ -167,7 +165,8 @@ class DistributedLoader:
 
         Collective.
         """
-        sums = self.grid.all_gather_object([checksum(x) for x in tensors.values()])
+        full = self.grid.journal.debug
+        sums = self.grid.all_gather_object([checksum(x, full) for x in tensors.values()])
         for (name, x), column in zip(tensors.items(), zip(*sums, strict=True), strict=True):
             ranks = differing(x, axes, column, self.grid)
             if ranks:

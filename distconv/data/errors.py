@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from distconv.comm.agreement import Agreement, fingerprint
 from distconv.grid.interface import Grid
-from distconv.grid.order import ranks_in_words
+from distconv.grid.whereabouts import ranks_in_words
 
 Result = TypeVar("Result")
 Item = TypeVar("Item")

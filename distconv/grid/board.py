@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from distconv.transport.interface import Communicator
-from distconv.transport.torch_groups import open_store
+from distconv.transport.torch_groups import Store
 
 
 class Board:
-    """Notes by name, kept by the first rank and reached over TCP.
+    """Notes by name, kept in a store of torch.distributed by the first rank.
 
-    All ranks of a communicator construct it together. Where the first rank cannot be reached, a
-    rank goes without: it reads nothing, and its notes are lost.
+    Without a store, or where it cannot be reached any more, nothing is read, and notes are lost.
     """
 
-    def __init__(self, comm: Communicator):
-        self._store = open_store(comm)
+    def __init__(self, store: Store = None):
+        self._store = store
 
     def post(self, name: str, text: str) -> None:
         """Leave a note, which replaces the earlier one of that name."""

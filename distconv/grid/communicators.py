@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from distconv.grid.order import Order
+from distconv.grid.journal import Journal
 from distconv.grid.stall import Watch, time_limit
 from distconv.transport.interface import Communicator, Transport
 from distconv.transport.nccl import NCCLTransport
@@ -35,13 +35,13 @@ _LONGEST = timedelta(days=365)
 
 
 class _Store:
-    """The communicators, transports and orders that this process has made so far."""
+    """The communicators, transports and journals that this process has made so far."""
 
     def __init__(self) -> None:
         self.communicators: dict[tuple[str, tuple[int, ...]], Communicator] = {}
         self.carriers: dict[tuple[str, tuple[str, ...], tuple[int, ...]], Transport] = {}
         self.transports: dict[tuple[str, tuple[str, ...], tuple[int, ...]], WatchedTransport] = {}
-        self.orders: dict[tuple[int, ...], Order] = {}
+        self.journals: dict[tuple[int, ...], Journal] = {}
         self.queue = LaunchQueue()
         self.gpu: torch.device | None = None
         self.wrap: Callable[[Transport], Transport] | None = None
@@ -81,13 +81,12 @@ def transport(ranks: tuple[int, ...], name: str, devices: tuple[str, ...]) -> Tr
     made = _store().transports
     key = name, devices, ranks
     if key not in made:
-        steps = order(ranks)
 
         def members(group: Communicator) -> list[int]:
             return [ranks.index(rank) for rank in group.ranks]
 
         carrier = _store().wrapped(carrier)
-        made[key] = WatchedTransport(carrier, steps, steps.waiting, members)
+        made[key] = WatchedTransport(carrier, journal(ranks), members)
     return made[key]
 
 
@@ -116,21 +115,21 @@ def carried_by(wrap: Callable[[Transport], Transport]) -> Iterator[None]:
             transport.carrier = store.carriers[name, devices, ranks]
 
 
-def order(ranks: tuple[int, ...]) -> Order:
-    """Return the collective steps of `ranks`, for all grids on them; made as `communicator` is.
+def journal(ranks: tuple[int, ...]) -> Journal:
+    """Return the journal of `ranks`, for all grids on them; made as `communicator` is.
 
     From the first call on, a thread looks at what this rank waits for.
     """
-    made = _store().orders
+    made = _store().journals
     if ranks not in made:
         waiting = Waiting()
         if len(ranks) == 1:
-            made[ranks] = Order(None, waiting)
+            made[ranks] = Journal(None, waiting)
             return made[ranks]
-        watch = Watch(ranks, ranks.index(world().rank), waiting)
+        watch = Watch(ranks.index(world().rank), len(ranks), waiting)
         with Wait(waiting):
-            comm = communicator(ranks, "order")
-            made[ranks] = Order(comm, waiting)
+            comm = communicator(ranks, "journal")
+            made[ranks] = Journal(comm, waiting)
             watch.connect(comm, made[ranks])
     return made[ranks]
 

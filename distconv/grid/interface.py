@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 from distconv.geometry.topology import AXES, Topology
+from distconv.grid.journal import Journal
 from distconv.transport.interface import Transport
+from distconv.transport.watched import Wait
 
 
 class Grid(ABC):
@@ -23,6 +25,7 @@ class Grid(ABC):
     size: the number of ranks.
     device: this rank's device, on which all its DistTensors on the grid live.
     transport: the carrier of the grid's messages.
+    journal: what this rank calls and sends, compared with the other ranks of the grid.
     """
 
     # No properties: every operator asks for them.
@@ -31,15 +34,18 @@ class Grid(ABC):
     size: int
     device: torch.device
     transport: Transport
-
-    numbers_tensors = False
-    """Whether a tensor keeps `latest_step`, to be told from others of its shape."""
+    journal: Journal
 
     def __init__(
-        self, topology: Topology, rank: int, device: torch.device, transport: Transport
+        self,
+        topology: Topology,
+        rank: int,
+        device: torch.device,
+        transport: Transport,
+        journal: Journal,
     ) -> None:
         self.topology, self.rank, self.size = topology, rank, topology.size
-        self.device, self.transport = device, transport
+        self.device, self.transport, self.journal = device, transport, journal
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in Grid.__annotations__ and name in self.__dict__:
@@ -69,20 +75,6 @@ class Grid(ABC):
         that may be under way at the same time need different purposes.
         """
 
-    def latest_step(self) -> int | None:
-        """Return the number of the step or call before now, the same on all ranks; None where the
-        ranks may be at different ones."""
-        return None
-
-    @property
-    def differences(self) -> int:
-        """Return how often its ranks were found to run different operators, and have gone on."""
-        return 0
-
-    @abstractmethod
-    def count_call(self) -> None:
-        """Count the function that this rank is in among what is compared between ranks."""
-
     @abstractmethod
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return what every rank passes, in rank order; all ranks of the grid call it together."""
@@ -91,9 +83,9 @@ class Grid(ABC):
     def collective(self, kind: str) -> AbstractContextManager[object]:
         """Return a context for a collective of the grid's communicators, compared between ranks."""
 
-    @abstractmethod
-    def waiting(self) -> AbstractContextManager[object]:
+    def waiting(self) -> Wait:
         """Return a context in which this rank is seen to wait for the other ranks of the grid."""
+        return Wait(self.journal.waiting)
 
     def __copy__(self) -> Grid:
         return self

@@ -87,11 +87,11 @@ class ProcessGrid(Grid):
         extents = dict(zip(AXES, (sample, channel, filter, depth, height, width), strict=True))
         if len(self._ranks) > 1:
             end_when_abandoned()
-        self._order = communicators.order(self._ranks)
-        with self.waiting():
+        journal = communicators.journal(self._ranks)
+        with Wait(journal.waiting):
             self._comm = communicators.communicator(self._ranks, "user")
             rank = self._comm.rank
-            topology, offers = _agreed(self._comm, self._order.debug, extents, device, transport)
+            topology, offers = _agreed(self._comm, journal.debug, extents, device, transport)
         choice = devices.choose(offers)
         if choice.notice and rank == 0:
             warnings.warn(f"ProcessGrid: {choice.notice}", stacklevel=2)
@@ -99,10 +99,9 @@ class ProcessGrid(Grid):
         own = torch.device(choice.devices[rank])
         if own.type == "cuda":
             communicators.take_gpu(own)
-        with self.waiting():
+        with Wait(journal.waiting):
             carrier = communicators.transport(self._ranks, choice.transport, self._devices)
-        super().__init__(topology, rank, own, carrier)
-        self.numbers_tensors = self.size > 1
+        super().__init__(topology, rank, own, carrier, journal)
         self._communicators: dict[tuple[frozenset[str], str], Communicator] = {}
         _grids[id(self)] = self
 
@@ -160,36 +159,10 @@ class ProcessGrid(Grid):
             peers = self.topology.peers(self.rank, key[0])
             ranks = tuple(self._ranks[r] for r in peers)
             if len(ranks) > 1:
-                self._order.take("making a communicator")
+                self.journal.take("making a communicator")
             with self.waiting():
                 self._communicators[key] = communicators.communicator(ranks, purpose)
         return self._communicators[key]
-
-    def latest_step(self) -> int | None:
-        """Return the number of the step or call before now, the same on all ranks; None where the
-        ranks may be at different ones, and after the first steps."""
-        self.numbers_tensors = self._order.numbers_tensors
-        return self._order.latest()
-
-    @property
-    def differences(self) -> int:
-        """Return how often its ranks were found to run different operators, and have gone on."""
-        return self._order.differences
-
-    def count_call(self) -> None:
-        """Count the function that this rank is in among what is compared between ranks."""
-        self._order.count_call()
-
-    def compare_steps(self) -> None:
-        """Compare what the ranks have called up to now; all ranks of the grid call it together.
-
-        Raises
-        ------
-        DivergenceError
-            On every rank, where they differ.
-        """
-        if self.size > 1:
-            self._order.compare()
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return what every rank passes, in rank order; all ranks of the grid call it together."""
@@ -236,12 +209,8 @@ class ProcessGrid(Grid):
 
     def collective(self, kind: str) -> Wait:
         """Return a context for a collective of the grid's communicators, compared between ranks."""
-        self._order.take(kind)
+        self.journal.take(kind)
         return self.waiting()
-
-    def waiting(self) -> Wait:
-        """Return a context in which this rank is seen to wait for the other ranks of the grid."""
-        return Wait(self._order.waiting)
 
     def __eq__(self, other: object) -> bool:
         return (

@@ -1,7 +1,6 @@
 """Where a thread of the program is, in words: which operator, and which line of the user's program.
 
-Nothing is written down while the program runs. The interpreter's own stack of frames tells it when
-somebody asks.
+The interpreter's own stack of frames tells the line when somebody asks.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import os
 import sys
 import sysconfig
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -38,8 +37,15 @@ NO_CALL: Call = (None, (), None)
 """Stands for the call where no such function is running."""
 
 
+_THREADS: dict[int, dict[str, Any]] = {}
+"""What each thread keeps in `CURRENT`."""
+
+
 class CurrentCall(threading.local):
     """The function, and the calls of modules, that this thread is running."""
+
+    def __init__(self) -> None:
+        _THREADS[threading.get_ident()] = self.__dict__
 
     call = NO_CALL
     """The outermost function on DistTensors; `NO_CALL` where none is running."""
@@ -81,6 +87,26 @@ def on_behalf_of(modules: list[nn.Module]) -> Iterator[None]:
         CURRENT.modules = before
 
 
+def by_ranks(texts: Sequence[str], between: str) -> str:
+    """Return what each rank says, with ranks that say the same together."""
+    return "; ".join(
+        f"{ranks_in_words(r for r, text in enumerate(texts) if text == said)}{between}{said}"
+        for said in dict.fromkeys(texts)
+    )
+
+
+def ranks_in_words(ranks: Iterable[int]) -> str:
+    """Return numbers of ranks in words, as "rank 3" or "ranks 0-2, 5"."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    words = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    return f"rank{'s' if len(runs) > 1 or runs[0][0] != runs[0][1] else ''} {words}"
+
+
 def operator_name(function: Any) -> str:
     """Return the name of a torch function as a user writes it, or of anything that is called."""
     if isinstance(function, str):
@@ -113,17 +139,8 @@ def user_line() -> str:
 
 def operator_of(thread: int) -> str | None:
     """Return the function on DistTensors that a thread is running; None where none is."""
-    found = None
-    for frame in _outwards(frame_of(thread)):
-        code = frame.f_code
-        if not code.co_filename.startswith(_OWN):
-            if found is not None and not code.co_filename.startswith(_LIBRARIES):
-                break
-        elif code.co_name == "__torch_function__" and "func" in frame.f_locals:
-            found = operator_name(frame.f_locals["func"])
-        elif not code.co_name.startswith("_"):
-            found = code.co_name
-    return found
+    function, _, _ = _THREADS.get(thread, {}).get("call", NO_CALL)
+    return None if function is None else operator_name(function)
 
 
 def module_calls() -> list[nn.Module]:

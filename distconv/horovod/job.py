@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from distconv.geometry.topology import AXES
-from distconv.grid.order import ranks_in_words
 from distconv.grid.process_grid import ProcessGrid
+from distconv.grid.whereabouts import ranks_in_words
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.transport import launch
 

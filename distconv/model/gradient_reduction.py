@@ -21,7 +21,7 @@ from distconv.comm.agreement import fingerprint
 from distconv.comm.half_sums import WIDE, ErrorFeedback, HalfSum
 from distconv.geometry.layout import replicating_axes
 from distconv.grid.interface import Grid
-from distconv.grid.order import PARAMETERS
+from distconv.grid.call_keys import PARAMETERS
 from distconv.grid.process_grid import ProcessGrid
 from distconv.grid.whereabouts import user_line
 from distconv.model.buckets import Bucket, fill_buckets

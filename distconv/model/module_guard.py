@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distconv.comm import checksums
 from distconv.comm.agreement import Agreement, differences
-from distconv.comm.checksums import possible, unequal
+from distconv.comm.checksums import due, unequal
 from distconv.model.consistency import checked_state
 from distconv.model.gradient_reduction import (
     REDUCTION_ATTRIBUTE,
@@ -36,7 +35,8 @@ class ModuleGuard:
         self._entries: list[Any] = []
         """The parameters and parts that were in the tables."""
         self._agreement = Agreement(self._grid)
-        self._calls = 0
+        self._calls = object()
+        """Stands for the calls of the module, which the grid counts."""
         module.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         module.register_forward_hook(self._after_forward, always_call=True)
 
@@ -132,10 +132,7 @@ class ModuleGuard:
 
     def _check_equal(self, module: nn.Module) -> None:
         """Raise on every rank where parameters or buffers differ between ranks, in some calls."""
-        self._calls += 1
-        # Often in the beginning, where most goes wrong: in calls number 2, 4, 8, and so on.
-        rare = self._calls % 128 and (self._calls == 1 or self._calls & (self._calls - 1))
-        if (rare and not checksums.ALWAYS) or not possible(self._grid):
+        if not due(self._calls, self._grid):
             return
         found = unequal(checked_state(module), self._grid)
         if found:
@@ -160,7 +157,7 @@ class ModuleGuard:
         names = (name for name, _ in module.named_parameters())
         kinds = dict(zip(names, map(self._reduction.kind, self._parameters), strict=True))
         kinds["no_sync"] = "off" if self._reduction.enabled else "on"
-        found = differences(self._agreement.everyone(kinds))
+        found = differences(self._grid.all_gather_object(kinds))
         more = f"; and {len(found) - 8} more" if len(found) > 8 else ""
         raise RuntimeError(
             "the ranks do not call the parallelized module alike, and would add up gradients of "

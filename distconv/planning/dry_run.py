@@ -20,11 +20,13 @@ from torch.nn.parameter import is_lazy
 from distconv.geometry.layout import Layout, rank_box
 from distconv.geometry.topology import AXES, Topology
 from distconv.grid.interface import Grid
+from distconv.grid.journal import Journal
 from distconv.planning.recording import Start
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.redistribution import cuts_of_layout
 from distconv.tensor.sample_format import in_sample_format
 from distconv.transport.interface import Message
+from distconv.transport.watched import Waiting
 
 
 class DryGroup(NamedTuple):
@@ -148,7 +150,8 @@ class DryRunGrid(Grid):
         if not 0 <= rank < topology.size:
             raise ValueError(f"rank={rank} is not on a grid of {topology.size}; count from 0")
         self._gpu, self._alike = gpu, False
-        super().__init__(topology, rank, torch.device("meta"), DryTransport())  # type: ignore[arg-type]
+        journal = Journal(None, Waiting())
+        super().__init__(topology, rank, torch.device("meta"), DryTransport(), journal)  # type: ignore[arg-type]
 
     @property
     def comm(self) -> NoReturn:
@@ -164,9 +167,6 @@ class DryRunGrid(Grid):
         """Return size and rank of the communicator along `axes`."""
         peers = self.topology.peers(self.rank, axes)
         return DryGroup(len(peers), peers.index(self.rank), tuple(peers), purpose)
-
-    def count_call(self) -> None:
-        """Compare nothing: there are no other ranks."""
 
     @contextmanager
     def all_alike(self) -> Iterator[None]:
@@ -185,10 +185,6 @@ class DryRunGrid(Grid):
 
     def collective(self, kind: str) -> AbstractContextManager[None]:
         """Return a context that does nothing."""
-        return nullcontext()
-
-    def waiting(self) -> AbstractContextManager[None]:
-        """Return a context that does nothing, as there is nobody to wait for."""
         return nullcontext()
 
     @contextmanager

@@ -103,7 +103,7 @@ class DistTensorBase(torch.Tensor):
     tensors. None of any other tensor."""
     _is_param: bool
     made_after: int | None = None
-    """The step after which it was made, where steps are compared one by one."""
+    """The entry of the journal after which it was made, where that has arguments."""
     _shape: torch.Size
     sums_gradient = False
     """Whether a hook of the shard adds up the gradients of the leaf's replicas."""
@@ -122,8 +122,8 @@ class DistTensorBase(torch.Tensor):
         )
         self._shape = shape if type(shape) is torch.Size else torch.Size(shape)
         self.shard, self.cuts, self.grid = shard, cuts, grid
-        if grid.numbers_tensors:
-            self.made_after = grid.latest_step()
+        if grid.journal.place is not None:
+            self.made_after = grid.journal.latest()
         return self
 
     # Few tensors need these, and one is made by every operator.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
-from distconv.comm import checksums, collectives, replication
+from distconv.comm import collectives, replication
 from distconv.geometry.layout import (
     Box,
     Layout,
@@ -21,7 +21,6 @@ from distconv.geometry.layout import (
 )
 from distconv.grid.device_mesh import arranged, axes_of_mesh
 from distconv.grid.interface import Grid
-from distconv.grid.order import SETTLED
 from distconv.grid.process_grid import ProcessGrid
 from distconv.grid.whereabouts import CURRENT, NO_CALL, operator_name, running
 from distconv.tensor import autocast
@@ -84,8 +83,9 @@ class DistTensor(DistTensorBase):
                 return _run(rule, func, args, kwargs)
             CURRENT.call = func, args, kwargs
             try:
-                if func not in SETTLED:
-                    _count_call(func, args, kwargs)
+                if func in _OWN_AFFAIRS:
+                    return _of_one_origin(args, _run(rule, func, args, kwargs))
+                _enter_call(func, args, kwargs)
                 return _run(rule, func, args, kwargs)
             finally:
                 CURRENT.call = NO_CALL
@@ -158,7 +158,7 @@ class DistTensor(DistTensorBase):
         with running("DistTensor.from_local"):
             if shape is not None:
                 check_block(local, grid, cuts, shape := whole_numbers(shape, "shape"))
-            if shape is None or checksums.ALWAYS:
+            if shape is None or grid.journal.debug:
                 shape = global_shape(local, grid, cuts, Layout.of(cuts), "from_local")
         axes = replicating_axes(cuts, grid.topology)
         if axes:
@@ -439,21 +439,26 @@ def local_box(shape: Sequence[int], grid: Grid, layout: Layout | None = None) ->
     return rank_box(sizes, cuts_of_layout(layout, grid, len(sizes)), grid.topology, grid.rank)
 
 
-def _count_call(
+def _enter_call(
     func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] | None
 ) -> None:
-    """Have a function compared between ranks, if it may differ without a word: if a tensor is cut.
+    """Enter a call in the journal of its grid, if a tensor is cut.
 
-    What one rank prints of a whole tensor, or keeps of a cut one, is its own affair.
+    What one rank prints of a whole tensor is its own affair.
     """
-    if func in _OWN_AFFAIRS:
-        SETTLED.add(func)
-        return
     plain = args and not kwargs and isinstance(args[0], Tensor)
     for x in args if plain else tensors_in(args, kwargs):
         if isinstance(x, DistTensorBase) and any(x.cuts):
-            x.grid.count_call()
+            x.grid.journal.enter_call(func)
             return
+
+
+def _of_one_origin(args: Sequence[Any], copy: Any) -> Any:
+    """Return the copy of the first argument, told from other tensors as that is: one rank alone
+    may have made it."""
+    if args and isinstance(copy, DistTensorBase):
+        copy.made_after = getattr(args[0], "made_after", None)
+    return copy
 
 
 _OWN_AFFAIRS = {

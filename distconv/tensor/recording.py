@@ -175,7 +175,7 @@ def _check_plain(
     # One rank alone may compute with a tensor that it has in full, to print it, say.
     if not (any(x.cuts) or x.held.requires_grad):
         return
-    if not due((operator, x.shape), x.grid, first=8, then=64):
+    if not due((operator, x.shape), x.grid):
         return
     found = unequal(names_of(plain), x.grid)
     if found:

@@ -228,7 +228,7 @@ class Team:
 def _watched(rank: int, size: int) -> Iterator[None]:
     """Let the ranks of a job wait for each other within the context, as long as others may."""
     waiting = Waiting()
-    watch = Watch(range(size), rank, waiting)
+    watch = Watch(rank, size, waiting)
     try:
         with Wait(waiting):
             yield

@@ -13,9 +13,8 @@ from mpi4py import MPI
 from torch import Tensor, nn
 
 import distconv as dc
-from distconv.comm import checksums
 from distconv.comm.checksums import checksum
-from distconv.grid.order import DivergenceError, debugging
+from distconv.grid.journal import DivergenceError
 from tests.grid.test_abort import job
 from tests.support.serial import raised_everywhere, told_on_one_rank
 
@@ -104,16 +103,16 @@ def test_the_blocks_of_ranks_that_hold_the_same_box_are_compared() -> None:
 def test_inputs_are_looked_at_in_the_first_calls_of_a_place_and_in_one_of_many(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(checksums, "ALWAYS", False)  # as where nobody asks for more
     grid = dc.ProcessGrid(sample=-1)
+    monkeypatch.setattr(grid.journal, "debug", False)  # as where nobody asks for more
     found = []
-    for call in range(1, 50):
+    for call in range(1, 130):
         x = numbers(4, 2, seed=ONE if call > 16 else 0)
         try:
             dc.distribute_tensor(x, grid)
         except ValueError:
             found.append(call)
-    assert found == [32, 48]
+    assert found == [64, 128]
 
 
 @pytest.mark.parallel([2, 3])
@@ -202,7 +201,7 @@ def found_by_calls(message: str) -> bool:
 def forget(grid: dc.ProcessGrid) -> None:
     """Let the ranks find what else differs between their calls, before the next test does."""
     with suppress(DivergenceError):
-        grid.compare_steps()
+        grid.journal.compare()
 
 
 @pytest.mark.parallel([2, 3])
@@ -276,7 +275,7 @@ def test_ranks_that_choose_another_layer_late_in_training_are_warned() -> None:
     x = dc.distribute_tensor(numbers(2, 3, 8, 8), grid)
     for step in range(70):
         model.torn = step == 69
-        if model.torn and not debugging():
+        if model.torn and not grid.journal.debug:
             told = rf"layers\.1\.bias .* on 1 of {WORLD.size} ranks"
             with told_on_one_rank(told):
                 model(x).sum().backward()

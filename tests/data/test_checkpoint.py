@@ -18,7 +18,7 @@ import distconv as dc
 from distconv.data import Dataset, Loader
 from distconv.data.checkpoint import FORMAT, checkpoints_in
 from distconv.data.durable import only_writer, read_checksummed, write_checksummed
-from distconv.grid.order import DivergenceError
+from distconv.grid.journal import DivergenceError
 from tests.support.everywhere import WORLD, fails_everywhere, on_rank_zero
 from tests.support.mesh_runs import files_up_to
 from tests.support.sample_files import X, Y

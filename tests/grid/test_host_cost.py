@@ -19,10 +19,12 @@ from distconv.geometry.index_maps import IndexMap, Same, TransposedWindow, Windo
 from distconv.geometry.plan import make_plan
 from distconv.geometry.topology import Topology
 from distconv.grid import communicators
-from distconv.grid.order import debugging
+from distconv.transport.launch import switched_on
 from distconv.transport.world import world
 
-COMPARING = pytest.mark.skipif(debugging(), reason="DISTCONV_DEBUG=1 compares what the ranks pass")
+COMPARING = pytest.mark.skipif(
+    switched_on("DISTCONV_DEBUG"), reason="DISTCONV_DEBUG=1 compares what the ranks pass"
+)
 """Marks tests of calls that send nothing otherwise."""
 
 

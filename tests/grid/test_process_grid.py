@@ -128,11 +128,11 @@ def test_what_one_rank_alone_asks_for_is_an_error_on_all(asked: dict, message: s
 
 @pytest.mark.parallel([2, 4])
 def test_variables_of_one_rank_alone_are_errors_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = dc.ProcessGrid(height=-1).transport._steps  # type: ignore[attr-defined]
-    monkeypatch.setattr(steps, "debug", WORLD.rank == 1)
+    journal = dc.ProcessGrid(height=-1).journal
+    monkeypatch.setattr(journal, "debug", WORLD.rank == 1)
     with pytest.raises(ValueError, match="DISTCONV_DEBUG is set on rank 1 and not on rank 0"):
         dc.ProcessGrid(sample=-1)
-    monkeypatch.setattr(steps, "debug", False)
+    monkeypatch.setattr(journal, "debug", False)
     monkeypatch.setenv("DISTCONV_TIMEOUT", "soon" if WORLD.rank == 1 else "300")
     with pytest.raises(ValueError, match="DISTCONV_TIMEOUT='soon' is no time limit.*rank 1"):
         dc.ProcessGrid(sample=-1)

@@ -452,8 +452,8 @@ def test_redistributions_are_counted_with_the_bytes_this_rank_has_received() -> 
 
 @pytest.mark.parallel([1, 2, 4])
 def test_blocks_of_a_known_shape_are_taken_without_a_message(monkeypatch) -> None:
-    monkeypatch.setattr("distconv.comm.checksums.ALWAYS", False)
     grid = dc.ProcessGrid(height=-1)
+    monkeypatch.setattr(grid.journal, "debug", False)
     whole = torch.arange(2 * 3 * 7 * 4.0).reshape(2, 3, 7, 4)
     mine = whole[dc.local_box(whole.shape, grid).slices]
     with monkeypatch.context() as patch:
@@ -470,8 +470,8 @@ def test_blocks_of_a_known_shape_are_taken_without_a_message(monkeypatch) -> Non
 
 @pytest.mark.parallel(2)
 def test_blocks_of_a_known_shape_are_compared_when_debugging(monkeypatch) -> None:
-    monkeypatch.setattr("distconv.comm.checksums.ALWAYS", True)
     grid = dc.ProcessGrid(height=-1)
+    monkeypatch.setattr(grid.journal, "debug", True)
     mine = torch.ones(1, 1, 3, 2).to(torch.float32 if grid.rank else torch.float64)
     with pytest.raises(ValueError, match="differ in type"):
         dc.DistTensor.from_local(mine, grid, shape=(1, 1, 6, 2))

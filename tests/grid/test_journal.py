@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,26 +15,18 @@ from mpi4py import MPI
 from torch import Tensor, nn
 
 import distconv as dc
-from distconv.grid import order
-from distconv.grid.order import DivergenceError, Order
+from distconv.grid.journal import DivergenceError
 from tests.grid.test_abort import job
 
 WORLD = MPI.COMM_WORLD
 LAST = WORLD.size - 1
 
 
-def order_of(grid: dc.ProcessGrid) -> Order:
-    """Return the object that compares the steps of a grid."""
-    order: Order = grid.transport._steps  # type: ignore[attr-defined]
-    return order
-
-
 @pytest.fixture
 def grid(monkeypatch: pytest.MonkeyPatch) -> Iterator[dc.ProcessGrid]:
     """Make a grid over all ranks whose every step is compared."""
     made = dc.ProcessGrid(height=-1)
-    order.SETTLED.clear()
-    monkeypatch.setattr(order_of(made), "debug", True)
+    monkeypatch.setattr(made.journal, "debug", True)
     yield made
 
 
@@ -74,11 +65,11 @@ LOCAL: dict[str, tuple[Callable[[dc.DistTensor], Any], Callable[[dc.DistTensor],
 
 @pytest.fixture
 def unknown(monkeypatch: pytest.MonkeyPatch) -> Iterator[dc.ProcessGrid]:
-    """Make a grid over all ranks that is as if nothing had been called on it, with the defaults."""
+    """Make a grid over all ranks as at the start of a program, whatever tests have run before."""
     made = dc.ProcessGrid(height=-1)
-    order.SETTLED.clear()
-    monkeypatch.setattr(order_of(made), "debug", False)
-    monkeypatch.setattr(order_of(made), "_calls", {})
+    monkeypatch.setattr(made.journal, "debug", False)
+    for known in ("_calls", "_steps"):
+        monkeypatch.setattr(made.journal, known, {})
     yield made
 
 
@@ -91,34 +82,33 @@ def test_first_calls_of_functions_that_send_nothing_are_compared_by_default(
     usual, other = LOCAL[case]
 
     def train(call: Callable[[dc.DistTensor], Any]) -> None:
-        for step in range(300):
+        for step in range(80):
             (call if step == 7 else usual)(x)
             x.sum()
 
     error = differing(lambda: train(usual), lambda: train(other))
-    assert "call" in error and "test_order.py" in error
+    assert "call" in error and "test_journal.py" in error
 
 
 @pytest.mark.parallel([2, 3])
-def test_a_function_settles_after_its_first_calls_on_cut_tensors(
-    unknown: dc.ProcessGrid, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(order, "_ORDERS", {order_of(unknown)})
+def test_a_late_call_of_a_function_that_sends_nothing_is_found(unknown: dc.ProcessGrid) -> None:
     x = planes(unknown)
-    whole = x.mean()
-    for _ in range(64):
-        x.tanh()
-        whole.exp()
-    assert not {Tensor.tanh, Tensor.exp} & order.SETTLED
-    x.tanh()
-    assert {Tensor.tanh, Tensor.exp} & order.SETTLED == {Tensor.tanh}
+
+    def train(odd: bool) -> None:
+        for step in range(150):
+            x.tanh()
+            if odd and step == 40:
+                x.tanh()
+            x.sum()
+
+    assert "tanh" in differing(lambda: train(False), lambda: train(True))
 
 
 @pytest.mark.parallel([2, 3])
 def test_what_a_rank_keeps_or_prints_is_its_own_affair(unknown: dc.ProcessGrid) -> None:
     x = planes(unknown)
     mean = x.mean()
-    for step in range(300):
+    for step in range(100):
         if unknown.rank == 0 and step < 5:
             kept = [x.detach(), x.clone(), x.detach().cpu(), x.contiguous()]
             assert all(y.shape == x.shape for y in kept) and f"{float(mean * 2):.3f}" and str(x)
@@ -134,7 +124,7 @@ def test_functions_that_send_nothing_are_compared_with_the_next_step(
     x = planes(grid)
     usual, other = LOCAL[case]
     error = differing(lambda: usual(x).sum(), lambda: other(x).sum())
-    assert "call" in error and "test_order.py" in error
+    assert "call" in error and "test_journal.py" in error
     # What one rank does with a whole value, or keeps of a cut one, is its own affair.
     mean = x.mean()
     if grid.rank == 0:
@@ -147,7 +137,7 @@ def test_another_stride_of_equal_output_is_named(grid: dc.ProcessGrid) -> None:
     x = planes(grid)
     error = differing(lambda: F.max_pool2d(x, 2, stride=16), lambda: F.max_pool2d(x, 2, stride=17))
     assert "stride=16" in error and "stride=17" in error and "max_pool2d" in error
-    assert f"rank {LAST}" in error and "test_order.py" in error
+    assert f"rank {LAST}" in error and "test_journal.py" in error
 
 
 @pytest.mark.parallel([2, 3])
@@ -168,61 +158,33 @@ def test_two_calls_of_equal_size_in_another_order_are_named(grid: dc.ProcessGrid
 def test_equal_calls_on_two_tensors_in_another_order_are_named(grid: dc.ProcessGrid) -> None:
     x, y = planes(grid), planes(grid)
     error = differing(lambda: [t.sum() for t in (x, y)], lambda: [t.sum() for t in (y, x)])
-    assert "sum(made after step" in error and "test_order.py" in error
-
-
-@pytest.fixture
-def fresh_grid(monkeypatch: pytest.MonkeyPatch) -> Iterator[dc.ProcessGrid]:
-    """Make a grid over all ranks as at the start of a program, whatever tests have run before."""
-    made = dc.ProcessGrid(height=-1)
-    order.SETTLED.clear()
-    monkeypatch.setattr(order, "_NUMBERED", 10**9)
-    for name, value in {"debug": False, "_tells_apart": True, "_counts": {}, "_calls": {}}.items():
-        monkeypatch.setattr(order_of(made), name, value)
-    yield made
+    assert "sum(made after step" in error and "test_journal.py" in error
 
 
 @pytest.mark.parallel([2, 3])
 @pytest.mark.parametrize("function", [torch.sum, torch.relu], ids=lambda f: f.__name__)
-def test_first_calls_on_two_tensors_in_another_order_are_warned_of_on_all_ranks(
-    function: Callable[[dc.DistTensor], Any], fresh_grid: dc.ProcessGrid
+def test_first_calls_on_two_tensors_in_another_order_are_named(
+    function: Callable[[dc.DistTensor], Any], unknown: dc.ProcessGrid
 ) -> None:
-    x, y = planes(fresh_grid), planes(fresh_grid)
-    with pytest.warns(
-        UserWarning, match=f"{function.__name__}.made after step .*different"
-    ) as told:
-        for t in (y, x) if WORLD.rank == LAST else (x, y):
+    x, y = planes(unknown), planes(unknown)
+
+    def call(*tensors: dc.DistTensor) -> None:
+        for t in tensors:
             function(t)
-        fresh_grid.compare_steps()
-    assert len(told) == 1
+        unknown.journal.compare()
+
+    error = differing(lambda: call(x, y), lambda: call(y, x))
+    assert f"{function.__name__}(made after step" in error
     assert x.sum().item() == y.sum().item()
 
 
 @pytest.mark.parallel([2, 3])
-def test_a_copy_that_one_rank_makes_alone_lets_no_rank_wait(fresh_grid: dc.ProcessGrid) -> None:
-    x = planes(fresh_grid)
+def test_a_copy_that_one_rank_makes_alone_is_as_good(unknown: dc.ProcessGrid) -> None:
+    x = planes(unknown)
     expected = x.sum().item()
     if WORLD.rank == 0:
         x = x.clone()
-    with pytest.warns(UserWarning, match="on tensors that were made after different steps"):
-        assert x.sum().item() == expected
-        fresh_grid.compare_steps()
-
-
-@pytest.mark.parallel([2, 3])
-def test_tensors_that_one_rank_makes_late_in_a_run_are_no_difference(
-    fresh_grid: dc.ProcessGrid, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(order, "_NUMBERED", order_of(fresh_grid)._compared + 3)
-    x = planes(fresh_grid)
-    for _ in range(3):
-        x.sum()
-    if WORLD.rank == 0:
-        x.clone()  # the first tensor that is made when none is numbered any more
-    y = planes(fresh_grid)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert (x.sum() - y.sum()).item() == 0
+    assert x.sum().item() == expected
 
 
 @pytest.mark.parallel([2, 3])
@@ -321,11 +283,9 @@ def test_equal_numbers_of_other_types_are_other_arguments(grid: dc.ProcessGrid) 
 
 @pytest.mark.parallel([2, 3])
 def test_first_calls_are_compared_without_being_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
+    unknown: dc.ProcessGrid,
 ) -> None:
-    grid = dc.ProcessGrid(height=-1)
-    monkeypatch.setattr(order_of(grid), "debug", False)
-    x = planes(grid)
+    x = planes(unknown)
     error = differing(
         lambda: F.avg_pool2d(x, (7, 3), 1, (3, 1)),
         lambda: F.avg_pool2d(x, (7, 5), 1, (3, 2)),
@@ -337,7 +297,7 @@ def test_first_calls_are_compared_without_being_asked_for(
 @pytest.mark.parametrize("axis", ["height", "sample"])
 @pytest.mark.parametrize("size", [16, 5])
 def test_arguments_that_only_some_ranks_have_met_before_are_compared_before_any_message(
-    fresh_grid: dc.ProcessGrid, axis: str, size: int
+    unknown: dc.ProcessGrid, axis: str, size: int
 ) -> None:
     grid = dc.ProcessGrid(**{axis: WORLD.size})
     shape = (1, 1, size, 4) if axis == "height" else (size, 1, 1, 4)
@@ -358,10 +318,10 @@ def test_calls_in_another_order_are_found_later_where_their_messages_are_alike()
     x = planes(grid)
     calls = [lambda: F.avg_pool2d(x, 3, 1, 1), lambda: F.max_pool2d(x, 3, 1, 1)]
     with dc.method("assembled"):
-        for call in calls:
-            call()
+        for i in range(40):
+            calls[i % 2]()
         with pytest.raises(DivergenceError, match="avg_pool2d"):
-            for i in range(1000):
+            for i in range(300):
                 calls[i == 20 and WORLD.rank == LAST]()
 
 
@@ -374,8 +334,8 @@ def test_other_weights_in_the_same_function_are_found_later(unknown: dc.ProcessG
         for conv in convolutions:
             conv(x)
         with pytest.raises(DivergenceError, match="parameter [02].*parameter [02]"):
-            for i in range(1000):
-                odd = i > 80 and WORLD.rank == LAST
+            for i in range(300):
+                odd = i > 40 and WORLD.rank == LAST
                 for conv in convolutions[:: -1 if odd else 1]:
                     conv(x)
 
@@ -386,8 +346,8 @@ def test_calls_on_two_grids_in_another_order_are_found_later(unknown: dc.Process
     with dc.method("assembled"):
         F.avg_pool2d(x, 3, 1, 1), F.avg_pool2d(y, 3, 1, 1)
         with pytest.raises(DivergenceError, match=r"avg_pool2d.* on .*avg_pool2d"):
-            for i in range(1000):
-                odd = i == 85 and WORLD.rank == LAST
+            for i in range(300):
+                odd = i == 45 and WORLD.rank == LAST
                 for z in (y, x) if odd else (x, y):
                     F.avg_pool2d(z, 3, 1, 1)
 

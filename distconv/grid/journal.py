@@ -1,0 +1,257 @@
+"""What this rank has called and sent, compared with the other ranks: all of them do the same.
+
+One rule says what is compared: the first 16 of a kind, and every 64th later; with DISTCONV_DEBUG=1
+all. Such calls of a function on cut tensors are entries of the journal, with their arguments, and
+so is every exchange and reduction outside a backward pass (a *step*), others by name. The ranks
+compare a running checksum of their entries: before each of the first 16 steps of a function, and
+then every 64 steps without waiting. Where checksums differ, the ranks exchange their latest
+entries, and all raise the same error. Contents of tensors are compared by the same rule.
+"""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections import deque
+from collections.abc import Hashable
+from typing import Any
+from zlib import crc32
+
+import torch
+
+from distconv.grid.call_keys import Key, code_of, first_difference, full_key, in_words, short_key
+from distconv.grid.whereabouts import CURRENT, by_ranks, is_parked, place_of, user_line
+from distconv.transport.interface import Comparison, Tags
+from distconv.transport.launch import switched_on
+from distconv.transport.watched import Wait, Waiting
+
+_VARIABLE = "DISTCONV_DEBUG"
+_FIRST, _EVERY = 16, 64
+"""How many of a kind are compared from the first on, and one in how many later. A comparison that
+nobody waits for begins every 64 steps, and asks for the result of the one before."""
+_KEPT = 1024
+"""How many entries are kept, to be named where ranks differ."""
+_KINDS = 4096
+"""How many kinds of calls are counted before counting starts anew."""
+_BACKWARD = {"backward", torch.autograd.backward, torch.autograd.grad}
+
+
+class DivergenceError(RuntimeError):
+    """The ranks of a grid run different operators, or the same ones with different arguments.
+
+    It is raised on all ranks. A program that catches it, on all ranks, may go on.
+    """
+
+
+class Journal:
+    """The calls and steps of this rank, which the other ranks of `comm` take as well.
+
+    Attributes
+    ----------
+    debug: whether everything is compared each time, as DISTCONV_DEBUG=1 asks.
+    number: how many steps this rank has taken, reductions of gradients among them.
+    place: the number of the latest entry, where it has arguments; else None.
+    written: how many entries there are.
+
+    Parameters
+    ----------
+    comm: a `Communicator` that nothing else uses; None for a rank alone, which compares nothing.
+    waiting: shows the waits of comparisons to the watching thread.
+    """
+
+    def __init__(self, comm: Any, waiting: Waiting):
+        self._comm, self.waiting = comm, waiting
+        self.compares = comm is not None
+        self.debug = self.compares and switched_on(_VARIABLE)
+        self.number = self.written = 0
+        self.place: int | None = None
+        self._folded = self._summed = 0
+        """How many entries the running checksum counts, and the checksum."""
+        self._known_from = 0
+        """The first entry by which tensors are told apart."""
+        self._since = 0
+        """How many steps there have been since the last comparison began."""
+        self._last: deque[tuple[str, int, Key, str | None]] = deque(maxlen=_KEPT)
+        self._calls: dict[Any, int] = {}
+        self._steps: dict[Any, int] = {}
+        self._counts: dict[Hashable, int] = {}
+        """How many calls and steps of each function there were, and uses of other kinds."""
+        self._tags = Tags()
+        self.next_tag = self._tags.next
+        self._thread = threading.get_ident()
+        self._under_way: Comparison | None = None
+
+    @property
+    def thread(self) -> int:
+        """Return the thread that takes the steps."""
+        return self._thread
+
+    @property
+    def operator(self) -> Any:
+        """Return the function on DistTensors that this rank is in; None outside of any."""
+        return CURRENT.call[0]
+
+    def is_due(self, kind: Hashable) -> bool:
+        """Return whether to compare in this call of a kind: the first ones, and one in many.
+
+        Counted on each rank; the answer is the same on all where they make the same calls.
+        """
+        if len(self._counts) >= _KINDS and kind not in self._counts:
+            self._counts.clear()
+        count = self._counts[kind] = self._counts.get(kind, 0) + 1
+        return count <= _FIRST or not count % _EVERY or self.debug
+
+    def enter_call(self, function: Any) -> None:
+        """Enter the function that this rank is in, if it is due, whatever it sends.
+
+        What a backward pass calls may be in another order on each rank, and so may what other
+        threads do.
+        """
+        if threading.get_ident() != self._thread or not self.compares:
+            return
+        self.place = None
+        count = self._calls[function] = self._calls.get(function, 0) + 1
+        if count > _FIRST and count % _EVERY and not self.debug:
+            return
+        if function not in _BACKWARD and torch._C._current_graph_task_id() == -1:
+            self._write("call", 0, full_key(CURRENT.call, self._known_from), user_line())
+
+    def take(self, kind: str, tag: int = 0) -> None:
+        """Begin the next step.
+
+        Raises
+        ------
+        DivergenceError
+            On every rank, where the ranks are found to differ.
+        RuntimeError
+            Where two threads use the grid at once.
+        """
+        if threading.get_ident() != self._thread:
+            self._change_thread()
+        self.number += 1
+        function = CURRENT.call[0]
+        outside = function is None or function in _BACKWARD
+        if outside and kind == "all_reduce":
+            # Gradients are reduced as they become ready, which is not everywhere in one order.
+            return
+        # The count alone decides, which is the same on all ranks: what is new to one rank may be
+        # known to another, which would send its messages while the first waits to compare.
+        count = self._steps[function] = self._steps.get(function, 0) + 1
+        compared = self.debug or count <= _FIRST
+        if not outside and (compared or not count % _EVERY):
+            key = full_key(CURRENT.call, self._known_from)
+        else:
+            # Blocks of the ranks' own may be among the arguments of autograd's functions.
+            key = short_key(CURRENT.call)
+            backward = function is not None or torch._C._current_graph_task_id() != -1
+            compared = self.debug or (compared and not backward)
+        self._write(kind, tag, key, user_line() if self.debug else None)
+        self._since += 1
+        if compared:
+            self.compare()
+        elif self._since >= _EVERY:
+            self._start()
+
+    def latest(self) -> int | None:
+        """Return the place of a tensor that is made now; None where ranks may be at different
+        ones, on other threads and in a backward pass."""
+        if threading.get_ident() != self._thread or torch._C._current_graph_task_id() != -1:
+            return None
+        return self.place
+
+    def compare(self) -> None:
+        """Compare all entries up to now, and wait for the result. Collective.
+
+        Raises
+        ------
+        DivergenceError
+            On every rank, where they differ.
+        """
+        if self.compares:
+            self._start()
+            self._settle()
+
+    def _write(self, kind: str, tag: int, key: Key, line: str | None) -> None:
+        if self.written - self._folded == _KEPT:
+            self._fold()
+        self._last.append((kind, tag, key, line))
+        self.written += 1
+        self.place = self.written if len(key) > 2 else None
+
+    def latest_codes(self, most: int = _KEPT) -> tuple[int, list[int]]:
+        """Return the number of the first of the latest entries, and their codes; the watching
+        thread asks, too."""
+        last = list(self._last)[max(0, len(self._last) - most) :]
+        codes = [code_of(kind, key) + tag for kind, tag, key, _ in last]
+        return self.written - len(last) + 1, codes
+
+    def entry(self, number: int | None) -> str:
+        """Return an entry, or with None the latest one, as a user would write it."""
+        last = list(self._last)
+        index = len(last) - 1 if number is None else number - 1 - self.written + len(last)
+        return in_words(*last[index]) if 0 <= index < len(last) else "nothing yet"
+
+    def _fold(self) -> None:
+        """Add new entries to the running checksum."""
+        _, codes = self.latest_codes(self.written - self._folded)
+        self._summed = crc32(array("q", codes).tobytes(), self._summed)
+        self._folded = self.written
+
+    def _start(self) -> None:
+        """Start to compare the running checksum, after the comparison under way."""
+        self._settle()
+        self._fold()
+        self._since = 0
+        self._under_way = self._comm.compare([self._summed])
+
+    def _settle(self) -> None:
+        """Wait for the comparison under way, if there is one, and raise where the ranks differ."""
+        if self._under_way is None:
+            return
+        comparison, self._under_way = self._under_way, None
+        with Wait(self.waiting):
+            alike = all(comparison.wait())
+        if not alike:
+            raise DivergenceError(self._differences())
+
+    def _differences(self) -> str:
+        """Return what each rank has done in the first entry in which they differ. Collective."""
+        with Wait(self.waiting):
+            ranks = self._comm.allgather(self.latest_codes())
+            number = first_difference(ranks)
+            told = (self.entry(number), place_of(self._thread), self._tags.last)
+            steps, places, tags = zip(*self._comm.allgather(told), strict=True)
+        # A program that catches the error goes on with the same numbers on all ranks.
+        self._tags.last = max(tags)
+        self._summed = self._since = 0
+        for known in (self._calls, self._steps, self._counts, self._last):
+            known.clear()
+        self.written = self._folded = max(begin + len(codes) - 1 for begin, codes in ranks)
+        # Tensors made since the ranks differ have places that differ.
+        self._known_from, self.place = self.written + 1, None
+        begin = max(begin for begin, _ in ranks)
+        found = (
+            f"before collective step {begin}; their last ones are"
+            if number is None
+            else f"in collective step {number}"
+        )
+        hint = f" {_VARIABLE}=1 compares before every step, and names its line."
+        return (
+            f"the ranks differ {found}. {by_ranks(steps, ': ')}. They are now: "
+            f"{by_ranks(places, ' at ')}. All ranks have to run the same operators with the same "
+            "arguments in the same order; look for a condition on the rank, or on data that the "
+            f"ranks do not share.{'' if self.debug else hint}"
+        )
+
+    def _change_thread(self) -> None:
+        """Let the calling thread take the steps from now on, if no other one is about to."""
+        if torch._C._current_graph_task_id() != -1:
+            return  # autograd computes for the thread that has called backward()
+        if not is_parked(self._thread):
+            raise RuntimeError(
+                f"two threads use one grid, or grids over the same ranks, at once: one is at "
+                f"{place_of(self._thread)}, the other at {user_line()}. Their messages would be "
+                "taken for each other's; let one thread do all that communicates, and hand it "
+                "work by a queue, or let one thread end before the other goes on"
+            )
+        self._thread = threading.get_ident()
