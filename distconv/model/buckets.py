@@ -15,12 +15,10 @@ from distconv.transport.interface import Request
 
 
 class Bucket:
-    """Parameters whose gradients share memory and travel together.
+    """Parameters whose gradients travel together.
 
-    Gradients that autograd has just made are copied side by side, and become views of the sum. Each
-    pass takes fresh memory, so that a program that has kept an old gradient keeps its values. Only
-    where a program keeps all gradients, and lets autograd add to them, are they added up where they
-    lie. A gradient that the program has set itself stays its tensor, and the sum is copied there.
+    Gradients are copied side by side into fresh memory, and added up there. Those that autograd has
+    just made become views of the sum. Into others, which the program may have kept, it is copied.
     """
 
     def __init__(
@@ -58,33 +56,24 @@ class Bucket:
             counted on the first one only.
         made: whether autograd has made each gradient, rather than added to an earlier one.
         """
-        gradients = [p.grad for p in self.parameters]
-        flat = self._common_memory(gradients)
-        side_by_side = flat is not None
-        if flat is None:
-            p = self.parameters[0]
-            flat = torch.empty(self.elements, dtype=p.dtype, device=p.device)
-        views = [
-            flat.as_strided(p.shape, strides, start)
-            for p, strides, start in zip(self.parameters, self._strides, self._starts, strict=True)
-        ]
-        outside = []
-        for i, (p, view) in enumerate(zip(self.parameters, views, strict=True)):
-            gradient = p.grad
-            if gradient is None or not (parts[i] or self.comm.rank == 0):
+        p = self.parameters[0]
+        flat = torch.empty(self.elements, dtype=p.dtype, device=p.device)
+        outside, used = [], []
+        places = zip(self.parameters, self._strides, self._starts, parts, made, strict=True)
+        for i, (p, strides, start, part, new) in enumerate(places):
+            view, gradient = flat.as_strided(p.shape, strides, start), p.grad
+            if gradient is None or not (part or self.comm.rank == 0):
                 view.zero_()
-            elif not side_by_side:
+            else:
                 view.copy_(gradient)
-            if gradient is not None and made[i] and gradient.dtype == view.dtype:
+            if gradient is not None and new and gradient.dtype == view.dtype:
                 p.grad = view
-            elif not side_by_side:
+            else:
                 outside.append((i, view))
-        used = tuple(
-            part and gradient is not None for part, gradient in zip(parts, gradients, strict=True)
-        )
-        flat[-len(used) :] = constant(flat.device, used, flat.dtype)
+            used.append(part and gradient is not None)
+        flat[-len(used) :] = constant(flat.device, tuple(used), flat.dtype)
         add_up = self._start_sum or (lambda flat: grid.transport.all_reduce(flat, self.comm))
-        self._under_way = _Sum(flat, outside, used, add_up(flat))
+        self._under_way = _Sum(flat, outside, tuple(used), add_up(flat))
 
     def finish(self) -> bool:
         """Wait for the sum, and give it to the parameters; return whether one was under way."""
@@ -105,20 +94,6 @@ class Bucket:
                 p.grad.copy_(view)
         self.uneven = {i: n for i, n in enumerate(ranks) if 0 < n < self.comm.size}
         return True
-
-    def _common_memory(self, gradients: Sequence[Tensor | None]) -> Tensor | None:
-        """Return the memory of an earlier sum, if all gradients are still its views, else None."""
-        flat = None if gradients[0] is None else gradients[0]._base
-        if flat is None or flat.dim() != 1 or flat.numel() != self.elements:
-            return None
-        alike = all(
-            gradient is not None
-            and gradient._base is flat
-            and gradient.storage_offset() == start
-            and gradient.stride() == strides
-            for gradient, start, strides in zip(gradients, self._starts, self._strides, strict=True)
-        )
-        return flat if alike else None
 
 
 class _Sum(NamedTuple):

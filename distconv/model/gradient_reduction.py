@@ -20,8 +20,8 @@ from torch.autograd import Variable
 from distconv.comm.agreement import fingerprint
 from distconv.comm.half_sums import WIDE, ErrorFeedback, HalfSum
 from distconv.geometry.layout import replicating_axes
-from distconv.grid.interface import Grid
 from distconv.grid.call_keys import PARAMETERS
+from distconv.grid.interface import Grid
 from distconv.grid.process_grid import ProcessGrid
 from distconv.grid.whereabouts import user_line
 from distconv.model.buckets import Bucket, fill_buckets
@@ -152,7 +152,7 @@ class GradientReduction:
         self.settle()
         self._started = 0
         self._made.clear()
-        self._finish()
+        self._end(failed=False)
 
     def give(self, sums: Iterable[Tensor | None]) -> None:
         """Set the gradient of each parameter to a sum over the ranks, which another has taken."""
@@ -180,8 +180,7 @@ class GradientReduction:
         """Start the sums that backward passes since `hold` have not started."""
         self._held = False
         if self._grid.size > 1:
-            while self._started < len(self._buckets):
-                self._start_next()
+            self._start_rest()
 
     def settle(self) -> None:
         """Wait for all sums that have been started, and give them to the parameters."""
@@ -312,7 +311,7 @@ class GradientReduction:
         self._made.clear()
         self._missing = [len(bucket.parameters) for bucket in self._buckets]
         if self.enabled:
-            end = _EndOfBackward(self._finish, self._settle_failed)
+            end = _EndOfBackward(self._end)
             Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]
 
     def _start_next(self) -> None:
@@ -322,16 +321,15 @@ class GradientReduction:
         )
         self._started += 1
 
-    def _finish(self) -> None:
-        """Start the reductions left at the end of backward, and give parameters their sums."""
-        if self._held and self._starts_at_the_end:
-            return  # other reductions start in another order on other ranks
+    def _start_rest(self) -> None:
         while self._started < len(self._buckets):
             self._start_next()
-        if not self._held:
-            self.settle()
 
-    def _settle_failed(self) -> None:
+    def _end(self, failed: bool) -> None:
+        """End a backward pass: start the sums that are left, and give them to the parameters."""
+        # Held sums that start at the end would start in another order on other ranks.
+        if not failed and not (self._held and self._starts_at_the_end):
+            self._start_rest()
         if not self._held:
             self.settle()
 
@@ -364,19 +362,18 @@ class GradientReduction:
 class _EndOfBackward:
     """Ends a backward pass: autograd calls it, or drops it where the pass has failed."""
 
-    __slots__ = ("_failed", "_finish")
+    __slots__ = ("_end", "_over")
 
-    def __init__(self, finish: Callable[[], None], failed: Callable[[], None]):
-        self._finish = finish
-        self._failed: Callable[[], None] | None = failed
+    def __init__(self, end: Callable[[bool], None]):
+        self._end, self._over = end, False
 
     def __call__(self) -> None:
-        self._finish()
-        self._failed = None
+        self._end(False)
+        self._over = True
 
     def __del__(self) -> None:
-        if self._failed is not None:
-            self._failed()
+        if not self._over:
+            self._end(True)
 
 
 def axes_of_sum(p: Tensor, grid: Grid) -> tuple[str, ...]:
