@@ -107,7 +107,7 @@ nightly: $(VENV)/ready
 	for n in $(RANKS) 1; do \
 	  echo "== $$n ranks"; \
 	  env $(RUN) $(RESTING) $(LIMIT) 14400 $(BIN)/mpiexec -n $$n $(BIN)/python -m pytest -q \
-	    -m "hypothesis and parallel[match]" --hypothesis-profile=nightly --hypothesis-seed=$(SEED) \
+	    -m "(hypothesis or nightly) and parallel[match]" --hypothesis-profile=nightly --hypothesis-seed=$(SEED) \
 	    --timeout 3600 --timeout-method=thread || status=1; \
 	done; \
 	exit $$status

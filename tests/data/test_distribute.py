@@ -225,7 +225,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
 }
 
 
-@every_size
+@pytest.mark.parallel([2])
 @pytest.mark.parametrize("kind", LOADERS)
 def test_samples_are_drawn_as_in_the_serial_program_from_the_numbers_of_rank_zero(
     kind: str,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from distconv.geometry.index_maps import (
@@ -224,7 +224,6 @@ def test_constant_padding_leaves_the_outside_to_the_fill(
     assert pad.order(size, start, stop) is None
 
 
-@settings(max_examples=1000)
 @given(
     sizes,
     st.sampled_from(["reflect", "replicate", "circular"]),

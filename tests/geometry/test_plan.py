@@ -7,7 +7,7 @@ from math import prod
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from distconv.geometry.index_maps import (
@@ -186,7 +186,6 @@ def indices(shape: tuple[int, ...]) -> np.ndarray:
     return np.arange(prod(shape)).reshape(shape)
 
 
-@settings(max_examples=300)
 @given(movements())
 def test_every_buffer_is_exactly_what_its_outputs_need(movement: Movement) -> None:
     whole = indices(movement.shape)
@@ -195,7 +194,6 @@ def test_every_buffer_is_exactly_what_its_outputs_need(movement: Movement) -> No
         np.testing.assert_array_equal(buffer, movement.expected_buffer(whole, rank))
 
 
-@settings(max_examples=200)
 @given(redistributions())
 def test_a_redistribution_gives_every_rank_its_block_of_the_new_layout(movement: Movement) -> None:
     whole = indices(movement.shape)
@@ -231,7 +229,6 @@ def test_nothing_travels_but_what_the_intervals_reach(movement: Movement) -> Non
         assert plan.covered == (needed == prod(plan.buffer_shape))
 
 
-@settings(max_examples=300)
 @given(movements())
 def test_the_elements_of_all_routes_are_counted_without_making_them(movement: Movement) -> None:
     m = movement

@@ -23,7 +23,11 @@ from tests.support.samples import (
     with_rules,
 )
 from tests.support.serial import agrees, noted, random_grid
+from tests.support.strategies import TIMES
 from tests.support.supported import PAGE, RANKS, listed, page, release, status
+
+NUMBERS = [2] if TIMES == 1 else [2, 3]
+"""The numbers of ranks on which samples are compared by day, and at night."""
 
 NAMELESS = {
     torch._C._nn.pad,
@@ -85,7 +89,8 @@ def _agrees(name: str, sample: Sample, grid: dc.ProcessGrid, rng: random.Random)
         assert repr(call(*whole)) == repr(expected)
 
 
-@pytest.mark.parallel([2, 3])
+@pytest.mark.nightly
+@pytest.mark.parallel(NUMBERS)
 @pytest.mark.parametrize("key", SAMPLED)
 @pytest.mark.filterwarnings("ignore")
 def test_a_sample_equals_serial(key: str) -> None:

@@ -203,7 +203,7 @@ def options(data: Path, output: Path, grid: dict[str, int], form: str) -> list[s
     )
 
 
-@pytest.mark.parallel([2, 4])
+@pytest.mark.parallel([4])
 @pytest.mark.parametrize(
     ("form", "more", "grids"),
     [("average", [], 2), ("maximum", ["--batch-norm", "--augment", "--parts", "2"], 1)],

@@ -84,7 +84,7 @@ def options(data: Path, output: Path, grid: dict[str, int], epochs: int = 1) -> 
     )
 
 
-@pytest.mark.parallel([2, 4])
+@pytest.mark.parallel([4])
 def test_every_grid_trains_and_segments_like_one_rank(data: Path, folder: Path) -> None:
     if WORLD.rank == 0:
         train.main(options(data, folder / "serial", {}, 2), MPI.COMM_SELF)

@@ -160,6 +160,25 @@ def test_ghost_batches_equal_the_serial_norm_of_each_group(statistics: str) -> N
             assert module.num_batches_tracked == 1
 
 
+@pytest.mark.parallel([2, 3])
+@pytest.mark.parametrize("statistics", ["sample", "local"])
+def test_ranks_without_samples_have_no_part_in_running_statistics(statistics: str) -> None:
+    grid = dc.ProcessGrid(sample=-1)
+    serial = nn.BatchNorm2d(3).double()
+    model = dc.parallelize(layers.BatchNorm2d(3, statistics=statistics).double(), grid)
+    x = random_tensor(random.Random(0), (1, 3, 4, 5))
+    cut = dc.distribute_tensor(x, grid).requires_grad_()
+    y, wanted = model(cut), serial(x.requires_grad_())
+    assert deviation(y.detach().full_tensor(), wanted.detach()) <= 1e-12
+    (y.square() + y).exp().mean().backward()
+    (wanted.square() + wanted).exp().mean().backward()
+    for name, value in serial.state_dict().items():
+        assert deviation(model.state_dict()[name], value) <= 1e-12, name
+    for p, q in zip(model.parameters(), serial.parameters(), strict=True):
+        assert deviation(p.grad, q.grad) <= 1e-12
+    assert deviation(cut.grad.full_tensor(), x.grad) <= 1e-12
+
+
 @pytest.mark.parallel([1, 2])
 @pytest.mark.parametrize("statistics", ["global", "sample", "local"])
 @pytest.mark.parametrize("n", [1, 2, 3])
