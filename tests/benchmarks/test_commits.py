@@ -28,7 +28,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_both_launches_take_steps_and_a_row_tells_the_ratio(tmp_path: Path) -> None:
-    job = run(str(ROOT), "--cases", "tiny_32", "--launches", "1", *SHORT)
+    job = run(str(ROOT), "--cases", "tiny_32", "--ranks", "1", "--launches", "1", *SHORT)
     assert job.returncode == 0, job.stderr
     case, median, *rest = job.stdout.split()
     assert case == "tiny_32" and rest == ["launches:", median]

@@ -238,14 +238,6 @@ def test_samples_that_are_not_there_are_an_error() -> None:
     fails_everywhere(lambda: data.batch([1, 5, -1]), r"no samples \[5, -1\]; there are 5")
 
 
-def test_files_of_another_shape_are_named(tmp_path: Path) -> None:
-    for i in range(3):
-        np.save(tmp_path / f"{i}.npy", X[i] if i < 2 else X[i, :2])
-    data = Dataset(tmp_path, dc.ProcessGrid())
-    data.batch([0, 1])
-    fails_everywhere(lambda: data.batch([2]), r"2.npy: its samples are \(2, 6, 7\)")
-
-
 def test_files_that_hold_several_samples_are_read_one_after_the_other(tmp_path: Path) -> None:
     np.save(tmp_path / "0.npy", X[:2])
     np.save(tmp_path / "1.npy", X[2:])

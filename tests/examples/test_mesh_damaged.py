@@ -131,7 +131,7 @@ def spoil(path: Path) -> None:
     os.replace(other, path)
 
 
-@both
+@pytest.mark.parallel(2)
 def test_a_loss_that_is_not_finite_stops_training_and_keeps_the_checkpoint(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -148,7 +148,7 @@ def test_a_loss_that_is_not_finite_stops_training_and_keeps_the_checkpoint(
     assert checkpoint.read_bytes() == there
 
 
-@both
+@pytest.mark.parallel(2)
 def test_a_validation_loss_that_is_not_finite_stops_training(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -199,7 +199,7 @@ def test_an_output_folder_of_somebody_else_is_found_before_the_first_step(
     assert "checkpoint cannot be written" in error and "Permission denied" in error
 
 
-@both
+@pytest.mark.parallel(2)
 def test_a_disk_that_fills_up_while_training_keeps_the_last_checkpoint(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -349,7 +349,7 @@ def test_a_flipped_bit_of_the_data_is_refused_by_name_or_changes_no_value(tmp_pa
     assert refused > 150
 
 
-@both
+@pytest.mark.parallel(2)
 def test_a_flipped_bit_of_the_data_ends_the_run_with_one_line(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

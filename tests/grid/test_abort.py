@@ -133,9 +133,15 @@ exchange()
 """
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("waits", [False, True])
-@pytest.mark.parametrize("end", ["raise ValueError", "time.sleep(1000)"])
+@pytest.mark.parametrize(
+    ("end", "waits", "ranks"),
+    [
+        ("raise ValueError", False, 2),
+        ("raise ValueError", True, 4),
+        ("time.sleep(1000)", True, 2),
+        ("time.sleep(1000)", False, 4),
+    ],
+)
 def test_a_rank_that_ends_the_job_saves_its_files_and_calls_what_is_registered(
     tmp_path: Path, ranks: int, waits: bool, end: str
 ) -> None:

@@ -6,6 +6,7 @@ These tests launch jobs of their own.
 from __future__ import annotations
 
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -114,18 +115,20 @@ def test_a_rank_that_raises_ends_the_job_with_one_traceback(tmp_path: Path) -> N
     assert "distconv: rank 1 of 3 raised" in end.stderr
 
 
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ("if grid.rank: __import__('time').sleep(1000)\nx.sum()", "DISTCONV_TIMEOUT=4 seconds"),
-        ("if grid.rank: sys.exit()\nx.sum()", "ranks wait for rank 1, which will not come"),
-        ("if grid.rank: dc.ProcessGrid(width=-1)\nx.sum()", "rank 1: waiting"),
-    ],
-)
-def test_a_hang_ends_with_one_message(tmp_path: Path, body: str, message: str) -> None:
-    end = job(tmp_path, body, DISTCONV_TIMEOUT="4")
-    assert end.returncode != 0
-    assert message in end.stderr and end.stderr.count("distconv: ranks wait") == 1
+HANGS = {
+    "if grid.rank: __import__('time').sleep(1000)\nx.sum()": "DISTCONV_TIMEOUT=4 seconds",
+    "if grid.rank: sys.exit()\nx.sum()": "ranks wait for rank 1, which will not come",
+    "if grid.rank: dc.ProcessGrid(width=-1)\nx.sum()": "rank 1: waiting",
+}
+
+
+def test_a_hang_ends_with_one_message(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folders = [tmp_path_factory.mktemp("job") for _ in HANGS]
+    with ThreadPoolExecutor() as pool:  # at the same time, as they mostly wait
+        ends = pool.map(lambda *which: job(*which, DISTCONV_TIMEOUT="4"), folders, HANGS)
+    for end, message in zip(ends, HANGS.values(), strict=True):
+        assert end.returncode != 0
+        assert message in end.stderr and end.stderr.count("distconv: ranks wait") == 1
 
 
 def test_a_rank_that_ends_in_the_middle_is_an_error_that_says_so(tmp_path: Path) -> None:

@@ -226,19 +226,6 @@ def test_accumulated_gradients_are_serial_with_and_without_no_sync(passes: str) 
 
 
 @pytest.mark.parallel(RANKS)
-def test_a_loss_can_be_gone_through_twice() -> None:
-    twins = Twins(grids(9)[0], bucket_bytes=500)
-    losses = [
-        loss_of(twins.serial, *batch(0)),
-        loss_of(twins.parallel, *twins.inputs(0)),
-    ]
-    for retain in (True, False):
-        for loss in losses:
-            loss.backward(retain_graph=retain)
-        twins.check()
-
-
-@pytest.mark.parallel(RANKS)
 def test_asking_autograd_for_gradients_leaves_those_of_the_parameters_alone() -> None:
     twins = Twins(grids(10)[0])
     twins.backward(0)

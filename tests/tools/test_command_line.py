@@ -7,7 +7,6 @@ import json
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -24,23 +23,21 @@ from tests.support.jobs import (
     LIMIT,
     end_of,
     forked,
-    mpiexec,
-    own_environment,
     start,
     started,
     torchrun,
 )
 
 WORLD = MPI.COMM_WORLD
+ROOT = Path(__file__).parents[2]
+PROGRAM = ROOT / "distconv" / "__main__.py"
 Capture = pytest.CaptureFixture[str]
 MESH = "examples.mesh_tangling.network:mesh_tangling_1k"
 
 
 def command(*arguments: str, ranks: int = 0) -> subprocess.CompletedProcess[str]:
     """Run the command on this number of ranks, 0 for no launcher, and return how it ended."""
-    root = Path(__file__).parents[2]
-    program = root / "distconv" / "__main__.py"
-    return end_of(start(program, ranks, *arguments, fresh=False, PYTHONPATH=str(root)))
+    return end_of(start(PROGRAM, ranks, *arguments, fresh=False, PYTHONPATH=str(ROOT)))
 
 
 def test_explain_prints_the_plan_of_a_grid_that_is_not_there() -> None:
@@ -113,7 +110,7 @@ class Part(torch.nn.Module):
         if hasattr(x, "grid"):
             if x.grid.rank == 1:
                 time.sleep(1)
-                pathlib.Path("ready").touch()
+                pathlib.Path(__file__).with_name("ready").touch()
                 time.sleep(600)
             y.sum().item()
         return y
@@ -155,16 +152,8 @@ def test_a_module_is_found_by_its_file_and_finds_its_neighbours(
 
 def test_an_interrupted_command_shows_what_it_has_got(tmp_path: Path) -> None:
     net = module_in(tmp_path, SLOW)
-    process = subprocess.Popen(
-        [mpiexec(), "-n", "2", sys.executable, "-m", "distconv", "verify", net]
-        + ["--shape", "1,1,8,8", "--grid", "height=2"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=own_environment(PYTHONPATH=str(Path(__file__).parents[2])),
-        cwd=tmp_path,
-        start_new_session=True,
-    )
+    words = "verify", net, "--shape", "1,1,8,8", "--grid", "height=2"
+    process = start(PROGRAM, 2, *words, fresh=False, PYTHONPATH=str(ROOT))
     limit = time.monotonic() + LIMIT
     while not (tmp_path / "ready").exists():
         assert process.poll() is None and time.monotonic() < limit, end_of(process, 1)

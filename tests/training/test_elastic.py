@@ -92,20 +92,6 @@ def test_the_trajectory_on_a_quadratic_is_the_closed_form() -> None:
             assert deviation(everyone(model, grid), mean + apart) <= 1e-12
 
 
-@pytest.mark.parallel([2, 4])
-def test_workers_and_center_meet_where_the_loss_is_least() -> None:
-    grid = dc.ProcessGrid(sample=-1)
-    model, elastic, own = start(grid)
-    optimizer = SGD(model.parameters(), RATE)
-    for _ in range(400):
-        backward(model, own)
-        elastic.step()
-        optimizer.step()
-    goal = torch.full((2,), GOAL).double()
-    assert deviation(model.place.detach(), goal) <= 1e-12
-    assert deviation(center_of(model, elastic), goal) <= 1e-12
-
-
 @pytest.mark.parallel([1, 2, 4])
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("period", [1, 3])

@@ -188,15 +188,6 @@ def test_a_slow_worker_leaves_the_others_their_rate(method: Any) -> None:
         assert after >= 0.9 * before
 
 
-def test_synchronous_workers_wait_for_a_slow_one() -> None:
-    root = InProcess(Point, Downpour(partial(SGD, lr=0.01), synchronous=True), 3)
-    for _ in range(3):
-        root.connection()
-    push = message((Kind.PUSH_AND_FETCH, 0, 1, 1), Packing([GOAL]).pack([GOAL]))
-    assert root.server.handle(0, push) == [] and root.server.handle(1, push) == []
-    assert [to for to, _ in root.server.handle(2, push)] == [0, 1, 2]
-
-
 @pytest.mark.parametrize("workers", [1, 2, 5])
 def test_staleness_of_workers_in_turn_is_one_less_than_they_are(workers: int) -> None:
     root = InProcess(Point, Downpour(partial(SGD, lr=0.01)), workers)

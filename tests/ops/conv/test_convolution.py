@@ -1,4 +1,4 @@
-"""Padding modes, and planes smaller than the grid; see also `windowed/test_properties`."""
+"""Padding modes of modules; see also `windowed/test_properties`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import random
 
 import pytest
 import torch
-import torch.nn.functional as F
 
-import distconv as dc
 from tests.support.serial import agrees, random_grid, random_tensor
 
 pytestmark = pytest.mark.gpu
@@ -38,17 +36,3 @@ def test_all_padding_modes_of_convolution_modules(mode: str, n: int) -> None:
 
         parameters = [random_tensor(rng, p.shape) for p in conv.parameters()]
         agrees(function, [x], parameters, grid, rng)
-
-
-@pytest.mark.parallel([3, 4])
-def test_a_plane_with_fewer_rows_than_ranks() -> None:
-    rng = random.Random(0)
-    grid = dc.ProcessGrid(height=-1)
-    agrees(
-        lambda x, w: F.conv2d(x, w, padding=1),
-        [random_tensor(rng, (1, 2, 2, 5))],
-        [random_tensor(rng, (3, 2, 3, 3))],
-        grid,
-        rng,
-        [None],
-    )
