@@ -1,6 +1,7 @@
 """Functions that need one dimension in full and treat all others element by element.
 
-Where that dimension is cut it is made whole first, which is recorded as a redistribution.
+Where that dimension is cut it is made whole first, which is recorded as a redistribution; for
+cumulative sums the ranks exchange the sums of their blocks instead.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from distconv.comm.collectives import all_gather_with_grad
 from distconv.ops.support.argument_forms import normalize_dim
 from distconv.ops.support.in_place import implements_in_place
 from distconv.ops.support.metadata_checks import any_type, check_on_meta
+from distconv.ops.support.types import accumulation_type
 from distconv.ops.support.whole_dimensions import apply_along
 from distconv.tensor.dispatch import RULES, implements
 from distconv.tensor.dist_tensor import DistTensor
@@ -34,8 +37,25 @@ def _first(name: str) -> None:
     RULES[function] = RULES[getattr(torch.Tensor, name)] = rule
 
 
-for _name in ("cummax", "cummin", "cumprod", "cumsum", "logcumsumexp"):
+for _name in ("cummax", "cummin", "cumprod", "logcumsumexp"):
     _first(_name)
+
+
+@implements(torch.cumsum, torch.Tensor.cumsum)
+def cumsum(input: DistTensor, dim: int, *, dtype: torch.dtype | None = None) -> DistTensor:
+    """Return the sums of the elements up to each position along one dimension."""
+    check_on_meta(torch.cumsum, input, dim, dtype=dtype)
+    d = normalize_dim(dim, input.dim())
+    x, axes = input.shard, input.cuts[d] if input.dim() else ()
+    if not axes:
+        return DistTensor(x.cumsum(d, dtype=dtype), input.shape, input.cuts, input.grid)
+    kind = dtype or (x.dtype if x.is_floating_point() or x.is_complex() else torch.int64)
+    own = x.cumsum(d, dtype=accumulation_type(kind))
+    total = own.narrow(d, -1, 1) if x.shape[d] else x.sum(d, True, dtype=own.dtype)
+    totals = all_gather_with_grad(total, input.grid, axes)
+    before = totals[: input.grid.communicator(axes).rank].sum(0)
+    return DistTensor(own.add_(before).to(kind), input.shape, input.cuts, input.grid)
+
 
 for _name in ("cumprod", "cumsum"):
     implements_in_place(getattr(torch.Tensor, f"{_name}_"), RULES[getattr(torch, _name)])

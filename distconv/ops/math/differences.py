@@ -8,13 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from distconv.geometry.index_maps import IndexMap, Same, Window
 from distconv.ops.reduce.norms import norm
 from distconv.ops.shape.indexing import cat
 from distconv.ops.support.argument_forms import normalize_dim, normalize_dims
 from distconv.ops.support.metadata_checks import check_on_meta
-from distconv.ops.support.operands import as_distributed, common_grid
+from distconv.ops.support.operands import as_distributed, box_on_rank, common_grid, empty_block
 from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
+from distconv.tensor.redistribution import gather_inputs
 
 
 def _neighbours(x: Tensor, d: int) -> tuple[Tensor, Tensor]:
@@ -38,11 +40,16 @@ def diff(
     x = cat(pieces, d) if len(pieces) > 1 else as_distributed(input, common_grid("diff", pieces))
     if n == 0:
         return x.clone()
-    result: Tensor = x
-    for _ in range(min(n, x.shape[d])):
-        later, earlier = _neighbours(result, d)
-        result = later ^ earlier if x.dtype == torch.bool else later - earlier
-    return result
+    n = min(n, x.shape[d])
+    needs: list[IndexMap] = [Same()] * x.dim()
+    needs[d] = Window(kernel=n + 1)
+    shape = tuple(size - n if i == d else size for i, size in enumerate(x.shape))
+    buffer = gather_inputs(x, needs, x.cuts, "diff")
+    if 0 in buffer.shape:
+        block = empty_block(buffer, box_on_rank(shape, x.cuts, x.grid).shape)
+    else:
+        block = buffer.diff(n, d)
+    return DistTensor(block, shape, x.cuts, x.grid)
 
 
 @implements(torch.gradient)
@@ -66,15 +73,27 @@ def gradient(
 
 def _derivative(x: DistTensor, d: int, h: float, edge_order: int) -> Tensor:
     """Return central differences along a dimension, and one-sided ones at its two ends."""
-    n = x.shape[d]
+    needs: list[IndexMap] = [Same()] * x.dim()
+    needs[d] = Window(2 * edge_order + 1, padding=(edge_order, edge_order))
+    buffer = gather_inputs(x, needs, x.cuts, "gradient")
+    n = x.shard.shape[d]
 
     def end(first: int, towards: int) -> Tensor:
-        near = [x.narrow(d, first + towards * i, 1) for i in range(edge_order + 1)]
+        near = [buffer.narrow(d, first + towards * i, 1) for i in range(edge_order + 1)]
         change = near[1] - near[0] if edge_order == 1 else 2 * near[1] - 1.5 * near[0] - near[2] / 2
         return change * (towards / h)
 
-    middle = (x.narrow(d, 2, n - 2) - x.narrow(d, 0, n - 2)) / (2 * h)
-    return cat([end(0, 1), middle, end(n - 1, -1)], d)
+    if 0 in x.shard.shape:
+        block = empty_block(buffer, tuple(x.shard.shape))
+    else:
+        later, earlier = (buffer.narrow(d, edge_order + i, n) for i in (1, -1))
+        block = (later - earlier) / (2 * h)
+        start, stop = x.box.start[d], x.box.stop[d]
+        if start == 0:
+            block = torch.cat([end(edge_order, 1), block.narrow(d, 1, n - 1)], d)
+        if stop == x.shape[d]:
+            block = torch.cat([block.narrow(d, 0, n - 1), end(edge_order + n - 1, -1)], d)
+    return DistTensor(block, x.shape, x.cuts, x.grid)
 
 
 def _spacing(y: Tensor, x: Tensor | None, dx: Any, d: int) -> Any:
@@ -96,8 +115,19 @@ def trapezoid(y: Tensor, x: Tensor | None = None, *, dx: Any = 1.0, dim: int = -
     d = normalize_dim(dim, y.dim())
     if not y.shape[d]:
         return y.sum(d)
+    if isinstance(y, DistTensor) and y.is_floating_point() and x is None and y.shape[d] > 1:
+        if not isinstance(dx, Tensor):
+            return _with_half_ends(y, d).sum(d) * dx
     later, earlier = _neighbours(y, d)
     return ((later + earlier) * _spacing(y, x, dx, d)).sum(d) / 2
+
+
+def _with_half_ends(y: DistTensor, d: int) -> Tensor:
+    """Return `y` with the first and the last samples along a dimension halved."""
+    share = torch.ones(y.shape[d], dtype=y.dtype, device=y.device)
+    share[0] = share[-1] = 0.5
+    own = share[y.box.slices[d]].view([-1 if i == d else 1 for i in range(y.dim())])
+    return DistTensor(y.shard * own, y.shape, y.cuts, y.grid)
 
 
 @implements(torch.cumulative_trapezoid)

@@ -48,6 +48,16 @@ def moments(
     else:
         samples = x.shape[0] if form.of_each_sample else 1
         own = x.new_zeros((2, samples, form.groups), dtype=accumulation_type(x.dtype))
+    return combined(own, grid, group, counts)
+
+
+def combined(
+    own: Tensor, grid: Grid, group: tuple[str, ...], counts: tuple[int, ...]
+) -> tuple[Tensor, Tensor]:
+    """Return mean and biased variance of the elements of all ranks along `group`, which call it.
+
+    `own` holds both of this rank's elements beside each other, as (2, ...); 0 without elements.
+    """
     if not group:
         mean, variance = own.unbind()
         return mean, variance
@@ -55,7 +65,7 @@ def moments(
     means, variances = parts.unbind(1)
     if min(counts) == max(counts):
         return _of_equal_parts(means, variances, (0,))
-    shares = _shares(parts.device, counts, parts.dtype)
+    shares = _shares(parts.device, counts, parts.dtype).view(-1, *(1,) * (means.dim() - 1))
     mean = (means * shares).sum(0)
     return mean, (means - mean).square_().add_(variances).mul_(shares).sum(0)
 
@@ -70,9 +80,9 @@ def _of_equal_parts(
 
 @remembered
 def _shares(device: torch.device, counts: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return the share of all elements that each rank has, to multiply (ranks, ., .) by."""
+    """Return the share of all elements that each rank has."""
     numbers = torch.tensor(counts, dtype=torch.float64, device=device) / max(sum(counts), 1)
-    return numbers.to(dtype).view(-1, 1, 1)
+    return numbers.to(dtype)
 
 
 def _of_block(x: Tensor, form: Form) -> Tensor:

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod as product
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from distconv.comm.collectives import all_gather_with_grad
+from distconv.comm.collectives import all_gather, all_gather_with_grad, all_reduce_with_grad
 from distconv.comm.shard_function import ShardFunction
 from distconv.geometry.layout import cutting_axes
+from distconv.grid.interface import Grid
+from distconv.ops.norm.moments import combined, element_counts_of_peers
 from distconv.ops.reduce.extrema import extreme
-from distconv.ops.reduce.sums import Dims, mean, reduction_result
+from distconv.ops.reduce.sums import Dims, reduction_result
 from distconv.ops.reduce.sums import sum as sum_of
-from distconv.ops.support.argument_forms import normalize_dim, normalize_dims
+from distconv.ops.support.argument_forms import normalize_dims
+from distconv.ops.support.memory_format import reduce_in_order_of_memory
 from distconv.ops.support.merged import works_along
-from distconv.ops.support.operands import uncut
-from distconv.ops.support.types import to_accumulation_type
+from distconv.ops.support.operands import Placement
+from distconv.ops.support.types import in_type, to_accumulation_type
 from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
-from distconv.tensor.redistribution import redistribute
 
 
 def _aggregate(
@@ -61,18 +64,77 @@ def prod(
 ) -> DistTensor:
     """Return the product over one dimension, or over all, which become whole on every rank.
 
-    Where an element is 0 or infinite, its gradient is the product of all others, on other ranks
-    too.
+    Where an element is 0, its gradient is the product of all others, on other ranks too.
     """
-    if dim is None:
-        x = redistribute(input, ((),) * input.dim(), "prod")
-        return DistTensor(torch.prod(x.shard, dtype=dtype), (), (), x.grid)
-    d = normalize_dim(dim, input.dim())
-    x = uncut(input, [d], "prod")
-    shard = torch.prod(x.shard, d, keepdim, dtype=dtype)
-    if not input.dim():
-        return DistTensor(shard, (), (), x.grid)
-    return reduction_result(x, shard if keepdim else shard.unsqueeze(d), (d,), keepdim)
+    x = input.shard
+    if dtype is not None or not (x.is_floating_point() or x.is_complex()):
+        x = in_type(x, dtype or torch.int64)
+    over = normalize_dims(dim, input.dim())
+    axes = cutting_axes(input.cuts[d] for d in over)
+    value = _Product.apply(x, over, dim is None, input.grid, axes)
+    return reduction_result(input, value, over, keepdim)
+
+
+class _Product(ShardFunction):
+    """The product of the ranks' products over one dimension, or over all.
+
+    Composed of the ranks' gradients, its gradient would be nan beside infinities, where torch's is
+    not.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, over: tuple[int, ...], whole: bool, grid: Grid, axes: tuple[str, ...]
+    ) -> Tensor:
+        value = _product(x, over)
+        value = all_gather(value, grid, axes).prod(0, dtype=x.dtype) if axes else value
+        ctx.save_for_backward(x, value)
+        ctx.movement = over, whole, grid, axes
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, value = ctx.saved_tensors
+        over, whole, grid, axes = ctx.movement
+        # Half the time of a comparison with 0.
+        present = reduce_in_order_of_memory(torch.sum, x.bool(), over)
+        zeros = product(x.shape[d] for d in over) - present
+        sums = torch.stack([grads[0], zeros.to(x.dtype)])
+        grad, zeros = all_reduce_with_grad(sums, grid, axes)
+        count = zeros.real.max() if zeros.numel() else 0
+        if not count:
+            dx = (value / x).conj() * grad
+        elif whole and count > 1:
+            dx = torch.zeros_like(x)
+        else:
+            products = all_gather_with_grad(_product(x, over), grid, axes)
+            here = grid.communicator(axes).rank if axes else 0
+            others = _products_of_others(products, (0,))[here]
+            dx = (_products_of_others(x, over) * others).conj() * grad
+        return dx, None, None, None, None
+
+
+def _product(x: Tensor, over: tuple[int, ...]) -> Tensor:
+    """Return the product over one dimension, or over all; they stay."""
+    if len(over) == 1:
+
+        def along(x: Tensor, over: Sequence[int], keepdim: bool) -> Tensor:
+            return x.prod(over[0], keepdim, dtype=x.dtype)
+
+        return reduce_in_order_of_memory(along, x, over)
+    return x.prod(dtype=x.dtype).view((1,) * x.dim())
+
+
+def _products_of_others(x: Tensor, over: tuple[int, ...]) -> Tensor:
+    """Return for each element the product of all others over one dimension, or over all."""
+    if not x.numel():
+        return x
+    rows = x if len(over) == 1 else x.flatten()
+    d = over[0] if len(over) == 1 else 0
+    n, one = rows.shape[d] - 1, torch.ones_like(rows.narrow(d, 0, 1))
+    before = torch.cat([one, rows.narrow(d, 0, n)], d).cumprod(d)
+    after = torch.cat([one, rows.narrow(d, 1, n).flip(d)], d).cumprod(d).flip(d)
+    return (before * after).view(x.shape)
 
 
 @implements(torch.logsumexp, torch.Tensor.logsumexp, torch.special.logsumexp)
@@ -103,7 +165,7 @@ def all_(input: DistTensor, dim: Dims = None, keepdim: bool = False) -> DistTens
     """Return whether all elements along dimensions are true."""
     if _names_nothing(dim):
         return _as_booleans(input)
-    return _aggregate(input, dim, keepdim, lambda x, over: torch.all(x, over, keepdim=True))
+    return _aggregate(input, dim, keepdim, partial(reduce_in_order_of_memory, torch.all))
 
 
 @implements(torch.any, torch.Tensor.any)
@@ -112,31 +174,52 @@ def any_(input: DistTensor, dim: Dims = None, keepdim: bool = False) -> DistTens
     """Return whether any element along dimensions is true."""
     if _names_nothing(dim):
         return _as_booleans(input)
-    return _aggregate(input, dim, keepdim, lambda x, over: torch.any(x, over, keepdim=True))
+    return _aggregate(input, dim, keepdim, partial(reduce_in_order_of_memory, torch.any))
 
 
-class _Squares(ShardFunction):
-    """Squared deviations from the mean, with the gradient that holds where their sum is stationary.
+class _Moments(ShardFunction):
+    """Mean and biased variance over dimensions, by one message each way.
 
-    Leaving out the mean's gradient spares the sum of deviations, which are 0 or, beside infinities,
+    As in torch, the gradient leaves out the sum of deviations, which is 0 or, beside infinities,
     nan.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, center: Tensor) -> Tensor:
-        ctx.save_for_backward(x, center)
-        deviation = x - center
-        return (deviation * deviation.conj()).real if x.is_complex() else deviation * deviation
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        over: tuple[int, ...],
+        grid: Grid,
+        axes: tuple[str, ...],
+        counts: tuple[int, ...],
+    ) -> tuple[Tensor, Tensor]:
+        if x.numel():
+            mean = reduce_in_order_of_memory(torch.mean, x, over)
+            squares = torch.ops.aten.mse_loss(x, mean, 0)
+            own = torch.stack([mean, reduce_in_order_of_memory(torch.mean, squares, over)])
+        else:
+            own = x.new_zeros(2, *(1 if d in over else n for d, n in enumerate(x.shape)))
+        mean, variance = combined(own, grid, axes, counts)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, mean)
+        ctx.movement = grid, axes, max(sum(counts), 1)
+        return mean, variance
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, center = ctx.saved_tensors
-        return 2 * grads[0] * (x - center), None
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, mean = ctx.saved_tensors
+        grid, axes, count = ctx.movement
+        given = [g for g in grads if g is not None]
+        sums = list(all_reduce_with_grad(torch.stack(given), grid, axes) / count)
+        dx = torch.zeros_like(x) if grads[1] is None else (x - mean).mul_(2 * sums.pop())
+        if sums:
+            dx = dx.add_(sums.pop())
+        return dx, None, None, None, None
 
 
 def _variance(
     input: DistTensor, dim: Any, unbiased: Any, correction: Any, keepdim: bool
-) -> tuple[Tensor, Tensor]:
+) -> tuple[DistTensor, DistTensor]:
     """Return variance and mean over dimensions, from squared deviations, which do not cancel."""
     if isinstance(dim, bool):  # var(input, unbiased)
         dim, unbiased = None, dim
@@ -153,15 +236,20 @@ def _variance(
             input,
             way_out="Name the dimensions, and take no more correction than there are elements",
         )
-    center = mean(input, over, keepdim=True)
-    squares = _Squares.apply(to_accumulation_type(input.shard), to_accumulation_type(center.shard))
-    block = DistTensor(squares, input.shape, input.cuts, input.grid)
-    total = sum_of(block, over, keepdim)
-    shard = total.shard / max(count - correction, 0)
-    if not input.is_complex():
-        shard = shard.to(input.dtype)
-    variance = DistTensor(shard, total.shape, total.cuts, total.grid)
-    return variance, reduction_result(input, center.shard, over, keepdim)
+    axes = cutting_axes(input.cuts[d] for d in over)
+    x, place = to_accumulation_type(input.shard), Placement.of(input)
+    x = torch.view_as_real(x) if x.is_complex() else x
+    counts = element_counts_of_peers(place, over, axes)
+    mean, biased = _Moments.apply(x, over, input.grid, axes, counts)
+    variance = biased * count / max(count - correction, 0)
+    if not count:
+        mean = mean * torch.nan
+    if input.is_complex():
+        mean, variance = torch.view_as_complex(mean), variance.sum(-1)
+    else:
+        mean, variance = mean.to(input.dtype), variance.to(input.dtype)
+    spread, center = (reduction_result(input, t, over, keepdim) for t in (variance, mean))
+    return spread, center
 
 
 def _root(variance: Tensor) -> Tensor:

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from distconv.comm.collectives import all_reduce_with_grad
-from distconv.comm.shard_function import ShardFunction
 from distconv.geometry.layout import cutting_axes
 from distconv.ops.reduce.extrema import extreme
-from distconv.ops.reduce.sums import Dims
-from distconv.ops.reduce.sums import sum as sum_of
+from distconv.ops.reduce.sums import Dims, sum_by
+from distconv.ops.support.merged import works_along
 from distconv.ops.support.operands import common_grid, gather_whole, local_operand
 from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
@@ -30,27 +29,14 @@ def count_nonzero(input: Tensor, dim: Dims = None) -> Tensor:
     return counted
 
 
-class _Present(ShardFunction):
-    """The elements with 0 for nan, whose gradient is 0 times that of the result, as in torch."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x.isnan().logical_not())
-        return torch.where(x.isnan(), 0, x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0] * ctx.saved_tensors[0]
-
-
 @implements(torch.nansum, torch.Tensor.nansum)
+@works_along(reduces=True)
 def nansum(
     input: Any, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
     """Return the sum over dimensions of the elements that are not nan."""
     _require_real("nansum", input)
-    present = DistTensor(_Present.apply(input.shard), input.shape, input.cuts, input.grid)
-    return sum_of(present, dim, keepdim, dtype=dtype)
+    return sum_by(torch.nansum, input, dim, keepdim, dtype)
 
 
 @implements(torch.nanmean, torch.Tensor.nanmean)

@@ -8,14 +8,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from distconv.comm.collectives import all_gather_with_grad, all_reduce_with_grad
+from distconv.comm.collectives import all_gather, all_gather_with_grad, all_reduce_with_grad
 from distconv.comm.shard_function import ShardFunction
 from distconv.geometry.layout import cutting_axes
 from distconv.grid.interface import Grid
 from distconv.ops.reduce.sums import Dims, reduction_result
 from distconv.ops.shape.reshape import unsqueeze
 from distconv.ops.support.argument_forms import normalize_dim, normalize_dims
-from distconv.ops.support.global_positions import global_numbers
+from distconv.ops.support.global_positions import unravel
+from distconv.ops.support.memory_format import reduce_in_order_of_memory
 from distconv.ops.support.merged import works_along
 from distconv.tensor.dispatch import RULES, implements
 from distconv.tensor.dist_tensor import DistTensor
@@ -38,6 +39,13 @@ def _worst(x: Tensor, largest: bool) -> Any:
     return limits.min if largest else limits.max
 
 
+def _attained(x: Tensor, value: Tensor) -> Tensor:
+    """Return which elements are the value, or nan as the value is."""
+    attained = x == value
+    void = value.isnan()
+    return attained | (x.isnan() & void) if void.is_cuda or void.any() else attained
+
+
 class _Extremum(ShardFunction):
     """The extreme value; its gradient is shared equally by all elements that attain it."""
 
@@ -53,7 +61,7 @@ class _Extremum(ShardFunction):
     ) -> Tensor:
         function = torch.amax if largest else torch.amin
         if x.numel():
-            local = function(x, over, keepdim=True)
+            local = reduce_in_order_of_memory(function, x, over)
         else:
             shape = [1 if d in over else n for d, n in enumerate(x.shape)]
             local = x.new_full(shape, _worst(x, largest))
@@ -66,10 +74,9 @@ class _Extremum(ShardFunction):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, value = ctx.saved_tensors
         over, grid, axes, nan_attains = ctx.movement
-        attained = x == value
-        if nan_attains:
-            attained |= x.isnan() & value.isnan()
-        sums = torch.stack([grads[0], attained.sum(over, keepdim=True).to(x.dtype)])
+        attained = _attained(x, value) if nan_attains else x == value
+        count = reduce_in_order_of_memory(torch.sum, attained, over, dtype=x.dtype)
+        sums = torch.stack([grads[0], count])
         sums = all_reduce_with_grad(sums, grid, axes)
         return attained * (sums[0] / sums[1]), None, None, None, None, None
 
@@ -114,9 +121,13 @@ def _indices_along(input: DistTensor, d: int, largest: bool) -> Tensor:
         all_gather_with_grad(value, input.grid, axes),
         all_gather_with_grad(index, input.grid, axes),
     )
-    best = function(values, 0, keepdim=True).values
-    attained = (values == best) | (values.isnan() & best.isnan())
-    return torch.where(attained, indices, input.shape[d]).amin(0)
+    return _first_of_ranks(values, indices, largest, input.shape[d])
+
+
+def _first_of_ranks(values: Tensor, indices: Tensor, largest: bool, none: int) -> Tensor:
+    """Return the least index of the best of the ranks' values; `none` is above all indices."""
+    best = (torch.amax if largest else torch.amin)(values, 0, keepdim=True)
+    return torch.where(_attained(values, best), indices, none).amin(0)
 
 
 def _along(name: str, input: DistTensor, dim: int, keepdim: bool, largest: bool) -> Values:
@@ -151,14 +162,21 @@ def _arg(name: str, input: DistTensor, dim: int | None, keepdim: bool, largest: 
         return reduction_result(input, _indices_along(input, d, largest), (d,), keepdim)
     over = tuple(range(input.dim()))
     _require_elements(name, input, over)
+    x, none = input.shard.detach(), input.numel()
+    if x.numel():
+        place = (torch.argmax if largest else torch.argmin)(x)
+        value, index = x.take(place), torch.zeros_like(place)
+        for own, start, n in zip(
+            unravel(place, x.shape), input.box.start, input.shape, strict=True
+        ):
+            index = index * n + start + own
+    else:
+        value, index = x.new_full((), _worst(x, largest)), torch.full((), none, device=x.device)
     axes = cutting_axes(input.cuts)
-    x = input.shard.detach()
-    value = _Extremum.apply(x, largest, over, input.grid, axes)
-    attained = (x == value) | (x.isnan() & value.isnan())
-    position = torch.where(attained, global_numbers(input, input.dim()), input.numel())
-    first = position.amin() if x.numel() else position.new_full((), input.numel())
-    first = all_gather_with_grad(first, input.grid, axes).amin(0)
-    return reduction_result(input, first.reshape((1,) * input.dim()), over, keepdim)
+    if axes:
+        values, indices = (all_gather(t, input.grid, axes) for t in (value, index))
+        index = _first_of_ranks(values, indices, largest, none)
+    return reduction_result(input, index.reshape((1,) * input.dim()), over, keepdim)
 
 
 def _register(largest: bool, short: str, arg: str, full: str) -> None:

@@ -56,7 +56,7 @@ def _gradient(x: Tensor, order: float, norm: Tensor, gradient: Tensor) -> Tensor
     if order == 1:
         return x.sgn() * gradient
     if order == 2:
-        return (gradient * (x / norm)).masked_fill(norm == 0, 0)
+        return (x / norm.masked_fill(norm == 0, torch.inf)).mul_(gradient)
     if order < 1:
         powers = (x.sgn() * x.abs().pow(order - 1)).masked_fill(x == 0, 0)
         return powers * gradient * norm.pow(1 - order)

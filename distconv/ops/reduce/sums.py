@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from distconv.comm.collectives import all_reduce_with_grad
 from distconv.geometry.layout import cutting_axes
 from distconv.ops.support.argument_forms import normalize_dims
+from distconv.ops.support.memory_format import reduce_in_order_of_memory
 from distconv.ops.support.merged import works_along
 from distconv.ops.support.types import accumulation_type
 from distconv.tensor.dispatch import implements
@@ -41,8 +42,24 @@ def sum(
     input: DistTensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> DistTensor:
     """Sum over dimensions; the result is whole along them and replicated where they were cut."""
+    return sum_by(torch.sum, input, dim, keepdim, dtype)
+
+
+def sum_by(
+    function: Callable[..., Tensor],
+    input: DistTensor,
+    dim: Dims,
+    keepdim: bool,
+    dtype: torch.dtype | None,
+) -> DistTensor:
+    """Return what `function`, such as torch.sum, adds up over dimensions; the ranks along them
+    call it.
+    """
     over = normalize_dims(dim, input.dim())
-    local = input.shard.sum(over, True, dtype=dtype) if over else input.shard.sum(dtype=dtype)
+    if over:
+        local = reduce_in_order_of_memory(function, input.shard, over, dtype=dtype)
+    else:
+        local = function(input.shard, dtype=dtype)
     axes = cutting_axes(map(input.cuts.__getitem__, over))
     return reduction_result(input, all_reduce_with_grad(local, input.grid, axes), over, keepdim)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,20 @@ def in_one_format(blocks: Sequence[Any]) -> Sequence[Any]:
 
 def _is_dense_plane(x: Tensor) -> bool:
     return x.dim() == 4 and x.is_contiguous()
+
+
+def reduce_in_order_of_memory(
+    function: Callable[..., Tensor], x: Tensor, over: Sequence[int], **options: Any
+) -> Tensor:
+    """Return `function(x, over, keepdim=True, **options)`, a reduction over some dimensions.
+
+    With channels last, torch takes up to fifty times as long for some of a plane's dimensions as of
+    the same memory with its dimensions in order.
+    """
+    if not has_channels_last(x):
+        return function(x, over, keepdim=True, **options)
+    places = [x.dim() - 1 if d == 1 else d - (d > 1) for d in over]
+    return function(x.movedim(1, -1), places, keepdim=True, **options).movedim(-1, 1)
 
 
 def in_order_of_memory(blocks: Sequence[Tensor | None]) -> Sequence[Tensor | None]:

@@ -20,10 +20,11 @@ def test_what_had_to_be_gathered_is_recorded() -> None:
     dc.redistributions(reset=True)
     x.cumsum(1)
     x.softmax(2)
-    assert dc.redistributions() == []
     x.cumsum(2)
+    assert dc.redistributions() == []
+    x.cumprod(2)
     (entry,) = dc.redistributions()
-    assert (entry.operator, entry.times, entry.bytes) == ("cumsum", 1, 2 * 2 * 3 * 4)
+    assert (entry.operator, entry.times, entry.bytes) == ("cumprod", 1, 2 * 2 * 3 * 4)
 
 
 @pytest.mark.parallel([2, 3])
