@@ -62,7 +62,7 @@ def _along_cut(name: str, x: Tensor, d: int, grid: Grid, axes: tuple[str, ...]) 
     last = has_channels_last(wide)
     if last:  # torch's kernels work along dimensions in the order of memory
         wide, d = wide.movedim(1, -1), (x.dim() if d == 1 else d) - (d > 0)
-    result: Tensor = _AlongCut.apply(wide, name == "log_softmax", d, grid, axes)
+    result: Tensor = _AlongCut.apply(wide, name == "log_softmax", d, last, grid, axes)
     return (result.movedim(-1, 1) if last else result).to(x.dtype)
 
 
@@ -70,12 +70,13 @@ class _AlongCut(ShardFunction):
     """Softmax along a cut dimension: torch's own of each block, and a correction of its rows.
 
     Each block tells the largest element of every row, and the sum of its exponentials over that of
-    the largest (Milakov and Gimelshein, Online normalizer calculation for softmax, 2018).
+    the largest (Milakov and Gimelshein, Online normalizer calculation for softmax, 2018). Messages
+    have the channels in front, as blocks of other ranks may lie in memory otherwise.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, logarithm: bool, d: int, grid: Grid, axes: tuple[str, ...]
+        ctx: Any, x: Tensor, logarithm: bool, d: int, last: bool, grid: Grid, axes: tuple[str, ...]
     ) -> Tensor:
         y = x.log_softmax(d) if logarithm else x.softmax(d)
         if x.shape[d]:
@@ -89,7 +90,11 @@ class _AlongCut(ShardFunction):
         else:
             total = x.new_zeros(*x.shape[:d], 1, *x.shape[d + 1 :])
             largest = total - torch.inf
-        blocks = all_gather(torch.stack([largest, total]), grid, axes)
+        own = torch.stack([largest, total])
+        if last:
+            blocks = all_gather(own.movedim(-1, 2), grid, axes).movedim(3, -1)
+        else:
+            blocks = all_gather(own, grid, axes)
         of_all = blocks[:, 0].amax(0)
         whole = (blocks[:, 1] * (blocks[:, 0] - of_all).exp()).sum(0)
         if logarithm:
@@ -97,17 +102,21 @@ class _AlongCut(ShardFunction):
         else:
             y.mul_((largest - of_all).exp() * total / whole)
         ctx.save_for_backward(y)
-        ctx.movement = logarithm, d, grid, axes
+        ctx.movement = logarithm, d, last, grid, axes
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (y,), (dy,) = ctx.saved_tensors, grads
-        logarithm, d, *movement = ctx.movement
+        logarithm, d, last, *movement = ctx.movement
         own = dy if logarithm else y * dy
-        total = all_reduce_with_grad(own.sum(d, keepdim=True), *movement)
+        total = own.sum(d, keepdim=True)
+        if last:
+            total = all_reduce_with_grad(total.movedim(-1, 1), *movement).movedim(1, -1)
+        else:
+            total = all_reduce_with_grad(total, *movement)
         dx = own.addcmul(y.exp() if logarithm else y, total, value=-1)
-        return dx, None, None, None, None
+        return dx, None, None, None, None, None
 
 
 _softmax(F.softmax, torch.softmax, torch.Tensor.softmax, torch.special.softmax)

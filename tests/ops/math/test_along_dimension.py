@@ -54,3 +54,27 @@ def test_softmax_along_a_cut_dimension_has_second_derivatives() -> None:
         (second,) = torch.autograd.grad(first.square().sum(), [x])
         gradients.append(second)
     torch.testing.assert_close(gradients[1].full_tensor(), gradients[0])
+
+
+@pytest.mark.parallel([2, 3])
+@pytest.mark.parametrize(
+    "function",
+    [
+        *(lambda x, f=f: f(x, 2) for f in (F.softmax, F.log_softmax, torch.cumsum, torch.prod)),
+        *(lambda x, f=f: f(x, 2) for f in (torch.sum, torch.var, torch.amax, torch.nansum)),
+        torch.argmax,
+    ],
+)
+def test_ranks_may_have_blocks_in_different_memory_formats(function: Callable) -> None:
+    grid = dc.ProcessGrid(height=-1)
+    x = random_tensor(random.Random(0), (2, 3, 2 * grid.size, 5)).requires_grad_()
+    block = x.detach()[:, :, 2 * grid.rank : 2 * grid.rank + 2]
+    form = torch.channels_last if grid.rank == 0 else torch.contiguous_format
+    cut = dc.DistTensor.from_local(block.contiguous(memory_format=form), grid).requires_grad_()
+    y, made = function(x), function(cut)
+    torch.testing.assert_close(made.detach().full_tensor(), y.detach())
+    if y.requires_grad:
+        seed = random_tensor(random.Random(1), y.shape)
+        y.backward(seed)
+        made.backward(seed)
+        torch.testing.assert_close(cut.grad.full_tensor(), x.grad)
