@@ -229,3 +229,20 @@ def test_bad_arguments_are_named() -> None:
     model = dc.parallelize(conv, dc.ProcessGrid(height=-1))
     with pytest.raises(ValueError, match="before parallelize"):
         dc.explain(model, (1, 2, 8, 8), {})
+
+
+class _Of(nn.Module):
+    def __init__(self, function: Any):
+        super().__init__()
+        self._function = function
+
+    def forward(self, x: Tensor) -> Any:
+        return self._function(x)
+
+
+@pytest.mark.parametrize(
+    "function", [lambda x: x.softmax(2), torch.max, torch.argmax, lambda x: x.prod(2)]
+)
+def test_what_looks_for_nan_or_infinities_is_planned_without_elements(function: Any) -> None:
+    plan = dc.explain(_Of(function), (1, 2, 8, 8), {"height": 2}, show=False)
+    assert plan.refusal is None

@@ -84,7 +84,7 @@ class _AlongCut(ShardFunction):
             total = (-top).exp() if logarithm else top.reciprocal()
             # A row of nothing but -inf has no softmax alone.
             void = largest == -torch.inf
-            if void.is_cuda or void.any():
+            if not void.is_cpu or void.any():
                 total.masked_fill_(void, 0)
                 y.masked_fill_(void, -torch.inf if logarithm else 0)
         else:

@@ -101,7 +101,7 @@ class _Product(ShardFunction):
         zeros = product(x.shape[d] for d in over) - present
         sums = torch.stack([grads[0], zeros.to(x.dtype)])
         grad, zeros = all_reduce_with_grad(sums, grid, axes)
-        count = zeros.real.max() if zeros.numel() else 0
+        count = zeros.real.max() if zeros.numel() and not zeros.is_meta else 0
         if not count:
             dx = (value / x).conj() * grad
         elif whole and count > 1:

@@ -43,7 +43,7 @@ def _attained(x: Tensor, value: Tensor) -> Tensor:
     """Return which elements are the value, or nan as the value is."""
     attained = x == value
     void = value.isnan()
-    return attained | (x.isnan() & void) if void.is_cuda or void.any() else attained
+    return attained | (x.isnan() & void) if not void.is_cpu or void.any() else attained
 
 
 class _Extremum(ShardFunction):
