@@ -13,6 +13,7 @@ from torch import Tensor
 from distconv.comm.collectives import all_gather, all_gather_with_grad, all_reduce_with_grad
 from distconv.comm.shard_function import ShardFunction
 from distconv.geometry.layout import cutting_axes
+from distconv.geometry.topology import AXES
 from distconv.grid.interface import Grid
 from distconv.ops.norm.moments import combined, element_counts_of_peers
 from distconv.ops.reduce.extrema import extreme
@@ -101,10 +102,12 @@ class _Product(ShardFunction):
         zeros = product(x.shape[d] for d in over) - present
         sums = torch.stack([grads[0], zeros.to(x.dtype)])
         grad, zeros = all_reduce_with_grad(sums, grid, axes)
-        count = zeros.real.max() if zeros.numel() and not zeros.is_meta else 0
-        if not count:
+        most = zeros.detach().real.max() if zeros.numel() else zeros.new_zeros(())
+        # As in torch, one zero anywhere decides for all rows, and on all ranks.
+        found = all_reduce_with_grad(most.real, grid, (a for a in AXES if a not in axes))
+        if found.is_meta or not found:
             dx = (value / x).conj() * grad
-        elif whole and count > 1:
+        elif whole and most > 1:
             dx = torch.zeros_like(x)
         else:
             products = all_gather_with_grad(_product(x, over), grid, axes)
