@@ -24,7 +24,7 @@ from benchmarks.measuring.plain import best, plain_forms
 from benchmarks.measuring.settings import Settings, by
 from benchmarks.measuring.turns import alternate
 from benchmarks.record import machine
-from benchmarks.sweep_cases import CASES, OF_PLANES, REASONS, SHAPES, Case
+from benchmarks.sweep_cases import CASES, OF_FORMAT, OF_PLANES, REASONS, SHAPES, Case
 from distconv.model.parallelize import parallelize
 from distconv.planning.table import table
 from distconv.planning.timing import Contender
@@ -48,11 +48,17 @@ def sweep(names: list[str]) -> Iterator[tuple[str, list[list[str]]]]:
             if names and name not in names:
                 continue
             ratios = [r for n in dimensions for r in _ratios(case, n)]
-            slow = any(alike > MOST for _, alike in ratios)
             cells = [_cell(*r) for r in ratios] + [""] * (4 - len(ratios))
-            rows.append([name.replace("{}", "n"), *cells, REASONS.get(name, "") if slow else ""])
+            rows.append([name.replace("{}", "n"), *cells, _reason(name, ratios)])
         if rows:
             yield family, rows
+
+
+def _reason(name: str, ratios: Sequence[tuple[float, float]]) -> str:
+    """Return why a call takes longer than it should, where it does."""
+    if any(min(r) > MOST for r in ratios):
+        return REASONS.get(name, "")
+    return OF_FORMAT if any(best > MOST for best, _ in ratios) else ""
 
 
 def _cell(best: float, alike: float) -> str:

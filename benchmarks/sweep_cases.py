@@ -241,8 +241,18 @@ OF_PLANES = ("Interpolation of planes", "Shapes of planes")
 """Families of functions that take no volumes."""
 
 _MOVED = "rows change rank, as the result is cut evenly"
+_SUMS = "a sum over ranks forward and one backward: 0.18 ms more than torch, whatever the size"
+_HALO = "the block is copied beside its halo, and its gradient back: a pass more each way"
+_CORRECTED = "a pass more, which corrects the rows that each block has normalised alone"
 REASONS = {
     "flip of height": "whole blocks change rank",
     **dict.fromkeys(("cat of height", "narrow of height", "every second row"), _MOVED),
+    **dict.fromkeys(("sum", "nansum", "sum of height", "trapezoid"), _SUMS),
+    **dict.fromkeys(("softmax of height", "log_softmax of height"), _CORRECTED),
+    "cumsum of height": "a pass more, which adds the sums of the blocks before",
+    **dict.fromkeys(("diff", "gradient"), _HALO),
 }
 """By name, why a call takes longer."""
+
+OF_FORMAT = "torch itself is slower in this format"
+"""The reason where a call takes no longer than plain torch in the same format."""
