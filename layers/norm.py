@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from distconv.ops.norm.batch_norm import SPATIAL, batch_norm_over
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.recording import recorded
+from distconv.torch_private import BatchNorm
 
 _STATISTICS: dict[str, tuple[str, ...] | None] = {
     "global": None,
@@ -18,7 +18,7 @@ _STATISTICS: dict[str, tuple[str, ...] | None] = {
 }
 
 
-class _DistributedBatchNorm(_BatchNorm):
+class _DistributedBatchNorm(BatchNorm):
     """Batch normalisation over (sample, channel, *spatial); see torch.nn.BatchNorm2d.
 
     Parameters

@@ -16,6 +16,7 @@ from tests.support.floors import (
     circles,
     foreign_private_names,
     imports_of_libraries,
+    private_names_of_torch,
     read_sources,
     unsupported_support,
     upward_imports,
@@ -55,6 +56,10 @@ def test_no_modules_import_each_other() -> None:
 
 def test_no_private_name_is_used_elsewhere() -> None:
     assert foreign_private_names(read_sources(ROOT)) == []
+
+
+def test_private_parts_of_torch_are_named_in_one_module() -> None:
+    assert private_names_of_torch(read_sources(ROOT)) == []
 
 
 def test_geometry_names_neither_torch_nor_mpi() -> None:
@@ -102,6 +107,12 @@ def test_geometry_is_imported_where_torch_and_mpi_are_missing() -> None:
                 "ops__loss": "def loss(grid):\n    return grid._ranks",
             },
         ),
+        (private_names_of_torch, {"ops__loss": "from torch._C import _nn"}),
+        (private_names_of_torch, {"ops__loss": "import torch.utils._pytree as p"}),
+        (private_names_of_torch, {"ops__loss": "import torch\ntorch._C._nn.pad()"}),
+        (private_names_of_torch, {"ops__loss": "from torch import nn\nnn.init._fan(1)"}),
+        (private_names_of_torch, {"ops__loss": "def rule(x):\n    return x._base"}),
+        (private_names_of_torch, {"ops__loss": "def rule(x):\n    return hasattr(x, '_base')"}),
     ],
 )
 def test_what_is_forbidden_is_found(
@@ -117,6 +128,8 @@ def test_what_is_forbidden_is_found(
         (upward_imports, {"__main__": "from distconv.tools.command_line import main"}),
         (imports_of_libraries, {"grid__devices": "import torch"}),
         (circles, {"ops__one": "from distconv.ops.two import f", "ops__two": ""}),
+        (private_names_of_torch, {"torch_private": "import torch\ntorch._C._nn.pad()"}),
+        (private_names_of_torch, {"grid__a": "class A:\n    _b: int\ndef f(a):\n    return a._b"}),
         (
             foreign_private_names,
             {"grid__a": "class A:\n    _b: int\ndef f(a, x):\n    return a._b, x._version"},

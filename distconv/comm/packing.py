@@ -9,6 +9,7 @@ from torch import Tensor
 
 from distconv.geometry.plan import Route
 from distconv.grid.interface import Grid
+from distconv.torch_private import is_zero_tensor
 from distconv.transport.buffers import SMALL_BYTES
 from distconv.transport.interface import Message
 
@@ -98,5 +99,5 @@ def _is_resolved_contiguous(tensor: Tensor) -> bool:
         tensor.is_contiguous()
         and not tensor.is_conj()
         and not tensor.is_neg()
-        and not tensor._is_zerotensor()
+        and not is_zero_tensor(tensor)
     )

@@ -15,6 +15,7 @@ from distconv.comm.collectives import all_reduce_with_grad, apply_along_axes
 from distconv.comm.shard_function import ShardFunction
 from distconv.geometry.layout import replicating_axes
 from distconv.grid.interface import Grid
+from distconv.torch_private import node_type
 
 
 def unreplicate(local: Tensor, grid: Grid, axes: Iterable[str]) -> Tensor:
@@ -28,7 +29,7 @@ def unreplicate(local: Tensor, grid: Grid, axes: Iterable[str]) -> Tensor:
 
 def is_unreplicated(node: Any) -> bool:
     """Return whether `unreplicate` has handed out the result of this node of the graph."""
-    return isinstance(node, _Unreplicate._backward_cls) or _UNREPLICATED in node.metadata
+    return isinstance(node, node_type(_Unreplicate)) or _UNREPLICATED in node.metadata
 
 
 _UNREPLICATED = "distconv_out"
@@ -45,7 +46,7 @@ def replicate(local: Tensor, grid: Grid, axes: Iterable[str]) -> Tensor:
 
 def is_replicated(node: Any) -> bool:
     """Return whether `replicate` has made the result of this node of the graph."""
-    return type(node) is _Replicate._backward_cls
+    return type(node) is node_type(_Replicate)
 
 
 def enter(plain: Tensor, grid: Grid) -> Tensor:
@@ -59,7 +60,7 @@ def enter(plain: Tensor, grid: Grid) -> Tensor:
 
 def is_entry(node: Any) -> bool:
     """Return whether `enter` has made the result of this node of the graph."""
-    return isinstance(node, _Enter._backward_cls)
+    return isinstance(node, node_type(_Enter))
 
 
 class _Unreplicate(ShardFunction):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch.autograd import Function
+
+from distconv.torch_private import compiled_apply
 
 
 class ShardFunction(Function):
@@ -12,4 +13,4 @@ class ShardFunction(Function):
     `Function.apply` looks through the arguments for wrappers of torch.func each time, in Python.
     """
 
-    apply = vars(torch._C._FunctionBase)["apply"]
+    apply = compiled_apply

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distconv.torch_private import Operator, is_mutable
+
 
 @dataclass(frozen=True, slots=True)
 class Value:
@@ -55,10 +57,10 @@ class TracedCall:
     @property
     def is_pure(self) -> bool:
         """Return whether it does nothing but make its values, the same each time."""
-        if not isinstance(self.function, torch._ops.OpOverload):
+        if not isinstance(self.function, Operator):
             return False
         random = torch.Tag.nondeterministic_seeded in self.function.tags
-        return not (random or self.function._schema.is_mutable)
+        return not (random or is_mutable(self.function))
 
 
 def _within(argument: Any) -> Iterator[Value | Constant]:

@@ -17,6 +17,7 @@ from distconv.grid.interface import Grid
 from distconv.model.gradient_reduction import reduction_of
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.nested import replaced, shards_of, tensors_in
+from distconv.torch_private import parts_and_parameters
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
@@ -163,7 +164,7 @@ def _key(args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
 def _circumstances(modules: Iterable[nn.Module]) -> Any:
     """Return what tells states of modules apart in which they make different calls."""
     # By m.parameters() it would take many times as long.
-    tables = (vars(m)["_parameters"] for m in modules)
+    tables = (parts_and_parameters(m)[0] for m in modules)
     parameters = [p for table in tables for p in table.values() if p is not None]
     reductions = {r: None for r in map(reduction_of, modules) if r is not None}
     return (

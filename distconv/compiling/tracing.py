@@ -12,14 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from distconv.compiling.program import Constant, TracedCall, Value
@@ -27,6 +25,7 @@ from distconv.grid.communicators import transports
 from distconv.grid.whereabouts import user_line
 from distconv.tensor.eager import own_mode
 from distconv.tensor.nested import shards_of
+from distconv.torch_private import DispatchMode, Operator
 from distconv.transport.interface import Message, Request, Transport
 from distconv.transport.watched import WatchedTransport, WrappedTransport
 
@@ -159,7 +158,7 @@ class Trace:
         """Note that the step cannot be replayed."""
         self.obstacle = self.obstacle or f"{why}, at {user_line()}"
 
-    def note(self, function: OpOverload, args: Any, options: dict[str, Any], result: Any) -> None:
+    def note(self, function: Operator, args: Any, options: dict[str, Any], result: Any) -> None:
         """Take a call of torch's dispatcher, whose arguments are stood for already."""
         if self.paused:
             for x in _tensors(result):
@@ -243,7 +242,7 @@ def _tensors(result: Any) -> list[Tensor]:
     return [x for x in several if isinstance(x, Tensor)]
 
 
-class _Dispatcher(TorchDispatchMode):
+class _Dispatcher(DispatchMode):
     """Hands every call of torch's dispatcher to a trace."""
 
     def __init__(self, trace: Trace) -> None:

@@ -44,6 +44,7 @@ from distconv.grid.interface import Grid
 from distconv.model.consistency import check_in_sync, not_finite
 from distconv.model.gradient_reduction import required_reduction
 from distconv.model.state_dicts import full_state_dict, load_full_state_dict, mapped, plain
+from distconv.torch_private import set_versions_in_state, versions_in_state
 from distconv.transport.interface import ObjectCommunicator
 
 FORMAT = 1
@@ -160,7 +161,7 @@ def save_checkpoint(
     if sharded:
         divided = divide({name: part.state_dict() for name, part in learned.items()}, grid)
         state |= divided.skeleton
-        state["versions"] = dict(getattr(model.state_dict(), "_metadata", {}))
+        state["versions"] = dict(versions_in_state(model.state_dict()) or {})
     else:
         state |= {name: full_state_dict(part) for name, part in learned.items()}
 
@@ -496,7 +497,7 @@ def _load_learned(
 
         stored = restored(list(learned), shards["tensors"], opened)
         own: Any = OrderedDict(for_module(stored[0], model))
-        own._metadata = state["versions"]
+        set_versions_in_state(own, state["versions"])
         learned = own, {} if optimizer is None else for_optimizer(stored[1], optimizer)
     load_full_state_dict(model, learned[0])
     if optimizer is not None:

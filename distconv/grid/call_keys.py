@@ -15,6 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from distconv.geometry.layout import Layout
 from distconv.geometry.topology import Topology
 from distconv.grid.whereabouts import Call, operator_name
+from distconv.torch_private import autocast_is_on
 
 PARAMETERS: Any = WeakIdKeyDictionary()
 """The parameters of parallelized modules, each with its place among those of its module."""
@@ -50,7 +51,7 @@ def full_key(call: Call, known_from: int) -> Key:
     """
     function, arguments, keywords = call
     named = _kept(keywords or (), known_from)
-    if torch._C._is_any_autocast_enabled():
+    if autocast_is_on():
         named = *named, ("autocast", _autocast_types())
     return function, _kept(arguments, known_from), named
 

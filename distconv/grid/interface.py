@@ -11,6 +11,7 @@ import torch
 
 from distconv.geometry.topology import AXES, Topology
 from distconv.grid.journal import Journal
+from distconv.torch_private import install_patches
 from distconv.transport.interface import Transport
 from distconv.transport.watched import Wait
 
@@ -46,6 +47,7 @@ class Grid(ABC):
     ) -> None:
         self.topology, self.rank, self.size = topology, rank, topology.size
         self.device, self.transport, self.journal = device, transport, journal
+        install_patches()
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in Grid.__annotations__ and name in self.__dict__:

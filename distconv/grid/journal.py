@@ -21,6 +21,7 @@ import torch
 
 from distconv.grid.call_keys import Key, code_of, first_difference, full_key, in_words, short_key
 from distconv.grid.whereabouts import CURRENT, by_ranks, is_parked, place_of, user_line
+from distconv.torch_private import backward_pass
 from distconv.transport.interface import Comparison, Tags
 from distconv.transport.launch import switched_on
 from distconv.transport.watched import Wait, Waiting
@@ -113,7 +114,7 @@ class Journal:
         count = self._calls[function] = self._calls.get(function, 0) + 1
         if count > _FIRST and count % _EVERY and not self.debug:
             return
-        if function not in _BACKWARD and torch._C._current_graph_task_id() == -1:
+        if function not in _BACKWARD and backward_pass() == -1:
             self._write("call", 0, full_key(CURRENT.call, self._known_from), user_line())
 
     def take(self, kind: str, tag: int = 0) -> None:
@@ -143,7 +144,7 @@ class Journal:
         else:
             # Blocks of the ranks' own may be among the arguments of autograd's functions.
             key = short_key(CURRENT.call)
-            backward = function is not None or torch._C._current_graph_task_id() != -1
+            backward = function is not None or backward_pass() != -1
             compared = self.debug or (compared and not backward)
         self._write(kind, tag, key, user_line() if self.debug else None)
         self._since += 1
@@ -155,7 +156,7 @@ class Journal:
     def latest(self) -> int | None:
         """Return the place of a tensor that is made now; None where ranks may be at different
         ones, on other threads and in a backward pass."""
-        if threading.get_ident() != self._thread or torch._C._current_graph_task_id() != -1:
+        if threading.get_ident() != self._thread or backward_pass() != -1:
             return None
         return self.place
 
@@ -245,7 +246,7 @@ class Journal:
 
     def _change_thread(self) -> None:
         """Let the calling thread take the steps from now on, if no other one is about to."""
-        if torch._C._current_graph_task_id() != -1:
+        if backward_pass() != -1:
             return  # autograd computes for the thread that has called backward()
         if not is_parked(self._thread):
             raise RuntimeError(

@@ -20,6 +20,8 @@ import torch
 from torch import nn
 from torch.overrides import resolve_name
 
+from distconv.torch_private import CODE_OF_MODULE_CALL
+
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 _LAYERS = str(Path(__file__).resolve().parents[2] / "layers") + os.sep
 _OWN = (_PACKAGE, _LAYERS)
@@ -148,7 +150,7 @@ def module_calls() -> list[nn.Module]:
     return [
         frame.f_locals["self"]
         for frame in _outwards(sys._getframe(1))
-        if frame.f_code is nn.Module._call_impl.__code__
+        if frame.f_code is CODE_OF_MODULE_CALL
     ]
 
 

@@ -15,8 +15,8 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 
+from distconv import torch_private
 from distconv.comm.agreement import fingerprint
 from distconv.comm.half_sums import WIDE, ErrorFeedback, HalfSum
 from distconv.geometry.layout import replicating_axes
@@ -285,7 +285,7 @@ class GradientReduction:
         return first
 
     def take_part(self, n: int, new: bool) -> None:
-        backward_pass = torch._C._current_graph_task_id()
+        backward_pass = torch_private.backward_pass()
         if backward_pass != self._pass:
             self._begin(backward_pass)
         if new:
@@ -311,8 +311,7 @@ class GradientReduction:
         self._made.clear()
         self._missing = [len(bucket.parameters) for bucket in self._buckets]
         if self.enabled:
-            end = _EndOfBackward(self._end)
-            Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]
+            torch_private.at_end_of_backward(_EndOfBackward(self._end))
 
     def _start_next(self) -> None:
         members = self._members[self._started]

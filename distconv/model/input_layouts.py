@@ -10,8 +10,8 @@ from torch import nn
 
 from distconv.geometry.layout import Layout
 from distconv.tensor.dist_tensor import DistTensor
-from distconv.tensor.eager import run_eagerly
 from distconv.tensor.redistribution import cuts_of_layout, redistribute_once
+from distconv.torch_private import run_eagerly
 
 
 def match_layouts(module: nn.Module, layouts: Mapping[str, Layout]) -> dict[str, Layout]:

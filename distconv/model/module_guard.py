@@ -19,9 +19,10 @@ from distconv.model.gradient_reduction import (
 )
 from distconv.model.wrappers import check_no_active_wrapper, check_unwrapped
 from distconv.tensor.dist_tensor import DistTensor
-from distconv.tensor.eager import check_untraced, run_eagerly
+from distconv.tensor.eager import check_untraced
 from distconv.tensor.module_call import enter_call, innermost_call
 from distconv.tensor.nested import tensors_in
+from distconv.torch_private import parts_and_parameters, run_eagerly
 
 
 class ModuleGuard:
@@ -100,7 +101,7 @@ class ModuleGuard:
                 "structure, and load states without assign=True, which makes new parameters"
             )
         # To go through all parts takes torch long.
-        self._tables = [t for m in module.modules() for t in (m._parameters, m._modules)]
+        self._tables = [t for m in module.modules() for t in parts_and_parameters(m)]
         self._entries = [x for table in self._tables for x in table.values()]
 
     @run_eagerly

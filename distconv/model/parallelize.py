@@ -34,6 +34,7 @@ from distconv.tensor.eager import check_untraced
 from distconv.tensor.ownership import OWNED
 from distconv.tensor.redistribution import check_grid
 from distconv.tensor.sample_format import set_weight_formats
+from distconv.torch_private import hooks_of_module
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -173,7 +174,7 @@ def unparallelize(module: Module) -> Module:
         part.__dict__.pop(REDUCTION_ATTRIBUTE, None)
         part.__dict__.pop(_SCRIPT, None)
         hooks: Any
-        for hooks in (part._forward_pre_hooks, part._forward_hooks):
+        for hooks in hooks_of_module(part):
             for number, hook in list(hooks.items()):
                 if isinstance(getattr(hook, "__self__", hook), (ModuleGuard, InputLayout)):
                     del hooks[number]

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
+from distconv import torch_private
 from distconv.comm.collectives import all_reduce_with_grad
 from distconv.comm.shard_function import ShardFunction
 from distconv.grid.process_grid import ProcessGrid
@@ -96,7 +97,7 @@ class ParameterHooks:
             p = self._leaves[n]
             if self._nodes.get(n) is not node:
                 self._hook(n, p, node)
-            if p._backward_hooks:
+            if torch_private.hooks_of(p):
                 self._sum_for_hooks(n, p)
             _check_alone(p)
 
@@ -117,7 +118,7 @@ class ParameterHooks:
 
     def _sum_for_hooks(self, n: int, p: Tensor) -> None:
         """Let hooks of the program get the sum of a parameter's gradient, not this rank's part."""
-        hooks: Any = p._backward_hooks
+        hooks = torch_private.hooks_of(p)
         if isinstance(self._parameters[n], DistTensor) or self._grid.size == 1:
             return  # the hooks of a DistTensor add up by themselves
         if n not in self._sums:
@@ -156,7 +157,7 @@ class ParameterHooks:
             )
         if gradients[0] is None or self._grid.size == 1:
             return None
-        backward_pass = torch._C._current_graph_task_id()
+        backward_pass = torch_private.backward_pass()
         if backward_pass != self._checked:
             check_counted_once()
             self._checked = backward_pass
@@ -164,7 +165,7 @@ class ParameterHooks:
         self._new = p.grad is None
         first = _alive(self._parts).expect_part(n)
         _check_alone(p)
-        if not p._backward_hooks or isinstance(self._parameters[n], DistTensor):
+        if not torch_private.hooks_of(p) or isinstance(self._parameters[n], DistTensor):
             return None
         if SUMMED not in p.__dict__:
             raise RuntimeError(
@@ -193,8 +194,7 @@ def _alive(reference: ref[_Owner]) -> _Owner:
 
 
 def _check_alone(p: Tensor) -> None:
-    hooks: Any = p._post_accumulate_grad_hooks  # type: ignore[attr-defined]
-    if len(hooks) > 1:
+    if len(torch_private.accumulation_hooks_of(p)) > 1:
         raise RuntimeError(_POST_ACCUMULATE)
 
 

@@ -11,13 +11,15 @@ from math import prod
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.utils import swap_tensors
 
 from distconv.geometry.layout import Cuts, Layout, effective_cuts, idle_axes, rank_box
 from distconv.geometry.topology import Topology
 from distconv.grid.process_grid import ProcessGrid
 from distconv.tensor.dist_tensor import DistTensor, as_parameter, default_layout
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 def shard_weights(module: nn.Module, layouts: Mapping[str, Layout], grid: ProcessGrid) -> None:
@@ -33,8 +35,8 @@ def shard_weights(module: nn.Module, layouts: Mapping[str, Layout], grid: Proces
         too. The inputs of other modules have the grid's default layout.
     """
     for name, part in module.named_modules():
-        weight = part._parameters.get("weight")
-        if weight is None or not isinstance(part, (_ConvNd, nn.Linear)):
+        weight = dict(part.named_parameters(recurse=False)).get("weight")
+        if weight is None or not isinstance(part, (*_CONVOLUTIONS, *_TRANSPOSED, nn.Linear)):
             continue
         if isinstance(weight, DistTensor):
             # Another layer shares it, and has come first.
@@ -73,7 +75,7 @@ def _cuts(layer: nn.Module, weight: Tensor, layout: Layout, topology: Topology) 
     (axes,) = effective_cuts((layout.axes("channel"),), topology)
     if not axes:
         return ((),) * weight.dim()
-    transposed = isinstance(layer, _ConvTransposeNd)
+    transposed = isinstance(layer, _TRANSPOSED)
     algorithm = getattr(layer, "parallel", "auto")
     if algorithm == "auto":
         stride = prod(getattr(layer, "stride", ()))

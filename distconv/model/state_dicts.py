@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from distconv import torch_private
 from distconv.geometry.layout import operand_cuts
 from distconv.ops.support.operands import box_on_rank
 from distconv.tensor.dist_tensor import DistTensor
@@ -71,7 +71,7 @@ def plain(x: Any) -> Any:
     """
     if not isinstance(x, Tensor) or type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return x
-    with torch._C.DisableTorchFunctionSubclass():
+    with torch_private.without_torch_function():
         x = x.detach()  # which leaves attributes behind; sparse tensors know nothing of subclasses
         return x if type(x) is Tensor else x.as_subclass(Tensor)
 
@@ -86,10 +86,10 @@ def mapped(state: Any, function: Callable[[Any], Any]) -> Any:
     if isinstance(state, Mapping):
         kind: Any = type(state) if type(state) in (OrderedDict, Counter) else dict
         new = kind({key: mapped(value, function) for key, value in state.items()})
-        if kind is OrderedDict and hasattr(state, "_metadata"):
+        if kind is OrderedDict and (versions := torch_private.versions_in_state(state)) is not None:
             # The versions in it tell a module how to read a state that an earlier release has
             # written.
-            new._metadata = state._metadata
+            torch_private.set_versions_in_state(new, versions)
         return new
     if isinstance(state, list):
         return [mapped(value, function) for value in state]

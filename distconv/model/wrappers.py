@@ -11,7 +11,8 @@ from functools import cache
 
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
-from torch.nn.parallel import DistributedDataParallel
+
+from distconv.torch_private import in_data_parallel, is_flat_parameter
 
 _WRAPPERS = frozenset(
     ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule")
@@ -37,9 +38,7 @@ def check_unwrapped(module: nn.Module) -> None:
             )
     for name, p in module.named_parameters():
         # FSDP marks its parameters, and makes Parameters of them.
-        kind = _among(type(p), _SHARDED) or (
-            "FlatParameter" if hasattr(p, "_is_flat_param") else ""
-        )
+        kind = _among(type(p), _SHARDED) or ("FlatParameter" if is_flat_parameter(p) else "")
         if kind:
             raise TypeError(
                 f"parallelize: the parameter {name} is a {kind}, cut by torch's own sharding. "
@@ -49,7 +48,7 @@ def check_unwrapped(module: nn.Module) -> None:
 
 def check_no_active_wrapper() -> None:
     """Raise within the forward pass of a DistributedDataParallel, whose part was parallelized."""
-    if DistributedDataParallel._active_ddp_module is not None:
+    if in_data_parallel():
         raise TypeError(
             "a parallelized module is called by DistributedDataParallel, which would divide its "
             f"gradients by the number of ranks. {_WAY_OUT}"

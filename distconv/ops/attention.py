@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import FunctionType
 from typing import Any
 
 import torch.nn.functional as F
 
 from distconv.tensor.dispatch import implements
+from distconv.torch_private import composition
 
-
-def _composition(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of torch's as it is written in Python, without its own dispatch.
-
-    It does not hand distributed tensors over as a whole, so each function that it calls does.
-    """
-    names = {**function.__globals__, "has_torch_function": lambda *_: False}
-    copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__)
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
-
-
-_attention = _composition(F.multi_head_attention_forward)
+_attention = composition(F.multi_head_attention_forward)
 
 
 @implements(F.multi_head_attention_forward)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distconv import torch_private
 from distconv.ops.support.operands import gather_whole
 from distconv.tensor.dispatch import RULES, implements
 from distconv.tensor.dist_tensor import DistTensor
@@ -41,10 +42,10 @@ def is_nonzero(input: Any) -> bool:
     return bool(input.reshape(()))
 
 
-@implements(torch._assert_async)
+@implements(torch_private.assert_async)
 def assert_async(input: DistTensor, *message: str) -> None:
     """Raise an error, on every rank, where the only element is 0."""
-    torch._assert_async(gather_whole(input, "_assert_async"), *message)
+    torch_private.assert_async(gather_whole(input, "_assert_async"), *message)
 
 
 def _flag(function: Callable[..., bool], *others: Callable[..., bool]) -> None:

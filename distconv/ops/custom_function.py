@@ -8,14 +8,14 @@ are, on DistTensors, and are exact by the rules of the functions that they call.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import _SingleLevelFunction
-from torch.utils.checkpoint import _CheckpointFrame
+from torch.utils.checkpoint import CheckpointFunction
 
 from distconv.geometry.layout import Cuts, Shape
 from distconv.grid.interface import Grid
@@ -24,12 +24,19 @@ from distconv.ops.support.operands import common_grid, shard_of
 from distconv.tensor.base import DistTensorBase
 from distconv.tensor.dispatch import refuse
 from distconv.tensor.dist_tensor import DistTensor
-from distconv.tensor.eager import run_eagerly
 from distconv.tensor.recording import (
     ADVICE_FOR_FUNCTIONS,
     gradient_part,
     recorded,
     whole_gradient,
+)
+from distconv.torch_private import (
+    apply_of_torch,
+    at_first_grid,
+    keeps_inputs,
+    replace_apply,
+    replace_saved_inputs,
+    run_eagerly,
 )
 
 
@@ -209,14 +216,6 @@ class _OnShards(Function):
         return None, None, *node.call.backward(node, parts)
 
 
-_CHECKPOINT = "torch.utils.checkpoint"
-_KEEPS_INPUTS = _CHECKPOINT, "_NoopSaveInputs"
-"""The function with which torch 2.11 keeps what a checkpoint computes again from; older releases
-were found to compute something else from it."""
-_REENTERS = _CHECKPOINT, "CheckpointFunction"
-"""The checkpoint that computes again by a backward pass of its own."""
-
-
 def _has_setup_context(function: Any) -> bool:
     """Return whether a Function has torch's newer form, whose forward takes no context."""
     return function.setup_context is not Function.setup_context
@@ -256,18 +255,16 @@ def _apply(cls: Any, *arguments: Any, **keywords: Any) -> Any:
 
     All ranks of their grid then call it together. Gradients are exact where its backward is.
     """
-    # All of distconv's own Functions come by here, on their way to the shards.
     everything = (*arguments, *keywords.values()) if keywords else arguments
     if DistTensor not in map(type, everything):
-        return super(_SingleLevelFunction, cls).apply(*arguments, **keywords)
+        return apply_of_torch(cls)(*arguments, **keywords)
     tensors = [x for x in everything if isinstance(x, Tensor)]
     if not torch.is_grad_enabled() or not any(x.requires_grad for x in tensors):
-        return super(_SingleLevelFunction, cls).apply(*arguments, **keywords)
+        return apply_of_torch(cls)(*arguments, **keywords)
     name = f"{cls.__name__}.apply"
-    which = cls.__module__, cls.__name__
-    if which == _KEEPS_INPUTS and torch.__version__ >= "2.11":
-        return super(_SingleLevelFunction, cls).apply(*arguments, **keywords)
-    if which != _REENTERS and cls.__module__.partition(".")[0] == "torch":
+    if keeps_inputs(cls):
+        return apply_of_torch(cls)(*arguments, **keywords)
+    if cls is not CheckpointFunction and cls.__module__.partition(".")[0] == "torch":
         refuse(
             name,
             "this torch.autograd.Function of torch was applied to a distributed tensor",
@@ -280,35 +277,21 @@ def _apply(cls: Any, *arguments: Any, **keywords: Any) -> Any:
     return _Call(cls, tuple(map(in_blocks, given)), grid).run()
 
 
-# Up to torch 2.13 beneath `Function.apply`, which programs keep by another name, maybe before
-# distconv is imported. From then on that is torch's compiled `apply` itself.
-_COMPILED = vars(torch._C._FunctionBase)["apply"]
-_BENEATH: Any = Function if vars(Function)["apply"] is _COMPILED else _SingleLevelFunction
-_BENEATH.apply = classmethod(_apply)
+def _saved(inputs: tuple[Any, ...]) -> tuple[list[Any], list[_Place | None]]:
+    """Return the shards of a checkpoint's inputs, to be saved as all else is, and their places."""
+    places = []
+    for x in inputs:
+        if isinstance(x, DistTensorBase):
+            x.settle()  # the function gets the same the first time and again
+        places.append(_Place.of(x, x.grid) if isinstance(x, DistTensorBase) else None)
+    return [shard_of(x) for x in inputs], places
 
 
-def _keep_inputs_by_shards(frame: Any) -> None:
-    """Let torch.utils.checkpoint save its inputs on the shards, as all else is saved.
-
-    It saves them as tensors of the graph around, and a checkpoint around would not find DistTensors
-    there when it computes again.
-    """
-    save, get = frame.save_inputs, frame.get_inputs
-
-    def save_inputs(self: Any, *inputs: Any) -> None:
-        self.places = []
-        for x in inputs:
-            if isinstance(x, DistTensorBase):
-                x.settle()  # the function gets the same the first time and again
-            self.places.append(_Place.of(x, x.grid) if isinstance(x, DistTensorBase) else None)
-        save(self, *map(shard_of, inputs))
-
-    def get_inputs(self: Any) -> list[Any]:
-        pairs = zip(get(self), self.places, strict=True)
-        return [x if place is None else place.tensor(x) for x, place in pairs]
-
-    frame.save_inputs, frame.get_inputs = save_inputs, get_inputs
+def _restored(shards: list[Any], places: list[_Place | None]) -> list[Any]:
+    """Return the inputs of a checkpoint again."""
+    pairs = zip(shards, places, strict=True)
+    return [x if place is None else place.tensor(x) for x, place in pairs]
 
 
-if hasattr(_CheckpointFrame, "save_inputs"):  # from torch 2.13 on
-    _keep_inputs_by_shards(_CheckpointFrame)
+at_first_grid(partial(replace_apply, _apply))
+at_first_grid(partial(replace_saved_inputs, _saved, _restored))

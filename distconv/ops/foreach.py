@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distconv import torch_private
 from distconv.comm.collectives import all_reduce
 from distconv.geometry.topology import AXES
 from distconv.ops.support.operands import common_grid
@@ -39,22 +40,20 @@ def _one_by_one(name: str) -> Callable[..., list[Tensor]]:
     return rule
 
 
-@implements(torch._foreach_norm)
+@implements(torch_private.norms)
 def norm(tensors: list[Tensor], ord: float = 2, dtype: torch.dtype | None = None) -> list[Tensor]:
     """Return the norm of each tensor."""
     return [torch.linalg.vector_norm(x, ord, dtype=dtype) for x in tensors]
 
 
-@implements(torch._amp_foreach_non_finite_check_and_unscale_)
+@implements(torch_private.unscale_gradients)
 def unscale(gradients: list[Tensor], found: Tensor, inverse: Tensor) -> None:
     """Multiply gradients by `inverse`, and tell all ranks whether any has one that is not finite.
 
     All ranks call it.
     """
     shards = shards_of(gradients)
-    torch._amp_foreach_non_finite_check_and_unscale_(
-        [shard for shard in shards if shard.numel()], found, inverse
-    )
+    torch_private.unscale_gradients([shard for shard in shards if shard.numel()], found, inverse)
     grid = common_grid("GradScaler", gradients)
     found.copy_(all_reduce(found, grid, AXES).clamp(max=1.0))
 
@@ -91,10 +90,10 @@ def _of(operand: Any, i: int) -> Any:
 
 
 for _name in (*_NAMES, *_IN_PLACE):
-    RULES[getattr(torch, f"_foreach_{_name}")] = _one_by_one(_name)
+    RULES[torch_private.of_lists(_name)] = _one_by_one(_name)
 
 for _name in ("adam", "adamw", "adagrad", "sgd"):
-    _function = getattr(torch, f"_fused_{_name}_")
+    _function = torch_private.fused_step(_name)
     RULES[_function] = _of_optimizer(_function)
 
 # The methods check what belongs together; the lists may be of several grids.

@@ -18,17 +18,9 @@ from distconv.ops.support.types import to_accumulation_type
 from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.redistribution import gather_inputs
+from distconv.torch_private import upsampling
 
 _MODES = {"linear": "linear", "bilinear": "linear", "trilinear": "linear", "bicubic": "cubic"}
-_KERNELS = {
-    "nearest": ("upsample_nearest{}d",),
-    "nearest-exact": ("_upsample_nearest_exact{}d",),
-    "linear": ("upsample_linear1d",),
-    "bilinear": ("upsample_bilinear2d", "_upsample_bilinear2d_aa"),
-    "trilinear": ("upsample_trilinear3d",),
-    "bicubic": ("upsample_bicubic2d", "_upsample_bicubic2d_aa"),
-}
-"""torch's kernels, the latter with antialiasing."""
 
 
 @implements(F.interpolate, F.upsample)
@@ -112,7 +104,7 @@ def interpolate(
             buffer, scales[i] = _resample(buffer, i + 2, resampled, *outputs), None
             done += 1
     if done < spatial:
-        kernel = getattr(torch._C._nn, _KERNELS[mode][antialias].format(spatial))
+        kernel = upsampling(mode, antialias, spatial)
         corners = () if mode.startswith("nearest") else (bool(align_corners),)
         buffer = kernel(buffer, made, *corners, *scales)
     if any(surplus):

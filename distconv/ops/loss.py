@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn import _reduction as _Reduction
 
 from distconv.comm.collectives import all_reduce_with_grad
 from distconv.geometry.layout import Cuts, cutting_axes
@@ -32,6 +30,7 @@ from distconv.ops.support.types import to_accumulation_type
 from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.recording import recorded
+from distconv.torch_private import dropped_weight, reduction_of_flags
 
 
 def reduction_name(
@@ -45,7 +44,7 @@ def reduction_name(
         For a reduction other than "none", "mean" and "sum".
     """
     if size_average is not None or reduce is not None:
-        reduction = _Reduction.legacy_get_string(size_average, reduce)
+        reduction = reduction_of_flags(size_average, reduce)
     if reduction not in ("none", "mean", "sum"):
         raise ValueError(
             f"{operator}: reduction={reduction!r} is not valid; choose 'none', 'mean' or 'sum'"
@@ -81,23 +80,6 @@ def _elements(reduction: str, *tensors: Any) -> list[Any]:
     return _terms(reduction, *(tensors if reduction == "none" else in_order_of_memory(tensors)))
 
 
-def _weight_that_torch_drops(function: Callable[..., Any]) -> Tensor | None:
-    """Return the weight given to `function` by its caller.
-
-    Some releases of torch (2.13 among them) do not hand the weight of l1_loss on to a tensor
-    subclass. Ignoring it would be a wrong number, so it is taken from the caller's frame.
-    """
-    frame = sys._getframe(1)
-    for _ in range(8):
-        if frame.f_code is function.__code__:
-            weight: Tensor | None = frame.f_locals.get("weight")
-            return weight
-        if frame.f_back is None:
-            break
-        frame = frame.f_back
-    return None
-
-
 def _regression(function: Callable[..., Tensor]) -> None:
     """Register a loss of the difference of input and target, optionally weighted by element."""
     name = function.__name__
@@ -114,7 +96,7 @@ def _regression(function: Callable[..., Tensor]) -> None:
     ) -> DistTensor:
         reduction = reduction_name(size_average, reduce, reduction, name)
         if weight is None:
-            *_, weight = recorded(name, (input, target, _weight_that_torch_drops(function)))
+            *_, weight = recorded(name, (input, target, dropped_weight(function)))
         grid = common_grid(name, (input, target, weight))
         shape = broadcast_shape(name, (input, target))
         cuts = broadcast_cuts([x for x in (input, target) if isinstance(x, DistTensor)], shape)

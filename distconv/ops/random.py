@@ -29,6 +29,7 @@ from distconv.ops.support.operands import broadcast_shape, local_operand
 from distconv.tensor.aliasing import finish_write, prepare_write
 from distconv.tensor.dispatch import RULES, implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
+from distconv.torch_private import assert_async, fans
 
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _MIX = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
@@ -231,9 +232,7 @@ def _probabilities(p: Any, name: str) -> Any:
     """Return `p` itself; the rank with an element outside [0, 1] raises, or its GPU does."""
     if isinstance(p, Tensor):
         within = ((p >= 0) & (p <= 1)).all()
-        torch._assert_async(
-            within, f"{name}: not all elements are probabilities; choose from 0 to 1"
-        )
+        assert_async(within, f"{name}: not all elements are probabilities; choose from 0 to 1")
     return p
 
 
@@ -424,7 +423,7 @@ def init_kaiming_uniform_(
 
     The fan is that of the global shape.
     """
-    inward, outward = nn.init._calculate_fan_in_and_fan_out(tensor)
+    inward, outward = fans(tensor)
     fan = {"fan_in": inward, "fan_out": outward}[mode]
     bound = nn.init.calculate_gain(nonlinearity, a) * sqrt(3.0 / fan)  # type: ignore[arg-type]
     return uniform_(tensor, -bound, bound, generator=generator)

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from distconv.geometry.layout import Layout, rank_box
@@ -25,6 +24,7 @@ from distconv.planning.recording import Start
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.redistribution import cuts_of_layout
 from distconv.tensor.sample_format import in_sample_format
+from distconv.torch_private import BatchNorm
 from distconv.transport.interface import Message
 from distconv.transport.watched import Waiting
 
@@ -235,7 +235,7 @@ def without_elements(module: nn.Module, caller: str) -> nn.Module:
             memo.setdefault(id(x), hollow)
     copied = copy.deepcopy(module, memo)
     for part in copied.modules():
-        if isinstance(part, _BatchNorm) and part.momentum is None:
+        if isinstance(part, BatchNorm) and part.momentum is None:
             # It would ask for the value of its counter, on which no shape depends.
             part.momentum = 0.1
     return copied

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from distconv.torch_private import address_of_memory
 from distconv.transport.buffers import KEPT_BYTES, SMALL_BYTES
 
 
@@ -39,8 +40,7 @@ class LiveMemory:
     def hold(self, tensors: Any, kind: str, layer: str = "") -> None:
         """Count tensors whose memory has not been seen."""
         for x in tensors:
-            storage = x.untyped_storage()
-            key = storage._cdata
+            storage, key = x.untyped_storage(), address_of_memory(x)
             if key in self._live or not storage.nbytes():
                 continue
             size = storage.nbytes()
@@ -58,7 +58,7 @@ class LiveMemory:
 
     def turn_into(self, tensor: Tensor, kind: str) -> None:
         """Change the kind of a tensor that lives."""
-        key = tensor.untyped_storage()._cdata
+        key = address_of_memory(tensor)
         if key in self._live:
             size, before, reference, layer = self._live[key]
             self._live[key] = size, kind, reference, layer
@@ -69,7 +69,7 @@ class LiveMemory:
         """Take a tensor as kept for the backward pass; return its bytes, 0 for a parameter and for
         memory that is kept already."""
         self.hold([x], "other")
-        key = x.untyped_storage()._cdata
+        key = address_of_memory(x)
         size, kind, _, _ = self._live.get(key, (0, "", None, ""))
         if key in self._kept or kind == "parameters":
             return 0

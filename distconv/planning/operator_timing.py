@@ -26,6 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from distconv.ops.conv.volumes import convolution, convolution_gradients
 from distconv.planning.recording import LocalOperator, TensorSpec
+from distconv.torch_private import is_mutable
 
 _POOL = 2**24
 """Elements of the memory that operands are taken from, one piece after the other: what a step
@@ -113,7 +114,7 @@ def call_of(operator: LocalOperator, memory: Operands) -> Callable[[], object]:
 
     def made(value: Any) -> Any:
         if isinstance(value, TensorSpec):
-            own = function._schema.is_mutable or not operands
+            own = is_mutable(function) or not operands
             operands.append(memory.tensor(value, plane, own=own))
             return operands[-1]
         return [made(part) for part in value] if isinstance(value, tuple) else value

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from distconv import torch_private
 from distconv.comm.ledger import Movement, Redistribution
 from distconv.comm.packing import empty_in_format
 from distconv.geometry.layout import Layout, dimension_names
@@ -37,6 +37,7 @@ from distconv.planning.recording import (
 from distconv.tensor.dispatch import RULES
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.nested import tensors_in
+from distconv.torch_private import address_of_memory
 
 
 def is_layer(module: nn.Module) -> bool:
@@ -122,7 +123,7 @@ def _first_of(result: Any) -> _Output:
     return _Output()
 
 
-class Recorder(ModuleCalls, TorchDispatchMode):
+class Recorder(ModuleCalls, torch_private.DispatchMode):
     """Notes all that a rank of a dry grid does, within its context.
 
     Attributes
@@ -199,7 +200,7 @@ class Recorder(ModuleCalls, TorchDispatchMode):
     def move(self, place: Place) -> None:
         """Go to another place of the forward pass, or to the optimizer."""
         self._place, self._backward = place, False
-        self._stretches.append(_Stretch(sequence_number(), place, None))
+        self._stretches.append(_Stretch(torch_private.next_node_number(), place, None))
 
     def turn(self) -> None:
         """Go from the forward to the backward pass."""
@@ -227,8 +228,8 @@ class Recorder(ModuleCalls, TorchDispatchMode):
     def _where(self) -> Place:
         if not self._backward:
             return self._place
-        node: Any = torch._C._current_autograd_node()
-        number = 2**62 if node is None else node._sequence_nr()
+        node: Any = torch_private.current_node()
+        number = 2**62 if node is None else torch_private.node_number(node)
         if number >= 2**62:
             return Place("gradients", "backward")
         i = bisect_right(self._starts, number) - 1
@@ -251,7 +252,7 @@ class Recorder(ModuleCalls, TorchDispatchMode):
 
     def call(self, func: Any, types: Sequence[type], args: Any, kwargs: Any) -> Any:
         """Call a function that has a rule, and note it."""
-        start, before = sequence_number(), len(self._events)
+        start, before = torch_private.next_node_number(), len(self._events)
         between = bool(self.stack) and not is_layer(self.stack[-1][1]) and not self._backward
         if between:
             self._between(*self.stack[-1])
@@ -366,12 +367,6 @@ class RuleCalls(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def sequence_number() -> int:
-    """Return the number that autograd gives to the node it records next."""
-    number: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
-    return number
-
-
 def bytes_here(x: Tensor) -> int:
     """Return the bytes of a tensor, or of its block on this rank."""
     return x.shard.nbytes if isinstance(x, DistTensor) else x.nbytes
@@ -446,9 +441,11 @@ def _result_of(func: Any, args: Any, kwargs: Any, given: Any) -> Any:
         if all(isinstance(x, Tensor) and x.is_meta for x in several):
             if len(_RESULTS) >= _REMEMBERED:
                 _RESULTS.clear()
-            if func._schema.is_mutable:
+            if torch_private.is_mutable(func):
                 made = "first" if result is args[0] else None
-            elif not {_address(x) for x in several} & {_address(x) for x in tensors_in(args)}:
+            elif set(map(address_of_memory, several)).isdisjoint(
+                map(address_of_memory, tensors_in(args))
+            ):
                 made = tuple(spec_of(x) for x in several), type(result)
             if made is not None:
                 _RESULTS[key] = made
@@ -458,11 +455,6 @@ def _result_of(func: Any, args: Any, kwargs: Any, given: Any) -> Any:
     specs, kind = made
     tensors = [torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device="meta") for s in specs]
     return tensors[0] if issubclass(kind, Tensor) else kind(tensors)
-
-
-def _address(x: Tensor) -> int:
-    number: int = x.untyped_storage()._cdata
-    return number
 
 
 def _kinds(value: Any) -> Any:

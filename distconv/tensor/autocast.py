@@ -13,15 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from distconv import torch_private
 from distconv.tensor.base import DistTensorBase
 from distconv.tensor.dispatch import RULES
 from distconv.tensor.ownership import OWNED
-
-is_on: Callable[[], bool] = torch._C._is_any_autocast_enabled
-"""Return whether autocast is on, for any device."""
 
 
 def under_autocast(
@@ -125,7 +121,7 @@ def _in_type(x: Tensor, dtype: torch.dtype | None) -> Tensor:
 class StandIn(Tensor):
     """A tensor without elements that torch's dispatcher takes for one on a device."""
 
-    __torch_function__: Any = torch._C._disabled_torch_function_impl
+    __torch_function__: Any = torch_private.no_torch_function
     meta: Tensor
     uses: set[torch.dtype]
     """The types in which it, or what it is a view of, has been used."""
@@ -134,8 +130,9 @@ class StandIn(Tensor):
 
     @staticmethod
     def __new__(cls, meta: Tensor, device: str, family: list[StandIn]) -> StandIn:
-        make: Any = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
-        self: StandIn = make(cls, meta.shape, meta.stride(), dtype=meta.dtype, device=device)
+        self: StandIn = torch_private.make_wrapper(
+            cls, meta.shape, meta.stride(), dtype=meta.dtype, device=device
+        )
         self.meta, self.uses, self.family = meta, set(), family
         family.append(self)
         return self
@@ -144,12 +141,12 @@ class StandIn(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, StandIn)]
-        first, converts = given[0], func is torch.ops.aten._to_copy.default
+        given = [x for x in torch_private.tree_leaves((args, kwargs)) if isinstance(x, StandIn)]
+        first, converts = given[0], func is torch_private.conversion
         named = {k: "meta" if k == "device" else x for k, x in (kwargs or {}).items()}
         if func in _COMPOSED and first is first.family[0]:
             raise NotImplementedError(f"{func} converts within")
-        args, named = tree_map_only(Tensor, _without_elements, (tuple(args), named))
+        args, named = torch_private.tree_map_only(Tensor, _without_elements, (tuple(args), named))
         result = func(*args, **named)
 
         def standing_in(made: Tensor) -> StandIn:
@@ -161,7 +158,7 @@ class StandIn(Tensor):
         if not func.is_view:
             for x in given:
                 x.uses.add(result.dtype if converts else x.dtype)
-        return tree_map_only(Tensor, standing_in, result)
+        return torch_private.tree_map_only(Tensor, standing_in, result)
 
 
 def _without_elements(x: Tensor) -> Tensor:
@@ -187,7 +184,7 @@ def _seen(
         return StandIn(torch.empty(x.shape, dtype=x.dtype, device="meta"), device, family)
 
     try:
-        with torch.no_grad(), _disable_current_modes():
+        with torch.no_grad(), torch_private.without_modes():
             positional, named = _mapped((args, kwargs), stand_in)
             operands = tuple(family)
             made = func(*positional, **named)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.nn import Module
 
+from distconv import torch_private
 from distconv.geometry.layout import (
     Box,
     Cuts,
@@ -101,7 +102,6 @@ class DistTensorBase(torch.Tensor):
     """Of a view how it is made again where its block is not here, or no longer: of one whose
     elements lie on other ranks than those of its base, of views of such views, and of merged
     tensors. None of any other tensor."""
-    _is_param: bool
     made_after: int | None = None
     """The entry of the journal after which it was made, where that has arguments."""
     _shape: torch.Size
@@ -117,7 +117,7 @@ class DistTensorBase(torch.Tensor):
     def __new__(
         cls: type[Distributed], shard: Tensor, shape: Sequence[int], cuts: Cuts, grid: Grid
     ) -> Distributed:
-        self: Distributed = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        self: Distributed = torch_private.make_wrapper(
             cls, shape, dtype=shard.dtype, device=shard.device, requires_grad=shard.requires_grad
         )
         self._shape = shape if type(shape) is torch.Size else torch.Size(shape)
@@ -238,7 +238,7 @@ class DistTensorBase(torch.Tensor):
 
         It is equal to `torch.strided`, which stands here in other tensors.
         """
-        return Layout.of(self.cuts, weight=getattr(self, "_is_param", False))
+        return Layout.of(self.cuts, weight=torch_private.is_marked_parameter(self))
 
     @property
     def box(self) -> Box:
@@ -267,8 +267,8 @@ class DistTensorBase(torch.Tensor):
 
     def sync_requires_grad(self) -> None:
         """Let torch know, below its functions, whether the shard requires gradients."""
-        with torch._C.DisableTorchFunctionSubclass():
-            torch._C.TensorBase.requires_grad_(self, self.held.requires_grad)
+        with torch_private.without_torch_function():
+            torch_private.set_requires_grad(self, self.held.requires_grad)
 
     @property
     def replicas(self) -> int:
@@ -296,5 +296,6 @@ class DistTensorBase(torch.Tensor):
 
 def is_view_of(block: Tensor, other: Tensor) -> bool:
     """Return whether two blocks lie in one memory, as torch's views do."""
-    root = block if block._base is None else block._base
-    return root is other or root is other._base
+    root = torch_private.base_of(block)
+    root = block if root is None else root
+    return root is other or root is torch_private.base_of(other)

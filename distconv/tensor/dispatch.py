@@ -7,7 +7,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from distconv.tensor import plain_data  # noqa: F401  replaces a descriptor named here
+from distconv import torch_private
 from distconv.tensor.base import DistTensorBase
 
 Rule = TypeVar("Rule", bound=Callable[..., Any])
@@ -69,21 +69,20 @@ SERIAL = (
 
 
 WAYS_OUT: dict[Any, str] = {
-    torch.Tensor._is_view: f"torch.export and others look beneath torch's functions. {SERIAL}",
+    torch_private.is_view: f"torch.export and others look beneath torch's functions. {SERIAL}",
     torch.Tensor.untyped_storage: "The memory belongs to x.to_local(), this rank's part. A summary "
     f"of a module, such as torchinfo's, takes input_size=. {SERIAL}",
     **{
         function: "Ask x.to_local(), this rank's part, how it lies in memory, or x.full_tensor()"
         for function in (torch.Tensor.storage_offset, torch.Tensor.data_ptr)
     },
-    torch._C._VariableFunctions._make_dual: "Use torch.autograd.grad; forward-mode derivatives are "
-    "not supported",
+    torch_private.make_dual: "Use torch.autograd.grad; forward-mode derivatives are not supported",
     **{
         getattr(torch.Tensor, name): "Assign to a mask or to positions, x[mask] = values"
         for name in ("masked_scatter_", "put_")
     },
     torch.Tensor.__reduce_ex__: _SAVE,
-    torch._has_compatible_shallow_copy_type: "Convert a module before parallelize",
+    torch_private.compatible_types: "Convert a module before parallelize",
     torch.norm_except_dim: _PARAMETRIZE,
     torch.nn.functional.normalize: f"Use the returned tensor. {_PARAMETRIZE}",
     torch.ops.aten.set_.source_Tensor: _PARAMETRIZE,

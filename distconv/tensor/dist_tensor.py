@@ -36,7 +36,7 @@ from distconv.tensor.dispatch import (
     way_out_of,
 )
 from distconv.tensor.dtensor import block_of_dtensor, to_dtensor
-from distconv.tensor.eager import check_untraced, maybe_traced, run_eagerly
+from distconv.tensor.eager import check_untraced, maybe_traced
 from distconv.tensor.module_call import innermost_call
 from distconv.tensor.nested import Tensors, replaced, shards_of, tensors_in
 from distconv.tensor.ownership import started_at
@@ -45,6 +45,12 @@ from distconv.tensor.redistribution import cuts_of_layout, redistribute
 from distconv.tensor.sample_format import gains_with_channels_last
 from distconv.tensor.validation import check_block, check_out, global_shape
 from distconv.tensor.whole_numbers import whole_numbers
+from distconv.torch_private import (
+    autocast_is_on,
+    mark_parameter,
+    run_eagerly,
+    without_torch_function,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -90,7 +96,7 @@ class DistTensor(DistTensorBase):
             finally:
                 CURRENT.call = NO_CALL
         if func in METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_torch_function():
                 return func(*args, **(kwargs or {}))
         check_untraced(func, args, kwargs)
         refuse(
@@ -377,7 +383,7 @@ class DistTensor(DistTensorBase):
 
 def as_parameter(x: DistTensor) -> DistTensor:
     """Make a leaf into a tensor that torch.nn takes for a Parameter."""
-    x._is_param = True
+    mark_parameter(x)
     return x
 
 
@@ -485,7 +491,7 @@ def _run(
     out = named.pop("out", None)
     operands = tensors_in(*args, named)
     entered = {} if func in UNCHECKED else check_recorded(func, *operands)
-    if func not in UNCHECKED and autocast.is_on():
+    if func not in UNCHECKED and autocast_is_on():
         rule = autocast.under_autocast(rule, func, operands)
     if out is None:
         if entered:

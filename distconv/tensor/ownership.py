@@ -7,18 +7,17 @@ once: what depends on it is added up where it meets distributed tensors.
 
 from __future__ import annotations
 
-import sys
-import threading
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import chain
 from typing import Any
 
 from torch import Tensor
-from torch.autograd.graph import _engine_run_backward, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
 from distconv.comm import replication
 from distconv.grid.interface import Grid
+from distconv.torch_private import roots_of_backward
 
 OWNED = "_distconv_owned"
 """The attribute of a parameter or buffer with the number of ranks of its parallelized module."""
@@ -150,7 +149,7 @@ def check_counted_once() -> None:
 
     In such a pass every rank computes the whole gradient. Called while the pass is under way.
     """
-    roots, known = _roots(), set(map(id, chain.from_iterable(_DISTRIBUTED)))
+    roots, known = roots_of_backward(), set(map(id, chain.from_iterable(_DISTRIBUTED)))
     if known.issuperset(map(id, roots)):
         return
     p = owned_among(x for x in roots if id(x) not in known)
@@ -162,23 +161,3 @@ def check_counted_once() -> None:
             "backward(): (loss + penalty).backward(), where loss is what a loss function makes of "
             "the model's output, or its sum, without full_tensor()"
         )
-
-
-def _roots() -> list[Tensor]:
-    """Return the tensors at which the backward pass under way has started; [] if unknown."""
-    found = _started_below(sys._getframe(1))
-    if found is None:
-        # Of a GPU torch goes through the graph in a thread of its own, without Python above.
-        own = threading.get_ident()
-        others = (frame for thread, frame in sys._current_frames().items() if thread != own)
-        found = next((x for x in map(_started_below, others) if x is not None), [])
-    return found
-
-
-def _started_below(frame: Any) -> list[Tensor] | None:
-    """Return the roots of the backward pass that this frame, or a caller of it, has started."""
-    while frame is not None and frame.f_code is not _engine_run_backward.__code__:
-        frame = frame.f_back
-    if frame is None:
-        return None
-    return [x for x in frame.f_locals.get("t_outputs", ()) if isinstance(x, Tensor)]

@@ -20,11 +20,12 @@ from distconv.tensor.eager import check_untraced
 from distconv.tensor.nested import replaced, tensors_in
 from distconv.tensor.ownership import OWNED, enter, origins, owned_among
 from distconv.tensor.redistribution import redistribute
+from distconv.torch_private import hooks_of, node_of_tensor, without_torch_function
 
 ADVICE_FOR_FUNCTIONS = (
     "Use torch functions, or wrap it in a function with a rule (distconv.elementwise, .windowed, "
     ".implements); instead of a full backward hook register a forward hook that calls "
-    "register_hook on the module's output; import distconv before the program keeps a Function's "
+    "register_hook on the module's output; make a grid before the program keeps a Function's "
     "apply by another name"
 )
 
@@ -75,11 +76,11 @@ def check_recorded(operator: Callable[..., Any] | str, *operands: Any) -> dict[i
     parameter, of which every rank computes a part.
     """
     distributed, lost = [], None
-    with _UNINTERCEPTED():
+    with without_torch_function():
         for x in operands:
             if isinstance(x, DistTensorBase):
                 distributed.append(x)
-                if lost is None and _GRAD_FN(x) is not None:
+                if lost is None and node_of_tensor(x) is not None:
                     lost = x
     if lost is not None:
         refuse(
@@ -151,7 +152,7 @@ def _is_free(operator: Callable[..., Any] | str, x: Tensor, operands: tuple[Any,
             way_out="Let each meet distributed tensors by itself, as loss + penalty(model) + "
             "penalty(head), or put both into one module before parallelize",
         )
-    if "owned" in found and x.grad_fn is not None and (x._backward_hooks or x.retains_grad):
+    if "owned" in found and x.grad_fn is not None and (hooks_of(x) or x.retains_grad):
         refuse(
             operator_name(operator),
             f"the plain tensor {tuple(x.shape)} depends on a parameter of a parallelized module, "
@@ -233,8 +234,3 @@ def whole_gradient(part: Tensor, cuts: Cuts, grid: Grid) -> Tensor:
     All ranks call it; the sum can be differentiated.
     """
     return all_reduce_with_grad(part, grid, replicating_axes(cuts, grid.topology))
-
-
-_GRAD_FN: Any = vars(torch._C.TensorBase)["grad_fn"].__get__
-# A name of its own, as every operator asks for it.
-_UNINTERCEPTED = torch._C.DisableTorchFunctionSubclass

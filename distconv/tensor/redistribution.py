@@ -18,6 +18,7 @@ from distconv.grid.interface import Grid
 from distconv.tensor.aliasing import finish_write, make_view, prepare_write
 from distconv.tensor.base import Distributed, DistTensorBase, is_view_of
 from distconv.tensor.module_call import outermost_call
+from distconv.torch_private import is_marked_parameter
 
 
 def gather_inputs(
@@ -82,7 +83,7 @@ def record_gather(x: DistTensorBase, plan: Plan, cuts: Cuts, operator: str) -> N
     """Record in the ledger what `operator` moves of `x` to an output cut by `cuts`."""
     if cuts != x.cuts or tracing():
         itemsize = x.shard.element_size()
-        target = Layout.of(cuts, weight=getattr(x, "_is_param", False))
+        target = Layout.of(cuts, weight=is_marked_parameter(x))
         record(Movement(operator, x.layout, target, plan, itemsize))
 
 

@@ -40,7 +40,10 @@ _HALF = 64
 _NEGLIGIBLE = 1e-3
 """The share of the largest gradient of all parameters that smaller ones are measured against."""
 
-_RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU)
+_RANDOM = (
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
+    *(nn.AlphaDropout, nn.FeatureAlphaDropout, nn.RReLU),
+)
 
 
 @dataclass(frozen=True)

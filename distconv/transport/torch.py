@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distconv.torch_private import end_batch, gather_flat, start_batch
 from distconv.transport.buffers import BufferPool
 from distconv.transport.interface import Communicator, Message, Request, Tags
 from distconv.transport.sums import Summand
@@ -134,7 +135,7 @@ class TorchTransport:
         # NCCL has to be given all at once, and no empty batch.
         together = self._on_gpu and bool(receives or sends)
         if together:
-            group._start_coalescing(self._device)
+            start_batch(group, self._device)
         try:
             for rank, message in receives:
                 works.append(group.recv([message], rank, tag))
@@ -144,7 +145,7 @@ class TorchTransport:
             raise explained(error) from error
         finally:
             if together:
-                works[:] = [group._end_coalescing(self._device)]
+                works[:] = [end_batch(group, self._device)]
         return under_way
 
     def all_reduce(self, tensor: Tensor, group: Communicator) -> Request:
@@ -161,7 +162,7 @@ class TorchTransport:
         if group.size == 1:
             gathered[0] = tensor
         elif tensor.numel():
-            gather = self._group_of(group)._allgather_base
+            gather = gather_flat(self._group_of(group))
             complete(gather, _bytes(gathered), _bytes(tensor))
         return gathered
 

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from distconv.torch_private import gather_flat, set_limit
 from distconv.transport.interface import Comparison, with_opposites
 from distconv.transport.nccl import keep_order, why_too_old
 
@@ -116,7 +117,7 @@ def nccl_group(
 
     keep_order()
     options = ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options._timeout = limit
+    set_limit(options, limit)
     group: ProcessGroup = ProcessGroupNCCL(PrefixStore(name, store), rank, size, options)
     group.allreduce([torch.zeros(1, device=device)]).wait()
     return group
@@ -195,7 +196,7 @@ class TorchCommunicator:
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: len(mine)] = mine
         together = padded.new_empty((self.size, len(padded)))
-        complete(self.group._allgather_base, together.view(-1), padded)
+        complete(gather_flat(self.group), together.view(-1), padded)
         return [_unpickled(row[:n]) for row, n in zip(together, lengths, strict=True)]
 
     def bcast(self, value: Any = None) -> Any:
@@ -216,7 +217,7 @@ class TorchCommunicator:
         if self.size == 1:
             together[0] = mine
         else:
-            complete(self.group._allgather_base, together.view(-1), mine)
+            complete(gather_flat(self.group), together.view(-1), mine)
         return together.numpy()
 
     def compare(self, numbers: Sequence[int]) -> Comparison:

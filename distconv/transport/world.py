@@ -6,6 +6,7 @@ import os
 from functools import cache
 from typing import Any
 
+from distconv.torch_private import default_store
 from distconv.transport import launch
 from distconv.transport.interface import Communicator
 from distconv.transport.torch_groups import TorchCommunicator
@@ -62,7 +63,6 @@ def _meeting() -> tuple[Any, int, int]:
     from torch import distributed
 
     if launch.has_default_group():
-        store = distributed.distributed_c10d._get_default_store()
-        return store, distributed.get_rank(), distributed.get_world_size()
+        return default_store(), distributed.get_rank(), distributed.get_world_size()
     store, rank, size = next(distributed.rendezvous("env://"))
     return store, rank, size

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 
 import distconv as dc
 from distconv.geometry.resampling import Resampled
-from distconv.ops.interpolate import _KERNELS, _MODES
+from distconv.ops.interpolate import _MODES
+from distconv.torch_private import upsampling
 from tests.support.serial import agrees, random_grid, random_tensor
 
 pytestmark = pytest.mark.gpu
@@ -94,7 +95,7 @@ def test_whole_periods_take_torchs_kernels_and_keep_the_memory_format(
 def test_outputs_of_a_window_alone_are_those_of_the_whole(mode: str, antialias: bool) -> None:
     rng = random.Random(7)
     plane = mode in ("bilinear", "bicubic")
-    kernel = getattr(torch._C._nn, _KERNELS[mode][antialias].format(2 if plane else 1))
+    kernel = upsampling(mode, antialias, 2 if plane else 1)
     alone = 0
     for _ in range(300):
         size, scale = rng.randrange(1, 200), rng.randrange(1, 9) / rng.randrange(1, 9)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 FLOORS = (
     "geometry",
+    "torch_private",
     "transport",
     "grid",
     "comm",
@@ -23,7 +24,7 @@ FLOORS = (
     "planning",
     "tools",
 )
-"""Folders from the bottom up; each imports from itself and from those before it."""
+"""Folders, and a module, from the bottom up; each imports from itself and from those before it."""
 
 SERIAL = ("torch", "mpi4py")
 """Libraries that index arithmetic does without."""
@@ -156,9 +157,63 @@ def foreign_private_names(sources: Sources) -> list[str]:
             if owner in ("self", "cls"):
                 continue
             homes = fields.get(node.attr, set())
-            if owner in modules or (homes and folder_of(name) not in homes):
+            foreign = homes and folder_of(name) not in homes and folder_of(name) != "torch_private"
+            if owner in modules or foreign:
                 found.append(f"{name}:{node.lineno} uses {ast.unparse(node)}")
     return found
+
+
+OF_PYTHON = {
+    *("_asdict", "_fields", "_make", "_replace"),
+    *("_current_frames", "_exit", "_getframe", "_run_exitfuncs"),
+}
+"""Private names of Python's own library that are documented, or have no public twin."""
+
+
+def private_names_of_torch(sources: Sources) -> list[str]:
+    """Return the uses of private parts of torch outside of the module that holds them all.
+
+    These are imports, whatever hangs on an imported name, and fields of any object that no class,
+    function or module of ours defines. Asking for a field by its name as a string is found too.
+    """
+    ours = set(OF_PYTHON)
+    for tree in sources.values():
+        ours.update(_private_fields(tree))
+        ours.update(x.name for x in ast.walk(tree) if isinstance(x, ast.FunctionDef | ast.ClassDef))
+    found = []
+    for module, tree in sources.items():
+        if module == "distconv.torch_private":
+            continue
+        of_torch = {"torch"}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+                names = (node.module or "").split(".") + [alias.name for alias in node.names]
+                of_torch |= {alias.asname or alias.name for alias in node.names}
+            elif isinstance(node, ast.Import):
+                names = [part for a in node.names for part in a.name.split(".")]
+                names = names if names[0] == "torch" else []
+                of_torch |= {a.asname for a in node.names if a.asname and names}
+            else:
+                continue
+            found += [f"{module}:{node.lineno} imports {n}" for n in names if is_private(n)]
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and is_private(node.attr):
+                root = node.value
+                while isinstance(root, ast.Attribute):
+                    root = root.value
+                owner = root.id if isinstance(root, ast.Name) else ""
+                own = node.attr in ours or owner in ("self", "cls")
+                if owner in of_torch or not own:
+                    found.append(f"{module}:{node.lineno} uses {ast.unparse(node)}")
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) in _BY_NAME:
+                for name in node.args[1:2]:
+                    value = name.value if isinstance(name, ast.Constant) else ""
+                    if is_private(str(value)) and value not in ours:
+                        found.append(f"{module}:{node.lineno} uses {ast.unparse(node)}")
+    return found
+
+
+_BY_NAME = ("getattr", "hasattr", "setattr")
 
 
 def _private_fields(tree: ast.Module) -> Iterator[str]:

@@ -20,6 +20,7 @@ from distconv.ops.support.whole_dimensions import (
     distributed_results,
 )
 from distconv.tensor.dispatch import RULES, implements, refuse
+from distconv.torch_private import only_raises
 
 
 def _batchwise(function: Callable[..., Any], names: Sequence[str], inner: Sequence[int]) -> None:
@@ -62,7 +63,7 @@ _OF_ONE_IN_TORCH = """
 for _name in _OF_ONE:
     _batchwise(getattr(torch.linalg, _name), ["A"], [2])
 for _name in _OF_ONE_IN_TORCH:
-    if getattr(torch, _name).__module__ == "torch._linalg_utils":
+    if only_raises(getattr(torch, _name)):
         continue  # in later versions, where these functions only raise
     for _home in (torch, torch.Tensor):
         _batchwise(getattr(_home, _name), ["A" if _name == "lu" else "input"], [2])

@@ -25,6 +25,7 @@ from distconv.ops.support.operands import (
 from distconv.tensor.aliasing import finish_write, make_fork, make_view, prepare_write
 from distconv.tensor.dispatch import RULES, implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
+from distconv.torch_private import GETTERS_OF_PARTS
 
 # Functions of one tensor and numbers, and n-ary ones that broadcast. Each name is looked up in
 # torch, torch.special, torch.Tensor and torch.nn.functional, with its in-place form.
@@ -202,8 +203,8 @@ def _part_of_complex(name: str, *functions: Callable[..., Any]) -> None:
     implements(getattr(torch, name), *functions)(view)
 
 
-_part_of_complex("real", vars(torch._C.TensorBase)["real"].__get__)
-_part_of_complex("imag", vars(torch._C.TensorBase)["imag"].__get__)
+_part_of_complex("real", GETTERS_OF_PARTS["real"])
+_part_of_complex("imag", GETTERS_OF_PARTS["imag"])
 _part_of_complex("conj", torch.Tensor.conj)
 
 

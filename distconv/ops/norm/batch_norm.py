@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from distconv.comm.collectives import all_reduce
 from distconv.geometry.layout import cutting_axes
@@ -28,6 +27,7 @@ from distconv.ops.support.operands import (
 from distconv.ops.support.types import in_type
 from distconv.tensor.dispatch import implements
 from distconv.tensor.dist_tensor import DistTensor
+from distconv.torch_private import without_modes
 
 SPATIAL = ("depth", "height", "width")
 Kind: TypeAlias = tuple[tuple[int, ...], torch.dtype]
@@ -176,7 +176,7 @@ def _decide(
         # torch's own checks of sizes and types, on two samples of the same channels.
         like = ((2, x.shape[1]), x.dtype), *kinds
         serial: Any = F.batch_norm
-        with _disable_current_modes():  # as for `check_on_meta`
+        with without_modes():  # as for `check_on_meta`
             ones = [k and torch.ones(k[0], dtype=k[1], device=device) for k in like]
             serial(*ones, training, None if without_momentum else 0.0, eps)
     rest = tuple(a for a in cutting if a not in group)

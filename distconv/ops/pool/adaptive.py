@@ -22,6 +22,7 @@ from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.redistribution import gather_inputs
 from distconv.tensor.whole_numbers import whole_number
+from distconv.torch_private import adaptive_max_pool
 
 _MOST = 2**20
 """How many windows are at most computed one by one."""
@@ -171,14 +172,10 @@ _adaptive_avg_pool(F.adaptive_avg_pool1d, 1)
 _adaptive_avg_pool(F.adaptive_avg_pool2d, 2)
 _adaptive_avg_pool(F.adaptive_avg_pool3d, 3)
 _adaptive_max_pool(torch.adaptive_max_pool1d, F.adaptive_max_pool1d, 1)
-_adaptive_max_pool(torch._C._nn.adaptive_max_pool2d, F.adaptive_max_pool2d, 2)
-_adaptive_max_pool(torch._C._nn.adaptive_max_pool3d, F.adaptive_max_pool3d, 3)
+_adaptive_max_pool(adaptive_max_pool[2], F.adaptive_max_pool2d, 2)
+_adaptive_max_pool(adaptive_max_pool[3], F.adaptive_max_pool3d, 3)
 _adaptive_max_pool_with_places(
     torch.adaptive_max_pool1d, (F.adaptive_max_pool1d_with_indices, torch.adaptive_max_pool1d), 1
 )
-_adaptive_max_pool_with_places(
-    torch._C._nn.adaptive_max_pool2d, (F.adaptive_max_pool2d_with_indices,), 2
-)
-_adaptive_max_pool_with_places(
-    torch._C._nn.adaptive_max_pool3d, (F.adaptive_max_pool3d_with_indices,), 3
-)
+_adaptive_max_pool_with_places(adaptive_max_pool[2], (F.adaptive_max_pool2d_with_indices,), 2)
+_adaptive_max_pool_with_places(adaptive_max_pool[3], (F.adaptive_max_pool3d_with_indices,), 3)

@@ -25,6 +25,7 @@ from distconv.ops.windowed.assembled import (
 )
 from distconv.tensor.dispatch import implements
 from distconv.tensor.dist_tensor import DistTensor
+from distconv.torch_private import max_pool_with_places
 
 
 def _max_pool(local: Callable[..., Any], functions: Sequence[Any], n: int, *, places: bool) -> None:
@@ -91,5 +92,5 @@ _max_pool(
     1,
     places=True,
 )
-_max_pool(torch._C._nn.max_pool2d_with_indices, (F.max_pool2d_with_indices,), 2, places=True)
-_max_pool(torch._C._nn.max_pool3d_with_indices, (F.max_pool3d_with_indices,), 3, places=True)
+_max_pool(max_pool_with_places[2], (F.max_pool2d_with_indices,), 2, places=True)
+_max_pool(max_pool_with_places[3], (F.max_pool3d_with_indices,), 3, places=True)

@@ -24,6 +24,7 @@ from distconv.ops.pool.local_pooling import unread_input, with_some_channel
 from distconv.ops.pool.positions import fill_border, lowest_value, renumber_positions
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.redistribution import record_gather
+from distconv.torch_private import max_pool_with_places
 
 
 def overlapped_maxima(
@@ -59,8 +60,7 @@ class _LocalMaxPool:
         """Return maxima and their places in `x`."""
         flat = len(padding) == 1
         inputs = with_some_channel(x).unsqueeze(2) if flat else with_some_channel(x)
-        volume = torch._C._nn.max_pool3d_with_indices
-        function: Any = volume if len(padding) == 3 else torch._C._nn.max_pool2d_with_indices
+        function = max_pool_with_places[max(len(padding), 2)]
         results = function(inputs, *self._arguments(padding))
         if flat:
             # In place, as no autograd function may return a view that others change in place.

@@ -23,6 +23,7 @@ from distconv.ops.support.operands import as_distributed, box_on_rank, empty_blo
 from distconv.tensor.dispatch import implements
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.redistribution import gather_inputs, redistribute
+from distconv.torch_private import unpooled_size
 
 
 def _unpool(function: Callable[..., Tensor], n: int) -> None:
@@ -50,8 +51,7 @@ def _unpool(function: Callable[..., Tensor], n: int) -> None:
         kernels = to_tuple(kernel_size, n, "kernel_size")
         strides = kernels if stride is None else to_tuple(stride, n, "stride")
         paddings = to_tuple(padding, n, "padding")
-        output_plane: Any = F._unpool_output_size  # type: ignore[attr-defined]
-        plane = tuple(output_plane(input, list(kernels), list(strides), list(paddings), size))
+        plane = tuple(unpooled_size(input, list(kernels), list(strides), list(paddings), size))
         shape = (*input.shape[:2], *plane)
         windows = [
             TransposedWindow(k, s, 1, p, made - ((m - 1) * s + k - 2 * p))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from math import prod
 from numbers import Number
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distconv import torch_private
 from distconv.geometry.layout import Cuts
 from distconv.ops.shape.indexing import (
     assign_picked,
@@ -74,6 +76,17 @@ def set_data(input: DistTensor, value: Tensor) -> None:
         refuse("Tensor.data", reason, input, way_out=way_out)
     with torch.no_grad():
         input.copy_(value)
+
+
+def _set_data(x: Tensor, value: Any) -> None:
+    """Set `x.data`; a plain tensor takes all elements of a DistTensor, whose ranks all call it."""
+    if isinstance(value, DistTensor) and not isinstance(x, DistTensor):
+        with torch.no_grad():
+            value = value.full_tensor()
+    torch_private.set_data(x, value)
+
+
+torch_private.at_first_grid(partial(torch_private.replace_data_setter, _set_data))
 
 
 @implements(torch.index_put_, torch.Tensor.index_put_)

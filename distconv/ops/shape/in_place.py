@@ -10,6 +10,7 @@ import torch
 from distconv.ops.shape import rearrange, reshape  # noqa: F401  registers what is looked up here
 from distconv.tensor.dispatch import RULES, implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
+from distconv.torch_private import without_torch_dispatch, without_torch_function
 
 
 def _in_place(method: Callable[..., Any], view: Callable[..., Any]) -> None:
@@ -30,8 +31,8 @@ def _in_place(method: Callable[..., Any], view: Callable[..., Any]) -> None:
         # Below torch's functions there is a tensor without elements that knows the shape, too.
         with (
             torch.no_grad(),
-            torch._C.DisableTorchFunctionSubclass(),
-            torch._C._DisableTorchDispatch(),
+            without_torch_function(),
+            without_torch_dispatch(),
         ):
             method(input, *args, **kwargs)
         input.become(made)

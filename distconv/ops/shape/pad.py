@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
+from distconv import torch_private
 from distconv.geometry.index_maps import IndexMap, Pad, Same
 from distconv.ops.support.constants import constant
 from distconv.ops.support.metadata_checks import any_type, check_on_meta
@@ -16,7 +17,7 @@ from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.redistribution import gather_inputs
 
 
-@implements(F.pad, torch._C._nn.pad)
+@implements(F.pad, torch_private.pad)
 def pad(
     input: DistTensor, pad: Sequence[int], mode: str = "constant", value: float | None = None
 ) -> DistTensor:

@@ -24,6 +24,7 @@ from distconv.ops.support.operands import (
 )
 from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
+from distconv.torch_private import assert_async
 
 
 @implements(torch.select_scatter, torch.Tensor.select_scatter)
@@ -130,7 +131,7 @@ def _places(
     n = x.shape[d]
     places = gather_whole(index, name).reshape(-1)
     within = ((places >= -n) & (places < n)).all()
-    torch._assert_async(within, f"{name}: not all positions lie in dimension {d}, of {n} elements")
+    assert_async(within, f"{name}: not all positions lie in dimension {d}, of {n} elements")
     return x, d, wrap_negative(places, n)
 
 

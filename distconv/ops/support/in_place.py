@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils import swap_tensors
 
+from distconv import torch_private
 from distconv.geometry.layout import Cuts, cuts_of_broadcast
 from distconv.ops.support.metadata_checks import check_on_meta
 from distconv.ops.support.operands import box_on_rank, common_grid, gather_whole
@@ -126,12 +127,12 @@ def _hindrance(x: Tensor, device: torch.device) -> str | None:
         return "it is a leaf that requires gradients"
     if x.device != device:
         return f"it lives on {x.device}, and they on {device}"
-    if x._is_view():
+    if torch_private.is_view(x):
         return "it is a view"
     if not memory.resizable():
         return "it shares its memory with NumPy, or with other processes"
     # Of a tensor alone these are the tensor and the object of its memory; and the Python object.
-    if torch._C._storage_Use_Count(memory._cdata) > 2 or x._use_count() > 1:  # type: ignore[attr-defined]
+    if torch_private.users_of_memory(x) > 2 or torch_private.users_of(x) > 1:
         return "views of it are in use, or autograd has saved it for the backward pass"
     if x.retains_grad or getweakrefcount(x):
         return "it retains its gradient, or a weak reference to it is in use"

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from distconv.geometry.layout import Shape
+from distconv.torch_private import without_modes
 
 
 class TensorMeta(NamedTuple):
@@ -69,7 +69,7 @@ def _shapes(
 ) -> Any:
     try:
         # Whoever records what a rank computes would take it for that.
-        with _disable_current_modes():
+        with without_modes():
             result = function(*map(_empty, arguments), **{name: _empty(a) for name, a in keywords})
     except ZeroDivisionError:
         given = [a for a in (*arguments, *keywords) if not isinstance(a, TensorMeta)]

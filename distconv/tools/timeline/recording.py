@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-from torch.autograd import profiler
 from torch.profiler import ProfilerActivity, profile
 
 from distconv.comm.ledger import trace_movements
@@ -26,6 +25,7 @@ from distconv.data.durable import write_atomically
 from distconv.grid.communicators import carried_by
 from distconv.grid.process_grid import ProcessGrid
 from distconv.tools.timeline.messages import Event, Kinds, RecordedTransport, events_of, named_rows
+from distconv.torch_private import is_profiling, profiler_refused
 
 
 @contextmanager
@@ -57,7 +57,7 @@ def timeline(path: str | Path, grid: ProcessGrid | None = None) -> Iterator[None
     path = Path(path)
     grid = _on_hosts(grid)
     missing = None if grid.rank or path.absolute().parent.is_dir() else str(path.absolute().parent)
-    everyone = grid.all_gather_object((missing, torch.autograd._profiler_enabled()))
+    everyone = grid.all_gather_object((missing, is_profiling()))
     if any(profiled for _, profiled in everyone):
         raise RuntimeError(f"timeline: torch's profiler is recording already. {_ONE_AT_A_TIME}")
     missing = everyone[0][0]
@@ -70,7 +70,7 @@ def timeline(path: str | Path, grid: ProcessGrid | None = None) -> Iterator[None
         activities.append(ProfilerActivity.CUDA)
     with (
         profile(activities=activities) as recorded,
-        _alone(),
+        profiler_refused(_refuse_profiler),
         trace_movements(kinds),
         carried_by(lambda carrier: RecordedTransport(carrier, kinds.of)),
     ):
@@ -85,19 +85,8 @@ _ONE_AT_A_TIME = (
 )
 
 
-@contextmanager
-def _alone() -> Iterator[None]:
-    """Raise where the program starts torch's profiler once more, which would end the recording."""
-    prepare = profiler._prepare_profiler
-
-    def refuse(*_: Any, **__: Any) -> NoReturn:
-        raise RuntimeError(f"torch.profiler within dc.timeline(). {_ONE_AT_A_TIME}")
-
-    profiler._prepare_profiler = refuse  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        profiler._prepare_profiler = prepare  # type: ignore[attr-defined]
+def _refuse_profiler(*_: Any, **__: Any) -> NoReturn:
+    raise RuntimeError(f"torch.profiler within dc.timeline(). {_ONE_AT_A_TIME}")
 
 
 def _on_hosts(grid: ProcessGrid | None) -> ProcessGrid:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from mpi4py import MPI
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import distconv as dc
 from distconv.ops.conv import convolution
@@ -103,12 +103,28 @@ def test_a_checkpoint_computes_again_by_the_chosen_method(name: str) -> None:
     parallel = dc.parallelize(copy.deepcopy(model), grid)
     with dc.method(name):
         first = checkpoint(parallel, d, use_reentrant=False)
-    # One for which nothing was chosen goes its own way.
-    second = checkpoint(parallel, first[:, :2], use_reentrant=False)
-    second.square().sum().backward()
+        checkpoint(parallel, first[:, :2], use_reentrant=False).square().sum().backward()
     wanted = x.requires_grad_()
     model(model(wanted)[:, :2]).square().sum().backward()
     assert deviation(d.grad.full_tensor(), wanted.grad) <= TOLERANCE
+
+
+@pytest.mark.parallel([2, 3])
+@pytest.mark.parametrize("convolves", [True, False])
+@pytest.mark.parametrize("name", ["assembled", "overlapped"])
+def test_a_checkpoint_that_computes_again_by_another_method_is_an_error(
+    convolves: bool, name: str
+) -> None:
+    grid = dc.ProcessGrid(height=-1)
+    layer = nn.Conv2d(2, 3, 3, padding=1) if convolves else nn.MaxPool2d(3, 1, 1)
+    d = dc.distribute_tensor(random_tensor(random.Random(0), (1, 2, 18, 7)), grid)
+    with dc.method(name):
+        y = checkpoint(
+            dc.parallelize(layer.double(), grid), d.requires_grad_(), use_reentrant=False
+        )
+    other = {"assembled": "overlapped", "overlapped": "assembled"}[name]
+    with dc.method(other), pytest.raises(CheckpointError):
+        y.sum().backward()
 
 
 @pytest.mark.parallel([2, 3])

@@ -1,0 +1,673 @@
+"""Each private part of torch is there, and does what distconv relies on."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import threading
+from collections import OrderedDict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, distributed, nn
+from torch.autograd import Function, forward_ad
+from torch.profiler import profile
+from torch.utils import checkpoint
+
+from distconv import torch_private as private
+
+ROOT = Path(__file__).parents[1]
+
+
+class Double(Function):
+    """An ordinary function of a program."""
+
+    passes: ClassVar[list[int]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        Double.passes.append(private.backward_pass())
+        return 2 * gradients[0]
+
+
+class Heard(Tensor):
+    """A subclass that notes the functions for which torch asks it."""
+
+    asked: ClassVar[list[Any]] = []
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.asked.append(func)
+        with private.without_torch_function():
+            return func(*args, **(kwargs or {}))
+
+
+class Strict(Tensor):
+    """A subclass that torch does not ask, but below its functions."""
+
+    __torch_function__ = private.no_torch_function
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise RuntimeError("below")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_heard() -> None:
+    Heard.asked.clear()
+    Double.passes.clear()
+
+
+def leaf(*shape: int) -> Tensor:
+    """Return a leaf of ones that requires gradients."""
+    return torch.ones(*shape, requires_grad=True)
+
+
+def test_every_entry_has_a_test() -> None:
+    entries = set()
+    for node in ast.parse((ROOT / "distconv" / "torch_private.py").read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            entries.add(node.name)
+        elif isinstance(node, ast.AnnAssign | ast.Assign):
+            targets = [node.target] if isinstance(node, ast.AnnAssign) else node.targets
+            entries |= {ast.unparse(x) for x in targets}
+    tested = {
+        node.attr
+        for function in ast.parse(Path(__file__).read_text()).body
+        if isinstance(function, ast.FunctionDef) and function.name.startswith("test_")
+        for node in ast.walk(function)
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "private"
+    }
+    public = {name for name in entries if not name.startswith("_")} - {"Called"}
+    assert len(public) > 50
+    assert sorted(public - tested) == []
+
+
+# Patches
+
+STATE = """
+import sys, warnings, torch, torch.distributed.tensor, torch.utils.checkpoint
+
+def state():
+    return {
+        (name, owner.__name__, attribute): value
+        for name, module in list(sys.modules.items())
+        if name.split(".")[0] == "torch" and module is not None
+        for owner in (module, *(x for x in list(vars(module).values()) if type(x) is type))
+        for attribute, value in list(vars(owner).items())
+    }
+
+def changed(before):
+    after = state()
+    return {where for where, value in before.items() if after.get(where) is not value}
+
+def added(before):
+    return {where[1:] for where in set(state()) - set(before) if where[1] in ("Tensor", "Function")}
+
+warnings.simplefilter("ignore")
+torch.Tensor.__torch_function__, torch.autograd.Function.apply
+before = state()
+import distconv, distconv.layers, distconv.planning, distconv.training, distconv.horovod
+assert changed(before) == set(), changed(before)
+assert vars(torch.Tensor).get("data") is None
+"""
+
+DRY_RUN = """
+from distconv.planning.dry_run import DryRunGrid
+DryRunGrid({"height": 2})
+"""
+
+REAL = """
+distconv.ProcessGrid()
+"""
+
+PATCHED = """
+assert vars(torch.Tensor).get("data") is not None
+kinds = {kind for _, kind, name in changed(before) if name in ("apply", "save_inputs")}
+new = {kind.__name__ for kind in torch.autograd.Function.__mro__ if "apply" in vars(kind)}
+assert len(new) > 1 or "Function" in kinds, (kinds, new)
+"""
+
+
+def run_alone(program: str) -> None:
+    end = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert end.returncode == 0, end.stderr
+
+
+@pytest.mark.parametrize("grid", [REAL, DRY_RUN])
+def test_torch_is_patched_by_the_first_grid_and_not_by_an_import(grid: str) -> None:
+    run_alone(STATE + grid + PATCHED)
+    assert private.at_first_grid and private.install_patches
+
+
+def test_a_patch_that_comes_after_the_first_grid_is_installed_at_once() -> None:
+    private.install_patches()
+    installed = []
+    private.at_first_grid(lambda: installed.append(1))
+    private.install_patches()
+    assert installed == [1]
+
+
+def test_data_are_set_by_the_function_that_replaces_torchs() -> None:
+    run_alone(
+        "import torch\n"
+        "from distconv import torch_private as private\n"
+        "seen = []\n"
+        "def assign(x, value): seen.append(value); private.set_data(x, value)\n"
+        "private.replace_data_setter(assign)\n"
+        "x, y = torch.nn.Parameter(torch.zeros(2)), torch.ones(3)\n"
+        "x.data = y\n"
+        "assert len(seen) == 1 and seen[0] is y and x.data.tolist() == [1, 1, 1]\n"
+        "assert torch.Tensor.data is vars(torch._C.TensorBase)['data']\n"
+    )
+    assert private.set_data and private.replace_data_setter
+
+
+def test_functions_are_applied_by_the_function_that_replaces_torchs() -> None:
+    run_alone(
+        "import torch\n"
+        "from distconv import torch_private as private\n"
+        "from tests.test_torch_private import Double\n"
+        "seen = []\n"
+        "def apply(cls, *x): seen.append(cls); return private.apply_of_torch(cls)(*x)\n"
+        "private.replace_apply(apply)\n"
+        "assert Double.apply(torch.ones(1)).item() == 2 and seen == [Double]\n"
+    )
+    assert private.replace_apply and private.apply_of_torch
+
+
+def test_checkpoints_keep_what_their_inputs_are_replaced_by() -> None:
+    run_alone(
+        "import torch\n"
+        "from torch.utils.checkpoint import checkpoint\n"
+        "from distconv import torch_private as private\n"
+        "seen = []\n"
+        "def save(inputs): seen.append('save'); return list(inputs[::-1]), len(inputs)\n"
+        "def restore(x, n): seen.append(n); return x[::-1]\n"
+        "private.replace_saved_inputs(save, restore)\n"
+        "x, y = torch.ones(1, requires_grad=True), torch.full((1,), 2.0)\n"
+        "checkpoint(lambda a, b: (a * b).sin(), x, y, use_reentrant=False).sum().backward()\n"
+        "assert abs(x.grad.item() - 2 * torch.tensor(2.0).cos().item()) < 1e-6\n"
+        "keeps = hasattr(torch.utils.checkpoint._CheckpointFrame, 'save_inputs')\n"
+        "assert seen == (['save', 2] if keeps else []), seen\n"
+    )
+    assert private.replace_saved_inputs
+
+
+def test_the_function_by_which_checkpoints_keep_inputs_is_known() -> None:
+    kept = getattr(checkpoint, "_NoopSaveInputs", None)
+    assert kept is None or private.keeps_inputs(kept) == (torch.__version__ >= "2.11")
+    assert not private.keeps_inputs(Double)
+    assert not private.keeps_inputs(checkpoint.CheckpointFunction)
+
+
+def test_a_profiler_is_refused_within_the_context_only() -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("one at a time")
+
+    assert not private.is_profiling()
+    with (
+        private.profiler_refused(refuse),
+        pytest.raises(RuntimeError, match="one at a time"),
+        profile(),
+    ):
+        pass
+    with profile():
+        assert private.is_profiling()
+
+
+# Autograd
+
+
+def test_each_backward_pass_has_a_number() -> None:
+    assert private.backward_pass() == -1
+    x = Double.apply(leaf(1))
+    (x + Double.apply(x)).sum().backward()
+    Double.apply(leaf(1)).backward()
+    first, second, third = Double.passes
+    assert first == second >= 0 and third not in (-1, first)
+
+
+def test_a_hook_knows_the_node_that_runs_and_its_number() -> None:
+    assert private.current_node() is None
+    number = private.next_node_number()
+    x = leaf(1) * 3
+    later = x.sin()
+    seen = []
+    x.register_hook(lambda _: seen.append(private.current_node()))
+    later.backward()
+    assert seen[0] is not None
+    assert number <= private.node_number(x.grad_fn) < private.node_number(later.grad_fn)
+
+
+def test_a_callback_comes_when_a_backward_pass_is_at_its_end() -> None:
+    x, seen = leaf(1), []
+    y = x * 2
+    y.register_hook(lambda _: private.at_end_of_backward(lambda: seen.append(x.grad is not None)))
+    y.backward()
+    assert seen == [True]
+
+
+def test_the_compiled_apply_records_a_function() -> None:
+    y = private.compiled_apply.__get__(None, Double)(leaf(1))
+    assert y.item() == 2 and isinstance(y.grad_fn, private.node_type(Double))
+
+
+def test_the_roots_of_a_backward_pass_are_found_also_from_another_thread() -> None:
+    assert private.roots_of_backward() == []
+    x, seen = leaf(1), []
+
+    def look() -> None:
+        seen.append(private.roots_of_backward())
+
+    def look_from_a_thread(_: Tensor) -> None:
+        look()
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+
+    x.register_hook(look_from_a_thread)
+    y = (x * 2).sum()
+    y.backward()
+    assert [[root is y for root in roots] for roots in seen] == [[True], [True]]
+
+
+# Tensors
+
+
+def test_a_wrapper_has_a_shape_and_no_memory() -> None:
+    x = private.make_wrapper(Strict, (10**6, 10**6), dtype=torch.half, device="cpu")
+    assert type(x) is Strict and x.shape == (10**6, 10**6) and x.dtype == torch.half
+
+
+def test_descriptors_pass_by_a_subclass() -> None:
+    x = (leaf(2) * 2).as_subclass(Heard)
+    Heard.asked.clear()
+    assert private.node_of_tensor(x) is not None
+    assert Heard.asked == [] or private.node_of_tensor in Heard.asked
+    with private.without_torch_function():
+        y = torch.ones(2).as_subclass(Heard)
+        private.set_requires_grad(y, True)
+        assert y.requires_grad and private.node_of_tensor(y) is None
+
+
+def test_parts_of_complex_numbers_are_asked_for_by_these_functions() -> None:
+    x = torch.ones(2, dtype=torch.complex64).as_subclass(Heard)
+    Heard.asked.clear()
+    assert x.real is not None and x.imag is not None
+    assert Heard.asked == [private.GETTERS_OF_PARTS[name] for name in ("real", "imag")]
+
+
+def test_views_know_their_base() -> None:
+    x = torch.ones(4)
+    assert private.is_view(x[:2]) and private.base_of(x[:2]) is x
+    assert not private.is_view(x) and private.base_of(x) is None
+
+
+def test_zeros_without_memory_are_known() -> None:
+    assert private.is_zero_tensor(torch._efficientzerotensor((2,)))
+    assert not private.is_zero_tensor(torch.zeros(2))
+
+
+def test_hooks_are_listed() -> None:
+    x = leaf(2)
+    assert not private.hooks_of(x) and not private.accumulation_hooks_of(x)
+    x.register_hook(lambda g: g)
+    x.register_post_accumulate_grad_hook(lambda _: None)
+    assert len(private.hooks_of(x)) == len(private.accumulation_hooks_of(x)) == 1
+
+
+def test_memory_has_a_number_and_users() -> None:
+    x = torch.ones(4)
+    assert private.address_of_memory(x) != private.address_of_memory(torch.ones(4))
+    assert (private.users_of_memory(x), private.users_of(x)) == (2, 1)
+    view = x[1:]
+    assert private.users_of_memory(x) > 2
+    assert private.address_of_memory(view) == private.address_of_memory(x)
+    hollow = torch.empty(4, device="meta")
+    assert private.address_of_memory(hollow) == private.address_of_memory(hollow[1:])
+    saved = leaf(4).mul(x)
+    assert private.users_of(x) > 1 and saved is not None
+
+
+def test_a_marked_tensor_is_a_parameter_of_modules() -> None:
+    x = torch.ones(2).as_subclass(Heard).requires_grad_()
+    assert not private.is_marked_parameter(x)
+    private.mark_parameter(x)
+    assert private.is_marked_parameter(x) and isinstance(x, nn.Parameter)
+    module = nn.Module()
+    module.register_parameter("x", x)  # type: ignore[arg-type]
+    assert next(module.parameters()) is x
+
+
+# Dispatch
+
+
+def test_subclasses_are_passed_by() -> None:
+    x = private.make_wrapper(Strict, (2, 3), dtype=torch.float32, device="cpu")
+    with pytest.raises(RuntimeError, match="below"):
+        x.t_()
+    with torch.no_grad(), private.without_torch_function(), private.without_torch_dispatch():
+        x.t_()
+    assert x.shape == (3, 2)
+    assert private.no_torch_function(torch.add, (), (torch.ones(1), 1)).item() == 2
+
+
+def test_modes_see_operators_unless_they_are_off() -> None:
+    seen = []
+
+    class Look(private.DispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    assert private.count_modes() == 0
+    with Look():
+        assert private.count_modes() == 1 and private.tracing_mode() == ""
+        torch.ones(1).half()
+        with private.without_modes():
+            assert private.count_modes() == 0
+            torch.zeros(1)
+    assert seen == [torch.ops.aten.ones.default, private.conversion]
+
+
+def test_arguments_are_mapped_as_torch_nests_them() -> None:
+    nested = {"a": [1, (2.0, 3)], "b": OrderedDict(c=4)}
+    assert private.tree_leaves(nested) == [1, 2.0, 3, 4]
+    doubled = private.tree_map_only(int, lambda n: 2 * n, nested)
+    assert doubled == {"a": [2, (2.0, 6)], "b": OrderedDict(c=8)}
+
+
+def test_autocast_is_seen_on_any_device() -> None:
+    assert not private.autocast_is_on()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert private.autocast_is_on()
+
+
+def test_tracers_and_transforms_are_seen() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    seen: dict[str, Any] = {}
+
+    def look(name: str, x: Tensor) -> Tensor:
+        seen[name] = (
+            private.is_tracing(),
+            private.innermost_transform() is not None,
+            private.tracing_mode(),
+            private.make_fx_before_dispatch() is not None,
+        )
+        return x + 1
+
+    x = torch.ones(2)
+    look("nothing", x)
+    torch.jit.trace(lambda x: look("jit", x), x, check_trace=False)
+    torch.func.vmap(lambda x: look("vmap", x))(x)
+    make_fx(lambda x: look("make_fx", x))(x)
+    make_fx(lambda x: look("before dispatch", x), pre_dispatch=True)(x)
+    with FakeTensorMode():
+        look("fake", torch.ones(2))
+    assert seen["nothing"] == (False, False, "", False)
+    assert seen["jit"][0] and seen["vmap"][1] and seen["make_fx"][2] == "make_fx"
+    assert seen["before dispatch"][3] and "FakeTensorMode" in seen["fake"][2]
+
+
+def test_a_function_that_runs_eagerly_breaks_the_graph_of_a_compiler() -> None:
+    graphs = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    @private.run_eagerly
+    def within(x: Tensor) -> Tensor:
+        return x.sin()
+
+    @torch.compile(backend=backend)
+    def whole(x: Tensor) -> Tensor:
+        return within(x + 1) * 2
+
+    try:
+        assert torch.equal(whole(torch.ones(2)), torch.full((2,), 2.0).sin() * 2)
+    finally:
+        torch.compiler.reset()
+    assert len(graphs) == 2
+    assert not any("sin" in str(node.target) for graph in graphs for node in graph.graph.nodes)
+
+
+def test_operators_say_whether_they_write() -> None:
+    assert isinstance(torch.ops.aten.add_.Tensor, private.Operator)
+    assert private.is_mutable(torch.ops.aten.add_.Tensor)
+    assert not private.is_mutable(torch.ops.aten.add.Tensor)
+
+
+# Functions and kernels
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_pooling_kernels_give_maxima_and_places(n: int) -> None:
+    x = torch.randn(1, 2, *(6, 5, 4)[:n])
+    expected = getattr(F, f"max_pool{n}d")(x, 2, 1, return_indices=True)
+    actual = private.max_pool_with_places[n](x, 2, 1)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+    expected = getattr(F, f"adaptive_max_pool{n}d")(x, 2, return_indices=True)
+    actual = private.adaptive_max_pool[n](x, (2,) * n)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+def test_padding_has_a_second_name() -> None:
+    x = torch.ones(2)
+    assert torch.equal(private.pad(x, (1, 0)), F.pad(x, (1, 0)))
+
+
+@pytest.mark.parametrize(
+    ("mode", "antialias", "n"),
+    [
+        *(("nearest", False, n) for n in (1, 2, 3)),
+        *(("nearest-exact", False, n) for n in (1, 2, 3)),
+        *(("linear", False, 1), ("bilinear", False, 2), ("trilinear", False, 3)),
+        *(("bicubic", False, 2), ("bilinear", True, 2), ("bicubic", True, 2)),
+    ],
+)
+def test_upsampling_takes_sizes_and_scales(mode: str, antialias: bool, n: int) -> None:
+    x = torch.randn(1, 2, *(6, 5, 4)[:n])
+    scales = (1.5, 2.2, 1.7)[:n]
+    size = [int(a * s) for a, s in zip(x.shape[2:], scales, strict=True)]
+    corners = () if "nearest" in mode else (False,)
+    expected = F.interpolate(x, scale_factor=scales, mode=mode, antialias=antialias)
+    actual = private.upsampling(mode, antialias, n)(x, size, *corners, *scales)
+    assert torch.equal(actual, expected)
+
+
+def test_functions_of_lists_and_checks_compute_what_their_names_say() -> None:
+    private.assert_async(torch.ones(1), "not reached")
+    with pytest.raises(RuntimeError, match="a reason"):
+        private.assert_async(torch.zeros(1), "a reason")
+    x = [torch.full((4,), 2.0), torch.ones(1)]
+    assert [n.item() for n in private.norms(x)] == [4.0, 1.0]
+    private.of_lists("add_")(x, 1)
+    assert [y[0].item() for y in x] == [3.0, 2.0]
+    found = torch.zeros(1)
+    private.unscale_gradients(x, found, torch.full((1,), 0.5))
+    assert found.item() == 0 and [y[0].item() for y in x] == [1.5, 1.0]
+    private.unscale_gradients([torch.tensor([torch.inf])], found, torch.ones(1))
+    assert found.item() == 1
+
+
+def test_fused_optimizers_step_by_these_functions() -> None:
+    x = torch.ones(2).as_subclass(Heard).requires_grad_()
+    for name, optimizer in (
+        ("adam", torch.optim.Adam),
+        ("adamw", torch.optim.AdamW),
+        ("adagrad", torch.optim.Adagrad),
+        ("sgd", torch.optim.SGD),
+    ):
+        x.grad = torch.ones(2).as_subclass(Heard)
+        Heard.asked.clear()
+        optimizer([x], lr=0.1, fused=True).step()
+        assert private.fused_step(name) in Heard.asked
+
+
+def test_refused_functions_are_asked_for_by_their_private_names() -> None:
+    x = torch.ones(2).as_subclass(Heard)
+    with forward_ad.dual_level():
+        forward_ad.make_dual(x, torch.ones(2))
+    assert private.make_dual in Heard.asked
+    Heard.asked.clear()
+    module, p = nn.Module(), x.clone().as_subclass(Heard).requires_grad_()
+    private.mark_parameter(p)
+    module.register_parameter("p", p)  # type: ignore[arg-type]
+    module.double()
+    assert private.compatible_types in Heard.asked
+
+
+def test_arguments_of_losses_and_unpooling_are_read_as_by_torch() -> None:
+    assert private.reduction_of_flags(False, None, emit_warning=False) == "sum"
+    x = torch.ones(1, 1, 3, 3)
+    assert list(private.unpooled_size(x, [2, 2], [2, 2], [0, 0], None)) == [6, 6]
+    with pytest.raises(ValueError, match="output_size"):
+        private.unpooled_size(x, [2, 2], [2, 2], [0, 0], [9, 9])
+    assert private.fans(torch.ones(6, 4, 3, 3)) == (36, 54)
+
+
+def test_functions_that_only_raise_are_known() -> None:
+    assert not private.only_raises(torch.linalg.inv)
+    for name in ("lu", "svd", "qr", "slogdet"):
+        if private.only_raises(getattr(torch, name)):
+            with pytest.raises(RuntimeError):
+                getattr(torch, name)(torch.eye(2))
+
+
+def test_a_weight_is_found_that_torch_does_not_hand_on() -> None:
+    seen = []
+
+    class Weighted(Heard):
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append((kwargs or {}).get("weight", private.dropped_weight(F.l1_loss)))
+            return torch.ones(1)
+
+    x, weight = torch.ones(2).as_subclass(Weighted), torch.rand(2)
+    F.l1_loss(x, torch.ones(2), weight=weight)
+    F.l1_loss(x, torch.ones(2))
+    assert seen[0] is weight and seen[1] is None
+    assert private.dropped_weight(F.l1_loss) is None
+
+
+def test_a_composition_hands_over_what_it_calls() -> None:
+    x = torch.randn(3, 1, 4).as_subclass(Heard)
+    attention = nn.MultiheadAttention(4, 2)
+    arguments = (x, x, x, 4, 2, attention.in_proj_weight, attention.in_proj_bias, None, None, False)
+    more = (0.0, attention.out_proj.weight, attention.out_proj.bias)
+    Heard.asked.clear()
+    expected = F.multi_head_attention_forward(*arguments, *more)
+    assert F.multi_head_attention_forward in Heard.asked and F.linear not in Heard.asked
+    Heard.asked.clear()
+    actual = private.composition(F.multi_head_attention_forward)(*arguments, *more)
+    assert F.linear in Heard.asked and F.multi_head_attention_forward not in Heard.asked
+    assert torch.equal(actual[0].as_subclass(Tensor), expected[0].as_subclass(Tensor))
+
+
+# Modules
+
+
+def test_modules_show_what_they_hold() -> None:
+    module = nn.Sequential(nn.Linear(1, 1))
+    assert private.parts_and_parameters(module) == ({}, {"0": module[0]})
+    parameters, _ = private.parts_and_parameters(module[0])
+    assert list(parameters) == ["weight", "bias"]
+    before = module.register_forward_pre_hook(lambda *_: None)
+    after = module.register_forward_hook(lambda *_: None)
+    assert [list(hooks) for hooks in private.hooks_of_module(module)] == [[before.id], [after.id]]
+    assert all(isinstance(k(1), private.BatchNorm) for k in (nn.BatchNorm3d, nn.SyncBatchNorm))
+
+
+def test_the_call_of_a_module_is_on_the_stack() -> None:
+    class Look(nn.Module):
+        def forward(self) -> list[nn.Module]:
+            frame: Any = sys._getframe(0)
+            found = []
+            while frame is not None:
+                if frame.f_code is private.CODE_OF_MODULE_CALL:
+                    found.append(frame.f_locals["self"])
+                frame = frame.f_back
+            return found
+
+    module = Look()
+    assert module() == [module]
+
+
+def test_states_carry_versions() -> None:
+    state = nn.BatchNorm1d(2).state_dict()
+    versions = private.versions_in_state(state)
+    assert versions[""]["version"] == 2
+    assert private.versions_in_state({}) is None
+    copied: Any = OrderedDict(state)
+    private.set_versions_in_state(copied, versions)
+    assert private.versions_in_state(copied) is versions
+
+
+def test_wrappers_are_known() -> None:
+    assert not private.in_data_parallel()
+    assert not private.is_flat_parameter(torch.ones(1))
+    flat: Any = torch.ones(1)
+    flat._is_flat_param = True
+    assert private.is_flat_parameter(flat)
+    from torch.distributed.fsdp import _flat_param
+
+    assert "_is_flat_param" in Path(_flat_param.__file__).read_text()
+
+
+# torch.distributed
+
+
+def test_groups_of_torch_take_what_is_private_of_them() -> None:
+    group = distributed.ProcessGroupGloo(distributed.HashStore(), 0, 1, timedelta(seconds=9))
+    gathered = torch.zeros(2)
+    private.gather_flat(group)(gathered, torch.ones(2)).wait()
+    assert gathered.tolist() == [1, 1]
+    options = distributed.ProcessGroupGloo._Options()
+    private.set_limit(options, timedelta(seconds=7))
+    assert options._timeout == timedelta(seconds=7)
+
+
+def test_messages_are_batched_by_the_group() -> None:
+    class Group(distributed.ProcessGroupGloo):
+        calls: ClassVar[list[Any]] = []
+
+        def _start_coalescing(self, device: torch.device) -> None:
+            self.calls.append(device)
+
+        def _end_coalescing(self, device: torch.device) -> str:
+            return "request"
+
+    assert {"_start_coalescing", "_end_coalescing"} <= set(dir(distributed.ProcessGroupGloo))
+    group = Group(distributed.HashStore(), 0, 1, timedelta(seconds=9))
+    private.start_batch(group, torch.device("cpu"))
+    assert private.end_batch(group, torch.device("cpu")) == "request"
+    assert Group.calls == [torch.device("cpu")]
+
+
+def test_the_store_of_the_default_group_is_found() -> None:
+    run_alone(
+        "from torch import distributed\n"
+        "from distconv import torch_private as private\n"
+        "store = distributed.HashStore()\n"
+        "distributed.init_process_group('gloo', store=store, rank=0, world_size=1)\n"
+        "private.default_store().set('key', 'value')\n"
+        "distributed.destroy_process_group()\n"
+    )
+    assert private.default_store
