@@ -3,7 +3,7 @@
 Every element hashes its position in the global tensor with a key, so that any grid, and a single
 rank, draw the same tensor. The key of a call comes from rank 0, from torch's default generator for
 its device: the numbers follow `torch.manual_seed` there, and `torch.utils.checkpoint` repeats them.
-They are not the numbers that serial torch draws from the same seed, but for `torch.nn.init`.
+They are not the numbers that serial torch draws from the same seed, but for sharded parameters.
 
 The hash is the output function of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom
 number generators", OOPSLA 2014) on its Weyl sequence, entered at the position.
@@ -11,7 +11,6 @@ number generators", OOPSLA 2014) on its Weyl sequence, entered at the position.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import partial, wraps
 from math import log1p, pi, sqrt
@@ -26,7 +25,7 @@ from distconv.grid.interface import Grid
 from distconv.ops.support.global_positions import global_numbers
 from distconv.ops.support.merged import is_merged, merge_as, unmerged
 from distconv.ops.support.operands import broadcast_shape, local_operand
-from distconv.tensor.aliasing import finish_write, prepare_write
+from distconv.tensor.aliasing import finish_write, is_of_parameter, prepare_write
 from distconv.tensor.dispatch import RULES, implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.torch_private import assert_async, fans
@@ -253,19 +252,16 @@ def _written(input: DistTensor, values: Tensor, name: str) -> DistTensor:
     return input
 
 
-def _initialized(function: Callable[..., Tensor]) -> Callable[..., Any]:
-    """Return a rule that fills as serial torch does where torch.nn.init calls it.
+def _serial_in_parameters(function: Callable[..., Tensor]) -> Callable[..., Any]:
+    """Return a rule that fills sharded parameters, also through `.data`, as serial torch does.
 
-    It draws the whole tensor, as of a sharded weight; all ranks take rank 0's, and draw as many
-    numbers. Other callers get the numbers of `rule`.
+    It draws the whole tensor; all ranks take rank 0's, and draw as many numbers. Other tensors get
+    the numbers of `rule`.
     """
 
     def serial(rule: Callable[..., Any]) -> Callable[..., Any]:
         def fill(input: DistTensor, *args: Any, **kwargs: Any) -> Any:
-            frame: Any = sys._getframe()
-            while frame is not None and frame.f_globals is not vars(nn.init):
-                frame = frame.f_back
-            if frame is None:
+            if not is_of_parameter(input):
                 return rule(input, *args, **kwargs)
             whole = torch.empty(input.shape, dtype=input.dtype, device=input.grid.device)
             function(whole, *args, **kwargs)
@@ -278,7 +274,7 @@ def _initialized(function: Callable[..., Tensor]) -> Callable[..., Any]:
 
 
 @implements(torch.Tensor.uniform_)
-@_initialized(torch.Tensor.uniform_)
+@_serial_in_parameters(torch.Tensor.uniform_)
 def uniform_(
     input: DistTensor, a: float = 0.0, to: float = 1.0, generator: Any = None
 ) -> DistTensor:
@@ -290,7 +286,7 @@ def uniform_(
 
 
 @implements(torch.Tensor.normal_)
-@_initialized(torch.Tensor.normal_)
+@_serial_in_parameters(torch.Tensor.normal_)
 def normal_(
     input: DistTensor, mean: float = 0.0, std: float = 1.0, *, generator: Any = None
 ) -> DistTensor:
@@ -306,6 +302,7 @@ def _fills(name: str, values: Callable[..., Tensor]) -> None:
     method: Callable[..., Any] = getattr(torch.Tensor, name)
 
     @implements(method)
+    @_serial_in_parameters(method)
     def rule(input: DistTensor, *args: float, generator: Any = None, **kwargs: float) -> DistTensor:
         _only_default(name, generator, input)
         _require_real(name, input, input.dtype)

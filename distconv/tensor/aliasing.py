@@ -62,6 +62,17 @@ def make_fork(x: Distributed, shard: Tensor, shape: Sequence[int], cuts: Cuts) -
     return twin
 
 
+def is_of_parameter(x: DistTensorBase) -> bool:
+    """Return whether `x` is a sharded parameter, a view of one, or was made empty of one."""
+    memory = x.__dict__.get("_memory")
+    return memory is not None and memory.of_parameter
+
+
+def mark_of_parameter(x: DistTensorBase) -> None:
+    """Let `is_of_parameter` be true of a tensor and of its views."""
+    x._memory.of_parameter = True
+
+
 def prepare_write(x: DistTensorBase, operator: str) -> None:
     """Have the block of `x` here, to be written to by `operator`, which calls `finish_write` then.
 

@@ -24,7 +24,7 @@ from distconv.grid.interface import Grid
 from distconv.grid.process_grid import ProcessGrid
 from distconv.grid.whereabouts import CURRENT, NO_CALL, operator_name, running
 from distconv.tensor import autocast
-from distconv.tensor.aliasing import finish_write
+from distconv.tensor.aliasing import finish_write, mark_of_parameter
 from distconv.tensor.base import DistTensorBase
 from distconv.tensor.dispatch import (
     ALIASES,
@@ -384,6 +384,7 @@ class DistTensor(DistTensorBase):
 def as_parameter(x: DistTensor) -> DistTensor:
     """Make a leaf into a tensor that torch.nn takes for a Parameter."""
     mark_parameter(x)
+    mark_of_parameter(x)
     return x
 
 

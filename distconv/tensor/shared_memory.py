@@ -13,9 +13,11 @@ class SharedMemory:
     Attributes
     ----------
     newest: whether what was written to this copy is on its way to what it is a copy of.
+    of_parameter: whether a sharded parameter lies here, or what is made of one to initialize it.
     """
 
     newest = False
+    of_parameter = False
     _source: SharedMemory | None = None
     """Of a copy what it is a copy of."""
     _view: ReferenceType[Any] | None = None
@@ -30,7 +32,7 @@ class SharedMemory:
         if self._family is None:
             self._family = WeakSet([self])
         twin = SharedMemory()
-        twin._family = self._family
+        twin._family, twin.of_parameter = self._family, self.of_parameter
         self._family.add(twin)
         return twin
 

@@ -503,6 +503,35 @@ def test_initializers_fill_sharded_weights_as_serially_from_the_same_seed(name: 
     check(model, serial, 1e-15)
 
 
+def by_hand(weight: Any) -> None:
+    with torch.no_grad():
+        weight.normal_(0.1, 0.02)
+
+
+FILLS: dict[str, Any] = {
+    "data": lambda weight: weight.data.normal_(0, 0.02),
+    "detached": lambda weight: weight.detach().uniform_(-1, 2),
+    "part": lambda weight: weight.data[1:3].normal_(),
+    "exponential": lambda weight: weight.data.exponential_(2.0),
+    "copied": lambda weight: weight.data.copy_(torch.empty_like(weight).normal_()),
+    "no_grad": by_hand,
+}
+
+
+@pytest.mark.parallel([2, 4])
+@pytest.mark.parametrize("name", FILLS)
+def test_sharded_weights_are_filled_as_serially_by_programs_too(name: str) -> None:
+    model: Any = sharded(dc.ProcessGrid(channel=-1))
+    serial: Any = net()
+    drawn = []
+    for m in (model, serial):
+        torch.manual_seed(3)
+        FILLS[name](m.down.weight)
+        drawn.append(torch.rand(1))
+    assert drawn[0] == drawn[1]
+    check(model, serial, 1e-15)
+
+
 @pytest.mark.parallel([2, 4])
 def test_ranks_of_different_seeds_draw_one_weight() -> None:
     model: Any = sharded(dc.ProcessGrid(channel=-1))

@@ -22,7 +22,14 @@ from distconv.ops.support.operands import (
     local_operand,
     shard_of,
 )
-from distconv.tensor.aliasing import finish_write, make_fork, make_view, prepare_write
+from distconv.tensor.aliasing import (
+    finish_write,
+    is_of_parameter,
+    make_fork,
+    make_view,
+    mark_of_parameter,
+    prepare_write,
+)
 from distconv.tensor.dispatch import RULES, implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.torch_private import GETTERS_OF_PARTS
@@ -230,7 +237,9 @@ def where(condition: Tensor, input: Any = None, other: Any = None) -> Any:
     """Return one of two values, element by element, as the condition says; its positions alone."""
     if input is None and other is None:
         return torch.nonzero(condition, as_tuple=True)
-    return pointwise_rule(torch.where)(condition, input, other)
+    made = pointwise_rule(torch.where)(condition, input, other)
+    # torch.nn.init.trunc_normal_ draws again, for what is made here.
+    return _of_parameter_as(other, made) if isinstance(other, DistTensor) else made
 
 
 @implements(torch.Tensor.contiguous)
@@ -311,12 +320,19 @@ def _like(x: Any) -> Any:
     return x.held if isinstance(x, DistTensor) else x
 
 
+def _of_parameter_as(input: DistTensor, made: DistTensor) -> DistTensor:
+    """Return what was made of `input`; random numbers fill it as they would fill `input`."""
+    if is_of_parameter(input):
+        mark_of_parameter(made)
+    return made
+
+
 def _constant(function: Callable[..., Any]) -> Callable[..., Any]:
     @keeps_shape
     def filled(input: DistTensor, *args: Any, **kwargs: Any) -> Any:
         shard = function(input.shard, *args, **kwargs)
         _require_here(function.__name__, input, shard.device)
-        return DistTensor(shard, input.shape, input.cuts, input.grid)
+        return _of_parameter_as(input, DistTensor(shard, input.shape, input.cuts, input.grid))
 
     def rule(input: DistTensor, *args: Any, requires_grad: bool = False, **kwargs: Any) -> Any:
         result = filled(input, *args, **kwargs)
@@ -344,7 +360,7 @@ def _made(
         cuts = operand_cuts(shape, tuple(input.shape), input.cuts)
     shard = function(input.held, box_on_rank(shape, cuts, input.grid).shape, *args, **kwargs)
     _require_here(function.__name__, input, shard.device)
-    result = DistTensor(shard, shape, cuts, input.grid)
+    result = _of_parameter_as(input, DistTensor(shard, shape, cuts, input.grid))
     return result.requires_grad_() if requires_grad else result
 
 
