@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from sys import _getframe
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -43,6 +42,7 @@ from distconv.tensor.ownership import started_at
 from distconv.tensor.recording import check_brought, check_recorded, gradient_seed
 from distconv.tensor.redistribution import cuts_of_layout, redistribute
 from distconv.tensor.sample_format import gains_with_channels_last
+from distconv.tensor.shard_node import ShardNode
 from distconv.tensor.validation import check_block, check_out, global_shape
 from distconv.tensor.whole_numbers import whole_numbers
 from distconv.torch_private import (
@@ -316,18 +316,10 @@ class DistTensor(DistTensorBase):
 
     @property
     def grad_fn(self) -> Any:  # type: ignore[override]
-        """Return the autograd node that has made the shard."""
+        """Return the autograd node that has made the shard, without its hooks; None of a leaf."""
         check_recorded("grad_fn", self)
         node = self.held.grad_fn
-        if node and _getframe(1).f_globals.get("__name__") == torch.nn.Module.__module__:
-            refuse(
-                "register_backward_hook",
-                "the hook of a module would see this rank's part of the gradients",
-                self,
-                way_out="Register a forward hook that calls register_hook on the module's output, "
-                "whose hooks see the serial gradient",
-            )
-        return node
+        return None if node is None else ShardNode(node)
 
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]

@@ -356,6 +356,18 @@ def test_what_has_no_rule_is_refused_on_every_rank_with_the_way_out(name: str, f
 # What it says of itself
 
 
+@pytest.mark.parallel([1, 2])
+def test_a_node_is_as_torch_has_it_but_takes_no_hooks() -> None:
+    grid = dc.ProcessGrid(height=-1)
+    y = dc.distribute_tensor(torch.ones(2, 2, 4, 3), grid).requires_grad_().sin()
+    node, kept = y.grad_fn, y.shard.grad_fn
+    assert node == y.grad_fn == kept and hash(node) == hash(kept) and repr(node) == repr(kept)
+    assert node.name() == kept.name() and node.next_functions == kept.next_functions
+    for register in ("register_hook", "register_prehook"):
+        with pytest.raises(dc.UnsupportedOperation, match="this rank's part of the gradients"):
+            getattr(node, register)(lambda *_: None)
+
+
 @pytest.mark.parallel(RANKS)
 def test_metadata_is_that_of_the_whole_tensor() -> None:
     for _, grid, x, layout in cases(16, 6):
