@@ -111,9 +111,9 @@ class Layout:
 
     __slots__ = ("_cut", "by_dimension")
     dense: ClassVar[object] = None
-    """torch's word for the layout of tensors that are not sparse. Every layout is equal to it, so
-    that code that asks a DistTensor whether it is dense hears that it is. Set where torch is
-    known."""
+    """`torch.strided`, torch's name for the layout of tensors that are not sparse; set where torch
+    is known. Every layout is equal to it, as a DistTensor is dense, and has its hash: torch asks
+    `x.layout == torch.strided`, and `torch.testing.assert_close` looks into a set."""
     by_dimension: frozenset[tuple[str, tuple[str, ...]]]
     """The cuts, with one name for each dimension: the same of equal layouts. Look many layouts
     up by it, not by themselves, as all of them have one hash."""
