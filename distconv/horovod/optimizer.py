@@ -20,7 +20,7 @@ from distconv.horovod.job import Announcement, HorovodInternalError, Job, Part
 from distconv.horovod.process_sets import ProcessSet, global_process_set
 from distconv.model.buckets import Bucket, fill_buckets
 from distconv.tensor.dist_tensor import DistTensor
-from distconv.tensor.ownership import OWNED
+from distconv.tensor.ownership import is_shared
 from distconv.training.checks import check_count
 
 _OWNER = "DistributedOptimizer"
@@ -184,7 +184,7 @@ class _Reduction:
                 method(p)
 
         for p in _parameters(optimizer):
-            if isinstance(p, DistTensor) or p.__dict__.get(OWNED, 1) > 1:
+            if isinstance(p, DistTensor) or is_shared(p):
                 raise ValueError(
                     f"{_OWNER}: a parameter is one of a parallelized module, which adds up its "
                     "gradients by itself; use torch's own optimizer"

@@ -28,7 +28,7 @@ from distconv.model.buckets import Bucket, fill_buckets
 from distconv.model.parameter_hooks import ParameterHooks
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.nested import shards_of
-from distconv.tensor.ownership import OWNED, SUMMED, own
+from distconv.tensor.ownership import disown, own
 from distconv.transport.interface import Request
 
 REDUCTION_ATTRIBUTE = "_distconv_gradient_reduction"
@@ -137,9 +137,9 @@ class GradientReduction:
         self.settle()
         self._check_sums("the parameters leave their module", [True] * len(self._leaves))
         self._hooks.remove()
-        for x in (*self._parameters, *self._leaves):
-            x.__dict__.pop(OWNED, None)
-            x.__dict__.pop(SUMMED, None)
+        tensors = (*self._parameters, *self._leaves)
+        disown(tensors)
+        for x in tensors:
             PARAMETERS.pop(x, None)
 
     def reduce(self) -> None:

@@ -31,7 +31,7 @@ from distconv.model.wrappers import check_unwrapped, refuse_wrappers_around
 from distconv.tensor.dispatch import SERIAL, refuse
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.eager import check_untraced
-from distconv.tensor.ownership import OWNED
+from distconv.tensor.ownership import disown, is_owned
 from distconv.tensor.redistribution import check_grid
 from distconv.tensor.sample_format import set_weight_formats
 from distconv.torch_private import hooks_of_module
@@ -106,7 +106,7 @@ def parallelize(
             "its structure call parallelize(distconv.unparallelize(module), grid)"
         )
     unparallelize(module)
-    if any(OWNED in p.__dict__ for p in module.parameters()):
+    if any(map(is_owned, module.parameters())):
         raise ValueError(
             "parallelize: the module shares parameters with one that is parallelized already; do "
             "it once for both together, in a torch.nn.ModuleList, say"
@@ -178,8 +178,7 @@ def unparallelize(module: Module) -> Module:
             for number, hook in list(hooks.items()):
                 if isinstance(getattr(hook, "__self__", hook), (ModuleGuard, InputLayout)):
                     del hooks[number]
-    for x in module.buffers():
-        x.__dict__.pop(OWNED, None)
+    disown(module.buffers())
     for p in module.parameters():
         if isinstance(p, DistTensor):
             make_whole(p)

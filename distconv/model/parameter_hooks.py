@@ -17,7 +17,7 @@ from distconv.comm.collectives import all_reduce_with_grad
 from distconv.comm.shard_function import ShardFunction
 from distconv.grid.process_grid import ProcessGrid
 from distconv.tensor.dist_tensor import DistTensor
-from distconv.tensor.ownership import SUMMED, check_counted_once
+from distconv.tensor.ownership import check_counted_once, is_summed, mark_summed
 
 _POST_ACCUMULATE = (
     "a parameter has a post-accumulate-gradient hook, which would get this rank's part of the "
@@ -126,9 +126,9 @@ class ParameterHooks:
             hooks.clear()  # hooks run in the order in which they have come
             self._sums[n] = p.register_hook(partial(self._sum, ref(self), n))
             hooks.update(others)
-            p.__dict__[SUMMED] = True
+            mark_summed(p, True)
         elif len(hooks) == 1:
-            del p.__dict__[SUMMED]
+            mark_summed(p, False)
             self._sums.pop(n).remove()
 
     @staticmethod
@@ -167,7 +167,7 @@ class ParameterHooks:
         _check_alone(p)
         if not torch_private.hooks_of(p) or isinstance(self._parameters[n], DistTensor):
             return None
-        if SUMMED not in p.__dict__:
+        if not is_summed(p):
             raise RuntimeError(
                 f"a parameter of shape {tuple(p.shape)} has got a hook since the forward pass, "
                 "which has seen this rank's part of the gradient; register it before"

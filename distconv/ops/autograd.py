@@ -25,7 +25,7 @@ from distconv.ops.support.operands import common_grid, shard_of
 from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor, as_parameter
 from distconv.tensor.nested import Tensors, as_list, shards_of
-from distconv.tensor.ownership import SUMMED, meets, owned_among, reaches, started_at
+from distconv.tensor.ownership import is_summed, meets, owned_among, reaches, started_at
 from distconv.tensor.recording import gradient_seed, whole_gradient
 from distconv.tensor.redistribution import redistribute
 
@@ -147,7 +147,7 @@ def grad(
         cuts: Cuts = ((),) * x.dim()
         if owned_among([x]) is not None:
             # What its hooks get has been added up.
-            total = part if SUMMED in x.__dict__ else whole_gradient(part, cuts, grid)
+            total = part if is_summed(x) else whole_gradient(part, cuts, grid)
         elif met:
             total = replicate(part, grid, replicating_axes(cuts, grid.topology))
         else:

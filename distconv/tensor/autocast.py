@@ -17,7 +17,7 @@ from torch import Tensor
 from distconv import torch_private
 from distconv.tensor.base import DistTensorBase
 from distconv.tensor.dispatch import RULES
-from distconv.tensor.ownership import OWNED
+from distconv.tensor.ownership import own_alike
 
 
 def under_autocast(
@@ -113,8 +113,7 @@ def _in_type(x: Tensor, dtype: torch.dtype | None) -> Tensor:
         converted: Tensor = RULES[Tensor.to](x, dtype)
         return converted
     y = x.to(dtype)
-    if OWNED in x.__dict__:
-        y.__dict__[OWNED] = x.__dict__[OWNED]
+    own_alike(y, x)
     return y
 
 

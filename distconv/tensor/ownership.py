@@ -19,10 +19,10 @@ from distconv.comm import replication
 from distconv.grid.interface import Grid
 from distconv.torch_private import roots_of_backward
 
-OWNED = "_distconv_owned"
+_OWNED = "_distconv_owned"
 """The attribute of a parameter or buffer with the number of ranks of its parallelized module."""
 
-SUMMED = "_distconv_summed"
+_SUMMED = "_distconv_summed"
 """The attribute of a parameter of a module whose hooks get the sum of its gradient."""
 
 _ORIGINS = "distconv_origins"
@@ -35,7 +35,44 @@ _DISTRIBUTED: list[list[Tensor]] = []
 def own(tensors: Iterable[Tensor], ranks: int) -> None:
     """Note that parameters and buffers belong to a module that is parallelized over `ranks`."""
     for x in tensors:
-        x.__dict__[OWNED] = ranks
+        x.__dict__[_OWNED] = ranks
+
+
+def disown(tensors: Iterable[Tensor]) -> None:
+    """Note that parameters and buffers belong to no parallelized module any more."""
+    for x in tensors:
+        x.__dict__.pop(_OWNED, None)
+        x.__dict__.pop(_SUMMED, None)
+
+
+def is_owned(x: Tensor) -> bool:
+    """Return whether a tensor is a parameter or buffer of a parallelized module, on any grid."""
+    return _OWNED in x.__dict__
+
+
+def is_shared(x: Tensor) -> bool:
+    """Return whether several ranks add up the gradient of a parameter of a parallelized module."""
+    several: bool = x.__dict__.get(_OWNED, 1) > 1
+    return several
+
+
+def own_alike(y: Tensor, x: Tensor) -> None:
+    """Note that `y`, made of `x` in another type, belongs to the module of `x`, if there is one."""
+    if _OWNED in x.__dict__:
+        y.__dict__[_OWNED] = x.__dict__[_OWNED]
+
+
+def mark_summed(p: Tensor, summed: bool) -> None:
+    """Note whether the hooks of a parameter get the sum of its gradient, or this rank's part."""
+    if summed:
+        p.__dict__[_SUMMED] = True
+    else:
+        p.__dict__.pop(_SUMMED, None)
+
+
+def is_summed(p: Tensor) -> bool:
+    """Return what `mark_summed` has noted last; False if nothing."""
+    return _SUMMED in p.__dict__
 
 
 def origins(
@@ -61,7 +98,7 @@ def origins(
         seen.add(node)
         leaf = getattr(node, "variable", None)
         if leaf is not None:
-            found["owned" if leaf.__dict__.get(OWNED, 1) > 1 else "free"] = leaf
+            found["owned" if is_shared(leaf) else "free"] = leaf
         elif replication.is_entry(node):
             found["entered"] = node
         elif replication.is_unreplicated(node):

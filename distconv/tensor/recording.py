@@ -18,7 +18,7 @@ from distconv.tensor.base import DistTensorBase
 from distconv.tensor.dispatch import refuse
 from distconv.tensor.eager import check_untraced
 from distconv.tensor.nested import replaced, tensors_in
-from distconv.tensor.ownership import OWNED, enter, origins, owned_among
+from distconv.tensor.ownership import enter, is_owned, origins, owned_among
 from distconv.tensor.redistribution import redistribute
 from distconv.torch_private import hooks_of, node_of_tensor, without_torch_function
 
@@ -97,7 +97,7 @@ def check_recorded(operator: Callable[..., Any] | str, *operands: Any) -> dict[i
         return entered
     plain = []
     for x in operands:
-        if isinstance(x, DistTensorBase) or not isinstance(x, Tensor) or OWNED in x.__dict__:
+        if isinstance(x, DistTensorBase) or not isinstance(x, Tensor) or is_owned(x):
             continue
         sparse = x.layout is not torch.strided
         if sparse and (x.requires_grad or x.dim() != 2 or operator not in _OF_SPARSE):

@@ -22,7 +22,7 @@ from distconv.tensor.aliasing import prepare_write
 from distconv.tensor.dispatch import implements, refuse
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.nested import tensors_in
-from distconv.tensor.ownership import OWNED, enter, origins
+from distconv.tensor.ownership import enter, is_owned, origins
 
 
 def implements_in_place(
@@ -121,7 +121,7 @@ def become_distributed(
 def _hindrance(x: Tensor, device: torch.device) -> str | None:
     """Return why the object of a plain tensor cannot become a distributed tensor, or None."""
     memory = x.untyped_storage()
-    if OWNED in x.__dict__:
+    if is_owned(x):
         return "it is a parameter or buffer of a parallelized module"
     if x.is_leaf and x.requires_grad:
         return "it is a leaf that requires gradients"
