@@ -164,7 +164,7 @@ class View:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _StoredRun:
     """Neighbours in a view that are neighbours in the stored sample."""
 
     place: int
@@ -173,7 +173,7 @@ class _Run:
     backwards: bool
 
 
-def _runs(positions: Positions) -> list[_Run]:
+def _runs(positions: Positions) -> list[_StoredRun]:
     """Return the runs along one dimension, without what is outside."""
     inside = positions >= 0
     steps = np.diff(positions)
@@ -185,5 +185,5 @@ def _runs(positions: Positions) -> list[_Run]:
     for first, stop in zip(edges[:-1], edges[1:], strict=True):
         if first < stop and inside[first]:
             ends = int(positions[first]), int(positions[stop - 1])
-            runs.append(_Run(first, min(ends), stop - first, ends[0] > ends[1]))
+            runs.append(_StoredRun(first, min(ends), stop - first, ends[0] > ends[1]))
     return runs

@@ -40,7 +40,7 @@ from distconv.torch_private import (
 )
 
 
-class _Place(NamedTuple):
+class _BlockPlace(NamedTuple):
     """Where the blocks of a distributed tensor lie; of a plain one, that it is whole everywhere."""
 
     shape: Shape
@@ -49,7 +49,7 @@ class _Place(NamedTuple):
     distributed: bool
 
     @classmethod
-    def of(cls, x: Tensor, grid: Grid) -> _Place:
+    def of(cls, x: Tensor, grid: Grid) -> _BlockPlace:
         distributed = isinstance(x, DistTensorBase)
         cuts = x.cuts if isinstance(x, DistTensorBase) else ((),) * x.dim()
         return cls(tuple(x.shape), cuts, grid, distributed)
@@ -104,12 +104,14 @@ class _Call:
 
     def __init__(self, function: Any, arguments: tuple[Any, ...], grid: Grid) -> None:
         self._function, self._arguments, self._grid = function, arguments, grid
-        self._inputs = [_Place.of(x, grid) if isinstance(x, Tensor) else None for x in arguments]
+        self._inputs = [
+            _BlockPlace.of(x, grid) if isinstance(x, Tensor) else None for x in arguments
+        ]
         self._context = _Context(
             tuple(isinstance(x, Tensor) and x.requires_grad for x in arguments)
         )
-        self._saved: list[_Place | None] = []
-        self._outputs: list[_Place | None] = []
+        self._saved: list[_BlockPlace | None] = []
+        self._outputs: list[_BlockPlace | None] = []
         self._several = False
 
     def run(self) -> Any:
@@ -135,9 +137,9 @@ class _Call:
         outputs = result if self._several else (result,)
         self._check(outputs)
         self._outputs = [
-            _Place.of(x, grid) if isinstance(x, DistTensorBase) else None for x in outputs
+            _BlockPlace.of(x, grid) if isinstance(x, DistTensorBase) else None for x in outputs
         ]
-        self._saved = [None if x is None else _Place.of(x, grid) for x in context._to_save]
+        self._saved = [None if x is None else _BlockPlace.of(x, grid) for x in context._to_save]
         node.save_for_backward(*map(shard_of, context._to_save))
         node.mark_non_differentiable(*map(shard_of, context._not_differentiable))
         if context._gradient_types is not None:
@@ -277,17 +279,17 @@ def _apply(cls: Any, *arguments: Any, **keywords: Any) -> Any:
     return _Call(cls, tuple(map(in_blocks, given)), grid).run()
 
 
-def _saved(inputs: tuple[Any, ...]) -> tuple[list[Any], list[_Place | None]]:
+def _saved(inputs: tuple[Any, ...]) -> tuple[list[Any], list[_BlockPlace | None]]:
     """Return the shards of a checkpoint's inputs, to be saved as all else is, and their places."""
     places = []
     for x in inputs:
         if isinstance(x, DistTensorBase):
             x.settle()  # the function gets the same the first time and again
-        places.append(_Place.of(x, x.grid) if isinstance(x, DistTensorBase) else None)
+        places.append(_BlockPlace.of(x, x.grid) if isinstance(x, DistTensorBase) else None)
     return [shard_of(x) for x in inputs], places
 
 
-def _restored(shards: list[Any], places: list[_Place | None]) -> list[Any]:
+def _restored(shards: list[Any], places: list[_BlockPlace | None]) -> list[Any]:
     """Return the inputs of a checkpoint again."""
     pairs = zip(shards, places, strict=True)
     return [x if place is None else place.tensor(x) for x, place in pairs]

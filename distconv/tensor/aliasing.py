@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from distconv.geometry.layout import Cuts
-from distconv.tensor.base import Distributed, DistTensorBase, Recipe
+from distconv.tensor.base import Distributed, DistTensorBase, ViewRecipe
 from distconv.tensor.dispatch import refuse
 
 
@@ -48,7 +48,7 @@ def make_view(
         view._memory.note(view)
     else:
         view._memory = x._memory.copy(view)
-    view.recipe = Recipe.now(x, make, write, writable, place)
+    view.recipe = ViewRecipe.now(x, make, write, writable, place)
     return view
 
 

@@ -36,7 +36,7 @@ Distributed = TypeVar("Distributed", bound="DistTensorBase")
 Layout.dense = torch.strided
 
 
-class Recipe(NamedTuple):
+class ViewRecipe(NamedTuple):
     """How a view is made of its base again, and how what is written to it reaches the base.
 
     base: the tensor that it is a view of.
@@ -67,7 +67,7 @@ class Recipe(NamedTuple):
         write: Callable[[Any, Any], object] | None,
         writable: bool = True,
         place: Any = None,
-    ) -> Recipe:
+    ) -> ViewRecipe:
         """Return a recipe in the present modes of autograd."""
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         return cls(base, make, write, writable, place, *modes)
@@ -98,7 +98,7 @@ class DistTensorBase(torch.Tensor):
     unmerged: DistTensorBase | None = None
     """Of a merged tensor the tensor of which it is a reshape, where no blocks of it are: cut
     dimensions of that one are inner factors of its own. None of any other."""
-    recipe: Recipe | None = None
+    recipe: ViewRecipe | None = None
     """Of a view how it is made again where its block is not here, or no longer: of one whose
     elements lie on other ranks than those of its base, of views of such views, and of merged
     tensors. None of any other tensor."""
@@ -155,7 +155,7 @@ class DistTensorBase(torch.Tensor):
         """
         self = cls(unmerged.shard, shape, cuts, unmerged.grid)
         self.unmerged, self._memory = unmerged, unmerged._memory
-        self.recipe = Recipe.now(unmerged, make, write)._replace(modules=module_calls())
+        self.recipe = ViewRecipe.now(unmerged, make, write)._replace(modules=module_calls())
         del self.__dict__["shard"]
         return self
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from distconv.data.cache.boxes import Boxes, BoxesInFolder, BoxesInMemory
-from distconv.data.cache.exchange import Part, parts_of, receivers
+from distconv.data.cache.exchange import CachedBox, parts_of, receivers
 from distconv.data.cache.homes import Arrivals, Homes
 from distconv.data.fields import FieldOnGrid, Values
 from distconv.data.sources.interface import Source
@@ -119,7 +119,7 @@ class Cache:
         All ranks call it for the same mini-batch, whose samples are settled.
         """
         grid, topology = self._grid, self._grid.topology
-        incoming: dict[int, list[Part]] = defaultdict(list)
+        incoming: dict[int, list[CachedBox]] = defaultdict(list)
         for part in parts_of(self._fields, values.wanted, self._homes, topology, grid.rank):
             if part.owner == grid.rank:
                 self._place(values, part, self._box(part))
@@ -148,7 +148,7 @@ class Cache:
             request = grid.transport.exchange(arriving, leaving, grid.transport.next_tag())
         return Flight(self, values, [incoming[peer] for peer, _ in arriving], arriving, request)
 
-    def unpack(self, values: Values, parts: Sequence[Part], message: Tensor) -> None:
+    def unpack(self, values: Values, parts: Sequence[CachedBox], message: Tensor) -> None:
         """Copy what another rank has sent to its places in this rank's share."""
         content, begin = message.cpu().numpy(), 0
         for part in parts:
@@ -158,10 +158,10 @@ class Cache:
             self._place(values, part, box)
             begin += size
 
-    def _place(self, values: Values, part: Part, box: NDArray[Any]) -> None:
+    def _place(self, values: Values, part: CachedBox, box: NDArray[Any]) -> None:
         part.piece.place(values.arrays[part.field][part.place, ...], box, part.order)
 
-    def _box(self, part: Part) -> NDArray[Any]:
+    def _box(self, part: CachedBox) -> NDArray[Any]:
         """Return a box of a sample that this rank keeps."""
         own = self._fields[part.field]
         kept = own.stored_box(self._grid.topology, self._grid.rank)
@@ -173,7 +173,7 @@ class Cache:
         )
         return self._boxes.get(self._kept[part.field, part.sample])[index]
 
-    def _size(self, part: Part) -> int:
+    def _size(self, part: CachedBox) -> int:
         return part.piece.source.size * self._fields[part.field].source.dtype.itemsize
 
     def _bytes(self, own: FieldOnGrid) -> int:
@@ -192,7 +192,7 @@ class Flight:
         self,
         cache: Cache,
         values: Values,
-        parts: Sequence[Sequence[Part]],
+        parts: Sequence[Sequence[CachedBox]],
         arriving: Sequence[Message],
         request: Request | None,
     ) -> None:

@@ -14,7 +14,7 @@ from distconv.geometry.topology import Topology
 
 
 @dataclass(frozen=True)
-class Part:
+class CachedBox:
     """A box of a kept sample, on its way into a rank's share of a mini-batch.
 
     Attributes
@@ -41,7 +41,7 @@ def parts_of(
     homes: Homes,
     topology: Topology,
     rank: int,
-) -> Iterator[Part]:
+) -> Iterator[CachedBox]:
     """Yield what makes up the shares of a mini-batch that a rank wants, in an order that all know.
 
     A rank takes from that replica of a kept box that has its own coordinates along the grid axes
@@ -58,7 +58,7 @@ def parts_of(
                 for owner in _owners(own, topology, rank, home, piece):
                     part = piece.within(own.stored_box(topology, owner), view.order)
                     if part is not None:
-                        yield Part(own.number, owner, sample, place, part, view.order)
+                        yield CachedBox(own.number, owner, sample, place, part, view.order)
 
 
 def receivers(

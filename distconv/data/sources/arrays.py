@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from distconv.data.sources.interface import Array, Source
-from distconv.data.sources.packing import Packing, put
+from distconv.data.sources.packing import ScaleAndOffset, put
 from distconv.geometry.layout import Box
 
 
@@ -19,7 +19,7 @@ class ArraySource(Source):
     """An array with `shape`, `dtype` and indexing by slices, samples first.
 
     Its type is that of what is read, as arrays of other packages scale what is on the disk.
-    `Packing` says which attributes of an array (`attrs`) are applied.
+    `ScaleAndOffset` says which attributes of an array (`attrs`) are applied.
 
     Parameters
     ----------
@@ -47,7 +47,7 @@ class ArraySource(Source):
         if "_ARRAY_DIMENSIONS" in attributes and fill is not None:
             # In zarr's format 2 xarray and NetCDF keep it there, and mark their arrays so.
             attributes.setdefault("_FillValue", fill)
-        self._packing = Packing(attributes, name)
+        self._packing = ScaleAndOffset(attributes, name)
         self.dtype = self._type()
         chunks = getattr(array, "chunks", None)
         # Those of dask are tuples of extents, and need not be equal.

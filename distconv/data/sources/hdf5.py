@@ -11,7 +11,7 @@ import numpy as np
 
 from distconv.data.sources.arrays import check_file, check_unchanged, only_name
 from distconv.data.sources.interface import Array, Source
-from distconv.data.sources.packing import Packing, put
+from distconv.data.sources.packing import ScaleAndOffset, put
 from distconv.geometry.layout import Box
 
 if TYPE_CHECKING:
@@ -23,8 +23,8 @@ _ERRORS = (OSError, RuntimeError, KeyError, ValueError, TypeError, AttributeErro
 
 class HDF5Source(Source):
     """A dataset of an HDF5 file, samples first. HDF5 reads whole chunks where they have filters, or
-    are of at most 1 MiB, and otherwise what is asked for. `Packing` says which attributes, as those
-    of NetCDF files, are applied.
+    are of at most 1 MiB, and otherwise what is asked for. `ScaleAndOffset` says which attributes,
+    as those of NetCDF files, are applied.
 
     Parameters
     ----------
@@ -63,7 +63,7 @@ class HDF5Source(Source):
                 f"{self._path}: {self._label!r} has shape {shape}; expected an array of samples"
             )
         self.samples, self.shape = (1, shape) if self._single else (shape[0], shape[1:])
-        self._packing = Packing(self._dataset.attrs, self.name)
+        self._packing = ScaleAndOffset(self._dataset.attrs, self.name)
         self.dtype = self._dataset.dtype.newbyteorder("=")
         if self._packing:
             self.dtype = self._packing.unpacked(np.empty(0, self.dtype)).dtype

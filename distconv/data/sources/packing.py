@@ -14,7 +14,7 @@ from numpy.typing import DTypeLike, NDArray
 from distconv.data.sources.interface import Array
 
 
-class Packing:
+class ScaleAndOffset:
     """Numbers that are stored as others: meant = stored * scale_factor + add_offset.
 
     Those equal to `_FillValue` or `missing_value`, and stored ones outside `valid_range` or below

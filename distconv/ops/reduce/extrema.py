@@ -22,7 +22,7 @@ from distconv.tensor.dispatch import RULES, implements
 from distconv.tensor.dist_tensor import DistTensor
 
 
-class Values(NamedTuple):
+class ValuesAndIndices(NamedTuple):
     """The pair that torch returns for an extremum along one dimension."""
 
     values: DistTensor
@@ -130,7 +130,9 @@ def _first_of_ranks(values: Tensor, indices: Tensor, largest: bool, none: int) -
     return torch.where(_attained(values, best), indices, none).amin(0)
 
 
-def _along(name: str, input: DistTensor, dim: int, keepdim: bool, largest: bool) -> Values:
+def _along(
+    name: str, input: DistTensor, dim: int, keepdim: bool, largest: bool
+) -> ValuesAndIndices:
     d = normalize_dim(dim, input.dim())
     if not input.dim():
         return _along(name, unsqueeze(input, 0), d, False, largest)
@@ -146,7 +148,7 @@ def _along(name: str, input: DistTensor, dim: int, keepdim: bool, largest: bool)
     else:
         value = x.sum(d, keepdim=True).to(x.dtype)
     value = all_reduce_with_grad(value, input.grid, input.cuts[d])
-    return Values(
+    return ValuesAndIndices(
         reduction_result(input, value, (d,), keepdim), reduction_result(input, index, (d,), keepdim)
     )
 

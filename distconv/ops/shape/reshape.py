@@ -39,7 +39,7 @@ def _inferred(sizes: Shape, shape: Shape) -> Shape:
     return tuple(torch.empty(shape, device="meta").reshape(sizes).shape)
 
 
-class _Run(NamedTuple):
+class _Regrouping(NamedTuple):
     """Dimensions that a reshape makes of others of equal product, the first of which are cut."""
 
     old: range
@@ -57,7 +57,7 @@ class _Run(NamedTuple):
 
 def _reshaped_cuts(
     before: Shape, cuts: Cuts, after: Shape, topology: Topology
-) -> tuple[Cuts, Cuts, list[_Run]]:
+) -> tuple[Cuts, Cuts, list[_Regrouping]]:
     """Return the cuts that a reshape asks of its input, those of its result, and the uneven runs.
 
     A dimension that stays as it is keeps any cut. Of a run whose leading dimension is cut, the
@@ -67,7 +67,7 @@ def _reshaped_cuts(
     """
     asked: list[tuple[str, ...]] = [()] * len(before)
     made: list[tuple[str, ...]] = [()] * len(after)
-    uneven: list[_Run] = []
+    uneven: list[_Regrouping] = []
     if 0 in before:
         return tuple(asked), tuple(made), uneven
     for old, new in groups(before, after):
@@ -84,7 +84,7 @@ def _reshaped_cuts(
             parts = topology.parts(axes)
             if before[first] % parts or after[into] % parts:
                 rows = Rows(elements // before[first], elements // after[into])
-                uneven.append(_Run(range(first, old.stop), into, rows))
+                uneven.append(_Regrouping(range(first, old.stop), into, rows))
     return tuple(asked), tuple(made), uneven
 
 
