@@ -6,10 +6,10 @@ import argparse
 import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
-from itertools import count, islice
+from itertools import chain, count, islice
 from typing import Any
 
 import torch
@@ -153,9 +153,8 @@ def results(example: Example[Any, Any], args: argparse.Namespace) -> str:
     files = {**example.pictures, "metrics.json": "settings, and all numbers of every epoch"}
     program = f"python -m examples.{example.name}.train"
     axis = next(axis for axis in example.axes if axis in ("depth", "height"))
-    more = "--grid", f"{axis}=2", "--epochs", str(args.epochs + 1), "--resume", str(args.output)
-    # What stands last on a command line counts.
-    same = shlex.join([*args.words, *more])
+    more = {"--grid": f"{axis}=2", "--epochs": args.epochs + 1, "--resume": args.output}
+    same = shlex.join([*without(args.words, more), *map(str, chain(*more.items()))])
     return "\n".join(
         (
             "Look at",
@@ -167,6 +166,17 @@ def results(example: Example[Any, Any], args: argparse.Namespace) -> str:
             "  your own network: docs/tutorials/first_network.md; the site: make docs",
         )
     )
+
+
+def without(words: Iterable[str], options: Container[str]) -> Iterator[str]:
+    """Yield the words of a command line but for some options, each of which has one value."""
+    rest = iter(words)
+    for word in rest:
+        name, attached, _ = word.partition("=")
+        if name not in options:
+            yield word
+        elif not attached:
+            next(rest, None)
 
 
 def resume(

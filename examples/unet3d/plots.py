@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from matplotlib.patches import Patch
 
 from distconv.data.durable import write_atomically
 from examples.trainer.plots import AMBER, BLUE, GREEN, RED, Curve, network_style, plot_history
+from examples.trainer.ranks import RankBox, draw_boxes
 
 from .tomography import CLASSES
 
@@ -29,19 +31,25 @@ def plot_loss(path: Path, history: list[dict[str, Any]]) -> None:
 
 
 def plot_slices(
-    path: Path, image: np.ndarray, truth: np.ndarray, predicted: np.ndarray, title: str
+    path: Path,
+    image: np.ndarray,
+    truth: np.ndarray,
+    predicted: np.ndarray,
+    boxes: Sequence[RankBox],
+    title: str,
 ) -> None:
     """Draw three slices of a volume, across depth, height and width, into `path`.
 
     They go through where most of the lesions are. Beside the image are the truth and the prediction
-    over it, and the voxels in which they differ.
+    over it, the voxels in which they differ, and the ranks whose boxes the slice goes through.
 
     Args:
         image, truth, predicted: (D, H, W): intensities, and two labels of each voxel.
+        boxes: of the ranks, in a tensor (N, C, D, H, W).
     """
-    figure = Figure(figsize=(13, 9.5), layout="constrained")
+    figure = Figure(figsize=(16, 9.5), layout="constrained")
     figure.suptitle(title)
-    axes = figure.subplots(3, 4)
+    axes = figure.subplots(3, 5)
     for row, (dimension, name) in enumerate(enumerate(("depth", "height", "width"))):
         other = tuple(d for d in range(3) if d != dimension)
         plane = int(((truth == CLASSES.index("lesion")) + 1e-6 * (truth > 0)).sum(other).argmax())
@@ -54,7 +62,12 @@ def plot_slices(
         _draw_labels(axes[row, 2], guess)
         wrong = np.ma.masked_equal((true != guess).astype(float), 0)
         axes[row, 3].imshow(wrong, cmap=ListedColormap([AMBER]), interpolation="nearest")
-    for place, name in zip(axes[0], ("image", "truth", "prediction", "differences"), strict=True):
+        through = [
+            b for b in boxes if b[1][2 + dimension].start <= plane < b[1][2 + dimension].stop
+        ]
+        draw_boxes(axes[row, 4], through, (2 + other[0], 2 + other[1]))
+    names = ("image", "truth", "prediction", "differences", "ranks")
+    for place, name in zip(axes[0], names, strict=True):
         place.set_title(name)
     patches = [Patch(color=colour, label=name) for name, colour in COLOURS.items()]
     figure.legend(handles=patches, loc="outside lower center", ncols=3, frameon=False)

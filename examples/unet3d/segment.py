@@ -29,6 +29,7 @@ from distconv.tools.arguments import RankParser, grid_axes
 from distconv.transport.interface import ObjectCommunicator
 from distconv.transport.world import world
 from examples.trainer.arguments import natural
+from examples.trainer.ranks import boxes_of
 
 from .data import Volumes, made_volume
 from .generate import side_lengths
@@ -70,8 +71,9 @@ def segment(
         below, true, guess = (
             x.full_tensor()[0].cpu().numpy() for x in (image[:, 0], truth, predicted)
         )
+        boxes = boxes_of(image, grid)
         title = f"a volume of {' x '.join(map(str, true.shape))} voxels on {grid.size} ranks"
-        on_rank_zero(grid, lambda: plot_slices(picture, below, true, guess, title))
+        on_rank_zero(grid, lambda: plot_slices(picture, below, true, guess, boxes, title))
     return dict(zip(CLASSES, coefficients, strict=True))
 
 

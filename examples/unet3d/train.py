@@ -22,6 +22,7 @@ from distconv.data import on_rank_zero
 from distconv.transport.interface import ObjectCommunicator
 from examples.trainer.arguments import Add, positive
 from examples.trainer.example import PRECISIONS, Example
+from examples.trainer.ranks import boxes_of, on_one_rank
 from examples.trainer.training import run
 
 from .data import Volumes
@@ -43,7 +44,7 @@ class Segmentation(Example[Volumes, UNet3d]):
     decisive = ("width", "augment")
     score = SegmentationScore
     pictures = {
-        "slices.png": "a volume nobody trained on: image, truth, prediction and differences",
+        "slices.png": "a volume nobody trained on: truth, prediction, differences and ranks",
         "loss.png": "loss and Dice coefficients of every epoch",
     }
 
@@ -88,6 +89,8 @@ class Segmentation(Example[Volumes, UNet3d]):
         with torch.no_grad():
             image, truth = validation.batch([0])
             predicted = model(image).argmax(1)
+        boxes = boxes_of(image, validation.grid)
+        alone = on_one_rank(lambda: UNet3d(1, len(CLASSES), args.width), model, image)
         below, true, guess = (
             x.full_tensor()[0].cpu().numpy() for x in (image[:, 0], truth, predicted)
         )
@@ -95,7 +98,10 @@ class Segmentation(Example[Volumes, UNet3d]):
         def write() -> None:
             plot_loss(args.output / "loss.png", history)
             title = f"{args.validation}, the first volume"
-            plot_slices(args.output / "slices.png", below, true, guess, title)
+            if alone is not None:
+                others = int((alone().argmax(1)[0].cpu().numpy() != guess).sum())
+                title += f"; one rank predicts another class in {others} of {guess.size} voxels"
+            plot_slices(args.output / "slices.png", below, true, guess, boxes, title)
 
         on_rank_zero(validation.grid, write)
 

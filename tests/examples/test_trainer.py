@@ -18,6 +18,7 @@ import distconv as dc
 from examples.mesh_tangling.train import main
 from examples.trainer.logs import TensorBoard, write_table
 from examples.trainer.ranks import boxes_of, on_one_rank
+from examples.trainer.training import without
 from tests.support.everywhere import on_rank_zero
 from tests.support.mesh_runs import arguments, write_file
 
@@ -131,6 +132,11 @@ def test_a_run_reports_the_share_of_time_that_it_waits_for_samples(folder: Path)
     assert 0 < metrics["waiting_share"] < 1
     assert metrics["waiting_share"] * seconds <= most * (1 + 1e-9)
     assert (output / "log.csv").read_text().count("\n") == 2
+
+
+def test_the_next_command_has_each_option_once() -> None:
+    words = ["--data", "x.h5", "--grid", "height=2", "--epochs=3", "--augment"]
+    assert [*without(words, ("--grid", "--epochs"))] == ["--data", "x.h5", "--augment"]
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
