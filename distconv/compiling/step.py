@@ -58,8 +58,8 @@ def compile(
     Parameters
     ----------
     step: a function of tensors, of which at least one is a DistTensor.
-    backend: of torch.compile, "inductor" say, which makes fewer and faster kernels of the calls
-        between messages. That takes a minute or so at the fourth call, and results are equal to
+    backend: of torch.compile, "inductor" say, which makes fewer kernels of the calls between
+        messages. That takes a minute or so at the fourth call, and results are equal to
         rounding. None replays the calls as they are.
     """
     return CompiledStep(step, backend)
