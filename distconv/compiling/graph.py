@@ -49,14 +49,14 @@ class _Message:
 
     @property
     def leaving(self) -> list[Any]:
-        """Return what stands for the tensors that are sent or added up."""
+        """Return the values and constants that are sent or added up."""
         if self._function is tracing.start_exchange:
             return [x for _, x in self._rest[1]]
         return [self._rest[0]]
 
     @property
     def arriving(self) -> list[Any]:
-        """Return what stands for the tensors that are filled."""
+        """Return the values and constants that are filled."""
         if self._function is tracing.start_exchange:
             return [x for _, x in self._rest[0]]
         return [self._rest[0]]
@@ -76,7 +76,7 @@ class _Message:
         self._filled = filled
 
     def wait(self) -> list[Tensor]:
-        """Return what has been filled."""
+        """Return the tensors that have been filled."""
         request, self._request = self._request, None
         if request is not None:
             request.wait()
@@ -175,8 +175,8 @@ def compiled(step: TracedStep, backend: str) -> TracedStep:
 def _apart(calls: Sequence[TracedCall]) -> set[int]:
     """Return the ids of the calls that Python makes, between graphs.
 
-    They give gradients to leaves, let optimizers step, or compute with what compilers have no
-    picture of: oneDNN's layout of memory, and its convolution called by name.
+    They give gradients to leaves, let optimizers step, or compute as compilers do not know:
+    in oneDNN's layout of memory, and by its convolution's name.
     """
     apart: set[int] = set()
     in_onednn: set[Value | Constant] = set()

@@ -28,6 +28,9 @@ _MOST_CASES = 16
 _DEVICES = ("cpu", "cuda")
 """The kinds of devices on which a step may run by autocast."""
 
+_PLACE: Any = ...
+"""Stands for a tensor among the arguments that tell cases apart."""
+
 _FEW = 4096
 """The number of elements up to which a constant is compared by its elements."""
 
@@ -121,7 +124,7 @@ class CompiledStep(Generic[Given, Result]):
         case = _TracedCase(tensors)
         with traced(case.trace), modules_called(self._called):
             result = self._step(*args, **kwargs)
-        case.finish(result)
+        case.finish(tensors, result)
         why = case.trace.obstacle or (before.difference(case) if before else "")
         grid = next(x.grid for x in tensors if isinstance(x, DistTensor))
         reasons = grid.all_gather_object(why)
@@ -138,7 +141,7 @@ class CompiledStep(Generic[Given, Result]):
 
 
 def _key(args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
-    """Return what tells calls with different arguments, or in different modes, apart."""
+    """Return the part of a case's key that follows from arguments and modes."""
     if not any(isinstance(x, DistTensor) for x in tensors):
         raise TypeError("compile: no DistTensor is among the arguments of the step; pass the batch")
     about = tuple(
@@ -150,7 +153,7 @@ def _key(args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
         )
         for x in tensors
     )
-    rest = replaced((args, kwargs), dict.fromkeys(map(id, tensors), _SLOT))
+    rest = replaced((args, kwargs), dict.fromkeys(map(id, tensors), _PLACE))
     modes = (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -162,7 +165,7 @@ def _key(args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
 
 
 def _circumstances(modules: Iterable[nn.Module]) -> Any:
-    """Return what tells states of modules apart in which they make different calls."""
+    """Return the part of a case's key that follows from the state of modules."""
     # By m.parameters() it would take many times as long.
     tables = (parts_and_parameters(m)[0] for m in modules)
     parameters = [p for table in tables for p in table.values() if p is not None]
@@ -175,35 +178,12 @@ def _circumstances(modules: Iterable[nn.Module]) -> Any:
     )
 
 
-class _Slot:
-    """Stands for a tensor in a structure of the step's arguments or its result."""
-
-    def __init__(self, number: int = 0) -> None:
-        self.number = number
-
-    def __repr__(self) -> str:
-        return f"tensor {self.number}"
-
-
-_SLOT: Any = _Slot()
-
-
 def _without_gradients(result: Any) -> Any:
     return replaced(result, {id(x): x.detach() for x in tensors_in(result)})
 
 
-def _filled(structure: Any, tensors: Sequence[Tensor]) -> Any:
-    if isinstance(structure, _Slot):
-        return tensors[structure.number]
-    if type(structure) in (list, tuple):
-        return type(structure)(_filled(x, tensors) for x in structure)
-    if isinstance(structure, dict):
-        return {key: _filled(x, tensors) for key, x in structure.items()}
-    return structure
-
-
 class _TracedCase:
-    """One traced call of a step, and what it was traced in.
+    """One traced call of a step, with the structure of its result.
 
     Parameters
     ----------
@@ -214,20 +194,21 @@ class _TracedCase:
         self.trace = Trace(shards_of(tensors))
         if any(isinstance(x, DistTensor) and x.unmerged is not None for x in tensors):
             self.trace.hinder("a tensor among its arguments has merged dimensions")
-        self.tensors = tensors
         self.strides = [x.stride() for x in shards_of(tensors)]
+        self.places: list[Tensor] = []
+        """Stand for the tensors of the result in its structure."""
         self.structure: Any = None
         self.made: list[Any] = []
         self.step = TracedStep([], [], [], {}, [])
 
-    def finish(self, result: Any) -> None:
-        """Take what the step has returned, once it has been traced."""
-        if any(x.requires_grad for x in self.tensors):
+    def finish(self, arguments: Iterable[Tensor], result: Any) -> None:
+        """Take the result of the step, traced with these tensors among its arguments."""
+        if any(x.requires_grad for x in arguments):
             self.trace.hinder("a tensor among its arguments requires gradients")
-        self.tensors = ()
         tensors = tensors_in(result)
-        slots = {id(x): _Slot(i) for i, x in enumerate(tensors)}
-        self.structure = replaced(result, slots)  # type: ignore[arg-type]
+        self.places = [torch.empty(0) for _ in tensors]
+        others = {id(x): place for x, place in zip(tensors, self.places, strict=True)}
+        self.structure = replaced(result, others)
         self.made = [
             (tuple(x.shape), x.cuts, x.grid) if isinstance(x, DistTensor) else None for x in tensors
         ]
@@ -238,7 +219,7 @@ class _TracedCase:
         self.step = step.reduced()
 
     def difference(self, later: _TracedCase) -> str:
-        """Return in words what a later call of the same case has done otherwise; "" if nothing."""
+        """Return in words how a later call of the same case differs; "" where it does not."""
         mine, theirs = self.step, later.step
         for a, b in zip(mine.calls, theirs.calls, strict=False):
             if a != b:
@@ -282,7 +263,8 @@ class _Case:
             step = compiled(step, backend)
         program = Program(step)
         self._run, self.source = program.run, program.source
-        self._structure, self._made, self._strides = case.structure, case.made, case.strides
+        self._structure, self._places = case.structure, case.places
+        self._made, self._strides = case.made, case.strides
         used = set(map(id, case.step.constants.values()))
         self._gradients = [
             (leaf, first) for leaf, first in case.trace.leaves.values() if id(first) in used
@@ -308,7 +290,8 @@ class _Case:
             x if about is None else _distributed(x, *about)
             for x, about in zip(results, self._made, strict=True)
         ]
-        return _filled(self._structure, made)
+        others = {id(place): x for place, x in zip(self._places, made, strict=True)}
+        return replaced(self._structure, others)
 
 
 def _distributed(block: Tensor, shape: Any, cuts: Any, grid: Grid) -> DistTensor:

@@ -1,4 +1,4 @@
-"""Tracing a step as it runs: what torch's dispatcher and the carriers do, in one order.
+"""Tracing a step as it runs: the calls of torch's dispatcher and of the carriers, in one order.
 
 Autograd, rules and hooks run as ever, above the dispatcher, so that the trace is the forward pass,
 the backward pass and the sums of gradients as plain functions on this rank's blocks.
@@ -74,7 +74,7 @@ def broadcast(transport: Transport, tensor: Tensor, group: Any) -> None:
 
 
 def wait(request: Request) -> None:
-    """Wait for what has been started."""
+    """Wait for messages that have been started."""
     request.wait()
 
 
@@ -109,7 +109,7 @@ class Trace:
         self.obstacle = ""
         self.paused = False
         self._seen = WeakTensorKeyDictionary()
-        """What stands for each tensor."""
+        """The value or constant that stands for each tensor."""
         self._apart = WeakTensorKeyDictionary()
         """The tensors that were made while the trace was paused."""
         self._count = 0
@@ -123,15 +123,10 @@ class Trace:
             self._seen[x] = Value(self._count)
         return self._count
 
-    def known(self, x: Tensor) -> Value | Constant | None:
-        """Return what stands for a tensor that the trace has met."""
-        found: Value | Constant | None = self._seen.get(x)
-        return found
-
     def standing_for(self, x: Any) -> Any:
-        """Return an argument with what stands for its tensors in place of them."""
+        """Return an argument with values and constants in place of its tensors."""
         if isinstance(x, Tensor):
-            return self.known(x) or self._constant(x)
+            return self._seen.get(x) or self._constant(x)
         if type(x) in (list, tuple):
             return type(x)(map(self.standing_for, x))
         return x
@@ -160,10 +155,6 @@ class Trace:
 
     def note(self, function: Operator, args: Any, options: dict[str, Any], result: Any) -> None:
         """Take a call of torch's dispatcher, whose arguments are stood for already."""
-        if self.paused:
-            for x in _tensors(result):
-                self._apart[x] = True
-            return
         if function.namespace in _COLLECTIVES:
             self.hinder(f"it sends by torch.distributed itself ({function})")
         tags = function.tags
@@ -175,7 +166,7 @@ class Trace:
         if function is _FRESH:
             function = aten.clone.default
         if _RANDOM in tags:
-            self._note_random()
+            self._random = _random_states()
         results: Any
         if isinstance(result, Tensor):
             results = None if result in self._seen else self.new(result)
@@ -187,8 +178,11 @@ class Trace:
             )
         self.calls.append(TracedCall(function, args, options, results))
 
-    def _note_random(self) -> None:
-        self._random = _random_states()
+    def leave_out(self, result: Any) -> None:
+        """Note the tensors that a call of the dispatcher has made while the trace was paused."""
+        for x in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(x, Tensor):
+                self._apart[x] = True
 
     def check_random(self) -> None:
         """Note where the program has set the state of random numbers within the step."""
@@ -196,7 +190,7 @@ class Trace:
             self.hinder("it sets the state of random numbers, as torch.utils.checkpoint does")
 
     def end(self) -> None:
-        """Look at what the step leaves behind."""
+        """Check that the settings of optimizers are as they were when they stepped."""
         for optimizer, before in self.optimizers.items():
             if _settings(optimizer) != before:
                 self.hinder(
@@ -237,11 +231,6 @@ def _random_states() -> list[Tensor]:
     return states
 
 
-def _tensors(result: Any) -> list[Tensor]:
-    several = result if isinstance(result, (tuple, list)) else (result,)
-    return [x for x in several if isinstance(x, Tensor)]
-
-
 class _Dispatcher(DispatchMode):
     """Hands every call of torch's dispatcher to a trace."""
 
@@ -253,7 +242,7 @@ class _Dispatcher(DispatchMode):
         trace, kwargs = self._trace, kwargs or {}
         if trace.paused:
             result = func(*args, **kwargs)
-            trace.note(func, (), {}, result)
+            trace.leave_out(result)
             return result
         if _RANDOM in func.tags:
             trace.check_random()
@@ -289,66 +278,57 @@ class _TracedCarrier(WrappedTransport):
 
     def _empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """Return memory for a message."""
-        with self._trace.pause():
-            memory = self.carrier.empty(shape, like)
-        if not self._trace.paused:
-            self._note(empty, self._trace.standing_for((shape, like)), self._trace.new(memory))
+        memory: Tensor = self._call(empty, (shape, like), self.carrier.empty, shape, like)
         return memory
 
     def exchange(
         self, arriving: Sequence[Message], leaving: Sequence[Message], tag: int
     ) -> Request:
         """Start the messages of one exchange."""
-        return self._started(
-            start_exchange,
-            ([*arriving], [*leaving]),
-            lambda: self.carrier.exchange(arriving, leaving, tag),
-        )
+        arguments = [*arriving], [*leaving]
+        run = self.carrier.exchange
+        request: Request = self._call(start_exchange, arguments, run, arriving, leaving, tag)
+        return request
 
     def all_reduce(self, tensor: Tensor, group: Any) -> Request:
         """Start adding up a tensor in place over the ranks of `group`."""
-        return self._started(
-            start_sum, (tensor, group), lambda: self.carrier.all_reduce(tensor, group)
-        )
+        run = self.carrier.all_reduce
+        request: Request = self._call(start_sum, (tensor, group), run, tensor, group)
+        return request
 
     def all_gather(self, tensor: Tensor, group: Any) -> Tensor:
         """Return the tensors of all ranks of `group`, stacked in rank order."""
-        with self._trace.pause():
-            gathered = self.carrier.all_gather(tensor, group)
-        if not self._trace.paused:
-            arguments = self._trace.standing_for((tensor, group))
-            self._note(gather, arguments, self._trace.new(gathered))
+        run = self.carrier.all_gather
+        gathered: Tensor = self._call(gather, (tensor, group), run, tensor, group)
         return gathered
 
     def broadcast(self, tensor: Tensor, group: Any) -> None:
         """Overwrite a tensor by the one of the first rank of `group`."""
-        if not self._trace.paused:
-            self._note(broadcast, self._trace.standing_for((tensor, group)))
-        with self._trace.pause():
-            self.carrier.broadcast(tensor, group)
+        self._call(broadcast, (tensor, group), self.carrier.broadcast, tensor, group)
 
-    def _started(
-        self, function: Callable[..., Any], arguments: Any, start: Callable[[], Request]
-    ) -> Request:
+    def _call(
+        self, function: Callable[..., Any], arguments: Any, run: Callable[..., Any], *given: Any
+    ) -> Any:
+        """Return `run(*given)`, the carrier's, which in replays is `function` of `arguments`."""
         trace = self._trace
         if trace.paused:
-            return start()
-        number = trace.new()
-        self._note(function, trace.standing_for(arguments), number)
+            return run(*given)
+        arguments = trace.standing_for(arguments)
         with trace.pause():
-            request = start()
-        return _TracedRequest(trace, request, number)
-
-    def _note(
-        self, function: Callable[..., Any], arguments: tuple[Any, ...], number: int | None = None
-    ) -> None:
-        call = TracedCall(function, (self._transport, *arguments), {}, number)
-        self._trace.calls.append(call)
+            result = run(*given)
+        number = None
+        if isinstance(result, Tensor):
+            number = trace.new(result)
+        elif result is not None:
+            number = trace.new()
+            result = _TracedRequest(trace, result, number)
+        trace.calls.append(TracedCall(function, (self._transport, *arguments), {}, number))
+        return result
 
 
 @contextmanager
 def traced(trace: Trace) -> Iterator[None]:
-    """Trace what this thread computes and sends in the context."""
+    """Trace the calls and messages of this thread in the context."""
     with ExitStack() as left:
         for transport in transports():
             for name in ("carrier", "empty"):

@@ -124,16 +124,21 @@ def check(make_step: MakeStep, network: Callable[[], nn.Module] = classifier, **
     return actual[2]
 
 
-def plain(model: nn.Module, grid: dc.ProcessGrid) -> Step:
-    """Return a step without an optimizer, which leaves gradients behind."""
+def gradients_of(model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor]) -> Step:
+    """Return a step without an optimizer, which leaves the gradients of a loss behind."""
 
     def step(x: Tensor, y: Tensor) -> Tensor:
         model.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        return loss
+        found = loss(x, y)
+        found.backward()
+        return found
 
     return step
+
+
+def plain(model: nn.Module, grid: dc.ProcessGrid) -> Step:
+    """Return a step of a usual loss."""
+    return gradients_of(model, lambda x, y: F.cross_entropy(model(x), y))
 
 
 def of_volumes(model: nn.Module, grid: dc.ProcessGrid) -> Step:
@@ -202,14 +207,7 @@ def with_autocast(model: nn.Module, grid: dc.ProcessGrid) -> Step:
 def of_halves(model: nn.Module, grid: dc.ProcessGrid) -> Step:
     """Return a step whose parameters, gradients and messages are in bfloat16."""
     model.bfloat16()
-
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        model.zero_grad()
-        loss = F.cross_entropy(model(x.bfloat16()), y)
-        loss.backward()
-        return loss
-
-    return step
+    return gradients_of(model, lambda x, y: F.cross_entropy(model(x.bfloat16()), y))
 
 
 def with_average(model: nn.Module, grid: dc.ProcessGrid) -> Step:
@@ -390,14 +388,7 @@ def reads(model: nn.Module, grid: dc.ProcessGrid) -> Step:
 def counts(model: nn.Module, grid: dc.ProcessGrid) -> Step:
     """Return a step with a number that is another each time."""
     weights = iter(range(1, CALLS + 1))
-
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        model.zero_grad()
-        loss = F.cross_entropy(model(x), y) * next(weights)
-        loss.backward()
-        return loss
-
-    return step
+    return gradients_of(model, lambda x, y: F.cross_entropy(model(x), y) * next(weights))
 
 
 def replaces(model: nn.Module, grid: dc.ProcessGrid) -> Step:
@@ -433,51 +424,35 @@ def schedules(model: nn.Module, grid: dc.ProcessGrid) -> Step:
 def sets_random_numbers(model: nn.Module, grid: dc.ProcessGrid) -> Step:
     """Return a step whose checkpoint draws the numbers of dropout again."""
 
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        model.zero_grad()
-        loss = F.cross_entropy(checkpoint(model, x, use_reentrant=False), y)
-        loss.backward()
-        return loss
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(checkpoint(model, x, use_reentrant=False), y)
 
-    return step
+    return gradients_of(model, loss)
 
 
 def chooses(model: nn.Module, grid: dc.ProcessGrid) -> Step:
     """Return a step that does as the elements say."""
 
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        model.zero_grad()
+    def loss(x: Tensor, y: Tensor) -> Tensor:
         z = model(x)
-        loss = F.cross_entropy(z if x.mean() > 0 else -z, y)
-        loss.backward()
-        return loss
+        return F.cross_entropy(z if x.mean() > 0 else -z, y)
 
-    return step
+    return gradients_of(model, loss)
 
 
 def picks(model: nn.Module, grid: dc.ProcessGrid) -> Step:
     """Return a step that takes some elements of a tensor, by their values."""
 
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        model.zero_grad()
+    def loss(x: Tensor, y: Tensor) -> Tensor:
         z = model(x)
-        loss = z[z > 0].sum()
-        loss.backward()
-        return loss
+        return z[z > 0].sum()
 
-    return step
+    return gradients_of(model, loss)
 
 
 def differentiates_inputs(model: nn.Module, grid: dc.ProcessGrid) -> Step:
-    """Return a step with a penalty on the gradient of its input."""
-
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        model.zero_grad()
-        loss = F.cross_entropy(model(x.requires_grad_()), y)
-        loss.backward()
-        return loss
-
-    return step
+    """Return a step that computes the gradient of its input, too."""
+    return gradients_of(model, lambda x, y: F.cross_entropy(model(x.requires_grad_()), y))
 
 
 LEFT = {
