@@ -75,4 +75,4 @@ def _say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    record(Path(sys.argv[1]), Settings(seconds=5.0), sys.argv[2:] or BENCHMARKS)
+    record(Path(sys.argv[1]), Settings(seconds=3.0), sys.argv[2:] or BENCHMARKS)

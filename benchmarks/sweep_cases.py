@@ -245,6 +245,10 @@ _SUMS = "a sum over ranks forward and one backward"
 _ONE_SUM = "a sum over ranks forward"
 _HALO = "the block is copied beside its halo, and its gradient back: a pass more each way"
 _CORRECTED = "a pass more, which corrects the rows that each block has normalised alone"
+_HOST = "0.3 ms of the host's work beside a kernel of about one"
+_COPIED = "torch copies the rows beside a halo, which are not dense with channels first"
+_STRIPS = "the rows beside a halo are calls of their own, and work of the host"
+_STATISTICS = "a pass more each way, as statistics of all ranks lie between, and 0.5 ms of the host"
 REASONS = {
     "flip of height": "whole blocks change rank",
     **dict.fromkeys(("cat of height", "narrow of height", "every second row"), _MOVED),
@@ -253,7 +257,16 @@ REASONS = {
     "dropout": "numbers hash positions, to be the same on any grid",
     **dict.fromkeys(("softmax of height", "log_softmax of height"), _CORRECTED),
     "cumsum of height": "a pass more, which adds the sums of the blocks before",
-    **dict.fromkeys(("diff", "gradient"), _HALO),
+    **dict.fromkeys(("diff", "gradient", "roll of height"), _HALO),
+    **dict.fromkeys(
+        ("sgn", "prelu", "avg_pool{}d, 3, stride 1", "nearest, 1/2", "linear, 1/2"), _HOST
+    ),
+    **dict.fromkeys(("conv{}d, 3", "conv{}d, 3, stride 2"), _COPIED),
+    **dict.fromkeys(("conv{}d, 3, depthwise", "max_pool{}d, 3, stride 2"), _STRIPS),
+    **dict.fromkeys(("batch_norm", "group_norm", "layer_norm"), _STATISTICS),
+    "max_unpool{}d": "each index is compared with its window, and counted in the block",
+    "linear, 2": "the kernel begins at the halo; the rows too many are cut away, a pass each way",
+    "linear, 2, align_corners": "torch's kernels begin at an input; rows are weighted and added",
 }
 """By name, why a call takes longer."""
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from distconv.comm.packing import has_channels_last
 from distconv.geometry.index_maps import Same
 from distconv.geometry.resampling import Resampled
 from distconv.ops.support.constants import remembered
@@ -122,17 +123,24 @@ def _resample(
         buffer = to_accumulation_type(buffer)
     taps = _taps(buffer.device, resampled, size, start, stop, first, buffer.dtype)
     if resampled.mode.startswith("nearest"):
-        return buffer.index_select(d, taps[0][0])
+        return _select(buffer, d, taps[0][0])
     column = (1,) * d + (-1,) + (1,) * (buffer.dim() - d - 1)
     total: Tensor | None = None
     for index, of_outputs in taps:
         weight = of_outputs.view(column)
-        term = buffer.index_select(d, index) * weight
+        term = _select(buffer, d, index) * weight
         if resampled.antialias:  # some filters are shorter than the longest
             term = torch.where(weight == 0, 0, term)
         total = term if total is None else total + term
     assert total is not None
     return total
+
+
+def _select(buffer: Tensor, d: int, index: Tensor) -> Tensor:
+    """Return these rows along the spatial dimension `d`, in the memory format of the buffer."""
+    if not has_channels_last(buffer):
+        return buffer.index_select(d, index)
+    return buffer.movedim(1, -1).index_select(d - 1, index).movedim(-1, 1)
 
 
 @remembered

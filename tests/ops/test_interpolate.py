@@ -88,6 +88,16 @@ def test_whole_periods_take_torchs_kernels_and_keep_the_memory_format(
     agrees(lambda x: F.interpolate(x, scale_factor=factor, mode=mode), [x], [], grid, rng, [None])
 
 
+@pytest.mark.parallel(2)
+def test_weighted_rows_keep_the_memory_format() -> None:
+    x = torch.randn(1, 3, 8, 6).to(memory_format=torch.channels_last)
+    y = dc.distribute_tensor(x, dc.ProcessGrid(height=-1)).requires_grad_()
+    made = F.interpolate(y, scale_factor=2, mode="bilinear", align_corners=True)
+    made.square().sum().backward()
+    for block in (made.shard, y.grad.shard):
+        assert block.is_contiguous(memory_format=torch.channels_last)
+
+
 @pytest.mark.parametrize(
     ("mode", "antialias"),
     [*((m, False) for m in ("nearest", "linear", "bilinear", "bicubic")), ("bilinear", True)],

@@ -91,3 +91,14 @@ def lost_in(name: str, sample: Sample, grid: dc.ProcessGrid) -> list[Any]:
             ):
                 lost.append((wanted.stride(), block.stride()))
     return lost
+
+
+@pytest.mark.parallel([1, 2])
+@pytest.mark.parametrize("name", ["pixel_shuffle", "pixel_unshuffle"])
+def test_a_single_sample_keeps_channels_last_when_shuffled(name: str) -> None:
+    grid = dc.ProcessGrid(height=-1, device="cpu")
+    x = dc.distribute_tensor(in_format(torch.randn(1, 8, 8, 8)), grid).requires_grad_()
+    made = getattr(torch, name)(x, 2)
+    (made * made).sum().backward()
+    for block in (made.shard, x.grad.shard):
+        assert block.is_contiguous(memory_format=torch.channels_last)

@@ -19,10 +19,17 @@ def _planes(function: Callable[..., Tensor], buffer: Tensor, r: int) -> Tensor:
     """Rearrange the last three dimensions.
 
     All others become one: for volumes torch's result depends on the order of the dimensions in
-    memory, which is each rank's own.
+    memory, which is each rank's own. Four stay as they are, as torch keeps their format.
     """
+    if buffer.dim() == 4:
+        return function(buffer, r)
     result = function(buffer.reshape(-1, *buffer.shape[-3:]), r)
     return result.reshape(*buffer.shape[:-3], *result.shape[1:])
+
+
+def _cropped(x: Tensor, d: int, first: int, length: int) -> Tensor:
+    """Return a part along `d`: where it is all, `x`, as a slice's gradient loses its format."""
+    return x if x.shape[d] == length else x.narrow(d, first, length)
 
 
 @implements(torch.pixel_shuffle)
@@ -40,8 +47,7 @@ def pixel_shuffle(input: DistTensor, upscale_factor: int) -> DistTensor:
     else:
         shard = _planes(torch.pixel_shuffle, buffer, r)
         for d in (lead, lead + 1):
-            first = box.start[d] % r if x.cuts[d] else 0
-            shard = shard.narrow(d, first, box.shape[d])
+            shard = _cropped(shard, d, box.start[d] % r if x.cuts[d] else 0, box.shape[d])
     return DistTensor(shard, shape, x.cuts, x.grid)
 
 
@@ -58,6 +64,5 @@ def pixel_unshuffle(input: DistTensor, downscale_factor: int) -> DistTensor:
     if 0 in box.shape:
         return DistTensor(empty_block(buffer, box.shape), shape, x.cuts, x.grid)
     shard = _planes(torch.pixel_unshuffle, buffer, r)
-    first = box.start[lead - 1] % (r * r)
-    shard = shard.narrow(lead - 1, first, box.shape[lead - 1])
+    shard = _cropped(shard, lead - 1, box.start[lead - 1] % (r * r), box.shape[lead - 1])
     return DistTensor(shard, shape, x.cuts, x.grid)
