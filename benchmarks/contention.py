@@ -1,6 +1,6 @@
 """Messages on a fat tree, by SimGrid with all their contention, beside the planner's links.
 
-    python -m distconv predict ... --machine machines/lassen.json --export trace.json
+    python -m benchmarks.trace trace.json ... --machine machines/lassen.json
     python -m benchmarks.contention machines/lassen.json trace.json [...] > contention.md
 
 A trace has the messages of all ranks in a training step. Every different exchange and collective
@@ -45,7 +45,7 @@ class Movement(NamedTuple):
 
 
 class Trace:
-    """The messages of a step, as `predict --export` writes them."""
+    """The messages of a step, as `benchmarks.trace` writes them."""
 
     def __init__(self, given: Mapping[str, Any]):
         self.topology = Topology(tuple(given["extents"]))

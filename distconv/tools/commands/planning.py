@@ -12,7 +12,6 @@ from distconv.planning.layer_layouts import plan_layouts
 from distconv.planning.machine import ALLOCATOR, as_dict
 from distconv.planning.prediction import predict
 from distconv.planning.search import plan
-from distconv.planning.trace import export_trace
 from distconv.tools.arguments import byte_count, complaining
 from distconv.tools.commands.options import (
     Command,
@@ -64,8 +63,6 @@ def _predict_options(parser: argparse.ArgumentParser) -> None:
     add_step_options(parser)
     add_grid_option(parser)
     add_report_option(parser)
-    text = "write the step's messages for a simulator"
-    parser.add_argument("--export", type=Path, metavar="FILE", help=text)
 
 
 def _predict(given: argparse.Namespace) -> int:
@@ -73,15 +70,12 @@ def _predict(given: argparse.Namespace) -> int:
     machine, module = loaded(given.machine), module_from(given.factory, given.seed)
     options, step = step_options(given), (module, given.shape, given.grid, machine)
     try:
-        with complaining(ValueError, RuntimeError, OSError), StatusLine(begin="recording") as say:
+        with complaining(ValueError, RuntimeError), StatusLine(begin="recording") as say:
             recorded = "recorded as far as {}; local operators are timed next"
             options["progress"] = lambda layer: say(recorded.format(layer.name))
             found = predict(*step, **options)
-            if given.export is not None:
-                say(f"writing {given.export}")
-                export_trace(given.export, *step, **options)
     finally:
-        # Also of a step that cannot be predicted to its end; the trace times ranks of its own.
+        # Also of a step that cannot be predicted to its end.
         keep_times(machine, given.machine)
     more = {"peak": found.peak, "seconds_per_sample": found.seconds_per_sample}
     print(as_json(found, critical_path=found.longest, **more) if given.json else found)

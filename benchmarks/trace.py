@@ -1,11 +1,15 @@
 """The messages of a step for a network simulator: who sends what to whom, and computes between.
 
-Ranks at like places of a grid do alike: a record is kept for each kind of place (first, last, and
-between, along each axis), with other ranks told by how far away they are.
+    python -m benchmarks.trace trace.json MODULE:FACTORY --shape ... --grid ... --machine ...
+
+Other options are those of `python -m distconv predict`. Ranks at like places of a grid do alike: a
+record is kept for each kind of place (first, last, and between, along each axis), with other ranks
+told by how far away they are.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,6 +24,8 @@ from distconv.planning.operators import OperatorTimes
 from distconv.planning.recorded_step import record_step, shapes_of
 from distconv.planning.recording import Completion, Compute, HostWork, Recording
 from distconv.planning.timeline import host_seconds
+from distconv.tools.commands.options import add_grid_option, add_step_options, loaded, step_options
+from distconv.tools.factories import module_from
 
 FORMAT = 1
 """The version of the files."""
@@ -111,3 +117,18 @@ def _events(
             axes = [axis for axis, along in zip(AXES, offsets, strict=True) if any(along)]
             events.append([event.collective, event.number, axes, event.arriving[0][1]])
     return events
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Write the trace that the command line asks for."""
+    parser = argparse.ArgumentParser(description="write the messages of a step for a simulator")
+    parser.add_argument("trace", type=Path, metavar="TRACE.json")
+    add_step_options(parser)
+    add_grid_option(parser)
+    given = parser.parse_args(arguments)
+    machine, module = loaded(given.machine), module_from(given.factory, given.seed)
+    export_trace(given.trace, module, given.shape, given.grid, machine, **step_options(given))
+
+
+if __name__ == "__main__":
+    main()
