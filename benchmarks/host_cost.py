@@ -21,7 +21,6 @@ import torch
 import torch.nn.functional as F
 
 from distconv.geometry.halo.convolution import convolution_boundary, needs_halo
-from distconv.geometry.halo.maxima import maxima_boundary
 from distconv.geometry.halo.transposed_convolution import (
     transposed_convolution_boundary,
     transposed_needs_halo,
@@ -72,7 +71,7 @@ def geometry(extents: dict[str, int]) -> Iterator[Case]:
     parts = tuple(map(topology.parts, cuts[2:]))
     shape = 1, 8, SIZE, SIZE
     same, strided = Window(3, padding=(1, 1)), Window(5, 2, padding=(2, 2))
-    pooled, spread = Window(3, 2, padding=(1, 1)), TransposedWindow(4, 2, 1, 1)
+    spread = TransposedWindow(4, 2, 1, 1)
 
     def of(window: Any) -> tuple[int, ...]:
         return (1, 8, *(window.output_size(SIZE),) * 2)
@@ -94,10 +93,6 @@ def geometry(extents: dict[str, int]) -> Iterator[Case]:
         lambda: transposed_convolution_boundary(
             topology, rank, shape, of(spread), cuts, (spread, spread)
         ),
-    )
-    yield Case(
-        "boundary of max pooling 3x3, stride 2",
-        lambda: maxima_boundary(topology, rank, shape, of(pooled), cuts, (pooled, pooled)),
     )
 
 

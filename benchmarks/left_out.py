@@ -5,7 +5,6 @@ The context managers can be entered again and again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from unittest.mock import patch
@@ -15,8 +14,9 @@ from torch import Tensor, nn
 
 from distconv.geometry.halo.slabs import Boundary
 from distconv.ops.conv import spatial
+from distconv.ops.conv.local_convolution import LocalConvolution
+from distconv.ops.conv.overlapped import overlapped_convolution
 from distconv.ops.norm import batch_norm
-from distconv.ops.windowed.overlapped import LinearOperator, overlapped_linear
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.ownership import own
 
@@ -57,17 +57,18 @@ def boundaries() -> AbstractContextManager[object]:
 
     def of_the_block(
         x: DistTensor,
-        operands: Sequence[Tensor | None],
-        local: LinearOperator,
+        weight: Tensor,
+        bias: Tensor | None,
+        local: LocalConvolution,
         edge: Boundary,
         operator: str,
     ) -> Tensor:
         if id(edge) not in known:
             plan = replace(edge.plan, sends=(), receives=())
             known[id(edge)] = edge, replace(edge, plan=plan, slabs=())
-        return overlapped_linear(x, operands, local, known[id(edge)][1], operator)
+        return overlapped_convolution(x, weight, bias, local, known[id(edge)][1], operator)
 
-    return patch.object(spatial, "overlapped_linear", of_the_block)
+    return patch.object(spatial, "overlapped_convolution", of_the_block)
 
 
 def sums_of_gradients(module: nn.Module, ranks: int) -> nn.Module:

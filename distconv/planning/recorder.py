@@ -384,7 +384,7 @@ def _way(events: Sequence[Event]) -> str:
         elif isinstance(event, Completion):
             under_way.discard(event.number)
         elif isinstance(event, Compute) and under_way:
-            if event.operator.convolves or "pool" in event.operator.name:
+            if event.operator.convolves:
                 way = " overlapped across ranks"
     return way
 

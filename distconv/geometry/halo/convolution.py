@@ -29,12 +29,7 @@ from distconv.geometry.topology import Topology
 
 @lru_cache(maxsize=4096)
 def needs_halo(
-    windows: tuple[Window, ...],
-    sizes: tuple[int, ...],
-    parts: tuple[int, ...],
-    *,
-    pooled: bool = False,
-    ceil_mode: bool = False,
+    windows: tuple[Window, ...], sizes: tuple[int, ...], parts: tuple[int, ...]
 ) -> bool | None:
     """Return whether any part's windows reach beyond its own inputs, or None.
 
@@ -45,16 +40,12 @@ def needs_halo(
     Parameters
     ----------
     sizes, parts: inputs along each spatial dimension, and how many parts they are cut into.
-    pooled: whether the local operator is one of torch's poolings, which pad by no more than half
-        the kernel.
-    ceil_mode: whether it makes outputs of windows that begin before the padded inputs end.
     """
     found = False
     for window, size, n in zip(windows, sizes, parts, strict=True):
         outputs = window.output_size(size)
         if n == 1:
-            own_window = replace(window, ceil_mode=ceil_mode)
-            if window.padding[0] != window.padding[1] or own_window.output_size(size) != outputs:
+            if window.padding[0] != window.padding[1]:
                 return None
             continue
         for j in distinct_parts(size, outputs, n, window.steps):
@@ -63,9 +54,7 @@ def needs_halo(
             padding = own_padding(window, own, made)
             if padding < 0 or held + 2 * padding < window.extent:
                 return None
-            if pooled and (padding > window.kernel // 2 or held < window.dilation):
-                return None
-            own_window = replace(window, padding=(padding, padding), ceil_mode=ceil_mode)
+            own_window = replace(window, padding=(padding, padding))
             if own_window.output_size(held) != count:
                 return None
             low, high = outputs_without_halo(window, size, own, made)

@@ -28,7 +28,6 @@ class LocalInput:
     """
 
     shape: tuple[int, ...]
-    kernel: tuple[int, ...]
     padding: tuple[int, ...]
     extra: tuple[int, ...]
     crop: tuple[Interval, ...] | None = None
@@ -171,7 +170,6 @@ def local_input(plan: Plan, sides: Sequence[SlabExtent]) -> LocalInput:
     """Return the input with these extents, and all samples and channels of the rank."""
     return LocalInput(
         shape=(*plan.buffer_shape[:2], *(s.inputs[1] - s.inputs[0] for s in sides)),
-        kernel=tuple(s.taps[1] - s.taps[0] for s in sides),
         padding=tuple(s.padding for s in sides),
         extra=tuple(s.extra for s in sides),
         crop=tuple(s.crop for s in sides) if any(s.crop != (0, 0) for s in sides) else None,

@@ -71,7 +71,7 @@ class Convolution(ConvolutionSpec):
             for w, needed in zip(maps, self.inputs_to_gather(maps, x.cuts), strict=True)
         )
         shape = (1, 1, *(w.extent for w in maps))
-        return LocalInput(shape, tuple(w.kernel for w in maps), padding, (0,) * len(maps))
+        return LocalInput(shape, padding, (0,) * len(maps))
 
 
 def _sides(

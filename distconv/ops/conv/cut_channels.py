@@ -13,6 +13,7 @@ from torch import Tensor
 
 from distconv.geometry.index_maps import Same
 from distconv.ops.conv.channel_algorithms import Layer, LayerPart, WeightMeta, algorithm, layer_part
+from distconv.ops.conv.overlapped import may_overlap
 from distconv.ops.conv.spatial import (
     SpatialPlan,
     boundary_of,
@@ -22,7 +23,6 @@ from distconv.ops.conv.spatial import (
 from distconv.ops.conv.specification import ConvolutionSpec
 from distconv.ops.support.method import chosen_method
 from distconv.ops.support.operands import Placement
-from distconv.ops.windowed.overlapped import may_overlap
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.redistribution import gather_by
 

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from distconv.geometry.halo.slabs import LocalInput
 from distconv.ops.conv import volumes
-from distconv.ops.conv.volumes import torch_gradients
-from distconv.ops.windowed.overlapped import OperandGradients, crop_outputs
+from distconv.ops.conv.volumes import OperandGradients, torch_gradients
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,6 @@ class LocalConvolution:
     dilation: tuple[int, ...]
     groups: int
     transposed: bool = False
-    bilinear = True
 
     def forward(self, piece: LocalInput, x: Tensor, weight: Any, bias: Any) -> Tensor:
         d = piece.flat
@@ -83,3 +81,14 @@ class LocalConvolution:
                 (*a[:d], *a[d + 1 :]) for a in (stride, padding, dilation, extra)
             )
         return stride, padding, dilation, self.transposed, extra, self.groups
+
+
+def crop_outputs(y: Tensor, crop: Sequence[tuple[int, int]] | None) -> Tensor:
+    """Return `y` without the first and last elements of each spatial dimension that `crop` counts.
+
+    None stands for nothing to leave out.
+    """
+    if crop is None:
+        return y
+    kept = (slice(a, n - b) for (a, b), n in zip(crop, y.shape[2:], strict=True))
+    return y[(slice(None), slice(None), *kept)]

@@ -18,10 +18,10 @@ from distconv.geometry.index_maps import IndexMap, Same
 from distconv.geometry.layout import Box, Cuts, Shape, rank_box
 from distconv.geometry.plan import Plan
 from distconv.ops.conv.local_convolution import LocalConvolution
+from distconv.ops.conv.overlapped import may_overlap, overlapped_convolution
 from distconv.ops.conv.specification import ConvolutionSpec
 from distconv.ops.support.method import chosen_method
 from distconv.ops.support.operands import Placement, filled_block
-from distconv.ops.windowed.overlapped import may_overlap, overlapped_linear
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.redistribution import gather_by, plan_to_gather
 
@@ -74,7 +74,7 @@ def convolve_block(
     operator: the name under which movements are recorded.
     """
     if plan.boundary is not None:
-        return overlapped_linear(x, (x.shard, weight, bias), plan.local, plan.boundary, operator)
+        return overlapped_convolution(x, weight, bias, plan.local, plan.boundary, operator)
     buffer = gather_by(plan.inputs, x, plan.cuts, operator)
     if prod(plan.block):
         return plan.local.recorded(plan.buffer, buffer, weight, bias)

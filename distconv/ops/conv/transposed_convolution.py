@@ -76,7 +76,6 @@ class TransposedConvolution(ConvolutionSpec):
             padding.append(0 if empty or axes else m.padding)
             extra.append(0 if empty else max(0, b - last) if axes else m.output_padding)
             crop.append((a - first, max(0, last - b)))
-        kernel = tuple(m.kernel for m in maps)
         shape = (1,) * (2 + len(maps))
         shift = tuple(crop) if any(map(any, crop)) else None
-        return LocalInput(shape, kernel, tuple(padding), tuple(extra), shift)
+        return LocalInput(shape, tuple(padding), tuple(extra), shift)

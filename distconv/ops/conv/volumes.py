@@ -24,9 +24,11 @@ from torch import Tensor
 
 from distconv.comm.shard_function import ShardFunction
 from distconv.geometry.layout import Shape
-from distconv.ops.windowed.overlapped import OperandGradients
 from distconv.tensor.eager import others_look_on
 from distconv.tensor.sample_format import onednn_is_on
+
+OperandGradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""Gradients of input, weight and bias."""
 
 _MOST_ELEMENTS = 20480
 """Channels x depth x height up to which torch takes no oneDNN for one sample (`use_mkldnn` in
@@ -110,11 +112,11 @@ def convolution_gradients(
 
 def recorded_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
     """Return `convolution` of a volume, recorded by autograd for gradients of any order."""
-    y: Tensor = _Convolution.apply(x, weight, bias, arguments)
+    y: Tensor = _Volumes.apply(x, weight, bias, arguments)
     return y
 
 
-class _Convolution(ShardFunction):
+class _Volumes(ShardFunction):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, arguments: tuple[Any, ...]

@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distconv.geometry.halo.convolution import convolution_boundary
-from distconv.geometry.halo.slabs import LocalInput
 from distconv.geometry.index_maps import Window
 from distconv.geometry.layout import Box
-from distconv.ops.pool.local_pooling import (
-    check_pooled_type,
-    overlapping_ceil_mode,
-    unread_input,
-    with_some_channel,
-)
+from distconv.ops.pool.local_pooling import check_pooled_type, with_some_channel
 from distconv.ops.support.argument_forms import Sizes, accepts_unbatched
 from distconv.ops.support.constants import constant
 from distconv.ops.support.metadata_checks import any_type, check_on_meta
@@ -32,7 +23,6 @@ from distconv.ops.windowed.assembled import (
     output_shape,
     window_arguments,
 )
-from distconv.ops.windowed.overlapped import OperandGradients, overlapped_linear
 from distconv.tensor.dispatch import implements
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.whole_numbers import whole_number
@@ -75,22 +65,11 @@ def _avg_pool(local: Callable[..., Tensor], n: int) -> None:
         first = divisor if isinstance(divisor, int) else prod(kernels)
         if not input.is_floating_point():
             first = 1
-        if (ceil := overlapping_ceil_mode(input, windows)) is not None:
-            topology, rank, pool = (
-                input.grid.topology,
-                input.grid.rank,
-                _LocalAveragePool(strides, ceil, first),
-            )
-            edge = convolution_boundary(
-                topology, rank, tuple(input.shape), shape, input.cuts, tuple(windows)
-            )
-            shard = overlapped_linear(input, (input.shard, None, None), pool, edge, name)
-        else:
 
-            def compute(buffer: Tensor, left: tuple[int, ...]) -> Tensor:
-                return _average(with_some_channel(buffer), kernels, strides, left, ceil_mode, first)
+        def compute(buffer: Tensor, left: tuple[int, ...]) -> Tensor:
+            return _average(with_some_channel(buffer), kernels, strides, left, ceil_mode, first)
 
-            shard = apply_windows(input, windows, shape, name, compute).shard
+        shard = apply_windows(input, windows, shape, name, compute).shard
         if not shard.is_floating_point():
             shard = torch.div(shard, divisor, rounding_mode="trunc")
         elif isinstance(divisor, Tensor):
@@ -144,55 +123,6 @@ def _average(
         return _average(x.unsqueeze(2), *flat, ceil_mode, divisor).squeeze_(2)
     pool = F.avg_pool2d if len(kernel) == 2 else F.avg_pool3d
     return pool(x, kernel, stride, padding, ceil_mode, divisor_override=divisor)
-
-
-def _average_backward(
-    dy: Tensor,
-    shape: tuple[int, ...],
-    kernel: tuple[int, ...],
-    stride: tuple[int, ...],
-    padding: tuple[int, ...],
-    ceil_mode: bool,
-    divisor: int,
-) -> Tensor:
-    """Return the gradient of the inputs, of `shape`."""
-    if len(kernel) == 1:
-        flat = (*shape[:2], 1, *shape[2:]), (1, *kernel), (1, *stride), (0, *padding)
-        return _average_backward(dy.unsqueeze(2), *flat, ceil_mode, divisor).squeeze(2)
-    inputs = unread_input(shape, dy)
-    aten = torch.ops.aten
-    backward: Any = aten.avg_pool2d_backward if len(kernel) == 2 else aten.avg_pool3d_backward
-    dx: Tensor = backward(dy, inputs, kernel, stride, padding, ceil_mode, True, divisor)
-    return dx
-
-
-@dataclass(frozen=True)
-class _LocalAveragePool:
-    """The sums over windows of a piece, divided by one number."""
-
-    stride: tuple[int, ...]
-    ceil_mode: bool
-    divisor: int
-    bilinear = False
-
-    def forward(self, piece: LocalInput, x: Tensor, weight: Any, bias: Any) -> Tensor:
-        arguments = piece.kernel, self.stride, piece.padding, self.ceil_mode, self.divisor
-        y = _average(with_some_channel(x), *arguments)
-        return y if x.shape[1] else y.new_empty(*x.shape[:2], *y.shape[2:])
-
-    def backward(
-        self,
-        piece: LocalInput,
-        dy: Tensor,
-        x: Any,
-        weight: Any,
-        bias: Sequence[int] | None,
-        mask: Sequence[bool],
-    ) -> OperandGradients:
-        arguments = piece.kernel, self.stride, piece.padding, self.ceil_mode, self.divisor
-        shape = piece.shape if piece.shape[1] else (0, 1, *piece.shape[2:])
-        dx = _average_backward(with_some_channel(dy), shape, *arguments)
-        return dx.reshape(piece.shape), None, None
 
 
 _avg_pool(F.avg_pool1d, 1)

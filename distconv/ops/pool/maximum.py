@@ -10,9 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distconv.geometry.index_maps import Window
-from distconv.ops.pool.local_pooling import overlapping_ceil_mode, with_some_channel
-from distconv.ops.pool.overlapped_maximum import overlapped_maxima
+from distconv.comm.shard_function import ShardFunction
+from distconv.ops.pool.local_pooling import unread_input, with_some_channel
 from distconv.ops.pool.positions import buffer_starts, fill_border, lowest_value, renumber_positions
 from distconv.ops.support.argument_forms import Sizes, accepts_unbatched
 from distconv.ops.support.metadata_checks import any_type, check_on_meta
@@ -47,9 +46,6 @@ def _max_pool(local: Callable[..., Any], functions: Sequence[Any], n: int, *, pl
         kernels, strides, paddings, dilations = window_arguments(windows)
         check_on_meta(local, any_type(input), kernels, strides, paddings, dilations, ceil_mode)
         shape = output_shape(input.shape[1], input, windows)
-        if (ceil := _overlaps(input, windows)) is not None:
-            results = overlapped_maxima(input, windows, shape, ceil, name, places=places)
-            return results if places else results[0]
         box = box_on_rank(shape, input.cuts, input.grid)
         starts = buffer_starts(input, windows, box) if prod(box.shape) else None
         found: list[Tensor] = []
@@ -57,11 +53,15 @@ def _max_pool(local: Callable[..., Any], functions: Sequence[Any], n: int, *, pl
         def compute(buffer: Tensor, left: tuple[int, ...]) -> Tensor:
             if starts is not None:
                 buffer = fill_border(buffer, windows, starts)
-            result = local(with_some_channel(buffer), kernels, strides, left, dilations, ceil_mode)
+            x, arguments = with_some_channel(buffer), (kernels, strides, left, dilations, ceil_mode)
+            if n > 1 and any(input.cuts[2:]) and x.is_floating_point():
+                values, index = _MaxPool.apply(x, arguments)
+            elif places:
+                values, index = local(x, *arguments)
+            else:
+                values, index = local(x, *arguments), None
             if not places:
-                values: Tensor = result
                 return values
-            values, index = result
             if starts is None:
                 found.append(empty_block(index, box.shape))
             else:
@@ -75,12 +75,24 @@ def _max_pool(local: Callable[..., Any], functions: Sequence[Any], n: int, *, pl
         return values, DistTensor(found[0], shape, values.cuts, input.grid)
 
 
-def _overlaps(x: DistTensor, windows: Sequence[Window]) -> bool | None:
-    """Return the ceil mode for pooling while halos travel, or None; the same on all ranks.
+class _MaxPool(ShardFunction):
+    """torch's max pooling, which keeps the places of the maxima and not the buffer."""
 
-    Integers are assembled: torch refuses them with and without places in different cases.
-    """
-    return overlapping_ceil_mode(x, windows) if x.is_floating_point() else None
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+        values, index = max_pool_with_places[x.dim() - 2](x, *arguments)
+        ctx.save_for_backward(index)
+        ctx.mark_non_differentiable(index)
+        ctx.context = tuple(x.shape), arguments
+        return values, index
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (index,), (shape, arguments), dy = ctx.saved_tensors, ctx.context, grads[0]
+        aten = torch.ops.aten
+        volume = aten.max_pool3d_with_indices_backward
+        function: Any = volume if len(shape) == 5 else aten.max_pool2d_with_indices_backward
+        return function(dy, unread_input(shape, dy), *arguments, index), None
 
 
 _max_pool(torch.max_pool1d, (F.max_pool1d, torch.max_pool1d), 1, places=False)

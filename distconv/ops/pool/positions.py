@@ -57,24 +57,20 @@ def renumber_positions(
     starts: Sequence[int],
     windows: Sequence[Window],
     plane: Sequence[int],
-    origin: Sequence[int] | None = None,
 ) -> Tensor:
-    """Return row-major numbers of positions in `searched` as numbers in `plane`.
+    """Return row-major numbers of positions in `searched` as numbers in the global `plane`.
 
-    Parameters
-    ----------
-    starts: where `searched` begins in the global plane; before it, where elements are repeated.
-    origin: where `plane` begins; at the first position of the global plane when not given.
+    `starts` says where `searched` begins in the plane; before it, where elements are repeated.
     """
     rows_are_whole = tuple(searched[1:]) == tuple(plane[1:]) and not any(starts[1:])
-    if rows_are_whole and starts[0] >= 0 and origin is None:
+    if rows_are_whole and starts[0] >= 0:
         return index + starts[0] * prod(plane[1:])
     number = torch.zeros_like(index)
-    coordinates = zip(unravel(index, searched), starts, windows, origin or plane, strict=True)
-    for (local, start, window, first), size in zip(coordinates, plane, strict=True):
+    coordinates = zip(unravel(index, searched), starts, windows, plane, strict=True)
+    for local, start, window, size in coordinates:
         position = local + start
         if start < 0:
             # Positions before the plane repeat elements of it.
             position = torch.where(position < 0, position % window.dilation, position)
-        number = number * size + (position if origin is None else position - first)
+        number = number * size + position
     return number

@@ -12,7 +12,7 @@ _FORCED: ContextVar[str | None] = ContextVar("distconv_method", default=None)
 
 @contextmanager
 def method(name: str) -> Iterator[None]:
-    """Compute convolutions and pooling in the context by one method, where both apply; to debug.
+    """Compute convolutions in the context by one method, where both apply; to debug.
 
     "assembled" copies a rank's block and its halos into one buffer and computes on that.
     "overlapped" computes on the block as it is while the halos travel, and mends the boundary.

@@ -15,21 +15,20 @@ from distconv.geometry.layout import default_cuts, rank_box
 from distconv.geometry.topology import AXES, Topology
 
 windows = st.builds(
-    lambda k, s, d, p, c: Window(k, s, d, (p, p), c),
+    lambda k, s, d, p: Window(k, s, d, (p, p)),
     st.sampled_from([1, 2, 3, 5]),
     st.integers(1, 3),
     st.integers(1, 2),
     st.integers(0, 4),
-    st.booleans(),
 )
 rows = st.lists(st.tuples(windows, st.integers(4, 20), st.integers(1, 4)), min_size=2, max_size=2)
 
 
-@given(rows, st.booleans())
-def test_every_tap_of_every_output_counts_once(rows: list, ceil_mode: bool) -> None:
+@given(rows)
+def test_every_tap_of_every_output_counts_once(rows: list) -> None:
     window, sizes, parts = (tuple(column) for column in zip(*rows, strict=True))
     made = tuple(w.output_size(n) for w, n in zip(window, sizes, strict=True))
-    reached = needs_halo(window, sizes, parts, ceil_mode=ceil_mode)
+    reached = needs_halo(window, sizes, parts)
     if min(made) < 1 or reached is None:
         return
     topology = Topology(tuple({"height": parts[0], "width": parts[1]}.get(a, 1) for a in AXES))

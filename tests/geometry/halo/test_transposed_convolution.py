@@ -68,22 +68,23 @@ def test_every_tap_of_every_output_counts_once(rows: list) -> None:
                 if all(a <= i < b for i, (a, b) in zip(o, into, strict=True)):
                     counted[o, t, tuple(i + s for i, s in zip(at, starts, strict=True))] += 1
 
-        def size_of(piece: LocalInput, crop: Any) -> list[int]:
+        every_tap = [(0, m.kernel) for m in spread]
+
+        def size_of(piece: LocalInput, crop: Any, taps: Any = every_tap) -> list[int]:
             """Return the size of the result, as torch has it, along each spatial dimension."""
             return [
-                (n - 1) * m.stride - 2 * p + m.dilation * (k - 1) + 1 + e - sum(c)
-                for n, m, p, k, e, c in zip(
-                    piece.shape[2:], spread, piece.padding, piece.kernel, piece.extra, crop,
-                    strict=True,
+                (n - 1) * m.stride - 2 * p + m.dilation * (b - a - 1) + 1 + e - sum(c)
+                for n, m, p, (a, b), e, c in zip(
+                    piece.shape[2:], spread, piece.padding, taps, piece.extra, crop, strict=True
                 )
-            ]  # fmt: skip
+            ]
 
         whole = [(0, n) for n in out.shape[2:]]
         block = list(product(*(range(n) for n in own.shape[2:])))
         crop = edge.crop or ((0, 0), (0, 0))
         assert size_of(edge.own, crop) == [n for _, n in whole]
         assert size_of(edge.buffer, edge.buffer.crop or ((0, 0), (0, 0))) == [n for _, n in whole]
-        operate(edge.own, crop, block, own.start[2:], whole, [(0, m.kernel) for m in spread])
+        operate(edge.own, crop, block, own.start[2:], whole, every_tap)
         for slab in edge.slabs:
             held = [
                 at
@@ -101,7 +102,7 @@ def test_every_tap_of_every_output_counts_once(rows: list) -> None:
             ]  # fmt: skip
             into, taps = ([(s.start, s.stop) for s in x[2:]] for x in (slab.outputs, slab.taps))
             crop = slab.piece.crop or ((0, 0), (0, 0))
-            assert size_of(slab.piece, crop) == [b - a for a, b in into]
+            assert size_of(slab.piece, crop, taps) == [b - a for a, b in into]
             operate(slab.piece, crop, held, starts, into, taps)
         expected = {
             (tuple(o - a for o, a in zip(at, out.start[2:], strict=True)), t, i)

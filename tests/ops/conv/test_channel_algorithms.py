@@ -159,7 +159,7 @@ def test_halos_of_channel_blocks_travel_while_they_are_convolved() -> None:
     grid = dc.ProcessGrid(channel=2, height=-1)
     layout = dc.Layout(channel="channel", height="height")
     with mock.patch.object(
-        spatial, "overlapped_linear", wraps=spatial.overlapped_linear
+        spatial, "overlapped_convolution", wraps=spatial.overlapped_convolution
     ) as overlapped:
         for groups, channels_, filters in ((1, 5, 3), (4, 4, 8), (3, 3, 3)):
             x = random_tensor(rng, (2, channels_, 24, 7))

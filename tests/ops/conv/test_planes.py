@@ -74,7 +74,7 @@ def contiguous(x: dc.DistTensor) -> dc.DistTensor:
     return dc.DistTensor.from_local(x.to_local().contiguous(), x.grid, x.layout)
 
 
-@pytest.mark.parallel(RANKS)
+@pytest.mark.parallel([2])
 @pytest.mark.parametrize("extents", GRIDS, ids=str)
 @pytest.mark.parametrize("loss", [F.mse_loss, F.binary_cross_entropy_with_logits])
 @pytest.mark.parametrize("last", [True, False], ids=["channels last", "channels first"])

@@ -98,19 +98,18 @@ def test_bad_arguments_are_refused_on_all_ranks(function: Any) -> None:
     raises_alike(function, [random_tensor(rng, (2, 2, 5, 5))], [], random_grid(rng), rng)
 
 
-@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parallel([2])
 @pytest.mark.parametrize("n", [1, 2, 3])
 @pytest.mark.parametrize("indices", [False, True])
-@pytest.mark.parametrize("method", ["assembled", "overlapped"])
 def test_windows_of_nothing_but_the_lowest_value_take_their_first_element(
-    n: int, indices: bool, method: str
+    n: int, indices: bool
 ) -> None:
-    rng = random.Random(f"{n}{method}")
+    rng = random.Random(n)
     for _ in examples(20):
         grid, x, arguments = random_grid(rng), random_plane(rng, n, 7), random_windows(rng, n, True)
         x = torch.where(random_tensor(rng, x.shape) > rng.choice([-9, 0, 1]), -torch.inf, x)
         layout = random_layout(rng, grid, x.shape)
-        with noted(tuple(x.shape), arguments, layout, grid), dc.method(method):
+        with noted(tuple(x.shape), arguments, layout, grid):
             agrees(
                 lambda x, a=arguments: MAX[n](x, return_indices=indices, **a),
                 [x],
@@ -129,6 +128,14 @@ def test_places_are_right_where_a_buffer_is_as_wide_as_the_plane_and_starts_with
         kernel_size=(1, 3), stride=1, padding=(0, 1), dilation=(1, 2), return_indices=True
     )
     _, expected = F.max_pool2d(x, **arguments)
-    with dc.method("assembled"):
-        _, places = F.max_pool2d(dc.distribute_tensor(x, grid), **arguments)
+    _, places = F.max_pool2d(dc.distribute_tensor(x, grid), **arguments)
     assert torch.equal(places.full_tensor(), expected)
+
+
+@pytest.mark.parallel([2])
+def test_a_maximum_keeps_places_and_no_copy_of_its_inputs() -> None:
+    x = dc.distribute_tensor(torch.randn(1, 4, 64, 16), dc.ProcessGrid(height=2)).requires_grad_()
+    kept: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.nbytes), lambda t: t):
+        y = F.max_pool2d(x, 3, 1, 1)
+    assert sum(kept) < 9 * y.shard.numel(), "the places, and what is small"

@@ -1,4 +1,4 @@
-"""Linear windowed operators that compute while their halos travel, and copy no activation.
+"""Convolutions that compute while their halos travel, and copy no activation.
 
 The local operator runs on the rank's own block as it is, with zeros in place of what other ranks
 hold. When their halos have arrived, what these contribute is added, side by side
@@ -11,43 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, is_grad_enabled
 
 from distconv.comm.packing import resolved_contiguous
 from distconv.comm.shard_function import ShardFunction
 from distconv.comm.transfer import Transfer, accumulate, gather
-from distconv.geometry.halo.slabs import Boundary, HaloSlab, LocalInput
+from distconv.geometry.halo.slabs import Boundary, HaloSlab
 from distconv.geometry.layout import cutting_axes
+from distconv.ops.conv.local_convolution import LocalConvolution, crop_outputs
 from distconv.ops.support.operands import Placement
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.redistribution import record_gather
-
-OperandGradients = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""Gradients of input, weight and bias."""
-
-
-class LinearOperator(Protocol):
-    """A linear operator on the piece that it is told to be given."""
-
-    @property
-    def bilinear(self) -> bool:
-        """Return whether there is a weight, so that gradients need input and weight."""
-
-    def forward(self, piece: LocalInput, x: Tensor, weight: Any, bias: Any) -> Tensor:
-        """Return the outputs."""
-
-    def backward(
-        self,
-        piece: LocalInput,
-        dy: Tensor,
-        x: Any,
-        weight: Any,
-        bias: Sequence[int] | None,
-        mask: Sequence[bool],
-    ) -> OperandGradients:
-        """Return the gradients that `mask` asks for; `bias` is its shape."""
 
 
 def may_overlap(x: Placement, method: str | None, smallest: int) -> bool:
@@ -65,30 +41,19 @@ def may_overlap(x: Placement, method: str | None, smallest: int) -> bool:
     return method == "overlapped" or prod(x.shape) >= smallest * ranks
 
 
-def overlapped_linear(
+def overlapped_convolution(
     x: DistTensor,
-    operands: Sequence[Tensor | None],
-    local: LinearOperator,
+    weight: Tensor,
+    bias: Tensor | None,
+    local: LocalConvolution,
     edge: Boundary,
     operator: str,
 ) -> Tensor:
-    """Return this rank's block of the result of a linear operator on `x`; all ranks call it.
-
-    Parameters
-    ----------
-    operands: the block of `x`, as the operator takes it, weight and bias.
-    """
+    """Return this rank's block of the convolution of `x`; all ranks call it."""
     record_gather(x, edge.plan, x.cuts, operator)
-    made: Tensor = _OverlappedLinear.apply(*operands, local, edge, Transfer(edge.plan, x.grid))
+    transfer = Transfer(edge.plan, x.grid)
+    made: Tensor = _OverlappedConvolution.apply(x.shard, weight, bias, local, edge, transfer)
     return crop_outputs(made, edge.crop)
-
-
-def crop_outputs(y: Tensor, crop: Sequence[tuple[int, int]] | None) -> Tensor:
-    """Return `y` without so many elements before and after each spatial dimension."""
-    if crop is None:
-        return y
-    kept = (slice(a, n - b) for (a, b), n in zip(crop, y.shape[2:], strict=True))
-    return y[(slice(None), slice(None), *kept)]
 
 
 def slab_inputs(slab: HaloSlab, halos: Sequence[Tensor]) -> Tensor:
@@ -102,14 +67,14 @@ def slab_inputs(slab: HaloSlab, halos: Sequence[Tensor]) -> Tensor:
     return inputs
 
 
-class _OverlappedLinear(ShardFunction):
+class _OverlappedConvolution(ShardFunction):
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
-        weight: Tensor | None,
+        weight: Tensor,
         bias: Tensor | None,
-        local: LinearOperator,
+        local: LocalConvolution,
         edge: Boundary,
         transfer: Transfer,
     ) -> Tensor:
@@ -118,23 +83,22 @@ class _OverlappedLinear(ShardFunction):
         halos = arriving.finish()
         y = crop_outputs(made, edge.crop)
         for slab in edge.slabs:
-            taps = None if weight is None else weight[slab.taps]
-            y[slab.outputs].add_(local.forward(slab.piece, slab_inputs(slab, halos), taps, None))
-        if local.bilinear:
-            ctx.save_for_backward(x, weight, *halos)
+            inputs, taps = slab_inputs(slab, halos), weight[slab.taps]
+            y[slab.outputs].add_(local.forward(slab.piece, inputs, taps, None))
+        ctx.save_for_backward(x, weight, *halos)
         ctx.context = local, edge, transfer, None if bias is None else bias.shape
         # Not `y`: a view that an autograd function has made cannot be changed in place.
         return made
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, *halos = ctx.saved_tensors or (None, None)
+        x, weight, *halos = ctx.saved_tensors
         local, edge, transfer, bias_shape = ctx.context
         plan, (dmade,) = edge.plan, grads
         dy = crop_outputs(dmade, edge.crop)
         of_input, of_weight, _ = mask = ctx.needs_input_grad[:3]
         if is_grad_enabled():
-            inputs = None if x is None else gather(x, plan, transfer.grid)
+            inputs = gather(x, plan, transfer.grid)
             dx, dw, db = local.backward(edge.buffer, dy, inputs, weight, bias_shape, mask)
             if of_input:
                 dx = accumulate(dx, plan, transfer.grid)
@@ -144,8 +108,7 @@ class _OverlappedLinear(ShardFunction):
         leaving = {i: dy.new_zeros(shape) for i, shape in edge.composed} if of_input else {}
         of_taps = []
         for slab in edge.slabs:
-            inputs = slab_inputs(slab, halos) if halos else None
-            taps = None if weight is None else weight[slab.taps]
+            inputs, taps = slab_inputs(slab, halos), weight[slab.taps]
             of_slab = (of_input, of_weight, False)
             dhalo, dtaps, _ = local.backward(
                 slab.piece, dy[slab.outputs], inputs, taps, None, of_slab
