@@ -173,7 +173,7 @@ def silenced(step: Step, collectives: bool) -> Step:
     """Return a step that sends no halos, or nothing at all."""
 
     def run() -> None:
-        with carried_by(lambda carrier: SilentTransport(carrier, collectives)):
+        with carried_by(lambda transport: SilentTransport(transport.carrier, collectives)):
             with warnings.catch_warnings():
                 # Sums of one rank alone look like gradients that the others lack.
                 warnings.simplefilter("ignore")

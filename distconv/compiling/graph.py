@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from distconv.compiling import tracing
-from distconv.compiling.program import Constant, TracedCall, TracedStep, Value
+from distconv.compiling.program import Existing, TracedCall, TracedStep, Value
 from distconv.transport.interface import Request, Transport
 
 aten, own = torch.ops.aten, torch.ops.distconv
@@ -26,11 +26,11 @@ _RANGES = (aten.arange.default, aten.arange.start, aten.arange.start_step)
 """Functions with which inductor computes symbolically; random numbers need their wrap-around."""
 
 _numbers = count()
-_MESSAGES: WeakValueDictionary[int, _Message] = WeakValueDictionary()
+_MESSAGES: WeakValueDictionary[int, _Posted] = WeakValueDictionary()
 """The messages of all graphs by their numbers, by which functions of the dispatcher know them."""
 
 
-class _Message:
+class _Posted:
     """A message of a step; a run starts it once, and waits for it.
 
     Parameters
@@ -156,7 +156,7 @@ def compiled(step: TracedStep, backend: str) -> TracedStep:
     apart = _apart(step.calls)
     pieces = [list(some) for _, some in groupby(step.calls, lambda call: id(call) in apart)]
     messages = {
-        call.results: _Message(call)
+        call.results: _Posted(call)
         for call in step.calls
         if call.function in (tracing.start_exchange, tracing.start_sum)
     }
@@ -179,7 +179,7 @@ def _apart(calls: Sequence[TracedCall]) -> set[int]:
     in oneDNN's layout of memory, and by its convolution's name.
     """
     apart: set[int] = set()
-    in_onednn: set[Value | Constant] = set()
+    in_onednn: set[Value | Existing] = set()
     python = (tracing.give, tracing.step, aten.mkldnn_convolution.default, aten.to_mkldnn.default)
     for call in calls:
         if call.function in python or not in_onednn.isdisjoint(call.used):
@@ -199,11 +199,11 @@ class _Graph:
     messages: of the whole step, by the numbers of their requests.
     """
 
-    def __init__(self, messages: Mapping[Any, _Message], calls: Sequence[TracedCall]) -> None:
+    def __init__(self, messages: Mapping[Any, _Posted], calls: Sequence[TracedCall]) -> None:
         self._messages, self._kept = messages, list(messages.values())
         self._graph = fx.Graph()
         self._nodes: dict[Any, fx.Node] = {}
-        self._inputs: list[Value | Constant] = []
+        self._inputs: list[Value | Existing] = []
         made = {n for call in calls for n in call.made}
         for call in calls:
             for x in self._used(call):
@@ -214,7 +214,7 @@ class _Graph:
         for call in calls:
             self._take(call)
 
-    def _used(self, call: TracedCall) -> Iterator[Value | Constant]:
+    def _used(self, call: TracedCall) -> Iterator[Value | Existing]:
         if call.function is tracing.wait:
             message = self._messages[call.arguments[0].number]
             yield from (*message.leaving, *message.arriving)
@@ -243,7 +243,7 @@ class _Graph:
         return TracedCall(graph, tuple(self._inputs), {}, tuple(x.number for x in results))
 
     def _node(self, x: Any) -> Any:
-        if isinstance(x, (Value, Constant)):
+        if isinstance(x, (Value, Existing)):
             return self._nodes[x]
         if type(x) in (list, tuple):
             return type(x)(map(self._node, x))
@@ -258,12 +258,12 @@ class _Graph:
         elif call.function is tracing.wait:
             self._wait(self._messages[call.arguments[0].number])
         elif call.function is tracing.broadcast:
-            message = _Message(call)
+            message = _Posted(call)
             self._kept.append(message)
             self._start(message)
             self._wait(message)
         elif call.function is tracing.gather:
-            message = _Message(call)
+            message = _Posted(call)
             self._kept.append(message)
             both = self._add(own.gather, message.number, self._token, *self._node(message.leaving))
             self._token = self._add(getitem, both, 0)
@@ -283,11 +283,11 @@ class _Graph:
                 if n is not None:
                     self._nodes[Value(n)] = self._add(getitem, made, i)
 
-    def _start(self, message: _Message) -> None:
+    def _start(self, message: _Posted) -> None:
         given = self._node(message.leaving), self._node(message.arriving)
         self._token = self._add(own.start, message.number, self._token, *given)
 
-    def _wait(self, message: _Message) -> None:
+    def _wait(self, message: _Posted) -> None:
         given = self._node(message.leaving), self._node(message.arriving)
         both = self._add(own.wait, message.number, self._token, *given)
         self._token = self._add(getitem, both, 0)

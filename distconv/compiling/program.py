@@ -20,7 +20,7 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True)
-class Constant:
+class Existing:
     """A tensor that was there before the step: a parameter, say, which a call may write to."""
 
     number: int
@@ -33,7 +33,7 @@ class TracedCall:
     Attributes
     ----------
     function: a function of torch's dispatcher, or one that sends, waits or steps.
-    arguments, options: with `Value` and `Constant` in place of tensors.
+    arguments, options: with `Value` and `Existing` in place of tensors.
     results: the numbers of the values that it makes, None for what is no new tensor; or the number
         of the only one.
     """
@@ -50,7 +50,7 @@ class TracedCall:
         return tuple(n for n in results if n is not None)
 
     @property
-    def used(self) -> Iterator[Value | Constant]:
+    def used(self) -> Iterator[Value | Existing]:
         """Yield the tensors among its arguments."""
         return _within((self.arguments, self.options))
 
@@ -63,8 +63,8 @@ class TracedCall:
         return not (random or is_mutable(self.function))
 
 
-def _within(argument: Any) -> Iterator[Value | Constant]:
-    if isinstance(argument, (Value, Constant)):
+def _within(argument: Any) -> Iterator[Value | Existing]:
+    if isinstance(argument, (Value, Existing)):
         yield argument
     elif isinstance(argument, (tuple, list)):
         for x in argument:
@@ -86,9 +86,9 @@ class TracedStep:
 
     inputs: Sequence[int]
     calls: Sequence[TracedCall]
-    results: Sequence[Value | Constant]
+    results: Sequence[Value | Existing]
     constants: Mapping[int, Tensor]
-    gradients: Sequence[tuple[Constant, Value | Constant | None]]
+    gradients: Sequence[tuple[Existing, Value | Existing | None]]
 
     def reduced(self) -> TracedStep:
         """Return the same without calls that only make values that nobody uses.
@@ -127,8 +127,8 @@ class _Numbering:
     def argument(self, x: Any) -> Any:
         if isinstance(x, Value):
             return Value(self.value(x.number))
-        if isinstance(x, Constant):
-            return Constant(self.constants.setdefault(x.number, len(self.constants)))
+        if isinstance(x, Existing):
+            return Existing(self.constants.setdefault(x.number, len(self.constants)))
         if type(x) in (list, tuple):
             return type(x)(map(self.argument, x))
         return x
@@ -197,7 +197,7 @@ class Program:
     def _spelled(self, x: Any) -> str:
         if isinstance(x, Value):
             return f"v{x.number}"
-        if isinstance(x, Constant):
+        if isinstance(x, Existing):
             return f"c{x.number}"
         if isinstance(x, list):
             return f"[{', '.join(map(self._spelled, x))}]"

@@ -11,7 +11,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 
-from distconv.compiling.program import Constant, Program, TracedCall, TracedStep
+from distconv.compiling.program import Existing, Program, TracedCall, TracedStep
 from distconv.compiling.tracing import Trace, modules_called, traced
 from distconv.grid.interface import Grid
 from distconv.model.gradient_reduction import reduction_of
@@ -80,7 +80,7 @@ class CompiledStep(Generic[Given, Result]):
         self._step, self._backend = step, backend
         self._called: dict[nn.Module, None] = {}
         """All that have been called within the step."""
-        self._cases: dict[Any, list[_Case]] = {}
+        self._cases: dict[Any, list[_Replayed]] = {}
         self._last: dict[Any, _TracedCase] = {}
         self._seen: set[Any] = set()
         self._eager: set[Any] = set()
@@ -136,7 +136,7 @@ class CompiledStep(Generic[Given, Result]):
         elif before is None:
             self._last[key] = case
         else:
-            self._cases.setdefault(key, []).append(_Case(case, self._backend))
+            self._cases.setdefault(key, []).append(_Replayed(case, self._backend))
         return _without_gradients(result)
 
 
@@ -232,7 +232,7 @@ class _TracedCase:
             for call in theirs.calls
             if not call.is_pure
             for x in call.used
-            if isinstance(x, Constant)
+            if isinstance(x, Existing)
         }
         for n, x in mine.constants.items():
             y = theirs.constants[n]
@@ -252,7 +252,7 @@ def _equal(x: Tensor, y: Tensor) -> bool:
     return x.dtype == y.dtype and x.stride() == y.stride() and torch.equal(x, y)
 
 
-class _Case:
+class _Replayed:
     """A step as it is replayed."""
 
     def __init__(self, case: _TracedCase, backend: str | None) -> None:

@@ -20,8 +20,8 @@ from torch.optim.optimizer import (
 )
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from distconv.compiling.program import Constant, TracedCall, Value
-from distconv.grid.communicators import transports
+from distconv.compiling.program import Existing, TracedCall, Value
+from distconv.grid.communicators import carried_by
 from distconv.grid.whereabouts import user_line
 from distconv.tensor.eager import own_mode
 from distconv.tensor.nested import shards_of
@@ -131,10 +131,10 @@ class Trace:
             return type(x)(map(self.standing_for, x))
         return x
 
-    def _constant(self, x: Tensor) -> Constant:
+    def _constant(self, x: Tensor) -> Existing:
         if x in self._apart:
             self.hinder("it uses a tensor that an optimizer's step has made")
-        self._seen[x] = constant = Constant(len(self.constants))
+        self._seen[x] = constant = Existing(len(self.constants))
         self.constants[constant.number] = x
         if x.is_leaf and x.requires_grad:
             self.leaves[constant.number] = x, x.grad
@@ -198,7 +198,7 @@ class Trace:
                     "scheduler step outside"
                 )
 
-    def gradients(self) -> list[tuple[Constant, Any]]:
+    def gradients(self) -> list[tuple[Existing, Any]]:
         """Return the leaves whose gradients are others than before, with these."""
         leaves = list(self.leaves.values())
         changed = (x for x, first in leaves if first is None or x.grad is not first)
@@ -330,11 +330,7 @@ class _TracedCarrier(WrappedTransport):
 def traced(trace: Trace) -> Iterator[None]:
     """Trace the calls and messages of this thread in the context."""
     with ExitStack() as left:
-        for transport in transports():
-            for name in ("carrier", "empty"):
-                left.callback(setattr, transport, name, getattr(transport, name))
-            transport.carrier = _TracedCarrier(transport, trace)
-            transport.empty = transport.carrier.empty
+        left.enter_context(carried_by(lambda transport: _TracedCarrier(transport, trace)))
         for handle in (
             register_optimizer_step_pre_hook(trace.before_optimizer),
             register_optimizer_step_post_hook(trace.after_optimizer),

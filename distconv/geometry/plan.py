@@ -39,7 +39,7 @@ Slices = tuple[slice, ...]
 
 
 @dataclass(frozen=True)
-class Link:
+class Run:
     """Along one dimension: a run of elements of a source part, and where the buffer takes it."""
 
     source: int
@@ -167,16 +167,16 @@ class _Dimension:
         start, stop = block(self.size, self.source_parts, part)
         return ((start, stop),) if start < stop else ()
 
-    def links(self, source: int, target: int) -> tuple[Link, ...]:
+    def runs(self, source: int, target: int) -> tuple[Run, ...]:
         """Return the runs of elements that target part `target` takes from source part `source`."""
         start, stop = block(self.size, self.source_parts, source)
-        links, offset = [], 0
+        runs, offset = [], 0
         for first, last in self.intervals(target):
             a, b = max(first, start), min(last, stop)
             if a < b:
-                links.append(Link(a - start, offset + a - first, b - a))
+                runs.append(Run(a - start, offset + a - first, b - a))
             offset += last - first
-        return tuple(links)
+        return tuple(runs)
 
     def overlap(self, source: int, target: int) -> int:
         """Return how many elements target part `target` takes from source part `source`."""
@@ -379,11 +379,11 @@ def _boxes(
     dimensions: list[_Dimension], source: Sequence[int], target: Sequence[int]
 ) -> tuple[tuple[Slices, Slices], ...]:
     """Return what moves from source to target parts, as boxes of the block and of the buffer."""
-    runs = [d.links(i, j) for d, i, j in zip(dimensions, source, target, strict=True)]
+    every = [d.runs(i, j) for d, i, j in zip(dimensions, source, target, strict=True)]
     return tuple(
         (
-            tuple(slice(link.source, link.source + link.length) for link in links),
-            tuple(slice(link.target, link.target + link.length) for link in links),
+            tuple(slice(run.source, run.source + run.length) for run in runs),
+            tuple(slice(run.target, run.target + run.length) for run in runs),
         )
-        for links in product(*runs)
+        for runs in product(*every)
     )

@@ -37,8 +37,8 @@ def abort_when_a_rank_raises() -> None:
     """Make an uncaught exception print its traceback and end all ranks that were started together.
 
     Errors raised on all ranks together are reported by the first rank to come out of its grace
-    period, which is rank 0 where it is among them. Changes nothing on a single rank, and in
-    processes that ranks have started. `sys.exit` is no uncaught exception to Python, and so does
+    period, which is rank 0 where it is among them. Changes nothing in processes that ranks have
+    started. `sys.exit` is no uncaught exception to Python, and so does
     not end the other ranks.
     """
     if not isinstance(sys.excepthook, _Abort):

@@ -34,22 +34,22 @@ _LONGER = 60.0
 _LONGEST = timedelta(days=365)
 
 
+_Key = tuple[str, tuple[str, ...], tuple[int, ...]]
+"""The name of a carrier, the device of each rank, and the ranks."""
+
+
 class _Store:
     """The communicators, transports and journals that this process has made so far."""
 
     def __init__(self) -> None:
         self.communicators: dict[tuple[str, tuple[int, ...]], Communicator] = {}
-        self.carriers: dict[tuple[str, tuple[str, ...], tuple[int, ...]], Transport] = {}
-        self.transports: dict[tuple[str, tuple[str, ...], tuple[int, ...]], WatchedTransport] = {}
+        self.carriers: dict[_Key, Transport] = {}
+        self.transports: dict[_Key, WatchedTransport] = {}
         self.journals: dict[tuple[int, ...], Journal] = {}
         self.queue = LaunchQueue()
         self.gpu: torch.device | None = None
-        self.wrap: Callable[[Transport], Transport] | None = None
-        """What carriers go through while they are recorded."""
-
-    def wrapped(self, carrier: Transport) -> Transport:
-        """Return what carries the messages of a carrier."""
-        return carrier if self.wrap is None else self.wrap(carrier)
+        self.wraps: list[Callable[[WatchedTransport], Transport]] = []
+        """What records the messages of transports now, the outermost last."""
 
 
 @cache
@@ -85,34 +85,33 @@ def transport(ranks: tuple[int, ...], name: str, devices: tuple[str, ...]) -> Tr
         def members(group: Communicator) -> list[int]:
             return [ranks.index(rank) for rank in group.ranks]
 
-        carrier = _store().wrapped(carrier)
         made[key] = WatchedTransport(carrier, journal(ranks), members)
+        for wrap in _store().wraps:
+            made[key].carry_by(wrap(made[key]))
     return made[key]
 
 
-def transports() -> list[WatchedTransport]:
-    """Return the transports between this rank and others that have been made so far."""
-    return list(_store().transports.values())
-
-
 @contextmanager
-def carried_by(wrap: Callable[[Transport], Transport]) -> Iterator[None]:
-    """Let all messages between ranks go through what `wrap` makes of their carriers.
+def carried_by(wrap: Callable[[WatchedTransport], Transport]) -> Iterator[None]:
+    """Record the messages between ranks within the context; on this rank, no communication.
 
-    That is within the context; on this rank, without communication.
+    Parameters
+    ----------
+    wrap: returns a carrier that records what it hands to `transport.carrier`. It is called for
+        every transport, also for those that are made within the context.
     """
     store = _store()
-    if store.wrap is not None:
-        raise RuntimeError("the messages of this rank are recorded already; end that one before")
-    store.wrap = wrap
+    store.wraps.append(wrap)
     for transport in store.transports.values():
-        transport.carrier = wrap(transport.carrier)
+        transport.carry_by(wrap(transport))
     try:
         yield
     finally:
-        store.wrap = None
-        for (name, devices, ranks), transport in store.transports.items():
-            transport.carrier = store.carriers[name, devices, ranks]
+        store.wraps.pop()
+        for key, transport in store.transports.items():
+            transport.carry_by(store.carriers[key])
+            for outer in store.wraps:
+                transport.carry_by(outer(transport))
 
 
 def journal(ranks: tuple[int, ...]) -> Journal:

@@ -22,7 +22,7 @@ from distconv.grid.interrupt import end_when_abandoned
 from distconv.grid.members import ranks_of
 from distconv.grid.stall import time_limit
 from distconv.transport.interface import Communicator, ObjectCommunicator
-from distconv.transport.launch import check_is_rank, start_line
+from distconv.transport.launch import check_is_rank, launched, start_line
 from distconv.transport.torch_groups import TorchCommunicator
 from distconv.transport.watched import Wait
 from distconv.transport.world import world
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-abort_when_a_rank_raises()
+if launched():  # a rank may raise before it makes a grid, for which the others wait
+    abort_when_a_rank_raises()
 
 _grids: WeakValueDictionary[int, ProcessGrid] = WeakValueDictionary()
 """All grids of this process, by identity, since several grids may be equal."""
@@ -86,6 +87,7 @@ class ProcessGrid(Grid):
         self._ranks = ranks_of(comm)
         extents = dict(zip(AXES, (sample, channel, filter, depth, height, width), strict=True))
         if len(self._ranks) > 1:
+            abort_when_a_rank_raises()
             end_when_abandoned()
         journal = communicators.journal(self._ranks)
         with Wait(journal.waiting):

@@ -175,7 +175,7 @@ def join(device: int = -1) -> int:
 # Each kind of collective: how it starts, and what its gradient is
 
 
-class _Kind(NamedTuple):
+class _Collective(NamedTuple):
     """A kind of collective.
 
     Attributes
@@ -394,7 +394,9 @@ def _scatter_gradients(
 
 class _Differentiable(Function):
     @staticmethod
-    def forward(ctx: Any, kind: _Kind, job: Job, options: dict[str, Any], *tensors: Tensor) -> Any:
+    def forward(
+        ctx: Any, kind: _Collective, job: Job, options: dict[str, Any], *tensors: Tensor
+    ) -> Any:
         ctx.context = kind, job, options, [x.shape for x in tensors]
         results = tuple(kind.start(job, tensors, options)())
         ctx.mark_non_differentiable(*(y for y in results if not y.is_floating_point()))
@@ -407,17 +409,17 @@ class _Differentiable(Function):
 
 
 def _apply(
-    kind: _Kind, job: Job, tensors: Sequence[Tensor], options: dict[str, Any]
+    kind: _Collective, job: Job, tensors: Sequence[Tensor], options: dict[str, Any]
 ) -> list[Tensor]:
     """Return the results of a collective, recorded by autograd."""
     return list(_Differentiable.apply(kind, job, options, *tensors))
 
 
-_REDUCE = _Kind(_reduce, _reduce_gradients)
-_GATHER = _Kind(_gather, _gather_gradients)
-_BROADCAST = _Kind(_broadcast, _broadcast_gradients)
-_EXCHANGE = _Kind(_exchange, _exchange_gradients)
-_SCATTER = _Kind(_scatter, _scatter_gradients)
+_REDUCE = _Collective(_reduce, _reduce_gradients)
+_GATHER = _Collective(_gather, _gather_gradients)
+_BROADCAST = _Collective(_broadcast, _broadcast_gradients)
+_EXCHANGE = _Collective(_exchange, _exchange_gradients)
+_SCATTER = _Collective(_scatter, _scatter_gradients)
 
 
 # Horovod's functions: a collective at once, in place, with a handle, and of several tensors
@@ -439,7 +441,12 @@ _OF_SCATTERS = "name compression op process_set prescale_factor postscale_factor
 
 
 def _called(
-    kind: _Kind, family: str, several: bool, variant: str, tensors: Any, options: dict[str, Any]
+    kind: _Collective,
+    family: str,
+    several: bool,
+    variant: str,
+    tensors: Any,
+    options: dict[str, Any],
 ) -> Any:
     """Return the result, or the handle, of a call of one of Horovod's functions."""
     given = list(tensors) if several else [tensors]
@@ -476,7 +483,7 @@ def _shown(results: list[Tensor], several: bool, options: dict[str, Any]) -> Any
 
 
 def _family(
-    family: str, kind: _Kind, options: str, about: str, *, in_place: bool = False
+    family: str, kind: _Collective, options: str, about: str, *, in_place: bool = False
 ) -> list[Callable[..., Any]]:
     """Return the functions of a collective: at once and with a handle; in place, too.
 

@@ -43,7 +43,7 @@ class Passage(NamedTuple):
 
 
 @dataclass
-class _Movement:
+class _UnderWay:
     """Messages or a reduction, as one of its ranks has started it."""
 
     start: Start
@@ -65,8 +65,8 @@ class _Rank:
         """The moment at which the device is free; on CPUs the host is the device."""
         self.host = 0.0
         self.next = 0
-        self.started: dict[int, _Movement] = {}
-        self.unserved: list[_Movement] = []
+        self.started: dict[int, _UnderWay] = {}
+        self.unserved: list[_UnderWay] = []
         self.met = 0.0
         """The moment at which the rank last went on from waiting."""
 
@@ -182,7 +182,7 @@ def _start(rank: _Rank, event: Start, machine: Machine) -> None:
         begun = rank.all_here(machine)
         rank.add(rank.now, rank.now + cost.posted, "communication", event.place)
         rank.now += cost.posted
-    rank.started[event.number] = movement = _Movement(event, cost, begun)
+    rank.started[event.number] = movement = _UnderWay(event, cost, begun)
     rank.unserved.append(movement)
 
 

@@ -84,9 +84,13 @@ class WrappedTransport:
     """Hand everything to a carrier; see `Transport`. Subclasses override what they change."""
 
     def __init__(self, carrier: Transport):
-        self.carrier, self.name, self.ordered = carrier, carrier.name, carrier.ordered
-        # What every message asks for, without a call in between.
-        self.next_tag, self.empty = carrier.next_tag, carrier.empty
+        self.name, self.ordered, self.next_tag = carrier.name, carrier.ordered, carrier.next_tag
+        self.carry_by(carrier)
+
+    def carry_by(self, carrier: Transport) -> None:
+        """Hand everything to this carrier from now on."""
+        # Every message asks for memory, without a call in between.
+        self.carrier, self.empty = carrier, carrier.empty
 
     def exchange(
         self, arriving: Sequence[Message], leaving: Sequence[Message], tag: int
@@ -130,7 +134,7 @@ class _WatchedRequest(Wait):
             waiting.now = before
 
 
-class _StreamRequest:
+class _NotedRequest:
     """A request for which a stream waits, which is then noted."""
 
     __slots__ = ("_note", "_request")
@@ -174,7 +178,7 @@ class WatchedTransport(WrappedTransport):
             return {rank for rank, _ in (*arriving, *leaving)}
 
         if self._by_streams:
-            return _StreamRequest(request, partial(self._note_stream_wait, peers()))
+            return _NotedRequest(request, partial(self._note_stream_wait, peers()))
         return _WatchedRequest(self._waiting, peers, request)
 
     def all_reduce(self, tensor: Tensor, group: Any) -> Request:
@@ -184,7 +188,7 @@ class WatchedTransport(WrappedTransport):
         with watched:  # where the ranks of a group have to connect first
             watched.request = request = self.carrier.all_reduce(tensor, group)
         if self._by_streams:
-            return _StreamRequest(request, partial(self._note_stream_wait, self._members(group)))
+            return _NotedRequest(request, partial(self._note_stream_wait, self._members(group)))
         return watched
 
     def all_gather(self, tensor: Tensor, group: Any) -> Tensor:

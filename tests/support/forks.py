@@ -125,6 +125,11 @@ if __name__ == "__main__":
     sys.argv = serve(path)
     for stream in (sys.stdout, sys.stderr):  # whole lines, between those of other ranks
         stream.reconfigure(line_buffering=True, write_through=False)
+    from distconv.grid.abort import abort_when_a_rank_raises
+    from distconv.transport.launch import launched
+
+    if launched():  # as where a rank itself imports distconv
+        abort_when_a_rank_raises()
     script = sys.argv[0]
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:1] = [os.path.dirname(script), *filter(None, paths)]

@@ -72,7 +72,7 @@ def timeline(path: str | Path, grid: ProcessGrid | None = None) -> Iterator[None
         profile(activities=activities) as recorded,
         profiler_refused(_refuse_profiler),
         trace_movements(kinds),
-        carried_by(lambda carrier: RecordedTransport(carrier, kinds.of)),
+        carried_by(lambda transport: RecordedTransport(transport.carrier, kinds.of)),
     ):
         yield
     after = measure_offsets(grid)[grid.rank]
