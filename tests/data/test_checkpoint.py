@@ -637,7 +637,7 @@ def learn(
     return losses
 
 
-@every_size
+@pytest.mark.parallel([2])
 @pytest.mark.parametrize(("shard", "sharded"), [(False, True), (True, False)])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_state_of_an_optimizer_that_is_not_shaped_like_the_parameter_is_loaded(
@@ -695,7 +695,7 @@ SPOILED: dict[str, tuple[Callable[[Run], torch.Tensor], float]] = {
 }
 
 
-@every_size
+@pytest.mark.parallel([2])
 @pytest.mark.parametrize("shard", [False, True])
 @pytest.mark.parametrize("kind", SPOILED)
 def test_what_is_not_finite_is_not_saved_unless_it_is_asked_for(

@@ -327,7 +327,7 @@ def test_noise_in_a_dataset_does_not_make_it_another_one(own: bool) -> None:
     assert len(list(distribute(loader, dc.ProcessGrid(sample=-1)))) == 2
 
 
-@several
+@pytest.mark.parallel([2])
 @pytest.mark.parametrize("persistent", [False, True])
 def test_workers_draw_the_serial_noise_and_another_in_each_part_of_the_samples(
     persistent: bool,
@@ -393,7 +393,7 @@ class Subjects(Counted):
         }
 
 
-@every_size
+@pytest.mark.parallel([2])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_mini_batches_keep_their_form_and_what_is_no_tensor(workers: int) -> None:
     for extents in GRIDS[WORLD.size]:

@@ -151,7 +151,7 @@ PACKED: dict[str, tuple[Any, dict[str, Any], Any]] = {
 }
 
 
-@every_size
+@pytest.mark.parallel([2])
 @pytest.mark.parametrize("write", [hdf5, zarr_array])
 @pytest.mark.parametrize("kind", PACKED)
 def test_packed_values_are_unpacked_as_their_attributes_say(

@@ -47,9 +47,7 @@ def learned(output: Path) -> list[dict[str, Any]]:
     "options",
     [
         "--optimizer lars --learning-rate 2 --recipe polynomial --warmup-epochs 1",
-        "--lag 1 --learning-rate 0.02",
         "--wire bfloat16 --learning-rate 0.02 --recipe cosine --reference-batch-size 2",
-        "--method easgd --period 2 --learning-rate 0.02 --recipe cosine",
     ],
 )
 def test_workers_on_all_ranks_learn(file: Path, folder: Path, options: str) -> None:
@@ -87,8 +85,8 @@ def test_a_run_with_a_method_continues_with_the_same_numbers(
 @pytest.mark.parametrize(
     ("ranks", "grid", "options"),
     [
-        (6, GRID, "--method downpour --servers 2 --period 2 --learning-rate 0.02"),
-        (5, GRID, "--method hybrid --groups 1 --learning-rate 0.02 --recipe cosine"),
+        (4, {"sample": 2}, "--method downpour --servers 2 --period 2 --learning-rate 0.02"),
+        (3, {"sample": 2}, "--method hybrid --groups 1 --learning-rate 0.02 --recipe cosine"),
     ],
 )
 def test_workers_under_a_server_learn(

@@ -86,27 +86,23 @@ def assert_gone(processes: list[int]) -> None:
     assert not left
 
 
-def interrupted(tmp_path: Path, body: str, fresh: bool = True) -> None:
-    job, ranks, _ = started(tmp_path, body, fresh)
+def interrupted(tmp_path: Path, body: str) -> None:
+    job, ranks, _ = started(tmp_path, body, fresh=False)
     job.send_signal(signal.SIGINT)
     end = end_of(job)
     assert end.returncode != 0 and "s after an interrupt" in end.stderr
     assert_gone(ranks)
 
 
-def an_interrupt_ends_ranks_that_wait(tmp_path: Path) -> None:
-    interrupted(tmp_path, WAITING)
-
-
 def an_interrupt_ends_ranks_that_have_caught_it(tmp_path: Path) -> None:
-    interrupted(tmp_path, CAUGHT, fresh=False)
+    interrupted(tmp_path, CAUGHT)
 
 
 def an_interrupt_ends_ranks_that_wait_for_one_that_has_caught_it(tmp_path: Path) -> None:
-    interrupted(tmp_path, CAUGHT_BY_ONE, fresh=False)
+    interrupted(tmp_path, CAUGHT_BY_ONE)
 
 
-def an_interrupt_ends_processes_of_ranks_too(tmp_path: Path) -> None:
+def an_interrupt_ends_ranks_that_wait_and_their_processes(tmp_path: Path) -> None:
     body = """
 child = os.fork()
 if child == 0:
@@ -118,11 +114,12 @@ grid.comm.Barrier()
 ready()
 wait()
 """
-    job, _, _ = started(tmp_path, body)
+    job, ranks, _ = started(tmp_path, body)
     children = [int((tmp_path / f"child{rank}").read_text()) for rank in range(2)]
     job.send_signal(signal.SIGINT)
-    assert end_of(job).returncode != 0
-    assert_gone(children)
+    end = end_of(job)
+    assert end.returncode != 0 and "s after an interrupt" in end.stderr
+    assert_gone(ranks + children)
 
 
 def a_program_with_a_handler_of_its_own_decides_for_itself(tmp_path: Path) -> None:
@@ -178,10 +175,9 @@ print("whole", flush=True)
 BEHAVIOURS = {
     behaviour.__name__: behaviour
     for behaviour in (
-        an_interrupt_ends_ranks_that_wait,
         an_interrupt_ends_ranks_that_have_caught_it,
         an_interrupt_ends_ranks_that_wait_for_one_that_has_caught_it,
-        an_interrupt_ends_processes_of_ranks_too,
+        an_interrupt_ends_ranks_that_wait_and_their_processes,
         a_program_with_a_handler_of_its_own_decides_for_itself,
         a_killed_launcher_leaves_no_ranks,
         ranks_end_when_what_has_started_them_is_killed,

@@ -215,7 +215,7 @@ def test_communicators_are_kept_for_every_grid_on_the_same_ranks() -> None:
     assert first.communicator(["height"]) is not first.comm
 
 
-@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parallel([2])
 def test_thousands_of_grids_do_not_exhaust_mpi() -> None:
     rng = random.Random(2)
     for i in range(2400):  # more than MPI has communicators

@@ -87,11 +87,11 @@ def main(rank, meeting):
     print("done")
 
 if __name__ == "__main__":
-    multiprocessing.spawn(main, (sys.argv[1],), 3)
+    multiprocessing.start_processes(main, (sys.argv[1],), 3, start_method="fork")
 """
     path = tmp_path / "script.py"
     path.write_text(script)
-    end = end_of(start(path, 0, f"file://{tmp_path}/meeting"))
+    end = end_of(start(path, 0, f"file://{tmp_path}/meeting", fresh=False))
     assert (end.returncode, end.stdout.count("done")) == (0, 3), end.stderr
 
 

@@ -50,7 +50,7 @@ assert all(p.grad is not None for p in model.parameters())
 print(grid, grid.transport.name, grid.comm.allgather(3), dc.full_state_dict(model)["0.bias"].shape)
 dc.verify(torch.nn.Conv2d(1, 1, 3), torch.ones(1, 1, 9, 9), grid)
 """
-    end = ended(tmp_path, program, fresh=True)
+    end = ended(tmp_path, program)
     assert "Conv2d on rank 1 of ProcessGrid(height=2)" in end.stdout
     assert "ProcessGrid() on 1 rank torch [3] torch.Size([2])" in end.stdout
     assert (end.returncode, end.stderr) == (0, "")
@@ -109,7 +109,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_workers_of_a_data_loader_read_however_they_are_started(
     tmp_path: Path, method: str
 ) -> None:

@@ -82,7 +82,7 @@ KEPT: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parallel(RANKS)
+@pytest.mark.parallel([2])
 @pytest.mark.parametrize("kept", list(KEPT))
 @pytest.mark.parametrize("bucket_bytes", [1, 2**30])
 def test_a_gradient_that_is_kept_over_zero_grad_keeps_its_values(
@@ -253,7 +253,7 @@ def channels_last(seed: int = 0) -> nn.Module:
     return net(seed).to(memory_format=torch.channels_last)
 
 
-@pytest.mark.parallel(RANKS)
+@pytest.mark.parallel([2])
 @pytest.mark.parametrize("make", [gaps, channels_last])
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_gradients_have_the_strides_of_the_serial_ones(
@@ -276,7 +276,7 @@ def strides(p: nn.Parameter) -> tuple[int, ...] | None:
     return tuple(s for s, n in zip(p.grad.stride(), p.shape, strict=True) if n > 1)
 
 
-@pytest.mark.parallel(RANKS)
+@pytest.mark.parallel([2])
 @pytest.mark.parametrize("passes", ["keep", "zero", "none"])
 def test_types_and_memory_formats_change_between_passes(passes: str) -> None:
     twins = Twins(grids(30)[0], bucket_bytes=500)

@@ -30,7 +30,7 @@ class Spectral(nn.Module):
         return self.real(torch.fft.irfft2(y, s=(9, 7)) + z.real * z.imag)
 
 
-@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parallel([2])
 @pytest.mark.parametrize(
     "axes, options",
     [

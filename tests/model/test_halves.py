@@ -65,7 +65,7 @@ def test_a_sum_is_that_of_rounded_parts_rounded_once_more(wire: str, dtype: Any)
         assert torch.equal(gradient(model, x), expected)
 
 
-@pytest.mark.parallel([2, 4])
+@pytest.mark.parallel([2])
 @pytest.mark.parametrize("wire", WIRES)
 def test_with_error_feedback_nothing_is_lost_in_the_long_run(wire: str) -> None:
     """Compare all that is delivered with the truth: only the rest of the last step is missing."""
@@ -112,7 +112,7 @@ def test_half_the_bytes_travel() -> None:
     assert ring / 2 <= sum(sent) <= ring / 2 + 16 * grid.size
 
 
-@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parallel([2])
 @pytest.mark.parametrize("feedback", [False, True])
 def test_models_get_the_serial_gradients_within_rounding(feedback: bool) -> None:
     def branching(seed: int = 0) -> nn.Module:

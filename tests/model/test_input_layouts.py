@@ -69,7 +69,7 @@ def alike(model: nn.Module, serial: nn.Module) -> None:
         assert deviation(state[name], value) <= 1e-10, name
 
 
-@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parallel([2, 4])
 @pytest.mark.parametrize(
     "layouts",
     [

@@ -126,7 +126,7 @@ class Hook:
         self._handle.remove()
 
 
-@pytest.mark.parallel(RANKS)
+@pytest.mark.parallel([2])
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize(
     "interrupt",

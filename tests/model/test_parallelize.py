@@ -206,7 +206,7 @@ def test_planes_smaller_than_the_grid_leave_ranks_empty_and_gradients_right() ->
 # Accumulation
 
 
-@pytest.mark.parallel(RANKS)
+@pytest.mark.parallel([2])
 @pytest.mark.parametrize(
     "passes", ["sss", "nns", "snns", "nssns", "szs", "s0ss", "nzs", "n0s", "sn0s", "nsz0s"]
 )
@@ -518,7 +518,7 @@ def changed(model: nn.Module, change: str) -> nn.Module:
     return model
 
 
-@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parallel([2])
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("shard", [False, True])
 def test_a_module_is_parallelized_anew_after_a_change(change: str, shard: bool) -> None:

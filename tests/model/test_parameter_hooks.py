@@ -39,7 +39,7 @@ HOOKS: dict[str, Callable[[Any, list[Tensor]], Any]] = {
 }
 
 
-@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parallel([2, 4])
 @pytest.mark.parametrize("name", HOOKS)
 @pytest.mark.parametrize(
     "axes, options",

@@ -19,6 +19,13 @@ from tests.support.soak import held, make_and_drop, train
 WORLD = MPI.COMM_WORLD
 
 
+@pytest.fixture(autouse=True)
+def young_heap() -> None:
+    """Let the garbage collector look at nothing that earlier tests have left."""
+    gc.collect()
+    gc.freeze()
+
+
 def trained(grid: dc.ProcessGrid, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return a model and optimizer after two steps, each accumulated over two mini-batches."""
     model = nn.Sequential(nn.Conv2d(3, 64, 3, padding=1), nn.BatchNorm2d(64), nn.Conv2d(64, 4, 3))

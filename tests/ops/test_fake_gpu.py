@@ -162,13 +162,14 @@ RANKS = [(3, 1), (16, 15)]
 
 
 def check(call: Callable[..., Any], sample: Sample, gpu: Gpu) -> bool:
-    """Run a call on tensors that are cut along one dimension after the other, by turns of `RANKS`.
+    """Run a call on tensors that are whole, and cut along the first and the last dimension.
 
-    False where serial torch has to wait, too.
+    They take turns of `RANKS`. False where serial torch has to wait, too.
     """
     if _waits_serially(call, sample):
         return False
-    for i, size in enumerate((None, *sample.operands(plain=False)[0].shape)):
+    shape = sample.operands(plain=False)[0].shape
+    for i, size in enumerate(dict.fromkeys((None, *shape[:1], *shape[-1:]))):
         ranks, rank = RANKS[i % 2]
         grid = DryRunGrid({"height": ranks}, rank)
         where = f"cut where there are {size}, rank {rank} of {ranks}"
@@ -311,8 +312,7 @@ def test_gradients_of_pooling_keep_the_channels_last(pool: Callable[..., Tensor]
     x.shard = x.shard.contiguous(**last).requires_grad_()
     kept: list[bool] = []
     x.shard.register_hook(lambda gradient: kept.append(gradient.is_contiguous(**last)))
-    with dc.method("overlapped"):
-        pool(x, 3, 2, 1).sin().sum().backward()
+    pool(x, 3, 2, 1).sin().sum().backward()
     assert kept == [True]
 
 

@@ -65,7 +65,7 @@ def test_a_factor_a_rounding_error_away_is_exact_or_refused(n: int, mode: str) -
     assert compared == 21 or (n != 2 and compared >= 6)
 
 
-@pytest.mark.parallel([2, 4])
+@pytest.mark.parallel([2])
 @pytest.mark.parametrize("mode", ["nearest", "nearest-exact", "bilinear", "bicubic"])
 @pytest.mark.parametrize("factor", [3.0, 1.25, 2 / 3])
 def test_whole_periods_take_torchs_kernels_and_keep_the_memory_format(

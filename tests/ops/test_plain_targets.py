@@ -60,7 +60,7 @@ def written(name: str, y: Tensor, w: Tensor, *, depends: bool) -> Tensor:
     return out * 2 + w.sum()
 
 
-@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parallel([2])
 @pytest.mark.parametrize("depends", [False, True])
 @pytest.mark.parametrize("layout", [{"height": "height"}, {"sample": "height"}])
 def test_a_plain_tensor_that_takes_values_under_autograd_equals_serial(

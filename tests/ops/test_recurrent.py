@@ -20,7 +20,7 @@ LAYERS = {
 }
 
 
-@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parallel([2])
 @pytest.mark.parametrize("name", LAYERS)
 def test_recurrent_layers_equal_serial_ones(name: str) -> None:
     rng = random.Random(1)

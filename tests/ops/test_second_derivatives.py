@@ -130,7 +130,7 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[int, ...] | None]] = {
 }
 
 
-@pytest.mark.parallel([2, 4])
+@pytest.mark.parallel([2])
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("d", range(4))
 @pytest.mark.parametrize("shape", [(3, 4, 3, 5), (1, 4, 3, 5), (8, 4, 3, 5)])

@@ -234,3 +234,8 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "ConvNeXt": (ConvNeXt, (3, 37, 30)),
 }
 """How each network is made, and the shape of one sample."""
+
+
+def some_of(grids: Sequence[dict[str, int]], number: int, most: int = 2) -> list[dict[str, int]]:
+    """Return some of the grids for the network of this number: others for the next."""
+    return [grids[(number + i) % len(grids)] for i in range(min(most, len(grids)))]

@@ -51,7 +51,7 @@ def branching(seed: int = 0) -> nn.Module:
     return Branching().double()
 
 
-@pytest.mark.parallel(RANKS)
+@pytest.mark.parallel([2])
 @pytest.mark.parametrize("lag", [1, 2])
 @pytest.mark.parametrize("make", [net, branching])
 def test_steps_are_those_of_the_serial_recursion(make: Any, lag: int) -> None:
@@ -84,7 +84,7 @@ class Slope(nn.Module):
         return (x * self.weight).square().mean() / 2
 
 
-@pytest.mark.parallel(RANKS)
+@pytest.mark.parallel([2])
 @pytest.mark.parametrize("rate", [0.98, 1.02])
 def test_on_a_quadratic_a_lag_of_1_halves_the_largest_stable_rate(rate: float) -> None:
     grid = dc.ProcessGrid(sample=-1)

@@ -263,7 +263,7 @@ class Net(nn.Module):
         return self.head(F.relu(self.conv(x)).mean((2, 3)))
 
 
-@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parallel([2, 4])
 @pytest.mark.parametrize("on", ["gradient", "update"])
 @pytest.mark.parametrize("clip", [False, True])
 def test_sharded_weights_take_the_steps_of_whole_ones(on: str, clip: bool) -> None:

@@ -105,7 +105,7 @@ def test_micro_batches_are_units_as_well(count: int) -> None:
         assert model.unused.grad is None
 
 
-@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parallel([2])
 def test_on_synthetic_gradients_it_is_the_ratio_of_noise_and_signal() -> None:
     """Check the estimate to 5% on gradients with |G|^2 = 2 and tr(Sigma) = 16."""
     grid = dc.ProcessGrid(sample=-1)
@@ -121,7 +121,7 @@ def test_on_synthetic_gradients_it_is_the_ratio_of_noise_and_signal() -> None:
     assert noise.value == pytest.approx(8.0, rel=0.05)
 
 
-@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parallel([2])
 @pytest.mark.parametrize("bucket_bytes", [1, 2**20])
 def test_gradients_are_those_of_an_ordinary_backward_pass(bucket_bytes: int) -> None:
     def branching(seed: int = 0) -> nn.Module:

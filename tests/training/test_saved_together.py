@@ -20,7 +20,6 @@ folder, method, servers, interrupted = sys.argv[1:]
 Adam, SGD = partial(torch.optim.Adam, lr=0.01), partial(torch.optim.SGD, lr=0.01, momentum=0.9)
 method, optimizer = {
     "downpour": (Downpour(Adam, push=2, fetch=2), Adam),
-    "synchronous": (Downpour(SGD, push=1, fetch=1, synchronous=True), None),
     "seldom": (Downpour(SGD, push=1, fetch=3), SGD),
     "elastic": (AsynchronousElastic(2), SGD),
 }[method]
@@ -68,9 +67,8 @@ def run(
     ("method", "servers", "mpi"),
     [
         ("downpour", 1, False),
-        ("synchronous", 1, True),
         ("seldom", 2, True),
-        ("elastic", 2, False),
+        ("elastic", 1, False),
     ],
 )
 def test_an_interrupted_worker_goes_on_with_the_same_numbers(

@@ -18,7 +18,7 @@ def test_memory_of_a_comparison_that_nobody_waits_for_is_not_used_again() -> Non
     for _ in range(20):
         if MPI.COMM_WORLD.rank == 0:
             comm.compare([1, 2])  # and an exception, say
-            gc.collect()
+            gc.collect(0)
         others = [array("q", [7] * 4) for _ in range(1000)]
         MPI.COMM_WORLD.barrier()
         if MPI.COMM_WORLD.rank == 1:

@@ -28,7 +28,7 @@ ADDED = {
 }
 
 
-@pytest.mark.parallel(RANKS)
+@pytest.mark.parallel([2])
 @pytest.mark.parametrize("name", ADDED)
 def test_a_tensor_plus_a_product(name: str) -> None:
     rng, function = random.Random(name), getattr(torch, name)
@@ -139,7 +139,7 @@ SPARSE = {
 }
 
 
-@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parallel([2])
 @pytest.mark.parametrize("kind", SPARSE)
 @pytest.mark.filterwarnings("ignore:Sparse CS")
 def test_sparse_matrices_by_distributed_ones(kind: str) -> None:

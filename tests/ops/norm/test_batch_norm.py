@@ -46,7 +46,7 @@ def buffers_agree(actual: nn.Module, expected: nn.Module) -> None:
         assert equal_on_all_ranks(got), name
 
 
-@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parallel([2])
 @pytest.mark.parametrize("make", [TORCH, DISTCONV], ids=["torch.nn", "distconv.layers"])
 @pytest.mark.parametrize(
     "arguments",
@@ -296,7 +296,7 @@ def test_a_sample_with_channels_last_meets_a_gradient_with_rows_last(
             assert deviation(p.grad, q.grad) <= TOLERANCE
 
 
-@pytest.mark.parallel([2, 4])
+@pytest.mark.parallel([2])
 @pytest.mark.parametrize("given", ["", "weight", "bias", "weight and bias"])
 @pytest.mark.parametrize("spatial", [(128, 33), (16, 8, 33)], ids=["planes", "volumes"])
 def test_large_blocks_with_channels_last_equal_serial(

@@ -119,7 +119,7 @@ INDEXED: dict[str, Callable] = {
 }
 
 
-@pytest.mark.parallel(RANKS)
+@pytest.mark.parallel([2])
 @pytest.mark.parametrize("name", INDEXED)
 def test_indexing_by_a_tensor(name: str) -> None:
     rng = random.Random(name)

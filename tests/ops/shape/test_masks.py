@@ -74,7 +74,7 @@ WRITTEN: dict[str, Callable[[Tensor, Tensor], Any]] = {
 }
 
 
-@pytest.mark.parallel(RANKS)
+@pytest.mark.parallel([2])
 @pytest.mark.parametrize("name", [*READ, *WRITTEN])
 def test_masks_equal_serial(name: str) -> None:
     rng = random.Random(name)

@@ -36,7 +36,7 @@ def positions(rng: random.Random, shape: list[int], size: int, dim: int) -> Tens
     return torch.rand(full, generator=generator).argsort(dim).narrow(dim, 0, shape[dim])
 
 
-@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parallel([2])
 @pytest.mark.parametrize("name", INTO)
 def test_scattering_equals_serial(name: str) -> None:
     rng = random.Random(name)
