@@ -267,70 +267,28 @@ def _triplet(
     return _reduced((margin + near - far).clamp_min(0), reduction)
 
 
-# The same below torch.nn.functional, where numbers stand for the reductions, 0 unless given.
+def _numbered(function: Any, loss: Callable[..., Tensor], names: str) -> None:
+    """Register the form of a loss below torch.nn.functional, whose reduction is a number.
+
+    `names` are its parameters by position, before the reduction, which is 0 unless given.
+    """
+
+    @implements(function)
+    def rule(*args: Any, **options: Any) -> Tensor:
+        options |= zip((*names.split(), "reduction"), args, strict=False)
+        return loss(**options | {"reduction": REDUCTIONS[options.get("reduction", 0)]})
 
 
-@implements(torch.cosine_embedding_loss)
-def _cosine_embedding(
-    input1: Tensor, input2: Tensor, target: Tensor, margin: float = 0.0, reduction: int = 0
-) -> Tensor:
-    return F.cosine_embedding_loss(input1, input2, target, margin, reduction=REDUCTIONS[reduction])
-
-
-@implements(torch.hinge_embedding_loss)
-def _hinge_embedding(
-    input: Tensor, target: Tensor, margin: float = 1.0, reduction: int = 0
-) -> Tensor:
-    return F.hinge_embedding_loss(input, target, margin, reduction=REDUCTIONS[reduction])
-
-
-@implements(torch.margin_ranking_loss)
-def _margin_ranking(
-    input1: Tensor, input2: Tensor, target: Tensor, margin: float = 0.0, reduction: int = 0
-) -> Tensor:
-    return F.margin_ranking_loss(input1, input2, target, margin, reduction=REDUCTIONS[reduction])
-
-
-@implements(torch.triplet_margin_loss)
-def _triplet_margin(
-    anchor: Tensor,
-    positive: Tensor,
-    negative: Tensor,
-    margin: float = 1.0,
-    p: float = 2,
-    eps: float = 1e-6,
-    swap: bool = False,
-    reduction: int = 0,
-) -> Tensor:
-    return F.triplet_margin_loss(
-        anchor, positive, negative, margin, p, eps, swap, reduction=REDUCTIONS[reduction]
-    )
-
-
-@implements(torch.poisson_nll_loss)
-def _poisson_nll(
-    input: Tensor, target: Tensor, log_input: bool, full: bool, eps: float, reduction: int
-) -> Tensor:
-    return F.poisson_nll_loss(
-        input, target, log_input, full, eps=eps, reduction=REDUCTIONS[reduction]
-    )
-
-
-@implements(torch.kl_div)
-def _kl_div(
-    input: Tensor, target: Tensor, reduction: int = 0, *, log_target: bool = False
-) -> Tensor:
-    return F.kl_div(input, target, reduction=REDUCTIONS[reduction], log_target=log_target)
-
-
-@implements(torch.binary_cross_entropy_with_logits)
-def _binary_cross_entropy_with_logits(
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    pos_weight: Tensor | None = None,
-    reduction: int = 0,
-) -> Tensor:
-    return F.binary_cross_entropy_with_logits(
-        input, target, weight, reduction=REDUCTIONS[reduction], pos_weight=pos_weight
-    )
+_numbered(torch.cosine_embedding_loss, F.cosine_embedding_loss, "input1 input2 target margin")
+_numbered(torch.hinge_embedding_loss, F.hinge_embedding_loss, "input target margin")
+_numbered(torch.margin_ranking_loss, F.margin_ranking_loss, "input1 input2 target margin")
+_numbered(
+    torch.triplet_margin_loss, F.triplet_margin_loss, "anchor positive negative margin p eps swap"
+)
+_numbered(torch.poisson_nll_loss, F.poisson_nll_loss, "input target log_input full eps")
+_numbered(torch.kl_div, F.kl_div, "input target")
+_numbered(
+    torch.binary_cross_entropy_with_logits,
+    F.binary_cross_entropy_with_logits,
+    "input target weight pos_weight",
+)
