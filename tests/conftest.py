@@ -15,6 +15,7 @@ import torch
 from hypothesis import HealthCheck, Phase, settings
 from mpi4py import MPI
 
+from distconv.grid.process_grid import ProcessGrid
 from distconv.ops.conv import convolution
 from tests.support.rank_numbers import rank_numbers
 
@@ -103,6 +104,14 @@ def same_numbers_on_all_ranks() -> None:
     torch.default_generator.manual_seed(0)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(0)
+
+
+@pytest.fixture
+def first_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the ranks count calls and steps as at the start of a program, for a test."""
+    journal = ProcessGrid(height=-1).journal
+    for known in ("_calls", "_steps", "_counts"):
+        monkeypatch.setattr(journal, known, {})
 
 
 @pytest.hookimpl(trylast=True)

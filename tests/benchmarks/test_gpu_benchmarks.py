@@ -284,7 +284,7 @@ def test_all_of_one_rank_is_recorded(tmp_path: Path, grid, monkeypatch) -> None:
     text = (tmp_path / "gpu-cpu.md").read_text()
     assert text.count("\n## ") == 4 and "IEEE in convolutions" in text
     assert "layer, plain torch: the host waits nowhere; 1 CUDA calls" in text
-    assert text.count("published: much") == 2
+    assert "published: much" in text
 
 
 @pytest.mark.parallel(2)

@@ -19,6 +19,7 @@ from tests.grid.test_abort import job
 from tests.support.serial import raised_everywhere, told_on_one_rank
 
 WORLD = MPI.COMM_WORLD
+pytestmark = pytest.mark.usefixtures("first_calls")
 ONE = int(WORLD.rank == 1)
 
 

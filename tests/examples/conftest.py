@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import pytest
 from matplotlib.figure import Figure
-from mpi4py import MPI
+
+from tests.support.forks import blank
+
+
+@pytest.fixture
+def drawn() -> None:
+    """Let the pictures of a test be drawn, each of which takes about a second."""
 
 
 @pytest.fixture(autouse=True)
-def blank_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave pictures blank on more than two ranks, where the others wait for the one that draws."""
-    if MPI.COMM_WORLD.size > 2:
-        monkeypatch.setattr(Figure, "savefig", lambda _, file, **__: file.write(b"blank"))
+def blank_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave pictures blank but where a test asks for them to be `drawn`."""
+    if "drawn" not in request.fixturenames:
+        monkeypatch.setattr(Figure, "savefig", blank)

@@ -164,6 +164,7 @@ def test_a_run_continues_on_another_grid_with_the_same_result(file, folder):
 
 
 @pytest.mark.parallel([2])
+@pytest.mark.usefixtures("drawn")
 def test_the_comparison_with_one_rank_finds_no_difference(file, folder, capsys):
     main(arguments(file, folder / "run", GRIDS[WORLD.size][-1], 1, "--compare-serial", "2"))
     comparison = json.loads((folder / "run" / "metrics.json").read_text())["compare_serial"]

@@ -58,7 +58,7 @@ def test_workers_on_all_ranks_learn(file: Path, folder: Path, options: str) -> N
     assert last < first
 
 
-@pytest.mark.parallel(4)
+@pytest.mark.parallel(2)
 @pytest.mark.parametrize(
     ("method", "saved"),
     [("--lag 1", ["."]), ("--method easgd --period 3", ["worker-0", "worker-1"])],
@@ -70,7 +70,7 @@ def test_a_run_with_a_method_continues_with_the_same_numbers(
     for name, ends in {"straight": (2,), "continued": (1, 2)}.items():
         for number, end in enumerate(ends):
             more = ["--resume", str(folder / name)] if number else []
-            main(arguments(file, folder / name, GRID, end, *options.split(), *more))
+            main(arguments(file, folder / name, {"sample": 2}, end, *options.split(), *more))
             WORLD.barrier()
     for place in saved:
         straight, continued = (
@@ -168,6 +168,7 @@ def test_workers_share_out_each_mini_batch(workers: int) -> None:
     assert whole.batches(0) != whole.batches(1)
 
 
+@pytest.mark.usefixtures("drawn")
 def test_the_comparison_draws_what_has_been_run(tmp_path: Path) -> None:
     history = [
         {"step_losses": [0.5] * 3, "samples_per_second": 12.0, "loss": 0.25, "iou": 0.5},

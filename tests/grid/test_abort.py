@@ -48,7 +48,7 @@ def test_a_job_that_does_not_fail_ends_in_silence(tmp_path: Path) -> None:
 
 def test_one_rank_that_raises_ends_the_job_while_others_wait(tmp_path: Path) -> None:
     body = "if grid.rank == 2: raise ValueError('lost my data')\nexchange()"
-    end = job(tmp_path, body, ranks=3, fresh=True)
+    end = job(tmp_path, body, ranks=3)
     assert end.returncode != 0
     assert end.stdout.count("waiting") == 2
     assert end.stderr.count("Traceback (most recent call last)") == 1

@@ -20,6 +20,7 @@ from tests.grid.test_abort import job
 
 WORLD = MPI.COMM_WORLD
 LAST = WORLD.size - 1
+pytestmark = pytest.mark.usefixtures("first_calls")
 
 
 @pytest.fixture
@@ -68,8 +69,6 @@ def unknown(monkeypatch: pytest.MonkeyPatch) -> Iterator[dc.ProcessGrid]:
     """Make a grid over all ranks as at the start of a program, whatever tests have run before."""
     made = dc.ProcessGrid(height=-1)
     monkeypatch.setattr(made.journal, "debug", False)
-    for known in ("_calls", "_steps"):
-        monkeypatch.setattr(made.journal, known, {})
     yield made
 
 

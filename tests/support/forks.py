@@ -31,6 +31,11 @@ IMPORTED = (
 torch._dynamo when they are made."""
 
 
+def blank(figure: object, file: object, **options: object) -> None:
+    """Write a picture with nothing on it, in place of matplotlib's `Figure.savefig`."""
+    file.write(b"blank")
+
+
 def ask(path: str, words: list[str]) -> None:
     """Let the server run a script, and end as it ends."""
     handles = [0, 1, 2]
@@ -130,6 +135,7 @@ if __name__ == "__main__":
 
     if launched():  # as where a rank itself imports distconv
         abort_when_a_rank_raises()
+    sys.modules["matplotlib.figure"].Figure.savefig = blank
     script = sys.argv[0]
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:1] = [os.path.dirname(script), *filter(None, paths)]

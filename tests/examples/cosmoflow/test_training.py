@@ -228,6 +228,7 @@ def test_every_grid_trains_like_one_rank(
 
 
 @pytest.mark.parallel(2)
+@pytest.mark.usefixtures("drawn")
 def test_the_demo_goes_from_nothing_to_estimates_and_on_from_there(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -251,6 +252,7 @@ def test_the_demo_goes_from_nothing_to_estimates_and_on_from_there(
 
 
 @pytest.mark.parallel([1, 2])
+@pytest.mark.usefixtures("drawn")
 def test_the_study_compares_sizes_and_goes_on_where_it_was_stopped(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -121,6 +121,7 @@ def test_every_grid_trains_and_segments_like_one_rank(data: Path, folder: Path) 
 
 
 @pytest.mark.parallel(2)
+@pytest.mark.usefixtures("drawn")
 def test_the_demo_goes_from_nothing_to_a_segmentation(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
