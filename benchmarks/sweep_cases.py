@@ -258,11 +258,10 @@ REASONS = {
     **dict.fromkeys(("softmax of height", "log_softmax of height"), _CORRECTED),
     "cumsum of height": "a pass more, which adds the sums of the blocks before",
     **dict.fromkeys(("diff", "gradient", "roll of height"), _HALO),
-    **dict.fromkeys(
-        ("sgn", "prelu", "avg_pool{}d, 3, stride 1", "nearest, 1/2", "linear, 1/2"), _HOST
-    ),
+    **dict.fromkeys(("max_pool{}d, 3, stride 2", "avg_pool{}d, 3, stride 1"), _HALO),
+    **dict.fromkeys(("sgn", "prelu", "nearest, 1/2", "linear, 1/2"), _HOST),
     **dict.fromkeys(("conv{}d, 3", "conv{}d, 3, stride 2"), _COPIED),
-    **dict.fromkeys(("conv{}d, 3, depthwise", "max_pool{}d, 3, stride 2"), _STRIPS),
+    "conv{}d, 3, depthwise": _STRIPS,
     **dict.fromkeys(("batch_norm", "group_norm", "layer_norm"), _STATISTICS),
     "max_unpool{}d": "each index is compared with its window, and counted in the block",
     "linear, 2": "the kernel begins at the halo; the rows too many are cut away, a pass each way",

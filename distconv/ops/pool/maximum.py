@@ -12,7 +12,13 @@ from torch import Tensor
 
 from distconv.comm.shard_function import ShardFunction
 from distconv.ops.pool.local_pooling import unread_input, with_some_channel
-from distconv.ops.pool.positions import buffer_starts, fill_border, lowest_value, renumber_positions
+from distconv.ops.pool.positions import (
+    Border,
+    borders,
+    buffer_starts,
+    lowest_value,
+    renumber_positions,
+)
 from distconv.ops.support.argument_forms import Sizes, accepts_unbatched
 from distconv.ops.support.metadata_checks import any_type, check_on_meta
 from distconv.ops.support.operands import box_on_rank, empty_block
@@ -51,15 +57,15 @@ def _max_pool(local: Callable[..., Any], functions: Sequence[Any], n: int, *, pl
         found: list[Tensor] = []
 
         def compute(buffer: Tensor, left: tuple[int, ...]) -> Tensor:
-            if starts is not None:
-                buffer = fill_border(buffer, windows, starts)
+            border = [] if starts is None else borders(buffer.shape[2:], windows, starts)
             x, arguments = with_some_channel(buffer), (kernels, strides, left, dilations, ceil_mode)
             if n > 1 and any(input.cuts[2:]) and x.is_floating_point():
-                values, index = _MaxPool.apply(x, arguments)
-            elif places:
-                values, index = local(x, *arguments)
+                values, index = _MaxPool.apply(x, arguments, border)
             else:
-                values, index = local(x, *arguments), None
+                for part in border:
+                    part.fill(x)
+                made = local(x, *arguments)
+                values, index = made if places else (made, None)
             if not places:
                 return values
             if starts is None:
@@ -76,23 +82,30 @@ def _max_pool(local: Callable[..., Any], functions: Sequence[Any], n: int, *, pl
 
 
 class _MaxPool(ShardFunction):
-    """torch's max pooling, which keeps the places of the maxima and not the buffer."""
+    """torch's max pooling, after the borders are filled; it keeps places, and not the buffer."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, x: Tensor, arguments: tuple[Any, ...], border: Sequence[Border]
+    ) -> tuple[Tensor, Tensor]:
+        for part in border:
+            part.fill(x)
         values, index = max_pool_with_places[x.dim() - 2](x, *arguments)
         ctx.save_for_backward(index)
         ctx.mark_non_differentiable(index)
-        ctx.context = tuple(x.shape), arguments
+        ctx.context = tuple(x.shape), arguments, border
         return values, index
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (index,), (shape, arguments), dy = ctx.saved_tensors, ctx.context, grads[0]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (index,), (shape, arguments, border), dy = ctx.saved_tensors, ctx.context, grads[0]
         aten = torch.ops.aten
         volume = aten.max_pool3d_with_indices_backward
         function: Any = volume if len(shape) == 5 else aten.max_pool2d_with_indices_backward
-        return function(dy, unread_input(shape, dy), *arguments, index), None
+        dx: Tensor = function(dy, unread_input(shape, dy), *arguments, index)
+        for part in reversed(border):
+            part.fold(dx)
+        return dx, None, None
 
 
 _max_pool(torch.max_pool1d, (F.max_pool1d, torch.max_pool1d), 1, places=False)

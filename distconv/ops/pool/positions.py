@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,22 +34,46 @@ def buffer_starts(input: DistTensor, windows: Sequence[Window], box: Box) -> lis
     ]
 
 
-def fill_border(buffer: Tensor, windows: Sequence[Window], starts: Sequence[int]) -> Tensor:
-    """Write elements of the plane in place of the padding before it, and return the buffer.
-
-    A block that is its own buffer has no padding, and is not written to.
+class Border(NamedTuple):
+    """Positions of a buffer that lie before the plane, along one of its dimensions.
 
     A position there repeats the first position, within the plane, of the windows that it begins.
     Maxima are the same, and a window of nothing but `lowest_value` finds its own in the plane, as
     in torch.
+
+    Attributes
+    ----------
+    dim: the dimension.
+    repeated: for each of the positions, which come first, that which it repeats.
     """
-    for d, (window, start) in enumerate(zip(windows, starts, strict=True), 2):
+
+    dim: int
+    repeated: tuple[int, ...]
+
+    def fill(self, buffer: Tensor) -> None:
+        """Write elements of the plane in place of the padding before it."""
+        inner = buffer.index_select(self.dim, constant(buffer.device, self.repeated))
+        buffer.narrow(self.dim, 0, len(self.repeated)).copy_(inner)
+
+    def fold(self, gradient: Tensor) -> None:
+        """Add the gradients of the border to those of the elements that it repeats."""
+        outer = gradient.narrow(self.dim, 0, len(self.repeated)).clone()
+        gradient.index_add_(self.dim, constant(gradient.device, self.repeated), outer)
+
+
+def borders(
+    searched: Sequence[int], windows: Sequence[Window], starts: Sequence[int]
+) -> list[Border]:
+    """Return the borders of a buffer whose plane (*spatial) is `searched`, of all dimensions.
+
+    A block that is its own buffer has none, and is not written to.
+    """
+    found = []
+    for d, (n, window, start) in enumerate(zip(searched, windows, starts, strict=True), 2):
         if start < 0:
-            last = buffer.shape[d] - 1
-            first = tuple(min(p % window.dilation - start, last) for p in range(start, 0))
-            inner = buffer.index_select(d, constant(buffer.device, first))
-            buffer.narrow(d, 0, -start).copy_(inner)
-    return buffer
+            repeated = [min(p % window.dilation - start, n - 1) for p in range(start, 0)]
+            found.append(Border(d, tuple(repeated)))
+    return found
 
 
 def renumber_positions(
