@@ -21,7 +21,7 @@ LIMIT  := timeout -k 10
 # Every rank of every job would compile the sources anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-cosmoflow demo-unet3d study check docs test no-mpi wheel-check reports nightly bench compare gpu coverage study-methods networks lint clean
+.PHONY: demo demo-cosmoflow demo-unet3d demo-fractals study check docs test no-mpi wheel-check reports nightly bench compare gpu coverage study-methods networks lint clean
 
 $(VENV)/ready: setup.cfg setup.py constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -37,6 +37,9 @@ demo-cosmoflow: $(VENV)/ready
 
 demo-unet3d: $(VENV)/ready
 	$(RUN) $(KEEP) $(BIN)/python -m examples.unet3d.demo
+
+demo-fractals: $(VENV)/ready
+	$(RUN) $(KEEP) $(BIN)/python -m examples.fractals.demo
 
 # The error of CosmoFlow against the size of a sample, in under 20 minutes on two cores; stopped at any
 # moment, it goes on where it was.

@@ -27,7 +27,7 @@ from distconv.layers.channels import (
     ConvTranspose3d,
     Linear,
 )
-from distconv.layers.norm import BatchNorm1d, BatchNorm2d, BatchNorm3d
+from distconv.layers.norm import BatchNorm1d, BatchNorm2d, BatchNorm3d, GroupNorm
 from distconv.layers.redistribute import Redistribute
 
 __all__ = [
@@ -46,6 +46,7 @@ __all__ = [
     "ConvTranspose1d",
     "ConvTranspose2d",
     "ConvTranspose3d",
+    "GroupNorm",
     "Linear",
     "MaxPool1d",
     "MaxPool2d",

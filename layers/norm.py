@@ -1,4 +1,4 @@
-"""Batch normalisation that chooses over which ranks it takes its statistics."""
+"""Batch and group normalisation that choose over which ranks they take their statistics."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from distconv.ops.norm.batch_norm import SPATIAL, batch_norm_over
+from distconv.ops.norm.group_norm import group_norm_over
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.recording import recorded
 from distconv.torch_private import BatchNorm
@@ -78,3 +79,33 @@ class BatchNorm2d(_DistributedBatchNorm, nn.BatchNorm2d):
 
 class BatchNorm3d(_DistributedBatchNorm, nn.BatchNorm3d):
     """torch.nn.BatchNorm3d with a choice of `statistics`: "global", "sample" or "local"."""
+
+
+class GroupNorm(nn.GroupNorm):
+    """Group normalisation over (sample, channel, *spatial); see torch.nn.GroupNorm.
+
+    Parameters
+    ----------
+    statistics: over which elements of a sample the statistics of a group are taken.
+        "global": all of them, as serial torch does.
+        "local": those of this rank's own block, without communication. That is **not exact**: the
+        result depends on how samples are cut, and a network has to be used as it was trained. On
+        plain tensors, and where the plane is not cut, both are alike.
+    """
+
+    def __init__(self, *args: Any, statistics: str = "global", **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        if statistics not in ("global", "local"):
+            raise ValueError(
+                f"GroupNorm: statistics={statistics!r} is not known; choose 'global' or 'local'"
+            )
+        self.statistics = statistics
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not isinstance(input, DistTensor) or self.statistics == "global":
+            return super().forward(input)
+        _, weight, bias = recorded("group_norm", (input, self.weight, self.bias))
+        return group_norm_over((), input, self.num_groups, weight, bias, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, statistics={self.statistics}"

@@ -12,6 +12,7 @@ from distconv.training.consistency import assert_in_sync
 from distconv.training.decay import (
     Constant,
     Cosine,
+    CosineRestarts,
     Decay,
     Exponential,
     InverseTime,
@@ -39,6 +40,7 @@ __all__ = [
     "ConcurrentReductions",
     "Constant",
     "Cosine",
+    "CosineRestarts",
     "Decay",
     "Downpour",
     "ElasticAveraging",

@@ -110,6 +110,37 @@ class Cosine(Decay):
         return 0.5 * (1.0 + cos(pi * min(step, steps) / steps))
 
 
+@dataclass(frozen=True)
+class CosineRestarts(Decay):
+    """Let the learning rate fall to a share of it along half a cosine, again and again.
+
+    The first fall takes `period` steps, and each `growth` times as many as the one before
+    (Loshchilov and Hutter, "SGDR", arXiv:1608.03983). `floor` is the share from 0 up to 1.
+    """
+
+    period: int
+    growth: int = 1
+    floor: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_count("CosineRestarts", "period", self.period, 1)
+        check_count("CosineRestarts", "growth", self.growth, 1)
+        if not 0 <= self.floor <= 1:
+            raise ValueError(
+                f"CosineRestarts: floor={self.floor!r} is no share; give one from 0 up to 1"
+            )
+
+    def factor(self, step: int, steps: int) -> float:
+        """Return floor + (1 - floor) (1 + cos(pi * t / T)) / 2 in step t of a fall of T."""
+        period = self.period
+        if self.growth == 1:
+            step %= period
+        while step >= period:
+            step -= period
+            period *= self.growth
+        return self.floor + (1.0 - self.floor) * 0.5 * (1.0 + cos(pi * step / period))
+
+
 def _check_positive(owner: str, name: str, value: float) -> None:
     if not (value > 0 and isfinite(value)):
         raise ValueError(f"{owner}: {name}={value!r} is not positive; give a number above 0")

@@ -82,6 +82,10 @@ class Example(ABC, Generic[Data, Network]):
     def evaluate(self, model: nn.Module, batches: dc.data.Loader) -> Score:
         """Return the score over all `batches`, in evaluation mode and without gradients."""
 
+    def is_done(self, args: argparse.Namespace, record: Mapping[str, Any]) -> bool:
+        """Return whether training ends after an epoch with this record; all ranks agree."""
+        return False
+
     @abstractmethod
     def draw(
         self,
@@ -92,7 +96,8 @@ class Example(ABC, Generic[Data, Network]):
     ) -> None:
         """Draw the results into `args.output`. Collective; rank 0 writes.
 
-        `history` has a record of each epoch: `step_losses`, speed, and the fields of the score.
+        `history` has a record of each epoch: `step_losses`, speed, `seconds` of training and
+        validation, and the fields of the score.
         """
 
     def scores(self) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from distconv.training import (
     Constant,
     Cosine,
+    CosineRestarts,
     Decay,
     GradientLag,
     Polynomial,
@@ -21,11 +23,13 @@ from distconv.training import (
 from .arguments import Add, natural, positive
 
 METHODS = ("sync", "easgd", "downpour", "hybrid")
-RECIPES: dict[str, Decay] = {
-    "constant": Constant(),
-    "cosine": Cosine(),
-    "polynomial": Polynomial(2.0),
+RECIPES: dict[str, Callable[[int], Decay]] = {
+    "constant": lambda epoch: Constant(),
+    "cosine": lambda epoch: Cosine(),
+    "polynomial": lambda epoch: Polynomial(2.0),
+    "restarts": lambda epoch: CosineRestarts(10 * epoch, 2, 0.1),
 }
+"""How the rate falls, by the number of updates in an epoch."""
 DECISIVE = ("recipe", "reference_batch_size", "warmup_epochs", "lag", "wire")
 """The arguments of these that determine the numbers of a run in step."""
 DECISIVE_APART = ("method", "servers", "groups", "period")
@@ -66,7 +70,7 @@ def add_method_arguments(add: Add) -> None:
 
 def check_method(args: argparse.Namespace) -> None:
     """Raise `ValueError` for options that do not go together."""
-    if args.recipe and RECIPES[args.recipe].needs_end and args.warmup_epochs >= args.epochs:
+    if args.recipe and RECIPES[args.recipe](1).needs_end and args.warmup_epochs >= args.epochs:
         raise ValueError(
             f"--warmup-epochs {args.warmup_epochs} leave none of --epochs {args.epochs} for "
             f"--recipe {args.recipe}; give fewer, or --recipe constant"
@@ -94,13 +98,14 @@ def recipe_of(args: argparse.Namespace, batch_size: int, epoch: int) -> Recipe |
     """
     if args.recipe is None:
         return None
+    decay = RECIPES[args.recipe](epoch)
     return Recipe(
         batch_size=batch_size,
         reference_batch_size=args.reference_batch_size or batch_size,
         scaling="sqrt" if args.optimizer.startswith("adam") else "linear",
         warmup_steps=args.warmup_epochs * epoch,
-        decay=RECIPES[args.recipe],
-        total_steps=args.epochs * epoch if RECIPES[args.recipe].needs_end else None,
+        decay=decay,
+        total_steps=args.epochs * epoch if decay.needs_end else None,
     )
 
 

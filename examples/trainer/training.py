@@ -6,6 +6,7 @@ import argparse
 import json
 import shlex
 import sys
+import time
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -104,7 +105,10 @@ def train(example: Example[Any, Any], args: argparse.Namespace, comm: ObjectComm
 
     seconds = 0.0
     for epoch in range(len(history), args.epochs):
+        if history and example.is_done(args, history[-1]):
+            break
         model.train()
+        begin = time.perf_counter()
         samples = len(loader) * args.batch_size
         with Progress(f"epoch {epoch + 1}/{args.epochs}", samples, grid.rank == 0) as progress:
             for batch in loader:
@@ -117,6 +121,7 @@ def train(example: Example[Any, Any], args: argparse.Namespace, comm: ObjectComm
 
         score = example.evaluate(model, ordered)
         check_finite(args, "validation loss", score.loss, len(history), progress.steps)
+        record["seconds"] = time.perf_counter() - begin
         history.append(record | asdict(score))
         together(grid, lambda: check_finite_state(model, optimizer))
         dc.save_checkpoint(
@@ -145,11 +150,11 @@ def train(example: Example[Any, Any], args: argparse.Namespace, comm: ObjectComm
     on_rank_zero(grid, lambda: write_metrics(args, metrics))
     example.draw(args, model, validation, history)
     if grid.rank == 0:
-        print(results(example, args), flush=True)
+        print(results(example, args, example.is_done(args, history[-1])), flush=True)
 
 
-def results(example: Example[Any, Any], args: argparse.Namespace) -> str:
-    """Return what to look at when a run has ended, and what to do next."""
+def results(example: Example[Any, Any], args: argparse.Namespace, done: bool) -> str:
+    """Return what to look at when a run has ended, and what to do next; `done` ones end there."""
     files = {**example.pictures, "metrics.json": "settings, and all numbers of every epoch"}
     program = f"python -m examples.{example.name}.train"
     axis = next(axis for axis in example.axes if axis in ("depth", "height"))
@@ -160,7 +165,11 @@ def results(example: Example[Any, Any], args: argparse.Namespace) -> str:
             "Look at",
             *(f"  {args.output / name}: {what}" for name, what in files.items()),
             "Next",
-            f"  one more epoch, on two ranks:\n    mpiexec -n 2 {program} {same}",
+            *(
+                []
+                if done
+                else [f"  one more epoch, on two ranks:\n    mpiexec -n 2 {program} {same}"]
+            ),
             "  numbers of a grid beside those of one rank: add --compare-serial 3 to a new run",
             f"  what the example does: docs/examples, and {program} --help",
             "  your own network: docs/tutorials/first_network.md; the site: make docs",

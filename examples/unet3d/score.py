@@ -10,12 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from examples.segmenting.dice import count, dice_coefficients, dice_loss
 from examples.trainer.example import Score
 
 from .tomography import CLASSES
-
-SMOOTHING = 1.0
-"""Voxels added to both sides of a soft Dice coefficient, for classes that a mini-batch lacks."""
 
 
 @dataclass(frozen=True)
@@ -24,9 +22,8 @@ class SegmentationScore(Score):
 
     Attributes:
         loss: cross entropy plus Dice loss, the mean over samples.
-        dice_background, dice_body, dice_organ, dice_lesion: 2 |P & T| / (|P| + |T|) of the voxels P
-            predicted for a class and those T that have it, over all samples; 1 where neither has
-            any.
+        dice_background, dice_body, dice_organ, dice_lesion: the Dice coefficient of each class,
+            over all samples.
     """
 
     dice_background: float
@@ -40,41 +37,13 @@ class SegmentationScore(Score):
 
 
 def segmentation_loss(scores: Tensor, labels: Tensor) -> Tensor:
-    """Return cross entropy plus Dice loss: 1 - the mean over classes of the soft Dice coefficient.
-
-    Milletari et al., 3DV 2016, with probabilities not squared. The classes weigh the same, however
-    few voxels they have; cross entropy alone would pass over the smallest.
+    """Return cross entropy plus the Dice loss of all classes.
 
     Args:
         scores: of classes, before the softmax: (samples, classes, D, H, W).
         labels: (samples, D, H, W), whole numbers.
     """
-    probabilities = torch.softmax(scores, 1)
-    coefficients = []
-    for label in range(len(CLASSES)):
-        predicted, true = probabilities[:, label], (labels == label).to(scores.dtype)
-        overlap = 2 * (predicted * true).sum() + SMOOTHING
-        coefficients.append(overlap / (predicted.sum() + true.sum() + SMOOTHING))
-    dice = torch.stack(coefficients).mean()
-    return F.cross_entropy(scores, labels) + 1 - dice
-
-
-def dice_coefficients(counts: Tensor) -> list[float]:
-    """Return the Dice coefficient of each class from `count` of all samples."""
-    return [2 * both / (p + t) if p + t else 1.0 for both, p, t in counts.tolist()]
-
-
-def count(predicted: Tensor, labels: Tensor) -> Tensor:
-    """Return for each class the voxels that have it in both, in `predicted`, and in `labels`.
-
-    Both are (samples, D, H, W), DistTensors or plain; the result is a plain (classes, 3), the same
-    on all ranks. Collective.
-    """
-    numbers = []
-    for label in range(len(CLASSES)):
-        p, t = predicted == label, labels == label
-        numbers.append([(p & t).sum().item(), p.sum().item(), t.sum().item()])
-    return torch.tensor(numbers, dtype=torch.float64)
+    return F.cross_entropy(scores, labels) + dice_loss(scores, labels)
 
 
 def evaluate(model: nn.Module, batches: Iterable[Sequence[Any]]) -> SegmentationScore:
@@ -87,5 +56,5 @@ def evaluate(model: nn.Module, batches: Iterable[Sequence[Any]]) -> Segmentation
             scores = model(images)
             loss += segmentation_loss(scores, labels).item() * len(images)
             samples += len(images)
-            counts += count(scores.argmax(1), labels)
+            counts += count(scores.argmax(1), labels, len(CLASSES))
     return SegmentationScore(loss / samples, *dice_coefficients(counts))

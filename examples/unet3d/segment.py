@@ -28,6 +28,7 @@ from distconv.data.durable import DamagedFile, read_checksummed
 from distconv.tools.arguments import RankParser, grid_axes
 from distconv.transport.interface import ObjectCommunicator
 from distconv.transport.world import world
+from examples.segmenting.dice import count, dice_coefficients
 from examples.trainer.arguments import natural
 from examples.trainer.ranks import boxes_of
 
@@ -35,7 +36,6 @@ from .data import Volumes, made_volume
 from .generate import side_lengths
 from .network import UNet3d
 from .plots import plot_slices
-from .score import count, dice_coefficients
 from .tomography import CLASSES
 from .train import Segmentation
 
@@ -66,7 +66,7 @@ def segment(
         image, truth = volume.batch([0])
         predicted = model(image).argmax(1)
     dc.data.save(output, predicted.to(torch.uint8))
-    coefficients = dice_coefficients(count(predicted, truth))
+    coefficients = dice_coefficients(count(predicted, truth, len(CLASSES)))
     if picture is not None and truth.numel() <= LARGEST_PICTURE:
         below, true, guess = (
             x.full_tensor()[0].cpu().numpy() for x in (image[:, 0], truth, predicted)

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch.optim import SGD, Adadelta, Adagrad, Adam, AdamW, Optimizer, RMSprop
+from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts
 
 import distconv as dc
 from distconv.training import (
     Constant,
     Cosine,
+    CosineRestarts,
     Decay,
     Exponential,
     InverseTime,
@@ -93,6 +95,19 @@ def test_every_step_has_the_rate_of_the_closed_form(name: str) -> None:
         schedule.step()
 
 
+@pytest.mark.parametrize(("period", "growth"), [(3, 1), (3, 2), (1, 3)])
+def test_a_cosine_with_restarts_is_torchs(period: int, growth: int) -> None:
+    own, torchs = optimizer(), optimizer()
+    schedule = Recipe(8, 8, decay=CosineRestarts(period, growth, 0.1)).schedule(own)
+    expected = CosineAnnealingWarmRestarts(torchs, period, growth, eta_min=0.01)
+    for _ in range(40):
+        rates = own.param_groups[0]["lr"], torchs.param_groups[0]["lr"]
+        assert rates[0] == pytest.approx(rates[1], rel=1e-12)
+        for opt, following in ((own, schedule), (torchs, expected)):
+            opt.step()
+            following.step()
+
+
 @pytest.mark.parametrize("decay", [Cosine(), Polynomial()])
 def test_a_rate_that_has_come_to_its_end_stays_there(decay: Decay) -> None:
     recipe = Recipe(8, 8, decay=decay, total_steps=5)
@@ -146,6 +161,8 @@ def test_steps_are_counted_for_this_batch_size_or_as_of_a_smaller_one() -> None:
         (lambda: Exponential(1.5), "gamma=1.5 is no factor of a decay"),
         (lambda: InverseTime(-1.0), "gamma=-1.0 is not positive"),
         (lambda: Polynomial(0.0), "power=0.0 is not positive"),
+        (lambda: CosineRestarts(0), "period=0"),
+        (lambda: CosineRestarts(5, 2, 1.5), "floor=1.5 is no share"),
         (lambda: number_of_steps(10, 0, 5), "epochs=0"),
         (lambda: max_batch(0), "samples=0"),
         (lambda: advise({"samples": 2}, 4, 100), "'samples' is no axis of a grid"),

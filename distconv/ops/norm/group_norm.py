@@ -1,4 +1,4 @@
-"""Normalisation of each sample and group of channels."""
+"""Normalisation of each sample and group of channels, over the plane or each rank's block of it."""
 
 from __future__ import annotations
 
@@ -30,6 +30,22 @@ def group_norm(
     eps: float = 1e-5,
 ) -> DistTensor:
     """Normalise each sample and group of channels over the whole plane."""
+    return group_norm_over(None, input, num_groups, weight, bias, eps)
+
+
+def group_norm_over(
+    axes: tuple[str, ...] | None,
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> DistTensor:
+    """Normalise each sample and group of channels by statistics over the ranks along `axes`.
+
+    All ranks call it. None means all axes that cut the plane; with () each rank takes the
+    statistics of its own block, which is not what the serial norm computes.
+    """
     name = "group_norm"
     x = as_distributed(input, common_grid("group_norm", (input, weight, bias)))
     check_parameter_types("group_norm", x, weight, bias)
@@ -38,12 +54,12 @@ def group_norm(
     if num_groups % x.grid.topology.parts(cuts[1]) and channels != 1:
         # Some groups lie on several ranks.
         return redistribute(
-            group_norm(uncut(x, [1], name), num_groups, weight, bias, eps), cuts, name
+            group_norm_over(axes, uncut(x, [1], name), num_groups, weight, bias, eps), cuts, name
         )
     weight, bias = own_channels(weight, x, name), own_channels(bias, x, name)
     groups = x.shard.shape[1] // max(channels, 1)
     spatial = tuple(range(2, x.dim()))
-    group = cutting_axes(cuts[2:])
+    group = tuple(a for a in cutting_axes(cuts[2:]) if axes is None or a in axes)
     block = x.shard
     if not group and block.numel() and not has_channels_last(block):
         # torch.nn.functional would look at the size of this block once more. With channels last

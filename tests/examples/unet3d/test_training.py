@@ -14,12 +14,13 @@ from mpi4py import MPI
 from torch import nn
 
 import distconv as dc
+from examples.segmenting.dice import count, dice_coefficients
 from examples.trainer.launch import words
 from examples.unet3d import demo, segment, train
 from examples.unet3d.data import made_volume
 from examples.unet3d.generate import generate
 from examples.unet3d.network import UNet3d
-from examples.unet3d.score import count, dice_coefficients, segmentation_loss
+from examples.unet3d.score import segmentation_loss
 from tests.support.example_grids import GRIDS, alone, axes
 
 WORLD = MPI.COMM_WORLD
@@ -58,7 +59,7 @@ def test_the_loss_is_cross_entropy_and_one_minus_the_mean_dice_coefficient() -> 
 def test_dice_coefficients_are_those_of_sets() -> None:
     truth = torch.tensor([0, 0, 0, 1, 1, 2]).reshape(1, 1, 1, 6)
     guess = torch.tensor([0, 0, 1, 1, 2, 2]).reshape(1, 1, 1, 6)
-    assert dice_coefficients(count(guess, truth)) == pytest.approx([0.8, 0.5, 2 / 3, 1.0])
+    assert dice_coefficients(count(guess, truth, 4)) == pytest.approx([0.8, 0.5, 2 / 3, 1.0])
 
 
 @pytest.fixture(scope="module")

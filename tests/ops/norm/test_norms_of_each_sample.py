@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
 
 import distconv as dc
+from distconv import layers
 from tests.support.serial import (
     agrees,
     deviation,
+    examples,
+    noted,
     random_grid,
     random_tensor,
 )
@@ -34,3 +39,50 @@ def test_a_large_mean_does_not_cancel_in_single_precision() -> None:
     expected = F.group_norm(x.double(), 2)
     actual = F.group_norm(dc.distribute_tensor(x, random_grid(rng)), 2).full_tensor()
     assert deviation(actual.double(), expected) < 1e-3
+
+
+@pytest.mark.parallel(RANKS)
+def test_local_statistics_are_those_of_each_block_of_the_plane() -> None:
+    rng = random.Random(7)
+    for _ in examples(10):
+        grid = random_grid(rng, ["sample", "channel", "height", "width"])
+        x = random_tensor(rng, (3, 8, 9, 5)) * 2 + 3
+        layout = dc.default_layout(grid, 4)
+        boxes = grid.comm.allgather(dc.local_box(x.shape, grid, layout).slices[2:])
+        planes = [box for place, box in enumerate(boxes) if box not in boxes[:place]]
+        layer = layers.GroupNorm(4, 8, statistics="local").double()
+
+        def function(
+            x: Tensor, weight: Tensor, bias: Tensor, layer: Any = layer, planes: Any = planes
+        ) -> Tensor:
+            if isinstance(x, dc.DistTensor):
+                parameters = {"weight": weight, "bias": bias}
+                return torch.func.functional_call(layer, parameters, (x,))
+            y = torch.zeros_like(x)
+            for box in planes:
+                height, width = box
+                part = x[:, :, height, width]
+                y[:, :, height, width] = F.group_norm(part, 4, weight, bias)
+            return y
+
+        with noted(grid, planes):
+            agrees(function, [x], [random_tensor(rng, [8]) for _ in range(2)], grid, rng, [layout])
+
+
+@pytest.mark.parallel([1, 2])
+@pytest.mark.parametrize("statistics", ["global", "local"])
+def test_group_norm_is_torchs_on_plain_tensors_and_where_the_plane_is_whole(
+    statistics: str,
+) -> None:
+    plain, layer = nn.GroupNorm(2, 4), layers.GroupNorm(2, 4, statistics=statistics)
+    layer.load_state_dict(plain.state_dict())
+    x = random_tensor(random.Random(8), (2, 4, 6), torch.float32)
+    assert torch.equal(layer(x), plain(x))
+    cut = dc.distribute_tensor(x, dc.ProcessGrid(sample=-1))
+    assert deviation(layer(cut).full_tensor(), plain(x)) < 1e-6
+    assert repr(layer) == f"{repr(plain)[:-1]}, statistics={statistics})"
+
+
+def test_statistics_that_group_norm_does_not_know_are_named() -> None:
+    with pytest.raises(ValueError, match="statistics='sample'.*'global' or 'local'"):
+        layers.GroupNorm(2, 4, statistics="sample")

@@ -1,0 +1,117 @@
+"""The figure of merit of the benchmark: seconds and epochs to a validation Dice, of several seeds.
+
+    mpiexec -n 4 python -m examples.fractals.merit \\
+        --seeds 3 --data train.h5 --validation validation.h5 --grid depth=-1 --output runs/merit
+
+Every seed, of initial weights and shuffling, is a run of `examples.fractals.train` with all other
+options as they are given, in a folder of its own. merit.json and merit.md have a line for each and
+their median; a run that does not come to the target within its epochs counts as never.
+Stopped at any moment, it goes on with the same command: runs that are complete are left as they
+are, and others resumed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from distconv.data.checkpoint import checkpoints_in
+from distconv.data.durable import write_atomically
+from distconv.tools.arguments import RankParser
+from distconv.transport.interface import ObjectCommunicator
+from distconv.transport.world import world
+from examples.trainer.arguments import positive
+
+from . import train
+
+
+def run(
+    output: Path, seeds: int, options: Sequence[str], comm: ObjectCommunicator
+) -> list[dict[str, Any]]:
+    """Train with each seed, and return a row for each: seconds, epochs, loss and Dice. Collective.
+
+    Args:
+        output: where a folder for each seed is made, and the results are written.
+        options: of `train`, but for `--output`, `--seed` and `--resume`.
+    """
+    rows = []
+    for seed in range(seeds):
+        folder = output / f"seed-{seed}"
+        if not comm.bcast((folder / "metrics.json").exists()):
+            own = ["--output", str(folder), "--seed", str(seed)]
+            if comm.bcast(bool(checkpoints_in(folder))):
+                own += ["--resume", str(folder)]
+            train.main([*options, *own], comm)
+        metrics = json.loads((folder / "metrics.json").read_text())
+        rows.append({"seed": seed} | merit_of(metrics))
+    if comm.rank == 0:
+        text = json.dumps(rows, indent=1).encode()
+        write_atomically(output / "merit.json", lambda file: file.write(text))
+        page = table(rows)
+        write_atomically(output / "merit.md", lambda file: file.write(page.encode()))
+        print(page, flush=True)
+    comm.bcast(None)  # the files are there when any rank returns
+    return rows
+
+
+def merit_of(metrics: dict[str, Any]) -> dict[str, Any]:
+    """Return what a run has come to, from its metrics.json; `seconds` are None for never."""
+    history = metrics["history"]
+    last = history[-1]
+    reached = last["dice"] >= metrics["target"]
+    return {
+        "seconds": sum(record["seconds"] for record in history) if reached else None,
+        "epochs": len(history),
+        "steps": sum(len(record["step_losses"]) for record in history),
+        "loss": last["loss"],
+        "dice": last["dice"],
+    }
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the runs and their median as a table in Markdown."""
+    lines = [
+        "| seed | seconds to the target | epochs | steps | loss | Dice |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        lines.append(_line(str(row["seed"]), row))
+    middle = {
+        name: median(float("inf") if row[name] is None else row[name] for row in rows)
+        for name in ("seconds", "epochs", "steps", "loss", "dice")
+    }
+    return "\n".join([*lines, _line("median", middle)]) + "\n"
+
+
+def _line(name: str, row: dict[str, Any]) -> str:
+    never = row["seconds"] in (None, float("inf"))
+    seconds = "never" if never else f"{row['seconds']:.0f}"
+    counts = f"{row['epochs']:g} | {row['steps']:g}"
+    return f"| {name} | {seconds} | {counts} | {row['loss']:.3f} | {row['dice']:.4f} |"
+
+
+def main(arguments: Sequence[str] | None = None, comm: ObjectCommunicator | None = None) -> None:
+    """Run the command line; what is not of its own is for `examples.fractals.train`."""
+    if comm is None:
+        comm = world().for_program()
+    parser = RankParser(
+        comm,
+        prog="python -m examples.fractals.merit",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--output", type=Path, required=True, help="folder for runs and results")
+    parser.add_argument(
+        "--seeds", type=positive(int), default=3, help="number of runs (default %(default)s)"
+    )
+    args, options = parser.parse_known_args(arguments)
+    run(args.output, args.seeds, options, comm)
+
+
+if __name__ == "__main__":
+    main()

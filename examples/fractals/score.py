@@ -1,0 +1,74 @@
+"""The loss of the benchmark, and the Dice coefficient that ends it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from examples.segmenting.dice import count, dice_coefficients, dice_loss
+from examples.trainer.example import Score
+
+
+@dataclass(frozen=True)
+class FractalScore(Score):
+    """The quality of segmentations.
+
+    Attributes:
+        loss: weighted cross entropy plus Dice loss, the mean over samples.
+        dice: the mean over the classes of fractals of their Dice coefficients, of all samples
+            together.
+        dice_worst: of the class that has the lowest.
+    """
+
+    dice: float
+    dice_worst: float
+
+    def __str__(self) -> str:
+        return (
+            f"loss {self.loss:.4g}, Dice {self.dice:.4f}, of the worst class {self.dice_worst:.3f}"
+        )
+
+
+def class_weights(fractions: Sequence[float]) -> Tensor:
+    """Return the weights of classes in the cross entropy: one over their fractions, of mean 1.
+
+    A class without voxels weighs as much as the rarest that has some.
+    """
+    shares = torch.tensor(fractions, dtype=torch.float64)
+    weights = 1 / shares.clamp(min=shares[shares > 0].min())
+    return weights / weights.mean()
+
+
+def fractal_loss(scores: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+    """Return cross entropy, weighted by class, plus the Dice loss of the classes of fractals.
+
+    Args:
+        scores: of classes, before the softmax: (samples, classes, D, H, W).
+        labels: (samples, D, H, W), whole numbers.
+        weights: (classes,).
+    """
+    weights = weights.to(device=scores.device, dtype=scores.dtype)
+    return F.cross_entropy(scores, labels, weights) + dice_loss(scores, labels, first=1)
+
+
+def evaluate(
+    predict: Callable[[Tensor], Tensor],
+    loss: Callable[[Tensor, Tensor], Tensor],
+    batches: Iterable[Sequence[Tensor]],
+    classes: int,
+) -> FractalScore:
+    """Score the predictions for all voxels of all `batches`, without gradients. Collective."""
+    samples = total = 0.0
+    counts = torch.zeros(classes, 3, dtype=torch.float64)
+    with torch.no_grad():
+        for images, labels in batches:
+            scores = predict(images)
+            total += loss(scores, labels).item() * len(images)
+            samples += len(images)
+            counts += count(scores.argmax(1), labels, classes)
+    of_fractals = dice_coefficients(counts)[1:]
+    return FractalScore(total / samples, sum(of_fractals) / len(of_fractals), min(of_fractals))

@@ -1,0 +1,1 @@
+"""Segmenting volumes: what its examples share of losses and scores."""
