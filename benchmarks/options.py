@@ -12,7 +12,7 @@ from benchmarks.measuring.report import Row, as_table, plot
 from benchmarks.measuring.settings import Settings
 from distconv.grid.process_grid import ProcessGrid
 from distconv.tools.arguments import BadArguments, grid_axes
-from distconv.tools.progress import Progress
+from distconv.tools.progress import StatusLine
 from distconv.transport.torch_groups import TorchCommunicator
 from distconv.transport.world import world
 
@@ -63,18 +63,15 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
 
 def show(rows: Iterable[Row], arguments: argparse.Namespace) -> None:
     """Take the rows as they come, and print and draw them on rank 0; all ranks call it."""
-    first = world().rank == 0
-
-    def table(rows: list[Row]) -> None:
-        if not arguments.json:
-            print(as_table(rows))
-
-    with Progress[Row](lambda row: f"{row.case}, {row.measure}", table, first) as progress:
+    first, found = world().rank == 0, []
+    with StatusLine(first) as say:
         for row in rows:
-            progress(row)
+            found.append(row)
+            say(f"{len(found)}: {row.case}, {row.measure}")
             if first and arguments.json:
                 print(row.json(), flush=True)
     if first:
-        table(progress.rows)
+        if not arguments.json:
+            print(as_table(found))
         if arguments.plot is not None:
-            plot(progress.rows, arguments.plot)
+            plot(found, arguments.plot)

@@ -39,8 +39,9 @@ Slices = tuple[slice, ...]
 
 
 @dataclass(frozen=True)
-class Run:
-    """Along one dimension: a run of elements of a source part, and where the buffer takes it."""
+class Piece:
+    """Along one dimension: elements of a source part that follow each other, and their place in the
+    buffer."""
 
     source: int
     target: int
@@ -167,16 +168,16 @@ class _Dimension:
         start, stop = block(self.size, self.source_parts, part)
         return ((start, stop),) if start < stop else ()
 
-    def runs(self, source: int, target: int) -> tuple[Run, ...]:
-        """Return the runs of elements that target part `target` takes from source part `source`."""
+    def taken(self, source: int, target: int) -> tuple[Piece, ...]:
+        """Return the elements that target part `target` takes from source part `source`."""
         start, stop = block(self.size, self.source_parts, source)
-        runs, offset = [], 0
+        found, offset = [], 0
         for first, last in self.intervals(target):
             a, b = max(first, start), min(last, stop)
             if a < b:
-                runs.append(Run(a - start, offset + a - first, b - a))
+                found.append(Piece(a - start, offset + a - first, b - a))
             offset += last - first
-        return tuple(runs)
+        return tuple(found)
 
     def overlap(self, source: int, target: int) -> int:
         """Return how many elements target part `target` takes from source part `source`."""
@@ -379,11 +380,11 @@ def _boxes(
     dimensions: list[_Dimension], source: Sequence[int], target: Sequence[int]
 ) -> tuple[tuple[Slices, Slices], ...]:
     """Return what moves from source to target parts, as boxes of the block and of the buffer."""
-    every = [d.runs(i, j) for d, i, j in zip(dimensions, source, target, strict=True)]
+    every = [d.taken(i, j) for d, i, j in zip(dimensions, source, target, strict=True)]
     return tuple(
         (
-            tuple(slice(run.source, run.source + run.length) for run in runs),
-            tuple(slice(run.target, run.target + run.length) for run in runs),
+            tuple(slice(p.source, p.source + p.length) for p in pieces),
+            tuple(slice(p.target, p.target + p.length) for p in pieces),
         )
-        for runs in product(*every)
+        for pieces in product(*every)
     )

@@ -14,7 +14,6 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
 from multiprocessing.util import register_after_fork
 
 from distconv.grid.abort import flush_files
@@ -25,8 +24,6 @@ PATIENCE = 5.0
 
 _INTERVAL = 1.0
 """Seconds between two looks at the process that has started this one."""
-
-_last_words: list[Callable[[], object]] = []
 
 _watched_in: int | None = None
 """The process in which the thread runs."""
@@ -47,16 +44,6 @@ def end_when_abandoned() -> None:
     threading.Thread(
         target=_watch, args=(os.getppid(), _signals()), name="distconv interrupt", daemon=True
     ).start()
-
-
-@contextlib.contextmanager
-def last_words(speak: Callable[[], object]) -> Iterator[None]:
-    """Let an interrupt of this rank call `speak` within the context, from another thread."""
-    _last_words.append(speak)
-    try:
-        yield
-    finally:
-        _last_words.remove(speak)
 
 
 def _signals() -> int | None:
@@ -85,8 +72,6 @@ def _watch(launcher: int, signals: int | None) -> None:
             ends = signal.getsignal(signal.SIGINT) is signal.default_int_handler
             if interrupted and ends and last is None:
                 last = time.monotonic() + PATIENCE
-                for speak in tuple(_last_words):
-                    speak()
         if last is not None and time.monotonic() > last:
             _end(
                 f"ends {PATIENCE:g} s after an interrupt, as others may wait for it or it for "

@@ -1,19 +1,10 @@
-"""How far a command has come: a line on the terminal, and the rows so far on an interrupt."""
+"""How far a command has come: a line on the terminal."""
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
 import time
-from collections.abc import Callable
-from types import TracebackType
-from typing import Generic, TypeVar
-
-from distconv.grid.interrupt import last_words
-
-Row = TypeVar("Row")
-
 
 _SOON, _SELDOM = 2.0, 10.0
 """Seconds until the first line, and from one line to the next, where stderr is no terminal."""
@@ -59,60 +50,3 @@ class StatusLine:
                 passed = time.monotonic() - self._begun
                 print(f"{self._text} ({passed:.0f} s)", file=sys.stderr, flush=True)
             pause = _SELDOM
-
-
-class Progress(Generic[Row]):
-    """Rows as they come: their number and the last one on stderr.
-
-    Within `with`, an interrupt shows all rows so far, also while this rank waits in MPI.
-
-    Parameters
-    ----------
-    name: describes a row in a few words.
-    show: prints the rows so far, after an interrupt.
-    first: whether this is the rank that prints.
-    begin: is shown before there are any.
-    """
-
-    def __init__(
-        self,
-        name: Callable[[Row], str],
-        show: Callable[[list[Row]], object],
-        first: bool,
-        begin: str = "",
-    ):
-        self.rows: list[Row] = []
-        self._name, self._show, self._first = name, show, first
-        self._line = StatusLine(first, begin)
-        self._untold = threading.Semaphore()
-        self._within = contextlib.ExitStack()
-
-    def __call__(self, row: Row) -> None:
-        """Take one more row."""
-        self.rows.append(row)
-        self._line(f"{len(self.rows)}: {self._name(row)}")
-
-    def say(self, text: str) -> None:
-        """Show what is done now."""
-        self._line(text)
-
-    def __enter__(self) -> Progress[Row]:
-        self._within.enter_context(self._line)
-        self._within.enter_context(last_words(self._tell))
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._within.close()
-        if kind is not None and issubclass(kind, KeyboardInterrupt):
-            self._tell()
-
-    def _tell(self) -> None:
-        """Show the rows so far, once."""
-        if self._first and self._untold.acquire(blocking=False):
-            self._show(list(self.rows))
-            sys.stdout.flush()

@@ -220,10 +220,9 @@ def verify(
     return verification
 
 
-def comparison_table(rows: Sequence[TensorComparison], *, judged: bool = True) -> str:
-    """Return comparisons as a table; without what follows from all of them unless `judged`."""
-    cells = [row.cells for row in rows if row.kind != "refused"]
-    return table([HEADING, *(c if judged else (*c[:3], "", "", c[5]) for c in cells)])
+def comparison_table(rows: Sequence[TensorComparison]) -> str:
+    """Return comparisons as a table."""
+    return table([HEADING, *(row.cells for row in rows if row.kind != "refused")])
 
 
 def _agreed_inputs(module: Any, input: Any, grid: ProcessGrid, options: Any) -> list[Tensor]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import re
-import signal
 import subprocess
 import time
 from pathlib import Path
@@ -20,7 +19,6 @@ from distconv.tools.command_line import main
 from distconv.tools.progress import StatusLine
 from tests.planning.machines import described
 from tests.support.jobs import (
-    LIMIT,
     end_of,
     forked,
     start,
@@ -99,22 +97,6 @@ class Net(torch.nn.Sequential):
     def __init__(self):
         super().__init__(torch.nn.Conv2d(1, 2, 3, padding=1), Part())
 """
-SLOW = """
-import pathlib, sys, time
-import torch
-
-class Part(torch.nn.Module):
-    "Waits on one rank, while others wait for it in MPI."
-    def forward(self, x):
-        y = torch.nn.functional.avg_pool2d(x, 3, 1, 1).clone()
-        if hasattr(x, "grid"):
-            if x.grid.rank == 1:
-                time.sleep(1)
-                pathlib.Path(__file__).with_name("ready").touch()
-                time.sleep(600)
-            y.sum().item()
-        return y
-"""
 
 
 def module_in(folder: Path, part: str) -> str:
@@ -148,20 +130,6 @@ def test_a_module_is_found_by_its_file_and_finds_its_neighbours(
     assert main(["verify", *case, "--json"]) == 0
     verification = json.loads(capsys.readouterr().out)
     assert verification["ok"] and verification["rows"][-1]["layer"] == "input"
-
-
-def test_an_interrupted_command_shows_what_it_has_got(tmp_path: Path) -> None:
-    net = module_in(tmp_path, SLOW)
-    words = "verify", net, "--shape", "1,1,8,8", "--grid", "height=2"
-    process = start(PROGRAM, 2, *words, fresh=False, PYTHONPATH=str(ROOT))
-    limit = time.monotonic() + LIMIT
-    while not (tmp_path / "ready").exists():
-        assert process.poll() is None and time.monotonic() < limit, end_of(process, 1)
-        time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    end = end_of(process)
-    assert end.returncode != 0
-    assert "interrupted after 1 comparisons, which are not judged" in end.stdout, end.stderr
 
 
 @pytest.mark.parallel(2)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Callable
 from math import prod
 from typing import Any
 
@@ -13,7 +11,6 @@ import torch
 from distconv.grid.process_grid import ProcessGrid
 from distconv.model.input_layouts import match_layouts
 from distconv.planning.recorded_step import dtype_of
-from distconv.planning.recording import LayerPlan
 from distconv.tools.arguments import BadArguments, complaining
 from distconv.tools.commands.options import (
     Command,
@@ -25,12 +22,12 @@ from distconv.tools.commands.options import (
     is_first,
     write_report,
 )
-from distconv.tools.explain import explain, layer_table
+from distconv.tools.explain import explain
 from distconv.tools.factories import made_everywhere, module_from
 from distconv.tools.json_lines import as_json
-from distconv.tools.progress import Progress
+from distconv.tools.progress import StatusLine
 from distconv.tools.reports.layers import explain_page, verify_page
-from distconv.tools.verify import TensorComparison, comparison_table, verify
+from distconv.tools.verify import verify
 from distconv.transport.world import world
 
 
@@ -47,29 +44,13 @@ def _explain(given: argparse.Namespace) -> int:
     module, grid = module_from(given.factory, given.seed), given.grid
     options: dict[str, Any] = {"layout": given.layout, "layouts": dict(given.layouts)}
     options |= {"dtype": dtype_named(given.dtype), "rank": given.rank, "show": False}
-    show = _interrupted(given.json, layer_table, "lines")
-    with Progress[LayerPlan](lambda x: x.name, show, is_first(), "recording") as progress:
-        with complaining(ValueError, RuntimeError):
-            plan = explain(module, given.shape, grid, progress=progress, **options)
+    with complaining(ValueError, RuntimeError), StatusLine(is_first(), "recording") as say:
+        options["progress"] = lambda layer: say(layer.name)
+        plan = explain(module, given.shape, grid, **options)
     if is_first():
         print(as_json(plan, refusal=plan.refusal) if given.json else plan, flush=True)
         write_report(given.html, lambda: explain_page(plan, grid))
     return int(plan.refusal is not None)
-
-
-def _interrupted(
-    as_line: bool, table: Callable[[list[Any]], str], what: str
-) -> Callable[[list[Any]], None]:
-    """Return a function that prints the rows so far, as a table or as a line of JSON."""
-
-    def show(rows: list[Any]) -> None:
-        if as_line:
-            parts = [json.loads(as_json(row)) for row in rows]
-            print(json.dumps({"interrupted": True, "rows": parts}))
-        else:
-            print(f"{table(rows)}\ninterrupted after {len(rows)} {what}")
-
-    return show
 
 
 def _verify_options(parser: argparse.ArgumentParser) -> None:
@@ -105,15 +86,9 @@ def _verify(given: argparse.Namespace) -> int:
     inputs = [torch.randn(s, generator=generator, dtype=dtype) for s in given.shape]
     options: dict[str, Any] = {"layout": given.layout, "layouts": layouts, "show": False}
     options |= {"tolerance": given.tolerance, "backward": not given.no_backward}
-    show = _interrupted(
-        given.json,
-        lambda rows: comparison_table(rows, judged=False),
-        "comparisons, which are not judged",
-    )
-    with Progress[TensorComparison](
-        lambda row: f"{row.layer} {row.kind}", show, grid.rank == 0, "running serially"
-    ) as progress:
-        found = verify(module, inputs, grid, seed=given.seed, progress=progress, **options)
+    with StatusLine(grid.rank == 0, "running serially") as say:
+        options["progress"] = lambda row: say(f"{row.layer} {row.kind}")
+        found = verify(module, inputs, grid, seed=given.seed, **options)
     if grid.rank == 0:
         print(as_json(found, ok=found.ok) if given.json else found, flush=True)
         write_report(given.html, lambda: verify_page(found, grid.shape))

@@ -39,7 +39,7 @@ from distconv.tools.commands.options import (
 )
 from distconv.tools.factories import made_everywhere, module_from
 from distconv.tools.json_lines import as_json
-from distconv.tools.progress import Progress, StatusLine
+from distconv.tools.progress import StatusLine
 from distconv.tools.reports.studies import scale_page
 from distconv.transport.world import world
 
@@ -112,7 +112,7 @@ def _study(given: argparse.Namespace) -> int:
         _on_first(lambda: check_ranks(Machine.load(of_machine), most))
     if _on_first(path.exists):
         study = _on_first(lambda: study.resumed_from(Study.load(path)))
-    with Progress[str](str, lambda rows: print(*rows, sep="\n"), first) as progress:
+    with StatusLine(first) as progress:
 
         def finished(rounds: int) -> None:
             if first:
@@ -121,13 +121,13 @@ def _study(given: argparse.Namespace) -> int:
 
         def predict_on_first() -> None:
             machine = Machine.load(of_machine)
-            progress.say("predicting; local operators are timed")
+            progress("predicting; local operators are timed")
             say = lambda case: progress(f"predicted {case.name}")  # noqa: E731
             predict_all(study, make, machine, step=step, predicted=say)
             keep_times(machine, of_machine)
 
         if study.measured:
-            progress.say(f"warming up, with steps of {len(study.measured)} cases")
+            progress(f"warming up, with steps of {len(study.measured)} cases")
             run: dict[str, Any] = {"threads": given.threads, "step": step, "finished": finished}
             measure(study, make, world().for_program(), given.rounds, **run)
         if of_machine is not None:
