@@ -74,13 +74,13 @@ def pytest_pycollect_makeitem(
 
 
 SLOWEST = [
-    *("grid/test_torchrun.py", "grid/test_workers.py", "grid/test_stall.py"),
-    *("training/test_lost_ranks.py", "grid/test_abort.py", "examples/test_methods.py"),
-    *("benchmarks/test_gpu_benchmarks.py", "training/test_saved_together.py"),
-    *("grid/test_interrupt.py", "ops/test_fake_gpu.py", "examples/test_mesh_torchrun.py"),
-    *("benchmarks/test_commits.py", "examples/test_mesh_demo.py"),
-    *("examples/test_mesh_training.py", "planning/test_commands.py", "planning/test_search.py"),
-    *("tools/test_command_line.py", "examples/test_mesh_jobs.py"),
+    *("training/test_lost_ranks.py", "grid/test_abort.py", "grid/test_stall.py"),
+    *("grid/test_torchrun.py", "grid/test_workers.py", "examples/test_methods.py"),
+    *("training/test_saved_together.py", "grid/test_interrupt.py", "ops/test_fake_gpu.py"),
+    *("examples/test_mesh_torchrun.py", "examples/test_mesh_training.py"),
+    *("examples/test_mesh_demo.py", "planning/test_search.py", "test_torch_private.py"),
+    *("benchmarks/test_commits.py", "benchmarks/test_gpu_benchmarks.py"),
+    *("planning/test_commands.py", "geometry/test_plan.py", "tools/test_command_line.py"),
 ]
 """Files whose tests on one rank take longest."""
 
