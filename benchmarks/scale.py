@@ -153,7 +153,8 @@ class Assumption(NamedTuple):
     unit: str
 
 
-def _link(where: str, latency: bool, machine: Machine, value: float) -> Machine:
+def with_link(where: str, latency: bool, machine: Machine, value: float) -> Machine:
+    """Return the machine with another latency or bandwidth `within` or `between` nodes."""
     link = machine.links[where]
     start, size = link.total.at(0), 2.0**30
     bandwidth = size / (link.total.at(size) - start)
@@ -163,7 +164,8 @@ def _link(where: str, latency: bool, machine: Machine, value: float) -> Machine:
     return replace(machine, links=machine.links | {where: made})
 
 
-def _efficiency(kernel: str, machine: Machine, value: float) -> Machine:
+def with_efficiency(kernel: str, machine: Machine, value: float) -> Machine:
+    """Return the machine with another efficiency of a kind of kernels."""
     device = machine.roofline
     assert device is not None
     return replace(
@@ -171,13 +173,15 @@ def _efficiency(kernel: str, machine: Machine, value: float) -> Machine:
     )
 
 
-def _smallest(machine: Machine, value: float) -> Machine:
+def with_smallest(machine: Machine, value: float) -> Machine:
+    """Return the machine with another time of the smallest kernel."""
     device = machine.roofline
     assert device is not None
     return replace(machine, roofline=replace(device, smallest=value))
 
 
-def _host(machine: Machine, factor: float) -> Machine:
+def with_host(machine: Machine, factor: float) -> Machine:
+    """Return the machine with a host whose work takes `factor` times as long."""
     host = {
         name: Table(table.sizes, tuple(factor * s for s in table.seconds))
         for name, table in machine.host.items()
@@ -187,15 +191,15 @@ def _host(machine: Machine, factor: float) -> Machine:
 
 ASSUMPTIONS = (
     Assumption(
-        "efficiency of convolutions", partial(_efficiency, "aten.convolution"), 0.4, 0.8, ""
+        "efficiency of convolutions", partial(with_efficiency, "aten.convolution"), 0.4, 0.8, ""
     ),
-    Assumption("efficiency of other kernels", partial(_efficiency, ""), 0.6, 0.95, ""),
-    Assumption("smallest kernel", _smallest, 2e-6, 20e-6, "s"),
-    Assumption("latency in a node", partial(_link, "within", True), 5e-6, 40e-6, "s"),
-    Assumption("bandwidth in a node", partial(_link, "within", False), 20e9, 75e9, "B/s"),
-    Assumption("latency between nodes", partial(_link, "between", True), 5e-6, 60e-6, "s"),
-    Assumption("bandwidth between nodes", partial(_link, "between", False), 2e9, 12.5e9, "B/s"),
-    Assumption("time of the host, as a factor", _host, 0.5, 4.0, ""),
+    Assumption("efficiency of other kernels", partial(with_efficiency, ""), 0.6, 0.95, ""),
+    Assumption("smallest kernel", with_smallest, 2e-6, 20e-6, "s"),
+    Assumption("latency in a node", partial(with_link, "within", True), 5e-6, 40e-6, "s"),
+    Assumption("bandwidth in a node", partial(with_link, "within", False), 20e9, 75e9, "B/s"),
+    Assumption("latency between nodes", partial(with_link, "between", True), 5e-6, 60e-6, "s"),
+    Assumption("bandwidth between nodes", partial(with_link, "between", False), 2e9, 12.5e9, "B/s"),
+    Assumption("time of the host, as a factor", with_host, 0.5, 4.0, ""),
 )
 
 
