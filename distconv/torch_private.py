@@ -547,7 +547,8 @@ def gather_flat(group: Any) -> Callable[..., Any]:
 
 
 def start_batch(group: Any, device: torch.device) -> None:
-    """Begin a batch of messages of NCCL. Two ranks that send to each other would wait for ever."""
+    """Begin a batch of messages between accelerators. Two ranks that send to each other would wait
+    for ever."""
     group._start_coalescing(device)
 
 
@@ -557,8 +558,18 @@ def end_batch(group: Any, device: torch.device) -> Any:
 
 
 def set_limit(options: Any, limit: Any) -> None:
-    """Set how long a group of NCCL waits; torch would end a job after 10 minutes of its own."""
+    """Set how long a group between accelerators waits; torch would end a job after 10 minutes of
+    its own."""
     options._timeout = limit
+
+
+def end_group(group: Any, abort: bool) -> None:
+    """End a group between accelerators, at once or when its work is done. Its threads would outlive
+    the interpreter. The names have no underscore since torch 2.7."""
+    name = "abort" if abort else "shutdown"
+    end = getattr(group, name, None) or getattr(group, f"_{name}", None)
+    if end is not None:
+        end()
 
 
 def default_store() -> Any:

@@ -8,7 +8,9 @@ import sys
 import threading
 from collections import OrderedDict
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -642,6 +644,17 @@ def test_groups_of_torch_take_what_is_private_of_them() -> None:
     options = distributed.ProcessGroupGloo._Options()
     private.set_limit(options, timedelta(seconds=7))
     assert options._timeout == timedelta(seconds=7)
+
+
+@pytest.mark.parametrize("underscore", ["", "_"])
+def test_groups_are_ended_by_the_names_of_either_torch(underscore: str) -> None:
+    ended: list[str] = []
+    names = {f"{underscore}{name}": partial(ended.append, name) for name in ("abort", "shutdown")}
+    private.end_group(SimpleNamespace(**names), abort=True)
+    private.end_group(SimpleNamespace(**names), abort=False)
+    private.end_group(SimpleNamespace(), abort=False)
+    assert ended == ["abort", "shutdown"]
+    assert {"abort", "shutdown"} <= set(dir(distributed.ProcessGroupGloo))
 
 
 def test_messages_are_batched_by_the_group() -> None:

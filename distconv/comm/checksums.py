@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from distconv.device.kinds import is_accelerator
+from distconv.device.streams import is_capturing
 from distconv.geometry.topology import AXES, Topology
 from distconv.grid.interface import Grid
 
@@ -49,8 +51,9 @@ class Checked(NamedTuple):
 
 def possible(grid: Grid) -> bool:
     """Return whether there are ranks to compare with, and the host may read tensors now."""
-    on_gpu = grid.device.type == "cuda"
-    return grid.journal.compares and not (on_gpu and torch.cuda.is_current_stream_capturing())
+    if not grid.journal.compares:
+        return False
+    return not (is_accelerator(grid.device) and is_capturing(grid.device))
 
 
 def due(use: Hashable, grid: Grid) -> bool:

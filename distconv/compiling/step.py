@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from distconv.compiling.program import Existing, Program, TracedCall, TracedStep
 from distconv.compiling.tracing import Trace, modules_called, traced
+from distconv.device.kinds import KINDS
 from distconv.grid.interface import Grid
 from distconv.model.gradient_reduction import reduction_of
 from distconv.tensor.dist_tensor import DistTensor
@@ -25,7 +26,7 @@ Result = TypeVar("Result")
 _MOST_CASES = 16
 """The number of cases, shapes of a last mini-batch for instance, that are traced at most."""
 
-_DEVICES = ("cpu", "cuda")
+_DEVICES = ("cpu", *KINDS)
 """The kinds of devices on which a step may run by autocast."""
 
 _PLACE: Any = ...

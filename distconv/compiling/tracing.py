@@ -21,6 +21,7 @@ from torch.optim.optimizer import (
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from distconv.compiling.program import Existing, TracedCall, Value
+from distconv.device.kinds import random_states
 from distconv.grid.communicators import carried_by
 from distconv.grid.whereabouts import user_line
 from distconv.tensor.eager import own_mode
@@ -113,7 +114,7 @@ class Trace:
         self._apart = WeakTensorKeyDictionary()
         """The tensors that were made while the trace was paused."""
         self._count = 0
-        self._random = _random_states()
+        self._random = random_states()
         self.inputs = [self.new(x) for x in inputs]
 
     def new(self, x: Tensor | None = None) -> int:
@@ -166,7 +167,7 @@ class Trace:
         if function is _FRESH:
             function = aten.clone.default
         if _RANDOM in tags:
-            self._random = _random_states()
+            self._random = random_states()
         results: Any
         if isinstance(result, Tensor):
             results = None if result in self._seen else self.new(result)
@@ -186,7 +187,7 @@ class Trace:
 
     def check_random(self) -> None:
         """Note where the program has set the state of random numbers within the step."""
-        if not all(map(torch.equal, self._random, _random_states())):
+        if not all(map(torch.equal, self._random, random_states())):
             self.hinder("it sets the state of random numbers, as torch.utils.checkpoint does")
 
     def end(self) -> None:
@@ -222,13 +223,6 @@ class Trace:
 
 def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-
-
-def _random_states() -> list[Tensor]:
-    states = [torch.get_rng_state()]
-    if torch.cuda.is_available():
-        states.append(torch.cuda.get_rng_state())
-    return states
 
 
 class _Dispatcher(DispatchMode):

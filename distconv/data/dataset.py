@@ -261,8 +261,8 @@ class Dataset:
             if not own.halo:
                 shape = len(values.samples), *own.shape
                 block = in_sample_format(block, shape, own.cuts, self.grid)
-            on_gpu = self.grid.device.type == "cuda"
-            blocks.tensors.append(block.pin_memory() if on_gpu else block)
+            pinned = self.grid.computes_on_gpu
+            blocks.tensors.append(block.pin_memory() if pinned else block)
             blocks.boxes.append(wanted.box)
         return blocks
 

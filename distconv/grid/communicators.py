@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from distconv.device.kinds import is_accelerator
+from distconv.device.streams import SideStream
 from distconv.grid.journal import Journal
 from distconv.grid.stall import Watch, time_limit
 from distconv.transport.interface import Communicator, Transport
@@ -23,13 +25,14 @@ from distconv.transport.staged import (
     StagedTransport,
     takes_device_memory,
 )
-from distconv.transport.torch import TorchTransport
+from distconv.transport.torch import TorchStreamTransport, TorchTransport
 from distconv.transport.torch_groups import Store, TorchCommunicator, common_store
 from distconv.transport.watched import Wait, Waiting, WatchedTransport
 from distconv.transport.world import world
 
 _LONGER = 60.0
-"""Seconds that NCCL waits longer than DISTCONV_TIMEOUT, whose message tells more."""
+"""Seconds that torch's groups between accelerators wait longer than DISTCONV_TIMEOUT, whose message
+tells more."""
 
 _LONGEST = timedelta(days=365)
 
@@ -48,6 +51,7 @@ class _Store:
         self.journals: dict[tuple[int, ...], Journal] = {}
         self.queue = LaunchQueue()
         self.gpu: torch.device | None = None
+        self.side: SideStream | None = None
         self.wraps: list[Callable[[WatchedTransport], Transport]] = []
         """What records the messages of transports now, the outermost last."""
 
@@ -145,19 +149,20 @@ def _carrier(ranks: tuple[int, ...], name: str, devices: tuple[str, ...]) -> Tra
 def _connected(comm: Communicator, name: str, devices: tuple[str, ...]) -> Transport:
     """Return a new carrier; all ranks of `comm` call it."""
     device = torch.device(devices[comm.rank])
+    if name == "torch" and not is_accelerator(device):
+        return TorchTransport(comm, store_of(comm))
     if name == "torch":
-        store = store_of(comm)
         limit = timedelta(seconds=min(time_limit() + _LONGER, _LONGEST.total_seconds()))
-        return TorchTransport(comm, store, device, limit)
+        return TorchStreamTransport(comm, store_of(comm), device, limit, _side_stream(device))
     if name == "nccl":
-        return NCCLTransport(comm, device)
-    if device.type == "cpu":
+        return NCCLTransport(comm, device, _side_stream(device))
+    if not is_accelerator(device):
         from distconv.transport.mpi import MPITransport  # which imports MPI
 
         of_mpi: Any = comm
         return MPITransport(of_mpi)
     on_host: Any = _carrier(comm.ranks, name, ("cpu",) * comm.size)
-    direct = takes_device_memory(comm)
+    direct = takes_device_memory(comm, device.type)
     return StagedTransport(on_host, PinnedCopies(device), _store().queue, direct)
 
 
@@ -175,5 +180,13 @@ def gpu() -> torch.device | None:
 
 def take_gpu(device: torch.device) -> None:
     """Make a GPU this rank's on all grids, and torch's current one."""
-    torch.cuda.set_device(device)
+    torch.accelerator.set_device_index(device)
     _store().gpu = device
+
+
+def _side_stream(device: torch.device) -> SideStream:
+    """Return the stream on which this process starts all its messages."""
+    store = _store()
+    if store.side is None:
+        store.side = SideStream(device)
+    return store.side

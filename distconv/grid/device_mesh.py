@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from distconv.device.kinds import backend_of
 from distconv.geometry.topology import AXES
 from distconv.grid import communicators
 from distconv.grid.interface import Grid
@@ -83,7 +84,8 @@ def make_device_mesh(grid: Grid, ranks: tuple[int, ...]) -> DeviceMesh:
             "makes groups with all; ask a grid of all ranks"
         )
     if not distributed.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if grid.device.type == "cuda" else "gloo"
+        kind = grid.device.type
+        backend = f"cpu:gloo,{kind}:{backend_of(kind)}" if grid.computes_on_gpu else "gloo"
         store = communicators.store_of(communicators.communicator(job.ranks, "default group"))
         store = distributed.HashStore() if store is None else store
         distributed.init_process_group(backend, store=store, rank=job.rank, world_size=job.size)

@@ -14,23 +14,28 @@ from typing import NamedTuple
 
 import torch
 
-from distconv.transport import nccl, torch_groups
+from distconv.device import cupy_nccl
+from distconv.device.kinds import KINDS, accelerator, identities
+from distconv.transport import torch_groups
 from distconv.transport.launch import switched_on
 
-TRANSPORTS = {"cuda": ("torch", "mpi", "nccl"), "cpu": ("mpi", "torch")}
-"""The transports between devices of a kind, by preference."""
+_ON_HOSTS = "mpi", "torch"
+"""The transports between hosts, by preference."""
+
+_ON_ACCELERATORS = "torch", "mpi", "nccl"
+"""The transports between accelerators, by preference."""
 
 _VARIABLE = "DISTCONV_TRANSPORT"
 
 _SHARE = "DISTCONV_SHARE_GPUS"
-"""Set to 1 where NCCL is to take several ranks on one GPU, which old versions refuse."""
+"""Set to 1 where NCCL, or its like, is to take several ranks on one GPU, which many refuse."""
 
 
 class Offer(NamedTuple):
     """The wishes and possibilities that a rank tells the others when it makes a grid."""
 
     device: str | None
-    """The device that this rank is asked for: "cpu", "cuda" or one GPU; None where that is open."""
+    """The device that this rank is asked for, a kind or one of it; None where that is open."""
     transport: str | None
     gpus: tuple[str, ...] = ()
     """The identities of the GPUs that this rank sees, unless it is asked not to look."""
@@ -38,6 +43,8 @@ class Offer(NamedTuple):
     """Why this rank cannot use a transport, by its name."""
     may_share: bool = False
     """Whether NCCL is to take several ranks on one GPU."""
+    kind: str = "cpu"
+    """The kind of these GPUs, as torch calls it."""
 
 
 class Choice(NamedTuple):
@@ -65,23 +72,26 @@ def make_offer(
     by_mpi: whether MPI has started the ranks.
     """
     given, transport = transport, transport or os.environ.get(_VARIABLE) or None
-    if transport not in (None, *TRANSPORTS["cuda"]):
+    if transport not in (None, *_ON_ACCELERATORS):
         name = "transport" if given else _VARIABLE
-        way_out = " or ".join(map(repr, TRANSPORTS["cuda"]))
+        way_out = " or ".join(map(repr, _ON_ACCELERATORS))
         raise ValueError(f"ProcessGrid: {name}={transport!r} is not known; choose {way_out}")
     wanted = None if device is None else str(device)
     if wanted == "cpu":
         return Offer(wanted, transport, (), _missing("cpu", by_mpi))
-    if wanted is not None and not re.fullmatch(r"cuda(:\d+)?", wanted):
+    here = accelerator()
+    kinds = KINDS if here is None or here in KINDS else (here, *KINDS)
+    if wanted is not None and not re.fullmatch(rf"({'|'.join(kinds)})(:\d+)?", wanted):
+        names = ", ".join(map(repr, kinds))
         raise ValueError(
-            f"ProcessGrid: device={wanted!r} is not supported; choose 'cpu', 'cuda', or one of its "
-            "GPUs, 'cuda:1'"
+            f"ProcessGrid: device={wanted!r} is not supported; choose 'cpu', {names}, or one of "
+            f"these, '{kinds[0]}:1'"
         )
-    if kept is not None and wanted in (None, "cuda"):
+    if kept is not None and wanted in (None, kept.type):
         wanted = str(kept)
-    gpus = _visible()
-    missing = _missing("cuda" if gpus else "cpu", by_mpi)
-    return Offer(wanted, transport, gpus, missing, switched_on(_SHARE))
+    kind = here or "cpu"
+    shared = switched_on(_SHARE)
+    return Offer(wanted, transport, identities(), _missing(kind, by_mpi), shared, kind)
 
 
 def _missing(kind: str, by_mpi: bool) -> dict[str, str]:
@@ -89,16 +99,9 @@ def _missing(kind: str, by_mpi: bool) -> dict[str, str]:
     reasons = {
         "mpi": None if by_mpi else "MPI has not started the ranks; start them with mpiexec",
         "torch": torch_groups.why_unavailable(kind),
-        "nccl": nccl.why_unavailable() if kind == "cuda" else None,
+        "nccl": None if kind == "cpu" else cupy_nccl.why_unavailable(kind),
     }
     return {name: why for name, why in reasons.items() if why is not None}
-
-
-def _visible() -> tuple[str, ...]:
-    if not torch.cuda.is_available():
-        return ()
-    numbers = range(torch.cuda.device_count())
-    return tuple(str(torch.cuda.get_device_properties(i).uuid) for i in numbers)
 
 
 def choose(offers: Sequence[Offer]) -> Choice:
@@ -124,12 +127,12 @@ def choose(offers: Sequence[Offer]) -> Choice:
                 f"pass {what}= with the same on every rank"
             )
     if kinds[0] == "cpu":
-        return Choice(("cpu",) * len(offers), _transport(transport, "cpu", offers))
+        return Choice(("cpu",) * len(offers), _transport(transport, _ON_HOSTS, offers))
     numbers = _numbers(offers)
     gpus = [o.gpus[number] for o, number in zip(offers, numbers, strict=True)]
-    devices = tuple(f"cuda:{number}" for number in numbers)
+    devices = tuple(f"{kinds[0]}:{number}" for number in numbers)
     sharing = None if all(o.may_share for o in offers) else _sharing(gpus)
-    chosen = _transport(transport, "cuda", offers, sharing)
+    chosen = _transport(transport, _ON_ACCELERATORS, offers, sharing)
     staged = transport is None and chosen == "mpi" and sharing is None
     notice = _staging(offers) if staged else _notice(offers, gpus)
     return Choice(devices, chosen, notice)
@@ -142,28 +145,29 @@ def _staging(offers: Sequence[Offer]) -> str:
 
 
 def _transport(
-    asked: str | None, kind: str, offers: Sequence[Offer], sharing: str | None = None
+    asked: str | None, names: Sequence[str], offers: Sequence[Offer], sharing: str | None = None
 ) -> str:
     """Return the transport that is asked for, or the first that all ranks can use.
 
     Parameters
     ----------
+    names: the transports between such devices, by preference.
     sharing: which ranks share a GPU, in words, as none do with NCCL.
     """
     obstacles = {
         name: _obstacle([o.missing.get(name) for o in offers])
         or (sharing if name != "mpi" else None)
-        for name in TRANSPORTS[kind]
+        for name in names
     }
-    if kind == "cpu":
+    if "nccl" not in names:
         obstacles["nccl"] = "that is for GPUs, and the ranks compute on CPUs"
-    possible = [name for name in TRANSPORTS[kind] if not obstacles[name]]
+    possible = [name for name in names if not obstacles[name]]
     if asked in possible:
         return asked
     if asked is None and possible:
         return possible[0]
-    names = [asked] if asked else TRANSPORTS[kind]
-    why = "; ".join(f"transport={name!r}: {obstacles[name]}" for name in names)
+    refused = [asked] if asked else names
+    why = "; ".join(f"transport={name!r}: {obstacles[name]}" for name in refused)
     way_out = f", or choose {' or '.join(map(repr, possible))}" if possible else ""
     raise ValueError(f"ProcessGrid: {why}{way_out}")
 
@@ -197,7 +201,7 @@ def _sharing(gpus: Sequence[str]) -> str | None:
 
 def _kind(o: Offer) -> str:
     if o.device is None:
-        return "cuda" if o.gpus else "cpu"
+        return o.kind
     return o.device.split(":")[0]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from distconv.device.kinds import is_accelerator
 from distconv.geometry.topology import AXES, Topology
 from distconv.grid.journal import Journal
 from distconv.torch_private import install_patches
@@ -67,7 +68,7 @@ class Grid(ABC):
     @property
     def computes_on_gpu(self) -> bool:
         """Return whether operators run on a GPU, or are rehearsed for one."""
-        return self.device.type == "cuda"
+        return is_accelerator(self.device)
 
     @abstractmethod
     def communicator(self, axes: Iterable[str], purpose: str = "reductions") -> Any:

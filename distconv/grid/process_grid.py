@@ -13,6 +13,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from distconv.device.kinds import is_accelerator
 from distconv.geometry.topology import AXES, Topology
 from distconv.grid import communicators, devices
 from distconv.grid.abort import abort_when_a_rank_raises
@@ -52,12 +53,13 @@ class ProcessGrid(Grid):
         torch.distributed has joined.
     sample, channel, filter, depth, height, width: ranks along each axis; their product is the
         number of ranks. One may be -1 and is inferred.
-    device: this rank's device: "cpu", "cuda" or "cuda:1", say. When not given, a GPU where
-        there are any: in rank order, the one that the fewest ranks have. A rank keeps its GPU on
-        other grids. It becomes torch's current one.
-    transport: how bytes travel: "torch", by torch.distributed, which is NCCL between GPUs of which
-        each belongs to one rank, and gloo between CPUs; "nccl", between such GPUs by cupy; or
-        "mpi", which takes what lies on a GPU through the host, unless the MPI is CUDA-aware. When
+    device: this rank's device: "cpu", "cuda" or "cuda:1", say. When not given, an accelerator where
+        torch finds any: in rank order, the one that the fewest ranks have. A rank keeps it on other
+        grids. It becomes torch's current one.
+    transport: how bytes travel: "torch", by torch.distributed, which is NCCL, RCCL or oneCCL
+        between GPUs of which each belongs to one rank, and gloo between CPUs; "nccl", between such
+        GPUs by cupy; or "mpi", which takes what lies on a GPU through the host, unless the MPI is
+        GPU-aware. When
         not given, what DISTCONV_TRANSPORT says, and else the first of them that is possible; on
         CPUs that is "mpi", but under torchrun.
 
@@ -99,7 +101,7 @@ class ProcessGrid(Grid):
             warnings.warn(f"ProcessGrid: {choice.notice}", stacklevel=2)
         self._devices = choice.devices
         own = torch.device(choice.devices[rank])
-        if own.type == "cuda":
+        if is_accelerator(own):
             communicators.take_gpu(own)
         with Wait(journal.waiting):
             carrier = communicators.transport(self._ranks, choice.transport, self._devices)
@@ -229,7 +231,7 @@ class ProcessGrid(Grid):
         raise TypeError("a ProcessGrid belongs to its MPI job and cannot be pickled; make it anew")
 
     def __repr__(self) -> str:
-        gpus = f" with GPUs, {self.transport.name}" if self.device.type == "cuda" else ""
+        gpus = f" with GPUs, {self.transport.name}" if self.computes_on_gpu else ""
         return f"{super().__repr__()}{gpus}"
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from distconv.device.kinds import built_for_amd, built_for_nvidia
 from distconv.horovod.job import Job, check_environment
 from distconv.transport import launch
 
@@ -253,9 +254,9 @@ def nccl_built() -> int:
 
 def cuda_built() -> bool:
     """Return whether torch can use Nvidia's GPUs."""
-    return torch.version.cuda is not None
+    return built_for_nvidia()
 
 
 def rocm_built() -> bool:
     """Return whether torch can use AMD's GPUs."""
-    return torch.version.hip is not None
+    return built_for_amd()

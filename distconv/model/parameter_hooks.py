@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from distconv import torch_private
 from distconv.comm.collectives import all_reduce_with_grad
 from distconv.comm.shard_function import ShardFunction
+from distconv.device.streams import number_of_stream
 from distconv.grid.process_grid import ProcessGrid
 from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.ownership import check_counted_once, is_summed, mark_summed
@@ -196,11 +197,6 @@ def _alive(reference: ref[_Owner]) -> _Owner:
 def _check_alone(p: Tensor) -> None:
     if len(torch_private.accumulation_hooks_of(p)) > 1:
         raise RuntimeError(_POST_ACCUMULATE)
-
-
-def number_of_stream(device: torch.device) -> int | None:
-    """Return the number of a GPU's current stream; streams themselves are never unequal by `!=`."""
-    return torch.cuda.current_stream(device).stream_id if device.type == "cuda" else None
 
 
 class _Edges(ShardFunction):

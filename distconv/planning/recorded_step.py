@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from distconv.comm.ledger import trace_movements, without_counting
+from distconv.device.kinds import rehearsed
 from distconv.geometry.layout import Layout
 from distconv.model.parallelize import parallelize
 from distconv.planning.dry_run import DryRunGrid, without_elements
@@ -144,7 +145,7 @@ def record_step(
             without_counting(),
             recorder,
             RuleCalls(recorder),
-            _autocast("cuda" if gpu else "cpu", autocast),
+            _autocast(rehearsed() if gpu else "cpu", autocast),
         ):
             with (
                 trace_movements(recorder.movements),

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from distconv.data.durable import write_atomically
+from distconv.device.kinds import synchronize
 from distconv.geometry.layout import Layout, dimension_names
 from distconv.geometry.topology import AXES
 from distconv.grid.process_grid import ProcessGrid
@@ -386,8 +387,7 @@ def training_step(
             value.backward()
             taken.step()
             taken.zero_grad()
-        if kind == "cuda":
-            torch.cuda.synchronize(grid.device)
+        synchronize(grid.device)
 
     return step
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from distconv import torch_private
+from distconv.device.kinds import rehearsed
 from distconv.tensor.base import DistTensorBase
 from distconv.tensor.dispatch import RULES
 from distconv.tensor.ownership import own_alike
@@ -30,7 +31,7 @@ def under_autocast(
     grid = next(x.grid for x in operands if isinstance(x, DistTensorBase))
     device = grid.device.type
     if device == "meta":
-        device = "cuda" if grid.computes_on_gpu else "cpu"
+        device = rehearsed() if grid.computes_on_gpu else "cpu"
     if not torch.is_autocast_enabled(device):
         return rule
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from distconv.comm.ledger import without_counting
+from distconv.device.kinds import rehearsed
 from distconv.geometry.layout import Layout
 from distconv.grid.process_grid import ProcessGrid
 from distconv.model.parallelize import parallelize
@@ -185,8 +186,9 @@ def verify(
     of_inputs = list(layout) if isinstance(layout, (tuple, list)) else alike
     if len(of_inputs) != len(inputs):
         raise ValueError(f"verify: {len(of_inputs)} layouts for {len(inputs)} inputs")
-    gpus = [grid.device] if grid.device.type == "cuda" else []
-    with torch.random.fork_rng(gpus), torch.set_grad_enabled(backward), without_counting():
+    gpus = [grid.device] if grid.computes_on_gpu else []
+    forked = torch.random.fork_rng(gpus, device_type=rehearsed())
+    with forked, torch.set_grad_enabled(backward), without_counting():
         rows, notes, dtypes = _compare(module, inputs, of_inputs, layouts, grid, seed, progress)
     allowance = 0.0
     if tolerance is None:

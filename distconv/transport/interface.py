@@ -52,7 +52,7 @@ class Transport(Protocol):
     def exchange(
         self, arriving: Sequence[Message], leaving: Sequence[Message], tag: int
     ) -> Request:
-        """Start the messages of one exchange; receives are posted before anything is sent."""
+        """Start the messages of one exchange, none of which waits for another."""
 
     def all_reduce(self, tensor: Tensor, group: Any) -> Request:
         """Start adding up a tensor in place over the ranks of `group`.
@@ -68,16 +68,22 @@ class Transport(Protocol):
 
 
 class StreamTransport(Transport, Protocol):
-    """A carrier by which streams of a GPU wait for messages, and the host does not.
+    """A carrier by which streams of an accelerator wait for messages, and the host does not.
 
-    It is `ordered`, and no other is.
+    It is `ordered`, and no other is. In a batch of messages those that leave come first.
     """
+
+    device: torch.device
+    """The accelerator of this rank."""
 
     def check(self) -> None:
         """Raise `RuntimeError` where it has met with an error since messages were started.
 
         A thread other than the one that sends may call it.
         """
+
+    def close(self, abort: bool) -> None:
+        """End all connections, when their work is done, or at once; nothing is sent afterwards."""
 
 
 _MOST = 32767

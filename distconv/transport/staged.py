@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from distconv.device.mpi_support import is_gpu_aware
+from distconv.device.streams import SideStream, is_capturing, record_event, using
 from distconv.transport.interface import Message, Request
 
 if TYPE_CHECKING:
@@ -77,50 +79,51 @@ class PinnedCopies:
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._leaving = torch.cuda.Stream(device, priority=-1)
-        self._arriving = torch.cuda.Stream(device, priority=-1)
+        self._leaving, self._arriving = SideStream(device), SideStream(device)
 
     def host(self, like: Tensor) -> Tensor:
         """Return pinned memory for a contiguous tensor."""
         return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=True)
 
-    def now(self) -> torch.cuda.Event:
+    def now(self) -> torch.Event:
         """Return an event after all that the current stream has been given so far."""
-        if torch.cuda.is_current_stream_capturing():
+        if is_capturing(self._device):
             raise RuntimeError(
-                "transport 'mpi' lets the host wait for the GPU, which no graph of CUDA can hold; "
-                "capture steps on a grid with transport='nccl'"
+                "transport 'mpi' lets the host wait for the GPU, which no captured graph can hold; "
+                "capture steps on a grid with transport='torch'"
             )
-        return torch.cuda.current_stream(self._device).record_event()
+        return record_event(self._device)
 
-    def to_host(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], torch.cuda.Event]:
-        """Start copies of contiguous tensors.
+    def to_host(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], torch.Event]:
+        """Start copies of contiguous tensors, and return them with an event.
 
-        They have been made when the event has happened, as has all that the current stream has been
-        given before.
+        Wait for the event before you read the copies; it also covers all work queued earlier on the
+        current stream.
         """
-        self._leaving.wait_event(self.now())
+        leaving = self._leaving.stream
+        leaving.wait_event(self.now())
         hosts = [self.host(tensor) for tensor in tensors]
-        with torch.cuda.stream(self._leaving):
+        with using(leaving):
             for host, tensor in zip(hosts, tensors, strict=True):
                 host.copy_(tensor, non_blocking=True)
                 # Nobody else may get its memory before.
-                tensor.record_stream(self._leaving)
-        return hosts, self._leaving.record_event()
+                tensor.record_stream(leaving)
+        return hosts, leaving.record_event()
 
     def to_device(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Copy from the host into tensors, for which the current stream waits, not the host.
 
         All that has used the memory of the tensors before is done by then.
         """
-        with torch.cuda.stream(self._arriving):
+        arriving = self._arriving.stream
+        with using(arriving):
             for host, tensor in pairs:
                 tensor.copy_(host, non_blocking=True)
-                tensor.record_stream(self._arriving)
-        torch.cuda.current_stream(self._device).wait_stream(self._arriving)
+                tensor.record_stream(arriving)
+        self._arriving.mark(()).wait()
 
 
-_VARIABLE = "DISTCONV_CUDA_AWARE_MPI"
+_VARIABLE = "DISTCONV_GPU_AWARE_MPI"
 
 
 class StagedRequest:
@@ -213,13 +216,13 @@ class StagedTransport:
         return host
 
 
-def takes_device_memory(comm: Communicator) -> bool:
-    """Return whether MPI takes pointers into the memory of GPUs, on all ranks of `comm`.
+def takes_device_memory(comm: Communicator, kind: str) -> bool:
+    """Return whether MPI says that it takes pointers into the memory of accelerators of a kind.
 
-    Collective over `comm`. MPI is asked, unless DISTCONV_CUDA_AWARE_MPI is set to 1 or 0; another
-    value is an error, on all ranks.
+    Collective over `comm`, on all ranks of which it has to say so. MPI is asked, unless
+    DISTCONV_GPU_AWARE_MPI is set to 1 or 0; another value is an error, on all ranks.
     """
-    answers = comm.allgather(os.environ.get(_VARIABLE) or _asked())
+    answers = comm.allgather(os.environ.get(_VARIABLE) or _asked(kind))
     for rank, answer in enumerate(answers):
         if answer not in ("0", "1"):
             raise ValueError(
@@ -228,9 +231,7 @@ def takes_device_memory(comm: Communicator) -> bool:
     return "0" not in answers
 
 
-def _asked() -> str:
-    """Return what MPI says about it, in the implementations that can be asked."""
+def _asked(kind: str) -> str:
     from mpi4py import MPI
 
-    query = getattr(ctypes.CDLL(MPI.__file__), "MPIX_Query_cuda_support", None)
-    return "1" if query is not None and query() else "0"
+    return "1" if is_gpu_aware(ctypes.CDLL(MPI.__file__), kind) else "0"

@@ -1,15 +1,16 @@
-"""Transport over torch's own process groups: gloo between hosts, NCCL between GPUs.
+"""Transport over torch's own process groups.
 
 Each group of ranks has a process group of its own for each purpose, so that sums of one purpose
-never meet those of another. Messages of gloo are told apart by tags; those of NCCL meet in the
-order in which ranks start them, the same on all. gloo lets the host wait, NCCL the current stream.
+never meet those of another. Messages of gloo, between hosts, are told apart by tags; those between
+accelerators meet in the order in which ranks start them, the same on all. gloo lets the host wait,
+accelerators the current stream.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -17,6 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distconv.device.groups import close_group, error_of, make_group
+from distconv.device.kinds import library_of
+from distconv.device.streams import SideStream, StreamRequest, using
 from distconv.torch_private import end_batch, gather_flat, start_batch
 from distconv.transport.buffers import BufferPool
 from distconv.transport.interface import Communicator, Message, Request, Tags
@@ -25,34 +29,29 @@ from distconv.transport.torch_groups import (
     ProcessGroup,
     Store,
     TorchCommunicator,
-    complete,
     explained,
     gloo_group,
     group_name,
     lent,
-    nccl_group,
+    prefixed,
     start,
 )
 
 
 class TorchRequest:
-    """Messages or a reduction under way; it keeps the memory alive that torch works on.
+    """Messages or a reduction of gloo under way; it keeps the memory alive that torch works on.
 
     Parameters
     ----------
     works: what torch.distributed calls a request.
     memory: the tensors that are read and written.
-    on_gpu: whether a stream waits, and not the host.
     """
 
-    def __init__(self, works: list[Any], memory: Any, on_gpu: bool = False):
-        self.works, self._memory, self._on_gpu = works, memory, on_gpu
+    def __init__(self, works: list[Any], memory: Any):
+        self.works, self._memory = works, memory
 
     def wait(self) -> None:
-        """Return when all has arrived, and what was sent may be overwritten.
-
-        On a GPU that holds for what the current stream is given next.
-        """
+        """Return when all has arrived, and what was sent may be overwritten."""
         try:
             for work in self.works:
                 work.wait()
@@ -65,13 +64,9 @@ class TorchRequest:
         # does not tell whether they have but to who waits.
         if not self.works or sys.is_finalizing():
             return
-        if self._on_gpu:
-            with suppress(RuntimeError):
-                self.wait()
-        else:
-            abandoned = TorchRequest(self.works, self._memory)
-            self.works = []
-            threading.Thread(target=_outlive, args=(abandoned,), daemon=True).start()
+        abandoned = TorchRequest(self.works, self._memory)
+        self.works = []
+        threading.Thread(target=_outlive, args=(abandoned,), daemon=True).start()
 
 
 def _outlive(request: TorchRequest) -> None:
@@ -82,60 +77,30 @@ def _outlive(request: TorchRequest) -> None:
 
 
 class TorchTransport:
-    """Messages by process groups of torch.distributed; see `Transport`.
+    """Messages between hosts by process groups of gloo; see `Transport`.
 
     Parameters
     ----------
     comm: the ranks; all of them call it.
     store: by which they and their groups find each other; None for a single rank.
-    device: of this rank. Messages between GPUs travel by NCCL, of which each has one rank.
-    limit: after which NCCL gives a message up.
     """
 
-    name = "torch"
+    name, ordered = "torch", False
+    _library = "gloo"
 
-    def __init__(
-        self, comm: Communicator, store: Store | None, device: torch.device, limit: timedelta
-    ):
-        self._store, self._device, self._limit = store, device, limit
-        self.ordered = self._on_gpu = device.type == "cuda"
-        self._library = "NCCL" if self._on_gpu else "gloo"
-        self._rank, self._tags = comm.rank, Tags()
-        self._buffers = BufferPool()
+    def __init__(self, comm: Communicator, store: Store | None):
+        self._store, self._rank = store, comm.rank
         self._groups: dict[tuple[str, tuple[int, ...]], ProcessGroup] = {}
+        self.next_tag, self.empty = Tags().next, BufferPool().empty
         self._messages: ProcessGroup = self._group_of(comm) if comm.size > 1 else None
-
-    def check(self) -> None:
-        """Raise what the thread of torch has met with that watches NCCL.
-
-        That thread ends the process some time later.
-        """
-        for group in self._groups.copy().values():
-            # Known to torch 2.7 and newer.
-            error = group.get_error().name if hasattr(group, "get_error") else "SUCCESS"
-            if error != "SUCCESS":
-                raise RuntimeError(f"torch.distributed reports {error} of NCCL")
-
-    def next_tag(self) -> int:
-        """Return the tag of the next exchange."""
-        return self._tags.next()
-
-    def empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Return uninitialised memory for a message, of the type of `like`."""
-        return like.new_empty(shape) if self._on_gpu else self._buffers.empty(shape, like)
 
     def exchange(
         self, arriving: Sequence[Message], leaving: Sequence[Message], tag: int
     ) -> Request:
         """Start the messages of one exchange."""
-        _copy_own(self._rank, arriving, leaving)
-        receives, sends = self._to_others(arriving), self._to_others(leaving)
+        receives, sends = self._to_others(arriving, leaving)
         group, works = self._messages, list[Any]()
-        under_way = TorchRequest(works, (arriving, leaving), self._on_gpu)
-        # NCCL has to be given all at once, and no empty batch.
-        together = self._on_gpu and bool(receives or sends)
-        if together:
-            start_batch(group, self._device)
+        under_way = TorchRequest(works, (arriving, leaving))
         try:
             for rank, message in receives:
                 works.append(group.recv([message], rank, tag))
@@ -143,9 +108,6 @@ class TorchTransport:
                 works.append(group.send([message], rank, tag))
         except RuntimeError as error:
             raise explained(error) from error
-        finally:
-            if together:
-                works[:] = [end_batch(group, self._device)]
         return under_way
 
     def all_reduce(self, tensor: Tensor, group: Communicator) -> Request:
@@ -153,8 +115,7 @@ class TorchTransport:
         summand = Summand.of(tensor, self._library)
         if group.size == 1 or not tensor.numel():
             return TorchRequest([], None)
-        work = start(self._group_of(group).allreduce, [lent(summand.numbers)])
-        return summand.arriving(TorchRequest([work], summand.numbers, self._on_gpu))
+        return summand.arriving(self._started(self._group_of(group).allreduce, summand.numbers))
 
     def all_gather(self, tensor: Tensor, group: Communicator) -> Tensor:
         """Return the tensors of all ranks of `group`, stacked in rank order."""
@@ -163,32 +124,136 @@ class TorchTransport:
             gathered[0] = tensor
         elif tensor.numel():
             gather = gather_flat(self._group_of(group))
-            complete(gather, _bytes(gathered), _bytes(tensor))
+            self._started(gather, _bytes(gathered), _bytes(tensor)).wait()
         return gathered
 
     def broadcast(self, tensor: Tensor, group: Communicator) -> None:
         """Overwrite a tensor by the one of the first rank of `group`."""
         if group.size > 1 and tensor.numel():
-            complete(self._group_of(group).broadcast, _bytes(tensor), 0)
+            self._started(self._group_of(group).broadcast, _bytes(tensor), 0).wait()
 
-    def _to_others(self, messages: Sequence[Message]) -> list[Message]:
-        """Return the bytes of the messages that travel."""
-        return [(r, _bytes(t)) for r, t in messages if r != self._rank and t.numel()]
+    def _started(self, collective: Callable[..., Any], *arguments: Any) -> Request:
+        """Start a collective of a process group, and return its request."""
+        given = [lent(a) if isinstance(a, Tensor) else a for a in arguments]
+        return TorchRequest([start(collective, *given)], arguments)
+
+    def _to_others(
+        self, arriving: Sequence[Message], leaving: Sequence[Message]
+    ) -> tuple[list[Message], list[Message]]:
+        """Return the bytes of the messages that travel; copy those from this rank to itself."""
+        _copy_own(self._rank, arriving, leaving)
+        arriving, leaving = (
+            [(r, _bytes(t)) for r, t in messages if r != self._rank and t.numel()]
+            for messages in (arriving, leaving)
+        )
+        return arriving, leaving
 
     def _group_of(self, comm: Communicator) -> ProcessGroup:
         """Return the process group of some ranks, which they make together at first need."""
-        if isinstance(comm, TorchCommunicator) and not self._on_gpu:
+        if isinstance(comm, TorchCommunicator):
             return comm.group
+        return self._made(comm, lambda name: gloo_group(self._store, name, comm.rank, comm.size))
+
+    def _made(self, comm: Communicator, make: Callable[[str], ProcessGroup]) -> ProcessGroup:
         key = comm.purpose, comm.ranks
         if key not in self._groups:
-            name = f"{self._device.type} {group_name(*key)}"
-            where = self._store, name, comm.rank, comm.size
-            self._groups[key] = (
-                nccl_group(*where, self._device, self._limit)
-                if self._on_gpu
-                else gloo_group(*where)
-            )
+            self._groups[key] = make(group_name(*key))
         return self._groups[key]
+
+
+class TorchStreamTransport(TorchTransport):
+    """Messages between accelerators, of which each has one rank; see `StreamTransport`.
+
+    Parameters
+    ----------
+    comm, store: as for `TorchTransport`.
+    device: of this rank.
+    limit: after which torch gives a message up.
+    side: the stream on which the process starts all its messages.
+    """
+
+    ordered = True
+
+    def __init__(
+        self,
+        comm: Communicator,
+        store: Store | None,
+        device: torch.device,
+        limit: timedelta,
+        side: SideStream,
+    ):
+        self.device, self._limit, self._side = device, limit, side
+        self._library = library_of(device.type)
+        super().__init__(comm, store)
+        self.empty = _empty
+
+    def check(self) -> None:
+        """Raise what the thread of torch has met with that watches the library.
+
+        That thread ends the process some time later.
+        """
+        for group in self._groups.copy().values():
+            if error := error_of(group):
+                raise RuntimeError(f"torch.distributed reports {error} of {self._library}")
+
+    def close(self, abort: bool) -> None:
+        """End all groups: when their work is done, or at once; any error is left to who waits."""
+        while self._groups:
+            with suppress(RuntimeError):
+                close_group(self._groups.popitem()[1], abort)
+
+    def exchange(
+        self, arriving: Sequence[Message], leaving: Sequence[Message], tag: int
+    ) -> Request:
+        """Start the messages of one exchange, all at once, those that leave first."""
+        receives, sends = self._to_others(arriving, leaving)
+        if not (receives or sends):
+            return TorchRequest([], None)
+        group = self._messages
+        self._side.follow()
+        with using(self._side.stream):
+            try:
+                start_batch(group, self.device)
+                try:
+                    for rank, message in sends:
+                        group.send([message], rank, tag)
+                    for rank, message in receives:
+                        group.recv([message], rank, tag)
+                except BaseException:
+                    # An open batch would take in all that comes later.
+                    with suppress(Exception):
+                        end_batch(group, self.device)
+                    raise
+                end_batch(group, self.device).wait()
+            except RuntimeError as error:
+                raise explained(error) from error
+        return self._side.mark(tensor for _, tensor in (*arriving, *leaving))
+
+    def _started(self, collective: Callable[..., Any], *arguments: Any) -> StreamRequest:
+        """Start a collective of a process group behind all that was started before."""
+        self._side.follow()
+        with using(self._side.stream):
+            start(collective, *arguments).wait()
+        return self._side.mark(a for a in arguments if isinstance(a, Tensor))
+
+    def _group_of(self, comm: Communicator) -> ProcessGroup:
+        """Return the process group of some ranks, which they make together at first need.
+
+        The library connects them at once: by a first batch of messages only its ranks would.
+        """
+
+        def make(name: str) -> ProcessGroup:
+            store = prefixed(f"{self.device.type} {name}", self._store)
+            group = make_group(store, comm.rank, comm.size, self.device, self._limit)
+            self._started(group.allreduce, torch.zeros(1, device=self.device)).wait()
+            return group
+
+        return self._made(comm, make)
+
+
+def _empty(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """Return uninitialised memory for a message; torch keeps enough of it for later."""
+    return like.new_empty(shape)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -20,9 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distconv.torch_private import gather_flat, set_limit
+from distconv.device import groups
+from distconv.device.kinds import is_accelerator
+from distconv.torch_private import gather_flat
 from distconv.transport.interface import Comparison, with_opposites
-from distconv.transport.nccl import keep_order, why_too_old
 
 if TYPE_CHECKING:
     from distconv.transport.interface import Communicator
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 Store: TypeAlias = Any
 """A store of torch.distributed."""
 ProcessGroup: TypeAlias = Any
-"""A backend of torch.distributed: `ProcessGroupGloo` or `ProcessGroupNCCL`."""
+"""A backend of torch.distributed, such as `ProcessGroupGloo`."""
 
 NO_LIMIT = timedelta(days=365)
 """The time-out of gloo, which must not come before DISTCONV_TIMEOUT: that tells more."""
@@ -44,11 +45,9 @@ def why_unavailable(device: str) -> str | None:
     distributed = torch.distributed
     if not distributed.is_available():
         return "this torch is built without torch.distributed"
-    if device != "cuda":
-        return None if distributed.is_gloo_available() else "this torch has no gloo"
-    if not distributed.is_nccl_available():
-        return "this torch has no NCCL"
-    return why_too_old(torch.cuda.nccl.version())
+    if is_accelerator(torch.device(device)):
+        return groups.why_unavailable(device)
+    return None if distributed.is_gloo_available() else "this torch has no gloo"
 
 
 def open_store(comm: Communicator) -> Store:
@@ -101,26 +100,16 @@ def group_name(purpose: str, ranks: tuple[int, ...]) -> str:
 
 def gloo_group(store: Store, name: str, rank: int, size: int) -> ProcessGroup:
     """Return the group of a name, by which hosts send messages; all its ranks call it."""
-    from torch.distributed import PrefixStore, ProcessGroupGloo
+    from torch.distributed import ProcessGroupGloo
 
-    return ProcessGroupGloo(PrefixStore(name, store), rank, size, timeout=NO_LIMIT)
+    return ProcessGroupGloo(prefixed(name, store), rank, size, timeout=NO_LIMIT)
 
 
-def nccl_group(
-    store: Store, name: str, rank: int, size: int, device: torch.device, limit: timedelta
-) -> ProcessGroup:
-    """Return the group of a name, by which GPUs send messages; all its ranks call it.
+def prefixed(name: str, store: Store) -> Store:
+    """Return a part of a store that belongs to one group."""
+    from torch.distributed import PrefixStore
 
-    The communicator of NCCL is made at once: by a first batch of messages only its ranks would.
-    """
-    from torch.distributed import PrefixStore, ProcessGroupNCCL
-
-    keep_order()
-    options = ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    set_limit(options, limit)
-    group: ProcessGroup = ProcessGroupNCCL(PrefixStore(name, store), rank, size, options)
-    group.allreduce([torch.zeros(1, device=device)]).wait()
-    return group
+    return PrefixStore(name, store)
 
 
 def start(collective: Callable[..., Any], *arguments: Any) -> Any:
@@ -149,9 +138,9 @@ def lent(tensor: Tensor) -> Tensor:
 
     A thread of gloo holds what it is given for some time after it has let the waiting rank go on.
     So it gets a tensor that does not own its memory, which whoever calls this keeps until the
-    collective is complete. NCCL's groups hold nothing longer than the GPU works on it.
+    collective is complete.
     """
-    if tensor.is_cuda or not tensor.numel():
+    if not tensor.numel():
         return tensor
     memory = (c_char * tensor.nbytes).from_address(tensor.data_ptr())
     return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)

@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from distconv.device.streams import is_capturing, record_event
 from distconv.transport.interface import Message, Request, StreamTransport, Transport
 
 
@@ -40,14 +41,15 @@ class StreamWait:
 
     Attributes
     ----------
+    device: the accelerator whose current stream waits.
     peers: the ranks that are waited for, in the numbers of the grid.
     step: how many collective steps this rank had taken.
     operator: the function within which it waits; None outside of any.
     seen: the time in seconds at which the watching thread first saw it; 0 before.
     """
 
-    def __init__(self, peers: Iterable[int], step: int, operator: Any):
-        self._event = torch.cuda.current_stream().record_event()
+    def __init__(self, device: torch.device, peers: Iterable[int], step: int, operator: Any):
+        self._event = record_event(device)
         self.peers, self.step, self.operator, self.seen = peers, step, operator, 0.0
 
     @property
@@ -165,7 +167,9 @@ class WatchedTransport(WrappedTransport):
         self._journal, self._waiting, self._members = journal, journal.waiting, members
         self._by_streams = carrier.ordered
         if self._by_streams:
-            self._waiting.checks.append(cast(StreamTransport, carrier).check)
+            by_streams = cast(StreamTransport, carrier)
+            self._device = by_streams.device
+            self._waiting.checks.append(by_streams.check)
 
     def exchange(
         self, arriving: Sequence[Message], leaving: Sequence[Message], tag: int
@@ -213,7 +217,7 @@ class WatchedTransport(WrappedTransport):
 
         What a graph captures waits when it is replayed, unseen.
         """
-        if not torch.cuda.is_current_stream_capturing():
+        if not is_capturing(self._device):
             journal = self._journal
-            wait = StreamWait(peers, journal.number, journal.operator)
+            wait = StreamWait(self._device, peers, journal.number, journal.operator)
             self._waiting.of_streams.append(wait)

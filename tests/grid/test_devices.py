@@ -10,18 +10,21 @@ import torch
 from mpi4py import MPI
 
 import distconv as dc
+from distconv.device import cupy_nccl
 from distconv.grid import communicators
 from distconv.grid.devices import Offer, choose, make_offer
-from distconv.transport import nccl
 from distconv.transport.interface import Transport
-from distconv.transport.nccl import why_too_old
 
 WORLD = MPI.COMM_WORLD
 NODE, OTHER = tuple("abcd"), tuple("efgh")
 
 
 def offers(*gpus: tuple[str, ...], **asked: object) -> list[Offer]:
-    return [Offer(**{"device": None, "transport": None, "gpus": g} | asked) for g in gpus]
+    """Offers of ranks that see these GPUs."""
+    default = {"device": None, "transport": None}
+    kinds = ["cuda" if g else "cpu" for g in gpus]
+    given = zip(gpus, kinds, strict=True)
+    return [Offer(**default | {"gpus": g, "kind": kind} | asked) for g, kind in given]
 
 
 @pytest.mark.parallel([1])
@@ -36,7 +39,7 @@ def test_ranks_take_what_the_fewest_others_have() -> None:
     assert choose(offers(("a", "b"), ("b", "a"))).devices == ("cuda:0", "cuda:0")
     assert choose(offers(("a",), ("a", "b"))).devices == ("cuda:0", "cuda:1")
     # A rank keeps what it has on another grid.
-    choice = choose([*offers(NODE, NODE), Offer("cuda:0", None, NODE), *offers(NODE)])
+    choice = choose([*offers(NODE, NODE), *offers(NODE, device="cuda:0"), *offers(NODE)])
     assert choice == (("cuda:1", "cuda:2", "cuda:0", "cuda:3"), "torch", None)
 
 
@@ -63,8 +66,7 @@ def test_a_rank_computes_on_what_it_is_asked_to() -> None:
     assert choose([Offer("cpu", None)] * 2) == (("cpu", "cpu"), "mpi", None)
     assert choose(offers((), ())) == (("cpu", "cpu"), "mpi", None)
     assert choose(offers(NODE, NODE, transport="mpi")).transport == "mpi"
-    without = Offer(None, None, NODE, {"torch": "no NCCL"})
-    choice = choose([*offers(NODE), without])
+    choice = choose([*offers(NODE), *offers(NODE, missing={"torch": "no NCCL"})])
     assert choice.transport == "mpi"
     assert choice.notice == (
         "messages between GPUs go by MPI, mostly through the host: no NCCL (rank 1)"
@@ -79,9 +81,11 @@ def test_nccl_takes_ranks_that_share_a_gpu_where_it_is_told_to() -> None:
 
 
 @pytest.mark.parallel([1])
-def test_an_nccl_that_does_not_keep_the_order_of_the_host_is_refused() -> None:
-    assert why_too_old((2, 26)) is None and why_too_old((2, 27, 3)) is None
-    assert "NCCL 2.25.1 does not start" in (why_too_old((2, 25, 1)) or "")
+def test_accelerators_of_any_kind_are_taken_where_all_ranks_have_the_same() -> None:
+    intel = offers(("a",), ("b",), kind="xpu")
+    assert choose(intel) == (("xpu:0", "xpu:0"), "torch", None)
+    with pytest.raises(ValueError, match="device is 'cuda' on rank 2 and 'xpu' on rank 0"):
+        choose([*intel, *offers(("c",))])
 
 
 @pytest.mark.parallel([1])
@@ -120,7 +124,10 @@ def test_the_environment_says_by_what_messages_travel(monkeypatch: pytest.Monkey
         ),
         (offers(("a",), ("b",), ("a",), transport="nccl"), "ranks 0 and 2 share a GPU"),
         (
-            [*offers(NODE, transport="nccl"), Offer(None, "nccl", NODE, {"nccl": "no cupy"})],
+            [
+                *offers(NODE, transport="nccl"),
+                *offers(NODE, transport="nccl", missing={"nccl": "no cupy"}),
+            ],
             r"transport='nccl': no cupy \(rank 1\), or choose 'torch' or 'mpi'",
         ),
     ],
@@ -157,7 +164,7 @@ def test_a_transport_is_made_by_all_ranks_where_one_has_another_device(
 @pytest.mark.parallel([1])
 def test_without_cupy_nccl_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy.cuda", None)
-    assert "install cupy" in (nccl.why_unavailable() or "")
+    assert "install cupy" in (cupy_nccl.why_unavailable("cuda") or "")
 
 
 @pytest.mark.parallel([2, 3])

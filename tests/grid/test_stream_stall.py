@@ -20,8 +20,9 @@ import pytest
 from datetime import timedelta
 from types import SimpleNamespace
 from distconv.grid import communicators
+from distconv.device.streams import SideStream
 from distconv.transport.nccl import NCCLTransport
-from distconv.transport.torch import TorchTransport
+from distconv.transport.torch import TorchStreamTransport
 from tests.support.nccl import Communicator, ProcessGroup, replace_cupy
 from tests.support.streams import Stream, replace_streams
 
@@ -30,16 +31,19 @@ one = grid.rank == 1
 patch = pytest.MonkeyPatch()
 replace_streams(patch)
 replace_cupy(patch)
-patch.setattr("distconv.transport.torch.nccl_group", ProcessGroup)
+patch.setattr("distconv.transport.torch.make_group", ProcessGroup)
 communicators._store().carriers.clear()
 communicators._store().transports.clear()
 
 def new_grid(by_cupy):
     global x
-    device, limit = torch.device("cuda"), timedelta(seconds=60)
-    communicators._connected = lambda comm, *_: (
-        NCCLTransport(comm, device) if by_cupy else TorchTransport(comm, None, device, limit)
-    )
+    device, limit, store = torch.device("cpu"), timedelta(seconds=60), torch.distributed.HashStore()
+    def connected(comm, *_):
+        side = SideStream(device)
+        if by_cupy:
+            return NCCLTransport(comm, device, side)
+        return TorchStreamTransport(comm, store, device, limit, side)
+    communicators._connected = connected
     x = dc.distribute_tensor(torch.ones(1, 1, 8, 8), dc.ProcessGrid(height=-1))
     F.avg_pool2d(x, 3, 1, 1)
 
@@ -95,7 +99,10 @@ def test_a_gpu_that_waits_too_long_ends_the_job(
     ("what", "message"),
     [
         ("cupy's NCCL fails", "ranks wait in vain: NCCL_ERROR_REMOTE_ERROR (rank 1)"),
-        ("torch's watchdog fires", "in vain: torch.distributed reports TIMEOUT of NCCL (rank 1)"),
+        (
+            "torch's watchdog fires",
+            "in vain: torch.distributed reports TIMEOUT of torch.distributed (rank 1)",
+        ),
     ],
 )
 def test_an_error_that_nobody_waits_for_ends_the_job(

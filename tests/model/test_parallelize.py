@@ -452,7 +452,7 @@ def test_gradients_are_accumulated_on_the_stream_of_the_forward_pass(
     first, second = (torch.Stream(stream_id=n, device_index=0, device_type=1) for n in (3, 4))
     current = [first]
     number, gpu = parameter_hooks.number_of_stream, torch.device("cuda:0")
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[0])
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: current[0])
     monkeypatch.setattr(parameter_hooks, "number_of_stream", lambda device: number(gpu))
     serial, model = net(), dc.parallelize(net(), dc.ProcessGrid(height=-1))
     x = torch.ones(2, 3, 8, 8).double()

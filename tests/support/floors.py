@@ -10,6 +10,7 @@ from pathlib import Path
 FLOORS = (
     "geometry",
     "torch_private",
+    "device",
     "transport",
     "grid",
     "comm",

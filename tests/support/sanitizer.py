@@ -9,8 +9,8 @@ numbers are right whatever is missing; what is reported would be wrong where str
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,7 +26,7 @@ _CELL = 4
 
 
 class Event:
-    """Stands for torch.cuda.Event."""
+    """Stands for torch.Event."""
 
     def __init__(self, sanitizer: Sanitizer):
         self._sanitizer, self.number = sanitizer, sanitizer.next_number()
@@ -39,28 +39,31 @@ class Event:
 
 
 class Stream:
-    """Stands for torch.cuda.Stream."""
+    """Stands for torch.Stream."""
 
     device = torch.device("cpu")
 
     def __init__(self, sanitizer: Sanitizer, number: int):
-        self._sanitizer, self.cuda_stream = sanitizer, number
+        self._sanitizer, self.native_handle = sanitizer, number
         sanitizer.handler()._handle_stream_creation(number)
 
     def record_event(self) -> Event:
         event = Event(self._sanitizer)
-        self._sanitizer.handler()._handle_event_record(event.number, self.cuda_stream)
+        self._sanitizer.handler()._handle_event_record(event.number, self.native_handle)
         return event
 
     def wait_event(self, event: Event) -> None:
-        self._sanitizer.handler()._handle_event_wait(event.number, self.cuda_stream)
+        self._sanitizer.handler()._handle_event_wait(event.number, self.native_handle)
 
     def wait_stream(self, other: Stream) -> None:
         event = other.record_event()
-        self._sanitizer.handler()._handle_event_wait(event.number, self.cuda_stream)
+        self._sanitizer.handler()._handle_event_wait(event.number, self.native_handle)
 
     def synchronize(self) -> None:
-        self._sanitizer.handler()._handle_stream_synchronization(self.cuda_stream)
+        self._sanitizer.handler()._handle_stream_synchronization(self.native_handle)
+
+    def is_capturing(self) -> bool:
+        return False
 
 
 class _Allocation(NamedTuple):
@@ -109,14 +112,10 @@ class Sanitizer(TorchDispatchMode):
 
     def replace_streams(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Give the library streams that this one watches."""
-        for name, replacement in (
-            ("Stream", lambda *_, **__: Stream(self, self.next_number())),
-            ("current_stream", lambda *_: self.current),
-            ("stream", self._within),
-            ("device", lambda _: self._within(self.current)),
-            ("is_current_stream_capturing", lambda: False),
-        ):
-            monkeypatch.setattr(torch.cuda, name, replacement)
+        monkeypatch.setattr(torch, "Stream", lambda **_: Stream(self, self.next_number()))
+        monkeypatch.setattr(torch.accelerator, "current_stream", lambda *_: self.current)
+        monkeypatch.setattr(torch.accelerator, "set_stream", self._set_stream)
+        monkeypatch.setattr(torch.cuda, "device", nullcontext)
         monkeypatch.setattr(Tensor, "record_stream", lambda *used: self._record_stream(*used))
 
     def next_number(self) -> int:
@@ -151,7 +150,7 @@ class Sanitizer(TorchDispatchMode):
             cells = _range(storage.data_ptr(), storage.nbytes())
             everyone = set(range(self._numbers + 1))
             self._allocations[storage._cdata] = _Allocation(
-                StorageWeakRef(storage), cells, self.host.cuda_stream, everyone
+                StorageWeakRef(storage), cells, self.host.native_handle, everyone
             )
         return tensor
 
@@ -176,7 +175,7 @@ class Sanitizer(TorchDispatchMode):
             if isinstance(tensor, Tensor):
                 self._allocation_of(tensor)
         self.launch(
-            self.current.cuda_stream,
+            self.current.native_handle,
             func._schema.name,
             uses.dataptrs_read - uses.dataptrs_written,
             uses.dataptrs_written,
@@ -190,14 +189,14 @@ class Sanitizer(TorchDispatchMode):
         known = self._allocations.get(storage._cdata)
         if known is None:
             cells = _range(storage.data_ptr(), storage.nbytes())
-            known = _Allocation(StorageWeakRef(storage), cells, self.current.cuda_stream, set())
+            known = _Allocation(StorageWeakRef(storage), cells, self.current.native_handle, set())
             self._allocations[storage._cdata] = known
         return known
 
     def _record_stream(self, tensor: Tensor, stream: Stream) -> None:
         allocation = self._allocation_of(tensor)
         if allocation is not None:
-            allocation.users.add(stream.cuda_stream)
+            allocation.users.add(stream.native_handle)
 
     def _release(self, allocation: _Allocation) -> None:
         """Forget released memory, which whatever its own stream is given next may overwrite."""
@@ -221,13 +220,8 @@ class Sanitizer(TorchDispatchMode):
         )
         self.reports.append(f"{now} does not wait for {before}")
 
-    @contextmanager
-    def _within(self, stream: Stream) -> Iterator[None]:
-        before, self.current = self.current, stream
-        try:
-            yield
-        finally:
-            self.current = before
+    def _set_stream(self, stream: Stream) -> None:
+        self.current = stream
 
 
 class WatchedMPI:
@@ -253,7 +247,7 @@ class WatchedMPI:
         used = [
             {cell for t in all_of_them for cell in _cells(t)} for all_of_them in (reads, writes)
         ]
-        self._sanitizer.launch(self._sanitizer.host.cuda_stream, "MPI", *used)
+        self._sanitizer.launch(self._sanitizer.host.native_handle, "MPI", *used)
 
 
 class _HostRequest:

@@ -12,9 +12,9 @@ import torch
 
 
 class Stream:
-    """A stand-in for torch.cuda.Stream."""
+    """A stand-in for torch.Stream."""
 
-    device, cuda_stream = torch.device("cpu"), 7
+    device, native_handle = torch.device("cpu"), 7
 
     def __init__(self, *args: Any, **kwargs: Any):
         pass
@@ -33,14 +33,16 @@ class Stream:
     def query(self) -> bool:
         return True
 
+    def is_capturing(self) -> bool:
+        return False
+
 
 def replace_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give the library these streams."""
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
-    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(torch, "Stream", Stream)
+    monkeypatch.setattr(torch.accelerator, "current_stream", Stream)
+    monkeypatch.setattr(torch.accelerator, "set_stream", Stream)
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
 
 def replace_modules(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> None:

@@ -12,8 +12,9 @@ import pytest
 import torch
 from mpi4py import MPI
 
+from distconv.device.streams import SideStream
 from distconv.transport.mpi import MPICommunicator
-from distconv.transport.nccl import NCCLTransport, why_unavailable
+from distconv.transport.nccl import NCCLTransport
 from tests.support.nccl import Communicator, replace_cupy
 from tests.support.streams import replace_streams
 
@@ -27,7 +28,8 @@ def transport(monkeypatch: pytest.MonkeyPatch) -> Iterator[NCCLTransport]:
     """Make a transport over all ranks."""
     replace_cupy(monkeypatch)
     replace_streams(monkeypatch)
-    yield NCCLTransport(ALL, torch.device("cpu"))
+    device = torch.device("cpu")
+    yield NCCLTransport(ALL, device, SideStream(device))
     assert Communicator.group is None
 
 
@@ -94,15 +96,3 @@ def test_what_nccl_meets_with_is_raised_by_the_next_message(
     monkeypatch.setattr(Communicator, "lost", True)
     with pytest.raises(RuntimeError, match="REMOTE_ERROR"):
         transport.all_reduce(torch.ones(3), ALL)
-
-
-@pytest.mark.parallel([1])
-@pytest.mark.parametrize(("version", "usable"), [(22512, False), (22602, True), (22900, True)])
-def test_versions_of_nccl_are_looked_at(
-    transport: NCCLTransport, monkeypatch: pytest.MonkeyPatch, version: int, usable: bool
-) -> None:
-    from cupy.cuda import nccl
-
-    monkeypatch.setattr(nccl, "available", True, raising=False)
-    monkeypatch.setattr(nccl, "get_version", lambda: version, raising=False)
-    assert (why_unavailable() is None) is usable

@@ -24,7 +24,7 @@ from distconv.transport.staged import (
 )
 from tests.support.late import Late
 from tests.support.serial import deviation
-from tests.support.streams import replace_streams
+from tests.support.streams import Stream, replace_streams
 
 WORLD = MPI.COMM_WORLD
 ALL = MPICommunicator(WORLD)
@@ -179,7 +179,7 @@ def test_copies_are_made_on_streams_beside(monkeypatch: pytest.MonkeyPatch) -> N
     assert ring.arrived() == (WORLD.rank - 1) % WORLD.size
     assert [t.data_ptr() for t in used] == [value.data_ptr(), ring.landing.data_ptr()]
 
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(Stream, "is_capturing", lambda self: True)
     for refused in (
         lambda: Ring(transport, value, 2),
         lambda: transport.all_gather(value, ALL),
@@ -188,7 +188,7 @@ def test_copies_are_made_on_streams_beside(monkeypatch: pytest.MonkeyPatch) -> N
             [], [(WORLD.rank, value)], 3
         ),
     ):
-        with pytest.raises(RuntimeError, match="capture steps on a grid with transport='nccl'"):
+        with pytest.raises(RuntimeError, match="capture steps on a grid with transport='torch'"):
             refused()
 
 
@@ -196,14 +196,14 @@ def test_copies_are_made_on_streams_beside(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_environment_tells_whether_mpi_takes_memory_of_gpus(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("DISTCONV_CUDA_AWARE_MPI", "1")
-    assert takes_device_memory(ALL)
+    monkeypatch.setenv("DISTCONV_GPU_AWARE_MPI", "1")
+    assert takes_device_memory(ALL, "cuda")
     # It has to be so everywhere.
-    monkeypatch.setenv("DISTCONV_CUDA_AWARE_MPI", "0" if WORLD.rank == WORLD.size - 1 else "1")
-    assert not takes_device_memory(ALL)
-    monkeypatch.delenv("DISTCONV_CUDA_AWARE_MPI")
-    assert len(set(WORLD.allgather(takes_device_memory(ALL)))) == 1
+    monkeypatch.setenv("DISTCONV_GPU_AWARE_MPI", "0" if WORLD.rank == WORLD.size - 1 else "1")
+    assert not takes_device_memory(ALL, "cuda")
+    monkeypatch.delenv("DISTCONV_GPU_AWARE_MPI")
+    assert len(set(WORLD.allgather(takes_device_memory(ALL, "cuda")))) == 1
     if WORLD.rank == 0:
-        monkeypatch.setenv("DISTCONV_CUDA_AWARE_MPI", "yes")
-    with pytest.raises(ValueError, match="DISTCONV_CUDA_AWARE_MPI='yes' on rank 0; set it to 1"):
-        takes_device_memory(ALL)
+        monkeypatch.setenv("DISTCONV_GPU_AWARE_MPI", "yes")
+    with pytest.raises(ValueError, match="DISTCONV_GPU_AWARE_MPI='yes' on rank 0; set it to 1"):
+        takes_device_memory(ALL, "cuda")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from distconv.comm.packing import empty_in_format, has_channels_last
+from distconv.device.kinds import is_accelerator
 from distconv.tensor.dist_tensor import DistTensor
 
 
@@ -27,6 +28,6 @@ def unread_input(shape: tuple[int, ...], like: Tensor) -> Tensor:
 
     torch takes the order of dimensions from it as well, and on GPUs makes it contiguous first.
     """
-    if like.is_cuda or has_channels_last(like):
+    if is_accelerator(like.device) or has_channels_last(like):
         return empty_in_format(shape, like)
     return like.new_empty(()).expand(shape)

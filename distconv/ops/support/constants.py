@@ -12,6 +12,8 @@ from typing import Concatenate, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from distconv.device.kinds import is_accelerator
+
 Arguments = ParamSpec("Arguments")
 Made = TypeVar("Made")
 
@@ -24,14 +26,14 @@ def remembered(
 ) -> Callable[Concatenate[torch.device, Arguments], Made]:
     """Keep the tensors that a function makes of its arguments, to which nobody writes.
 
-    The last `LIMIT` are kept on CPUs, and on GPUs all of them, for good: a captured graph of CUDA
-    reads them where they are.
+    The last `LIMIT` are kept on CPUs, and on GPUs all of them, for good: a captured graph reads
+    them where they are.
     """
     last, every = lru_cache(maxsize=LIMIT)(make), cache(make)
 
     @wraps(make)
     def look_up(device: torch.device, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Made:
-        kept = every if device.type == "cuda" else last
+        kept = every if is_accelerator(device) else last
         return kept(device, *args, **kwargs)  # type: ignore[arg-type]
 
     return look_up

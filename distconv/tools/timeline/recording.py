@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 
 from distconv.comm.ledger import trace_movements
 from distconv.data.durable import write_atomically
+from distconv.device.kinds import profiler_activities
 from distconv.grid.communicators import carried_by
 from distconv.grid.process_grid import ProcessGrid
 from distconv.tools.timeline.messages import Event, Kinds, RecordedTransport, events_of, named_rows
@@ -65,11 +66,8 @@ def timeline(path: str | Path, grid: ProcessGrid | None = None) -> Iterator[None
         raise FileNotFoundError(f"timeline: there is no folder {missing}; make it before")
     before = measure_offsets(grid)[grid.rank]
     kinds = Kinds()
-    activities = [ProfilerActivity.CPU]
-    if torch.cuda.is_available():
-        activities.append(ProfilerActivity.CUDA)
     with (
-        profile(activities=activities) as recorded,
+        profile(activities=profiler_activities()) as recorded,
         profiler_refused(_refuse_profiler),
         trace_movements(kinds),
         carried_by(lambda transport: RecordedTransport(transport.carrier, kinds.of)),
