@@ -5,19 +5,23 @@ MPI has about two thousand communicators to give; a program may build any number
 
 from __future__ import annotations
 
+import atexit
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from distconv.device.kinds import is_accelerator
 from distconv.device.streams import SideStream
+from distconv.grid.abort import ABANDONED
 from distconv.grid.journal import Journal
+from distconv.grid.self_test import check_carrier, found_wrong
 from distconv.grid.stall import Watch, time_limit
-from distconv.transport.interface import Communicator, Transport
+from distconv.transport.interface import Communicator, StreamTransport, Transport
 from distconv.transport.nccl import NCCLTransport
 from distconv.transport.staged import (
     LaunchQueue,
@@ -143,6 +147,9 @@ def _carrier(ranks: tuple[int, ...], name: str, devices: tuple[str, ...]) -> Tra
     if key not in made:
         comm = communicator(ranks, "exchange")
         made[key] = _connected(comm, name, devices)
+        device = torch.device(devices[comm.rank])
+        if is_accelerator(device) and comm.size > 1:
+            check_carrier(made[key], comm, device)
     return made[key]
 
 
@@ -162,8 +169,19 @@ def _connected(comm: Communicator, name: str, devices: tuple[str, ...]) -> Trans
         of_mpi: Any = comm
         return MPITransport(of_mpi)
     on_host: Any = _carrier(comm.ranks, name, ("cpu",) * comm.size)
-    direct = takes_device_memory(comm, device.type)
-    return StagedTransport(on_host, PinnedCopies(device), _store().queue, direct)
+    copies, queue = PinnedCopies(device), _store().queue
+    if takes_device_memory(comm, device.type):
+        direct = StagedTransport(on_host, copies, queue, True)
+        wrong = found_wrong(direct, comm, device)
+        if not wrong:
+            return direct
+        if comm.rank == 0:
+            warnings.warn(
+                f"ProcessGrid: MPI says that it takes pointers to GPUs, and brings {wrong[0]} "
+                "wrong; messages go through the host",
+                stacklevel=2,
+            )
+    return StagedTransport(on_host, copies, queue)
 
 
 def store_of(comm: Communicator) -> Store:
@@ -189,4 +207,12 @@ def _side_stream(device: torch.device) -> SideStream:
     store = _store()
     if store.side is None:
         store.side = SideStream(device)
+        atexit.register(_close)
     return store.side
+
+
+def _close() -> None:
+    """End the connections between accelerators: at once where the job is aborted, else in peace."""
+    for carrier in _store().carriers.values():
+        if carrier.ordered:
+            cast(StreamTransport, carrier).close(abort=ABANDONED.is_set())

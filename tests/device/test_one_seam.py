@@ -70,9 +70,7 @@ def test_without_an_accelerator_there_is_none(monkeypatch: pytest.MonkeyPatch) -
     assert kinds.is_accelerator(torch.device("xpu", 1))
 
 
-@pytest.mark.parametrize(
-    ("kind", "found"), [("cuda", "cuda"), ("xpu", "xpu"), ("mps", None), ("hpu", None)]
-)
+@pytest.mark.parametrize(("kind", "found"), [("cuda", "cuda"), ("xpu", "xpu"), ("mps", None)])
 def test_accelerators_count_whose_streams_carry_messages(
     monkeypatch: pytest.MonkeyPatch, kind: str, found: str | None
 ) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from functools import partialmethod
 from typing import Any
 
 import pytest
@@ -265,3 +266,81 @@ def test_memory_that_is_released_while_it_is_copied_is_found(
         torch.ones(50)
     assert (sanitizer.reports == []) is known
     assert all(report.startswith(RELEASED) for report in sanitizer.reports)
+
+
+@pytest.mark.parallel([2])
+@pytest.mark.parametrize("name", ["torch", "nccl"])
+def test_memory_of_a_message_that_is_written_before_it_has_left_is_found(
+    sanitizer: Sanitizer, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    other = 1 - WORLD.rank
+    for waits in (True, False):
+        sanitizer.reports.clear()
+        with sanitizer:
+            transport = carrier(MPICommunicator(WORLD), name, sanitizer)
+            leaving, arriving = torch.ones(50), torch.zeros(50)
+            request = transport.exchange([(other, arriving)], [(other, leaving)], 1)
+            if waits:
+                request.wait()
+            leaving.fill_(2)
+            request.wait()
+        assert (sanitizer.reports == []) is waits
+        assert all("does not wait for reading" in report for report in sanitizer.reports)
+
+
+@pytest.mark.parallel([2])
+def test_messages_that_leave_come_first_and_no_error_hides_another(
+    sanitizer: Sanitizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, order = 1 - WORLD.rank, list[str]()
+    transport = carrier(MPICommunicator(WORLD), "torch", sanitizer)
+    for name in ("send", "recv"):
+
+        def noted(self: Any, *given: Any, name: str = name, start: Any = None) -> None:
+            order.append(name)
+            start(self, *given)
+
+        start = getattr(ProcessGroup, name)
+        monkeypatch.setattr(ProcessGroup, name, partialmethod(noted, start=start))
+    messages = [(other, torch.zeros(3))], [(other, torch.ones(3))]
+    transport.exchange(*messages, 1).wait()
+    assert order == ["send", "recv"] and messages[0][0][1].tolist() == [1, 1, 1]
+
+    def fails(what: str) -> Any:
+        def call(*_: Any) -> None:
+            raise RuntimeError(what)
+
+        return call
+
+    monkeypatch.setattr(ProcessGroup, "recv", fails("the first error"))
+    monkeypatch.setattr(ProcessGroup, "send", lambda *_: None)
+    monkeypatch.setattr(ProcessGroup, "_end_coalescing", fails("the second"))
+    with pytest.raises(RuntimeError, match="the first error"):
+        transport.exchange(*messages, 2)
+
+
+@pytest.mark.parallel([2])
+@pytest.mark.parametrize("abort", [True, False])
+@pytest.mark.parametrize("name", ["torch", "nccl"])
+def test_all_groups_are_ended_even_where_one_raises(
+    sanitizer: Sanitizer, monkeypatch: pytest.MonkeyPatch, name: str, abort: bool
+) -> None:
+    ended: list[str] = []
+
+    def end(how: str) -> Any:
+        def ends(_: Any) -> None:
+            ended.append(how)
+            raise RuntimeError("the connection is lost")
+
+        return ends
+
+    of_torch = name == "torch"
+    names = ("abort", "shutdown") if of_torch else ("abort", "destroy")
+    for how in names:
+        monkeypatch.setattr(
+            ProcessGroup if of_torch else Communicator, how, end(how), raising=False
+        )
+    transport: Any = carrier(MPICommunicator(WORLD), name, sanitizer)
+    transport.all_reduce(torch.ones(1), MPICommunicator(WORLD, "another purpose")).wait()
+    transport.close(abort)
+    assert ended == [names[0] if abort else names[1]] * 2
