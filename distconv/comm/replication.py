@@ -49,7 +49,7 @@ def is_replicated(node: Any) -> bool:
     return type(node) is node_type(_Replicate)
 
 
-def enter(plain: Tensor, grid: Grid) -> Tensor:
+def as_replicated(plain: Tensor, grid: Grid) -> Tensor:
     """Return a plain tensor, equal on all ranks, as an operand of one distributed operation.
 
     Its gradient is added up over all ranks of the grid.

@@ -43,7 +43,7 @@ from distconv.data.shards import divide, for_module, for_optimizer, restored
 from distconv.grid.interface import Grid
 from distconv.model.consistency import check_in_sync, not_finite
 from distconv.model.gradient_reduction import required_reduction
-from distconv.model.state_dicts import full_state_dict, load_full_state_dict, mapped, plain
+from distconv.model.state_dicts import full_state_dict, load_full_state_dict, map_state, plain
 from distconv.torch_private import set_versions_in_state, versions_in_state
 from distconv.transport.interface import ObjectCommunicator
 
@@ -168,7 +168,7 @@ def save_checkpoint(
     def prepare() -> str:
         if keep < 1 or step < 0:
             raise ValueError(f"step={step} has to be at least 0, and keep={keep} at least 1")
-        state.update(mapped(state, plain))
+        state.update(map_state(state, plain))
         _check_loadable(state)
         _make(folder)
         alone.enter_context(only_writer(folder))
@@ -370,7 +370,7 @@ def _check_loadable(state: dict[Any, Any]) -> None:
 
     file = io.BytesIO()
     try:
-        torch.save(mapped(state, small), file)
+        torch.save(map_state(state, small), file)
         torch.load(io.BytesIO(file.getvalue()), weights_only=True)
     except Exception as error:  # torch raises whatever its pickler stumbles over
         words = str(error).strip().splitlines() or [type(error).__name__]

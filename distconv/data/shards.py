@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from distconv.geometry.layout import Box, operand_cuts, rank_box, replicating_axes
 from distconv.grid.interface import Grid
-from distconv.model.state_dicts import mapped, plain
+from distconv.model.state_dicts import map_state, plain
 from distconv.tensor.dist_tensor import DistTensor
 
 _MARK = "distconv tensor"
@@ -73,7 +73,7 @@ def divide(state: Any, grid: Grid) -> Divided:
             divided.mine[index] = own.detach().to("cpu", copy=True).contiguous()
         return _MARK, index
 
-    divided.skeleton = mapped(state, number)
+    divided.skeleton = map_state(state, number)
     return divided
 
 
@@ -122,7 +122,7 @@ def restored(
             return Stored(x[1], *table[x[1]], open_shard)
         return x
 
-    return mapped(skeleton, tensor)
+    return map_state(skeleton, tensor)
 
 
 def for_module(state: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
@@ -163,7 +163,7 @@ def _for(state: Any, target: Any) -> Any:
         block = x.box(rank_box(x.shape, cuts, grid.topology, grid.rank))
         return DistTensor(block.to(grid.device), x.shape, cuts, grid)
 
-    return mapped(state, own)
+    return map_state(state, own)
 
 
 def _places(x: DistTensor, grid: Grid) -> list[Place]:

@@ -105,7 +105,7 @@ def code_of(kind: str, key: Key) -> int:
     return crc32(spelled.encode())
 
 
-def in_words(kind: str, tag: int, key: Key, line: str | None) -> str:
+def entry_in_words(kind: str, tag: int, key: Key, line: str | None) -> str:
     """Return an entry of the journal as a user would write it."""
     function, what, *keywords = key
     within = ""

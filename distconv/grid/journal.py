@@ -19,7 +19,14 @@ from zlib import crc32
 
 import torch
 
-from distconv.grid.call_keys import Key, code_of, first_difference, full_key, in_words, short_key
+from distconv.grid.call_keys import (
+    Key,
+    code_of,
+    entry_in_words,
+    first_difference,
+    full_key,
+    short_key,
+)
 from distconv.grid.whereabouts import CURRENT, by_ranks, is_parked, place_of, user_line
 from distconv.torch_private import backward_pass
 from distconv.transport.interface import Comparison, Tags
@@ -190,7 +197,7 @@ class Journal:
         """Return an entry, or with None the latest one, as a user would write it."""
         last = list(self._last)
         index = len(last) - 1 if number is None else number - 1 - self.written + len(last)
-        return in_words(*last[index]) if 0 <= index < len(last) else "nothing yet"
+        return entry_in_words(*last[index]) if 0 <= index < len(last) else "nothing yet"
 
     def _fold(self) -> None:
         """Add new entries to the running checksum."""

@@ -79,7 +79,7 @@ def chosen_op(caller: str, op: ReduceOp | None, average: bool | None = None) -> 
 # Sums, which ranks without samples take part in
 
 
-def start_sum(
+def start_flat_sum(
     flat: Tensor, part: Part, grid: ProcessGrid, purpose: str = PURPOSE
 ) -> Request | None:
     """Start adding up a vector in place, or do it where it travels in another type."""
@@ -115,7 +115,9 @@ def sums(
         parts.append(part_of(flats[-1], dtype if half else None))
 
     def start(everyone: list[Announcement | None]) -> Finish:
-        requests = [start_sum(f, p, job.on(f.device)) for f, p in zip(flats, parts, strict=True)]
+        requests = [
+            start_flat_sum(f, p, job.on(f.device)) for f, p in zip(flats, parts, strict=True)
+        ]
 
         def finish() -> list[Tensor]:
             for request in filter(None, requests):
@@ -161,7 +163,7 @@ def join(device: int = -1) -> int:
             grid = job.on(torch.device(part.device))
             kind = getattr(torch, part.dtype)
             zeros = torch.zeros(part.elements, dtype=kind, device=grid.device)
-            under_way.append(start_sum(zeros, part, grid, purpose))
+            under_way.append(start_flat_sum(zeros, part, grid, purpose))
 
     while job.size > 1:
         before = job.joined

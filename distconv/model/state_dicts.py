@@ -24,7 +24,7 @@ def full_state_dict(source: nn.Module | Optimizer) -> dict[str, Any]:
     serially with `load_state_dict`, or on any grid with `load_full_state_dict`. Values that are not
     sharded are not copied, as in a state_dict.
     """
-    state: dict[str, Any] = mapped(source.state_dict(), _whole)
+    state: dict[str, Any] = map_state(source.state_dict(), _whole)
     return state
 
 
@@ -44,7 +44,7 @@ def load_full_state_dict(target: nn.Module | Optimizer, state: Mapping[str, Any]
     # torch itself says where the numbers of parameters differ.
     for number, parameter in zip(numbers, parameters, strict=False):
         if isinstance(parameter, DistTensor) and number in cut:
-            cut[number] = mapped(cut[number], partial(_cut, parameter=parameter))
+            cut[number] = map_state(cut[number], partial(_cut, parameter=parameter))
     target.load_state_dict({**state, "state": cut})
 
 
@@ -76,7 +76,7 @@ def plain(x: Any) -> Any:
         return x if type(x) is Tensor else x.as_subclass(Tensor)
 
 
-def mapped(state: Any, function: Callable[[Any], Any]) -> Any:
+def map_state(state: Any, function: Callable[[Any], Any]) -> Any:
     """Return a state with `function` applied to all that its dictionaries, lists and tuples hold.
 
     They become Python's own, whatever their classes, and can then be loaded with weights_only;
@@ -85,15 +85,15 @@ def mapped(state: Any, function: Callable[[Any], Any]) -> Any:
     """
     if isinstance(state, Mapping):
         kind: Any = type(state) if type(state) in (OrderedDict, Counter) else dict
-        new = kind({key: mapped(value, function) for key, value in state.items()})
+        new = kind({key: map_state(value, function) for key, value in state.items()})
         if kind is OrderedDict and (versions := torch_private.versions_in_state(state)) is not None:
             # The versions in it tell a module how to read a state that an earlier release has
             # written.
             torch_private.set_versions_in_state(new, versions)
         return new
     if isinstance(state, list):
-        return [mapped(value, function) for value in state]
+        return [map_state(value, function) for value in state]
     found = function(state)
     if found is state and isinstance(state, tuple):
-        return tuple(mapped(value, function) for value in state)
+        return tuple(map_state(value, function) for value in state)
     return found

@@ -151,7 +151,7 @@ def enter(plain: Tensor, grid: Grid) -> Tensor:
 
     The gradient of the tensor is the sum over the ranks: all of them call it.
     """
-    operand = replication.enter(plain, grid)
+    operand = replication.as_replicated(plain, grid)
     operand.register_hook(partial(_check_not_owned, get_gradient_edge(plain).node))
     return operand
 

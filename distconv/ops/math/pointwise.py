@@ -13,7 +13,7 @@ from distconv.geometry.layout import Cuts, operand_cuts
 from distconv.ops.support.argument_forms import as_sizes, takes_sequence
 from distconv.ops.support.in_place import become_distributed, is_recorded
 from distconv.ops.support.memory_format import in_one_format
-from distconv.ops.support.merged import elementwise, keeps_shape
+from distconv.ops.support.merged import compute_elementwise, keeps_shape
 from distconv.ops.support.operands import (
     box_on_rank,
     broadcast_cuts,
@@ -115,7 +115,7 @@ def pointwise_rule(
                     name, written, operands, lambda x: rule(x, *args[1:], **kwargs)
                 )
         if merged:
-            result = elementwise(name, rule, args, kwargs, written)
+            result = compute_elementwise(name, rule, args, kwargs, written)
             if result is not NotImplemented:
                 return result
         if isinstance(written, DistTensor):

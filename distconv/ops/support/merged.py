@@ -94,7 +94,7 @@ def merge_as(result: Any, shape: Sequence[int]) -> Any:
     return result.view(tuple(shape)) if isinstance(result, Tensor) else result
 
 
-def elementwise(
+def compute_elementwise(
     name: str, rule: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], written: Any
 ) -> Any:
     """Return what an element-wise rule makes of operands of which some are merged.
