@@ -137,8 +137,9 @@ def test_a_recording_has_the_operators_messages_and_memory_of_a_real_step(
     heavy = ("convolution", "pool", "relu", "sigmoid", "mean", "add")
     assert not [name for name, _ in noted.found - every if any(h in name for h in heavy)]
     measured = peak_of(lambda: step_on(grid, **given)).whole
-    # What torch allocates inside of an operator is measured, and not recorded.
-    assert 0.88 * measured < recording.peak < 1.03 * measured
+    # What torch allocates inside of an operator is measured, and not recorded: most in halves.
+    least = 0.8 if "autocast" in given else 0.88
+    assert least * measured < recording.peak < 1.03 * measured
     MPI.COMM_WORLD.Barrier()
 
 
