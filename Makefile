@@ -21,7 +21,7 @@ LIMIT  := timeout -k 10
 # Every rank of every job would compile the sources anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-cosmoflow demo-unet3d demo-fractals study check docs test no-mpi wheel-check reports nightly bench compare gpu coverage study-methods networks lint clean
+.PHONY: demo demo-cosmoflow demo-unet3d demo-vae demo-fractals study check docs test no-mpi wheel-check reports nightly bench compare gpu coverage study-methods networks lint clean
 
 $(VENV)/ready: setup.cfg setup.py constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -40,6 +40,11 @@ demo-unet3d: $(VENV)/ready
 
 demo-fractals: $(VENV)/ready
 	$(RUN) $(KEEP) $(BIN)/python -m examples.fractals.demo
+
+# The autoencoders of diffusers with random weights, in about ten minutes.
+demo-vae: $(VENV)/ready
+	$(BIN)/pip install -q -c constraints.txt -e '.[mpich,vae]'
+	$(RUN) $(KEEP) KINETO_LOG_LEVEL=99 $(BIN)/python -m examples.vae.demo
 
 # The error of CosmoFlow against the size of a sample, in under 20 minutes on two cores; stopped at any
 # moment, it goes on where it was.

@@ -164,6 +164,15 @@ def times_of(
 
 def workspace_of(run: Callable[[], object]) -> int:
     """Return the bytes that an operator holds at its most, beyond what it returns."""
+    most, left = tensor_bytes(run)
+    return max(most - max(left, 0), 0)
+
+
+def tensor_bytes(run: Callable[[], object]) -> tuple[int, int]:
+    """Return the bytes of tensors that a call holds at its most, and those of what it returns.
+
+    Memory from before the call counts as none, until it is released.
+    """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         result = run()
     del result
@@ -172,7 +181,7 @@ def workspace_of(run: Callable[[], object]) -> int:
     for change in sorted(changes, key=lambda e: e.start_ns()):
         live += change.nbytes()
         most = max(most, live)
-    return max(most - max(live, 0), 0)
+    return most, live
 
 
 def time_together(

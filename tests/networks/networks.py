@@ -483,6 +483,32 @@ NETWORKS: tuple[Case, ...] = (
         "AutoencoderTiny", encoder_block_out_channels=(8,) * 4, decoder_block_out_channels=(8,) * 4
     ),
     _diffusers("VQModel", block_out_channels=(8,), norm_num_groups=4, num_vq_embeddings=16),
+    *(
+        _diffusers(
+            name,
+            (1, 3, 5, 32, 24),
+            base_dim=8,
+            z_dim=4,
+            dim_mult=[1, 2],
+            num_res_blocks=1,
+            temperal_downsample=[True],
+        )
+        for name in ("AutoencoderKLWan", "AutoencoderKLQwenImage")
+    ),
+    _diffusers(
+        "AutoencoderKLCogVideoX",
+        (1, 3, 5, 32, 48),
+        block_out_channels=(8, 8, 16, 16),
+        norm_num_groups=4,
+        layers_per_block=1,
+    ),
+    _diffusers(
+        "AutoencoderKLHunyuanVideo",
+        (1, 3, 5, 32, 32),
+        block_out_channels=(8, 8, 16, 16),
+        norm_num_groups=4,
+        layers_per_block=1,
+    ),
     # transformers
     _transformers(
         "ResNetForImageClassification",

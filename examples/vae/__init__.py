@@ -1,0 +1,1 @@
+"""Variational autoencoders of image and video generators, decoded in blocks without seams."""

@@ -1,0 +1,73 @@
+"""Decode and encode with the autoencoders of image and video generators, cut over four ranks.
+
+python -m examples.vae.demo
+
+Each network runs on one rank, cut over two and over four, and in the tiles of diffusers. It needs
+diffusers (`pip install diffusers`) and matplotlib.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from distconv.data.durable import write_atomically
+from distconv.planning.table import byte_size, table
+from distconv.transport.world import world
+from examples.trainer.launch import demo_output
+
+from .measure import Half, compare
+from .networks import AUTOENCODERS
+from .plots import plot_seams
+
+SIZES = {"images": 256, "videos": 128}
+"""Pixels along a side."""
+
+_HEADS = ("network", "call", "images", "way", "seconds", "memory", "error")
+
+
+def main() -> None:
+    """Measure all networks; write the table as a page, and a picture of the seams."""
+    output = demo_output("examples.vae.demo", __doc__ or "", Path("runs/demo-vae"))
+    torch.set_num_threads(1)
+    run(output)
+
+
+def run(output: Path) -> None:
+    """Run the demo on all ranks. Collective."""
+    comm = world().for_program()
+    rows: list[list[str]] = []
+    for autoencoder in AUTOENCODERS:
+        size = SIZES["images" if autoencoder.frames in (None, 1) else "videos"]
+        for half in compare(autoencoder, size, comm):
+            if comm.rank == 0:
+                mine = rows_of(half)
+                rows += mine
+                print(table([_HEADS, *mine], right=(4, 5, 6)), end="\n\n", flush=True)
+                if half.call == "decode":
+                    plot_seams(output / f"{autoencoder.name}.png", half)
+    if comm.rank == 0:
+        lines = [_HEADS, ["---"] * 4 + ["---:"] * 3, *rows]
+        page = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+        write_atomically(output / "vae.md", lambda file: file.write(page.encode()))
+        print(f"Look at {output / 'vae.md'} and at the pictures beside it")
+
+
+def rows_of(half: Half) -> list[list[str]]:
+    """Return a row for each way, in the order of the heads."""
+    about = half.autoencoder, half.call, "x".join(map(str, half.pixels))
+    return [
+        [
+            *about,
+            way.name,
+            f"{way.seconds:.2f}",
+            byte_size(way.bytes),
+            "" if way is half.ways[0] else f"{half.error(way):.1e}",
+        ]
+        for way in half.ways
+    ]
+
+
+if __name__ == "__main__":
+    main()

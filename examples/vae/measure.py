@@ -1,0 +1,118 @@
+"""How an autoencoder fares on one rank, cut over several, and in the tiles of diffusers."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import distconv as dc
+from distconv.planning.operator_timing import tensor_bytes
+from distconv.planning.timing import sleep_until_all_are_here
+
+from .networks import Autoencoder, decoded, encoded, tile
+
+
+class Way(NamedTuple):
+    """One way to compute images from latents, or latents from images.
+
+    Attributes
+    ----------
+    name: "one rank", "n ranks" or "tiles".
+    seconds: of a call, on the slowest rank.
+    bytes: of tensors at their most in a call, beside weights and input, on the rank with most.
+    result: the whole of it, on the first rank.
+    """
+
+    name: str
+    seconds: float
+    bytes: int
+    result: Tensor
+
+
+class Half(NamedTuple):
+    """A decoder or an encoder, with all ways to compute it; the first is one rank's.
+
+    Attributes
+    ----------
+    autoencoder: its name.
+    call: "decode" or "encode".
+    pixels: the shape of the images.
+    """
+
+    autoencoder: str
+    call: str
+    pixels: tuple[int, ...]
+    ways: list[Way]
+
+    def error(self, way: Way) -> float:
+        """Return the largest difference from one rank's result, over its largest magnitude."""
+        whole = self.ways[0].result
+        return float((way.result - whole).abs().max() / whole.abs().max())
+
+
+def compare(autoencoder: Autoencoder, size: int, comm: Any) -> Iterator[Half]:
+    """Yield decoder and encoder, of images of `size` x `size` pixels; collective.
+
+    Ranks that have no part in a way sleep. Of other ranks than the first the results are empty.
+    """
+    parts = [n for n in (1, 2, 4) if n <= comm.size]
+    ranks = {n: comm.Split(comm.rank < n) for n in parts}
+    latents = autoencoder.latents(size)
+    images = torch.empty(0)
+    for call, run in (("decode", decoded), ("encode", encoded)):
+        ways = []
+        given = latents if call == "decode" else images
+        for n in parts:
+            made = _on(ranks[n], n, autoencoder, run, given) if comm.rank < n else None
+            sleep_until_all_are_here(comm)
+            ways += [made or Way(f"{n} ranks", 0.0, 0, torch.empty(0))]
+        if call == "decode":
+            tiled = _tiled(autoencoder, size, latents) if comm.rank == 0 else None
+            sleep_until_all_are_here(comm)
+            ways += [tiled or Way("tiles", 0.0, 0, torch.empty(0))]
+            images = comm.bcast(ways[0].result)
+        yield Half(autoencoder.name, call, tuple(images.shape), ways)
+
+
+def _on(
+    comm: Any,
+    ranks: int,
+    autoencoder: Autoencoder,
+    run: Callable[[Any, Tensor], Tensor],
+    given: Tensor,
+) -> Way:
+    """Return how a network fares on a grid of so many ranks, which all call it."""
+    network = autoencoder.build()
+    if ranks == 1:
+        return _taken("one rank", lambda: run(network, given))
+    grid = dc.ProcessGrid(height=2, width=-1, comm=comm)
+    dc.parallelize(network, grid)
+    cut = dc.distribute_tensor(given, grid)
+    own = _taken(f"{ranks} ranks", lambda: run(network, cut))
+    result: Any = own.result
+    return own._replace(
+        seconds=max(grid.all_gather_object(own.seconds)),
+        bytes=max(grid.all_gather_object(own.bytes)),
+        result=result.full_tensor(),
+    )
+
+
+def _tiled(autoencoder: Autoencoder, size: int, latents: Tensor) -> Way:
+    """Return how decoding in tiles of half the image's sides fares, as diffusers offers it."""
+    network = autoencoder.build()
+    tile(network, autoencoder, size // 2)
+    return _taken("tiles", lambda: decoded(network, latents))
+
+
+def _taken(name: str, run: Callable[[], Tensor]) -> Way:
+    """Return what the second of two calls takes; the first one's tensors are counted."""
+    gc.collect()
+    most, _ = tensor_bytes(run)
+    start = time.perf_counter()
+    result = run()
+    return Way(name, time.perf_counter() - start, most, result)
