@@ -21,10 +21,9 @@ import numpy as np
 
 import distconv as dc
 from distconv import Box
-from distconv.data import together
 from distconv.transport.interface import ObjectCommunicator
 from examples.generating.command_line import Progress, run
-from examples.generating.samples import create_samples
+from examples.segmenting.generating import write_volumes
 from examples.trainer.arguments import Add, natural
 
 from .volumes import draw_volume, image_of
@@ -55,10 +54,6 @@ def generate(
         DataError: on every rank, where the file cannot be written.
     """
     side = 2**scale
-    arrays = {
-        "image": ((samples, 3, side, side, side), np.uint8),
-        "labels": ((samples, side, side, side), np.uint8),
-    }
     facts = {
         "samples": samples,
         "first": first,
@@ -69,23 +64,17 @@ def generate(
     replicas = grid.shape["sample"]
     whole = dc.local_box((replicas, 1, side, side, side), grid, CUBES)
     box = Box(whole.start[2:], whole.stop[2:])
-    with create_samples(grid, path, arrays, facts) as opened:
 
-        def write() -> np.ndarray:
-            counts = np.zeros(1 + categories)
-            for index in range(whole.start[0], samples, replicas):
-                labels = draw_volume(seed, first + index, scale, categories).labels(box)
-                opened.write("image", (index, 0, *box.start), image_of(labels)[None])
-                opened.write("labels", (index, *box.start), labels[None])
-                counts += np.bincount(labels.reshape(-1), minlength=1 + categories)
-                if progress is not None:
-                    progress(min(samples, index + replicas))
-            return counts
+    def draw(index: int) -> tuple[np.ndarray, np.ndarray]:
+        labels = draw_volume(seed, first + index, scale, categories).labels(box)
+        return image_of(labels), labels
 
-        counts = sum(grid.all_gather_object(together(grid, write)))
-        fractions: list[float] = (counts / counts.sum()).tolist()
-        opened.facts["fractions"] = fractions
-    return fractions
+    cube = (side, side, side)
+    shapes = (samples, 3, *cube), (samples, *cube)
+    own = range(whole.start[0], samples, replicas)
+    return write_volumes(
+        grid, path, shapes, np.uint8, facts, own, box, draw, 1 + categories, progress
+    )
 
 
 def main(arguments: Sequence[str] | None = None, comm: ObjectCommunicator | None = None) -> None:

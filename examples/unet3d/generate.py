@@ -16,10 +16,9 @@ import numpy as np
 
 import distconv as dc
 from distconv import Box
-from distconv.data import together
 from distconv.transport.interface import ObjectCommunicator
 from examples.generating.command_line import Progress, run
-from examples.generating.samples import create_samples
+from examples.segmenting.generating import write_volumes
 from examples.trainer.arguments import Add
 
 from .tomography import CLASSES, draw_scene
@@ -55,31 +54,19 @@ def generate(
 
     Returns the fraction of voxels of each class. The files do not depend on the grid.
     """
-    arrays = {
-        "image": ((samples, 1, *shape), np.float32),
-        "labels": ((samples, *shape), np.uint8),
-    }
     facts = {"samples": samples, "size": shape, "seed": seed, "classes": CLASSES}
     whole = Box((0, 0, 0), shape)
-    with create_samples(grid, path, arrays, facts) as opened:
 
-        def write() -> np.ndarray:
-            counts = np.zeros(len(CLASSES))
-            for index in range(grid.rank, samples, grid.size):
-                scene = draw_scene(seed, index, shape)
-                labels = scene.labels(whole)
-                image = scene.image(whole).astype(np.float32)
-                opened.write("image", (index, 0, 0, 0, 0), image[None, None])
-                opened.write("labels", (index, 0, 0, 0), labels[None])
-                counts += np.bincount(labels.reshape(-1), minlength=len(CLASSES))
-                if progress is not None:
-                    progress(min(samples, index + grid.size))
-            return counts
+    def draw(index: int) -> tuple[np.ndarray, np.ndarray]:
+        scene = draw_scene(seed, index, shape)
+        labels = scene.labels(whole)
+        return scene.image(whole).astype(np.float32)[None], labels
 
-        counts = sum(grid.all_gather_object(together(grid, write)))
-        fractions: list[float] = (counts / counts.sum()).tolist()
-        opened.facts["fractions"] = fractions
-    return fractions
+    shapes = (samples, 1, *shape), (samples, *shape)
+    own = range(grid.rank, samples, grid.size)
+    return write_volumes(
+        grid, path, shapes, np.float32, facts, own, whole, draw, len(CLASSES), progress
+    )
 
 
 def main(arguments: Sequence[str] | None = None, comm: ObjectCommunicator | None = None) -> None:

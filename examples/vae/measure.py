@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -64,36 +65,40 @@ def compare(autoencoder: Autoencoder, size: int, comm: Any) -> Iterator[Half]:
     ranks = {n: comm.Split(comm.rank < n) for n in parts}
     latents = autoencoder.latents(size)
     images = torch.empty(0)
+
+    def take_turns(name: str, most: int, measure: Callable[[], Way]) -> Way:
+        """Let the first `most` ranks measure, while the others sleep."""
+        way = measure() if comm.rank < most else Way(name, 0.0, 0, torch.empty(0))
+        sleep_until_all_are_here(comm)
+        return way._replace(name=name)
+
     for call, run in (("decode", decoded), ("encode", encoded)):
-        ways = []
         given = latents if call == "decode" else images
-        for n in parts:
-            made = _on(ranks[n], n, autoencoder, run, given) if comm.rank < n else None
-            sleep_until_all_are_here(comm)
-            ways += [made or Way(f"{n} ranks", 0.0, 0, torch.empty(0))]
+        ways = [
+            take_turns(
+                "one rank" if n == 1 else f"{n} ranks",
+                n,
+                partial(_on, ranks[n], autoencoder, run, given),
+            )
+            for n in parts
+        ]
         if call == "decode":
-            tiled = _tiled(autoencoder, size, latents) if comm.rank == 0 else None
-            sleep_until_all_are_here(comm)
-            ways += [tiled or Way("tiles", 0.0, 0, torch.empty(0))]
+            ways.append(take_turns("tiles", 1, lambda: _tiled(autoencoder, size, latents)))
             images = comm.bcast(ways[0].result)
         yield Half(autoencoder.name, call, tuple(images.shape), ways)
 
 
 def _on(
-    comm: Any,
-    ranks: int,
-    autoencoder: Autoencoder,
-    run: Callable[[Any, Tensor], Tensor],
-    given: Tensor,
+    comm: Any, autoencoder: Autoencoder, run: Callable[[Any, Tensor], Tensor], given: Tensor
 ) -> Way:
-    """Return how a network fares on a grid of so many ranks, which all call it."""
+    """Return how a network fares, cut over the ranks of `comm`, which all call it."""
     network = autoencoder.build()
-    if ranks == 1:
-        return _taken("one rank", lambda: run(network, given))
+    if comm.size == 1:
+        return _taken(lambda: run(network, given))
     grid = dc.ProcessGrid(height=2, width=-1, comm=comm)
     dc.parallelize(network, grid)
     cut = dc.distribute_tensor(given, grid)
-    own = _taken(f"{ranks} ranks", lambda: run(network, cut))
+    own = _taken(lambda: run(network, cut))
     result: Any = own.result
     return own._replace(
         seconds=max(grid.all_gather_object(own.seconds)),
@@ -106,13 +111,13 @@ def _tiled(autoencoder: Autoencoder, size: int, latents: Tensor) -> Way:
     """Return how decoding in tiles of half the image's sides fares, as diffusers offers it."""
     network = autoencoder.build()
     tile(network, autoencoder, size // 2)
-    return _taken("tiles", lambda: decoded(network, latents))
+    return _taken(lambda: decoded(network, latents))
 
 
-def _taken(name: str, run: Callable[[], Tensor]) -> Way:
-    """Return what the second of two calls takes; the first one's tensors are counted."""
+def _taken(run: Callable[[], Tensor]) -> Way:
+    """Return the time of the second of two calls, and the bytes of tensors in the first."""
     gc.collect()
     most, _ = tensor_bytes(run)
     start = time.perf_counter()
     result = run()
-    return Way(name, time.perf_counter() - start, most, result)
+    return Way("", time.perf_counter() - start, most, result)

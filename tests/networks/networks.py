@@ -495,19 +495,15 @@ NETWORKS: tuple[Case, ...] = (
         )
         for name in ("AutoencoderKLWan", "AutoencoderKLQwenImage")
     ),
-    _diffusers(
-        "AutoencoderKLCogVideoX",
-        (1, 3, 5, 32, 48),
-        block_out_channels=(8, 8, 16, 16),
-        norm_num_groups=4,
-        layers_per_block=1,
-    ),
-    _diffusers(
-        "AutoencoderKLHunyuanVideo",
-        (1, 3, 5, 32, 32),
-        block_out_channels=(8, 8, 16, 16),
-        norm_num_groups=4,
-        layers_per_block=1,
+    *(
+        _diffusers(
+            name,
+            (1, 3, 5, 32, width),
+            block_out_channels=(8, 8, 16, 16),
+            norm_num_groups=4,
+            layers_per_block=1,
+        )
+        for name, width in (("AutoencoderKLCogVideoX", 48), ("AutoencoderKLHunyuanVideo", 32))
     ),
     # transformers
     _transformers(

@@ -35,3 +35,13 @@ def fails_everywhere(action: Callable[[], object], message: str) -> None:
     # Its frames hold it, and a DataLoader whose workers the garbage collector would wait for.
     del caught
     assert len(set(WORLD.allgather(told))) == 1
+
+
+def ended_with_one_line(
+    program: Callable[[], object], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Assert that a program ends on every rank with status 2, and tells why on rank 0 alone."""
+    with pytest.raises(SystemExit) as caught:
+        program()
+    assert caught.value.code == 2
+    assert (message in capsys.readouterr().err) == (WORLD.rank == 0)
