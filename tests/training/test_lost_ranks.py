@@ -30,6 +30,12 @@ MEETING = """
 """
 """Lets both workers begin before either takes a step, so that the server hangs for both alike."""
 
+LOSS = """
+            while act != "-" and step == steps - 2 and not os.path.exists(folder + ".killed"):
+                time.sleep(0.01)
+"""
+"""Lets a worker wait before its last step for the server to be killed."""
+
 KILLED = "os.kill(os.getpid(), 9)"
 SECOND = f"if team.grid.rank == 1: {KILLED}"
 GONE = "sys.exit(3)"
@@ -69,7 +75,9 @@ def test_a_lost_server_ends_the_job_which_goes_on_from_its_state(tmp_path: Path)
     # The server says who it is, and saves each update.
     note = "if team.serves:\n    open(folder + '.pid', 'w').write(str(os.getpid()))"
     text = PROGRAM.replace("save_every=5", "save_every=1").replace("if team.serves:", note, 1)
-    act = "os.kill(int(open(folder + '.pid').read()), 9)"
+    # The other worker does not end before.
+    text = text.replace("            worker.step()\n", "            worker.step()" + LOSS)
+    act = "os.kill(int(open(folder + '.pid').read()), 9); open(folder + '.killed', 'w').close()"
     ends = [end_of(process) for process in begin(tmp_path, "downpour", 12, act, text=text)]
     assert all(end.returncode for end in ends)
     for end in ends[1:]:
