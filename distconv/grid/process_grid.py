@@ -14,6 +14,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from distconv.device.kinds import is_accelerator
+from distconv.device.numerics import asks_for_channels_last
 from distconv.geometry.topology import AXES, Topology
 from distconv.grid import communicators, devices
 from distconv.grid.abort import abort_when_a_rank_raises
@@ -271,6 +272,7 @@ def _agreed(
     mine: tuple[Topology, devices.Offer, bool] | str
     try:
         time_limit()
+        asks_for_channels_last()
         by_mpi = not isinstance(comm, TorchCommunicator)
         offer = devices.make_offer(device, transport, communicators.gpu(), by_mpi)
         mine = _fit(extents, comm.size), offer, debug

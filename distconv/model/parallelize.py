@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from distconv.comm.collectives import broadcast
 from distconv.comm.half_sums import wire_type
+from distconv.device import numerics
 from distconv.geometry.layout import Layout
 from distconv.grid.process_grid import ProcessGrid
 from distconv.model.gradient_reduction import (
@@ -92,7 +93,8 @@ def parallelize(
         On every rank, when the ranks' modules differ in the names, shapes, types or strides of
         their parameters and buffers, some of these have no shape yet, the module is parallelized
         already, a pattern matches nothing, `bucket_bytes` is below 1, `wire` is another type, or
-        there is `error_feedback` without it.
+        there is `error_feedback` without it; and where they differ in torch's settings of TF32,
+        cuDNN, oneDNN or deterministic algorithms.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"parallelize: {type(module).__name__} is not a torch.nn.Module")
@@ -114,7 +116,7 @@ def parallelize(
     options: dict[str, Any] = {"bucket_bytes": bucket_bytes, "shard_parameters": shard_parameters}
     options |= {"grid": str(grid), "layouts": layouts, "wire": wire}
     options["error_feedback"] = error_feedback
-    _compare(options, grid, "pass the same on every rank")
+    _compare(options | numerics.settings(), grid, "give the same on every rank")
     if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
         raise ValueError(f"parallelize: bucket_bytes={bucket_bytes!r} is no size; expected from 1")
     half = None if wire is None else wire_type("parallelize", wire)

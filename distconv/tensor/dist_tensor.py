@@ -41,7 +41,7 @@ from distconv.tensor.nested import Tensors, replaced, shards_of, tensors_in
 from distconv.tensor.ownership import started_at
 from distconv.tensor.recording import check_brought, check_recorded, gradient_seed
 from distconv.tensor.redistribution import cuts_of_layout, redistribute
-from distconv.tensor.sample_format import gains_with_channels_last
+from distconv.tensor.sample_format import channels_last
 from distconv.tensor.shard_node import ShardNode
 from distconv.tensor.validation import check_block, check_out, global_shape
 from distconv.tensor.whole_numbers import whole_numbers
@@ -386,7 +386,8 @@ def distribute_tensor(x: Tensor, grid: ProcessGrid, layout: Layout | None = None
 
     All ranks of the grid call it together, with equal tensors; their shapes are compared. The
     gradient of `x` is that of the whole tensor, on every rank. On CPUs, boxes of planes have
-    channels last in memory where convolutions gain by it. Warns of a sample that is cut by no axis
+    channels last in memory where convolutions gain by it; DISTCONV_CHANNELS_LAST=1 or 0 decides
+    for planes and volumes on any device. Warns of a sample that is cut by no axis
     where no layout is given.
 
     Parameters
@@ -419,9 +420,9 @@ def distribute_tensor(x: Tensor, grid: ProcessGrid, layout: Layout | None = None
     # Gradients are added up where the grid computes.
     whole = x.to(grid.device) if x.requires_grad else x
     whole = replication.replicate(whole, grid, replicating_axes((), grid.topology))
-    last = not x.requires_grad and gains_with_channels_last(x.shape, x.dtype, cuts, grid)
-    form = torch.channels_last if last else torch.preserve_format
-    block = whole[box.slices].to(grid.device, copy=True, memory_format=form)
+    form = None if x.requires_grad else channels_last(x.shape, x.dtype, cuts, grid)
+    kept = form or torch.preserve_format
+    block = whole[box.slices].to(grid.device, copy=True, memory_format=kept)
     return DistTensor(block, x.shape, cuts, grid)
 
 

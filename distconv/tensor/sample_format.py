@@ -4,6 +4,9 @@ oneDNN's convolutions of planes take channels last on CPUs. With channels first 
 output of every call into another order, in memory that has left the caches. What distributes or
 loads samples copies them anyway, and so leaves them as convolutions want them. Where either sample
 or weight has channels last, torch's convolutions return them so, and what follows keeps that.
+
+Which format an accelerator's library is faster with is not known before it is measured there;
+DISTCONV_CHANNELS_LAST says it, for planes and volumes.
 """
 
 from __future__ import annotations
@@ -15,27 +18,36 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
+from distconv.device.numerics import asks_for_channels_last
 from distconv.geometry.layout import Cuts, cutting_axes
 from distconv.grid.interface import Grid
 
 FEWEST_ELEMENTS = 2**14
 """Elements of a rank's block from which convolutions were measured to gain."""
 
+_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+"""The formats with channels last, by the number of dimensions."""
 
-def gains_with_channels_last(
+_Convolution = (nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+def channels_last(
     shape: Sequence[int], dtype: torch.dtype, cuts: Cuts, grid: Grid
-) -> bool:
-    """Return whether samples of a global shape are best kept with channels last.
+) -> torch.memory_format | None:
+    """Return the format of channels last where samples of a global shape are best kept so.
 
-    It is the same on all ranks.
+    It is the same on all ranks; None stands for any other format.
     """
-    return (
-        len(shape) == 4
-        and prod(shape) >= FEWEST_ELEMENTS * grid.topology.parts(cutting_axes(cuts))
-        and dtype == torch.float32
-        and not grid.computes_on_gpu
-        and onednn_is_on()
-    )
+    chosen = asks_for_channels_last()
+    if chosen is None:
+        chosen = (
+            len(shape) == 4
+            and prod(shape) >= FEWEST_ELEMENTS * grid.topology.parts(cutting_axes(cuts))
+            and dtype == torch.float32
+            and not grid.computes_on_gpu
+            and onednn_is_on()
+        )
+    return _FORMATS.get(len(shape)) if chosen else None
 
 
 def in_sample_format(block: Tensor, shape: Sequence[int], cuts: Cuts, grid: Grid) -> Tensor:
@@ -45,25 +57,31 @@ def in_sample_format(block: Tensor, shape: Sequence[int], cuts: Cuts, grid: Grid
     ----------
     block: needs no gradient.
     """
-    last = gains_with_channels_last(shape, block.dtype, cuts, grid)
-    return block.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
+    form = channels_last(shape, block.dtype, cuts, grid)
+    return block.contiguous(memory_format=form or torch.contiguous_format)
 
 
 def set_weight_formats(module: nn.Module, grid: Grid) -> None:
-    """Lay out the weights of 2-D convolutions on CPUs as oneDNN's kernels take them.
+    """Lay out the weights of convolutions as samples are laid out, of planes on CPUs by default.
 
     Each parameter stays the same object, of the same values.
     """
-    if grid.computes_on_gpu or not onednn_is_on():
+    chosen = asks_for_channels_last()
+    if chosen is False or (chosen is None and (grid.computes_on_gpu or not onednn_is_on())):
         return
     for part in module.modules():
-        if not isinstance(part, nn.Conv2d) or part.groups > 1:
-            continue
         # Not `part.weight`, which a parametrization would compute, and change by that.
         p = dict(part.named_parameters(recurse=False)).get("weight")
-        # A kernel of one element makes a product of matrices, which takes the format of the input.
-        if p is not None and p.dtype == torch.float32 and prod(p.shape[2:]) > 1:
-            p.data = p.data.contiguous(memory_format=torch.channels_last)
+        if p is not None and isinstance(part, _Convolution) and (chosen or _gains(part, p)):
+            p.data = p.data.contiguous(memory_format=_FORMATS[p.dim()])
+
+
+def _gains(part: nn.Module, weight: Tensor) -> bool:
+    """Return whether oneDNN's kernels for a convolution on CPUs take its weight so."""
+    # A kernel of one element makes a product of matrices, which takes the format of the input.
+    one = prod(weight.shape[2:]) == 1
+    planes = isinstance(part, nn.Conv2d) and part.groups == 1
+    return planes and weight.dtype == torch.float32 and not one
 
 
 def onednn_is_on() -> bool:

@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from distconv.comm.ledger import without_counting
 from distconv.device.kinds import rehearsed
+from distconv.device.numerics import ieee_float32
 from distconv.geometry.layout import Layout
 from distconv.grid.process_grid import ProcessGrid
 from distconv.model.parallelize import parallelize
@@ -146,7 +147,8 @@ def verify(
     it together.
 
     Random numbers on a grid are not those of serial torch. Dropout layers therefore run in eval
-    mode, which the result notes, as it does a layer that draws random numbers by itself.
+    mode, which the result notes, as it does a layer that draws random numbers by itself. float32 is
+    computed without TF32.
 
     Parameters
     ----------
@@ -188,7 +190,7 @@ def verify(
         raise ValueError(f"verify: {len(of_inputs)} layouts for {len(inputs)} inputs")
     gpus = [grid.device] if grid.computes_on_gpu else []
     forked = torch.random.fork_rng(gpus, device_type=rehearsed())
-    with forked, torch.set_grad_enabled(backward), without_counting():
+    with forked, torch.set_grad_enabled(backward), without_counting(), ieee_float32():
         rows, notes, dtypes = _compare(module, inputs, of_inputs, layouts, grid, seed, progress)
     allowance = 0.0
     if tolerance is None:

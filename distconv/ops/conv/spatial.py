@@ -13,10 +13,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from distconv.device.numerics import FEWEST_IN_DOUBT
 from distconv.geometry.halo.slabs import Boundary, LocalInput
 from distconv.geometry.index_maps import IndexMap, Same
 from distconv.geometry.layout import Box, Cuts, Shape, rank_box
 from distconv.geometry.plan import Plan
+from distconv.ops.conv.large_blocks import warn_of_large_block
 from distconv.ops.conv.local_convolution import LocalConvolution
 from distconv.ops.conv.overlapped import may_overlap, overlapped_convolution
 from distconv.ops.conv.specification import ConvolutionSpec
@@ -38,6 +40,7 @@ class SpatialPlan(NamedTuple):
     local: the local operator.
     buffer: how it runs on the buffer.
     boundary: how it runs while halos travel; None where the input is assembled.
+    elements: of the rank's inputs or outputs, whichever are more.
     """
 
     shape: Shape
@@ -47,6 +50,7 @@ class SpatialPlan(NamedTuple):
     local: LocalConvolution
     buffer: LocalInput
     boundary: Boundary | None
+    elements: int
 
 
 def convolve_whole_channels(
@@ -73,6 +77,8 @@ def convolve_block(
     weight, bias: what the rank holds of them.
     operator: the name under which movements are recorded.
     """
+    if plan.elements > FEWEST_IN_DOUBT:
+        warn_of_large_block(x, plan.elements, operator)
     if plan.boundary is not None:
         return overlapped_convolution(x, weight, bias, plan.local, plan.boundary, operator)
     buffer = gather_by(plan.inputs, x, plan.cuts, operator)
@@ -115,7 +121,9 @@ def spatial_plan(
     """
     inputs = plan_to_gather(x.topology, x.rank, x.shape, x.cuts, needs, cuts)
     buffer = spec.buffer(maps, x, box)
-    return SpatialPlan(shape, box.shape, cuts, inputs, spec.local, buffer, boundary)
+    given = rank_box(x.shape, x.cuts, x.topology, x.rank).shape
+    elements = max(prod(given), prod(box.shape))
+    return SpatialPlan(shape, box.shape, cuts, inputs, spec.local, buffer, boundary, elements)
 
 
 def boundary_of(

@@ -256,3 +256,32 @@ def test_batch_norm_of_many_channels_has_the_statistics_of_float64(shape: tuple[
     over = (0, *range(2, len(shape)))
     assert deviation(mean, x.double().mean(over)) <= CLOSE
     assert deviation(variance, x.double().var(over)) <= CLOSE
+
+
+@pytest.mark.parallel([1, 2])
+@pytest.mark.parametrize("chosen", ["1", "0"])
+@pytest.mark.parametrize("dims", [2, 3])
+@pytest.mark.usefixtures("any_size")
+def test_a_variable_decides_for_planes_and_volumes(
+    dims: int, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DISTCONV_CHANNELS_LAST", chosen)
+    torch.manual_seed(0)
+    form = [torch.channels_last, torch.channels_last_3d][dims - 2]
+    convolution: Any = [nn.Conv2d, nn.Conv3d][dims - 2]
+    transposed: Any = [nn.ConvTranspose2d, nn.ConvTranspose3d][dims - 2]
+    serial = nn.Sequential(convolution(3, 6, 3, padding=1), nn.ReLU(), transposed(6, 2, 2, 2))
+    grid = dc.ProcessGrid(height=-1, device="cpu")
+    model = dc.parallelize(copy.deepcopy(serial), grid)
+    x = torch.randn(2, 3, *(8, 6, 4)[:dims])
+    d = dc.distribute_tensor(x, grid)
+    last = chosen == "1"
+    for t in (d.shard, *(p for p in model.parameters() if p.dim() > 1)):
+        assert t.is_contiguous(memory_format=form) is last and t.is_contiguous() is not last
+    made, expected = model(d), serial(x)
+    made.square().sum().backward()
+    expected.square().sum().backward()
+    assert deviation(made.full_tensor(), expected) <= CLOSE
+    for p, wanted in zip(model.parameters(), serial.parameters(), strict=True):
+        assert p.grad is not None and wanted.grad is not None
+        assert deviation(p.grad, wanted.grad) <= 10 * CLOSE

@@ -1,0 +1,92 @@
+"""Settings on which numbers depend, and sizes beyond which libraries were found wrong.
+
+Those of torch count for distributed tensors as for plain ones.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+_CHANNELS_LAST = "DISTCONV_CHANNELS_LAST"
+
+_WRONG_VOLUMES = range(90800, 91500)
+"""Versions of cuDNN whose convolutions of a volume of 1.8e9 halves were found wrong, without an
+error, from 9.8 until 9.15 (pytorch/pytorch, issues 163539 and 166643)."""
+
+FEWEST_IN_DOUBT = 2**30
+"""Elements of a block of halves up to which no convolution is known to be wrong."""
+
+
+def in_doubt(elements: int) -> bool:
+    """Return whether convolutions of a block of halves of this size may be wrong, without an error.
+
+    Numbers of 32 bits, with which libraries count, end at 2**31.
+    """
+    version = torch.backends.cudnn.version()
+    return elements > (FEWEST_IN_DOUBT if version in _WRONG_VOLUMES else 2**31)
+
+
+def asks_for_channels_last() -> bool | None:
+    """Return whether DISTCONV_CHANNELS_LAST asks for channels last; None where it is not set.
+
+    Raises
+    ------
+    ValueError
+        Where it is neither 1 nor 0.
+    """
+    value = os.environ.get(_CHANNELS_LAST) or None
+    if value not in (None, "0", "1"):
+        raise ValueError(f"{_CHANNELS_LAST}={value!r}; set it to 1 or 0, or not, on every rank")
+    return None if value is None else value == "1"
+
+
+def settings() -> dict[str, Any]:
+    """Return the settings on which numbers depend, by the names that programs use."""
+    cudnn, onednn = torch.backends.cudnn, torch.backends.mkldnn
+    return {
+        "torch.use_deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "torch.backends.cudnn.enabled": cudnn.enabled,
+        "torch.backends.cudnn.benchmark": cudnn.benchmark,
+        "torch.backends.cudnn.deterministic": cudnn.deterministic,
+        "torch.backends.cudnn.allow_tf32": _takes_tf32(cudnn),
+        "torch.backends.cuda.matmul.allow_tf32": _takes_tf32(torch.backends.cuda.matmul),
+        "torch.backends.mkldnn.enabled": onednn.enabled,
+        "torch.backends.mkldnn.allow_tf32": getattr(onednn, "allow_tf32", None),
+        _CHANNELS_LAST: asks_for_channels_last(),
+    }
+
+
+@contextmanager
+def ieee_float32() -> Iterator[None]:
+    """Let GPUs convolve and multiply float32 without TF32, which has 10 bits, in the context."""
+    switched = []
+    for place in (torch.backends.cudnn, torch.backends.cuda.matmul):
+        switch = _switch_of_tf32(place)
+        switched.append((*switch, getattr(*switch)))
+        setattr(*switch, False if switch[1] == "allow_tf32" else "ieee")
+    try:
+        yield
+    finally:
+        for where, name, before in switched:
+            setattr(where, name, before)
+
+
+def _takes_tf32(place: Any) -> bool:
+    return getattr(*_switch_of_tf32(place)) in (True, "tf32")
+
+
+def _switch_of_tf32(place: Any) -> tuple[Any, str]:
+    """Return where, and by which name, TF32 is switched on.
+
+    torch from 2.9 on knows another name, and refuses to read the old one where that was used.
+    """
+    try:
+        _ = place.allow_tf32
+    except RuntimeError:
+        return getattr(place, "conv", place), "fp32_precision"
+    return place, "allow_tf32"

@@ -1,0 +1,38 @@
+"""A word on blocks that may be too large for the libraries of accelerators."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+from distconv.device.kinds import is_accelerator
+from distconv.device.numerics import in_doubt
+from distconv.grid.whereabouts import module_path
+from distconv.tensor.dist_tensor import DistTensor
+
+_HALVES = torch.bfloat16, torch.float16
+
+
+def warn_of_large_block(x: DistTensor, elements: int, operator: str) -> None:
+    """Warn on rank 0, whose block is the largest, where its size makes a convolution doubtful.
+
+    Python shows a warning once.
+
+    Parameters
+    ----------
+    elements: of this rank's inputs or outputs, whichever are more.
+    """
+    grid = x.grid
+    if grid.rank or x.dtype not in _HALVES or not is_accelerator(grid.device):
+        return
+    if in_doubt(elements):
+        layer = module_path()
+        warnings.warn(
+            f"{operator}{f' in {layer}' if layer else ''}: this rank's block on {grid} has "
+            f"{elements:,} elements in {str(x.dtype).removeprefix('torch.')}. Some versions of "
+            "cuDNN return wrong numbers from 2**30 on, without an error, and other libraries may "
+            "count with 32 bits. Cut it further, by more ranks along the height, say, or convolve "
+            "it in float32",
+            stacklevel=2,
+        )
