@@ -63,7 +63,7 @@ __all__ = [
 del _ops, TYPE_CHECKING
 
 _ON_DEMAND = ("horovod", "planning", "training")
-"""Folders that the rest does without: imported when first asked for."""
+"""Folders that are imported when they are first used."""
 
 
 _OF_ARRAYS: dict[str, _Any] = {
@@ -71,8 +71,9 @@ _OF_ARRAYS: dict[str, _Any] = {
     "tensordot": lambda x, y, axes=2: _torch.tensordot(x, y, dims=axes),
     "transpose": _torch.permute,
 }
-"""Functions that opt_einsum looks for, by numpy's names, in the package of an array's type. Without
-them it takes numpy's."""
+"""Functions that opt_einsum looks up, by numpy's names, in the package of an array's type. Without
+them it uses numpy's.
+"""
 
 
 def __getattr__(name: str) -> _ModuleType | _Any:

@@ -1,7 +1,7 @@
 """Movements of data between ranks, each with its adjoint, for rules of one's own.
 
-See docs/howto/extending.md. The gradient of a replicated value is the sum over its replicas. So a
-gather is undone by accumulation, and a sum over ranks by the same sum.
+See docs/howto/extending.md. The gradient of a replicated value is the sum over its replicas. So the
+adjoint of a gather is an accumulation, and the adjoint of a sum over ranks the same sum.
 """
 
 from distconv.comm.collectives import all_gather_with_grad as parts_of

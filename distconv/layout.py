@@ -1,4 +1,4 @@
-"""How tensors are cut, for rules of one's own; see docs/howto/extending.md."""
+"""Cuts of tensors, for rules of one's own; see docs/howto/extending.md."""
 
 from distconv.geometry.layout import (
     Box,

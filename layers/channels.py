@@ -1,4 +1,4 @@
-"""Convolutions and fully connected layers that choose how their channels are divided over ranks."""
+"""Convolutions and fully connected layers with a choice of how channels are divided over ranks."""
 
 from __future__ import annotations
 
@@ -10,24 +10,23 @@ from distconv.ops.conv.channel_algorithms import ALGORITHMS, parallel
 
 
 class _ChannelParallel(nn.Module):
-    """A layer whose input may be cut in its channels; see its torch.nn namesake.
+    """A layer whose input may be cut in its channels; see the torch.nn layer of the same name.
 
     Parameters
     ----------
-    parallel: which algorithm of Dryden et al., "Channel and Filter Parallelism for Large-Scale CNN
-        Training" (SC'19), divides the layer where the channels of its input are cut.
-        "x": the input stays where it is; each rank computes what its channels contribute to all
-        filters, and the sums are scattered. For layers with fewer filters than channels.
-        "y": the input is gathered; each rank computes its own filters of all channels. For layers
-        with more filters than channels.
-        "w": both, for channels that are cut over two grid axes: the input is gathered over the
-        last of them, and the sums are scattered over the first. Where the channels are cut over one
-        axis and the input is replicated along "filter" (or "channel"), that is the other. The
-        output is cut over the same axes in the other order, as the next such layer wants it.
-        "auto": the one that moves the fewest elements, forward and backward.
-        Where it does not apply, as on a single grid axis for "w", the choice is that of "auto".
-        The cuts of a weight that is itself distributed come first. In groups every rank takes the
-        channels that its own filters need.
+    parallel: the algorithm of Dryden et al., "Channel and Filter Parallelism for Large-Scale CNN
+        Training" (SC'19), that divides the layer where the channels of its input are cut. "x": the
+        input stays on its ranks; each rank computes the contribution of its channels to all
+        filters, and the sums are scattered. For layers with fewer filters than channels. "y": the
+        input is gathered; each rank computes its own filters of all channels. For layers with more
+        filters than channels. "w": both, for channels that are cut over two grid axes: the input is
+        gathered over the last of them, and the sums are scattered over the first. Where the
+        channels are cut over one axis and the input is replicated along "filter" (or "channel"),
+        the latter is the other axis. The output is cut over the same axes in the other order, as
+        the next such layer needs it. "auto": the algorithm that moves the fewest elements, forward
+        and backward. An algorithm that does not apply, such as "w" on a single grid axis, is
+        replaced by "auto". The cuts of a weight that is itself distributed take precedence. In
+        grouped layers every rank gathers the channels that its own filters need.
     """
 
     def __init__(self, *args: Any, parallel: str = "auto", **kwargs: Any):

@@ -1,4 +1,4 @@
-"""Batch and group normalisation that choose over which ranks they take their statistics."""
+"""Batch and group normalisation with a choice of the ranks over which statistics are taken."""
 
 from __future__ import annotations
 
@@ -24,13 +24,12 @@ class _DistributedBatchNorm(BatchNorm):
 
     Parameters
     ----------
-    statistics: over which elements the training statistics are taken.
-        "global": the whole mini-batch, as serial torch does.
-        "sample": the samples that this rank's group of P_S ranks shares, in full.
-        "local": this rank's own elements; without communication in the forward pass but for the
-        running statistics.
-        The running statistics of "sample" and "local" are the mean over the groups that have
-        elements, and so the same on every rank. On plain tensors all three are alike.
+    statistics: the elements over which the training statistics are taken. "global": the whole
+        mini-batch, as in serial torch. "sample": the samples that this rank's group of P_S ranks
+        shares, in full. "local": this rank's own elements; the forward pass communicates only for
+        the running statistics. The running statistics of "sample" and "local" are the mean over the
+        groups that have elements, and so the same on every rank. On plain tensors all three are
+        equal.
     """
 
     def __init__(self, *args: Any, statistics: str = "global", **kwargs: Any):
@@ -86,11 +85,11 @@ class GroupNorm(nn.GroupNorm):
 
     Parameters
     ----------
-    statistics: over which elements of a sample the statistics of a group are taken.
-        "global": all of them, as serial torch does.
-        "local": those of this rank's own block, without communication. That is **not exact**: the
-        result depends on how samples are cut, and a network has to be used as it was trained. On
-        plain tensors, and where the plane is not cut, both are alike.
+    statistics: the elements of a sample over which the statistics of a group are taken. "global":
+        all of them, as in serial torch. "local": those of this rank's own block, without
+        communication. That is **not exact**: the result depends on how samples are cut, so use a
+        network with the cut it was trained with. On plain tensors, and where the plane is not cut,
+        both are equal.
     """
 
     def __init__(self, *args: Any, statistics: str = "global", **kwargs: Any):

@@ -1,4 +1,4 @@
-"""A change of layout written as a layer."""
+"""A layer that changes the layout."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from distconv.tensor.dist_tensor import DistTensor
 
 
 class Redistribute(nn.Module):
-    """Gives its input another layout; plain tensors pass unchanged.
+    """Redistributes its input to another layout; plain tensors are returned unchanged.
 
     All ranks of the grid take part.
 
     Parameters
     ----------
-    layout: of the output, by the names of the input's dimensions.
+    layout: the layout of the output, by the names of the input's dimensions.
     """
 
     def __init__(self, layout: Layout):

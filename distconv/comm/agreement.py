@@ -1,4 +1,4 @@
-"""Checks that all ranks do a thing alike, by a small message beside the computation."""
+"""Checks that all ranks do something alike, by a small message beside the computation."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from distconv.transport.interface import Comparison
 
 
 def fingerprint(state: object) -> int:
-    """Return a number that is most probably another for another state; equal states have equal
-    ones.
+    """Return a number that differs for different states with high probability, and is equal for
+    equal ones.
 
     Parameters
     ----------
@@ -24,10 +24,10 @@ def fingerprint(state: object) -> int:
 
 
 class Agreement:
-    """Questions to all ranks of a grid whether they have the same numbers, one at a time.
+    """Comparisons of numbers among all ranks of a grid, one at a time.
 
-    All ranks ask the same questions in the same order, and go on until they take the answer, which
-    is there when every rank has asked.
+    All ranks ask the same questions in the same order, and continue until they take the answer,
+    which is ready when every rank has asked.
     """
 
     def __init__(self, grid: Grid):
@@ -47,7 +47,7 @@ class Agreement:
         self._asked = self._comm.compare(numbers)
 
     def answer(self) -> list[bool]:
-        """Return whether all ranks have the same, for each number that was last asked about."""
+        """Return for each number that was last asked about whether all ranks have the same."""
         if self._asked is None:
             return []
         comparison, self._asked = self._asked, None
@@ -56,7 +56,7 @@ class Agreement:
 
 
 def differences(everyone: Sequence[dict[str, Any]]) -> list[str]:
-    """Return each name whose value is not rank 0's on all ranks, with its values."""
+    """Return each name whose value differs from rank 0's on some rank, with its values."""
     found = []
     for name, first in everyone[0].items():
         others = [rank for rank, theirs in enumerate(everyone) if theirs[name] != first]

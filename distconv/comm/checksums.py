@@ -1,9 +1,9 @@
-"""Checks that tensors which have to be equal on several ranks are: checksums, now and then.
+"""Checks in some calls, by checksums, that replicated tensors are equal on all their ranks.
 
-A batch cut from tensors that differ is a mixture of two, and a network computes on it something
+A batch cut from tensors that differ is a mixture of both, and a network computes something from it
 that no serial program does, without a sign of it. So the first uses of each kind are compared, and
-then one in many; with DISTCONV_DEBUG=1 all of them, in full. Values that differ only as rounding
-makes them differ are accepted: processors of other kinds round otherwise.
+then one in many; with DISTCONV_DEBUG=1 all of them, in full. Differences of the size of rounding
+are accepted, as processors of different kinds round differently.
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ CURE = (
 )
 
 _WHOLE, _BLOCK, _BLOCKS = 2**18, 2**11, 128
-"""Up to how many bytes a tensor is looked at in full, and in which blocks beyond that."""
+"""The most bytes of a tensor that are read in full, and the size and number of blocks of larger
+ones.
+"""
 
 _JUMP = 2**31 - 1
-"""A prime; blocks are off their regular places by multiples of it, as samples often begin alike."""
+"""A prime; blocks are shifted by its multiples, as samples often begin alike."""
 
 _ELEMENTS = 1024
 """The number of elements whose values are compared, and on GPUs make the checksum."""
@@ -42,7 +44,7 @@ _ROUNDING = 64
 
 
 class Checked(NamedTuple):
-    """A tensor that is equal on all ranks that differ in no coordinate along `axes`."""
+    """A tensor that is equal on all ranks whose coordinates along `axes` are equal."""
 
     name: str
     tensor: Tensor
@@ -67,10 +69,10 @@ def due(use: Hashable, grid: Grid) -> bool:
 
 
 def checksum(x: Tensor, full: bool = False) -> int:
-    """Return a number that most probably changes with any element, or with their order.
+    """Return a number that changes with any element, or with their order, with high probability.
 
-    Where not in `full`, of large tensors it sees blocks all over them and the end, on GPUs single
-    elements. It sees nothing of sparse tensors and of tensors on the meta device.
+    Unless `full`, only blocks spread over a large tensor and its end are read, on GPUs single
+    elements. Sparse tensors and tensors on the meta device are not read.
     """
     if x.layout != torch.strided or x.is_meta:
         return 0
@@ -90,14 +92,14 @@ def checksum(x: Tensor, full: bool = False) -> int:
 
 
 def differing(local: Tensor, axes: Sequence[str], sums: Sequence[int], grid: Grid) -> str:
-    """Return in words which ranks have another tensor than ranks that should have the same, or "".
+    """Return a message that names ranks with a tensor different from others of their group, or "".
 
     All ranks of the grid call it, with the checksums of all. They communicate where any differ.
 
     Parameters
     ----------
     local: this rank's tensor.
-    axes: the grid axes along which ranks may have different ones.
+    axes: the grid axes along which ranks may have different tensors.
     """
     if not _odd(sums, axes, grid.topology):
         return ""
@@ -118,10 +120,11 @@ def differing(local: Tensor, axes: Sequence[str], sums: Sequence[int], grid: Gri
 
 
 def unequal(tensors: Iterable[Checked], grid: Grid, full: bool = False) -> tuple[str, str] | None:
-    """Return the first tensor that is not equal where it should be, and the ranks; None for none.
+    """Return the first tensor that is not equal where it should be, and the ranks; None if there is
+    none.
 
     All ranks of the grid call it, with tensors of the same names in the same order. Large tensors
-    are looked at in `full`, or in parts.
+    are read in `full`, or in parts.
     """
     checked = list(tensors)
     full = full or grid.journal.debug
@@ -151,7 +154,9 @@ def unequal(tensors: Iterable[Checked], grid: Grid, full: bool = False) -> tuple
 
 
 def _odd(sums: Sequence[int], axes: Sequence[str], topology: Topology) -> list[tuple[int, int]]:
-    """Return ranks whose number is not their group's most frequent, with a rank that has that."""
+    """Return ranks whose checksum is not their group's most frequent one, each with a rank that
+    has it.
+    """
     if len(set(sums)) == 1:
         return []
     found = []
@@ -177,7 +182,7 @@ def _spread(flat: Tensor) -> Tensor:
 
 
 def _values(x: Tensor) -> tuple[float, Any]:
-    """Return some elements, and by how much rounding may change them; 0 to ignore rounding."""
+    """Return some elements, and the largest change of them by rounding; 0 to ignore rounding."""
     some = _spread(x.detach().resolve_conj().reshape(-1)).cpu()
     if some.dtype not in (torch.float32, torch.float64):
         return 0.0, np.from_dlpack(some.contiguous().view(torch.uint8))
@@ -186,7 +191,7 @@ def _values(x: Tensor) -> tuple[float, Any]:
 
 
 def _rounded(mine: tuple[float, Any], other: tuple[float, Any]) -> bool:
-    """Return whether values differ by no more than rounding makes them: all of them a little."""
+    """Return whether all values differ by no more than rounding."""
     (tolerance, a), (_, b) = mine, other
     if not tolerance or a.shape != b.shape or np.array_equal(a, b, equal_nan=True):
         return False
@@ -194,6 +199,6 @@ def _rounded(mine: tuple[float, Any], other: tuple[float, Any]) -> bool:
 
 
 def names_of(tensors: Iterable[Tensor]) -> Iterator[Checked]:
-    """Yield plain tensors, equal on all ranks, each with its shape and type for a name."""
+    """Yield plain tensors, equal on all ranks, each with its shape and type as its name."""
     for x in tensors:
         yield Checked(f"{tuple(x.shape)} of {str(x.dtype).removeprefix('torch.')}", x)

@@ -16,12 +16,12 @@ from distconv.grid.interface import Grid
 
 
 def all_reduce_with_grad(local: Tensor, grid: Grid, axes: Iterable[str]) -> Tensor:
-    """Return the sum of `local` over the ranks along `axes`, which all of them call."""
+    """Return the sum of `local` over the ranks along `axes`, which all call it."""
     return apply_along_axes(_AllReduce, local, grid, axes)
 
 
 def all_gather_with_grad(local: Tensor, grid: Grid, axes: Iterable[str]) -> Tensor:
-    """Return the `local` of all ranks along `axes`, which call it, stacked in rank order."""
+    """Return the `local` of all ranks along `axes`, which all call it, stacked in rank order."""
     axes = tuple(axes)
     if grid.topology.parts(axes) == 1:
         return local.unsqueeze(0)
@@ -56,7 +56,7 @@ def all_reduce_coalesced(
 ) -> list[Tensor]:
     """Return the sum of each tensor over the ranks along `axes`, outside autograd.
 
-    They travel in one message for each type; with one rank the tensors themselves are returned.
+    One message carries all tensors of a type; with one rank the tensors themselves are returned.
     """
     sums, axes = list(tensors), tuple(axes)
     if grid.topology.parts(axes) == 1:
@@ -79,7 +79,9 @@ def all_gather(local: Tensor, grid: Grid, axes: Iterable[str]) -> Tensor:
 
 
 def broadcast(tensor: Tensor, grid: Grid, axes: Iterable[str] = AXES) -> None:
-    """Overwrite a tensor by that of the first of the ranks along `axes`, which all call it."""
+    """Overwrite a tensor by the tensor of the first rank along `axes`. All ranks along them call
+    it.
+    """
     axes = tuple(axes)
     if not tensor.numel() or grid.topology.parts(axes) == 1:
         return

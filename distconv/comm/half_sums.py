@@ -1,7 +1,7 @@
-"""Sums of vectors that travel in half precision, and are added up in single precision.
+"""Sums of vectors that are sent in half precision, and summed in single precision.
 
-With error feedback what a rounding leaves out is added to the next vector (Karimireddy et al.,
-"Error Feedback Fixes SignSGD and other Gradient Compression Schemes", arXiv:1901.09847).
+With error feedback the rounding error is added to the next vector (Karimireddy et al., "Error
+Feedback Fixes SignSGD and other Gradient Compression Schemes", arXiv:1901.09847).
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from torch import Tensor
 from distconv.grid.interface import Grid
 
 WIRES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-"""The types that travel, by name."""
+"""The types of messages, by name."""
 
 WIDE = (torch.float32, torch.float64)
-"""The types of vectors that become smaller in half precision."""
+"""The types of vectors that half precision makes smaller."""
 
 
 def wire_type(owner: str, wire: str) -> torch.dtype:
-    """Return the type that travels; raise ValueError for a name that is none."""
+    """Return the type of messages of this name; raise ValueError for an unknown name."""
     if wire not in WIRES:
         raise ValueError(f"{owner}: wire={wire!r} is unknown; choose {' or '.join(WIRES)}")
     return WIRES[wire]
 
 
 class ErrorFeedback:
-    """This rank's share of what earlier sums of a vector have lost to rounding.
+    """This rank's rounding errors of the last sum of a vector.
 
     Parameters
     ----------
-    exact: the number of elements at the end of the vector that are counts, and have no remainder.
+    exact: the number of elements at the end of the vector that are counts, which are not rounded.
     """
 
     def __init__(self, exact: int = 0):
@@ -40,28 +40,27 @@ class ErrorFeedback:
         self._left_out: Tensor | None = None
 
     def add_to(self, padded: Tensor) -> None:
-        """Add the remainder to the next vector, which ends with padding."""
+        """Add the rounding errors to the next vector, which ends with padding."""
         if self._left_out is not None:
             padded += self._left_out
 
     def keep(self, left_out: Tensor, elements: int) -> None:
-        """Keep the remainder of a vector of `elements` and padding."""
+        """Keep the rounding errors of a vector of `elements` elements and padding."""
         left_out[elements - self._exact :] = 0.0
         # A value that is too large for the halves is lost, and not carried on as infinite.
         self._left_out = left_out.nan_to_num_(0.0, 0.0, 0.0)
 
 
 class HalfSum:
-    """A sum in place over the ranks along `axes`, under way, the same on all of them.
+    """A sum in place over the ranks along `axes`, under way; the result is the same on all of them.
 
-    They make it together, and wait for it together, in the order of all exchanges. Each adds up one
-    piece of the vector, so that every rank sends and receives twice as many halves as the vector
-    has elements.
+    All of them make it and wait for it together, in the order of all exchanges. Each sums one piece
+    of the vector, so every rank sends and receives two halves for each element of the vector.
 
     Parameters
     ----------
-    purpose: of the communicators.
-    feedback: takes part where given; one for each vector that is summed again and again.
+    purpose: the purpose of the communicators.
+    feedback: error feedback for a vector that is summed again and again; None for none.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A record of what has been moved between ranks, so that nobody is surprised by communication."""
+"""A record of the data moved between ranks, so that nobody is surprised by communication."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from distconv.grid.whereabouts import module_path
 
 @dataclass
 class Redistribution:
-    """The redistributions between two layouts for one operator in one module, on this rank."""
+    """The redistributions on this rank between two layouts, for one operator in one module."""
 
     operator: str
     source: Layout
     target: Layout
     module: str
-    """The name of the module that was called, as `named_modules` has it; empty outside of any."""
+    """The name of the module that was called, as in `named_modules`; "" outside of any."""
     times: int = 0
     bytes: int = 0
     """Bytes received from other ranks."""
@@ -29,7 +29,9 @@ class Redistribution:
 
 @dataclass(frozen=True)
 class Movement:
-    """One movement for an operator: inputs that are redistributed, or halos, or sums of results."""
+    """One movement for an operator: a redistribution of inputs, a halo exchange, or a sum of
+    results.
+    """
 
     operator: str
     source: Layout
@@ -37,7 +39,7 @@ class Movement:
     plan: Plan
     itemsize: int
     adjoint: bool = False
-    """Whether the plan is read backwards, so that sums are scattered."""
+    """Whether the plan is run backwards, so that sums are scattered."""
 
     @property
     def redistributes(self) -> bool:
@@ -57,12 +59,12 @@ _COUNTING: ContextVar[bool] = ContextVar("distconv_counting", default=True)
 
 
 def tracing() -> bool:
-    """Return whether every movement is recorded, not redistributions only."""
+    """Return whether every movement is recorded, not only redistributions."""
     return _TRACE.get() is not None
 
 
 def record(movement: Movement) -> None:
-    """Note a movement: in the trace that is being taken, and as a redistribution if it is one."""
+    """Record a movement in the current trace, and as a redistribution if it is one."""
     trace = _TRACE.get()
     if trace is not None:
         trace.append(movement)
@@ -91,7 +93,7 @@ def without_counting() -> Iterator[None]:
 def trace_movements(movements: list[Movement] | None = None) -> Iterator[list[Movement]]:
     """Yield a list that records the movements of forward passes within the context, in order.
 
-    It is `movements` where given.
+    The list is `movements` where given.
     """
     movements = [] if movements is None else movements
     token = _TRACE.set(movements)
@@ -104,8 +106,8 @@ def trace_movements(movements: list[Movement] | None = None) -> Iterator[list[Mo
 def redistributions(*, reset: bool = False) -> list[Redistribution]:
     """Return the redistributions so far, implicit and explicit, in order of first appearance.
 
-    Every rank keeps its own count of the bytes it has received in forward passes. `reset` empties
-    the list after it has been read. No communication.
+    Every rank counts the bytes that it received in forward passes. `reset` empties the list
+    afterwards. No communication.
     """
     entries = [replace(entry) for entry in _LEDGER.values()]
     if reset:

@@ -1,4 +1,4 @@
-"""Messages in memory: boxes of a tensor packed into one, and buffers to receive them in."""
+"""Memory of messages: boxes of a tensor packed into one message, and buffers to receive in."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from distconv.transport.interface import Message
 
 
 def resolved_contiguous(tensor: Tensor) -> Tensor:
-    """Return a tensor whose memory holds just its elements, in order: itself if possible."""
+    """Return a tensor whose memory holds exactly its elements, in order: `tensor` itself if
+    possible.
+    """
     if _is_resolved_contiguous(tensor):
         return tensor
     return torch.empty_like(tensor, memory_format=torch.contiguous_format).copy_(tensor)
 
 
 def has_channels_last(x: Tensor) -> bool:
-    """Return whether the channels of planes or volumes are last in memory, also of a crop."""
+    """Return whether a 4-d or 5-d tensor, or a crop of one, has its channels last in memory."""
     return (
         x.dim() in CHANNELS_LAST
         and not x.is_contiguous()
@@ -32,7 +34,7 @@ def has_channels_last(x: Tensor) -> bool:
 
 
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
-"""torch's words for it, by the number of dimensions."""
+"""torch's memory formats with channels last, by the number of dimensions."""
 
 
 def empty_in_format(shape: tuple[int, ...], like: Tensor) -> Tensor:
@@ -71,7 +73,7 @@ def receive_buffers(routes: Iterable[Route], like: Tensor, grid: Grid) -> list[M
 
 
 def receive_places(buffer: Tensor, routes: Iterable[Route], grid: Grid) -> list[Message]:
-    """Return for each route its rank, and its place in `buffer`, or memory where that has gaps."""
+    """Return for each route its rank, and its box of `buffer`; fresh memory where that has gaps."""
     arriving = []
     for route in routes:
         place = buffer[route.boxes[0]]
@@ -82,7 +84,7 @@ def receive_places(buffer: Tensor, routes: Iterable[Route], grid: Grid) -> list[
 
 
 def route_boxes(tensor: Tensor, route: Route, message: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the boxes of a route in `tensor`, each with its part of the message."""
+    """Yield the boxes of a route in `tensor`, each with its piece of the message."""
     if len(route.boxes) == 1:
         yield tensor[route.boxes[0]], message
         return
@@ -94,7 +96,7 @@ def route_boxes(tensor: Tensor, route: Route, message: Tensor) -> Iterator[tuple
 
 
 def _is_resolved_contiguous(tensor: Tensor) -> bool:
-    """Return whether the memory of a tensor holds just its elements, in order."""
+    """Return whether the memory of a tensor holds exactly its elements, in order."""
     return (
         tensor.is_contiguous()
         and not tensor.is_conj()

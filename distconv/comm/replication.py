@@ -1,4 +1,4 @@
-"""Values that several ranks hold alike, as they enter and leave the distributed program.
+"""Replicated values as they enter and leave the distributed program.
 
 The gradient of a replicated value is the sum over its replicas.
 """
@@ -19,7 +19,7 @@ from distconv.torch_private import node_type
 
 
 def unreplicate(local: Tensor, grid: Grid, axes: Iterable[str]) -> Tensor:
-    """Return a value replicated along `axes` as a plain tensor, its gradient shared equally."""
+    """Return a value replicated along `axes` as a plain tensor. Its gradient is divided equally."""
     shared = apply_along_axes(_Unreplicate, local, grid, axes)
     if shared is local and local.grad_fn is not None and grid.size > 1:
         notes: Any = local.grad_fn.metadata
@@ -28,38 +28,38 @@ def unreplicate(local: Tensor, grid: Grid, axes: Iterable[str]) -> Tensor:
 
 
 def is_unreplicated(node: Any) -> bool:
-    """Return whether `unreplicate` has handed out the result of this node of the graph."""
+    """Return whether `unreplicate` made the result of this autograd node."""
     return isinstance(node, node_type(_Unreplicate)) or _UNREPLICATED in node.metadata
 
 
 _UNREPLICATED = "distconv_out"
-"""The mark on a node that its block was handed out as a plain tensor as it is."""
+"""The mark on an autograd node whose block was handed out as a plain tensor unchanged."""
 
 
 def replicate(local: Tensor, grid: Grid, axes: Iterable[str]) -> Tensor:
-    """Return a plain tensor, equal along `axes`, as a replicated value, whose gradients are added
-    up.
+    """Return a plain tensor, equal along `axes`, as a replicated value. Its gradients are
+    summed.
     """
     result: Tensor = _Replicate.apply(local, grid, tuple(axes))
     return result
 
 
 def is_replicated(node: Any) -> bool:
-    """Return whether `replicate` has made the result of this node of the graph."""
+    """Return whether `replicate` made the result of this autograd node."""
     return type(node) is node_type(_Replicate)
 
 
 def as_replicated(plain: Tensor, grid: Grid) -> Tensor:
     """Return a plain tensor, equal on all ranks, as an operand of one distributed operation.
 
-    Its gradient is added up over all ranks of the grid.
+    Its gradient is summed over all ranks of the grid.
     """
     result: Tensor = _Enter.apply(plain, grid, replicating_axes((), grid.topology))
     return result
 
 
 def is_entry(node: Any) -> bool:
-    """Return whether `enter` has made the result of this node of the graph."""
+    """Return whether `as_replicated` made the result of this autograd node."""
     return isinstance(node, node_type(_Enter))
 
 
@@ -89,10 +89,12 @@ class _Replicate(ShardFunction):
 
 
 class _Enter(_Replicate):
-    """Replicates what takes part in a single operation; a type of its own, to be found by."""
+    """Replicates an operand of a single operation; a separate type, so that its nodes can be
+    recognised.
+    """
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    """Return the tensor as an autograd function must; view_as() may give it other strides."""
+    """Return an alias of a tensor with the same strides, which view_as() may change."""
     alias: Tensor = torch.ops.aten.alias(tensor)
     return alias

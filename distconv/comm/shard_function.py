@@ -1,4 +1,4 @@
-"""Autograd functions on shards, applied without what torch does for functions of any program."""
+"""Autograd functions on shards, without the overhead of `Function.apply`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from distconv.torch_private import compiled_apply
 
 
 class ShardFunction(Function):
-    """A function of autograd that is applied to shards, which torch.func never transforms.
+    """An autograd function that is applied to shards, which torch.func never transforms.
 
-    `Function.apply` looks through the arguments for wrappers of torch.func each time, in Python.
+    `Function.apply` searches the arguments for wrappers of torch.func each time, in Python.
     """
 
     apply = compiled_apply

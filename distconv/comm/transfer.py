@@ -1,7 +1,7 @@
 """A plan in motion: one movement of data between ranks, and its adjoint.
 
-The adjoint follows one rule: the gradient of a replicated value is the sum over its replicas. So
-what a gathering copies, its adjoint adds up.
+The adjoint follows one rule: the gradient of a replicated value is the sum over its replicas. The
+adjoint of a copy to several ranks is the sum over them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from distconv.transport.interface import Message, Request
 class InFlight:
     """Messages under way, and the memory that they arrive in.
 
-    Where this is dropped without `finish`, as an exception does, the transport keeps the memory
+    Where it is dropped without `finish`, as after an exception, the transport keeps the memory
     until the messages are complete.
     """
 
@@ -45,14 +45,14 @@ class InFlight:
         return [message for _, message in self._incoming]
 
     def finish_into(self, buffer: Tensor) -> None:
-        """Wait, and copy what has arrived to its boxes of `buffer`."""
+        """Wait, and copy the messages to their boxes of `buffer`."""
         for route, message in zip(self._routes, self.finish(), strict=True):
             for place, part in route_boxes(buffer, route, message):
                 if part.data_ptr() != place.data_ptr():
                     place.copy_(part)
 
     def finish_adding_to(self, block: Tensor) -> None:
-        """Wait, and add what has arrived to its boxes of `block`."""
+        """Wait, and add the messages to their boxes of `block`."""
         for route, message in zip(self._routes, self.finish(), strict=True):
             for place, part in route_boxes(block, route, message):
                 place.add_(part)
@@ -61,10 +61,10 @@ class InFlight:
 class Transfer:
     """One plan on one grid, under one tag.
 
-    `forward` gathers a rank's block and what it needs of others' blocks in a buffer; `backward` is
-    the adjoint: it returns each part of a buffer to its owner, who adds the parts up. Each can also
-    be started, and finished when the program has computed something else meanwhile. All ranks of
-    the grid make the same transfers and start them in the same order, each with its own plan.
+    `forward` gathers a rank's block and its halos of other ranks' blocks in a buffer. `backward` is
+    the adjoint: it sends each piece of a buffer to its owner, who sums the pieces. Each can also be
+    started, and finished after other computation. All ranks of the grid make the same transfers and
+    start them in the same order, each with its own plan.
     """
 
     __slots__ = ("_tag", "grid", "plan")
@@ -76,7 +76,7 @@ class Transfer:
     def start_forward(self, block: Tensor, buffer: Tensor | None = None) -> InFlight:
         """Start to send boxes of this rank's block, and to receive its halos.
 
-        Halos arrive in memory of their own, or where they belong in `buffer` if they are contiguous
+        Halos arrive in memory of their own, or directly in `buffer` where they are contiguous
         there.
         """
         routes, grid = self.plan.receives, self.grid
@@ -107,7 +107,7 @@ class Transfer:
     def _joined(
         self, block: Tensor, fill: float, along: int, pieces: Sequence[int | tuple[int, ...]]
     ) -> Tensor:
-        """Return the buffer made of `Plan.pieces`, each element of which is written once."""
+        """Return the buffer made of `Plan.pieces`; each element is written once."""
         arrived = self.start_forward(block).finish()
         source = self.plan.own[0][0]
         own = block if source == self.plan.whole_block else block[source]
@@ -135,7 +135,7 @@ class Transfer:
         return InFlight(plan.sends, incoming, grid.transport.exchange(incoming, leaving, self._tag))
 
     def backward(self, buffer: Tensor) -> Tensor:
-        """Return this rank's block, the sum of all that the ranks' buffers hold of it."""
+        """Return this rank's block: the sum of its elements in all ranks' buffers."""
         plan = self.plan
         leaving = [message for _, message in pack_messages(buffer, plan.receives, self.grid)]
         gradients = self.start_backward(leaving, buffer)
@@ -152,11 +152,11 @@ class Transfer:
 
 
 def gather(local: Tensor, plan: Plan, grid: Grid, fill: float = 0.0) -> Tensor:
-    """Return the buffer of `plan`, with `fill` where it reaches outside; differentiable.
+    """Return the buffer of `plan`, with `fill` where it reaches outside the tensor; differentiable.
 
     All ranks of the grid call it, with their own block and their own plan of one movement. Where
     every rank's buffer is its own block, that block itself is returned. Otherwise all ranks record
-    the movement: with other graphs, their backward passes would communicate in other orders.
+    the movement, so that their backward passes communicate in one order.
     """
     transfer = Transfer(plan, grid)
     if plan.identity:
@@ -166,7 +166,9 @@ def gather(local: Tensor, plan: Plan, grid: Grid, fill: float = 0.0) -> Tensor:
 
 
 def accumulate(buffer: Tensor, plan: Plan, grid: Grid) -> Tensor:
-    """Return what was gathered to its owners, who add it up; the adjoint of `gather`."""
+    """Return this rank's block, the sum of its elements in all ranks' buffers; the adjoint of
+    `gather`.
+    """
     transfer = Transfer(plan, grid)
     if plan.identity:
         return buffer

@@ -1,8 +1,7 @@
 """Random changes of samples that are the same on any grid, as they commute with cutting.
 
 The random numbers of a sample follow from a seed, the epoch and the number of the sample alone.
-What moves elements is done while a sample is read: a rank reads the boxes that its own box is made
-of.
+Elements are moved while a sample is read: a rank reads the stored elements that its box will hold.
 """
 
 from __future__ import annotations
@@ -26,12 +25,14 @@ SPACE = ("depth", "height", "width")
 
 
 class Move(ABC):
-    """A random change of the places of elements, alike in all fields that share the space."""
+    """A random move of the elements of a sample, the same in all fields with the space of the
+    first.
+    """
 
     def resulting(self, space: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the extents of space that samples of some extents get.
+        """Return the extents of a sample's space after the move, from the extents before it.
 
-        Raises ValueError for samples that it cannot be done to.
+        Raises ValueError for samples that cannot be moved so.
         """
         return space
 
@@ -41,8 +42,8 @@ class Move(ABC):
 
         Parameters
         ----------
-        space: how many of the last dimensions are space.
-        generator: of this sample; it is drawn from alike for all its fields.
+        space: the number of spatial dimensions, which are the last ones.
+        generator: draws the random numbers of this sample, the same for all its fields.
         """
 
 
@@ -51,7 +52,7 @@ class Change(ABC):
 
     Attributes
     ----------
-    fields: those that it changes; the first field when there are none.
+    fields: the names of the fields to change; the first field when there are none.
     """
 
     fields: Sequence[str | int | None] = ()
@@ -65,27 +66,27 @@ class Change(ABC):
         Parameters
         ----------
         block: floating-point numbers, without a dimension for samples.
-        box: where it lies in the sample, beyond which it may reach as far as a halo.
-        shape: of the sample.
-        generator: of this sample and field, the same on all ranks.
+        box: the indices of the block in the sample; with a halo they may lie outside the sample.
+        shape: the shape of the sample.
+        generator: draws the random numbers of this sample and field, the same on all ranks.
         """
 
 
 @dataclass(frozen=True)
 class Flip(Move):
-    """Turn samples around, along each of some dimensions with a probability of its own.
+    """Flip samples along some dimensions, each with the same probability and independently.
 
     Parameters
     ----------
-    dimensions: of "depth", "height" and "width"; all of the space when not given.
-    probability: for each dimension.
+    dimensions: some of "depth", "height" and "width"; all spatial dimensions when not given.
+    probability: the probability of a flip along each dimension.
     """
 
     dimensions: tuple[str, ...] = ()
     probability: float = 0.5
 
     def resulting(self, space: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the extents as they are.
+        """Return `space`: flips keep the extents.
 
         Raises ValueError for dimensions that samples do not have.
         """
@@ -95,7 +96,7 @@ class Flip(Move):
         return space
 
     def view(self, view: View, space: int, generator: Generator) -> View:
-        """Return the sample, backwards along some dimensions."""
+        """Return the view with a random choice of its dimensions flipped."""
         for d in _numbers(self.dimensions, space, "Flip"):
             if generator.random() < self.probability:
                 view = view.flipped(d)
@@ -114,7 +115,7 @@ class Rotate90(Move):
     plane: tuple[str, str] = ("height", "width")
 
     def resulting(self, space: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the extents as they are.
+        """Return `space`: rotations of a square keep the extents.
 
         Raises ValueError for a plane that is not in samples, or not a square.
         """
@@ -129,7 +130,7 @@ class Rotate90(Move):
         return space
 
     def view(self, view: View, space: int, generator: Generator) -> View:
-        """Return the sample, rotated as by `numpy.rot90`."""
+        """Return the view, rotated as by `numpy.rot90`."""
         d, e = _numbers(self.plane, space, "Rotate90")
         quarters = int(generator.integers(4))
         if quarters % 2:
@@ -144,19 +145,19 @@ class Rotate90(Move):
 
 @dataclass(frozen=True)
 class Crop(Move):
-    """Take a part of each sample.
+    """Crop each sample to an extent.
 
     Parameters
     ----------
-    extents: of the part, along each dimension of space.
-    where: "random", or "center" for the same part of all samples.
+    extents: the extent along each spatial dimension after cropping.
+    where: "random" for a random place in each sample, or "center".
     """
 
     extents: tuple[int, ...]
     where: str = "random"
 
     def resulting(self, space: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the extents of the part."""
+        """Return the extents after cropping."""
         if self.where not in ("random", "center"):
             raise ValueError(f"Crop: where={self.where!r} is neither 'random' nor 'center'")
         if len(self.extents) != len(space) or not all(
@@ -169,7 +170,7 @@ class Crop(Move):
         return tuple(self.extents)
 
     def view(self, view: View, space: int, generator: Generator) -> View:
-        """Return the part of the sample."""
+        """Return the cropped view."""
         lead = len(view.order) - space
         for d, part in enumerate(self.extents, lead):
             room = view.shape[d] - part
@@ -180,22 +181,22 @@ class Crop(Move):
 
 @dataclass(frozen=True)
 class Translate(Move):
-    """Move samples by a random number of elements along each dimension of space.
+    """Shift samples by a random number of elements along each spatial dimension.
 
     Parameters
     ----------
-    most: the largest distance, in both directions; one number, or one for each dimension.
-    border: "periodic" for what comes in at the other end, "zeros" for zeros, which are those of the
-        tensor that the program gets.
+    most: the largest shift, in both directions; one number, or one for each dimension.
+    border: "periodic" to shift elements in from the other end, "zeros" to shift in zeros (after
+        `transform`).
     """
 
     most: int | tuple[int, ...]
     border: str = "zeros"
 
     def resulting(self, space: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the extents as they are.
+        """Return `space`: shifts keep the extents.
 
-        Raises ValueError for distances and borders that there are not.
+        Raises ValueError for an unknown border, and for shifts that do not fit the space.
         """
         if self.border not in ("periodic", "zeros"):
             raise ValueError(f"Translate: border={self.border!r} is not 'periodic' or 'zeros'")
@@ -208,7 +209,7 @@ class Translate(Move):
         return space
 
     def view(self, view: View, space: int, generator: Generator) -> View:
-        """Return the sample, moved."""
+        """Return the view, shifted."""
         lead = len(view.order) - space
         for d, most in enumerate(self._most(space), lead):
             by = int(generator.integers(-most, most, endpoint=True))
@@ -225,8 +226,8 @@ class ChannelJitter(Change):
 
     Parameters
     ----------
-    scale, offset: the largest a and b in magnitude; both are uniform, for each channel on its own.
-    fields: of samples, channels first; the first field when not given.
+    scale, offset: the largest a and b in magnitude; both are uniform and drawn for each channel.
+    fields: the names of fields with channels first; the first field when not given.
     """
 
     scale: float = 0.1
@@ -236,7 +237,7 @@ class ChannelJitter(Change):
     def apply(
         self, block: Tensor, box: Box, shape: tuple[int, ...], generator: Generator
     ) -> Tensor:
-        """Return the block with its channels scaled and moved."""
+        """Return the block with each channel scaled and shifted."""
         drawn = generator.uniform(-1, 1, (2, shape[0]))[:, box.slices[0]]
         scale, offset = (
             torch.from_numpy(drawn).to(block.dtype).reshape(2, -1, *[1] * (block.dim() - 1))
@@ -250,8 +251,8 @@ class Noise(Change):
 
     Parameters
     ----------
-    deviation: their standard deviation.
-    fields: the first field when not given.
+    deviation: the standard deviation.
+    fields: the names of the fields to change; the first field when not given.
     """
 
     deviation: float
@@ -271,24 +272,25 @@ class Noise(Change):
 
 @dataclass(frozen=True)
 class Augmentations:
-    """Random changes in their order, and the seed of all their numbers.
+    """Random changes in their order, and the seed of their random numbers.
 
-    Those of places come first, then those of values.
+    Moves of elements come first, then changes of values.
     """
 
     chosen: tuple[Move | Change, ...] = ()
     seed: int = 0
 
     def __str__(self) -> str:
-        """Return the changes in words that are the same on all ranks."""
+        """Return a description of the changes that is the same on all ranks."""
         # An object that says nothing of itself would be told by where it lies in memory.
         words = [str(x) if is_dataclass(x) else type(x).__qualname__ for x in self.chosen]
         return f"{', '.join(words)} from seed {self.seed}"
 
     def resulting(self, space: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the extents of space that samples of some extents get.
+        """Return the extents of a sample's space after all moves, from the extents before them.
 
-        Raises ValueError or TypeError for samples, or objects, that this cannot be done with.
+        Raises ValueError for samples that cannot be moved so, and TypeError for objects that are no
+        changes.
         """
         for one in self.chosen:
             if not isinstance(one, Move | Change):
@@ -306,7 +308,7 @@ class Augmentations:
         return space
 
     def view(self, shape: tuple[int, ...], space: int, sample: int, epoch: int) -> View:
-        """Return how a stored sample of `shape` is moved, in its last `space` dimensions."""
+        """Return a view of a stored sample of `shape`, moved in its last `space` dimensions."""
         view = View.of(shape)
         for number, one in enumerate(self.chosen):
             if space and isinstance(one, Move):
@@ -314,11 +316,11 @@ class Augmentations:
         return view
 
     def changes(self, field: int, name: str | int | None) -> list[tuple[int, Change]]:
-        """Return the changes of values of a field, with their numbers.
+        """Return the changes of values that apply to a field, each with its position in the list.
 
         Parameters
         ----------
-        field: its place among the fields.
+        field: the position of the field.
         """
         return [
             (number, one)
@@ -338,7 +340,7 @@ class Augmentations:
 
         Parameters
         ----------
-        changes: of the field, from `changes`.
+        changes: the result of `changes` for the field.
         block, box, shape: see `Change.apply`.
         place: the field, the sample and the epoch.
         """
@@ -352,7 +354,9 @@ class Augmentations:
 
 
 def _numbers(dimensions: Sequence[str], space: int, name: str) -> list[int]:
-    """Return which dimensions are meant, counted from the end; all of the space for none."""
+    """Return the named dimensions as negative indices; all spatial dimensions when none is
+    named.
+    """
     known = SPACE[-space:] if space <= len(SPACE) else dimension_names(space + 2)[2:]
     unknown = [d for d in dimensions if d not in known]
     if unknown:

@@ -1,4 +1,4 @@
-"""The state of a training run in files, complete at any moment, the last few of them.
+"""The state of a training run in files: the last few checkpoints, each complete at any moment.
 
 A checkpoint holds plain tensors under the names of the serial program and nothing about the grid,
 so a run can be continued on any other grid, or on one rank without distconv.
@@ -48,17 +48,17 @@ from distconv.torch_private import set_versions_in_state, versions_in_state
 from distconv.transport.interface import ObjectCommunicator
 
 FORMAT = 1
-"""The number of the layout of checkpoints."""
+"""The version of the format of checkpoints with tensors."""
 
 SHARDED = 2
-"""The number of the layout of those whose tensors are in shards."""
+"""The version of the format of checkpoints whose tensors are in shards."""
 
 _NAME = "checkpoint-{step:010d}.pt"
 _SHARDS = re.compile(r"checkpoint-(\d{10,})\.([0-9a-f]{16})-\d+\.shard")
 _NAMES = re.compile(r"checkpoint-(\d{10,})\.pt")
 
 _PARTS = {"step": int, "model": dict, "random": Tensor, "extra": dict}
-"""The parts of every checkpoint, and their types."""
+"""The entries of every checkpoint, and their types."""
 
 
 class Stateful(Protocol):
@@ -73,13 +73,13 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The checkpoint that `load_checkpoint` has found.
+    """A checkpoint that `load_checkpoint` found.
 
     Attributes
     ----------
     path: the file.
-    step: the number under which it was saved.
-    extra: what else was saved.
+    step: the step under which it was saved.
+    extra: the value that was passed as `extra` to `save_checkpoint`.
     """
 
     path: Path
@@ -102,26 +102,25 @@ def save_checkpoint(
 ) -> Path:
     """Write the state of a run to a file of its own in `folder`, and return its path.
 
-    All ranks call it together. Rank 0 writes: a fresh file, which reaches the disk, ends with its
+    All ranks call it together. Rank 0 writes a fresh file, which reaches the disk, ends with its
     checksum, and then takes its name in one step. Older checkpoints beyond the last `keep`, and
-    what killed writers have left, are removed afterwards. Before anything is written, the ranks
+    leftovers of killed writers, are removed afterwards. Before anything is written, the ranks
     compare the arguments, the steps they have taken, their parameters and buffers, and the
-    optimizer's state; of large tensors they compare only some parts.
+    optimizer's state; of large tensors they compare samples.
 
     Parameters
     ----------
-    folder: is made where it is missing.
-    model: parallelized; its shards are gathered.
-    optimizer, scheduler, loader: what else goes on from its state.
+    folder: the folder; it is made where it is missing.
+    model: a parallelized module; sharded parameters are gathered.
+    optimizer, scheduler, loader: further objects whose state is saved.
     step: a number that grows from one checkpoint to the next.
-    keep: how many checkpoints there are at most.
+    keep: the largest number of checkpoints in the folder.
     extra: plain values and tensors, the same on all ranks. Subclasses of dict, list, tuple and
         Tensor are saved as these.
-    sharded: every rank writes tensors of its own to a file beside the checkpoint: its blocks of
-        sharded parameters, which no rank gathers then, and its share of the others. It can be
-        loaded on any grid whose ranks see the folder, and in one process. It is complete once rank
-        0, which has to see the files of all ranks in the folder, has written the file without
-        tensors, which comes last.
+    sharded: every rank writes tensors to a file of its own beside the checkpoint: its blocks of
+        sharded parameters, which are not gathered then, and its share of the other tensors. The
+        checkpoint can be loaded on any grid whose ranks see the folder, and in one process. It is
+        complete once rank 0, which must see the files of all ranks, has written its file last.
     check_finite: whether to refuse parameters that are not finite, and NaN in buffers and in the
         optimizer's state.
 
@@ -129,11 +128,11 @@ def save_checkpoint(
     ------
     DataError
         On every rank, where the ranks pass different arguments, the state is not finite, another
-        job is writing to the folder, the file cannot be written, or holds objects that `torch.load`
-        with weights_only would refuse. The checkpoints that there were remain.
+        job is writing to the folder, the file cannot be written, or it would hold objects that
+        `torch.load` refuses with weights_only. The earlier checkpoints remain.
     RuntimeError
-        On every rank, where the ranks have come to train different models, as by an optimizer step
-        that one of them has skipped, or have called different functions.
+        On every rank, where the models of the ranks differ, for example because one rank skipped an
+        optimizer step, or where the ranks called different functions.
     """
     grid = required_reduction("save_checkpoint", model).grid
     grid.journal.compare()
@@ -228,28 +227,31 @@ def load_checkpoint(
     missing_ok: bool = False,
     check: Callable[[Checkpoint], object] | None = None,
 ) -> Checkpoint | None:
-    """Put a saved state into a model and what goes on with it, on this grid. Collective.
+    """Load a checkpoint into a model and the other objects, on this grid. Collective.
 
-    Rank 0 reads, and sends the file to all; of shards, every rank reads what it needs. In a folder
-    the newest checkpoint is taken that is whole and can be loaded with weights_only; others are
-    told of and renamed, so that they get in nobody's way. torch's random numbers go on where rank
-    0's were.
+    Rank 0 reads the file and sends it to all; of shards, every rank reads what its blocks need. In
+    a folder, the newest checkpoint that is whole and loads with weights_only is taken; damaged ones
+    are reported and renamed, so that they are not tried again. torch's random numbers continue with
+    the state of rank 0.
 
     Parameters
     ----------
     path: the folder, or one file in it.
-    model: parallelized, on any grid.
-    optimizer, scheduler, loader: what goes on from its state; the rest of what was saved is left.
+    model: a parallelized module, on any grid.
+    optimizer, scheduler, loader: objects whose state is loaded; the saved state of others is
+        ignored.
     missing_ok: return None where there is no checkpoint.
-    check: is called on every rank before anything is changed, and raises ValueError to refuse what
-        was saved.
+    check: a function of the saved state, called on every rank before anything is changed; it raises
+        ValueError to refuse the state.
+
+    Returns the checkpoint.
 
     Raises
     ------
     DataError
-        On every rank, where there is no whole checkpoint, a file of it cannot be read now, or it is
-        one of another model, optimizer, scheduler or loader, or the ranks pass different arguments.
-        What was given may then be changed in part.
+        On every rank, where there is no whole checkpoint, a file cannot be read now, the checkpoint
+        is of another model, optimizer, scheduler or loader, or the ranks pass different arguments.
+        The objects passed may be partly changed by then.
     """
     grid = required_reduction("load_checkpoint", model).grid
     parts = {"optimizer": optimizer, "scheduler": scheduler, "loader": loader}
@@ -305,18 +307,18 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 
 def path_of(folder: Path, step: int) -> Path:
-    """Return the file of a checkpoint."""
+    """Return the path of the checkpoint of a step."""
     return folder / _NAME.format(step=step)
 
 
 def last_in_common(folder: Path, comm: ObjectCommunicator, *, looks: bool = True) -> Path | None:
-    """Return a rank's checkpoint of the last step of which all ranks have one; None without any.
+    """Return this rank's checkpoint of the last step that all ranks have; None where there is none.
 
     All ranks of `comm` call it together, each with its own folder.
 
     Parameters
     ----------
-    looks: whether this rank looks into its folder; otherwise it relies on those that do.
+    looks: whether this rank looks into its folder; otherwise it relies on the ranks that do.
     """
     found = [set(map(step_of, checkpoints_in(folder)))] if looks else []
     steps = [own for theirs in comm.allgather(found) for own in theirs]
@@ -334,7 +336,7 @@ def _make(folder: Path) -> None:
 
 
 def _check_newest(folder: Path, path: Path) -> None:
-    """Raise `FileExistsError` where a folder holds checkpoints of later steps."""
+    """Raise `FileExistsError` where a folder holds checkpoints of later steps than `path`."""
     for newest in checkpoints_in(folder)[:1]:
         if step_of(newest) > step_of(path):
             raise FileExistsError(
@@ -344,7 +346,7 @@ def _check_newest(folder: Path, path: Path) -> None:
 
 
 def step_of(path: Path) -> int:
-    """Return the step in the name of a checkpoint; -1 for another name."""
+    """Return the step in the file name of a checkpoint; -1 for any other name."""
     match = _NAMES.fullmatch(path.name)
     return int(match[1]) if match else -1
 
@@ -362,7 +364,7 @@ def _check_finite(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> 
 
 
 def _check_loadable(state: dict[Any, Any]) -> None:
-    """Raise `ValueError` for a state that could not be loaded with weights_only."""
+    """Raise `ValueError` for a state that `torch.load` would refuse with weights_only."""
 
     def small(x: Any) -> Any:
         usual = type(x) is Tensor and x.layout == torch.strided and not x.is_quantized
@@ -381,7 +383,9 @@ def _check_loadable(state: dict[Any, Any]) -> None:
 
 
 def _see(shard: Path, checksum: str) -> None:
-    """Raise `OSError` or `DamagedFile` unless this rank finds a shard that another has written."""
+    """Raise `OSError` or `DamagedFile` unless this rank sees a shard that another rank has
+    written.
+    """
     try:
         check_written(shard, checksum)
     except FileNotFoundError:
@@ -391,14 +395,14 @@ def _see(shard: Path, checksum: str) -> None:
 def newest_whole(
     path: Path, missing_ok: bool, known: Mapping[Path, str]
 ) -> tuple[Path | None, bytes]:
-    """Return the newest whole checkpoint in a folder, or the file itself, with its content.
+    """Return the newest whole checkpoint in a folder, or the file `path`, with its content.
 
-    Damaged ones are renamed.
+    Damaged checkpoints are renamed.
 
     Parameters
     ----------
     missing_ok: return None where there is no checkpoint.
-    known: what is wrong with those that have been tried.
+    known: the reason why each file that was tried before cannot be used.
     """
     if path.is_file() and path not in known:
         return path, read_checksummed(path)
@@ -426,7 +430,7 @@ def newest_whole(
 
 
 def _examined(grid: Grid, path: Path, content: bytes) -> tuple[dict[str, Any], str]:
-    """Return what a checkpoint holds, and why it has to give way to the one before, or ""."""
+    """Return the state in a checkpoint, and the reason to fall back to the one before, or ""."""
     state: dict[str, Any] = {}
     try:
         state = _state(path, content)
@@ -437,15 +441,15 @@ def _examined(grid: Grid, path: Path, content: bytes) -> tuple[dict[str, Any], s
 
 
 def _check_shards(grid: Grid, path: Path, state: dict[str, Any]) -> None:
-    """Read some of the shards of a checkpoint; the ranks of the grid look at all of them together.
+    """Check the shards of a checkpoint, each by one rank. Collective.
 
     Raises
     ------
     DamagedFile, FileNotFoundError
-        Where one is damaged, missing, or was written for another checkpoint or rank.
+        Where a shard is damaged, missing, or was written for another checkpoint or rank.
     OSError
-        Where one cannot be read now. It may be whole, so the checkpoint must not give way to the
-        one before. So it is where this rank does not see the checkpoint itself.
+        Where a shard cannot be read now, or this rank does not see the checkpoint itself. The
+        checkpoint may be whole, so the caller must not fall back to the one before.
     """
     if state["format"] != SHARDED:
         return
@@ -459,12 +463,12 @@ def _check_shards(grid: Grid, path: Path, state: dict[str, Any]) -> None:
 
 
 def _shard(path: Path, token: str, number: int) -> Path:
-    """Return the file beside a checkpoint with one of its shards."""
+    """Return the path of a shard, beside its checkpoint."""
     return path.with_name(f"{path.stem}.{token}-{number}.shard")
 
 
 def _remove_shards(folder: Path, newest: Path, token: str) -> None:
-    """Remove the shards that belong to no checkpoint, or to one that `newest` has replaced."""
+    """Remove shards that belong to no checkpoint, or to one that `newest` replaced."""
     kept = {step_of(path) for path in checkpoints_in(folder)}
     for shard in folder.glob("checkpoint-*.shard"):
         match = _SHARDS.fullmatch(shard.name)
@@ -477,7 +481,7 @@ def _remove_shards(folder: Path, newest: Path, token: str) -> None:
 def _load_learned(
     path: Path, state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> None:
-    """Load the model and the optimizer from a checkpoint, or from the shards that they lie in."""
+    """Load the state of the model and the optimizer from a checkpoint or from its shards."""
     saved_of = state.get("optimizer of")
     if optimizer is not None and saved_of is not None:
         _check_optimizer(path, saved_of, _described(optimizer, model))
@@ -507,13 +511,13 @@ def _load_learned(
 
 
 def _set_aside(path: Path) -> None:
-    """Rename a damaged checkpoint, where the folder may be written to."""
+    """Rename a damaged checkpoint, where this process may write to the folder."""
     with suppress(OSError):
         os.replace(path, path.with_name(f"{path.stem}.damaged{path.suffix}"))
 
 
 def _state(path: Path, content: bytes) -> dict[str, Any]:
-    """Return the dictionary that a checkpoint holds, after a look at its parts."""
+    """Return the dictionary in a checkpoint, after a check of its entries."""
     try:
         state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
@@ -565,7 +569,7 @@ def _described(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, 
 
 
 def _check_optimizer(path: Path, saved: dict[str, Any], own: dict[str, Any]) -> None:
-    """Raise `DataError` where the saved state is that of another optimizer."""
+    """Raise `DataError` where the saved state is of another optimizer."""
     for what, value in saved.items():
         if value != own[what]:
             raise DataError(
@@ -575,7 +579,9 @@ def _check_optimizer(path: Path, saved: dict[str, Any], own: dict[str, Any]) -> 
 
 
 def _check_shapes(optimizer: torch.optim.Optimizer) -> None:
-    """Look for state of another optimizer in what an earlier version has saved."""
+    """Raise where the optimizer's state, as earlier versions saved it, does not fit its
+    parameters.
+    """
     for parameter, kept in optimizer.state.items():
         for name, value in kept.items():
             if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:

@@ -1,4 +1,4 @@
-"""Samples on a grid: which boxes of a mini-batch this rank needs, and reading them."""
+"""Samples on a grid: the boxes of a mini-batch that this rank needs, and reading them."""
 
 from __future__ import annotations
 
@@ -38,11 +38,12 @@ from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.sample_format import in_sample_format
 
 Batch: TypeAlias = Any
-"""A DistTensor where the samples have one field, and a tuple of them where they have several. Where
-boxes have halos, `HaloBlock`s."""
+"""One mini-batch: a DistTensor for samples of one field, a tuple for several; `HaloBlock`s where
+boxes have halos.
+"""
 
 _TOO_MUCH = 2.0
-"""How many times the bytes of a sample the ranks may fetch for it before it is told."""
+"""Warn where the ranks fetch this many times the bytes of a sample."""
 
 
 @dataclass
@@ -67,33 +68,32 @@ class Dataset:
         or a dictionary with one of these for each name.
     grid: the process grid.
     inputs, targets: the names of the fields of a sample, one or several each: datasets of a file,
-        keys of a dictionary, or what items are indexed with. All there are, when neither is given.
-    layout: the layout of mini-batches of the first field, or of several in a dictionary by name;
-        every dimension over the axis of its own name when not given. Of the other fields, those
-        with as many dimensions are cut alike, those that have its dimensions but the channel
-        (labels beside a volume) alike without it, and others (vectors, numbers) by samples only.
-    dtype: the type of the tensors: one for all floating-point fields, or a dictionary by name.
-        torch's default for floating-point fields when not given; other fields stay as they are.
-    transform: what is done to this rank's block of a mini-batch once it is read and converted:
-        `transform(block, box)`, such as `Normalize`; several in a dictionary by name. It runs in a
-        background thread, and has to commute with cutting.
-    check_finite: whether values that are not finite are an error, as read and once converted.
-    halo: by how many elements a rank's box is larger on both sides of each dimension of space, that
-        is, those of the first field behind its channels. One number, one for each dimension, or a
-        dictionary of these by name. Fields that have the same space then come as `HaloBlock`s,
-        plain arrays with the elements of neighbours, in place of DistTensors.
-    halo_border: what a halo is beyond the sample: nothing ("clip"), zeros ("zeros"), or what is at
-        the other end of the sample ("periodic").
+        keys of a dictionary, or indices into items. All fields when neither is given.
+    layout: the layout of mini-batches of the first field, or a dictionary of layouts by field;
+        every
+        dimension over the axis of its own name when not given. Fields without a layout follow the
+        first: a field with as many dimensions is cut alike, one that lacks only the channel (labels
+        beside a volume) alike but for it, and any other (vectors, numbers) by samples only.
+    dtype: the type of the tensors: one for all floating-point fields, or a dictionary by field.
+        torch's default for floating-point fields when not given; other fields keep their type.
+    transform: a function `transform(block, box)` of this rank's block of a mini-batch, read and
+        converted, such as `Normalize`; several in a dictionary by field. It runs in a background
+        thread, and must commute with cutting.
+    check_finite: whether values that are not finite are an error, both as read and once converted.
+    halo: by how many elements a rank's box is larger on both sides of each spatial dimension (those
+        of the first field behind its channels). One number, one for each dimension, or a dictionary
+        of these by field. Fields with the space of the first then come as `HaloBlock`s, plain
+        arrays with the elements of neighbours, in place of DistTensors.
+    halo_border: the halo beyond the sample: none ("clip"), zeros ("zeros"), or the elements at the
+        other end of the sample ("periodic").
     augment: random changes of each sample, in their order, such as `Flip()` and `Noise(0.1)`. They
-        are the same on any grid; those of places are done alike to all fields with the space of the
-        first. They come after `transform`.
-    augment_seed: of their random numbers, which also follow from the epoch and the sample.
-    cache: "memory", to keep the boxes of each sample on the ranks that have read them first, and to
-        send them by messages where a later mini-batch has the sample elsewhere; or a folder on a
-        disk of each node, to keep them there. No sample is read twice then, and the mini-batches
-        are the same.
-    cache_limit: bytes that each rank may keep; an error tells before more is read. None for as many
-        as there are.
+        are the same on any grid, and come after `transform`. Moves of elements are the same in all
+        fields with the space of the first.
+    augment_seed: the seed of their random numbers, which also depend on the epoch and the sample.
+    cache: "memory", to keep the boxes of each sample on the ranks that read them first, and to send
+        them by messages where a later mini-batch has the sample elsewhere; or a folder on a disk of
+        each node, to keep them there. No sample is read twice then; the mini-batches are the same.
+    cache_limit: bytes that each rank may keep, checked before more is read. None for no limit.
 
     Attributes
     ----------
@@ -101,10 +101,9 @@ class Dataset:
     samples: the number of samples, also `len(dataset)`.
     bytes_read: bytes this rank has read so far, in the types of the source.
     bytes_fetched: the same with the whole of each chunk of which a part was read.
-    cache: the samples that are kept, or None; `cache.bytes_received` counts what has come from
-        other ranks.
-    amplification: for each field, the bytes of chunks that all ranks fetch for a sample, over those
-        that they need.
+    cache: the kept samples, or None; `cache.bytes_received` counts bytes from other ranks.
+    amplification: for each field, the bytes of chunks that all ranks fetch for a sample, over the
+        bytes that they need.
 
     Raises
     ------
@@ -206,12 +205,12 @@ class Dataset:
         """Read one mini-batch. Collective: all ranks ask for the same samples.
 
         Returns the fields in order, each a DistTensor of shape (len(samples), *shape of a sample),
-        or a `HaloBlock`; a bare one where there is only one field. Raises DataError on every rank
+        or a `HaloBlock`; no tuple where there is only one field. Raises DataError on every rank
         where one cannot read its box.
 
         Parameters
         ----------
-        epoch: from which random changes of samples follow.
+        epoch: the epoch, which the random changes of samples depend on.
         """
         facts = {"samples": str(list(samples)), "epoch": str(epoch)}
         check_alike(self.grid, facts, "Ask for the same on all ranks.")
@@ -226,18 +225,20 @@ class Dataset:
     def exchange(
         self, samples: Sequence[int], epoch: int, arrivals: Arrivals, loaded: Loaded
     ) -> Flight:
-        """Start to bring a mini-batch from the ranks that keep its samples. Collective.
+        """Start to send a mini-batch from the ranks that keep its samples. Collective.
 
         Parameters
         ----------
-        arrivals, loaded: what the mini-batch brings to the cache, planned and read.
+        arrivals, loaded: the samples that are new to the cache, planned and read.
         """
         assert self.cache is not None
         self.cache.settle(arrivals, loaded)
         return self.cache.start(prepare(self.on_grid, samples, epoch, self.grid))
 
     def read(self, samples: Sequence[int], epoch: int = 0) -> Blocks:
-        """Read this rank's blocks of a mini-batch. Not collective, and fit for a thread."""
+        """Read this rank's blocks of a mini-batch. Not collective; a background thread may call
+        it.
+        """
         values = prepare(self.on_grid, self.numbers(samples), epoch, self.grid)
         # Sample by sample, as the fields of one may have to be fetched together.
         for place in range(len(samples)):
@@ -249,7 +250,7 @@ class Dataset:
         return self.converted(values)
 
     def converted(self, values: Values) -> Blocks:
-        """Return what was read of a mini-batch as tensors; in pinned memory for a GPU."""
+        """Return the values read for a mini-batch as tensors, in pinned memory for a GPU."""
         blocks = Blocks(values.samples)
         for own, wanted, array in zip(self.on_grid, values.wanted, values.arrays, strict=True):
             if self._check_finite and own.source.dtype.kind in "fc":
@@ -267,10 +268,9 @@ class Dataset:
         return blocks
 
     def assemble(self, blocks: Blocks) -> Batch:
-        """Make DistTensors of the blocks that every rank has read of one mini-batch.
+        """Make DistTensors of the blocks of one mini-batch.
 
-        All ranks call it for the same samples. No communication: what a rank holds follows from
-        the grid.
+        All ranks call it for the same samples. No communication.
         """
         batch: list[Any] = []
         count, topology = len(blocks.samples), self.grid.topology
@@ -285,7 +285,9 @@ class Dataset:
         return tuple(batch) if len(batch) > 1 else batch[0]
 
     def numbers(self, samples: Sequence[int]) -> list[int]:
-        """Return numbers of samples. Raises ValueError where there is no such sample."""
+        """Return the sample numbers as integers from 0. Raises ValueError where there is no such
+        sample.
+        """
         wrong = [i for i in samples if not 0 <= i < self.samples]
         if wrong:
             raise ValueError(f"there are no samples {wrong}; there are {self.samples}, from 0")
@@ -324,7 +326,9 @@ class Dataset:
         return facts
 
     def _compare_chunks(self) -> dict[Field, float]:
-        """Find out what chunks cost on this grid, and tell where it is much. Collective."""
+        """Return how many times the needed bytes each field fetches, and warn if it is much.
+        Collective.
+        """
         grid = self.grid
         boxes = {
             name: own.stored_box(grid.topology, grid.rank) for name, own in self._fields.items()

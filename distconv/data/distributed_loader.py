@@ -33,7 +33,7 @@ _REMEDY = (
 )
 
 _REPEATS = 16
-"""How often a sample is loaded again to learn whether its dataset changes samples at random."""
+"""The number of times a sample is loaded to learn whether its dataset changes samples at random."""
 
 
 def distribute(
@@ -43,22 +43,22 @@ def distribute(
 ) -> DistributedLoader:
     """Return the mini-batches of a loader as DistTensors. All ranks call it with equal loaders.
 
-    Of a DataLoader that draws the indices of its mini-batches each rank loads only those samples
-    that its part of the `sample` axis has, whole, and keeps its box of them. The indices are drawn
-    from rank 0's random numbers, so that shuffling needs no seed. Of any other iterable, as a
-    DataLoader on an IterableDataset or one with an `__iter__` of its own, each rank goes through
-    all mini-batches, which have to be equal. `Dataset` and `Loader` read no more than the box.
+    Of a DataLoader that draws the indices of its mini-batches, each rank loads only the samples of
+    its part of the `sample` axis, whole, and keeps its box of them. The indices are drawn from rank
+    0's random numbers, so shuffling needs no seed. Of any other iterable, such as a DataLoader on
+    an IterableDataset or one with an `__iter__` of its own, each rank goes through all
+    mini-batches, which must be equal. `Dataset` and `Loader` read no more than the box.
 
     Mini-batches keep their form: dictionaries, tuples, named tuples and lists, nested at will,
-    whose tensors have the samples first. What is no tensor, as names, stays as this rank has loaded
-    it.
+    whose tensors have the samples first. Leaves that are no tensors, such as names, are those that
+    this rank loaded.
 
     Parameters
     ----------
     loader: yields the mini-batches.
     grid: the process grid.
-    layout: of the first tensor, or by key or position, a tuple of them for nested ones; see
-        `Dataset`.
+    layout: the layout of the first tensor, or a dictionary by key or position, with tuples for
+        nested ones; see `Dataset`.
     """
     return DistributedLoader(loader, grid, layout)
 
@@ -66,8 +66,8 @@ def distribute(
 class DistributedLoader:
     """The mini-batches of another loader on a grid; all ranks go through each epoch together.
 
-    A loop raises DataError on every rank where one cannot load its samples, has others than the
-    ranks that share them, or draws other indices.
+    A loop raises DataError on every rank where one cannot load its samples, where ranks that share
+    samples loaded different ones, or where ranks draw different indices.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class DistributedLoader:
         if isinstance(loader, DataLoader) and _draws_indices(loader):
             self._shares = _Shares(loader, grid, _sample_axes(layout))
         self._batches = object()
-        """Stands for the mini-batches, which the grid counts."""
+        """A placeholder for the mini-batches, which the grid counts."""
         self._place = _start_of(0)
         self._begun = self._compared = False
 
@@ -92,21 +92,22 @@ class DistributedLoader:
 
     @property
     def epoch(self) -> int:
-        """Return the epoch, from 0, of the loop that is under way, or comes next."""
+        """Return the epoch, from 0, of the current loop, or of the next one."""
         return int(self._place["epoch"])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place in the course of mini-batches: what the loop has been given is done.
+        """Return the place in the course of mini-batches; those that the loop has yielded are done.
 
-        Good for any grid; a checkpoint takes that of rank 0.
+        Good for any grid; a checkpoint saves the place of rank 0.
         """
         return dict(self._place)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next loop go on where `state_dict` was taken, on this grid or another.
+        """Let the next loop continue where `state_dict` was called, on this grid or another.
 
-        It draws the same indices and loads nothing of what is done; of an iterable that draws none
-        it goes through that. DataError in the loop where these are other mini-batches.
+        It draws the same indices and skips the mini-batches that are done without loading them; an
+        iterable that draws no indices is iterated over them. Raises DataError in the loop where the
+        mini-batches are others.
         """
         self._place = {name: state[name] for name in self._place}
         self._begun = False
@@ -138,7 +139,7 @@ class DistributedLoader:
         self._place, self._begun = _start_of(self.epoch + 1), False
 
     def _assemble(self, batch: _MiniBatch) -> Any:
-        """Return a mini-batch, of which this rank has loaded some samples, or all."""
+        """Return a mini-batch as DistTensors from the samples that this rank loaded."""
         axes = () if self._shares is None else self._shares.axes
         ranks = self._unequal(batch.tensors, axes) if due(self._batches, self.grid) else ""
         if ranks:
@@ -161,9 +162,10 @@ class DistributedLoader:
         return mapped(batch.content, lambda name, leaf: made.get(name, leaf))
 
     def _unequal(self, tensors: Mapping[Any, Tensor], axes: tuple[str, ...]) -> str:
-        """Return in words which tensor differs on ranks that differ along no axis of `axes`, or "".
+        """Return a message naming a tensor that differs on ranks that should hold equal ones, or
+        "".
 
-        Collective.
+        Collective. Ranks that differ along no axis of `axes` are compared.
         """
         full = self.grid.journal.debug
         sums = self.grid.all_gather_object([checksum(x, full) for x in tensors.values()])
@@ -174,9 +176,10 @@ class DistributedLoader:
         return ""
 
     def _check_dataset(self, shares: _Shares) -> None:
-        """Compare two samples of the dataset, as each rank loads others. Collective.
+        """Compare two samples of the dataset between ranks, which load different samples.
+        Collective.
 
-        Samples that a rank itself loads differently each time are not compared.
+        Samples that differ each time this rank loads them are not compared.
         """
         if shares.parts == 1 or self.grid.device.type == "meta":
             return
@@ -213,10 +216,10 @@ class _MiniBatch:
 
     Attributes
     ----------
-    name: what all ranks call it.
-    samples: of the mini-batch; None where this rank has loaded all of it.
-    content: as loaded.
-    tensors: in it, by their names.
+    name: the name of the mini-batch, the same on all ranks.
+    samples: the number of samples of the whole mini-batch; None where this rank loaded all of it.
+    content: the loaded object.
+    tensors: its tensors by name.
     """
 
     name: str
@@ -231,7 +234,7 @@ class _Shares:
     Attributes
     ----------
     axes: the grid axes over which samples are cut, into `parts`.
-    generators: those from which indices are drawn.
+    generators: the generators that draw the indices.
     """
 
     def __init__(self, loader: DataLoader[Any], grid: ProcessGrid, axes: tuple[str, ...]) -> None:
@@ -247,11 +250,11 @@ class _Shares:
         self._sharing = _like(loader, self._sampler, loader.num_workers, self._sampler.seeds)
 
     def begin(self, done: int, drawn: int) -> Iterator[_MiniBatch]:
-        """Return what loads this rank's samples of each mini-batch behind the first `done`.
+        """Return an iterator over this rank's samples of each mini-batch after the first `done`.
 
         Parameters
         ----------
-        drawn: the checksum of the names of those.
+        drawn: the checksum of the names of the first `done`.
         """
         self._sampler.begin(done, drawn, self._loader.persistent_workers)
         loading = iter(self._sharing)
@@ -260,12 +263,14 @@ class _Shares:
         return self._loaded(loading, indices)
 
     def ends(self) -> list[Any]:
-        """Return two indices of the first mini-batch of the loop that has begun; of none, none."""
+        """Return two indices of the first mini-batch of the current loop; an empty list if it has
+        none.
+        """
         first = self._sampler.indices.first
         return [first[0], first[-1]] if first else []
 
     def load(self, batches: list[list[Any]]) -> Iterator[Any]:
-        """Return other mini-batches, loaded beside those of the loop."""
+        """Return an iterator over other mini-batches, loaded beside those of the loop."""
         workers = min(1, self._loader.num_workers)
         return iter(_like(self._loader, batches, workers, self._sampler.seeds))
 
@@ -276,15 +281,15 @@ class _Shares:
 
 
 class _ShareSampler:
-    """A batch sampler: of each mini-batch of another one, the indices that this rank has.
+    """A batch sampler that yields this rank's indices of each mini-batch of another batch sampler.
 
-    It must not lead back to its DataLoader: torch waits 5 seconds for each persistent worker of one
-    that the garbage collector finds.
+    It must not refer to its DataLoader: torch waits 5 seconds for each persistent worker of a
+    DataLoader that the garbage collector finds.
 
     Attributes
     ----------
     seeds: the generator of the seeds of workers.
-    indices: of the loop that has begun.
+    indices: the indices of the current loop.
     """
 
     indices: _Indices
@@ -295,7 +300,9 @@ class _ShareSampler:
         self._seeded = False
 
     def begin(self, done: int, drawn: int, persistent: bool) -> None:
-        """Let the next loop pass over the first mini-batches, and seed its workers if new."""
+        """Let the next loop skip the first `done` mini-batches, and seed its workers if they are
+        new.
+        """
         self._done = done, drawn
         self._seeded = self._seeded and persistent
 
@@ -316,10 +323,11 @@ class _ShareSampler:
         return len(self._drawing)
 
     def _seed_workers(self) -> None:
-        """Draw the seed of the workers where the loader would; each part of samples has its own.
+        """Draw the seed of the workers where the serial loader would; each part of samples gets its
+        own.
 
-        Workers on ranks that share samples change them alike, and where samples are not cut, as in
-        the serial program.
+        Workers on ranks that share samples change them alike; where samples are not cut, they
+        change them as in the serial program.
         """
         self._seeded = True
         self.seeds.set_state(self._own.get_state())
@@ -328,12 +336,12 @@ class _ShareSampler:
 
 
 class _Indices:
-    """This rank's indices of each mini-batch, and behind them those of all ranks.
+    """This rank's indices of each mini-batch, followed by the indices of all ranks.
 
     Attributes
     ----------
-    drawn: the indices of each mini-batch that is being loaded, and how many of them are loaded.
-    first: those of the first mini-batch.
+    drawn: the indices of each mini-batch that is being loaded, and the number of loaded ones.
+    first: the indices of the first mini-batch.
     """
 
     def __init__(self, batches: Iterator[list[Any]], parts: int, part: int) -> None:
@@ -343,7 +351,7 @@ class _Indices:
         self.first: list[Any] = []
 
     def look_ahead(self) -> None:
-        """Draw the first mini-batch, if no worker is at it yet."""
+        """Draw the first mini-batch, unless a worker has begun with it."""
         if not self.drawn:
             self._next = list(islice(self._batches, 1))
             self.first = self._next[0] if self._next else []
@@ -362,12 +370,12 @@ class _Indices:
 
 
 def _start_of(epoch: int) -> dict[str, Any]:
-    """Return the place before an epoch, whose indices are not drawn yet."""
+    """Return the state at the beginning of an epoch, before its indices are drawn."""
     return {"epoch": epoch, "batch": 0, "drawn": 0, "random": None}
 
 
 def _whole(loader: Iterable[Any], done: int, drawn: int) -> Iterator[_MiniBatch]:
-    """Return what loads the mini-batches behind the first `done`, on every rank all of them."""
+    """Return an iterator over the whole mini-batches after the first `done`."""
 
     def loaded() -> Iterator[_MiniBatch]:
         for content in loader:
@@ -380,7 +388,9 @@ def _whole(loader: Iterable[Any], done: int, drawn: int) -> Iterator[_MiniBatch]
 
 
 def _pass(names: Iterator[str], done: int, drawn: int) -> None:
-    """Take the names of the first `done` mini-batches. Raises DataError for another checksum."""
+    """Skip the names of the first `done` mini-batches. Raises DataError if their checksum
+    differs.
+    """
     found = list(islice(names, done))
     if (len(found), reduce(_with_name, found, 0)) != (done, drawn):
         raise DataError(
@@ -395,7 +405,7 @@ def _with_name(number: int, name: str) -> int:
 
 
 def _draws_indices(loader: DataLoader[Any]) -> bool:
-    """Return whether the mini-batches of a loader follow from its batch sampler alone."""
+    """Return whether a loader's batch sampler alone decides about its mini-batches."""
     return (
         loader.batch_sampler is not None
         and not isinstance(loader.dataset, IterableDataset)
@@ -449,16 +459,18 @@ def _refuse_layouts(axes: set[tuple[str, ...]]) -> NoReturn:
 
 
 def _text(tensors: Mapping[Any, Tensor]) -> str:
-    """Return what all ranks have in common of the tensors of a mini-batch."""
+    """Return a text of names, shapes and types of the tensors, which all ranks must have in
+    common.
+    """
     return ", ".join(f"{name!r} of {(*x.shape[1:],)} {x.dtype}" for name, x in tensors.items())
 
 
 def _tensors(content: Any, count: int | None) -> dict[Any, Tensor]:
-    """Return the tensors in a mini-batch by name, those of subclasses as plain ones.
+    """Return the tensors in a mini-batch by name; those of subclasses as plain tensors.
 
     Parameters
     ----------
-    count: the number of samples that were loaded; None where it is not known.
+    count: the number of loaded samples; None where it is not known.
 
     Raises
     ------

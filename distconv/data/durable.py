@@ -1,8 +1,8 @@
-"""Files that are whole at any moment, and that tell when they are no longer what was written.
+"""Files that are whole at any moment, and that can be checked for damage.
 
 A file is written under a fresh name beside its own, reaches the disk, and then takes its name in
 one step. A stop of the process or of the machine at any moment leaves the old file or the new one,
-whole. Where a disk or a copy damages a file later, the checksum behind its content says so.
+whole. Where a disk or a copy damages a file later, the checksum behind its content shows it.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ Readers of zip archives, torch.load among them, do not mind them."""
 
 
 class DamagedFile(ValueError):
-    """A file that is not what was written: truncated, or changed since."""
+    """A file whose content was truncated or changed after it was written."""
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Open a new file in a `with` block, at whose end it is on the disk and takes the name `path`.
+    """Open a new file in a `with` block; at its end the file is on the disk and takes the name
+    `path`.
 
-    Until then the file has a fresh name in the same folder, which no link can have been planted
-    at, and `path` stays as it is. An error in the block, of any kind, removes the new file.
-    Raises OSError, naming `path`, where the folder cannot be written to or the disk is full.
+    Until then the file has a fresh name in the same folder, where nobody can have planted a link,
+    and `path` stays as it is. An error in the block, of any kind, removes the new file. Raises
+    OSError, naming `path`, where the folder cannot be written to or the disk is full.
     """
     partial = fresh_name(path)
     try:
@@ -53,16 +54,18 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Replace `path` by what `write` writes, or leave it as it is (see `replacing`)."""
+    """Call `write` with a new file and let it replace `path`, or leave `path` as it is after an
+    error.
+    """
     with replacing(path) as file:
         write(file)
 
 
 def write_checksummed(path: Path, write: Callable[[BinaryIO], object]) -> str:
-    """Replace `path` by what `write` writes, followed by its checksum, or leave it as it is.
+    """Write a file as `write_atomically` does, followed by the checksum of its content.
 
-    `write` is given an object with the methods `write` and `flush`, which torch.save is content
-    with. Returns the checksum.
+    `write` gets an object with the methods `write` and `flush`, which is enough for torch.save.
+    Returns the checksum.
     """
     with replacing(path) as file:
         summing = _Summing(file)
@@ -77,7 +80,7 @@ def write_checksummed(path: Path, write: Callable[[BinaryIO], object]) -> str:
 
 
 def read_checksummed(path: Path, checksum: str | None = None) -> bytes:
-    """Return what `write_checksummed` has written to `path`, without the checksum.
+    """Return the content of a file that `write_checksummed` wrote, without the checksum.
 
     Parameters
     ----------
@@ -86,10 +89,9 @@ def read_checksummed(path: Path, checksum: str | None = None) -> bytes:
     Raises
     ------
     DamagedFile
-        If a bit of it is another than was written, or some of it is missing, or it has another
-        checksum.
+        If the content is truncated or changed, or its checksum is not `checksum`.
     OSError
-        If it cannot be read.
+        If the file cannot be read.
     """
     content, trailer = _read(path)
     if trailer != _trailer(hashlib.sha256(content).hexdigest()):
@@ -100,7 +102,7 @@ def read_checksummed(path: Path, checksum: str | None = None) -> bytes:
 
 
 def check_written(path: Path, checksum: str) -> None:
-    """Raise as `read_checksummed` does, but look at the end of the file only."""
+    """Raise as `read_checksummed` does, but read only the end of the file."""
     _check_same(path, _read(path, whole=False)[1], checksum)
 
 
@@ -110,7 +112,7 @@ def _check_same(path: Path, trailer: bytes, checksum: str) -> None:
 
 
 def _read(path: Path, whole: bool = True) -> tuple[bytes, bytes]:
-    """Return the content of a file, which is left out where not `whole`, and its trailer."""
+    """Return the content of a file and its trailer; empty content unless `whole`."""
     try:
         with open(path, "rb") as file:
             size = max(0, os.fstat(file.fileno()).st_size - _TRAILER)
@@ -130,18 +132,20 @@ def _read(path: Path, whole: bool = True) -> tuple[bytes, bytes]:
 
 
 def fresh_name(path: Path) -> Path:
-    """Return a name beside `path` that nobody can guess, for what is to take its place."""
+    """Return a name beside `path` that nobody can guess, for the file that will replace it."""
     return path.with_name(f"{path.name}.{secrets.token_hex(8)}.partial")
 
 
 def remove_partial(folder: Path, pattern: str) -> None:
-    """Remove what killed processes have left of files whose names match, as they wrote them."""
+    """Remove the unfinished files in a folder that killed processes left, of names that match
+    `pattern`.
+    """
     for partial in folder.glob(f"{pattern}.*.partial"):
         remove(partial)
 
 
 def remove(path: Path) -> None:
-    """Remove a file, or a folder with all that it holds, if there is one."""
+    """Remove a file, or a folder with its content, if there is one."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -149,9 +153,9 @@ def remove(path: Path) -> None:
 
 
 def move_into_place(partial: Path, path: Path) -> None:
-    """Give what is complete the name `path`, on the disk too.
+    """Rename the complete file or folder `partial` to `path`, on the disk too.
 
-    A file is replaced in one step. A folder is first renamed to a fresh name that ends with
+    A file is replaced in one step. An old folder is first renamed to a fresh name that ends with
     `.partial`, and removed when the new one has its name: a process that is killed between the two
     steps leaves both.
     """
@@ -172,9 +176,10 @@ def sync(path: Path) -> None:
 
 
 def reserve(file: BinaryIO, size: int) -> None:
-    """Give a new file `size` bytes of the disk and of its writer's quota, on systems that can.
+    """Reserve `size` bytes of the disk and of the writer's quota for a new file, on systems that
+    can.
 
-    What is written there later will not find the disk full. Raises OSError where it is full now.
+    A later write then does not find the disk full. Raises OSError where it is full now.
     """
     if not hasattr(os, "posix_fallocate"):
         return
@@ -189,7 +194,7 @@ def reserve(file: BinaryIO, size: int) -> None:
 def check_room(path: Path, size: int) -> None:
     """Raise `OSError` unless `size` bytes can be written beside `path` now.
 
-    The bytes are allocated and given back: quotas and limits count as a full disk does.
+    The bytes are allocated and given back, so quotas and limits are found as well as a full disk.
     """
     partial = fresh_name(path)
     try:
@@ -203,7 +208,7 @@ def check_room(path: Path, size: int) -> None:
 
 
 class _Summing:
-    """Writes through to a file and sums up what is written."""
+    """A writer that passes all bytes on to a file and computes their checksum."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -225,7 +230,7 @@ class _Summing:
 
     @property
     def checksum(self) -> str:
-        """Return the checksum of what has been written so far."""
+        """Return the checksum of the bytes written so far."""
         return self._sum.hexdigest()
 
 
@@ -234,7 +239,7 @@ def _trailer(checksum: str) -> bytes:
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring the names in a folder to the disk, which they reach on their own."""
+    """Bring a folder's list of file names to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -243,7 +248,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def unwritable(path: Path, error: OSError, size: int | None = None) -> OSError:
-    """Return what to tell of a file that cannot be written, and what to do about it."""
+    """Return an error for a file that cannot be written, with the reason and the way out."""
     amount = "" if size is None else f" ({size / 1e6:.1f} MB)"
     reason = " ".join(str(error.strerror or error).split())
     advice = "free space there, or choose another folder that you may write to"
@@ -254,7 +259,7 @@ def unwritable(path: Path, error: OSError, size: int | None = None) -> OSError:
 
 
 def unseen(path: Path) -> FileNotFoundError:
-    """Return what to tell of a file or folder that one rank has made and this one cannot find."""
+    """Return an error for a file or folder that another rank made and this rank cannot find."""
     return FileNotFoundError(
         f"{path}: another rank has made this, and it cannot be seen here; use a file system that "
         "all ranks share"

@@ -1,4 +1,4 @@
-"""Failing together: what goes wrong on one rank is raised on all of them, in the same words."""
+"""Failing together: an error on one rank is raised on all of them, in the same words."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ Result = TypeVar("Result")
 Item = TypeVar("Item")
 
 _PIECE = 2**28
-"""Bytes of one message of a large content."""
+"""Bytes of each message of a large content."""
 
 
 class DataError(RuntimeError):
-    """A file, a sample or an argument that cannot be used. Raised on every rank in one wording."""
+    """A file, a sample or an argument that cannot be used. Raised on every rank with the same
+    message.
+    """
 
 
 def together(grid: Grid, action: Callable[[], Result]) -> Result:
@@ -58,7 +60,9 @@ def on_rank_zero(grid: Grid, action: Callable[[], Result]) -> Result:
 
 
 def bytes_of_rank_zero(grid: Grid, content: bytes) -> bytes:
-    """Return the content that rank 0 passes, on every rank; others' is ignored. Collective."""
+    """Return on every rank the content that rank 0 passes; other ranks' argument is ignored.
+    Collective.
+    """
     if grid.size == 1:
         return content
     size = grid.all_gather_object(len(content))[0]
@@ -70,12 +74,12 @@ def bytes_of_rank_zero(grid: Grid, content: bytes) -> bytes:
 
 
 def check_alike(grid: Grid, facts: Mapping[str, str], remedy: str) -> None:
-    """Compare what every rank of `grid` has found out under the same names. Collective.
+    """Compare the `facts` of all ranks of `grid`. Collective.
 
     Parameters
     ----------
-    facts: texts by name; a rank may lack some that others have.
-    remedy: what to do where they differ.
+    facts: texts by name; a rank may lack some names of other ranks.
+    remedy: the way out, for the message, where they differ.
 
     Raises
     ------
@@ -98,18 +102,18 @@ def check_alike(grid: Grid, facts: Mapping[str, str], remedy: str) -> None:
 def check_call(
     caller: str, grid: Grid, place: str | os.PathLike[str], arguments: Mapping[str, Any]
 ) -> None:
-    """Compare what every rank of `grid` passes to a function. Collective.
+    """Compare the arguments that the ranks of `grid` pass to a function. Collective.
 
     Parameters
     ----------
     caller: the name of the function.
     place: the path among its arguments.
-    arguments: the others, by name; they are compared as they are spelled.
+    arguments: the other arguments, by name; their texts are compared.
 
     Raises
     ------
     DataError
-        On every rank, where a rank passes something else.
+        On every rank, where ranks pass different arguments.
     """
     known = isinstance(place, str | os.PathLike)
     facts = {"the path": os.path.abspath(place) if known else repr(place)}
@@ -122,13 +126,13 @@ def in_step(
     items: Generator[tuple[str, Item], None, None],
     remedy: str = "All ranks have to ask for the same mini-batches.",
 ) -> Generator[Item, None, None]:
-    """Yield the items of this rank while every rank of `grid` has one of the same name. Collective.
+    """Yield this rank's items while every rank of `grid` has one of the same name. Collective.
 
-    One small reduction an item; it ends when the items of all ranks do.
+    Each item takes one small reduction. The iteration ends when the items of all ranks do.
 
     Parameters
     ----------
-    remedy: what to do where names differ.
+    remedy: the way out, for the message, where names differ.
 
     Raises
     ------
@@ -156,7 +160,7 @@ def in_step(
 def _tell_apart(
     grid: Grid, place: int, name: str | None, error: Exception | None, remedy: str
 ) -> None:
-    """Raise what is wrong with an item on some rank; all ranks call it where they differ."""
+    """Raise a `DataError` that says how the ranks' items differ. Collective."""
 
     def fail() -> None:
         if error is not None:
@@ -168,7 +172,7 @@ def _tell_apart(
 
 
 def _in_one_line(error: Exception) -> str:
-    """Return what an exception says, and of which kind it is where that is not plain."""
+    """Return the message of an exception in one line, with its type where the message needs it."""
     text = " ".join(str(error).split())
     plain = isinstance(error, OSError | ValueError | DataError) and text
     return text if plain else f"{type(error).__name__}: {text}"

@@ -1,4 +1,4 @@
-"""One field of the samples on a grid: its boxes, and what becomes of the values in them."""
+"""One field of the samples on a grid: its boxes, and the conversion of its values."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from distconv.geometry.topology import Topology
 from distconv.grid.interface import Grid
 
 Transform: TypeAlias = Callable[[Tensor, Box], Tensor]
-"""A function of a block of a mini-batch and the box where it lies, to a block of the same shape."""
+"""A function of a block of a mini-batch and its box, which returns a block of the same shape."""
 
 BORDERS = ("clip", "zeros", "periodic")
 
 _WIDER = {"uint16": torch.int32, "uint32": torch.int64, "uint64": torch.int64}
-"""The types in which torch computes with unsigned numbers, which it hardly does in their own."""
+"""Signed types for numpy's unsigned ones, for which torch has few operators."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class HaloBlock:
     Attributes
     ----------
     local: the elements, on the device of the grid.
-    box: where they lie in the mini-batch. It begins below 0, or ends beyond the mini-batch, where
-        the halo is zeros, or taken from the other end.
-    own: the rank's own box.
-    shape: of the mini-batch.
+    box: their indices in the mini-batch. It begins below 0, or ends beyond the mini-batch, where
+        the halo is zeros, or comes from the other end.
+    own: the rank's own box, without the halo.
+    shape: the shape of the mini-batch.
     """
 
     local: Tensor
@@ -68,12 +68,12 @@ class Wanted:
 
 @dataclass
 class Values:
-    """This rank's shares of one mini-batch, as the sources have them.
+    """This rank's shares of one mini-batch, as the sources hold them.
 
     Attributes
     ----------
     wanted: the share of each field.
-    arrays: the values in it.
+    arrays: the values of each share.
     """
 
     samples: list[int]
@@ -88,13 +88,13 @@ class FieldOnGrid:
 
     Attributes
     ----------
-    number: its place among the fields.
-    name: what the program calls it.
-    shape: of a sample as the program gets it.
-    space: how many of the last dimensions are those of space, shared with the first field.
-    halo: for each dimension of a sample, by how much boxes are larger; empty for DistTensors.
-    border: what halos are beyond the sample.
-    augmentations, changes: what is done to samples at random, and what of it to the values.
+    number: its position among the fields.
+    name: its name in the program.
+    shape: the shape of a sample after augmentation.
+    space: the number of spatial dimensions, the last ones, that it shares with the first field.
+    halo: for each dimension of a sample, the width of the halo; empty for DistTensors.
+    border: the kind of halo beyond the sample; see `Dataset`.
+    augmentations, changes: all random changes, and those that change this field's values.
     """
 
     number: int
@@ -112,20 +112,22 @@ class FieldOnGrid:
 
     @property
     def moves(self) -> bool:
-        """Return whether a rank's box of a sample may be of other places than its stored one."""
+        """Return whether a rank's box may hold other elements of a sample than its box of the
+        stored one.
+        """
         moved = any(isinstance(one, Move) for one in self.augmentations.chosen)
         return bool(self.halo or (self.space and moved))
 
     def box(self, samples: int, topology: Topology, rank: int) -> Box:
-        """Return a rank's own box of a mini-batch of so many samples."""
+        """Return a rank's own box of a mini-batch of `samples` samples."""
         return rank_box((samples, *self.shape), self.cuts, topology, rank)
 
     def stored_box(self, topology: Topology, rank: int) -> Box:
-        """Return a rank's own box of a stored sample, before anything in it is moved."""
+        """Return a rank's own box of a stored sample, before any augmentation."""
         return rank_box(self.source.shape, self.cuts[1:], topology, rank)
 
     def wanted(self, samples: Sequence[int], epoch: int, topology: Topology, rank: int) -> Wanted:
-        """Return what a rank needs of a mini-batch. It follows from the arguments alone."""
+        """Return a rank's share of a mini-batch. No communication."""
         own = self.box(len(samples), topology, rank)
         box, in_sample = own, Box(own.start[1:], own.stop[1:])
         if self.halo and in_sample.size:
@@ -151,13 +153,15 @@ class FieldOnGrid:
         return Wanted(box, mine, views)
 
     def empty(self, wanted: Wanted) -> NDArray[Any]:
-        """Return memory for what is wanted, zero where some of it is outside the samples."""
+        """Return memory for a share; elements outside the samples are zero."""
         if any(view.filled for view in wanted.views):
             return np.zeros(wanted.box.shape, self.source.dtype)
         return np.empty(wanted.box.shape, self.source.dtype)
 
     def converted(self, values: NDArray[Any], wanted: Wanted, epoch: int) -> Tensor:
-        """Return the values of this rank's block as the tensor that the program gets."""
+        """Return this rank's values as the tensor that the program gets, converted and
+        transformed.
+        """
         if not (self.dtype.is_floating_point or self.dtype.is_complex or self.dtype == torch.bool):
             check_range(values, str(self.dtype).removeprefix("torch."), self.source.name)
         if values.dtype.name in _WIDER:
@@ -193,7 +197,12 @@ class FieldOnGrid:
         return block
 
     def check_finite(self, finite: Any, wanted: Wanted, where: str = "") -> None:
-        """Raise `DataError` where some values are not `finite`, with the samples that have them."""
+        """Raise `DataError` naming the samples with values that are not finite.
+
+        Parameters
+        ----------
+        finite: for each element of this rank's block, whether it is finite.
+        """
         if not finite.all():
             bad = [i for i, one in zip(wanted.samples, finite, strict=True) if not one.all()]
             raise DataError(
@@ -204,14 +213,14 @@ class FieldOnGrid:
 def prepare(
     fields: Sequence[FieldOnGrid], samples: Sequence[int], epoch: int, grid: Grid
 ) -> Values:
-    """Return memory for what this rank needs of a mini-batch. No communication."""
+    """Return this rank's shares of a mini-batch with memory for their values. No communication."""
     wanted = [own.wanted(samples, epoch, grid.topology, grid.rank) for own in fields]
     arrays = [own.empty(share) for own, share in zip(fields, wanted, strict=True)]
     return Values(list(map(int, samples)), epoch, wanted, arrays)
 
 
 def tensor_type(own: Source, dtype: Any, name: Field) -> torch.dtype:
-    """Return the type of the tensors of a field, from what was asked for and the source has."""
+    """Return the type of a field's tensors, from the user's `dtype` and the type of the source."""
     chosen = dtype.get(name) if isinstance(dtype, Mapping) else dtype
     if chosen is not None and (own.dtype.kind == "f" or isinstance(dtype, Mapping)):
         if not isinstance(chosen, torch.dtype):
@@ -232,8 +241,8 @@ def tensor_type(own: Source, dtype: Any, name: Field) -> torch.dtype:
 def given_shapes(
     sources: Mapping[Field, Source], augmentations: Augmentations
 ) -> dict[Field, tuple[tuple[int, ...], int]]:
-    """Return for each field the shape of a sample that the program gets, and how many of its last
-    dimensions are the space that it shares with the first field.
+    """Return for each field the shape of a sample after augmentation, and the number of its last
+    dimensions that are the space of the first field.
     """
     space = next(iter(sources.values())).shape[1:]
     resulting = augmentations.resulting(space)
@@ -246,9 +255,9 @@ def given_shapes(
 
 
 def with_halo(fields: Mapping[Field, FieldOnGrid], halo: Any) -> dict[Field, FieldOnGrid]:
-    """Return the fields, with halos as `Dataset` takes them.
+    """Return the fields with the halos that the user gave to `Dataset`.
 
-    Raises ValueError for halos of fields without space, and those that are larger than samples.
+    Raises ValueError for halos of fields without space, and for halos larger than samples.
     """
     chosen = {}
     for name, own in fields.items():

@@ -1,4 +1,4 @@
-"""How the tensors of one mini-batch are cut, from the shapes of a sample's fields."""
+"""The cuts of the tensors of one mini-batch, from the shapes of a sample's fields."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def batch_cuts(
 ) -> dict[Name, Cuts]:
     """Return the grid axes over which each dimension of each field of a mini-batch is cut.
 
-    What is not said is cut as is most useful beside the first field: a field of its number of
-    dimensions alike, one that lacks its channel alike without that, others by samples only.
+    Fields without a layout follow the first: a field with as many dimensions is cut alike, one that
+    lacks only its channel alike but for it, and any other by samples only.
 
     Parameters
     ----------
-    shapes: of one sample of each field, without the dimension of samples.
-    layout: of the first field, or by name; every dimension over the axis of its own name when not
-        given.
+    shapes: the shape of one sample of each field, without the dimension of samples.
+    layout: the layout of the first field, or by field; every dimension over the axis of its own
+        name when not given.
 
     Raises
     ------
@@ -54,7 +54,7 @@ def batch_cuts(
 
 
 def check_names(names: Mapping[Any, object], **choices: Any) -> None:
-    """Raise `ValueError` where an argument that is a dictionary by name has other names."""
+    """Raise `ValueError` where an argument is a dictionary with a key that is not in `names`."""
     for argument, choice in choices.items():
         unknown = set(choice) - set(names) if isinstance(choice, Mapping) else set()
         if unknown:

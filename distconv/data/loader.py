@@ -24,10 +24,10 @@ class Traffic:
 
     Attributes
     ----------
-    bytes_read: of this rank's boxes, in the types of the source.
+    bytes_read: bytes of this rank's boxes, in the types of the source.
     bytes_fetched: the same with the whole of each chunk of which a part was read.
-    seconds_waited: time that the program has waited for samples to be read.
-    bytes_received: of samples that other ranks keep.
+    seconds_waited: seconds that the program waited for samples.
+    bytes_received: bytes of samples that other ranks sent from their caches.
     """
 
     bytes_read: int
@@ -46,24 +46,24 @@ class Traffic:
 class Loader:
     """The mini-batches of a dataset, epoch by epoch. Collective, with the same arguments.
 
-    Each `for` loop goes through the next epoch. Mini-batches are counted over all ranks; they are
-    the same on any grid. A background thread reads ahead.
+    Each `for` loop goes through the next epoch. Mini-batches are the same on any grid. A background
+    thread reads ahead.
 
     Parameters
     ----------
     dataset: the samples.
     batch_size: samples of a mini-batch, over all ranks.
     shuffle: whether each epoch has an order of its own.
-    drop_last: whether samples that do not fill a mini-batch sit out the epoch. Otherwise the last
-        mini-batch is smaller, and some ranks may have no samples of it.
-    seed: of the shuffling.
+    drop_last: whether samples that do not fill a mini-batch are left out of the epoch. Otherwise
+        the last mini-batch is smaller, and some ranks may have no samples of it.
+    seed: the seed of the shuffling.
     batch_sampler: in place of these, a `Sampler`, or the sample numbers of each mini-batch.
-    ahead: how many mini-batches are read before they are asked for.
+    ahead: the number of mini-batches that are read before they are asked for.
 
     Attributes
     ----------
     dataset: the samples.
-    batch_sampler: what makes the mini-batches.
+    batch_sampler: the sampler that makes the mini-batches.
 
     Raises
     ------
@@ -117,7 +117,7 @@ class Loader:
 
     @property
     def traffic(self) -> Traffic:
-        """Return what reading has cost this rank so far; of the dataset, over all its loaders."""
+        """Return the cost of reading on this rank so far, of the dataset over all its loaders."""
         data = self.dataset
         received = 0 if data.cache is None else data.cache.bytes_received
         return Traffic(data.bytes_read, data.bytes_fetched, self._waited, received)
@@ -127,7 +127,7 @@ class Loader:
         return len(self.batch_sampler)
 
     def __iter__(self) -> Iterator[Batch]:
-        """Go through the next epoch, or the rest of the one that `load_state_dict` tells."""
+        """Go through the next epoch, or through the rest of the one that `load_state_dict` set."""
         if self._begun:
             self._epoch, self._batch = self._epoch + 1, 0
         self._epoch, self._batch = self._position()
@@ -135,7 +135,7 @@ class Loader:
         return self._batches(self.batch_sampler.batches(self._epoch)[self._batch :])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place in the course of mini-batches: what the loop has been given is done.
+        """Return the place in the course of mini-batches; those that the loop has yielded are done.
 
         The same on all ranks, and good for any grid.
         """
@@ -143,7 +143,7 @@ class Loader:
         return {"epoch": epoch, "batch": batch, "sampler": self.batch_sampler.description()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next loop go on where `state_dict` was taken, on this grid or another.
+        """Let the next loop continue where `state_dict` was called, on this grid or another.
 
         Raises ValueError where the state is of a loader with other mini-batches. No communication.
         """
@@ -157,7 +157,7 @@ class Loader:
         self._epoch, self._batch, self._begun = int(state["epoch"]), int(state["batch"]), False
 
     def _position(self) -> tuple[int, int]:
-        """Return the epoch and its first mini-batch that the loop has not been given."""
+        """Return the epoch, and the number of its next mini-batch."""
         if self._batch < len(self) or not len(self):
             return self._epoch, self._batch
         return self._epoch + 1, 0
@@ -168,7 +168,9 @@ class Loader:
             yield self.dataset.assemble(blocks)
 
     def _timed(self, batches: list[list[int]]) -> Generator[tuple[str, Blocks], None, None]:
-        """Yield this rank's blocks of each mini-batch with its name, and count the waiting."""
+        """Yield the name and this rank's blocks of each mini-batch, and add up the time of
+        waiting.
+        """
         with ExitStack() as closed:
             reading = self._reading(batches, closed)
             while True:
@@ -182,7 +184,7 @@ class Loader:
     def _reading(
         self, batches: list[list[int]], closed: ExitStack
     ) -> Generator[Blocks, None, None]:
-        """Return what yields this rank's blocks, ahead of the program."""
+        """Return an iterator over this rank's blocks, read ahead by a background thread."""
         data, epoch = self.dataset, self._epoch
         if data.cache is None:
             reading = prefetched(lambda batch: data.read(batch, epoch), batches, self._ahead)
@@ -194,10 +196,11 @@ class Loader:
     def _exchanged(
         self, cache: Cache, batches: list[list[int]], epoch: int
     ) -> Generator[Values, None, None]:
-        """Yield the values of each mini-batch from the ranks that keep them.
+        """Yield the values of each mini-batch, received from the ranks that keep them.
 
-        A background thread reads what nobody keeps yet; messages are exchanged here, in the thread
-        of the program, those of the next mini-batch before this one is waited for.
+        A background thread reads samples that no rank keeps yet. Messages are exchanged in the
+        thread of
+        the program: those of the next mini-batch start before this one's are waited for.
         """
         sampler = self.batch_sampler
         others = range(sampler.samples) if isinstance(sampler, Sampler) else ()

@@ -13,14 +13,14 @@ from distconv.geometry.layout import Box
 class Normalize:
     """Scale each channel: (x - mean) / deviation, clipped to a number of deviations if asked for.
 
-    A transform of `Dataset`: it is given this rank's block (samples, channels, ...) and changes it
-    in place.
+    A transform for `Dataset`: it gets this rank's block (samples, channels, ...) and changes it in
+    place.
 
     Parameters
     ----------
-    mean: of each channel.
-    deviation: of each channel, positive.
-    limit: clip to so many deviations on both sides; None for no clipping.
+    mean: the mean of each channel.
+    deviation: the standard deviation of each channel, positive.
+    limit: clip to this many deviations on both sides; None for no clipping.
 
     Raises
     ------

@@ -16,9 +16,9 @@ def prefetched(
 ) -> Generator[Item, None, None]:
     """Yield `read(request)` for every request in order, read by one background thread.
 
-    At most `ahead` items are read before they are asked for. An exception of `read` is raised
-    where its item would have been yielded. The thread ends with the iteration, also with one
-    that is abandoned.
+    At most `ahead` items are read before they are asked for. An exception of `read` is raised where
+    its item would have been yielded. The thread ends with the iteration, also with an abandoned
+    one.
     """
     background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")
     waiting: deque[Future[Item]] = deque()

@@ -11,16 +11,16 @@ import numpy as np
 import torch
 
 States: TypeAlias = list[Any]
-"""The states of torch's own numbers, numpy's, Python's, and of generators, in this order."""
+"""The states of the random numbers of torch, numpy and Python, and of generators, in this order."""
 
 
 def states_of(generators: Sequence[torch.Generator] = ()) -> States:
-    """Return the states on this rank."""
+    """Return the current states of the random numbers on this rank."""
     return [get() for get, _ in _sources(generators)]
 
 
 def set_states(states: States, generators: Sequence[torch.Generator] = ()) -> None:
-    """Let random numbers go on from `states`."""
+    """Set the states of the random numbers to `states`."""
     for (_, put), state in zip(_sources(generators), states, strict=True):
         put(state)
 
@@ -29,8 +29,9 @@ def set_states(states: States, generators: Sequence[torch.Generator] = ()) -> No
 def drawn_from(states: States, generators: Sequence[torch.Generator] = ()) -> Iterator[None]:
     """Draw from `states` in the block of a `with` statement.
 
-    Numbers that were at that state before go on from the end of the block, as in a serial program;
-    others from where they were. Generators always go on from its end, as what draws from them does.
+    At its end, random numbers whose state was equal to `states` before continue from the state at
+    the end of the block, as in a serial program; others return to their own state. `generators`
+    always keep the state at the end of the block.
     """
     own = states_of()
     set_states(states, generators)
@@ -45,7 +46,7 @@ def drawn_from(states: States, generators: Sequence[torch.Generator] = ()) -> It
 def _sources(
     generators: Sequence[torch.Generator] = (),
 ) -> list[tuple[Callable[[], Any], Callable[[Any], object]]]:
-    """Return how to get and to set each state."""
+    """Return the functions that get and set each state."""
     return [
         _of(torch.default_generator),
         (_numpy_state, np.random.set_state),

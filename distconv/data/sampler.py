@@ -1,4 +1,4 @@
-"""Which samples make which mini-batch: the same on all ranks, and on any grid."""
+"""The samples of each mini-batch: the same on all ranks, and on any grid."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import numpy as np
 class Sampler:
     """The mini-batches of each epoch. No communication: they follow from the arguments alone.
 
-    A rank takes the block of a mini-batch that the grid's `sample` axis gives it.
+    A rank gets the block of a mini-batch that its place along the `sample` axis selects.
 
     Parameters
     ----------
-    samples: the number of samples there are.
+    samples: the number of samples.
     batch_size: samples of a mini-batch, over all ranks.
     shuffle: whether each epoch has an order of its own.
-    drop_last: whether samples that do not fill a mini-batch sit out the epoch. Otherwise the last
-        mini-batch has them.
-    seed: of the shuffling.
+    drop_last: whether samples that do not fill a mini-batch are left out of the epoch. Otherwise
+        the last mini-batch is smaller.
+    seed: the seed of the shuffling.
 
     Raises
     ------
@@ -66,7 +66,7 @@ class Sampler:
         return [order[i * size : (i + 1) * size].tolist() for i in range(len(self))]
 
     def description(self) -> dict[str, Any]:
-        """Return what the mini-batches follow from, by name."""
+        """Return the arguments that decide about the mini-batches, by name."""
         return dict(vars(self))
 
 

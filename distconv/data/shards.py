@@ -1,7 +1,7 @@
-"""The tensors of a state, divided over the ranks that write them, and put together for others.
+"""The tensors of a state, divided over the ranks that write them, and put together again.
 
-Every rank writes the blocks of sharded tensors that it is the first to hold, and its share of those
-that all ranks hold. Who writes what follows from the grid, so that no rank asks another.
+Every rank writes the blocks of sharded tensors of which it is the first holder, and its share of
+the tensors that all ranks hold. The writer of each follows from the grid without communication.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from distconv.model.state_dicts import map_state, plain
 from distconv.tensor.dist_tensor import DistTensor
 
 _MARK = "distconv tensor"
-"""What stands beside the number of a tensor, in its place in the skeleton of a state."""
+"""A marker that stands beside the number of a tensor, in its place in the skeleton of a state."""
 
 Place: TypeAlias = tuple[int, tuple[int, ...], tuple[int, ...]]
-"""The number of a shard, and where the block in it begins and ends."""
+"""The number of a shard, and the start and stop of its block in the whole tensor."""
 
 OpenShard: TypeAlias = Callable[[int], Mapping[int, Tensor]]
-"""Returns the blocks in a shard, by the numbers of their tensors."""
+"""A function that returns the blocks in a shard, by the numbers of their tensors."""
 
 
 @dataclass
 class Divided:
-    """A state without its tensors, and where these are.
+    """A state without its tensors, and the places of these in shards.
 
     Attributes
     ----------
@@ -48,7 +48,7 @@ class Divided:
 def divide(state: Any, grid: Grid) -> Divided:
     """Divide the tensors in the dictionaries, lists and tuples of a state over all ranks.
 
-    Every rank passes the same state, in which DistTensors have their own blocks. No communication.
+    Every rank passes the same state, whose DistTensors hold its own blocks. No communication.
     """
     divided = Divided(None, [], {})
     loads = [0] * grid.size
@@ -82,10 +82,10 @@ class Stored:
 
     Parameters
     ----------
-    number: of the tensor.
-    shape: of the whole.
-    places: of its blocks.
-    open_shard: returns a shard.
+    number: the number of the tensor.
+    shape: the shape of the whole tensor.
+    places: the places of its blocks.
+    open_shard: returns the blocks in a shard.
     """
 
     def __init__(
@@ -95,7 +95,9 @@ class Stored:
         self._number, self._places, self._open = number, places, open_shard
 
     def box(self, box: Box | None = None) -> Tensor:
-        """Return a box of the tensor, or all of it; only the shards that it meets are opened."""
+        """Return a box of the tensor, or all of it. Only the shards that intersect it are
+        opened.
+        """
         wanted = Box((0,) * len(self.shape), self.shape) if box is None else box
         found: Tensor | None = None
         for shard, start, stop in self._places:
@@ -126,16 +128,16 @@ def restored(
 
 
 def for_module(state: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
-    """Return the tensors of a module's state that its `load_state_dict` takes on this rank.
+    """Return a module's state as its `load_state_dict` takes it on this rank.
 
-    Of a sharded parameter this rank's block is read, and no more.
+    Of a sharded parameter only this rank's block is read.
     """
     targets = module.state_dict()
     return {name: _for(x, targets.get(name)) for name, x in state.items()}
 
 
 def for_optimizer(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the tensors of an optimizer's state that `load_full_state_dict` takes on this rank."""
+    """Return an optimizer's state as `load_full_state_dict` takes it on this rank."""
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     owners = dict(zip(numbers, parameters, strict=False))
@@ -145,12 +147,12 @@ def for_optimizer(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) ->
 
 
 def _for(state: Any, target: Any) -> Any:
-    """Return a state with this rank's part of each stored tensor in it.
+    """Return a state with this rank's block, read from the shards, in place of each stored tensor.
 
     Parameters
     ----------
-    target: the parameter that the state belongs to. Tensors of as many dimensions are cut as it is,
-        where they have its extent; the others are whole.
+    target: the parameter that the state belongs to. A stored tensor with as many dimensions is cut
+        as it is, along the dimensions that have its extent; other tensors are whole.
     """
 
     def own(x: Any) -> Any:
@@ -167,7 +169,7 @@ def _for(state: Any, target: Any) -> Any:
 
 
 def _places(x: DistTensor, grid: Grid) -> list[Place]:
-    """Return the ranks that write blocks of a sharded tensor, one of each."""
+    """Return the places of the blocks of a sharded tensor, each written by its first holder."""
     topology = grid.topology
     copies = replicating_axes(x.cuts, topology)
     places = []

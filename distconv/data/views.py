@@ -1,8 +1,8 @@
-"""Which element of a stored sample stands where in the sample that a program gets.
+"""Views of stored samples: which stored element stands at each place of the sample a program gets.
 
 Flips, rotations by 90 degrees, crops, translations and halos move elements along each dimension
-alone, and exchange dimensions. So for any box of the result the boxes of the stored sample follow
-that hold its elements, and a rank reads just those: what is cut is cut after it has been moved.
+alone, or exchange dimensions. So any box of the result consists of boxes of the stored sample,
+and a rank reads just these: a sample is moved first and cut afterwards.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from numpy.typing import NDArray
 from distconv.geometry.layout import Box, replaced_at
 
 OUTSIDE = -1
-"""Stands for the position of an element that is outside the stored sample."""
+"""Marks a position outside the stored sample."""
 
 Positions = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a stored sample, and where a view has its elements.
+    """A box of a stored sample, and its place in a view.
 
     Attributes
     ----------
-    source: the box.
-    target: where its elements are, with the dimensions of the view.
-    flips: along which of these they run backwards.
+    source: the box of the stored sample.
+    target: the slices of the view that hold its elements.
+    flips: the dimensions of the view along which they run backwards.
     """
 
     source: Box
@@ -40,17 +40,19 @@ class Piece:
     flips: tuple[bool, ...]
 
     def place(self, out: NDArray[Any], values: NDArray[Any], order: Sequence[int]) -> None:
-        """Copy the values of the box to their places in an array of the shape of the view.
+        """Copy the values of the box to their places in `out`, an array of the shape of the view.
 
         Parameters
         ----------
-        order: of the view.
+        order: the order of the view's dimensions.
         """
         backwards = tuple(slice(None, None, -1 if flip else None) for flip in self.flips)
         out[self.target] = values.transpose(order)[backwards]
 
     def within(self, box: Box, order: Sequence[int]) -> Piece | None:
-        """Return the part of the piece in a box of the stored sample; None for nothing."""
+        """Return the part of the piece in a box of the stored sample; None where they do not
+        meet.
+        """
         start = tuple(map(max, self.source.start, box.start))
         stop = tuple(map(min, self.source.stop, box.stop))
         if any(a >= b for a, b in zip(start, stop, strict=True)):
@@ -70,8 +72,8 @@ class View:
 
     Attributes
     ----------
-    order: for each dimension, the one of the stored sample that runs along it.
-    positions: for each dimension, the position in the stored sample of each of its elements, or
+    order: for each dimension of the view, the dimension of the stored sample.
+    positions: for each dimension of the view, the stored position of each of its elements, or
         `OUTSIDE`.
     """
 
@@ -80,26 +82,26 @@ class View:
 
     @classmethod
     def of(cls, shape: Sequence[int]) -> View:
-        """Return the stored sample itself."""
+        """Return the view of a whole stored sample of `shape`, unmoved."""
         return cls(tuple(range(len(shape))), tuple(np.arange(n) for n in shape))
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the extent along each dimension."""
+        """Return the shape of the view."""
         return tuple(map(len, self.positions))
 
     @property
     def straight(self) -> bool:
-        """Return whether the dimensions are those of the stored sample, in its order."""
+        """Return whether the dimensions are in the order of the stored sample."""
         return self.order == tuple(range(len(self.order)))
 
     @cached_property
     def filled(self) -> bool:
-        """Return whether there are elements outside the stored sample."""
+        """Return whether the view has elements outside the stored sample."""
         return any((along < 0).any() for along in self.positions)
 
     def flipped(self, d: int) -> View:
-        """Return the view with dimension `d` backwards."""
+        """Return the view with dimension `d` reversed."""
         return self._along(d, self.positions[d][::-1])
 
     def swapped(self, d: int, e: int) -> View:
@@ -109,9 +111,9 @@ class View:
         return View(tuple(self.order[i] for i in dims), tuple(self.positions[i] for i in dims))
 
     def moved(self, d: int, by: int, periodic: bool) -> View:
-        """Return the view with the elements further by some places along dimension `d`.
+        """Return the view with its elements shifted by `by` places along dimension `d`.
 
-        What leaves at one end comes in at the other if `periodic`; else nothing does.
+        Elements that leave at one end come in at the other if `periodic`, and are lost otherwise.
         """
         along = np.roll(self.positions[d], by)
         if not periodic:
@@ -128,9 +130,9 @@ class View:
 
         Parameters
         ----------
-        halo: the extent for each dimension; none where it is left out.
-        border: what a halo is beyond the view: nothing for "clip", `OUTSIDE` for "zeros", and for
-            "periodic" what is at the other end.
+        halo: the width for each dimension; empty for no halo.
+        border: the halo beyond the view: none for "clip", `OUTSIDE` for "zeros", and the elements
+            at the other end for "periodic".
         """
         view = self
         sides = halo or (0,) * len(self.order)
@@ -149,7 +151,7 @@ class View:
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
-        """Return boxes of the stored sample that hold all elements of the view."""
+        """Return boxes of the stored sample that together hold all elements of the view."""
         found = []
         for runs in product(*map(_runs, self.positions)):
             source = sorted(zip(self.order, runs, strict=True), key=lambda pair: pair[0])
@@ -165,7 +167,7 @@ class View:
 
 @dataclass(frozen=True)
 class _StoredRun:
-    """Neighbours in a view that are neighbours in the stored sample."""
+    """A run of elements that are neighbours both in a view and in the stored sample."""
 
     place: int
     start: int
@@ -174,7 +176,7 @@ class _StoredRun:
 
 
 def _runs(positions: Positions) -> list[_StoredRun]:
-    """Return the runs along one dimension, without what is outside."""
+    """Return the runs along one dimension, without positions outside."""
     inside = positions >= 0
     steps = np.diff(positions)
     joined = inside[:-1] & inside[1:] & (np.abs(steps) == 1)

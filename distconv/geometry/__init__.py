@@ -1,1 +1,3 @@
-"""Index arithmetic without torch and MPI: who holds what, and who needs what of whom."""
+"""Index arithmetic without torch and MPI: the box of each rank, and the boxes it needs of
+others.
+"""

@@ -1,4 +1,4 @@
-"""Plans that bring the rows of several ranks to all of them, one rank's after the other's."""
+"""Plans that bring the rows of several ranks to all of them, concatenated."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from distconv.geometry.plan import Plan, Route
 
 
 def concatenation(lengths: Sequence[int], ranks: Sequence[int], rank: int, row: Shape) -> Plan:
-    """Return the part of `rank` in bringing to each of `ranks` the rows of all, in their order.
+    """Return `rank`'s plan for bringing the rows of all `ranks` to each of them, in their order.
 
     Parameters
     ----------
-    lengths: the number of rows of each of `ranks`, among which is `rank`.
+    lengths: the number of rows of each of `ranks`, which include `rank`.
     row: the shape of a row.
     """
     here = ranks.index(rank)

@@ -1,9 +1,9 @@
-"""Geometry of operators that look at neighbours: which input positions an output interval needs.
+"""Geometry of operators that look at neighbours: the inputs that an interval of outputs needs.
 
-Every map answers, along one dimension of size n, which input intervals are needed to compute the
-outputs [start, stop), and how many outputs there are. An interval may reach outside [0, n): those
-positions are padding. The needed buffer is the concatenation of the intervals. The other way round,
-`dependents` tells among which outputs those are that need some inputs, without asking each.
+Every map gives, along one dimension of size n, the input intervals needed to compute the outputs
+[start, stop), and the number of outputs. An interval may reach outside [0, n): those positions are
+padding. The needed buffer is the concatenation of the intervals. In the other direction,
+`dependents` bounds the outputs that need some inputs, without a search.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ Interval = tuple[int, int]
 
 
 class IndexMap(Protocol):
-    """From outputs to needed inputs along one dimension; hashable, so that plans can be cached."""
+    """A map from outputs to needed inputs along one dimension; hashable, so that plans can be
+    cached.
+    """
 
     def output_size(self, size: int) -> int:
         """Return the number of outputs along a dimension of `size` inputs."""
@@ -27,11 +29,15 @@ class IndexMap(Protocol):
         """Return the input intervals needed for the outputs [start, stop), start < stop."""
 
     def dependents(self, size: int, start: int, stop: int) -> tuple[Interval, ...]:
-        """Return output intervals; what needs any of the inputs [start, stop) meets one of them."""
+        """Return output intervals that contain every output that needs any of the inputs [start,
+        stop).
+        """
 
 
 class Ascending:
-    """An index map by which later outputs need no earlier inputs, and each one interval."""
+    """An index map in which later outputs need no earlier inputs, and each output needs one
+    interval.
+    """
 
     def dependents(self: IndexMap, size: int, start: int, stop: int) -> tuple[Interval, ...]:
         outputs = range(self.output_size(size))
@@ -52,7 +58,7 @@ class Ascending:
 
 @dataclass(frozen=True)
 class Same:
-    """An index map by which output i needs input i."""
+    """The identity: output i needs input i."""
 
     def output_size(self, size: int) -> int:
         return size
@@ -66,7 +72,7 @@ class Same:
 
 @dataclass(frozen=True)
 class Window(Ascending):
-    """A sliding window: convolution and pooling.
+    """A sliding window, for convolution and pooling.
 
     Output o covers the inputs o*stride - padding[0] + dilation*i for i in range(kernel).
     """
@@ -79,12 +85,12 @@ class Window(Ascending):
 
     @property
     def extent(self) -> int:
-        """Return the inputs from the first to the last that one window touches, gaps included."""
+        """Return the number of inputs from the first to the last of one window, gaps included."""
         return self.dilation * (self.kernel - 1) + 1
 
     @property
     def steps(self) -> tuple[int, int]:
-        """Return by how many outputs, and inputs, one window lies behind the other."""
+        """Return the distances between consecutive windows, in outputs and in inputs."""
         return 1, self.stride
 
     def output_size(self, size: int) -> int:
@@ -102,7 +108,9 @@ class Window(Ascending):
 
 
 class Run(NamedTuple):
-    """Elements start to stop of a buffer, of which adaptive pooling makes `outputs` outputs."""
+    """The elements [start, stop) of a buffer, which adaptive pooling reduces to `outputs`
+    outputs.
+    """
 
     start: int
     stop: int
@@ -126,9 +134,10 @@ class AdaptiveWindow(Ascending):
         return ((self.window(size, start)[0], self.window(size, stop - 1)[1]),)
 
     def runs(self, size: int, start: int, stop: int) -> tuple[Run, ...]:
-        """Return how to make the outputs [start, stop) by adaptive pooling of parts of the buffer.
+        """Return runs of the buffer from which adaptive pooling computes the outputs [start, stop).
 
-        A part makes other windows than the whole, where sizes do not divide; it is halved then.
+        Where sizes do not divide, pooling of a run may have other windows than the whole; it is
+        halved then.
         """
         return _runs(self, size, start, stop)
 
@@ -147,7 +156,9 @@ def _runs(window: AdaptiveWindow, size: int, start: int, stop: int) -> tuple[Run
 
 
 def _pools_alone(window: AdaptiveWindow, size: int, start: int, outputs: int) -> bool:
-    """Return whether adaptive pooling of what `outputs` outputs need makes just these."""
+    """Return whether adaptive pooling of the inputs of `outputs` outputs gives exactly these
+    outputs.
+    """
     ((first, last),) = window.intervals(size, start, start + outputs)
     alone = AdaptiveWindow(outputs)
     return all(
@@ -158,7 +169,7 @@ def _pools_alone(window: AdaptiveWindow, size: int, start: int, outputs: int) ->
 
 @dataclass(frozen=True)
 class Strided(Ascending):
-    """A slice: output i is input first + i*step, step positive."""
+    """A slice: output i is input first + i*step, with a positive step."""
 
     first: int
     step: int
@@ -173,9 +184,9 @@ class Strided(Ascending):
 
 @dataclass(frozen=True)
 class Span:
-    """Outputs [offset, offset + n) are the n inputs; the other outputs take nothing from here.
+    """One operand of a concatenation: its n inputs are the outputs [offset, offset + n).
 
-    This is one operand of a concatenation.
+    The other outputs need nothing of it.
     """
 
     offset: int
@@ -194,9 +205,9 @@ class Span:
 
 @dataclass(frozen=True)
 class Grouped(Ascending):
-    """An index map by which each `factor` outputs are computed from the next `inputs` inputs.
+    """A map by which each `factor` outputs are computed from the next `inputs` inputs.
 
-    Pixel shuffle and the groups of grouped convolution are of this kind.
+    Used for pixel shuffle and grouped convolution.
     """
 
     factor: int
@@ -212,7 +223,7 @@ class Grouped(Ascending):
 
 @dataclass(frozen=True)
 class Rows(Ascending):
-    """Rows of another length, as a reshape makes them: the elements of all rows follow each other.
+    """A change of row length, as in a reshape: rows are contiguous.
 
     Inputs are rows of `before` elements, outputs of `after` elements.
     """
@@ -227,13 +238,13 @@ class Rows(Ascending):
         return ((start * self.after // self.before, -(-stop * self.after // self.before)),)
 
     def offset(self, start: int) -> int:
-        """Return the place of output `start` in its buffer, in elements."""
+        """Return the position of output `start` in its buffer, in elements."""
         return start * self.after % self.before
 
 
 @dataclass(frozen=True)
 class Reversed:
-    """Output i is input n - 1 - i; the buffer is in input order."""
+    """A reversal: output i is input n - 1 - i; the buffer is in input order."""
 
     def output_size(self, size: int) -> int:
         return size
@@ -247,7 +258,7 @@ class Reversed:
 
 @dataclass(frozen=True)
 class Rolled:
-    """Output i is input (i - shift) mod n."""
+    """A rotation: output i is input (i - shift) mod n."""
 
     shift: int
 
@@ -267,9 +278,9 @@ class Rolled:
 class Pad:
     """Padding by `before` and `after` positions (negative ones crop).
 
-    mode "constant" leaves the outside to the fill value; "reflect" mirrors about the border
-    element, "replicate" repeats it, "circular" wraps around what is not cropped. `order` tells
-    where in the buffer each output lies.
+    mode "constant" fills the outside; "reflect" mirrors about the border element, "replicate"
+    repeats it, "circular" wraps around the elements that are not cropped. `order` gives the
+    position of each output in the buffer.
     """
 
     before: int
@@ -311,8 +322,9 @@ class Pad:
         return any(max(a, inputs[0]) < min(b, inputs[1]) for a, b in needed)
 
     def outside(self, size: int, start: int, stop: int) -> tuple[int, int] | None:
-        """Return how many of the outputs [start, stop) lie before the first input and after the
-        last, if padding the buffer by them makes the outputs; None where it does not.
+        """Return the numbers of outputs in [start, stop) before the first and after the last input.
+
+        None where padding the buffer by these numbers does not give the outputs.
         """
         first, last = start - self.before, stop - self.before
         inside = (max(first, 0), min(last, size))
@@ -321,7 +333,9 @@ class Pad:
         return inside[0] - first, last - inside[1]
 
     def order(self, size: int, start: int, stop: int) -> list[int] | None:
-        """Return the place in the buffer of each output in [start, stop); None where they agree."""
+        """Return the position in the buffer of each output in [start, stop); None where they are
+        in order.
+        """
         if self.mode == "constant":
             return None
         first, last = start - self.before, stop - self.before
@@ -339,12 +353,12 @@ class Pad:
 
 
 def _hull(pieces: Sequence[Interval]) -> Interval:
-    """Return the shortest interval that has all of `pieces` in it."""
+    """Return the shortest interval that contains all of `pieces`."""
     return min(first for first, _ in pieces), max(last for _, last in pieces)
 
 
 def _source(mode: str, inputs: Interval, position: int) -> int:
-    """Return the input that the output at `position`, counted from the first input, takes."""
+    """Return the input of the output at `position`, which is counted from the first input."""
     start, stop = inputs
     if mode == "circular":
         return start + (position - start) % (stop - start)
@@ -354,7 +368,7 @@ def _source(mode: str, inputs: Interval, position: int) -> int:
 
 
 def _mirror(mode: str, inputs: Interval, start: int, stop: int) -> Interval:
-    """Return the input interval that positions [start, stop) outside, all on one side, repeat."""
+    """Return the inputs that the positions [start, stop) outside, all on one side, repeat."""
     if start >= stop:
         return (0, 0)
     ends = _source(mode, inputs, start), _source(mode, inputs, stop - 1)
@@ -373,7 +387,7 @@ class TransposedWindow(Ascending):
 
     @property
     def steps(self) -> tuple[int, int]:
-        """Return by how many outputs, and inputs, one window lies behind the other."""
+        """Return the distances between consecutive windows, in outputs and in inputs."""
         return self.stride, 1
 
     def output_size(self, size: int) -> int:
@@ -389,7 +403,9 @@ class TransposedWindow(Ascending):
         return ((min(first, (start + self.padding) // self.stride), last),)
 
     def written(self, size: int, start: int, stop: int) -> Interval:
-        """Return the outputs that the inputs needed for [start, stop) reach, first to last."""
+        """Return the outputs, first to last, that are reached by the inputs needed for [start,
+        stop).
+        """
         ((first, last),) = self.intervals(size, start, stop)
         offset = -self.padding
         return (
@@ -399,10 +415,10 @@ class TransposedWindow(Ascending):
 
 
 def is_identity(needs: IndexMap, size: int) -> bool:
-    """Return whether a map says by itself that output i needs input i, of `size`, and no others.
+    """Return whether a map is recognised as the identity on `size` inputs.
 
-    That costs nothing, however many parts the dimension is cut into. Maps that come to the same by
-    other numbers are not recognised.
+    The test does not depend on the number of parts. Maps that are the identity for other reasons
+    are not recognised.
     """
     if isinstance(needs, Window):
         return (needs.kernel, needs.stride, needs.padding) == (1, 1, (0, 0))

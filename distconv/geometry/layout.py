@@ -1,4 +1,4 @@
-"""How a tensor is cut: canonical blocks, boxes of indices, and the layout that names the cuts.
+"""Cuts of tensors: canonical blocks, boxes of indices, and the layout that names the cuts.
 
 Index arithmetic only. A dimension of size n over p parts gives the first n mod p parts one element
 more, so the box that a rank holds follows from (shape, layout, grid) and nothing else.
@@ -28,15 +28,15 @@ def block(size: int, parts: int, index: int) -> tuple[int, int]:
 
 
 def distinct_parts(first: int, second: int, parts: int, steps: tuple[int, int]) -> Iterator[int]:
-    """Yield the numbers of parts that stand for all, where two dimensions are cut alike.
+    """Yield the numbers of parts that represent all parts of two dimensions with the same cut.
 
-    A part left out is like one before it: as many elements of both dimensions, and the same
-    distance between the positions where they begin, times `steps`. Where that distance changes from
-    part to part, each is yielded.
+    Every other part equals an earlier one: it has as many elements of both dimensions, and the same
+    distance between its starts, multiplied by `steps`. Where that distance changes from part to
+    part, each part is yielded.
 
     Parameters
     ----------
-    first, second: the elements of the two dimensions, inputs and outputs, say.
+    first, second: the elements of the two dimensions, such as inputs and outputs.
     """
     edges = {0, 1, first % parts, second % parts, parts - 1, parts}
     for start, stop in pairwise(sorted(edge for edge in edges if edge <= parts)):
@@ -68,7 +68,7 @@ class Box:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """Return the index that takes this box out of an array of the global shape."""
+        """Return the index that selects this box from an array of the global shape."""
         return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
 
     @property
@@ -78,10 +78,11 @@ class Box:
 
 
 def dimension_names(ndim: int) -> tuple[str, ...]:
-    """Return the names of dimensions by position: (sample, channel, width), and so on.
+    """Return the names of dimensions by position.
 
-    Four dimensions are (sample, channel, height, width), five (sample, channel, depth, height,
-    width). Beyond five, the dimensions between channel and space are `dim2`, `dim3`, ...
+    Three dimensions are (sample, channel, width), four (sample, channel, height, width), five
+    (sample, channel, depth, height, width). Beyond five, the dimensions between channel and space
+    are `dim2`, `dim3`, ...
     """
     spatial = ("depth", "height", "width")[max(0, 5 - ndim) :] if ndim > 2 else ()
     between = tuple(f"dim{i}" for i in range(2, ndim - 3))
@@ -89,13 +90,13 @@ def dimension_names(ndim: int) -> tuple[str, ...]:
 
 
 class _HasCuts(Protocol):
-    """A tensor that is cut: a DistTensor, of which this floor knows no more."""
+    """A tensor with cuts; the interface of DistTensor for this floor."""
 
     cuts: Cuts
 
 
 class Layout:
-    """Which tensor dimension is cut over which grid axis, or tuple of axes (first slowest).
+    """The grid axis, or tuple of axes (first slowest), over which each tensor dimension is cut.
 
     `Layout(sample="sample", height=("height", "width"))` cuts the samples over the grid axis
     "sample" and the rows over "height" and "width" together. A dimension that is not named is
@@ -111,12 +112,15 @@ class Layout:
 
     __slots__ = ("_cut", "by_dimension")
     dense: ClassVar[object] = None
-    """`torch.strided`, torch's name for the layout of tensors that are not sparse; set where torch
-    is known. Every layout is equal to it, as a DistTensor is dense, and has its hash: torch asks
-    `x.layout == torch.strided`, and `torch.testing.assert_close` looks into a set."""
+    """`torch.strided`, torch's layout of dense tensors, set where torch is known. Every layout
+    equals it
+    and has its hash, as a DistTensor is dense: torch tests `x.layout == torch.strided`, and
+    `torch.testing.assert_close` uses a set.
+    """
     by_dimension: frozenset[tuple[str, tuple[str, ...]]]
-    """The cuts, with one name for each dimension: the same of equal layouts. Look many layouts
-    up by it, not by themselves, as all of them have one hash."""
+    """The cuts, with one name for each dimension, the same for equal layouts. Use it, not the
+    layout, as a key of dictionaries, as all layouts have one hash.
+    """
     _cut: tuple[tuple[str, tuple[str, ...]], ...]
 
     def __init__(self, **dimensions: str | tuple[str, ...] | list[str] | None) -> None:
@@ -164,11 +168,12 @@ class Layout:
 
     @classmethod
     def like(cls, x: _HasCuts, without: str | Iterable[str] = ()) -> Layout:
-        """Return the layout of a tensor that has the dimensions of `x` but for some, cut as there.
+        """Return the layout of a tensor with the dimensions and cuts of `x`, except the named
+        dimensions.
 
         Labels (sample, depth, height, width) beside a volume have the layout
-        `Layout.like(volume, without="channel")`. By position alone their dimensions would be taken
-        for (sample, channel, height, width). No communication.
+        `Layout.like(volume, without="channel")`. By position alone their dimensions would be named
+        (sample, channel, height, width). No communication.
 
         Parameters
         ----------
@@ -267,7 +272,7 @@ def cutting_axes(cuts: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
 
 
 def replicating_axes(cuts: Cuts, topology: Topology) -> tuple[str, ...]:
-    """Return the grid axes of several ranks along which a tensor is replicated."""
+    """Return the grid axes with several ranks along which a tensor is replicated."""
     used = cutting_axes(cuts)
     return tuple(a for a in AXES if a not in used and topology.extent(a) > 1)
 
@@ -326,10 +331,10 @@ T = TypeVar("T")
 
 
 def replaced_at(values: tuple[T, ...], dimension: int, value: T) -> tuple[T, ...]:
-    """Return `values` with `value` in the place of this dimension's."""
+    """Return `values` with `value` at index `dimension`."""
     return (*values[:dimension], value, *values[dimension + 1 :])
 
 
 def idle_axes(used: Axes, topology: Topology) -> Axes:
-    """Return the grid axes for channels and filters, of several ranks, that `used` leaves free."""
+    """Return the `channel` and `filter` axes that have several ranks and are not in `used`."""
     return tuple(a for a in ("channel", "filter") if a not in used and topology.extent(a) > 1)

@@ -1,4 +1,4 @@
-"""Dimensions that are split and merged by a reshape: which factors stay side by side.
+"""Dimensions that a reshape splits and merges: the factors that stay side by side.
 
 Index arithmetic only.
 """
@@ -13,7 +13,7 @@ from distconv.geometry.layout import Shape
 
 
 def groups(before: Shape, after: Shape) -> list[tuple[range, range]]:
-    """Return the shortest runs of dimensions of equal product, from left to right."""
+    """Return pairs of shortest runs of dimensions with equal products, from left to right."""
     found = []
     i = j = 0
     while i < len(before) or j < len(after):
@@ -33,7 +33,7 @@ def groups(before: Shape, after: Shape) -> list[tuple[range, range]]:
 
 
 def common_factors(splits: Sequence[Sequence[int]]) -> Shape | None:
-    """Return the fewest factors of which each of these rows, of one product, merges runs.
+    """Return the coarsest factors from which each of these factorisations is made by merging runs.
 
     None where there are none: (2, 3) and (3, 2) end their first factors at 2 and 3 of 6 positions,
     and a size of 0 has none.
@@ -52,9 +52,9 @@ def common_factors(splits: Sequence[Sequence[int]]) -> Shape | None:
 
 
 def merged_runs(factors: Sequence[int], sizes: Sequence[int]) -> tuple[Shape, ...]:
-    """Return for each size the factors that make it, in order; (1,) for 1.
+    """Return for each size the consecutive factors with that product; (1,) for 1.
 
-    `factors` are larger than 1, but for the one of a size of 1.
+    `factors` are larger than 1, except the one of a size of 1.
     """
     runs, i = [], 0
     for n in sizes:

@@ -1,13 +1,14 @@
-"""Plans: the boxes that a rank needs, the ranks that own them, and the boxes that it has to send.
+"""Plans: the boxes that a rank needs, the ranks that own them, and the boxes that it must send.
 
-A plan moves elements from a tensor cut by one layout into each rank's buffer, where the rank holds
-its block of an output cut by the same or another layout and an index map per dimension says which
-inputs those outputs need. A halo exchange is a plan between equal layouts with windows; a
+A plan moves elements from a tensor cut by one layout into each rank's buffer. The rank holds its
+block of an output cut by the same or another layout, and an index map per dimension gives the
+inputs that those outputs need. A halo exchange is a plan between equal layouts with windows; a
 redistribution is one between different layouts with `Same`. Every dimension is treated alone, and
-what two ranks exchange is the product over the dimensions, so corners need no special case, owners
-may be several parts away, and the cost follows the neighbourhood, not the size of the grid.
+the elements exchanged by two ranks are the product over the dimensions. So corners need no special
+case, owners may be several parts away, and the cost follows the neighbourhood, not the size of the
+grid.
 
-Index arithmetic only. Read backwards, a plan is the adjoint: the accumulation of what was gathered.
+Index arithmetic only. Read backwards, a plan is the adjoint: the accumulation of gathered elements.
 """
 
 from __future__ import annotations
@@ -40,8 +41,7 @@ Slices = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class Piece:
-    """Along one dimension: elements of a source part that follow each other, and their place in the
-    buffer."""
+    """Consecutive elements of a source part along one dimension, and their place in the buffer."""
 
     source: int
     target: int
@@ -57,7 +57,7 @@ class Route:
     size: int
     """Number of elements in all boxes."""
     shape: tuple[int, ...]
-    """The shape of the message: that of a single box, or (size,) of several one after the other."""
+    """The shape of the message: that of a single box, or (size,) of several concatenated ones."""
 
     @classmethod
     def of(cls, peer: int, boxes: tuple[Slices, ...]) -> Route:
@@ -98,16 +98,16 @@ class Plan:
 
     @cached_property
     def covered(self) -> bool:
-        """Return whether every element of the buffer is written, and none left to the padding."""
+        """Return whether every element of the buffer is written, with no padding left."""
         own = sum(prod(s.stop - s.start for s in source) for source, _ in self.own)
         return own + sum(r.size for r in self.receives) == prod(self.buffer_shape)
 
     @cached_property
     def pieces(self) -> tuple[int, tuple[int | tuple[int, ...], ...]] | None:
-        """Return a dimension along which own box, messages and padding make the buffer, and these.
+        """Return a dimension, and the pieces that concatenate to the buffer along it.
 
         A piece is the number of a message, -1 for the own box, or the shape of padding. None where
-        the pieces do not lie so, or where messages can arrive in the buffer as it lies in memory.
+        the pieces do not lie so, or where messages can arrive directly in the buffer.
         """
         boxes = [box for _, box in self.own] + [box for r in self.receives for box in r.boxes]
         shape, whole = self.buffer_shape, tuple(slice(0, n) for n in self.buffer_shape)
@@ -130,7 +130,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class _Dimension:
-    """One dimension: how input and output are cut along it, and which inputs the outputs need."""
+    """One dimension: the cuts of input and output along it, and the inputs that outputs need."""
 
     size: int
     source_axes: tuple[str, ...]
@@ -180,13 +180,15 @@ class _Dimension:
         return tuple(found)
 
     def overlap(self, source: int, target: int) -> int:
-        """Return how many elements target part `target` takes from source part `source`."""
+        """Return the number of elements that target part `target` takes from source part
+        `source`.
+        """
         start, stop = block(self.size, self.source_parts, source)
         pieces = (min(b, stop) - max(a, start) for a, b in self.intervals(target))
         return sum(n for n in pieces if n > 0)
 
     def targets(self, source: int) -> set[int]:
-        """Return target parts, all among them that take elements from source part `source`."""
+        """Return target parts that include all that take elements from source part `source`."""
         start, stop = block(self.size, self.source_parts, source)
         if start == stop:
             return set()
@@ -199,7 +201,9 @@ class _Dimension:
 
 
 def _parts_meeting(size: int, parts: int, intervals: Iterable[Interval]) -> set[int]:
-    """Return the parts of `size` positions that hold any in the intervals, which may reach out."""
+    """Return the parts of `size` positions that intersect the intervals, which may reach
+    outside.
+    """
     meeting: set[int] = set()
     for first, last in intervals:
         a, b = max(first, 0), min(last, size)
@@ -218,7 +222,7 @@ def make_plan(
     target: Cuts,
     needs: tuple[IndexMap, ...],
 ) -> Plan:
-    """Return the part of `rank` in bringing to every rank the inputs of its block of outputs.
+    """Return `rank`'s plan for bringing to every rank the inputs of its block of outputs.
 
     Parameters
     ----------
@@ -267,10 +271,10 @@ def elements_moved(
     target: Cuts,
     needs: tuple[IndexMap, ...],
 ) -> int:
-    """Return how many elements the routes of `make_plan` have, sent and received together.
+    """Return the number of elements in the routes of `make_plan`, sent and received together.
 
-    It makes no routes: boxes are products of intervals, so that sums over ranks are products of
-    sums over parts.
+    It makes no routes: boxes are products of intervals, so sums over ranks are products of sums
+    over parts.
     """
     dimensions, source_here, target_here = _placed(topology, rank, shape, source, target, needs)
     here, moving = topology.coordinates(rank), set(cutting_axes(source))
@@ -289,14 +293,14 @@ def elements_moved(
 def _counts_cut_alike(d: _Dimension, part: int) -> tuple[int, int, int]:
     """Return `_counts` along a dimension whose input and output are cut over the same axes.
 
-    They are those of every rank with this part, in whatever way the other dimensions are cut.
+    They are the same for every rank with this part, however the other dimensions are cut.
     """
     return _counts(d, part, part, d.targets(part))
 
 
 def _counts(d: _Dimension, source: int, target: int, takers: Iterable[int]) -> tuple[int, int, int]:
-    """Return the elements that a target part takes, that `takers` take from a source part, and that
-    the first takes from the second.
+    """Return the numbers of elements that `target` takes, that `takers` take from `source`, and
+    that `target` takes from `source`.
     """
     received = sum(d.overlap(i, target) for i in d.sources(target))
     sent = sum(d.overlap(source, j) for j in takers)
@@ -341,8 +345,8 @@ def _targets(
 ) -> Iterator[tuple[int, tuple[int, ...]]]:
     """Yield the ranks that take elements from `rank`, each with its target part in every dimension.
 
-    A rank takes from the replica that has the same coordinates as itself along the grid axes that
-    do not cut the input. So these coordinates are fixed to this rank's, and the others vary.
+    A rank takes from the replica with its own coordinates along the grid axes that do not cut the
+    input. So these coordinates are fixed to this rank's, and the others vary.
     """
     here, moving = topology.coordinates(rank), set(cutting_axes(source))
     free = _free_axes(source, target)
@@ -372,14 +376,14 @@ def _takers(
 
 
 def _free_axes(source: Cuts, target: Cuts) -> list[str]:
-    """Return the axes that cut the input alone: ranks along them take the same elements."""
+    """Return the axes that cut the input only: ranks along them take the same elements."""
     return [axis for axis in cutting_axes(source) if axis not in cutting_axes(target)]
 
 
 def _boxes(
     dimensions: list[_Dimension], source: Sequence[int], target: Sequence[int]
 ) -> tuple[tuple[Slices, Slices], ...]:
-    """Return what moves from source to target parts, as boxes of the block and of the buffer."""
+    """Return the boxes that move from source to target parts, in the block and in the buffer."""
     every = [d.taken(i, j) for d, i, j in zip(dimensions, source, target, strict=True)]
     return tuple(
         (

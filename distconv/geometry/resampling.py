@@ -1,4 +1,4 @@
-"""Geometry of resampling: which inputs each output is a weighted sum of, along one dimension.
+"""Geometry of resampling: the inputs, and their weights, of each output along one dimension.
 
 Index arithmetic only. The positions and weights follow torch's conventions, in the precision in
 which torch computes them, so that rounding falls on the same side.
@@ -18,7 +18,7 @@ from distconv.geometry.index_maps import Ascending, Interval
 _CUBIC = -0.75
 _CUBIC_ANTIALIAS = -0.5
 _LONGEST_PERIOD = 32
-"""The most inputs that a window may begin before those that it needs, to line up with outputs."""
+"""The most inputs that a window may begin early, to line up with outputs."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,11 @@ class Resampled(Ascending):
         return near if float(near) == scale and (near == 1 or self.outputs != size) else None
 
     def alone(self, size: int, start: int, stop: int) -> tuple[int, float] | None:
-        """Return how torch's kernel makes the outputs [start, stop) of their window alone.
+        """Return how torch's kernel computes the outputs [start, stop) from their window,
+        `intervals`.
 
-        The window, `intervals`, is its whole input. The first of the two numbers says how many
-        outputs come before those asked for, the second how many outputs there are per input. None
-        where the kernel would find other positions.
+        The first number counts the surplus outputs before `start`, the second is the outputs per
+        input. None where the kernel would use other positions.
         """
         return _alone(self, size, start, stop)
 
@@ -148,7 +148,7 @@ def _taps(r: Resampled, size: int, start: int, stop: int) -> tuple[NDArray, NDAr
 
 
 def _nearest(r: Resampled, size: int, outputs: NDArray) -> NDArray:
-    """Return the nearest inputs, computed in float32 as by torch, whatever the type of the data."""
+    """Return the nearest inputs, computed in float32 as by torch, for data of any type."""
     if r.mode == "nearest" and r.outputs in (size, 2 * size):
         return outputs // (r.outputs // size)
     return _scaled(r, size, outputs, np.float32)

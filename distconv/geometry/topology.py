@@ -34,7 +34,7 @@ class Topology:
         return self._hash
 
     def __str__(self) -> str:
-        """Return the axes with several ranks, as `height=2, width=2`."""
+        """Return the axes with several ranks, such as `height=2, width=2`."""
         return ", ".join(f"{axis}={n}" for axis, n in self._extent.items() if n > 1)
 
     def extent(self, axis: str) -> int:
@@ -42,7 +42,7 @@ class Topology:
         return self._extent[axis]
 
     def parts(self, axes: Iterable[str]) -> int:
-        """Return the number of parts into which a dimension falls when it is cut over `axes`."""
+        """Return the number of parts of a dimension that is cut over `axes`."""
         return prod(map(self._extent.__getitem__, axes))
 
     def coordinate(self, rank: int, axis: str) -> int:
@@ -58,7 +58,9 @@ class Topology:
         return sum(coordinates[axis] * self._stride[axis] for axis in AXES)
 
     def part(self, coordinates: Mapping[str, int], axes: Iterable[str]) -> int:
-        """Return which part of a dimension cut over `axes`, first slowest, is at `coordinates`."""
+        """Return the number of the part at `coordinates` of a dimension cut over `axes`, first
+        slowest.
+        """
         index = 0
         for axis in axes:
             index = index * self.extent(axis) + coordinates[axis]

@@ -1,4 +1,6 @@
-"""A rank that raises ends the whole job, instead of leaving the others waiting for its messages."""
+"""Ending the whole job when one rank raises, instead of leaving other ranks waiting for its
+messages.
+"""
 
 from __future__ import annotations
 
@@ -20,26 +22,26 @@ from typing import Any
 from distconv.transport.launch import is_copy, place_by_torch
 
 _GRACE = 2.5
-"""Seconds that another rank waits for rank 0 to report, so that an error all ranks share is
-printed once."""
+"""Seconds that other ranks wait for rank 0 to report, so that an error of all ranks is printed
+once.
+"""
 
 _PATIENCE = 5.0
-"""Seconds that MPI is given to abort."""
+"""Seconds allowed for MPI's abort."""
 
 _LAST = 4.0
-"""Seconds that functions registered with atexit, and open files, are given before."""
+"""Seconds allowed for functions registered with atexit, and for flushing files, before that."""
 
 _FORWARDING = 0.5
-"""Seconds that the launcher is given to forward the report, which an abort may cut off."""
+"""Seconds allowed for the launcher to forward the report, which an abort may cut off."""
 
 
 def abort_when_a_rank_raises() -> None:
-    """Make an uncaught exception print its traceback and end all ranks that were started together.
+    """Let an uncaught exception print its traceback and end all ranks that were started together.
 
-    Errors raised on all ranks together are reported by the first rank to come out of its grace
-    period, which is rank 0 where it is among them. Changes nothing in processes that ranks have
-    started. `sys.exit` is no uncaught exception to Python, and so does
-    not end the other ranks.
+    Errors raised on all ranks together are reported by the first rank whose grace period ends,
+    which is rank 0 if it is among them. Nothing changes in processes that ranks have started.
+    `sys.exit` is no uncaught exception to Python, and so does not end the other ranks.
     """
     if not isinstance(sys.excepthook, _Abort):
         sys.excepthook = _Abort(sys.excepthook)
@@ -79,16 +81,16 @@ class _Abort:
 
 
 def _running() -> Any:
-    """Return mpi4py.MPI where it has started and not ended, else None."""
+    """Return mpi4py.MPI if it has started and not ended, else None."""
     MPI: Any = sys.modules.get("mpi4py.MPI")
     return MPI if MPI and MPI.Is_initialized() and not MPI.Is_finalized() else None
 
 
 def _place() -> tuple[int, int]:
-    """Return which of how many ranks this process is; the only one where it is no rank.
+    """Return this process's rank and the number of ranks; (0, 1) where it is no rank.
 
-    Before MPI has started, the rank is known only under MPICH's launcher, which has to be told of
-    an error, and under torchrun. Other launchers end the job when a process does.
+    Before MPI has started, the rank is known only under MPICH's launcher, which must be told of an
+    error, and under torchrun. Other launchers end the job when a process ends.
     """
     if is_copy():
         return 0, 1
@@ -108,7 +110,7 @@ def _place() -> tuple[int, int]:
 
 
 def flush_files() -> None:
-    """Write what the program's open files hold in buffers, those that write into others first."""
+    """Write the buffers of the program's open files, outer files of nested ones first."""
     layers: tuple[list[io.IOBase], ...] = [], [], []
     gc.unfreeze()  # or files that were open when the program called gc.freeze would stay unseen
     for thing in gc.get_objects():
@@ -122,22 +124,21 @@ def flush_files() -> None:
 
 
 ABANDONED = threading.Event()
-"""Set where the job is about to be aborted, so that nobody waits for other ranks any more."""
+"""Set when the job is about to be aborted, so that nobody waits for other ranks any more."""
 
 
 def _leave() -> None:
-    """Do what Python does at the end of a program, but end no MPI, which waits for other ranks."""
+    """Run Python's exit functions, but not MPI's, which waits for other ranks."""
     ABANDONED.set()
     with contextlib.suppress(BaseException):
         atexit._run_exitfuncs()
 
 
 def abort_job(report: Callable[[], None] | None = None) -> None:
-    """End all ranks, after what has been printed or written is on its way; this process does not
-    return.
+    """End all ranks, after printed and written data are on their way; this process does not return.
 
     Functions registered with atexit run before, and open files are flushed, within seconds; then
-    comes the report.
+    the report is called.
     """
     sys.stderr.flush()
     limit = threading.Timer(_LAST, _abort, (report,))

@@ -1,4 +1,4 @@
-"""Short notes that ranks leave for each other while their programs wait for messages."""
+"""Notes between ranks, while their programs wait for messages."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from distconv.transport.torch_groups import Store
 
 
 class Board:
-    """Notes by name, kept in a store of torch.distributed by the first rank.
+    """Notes by name, in a store of torch.distributed that the first rank keeps.
 
-    Without a store, or where it cannot be reached any more, nothing is read, and notes are lost.
+    Without a store, or once it cannot be reached, reads return nothing, and notes are lost.
     """
 
     def __init__(self, store: Store = None):
@@ -33,7 +33,9 @@ class Board:
         return None
 
     def count(self, name: str, more: int = 1) -> int:
-        """Add to the counter of that name; return its new value, or -1 where that is unknown."""
+        """Add to the counter of that name; return its new value, or -1 if the store cannot be
+        reached.
+        """
         try:
             if self._store is not None:
                 return int(self._store.add(name, more))

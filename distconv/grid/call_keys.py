@@ -1,4 +1,4 @@
-"""What has to be the same of a call on all ranks, in a form that can be compared and spelled."""
+"""Keys of calls: everything in a call that must be equal on all ranks, to compare and to print."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ from distconv.grid.whereabouts import Call, operator_name
 from distconv.torch_private import autocast_is_on
 
 PARAMETERS: Any = WeakIdKeyDictionary()
-"""The parameters of parallelized modules, each with its place among those of its module."""
+"""The parameters of parallelized modules, each with its index in its module."""
 
 Key = tuple[Any, ...]
-"""A function and its arguments, or a function and the extents of the grid of its first argument."""
+"""A function with its arguments, or a function with the extents of its first argument's grid."""
 
 
 class _Tensor(NamedTuple):
-    """A tensor as all ranks have to see it, without its elements."""
+    """The metadata of a tensor that must be equal on all ranks."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     cuts: tuple[tuple[str, ...], ...] | None
     extents: tuple[int, ...] | None
     number: int | None
-    """Of a parameter of a parallelized module, its place among them."""
+    """The index of a parameter of a parallelized module; None for other tensors."""
     made_after: int | None
-    """Of another tensor, the entry of the journal after which it was made, where that is known."""
+    """The journal entry after which another tensor was made, where that is known."""
 
 
 def short_key(call: Call) -> Key:
-    """Return a key of the function alone, and of the grid of its first argument."""
+    """Return the key of a function alone, with the grid of its first argument."""
     function, arguments, _ = call
     grid = getattr(arguments[0], "grid", None) if arguments else None
     return function, None if grid is None else grid.topology.extents
 
 
 def full_key(call: Call, known_from: int) -> Key:
-    """Return a key of a function with its arguments, and the types of autocast.
+    """Return the key of a function with its arguments, and the types of autocast.
 
-    Tensors made after entries of the journal from `known_from` on are told apart by them.
+    Tensors made after journal entries from `known_from` on are told apart by these entries.
     """
     function, arguments, keywords = call
     named = _kept(keywords or (), known_from)
@@ -57,14 +57,14 @@ def full_key(call: Call, known_from: int) -> Key:
 
 
 def _autocast_types() -> tuple[torch.dtype, ...]:
-    """Return the types into which autocast converts, on each kind of device where it is on."""
+    """Return the types of autocast, on each kind of device where it is on."""
     accelerator = torch.accelerator.current_accelerator()
     kinds = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
     return tuple(torch.get_autocast_dtype(k) for k in kinds if torch.is_autocast_enabled(k))
 
 
 def _kept(argument: Any, known_from: int) -> Any:
-    """Return what has to be the same of an argument on all ranks, in a form that can be hashed."""
+    """Return the part of an argument that must be equal on all ranks, in a hashable form."""
     kind = type(argument)
     if kind in _SIMPLE:
         return argument
@@ -94,12 +94,12 @@ def _kept(argument: Any, known_from: int) -> Any:
 
 _SIMPLE = {int, type(None), torch.dtype, torch.memory_format, Layout}
 _SPELLED = {bool, float, complex}
-"""Types of numbers that may equal an integer, and are not the same argument."""
+"""Types of numbers that can equal an integer but are different arguments."""
 
 
 @lru_cache(maxsize=8192)
 def code_of(kind: str, key: Key) -> int:
-    """Return a number that stands for an entry of the journal, the same on all ranks."""
+    """Return a number for an entry of the journal, the same on all ranks."""
     function, *arguments = key
     spelled = f"{kind} {'' if function is None else operator_name(function)} {arguments!r}"
     return crc32(spelled.encode())
@@ -131,11 +131,11 @@ def _word(value: Any) -> str:
 
 
 def first_difference(ranks: Sequence[tuple[int, Sequence[int]]]) -> int | None:
-    """Return the first entry in which ranks differ; None where that is longer ago than they know.
+    """Return the first entry in which ranks differ; None if it is older than the known entries.
 
     Parameters
     ----------
-    ranks: for each rank the number of its first remembered entry, and the codes of its entries.
+    ranks: for each rank the number of its first known entry, and the codes of its entries.
     """
     begin = max(first for first, _ in ranks)
     end = max(first + len(codes) for first, codes in ranks)

@@ -1,6 +1,6 @@
-"""The things that a process has once: communicators for each purpose, transports, a GPU.
+"""The shared objects of a process: communicators for each purpose, transports, a GPU.
 
-MPI has about two thousand communicators to give; a program may build any number of grids.
+MPI offers about two thousand communicators; a program may build any number of grids.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ from distconv.transport.watched import Wait, Waiting, WatchedTransport
 from distconv.transport.world import world
 
 _LONGER = 60.0
-"""Seconds that torch's groups between accelerators wait longer than DISTCONV_TIMEOUT, whose message
-tells more."""
+"""Seconds by which the time limit of torch's groups between accelerators exceeds DISTCONV_TIMEOUT,
+whose report says more.
+"""
 
 _LONGEST = timedelta(days=365)
 
@@ -57,7 +58,7 @@ class _Store:
         self.gpu: torch.device | None = None
         self.side: SideStream | None = None
         self.wraps: list[Callable[[WatchedTransport], Transport]] = []
-        """What records the messages of transports now, the outermost last."""
+        """The functions that wrap transports now, the outermost last."""
 
 
 @cache
@@ -78,10 +79,10 @@ def communicator(ranks: tuple[int, ...], purpose: str) -> Communicator:
 
 
 def transport(ranks: tuple[int, ...], name: str, devices: tuple[str, ...]) -> Transport:
-    """Return the transport of a name among `ranks`, between tensors on the device of each.
+    """Return the transport of a name among `ranks`, for tensors on these devices.
 
-    Collective over those ranks at the first call, and a look-up ever after, on all of them; so it
-    is known by the devices of all.
+    Collective over those ranks at the first call. Later calls look it up by the devices of all
+    ranks, so all of them do.
     """
     carrier = _carrier(ranks, name, devices)
     if len(ranks) == 1:
@@ -101,12 +102,13 @@ def transport(ranks: tuple[int, ...], name: str, devices: tuple[str, ...]) -> Tr
 
 @contextmanager
 def carried_by(wrap: Callable[[WatchedTransport], Transport]) -> Iterator[None]:
-    """Record the messages between ranks within the context; on this rank, no communication.
+    """Wrap the transports of this rank within the context, to record its messages. No
+    communication.
 
     Parameters
     ----------
-    wrap: returns a carrier that records what it hands to `transport.carrier`. It is called for
-        every transport, also for those that are made within the context.
+    wrap: returns a carrier that records its messages and passes them to `transport.carrier`. It is
+        called for every transport, also for those that are made within the context.
     """
     store = _store()
     store.wraps.append(wrap)
@@ -123,9 +125,9 @@ def carried_by(wrap: Callable[[WatchedTransport], Transport]) -> Iterator[None]:
 
 
 def journal(ranks: tuple[int, ...]) -> Journal:
-    """Return the journal of `ranks`, for all grids on them; made as `communicator` is.
+    """Return the journal of `ranks`, shared by all grids on them; made as `communicator` is.
 
-    From the first call on, a thread looks at what this rank waits for.
+    The first call starts the thread that watches this rank's waits.
     """
     made = _store().journals
     if ranks not in made:
@@ -185,19 +187,19 @@ def _connected(comm: Communicator, name: str, devices: tuple[str, ...]) -> Trans
 
 
 def store_of(comm: Communicator) -> Store:
-    """Return a store of torch.distributed for the ranks of `comm`, all of which call it."""
+    """Return a store of torch.distributed for the ranks of `comm`, which all call it."""
     if isinstance(comm, TorchCommunicator):
         return comm.store
     return common_store(comm) if comm.size > 1 else None
 
 
 def gpu() -> torch.device | None:
-    """Return the GPU that this rank has on other grids."""
+    """Return the GPU that this rank uses on other grids; None if none."""
     return _store().gpu
 
 
 def take_gpu(device: torch.device) -> None:
-    """Make a GPU this rank's on all grids, and torch's current one."""
+    """Make a GPU this rank's device on all grids, and torch's current one."""
     torch.accelerator.set_device_index(device)
     _store().gpu = device
 
@@ -212,7 +214,7 @@ def _side_stream(device: torch.device) -> SideStream:
 
 
 def _close() -> None:
-    """End the connections between accelerators: at once where the job is aborted, else in peace."""
+    """Close the connections between accelerators: at once if the job is aborted, else when idle."""
     for carrier in _store().carriers.values():
         if carrier.ordered:
             cast(StreamTransport, carrier).close(abort=ABANDONED.is_set())

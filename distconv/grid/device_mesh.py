@@ -1,4 +1,4 @@
-"""A grid as a mesh of torch.distributed, and back: the same ranks, with the same names of axes."""
+"""A grid as a mesh of torch.distributed, and back: the same ranks, with the same axis names."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def axes_of_mesh(mesh: DeviceMesh, axes: Mapping[str, str] | None) -> tuple[str,
 
     Parameters
     ----------
-    axes: grid axes by names of the mesh; a name that is not there is an axis itself.
+    axes: grid axes by names of the mesh; a missing name is itself an axis.
     """
     named = tuple((axes or {}).get(name, name) for name in mesh.mesh_dim_names or ())
     if len(named) != mesh.ndim or len(set(named)) < len(named) or not set(named) <= set(AXES):
@@ -34,7 +34,7 @@ def axes_of_mesh(mesh: DeviceMesh, axes: Mapping[str, str] | None) -> tuple[str,
 
 
 def arranged(mesh: DeviceMesh, axes: Sequence[str]) -> tuple[list[int], dict[str, int]]:
-    """Return the ranks of a mesh in the order of a grid with these axes, and its extents.
+    """Return the ranks of a mesh in the order of a grid with these axes, and the grid's extents.
 
     Raises `ValueError` where ranks do not ascend along each dimension.
     """
@@ -45,7 +45,9 @@ def arranged(mesh: DeviceMesh, axes: Sequence[str]) -> tuple[list[int], dict[str
 
 
 def _check_ascending(ranks: torch.Tensor) -> None:
-    """Raise where torch's groups, which sort their ranks, have another order than the mesh."""
+    """Raise where torch's groups, which sort their ranks, would have another order than the
+    mesh.
+    """
     for dimension in range(ranks.dim()):
         if not (ranks.diff(dim=dimension) > 0).all():
             raise ValueError(
@@ -60,19 +62,19 @@ def mesh_axes(grid: Grid) -> tuple[str, ...]:
 
 
 def make_device_mesh(grid: Grid, ranks: tuple[int, ...]) -> DeviceMesh:
-    """Return a mesh with the ranks of a grid; all of them call it.
+    """Return a mesh with the ranks of a grid. All of them call it.
+
+    Initialises a default group of torch.distributed where there is none.
 
     Parameters
     ----------
-    ranks: their numbers in the job.
-
-    Where there is no default group of torch.distributed, this initialises one.
+    ranks: the ranks of the grid by their numbers in the job.
 
     Raises
     ------
     ValueError
-        On every rank, where the grid has some ranks of the job only, they do not ascend along its
-        axes, or the program has numbered them otherwise in a default group of its own.
+        On every rank, where the grid has not all ranks of the job, they do not ascend along its
+        axes, or the program's own default group numbers them in another order.
     """
     from torch import distributed
     from torch.distributed.device_mesh import DeviceMesh

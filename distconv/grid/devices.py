@@ -1,7 +1,7 @@
-"""The device of each rank of a grid, and how messages travel: decided alike on all ranks.
+"""The device of each rank of a grid, and the carrier of messages: decided alike on all ranks.
 
-Every rank offers the devices that it can see, and says what it is asked for. The decision follows
-from the offers of all ranks, and needs neither a GPU nor messages.
+Every rank sends an offer: the devices that it sees, and the device that the program asks for. The
+decision follows from the offers of all ranks, and needs neither a GPU nor messages.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ _ON_ACCELERATORS = "torch", "mpi", "nccl"
 _VARIABLE = "DISTCONV_TRANSPORT"
 
 _SHARE = "DISTCONV_SHARE_GPUS"
-"""Set to 1 where NCCL, or its like, is to take several ranks on one GPU, which many refuse."""
+"""Set to 1 to let NCCL, or its like, run several ranks on one GPU, which many versions refuse."""
 
 
 class Offer(NamedTuple):
     """The wishes and possibilities that a rank tells the others when it makes a grid."""
 
     device: str | None
-    """The device that this rank is asked for, a kind or one of it; None where that is open."""
+    """The device that the program asks for, a kind or one device; None for any."""
     transport: str | None
     gpus: tuple[str, ...] = ()
-    """The identities of the GPUs that this rank sees, unless it is asked not to look."""
+    """The identities of the GPUs that this rank sees; none where the program asks for a CPU."""
     missing: Mapping[str, str] = {}
-    """Why this rank cannot use a transport, by its name."""
+    """The reasons why this rank cannot use transports, by their names."""
     may_share: bool = False
-    """Whether NCCL is to take several ranks on one GPU."""
+    """Whether NCCL may run several ranks on one GPU."""
     kind: str = "cpu"
-    """The kind of these GPUs, as torch calls it."""
+    """The kind of these GPUs, by torch's name."""
 
 
 class Choice(NamedTuple):
-    """The devices that the ranks of a grid compute on, and the transport of their messages."""
+    """The devices of the ranks of a grid, and the transport of their messages."""
 
     devices: tuple[str, ...]
-    """The device of each rank, by the rank's own numbering."""
+    """The device of each rank, as the rank itself numbers its devices."""
     transport: str
     notice: str | None = None
-    """A warning for whoever looks for speed, if there is a reason."""
+    """A warning about speed, if there is a reason for one."""
 
 
 def make_offer(
@@ -63,12 +63,12 @@ def make_offer(
     kept: torch.device | None,
     by_mpi: bool = True,
 ) -> Offer:
-    """Return the offer of this rank, for the others; no communication.
+    """Return the offer of this rank; no communication.
 
     Parameters
     ----------
-    device, transport: as the program gives them to the grid.
-    kept: the GPU that this rank has had on another grid, which it keeps.
+    device, transport: the program's arguments to the grid.
+    kept: the GPU of this rank on another grid, which it keeps.
     by_mpi: whether MPI has started the ranks.
     """
     given, transport = transport, transport or os.environ.get(_VARIABLE) or None
@@ -95,7 +95,7 @@ def make_offer(
 
 
 def _missing(kind: str, by_mpi: bool) -> dict[str, str]:
-    """Return why this rank cannot use transports between devices of a kind, by their names."""
+    """Return the reasons why this rank cannot use transports between devices of a kind, by name."""
     reasons = {
         "mpi": None if by_mpi else "MPI has not started the ranks; start them with mpiexec",
         "torch": torch_groups.why_unavailable(kind),
@@ -107,15 +107,15 @@ def _missing(kind: str, by_mpi: bool) -> dict[str, str]:
 def choose(offers: Sequence[Offer]) -> Choice:
     """Return the decision that follows from the offers of all ranks.
 
-    A rank that is asked for no certain GPU takes, in rank order, of the GPUs that it sees the one
-    that the fewest ranks have; so the ranks of a node take its GPUs in turn. Messages between GPUs
-    travel by torch's NCCL where every rank has one of its own, and by MPI where ranks share GPUs;
-    those between CPUs by MPI, or torch's gloo where MPI has not started the ranks.
+    A rank without a chosen GPU takes the least used GPU that it sees, in rank order, so the ranks
+    of a node take its GPUs in turn. Messages between GPUs travel by torch's NCCL where every rank
+    has a GPU of its own, and by MPI where ranks share GPUs; those between CPUs by MPI, or by
+    torch's gloo where MPI has not started the ranks.
 
     Raises
     ------
     ValueError
-        When what ranks are asked for cannot be had, or differs.
+        When a requested device or transport is not available, or requests of ranks contradict.
     """
     transport = offers[0].transport
     kinds = [_kind(o) for o in offers]
@@ -139,7 +139,7 @@ def choose(offers: Sequence[Offer]) -> Choice:
 
 
 def _staging(offers: Sequence[Offer]) -> str:
-    """Return why messages between GPUs go by MPI, in words."""
+    """Return a message that says why messages between GPUs go by MPI."""
     why = _obstacle([o.missing.get("torch") for o in offers])
     return f"messages between GPUs go by MPI, mostly through the host: {why}"
 
@@ -152,7 +152,7 @@ def _transport(
     Parameters
     ----------
     names: the transports between such devices, by preference.
-    sharing: which ranks share a GPU, in words, as none do with NCCL.
+    sharing: a message that names ranks sharing a GPU, which NCCL does not allow; None if none do.
     """
     obstacles = {
         name: _obstacle([o.missing.get(name) for o in offers])
@@ -173,7 +173,7 @@ def _transport(
 
 
 def _notice(offers: Sequence[Offer], gpus: Sequence[str]) -> str | None:
-    """Return whether ranks share GPUs, and what to do about it, in words."""
+    """Return a warning that ranks share GPUs, with the way out; None if none do."""
     used, seen = len(set(gpus)), len({gpu for o in offers for gpu in o.gpus})
     if used == len(gpus):
         return None
@@ -183,12 +183,12 @@ def _notice(offers: Sequence[Offer], gpus: Sequence[str]) -> str | None:
 
 
 def _obstacle(each: Sequence[str | None]) -> str | None:
-    """Return the first obstacle that a rank reports, and which rank's it is."""
+    """Return the first obstacle that a rank reports, with the rank."""
     return next((f"{one} (rank {rank})" for rank, one in enumerate(each) if one), None)
 
 
 def _sharing(gpus: Sequence[str]) -> str | None:
-    """Return which ranks have the same GPU, in words; None where none do."""
+    """Return a message that names ranks with the same GPU; None where there are none."""
     for rank, gpu in enumerate(gpus):
         first = gpus.index(gpu)
         if first < rank:
@@ -206,7 +206,7 @@ def _kind(o: Offer) -> str:
 
 
 def _numbers(offers: Sequence[Offer]) -> list[int]:
-    """Return the number of each rank's GPU among the GPUs that it sees."""
+    """Return the number of each rank's GPU among the GPUs that the rank sees."""
     given = [(o.device or "").partition(":")[2] for o in offers]
     for rank, (o, number) in enumerate(zip(offers, given, strict=True)):
         if len(o.gpus) <= int(number or 0):

@@ -1,4 +1,4 @@
-"""The interface of a grid that operators use, whether its ranks are there or only rehearsed."""
+"""The interface of a grid that operators use, real or dry."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from distconv.transport.watched import Wait
 
 
 class Grid(ABC):
-    """Ranks with named axes, as one of them sees them, and how it reaches the others.
+    """Ranks with named axes as one of them sees them, and its ways to reach the others.
 
     Attributes
     ----------
@@ -27,7 +27,7 @@ class Grid(ABC):
     size: the number of ranks.
     device: this rank's device, on which all its DistTensors on the grid live.
     transport: the carrier of the grid's messages.
-    journal: what this rank calls and sends, compared with the other ranks of the grid.
+    journal: the calls and messages of this rank, compared with the other ranks of the grid.
     """
 
     # No properties: every operator asks for them.
@@ -67,27 +67,29 @@ class Grid(ABC):
 
     @property
     def computes_on_gpu(self) -> bool:
-        """Return whether operators run on a GPU, or are rehearsed for one."""
+        """Return whether operators run on a GPU, or would in a dry run."""
         return is_accelerator(self.device)
 
     @abstractmethod
     def communicator(self, axes: Iterable[str], purpose: str = "reductions") -> Any:
         """Return the communicator of the ranks that differ from this one along `axes` only.
 
-        Made when first asked for, by all ranks of it together. It has `size` and `rank`; reductions
+        All ranks of it make it together at the first call. It has `size` and `rank`; reductions
         that may be under way at the same time need different purposes.
         """
 
     @abstractmethod
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Return what every rank passes, in rank order; all ranks of the grid call it together."""
+        """Return the values of all ranks in rank order. All ranks of the grid call it together."""
 
     @abstractmethod
     def collective(self, kind: str) -> AbstractContextManager[object]:
         """Return a context for a collective of the grid's communicators, compared between ranks."""
 
     def waiting(self) -> Wait:
-        """Return a context in which this rank is seen to wait for the other ranks of the grid."""
+        """Return a context in which this rank is shown as waiting for the other ranks of the
+        grid.
+        """
         return Wait(self.journal.waiting)
 
     def __copy__(self) -> Grid:

@@ -1,8 +1,8 @@
-"""An end for ranks that an interrupt or the loss of their launcher would leave waiting in MPI.
+"""Ending ranks that would wait in MPI for ever, after an interrupt or the loss of their launcher.
 
-While a rank waits in MPI Python raises no KeyboardInterrupt, and ranks that have been interrupted
-at different places wait for messages that nobody sends any more. A thread looks after both. Another
-one, in a worker that multiprocessing has started in a rank, ends it when the rank is gone.
+While a rank waits in MPI Python raises no KeyboardInterrupt, and ranks that are interrupted at
+different places wait for messages that are never sent. One thread watches for both. Another one, in
+a worker that multiprocessing has started in a rank, ends the worker when the rank is gone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PATIENCE = 5.0
 """Seconds that a rank has after an interrupt, to report or to save its results."""
 
 _INTERVAL = 1.0
-"""Seconds between two looks at the process that has started this one."""
+"""Seconds between two looks at the parent process."""
 
 _watched_in: int | None = None
 """The process in which the thread runs."""
@@ -83,7 +83,7 @@ def _watch(launcher: int, signals: int | None) -> None:
 
 
 def _end(why: str) -> None:
-    """End this process and its children so that any launcher notices, from any thread."""
+    """End this process and its children, visibly to any launcher, from any thread."""
     with contextlib.suppress(OSError):
         os.write(2, f"distconv: process {os.getpid()} {why}\n".encode())
     flush_files()
@@ -93,17 +93,17 @@ def _end(why: str) -> None:
 
 
 def _leave_signals_to_the_rank() -> None:
-    """Keep a forked process from telling the rank of its own signals."""
+    """Detach a forked process from the rank's pipe of signals."""
     if _watched_in is not None:
         with contextlib.suppress(ValueError):  # raised where not the main thread has forked
             signal.set_wakeup_fd(-1)
 
 
 def _end_with_the_rank(_: object) -> None:
-    """Let this process end with the rank in which multiprocessing has started it, if it has.
+    """Let this process end with the rank in which multiprocessing has started it, if it was.
 
-    Workers of a DataLoader look after that themselves, but look at their parent, which under
-    `forkserver` is no rank; other processes do not.
+    Workers of a DataLoader do so themselves, but watch their parent, which under `forkserver` is no
+    rank; other processes do not.
     """
     rank = multiprocessing.parent_process()
     if rank is None or not launched():

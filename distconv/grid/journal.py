@@ -1,11 +1,11 @@
-"""What this rank has called and sent, compared with the other ranks: all of them do the same.
+"""The calls and messages of this rank, compared with the other ranks, which must make the same.
 
-One rule says what is compared: the first 16 of a kind, and every 64th later; with DISTCONV_DEBUG=1
-all. Such calls of a function on cut tensors are entries of the journal, with their arguments, and
-so is every exchange and reduction outside a backward pass (a *step*), others by name. The ranks
-compare a running checksum of their entries: before each of the first 16 steps of a function, and
-then every 64 steps without waiting. Where checksums differ, the ranks exchange their latest
-entries, and all raise the same error. Contents of tensors are compared by the same rule.
+One rule decides what is compared: the first 16 of a kind, and every 64th later; with
+DISTCONV_DEBUG=1 all. Such calls of a function on cut tensors are entries of the journal, with their
+arguments. So is every exchange and reduction outside a backward pass (a *step*), the others by name
+only. The ranks compare a running checksum of their entries: before each of the first 16 steps of a
+function, and then every 64 steps without waiting. Where checksums differ, the ranks exchange their
+latest entries, and all raise the same error. Contents of tensors are compared by the same rule.
 """
 
 from __future__ import annotations
@@ -35,35 +35,36 @@ from distconv.transport.watched import Wait, Waiting
 
 _VARIABLE = "DISTCONV_DEBUG"
 _FIRST, _EVERY = 16, 64
-"""How many of a kind are compared from the first on, and one in how many later. A comparison that
-nobody waits for begins every 64 steps, and asks for the result of the one before."""
+"""The number of first calls of a kind that are compared, and the distance of later ones. Every 64
+steps the ranks take the result of one comparison, and start the next without waiting.
+"""
 _KEPT = 1024
-"""How many entries are kept, to be named where ranks differ."""
+"""The number of latest entries that are kept, to be named where ranks differ."""
 _KINDS = 4096
-"""How many kinds of calls are counted before counting starts anew."""
+"""The number of kinds of calls after which their counts are reset."""
 _BACKWARD = {"backward", torch.autograd.backward, torch.autograd.grad}
 
 
 class DivergenceError(RuntimeError):
     """The ranks of a grid run different operators, or the same ones with different arguments.
 
-    It is raised on all ranks. A program that catches it, on all ranks, may go on.
+    It is raised on all ranks. A program that catches it, on all ranks, may continue.
     """
 
 
 class Journal:
-    """The calls and steps of this rank, which the other ranks of `comm` take as well.
+    """The calls and steps of this rank, which the other ranks of `comm` must make as well.
 
     Attributes
     ----------
-    debug: whether everything is compared each time, as DISTCONV_DEBUG=1 asks.
-    number: how many steps this rank has taken, reductions of gradients among them.
-    place: the number of the latest entry, where it has arguments; else None.
-    written: how many entries there are.
+    debug: whether everything is compared each time, as with DISTCONV_DEBUG=1.
+    number: the number of steps of this rank, reductions of gradients among them.
+    place: the number of the latest entry, if it has arguments; else None.
+    written: the number of entries.
 
     Parameters
     ----------
-    comm: a `Communicator` that nothing else uses; None for a rank alone, which compares nothing.
+    comm: a `Communicator` of its own; None for a single rank, which compares nothing.
     waiting: shows the waits of comparisons to the watching thread.
     """
 
@@ -74,16 +75,16 @@ class Journal:
         self.number = self.written = 0
         self.place: int | None = None
         self._folded = self._summed = 0
-        """How many entries the running checksum counts, and the checksum."""
+        """The number of entries in the running checksum, and the checksum."""
         self._known_from = 0
         """The first entry by which tensors are told apart."""
         self._since = 0
-        """How many steps there have been since the last comparison began."""
+        """The number of steps since the last comparison began."""
         self._last: deque[tuple[str, int, Key, str | None]] = deque(maxlen=_KEPT)
         self._calls: dict[Any, int] = {}
         self._steps: dict[Any, int] = {}
         self._counts: dict[Hashable, int] = {}
-        """How many calls and steps of each function there were, and uses of other kinds."""
+        """The numbers of calls and steps of each function, and of uses of other kinds."""
         self._tags = Tags()
         self.next_tag = self._tags.next
         self._thread = threading.get_ident()
@@ -96,13 +97,13 @@ class Journal:
 
     @property
     def operator(self) -> Any:
-        """Return the function on DistTensors that this rank is in; None outside of any."""
+        """Return the function on DistTensors that this rank is running; None outside of any."""
         return CURRENT.call[0]
 
     def is_due(self, kind: Hashable) -> bool:
         """Return whether to compare in this call of a kind: the first ones, and one in many.
 
-        Counted on each rank; the answer is the same on all where they make the same calls.
+        Counted on each rank; the answer is the same on all ranks that make the same calls.
         """
         if len(self._counts) >= _KINDS and kind not in self._counts:
             self._counts.clear()
@@ -110,10 +111,9 @@ class Journal:
         return count <= _FIRST or not count % _EVERY or self.debug
 
     def enter_call(self, function: Any) -> None:
-        """Enter the function that this rank is in, if it is due, whatever it sends.
+        """Enter the running function if it is due, whatever it sends.
 
-        What a backward pass calls may be in another order on each rank, and so may what other
-        threads do.
+        Calls of backward passes and of other threads are not entered, as their order may differ.
         """
         if threading.get_ident() != self._thread or not self.compares:
             return
@@ -161,8 +161,9 @@ class Journal:
             self._start()
 
     def latest(self) -> int | None:
-        """Return the place of a tensor that is made now; None where ranks may be at different
-        ones, on other threads and in a backward pass."""
+        """Return the entry for a tensor that is made now; None on other threads and in a backward
+        pass, where ranks may be at different ones.
+        """
         if threading.get_ident() != self._thread or backward_pass() != -1:
             return None
         return self.place
@@ -187,14 +188,16 @@ class Journal:
         self.place = self.written if len(key) > 2 else None
 
     def latest_codes(self, most: int = _KEPT) -> tuple[int, list[int]]:
-        """Return the number of the first of the latest entries, and their codes; the watching
-        thread asks, too."""
+        """Return the number of the first of the latest entries, and their codes.
+
+        The watching thread calls it, too.
+        """
         last = list(self._last)[max(0, len(self._last) - most) :]
         codes = [code_of(kind, key) + tag for kind, tag, key, _ in last]
         return self.written - len(last) + 1, codes
 
     def entry(self, number: int | None) -> str:
-        """Return an entry, or with None the latest one, as a user would write it."""
+        """Return an entry as a user would write it; the latest one for None."""
         last = list(self._last)
         index = len(last) - 1 if number is None else number - 1 - self.written + len(last)
         return entry_in_words(*last[index]) if 0 <= index < len(last) else "nothing yet"
@@ -206,7 +209,9 @@ class Journal:
         self._folded = self.written
 
     def _start(self) -> None:
-        """Start to compare the running checksum, after the comparison under way."""
+        """Start to compare the running checksum, after taking the result of the comparison under
+        way.
+        """
         self._settle()
         self._fold()
         self._since = 0
@@ -223,7 +228,7 @@ class Journal:
             raise DivergenceError(self._differences())
 
     def _differences(self) -> str:
-        """Return what each rank has done in the first entry in which they differ. Collective."""
+        """Return each rank's first entry that differs, in words. Collective."""
         with Wait(self.waiting):
             ranks = self._comm.allgather(self.latest_codes())
             number = first_difference(ranks)
@@ -252,7 +257,7 @@ class Journal:
         )
 
     def _change_thread(self) -> None:
-        """Let the calling thread take the steps from now on, if no other one is about to."""
+        """Let the calling thread take the steps from now on, unless another one is about to."""
         if backward_pass() != -1:
             return  # autograd computes for the thread that has called backward()
         if not is_parked(self._thread):

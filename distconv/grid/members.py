@@ -1,4 +1,4 @@
-"""Which ranks of the job a grid is asked to be on, by what a program knows them."""
+"""The ranks of a grid, from the communicator or group that a program passes."""
 
 from __future__ import annotations
 

@@ -49,26 +49,25 @@ class ProcessGrid(Grid):
     Parameters
     ----------
     comm: the ranks, all of which construct the grid: a communicator of mpi4py, a process group of
-        torch.distributed, what `comm` of another grid is, or their numbers in the job. All ranks
-        of the job when not given: those that mpiexec, torchrun, or a default group of
-        torch.distributed has joined.
+        torch.distributed, `comm` of another grid, or rank numbers in the job. By default all ranks
+        of the job: those started by mpiexec or torchrun, or in a default group of
+        torch.distributed.
     sample, channel, filter, depth, height, width: ranks along each axis; their product is the
         number of ranks. One may be -1 and is inferred.
-    device: this rank's device: "cpu", "cuda" or "cuda:1", say. When not given, an accelerator where
-        torch finds any: in rank order, the one that the fewest ranks have. A rank keeps it on other
-        grids. It becomes torch's current one.
-    transport: how bytes travel: "torch", by torch.distributed, which is NCCL, RCCL or oneCCL
-        between GPUs of which each belongs to one rank, and gloo between CPUs; "nccl", between such
-        GPUs by cupy; or "mpi", which takes what lies on a GPU through the host, unless the MPI is
-        GPU-aware. When
-        not given, what DISTCONV_TRANSPORT says, and else the first of them that is possible; on
-        CPUs that is "mpi", but under torchrun.
+    device: this rank's device, such as "cpu", "cuda" or "cuda:1". By default, where torch finds
+        accelerators, the one that the fewest ranks have, in rank order. A rank keeps it on other
+        grids. It becomes torch's current device.
+    transport: the carrier of messages: "torch", by torch.distributed (NCCL, RCCL or oneCCL between
+        GPUs that each belong to one rank, and gloo between CPUs); "nccl", by cupy between such
+        GPUs; or "mpi", through the host for GPUs unless the MPI is GPU-aware. By default
+        DISTCONV_TRANSPORT, and else the first of these that is possible; on CPUs "mpi", except
+        under torchrun.
 
     Raises
     ------
     ValueError
-        On every rank, when the extents do not fit the number of ranks, or device and transport
-        cannot be had.
+        On every rank, when the extents do not fit the number of ranks, or device or transport is
+        not available.
     RuntimeError
         On every rank, when the environment shows several processes that do not know each other;
         DISTCONV_ALLOW_SINGLE=1 allows it. In a worker process, which is no rank.
@@ -112,15 +111,16 @@ class ProcessGrid(Grid):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Return the numbers that the ranks of the grid have in the job, in grid order."""
+        """Return the job's rank numbers of the ranks of the grid, in grid order."""
         return self._ranks
 
     @property
     def comm(self) -> Any:
         """Return the communicator of all ranks, in grid order, for use by the program.
 
-        It is mpi4py's where MPI has started the ranks. Elsewhere it has what a program needs for
-        small objects, under the same names: `rank`, `size`, `bcast(value)`, `allgather(value)`.
+        It is mpi4py's where MPI has started the ranks. Elsewhere it has methods for small objects
+        under
+        the same names: `rank`, `size`, `bcast(value)`, `allgather(value)`.
         """
         return self._comm.for_program()
 
@@ -128,12 +128,12 @@ class ProcessGrid(Grid):
     def from_device_mesh(
         cls, mesh: DeviceMesh, axes: Mapping[str, str] | None = None, **options: Any
     ) -> ProcessGrid:
-        """Return the grid with the ranks of a mesh of torch.distributed; all of them call it.
+        """Return the grid with the ranks of a mesh of torch.distributed. All of them call it.
 
         Parameters
         ----------
-        mesh: its dimensions are called by axes of the grid, in any order.
-        axes: the axes by names of the mesh, where they are called otherwise: {"dp": "sample"}.
+        mesh: a mesh whose dimensions are named by axes of the grid, in any order.
+        axes: the axes by names of the mesh, where these differ: {"dp": "sample"}.
         options: `device` and `transport`, as for any grid.
 
         Raises
@@ -148,16 +148,16 @@ class ProcessGrid(Grid):
     def device_mesh(self) -> DeviceMesh:
         """Return the same ranks as a mesh of torch.distributed, with the axes of several ranks.
 
-        All ranks ask for it together at first. The grid has to have all ranks of the job; a default
-        group of torch.distributed is initialised where there is none.
+        All ranks call it together the first time. The grid must have all ranks of the job. A
+        default group of torch.distributed is initialised where there is none.
         """
         return make_device_mesh(self, self._ranks)
 
     def communicator(self, axes: Iterable[str], purpose: str = "reductions") -> Communicator:
         """Return the communicator of the ranks that differ from this one along `axes` only.
 
-        Its ranks make it together when they first ask for it; it is kept for every grid on the same
-        ranks. Reductions that may be under way at the same time need different purposes.
+        Its ranks make it together at the first call; it is kept for every grid on the same ranks.
+        Reductions that may be under way at the same time need different purposes.
         """
         key = (frozenset(axes), purpose)
         if key not in self._communicators:
@@ -170,18 +170,18 @@ class ProcessGrid(Grid):
         return self._communicators[key]
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Return what every rank passes, in rank order; all ranks of the grid call it together."""
+        """Return the values of all ranks in rank order. All ranks of the grid call it together."""
         if self.size == 1:
             return [value]
         with self.collective("all_gather_object"):
             return self._comm.allgather(value)
 
     def mean(self, value: float | torch.Tensor, weight: float = 1.0) -> float:
-        """Return the weighted mean of what the ranks pass, such as a metric of their samples.
+        """Return the weighted mean of the ranks' values, such as a metric of their samples.
 
-        All ranks of the grid call it together. Ranks that share samples pass the same, as a weight
-        the number of samples that the value stands for. A value without weight does not count,
-        whatever it is; where none has any, the mean is NaN.
+        All ranks of the grid call it together. Ranks that share samples pass the same value, with
+        the number of its samples as weight. A value of weight 0 is ignored, even NaN; where all
+        weights are 0, the mean is NaN.
 
         Parameters
         ----------
@@ -237,7 +237,7 @@ class ProcessGrid(Grid):
 
 
 class _OfTheRank:
-    """Stands for a carrier of messages in a process forked from a rank; any use is an error."""
+    """A stand-in for a carrier in a process forked from a rank; any use is an error."""
 
     def __getattr__(self, name: str) -> NoReturn:
         check_is_rank()
@@ -245,9 +245,10 @@ class _OfTheRank:
 
 
 def _leave_messages_to_the_rank() -> None:
-    """Keep a forked process, such as a worker that reads, from waiting for messages for ever.
+    """Replace the carriers of a forked process, such as a reading worker, which would wait for
+    ever.
 
-    Coordinates, and the boxes that follow from them, need no messages and go on working there.
+    Coordinates, and boxes computed from them, need no messages and still work there.
     """
     for grid in list(_grids.values()):
         # Past the guard of a grid's attributes: this process is no rank.
@@ -265,9 +266,9 @@ def _agreed(
     device: str | torch.device | None,
     transport: str | None,
 ) -> tuple[Topology, list[devices.Offer]]:
-    """Return the topology, the same on all ranks, and the offers of all; all ranks call it.
+    """Return the topology, the same on all ranks, and the offers of all ranks, which all call it.
 
-    Where one rank cannot have what it is asked for, every rank raises an error.
+    Raises on every rank where one rank's request cannot be met.
     """
     mine: tuple[Topology, devices.Offer, bool] | str
     try:

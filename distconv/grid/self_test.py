@@ -1,4 +1,4 @@
-"""The first messages between accelerators, whose values are known: does the carrier bring them?
+"""A test of the first messages between accelerators, whose values are known.
 
 Batches of messages have corrupted halos silently on one vendor's stack. One exchange and one
 reduction of every kind find such a carrier before it is trusted.
@@ -17,20 +17,20 @@ from distconv.transport.interface import Communicator, Transport
 _VARIABLE = "DISTCONV_SELFTEST"
 
 _ELEMENTS = 2**15
-"""Elements of a message: more than libraries send before the receiver asks."""
+"""Elements of a message: enough that libraries send it in several steps."""
 
 _SUMMED = torch.float32, torch.bfloat16
 
 
 def found_wrong(carrier: Transport, comm: Communicator, device: torch.device) -> list[str]:
-    """Return what a carrier brings wrong, in words, the same on all ranks; all ranks call it.
+    """Return messages about wrong results of a carrier, the same on all ranks, which all call it.
 
     Nothing is sent where DISTCONV_SELFTEST=0 on a rank.
 
     Parameters
     ----------
     comm: the ranks of the carrier.
-    device: of this rank.
+    device: the device of this rank.
     """
     if not all(comm.allgather(os.environ.get(_VARIABLE) != "0")):
         return []
@@ -39,7 +39,7 @@ def found_wrong(carrier: Transport, comm: Communicator, device: torch.device) ->
 
 
 def check_carrier(carrier: Transport, comm: Communicator, device: torch.device) -> None:
-    """Raise on every rank where a carrier brings something wrong on one; all ranks call it."""
+    """Raise on every rank where a carrier delivers wrong values to one. All ranks call it."""
     wrong = found_wrong(carrier, comm, device)
     if not wrong:
         return

@@ -1,10 +1,10 @@
-"""A thread that notices when ranks wait for each other in vain, says where, and ends the job.
+"""A thread that notices when ranks wait for each other in vain, reports it, and ends the job.
 
 The thread looks about once a second at the wait under way, the host's and that of a GPU's streams.
-Where one takes longer than DISTCONV_TIMEOUT seconds (300 when not set), where a rank that is waited
-for has left the program, where two ranks that wait have taken different steps, or where NCCL has
-met with an error, it asks all ranks where they are and in which step they first differ, prints one
-message, and aborts.
+It acts where a wait takes longer than DISTCONV_TIMEOUT seconds (300 by default), where it is for a
+rank that has left the program, where two waiting ranks have taken different steps, or where NCCL
+has met an error. Then it asks all ranks for their state and the first step in which they differ,
+prints one message, and aborts.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _DEFAULT = 300.0
 _GRACE = 2.0
 """Seconds that messages of a rank that has left may still be on their way."""
 _ANSWER = 5.0
-"""Seconds that the other ranks have to say where they are."""
+"""Seconds that the other ranks have for their answers."""
 _COMPARED = 256
-"""How many of their latest steps the ranks compare then."""
+"""The number of latest steps that the ranks compare then."""
 
 
 def time_limit() -> float:
@@ -58,13 +58,13 @@ def time_limit() -> float:
 
 
 class Watch:
-    """A thread that looks at what this rank waits for among a set of ranks.
+    """A thread that watches this rank's waits for a set of ranks.
 
     Parameters
     ----------
     rank: this rank's number.
     size: the number of ranks.
-    waiting: the wait of this rank that is under way.
+    waiting: the current wait of this rank.
     """
 
     def __init__(self, rank: int, size: int, waiting: Waiting):
@@ -83,7 +83,7 @@ class Watch:
         self._looking.start()
 
     def connect(self, comm: Any, journal: Journal) -> None:
-        """Begin to share notes with all ranks, about the journal of this one; all ranks call it."""
+        """Begin to share notes with all ranks, about this rank's journal. All ranks call it."""
         self._board, self._journal = Board(open_store(comm)), journal
         _LEAVING.add(self)
 
@@ -106,7 +106,7 @@ class Watch:
             self._until("read", self._size - 1)
 
     def _until(self, name: str, enough: int) -> None:
-        """Wait until a counter has come so far, or cannot be read any more."""
+        """Wait until a counter has reached a value, or the store cannot be reached."""
         pause, longest = 0.001, max(0.02, self._size / 10_000)
         while 0 <= self._board.count(name, 0) < enough:
             time.sleep(pause)
@@ -120,7 +120,9 @@ class Watch:
             self._answer()
 
     def _wrong(self) -> str | None:
-        """Return what is wrong where ranks wait since the last look for too long, or for nobody."""
+        """Return a message where ranks have waited for too long, or for a rank that is gone;
+        else None.
+        """
         try:
             for check in self._waiting.checks:
                 check()
@@ -142,7 +144,7 @@ class Watch:
         return "in vain: they have taken different steps" if late and self._has_parted() else None
 
     def _gone(self, peers: Iterable[int] | None, step: int) -> Iterator[int]:
-        """Yield which of these ranks, or of all, have left the program before a step."""
+        """Yield those of these ranks, or of all, that have left the program before a step."""
         if self._board.count("left", 0) > 0:
             for rank in range(self._size) if peers is None else peers:
                 steps = self._board.read(f"left/{rank}")
@@ -150,8 +152,9 @@ class Watch:
                     yield rank
 
     def _has_parted(self) -> bool:
-        """Note the latest entries of this rank, which waits; return whether the next rank has noted
-        another one of the same number. Wherever ranks differ, two that are neighbours do."""
+        """Note the latest entries of this waiting rank; return whether the next rank's note differs
+        in an entry. Wherever ranks differ, two neighbours do.
+        """
         latest = self._journal.latest_codes(_COMPARED)
         if self._journal.written != self._noted:
             self._board.post(f"waits/{self._rank}", json.dumps(latest))
@@ -165,7 +168,7 @@ class Watch:
         return any(mine != theirs for mine, theirs in pairs)
 
     def _state(self) -> _State:
-        """Return where this rank is, and its latest entries."""
+        """Return this rank's state: its place in the program, and its latest entries."""
         what, journal = "elsewhere", self._journal
         wait, given = self._waiting.now, self._waiting.oldest_of_streams()
         if wait is not None and wait.seen:
@@ -180,13 +183,13 @@ class Watch:
         return _State(what, first, codes, [journal.entry(first + i) for i in range(len(codes))])
 
     def _answer(self) -> None:
-        """Tell where this rank is when a rank reports, once."""
+        """Post this rank's state when another rank reports, once."""
         if not self._answered and self._board.read("alarm") is not None:
             self._answered = True
             self._board.post(f"state/{self._rank}", json.dumps(self._state()))
 
     def _alarm(self, why: str) -> None:
-        """Report where all ranks are, if no other rank does, and end the job."""
+        """Report the states of all ranks, if no other rank does, and end the job."""
         self._board.post("alarm", "")
         self._answer()
         if self._board.count("reporters") > 1:
@@ -197,7 +200,7 @@ class Watch:
         abort_job()
 
     def _states(self) -> dict[int, _State]:
-        """Return where the ranks are that say so within some seconds, or have left."""
+        """Return the states of the ranks that answer within some seconds, or have left."""
         states = {self._rank: self._state()}
         end = time.monotonic() + _ANSWER
         while len(states) < self._size and time.monotonic() < end:
@@ -211,7 +214,9 @@ class Watch:
 
 
 class _State(NamedTuple):
-    """Where a rank is; the number of its first known entry, the codes of entries, and in words."""
+    """A rank's place in words, the number of its first known entry, and its entries' codes and
+    words.
+    """
 
     what: str
     first: int = 1
@@ -225,8 +230,9 @@ class _State(NamedTuple):
 
 
 def _report(why: str, size: int, states: dict[int, _State]) -> str:
-    """Return where each rank is, ranks at the same place together, the first step in which they
-    differ, and the usual reason."""
+    """Return each rank's place, with ranks at the same place together, the first step in which they
+    differ, and the usual reason.
+    """
     silent = "does not answer; it was killed or stopped, or runs code that lets no thread run"
     places: dict[str, list[int]] = {}
     for rank in range(size):
@@ -251,7 +257,7 @@ def _report(why: str, size: int, states: dict[int, _State]) -> str:
 
 
 def _seconds(wait: Wait | StreamWait | None) -> float:
-    """Return for how long a wait has been seen, from now on if it is new; 0 for none."""
+    """Return the seconds since a wait was first seen, which is now if it is new; 0 for none."""
     if wait is None:
         return 0.0
     now = time.monotonic()

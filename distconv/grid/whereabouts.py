@@ -1,6 +1,6 @@
-"""Where a thread of the program is, in words: which operator, and which line of the user's program.
+"""The place of a thread in words: the operator, and the line of the user's program.
 
-The interpreter's own stack of frames tells the line when somebody asks.
+The line is found in the interpreter's stack of frames when it is asked for.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _LIBRARIES = (
 
 
 Call = tuple[Any, Sequence[Any], Mapping[str, Any] | None]
-"""A torch function on DistTensors, or the name of a method, and what it was called with."""
+"""A torch function on DistTensors, or the name of a method, with its arguments."""
 
 NO_CALL: Call = (None, (), None)
-"""Stands for the call where no such function is running."""
+"""Marks that no such function is running."""
 
 
 _THREADS: dict[int, dict[str, Any]] = {}
-"""What each thread keeps in `CURRENT`."""
+"""The `CURRENT` of each thread."""
 
 
 class CurrentCall(threading.local):
@@ -52,16 +52,16 @@ class CurrentCall(threading.local):
     call = NO_CALL
     """The outermost function on DistTensors; `NO_CALL` where none is running."""
     modules: list[nn.Module] | None = None
-    """The calls of modules, from within outwards, on whose behalf something is done later."""
+    """The calls of modules, innermost first, for which deferred work is done now."""
 
 
 CURRENT = CurrentCall()
 
 
 class running:
-    """A context in which this thread counts as running `name` with these arguments.
+    """A context in which this thread is running `name` with these arguments.
 
-    Where the thread runs a function on DistTensors already, that one goes on counting.
+    Within a running function on DistTensors it has no effect.
     """
 
     __slots__ = ("_call", "_outermost")
@@ -81,7 +81,7 @@ class running:
 
 @contextmanager
 def on_behalf_of(modules: list[nn.Module]) -> Iterator[None]:
-    """Count what this thread does within the context to these calls of modules."""
+    """Attribute the work of this thread within the context to these calls of modules."""
     before, CURRENT.modules = CURRENT.modules, modules
     try:
         yield
@@ -90,7 +90,7 @@ def on_behalf_of(modules: list[nn.Module]) -> Iterator[None]:
 
 
 def by_ranks(texts: Sequence[str], between: str) -> str:
-    """Return what each rank says, with ranks that say the same together."""
+    """Return the text of each rank, with ranks of equal texts together."""
     return "; ".join(
         f"{ranks_in_words(r for r, text in enumerate(texts) if text == said)}{between}{said}"
         for said in dict.fromkeys(texts)
@@ -98,7 +98,7 @@ def by_ranks(texts: Sequence[str], between: str) -> str:
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:
-    """Return numbers of ranks in words, as "rank 3" or "ranks 0-2, 5"."""
+    """Return numbers of ranks as text, such as "rank 3" or "ranks 0-2, 5"."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][1] + 1:
@@ -110,7 +110,7 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
 
 
 def operator_name(function: Any) -> str:
-    """Return the name of a torch function as a user writes it, or of anything that is called."""
+    """Return the name of a torch function, or of any callable, as a user writes it."""
     if isinstance(function, str):
         return function
     return resolve_name(function) or getattr(function, "__name__", repr(function))
@@ -130,23 +130,23 @@ def is_parked(thread: int) -> bool:
 
 
 def place_of(thread: int) -> str:
-    """Return the line of the user's program at which a thread is: "train.py:41 in main"."""
+    """Return a thread's line of the user's program, such as "train.py:41 in main"."""
     return _user_line(frame_of(thread))
 
 
 def user_line() -> str:
-    """Return the line of the user's program from which the caller has been called."""
+    """Return the line of the user's program from which the caller was called."""
     return _user_line(sys._getframe(1))
 
 
 def operator_of(thread: int) -> str | None:
-    """Return the function on DistTensors that a thread is running; None where none is."""
+    """Return the function on DistTensors that a thread is running; None if there is none."""
     function, _, _ = _THREADS.get(thread, {}).get("call", NO_CALL)
     return None if function is None else operator_name(function)
 
 
 def module_calls() -> list[nn.Module]:
-    """Return the modules whose calls are under way, from within outwards."""
+    """Return the modules that are being called, innermost first."""
     return [
         frame.f_locals["self"]
         for frame in _outwards(sys._getframe(1))
@@ -155,10 +155,10 @@ def module_calls() -> list[nn.Module]:
 
 
 def module_path() -> str:
-    """Return the name of the module whose call is under way, within the outermost one called.
+    """Return the name of the innermost module that is being called, within the outermost one.
 
-    It is the name that `named_modules` of the outermost module gives it; empty where that is the
-    module itself, or none is called.
+    It is a name of the outermost module's `named_modules`; "" for that module itself, and outside
+    of any call.
     """
     calls = module_calls() if CURRENT.modules is None else CURRENT.modules
     names = [_name_within(outer, inner) for inner, outer in pairwise(calls)]
@@ -166,7 +166,7 @@ def module_path() -> str:
 
 
 def _name_within(outer: nn.Module, inner: nn.Module) -> str:
-    """Return the name of one module within another; that of its class where it is not within."""
+    """Return the name of one module within another; the name of its class if it is not within."""
     for modules in (outer.named_children(), outer.named_modules()):
         for name, part in modules:
             if part is inner:

@@ -1,8 +1,8 @@
-"""Horovod's habits: the names of its torch interface, on the ranks of mpiexec or torchrun.
+"""Horovod's torch interface, on the ranks of mpiexec or torchrun.
 
-A script that was written for `import horovod.torch as hvd` runs with `import distconv.horovod as
-hvd`. Every rank has a whole model and samples of its own; a model that is cut over ranks is the
-matter of `distconv.parallelize`, which needs nothing of this.
+A script written for `import horovod.torch as hvd` runs with `import distconv.horovod as hvd`. Every
+rank has a whole model and its own samples. For a model that is cut over ranks use
+`distconv.parallelize`, which does not need this module.
 """
 
 from typing import Any as _Any
@@ -85,7 +85,7 @@ _WAYS_OUT = {
     "stop_timeline": _TIMELINE,
     "SyncBatchNorm": "train with distconv.parallelize, where batch normalisation is exact",
 }
-"""Names of Horovod without a counterpart here, and what to do instead."""
+"""Names of Horovod that are missing here, and the way out for each."""
 
 
 def __getattr__(name: str) -> _Any:

@@ -1,7 +1,7 @@
-"""Collectives on tensors, as Horovod calls them: each at once, in place, and with a handle.
+"""Collectives on tensors in Horovod's forms: blocking, in place, and with a handle.
 
 Every function is called by all ranks of its process set. A collective starts when all of them have
-called it: those that are given a `name` find each other by it, whatever their order.
+called it: calls with a `name` are matched by it, whatever their order.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from distconv.horovod.process_sets import ProcessSet, current, global_process_se
 from distconv.transport.interface import Request
 
 Finish = Callable[[], list[Tensor]]
-"""Waits for the results of a collective and returns them, new tensors."""
+"""A function that waits for the results of a collective and returns them as new tensors."""
 
 
 class ReduceOp(Enum):
-    """How the tensors of the ranks become one."""
+    """The reduction of the ranks' tensors to one."""
 
     Average = "Average"
     Sum = "Sum"
@@ -47,18 +47,20 @@ Average, Sum, Adasum = ReduceOp.Average, ReduceOp.Sum, ReduceOp.Adasum
 Min, Max, Product = ReduceOp.Min, ReduceOp.Max, ReduceOp.Product
 
 GRADIENTS = "horovod gradients"
-"""The announcement, and the communicators, of the gradients of optimizers, which overlap others."""
+"""The kind of announcement, and the purpose of the communicators, of optimizers' gradients, which
+overlap other collectives.
+"""
 
 _OF_ALL: dict[ReduceOp, Callable[[Tensor], Tensor]] = {
     Min: lambda stacked: stacked.amin(0),
     Max: lambda stacked: stacked.amax(0),
     Product: lambda stacked: stacked.prod(0, dtype=stacked.dtype),
 }
-"""Ops that take the tensors of all ranks, stacked."""
+"""Ops that are computed from the stacked tensors of all ranks."""
 
 
 def chosen_op(caller: str, op: ReduceOp | None, average: bool | None = None) -> ReduceOp:
-    """Return the op that is asked for, by its name or by Horovod's older `average`."""
+    """Return the op, given by itself or by Horovod's older `average`."""
     if op is not None and average is not None:
         raise ValueError(f"distconv.horovod.{caller}: op and average are given; leave out average")
     if op is None:
@@ -82,7 +84,9 @@ def chosen_op(caller: str, op: ReduceOp | None, average: bool | None = None) -> 
 def start_flat_sum(
     flat: Tensor, part: Part, grid: ProcessGrid, purpose: str = PURPOSE
 ) -> Request | None:
-    """Start adding up a vector in place, or do it where it travels in another type."""
+    """Start to sum a vector in place; return None after summing one that is sent in another
+    type.
+    """
     if part.wire:
         HalfSum(flat, grid, AXES, getattr(torch, part.wire), purpose).wait()
         return None
@@ -98,10 +102,11 @@ def part_of(flat: Tensor, wire: torch.dtype | None = None) -> Part:
 def sums(
     job: Job, tensors: Sequence[Tensor], kind: str, name: str | None, detail: tuple[Any, ...]
 ) -> Finish:
-    """Name a sum of tensors over the ranks of a process set; return the function that waits for it.
+    """Start a named sum of tensors over the ranks of a process set; return a function that waits
+    for it.
 
-    Tensors of one type and device travel together. Those in half precision travel as they are, and
-    are added up in float32.
+    Tensors of one type and device are sent together. Halves are sent as they are, and summed in
+    float32.
     """
     groups: dict[tuple[torch.dtype, str], list[int]] = defaultdict(list)
     for i, x in enumerate(tensors):
@@ -138,12 +143,13 @@ def sums(
 
 
 def join(device: int = -1) -> int:
-    """Add zeros to the sums of the others until all ranks have come here; return the last to come.
+    """Add zeros to the sums of the others until all ranks have called it; return the last rank to
+    do so.
 
     A rank calls it when it has no samples left. An average is the sum over all ranks divided by
-    their number, those that have joined among them, as in Horovod: to weight by samples, add up
-    sums and counts. Parameters stay those of the last step that the rank has taken; broadcast
-    those of the rank that is returned.
+    their number, including those that have joined, as in Horovod: to weight by samples, sum sums
+    and counts. Parameters stay those of the last step of the rank; broadcast those of the returned
+    rank.
     """
     job = current()
     under_way: list[Request | None] = []
@@ -182,7 +188,7 @@ class _Collective(NamedTuple):
 
     Attributes
     ----------
-    start: takes the job, tensors and options; returns the function that waits for the results.
+    start: takes the job, tensors and options; returns a function that waits for the results.
     gradients: takes the job, gradients of the results, options and the shapes of the tensors;
         returns gradients of the tensors.
     """
@@ -200,7 +206,7 @@ def _scaled(x: Tensor, factor: float) -> Tensor:
 
 
 def _mean(x: Tensor, ranks: int) -> Tensor:
-    """Return a sum divided by the number of summands; whole numbers are truncated, as Horovod's."""
+    """Return a sum divided by the number of summands; integers are truncated, as in Horovod."""
     whole = not (x.dtype.is_floating_point or x.dtype.is_complex)
     return x.div(ranks, rounding_mode="trunc" if whole else None).to(x.dtype)
 
@@ -326,7 +332,7 @@ def _broadcast_gradients(
 
 
 def _exchange(job: Job, tensors: Sequence[Tensor], options: dict[str, Any]) -> Finish:
-    """Start an all-to-all of one tensor; of the results the second holds the received splits."""
+    """Start an all-to-all of one tensor; the second result holds the received splits."""
     [x] = tensors
     splits = options["splits"]
     if splits is None:
@@ -374,7 +380,7 @@ def _exchange_gradients(
 
 
 def _scatter(job: Job, tensors: Sequence[Tensor], options: dict[str, Any]) -> Finish:
-    """Start a reduction of which each rank gets its rows; earlier ranks get one more."""
+    """Start a reduction whose rows are divided over the ranks; earlier ranks get one more."""
     for x in tensors:
         if not x.dim():
             raise ValueError(
@@ -478,7 +484,9 @@ def _called(
 
 
 def _shown(results: list[Tensor], several: bool, options: dict[str, Any]) -> Any:
-    """Return results as Horovod does: one tensor, or several, or with the splits of an exchange."""
+    """Return results in Horovod's form: one tensor, or several, or with the splits of an
+    all-to-all.
+    """
     if several:
         return results
     return tuple(results) if options.get("splits") is not None else results[0]
@@ -487,12 +495,12 @@ def _shown(results: list[Tensor], several: bool, options: dict[str, Any]) -> Any
 def _family(
     family: str, kind: _Collective, options: str, about: str, *, in_place: bool = False
 ) -> list[Callable[..., Any]]:
-    """Return the functions of a collective: at once and with a handle; in place, too.
+    """Return the functions of a collective: blocking and with a handle, and in place if asked for.
 
     Parameters
     ----------
-    options: their names in order; those without a default have to be given.
-    about: the docstring of the first.
+    options: their names in order; those without a default are required.
+    about: the docstring of the first function.
     """
     several = family.startswith("grouped")
     own = "tensors" if several else "tensor"
@@ -602,7 +610,9 @@ def sparse_allreduce_async(
     op: ReduceOp,
     process_set: ProcessSet = global_process_set,
 ) -> Callable[[], Tensor]:
-    """Start to reduce a sparse tensor by Average or Sum; return the function that returns it."""
+    """Start to reduce a sparse tensor by Average or Sum; return a function that waits for the
+    result.
+    """
     chosen = chosen_op("sparse_allreduce_async", op)
     if chosen not in (Average, Sum):
         raise ValueError(f"sparse_allreduce_async: op={chosen} is none for it; use Average or Sum")

@@ -1,4 +1,4 @@
-"""How gradients travel: as they are, or in half precision."""
+"""The types in which gradients are sent: their own, or half precision."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ from torch import Tensor
 
 
 class Compressor:
-    """A way in which tensors change before they travel, and back.
+    """A conversion of tensors before they are sent, and back.
 
-    Subclasses define both; the sum of what `compress` returns is taken, and given to `decompress`.
+    Subclasses define both methods. The results of `compress` are summed, and passed to
+    `decompress`.
     """
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        """Return what travels, and what `decompress` needs to know."""
+        """Return the tensor to send, and the context for `decompress`."""
         raise NotImplementedError
 
     @staticmethod
     def decompress(tensor: Tensor, ctx: Any) -> Tensor:
-        """Return the tensor that has travelled, as it was before."""
+        """Return the received tensor converted back."""
         raise NotImplementedError
 
 
 class NoneCompressor(Compressor):
-    """Let tensors travel as they are."""
+    """Send tensors as they are."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
@@ -40,7 +41,7 @@ class NoneCompressor(Compressor):
 
 
 class FP16Compressor(Compressor):
-    """Let tensors of floating point travel as float16, infinite beyond 65504."""
+    """Send floating-point tensors as float16, which is infinite beyond 65504."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:

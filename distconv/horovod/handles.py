@@ -1,4 +1,4 @@
-"""Handles of collectives that have been started, by which a program asks for the result."""
+"""Handles of started collectives, by which a program gets the results."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ _under_way: dict[int, Callable[[], Any]] = {}
 
 
 def give_handle(result: Callable[[], Any]) -> int:
-    """Return a handle of a function that waits for a result and returns it."""
+    """Return a handle for a function that waits for a result and returns it."""
     handle = next(_numbers)
     _under_way[handle] = result
     return handle
 
 
 def synchronize(handle: int) -> Any:
-    """Wait for a collective that has been started, and return its result, once for each handle.
+    """Wait for a started collective, and return its result, once for each handle.
 
-    It returns None for a handle whose result has been returned, as in Horovod.
+    It returns None for a handle whose result was returned before, as in Horovod.
     """
     return _under_way.pop(handle, lambda: None)()
 
 
 def poll(handle: int) -> bool:
-    """Return True when `synchronize` will not wait.
+    """Return True once `synchronize` will not wait.
 
     It waits for the messages itself, which are under way on all ranks.
     """

@@ -1,10 +1,9 @@
-"""The ranks of a Horovod program, and what all of them are told before they do it together.
+"""The ranks of a Horovod program, and the announcements that they exchange before collectives.
 
-Each collective begins with a small message between all ranks, a round: what it is, under which
-name, and of what size. It starts in the round in which the last rank has named it. So ranks may
-start named collectives in different orders; ranks that do different things raise, instead of adding
-up what does not belong together; and a rank whose samples have come to an end knows what the others
-are about to add up, and adds zeros.
+Each collective begins with a small message between all ranks, a round: its kind, its name, and its
+size. It starts in the round in which the last rank has named it. So ranks may start named
+collectives in different orders; ranks with different collectives raise, instead of summing
+unrelated tensors; and a rank without further samples knows the sums of the others, and adds zeros.
 """
 
 from __future__ import annotations
@@ -25,27 +24,27 @@ from distconv.tensor.dist_tensor import DistTensor
 from distconv.transport import launch
 
 PURPOSE = "horovod"
-"""The communicators of everything but the gradients of optimizers."""
+"""The purpose of all communicators except those of optimizers' gradients."""
 
 _VARIABLES = {
     "HOROVOD_AUTOTUNE": "there is nothing to tune but bucket_bytes of DistributedOptimizer",
     "HOROVOD_ELASTIC": "save checkpoints, and let torchrun or the scheduler start the job again",
     "HOROVOD_TIMELINE": 'record with distconv.timeline("trace.json"):',
 }
-"""Variables that ask Horovod for what is not here, and the way out."""
+"""Environment variables of Horovod that are not supported, and the way out."""
 
 
 class HorovodInternalError(RuntimeError):
-    """Ranks call collectives that do not fit together; raised on every rank of the process set."""
+    """Ranks called collectives that do not match; raised on every rank of the process set."""
 
 
 class Part(NamedTuple):
-    """A vector of which every rank has a summand.
+    """A vector to which every rank contributes a summand.
 
     Attributes
     ----------
-    dtype, device: the type of its elements, and the kind of device, by their names.
-    wire: the type in which it travels, where that is another.
+    dtype, device: the names of its type and of its kind of device.
+    wire: the type in which it is sent, if it is another.
     """
 
     elements: int
@@ -59,11 +58,11 @@ class Announcement(NamedTuple):
 
     Attributes
     ----------
-    kind: the function, by the name that Horovod gives it.
-    name: the collective's own, by which ranks find each other; None for the next one of its kind.
-    detail: all else that has to be the same on every rank.
-    parts: what is added up; nothing, where a rank without samples cannot take part.
-    own: what only this rank knows.
+    kind: Horovod's name of the function.
+    name: the collective's own name, by which ranks match calls; None for the next one of its kind.
+    detail: everything else that must be the same on every rank.
+    parts: the vectors to sum; empty where a rank without samples cannot take part.
+    own: values that only this rank knows.
     """
 
     kind: str
@@ -78,7 +77,7 @@ class Announcement(NamedTuple):
 
 
 JOINED, _WAITING = Announcement("join"), Announcement("synchronize")
-"""Announcements of a rank without samples left, and of one that waits for the others."""
+"""The announcements of a rank without samples left, and of a rank that waits for the others."""
 
 
 class Pending:
@@ -86,8 +85,8 @@ class Pending:
 
     Parameters
     ----------
-    start: takes what every rank has announced, None for one that has joined, and starts the
-        collective; returns the function that waits for its result and returns it.
+    start: takes the announcements of all ranks, None for a rank that has joined, and starts the
+        collective; returns a function that waits for the result and returns it.
     """
 
     def __init__(self, job: Job, start: Callable[[list[Announcement | None]], Callable[[], Any]]):
@@ -106,7 +105,7 @@ class Pending:
 
 
 class Job:
-    """The ranks of a process set, of which each has samples of its own.
+    """The ranks of a process set, each with samples of its own.
 
     Parameters
     ----------
@@ -122,20 +121,20 @@ class Job:
         self._forget()
 
     def _forget(self) -> None:
-        """Begin anew on all ranks, after an error or when all have joined."""
+        """Reset the state on all ranks, after an error or when all have joined."""
         self._announced: dict[tuple[str, str | int], dict[int, Announcement]] = {}
         """By name, the ranks that have named a collective which has not started."""
         self._pending: dict[tuple[str, str | int], Pending] = {}
-        """The collectives among them that this rank has named."""
+        """The collectives among these that this rank has named."""
         self._unnamed: list[Counter[str]] = [Counter() for _ in range(self.size)]
-        """For each rank, how many collectives of each kind it has left without a name."""
+        """For each rank, the number of unnamed collectives of each kind so far."""
         self.joined: frozenset[int] = frozenset()
         """The ranks that had no samples left in the last round."""
 
     def on(self, device: torch.device, root: int = 0) -> ProcessGrid:
         """Return the grid for tensors on a kind of device, whose first rank is `root`.
 
-        All ranks ask for it together at first.
+        All ranks call it together the first time.
         """
         key = device.type, root
         if key not in self._grids:
@@ -151,13 +150,13 @@ class Job:
     ) -> Pending:
         """Name a collective; it starts in this round or a later one, when all ranks have named it.
 
-        All ranks call it, those that have joined excepted.
+        All ranks call it, except those that have joined.
 
         Raises
         ------
         HorovodInternalError
-            On every rank, where the ranks have named collectives that do not fit together, or one
-            that a rank without samples cannot take part in.
+            On every rank, where the ranks named collectives that do not match, or one that a rank
+            without samples cannot take part in.
         """
         pending = Pending(self, start)
         self.round(mine, pending)
@@ -169,13 +168,14 @@ class Job:
         pending: Pending | None = None,
         absent: Callable[[Announcement], None] | None = None,
     ) -> list[Announcement]:
-        """Tell all ranks what this one is about to do, start what all have named, and return what
-        every rank has told; all ranks call it.
+        """Send this rank's announcement to all ranks, start the collectives that all have named,
+        and return the announcements of all. All ranks call it.
 
         Parameters
         ----------
         pending: the collective that `mine` names.
-        absent: takes part, for a rank that has joined, in a collective of the others.
+        absent: for a rank that has joined, a function that takes part in a collective of the
+            others.
         """
         if pending is not None:
             key = mine.kind, mine.name or self._unnamed[self.rank][mine.kind]
@@ -216,7 +216,7 @@ class Job:
         return everyone
 
     def _checked(self, by_rank: dict[int, Announcement], joined: frozenset[int]) -> Announcement:
-        """Return a collective that all ranks have named, if it is the same on all of them."""
+        """Return a collective that all ranks have named, if their announcements match."""
         first = by_rank[min(by_rank)]
         if any(theirs[:4] != first[:4] for theirs in by_rank.values()):
             self._refuse(by_rank)
@@ -230,7 +230,7 @@ class Job:
         return first
 
     def _refuse(self, by_rank: dict[int, Announcement]) -> NoReturn:
-        """Raise on every rank, naming two ranks whose collectives do not fit together."""
+        """Raise on every rank, naming two ranks whose collectives do not match."""
         self._forget()
         a = min(by_rank)
         b = next((r for r in sorted(by_rank) if by_rank[r][:4] != by_rank[a][:4]), a)
@@ -253,7 +253,7 @@ def check_environment() -> None:
 
 
 def check_plain(caller: str, *tensors: Tensor) -> None:
-    """Raise `TypeError` for anything but a plain tensor, of which every rank has one of its own."""
+    """Raise `TypeError` for anything but plain tensors, which each rank has for itself."""
     for tensor in tensors:
         if not isinstance(tensor, Tensor) or isinstance(tensor, DistTensor):
             raise TypeError(

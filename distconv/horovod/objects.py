@@ -1,4 +1,4 @@
-"""Models, optimizers and objects of one rank for all, and the objects of all ranks for each."""
+"""Models, optimizers and objects, sent from one rank to all, or gathered from all."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def broadcast_parameters(
     root_rank: int,
     process_set: ProcessSet = global_process_set,
 ) -> None:
-    """Overwrite parameters and buffers by those of one rank; all ranks call it together.
+    """Overwrite parameters and buffers by those of one rank. All ranks call it together.
 
     Parameters
     ----------
-    params: a state_dict, or what `named_parameters` returns.
+    params: a state_dict, or the result of `named_parameters`.
     """
     if isinstance(params, Mapping):
         named = sorted(params.items())
@@ -45,9 +45,9 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Return an object of one rank, on all ranks, which call it together.
+    """Return an object of one rank on all ranks, which call it together.
 
-    Tensors in it come to the CPU.
+    Tensors in it are moved to the CPU.
     """
     mine = _is_root(root_rank, process_set)
     message = _pickled(obj) if mine else torch.zeros(0, dtype=torch.uint8)
@@ -68,11 +68,11 @@ def broadcast_optimizer_state(
     model: Any = None,
     process_set: ProcessSet = global_process_set,
 ) -> None:
-    """Give an optimizer the state and settings that it has on one rank; all ranks call it together.
+    """Give an optimizer the state and settings that it has on one rank. All ranks call it together.
 
     Parameters
     ----------
-    model: is not used; Horovod takes it for optimizers that shard their state.
+    model: ignored; Horovod uses it for optimizers that shard their state.
     """
     if isinstance(optimizer, LBFGS):
         raise ValueError(

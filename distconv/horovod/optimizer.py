@@ -40,24 +40,24 @@ def DistributedOptimizer(
     *,
     bucket_bytes: int = 2**20,
 ) -> Any:
-    """Return the optimizer, of a class derived from its own, that reduces gradients over all ranks.
+    """Return the optimizer, in a class derived from its own, that reduces gradients over all ranks.
 
-    Gradients travel in buckets while the backward pass goes on; with a compression, when it has
-    ended. It shares groups and state with the optimizer that is passed. All ranks make it together.
+    Gradients are sent in buckets during the backward pass; with a compression, after it. The result
+    shares groups and state with `optimizer`. All ranks make it together.
 
     Parameters
     ----------
-    optimizer: of plain parameters, which are the same on all ranks.
-    named_parameters: is compared with the optimizer's parameters.
-    compression: what gradients become before they travel.
-    backward_passes_per_step: how many backward passes add to a gradient before it travels; a step
-        before that sends what there is.
+    optimizer: an optimizer of plain parameters, which are the same on all ranks.
+    named_parameters: names and parameters, compared with the optimizer's parameters.
+    compression: the conversion of gradients before they are sent.
+    backward_passes_per_step: the number of backward passes that are accumulated before gradients
+        are sent; an earlier step sends the gradients so far.
     op: Average or Sum.
-    gradient_predivide_factor: by which summands are divided already, and the average less.
-    num_groups, groups: are not used: gradients travel in buckets of `bucket_bytes` in any case.
-    sparse_as_dense: whether sparse gradients are made dense, to be added up.
-    process_set: the ranks that train together; on others the optimizer is one of its own.
-    bucket_bytes: the bytes of gradients that travel in one message.
+    gradient_predivide_factor: a divisor of the summands; the average is divided by the rest.
+    num_groups, groups: ignored: gradients are sent in buckets of `bucket_bytes` in any case.
+    sparse_as_dense: whether sparse gradients are made dense, to be summed.
+    process_set: the ranks that train together; on others the optimizer is local.
+    bucket_bytes: the bytes of gradients in one message.
 
     Raises
     ------
@@ -143,7 +143,7 @@ class _Reduction:
         self._sparse_as_dense, self._bucket_bytes = sparse_as_dense, bucket_bytes
         self._parameters: list[Tensor] = []
         self._left: dict[Tensor, int] = {}
-        """How many backward passes each parameter has still to take part in."""
+        """For each parameter, the number of backward passes left before it is reduced."""
         self._kinds: list[Any] = []
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[Tensor, int] = {}
@@ -152,9 +152,9 @@ class _Reduction:
         self._announced = False
         self._started = 0
         self._states: dict[Tensor, tuple[int, int]] = {}
-        """Each gradient as the last backward pass has left it, with the version of its elements."""
+        """Each gradient after the last backward pass, with the version of its elements."""
         self._changed = False
-        """Whether the program has changed one since."""
+        """Whether the program has changed a gradient since then."""
 
     @property
     def _ranks(self) -> Job:
@@ -163,19 +163,19 @@ class _Reduction:
 
     @property
     def under_way(self) -> bool:
-        """Return whether gradients have been computed that are not reduced yet."""
+        """Return whether there are gradients that are not reduced yet."""
         return self._begun
 
     def connect(self) -> None:
-        """Make what gradients are added up by; all ranks call it together.
+        """Make the grid and communicators for the sums. All ranks call it together.
 
-        In the first backward pass it would be too late: some ranks may have joined before.
+        The first backward pass would be too late: some ranks may have joined before.
         """
         if self.size > 1:
             self._grid().communicator(AXES, GRADIENTS)
 
     def watch(self, optimizer: Optimizer) -> None:
-        """Watch the parameters of an optimizer that are not watched yet."""
+        """Put hooks on the parameters of an optimizer that have none yet."""
         hook = WeakMethod(self._after_accumulation)
 
         def call(p: Tensor) -> None:
@@ -197,12 +197,12 @@ class _Reduction:
                 p.register_post_accumulate_grad_hook(call)
 
     def synchronize(self) -> None:
-        """Give all gradients their reduction; all ranks call it together.
+        """Complete the reduction of all gradients. All ranks call it together.
 
         Raises
         ------
         HorovodInternalError
-            Where gradients have changed since the backward pass, while they were under way.
+            Where gradients were changed after the backward pass, while they were under way.
         """
         if self.size > 1:
             self._look()
@@ -226,11 +226,11 @@ class _Reduction:
         self.reset()
 
     def _look(self) -> None:
-        """Find out whether the program has changed gradients since the backward pass."""
+        """Check whether the program has changed gradients since the backward pass."""
         self._changed |= any(_state(p) != seen for p, seen in self._states.items())
 
     def reset(self) -> None:
-        """Count the backward passes of the next step from the beginning."""
+        """Restart the count of backward passes for the next step."""
         self._left = dict.fromkeys(self._left, self.passes)
 
     def _after_accumulation(self, p: Tensor) -> None:
@@ -334,7 +334,7 @@ class _Reduction:
 
 
 def _state(p: Tensor) -> tuple[int, int]:
-    """Return a gradient by its identity, with a number that grows when its elements change."""
+    """Return the identity of a gradient, and the version of its elements."""
     gradient = p.grad
     return id(gradient), -1 if gradient is None else gradient._version
 
@@ -347,17 +347,17 @@ def _scale(parameters: Iterable[Tensor], factor: float) -> None:
 
 
 class _DistributedOptimizer(Optimizer):
-    """The methods that a reducing optimizer has before those of its own class."""
+    """The methods of a reducing optimizer, placed before those of the optimizer's own class."""
 
     _reduction: _Reduction
 
     def synchronize(self) -> None:
-        """Wait until gradients are the reduced ones, to clip them, say; all ranks call it."""
+        """Wait until gradients are reduced, for example to clip them. All ranks call it."""
         self._reduction.synchronize()
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Let steps within the context take the gradients as they are, after `synchronize`."""
+        """Let steps within the context use the gradients as they are, after `synchronize`."""
         self._reduction.synchronizes = False
         try:
             yield
@@ -365,24 +365,24 @@ class _DistributedOptimizer(Optimizer):
             self._reduction.synchronizes = True
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Change how many backward passes add to a gradient, from the next step on."""
+        """Change the number of backward passes per step, from the next step on."""
         check_count(_OWNER, "backward_passes_per_step", passes, 1)
         self._reduction.passes = passes
         if not self._reduction.under_way:
             self._reduction.reset()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, and reduce their gradients as well."""
+        """Add a parameter group, whose gradients are reduced as well."""
         super().add_param_group(param_group)
         if "_reduction" in self.__dict__:
             self._reduction.watch(self)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Take a step on the reduced gradients; all ranks call it together.
+        """Take a step on the reduced gradients. All ranks call it together.
 
         Parameters
         ----------
-        closure: computes the gradients before; its result is returned.
+        closure: computes the gradients first; its result is returned.
         """
         reduction, loss = self._reduction, None
         if closure is not None:
@@ -401,7 +401,7 @@ class _DistributedOptimizer(Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Let go of all gradients, or set them to zero."""
+        """Set all gradients to None, or to zero."""
         if self._reduction.under_way:
             raise AssertionError(
                 f"{_OWNER}: zero_grad() between backward() and step() would drop gradients that "

@@ -1,4 +1,6 @@
-"""The process sets of a Horovod program, the set of all ranks first, and questions about ranks."""
+"""The process sets of a Horovod program, with the set of all ranks first, and queries about
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from distconv.transport import launch
 
 
 class ProcessSet:
-    """Some ranks of the job, which take part in the collectives that are given the set.
+    """Some ranks of the job, which take part in collectives called with the set.
 
     Parameters
     ----------
@@ -52,7 +54,7 @@ class ProcessSet:
 
     @property
     def job(self) -> Job:
-        """Return what the ranks of the set do together; raise ValueError outside of it."""
+        """Return the job of the ranks of the set; raise ValueError outside of it."""
         if self._job is None:
             raise ValueError(
                 "distconv.horovod: the ranks have not met yet; call init() before"
@@ -63,11 +65,11 @@ class ProcessSet:
         return self._job
 
     def begin(self, number: int, job: Job | None) -> None:
-        """Let the set exist under a number, with its job on the ranks that are in it."""
+        """Add the set under a number, with its job on the ranks that are in it."""
         self.process_set_id, self._job = number, job
 
     def end(self) -> None:
-        """Let the set exist no longer."""
+        """Remove the set."""
         self.process_set_id, self._job = None, None
 
 
@@ -75,17 +77,17 @@ global_process_set = ProcessSet([])
 """All ranks of the job."""
 
 _sets: dict[int, ProcessSet] = {}
-"""The process sets that exist, by their numbers; empty before `init`."""
+"""The process sets by their numbers; empty before `init`."""
 
 
 def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
-    """Meet the other ranks, which call it together; a second call does nothing.
+    """Connect the ranks. All of them call it together; a second call does nothing.
 
     Parameters
     ----------
     comm: the ranks: a communicator of mpi4py or numbers of ranks; all of the job when not given.
-    process_sets: are added, in this order; "dynamic" says that others may be added later, as they
-        may in any case.
+    process_sets: the sets to add, in this order. "dynamic" is accepted and has no effect: sets may
+        be added later in any case.
 
     Raises
     ------
@@ -103,20 +105,20 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
 
 
 def shutdown() -> None:
-    """Leave the job; `init` may follow."""
+    """Forget the job; `init` may be called again."""
     for process_set in _sets.values():
         process_set.end()
     _sets.clear()
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
-    """Add a process set and return it; all ranks of the job call it together.
+    """Add a process set and return it. All ranks of the job call it together.
 
     Raises
     ------
     ValueError
-        On every rank, where the ranks differ between calls, are none of the job's, or make up a set
-        that exists.
+        On every rank, where the calls differ in the ranks, or these are not in the job, or make up
+        a set that exists.
     """
     job = current()
     added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
@@ -140,9 +142,9 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Remove a process set, and return whether there was one; all ranks call it together.
+    """Remove a process set, and return whether there was one. All ranks call it together.
 
-    The set of all ranks stays.
+    The set of all ranks cannot be removed.
     """
     number = process_set.process_set_id
     if not number or number not in _sets:
@@ -177,7 +179,7 @@ def size() -> int:
 
 
 def local_rank() -> int:
-    """Return the number of this rank among those of its node."""
+    """Return the number of this rank on its node."""
     job = current()
     return job.hosts[: job.rank].count(job.hosts[job.rank])
 
@@ -189,7 +191,7 @@ def local_size() -> int:
 
 
 def cross_rank() -> int:
-    """Return the number of this node among those that have a rank with this local rank."""
+    """Return the number of this node among the nodes that have a rank with this local rank."""
     return _nodes_before(current().rank)
 
 

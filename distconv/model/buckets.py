@@ -1,4 +1,4 @@
-"""Gradients that travel together: copied side by side, added up over ranks, handed out as views."""
+"""Buckets of gradients: copied side by side, summed over ranks, handed out as views."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from distconv.transport.interface import Request
 
 
 class Bucket:
-    """Parameters whose gradients travel together.
+    """Parameters whose gradients are reduced in one message.
 
-    Gradients are copied side by side into fresh memory, and added up there. Those that autograd has
-    just made become views of the sum. Into others, which the program may have kept, it is copied.
+    Gradients are copied side by side into fresh memory, and summed there. Gradients that autograd
+    has just made become views of the sum. Others, which the program may hold, are overwritten by
+    it.
     """
 
     def __init__(
@@ -29,31 +30,34 @@ class Bucket:
     ):
         self.parameters = parameters
         self.comm = comm
-        """The ranks over which the gradients are added up."""
+        """The communicator of the ranks over which the gradients are summed."""
         self._start_sum = start_sum
-        """Starts to add up a vector over them, where that is not the carrier's all-reduce."""
+        """A function that starts the sum of a vector, in place of the carrier's all-reduce; or
+        None.
+        """
         self._strides = [_strides(p) for p in parameters]
         *self._starts, end = accumulate((p.numel() for p in parameters), initial=0)
         # A number for each parameter, behind all of them, says how many ranks have a gradient.
         self.elements = end + len(parameters)
-        """How many elements travel."""
+        """The number of elements in the message."""
         self.uneven: dict[int, int] = {}
-        """To whose last sum some ranks have added nothing: the place of each parameter, and how
-        many have added something. Of a GPU only where this rank had to read the counts."""
+        """The indices of parameters to whose last sum some ranks added nothing, each with the
+        number of ranks that did. On a GPU only where this rank had to read the counts.
+        """
         self._under_way: _Sum | None = None
 
     @property
     def under_way(self) -> bool:
-        """Return whether the gradients are being added up."""
+        """Return whether a sum of the gradients is under way."""
         return self._under_way is not None
 
     def start(self, parts: Sequence[bool], made: Sequence[bool], grid: ProcessGrid) -> None:
-        """Start to add up the gradients. All ranks of the bucket call it together.
+        """Start to sum the gradients. All ranks of the bucket call it together.
 
         Parameters
         ----------
-        parts: whether each gradient is this rank's part. Others are the same on all ranks, and
-            counted on the first one only.
+        parts: whether each gradient is this rank's part. Others are equal on all ranks, and are
+            added by the first one only.
         made: whether autograd has made each gradient, rather than added to an earlier one.
         """
         p = self.parameters[0]
@@ -76,7 +80,7 @@ class Bucket:
         self._under_way = _Sum(flat, outside, tuple(used), add_up(flat))
 
     def finish(self) -> bool:
-        """Wait for the sum, and give it to the parameters; return whether one was under way."""
+        """Wait for the sum, and set it as the gradients; return whether one was under way."""
         if self._under_way is None:
             return False
         total, self._under_way = self._under_way, None
@@ -101,15 +105,17 @@ class _Sum(NamedTuple):
 
     flat: Tensor
     outside: Sequence[tuple[int, Tensor]]
-    """Parameters whose gradients are tensors of their own, or None: where the sum of each is."""
+    """The parameters whose gradients are tensors of their own, or None, each with its part of
+    the sum.
+    """
     used: tuple[bool, ...]
     """Whether this rank has added its part of each gradient."""
     request: Request
 
     def ranks(self) -> list[int]:
-        """Return how many ranks have added a part of each gradient; it waits for a GPU.
+        """Return the number of ranks that added a part to each gradient; it waits for a GPU.
 
-        A dry run takes the other ranks to have used what this one has.
+        A dry run assumes that all ranks use the same parameters.
         """
         counts = self.flat[-len(self.used) :]
         return [int(n.real) for n in (self.used if counts.is_meta else counts.tolist())]
@@ -118,14 +124,14 @@ class _Sum(NamedTuple):
 def fill_buckets(
     parameters: Sequence[tuple[Tensor, tuple[str, ...]]], bucket_bytes: int
 ) -> list[tuple[tuple[str, ...], list[Tensor]]]:
-    """Return which parameters share a bucket, in the order in which backward passes fill them.
+    """Return the parameters of each bucket, in the order in which backward passes fill buckets.
 
     The last parameters come first. A bucket is full when it has `bucket_bytes`.
 
     Parameters
     ----------
-    parameters: each with the grid axes over which its gradient is summed; those of one bucket have
-        the same, and one type.
+    parameters: each with the grid axes over which its gradient is summed; the parameters of a
+        bucket have the same axes and type.
     """
     buckets = []
     filling: dict[tuple[tuple[str, ...], torch.dtype], list[Tensor]] = {}
@@ -138,7 +144,9 @@ def fill_buckets(
 
 
 def _strides(p: Tensor) -> tuple[int, ...]:
-    """Return the strides of a gradient: the parameter's own if without gaps, else row by row."""
+    """Return the strides of a gradient: the parameter's own if it has no gaps, else row-major
+    ones.
+    """
     own = p.stride()
     dense: Tensor = torch.empty_like(p, device="meta")
     return own if dense.stride() == own else torch.empty(p.shape, device="meta").stride()

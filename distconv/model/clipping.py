@@ -20,13 +20,13 @@ def clip_grad_norm_(
     """Scale all gradients down to a norm of at most `max_norm`, in few messages.
 
     This is torch.nn.utils.clip_grad_norm_ for models with sharded parameters. All ranks of the grid
-    call it together, after `backward()`. The blocks of sharded parameters are added up in one
-    message for all that are cut over the same axes; torch's own function sends one for each, and
-    returns a DistTensor.
+    call it together, after `backward()`. One message carries the norms of all sharded parameters
+    that are cut over the same axes; torch's own function sends one for each, and returns a
+    DistTensor.
 
     Parameters
     ----------
-    parameters: with gradients, or without, which do not count.
+    parameters: parameters; those without a gradient are ignored.
     max_norm, norm_type, error_if_nonfinite: as torch's; orders are positive.
 
     Returns

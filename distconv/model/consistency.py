@@ -1,4 +1,4 @@
-"""What ranks that train one model have in common: parameters, buffers, the optimizer's state."""
+"""A comparison of the model between ranks: parameters, buffers, the optimizer's state."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.nested import tensors_in
 
 _PLAIN = (bool, int, float, str, tuple, list, type(None))
-"""Types of settings that mean the same on every rank when they are spelled alike."""
+"""Types of settings that are equal on all ranks if their texts are."""
 
 
 def check_in_sync(caller: str, model: nn.Module, optimizer: Optimizer | None, full: bool) -> None:
-    """Raise RuntimeError, on every rank, where the ranks have come to train different models.
+    """Raise RuntimeError, on every rank, where the models of the ranks differ.
 
     All ranks of the grid call it together.
 
     Parameters
     ----------
-    caller: the name of whoever asks, for the message.
-    model: has been parallelized.
-    optimizer: whose state and settings are compared as well.
-    full: whether every element counts; otherwise large tensors are looked at in parts.
+    caller: the name of the calling function, for the message.
+    model: a parallelized module.
+    optimizer: its state and settings are compared as well.
+    full: whether every element is compared; otherwise only samples of large tensors are.
     """
     grid = required_reduction(caller, model).grid
     if not possible(grid):
@@ -46,7 +46,7 @@ def check_in_sync(caller: str, model: nn.Module, optimizer: Optimizer | None, fu
 def not_finite(model: nn.Module, optimizer: Optimizer | None) -> Iterator[str]:
     """Yield the names of parameters that are not finite, and of buffers and state that hold NaN.
 
-    Not collective: a rank looks at its own blocks. Infinite buffers, as masks are, are of use.
+    Not collective: a rank looks at its own blocks. Buffers may be infinite, as masks are.
     """
     parameters = {name for name, _ in model.named_parameters()}
     for name, tensor, _ in (*checked_state(model), *_of_optimizer(optimizer, model)):
@@ -75,7 +75,7 @@ def _of_optimizer(optimizer: Optimizer | None, model: nn.Module) -> Iterator[Che
 
 
 def _of_value(name: str, value: Any) -> Iterator[Checked]:
-    """Yield the tensors in a value, or the value itself, spelled in a name."""
+    """Yield the tensors in a value, or the value itself as text, ready for comparison."""
     tensors = tensors_in(value)
     for tensor in tensors:
         yield checked(name, tensor)
@@ -84,13 +84,13 @@ def _of_value(name: str, value: Any) -> Iterator[Checked]:
 
 
 def checked(name: str, tensor: Tensor) -> Checked:
-    """Return a parameter or buffer, for comparison among the ranks that hold the same block."""
+    """Return a parameter or buffer for comparison among the ranks that hold the same block."""
     if isinstance(tensor, DistTensor):
         return Checked(name, tensor.shard, cutting_axes(tensor.cuts))
     return Checked(name, tensor)
 
 
 def checked_state(module: nn.Module) -> Iterator[Checked]:
-    """Yield the parameters and buffers of a module, for comparison as by `checked`."""
+    """Yield the parameters and buffers of a module for comparison, as `checked` does."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         yield checked(name, tensor)

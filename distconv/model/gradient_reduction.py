@@ -1,8 +1,8 @@
-"""Gradients of a parallelized module: every rank's parts are added up during the backward pass.
+"""Gradients of a parallelized module: the parts of all ranks are summed during the backward pass.
 
-The parts live in buckets and travel in them, in an order fixed from the start, each as one
-non-blocking all-reduce that begins as soon as the bucket and all before it are full (Li et al.,
-"PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020).
+They travel in buckets, in an order fixed from the start, each as one non-blocking all-reduce that
+begins as soon as the bucket and all before it are full (Li et al., "PyTorch Distributed:
+Experiences on Accelerating Data Parallel Training", VLDB 2020).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from distconv.tensor.ownership import disown, own
 from distconv.transport.interface import Request
 
 REDUCTION_ATTRIBUTE = "_distconv_gradient_reduction"
-"""The attribute by which a module, and each of its parts, keeps its `GradientReduction`."""
+"""The attribute of a module, and of each of its submodules, that holds its `GradientReduction`."""
 
 
 def reduction_of(module: nn.Module) -> GradientReduction | None:
@@ -46,7 +46,7 @@ def required_reduction(caller: str, module: nn.Module) -> GradientReduction:
 
     Parameters
     ----------
-    caller: the name of whoever needs it, for the message.
+    caller: the name of the calling function, for the message.
     """
     reduction = reduction_of(module)
     if reduction is None:
@@ -57,7 +57,7 @@ def required_reduction(caller: str, module: nn.Module) -> GradientReduction:
 
 
 class GradientReduction:
-    """Hooks on the parameters of one module that add up their gradients over a grid."""
+    """Hooks on the parameters of one module that sum their gradients over a grid."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class GradientReduction:
         self.enabled = True
         self._purpose = "gradients"
         self._held = False
-        """Whether sums stay under way when a backward pass has ended."""
+        """Whether sums stay under way after a backward pass."""
         self._grid = grid
         self._bucket_bytes = bucket_bytes
         self._module = ref(module)
@@ -87,34 +87,38 @@ class GradientReduction:
         self._wire, self._error_feedback = wire, error_feedback
         self._buckets: list[Bucket] = []
         self._members: list[list[int]] = []
-        """For each bucket the parameters in it, by their numbers."""
+        """For each bucket the numbers of its parameters."""
         self._bucket_of: dict[int, int] = {}
-        """For each parameter's number its bucket."""
+        """For each parameter's number the number of its bucket."""
         self._laid_out: list[Any] = []
         self._is_part = [False] * len(self._leaves)
-        """For each parameter whether .grad is this rank's part of a sum, not equal on all ranks."""
+        """For each parameter whether .grad is this rank's part of a sum, rather than equal on
+        all ranks.
+        """
         self._missing: list[int] = []
-        """For each bucket, how many gradients the present backward pass still has to make."""
+        """For each bucket, the number of gradients that the current backward pass has not made
+        yet.
+        """
         self._made: set[int] = set()
-        """The parameters whose gradient the present backward pass has made."""
+        """The parameters whose gradient the current backward pass has made."""
         self._pass = -1
         self._started = 0
         self._warned = False
-        """Whether the program has been told that ranks train different parameters."""
+        """Whether a warning was given that ranks train different parameters."""
         self.layout = 0
-        """The fingerprint of what decides how buckets are laid out."""
+        """The fingerprint of the layout of the buckets."""
         self._hooks = ParameterHooks(self, self._parameters, self._leaves, grid, self._axes)
         self._make_communicators()
         self.prepare()
 
     @property
     def trains(self) -> bool:
-        """Return whether any parameter is trained."""
+        """Return whether any parameter requires a gradient."""
         return bool(self._buckets)
 
     @property
     def grid(self) -> ProcessGrid:
-        """Return the grid over which gradients are added up."""
+        """Return the grid over which gradients are summed."""
         return self._grid
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientReduction:
@@ -124,16 +128,16 @@ class GradientReduction:
         raise TypeError("a parallelized module belongs to its MPI job; save its state_dict()")
 
     def covers(self, module: nn.Module) -> bool:
-        """Return whether `module` is the one that this reduction was made for, or a part of it."""
+        """Return whether `module` is the module of this reduction, or a submodule of it."""
         whole = self._module()
         return whole is not None and any(part is module for part in whole.modules())
 
     def whole(self) -> nn.Module | None:
-        """Return the module that this reduction was made for; None where it is gone."""
+        """Return the module of this reduction; None where it was deleted."""
         return self._module()
 
     def release(self) -> None:
-        """Leave the parameters, with gradients that are sums, to the program."""
+        """Remove the hooks from the parameters, whose gradients must be sums."""
         self.settle()
         self._check_sums("the parameters leave their module", [True] * len(self._leaves))
         self._hooks.remove()
@@ -143,7 +147,7 @@ class GradientReduction:
             PARAMETERS.pop(x, None)
 
     def reduce(self) -> None:
-        """Add up the parts that backward passes in `no_sync` have left; all ranks call it together.
+        """Sum the parts that backward passes in `no_sync` have left. All ranks call it together.
 
         Sums of earlier passes stay as they are.
         """
@@ -155,13 +159,15 @@ class GradientReduction:
         self._end(failed=False)
 
     def give(self, sums: Iterable[Tensor | None]) -> None:
-        """Set the gradient of each parameter to a sum over the ranks, which another has taken."""
+        """Set the gradient of each parameter to a sum over the ranks that was computed
+        elsewhere.
+        """
         for p, gradient in zip(self._leaves, sums, strict=True):
             p.grad = gradient
         self._is_part = [False] * len(self._leaves)
 
     def travel_apart(self, number: int) -> None:
-        """Reduce from now on by communicators that reductions of other numbers do not use.
+        """Reduce from now on over communicators of reduction `number` alone.
 
         All ranks of the grid call it together, between steps.
         """
@@ -172,18 +178,18 @@ class GradientReduction:
         self.prepare()
 
     def hold(self) -> None:
-        """Leave sums under way when a backward pass has ended, until `start_held` and `settle`."""
+        """Leave sums under way after a backward pass, until `start_held` and `settle`."""
         self.settle()
         self._held, self._started = True, 0
 
     def start_held(self) -> None:
-        """Start the sums that backward passes since `hold` have not started."""
+        """Start the sums of backward passes since `hold` that have not started."""
         self._held = False
         if self._grid.size > 1:
             self._start_rest()
 
     def settle(self) -> None:
-        """Wait for all sums that have been started, and give them to the parameters."""
+        """Wait for all sums under way, and set them as gradients."""
         self._pass = -1
         for bucket, members in zip(self._buckets, self._members, strict=True):
             if bucket.finish():
@@ -198,10 +204,10 @@ class GradientReduction:
             self._grid.communicator(axes, self._purpose)
 
     def _connect(self) -> None:
-        """Send something over each communicator; all ranks of the grid call it together.
+        """Send a message over each communicator. All ranks of the grid call it together.
 
-        A carrier may connect the ranks at first use, where those of one communicator wait for each
-        other: ranks that come to another one first would wait for ever.
+        A carrier may connect the ranks of a communicator at first use, where they wait for each
+        other. Ranks that first use communicators in different orders would wait for ever.
         """
         for axes in dict.fromkeys(self._axes):
             comm = self._grid.communicator(axes, self._purpose)
@@ -209,15 +215,18 @@ class GradientReduction:
 
     @property
     def _starts_at_the_end(self) -> bool:
-        """Return whether sums start in one order on all ranks, when the backward pass has ended.
+        """Return whether sums start in one order on all ranks, after the backward pass.
 
-        A parameter may have no gradient on some ranks. Those start its bucket at the end, and so
-        do all: among the exchanges of the backward pass it would have another place there.
+        A parameter may have no gradient on some ranks. These ranks start its bucket at the end, so
+        all
+        ranks must: within the backward pass it would come at another place among the exchanges.
         """
         return self._grid.transport.ordered or self._wire is not None
 
     def prepare(self) -> None:
-        """Watch the trainable parameters and lay out the buckets, last parameters first."""
+        """Register hooks on the trainable parameters and lay out the buckets, last parameters
+        first.
+        """
         trainable = [(n, p) for n, p in enumerate(self._leaves) if p.requires_grad]
         self._hooks.watch([n for n, _ in trainable])
         layout = [(n, p.dtype, p.shape, p.stride()) for n, p in trainable]
@@ -232,7 +241,7 @@ class GradientReduction:
         self._bucket_of = {n: b for b, members in enumerate(self._members) for n in members}
 
     def _check_sums(self, event: str, concerned: Iterable[bool]) -> None:
-        """Raise where the gradient of a parameter concerned is still a part of a sum."""
+        """Raise where the gradient of a concerned parameter is still a part of a sum."""
         if any(
             x and part and p.grad is not None
             for p, part, x in zip(self._leaves, self._is_part, concerned, strict=True)
@@ -244,12 +253,14 @@ class GradientReduction:
 
     @staticmethod
     def kind(p: Tensor) -> str:
-        """Return all that decides where a parameter's gradient lies in the buckets, if at all."""
+        """Return a text of everything that decides the place of a parameter's gradient in the
+        buckets.
+        """
         stride = "" if isinstance(p, DistTensor) else f" of strides {p.stride()}"
         return f"{p.dtype}{stride}, requires_grad={p.requires_grad}"
 
     def _filled(self) -> list[Bucket]:
-        """Return the buckets in the order in which backward passes are to fill them."""
+        """Return the buckets in the order in which backward passes fill them."""
         trained = [
             (p, axes) for p, axes in zip(self._leaves, self._axes, strict=True) if p.requires_grad
         ]
@@ -265,7 +276,7 @@ class GradientReduction:
     def _sum_over(
         self, axes: tuple[str, ...], parameters: Sequence[Tensor]
     ) -> Callable[[Tensor], Request] | None:
-        """Return what starts to add up a bucket; None for the carrier's all-reduce."""
+        """Return a function that starts a bucket's sum; None for the carrier's all-reduce."""
         grid, wire = self._grid, self._wire
         if wire is None or parameters[0].dtype not in WIDE or grid.topology.parts(axes) == 1:
             return None
@@ -325,7 +336,7 @@ class GradientReduction:
             self._start_next()
 
     def _end(self, failed: bool) -> None:
-        """End a backward pass: start the sums that are left, and give them to the parameters."""
+        """End a backward pass: start the sums that are left, and set them as gradients."""
         # Held sums that start at the end would start in another order on other ranks.
         if not failed and not (self._held and self._starts_at_the_end):
             self._start_rest()
@@ -333,10 +344,10 @@ class GradientReduction:
             self.settle()
 
     def _warn(self, bucket: Bucket, members: list[int]) -> None:
-        """Tell the program of a parameter that some ranks have used and others have not.
+        """Warn of a parameter that some ranks have used and others have not.
 
-        One of the ranks that add up the gradient says so; on GPUs those that have none, as others
-        do not look.
+        One of the ranks of the bucket warns; on GPUs the ranks without a gradient do, as others do
+        not read the counts.
         """
         ranks, kind = bucket.comm.size, self._wire or bucket.parameters[0].dtype
         # Counts travel with the gradients, and larger ones are rounded as these are.
@@ -359,7 +370,7 @@ class GradientReduction:
 
 
 class _EndOfBackward:
-    """Ends a backward pass: autograd calls it, or drops it where the pass has failed."""
+    """The end of a backward pass: autograd calls it, or drops it where the pass has failed."""
 
     __slots__ = ("_end", "_over")
 
@@ -376,7 +387,7 @@ class _EndOfBackward:
 
 
 def axes_of_sum(p: Tensor, grid: Grid) -> tuple[str, ...]:
-    """Return the axes along which ranks hold the same block of a parameter, and parts of its
+    """Return the axes along which ranks hold the same block of a parameter, and sum its
     gradient.
     """
     return replicating_axes(p.cuts if isinstance(p, DistTensor) else (), grid.topology)

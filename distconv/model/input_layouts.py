@@ -15,14 +15,14 @@ from distconv.torch_private import run_eagerly
 
 
 def match_layouts(module: nn.Module, layouts: Mapping[str, Layout]) -> dict[str, Layout]:
-    """Return the layout of each module that a pattern names; the last pattern that matches counts.
+    """Return the layout of each module that a pattern matches; the last matching pattern decides.
 
     Raises
     ------
     ValueError
         For a pattern that matches nothing.
     TypeError
-        For what is no pattern, or not a layout.
+        For a pattern that is no string, or a value that is no layout.
     """
     if not isinstance(layouts, Mapping):
         raise TypeError(
@@ -51,7 +51,7 @@ def match_layouts(module: nn.Module, layouts: Mapping[str, Layout]) -> dict[str,
 
 
 def redistribute_inputs(module: nn.Module, layouts: Mapping[str, Layout]) -> None:
-    """Let the modules of these names redistribute the tensors that they are called with."""
+    """Let the modules with these names redistribute their input tensors."""
     for name, part in module.named_modules():
         if name in layouts:
             part.register_forward_pre_hook(InputLayout(name, layouts[name]), with_kwargs=True)

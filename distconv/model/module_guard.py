@@ -32,12 +32,12 @@ class ModuleGuard:
         self._reduction, self._grid = reduction, reduction.grid
         self._parameters = list(module.parameters())
         self._tables: list[dict[str, Any]] = []
-        """Where the module and its parts keep their parameters and parts."""
+        """The dictionaries of parameters and submodules of the module and its submodules."""
         self._entries: list[Any] = []
-        """The parameters and parts that were in the tables."""
+        """The parameters and submodules that were in these dictionaries."""
         self._agreement = Agreement(self._grid)
         self._calls = object()
-        """Stands for the calls of the module, which the grid counts."""
+        """A placeholder for the calls of the module, which the grid counts."""
         module.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         module.register_forward_hook(self._after_forward, always_call=True)
 
@@ -83,7 +83,7 @@ class ModuleGuard:
     def _together(self, inputs: Iterable[Tensor]) -> bool:
         """Return whether all ranks of the grid make this call, as they do with cut tensors.
 
-        One rank may call the module alone with what it has in full.
+        One rank may call the module alone with inputs that it has in full.
         """
         distributed = (x for x in inputs if isinstance(x, DistTensor))
         return any(any(x.cuts) and x.grid == self._grid for x in distributed)
@@ -132,7 +132,7 @@ class ModuleGuard:
                 )
 
     def _check_equal(self, module: nn.Module) -> None:
-        """Raise on every rank where parameters or buffers differ between ranks, in some calls."""
+        """In some calls, raise on every rank where parameters or buffers differ between ranks."""
         if not due(self._calls, self._grid):
             return
         found = unequal(checked_state(module), self._grid)
@@ -144,7 +144,7 @@ class ModuleGuard:
             )
 
     def _check_agreement(self, module: nn.Module) -> None:
-        """Raise where the ranks have not begun the forward pass alike."""
+        """Raise where the ranks have not begun the forward pass in the same state."""
         alike, in_mode = self._agreement.answer() or (True, True)
         if not in_mode:
             # The other ranks may wait within the forward pass, and hear no more than this.

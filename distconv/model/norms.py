@@ -1,4 +1,4 @@
-"""Norms of tensors, of which some are cut over ranks: few messages for many tensors."""
+"""Norms of many tensors, some of them cut over ranks, in few messages."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from distconv.tensor.dist_tensor import DistTensor
 def tensor_norms(tensors: Sequence[Tensor], order: float = 2.0) -> list[Tensor]:
     """Return the norm of each tensor, as plain tensors without dimensions, outside autograd.
 
-    Of DistTensors it is that of the whole, the same on all ranks, which call it together: one
-    message for all that are cut over the same axes of a grid. Of plain tensors nothing is sent.
+    The norm of a DistTensor is of the whole tensor, the same on all ranks, which call it together;
+    one
+    message serves all tensors cut over the same axes of a grid. For plain tensors nothing is sent.
     """
     with torch.no_grad():
         norms = [_norm(shard_of(x), order) for x in tensors]

@@ -1,4 +1,4 @@
-"""A whole model on a grid: equal parameters everywhere, and gradients added up during backward.
+"""A whole model on a grid: equal parameters on all ranks, and gradients summed during backward.
 
 Every rank holds all parameters, and computes its part of their gradients; the gradient is the sum
 of the parts (see `gradient_reduction`).
@@ -55,46 +55,47 @@ def parallelize(
     wire: str | None = None,
     error_feedback: bool = False,
 ) -> Module:
-    """Make `module` compute on DistTensors of `grid` what it computes serially, and return it.
+    """Let `module` compute on DistTensors of `grid` with the serial program's results, and return
+    it.
 
     Parameters and buffers become those of rank 0, on the grid's device; weights of 2-D convolutions
-    on CPUs have channels last in memory, as oneDNN takes them. From then on, when
-    `backward()` returns, the gradients of the parameters are, on every rank, those of the serial
-    program. A parameter that takes no part in a backward pass keeps the gradient it had, or None.
-    Hooks on parameters that are registered before the forward pass get these gradients, too. The
-    state_dict stays that of the plain module.
+    on CPUs get channels last in memory, oneDNN's format. From then on, when `backward()` returns,
+    the gradients of the parameters are the serial program's on every rank. A parameter that takes
+    no part in a backward pass keeps the gradient it had, or None. Hooks on parameters that are
+    registered before the forward pass get these gradients, too. The state_dict stays that of the
+    plain module.
 
     All ranks of the grid call it together, and run the same forward and backward passes.
 
     Parameters
     ----------
     module: any torch.nn.Module; its inputs are then DistTensors.
-    layouts: for patterns of module names, as "block5.*" ("" is the module itself), the layout in
-        which the modules take their inputs; the last pattern that matches counts. Where a tensor
-        has another layout it is redistributed, once for all that take it in the same one. Other
-        modules take their inputs as they come.
+    layouts: for patterns of module names, such as "block5.*" ("" is the module itself), the layout
+        of these modules' inputs; the last pattern that matches decides. A tensor with another
+        layout is redistributed, once for all modules that take it in the same layout. Other modules
+        take their inputs as they come.
     shard_parameters: whether every rank keeps only its blocks of the weights of convolutions and
-        fully connected layers whose layout cuts channels. They become DistTensors; an
-        optimizer made before this call stays valid if it has no state yet. Weights that are
-        parametrized stay whole.
-    bucket_bytes: the bytes of gradients that travel in one message.
-    wire: "bfloat16" or "float16" where gradients travel as halves, and are added up in float32;
-        they are then the serial ones within two roundings to halves, and leave when the backward
-        pass has ended. float16 has more bits, and is infinite beyond 65504.
-    error_feedback: whether a rank keeps what the halves of `wire` have rounded away, and adds it in
-        the next step. It takes the memory of one gradient, which is not part of any checkpoint.
+        fully connected layers whose layout cuts channels. They become DistTensors; an optimizer
+        made before this call stays valid if it has no state yet. Weights that are parametrized stay
+        whole.
+    bucket_bytes: the bytes of gradients in one message.
+    wire: "bfloat16" or "float16" to send gradients as halves, and sum them in float32. They are
+        then the serial ones within two roundings to halves, and are sent after the backward pass.
+        float16 has more bits, and is infinite beyond 65504.
+    error_feedback: whether a rank keeps the rounding errors of `wire`, and adds them in the next
+        step. This takes the memory of one gradient, which is not part of any checkpoint.
 
     Raises
     ------
     TypeError
-        Where `module` is no Module, or torch's data parallelism or sharding has wrapped it. Whoever
-        wraps it afterwards gets the error.
+        Where `module` is no Module, or is wrapped by torch's data parallelism or sharding. Wrapping
+        it afterwards raises the same error.
     ValueError
         On every rank, when the ranks' modules differ in the names, shapes, types or strides of
         their parameters and buffers, some of these have no shape yet, the module is parallelized
         already, a pattern matches nothing, `bucket_bytes` is below 1, `wire` is another type, or
-        there is `error_feedback` without it; and where they differ in torch's settings of TF32,
-        cuDNN, oneDNN or deterministic algorithms.
+        `error_feedback` is given without it; and where torch's settings of TF32, cuDNN, oneDNN or
+        deterministic algorithms differ between ranks.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"parallelize: {type(module).__name__} is not a torch.nn.Module")
@@ -148,10 +149,10 @@ def _refuse_script() -> NoReturn:
 def unparallelize(module: Module) -> Module:
     """Make a parallelized module, or a copy of one, an ordinary module again, and return it.
 
-    Its structure may change then, and `parallelize` takes it anew, on any grid. Parameters stay the
-    same objects with the same values and gradients. Those that were sharded become whole, while
-    what an optimizer keeps for them stays cut. All ranks of the grid call it together, outside of
-    `no_sync`. An ordinary module is left as it is.
+    Its structure may change then, and `parallelize` accepts it again, on any grid. Parameters stay
+    the same objects with the same values and gradients. Sharded parameters become whole, while
+    their optimizer state stays cut. All ranks of the grid call it together, outside of `no_sync`.
+    An ordinary module is left as it is.
 
     Raises
     ------
@@ -189,9 +190,9 @@ def unparallelize(module: Module) -> Module:
 
 @contextmanager
 def no_sync(module: nn.Module) -> Iterator[None]:
-    """Keep each rank's part of the gradients on that rank within the context, without adding up.
+    """Keep each rank's part of the gradients on that rank within the context, without a sum.
 
-    The next backward pass outside adds all parts up: accumulation over several mini-batches for the
+    The next backward pass outside sums all parts: accumulation over several mini-batches for the
     price of one reduction. Until then a gradient that the program sets is a part, too. All ranks
     enter it together. A `module` that is not parallelized raises `ValueError`.
     """
@@ -204,7 +205,9 @@ def no_sync(module: nn.Module) -> Iterator[None]:
 
 
 def _compare(mine: dict[str, Any], grid: ProcessGrid, way_out: str) -> list[dict[str, Any]]:
-    """Return what every rank has, after a check that raises on all of them where it differs."""
+    """Return the facts of every rank, after a check that raises on all of them where they
+    differ.
+    """
     everyone: list[dict[str, Any]] = grid.all_gather_object(mine)
     for rank, theirs in enumerate(everyone):
         for name in sorted(everyone[0].keys() | theirs.keys()):

@@ -1,4 +1,4 @@
-"""What autograd tells of the parameters of a parallelized module: each gradient as it is made."""
+"""Hooks on the parameters of a parallelized module, called as autograd makes each gradient."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ _GONE = (
 
 
 class Parts(Protocol):
-    """The side that adds up parts of gradients."""
+    """The interface of a reduction to which parts of gradients are reported."""
 
     def expect_part(self, n: int) -> bool:
         """Note that autograd is about to add this rank's part to the gradient of a parameter.
 
-        Return whether this rank is the first of those that add it up.
+        Return whether this rank is the first of those that sum the gradient.
         """
 
     def take_part(self, n: int, new: bool) -> None:
-        """Take the part that autograd has added, and start the sums for which all parts are there.
+        """Note a part that autograd has added, and start the sums whose parts are complete.
 
         Parameters
         ----------
@@ -50,17 +50,17 @@ class Parts(Protocol):
 
 
 class ParameterHooks:
-    """Hooks that tell when autograd accumulates them.
+    """Hooks that autograd calls when it accumulates gradients of parameters.
 
     Python's garbage collector does not see what parameters and the nodes of autograd hold: a
-    reference from there to what holds the parameters would keep all of them for ever. So hooks hold
-    a weak one. They run for every parameter in every step: nothing wraps them.
+    reference from there to the owner of the parameters would keep all of them for ever. So hooks
+    hold a weak one. They run for every parameter in every step, and are therefore not wrapped.
 
     Parameters
     ----------
-    parts: is told of every gradient, and held weakly.
-    parameters: of the module, by their numbers.
-    leaves: these, and the blocks of sharded ones, which are all that autograd knows of them.
+    parts: the reduction that every gradient is reported to, held weakly.
+    parameters: the parameters of the module, by their numbers.
+    leaves: the same as autograd knows them: the blocks of sharded ones.
     axes: for each parameter, the grid axes over which its gradient is summed.
     """
 
@@ -76,18 +76,22 @@ class ParameterHooks:
         self._parameters, self._leaves = parameters, leaves
         self._grid, self._axes = grid, axes
         self._nodes: dict[int, Node | None] = {}
-        """For each parameter that is watched, the node that accumulates its gradient."""
+        """For each parameter with hooks, the node that accumulates its gradient."""
         self._handles: list[Any] = []
         self._stream: int | None = None
         """The number of the stream on which the nodes were made."""
         self._sums: dict[int, RemovableHandle] = {}
-        """For each parameter with hooks of the program, the one before them that adds up."""
+        """For each parameter with hooks of the program, the hook before them that sums the
+        gradient.
+        """
         self._new = False
-        """Whether autograd is making the first gradient of a parameter, not adding to one."""
+        """Whether autograd is making the first gradient of a parameter, rather than adding to
+        one.
+        """
         self._checked = -1
 
     def watch(self, trainable: Sequence[int]) -> None:
-        """Watch these parameters from now on, also where torch has made their nodes anew."""
+        """Put hooks on these parameters, also where torch has made their nodes anew."""
         stream = number_of_stream(self._grid.device)
         if stream != self._stream:
             # A node accumulates on the stream on which it was made, for as long as it is held here.
@@ -103,12 +107,12 @@ class ParameterHooks:
             _check_alone(p)
 
     def remove(self) -> None:
-        """Leave the parameters to the program."""
+        """Remove all hooks."""
         for handle in (*self._handles, *self._sums.values()):
             handle.remove()
 
     def _hook(self, n: int, p: Tensor, node: Node) -> None:
-        """Watch a parameter; again where a change of type or stream gives it another node."""
+        """Put hooks on a parameter, or on its new node after a change of type or stream."""
         if n not in self._nodes:
             after = partial(self._after_accumulation, ref(self), n)
             self._handles.append(p.register_post_accumulate_grad_hook(after))
@@ -118,7 +122,7 @@ class ParameterHooks:
         self._handles.append(node.register_prehook(before))
 
     def _sum_for_hooks(self, n: int, p: Tensor) -> None:
-        """Let hooks of the program get the sum of a parameter's gradient, not this rank's part."""
+        """Give hooks of the program the sum of a parameter's gradient, not this rank's part."""
         hooks = torch_private.hooks_of(p)
         if isinstance(self._parameters[n], DistTensor) or self._grid.size == 1:
             return  # the hooks of a DistTensor add up by themselves
@@ -187,7 +191,7 @@ _Owner = TypeVar("_Owner")
 
 
 def _alive(reference: ref[_Owner]) -> _Owner:
-    """Return what adds up gradients; raise where the program has dropped its module."""
+    """Return the reduction; raise where the program has deleted its module."""
     owner = reference()
     if owner is None:
         raise RuntimeError(_GONE)
@@ -200,7 +204,7 @@ def _check_alone(p: Tensor) -> None:
 
 
 class _Edges(ShardFunction):
-    """An autograd function that leads to all its inputs."""
+    """An autograd function whose node refers to the nodes of all its inputs."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Tensor) -> Tensor:
@@ -210,7 +214,7 @@ class _Edges(ShardFunction):
 def _accumulating(parameters: list[Tensor]) -> list[Node]:
     """Return the nodes that accumulate gradients.
 
-    They are found in one call, as torch takes several times as long to give them one by one.
+    One call finds all of them; torch takes several times as long to return them one by one.
     """
     if not parameters:
         return []

@@ -25,14 +25,14 @@ _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 def shard_weights(module: nn.Module, layouts: Mapping[str, Layout], grid: ProcessGrid) -> None:
     """Replace weights by DistTensors, where the layout of their layer cuts channels.
 
-    The weights of convolutions and fully connected layers are cut; they are almost all there is. A
-    weight that is computed from other parameters, as by a parametrization, stays whole. Every rank
-    passes the same module; no communication.
+    The weights of convolutions and fully connected layers are cut, which are almost all parameters.
+    A weight that is computed from other parameters, as by a parametrization, stays whole. Every
+    rank passes the same module; no communication.
 
     Parameters
     ----------
-    layouts: the layouts of the inputs of modules, by name; each holds for the parts of its module
-        too. The inputs of other modules have the grid's default layout.
+    layouts: the layouts of the inputs of modules, by name, which also apply to their submodules.
+        The inputs of other modules have the grid's default layout.
     """
     for name, part in module.named_modules():
         weight = dict(part.named_parameters(recurse=False)).get("weight")
@@ -48,7 +48,7 @@ def shard_weights(module: nn.Module, layouts: Mapping[str, Layout], grid: Proces
 
 
 def make_whole(weight: DistTensor) -> None:
-    """Turn a sharded parameter into a plain one with its gradient; all ranks call it together."""
+    """Turn a sharded parameter into a plain one with its gradient. All ranks call it together."""
     with torch.no_grad():
         whole = nn.Parameter(weight.full_tensor().clone(), weight.requires_grad)
         if isinstance(weight.grad, DistTensor):
@@ -57,7 +57,9 @@ def make_whole(weight: DistTensor) -> None:
 
 
 def _layout_of(name: str, layouts: Mapping[str, Layout], grid: ProcessGrid) -> Layout:
-    """Return the layout of the module of this name, or of the nearest around it that has one."""
+    """Return the layout of the module of this name, or of the nearest enclosing module that has
+    one.
+    """
     while name not in layouts:
         if not name:
             return default_layout(grid, 2)
@@ -66,11 +68,11 @@ def _layout_of(name: str, layouts: Mapping[str, Layout], grid: ProcessGrid) -> L
 
 
 def _cuts(layer: nn.Module, weight: Tensor, layout: Layout, topology: Topology) -> Cuts:
-    """Return how to cut a layer's weight over the axes that cut the channels of its input.
+    """Return the cuts of a layer's weight over the axes that cut the channels of its input.
 
-    It is cut in channels, in filters or in both, as the layer's `parallel` says (see
-    `ops.conv.channel_algorithms`); otherwise in channels where the sums for all outputs are fewer
-    than the inputs.
+    It is cut in channels, in filters or in both, by the layer's `parallel` (see
+    `ops.conv.channel_algorithms`). By default it is cut in channels where partial sums of all
+    outputs have fewer elements than the inputs, and else in filters.
     """
     (axes,) = effective_cuts((layout.axes("channel"),), topology)
     if not axes:
@@ -97,7 +99,7 @@ def _cuts(layer: nn.Module, weight: Tensor, layout: Layout, topology: Topology) 
 
 
 def _sharded(weight: Tensor, cuts: Cuts, grid: ProcessGrid) -> DistTensor:
-    """Return this rank's block of a parameter, as a parameter."""
+    """Return this rank's block of a parameter as a sharded parameter."""
     box = rank_box(tuple(weight.shape), cuts, grid.topology, grid.rank)
     block = weight.detach()[box.slices].clone().requires_grad_(weight.requires_grad)
     return as_parameter(DistTensor(block, weight.shape, cuts, grid))

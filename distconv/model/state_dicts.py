@@ -20,20 +20,21 @@ from distconv.tensor.redistribution import redistribute
 def full_state_dict(source: nn.Module | Optimizer) -> dict[str, Any]:
     """Return the state of a module or an optimizer as in the serial program, on every rank.
 
-    All ranks of the grid call it together. The tensors in it have their global shapes: load it
-    serially with `load_state_dict`, or on any grid with `load_full_state_dict`. Values that are not
-    sharded are not copied, as in a state_dict.
+    All ranks of the grid call it together. Its tensors have their global shapes: load it serially
+    with `load_state_dict`, or on any grid with `load_full_state_dict`. As in a state_dict, values
+    that are not sharded are not copied.
     """
     state: dict[str, Any] = map_state(source.state_dict(), _whole)
     return state
 
 
 def load_full_state_dict(target: nn.Module | Optimizer, state: Mapping[str, Any]) -> None:
-    """Give a module or an optimizer the state of the serial program.
+    """Load the state of the serial program into a module or an optimizer.
 
     Every rank passes the same state, with tensors of global shapes, and keeps its blocks of them;
-    no communication. A DistTensor in the state is taken as it is cut. Names and shapes that do not
-    fit raise the errors of torch's `load_state_dict`, on every rank.
+    no communication. A DistTensor in the state must be cut as the target is. Names and shapes that
+    do
+    not fit raise the errors of torch's `load_state_dict`, on every rank.
     """
     if isinstance(target, nn.Module):
         target.load_state_dict(state)
@@ -55,7 +56,9 @@ def _whole(x: Any) -> Any:
 
 
 def _cut(x: Any, parameter: DistTensor) -> Any:
-    """Return the block of an optimizer's value for a parameter, or for its rows."""
+    """Return this rank's block of an optimizer's value, cut as the parameter, or as its first
+    dimension.
+    """
     if not isinstance(x, Tensor) or isinstance(x, DistTensor) or x.dim() != parameter.dim():
         return x
     cuts = operand_cuts(tuple(x.shape), tuple(parameter.shape), parameter.cuts)
@@ -65,9 +68,10 @@ def _cut(x: Any, parameter: DistTensor) -> Any:
 
 
 def plain(x: Any) -> Any:
-    """Return a tensor of another class that keeps its elements as torch's as a `torch.Tensor`.
+    """Return a tensor of a subclass with torch's own storage as a `torch.Tensor` of the same
+    memory.
 
-    It has the same memory. Everything else is returned as it is.
+    Everything else is returned as it is.
     """
     if not isinstance(x, Tensor) or type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return x
@@ -77,11 +81,11 @@ def plain(x: Any) -> Any:
 
 
 def map_state(state: Any, function: Callable[[Any], Any]) -> Any:
-    """Return a state with `function` applied to all that its dictionaries, lists and tuples hold.
+    """Return a state with `function` applied to all values in its dictionaries, lists and tuples.
 
-    They become Python's own, whatever their classes, and can then be loaded with weights_only;
-    OrderedDict and Counter, which can be loaded too, stay what they are. A tuple for which
-    `function` returns something else is replaced as a whole.
+    These become Python's own types, so that the state can be loaded with weights_only; OrderedDict
+    and Counter, which can be loaded too, keep their type. A tuple for which `function` returns
+    something else is replaced as a whole.
     """
     if isinstance(state, Mapping):
         kind: Any = type(state) if type(state) in (OrderedDict, Counter) else dict

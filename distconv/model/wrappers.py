@@ -1,7 +1,7 @@
-"""Modules of torch that average or shard gradients themselves, and would count them wrongly here.
+"""Modules of torch that average or shard gradients themselves, which would make them wrong here.
 
-Each of them divides the sum over its ranks by their number, or cuts the parameters, on its own
-account: around a parallelized module, or within it, the gradients are no longer the serial ones.
+Each of them divides the sum over its ranks by their number, or cuts the parameters itself: around
+a parallelized module, or within it, the gradients are no longer the serial ones.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _WRAPPERS = frozenset(
     ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule")
 )
 _SHARDED = frozenset(("DTensor",))
-"""Names of classes of torch, which need not be imported."""
+"""Names of torch's wrappers, so that these need not be imported."""
 
 _WAY_OUT = (
     "parallelize adds up the gradients over all ranks itself: use parallelize(module, grid) of the "
@@ -47,7 +47,7 @@ def check_unwrapped(module: nn.Module) -> None:
 
 
 def check_no_active_wrapper() -> None:
-    """Raise within the forward pass of a DistributedDataParallel, whose part was parallelized."""
+    """Raise within the forward pass of a DistributedDataParallel with a parallelized part."""
     if in_data_parallel():
         raise TypeError(
             "a parallelized module is called by DistributedDataParallel, which would divide its "
@@ -57,7 +57,9 @@ def check_no_active_wrapper() -> None:
 
 @cache
 def refuse_wrappers_around(parallelized: Callable[[nn.Module], object]) -> None:
-    """Raise, from now on, where a wrapper takes a module with a part that is `parallelized`."""
+    """From now on raise where a wrapper is given a module for one of whose parts `parallelized`
+    is true.
+    """
 
     def check(wrapper: nn.Module, name: str, module: nn.Module | None) -> None:
         kind = _among(type(wrapper), _WRAPPERS)
@@ -71,7 +73,7 @@ def refuse_wrappers_around(parallelized: Callable[[nn.Module], object]) -> None:
 
 
 def _among(kind: type, names: frozenset[str]) -> str:
-    """Return the first of these names that a base class of `kind` has; "" for none."""
+    """Return the first of these names among the base classes of `kind`; "" if there is none."""
     for base in kind.__mro__:
         if base.__name__ in names and base.__module__.startswith("torch."):
             return base.__name__

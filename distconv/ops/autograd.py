@@ -35,7 +35,9 @@ GradientArguments = Tensor | Sequence[Tensor | None] | None
 def _seeds(
     tensors: Sequence[Tensor], gradients: GradientArguments, operator: str
 ) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Return the shards at which a backward pass starts, and the gradients that it starts with."""
+    """Return the shards at which a backward pass starts, and the gradients of each to start
+    with.
+    """
     given: Sequence[Tensor | None]
     if gradients is None:
         given = [None] * len(tensors)
@@ -116,7 +118,7 @@ def grad(
     allow_unused = materialize_grads if allow_unused is None else allow_unused
 
     def used(leaf: Tensor, part: Tensor | None) -> Tensor | None:
-        """Return a part on all ranks or on none, as their graphs are the same."""
+        """Return the gradient on all ranks, or None on all, as their graphs are the same."""
         if part is not None:
             return part
         # Of blocks without elements torch may leave out gradients that other ranks have.
@@ -160,10 +162,11 @@ def grad(
 def _recorded_alike(
     parts: Sequence[Tensor | None], leaves: Sequence[Tensor], grid: Grid
 ) -> list[Tensor | None]:
-    """Return gradients that require gradients on all ranks or on none, as the serial ones do.
+    """Return gradients that can be differentiated again on all ranks or on none, as the serial ones
+    can.
 
-    A rank whose block has no elements, or has been overwritten in full, has a constant gradient,
-    where those of other ranks can be differentiated again.
+    A rank whose block has no elements, or was overwritten in full, has a constant gradient where
+    other ranks have one that can be differentiated.
     """
     recorded = [part is not None and part.requires_grad for part in parts]
     counts = torch.tensor(recorded, dtype=torch.float64, device=grid.device)
@@ -179,7 +182,9 @@ def _recorded_alike(
 def register_hook(
     self: DistTensor, hook: Callable[[DistTensor | None], Tensor | None]
 ) -> RemovableHandle:
-    """Call `hook` with the gradient of the tensor, which it may replace; on all ranks together."""
+    """Call `hook` with the gradient of the tensor, which it may replace. All ranks call it
+    together.
+    """
     handle = (_hook_block if self.unmerged is None else _hook_unmerged)(self, hook)
     if self.gradient_hook is not None:
         # A gradient is retained as the last hook leaves it.
@@ -221,7 +226,7 @@ def _hook_block(
 def _hook_unmerged(
     x: DistTensor, hook: Callable[[DistTensor | None], Tensor | None]
 ) -> RemovableHandle:
-    """Call `hook` with the gradient of a merged tensor, of which everything is made unmerged."""
+    """Call `hook` with the gradient of a merged tensor, taken from its unmerged form."""
     shape, unmerged = x.shape, cast(DistTensor, x.unmerged)
     own = unmerged.shape
 
@@ -243,7 +248,7 @@ def _hook_unmerged(
 def register_post_accumulate_grad_hook(
     self: DistTensor, hook: Callable[[DistTensor], None]
 ) -> RemovableHandle:
-    """Call `hook` with the leaf when its gradient has been accumulated."""
+    """Call `hook` with the leaf once its gradient has been accumulated."""
     leaf, shape, cuts, grid = ref(self), self.shape, self.cuts, self.grid
 
     def on_shard(shard: Tensor) -> None:
@@ -256,7 +261,7 @@ def register_post_accumulate_grad_hook(
 
 @implements(torch.Tensor.retain_grad)
 def retain_grad(self: DistTensor) -> None:
-    """Keep in `.grad` the gradient of a tensor that is no leaf."""
+    """Keep the gradient of a tensor that is no leaf in `.grad`."""
     if not self.requires_grad:
         raise RuntimeError(
             "retain_grad: the tensor does not require gradients; call requires_grad_()"
@@ -266,7 +271,7 @@ def retain_grad(self: DistTensor) -> None:
 
 
 def _keep(x: DistTensor) -> RemovableHandle:
-    """Keep the gradient of a tensor that is no leaf, from now on."""
+    """Register a hook that keeps the gradient of a tensor that is no leaf."""
     keeper = ref(x)
 
     def keep(gradient: DistTensor | None) -> None:
@@ -289,7 +294,7 @@ def retains_grad(self: DistTensor) -> bool:
 def deep_copy(self: DistTensor, memo: dict[int, Any]) -> DistTensor:
     """Return a leaf with equal elements, gradient, layout and grid; a parameter without gradient.
 
-    No communication, but to bring the block of a merged tensor.
+    No communication, unless the tensor is merged, whose block is moved here first.
     """
     if id(self) in memo:
         twin: DistTensor = memo[id(self)]

@@ -1,4 +1,4 @@
-"""Comparisons of whole tensors, whose answer is one bool, the same on every rank; and flags."""
+"""Comparisons of whole tensors with one bool as result, the same on every rank; and flags."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def is_same_size(input: Tensor, other: Tensor) -> bool:
 
 @implements(torch.is_nonzero, torch.Tensor.is_nonzero)
 def is_nonzero(input: Any) -> bool:
-    """Return whether the only element is not 0."""
+    """Return whether a tensor of one element is not 0."""
     if input.numel() != 1:
         raise RuntimeError(f"is_nonzero: expected one element, got the shape {tuple(input.shape)}")
     return bool(input.reshape(()))
@@ -44,7 +44,7 @@ def is_nonzero(input: Any) -> bool:
 
 @implements(torch_private.assert_async)
 def assert_async(input: DistTensor, *message: str) -> None:
-    """Raise an error, on every rank, where the only element is 0."""
+    """Raise an error, on every rank, where a tensor of one element is 0."""
     torch_private.assert_async(gather_whole(input, "_assert_async"), *message)
 
 

@@ -1,6 +1,6 @@
 """A user's own torch.autograd.Function on DistTensors.
 
-torch calls such a Function below its functions and records it on the DistTensors, while autograd
+torch runs such a Function below its functions and records it on the DistTensors, while autograd
 lives on their shards. So `apply` records it on the shards: its forward and its backward run as they
 are, on DistTensors, and are exact by the rules of the functions that they call.
 """
@@ -41,7 +41,9 @@ from distconv.torch_private import (
 
 
 class _BlockPlace(NamedTuple):
-    """Where the blocks of a distributed tensor lie; of a plain one, that it is whole everywhere."""
+    """The cuts and shape of a distributed tensor whose shard is known; of a plain tensor, a
+    mark.
+    """
 
     shape: Shape
     cuts: Cuts
@@ -55,16 +57,18 @@ class _BlockPlace(NamedTuple):
         return cls(tuple(x.shape), cuts, grid, distributed)
 
     def tensor(self, shard: Tensor) -> Tensor:
-        """Return the tensor of which this rank holds `shard`."""
+        """Return the tensor whose shard on this rank is `shard`."""
         return DistTensor(shard, self.shape, self.cuts, self.grid) if self.distributed else shard
 
     def gradient(self, part: Tensor) -> Tensor:
-        """Return the gradient of a distributed tensor, of which every replica has a part."""
+        """Return the gradient of a distributed tensor from the part of this replica."""
         return self.tensor(whole_gradient(part, self.cuts, self.grid))
 
 
 class _Context:
-    """The `ctx` of a user's Function, with torch's methods and whatever attributes it is given."""
+    """The `ctx` of a user's Function, with torch's methods and the attributes that the user
+    sets.
+    """
 
     def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
         self.needs_input_grad = needs_input_grad
@@ -76,7 +80,7 @@ class _Context:
 
     @property
     def saved_variables(self) -> tuple[Tensor | None, ...]:
-        """Return `saved_tensors`, by the name that they had at first."""
+        """Return `saved_tensors`, under torch's old name."""
         return self.saved_tensors
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
@@ -92,15 +96,17 @@ class _Context:
         self._dirty = inputs
 
     def set_materialize_grads(self, value: bool) -> None:
-        """Do nothing: gradients of outputs that were not used are zeros, on all ranks alike."""
+        """Do nothing: gradients of unused outputs are zeros, on all ranks alike."""
 
     def set_output_grad_dtype(self, *types: torch.dtype | None) -> None:
-        """Say in which type `backward` takes the gradient of each output; from torch 2.14 on."""
+        """Set the type in which `backward` gets the gradient of each output; from torch 2.14 on."""
         self._gradient_types = types
 
 
 class _Call:
-    """One call of a user's Function: its arguments until it has run, then where its tensors lie."""
+    """One call of a user's Function: its arguments until it has run, then the places of its
+    tensors.
+    """
 
     def __init__(self, function: Any, arguments: tuple[Any, ...], grid: Grid) -> None:
         self._function, self._arguments, self._grid = function, arguments, grid
@@ -115,7 +121,7 @@ class _Call:
         self._several = False
 
     def run(self) -> Any:
-        """Return what the Function returns, recorded on the shards."""
+        """Return the result of the Function, recorded on the shards."""
         arguments, self._arguments = self._arguments, ()
         shards = [shard_of(x) for x in arguments if isinstance(x, Tensor)]
         results = _OnShards.apply(self, arguments, *shards)
@@ -126,7 +132,7 @@ class _Call:
         return outputs if self._several else outputs[0]
 
     def forward(self, node: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Run the user's forward, and leave to `node` what it says; return the outputs' shards."""
+        """Run the user's forward, copy its settings to `node`, and return the outputs' shards."""
         function, context, grid = self._function, self._context, self._grid
         if _has_setup_context(function):
             result = function.forward(*arguments)
@@ -148,7 +154,7 @@ class _Call:
         return tuple(map(shard_of, outputs))
 
     def _check(self, outputs: tuple[Any, ...]) -> None:
-        """Refuse outputs whose gradients could not be found."""
+        """Refuse outputs whose gradients would be wrong."""
         name, context = self._function.__name__, self._context
         if context._dirty:
             refuse(
@@ -219,17 +225,19 @@ class _OnShards(Function):
 
 
 def _has_setup_context(function: Any) -> bool:
-    """Return whether a Function has torch's newer form, whose forward takes no context."""
+    """Return whether a Function has a `setup_context`, torch's newer form, with a forward
+    without ctx.
+    """
     return function.setup_context is not Function.setup_context
 
 
 def _by_position(
     function: Any, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
 ) -> tuple[Any, ...]:
-    """Return the arguments of a Function's forward in its order, as torch brings them into it.
+    """Return the arguments of a Function's forward by position, as torch binds them.
 
-    In the newer form, that is with those that have been left out. Otherwise torch takes an argument
-    by its name where none before it has been left out.
+    The newer form fills in defaults. In the older form torch takes a keyword argument only where no
+    argument before it is missing.
     """
     newer = _has_setup_context(function)
     if not keywords and not newer:
@@ -253,7 +261,7 @@ def _by_position(
 
 @run_eagerly
 def _apply(cls: Any, *arguments: Any, **keywords: Any) -> Any:
-    """Apply a Function; on the shards where it is recorded and gets DistTensors.
+    """Apply a Function; on the shards where it is recorded and has DistTensors as arguments.
 
     All ranks of their grid then call it together. Gradients are exact where its backward is.
     """
@@ -280,7 +288,9 @@ def _apply(cls: Any, *arguments: Any, **keywords: Any) -> Any:
 
 
 def _saved(inputs: tuple[Any, ...]) -> tuple[list[Any], list[_BlockPlace | None]]:
-    """Return the shards of a checkpoint's inputs, to be saved as all else is, and their places."""
+    """Return the shards of a checkpoint's inputs, to be saved like other tensors, and their
+    places.
+    """
     places = []
     for x in inputs:
         if isinstance(x, DistTensorBase):
@@ -290,7 +300,7 @@ def _saved(inputs: tuple[Any, ...]) -> tuple[list[Any], list[_BlockPlace | None]
 
 
 def _restored(shards: list[Any], places: list[_BlockPlace | None]) -> list[Any]:
-    """Return the inputs of a checkpoint again."""
+    """Return the inputs of a checkpoint from their shards and places."""
     pairs = zip(shards, places, strict=True)
     return [x if place is None else place.tensor(x) for x, place in pairs]
 

@@ -1,7 +1,7 @@
 """Rules for functions of one's own: element-wise, and over windows.
 
-A Python function that only calls torch functions needs no rule, as those have theirs. A function
-that wants plain tensors does: a compiled kernel, a call into another library.
+A Python function that only calls torch functions needs no rule, as these have rules. A function
+that needs plain tensors does: a compiled kernel, a call into another library.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ Function = Callable[..., Tensor]
 
 
 def elementwise(function: Function) -> Function:
-    """Let a function that treats every element alone take DistTensors.
+    """Let an element-wise function take DistTensors.
 
     On DistTensors it is called with this rank's blocks, contiguous; operands are broadcast against
     each other as torch does, and plain tensors among them have the global shape. On plain tensors
-    alone it is called as it is. All ranks call it together; nothing is sent, unless operands come
-    in different layouts. A result of another shape raises `ValueError`, on the ranks that have one.
+    alone it is called as it is. All ranks call it together; nothing is sent, unless operands have
+    different layouts. A result of another shape raises `ValueError`, on the ranks that have one.
 
     Parameters
     ----------
@@ -74,9 +74,10 @@ def _on_contiguous(function: Function) -> Function:
 
 
 def _check_closed(function: Function, result: Tensor, *arguments: Any) -> None:
-    """Refuse a function whose result depends on leaves that are no arguments; on all ranks alike.
+    """Refuse, on all ranks, a function whose result depends on leaves other than its arguments.
 
-    The gradient of such a leaf would be this rank's part. That of a module's parameter is added up.
+    The gradient of such a leaf would be this rank's part only. Parameters of modules are excepted:
+    their parts are added up.
     """
     if not (isinstance(result, Tensor) and result.requires_grad):
         return
@@ -100,19 +101,19 @@ def windowed(
     fill: float = 0.0,
     channels: int | None = None,
 ) -> Callable[[Function], Function]:
-    """Let a function of sliding windows take DistTensors: halos are brought from other ranks.
+    """Let a function of sliding windows take DistTensors; halos are received from other ranks.
 
-    The decorated function gets its first argument, (sample, channel, *spatial), contiguous, with
-    the padding already attached, and returns one output for every window that lies within it, as a
-    convolution without padding does. It is called so on plain tensors as well. Its gradients are
-    those that autograd takes of it. Further tensors are passed whole. All ranks of the grid call it
-    together. A result of another shape, or windows that do not fit the plane, raise `ValueError` on
-    every rank.
+    The decorated function gets its first argument, (sample, channel, *spatial), contiguous and with
+    the padding attached, and returns one output for every window that lies within it, as a
+    convolution without padding does. On plain tensors it is called in the same way. Its gradients
+    are those of autograd through it. Further tensors are passed whole. All ranks of the grid call
+    it together. A result of another shape, or windows that do not fit the plane, raise `ValueError`
+    on every rank.
 
     Parameters
     ----------
-    kernel, stride, dilation, padding: numbers that describe the windows, one for all spatial
-        dimensions or one for each; the padding is attached on both sides.
+    kernel, stride, dilation, padding: integers, one for all spatial dimensions or one for each; the
+        padding is attached on both sides.
     fill: the value of the padding.
     channels: the number of channels that the function returns, where it mixes channels; None where
         it treats every channel alone.

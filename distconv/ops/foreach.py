@@ -48,7 +48,7 @@ def norm(tensors: list[Tensor], ord: float = 2, dtype: torch.dtype | None = None
 
 @implements(torch_private.unscale_gradients)
 def unscale(gradients: list[Tensor], found: Tensor, inverse: Tensor) -> None:
-    """Multiply gradients by `inverse`, and tell all ranks whether any has one that is not finite.
+    """Multiply gradients by `inverse`, and set `found` on all ranks where any is not finite.
 
     All ranks call it.
     """
@@ -59,7 +59,7 @@ def unscale(gradients: list[Tensor], found: Tensor, inverse: Tensor) -> None:
 
 
 def _of_optimizer(function: Callable[..., None]) -> Callable[..., None]:
-    """Return the rule of a fused optimizer's step, which treats every element alone."""
+    """Return the rule of a fused optimizer's step, which is element-wise."""
     name = function.__name__
 
     def rule(parameters: list[Tensor], *lists: list[Tensor], **options: Any) -> None:

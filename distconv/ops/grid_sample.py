@@ -1,4 +1,4 @@
-"""Values of a plane or volume between its elements, at points that another tensor names.
+"""Values of a plane or volume between its elements, at points given by a tensor.
 
 The points may lie anywhere, so the plane is made whole on every rank first. The result is cut as
 the plane was, and each rank computes the values at its own points.
@@ -58,9 +58,9 @@ def grid_sample(
 def affine_grid(
     theta: DistTensor, size: Sequence[int], align_corners: bool | None = None
 ) -> DistTensor:
-    """Return the points (sample, *plane, coordinates) that affine maps make of a regular grid.
+    """Return the points (sample, *plane, coordinates) of a regular grid under affine maps.
 
-    The samples are cut as those of `theta` are; what is left is whole on every rank.
+    The samples are cut as in `theta`; other dimensions are whole on every rank.
     """
     shape = check_on_meta(F.affine_grid, theta, tuple(size), bool(align_corners))
     maps = uncut(theta, (1, 2), "affine_grid")

@@ -137,7 +137,9 @@ def _resample(
 
 
 def _select(buffer: Tensor, d: int, index: Tensor) -> Tensor:
-    """Return these rows along the spatial dimension `d`, in the memory format of the buffer."""
+    """Return the rows `index` along the spatial dimension `d`, in the memory format of the
+    buffer.
+    """
     if not has_channels_last(buffer):
         return buffer.index_select(d, index)
     return buffer.movedim(1, -1).index_select(d - 1, index).movedim(-1, 1)
@@ -153,7 +155,7 @@ def _taps(
     first: int,
     dtype: torch.dtype,
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return for each tap the inputs, counted from `first`, and their weights."""
+    """Return the input positions, counted from `first`, and the weights of each tap."""
     pairs = zip(*(array.T for array in resampled.taps(size, start, stop)), strict=True)
     with torch.inference_mode(False):
         return [

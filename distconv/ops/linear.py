@@ -60,10 +60,11 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _along_merged(x: DistTensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the layer of features that are merged of cut dimensions, such as all positions.
+    """Return the layer for features that are merged of cut dimensions, such as all positions.
 
-    Few results are added up over the ranks. Otherwise each rank gets all features of a part of the
-    rows, and where there are as many results, they lie in the end as the features did.
+    Where there are few results, partial sums are added up over the ranks. Otherwise each rank gets
+    all features of some rows; where there are as many results as features, they are cut as the
+    features were.
     """
     own, features = unmerged(x), factors_of(x)[-1]
     lead = own.dim() - len(features)

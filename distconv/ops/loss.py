@@ -36,7 +36,7 @@ from distconv.torch_private import dropped_weight, reduction_of_flags
 def reduction_name(
     size_average: bool | None, reduce: bool | None, reduction: str, operator: str
 ) -> str:
-    """Return the reduction that a loss is asked for, also by torch's deprecated arguments.
+    """Return the name of a loss's reduction, given also by torch's deprecated arguments.
 
     Raises
     ------
@@ -53,9 +53,10 @@ def reduction_name(
 
 
 def _total(local: Tensor, over: Any, cuts: Cuts, grid: Grid, kind: torch.dtype) -> DistTensor:
-    """Return the sum of the ranks' `local`, over a number, or over the sum of a tensor of theirs.
+    """Return the sum of `local` over ranks, divided by a number, or by the sum of a tensor over
+    ranks.
 
-    It is rounded to the type `kind` in the end. All ranks call it.
+    The result has the type `kind`. All ranks call it.
     """
     axes = cutting_axes(cuts)
     if isinstance(over, Tensor):
@@ -67,15 +68,15 @@ def _total(local: Tensor, over: Any, cuts: Cuts, grid: Grid, kind: torch.dtype) 
 
 
 def _terms(reduction: str, *tensors: Any) -> list[Any]:
-    """Return the tensors in a type in which their losses can be added up, if they will be."""
+    """Return the tensors in a type accurate for sums, unless `reduction` is "none"."""
     if reduction == "none":
         return list(tensors)
     return [t if t is None else to_accumulation_type(t) for t in tensors]
 
 
 def _elements(reduction: str, *tensors: Any) -> list[Any]:
-    """Return the operands of an element-wise loss likewise, as they lie in memory if losses will be
-    added up.
+    """Return the operands of an element-wise loss in a type accurate for sums and in one memory
+    format, unless `reduction` is "none".
     """
     return _terms(reduction, *(tensors if reduction == "none" else in_order_of_memory(tensors)))
 
@@ -131,7 +132,7 @@ def _regression(function: Callable[..., Tensor]) -> None:
 
 
 def _cross_entropy_of_bits(function: Callable[..., Tensor]) -> None:
-    """Register binary cross entropy, of probabilities or of logits."""
+    """Register binary cross entropy, for probabilities or for logits."""
     name = function.__name__
 
     @implements(function)
@@ -202,7 +203,9 @@ def _check_without_samples(
 
 
 def _warn_of_labels_apart(name: str, x: DistTensor, target: Tensor, cuts: Cuts) -> None:
-    """Say on rank 0 where labels lie otherwise than the scores, and are moved in every call."""
+    """Warn on rank 0 where labels have another layout than the scores, and are moved in every
+    call.
+    """
     apart = isinstance(target, DistTensor) and any(target.cuts) and target.cuts != cuts
     if apart and x.grid.rank == 0:
         warnings.warn(

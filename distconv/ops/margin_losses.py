@@ -1,4 +1,4 @@
-"""Losses that are sums or means of terms which other functions with rules add up to."""
+"""Losses that are sums or means of terms, computed by other functions with rules."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from distconv.ops.support.whole_dimensions import apply_to_batches
 from distconv.tensor.dispatch import implements
 
 REDUCTIONS = ("none", "mean", "sum")
-"""In the order of the numbers that stand for them below torch.nn.functional."""
+"""Reductions in the order of the numbers for them below torch.nn.functional."""
 
 
 def _reduced(terms: Tensor, reduction: str) -> Tensor:
@@ -41,7 +41,7 @@ def cosine_embedding_loss(
     reduce: bool | None = None,
     reduction: str = "mean",
 ) -> Tensor:
-    """Return 1 - cosine of pairs of vectors where the target is 1, what the cosine exceeds where
+    """Return 1 - cos of pairs of vectors where the target is 1, max(0, cos - margin) where it is
     -1.
     """
     name = "cosine_embedding_loss"
@@ -70,7 +70,7 @@ def hinge_embedding_loss(
     reduce: bool | None = None,
     reduction: str = "mean",
 ) -> Tensor:
-    """Return the distance where the target is 1, what it lacks to the margin where -1."""
+    """Return the distance where the target is 1, max(0, margin - distance) where it is -1."""
     reduction = reduction_name(size_average, reduce, reduction, "hinge_embedding_loss")
     lacking = torch.where(target != 1, (margin - input).clamp_min(0), 0.0)
     return _reduced(lacking + torch.where(target != -1, input, 0.0), reduction)
@@ -86,7 +86,7 @@ def margin_ranking_loss(
     reduce: bool | None = None,
     reduction: str = "mean",
 ) -> Tensor:
-    """Return what the difference lacks to the margin, in the direction that the target gives."""
+    """Return max(0, margin - target * (input1 - input2))."""
     reduction = reduction_name(size_average, reduce, reduction, "margin_ranking_loss")
     _check_dimensions("margin_ranking_loss", input1, input2, target)
     return _reduced((-target * (input1 - input2) + margin).clamp_min(0), reduction)
@@ -103,9 +103,7 @@ def poisson_nll_loss(
     reduce: bool | None = None,
     reduction: str = "mean",
 ) -> Tensor:
-    """Return the negative logarithm of Poisson densities, of which the input is the mean or its
-    log.
-    """
+    """Return the negative logarithm of Poisson densities; `input` is the mean, or its logarithm."""
     reduction = reduction_name(size_average, reduce, reduction, "poisson_nll_loss")
     if log_input:
         terms = input.exp() - target * input
@@ -158,8 +156,8 @@ def multi_margin_loss(
     reduce: bool | None = None,
     reduction: str = "mean",
 ) -> Tensor:
-    """Return what the score of the right class lacks to a margin above the others, the last
-    dimension.
+    """Return the sum of max(0, margin - right score + other score)^p over the last dimension's
+    classes.
 
     The classes are made whole on every rank.
     """
@@ -176,7 +174,7 @@ def multilabel_margin_loss(
     reduce: bool | None = None,
     reduction: str = "mean",
 ) -> Tensor:
-    """Return what the scores of the right classes lack to 1 above the others, the last dimension.
+    """Return the sum of max(0, 1 - right score + other score) over the last dimension's classes.
 
     The classes are made whole on every rank.
     """
@@ -192,8 +190,8 @@ def _of_classes(
     reduction: str,
     **options: Any,
 ) -> Tensor:
-    """Return a loss of scores, whose last dimension is the classes, and labels of `inner`
-    dimensions.
+    """Return a loss of scores, with classes last, and of labels with `inner` dimensions per
+    sample.
     """
     if input.dim() == 1:
         # torch's own checks take the loss of a single sample for that of a batch.
@@ -219,9 +217,7 @@ def triplet_margin_loss(
     reduce: bool | None = None,
     reduction: str = "mean",
 ) -> Tensor:
-    """Return what the distance to the negative lacks to a margin above the distance to the
-    positive.
-    """
+    """Return max(0, distance to the positive - distance to the negative + margin)."""
     reduction = reduction_name(size_average, reduce, reduction, "triplet_margin_loss")
     _check_dimensions("triplet_margin_loss", anchor, positive, negative)
 

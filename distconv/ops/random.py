@@ -1,9 +1,9 @@
 """Random numbers that do not depend on the grid.
 
 Every element hashes its position in the global tensor with a key, so that any grid, and a single
-rank, draw the same tensor. The key of a call comes from rank 0, from torch's default generator for
+rank, draw the same tensor. The key of a call is drawn on rank 0 from torch's default generator for
 its device: the numbers follow `torch.manual_seed` there, and `torch.utils.checkpoint` repeats them.
-They are not the numbers that serial torch draws from the same seed, but for sharded parameters.
+Except for sharded parameters, they are not the numbers that serial torch draws from that seed.
 
 The hash is the output function of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom
 number generators", OOPSLA 2014) on its Weyl sequence, entered at the position.
@@ -42,7 +42,7 @@ def _key(grid: Grid) -> Tensor:
 
 
 def _uniform(x: DistTensor, dims: int | None = None) -> Tensor:
-    """Return uniform random numbers in [0, 1), float64, for this rank's block; all ranks call it.
+    """Return uniform random numbers in [0, 1), float64, for this rank's block. All ranks call it.
 
     With `dims` given they differ along the first `dims` dimensions only.
     """
@@ -52,7 +52,7 @@ def _uniform(x: DistTensor, dims: int | None = None) -> Tensor:
 
 
 def uniform_at(numbers: Tensor, key: Tensor) -> Tensor:
-    """Return uniform random numbers in [0, 1), float64, that follow from whole numbers and a key.
+    """Return uniform random numbers in [0, 1), float64, computed from integers and a key.
 
     No communication.
     """
@@ -85,7 +85,7 @@ def _integers(x: DistTensor, low: int, high: int) -> Tensor:
 
 
 def _check(function: Callable[..., Any], dtype: torch.dtype, *args: Any) -> None:
-    """Make torch's own checks of type and arguments, on one element and a generator of its own."""
+    """Make torch's own checks of type and arguments, on one element with a separate generator."""
     function(torch.zeros(1, dtype=dtype, device="cpu"), *args, generator=torch.Generator())
 
 
@@ -106,7 +106,7 @@ def _to_zero(x: Tensor, kept: Tensor, p: float) -> Tensor:
 def _to_saturation(x: Tensor, kept: Tensor, p: float) -> Tensor:
     """Set dropped elements to SELU's saturation, and keep mean and variance.
 
-    The affine map is that of Klambauer et al., NeurIPS 2017.
+    The affine map is from Klambauer et al., NeurIPS 2017.
     """
     if p == 1:
         return x * kept
@@ -157,7 +157,7 @@ _dropout(F.feature_alpha_dropout, _to_saturation, 2)
 
 
 def _lower_dropout(function: Callable[..., Tensor], input: Tensor, p: float, train: bool) -> Tensor:
-    """Drop out by the arguments of its namesake in torch, below torch.nn.functional."""
+    """Apply dropout under the arguments of the lower-level torch function of the same name."""
     return function(input, p, train)
 
 
@@ -220,7 +220,7 @@ def randint_like(
     device: Any = None,
     requires_grad: bool = False,
 ) -> DistTensor:
-    """Return integers from `low`, or 0 when only one bound is given, up to the other, exclusive."""
+    """Return random integers from `low` (0 when only one bound is given) to `high`, exclusive."""
     low, high = (0, low) if high is None else (low, high)
     kind = dtype or input.dtype
     _check(torch.Tensor.random_, kind, low, high)
@@ -228,7 +228,7 @@ def randint_like(
 
 
 def _probabilities(p: Any, name: str) -> Any:
-    """Return `p` itself; the rank with an element outside [0, 1] raises, or its GPU does."""
+    """Return `p`; the rank with an element outside [0, 1] raises, or its GPU does."""
     if isinstance(p, Tensor):
         within = ((p >= 0) & (p <= 1)).all()
         assert_async(within, f"{name}: not all elements are probabilities; choose from 0 to 1")
@@ -237,7 +237,7 @@ def _probabilities(p: Any, name: str) -> Any:
 
 @implements(torch.bernoulli, torch.Tensor.bernoulli)
 def bernoulli(input: DistTensor, p: float | None = None) -> DistTensor:
-    """Return 1 with the probability that the element, or `p`, gives, else 0."""
+    """Return 1 with the probability of the element, or `p`, else 0."""
     _check(torch.bernoulli, input.dtype, *([] if p is None else [p]))
     # All ranks draw before one of them may raise, and stay in step.
     drawn = _uniform(input)
@@ -255,8 +255,7 @@ def _written(input: DistTensor, values: Tensor, name: str) -> DistTensor:
 def _serial_in_parameters(function: Callable[..., Tensor]) -> Callable[..., Any]:
     """Return a rule that fills sharded parameters, also through `.data`, as serial torch does.
 
-    It draws the whole tensor; all ranks take rank 0's, and draw as many numbers. Other tensors get
-    the numbers of `rule`.
+    All ranks draw the whole parameter and take rank 0's values. Other tensors are filled by `rule`.
     """
 
     def serial(rule: Callable[..., Any]) -> Callable[..., Any]:
@@ -298,7 +297,7 @@ def normal_(
 
 
 def _fills(name: str, values: Callable[..., Tensor]) -> None:
-    """Return a method that fills a tensor with a function of uniform numbers and the arguments."""
+    """Return a method that fills a tensor with a function of uniform numbers and its arguments."""
     method: Callable[..., Any] = getattr(torch.Tensor, name)
 
     @implements(method)
@@ -340,8 +339,8 @@ def rrelu(
     training: bool = False,
     inplace: bool = False,
 ) -> Tensor:
-    """Return leaky ReLU of slopes drawn from `lower` to `upper`, or of their mean where not
-    training.
+    """Return leaky ReLU with slopes drawn from `lower` to `upper`, or with their mean in
+    evaluation.
     """
     if not training:
         return F.leaky_relu(input, (lower + upper) / 2, inplace=inplace)
@@ -354,8 +353,8 @@ def rrelu(
 def gumbel_softmax(
     logits: Any, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1
 ) -> Tensor:
-    """Return the softmax of logits with Gumbel noise, in one-hot form, of the same gradient, if
-    `hard`.
+    """Return the softmax of logits with Gumbel noise; if `hard`, in one-hot form with the same
+    gradient.
     """
     noise = torch.empty_like(logits.detach()).exponential_().log()
     soft = F.softmax((logits - noise) / tau, dim)
@@ -418,7 +417,7 @@ def init_kaiming_uniform_(
 ) -> DistTensor:
     """Fill as torch.nn.init.kaiming_uniform_ (He et al., ICCV 2015).
 
-    The fan is that of the global shape.
+    The fan is taken from the global shape.
     """
     inward, outward = fans(tensor)
     fan = {"fan_in": inward, "fan_out": outward}[mode]

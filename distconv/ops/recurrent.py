@@ -75,7 +75,7 @@ def _run(
     options: tuple[Any, ...],
     of: Callable[[Tensor], Tensor],
 ) -> Any:
-    """Return the results of a recurrent function on what `of` makes of each operand."""
+    """Return the results of a recurrent function, with `of` applied to each operand."""
     begun = of(hx) if isinstance(hx, Tensor) else tuple(map(of, hx))
     return function(of(input), begun, list(map(of, params)), *options)
 

@@ -1,4 +1,4 @@
-"""Values handed to Python: only of tensors that every rank holds in full."""
+"""Values handed to Python, only of tensors that every rank holds in full."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SPELLED = {
     "__index__": "operator.index(x.full_tensor())",
     "__format__": "format(x.full_tensor())",
 }
-"""How programs spell functions that Python or numpy calls for them; others as `float(x)`."""
+"""The user's spelling of functions that Python or numpy calls, such as `float(x)`."""
 
 
 def _spelled(name: str) -> str:
@@ -51,7 +51,7 @@ for _name in (
 
 @implements(torch.Tensor.__reduce_ex__)
 def reduce_ex(self: DistTensor, protocol: int) -> Any:
-    """Return how to pickle a value of one element that all ranks have: as a plain one."""
+    """Return the pickle form of a one-element value that all ranks have: as a plain tensor."""
     if self.numel() != 1 or cutting_axes(self.cuts):
         refuse(
             "pickle, copy.copy or torch.save",
@@ -64,7 +64,7 @@ def reduce_ex(self: DistTensor, protocol: int) -> Any:
 
 @implements(torch.Tensor.stride)
 def stride(self: DistTensor, dim: int | None = None) -> tuple[int, ...] | int:
-    """Return the strides of a tensor in torch's default order, as `is_contiguous` has it."""
+    """Return the strides of a contiguous tensor of the global shape."""
     strides: Any = torch.empty(self.shape, device="meta").stride
     found: tuple[int, ...] | int = strides() if dim is None else strides(dim)
     return found
@@ -74,8 +74,8 @@ def stride(self: DistTensor, dim: int | None = None) -> tuple[int, ...] | int:
 def is_contiguous(
     input: DistTensor, memory_format: torch.memory_format = torch.contiguous_format
 ) -> bool:
-    """Return whether a tensor is in torch's default order, as far as the program can tell: always.
+    """Return True: to the program a tensor is always contiguous.
 
-    How the blocks lie in memory may differ from rank to rank, and `view` works on all of them.
+    Blocks may have other memory formats on each rank; `view` works on all of them.
     """
     return memory_format == torch.contiguous_format

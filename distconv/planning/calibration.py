@@ -1,7 +1,7 @@
 """Measuring a machine: messages, reductions, copies, packing, and Python; in under a minute.
 
-All ranks take part, as they compute in a job: messages are sent by all pairs at the same time, and
-memory is copied by all ranks of a node at once.
+All ranks take part and load the machine as a job does: all pairs send messages at the same time,
+and all ranks of a node copy memory at once.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ from distconv.transport.world import world
 
 MESSAGES = (8, 2**10, 2**13, 2**15, 2**16, 2**18, 2**20, 2**22, 2**24)
 GATHERED = (8, 2**10, 2**13, 2**15, 2**16)
-"""Bytes at which all-gathers are measured: of statistics, and no activations."""
+"""Bytes at which all-gathers are measured: small ones, as all-gathers carry statistics."""
 REDUCED = (8, 2**10, 2**14, 2**17, 2**20, 2**22, 2**24)
 COPIED = (2**10, 2**14, 2**18, 2**20, 2**22, 2**24, 2**26)
 """Bytes at which messages, reductions and copies are measured."""
 
 _BUSY = 1e-3
-"""Seconds of a message of 8 bytes within a node from which on others must be using its cores."""
+"""Seconds for a message of 8 bytes within a node above which other programs must be using its
+cores.
+"""
 
 Progress = Callable[[str], object]
 
@@ -43,17 +45,17 @@ def calibrate(
     memory: int | None = None,
     progress: Progress = lambda what: None,
 ) -> Machine:
-    """Return the machine on which this runs, measured; all ranks of the job call it.
+    """Return a measured model of the machine on which this runs. All ranks of the job call it.
 
-    Start as many ranks as a job has on a node, on two nodes or more where there are several, with
-    the threads and the allocator settings of the job. One rank alone measures no messages.
+    Start the ranks that a job has on a node, on two nodes or more where there are several, with the
+    threads and the allocator settings of the job. A single rank measures no messages.
 
     Parameters
     ----------
-    name: of the machine; that of the host when not given.
-    seconds: about how long the measurement takes.
+    name: the name of the machine; the host's name when not given.
+    seconds: the approximate duration of the measurement.
     memory: bytes that a rank may use; the node's memory over its ranks when not given.
-    progress: is called with the name of each part before it is measured.
+    progress: called with the name of each part before it is measured.
     """
     comm = world()
     hosts = comm.allgather(platform.node())
@@ -111,7 +113,9 @@ def calibrate(
 
 
 def _pairs(hosts: Sequence[str]) -> Iterator[tuple[str, ProcessGrid, int | None]]:
-    """Yield `within` and `between` with a grid of all ranks and the partner of this one, if any."""
+    """Yield `within` and `between`, each with a grid of all ranks and this rank's partner, if
+    any.
+    """
     grid = ProcessGrid(width=-1, device="cpu")
     me, ranks = grid.rank, range(len(hosts))
     neighbour = me ^ 1
@@ -130,7 +134,9 @@ def _pairs(hosts: Sequence[str]) -> Iterator[tuple[str, ProcessGrid, int | None]
 
 
 def _groups(ranks: int) -> Iterator[tuple[int, ProcessGrid]]:
-    """Yield numbers of ranks, and grids whose axis `width` has as many neighbours."""
+    """Yield numbers of ranks, each with a grid whose `width` axis has that many neighbouring
+    ranks.
+    """
     sizes = [n for n in (2**i for i in range(1, 13)) if n < ranks and ranks % n == 0]
     for n in (*sizes, ranks):
         yield n, ProcessGrid(sample=ranks // n, width=n, device="cpu")
@@ -174,12 +180,12 @@ def _link(
     late: bool,
     seconds: float,
 ) -> LinkTimes:
-    """Return the times of movements of some sizes, in about so many seconds.
+    """Return the times of movements of the given sizes, measured in about `seconds`.
 
     Parameters
     ----------
-    starter: returns a function that starts a movement of a size, and the tensor that it sends.
-    late: whether this rank works when half of the ranks do.
+    starter: returns for a size a function that starts a movement, and the tensor that it sends.
+    late: whether this rank is in the half of the ranks that compute before they wait.
     """
     rows = [_under_way(grid, *starter(size), late, seconds / len(sizes)) for size in sizes]
     total, posted, after, both = zip(*rows, strict=True)
@@ -190,8 +196,8 @@ def _link(
 def _under_way(
     grid: ProcessGrid, start: Callable[[], Any], written: Tensor, late: bool, seconds: float
 ) -> tuple[float, float, float, bool]:
-    """Return medians over rounds of the slowest rank: total, starting, and waiting after work; and
-    whether those that wait at once wait for those that work.
+    """Return medians over rounds of the slowest rank's times (total, starting, waiting after work),
+    and whether ranks that wait at once wait for those that work first.
 
     `written` is written before each start, as halos are packed and gradients made.
     """
@@ -206,7 +212,9 @@ def _under_way(
     busy = 2 * once + 2e-4
 
     def go_through(i: int, working: bool) -> tuple[float, float, float]:
-        """Return the seconds of starting, of waiting at the end, and of all, with work between."""
+        """Return the seconds of starting, of the final wait, and of the whole, with work
+        between.
+        """
         written.fill_(i % 3)
         _meet(grid)
         begun = clock()
@@ -242,11 +250,11 @@ def _meet(grid: ProcessGrid) -> None:
 
 
 def _skew(seconds: float) -> Table:
-    """Return by how much the slowest rank takes longer than the mean for the same work, which is
-    convolutions and passes over memory, against what the mean takes.
+    """Return the extra time of the slowest rank over the mean for equal work, against the mean
+    time.
 
-    Which rank is the slowest differs from work to work, with where its memory lies, so that each
-    round takes other memory.
+    The work is convolutions and passes over memory. The slowest rank changes with the place of its
+    memory, so each round takes other memory.
     """
     weight = torch.rand(16, 16, 3, 3)
     places = random.Random()  # others on each rank, whatever the program has seeded
@@ -279,7 +287,7 @@ def _table(seconds: Iterable[float], sizes: Sequence[int]) -> Table:
 
 
 def _copies(*, rows: bool) -> Iterator[float]:
-    """Yield the seconds of copying each number of bytes: all in a row, or in rows of 64."""
+    """Yield the seconds of copying each number of bytes: contiguous, or in rows of 64."""
     clock = time.perf_counter
     for size in COPIED:
         target = torch.ones(size // 4)

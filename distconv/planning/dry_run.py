@@ -1,4 +1,4 @@
-"""A rank of a grid that is not there: tensors without elements, messages that nobody receives.
+"""A rank of a grid that does not exist: tensors without elements, messages that nobody receives.
 
 Operators decide from global metadata alone, so on torch's "meta" device they run as on a real grid
 of any size, and the data that they would move is recorded (`ledger.trace_movements`).
@@ -30,7 +30,7 @@ from distconv.transport.watched import Waiting
 
 
 class DryGroup(NamedTuple):
-    """The size of a communicator, this rank's number in it, the ranks in it, and its purpose."""
+    """A communicator's size, this rank's number in it, its ranks, and its purpose."""
 
     size: int
     rank: int
@@ -39,27 +39,27 @@ class DryGroup(NamedTuple):
 
 
 class DryRequest:
-    """Messages under way, which hold their memory until somebody waits for them."""
+    """Messages under way, whose memory is held until the first wait."""
 
     def __init__(self, waited: Callable[[], object], memory: Any):
         self._waited: Callable[[], object] | None = waited
         self._memory = memory
 
     def wait(self) -> None:
-        """Say that the rank waits here, the first time."""
+        """Record the first wait."""
         waited, self._waited, self._memory = self._waited, None, None
         if waited is not None:
             waited()
 
 
 class DryTransport:
-    """A transport that carries nothing, and tells a listener what it would have carried.
+    """A transport that carries nothing, and reports each movement to callbacks.
 
     Attributes
     ----------
-    started: is called with the messages, or the reduction, that a rank with others starts.
-    waited: is called with the number of a start when the rank waits for it.
-    makes: is called with True before the memory of a message is made, and with False after.
+    started: called with the messages, or the reduction, that the rank starts with other ranks.
+    waited: called with the number of a start when the rank waits for it.
+    makes: called with True before the memory of a message is allocated, and with False after.
     """
 
     name, ordered = "rehearsal", False
@@ -120,15 +120,15 @@ _ALONE = "a rehearsal has no other ranks to talk to; make its tensors by rehears
 
 
 class DryRunGrid(Grid):
-    """The grid with these extents as one rank sees it, in a single process without MPI.
+    """A grid with these extents as one rank sees it, in a single process without MPI.
 
     Its tensors are made by `tensor`, and have no elements.
 
     Parameters
     ----------
     extents: ranks along the axes; 1 along axes that are not named.
-    rank: the rank whose part is played; by default the rank in the middle of every axis.
-    gpu: whether the ranks that are not there compute on GPUs.
+    rank: the rank that is simulated; by default the rank in the middle of every axis.
+    gpu: whether the simulated ranks compute on GPUs.
     """
 
     transport: DryTransport  # type: ignore[assignment]
@@ -170,7 +170,9 @@ class DryRunGrid(Grid):
 
     @contextmanager
     def all_alike(self) -> Iterator[None]:
-        """Let objects be gathered within the context, as if all ranks brought the same."""
+        """Let `all_gather_object` work within the context, as if all ranks passed the same
+        object.
+        """
         self._alike = True
         try:
             yield
@@ -178,7 +180,7 @@ class DryRunGrid(Grid):
             self._alike = False
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Return the value alone within `all_alike`; elsewhere there is nobody to gather from."""
+        """Return a list of `value` alone within `all_alike`; raise elsewhere."""
         if not self._alike:
             raise RuntimeError(_ALONE)
         return [value]
@@ -189,7 +191,7 @@ class DryRunGrid(Grid):
 
     @contextmanager
     def listening(self) -> Iterator[list[Start]]:
-        """Yield a list of all that the transport is given within the context, in order."""
+        """Yield a list of the movements that the transport starts within the context, in order."""
         heard: list[Start] = []
         before, self.transport.started = self.transport.started, heard.append
         try:

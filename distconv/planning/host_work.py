@@ -1,10 +1,9 @@
 """The seconds of Python beside local operators: of each function on distributed tensors.
 
-In a step, the functions between two of a kind run through the caches, and their operators stream
-their operands through, so that the code and the objects of the next function have to be fetched
-again: it takes up to ten times as long as in a loop. So every function is timed in a chain of
-layers, first forward and then backward, with other functions and passes over several numbers of
-bytes between them.
+In a step, other functions run between two calls of one, and operators stream their operands
+through the caches, so code and objects of the next function must be fetched again: it takes up to
+ten times as long as in a loop. So every function is timed in a chain of layers, first forward and
+then backward, with other functions and passes over several numbers of bytes between them.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from distconv.transport.world import world
 
 
 class _Apply(nn.Module):
-    """A function as a layer."""
+    """A layer that applies a function."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]):
         super().__init__()
@@ -45,7 +44,7 @@ class _Apply(nn.Module):
 
 
 def _layers() -> list[tuple[nn.Module, tuple[int, ...]]]:
-    """Return layers whose functions are timed, each with the shape of its input."""
+    """Return the layers whose functions are timed, each with the shape of its input."""
     planes = (
         *(nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.ConvTranspose2d(8, 8, 2, 2)),
         *(nn.BatchNorm2d(8), nn.MaxPool2d(3, 2, 1), nn.AvgPool2d(3, 2, 1)),
@@ -67,16 +66,16 @@ WAYS: tuple[tuple[Mapping[str, int], str], ...] = (
     ({"height": 2}, "assembled"),
     ({"height": 2}, "overlapped"),
 )
-"""Grids and methods by which functions are computed."""
+"""Grids and methods with which functions are timed."""
 
 STREAMED = (0, 2**22, 2**24, 2**26)
-"""Bytes that go through the caches before a function runs."""
+"""Bytes passed through the caches before a function runs."""
 
 
 def measure_host_work(layers: int = 16) -> dict[str, Table]:
-    """Return the seconds of Python by function, as `Machine.host` has them; all ranks call it.
+    """Return the seconds of Python by function, as `Machine.host` holds them. All ranks call it.
 
-    Each chain has so many layers.
+    Each chain has `layers` layers.
     """
     host: dict[str, list[float]] = {}
     for extents, way in WAYS:
@@ -108,11 +107,11 @@ def measure_host_work(layers: int = 16) -> dict[str, Table]:
 
 
 class _Others:
-    """Functions that run between two of the functions that are timed.
+    """Functions that run between two calls of a timed function.
 
     Attributes
     ----------
-    memory: for the operands of local operators.
+    memory: the memory of the operands of local operators.
     """
 
     def __init__(self, grid: DryRunGrid):
@@ -125,8 +124,9 @@ class _Others:
         self.memory = Operands([])
 
     def run(self, streamed: int = 0) -> None:
-        """Run them forward and, where gradients are recorded, backward; then let bytes go through
-        the caches."""
+        """Run the functions forward and, where gradients are recorded, backward; then pass
+        `streamed` bytes through the caches.
+        """
         scope = enter_call()
         try:
             y = self._network(self._input).shard
@@ -137,7 +137,7 @@ class _Others:
         _streamed_memory()[:streamed].add_(1)
 
     def before(self, run: Callable[[], object], streamed: int = 0) -> tuple[float, Any]:
-        """Return the seconds of a function behind them, and its result."""
+        """Call `run` after the other functions; return its seconds and its result."""
         self.run(streamed)
         start = time.perf_counter()
         result = run()
@@ -150,7 +150,7 @@ def _streamed_memory() -> Tensor:
 
 
 def _with_elements(shape: tuple[int, ...], grid: DryRunGrid) -> DistTensor:
-    """Return a tensor on a grid that is not there, whose block has elements and a gradient."""
+    """Return a tensor on a dry grid, whose block has elements and a gradient."""
     block = torch.rand(grid.tensor(shape).shard.shape).requires_grad_()
     return DistTensor(block, shape, default_cuts(len(shape), grid.topology), grid)
 
@@ -158,8 +158,9 @@ def _with_elements(shape: tuple[int, ...], grid: DryRunGrid) -> DistTensor:
 def _measure(
     module: nn.Module, shape: tuple[int, ...], grid: DryRunGrid, others: _Others, layers: int
 ) -> dict[str, list[float]]:
-    """Return the seconds of a layer's function and of its adjoint behind each number of bytes of
-    `STREAMED`, by the names that recordings have for them."""
+    """Return the seconds of a layer's function and of its adjoint, after each number of bytes of
+    `STREAMED`, by their names in recordings.
+    """
     options: Any = {"rank": 0, "loss": lambda output: output.sum(), "input_gradients": True}
     recording = record_step(module, [shape], grid.shape, **options)
     layer = next(iter(recording.layers))
@@ -182,8 +183,9 @@ def _measure(
 def _passes(
     module: nn.Module, x: DistTensor, others: _Others, layers: int
 ) -> dict[str, list[float]]:
-    """Return the seconds of both passes of a module behind each number of bytes of `STREAMED`, on
-    a rank whose messages nobody gets."""
+    """Return the seconds of a module's forward and backward pass, after each number of bytes of
+    `STREAMED`, on a rank whose messages nobody receives.
+    """
     chain = [copy.deepcopy(module) for _ in range(layers)]
     own((p for layer in chain for p in layer.parameters()), x.grid.size)
     found: dict[str, list[float]] = {"forward": [], "backward": []}
@@ -208,8 +210,9 @@ def _passes(
 
 
 def _of_parameter(grid: ProcessGrid, layers: int) -> list[float]:
-    """Return the seconds of a parameter's gradient and update, behind other functions and each
-    number of bytes."""
+    """Return the seconds of a parameter's gradient and update, after other functions and each
+    number of bytes of `STREAMED`.
+    """
     others = _Others(DryRunGrid({}, 0))
     trained, frozen = _Chain(layers, others), _Chain(layers, others)
     for p in list(frozen.parameters())[1:]:
@@ -237,18 +240,18 @@ def _of_parameter(grid: ProcessGrid, layers: int) -> list[float]:
 
 
 class _Chain(nn.Module):
-    """Parameters that are added up, with a note of how long the backward pass takes for each."""
+    """A sum of parameters that notes the time of the backward pass for each of them."""
 
     def __init__(self, layers: int, others: _Others) -> None:
         super().__init__()
         self.others = others
         self.summands = nn.ParameterList(torch.ones(1) for _ in range(layers))
         self.size = 0
-        """The bytes that go through the caches before each summand."""
+        """The bytes passed through the caches before each summand."""
         self.seconds: list[float] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the sum of `x` and all."""
+        """Return the sum of `x` and all parameters."""
         self.since: float | None = None
         total = torch.zeros(1)
         for p in self.summands:
@@ -257,7 +260,9 @@ class _Chain(nn.Module):
 
 
 class _Streaming(Function):
-    """Notes when the backward pass arrives, and lets others use the caches before it goes on."""
+    """A function that notes the time when the backward pass reaches it, and then fills the
+    caches.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, chain: _Chain) -> Tensor:
@@ -275,7 +280,7 @@ class _Streaming(Function):
 
 
 def _alone(operator: LocalOperator, others: _Others) -> float:
-    """Return the seconds of a tiny operator by itself, behind other functions."""
+    """Return the seconds of a tiny operator, after other functions."""
     times = []
     for _ in range(10):
         run = torch.no_grad()(call_of(operator, others.memory))

@@ -1,4 +1,4 @@
-"""Bytes between ranks in seconds, from the tables of a machine.
+"""The seconds that bytes between ranks take, from the tables of a machine.
 
 Collectives of more ranks than were measured, or of described machines, follow the costs of Thakur,
 Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH" (2005).
@@ -17,18 +17,19 @@ class Cost(NamedTuple):
     """Seconds of a movement."""
 
     total: float
-    """From the start to the end where the ranks do nothing else."""
+    """Seconds from start to end where the ranks do nothing else."""
     posted: float
     """Seconds of the call that starts it, a part of `total`."""
     after: float
-    """The least that the wait takes, however late it comes."""
+    """The shortest wait, however late it begins."""
     both: bool = False
-    """Whether the messages wait for those ranks, too, to which they go."""
+    """Whether messages move only while their receiving ranks wait as well."""
 
 
 def check_ranks(machine: Machine, ranks: int) -> None:
     """Raise `ValueError` for more ranks than a node has, where the machine has no times between
-    nodes."""
+    nodes.
+    """
     if ranks > machine.ranks_per_node:
         _link_of(machine, "between")
 
@@ -41,10 +42,10 @@ def messages_cost(
 ) -> Cost:
     """Return the cost of an exchange: (rank, bytes) of each message that arrives or leaves.
 
-    As in the LogGP model of Alexandrov et al., "LogGP: Incorporating Long Messages into the LogP
-    Model" (SPAA 1995): the latencies of a rank's messages pass at the same time. One after the
-    other are only the host's work for each message, which is starting and completing an empty one,
-    and the bytes over links of one kind. Both kinds work at the same time.
+    After the LogGP model of Alexandrov et al., "LogGP: Incorporating Long Messages into the LogP
+    Model" (SPAA 1995): the latencies of a rank's messages overlap. Serial are only the host's work
+    for each message (starting and completing an empty one) and the bytes over links of one kind.
+    Links within and between nodes work at the same time.
     """
     posted = after = host = 0.0
     both, rest = False, [0.0]
@@ -118,5 +119,7 @@ def collective_cost(kind: str, ranks: Sequence[int], size: int, machine: Machine
 
 
 def _share(kind: str, ranks: int) -> float:
-    """Return how many times its contribution a rank sends: by Rabenseifner's sum, or a ring."""
+    """Return the bytes that a rank sends over its contribution: by Rabenseifner's sum, or a
+    ring.
+    """
     return 2 * (ranks - 1) / ranks if kind == "all_reduce" else ranks - 1

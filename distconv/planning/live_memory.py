@@ -14,12 +14,12 @@ from distconv.transport.buffers import KEPT_BYTES, SMALL_BYTES
 
 
 class LiveMemory:
-    """The tensors that live, by kind, and the moment at which they are the most.
+    """The live tensors by kind, and the moment of the highest total.
 
     Parameters
     ----------
-    pools: whether messages come from a pool, which keeps those that are not used for later ones of
-        the same size, as on CPUs (`transport.buffers`).
+    pools: whether messages come from a pool, which keeps unused ones for later ones of the same
+        size, as on CPUs (`transport.buffers`).
     """
 
     def __init__(self, pools: bool = True) -> None:
@@ -34,11 +34,11 @@ class LiveMemory:
 
     @property
     def total(self) -> int:
-        """Return the bytes that live now."""
+        """Return the bytes of live tensors now."""
         return self._total
 
     def hold(self, tensors: Any, kind: str, layer: str = "") -> None:
-        """Count tensors whose memory has not been seen."""
+        """Count tensors whose memory is not counted yet."""
         for x in tensors:
             storage, key = x.untyped_storage(), address_of_memory(x)
             if key in self._live or not storage.nbytes():
@@ -57,7 +57,7 @@ class LiveMemory:
                 self._most, self.at_most = self._total, dict(self._bytes)
 
     def turn_into(self, tensor: Tensor, kind: str) -> None:
-        """Change the kind of a tensor that lives."""
+        """Change the kind of a live tensor."""
         key = address_of_memory(tensor)
         if key in self._live:
             size, before, reference, layer = self._live[key]
@@ -66,8 +66,9 @@ class LiveMemory:
             self._bytes[kind] += size
 
     def keep(self, x: Tensor) -> int:
-        """Take a tensor as kept for the backward pass; return its bytes, 0 for a parameter and for
-        memory that is kept already."""
+        """Mark a tensor as kept for the backward pass; return its bytes, 0 for a parameter or for
+        memory that is already kept.
+        """
         self.hold([x], "other")
         key = address_of_memory(x)
         size, kind, _, _ = self._live.get(key, (0, "", None, ""))
@@ -77,7 +78,7 @@ class LiveMemory:
         return size
 
     def turn(self) -> None:
-        """Take what layers have made, and lives at the end of the forward pass, as activations."""
+        """At the end of the forward pass, count live results of layers as activations."""
         for key, (size, kind, reference, layer) in self._live.items():
             if kind == "other" and layer:
                 self._live[key] = size, "activations", reference, layer

@@ -1,4 +1,4 @@
-"""A machine as measured or described: tables of seconds, each with the source of its numbers."""
+"""A model of a machine, measured or described: tables of seconds, each with its source."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ ALLOCATOR = {
     "MALLOC_TOP_PAD_": "134217728",
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
 }
-"""Variables with which memory that is freed stays with the process, and lies in huge pages where
-Linux gives them to programs that ask (from glibc 2.35 on)."""
+"""Environment variables with which freed memory stays with the process, and lies in huge pages
+where Linux gives them on request (glibc 2.35 or later).
+"""
 
 FORMAT = 2
-"""The version of the files; since 2, operators on volumes are timed as distconv computes them."""
+"""The version of the files. Since 2, operators on volumes are timed as distconv computes them."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """Seconds against a size, in straight pieces between the points."""
+    """Seconds against a size, linear between the points."""
 
     sizes: tuple[float, ...]
     seconds: tuple[float, ...]
@@ -46,7 +47,7 @@ class Table:
             raise ValueError(f"the sizes of a table have to grow, and are {self.sizes}")
 
     def at(self, size: float) -> float:
-        """Return the seconds for a size; beyond the last point, along the last piece."""
+        """Return the seconds for a size; beyond the last point by the last slope."""
         sizes, seconds = self.sizes, self.seconds
         if size <= sizes[0] or len(sizes) == 1:
             return seconds[0]
@@ -58,25 +59,24 @@ class Table:
 
 
 NO_TIME = Table((0.0,), (0.0,))
-"""A table for what takes no time."""
+"""A table of zero seconds."""
 
 
 @dataclass(frozen=True)
 class LinkTimes:
-    """How long bytes take between ranks: messages, or a collective of a number of ranks."""
+    """The seconds that bytes take between ranks: in messages, or in a collective of some ranks."""
 
     total: Table
-    """From the start to the end where the ranks do nothing else."""
+    """Seconds from start to end where the ranks do nothing else."""
     posted: Table
     """Seconds of the call that starts it, a part of `total`."""
     after: Table
     """Seconds of a wait that comes long after the start, behind computation."""
     eager: float | None = None
-    """The bytes up to which they arrive while the rank that has sent them computes; None where
-    they always do."""
+    """The largest message, in bytes, that arrives while its sender computes; None where all do."""
 
     def waits_for_both(self, size: float) -> bool:
-        """Return whether so many bytes move only while the ranks at both ends wait."""
+        """Return whether a message of `size` bytes moves only while both ranks wait."""
         return self.eager is not None and size > self.eager
 
     @classmethod
@@ -94,21 +94,23 @@ class LinkTimes:
 
 @dataclass(frozen=True)
 class Roofline:
-    """How fast a described device computes (Williams et al., "Roofline", CACM 2009)."""
+    """The speed of a described device (Williams et al., "Roofline", CACM 2009)."""
 
     flops: Mapping[str, float]
-    """Floating-point operations a second by type, as `float32`."""
+    """Floating-point operations a second by type, such as `float32`."""
     bandwidth: float
-    """Bytes of memory a second."""
+    """Bytes of memory read or written a second."""
     efficiency: Mapping[str, float]
-    """The part of either that operators reach, by the beginning of their names; "" for the rest."""
+    """The fraction of either that operators reach, by the beginning of their names; "" for the
+    rest.
+    """
     smallest: float
-    """Seconds that the smallest operator takes."""
+    """Seconds of the smallest operator."""
 
 
 @dataclass
 class Machine:
-    """Everything that a prediction needs to know of a machine.
+    """The numbers of a machine from which steps are predicted.
 
     `operators` grows as predictions time local operators on the machine; everything else is
     measured by `calibrate`, or described in a file.
@@ -119,46 +121,50 @@ class Machine:
     """Whether the numbers are described, not measured on the machine."""
     ranks_per_node: int
     threads: int
-    """Threads of every rank."""
+    """Threads of each rank."""
     links: dict[str, LinkTimes]
     """Messages `within` a node and `between` nodes."""
     reductions: dict[str, dict[int, LinkTimes]]
-    """By name, as `all_reduce within`, and number of ranks."""
+    """Times of reductions, by name, such as `all_reduce within`, and number of ranks."""
     copy: Table
     """Seconds to copy contiguous bytes."""
     packing: Table
     """Seconds to copy bytes in rows of 64."""
     host: dict[str, Table]
     """Seconds of Python for each function on distributed tensors, beside its local operators,
-    against the bytes that operators have taken and made since the function before; those named `*`
-    are for functions that are not there."""
+    against the bytes that operators read and wrote since the function before; `*` is for functions
+    not listed.
+    """
     skew: Table = NO_TIME
-    """By how much the slowest of the ranks of a node takes longer than their mean for the same
-    work, against its seconds."""
+    """The extra seconds of the slowest rank of a node over the mean for equal work, against the
+    mean.
+    """
     asynchronous: bool = False
     """Whether the device computes while the host goes on, as GPUs do."""
     roofline: Roofline | None = None
     operators: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Seconds of local operators, by how many ranks compute at the same time."""
+    """Seconds of local operators, by the number of ranks of a node that compute at the same
+    time.
+    """
     workspaces: dict[str, int] = field(default_factory=dict)
-    """Bytes that local operators allocate beside their results, and release again."""
+    """Bytes that local operators allocate beside their results, and free again."""
     memory: int | None = None
-    """Bytes of memory that a rank has."""
+    """Bytes of memory of a rank."""
     environment: dict[str, str] = field(default_factory=dict)
-    """The variables under which operators are timed, as those of the allocator."""
+    """The environment variables under which operators are timed, such as the allocator's."""
     sources: dict[str, str] = field(default_factory=dict)
-    """Where the numbers of each part come from."""
+    """The source of the numbers of each part."""
 
     def node(self, rank: int) -> int:
         """Return the number of the node of a rank."""
         return rank // self.ranks_per_node
 
     def where(self, ranks: Sequence[int]) -> str:
-        """Return `within` where all these ranks are on one node, else `between`."""
+        """Return `within` where all `ranks` are on one node, else `between`."""
         return "within" if len({self.node(rank) for rank in ranks}) == 1 else "between"
 
     def at_once(self, ranks: int) -> int:
-        """Return how many of a job's ranks compute on one node at the same time."""
+        """Return the largest number of a job's ranks that compute on one node."""
         return min(ranks, self.ranks_per_node)
 
     def __str__(self) -> str:
@@ -181,12 +187,12 @@ class Machine:
 
     @classmethod
     def load(cls, path: str | Path) -> Machine:
-        """Return the machine of a file that `save` has written, or somebody by hand.
+        """Return the machine in a file that `save` or a person wrote.
 
         Raises
         ------
         ValueError
-            For a file that is no machine, naming what is missing.
+            For a file that holds no machine, naming the missing entry.
         """
         path = Path(path)
         try:
@@ -212,17 +218,17 @@ class Machine:
 
 
 def allocator_here() -> dict[str, str]:
-    """Return those of the variables of `ALLOCATOR` that this process was started with."""
+    """Return the variables of `ALLOCATOR` in this process's environment."""
     return {name: os.environ[name] for name in ALLOCATOR if name in os.environ}
 
 
 def as_dict(machine: Machine) -> dict[str, Any]:
-    """Return a machine as its file has it."""
+    """Return the content of a machine's file."""
     return {"format": FORMAT} | asdict(machine)
 
 
 def _from_dict(given: Mapping[str, Any]) -> Machine:
-    """Return the machine of a file, where sections may name their source."""
+    """Return the machine in a file's content, where sections may name their source."""
     known: dict[str, Any] = {f.name: given[f.name] for f in fields(Machine) if f.name in given}
     roofline = given.get("roofline")
     if roofline is not None:
@@ -240,14 +246,14 @@ def _from_dict(given: Mapping[str, Any]) -> Machine:
 
 
 def _table(given: Mapping[str, Any] | float) -> Table:
-    """Return a table of a file; a number is the same for all sizes."""
+    """Return a table in a file; a number stands for the same time at all sizes."""
     if isinstance(given, int | float):
         return Table((0.0,), (given,))
     return Table(tuple(given["sizes"]), tuple(given["seconds"]))
 
 
 def _link(given: Mapping[str, Any]) -> LinkTimes:
-    """Return a link of tables, or of a latency and a bandwidth."""
+    """Return a link given by tables, or by a latency and a bandwidth."""
     if "latency" in given:
         numbers = ("latency", "bandwidth", "posted", "after")
         return LinkTimes.described(**{name: given[name] for name in numbers if name in given})

@@ -1,7 +1,8 @@
 """Timing of local operators as they run in a step, by several processes at the same time.
 
-`time_together` starts `python -m distconv.planning.operator_timing FOLDER NUMBER PROCESSES THREADS
-MEMORY` for each process, leaves the operators in the folder, and reads the times from there.
+`time_together` writes the operators to a folder, starts `python -m
+distconv.planning.operator_timing FOLDER NUMBER PROCESSES THREADS MEMORY` for each process, and
+reads the times from the folder.
 """
 
 from __future__ import annotations
@@ -29,19 +30,20 @@ from distconv.planning.recording import LocalOperator, TensorSpec
 from distconv.torch_private import is_mutable
 
 _POOL = 2**24
-"""Elements of the memory that operands are taken from, one piece after the other: what a step
-computes on has left the caches since it was last used."""
+"""Elements of the memory from which operands are taken in turn, so large that an operand has left
+the caches when it is used again, as in a step.
+"""
 
 SECONDS = 0.02
-"""About how long one operator is timed, beyond its first runs."""
+"""Approximate seconds of timing for one operator, after its first runs."""
 FEWEST, MOST = 3, 12
-"""The fewest and the most times that it runs, beyond the first."""
+"""The smallest and largest number of timed runs, after the first ones."""
 
 _HELD = 2**26
-"""Bytes of results that are held, as a step holds activations, until others take their place."""
+"""Bytes of results that are kept, as a step keeps activations, before the oldest are freed."""
 
 _HEAP = 2**30
-"""Bytes that a process touches before anything is timed; at most a quarter of its memory."""
+"""Bytes that a process touches before timing; at most a quarter of its memory."""
 
 _OF_LAUNCHERS = ("PMI_", "PMIX_", "OMPI_", "SLURM_", "MPI_", "HYDRA_", "RANK", "WORLD_SIZE")
 
@@ -49,13 +51,14 @@ _OF_VOLUMES: dict[str, Callable[..., object]] = {
     "aten.convolution.default": convolution,
     "aten.convolution_backward.default": convolution_gradients,
 }
-"""How distconv computes operators on volumes."""
+"""distconv's implementations of operators on volumes."""
 
 
 class Operands:
-    """Memory for the operands of operators: each gets the piece behind the one before.
+    """Memory for the operands of operators, handed out piece by piece.
 
-    It is large enough for all operands of any one operator but the first, and for the first.
+    It is large enough for all operands of any one operator but the first operand, and for the first
+    one.
     """
 
     def __init__(self, operators: Iterable[LocalOperator]):
@@ -67,12 +70,12 @@ class Operands:
         self._next = 0
 
     def tensor(self, spec: TensorSpec, places: int = 0, *, own: bool = False) -> Tensor:
-        """Return a tensor of numbers from 0.5 to 1.5; whole numbers are 0, or places in a plane.
+        """Return a tensor of numbers from 0.5 to 1.5; of integers from 0 below `places`.
 
         Parameters
         ----------
-        places: the size of the plane; 0 for zeros.
-        own: whether to copy it to memory of its own.
+        places: the size of the plane that the integers index; 0 for zeros.
+        own: whether to copy the tensor to memory of its own.
         """
         elements = _extent(spec)
         if not prod(spec.shape):
@@ -94,15 +97,15 @@ class Operands:
 
 
 def _extent(spec: TensorSpec) -> int:
-    """Return the elements from the first to the last of a tensor."""
+    """Return the number of elements from the first to the last of a tensor in memory."""
     return 1 + sum((n - 1) * s for n, s in zip(spec.shape, spec.stride, strict=True))
 
 
 def call_of(operator: LocalOperator, memory: Operands) -> Callable[[], object]:
-    """Return a function that runs the operator once, on operands from this memory.
+    """Return a function that runs the operator once, on operands in this memory.
 
-    The first operand has just been made, as by the operator before, and so have all of one that
-    writes to some.
+    The first operand is freshly written, as by the operator before it; so are all operands of an
+    operator that writes to some.
     """
     _, name, overload = operator.name.split(".")
     function: Any = getattr(getattr(torch.ops.aten, name), overload)
@@ -129,14 +132,14 @@ def call_of(operator: LocalOperator, memory: Operands) -> Callable[[], object]:
 def times_of(
     operators: Sequence[LocalOperator], memory: Operands, meet: Callable[[], object]
 ) -> list[float]:
-    """Return the median of the seconds of some runs of each operator.
+    """Return the median seconds of each operator over several runs.
 
-    They take turns, as in a step: each finds its code and its operands outside the caches, which
-    makes small ones take up to half as long again as when they are repeated.
+    Operators take turns, as in a step: each finds its code and its operands outside the caches,
+    which makes small ones take up to half as long again as in a loop.
 
     Parameters
     ----------
-    meet: waits until all processes are about to begin a round.
+    meet: waits until all processes are ready to begin a round.
     """
     clock = time.perf_counter
     held: deque[tuple[int, object]] = deque()
@@ -163,15 +166,16 @@ def times_of(
 
 
 def workspace_of(run: Callable[[], object]) -> int:
-    """Return the bytes that an operator holds at its most, beyond what it returns."""
+    """Return the largest number of bytes that an operator allocates beyond its results."""
     most, left = tensor_bytes(run)
     return max(most - max(left, 0), 0)
 
 
 def tensor_bytes(run: Callable[[], object]) -> tuple[int, int]:
-    """Return the bytes of tensors that a call holds at its most, and those of what it returns.
+    """Return the largest number of bytes of tensors live during a call, and the bytes of its
+    results.
 
-    Memory from before the call counts as none, until it is released.
+    Memory allocated before the call is not counted.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         result = run()
@@ -191,11 +195,11 @@ def time_together(
     memory: int,
     environment: Mapping[str, str],
 ) -> tuple[list[float], list[int]]:
-    """Return the seconds of each operator, timed by some processes at the same time, and the bytes
+    """Return the seconds of each operator, timed by `processes` processes at once, and the bytes
     that it allocates beside its results.
 
-    Every process is new, and has the variables of `environment`; it sends no messages. It may use
-    about `memory` bytes.
+    Every process is new, and has the variables of `environment`; it sends no messages. It uses
+    about `memory` bytes at most.
     """
     kept = {k: v for k, v in os.environ.items() if not k.startswith(_OF_LAUNCHERS)}
     kept |= {**environment, "OMP_NUM_THREADS": str(threads)}
@@ -223,7 +227,7 @@ def time_together(
 def wait_for_all(workers: Sequence[subprocess.Popen[bytes]]) -> None:
     """Wait until all processes have ended; raise RuntimeError as soon as one has failed.
 
-    They wait for one another, so the others of one that was killed would never end.
+    They wait for one another, so the others would never end once one was killed.
     """
     running = list(workers)
     while running:
@@ -241,7 +245,7 @@ def wait_for_all(workers: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def time_in_folder(folder: Path, number: int, processes: int, threads: int, memory: int) -> None:
-    """Time the operators in the folder, as one of some processes."""
+    """Time the operators in the folder, as one of `processes` processes."""
     torch.set_num_threads(threads)
     torch.set_grad_enabled(False)
     operators: list[LocalOperator] = pickle.loads((folder / "operators").read_bytes())

@@ -1,7 +1,7 @@
-"""How long local operators take: timed once on the machine at hand, or by roofline.
+"""The seconds of local operators: timed once on the machine at hand, or by roofline.
 
-They are timed as they run in a step: under the machine's allocator settings, on memory that the
-process already has, and by as many processes at the same time as a node has ranks.
+They are timed as in a step: under the machine's allocator settings, on memory that the process
+already has, and by one process for each rank of a node at the same time.
 """
 
 from __future__ import annotations
@@ -20,26 +20,27 @@ from distconv.planning.operator_timing import FEWEST, MOST, SECONDS, time_togeth
 from distconv.planning.recording import LocalOperator, TensorSpec
 
 _Kind: TypeAlias = tuple[Any, ...]
-"""The name and the weights of an operator: times of one kind are proportional to their work."""
+"""An operator's name and weights: times of one kind are proportional to their work."""
 
 BUDGET = 30.0
-"""Seconds for timing the operators of some steps, where a caller says nothing else."""
+"""Seconds for timing the operators of some steps, by default."""
 _LEAST = 2**16
-"""Operations or bytes up to which operators take as long as one another."""
+"""Operations or bytes below which an operator's time is taken as constant."""
 _MEMORY = 2**30
-"""Bytes that a rank has where the machine does not say."""
+"""Bytes of a rank's memory where the machine does not say."""
 _PARTS = 16
-"""An operator whose operands and results take more than one of so many parts of a rank's memory is
-estimated, as the process that times it has many of them."""
+"""An operator whose operands and results take more than this fraction (1 / `_PARTS`) of a rank's
+memory is estimated, as the process that times it holds many of them.
+"""
 
 
 class OperatorTimes:
-    """Seconds of local operators on a machine, of which many ranks compute at the same time, and
-    the bytes that convolutions allocate beside their results.
+    """Seconds of local operators on a machine, and the bytes that convolutions allocate beside
+    their results.
 
     Parameters
     ----------
-    at_once: how many ranks of a node compute at the same time.
+    at_once: the number of ranks of a node that compute at the same time.
     """
 
     def __init__(self, machine: Machine, at_once: int):
@@ -48,22 +49,22 @@ class OperatorTimes:
         self._estimated: dict[str, tuple[float, int]] = {}
         """Seconds and workspaces by key."""
         self._timed: defaultdict[_Kind, dict[str, LocalOperator]] = defaultdict(dict)
-        """By kind and key, the operators from which others are estimated."""
+        """The timed operators, by kind and key, from which others are estimated."""
 
     def __getitem__(self, operator: LocalOperator) -> float:
-        """Return the seconds of an operator that has been prepared."""
+        """Return the seconds of an operator, which must be prepared."""
         if self._machine.roofline is not None:
             return roofline_seconds(operator, self._machine.roofline)
         key = operator.key
         return self._known[key] if key in self._known else self._estimated[key][0]
 
     def workspace(self, operator: LocalOperator) -> int:
-        """Return the bytes that an operator allocates beside its results, as far as known."""
+        """Return the bytes that an operator allocates beside its results; 0 where not known."""
         spaces, key = self._machine.workspaces, operator.key
         return spaces[key] if key in spaces else self._estimated.get(key, (0.0, 0))[1]
 
     def prepare(self, operators: Iterable[LocalOperator]) -> None:
-        """Time those operators whose times are not known."""
+        """Time the operators whose times are not known."""
         missing = {o.key: o for o in operators if o.key not in self._known}
         if not missing or self._machine.roofline is not None:
             return
@@ -79,11 +80,12 @@ class OperatorTimes:
         progress: Callable[[str], object] = lambda what: None,
         seconds: float = BUDGET,
     ) -> None:
-        """Time the operators of some steps, or where that takes longer than `seconds` or too much
-        memory, some sizes of each kind; others lie between these, or in proportion beyond.
+        """Time the operators of some steps. Where that takes longer than `seconds` or too much
+        memory, time some sizes of each kind, and estimate others between these, or in proportion
+        beyond.
 
-        A kind is an operator with its weights; its size its arithmetic, or its bytes. Kinds for
-        which there is no time, or no memory, take as long as others of the same name.
+        A kind is an operator with its weights; its size is its arithmetic, or its bytes. Kinds
+        without a timed operator take as long as others of the same name.
         """
         if self._machine.roofline is not None:
             return
@@ -128,7 +130,7 @@ class OperatorTimes:
 
 
 def _curve(known: Mapping[float, float]) -> Callable[[float], float]:
-    """Return a function through known points; beyond the last one it is proportional."""
+    """Return an interpolation of known points; beyond the last one it is proportional."""
     sizes, values = zip(*sorted(known.items()), strict=True)
     curve = Table(sizes, values)
 
@@ -145,7 +147,7 @@ def _work(operator: LocalOperator) -> float:
 
 
 def _cost(operator: LocalOperator) -> float:
-    """Return about how many seconds it takes to time an operator; it need not be right."""
+    """Return the approximate seconds that timing an operator takes."""
     once = max(flops_of(operator) / 3e10, operator.nbytes / 5e9, 1e-5)
     return 0.002 + once * (2 + min(max(SECONDS / once, FEWEST), MOST))
 
@@ -180,7 +182,7 @@ def flops_of(operator: LocalOperator) -> int:
 
 
 def roofline_seconds(operator: LocalOperator, device: Roofline) -> float:
-    """Return the seconds of an operator: its arithmetic or its bytes, whichever take longer."""
+    """Return the seconds of an operator: the larger of its times for arithmetic and for bytes."""
     tensors = [*operator.taken, *operator.made]
     kind = str(tensors[0].dtype).removeprefix("torch.") if tensors else "float32"
     rate = device.flops.get(kind, device.flops["float32"])
@@ -191,7 +193,7 @@ def roofline_seconds(operator: LocalOperator, device: Roofline) -> float:
 
 
 def _like(value: Any) -> Any:
-    """Return arguments with a tensor without elements for each `TensorSpec`."""
+    """Return the arguments with a tensor without elements in place of each `TensorSpec`."""
     if isinstance(value, TensorSpec):
         return torch.empty(value.shape, dtype=value.dtype, device="meta")
     return [_like(part) for part in value] if isinstance(value, tuple) else value

@@ -1,8 +1,8 @@
-"""The time and memory of a training step, predicted: the critical path of what the ranks do.
+"""The time and memory of a training step, predicted: the critical path through all ranks' work.
 
 After Dryden et al., "Improving Strong-Scaling of CNN Training by Exploiting Finer-Grained
-Parallelism" (IPDPS 2019), section V; but the operators, messages and overlap are those of the code,
-which goes through the step in a dry run.
+Parallelism" (IPDPS 2019), section V; but operators, messages and overlap come from the code itself,
+which runs the step dry.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from distconv.planning.table import Cell, byte_size, milliseconds, size_cell, ta
 from distconv.planning.timeline import Segment, Timeline, play
 
 PLAYED = 4
-"""Grids of up to so many ranks are played rank by rank; of larger ones the first rank, the middle
-one and the last."""
+"""The largest grid that is simulated rank by rank; of larger ones the first rank, the middle one
+and the last are.
+"""
 
 
 @dataclass(frozen=True)
@@ -35,25 +36,25 @@ class LayerTime:
 
     name: str
     kind: str
-    """The type of the layer; nothing for the loss, the sum of gradients and the optimizer."""
+    """The type of the layer; "" for the loss, the sum of gradients and the optimizer."""
     forward: float
     """Seconds of local operators in the forward pass."""
     backward: float
     """Seconds of local operators in the backward pass, or of the optimizer."""
     host: float
-    """Seconds of Python, where the device waits for it."""
+    """Seconds of Python that the device waits for."""
     exposed: float
     """Seconds in which the rank waits for messages, or starts them."""
     hidden: float
-    """Seconds of messages while the rank computes."""
+    """Seconds of messages that pass while the rank computes."""
     kept: int
-    """Bytes that are kept for the backward pass."""
+    """Bytes kept for the backward pass."""
     shape: tuple[int, ...] | None
-    """The shape of the rank's block of the output; None where that is no DistTensor."""
+    """The shape of the rank's block of the output; None where the output is no DistTensor."""
 
     @property
     def seconds(self) -> float:
-        """Return the seconds that the layer takes of the step."""
+        """Return the layer's seconds in the step."""
         return self.forward + self.backward + self.host + self.exposed
 
     @property
@@ -72,14 +73,14 @@ LAYER_HEADING = (
 
 @dataclass(frozen=True)
 class Prediction:
-    """A training step on a grid, as predicted; prints as a table."""
+    """A predicted training step on a grid; prints as a table."""
 
     module: str
     machine: str
     assumed: bool
-    """Whether the machine's numbers are described, and not measured."""
+    """Whether the machine's numbers are described, not measured."""
     grid: dict[str, int]
-    """Ranks along the axes that have several."""
+    """Ranks along the axes with more than one rank."""
     samples: int
     """Samples of a mini-batch."""
     seconds: float
@@ -88,17 +89,17 @@ class Prediction:
     """The slowest rank."""
     layers: tuple[LayerTime, ...]
     memory: dict[str, int]
-    """Bytes by kind at the moment when the rank that needs the most has the most."""
+    """Bytes by kind on the rank with the highest peak, at the moment of that peak."""
     critical_path: tuple[Segment, ...] = field(repr=False, default=())
 
     @property
     def seconds_per_sample(self) -> float:
-        """Return the seconds of a step for each sample of the mini-batch."""
+        """Return the seconds of a step over the samples of the mini-batch."""
         return self.seconds / max(self.samples, 1)
 
     @property
     def peak(self) -> int:
-        """Return the most bytes that a rank holds."""
+        """Return the highest total of bytes that a rank holds at any moment."""
         return sum(self.memory.values())
 
     @property
@@ -108,7 +109,7 @@ class Prediction:
 
     @property
     def host(self) -> float:
-        """Return the seconds of Python for which the slowest rank's device waits."""
+        """Return the seconds of Python that the slowest rank's device waits for."""
         return sum(layer.host for layer in self.layers)
 
     @property
@@ -118,7 +119,7 @@ class Prediction:
 
     @property
     def hidden(self) -> float:
-        """Return the seconds of messages while the slowest rank computes."""
+        """Return the seconds of messages that pass while the slowest rank computes."""
         return sum(layer.hidden for layer in self.layers)
 
     @property
@@ -161,24 +162,25 @@ def predict(
 ) -> Prediction:
     """Return the time and memory of a training step on a grid, which need not exist.
 
-    One process calls it. On a measured machine, local operators that `machine` has no times for are
-    timed here, and added to it: call it on the machine itself, where nothing else runs.
+    One process calls it. On a measured machine, local operators without a time in `machine` are
+    timed
+    here, and added to it: call it on the machine itself, where nothing else runs.
 
     Parameters
     ----------
     module: any torch.nn.Module, before `parallelize`.
     shape: the global shape of its input, or one for each input.
-    grid: the ranks along the axes, as {"sample": 2, "height": 2}.
-    options: what the step is, as for `record_step`: `layout`, `dtype`, `loss`, `optimizer`,
-        `autocast`, and what `parallelize` takes, such as `layouts` and `shard_parameters`.
+    grid: the ranks along the axes, such as {"sample": 2, "height": 2}.
+    options: options of the step, as for `record_step`: `layout`, `dtype`, `loss`, `optimizer`,
+        `autocast`, and options of `parallelize`, such as `layouts` and `shard_parameters`.
 
     Raises
     ------
     UnsupportedOperation
         Where the module cannot run on the grid.
     RuntimeError
-        Where the step raises, as for a module that asks for the elements of a tensor, or operators
-        cannot be timed.
+        Where the step raises, for example for a module that reads the elements of a tensor, or
+        operators cannot be timed.
     ValueError
         For a machine without the times that are needed.
     """
@@ -197,7 +199,7 @@ def record_ranks(
     grid: Mapping[str, int],
     **options: Any,
 ) -> list[Recording]:
-    """Return the recordings of the ranks of a grid that stand for all."""
+    """Return the recordings of the ranks of a grid that represent all ranks."""
     topology = DryRunGrid(grid, 0).topology
     ranks = list(range(topology.size))
     if topology.size > PLAYED:
@@ -214,7 +216,7 @@ def predicted(
     machine: Machine,
     times: OperatorTimes,
 ) -> Prediction:
-    """Return the prediction of recorded ranks whose local operators have been prepared."""
+    """Return the prediction from recordings whose local operators have been prepared."""
     line = play(recordings, machine, times)
     slowest = next(r for r in recordings if r.rank == line.slowest)
     memory = max((memory_of(r, times) for r in recordings), key=lambda m: sum(m.values()))
@@ -233,7 +235,9 @@ def predicted(
 
 
 def memory_of(recording: Recording, times: OperatorTimes) -> dict[str, int]:
-    """Return the memory of a rank by kind, with what operators allocate beside their results."""
+    """Return the memory of a rank by kind, with the bytes operators allocate beside their
+    results.
+    """
     most = recording.peak
     for event in recording.events:
         if isinstance(event, Compute) and "convolution" in event.operator.name:
@@ -242,7 +246,7 @@ def memory_of(recording: Recording, times: OperatorTimes) -> dict[str, int]:
 
 
 def in_words(grid: Mapping[str, int], between: str = ",") -> str:
-    """Return the axes of a grid with several ranks, as a command line has them."""
+    """Return the axes of a grid with more than one rank, as a command line spells them."""
     return between.join(f"{axis}={n}" for axis, n in grid.items() if n > 1) or "1 rank"
 
 

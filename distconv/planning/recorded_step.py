@@ -27,13 +27,15 @@ from distconv.tensor.dispatch import UnsupportedOperation
 from distconv.tensor.nested import shards_of, tensors_in
 
 Loss: TypeAlias = Callable[[Any], Tensor]
-"""Takes what the module returns, and returns the scalar that is minimised."""
+"""A function from the module's result to the scalar that is minimised."""
 
 OptimizerFactory: TypeAlias = Callable[[Any], torch.optim.Optimizer]
 
 
 def mean_square(output: Any) -> Tensor:
-    """Return the mean squared error between a module's first result and zeros laid out like it."""
+    """Return the mean squared error between a module's first result and zeros of the same
+    layout.
+    """
     y = tensors_in(output)[0]
     return F.mse_loss(y, torch.zeros_like(y))
 
@@ -77,34 +79,35 @@ def record_step(
     progress: Callable[[LayerPlan], object] = lambda layer: None,
     **options: Any,
 ) -> Recording:
-    """Return what a rank of a grid does in a training step; no communication, nothing is computed.
+    """Return the recording of a training step on one rank of a grid; no communication, no
+    arithmetic.
 
     Parameters
     ----------
-    module: as it is before `parallelize`.
+    module: a module before `parallelize`.
     shapes: the global shape of each input.
     extents: ranks along the axes of the grid.
-    rank: the rank whose part is played; by default the one in the middle of every axis.
+    rank: the rank that is simulated; by default the one in the middle of every axis.
     layouts, options: as for `parallelize`.
-    layout: how the inputs are cut, or each of them; by default every dimension over the axis of its
+    layout: the layout of the inputs, or of each; by default every dimension over the axis of its
         name.
-    dtype: of the inputs, or of each of them; that of the first parameter by default.
-    loss: takes the output, and returns the scalar whose gradients are taken; or one of `LOSSES`.
-        With None the forward pass alone is recorded, and a layer that is refused ends it.
-    optimizer: takes the parameters, and returns an optimizer; or one of `OPTIMIZERS`.
+    dtype: the type of the inputs, or of each; the type of the first parameter by default.
+    loss: a function from the output to the scalar whose gradients are computed; or one of `LOSSES`.
+        With None the forward pass alone is recorded, up to the first layer that is refused.
+    optimizer: a function from the parameters to an optimizer; or one of `OPTIMIZERS`.
     autocast: the type of `torch.autocast` around the module and the loss; None without it.
     input_gradients: whether the inputs require gradients, too.
     gpu: whether the ranks compute on GPUs, for which some operators are written otherwise.
     serial: whether the plain module runs on plain tensors, as in the serial program.
-    caller: is named in errors.
-    progress: is called with each layer of the forward pass as it comes.
+    caller: the name of the calling function for errors.
+    progress: called with each layer of the forward pass as it is reached.
 
     Raises
     ------
     UnsupportedOperation
         Where the module cannot run on the grid.
     RuntimeError
-        Where the step raises, naming the layer; also where it asks for the elements of a tensor.
+        Where the step raises, naming the layer; also where it reads the elements of a tensor.
     ValueError
         For a module that is parallelized, or has parameters without a shape.
     """
@@ -188,10 +191,10 @@ _NO_ELEMENTS = (
 
 @contextmanager
 def _autocast(device: str, dtype: torch.dtype | None) -> Iterator[None]:
-    """Turn autocast on for a kind of device that need not be here, as `torch.autocast` asks.
+    """Turn autocast on for a kind of device that need not be here, as `torch.autocast` does.
 
-    Torch itself has none for tensors without elements, so that the backward pass runs within it as
-    well and only the layers that a checkpoint computes again are changed.
+    torch has no autocast for tensors without elements. So the backward pass runs within it as well,
+    which affects only layers that a checkpoint computes again.
     """
     before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
     if dtype is not None:
@@ -205,7 +208,7 @@ def _autocast(device: str, dtype: torch.dtype | None) -> Iterator[None]:
 
 
 def shapes_of(given: Any) -> list[tuple[int, ...]]:
-    """Return one shape for each input, of which a single one may be given by itself."""
+    """Return a list of shapes, one for each input; a single shape becomes a list of one."""
     several = list(given) if given and all(isinstance(s, Sequence) for s in given) else [given]
     shapes = [tuple(shape) for shape in several]
     for shape in shapes:
@@ -215,7 +218,7 @@ def shapes_of(given: Any) -> list[tuple[int, ...]]:
 
 
 def _named(given: Any, known: Mapping[str, Any], what: str) -> Any:
-    """Return what was given, or what is known under that name."""
+    """Return `given`, or the entry of `known` under that name."""
     if not isinstance(given, str):
         return given
     if given not in known:
@@ -224,7 +227,7 @@ def _named(given: Any, known: Mapping[str, Any], what: str) -> Any:
 
 
 def _each_input(value: Any, count: int, what: str) -> list[Any]:
-    """Return one value for each of `count` inputs, of which one may be given for all."""
+    """Return one value for each of `count` inputs; a single value is repeated."""
     if not isinstance(value, (list, tuple)):
         return [value] * count
     if len(value) != count:
@@ -233,13 +236,15 @@ def _each_input(value: Any, count: int, what: str) -> list[Any]:
 
 
 def dtype_of(module: nn.Module) -> torch.dtype:
-    """Return the type of a module's first parameter of real numbers; torch's default without."""
+    """Return the type of a module's first floating-point parameter; torch's default if it has
+    none.
+    """
     floating = (p.dtype for p in module.parameters() if p.is_floating_point())
     return next(floating, torch.get_default_dtype())
 
 
 def _make_state(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Let an optimizer make its state, as it does in the first step, and return it."""
+    """Let an optimizer make its state, as in its first step, and return the state's tensors."""
     for p in parameters:
         p.grad = torch.empty_like(p) if p.requires_grad else None
     optimizer.step()

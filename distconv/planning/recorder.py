@@ -41,16 +41,16 @@ from distconv.torch_private import address_of_memory
 
 
 def is_layer(module: nn.Module) -> bool:
-    """Return whether a module has no modules within."""
+    """Return whether a module has no submodules."""
     return next(module.children(), None) is None
 
 
 class ModuleCalls:
-    """Hooks on a module and all within it; a subclass overrides `entered` and `left`.
+    """Hooks on a module and all its submodules; a subclass overrides `entered` and `left`.
 
     Attributes
     ----------
-    stack: the names and modules of the calls under way, outermost first.
+    stack: the names and modules of the active calls, outermost first.
     """
 
     def __init__(self, module: nn.Module):
@@ -69,18 +69,18 @@ class ModuleCalls:
         ]
 
     def entered(self, module: nn.Module) -> None:
-        """Take note that a call begins, which is the last of `stack`; to be overridden."""
+        """Handle the beginning of a call, the last of `stack`; to be overridden."""
 
     def left(self, name: str, module: nn.Module, output: Any) -> None:
-        """Take note that a call has returned, and is no longer on `stack`; to be overridden."""
+        """Handle the end of a call, which is no longer on `stack`; to be overridden."""
 
     @property
     def where(self) -> tuple[str, nn.Module]:
-        """Return the innermost call under way, or, after an exception, the one that has raised."""
+        """Return the innermost active call, or, after an exception, the one that raised."""
         return self.stack[-1] if self.stack else (self._paths[self._module], self._module)
 
     def remove(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
@@ -99,16 +99,16 @@ class ModuleCalls:
 
 
 class _Stretch(NamedTuple):
-    """The nodes that autograd records from a number on, and where they belong."""
+    """The autograd nodes from a number on, and the place of the step that made them."""
 
     start: int
     place: Place
     function: str | None
-    """The function on distributed tensors that makes them, if it is one."""
+    """The function on distributed tensors that made the nodes; "" if none did."""
 
 
 class _Output(NamedTuple):
-    """The first tensor of a result; of a plain one the shape alone is known."""
+    """The first tensor of a result; of a plain tensor only the shape is known."""
 
     shape: tuple[int, ...] | None = None
     layout: Layout | None = None
@@ -124,7 +124,7 @@ def _first_of(result: Any) -> _Output:
 
 
 class Recorder(ModuleCalls, torch_private.DispatchMode):
-    """Notes all that a rank of a dry grid does, within its context.
+    """A context that notes everything a rank of a dry grid does.
 
     Attributes
     ----------
@@ -191,19 +191,19 @@ class Recorder(ModuleCalls, torch_private.DispatchMode):
             self._reduced += start.arriving[0][1]
 
     def work(self, function: str, place: Place) -> None:
-        """Note that the host goes through a function."""
+        """Note that the host runs a function."""
         self._events.append(HostWork(function, place, self._streamed))
         self._streamed = 0
 
     # Where in the step it is.
 
     def move(self, place: Place) -> None:
-        """Go to another place of the forward pass, or to the optimizer."""
+        """Set the place of what follows: another place of the forward pass, or the optimizer."""
         self._place, self._backward = place, False
         self._stretches.append(_Stretch(torch_private.next_node_number(), place, None))
 
     def turn(self) -> None:
-        """Go from the forward to the backward pass."""
+        """Switch from the forward to the backward pass."""
         self.memory.turn()
         self._backward = True
         self._starts = [stretch.start for stretch in self._stretches]
@@ -270,7 +270,7 @@ class Recorder(ModuleCalls, torch_private.DispatchMode):
         return result
 
     def entered(self, module: nn.Module) -> None:
-        """Go to a module whose call begins."""
+        """Set the place to a module whose call begins."""
         if self._backward:
             return
         if len(self.stack) > 1:
@@ -280,7 +280,7 @@ class Recorder(ModuleCalls, torch_private.DispatchMode):
         self.move(Place(name, "forward"))
 
     def left(self, name: str, module: nn.Module, output: Any) -> None:
-        """Write down what a module has done, and go back to the one around it."""
+        """Write down the work of a module, and return to the module around it."""
         if self._backward:
             return
         own = set(module.parameters(recurse=False)) - self._parameters
@@ -301,7 +301,7 @@ class Recorder(ModuleCalls, torch_private.DispatchMode):
         self._close(name, type(module).__name__, always=True, refusal=reason)
 
     def _between(self, name: str, module: nn.Module) -> None:
-        """Write down what has happened in a module since its last layer or function."""
+        """Write down the work in a module since its last layer or function."""
         operators = {moved.operator: None for moved in self.movements}
         self._close(name, ", ".join(operators) or type(module).__name__)
 
@@ -315,7 +315,7 @@ class Recorder(ModuleCalls, torch_private.DispatchMode):
         always: bool = False,
         refusal: str | None = None,
     ) -> None:
-        """Write down what has happened since this was last called, if anything has, or `always`."""
+        """Write down the work since the last call of this method, if there is any, or `always`."""
         reduced, kept, self._reduced, self._kept = self._reduced, self._kept, 0, 0
         moved = [m for m in self.movements if m.redistributes or not m.plan.identity]
         self.movements.clear()
@@ -335,7 +335,7 @@ class Recorder(ModuleCalls, torch_private.DispatchMode):
         self._progress(layer)
 
     def recording(self) -> Recording:
-        """Return all that has been noted."""
+        """Return the recording of everything noted."""
         return Recording(
             self._grid.rank,
             self._grid.size,
@@ -353,7 +353,9 @@ _OTHERS = "loss", "gradients", "optimizer"
 
 
 class RuleCalls(TorchFunctionMode):
-    """Gives the recorder all calls of functions that have rules for distributed tensors."""
+    """A mode that passes all calls of functions with rules for distributed tensors to the
+    recorder.
+    """
 
     def __init__(self, recorder: Recorder):
         super().__init__()
@@ -368,13 +370,14 @@ class RuleCalls(TorchFunctionMode):
 
 
 def bytes_here(x: Tensor) -> int:
-    """Return the bytes of a tensor, or of its block on this rank."""
+    """Return the bytes of a tensor, or of this rank's block of it."""
     return x.shard.nbytes if isinstance(x, DistTensor) else x.nbytes
 
 
 def _way(events: Sequence[Event]) -> str:
-    """Return how the name of a function ends that has done this: whether it talks to other ranks,
-    and computes meanwhile."""
+    """Return a suffix for the name of a function with these events: whether it communicates, and
+    whether it computes meanwhile.
+    """
     way = ""
     under_way = set[int]()
     for event in events:
@@ -414,19 +417,21 @@ _FREE = frozenset(
         *("unsqueeze_.default", "set_.source_Tensor", "_local_scalar_dense.default"),
     )
 )
-"""Operators that touch no elements."""
+"""Operators that read and write no elements."""
 
 
 _RESULTS: dict[Any, Any] = {}
-"""Results of operators by their operands: without them a recording takes twice as long, as torch's
-stand-ins on meta tensors are slow. At most `_REMEMBERED` are kept."""
+"""Cached results of operators, at most `_REMEMBERED`: torch's meta kernels are slow, and a
+recording would take twice as long.
+"""
 
 _REMEMBERED = 2**16
 
 
 def _result_of(func: Any, args: Any, kwargs: Any, given: Any) -> Any:
-    """Return the result of an operator that makes no view; `given` are its arguments as `spec_of`
-    has them."""
+    """Return the result of an operator that makes no view; `given` are its arguments by
+    `spec_of`.
+    """
     if torch.Tag.inplace_view in func.tags:
         return func(*args, **kwargs)
     # 2 equals 2.0, and makes another type of numbers.

@@ -1,4 +1,4 @@
-"""One rank's part in a training step: layers, local operators, messages, and the memory they take.
+"""The recording of one rank's training step: layers, local operators, messages, and memory.
 
 `record_step` makes a recording by a dry run; `explain` shows its layers, `play` puts it into time.
 """
@@ -20,8 +20,9 @@ from distconv.geometry.layout import Layout
 PHASES = ("forward", "backward", "optimizer")
 
 KINDS = ("parameters", "gradients", "optimizer state", "activations", "halos", "other")
-"""The kinds of memory. Halos are messages that arrive and leave; others are inputs, and results
-that live for a moment."""
+"""The kinds of memory. Halos are messages sent and received; others are inputs, and results that
+live for a moment.
+"""
 
 
 class TensorSpec(NamedTuple):
@@ -42,19 +43,19 @@ class TensorSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class LocalOperator:
-    """An operator of torch below autograd, on tensors of these shapes."""
+    """An operator of torch below autograd, on tensors of given shapes."""
 
     name: str
-    """Its name and overload, as `aten.convolution.default`."""
+    """Its name and overload, such as `aten.convolution.default`."""
     arguments: tuple[Any, ...]
-    """In order; a `TensorSpec` stands for a tensor."""
+    """In order, with a `TensorSpec` in place of each tensor."""
     keywords: tuple[tuple[str, Any], ...] = ()
     made: tuple[TensorSpec, ...] = ()
     """Its results."""
 
     @property
     def key(self) -> str:
-        """Return text that is the same for operators that take as long."""
+        """Return a text that is equal for operators that take the same time."""
         return f"{self.name}{_text(self.arguments)}{_text(self.keywords) if self.keywords else ''}"
 
     @cached_property
@@ -64,7 +65,7 @@ class LocalOperator:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes that are read and written, each once."""
+        """Return the bytes read and written, each counted once."""
         return sum(t.nbytes for t in (*self.taken, *self.made))
 
     @property
@@ -74,7 +75,7 @@ class LocalOperator:
 
 
 def spec_of(value: Any) -> Any:
-    """Return arguments with a `TensorSpec` for each tensor, to be compared and hashed."""
+    """Return arguments with a `TensorSpec` in place of each tensor, to be compared and hashed."""
     if isinstance(value, Tensor):
         return TensorSpec(tuple(value.shape), tuple(value.stride()), value.dtype)
     if isinstance(value, (tuple, list)):
@@ -106,7 +107,7 @@ def _text(value: Any) -> str:
 
 
 class Place(NamedTuple):
-    """Where in a step something happens."""
+    """A place in a step."""
 
     layer: str
     """The name of the module, as `named_modules` has it, or "loss", "gradients", "optimizer"."""
@@ -115,38 +116,38 @@ class Place(NamedTuple):
 
 
 class Compute(NamedTuple):
-    """A local operator runs."""
+    """A local operator that runs."""
 
     operator: LocalOperator
     place: Place
     live: int = 0
-    """Bytes that the rank holds when it has run."""
+    """Bytes that the rank holds after it has run."""
 
 
 class HostWork(NamedTuple):
-    """The host goes through a function of torch on distributed tensors, or back through it."""
+    """A function of torch on distributed tensors, or its backward pass, that the host runs."""
 
     function: str
     """Its name; `parameter` for a parameter's gradient and update."""
     place: Place
     streamed: int = 0
-    """Bytes that operators have taken and made since the function before."""
+    """Bytes that operators read and wrote since the function before."""
 
 
 class Start(NamedTuple):
-    """Messages leave, or a reduction begins."""
+    """The start of messages, or of a reduction."""
 
     number: int
     collective: str | None
     """`all_reduce` or `all_gather`; None for messages."""
     arriving: tuple[tuple[int, int], ...]
-    """Other ranks, and the bytes that each of them sends; in a collective each contributes them."""
+    """Other ranks, each with the bytes that it sends, or contributes to a collective."""
     leaving: tuple[tuple[int, int], ...]
     place: Place = Place("", "forward")
 
 
 class Completion(NamedTuple):
-    """The rank waits for what has started under a number."""
+    """A wait for the start with a number."""
 
     number: int
     place: Place
@@ -157,7 +158,7 @@ Event: TypeAlias = Compute | HostWork | Start | Completion
 
 @dataclass(frozen=True)
 class Halo:
-    """The elements that an operator needs of other ranks' blocks, where the layout stays."""
+    """The elements of other ranks' blocks that an operator needs, where the layout stays."""
 
     operator: str
     widths: dict[str, tuple[int, int]]
@@ -171,33 +172,37 @@ class LayerPlan:
     """One call of a layer in the forward pass, or of a function between layers, on one rank."""
 
     name: str
-    """The layer's place in the module; for a function, the module whose `forward` calls it."""
+    """The layer's name in the module; for a function, the name of the module whose `forward`
+    calls it.
+    """
     kind: str
     """The type of the layer, or the name of the function."""
     shape: tuple[int, ...] | None
     """Global shape of the (first) output."""
     layout: Layout | None
-    """How the output is cut; None for a plain tensor."""
+    """The layout of the output; None for a plain tensor."""
     local_shape: tuple[int, ...] | None
     halos: tuple[Halo, ...]
     redistributions: tuple[Redistribution, ...]
     reduced_bytes: int
-    """Bytes given to reductions in the forward pass."""
+    """Bytes that this rank contributes to reductions in the forward pass."""
     kept_bytes: int
-    """Memory kept for the backward pass, without parameters and what earlier layers keep."""
+    """Bytes kept for the backward pass, without parameters and tensors that earlier layers keep."""
     parameter_bytes: int
-    """The rank's part of the layer's own parameters, where they appear first."""
+    """Bytes of this rank's blocks of the layer's own parameters, counted where they appear
+    first.
+    """
     refusal: str | None = None
-    """The reason why the layer cannot run on this grid, if it cannot."""
+    """The reason why the layer cannot run on this grid; None if it can."""
 
     @property
     def halo_bytes(self) -> int:
-        """Return the bytes received in halos."""
+        """Return the bytes received as halos."""
         return sum(halo.bytes for halo in self.halos)
 
     @property
     def redistributed_bytes(self) -> int:
-        """Return the bytes received in redistributions."""
+        """Return the bytes received by redistributions."""
         return sum(moved.bytes for moved in self.redistributions)
 
 
@@ -209,7 +214,7 @@ class Recording:
     ranks: int
     events: tuple[Event, ...]
     memory: dict[str, int]
-    """Bytes of each of `KINDS` at the moment when the rank holds the most."""
+    """Bytes of each of `KINDS` at the moment when the rank holds most."""
     calls: tuple[LayerPlan, ...]
     """The calls of layers and functions in order; ends with the first one that is refused."""
     layers: dict[str, str]
@@ -221,12 +226,12 @@ class Recording:
 
     @property
     def peak(self) -> int:
-        """Return the most bytes that the rank holds in a step."""
+        """Return the highest total of bytes that the rank holds in a step."""
         return sum(self.memory.values())
 
     @property
     def refusal(self) -> str | None:
-        """Return why the module cannot run on this grid; None when it can."""
+        """Return the reason why the module cannot run on this grid; None when it can."""
         return self.calls[-1].refusal if self.calls else None
 
     @property
@@ -239,5 +244,5 @@ class Recording:
 
     @property
     def operators(self) -> Counter[LocalOperator]:
-        """Return each local operator with how often it runs."""
+        """Return each local operator with the number of its runs."""
         return Counter(e.operator for e in self.events if isinstance(e, Compute))

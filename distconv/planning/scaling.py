@@ -1,4 +1,4 @@
-"""Scaling studies: cases that are run in turns in one job, predicted, and kept in a file."""
+"""Scaling studies: cases that are run in turns in one job, predicted, and stored in a file."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ class Case:
     """A training step on one grid."""
 
     grid: dict[str, int]
-    """Ranks along the axes that have several."""
+    """Ranks along the axes with more than one rank."""
     shapes: list[tuple[int, ...]]
     """The global shape of each input."""
     measured: bool = True
-    """Whether it is run; else it is predicted only."""
+    """Whether it is run; otherwise it is only predicted."""
     seconds: list[float] = field(default_factory=list)
     """Seconds of a step on the slowest rank, round by round."""
     predicted: float | None = None
-    """Seconds of a step."""
+    """The predicted seconds of a step."""
 
     @property
     def ranks(self) -> int:
@@ -63,7 +63,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Return the grid, as a command line has it."""
+        """Return the grid, as a command line spells it."""
         return in_words(self.grid)
 
     @property
@@ -81,16 +81,16 @@ class Study:
 
     kind: str
     module: str
-    """The factory of the module, as a command line names it."""
+    """The factory of the module, as a command line spells it."""
     cases: list[Case]
     facts: dict[str, str] = field(default_factory=dict)
-    """How and where it was measured: alike in all rounds."""
+    """The conditions of the measurement, the same in all rounds."""
     machine: str | None = None
-    """The name of the machine model that has predicted it."""
+    """The name of the machine model of the predictions."""
 
     @property
     def rounds(self) -> int:
-        """Return the rounds that are complete."""
+        """Return the number of complete rounds."""
         return min((len(case.seconds) for case in self.measured), default=0)
 
     @property
@@ -100,13 +100,13 @@ class Study:
 
     @property
     def base(self) -> Case | None:
-        """Return the case others are compared with: the fastest measured on the fewest ranks."""
+        """Return the reference case: the fastest measured one on the fewest ranks."""
         found = [case for case in self.measured if case.seconds]
         return min(found, key=lambda c: (c.ranks, median(c.seconds)), default=None)
 
     @property
     def predicted_base(self) -> Case | None:
-        """Return the same of predictions: the measured base, where that is predicted."""
+        """Return the reference case of predictions: the measured one, if it is predicted."""
         base = self.base
         if base is not None and base.predicted is not None:
             return base
@@ -114,10 +114,11 @@ class Study:
         return min(found, key=lambda c: (c.ranks, c.predicted), default=None)
 
     def efficiency(self, case: Case) -> Spread | None:
-        """Return what part of the ideal speed a case reaches, paired by rounds; None without times.
+        """Return the ideal seconds over the seconds of a case, paired by rounds; None without
+        times.
 
-        The ideal step of strong scaling takes as many times less as there are more ranks, that of
-        weak scaling as long as the base.
+        The ideal step on r times the ranks takes 1/r of the time in strong scaling, and the same
+        time in weak scaling.
         """
         base = self.base
         if base is None or not case.seconds:
@@ -126,7 +127,7 @@ class Study:
         return spread([b * share / s for b, s in zip(base.seconds, case.seconds, strict=False)])
 
     def predicted_efficiency(self, case: Case) -> float | None:
-        """Return the same of the predictions."""
+        """Return the predicted efficiency of a case."""
         base = self.predicted_base
         if base is None or base.predicted is None or case.predicted is None:
             return None
@@ -136,7 +137,9 @@ class Study:
         return base.ranks / ranks if self.kind == STRONG else 1.0
 
     def ideal(self, ranks: int) -> float | None:
-        """Return the seconds of the ideal step on so many ranks: as measured, or else predicted."""
+        """Return the seconds of the ideal step on `ranks` ranks, from measurement or else
+        prediction.
+        """
         base = self.base
         if base is not None:
             return median(base.seconds) * self._share(base, ranks)
@@ -171,12 +174,12 @@ class Study:
 
     @classmethod
     def load(cls, path: Path) -> Study:
-        """Return the study of a file that `save` has written.
+        """Return the study in a file that `save` wrote.
 
         Raises
         ------
         ValueError
-            For a file that is none, naming what is missing.
+            For a file that holds no study, naming the missing entry.
         """
         try:
             given = json.loads(path.read_text())
@@ -193,12 +196,12 @@ class Study:
             raise ValueError(f"{str(path)!r} is no scaling study: {what}") from None
 
     def resumed_from(self, earlier: Study) -> Study:
-        """Return this study with the rounds and predictions that an earlier one of the same has.
+        """Return this study with the rounds and predictions of an earlier one with the same cases.
 
         Raises
         ------
         ValueError
-            Where the earlier one is of something else, or was measured elsewhere.
+            Where the earlier one is of other cases, or was measured elsewhere.
         """
         mine, theirs = self._identity(), earlier._identity()
         for what, value in mine.items():
@@ -243,13 +246,13 @@ def cases_of(
 
     Parameters
     ----------
-    shapes: the global shape of each input; of a weak study that of one rank, of which a grid makes
-        a dimension as many times as long as it has ranks along the axis of its name.
+    shapes: the global shape of each input. For weak scaling the shape on one rank: each dimension
+        is multiplied by the ranks along the axis of its name.
 
     Raises
     ------
     ValueError
-        For a grid that appears twice, an axis that there is not, and one that cannot be grown.
+        For a grid that appears twice, an unknown axis, and one whose dimension cannot grow.
     """
     found: dict[str, Case] = {}
     for grid in grids:
@@ -277,10 +280,10 @@ def _grown(shape: tuple[int, ...], extents: Mapping[str, int]) -> tuple[int, ...
 
 
 def usual_grid(kind: str, shape: Sequence[int], ranks: int) -> dict[str, int]:
-    """Return the grid that a study takes when none is given.
+    """Return the default grid of a study.
 
     In weak scaling every rank has samples of its own; in strong scaling all ranks cut each sample,
-    into blocks as near to cubes as can be.
+    into blocks as near to cubes as possible.
     """
     names, sizes = dimension_names(len(shape))[2:], shape[2:]
     if kind == WEAK or not names:
@@ -307,22 +310,22 @@ def measure(
     step: Mapping[str, Any] | None = None,
     finished: Callable[[int], object] = lambda rounds: None,
 ) -> None:
-    """Run the measured cases until each has so many rounds; all ranks of `comm` call it.
+    """Run the measured cases until each has `rounds` rounds. All ranks of `comm` call it.
 
     A case runs on the first ranks, on a communicator of their own, while the others sleep. In each
     round every case is timed once, every second round in reverse; a case that takes less than 10 ms
-    is repeated. A step is forward, loss, backward and optimizer, on random numbers. All cases are
-    in memory at once: parameters and inputs, that is.
+    is repeated. A step is forward, loss, backward and optimizer, on random numbers. Parameters and
+    inputs of all cases are in memory at once.
 
     Parameters
     ----------
-    study: the same on all ranks, which gets the times on all of them.
+    study: the same on all ranks; the times are added to it on all of them.
     make: makes the module, the same on every rank and each time.
     comm: all ranks of the job.
-    threads: of every rank.
-    step: options of `predict` that say what the step is: dtype, layout, loss, optimizer, and what
-        `parallelize` takes.
-    finished: is called on every rank after each round, with the number of all complete ones.
+    threads: the threads of each rank.
+    step: options of `predict` for the step: dtype, layout, loss, optimizer, and options of
+        `parallelize`.
+    finished: called on every rank after each round, with the number of complete rounds.
 
     Raises
     ------
@@ -363,7 +366,7 @@ def training_step(
     autocast: torch.dtype | None = None,
     **options: Any,
 ) -> Callable[[], None]:
-    """Return a training step of a case, as `predict` has it; its ranks, the first ones, call it."""
+    """Return a training step of a case with the options of `predict`. The case's ranks call it."""
     extents: dict[str, Any] = dict(case.grid)
     grid = ProcessGrid(tuple(range(case.ranks)), **extents)
     module = make()
@@ -393,7 +396,7 @@ def training_step(
 
 
 def _sleep() -> None:
-    """Stand for a rank that is not in a case."""
+    """Sleep until the next case: the step of a rank that takes no part in a case."""
 
 
 def predict_all(
@@ -404,10 +407,10 @@ def predict_all(
     step: Mapping[str, Any] | None = None,
     predicted: Callable[[Case], object] = lambda case: None,
 ) -> None:
-    """Predict the cases that have no prediction yet; one process calls it, while others sleep.
+    """Predict the cases without a prediction; one process calls it, while others sleep.
 
-    On a measured machine, that times the local operators which it has no times for, so nothing else
-    may run. Errors are those of `predict`, for the first case that cannot be predicted.
+    On a measured machine, that times the local operators without times, so nothing else may run.
+    Errors are those of `predict`, for the first case that cannot be predicted.
     """
     for case in study.cases:
         if case.predicted is None:

@@ -1,6 +1,6 @@
 """The best grid for a network, a mini-batch and a number of ranks: all grids, ranked by time.
 
-Grids that need more memory than a rank has are left out. Where none fits, what would is told.
+Grids that need more memory than a rank has are left out. Where none fits, ways out are named.
 """
 
 from __future__ import annotations
@@ -35,30 +35,31 @@ from distconv.planning.recording import Recording
 from distconv.planning.table import Cell, byte_size, size_cell, table, time_cell
 
 MOST_WITH_FILTER = 256
-"""The most ranks for which grids with an axis for filters are tried unasked: with them there are
-several times as many."""
+"""The largest number of ranks for which grids with a `filter` axis are tried by default: with them
+there are several times as many grids.
+"""
 
 REFINED = 4
-"""How many of the best grids are predicted from several ranks, not from the middle one alone."""
+"""The number of best grids that are predicted from several ranks, not from the middle one alone."""
 
 BUDGET = 45.0
-"""Seconds from the beginning of a search after which it times no more local operators."""
+"""Seconds from the beginning of a search after which no more local operators are timed."""
 _AT_LEAST = 5.0
-"""Seconds that it has for timing, however long it has taken to record all grids."""
+"""Seconds that remain for timing, however long the recordings took."""
 SPACES_BUDGET = 5.0
-"""Seconds spent on timing the convolutions of each way out, which tells what they allocate."""
+"""Seconds of timing the convolutions of each way out, which finds the bytes they allocate."""
 
 Progress = Callable[[str], object]
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A grid, and what became of it."""
+    """A grid with its prediction, or the reason why it is excluded."""
 
     grid: dict[str, int]
     prediction: Prediction | None
     refusal: str | None = None
-    """Why it is out: the operator that is refused, or its memory."""
+    """The operator that is refused, or the memory that is missing."""
 
     @property
     def cells(self) -> tuple[Cell, ...]:
@@ -76,11 +77,11 @@ GRID_HEADING = ("grid", "a sample", "a step", "compute", "host", "exposed", "mem
 
 @dataclass(frozen=True)
 class WayOut:
-    """Something that would make a step fit into memory."""
+    """A change that would make a step fit into memory."""
 
     what: str
     peak: int
-    """Bytes that a rank then needs at most."""
+    """Bytes that a rank then holds at most."""
     fits: bool
 
 
@@ -93,9 +94,9 @@ class GridPlan:
     assumed: bool
     ranks: int
     memory: int | None
-    """Bytes that a rank has; None where that does not matter."""
+    """Bytes of a rank's memory; None to ignore memory."""
     candidates: tuple[Candidate, ...]
-    """The grids that fit, the least time a sample first; then the others."""
+    """The grids that fit, by time per sample; then the others."""
     ways_out: tuple[WayOut, ...] = ()
     """Changes with which a step would fit, where no grid fits."""
 
@@ -113,7 +114,7 @@ class GridPlan:
         Raises
         ------
         ValueError
-            Where no grid fits; the message tells what would.
+            Where no grid fits; the message names the ways out.
         """
         fitting = self.fitting
         if not fitting:
@@ -127,7 +128,7 @@ class GridPlan:
 
     @property
     def nothing_fits(self) -> str:
-        """Return in words that no grid fits, and what would."""
+        """Return a message that no grid fits, with the ways out."""
         least = [c.prediction.peak for c in self.candidates if c.prediction is not None]
         if not least:
             reasons = dict.fromkeys(c.refusal for c in self.candidates)
@@ -147,7 +148,7 @@ class GridPlan:
 
     @property
     def reason(self) -> str:
-        """Return in words what the runner-up loses."""
+        """Return a message that says where the second best grid loses time."""
         if len(self.fitting) < 2:
             return "no other grid fits"
         first, second = self.fitting[:2]
@@ -185,7 +186,7 @@ class GridPlan:
 def grids_of(
     ranks: int, shape: Sequence[int], axes: Sequence[str] | None = None
 ) -> Iterator[dict[str, int]]:
-    """Yield all grids of so many ranks that cut no dimension of an input into more parts than it
+    """Yield all grids of `ranks` ranks that cut no dimension of an input into more parts than it
     has elements.
 
     Parameters
@@ -229,17 +230,17 @@ def plan(
     progress: Progress = lambda what: None,
     **options: Any,
 ) -> GridPlan:
-    """Return the grids of so many ranks, ranked by predicted time for each sample.
+    """Return the grids of `ranks` ranks, ranked by predicted time per sample.
 
     One process calls it; where local operators are to be timed, on the machine itself.
 
     Parameters
     ----------
     module, shape, options: as for `predict`.
-    memory: bytes that a rank may use; what the machine has, if it is known, when not given.
-    axes: the grid axes that may have several ranks; all that the input has by default, beyond
-        `MOST_WITH_FILTER` ranks without `filter`.
-    progress: is called with a line for each step of the search.
+    memory: bytes that a rank may use; the machine's memory, if known, when not given.
+    axes: the grid axes that may have several ranks; by default all axes of the input, without
+        `filter` beyond `MOST_WITH_FILTER` ranks.
+    progress: called with a line for each step of the search.
 
     Raises
     ------
@@ -315,8 +316,9 @@ class _Search:
     def record(
         self, grid: Mapping[str, int], module: nn.Module | None = None, **more: Any
     ) -> Recording:
-        """Return the step of the rank that says most of a grid: in the middle, as far as blocks are
-        the largest there."""
+        """Return the recording of one rank that represents a grid: the middle one, or one with a
+        larger block.
+        """
         sizes = dict(zip(dimension_names(len(self.shapes[0])), self.shapes[0], strict=True))
         topology = DryRunGrid(grid).topology
         place = {}
@@ -331,21 +333,22 @@ class _Search:
     def judged(
         self, grid: dict[str, int], recordings: Sequence[Recording], machine: Machine
     ) -> Candidate:
-        """Return a grid with its prediction, refused where it needs too much memory."""
+        """Return a grid with its prediction, excluded where it needs too much memory."""
         name, samples = type(self.module).__name__, self.shapes[0][0]
         p = predicted(name, samples, grid, recordings, machine, self.times)
         over = self.limit is not None and p.peak > self.limit
         return Candidate(grid, p, f"needs {byte_size(p.peak)}" if over else None)
 
     def peak_known(self, pair: tuple[dict[str, int], Recording]) -> int:
-        """Return the bytes of a recorded grid, by what is known of workspaces."""
+        """Return the peak bytes of a recorded grid, with the workspaces known so far."""
         return sum(memory_of(pair[1], self.times).values())
 
     def ways_out(
         self, grid: dict[str, int], ranks: int, axes: Sequence[str] | None
     ) -> Iterator[WayOut]:
-        """Yield the needs of the smallest grid with checkpoints, with sharded weights, in bfloat16;
-        and of grids of more ranks, until one fits."""
+        """Yield the memory of the smallest grid with checkpoints, with sharded weights, in
+        bfloat16; and of grids of more ranks, until one fits.
+        """
         ways: list[tuple[str, dict[str, int], nn.Module, dict[str, Any]]] = [
             ("checkpointing each block", grid, with_checkpoints(self.module), {}),
             ("bfloat16", grid, copy.deepcopy(self.module).to(torch.bfloat16), {}),
@@ -374,7 +377,7 @@ class _Search:
                     return
 
     def _judged_way(self, what: str, recording: Recording) -> WayOut:
-        """Return a way out with its memory, for which the convolutions are timed."""
+        """Return a way out with its memory, for which its convolutions are timed."""
         convolutions = {o: n for o, n in recording.operators.items() if o.convolves}
         self.times.prepare_approximately([convolutions], seconds=SPACES_BUDGET)
         peak = sum(memory_of(recording, self.times).values())
@@ -382,8 +385,9 @@ class _Search:
 
 
 def with_checkpoints(module: nn.Module) -> nn.Module:
-    """Return a copy of a module whose blocks keep their inputs, and compute again in the backward
-    pass: the children of the outermost module that has three or more."""
+    """Return a copy of a module with a checkpoint around each child of the outermost module that
+    has three or more children.
+    """
     copied = copy.deepcopy(module)
     blocks = [copied]
     while 0 < len(blocks) < 3:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 Cell: TypeAlias = "str | tuple[str, float]"
-"""The text of a table's cell; with the number that it shows, by which reports sort."""
+"""The text of a table's cell; or the text with the number that it shows, by which reports sort."""
 
 
 def text_of(cell: Cell) -> str:
@@ -15,19 +15,19 @@ def text_of(cell: Cell) -> str:
 
 
 def numeric(rows: Sequence[Sequence[Cell]]) -> set[int]:
-    """Return the columns that have numbers."""
+    """Return the indices of the columns with numbers."""
     return {i for row in rows for i, cell in enumerate(row) if not isinstance(cell, str)}
 
 
 def filled(rows: Sequence[Sequence[Cell]]) -> list[int]:
-    """Return the columns with text below the first row, the headings."""
+    """Return the indices of the columns with text below the headings."""
     return sorted({i for row in rows[1:] for i, cell in enumerate(row) if text_of(cell)})
 
 
 def table(rows: Sequence[Sequence[Cell]], right: Sequence[int] = ()) -> str:
     """Return rows as aligned text, the first one as headings; without empty columns.
 
-    Columns of numbers, and those in `right`, end at the same place.
+    Columns of numbers, and those in `right`, are aligned to the right.
     """
     ends = numeric(rows).union(right)
     columns = []
@@ -39,7 +39,7 @@ def table(rows: Sequence[Sequence[Cell]], right: Sequence[int] = ()) -> str:
 
 
 def byte_size(count: float) -> str:
-    """Return a number of bytes with its unit, powers of 1024."""
+    """Return a number of bytes with its unit, a power of 1024."""
     value, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
     while value >= 999.5 and len(units) > 1:
         value /= 1024
@@ -53,10 +53,10 @@ def milliseconds(seconds: float) -> str:
 
 
 def size_cell(count: int) -> Cell:
-    """Return a cell with a number of bytes; an empty one for none, so that others stand out."""
+    """Return a cell with a number of bytes; an empty cell for 0."""
     return (byte_size(count), count) if count else ""
 
 
 def time_cell(seconds: float) -> Cell:
-    """Return a cell in milliseconds, without the unit; an empty one for no time."""
+    """Return a cell in milliseconds, without the unit; an empty cell for 0."""
     return (f"{seconds * 1e3:.4g}", seconds) if seconds else ""

@@ -1,10 +1,10 @@
 """The recordings of some ranks put into time: who computes, and who waits for whom.
 
-Local operators, Python and messages follow one another as the code has them. A rank that waits goes
-on when its messages are there, for which the other ranks have to have sent them, and where messages
-move only while both sides wait, have to wait as well; ranks that are not played do as the waiting
-rank itself. Ranks that do the same do not take the same time, and the slower ones are waited for:
-how much longer they take is measured against how long they have not met.
+Local operators, Python and messages follow one another in the order of the code. A waiting rank
+continues when its messages have arrived: the other ranks must have sent them, and where messages
+move only while both sides wait, must wait as well. Ranks that are not simulated behave as the
+waiting rank does. Ranks with equal work take different times, and the slower ones are waited for;
+the extra time is measured against the time since they last met.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class Segment(NamedTuple):
     """`compute`, `host`, `communication` or `wait`."""
     place: Place
     follows: tuple[int, float] | None = None
-    """The rank and moment that a wait has waited for, where that is another rank."""
+    """The rank and moment that ended a wait, where it is another rank."""
 
 
 class Passage(NamedTuple):
-    """A movement that was under way between ranks, as one of them has seen it."""
+    """A movement between ranks, as one of them sees it."""
 
     place: Place
-    """Where it was started."""
+    """The place of the step that started it."""
     seconds: float
     exposed: float
     """Seconds in which the rank did nothing else."""
@@ -44,14 +44,14 @@ class Passage(NamedTuple):
 
 @dataclass
 class _UnderWay:
-    """Messages or a reduction, as one of its ranks has started it."""
+    """Messages or a reduction, as one of its ranks started it."""
 
     start: Start
     cost: Cost
     begun: float
-    """The moment by which the rank, and those that do the same, have started it."""
+    """The time when the rank, and ranks with equal work, have started it."""
     served: float | None = None
-    """The moment by which they wait for anything the first time since."""
+    """The time when they next wait for anything."""
 
 
 class _Rank:
@@ -62,13 +62,13 @@ class _Rank:
         self.segments: list[Segment] = []
         self.passages: list[Passage] = []
         self.now = 0.0
-        """The moment at which the device is free; on CPUs the host is the device."""
+        """The time when the device is free; on CPUs the host is the device."""
         self.host = 0.0
         self.next = 0
         self.started: dict[int, _UnderWay] = {}
         self.unserved: list[_UnderWay] = []
         self.met = 0.0
-        """The moment at which the rank last went on from waiting."""
+        """The time when the rank last ended a wait."""
 
     def add(
         self,
@@ -82,12 +82,12 @@ class _Rank:
             self.segments.append(Segment(self.recording.rank, start, stop, what, place, follows))
 
     def all_here(self, machine: Machine) -> float:
-        """Return the moment by which the slower of the ranks that do the same are here, too."""
+        """Return the time when the slowest of the ranks with the same work arrives here."""
         return self.now + machine.skew.at(self.now - self.met)
 
 
 class Timeline(NamedTuple):
-    """The step of all ranks that were played."""
+    """The step of all simulated ranks."""
 
     seconds: float
     slowest: int
@@ -95,7 +95,7 @@ class Timeline(NamedTuple):
     passages: Mapping[int, Sequence[Passage]]
 
     def critical_path(self) -> list[Segment]:
-        """Return the stretches that end with the step, each of which the next has waited for."""
+        """Return the stretches that end with the step, in each of which the next one waited."""
         path: list[Segment] = []
         rank, moment = self.slowest, self.seconds
         places = {r: len(s) for r, s in self.segments.items()}
@@ -140,7 +140,7 @@ def play(recordings: Sequence[Recording], machine: Machine, times: OperatorTimes
 def _advance(
     rank: _Rank, ranks: Mapping[int, _Rank], machine: Machine, times: OperatorTimes
 ) -> bool:
-    """Take a rank through its next event; return False where it has to wait, or is at its end."""
+    """Take a rank through its next event; return False where it must wait, or is finished."""
     events = rank.recording.events
     if rank.next == len(events):
         return False

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 SHORTEST = 0.01
-"""Seconds that one measurement takes at least; shorter calls are repeated."""
+"""The least seconds of one measurement; shorter calls are repeated."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,9 @@ class Contender:
     run: Callable[[], object]
     threads: int = 1
     ranks: int | None = None
-    """How many ranks run it together, from rank 0 on, while the others sleep; by default all."""
+    """The number of ranks that run it together, from rank 0 on, while the others sleep; by
+    default all.
+    """
 
 
 class Spread(NamedTuple):
@@ -47,7 +49,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def warm_up(comm: MPI.Intracomm | ObjectCommunicator, sides: Sequence[Contender]) -> list[float]:
-    """Return the seconds of a call of each side, after two that do not count; all ranks call it."""
+    """Return the seconds of a call of each side, after two untimed ones. All ranks call it."""
     for side in sides:
         timed(comm, side, 2)
     return [timed(comm, side, 1) for side in sides]
@@ -65,7 +67,7 @@ def sleep_until_all_are_here(comm: MPI.Intracomm | ObjectCommunicator) -> None:
 
 
 def timed(comm: MPI.Intracomm | ObjectCommunicator, side: Contender, repeats: int) -> float:
-    """Return the seconds of one of several calls, on the slowest rank; all ranks call it."""
+    """Return the seconds per call, of `repeats` calls on the slowest rank. All ranks call it."""
     threads = torch.get_num_threads()
     torch.set_num_threads(side.threads)
     sleep_until_all_are_here(comm)

@@ -1,8 +1,8 @@
 """Views of DistTensors, and writing in place through views whose elements lie on other ranks.
 
-Such a view is a recipe: a base, and how the view is made of it. What is written to the view is
-written to the base at once, and so on to the base of that; all other views that lie elsewhere are
-made anew when they are next read, as torch's functionalization makes them.
+Such a view is a recipe: a base, and a function that makes the view of it. A write to the view is
+applied to the base at once, and from there to the base's base; all other views with elements on
+other ranks are made anew when they are next read, as torch's functionalization does it.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ def make_view(
     writable: bool = True,
     place: Any = None,
 ) -> Distributed:
-    """Return a view of `x` whose local block is `shard`; of global `shape`, cut by `cuts`.
+    """Return a view of `x` with local block `shard`, global shape `shape` and cuts `cuts`.
 
     Parameters
     ----------
     make: returns the view of a tensor like `x`.
-    write: writes the elements of a view to a tensor like `x`, where the block may be a copy, which
-        has to follow from global metadata. None where it shares the memory of `x` on every rank.
-    writable: whether no two elements of the view are the same one of `x`.
-    place: of a part of `x` the places that it has.
+    write: writes the elements of a view to a tensor like `x`. Needed, from global metadata, where
+        the block may be a copy; None where it shares the memory of `x` on every rank.
+    writable: whether all elements of the view are distinct elements of `x`.
+    place: for a part of `x`, the positions of its elements.
     """
     view = type(x)(shard, shape, cuts, x.grid)
     if write is None and writable and x.recipe is None:
@@ -53,9 +53,10 @@ def make_view(
 
 
 def make_fork(x: Distributed, shard: Tensor, shape: Sequence[int], cuts: Cuts) -> Distributed:
-    """Return what serial torch makes a view of `x`, or a copy, by the strides that `x` has there.
+    """Return a result that serial torch makes as a view of `x` or as a copy, depending on its
+    strides.
 
-    Neither is written to while the other is in use (`prepare_write`).
+    `prepare_write` refuses to write to either while the other is in use.
     """
     twin = type(x)(shard, shape, cuts, x.grid)
     twin._memory = x._memory.fork()
@@ -63,24 +64,27 @@ def make_fork(x: Distributed, shard: Tensor, shape: Sequence[int], cuts: Cuts) -
 
 
 def is_of_parameter(x: DistTensorBase) -> bool:
-    """Return whether `x` is a sharded parameter, a view of one, or was made empty of one."""
+    """Return whether `x` is a sharded parameter, a view of one, or an empty tensor made from
+    one.
+    """
     memory = x.__dict__.get("_memory")
     return memory is not None and memory.of_parameter
 
 
 def mark_of_parameter(x: DistTensorBase) -> None:
-    """Let `is_of_parameter` be true of a tensor and of its views."""
+    """Mark a tensor, and its views, as belonging to a parameter (see `is_of_parameter`)."""
     x._memory.of_parameter = True
 
 
 def prepare_write(x: DistTensorBase, operator: str) -> None:
-    """Have the block of `x` here, to be written to by `operator`, which calls `finish_write` then.
+    """Bring the block of `x` to this rank for a write by `operator`, which calls `finish_write`
+    then.
 
     Raises
     ------
     UnsupportedOperation, RuntimeError
-        On every rank, before any message, where serial torch does not allow it, or where it might
-        write to other tensors as well.
+        On every rank, before any message, where serial torch does not allow the write, or where it
+        might write to other tensors as well.
     """
     memory = x.__dict__.get("_memory")
     if memory is not None and not memory.alone:
@@ -99,7 +103,7 @@ def prepare_write(x: DistTensorBase, operator: str) -> None:
 
 
 def _check_bases(x: DistTensorBase, operator: str) -> None:
-    """Raise where a view may not be written to because of what it is a view of."""
+    """Raise where one of the bases of a view forbids writing to it."""
     recorded, view = torch.is_grad_enabled(), x
     while (recipe := view.recipe) is not None:
         if not recipe.writable:
@@ -123,10 +127,10 @@ def _check_bases(x: DistTensorBase, operator: str) -> None:
 
 
 def finish_write(x: DistTensorBase) -> None:
-    """Let all tensors that serial torch has in the memory of `x` follow what was written to it.
+    """Update all tensors that share the memory of `x` in serial torch after a write to `x`.
 
-    Views that lie elsewhere are made anew when they are read. Where `x` is one itself, it is
-    written through to its base; all ranks call it together then.
+    Views on other ranks are made anew when they are read. Where `x` is such a view, its elements
+    are written to its base; all ranks call it together then.
     """
     if x.held.requires_grad:
         x.sync_requires_grad()

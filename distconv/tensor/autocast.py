@@ -1,9 +1,8 @@
-"""Autocast: the types in which torch computes a function, asked of its own dispatcher.
+"""Autocast: the types in which torch computes a function, found through its own dispatcher.
 
-torch converts operands beneath the functions that have rules. What it does with a call is seen on
-tensors without elements. Then the operands that it converts are converted before the rule gets
-them, which computes without autocast; if torch converts more on the way, the rule computes under
-autocast.
+torch converts operands below the functions that have rules. The conversions of a call are observed
+on tensors without elements. The same operands are then converted before the rule is called, which
+computes without autocast. If torch converts more tensors inside, the rule computes under autocast.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from distconv.tensor.ownership import own_alike
 def under_autocast(
     rule: Callable[..., Any], func: Callable[..., Any], operands: Sequence[Tensor]
 ) -> Callable[..., Any]:
-    """Return the rule of a function with the types that autocast has for it.
+    """Return the rule of a function with the types that autocast uses for it.
 
-    torch has no autocast for tensors without elements: a dry run has that of the ranks it plays.
+    torch has no autocast for tensors without elements: a dry run uses that of the simulated ranks.
     """
     grid = next(x.grid for x in operands if isinstance(x, DistTensorBase))
     device = grid.device.type
@@ -56,15 +55,15 @@ class _Types(NamedTuple):
     """The types that torch gives the tensors of a call."""
 
     operands: tuple[torch.dtype | None, ...]
-    """The type of each tensor among the arguments, in order; None where it stays as it is."""
+    """The type of each tensor among the arguments, in order; None where it does not change."""
     result: torch.dtype | None
-    """The type of the result, where that is one tensor."""
+    """The type of the result, if it is one tensor."""
     others: bool
-    """Whether torch converts other tensors, which it makes on the way."""
+    """Whether torch converts further tensors, made inside the function."""
 
 
 _KNOWN: dict[Any, _Types | None] = {}
-"""What has been found out for calls by what they depend on; None where torch cannot tell."""
+"""Known types of calls, by everything they depend on; None where torch cannot tell."""
 
 
 def _types(
@@ -82,7 +81,7 @@ def _types(
 
 
 def _kind(x: Any) -> Any:
-    """Return all of an argument that types may depend on."""
+    """Return everything in an argument that types may depend on."""
     if isinstance(x, Tensor):
         return x.dtype, x.dim()
     if isinstance(x, (list, tuple)):
@@ -107,7 +106,7 @@ def _mapped(x: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _in_type(x: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Return `x` in a type, or as it is for None; a parameter's owner is known of its copy, too."""
+    """Return `x` in a type, or unchanged for None; the copy of a parameter keeps its owner."""
     if dtype is None or x.dtype == dtype:
         return x
     if isinstance(x, DistTensorBase):
@@ -119,14 +118,14 @@ def _in_type(x: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 class StandIn(Tensor):
-    """A tensor without elements that torch's dispatcher takes for one on a device."""
+    """A tensor without elements that torch's dispatcher treats as a tensor on a device."""
 
     __torch_function__: Any = torch_private.no_torch_function
     meta: Tensor
     uses: set[torch.dtype]
-    """The types in which it, or what it is a view of, has been used."""
+    """The types in which it, or a tensor that it is a view of, was used."""
     family: list[StandIn]
-    """All that have been made of the same operands, and those."""
+    """The operands of a call, and all tensors made from them."""
 
     @staticmethod
     def __new__(cls, meta: Tensor, device: str, family: list[StandIn]) -> StandIn:
@@ -169,13 +168,13 @@ _COMPOSED = {
     torch.ops.aten.affine_grid_generator.default,
     torch.ops.aten.linalg_pinv.atol_rtol_tensor,
 }
-"""Functions whose kernels call others that torch converts for, which is not seen from outside."""
+"""Functions whose kernels call functions that torch converts for, invisibly from outside."""
 
 
 def _seen(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], device: str
 ) -> _Types | None:
-    """Return the types of a call as torch's dispatcher has them for tensors without elements."""
+    """Return the types of a call, observed in torch's dispatcher on tensors without elements."""
     if not (getattr(func, "__module__", None) or "torch").startswith("torch"):
         return None
     family: list[StandIn] = []

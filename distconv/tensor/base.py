@@ -1,7 +1,7 @@
 """The base of DistTensor: its shard, its cuts, its grid, and its metadata, without any operator.
 
-Modules below `dist_tensor` know a DistTensor by this base; the tensors that they make of one are of
-its own type.
+Modules below `dist_tensor` know a DistTensor by this base; tensors that they make from one have its
+type.
 """
 
 from __future__ import annotations
@@ -30,24 +30,25 @@ from distconv.grid.whereabouts import module_calls, on_behalf_of
 from distconv.tensor.shared_memory import SharedMemory
 
 Distributed = TypeVar("Distributed", bound="DistTensorBase")
-"""A type of DistTensor that a function returns as it is given."""
+"""A type of DistTensor, for functions that return the type of their argument."""
 
 
 Layout.dense = torch.strided
 
 
 class ViewRecipe(NamedTuple):
-    """How a view is made of its base again, and how what is written to it reaches the base.
+    """A recipe that makes a view of its base anew, and writes the view's elements to the base.
 
     base: the tensor that it is a view of.
     make: returns the view of a base. All ranks call it together where elements move.
-    write: writes the elements of a view, given as a tensor of their own, to the base; all ranks
-        call it together. None where writing to the one is writing to the other.
-    writable: whether the elements of the view are different ones of the base.
-    place: of a part the places of the base's elements that it has.
+    write: writes the elements of a view, given as a separate tensor, to the base; all ranks call it
+        together. None where view and base share memory.
+    writable: whether all elements of the view are distinct elements of the base.
+    place: for a part, the positions of its elements in the base.
     recorded, inference: whether autograd records the view, and whether it is made in inference
-        mode, as when it was made first.
-    modules: the calls of modules on whose behalf it is made, where that is not now.
+    mode,
+        as when it was first made.
+    modules: the active calls of modules when it was first made.
     """
 
     base: DistTensorBase
@@ -68,12 +69,12 @@ class ViewRecipe(NamedTuple):
         writable: bool = True,
         place: Any = None,
     ) -> ViewRecipe:
-        """Return a recipe in the present modes of autograd."""
+        """Return a recipe in the current modes of autograd."""
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         return cls(base, make, write, writable, place, *modes)
 
     def follow(self) -> Tensor:
-        """Return the block of the view; all ranks call it together where elements move."""
+        """Return the block of the view. All ranks call it together where elements move."""
         with (
             torch.inference_mode(self.inference),
             torch.set_grad_enabled(self.recorded),
@@ -89,26 +90,28 @@ class DistTensorBase(torch.Tensor):
     ----------
     grid: the grid over whose ranks it is cut.
     cuts: for each dimension, the grid axes it is cut over.
-    shard: this rank's block as the autograd graph knows it. Gradients of a replicated shard are
-        parts of the whole, which is their sum over the replicas; `to_local` accounts for that.
+    shard: this rank's block in the autograd graph. The gradient of a replicated value is the sum of
+        the shards' gradients over the replicas; `to_local` accounts for that.
     """
 
     grid: Grid
     cuts: Cuts
     unmerged: DistTensorBase | None = None
-    """Of a merged tensor the tensor of which it is a reshape, where no blocks of it are: cut
-    dimensions of that one are inner factors of its own. None of any other."""
+    """For a merged tensor, the tensor of which it is a reshape; None for any other. Cut dimensions
+    of that tensor are inner factors of this one's, which therefore has no blocks.
+    """
     recipe: ViewRecipe | None = None
-    """Of a view how it is made again where its block is not here, or no longer: of one whose
-    elements lie on other ranks than those of its base, of views of such views, and of merged
-    tensors. None of any other tensor."""
+    """For a view whose block may have to be made anew, its recipe; None for any other tensor. Such
+    views have elements on other ranks than their base, or are views of such views or of merged
+    tensors.
+    """
     made_after: int | None = None
-    """The entry of the journal after which it was made, where that has arguments."""
+    """The journal entry with arguments after which it was made, where known."""
     _shape: torch.Size
     sums_gradient = False
-    """Whether a hook of the shard adds up the gradients of the leaf's replicas."""
+    """Whether a hook of the shard sums the leaf's gradient over its replicas."""
     summed_when_accumulated = False
-    """Whether a module adds up those that a backward pass accumulates, and no others."""
+    """Whether a module sums the gradients accumulated by a backward pass, and only those."""
     gradient_hook: Any = None
     """The hook that keeps a non-leaf's gradient in `retained_gradient`, or None."""
     retained_gradient: Tensor | None = None
@@ -135,8 +138,9 @@ class DistTensorBase(torch.Tensor):
 
     @cached_property
     def _redistributed(self) -> dict[Cuts, tuple[Any, Any]]:
-        """Return the blocks that `redistribute_once` has made of this tensor in the present call,
-        by their cuts, with the state in which it was then."""
+        """Return the blocks of this tensor that `redistribute_once` made in the current call of a
+        module, by their cuts, each with the state of the tensor at that time.
+        """
         return {}
 
     @classmethod
@@ -148,9 +152,9 @@ class DistTensorBase(torch.Tensor):
         make: Callable[[Any], DistTensorBase],
         write: Callable[[Any, Any], object],
     ) -> Distributed:
-        """Return the reshape of a tensor without its blocks, which `make` moves to their ranks.
+        """Return a reshape of a tensor, whose blocks `make` would have to move between ranks.
 
-        Until then it lies in the memory of `unmerged`, and to autograd it remains that one. No
+        It shares the memory and the autograd node of `unmerged` until its blocks are needed. No
         communication.
         """
         self = cls(unmerged.shard, shape, cuts, unmerged.grid)
@@ -161,10 +165,10 @@ class DistTensorBase(torch.Tensor):
 
     @cached_property
     def shard(self) -> Tensor:
-        """Bring the block of a view to this rank, where it is asked for; collective then.
+        """Return this rank's block, brought here first for some views. Collective then.
 
-        Of a merged tensor for the first time, of other views again when their base was written. Of
-        any other tensor this is the block that it was made of.
+        The block of a merged tensor is brought at the first call, that of other such views again
+        after a write to their base. For any other tensor this is the block that it was made of.
         """
         if self.recipe is None:
             raise AttributeError("shard")
@@ -176,7 +180,9 @@ class DistTensorBase(torch.Tensor):
         return block
 
     def outdate(self) -> None:
-        """Let the block of a view be brought again when it is asked for; no communication."""
+        """Mark the block of a view as outdated, to be brought again at the next use; no
+        communication.
+        """
         block = self.__dict__.pop("shard", None)
         self.__dict__.pop("_redistributed", None)
         if block is None or self.recipe is None or self.recipe.write is None:
@@ -187,8 +193,8 @@ class DistTensorBase(torch.Tensor):
 
     @property
     def held(self) -> Tensor:
-        """Return the elements on this rank: the block, or of a merged tensor, and of a view whose
-        base was written, those of the base. No communication.
+        """Return the elements on this rank: the block; of a merged tensor, or of a view whose base
+        was written, the block of the base. No communication.
         """
         if self.unmerged is not None:
             return self.unmerged.held
@@ -201,11 +207,11 @@ class DistTensorBase(torch.Tensor):
 
     @property
     def brought(self) -> bool:
-        """Return whether this rank has its block, which nothing can bring again."""
+        """Return whether this rank has its block, and no recipe to bring it again."""
         return "shard" in self.__dict__
 
     def settle(self) -> None:
-        """Let a merged tensor be like any other from now on, to autograd, too; collective."""
+        """Turn a merged tensor into one with blocks, to autograd, too. Collective."""
         if self.unmerged is not None:
             self.shard = self.shard
             self.unmerged = None
@@ -234,9 +240,9 @@ class DistTensorBase(torch.Tensor):
 
     @property
     def layout(self) -> Layout:  # type: ignore[override]
-        """Return the layout; of a parameter, the first dimension is called `filter`.
+        """Return the layout; for a parameter, the first dimension is called `filter`.
 
-        It is equal to `torch.strided`, which stands here in other tensors.
+        It is equal to `torch.strided`, the layout of other tensors.
         """
         return Layout.of(self.cuts, weight=torch_private.is_marked_parameter(self))
 
@@ -248,7 +254,7 @@ class DistTensorBase(torch.Tensor):
     def become(self, view: DistTensorBase) -> None:
         """Take the shard, the shape, the cuts and the memory of a view of this tensor.
 
-        Another tensor becomes what this one was, for the sake of its views.
+        A new tensor takes this one's old place as the base of its views.
         """
         memory = self._memory
         before = type(self)(self.held, self.shape, self.cuts, self.grid)
@@ -266,7 +272,7 @@ class DistTensorBase(torch.Tensor):
         self._redistributed.clear()
 
     def sync_requires_grad(self) -> None:
-        """Let torch know, below its functions, whether the shard requires gradients."""
+        """Tell torch, below its functions, whether the shard requires gradients."""
         with torch_private.without_torch_function():
             torch_private.set_requires_grad(self, self.held.requires_grad)
 
@@ -295,7 +301,7 @@ class DistTensorBase(torch.Tensor):
 
 
 def is_view_of(block: Tensor, other: Tensor) -> bool:
-    """Return whether two blocks lie in one memory, as torch's views do."""
+    """Return whether two blocks share memory, as torch's views do."""
     root = torch_private.base_of(block)
     root = block if root is None else root
     return root is other or root is torch_private.base_of(other)

@@ -18,7 +18,7 @@ RULES: dict[Callable[..., Any], Callable[..., Any]] = {}
 
 
 def implements(*functions: Callable[..., Any]) -> Callable[[Rule], Rule]:
-    """Register the decorated rule as the meaning of torch functions on DistTensors.
+    """Register the decorated rule as the implementation of torch functions for DistTensors.
 
     The rule is called on every rank of the grid with the arguments of the torch function, at least
     one of which is or contains a DistTensor. It decides from global metadata alone whether it
@@ -91,11 +91,11 @@ WAYS_OUT: dict[Any, str] = {
     ),
     torch.eye: "Copy it from a plain one: x.copy_(torch.eye(n, m))",
 }
-"""Advice of their own for some functions."""
+"""The way out for some functions."""
 
 
 def way_out_of(function: Any) -> str:
-    """Return what to do instead of calling `function`, which has no rule, on DistTensors."""
+    """Return the way out for `function`, which has no rule."""
     if isinstance(function, (torch.ScriptMethod, torch.ScriptFunction)):
         return "Use the module or function as it was before torch.jit.script or torch.jit.trace"
     return WAYS_OUT.get(
@@ -106,12 +106,11 @@ def way_out_of(function: Any) -> str:
 
 
 UNCHECKED = {torch.autograd.grad, torch.autograd.backward, torch.Tensor.__deepcopy__}
-"""Functions that take plain tensors as plain ones, tensors copied before, or those of lists one by
-one."""
+"""Functions whose plain tensors are not operands, are copied before, or are checked one by one."""
 
 
 ALIASES = {"axis": "dim", "keepdims": "keepdim"}
-"""numpy's names, which torch takes for its own."""
+"""numpy's names of arguments, which torch accepts."""
 
 
 _PROPERTIES = (

@@ -66,8 +66,8 @@ class DistTensor(DistTensorBase):
     ----------
     grid: the grid over whose ranks it is cut.
     cuts: for each dimension, the grid axes it is cut over.
-    shard: this rank's block as the autograd graph knows it. Gradients of a replicated shard are
-        parts of the whole, which is their sum over the replicas; `to_local` accounts for that.
+    shard: this rank's block in the autograd graph. The gradient of a replicated value is the sum of
+        the shards' gradients over the replicas; `to_local` accounts for that.
     """
 
     unmerged: DistTensor | None = None
@@ -134,7 +134,7 @@ class DistTensor(DistTensorBase):
         *,
         shape: Sequence[int] | None = None,
     ) -> DistTensor:
-        """Make the global tensor of which every rank passes its own box.
+        """Return the global tensor of which every rank passes its own block.
 
         All ranks of the grid call it together; their shapes are compared, unless `shape` is given.
         The gradient of `local` is the gradient of the global tensor's box, also where several ranks
@@ -142,19 +142,19 @@ class DistTensor(DistTensorBase):
 
         Parameters
         ----------
-        local: this rank's block, of the shape that the canonical cut gives it, on the CPU or the
-            grid's device. It moves to the latter; without waiting for the GPU, where the program
-            moves it before, `local.to(grid.device, non_blocking=True)` from pinned memory.
+        local: this rank's block, of the shape of its canonical box, on the CPU or the grid's
+            device, to which it moves. To avoid a wait for the GPU, move it before by
+            `local.to(grid.device, non_blocking=True)` from pinned memory.
         layout: the cuts of the global tensor; every dimension over the grid axis of its own name
             when not given.
-        shape: the global shape, the same on every rank, of a program that knows it. Then nothing is
-            sent: each rank looks at its own block, and raises for itself where that is off. With
-            DISTCONV_DEBUG=1 the ranks are compared all the same.
+        shape: the global shape, the same on every rank, if the program knows it. Then nothing is
+            sent, and a rank whose block does not fit raises alone. With DISTCONV_DEBUG=1 the ranks
+            are compared all the same.
 
         Raises
         ------
         ValueError
-            On every rank, naming the rank whose block is off and what it should hold.
+            On every rank, naming the rank whose block does not fit and the shape it should have.
         """
         check_untraced("DistTensor.from_local")
         if not isinstance(local, Tensor):
@@ -179,15 +179,15 @@ class DistTensor(DistTensorBase):
     def from_dtensor(
         cls, d: DTensor, grid: ProcessGrid | None = None, axes: Mapping[str, str] | None = None
     ) -> DistTensor:
-        """Return a DTensor of torch as a DistTensor; all its ranks call it together.
+        """Return a DTensor of torch as a DistTensor. All its ranks call it together.
 
-        Nothing is copied between ranks where torch cuts the dimensions as `Layout` does, as where
-        the number of ranks divides the size; others are made whole on the way. Gradients go back
-        to the DTensor.
+        Nothing is copied between ranks where torch cuts the dimensions as `Layout` does, for
+        example where the number of ranks divides the size; others are made whole on the way.
+        Gradients flow back to the DTensor.
 
         Parameters
         ----------
-        grid: with the ranks of the DTensor's mesh; made of the mesh when not given.
+        grid: a grid with the ranks of the DTensor's mesh; made from the mesh when not given.
         axes: the axis of the grid for each name of the mesh, where they differ.
 
         Raises
@@ -209,21 +209,21 @@ class DistTensor(DistTensorBase):
 
     @run_eagerly
     def to_dtensor(self) -> DTensor:
-        """Return the tensor as a DTensor of torch on `grid.device_mesh`; all ranks call it.
+        """Return the tensor as a DTensor of torch on `grid.device_mesh`. All ranks call it.
 
         It shares memory where torch cuts the dimensions as this tensor's layout does; other
-        dimensions are made whole on the way. Gradients come back from the DTensor.
+        dimensions are made whole on the way. Gradients flow back from the DTensor.
         """
         return to_dtensor(self)
 
     @run_eagerly
     def to_local(self) -> Tensor:
-        """Return this rank's box as a plain tensor, sharing memory; no communication.
+        """Return this rank's block as a plain tensor, sharing memory; no communication.
 
         Its channels may be last in memory, whatever `is_contiguous` says of the whole. Where
-        several ranks hold the box, its gradient is shared out equally among them. Of a reshape in
-        which cut dimensions have become inner factors of others, and of a view whose base was
-        written, the box is brought here when it is first asked for: all ranks do that together.
+        several ranks hold the block, its gradient is divided equally among them. The block of a
+        merged reshape, or of a view whose base was written, is brought here at the first call,
+        which all ranks make together.
         """
         check_untraced("to_local", self)
         if self.replicas > 1:
@@ -235,7 +235,7 @@ class DistTensor(DistTensorBase):
 
     @run_eagerly
     def full_tensor(self) -> Tensor:
-        """Return the whole tensor as a plain, contiguous tensor, on every rank; all ranks call it
+        """Return the whole tensor as a plain, contiguous tensor, on every rank. All ranks call it
         together.
 
         It may share memory with a tensor that is whole on every rank: clone it to write to it.
@@ -249,7 +249,7 @@ class DistTensor(DistTensorBase):
             return (whole if x is self else whole.reshape(self.shape)).contiguous()
 
     def _stay_distributed(self, operator: str) -> None:
-        """Refuse to hand a replicated value to the plain world within a parallelized module."""
+        """Refuse to return a replicated value as a plain tensor within a parallelized module."""
         if torch.is_grad_enabled() and innermost_call() is not None:
             refuse(
                 operator,
@@ -262,7 +262,7 @@ class DistTensor(DistTensorBase):
 
     @run_eagerly
     def redistribute(self, layout: Layout) -> DistTensor:
-        """Return the tensor in another layout on the same grid; all ranks call it together."""
+        """Return the tensor in another layout on the same grid. All ranks call it together."""
         check_untraced("redistribute", self)
         with running("redistribute", self, layout):
             return redistribute(self, cuts_of_layout(layout, self.grid, self.dim()), "redistribute")
@@ -279,7 +279,7 @@ class DistTensor(DistTensorBase):
         self.requires_grad_(value)
 
     def requires_grad_(self, requires_grad: bool = True) -> DistTensor:
-        """Record operations on this leaf; `.grad` is then the gradient, also on replicas."""
+        """Record operations on this leaf; `.grad` is then the serial gradient, also on replicas."""
         if requires_grad != self.requires_grad:
             self.settle()
         fresh = requires_grad and not self.held.requires_grad
@@ -306,7 +306,7 @@ class DistTensor(DistTensorBase):
         return self
 
     def mark_summed_when_accumulated(self) -> None:
-        """Note that a module adds up the gradients of the replicas that are accumulated."""
+        """Note that a module sums the accumulated gradients over the replicas."""
         self.summed_when_accumulated = True
 
     @property
@@ -316,7 +316,7 @@ class DistTensor(DistTensorBase):
 
     @property
     def grad_fn(self) -> Any:  # type: ignore[override]
-        """Return the autograd node that has made the shard, without its hooks; None of a leaf."""
+        """Return the autograd node that made the shard, without its hooks; None for a leaf."""
         check_recorded("grad_fn", self)
         node = self.held.grad_fn
         return None if node is None else ShardNode(node)
@@ -360,7 +360,7 @@ class DistTensor(DistTensorBase):
         create_graph: bool = False,
         inputs: Tensors | None = None,
     ) -> None:
-        """Accumulate the gradients of the leaves; all ranks call it together.
+        """Accumulate the gradients of the leaves. All ranks call it together.
 
         Parameters
         ----------
@@ -374,7 +374,7 @@ class DistTensor(DistTensorBase):
 
 
 def as_parameter(x: DistTensor) -> DistTensor:
-    """Make a leaf into a tensor that torch.nn takes for a Parameter."""
+    """Turn a leaf into a tensor that torch.nn treats as a Parameter."""
     mark_parameter(x)
     mark_of_parameter(x)
     return x
@@ -385,14 +385,13 @@ def distribute_tensor(x: Tensor, grid: ProcessGrid, layout: Layout | None = None
     """Cut a tensor that every rank holds in full; each rank keeps its own box.
 
     All ranks of the grid call it together, with equal tensors; their shapes are compared. The
-    gradient of `x` is that of the whole tensor, on every rank. On CPUs, boxes of planes have
-    channels last in memory where convolutions gain by it; DISTCONV_CHANNELS_LAST=1 or 0 decides
-    for planes and volumes on any device. Warns of a sample that is cut by no axis
-    where no layout is given.
+    gradient of `x` is that of the whole tensor, on every rank. On CPUs, blocks of planes get
+    channels last in memory where convolutions gain by it; DISTCONV_CHANNELS_LAST=1 or 0 decides for
+    planes and volumes on any device. Warns without a layout if no axis cuts a sample.
 
     Parameters
     ----------
-    x: the global tensor, on the CPU or the grid's device, to which each rank's box moves.
+    x: the global tensor, on the CPU or the grid's device, to which each rank's block moves.
     layout: the cuts; every dimension over the grid axis of its own name when not given.
 
     Raises
@@ -427,7 +426,7 @@ def distribute_tensor(x: Tensor, grid: ProcessGrid, layout: Layout | None = None
 
 
 def default_layout(grid: Grid, ndim: int) -> Layout:
-    """Return the layout by default: each dimension over the axis of its own name."""
+    """Return the default layout: each dimension over the axis of its own name."""
     return Layout.of(default_cuts(ndim, grid.topology))
 
 
@@ -442,9 +441,9 @@ def local_box(shape: Sequence[int], grid: Grid, layout: Layout | None = None) ->
 def _enter_call(
     func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] | None
 ) -> None:
-    """Enter a call in the journal of its grid, if a tensor is cut.
+    """Note a call in the journal of its grid, if a tensor is cut.
 
-    What one rank prints of a whole tensor is its own affair.
+    Calls on whole tensors are not noted, as one rank may print them alone.
     """
     plain = args and not kwargs and isinstance(args[0], Tensor)
     for x in args if plain else tensors_in(args, kwargs):
@@ -454,8 +453,10 @@ def _enter_call(
 
 
 def _of_one_origin(args: Sequence[Any], copy: Any) -> Any:
-    """Return the copy of the first argument, told from other tensors as that is: one rank alone
-    may have made it."""
+    """Return `copy`, the copy of the first argument, with that argument's entry of the journal.
+
+    One rank alone may have made the copy.
+    """
     if args and isinstance(copy, DistTensorBase):
         copy.made_after = getattr(args[0], "made_after", None)
     return copy

@@ -1,9 +1,9 @@
-"""DTensor and DistTensor: which blocks they share, and how one becomes the other.
+"""DTensor and DistTensor: the blocks that they share, and conversion in both directions.
 
-torch cuts a dimension of n elements over p ranks into pieces of ceil(n / p), of which the last are
+torch cuts a dimension of n elements over p ranks into pieces of ceil(n / p), the last of which are
 smaller or empty; a canonical cut makes pieces that differ by one at most. Where p divides n, and in
 some other cases, these are the same, and nothing is copied. Elsewhere the dimension is made whole,
-and each rank takes its piece of the other kind.
+and each rank takes its piece of the other cut.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def block_of_dtensor(d: DTensor, axes: Sequence[str], grid: ProcessGrid) -> tupl
 def _odd_dimensions(
     shape: Sequence[int], cuts: Cuts, axes: Sequence[str], topology: Topology
 ) -> list[int]:
-    """Return the dimensions that torch, on a mesh with these axes, cuts at other places."""
+    """Return the dimensions that torch, on a mesh with these axes, cuts at other positions."""
     odd = []
     for d, cut in enumerate(cuts):
         mine = [axis for axis in axes if axis in cut]
@@ -111,7 +111,7 @@ def _odd_dimensions(
 
 
 def _without(cuts: Cuts, dimensions: Sequence[int]) -> Cuts:
-    """Return cuts that leave some dimensions whole."""
+    """Return `cuts` with some dimensions whole."""
     return tuple(() if d in dimensions else cut for d, cut in enumerate(cuts))
 
 
@@ -120,7 +120,8 @@ def _chunk(size: int, places: Iterable[tuple[int, int]]) -> tuple[int, int]:
 
     Parameters
     ----------
-    places: into how many pieces, and which of them, for one mesh dimension after the other.
+    places: for one mesh dimension after the other, the number of pieces, and the number of this
+        one.
     """
     start = 0
     for parts, index in places:

@@ -1,4 +1,4 @@
-"""Keep compilers, tracers and transforms of torch out of what distconv computes.
+"""Keep compilers, tracers and transforms of torch out of distconv's computations.
 
 They cannot follow messages: `torch.compile` breaks its graph there, and all others are refused.
 """
@@ -21,12 +21,12 @@ from distconv.torch_private import (
 )
 
 _own_modes = 0
-"""How many modes beneath torch's functions are the library's."""
+"""The number of active modes below torch's functions that are the library's."""
 
 
 @contextmanager
 def own_mode(mode: AbstractContextManager[object]) -> Iterator[None]:
-    """Enter a mode beneath torch's functions that takes whatever kernels are chosen."""
+    """Enter a mode below torch's functions that works with any kernels."""
     global _own_modes
     with mode:
         _own_modes += 1
@@ -37,12 +37,14 @@ def own_mode(mode: AbstractContextManager[object]) -> Iterator[None]:
 
 
 def others_look_on() -> bool:
-    """Return whether a mode of the program looks at torch's functions from beneath."""
+    """Return whether a mode of the program is active below torch's functions."""
     return count_modes() > _own_modes
 
 
 def maybe_traced() -> bool:
-    """Return whether anything looks beneath torch's functions; `check_untraced` then finds out."""
+    """Return whether anything is active below torch's functions; `check_untraced` finds out
+    what.
+    """
     return (
         count_modes() != 0
         or is_tracing()
@@ -54,8 +56,8 @@ def maybe_traced() -> bool:
 def check_untraced(operator: Callable[..., Any] | str, *arguments: Any) -> None:
     """Raise where a tool records or transforms the program, without its messages.
 
-    All ranks run the same program, and so do all or none of them. A graph would hold this rank's
-    blocks, and no sum over ranks would be among its gradients.
+    All ranks run the same program, so all or none raise. A graph would hold this rank's blocks, and
+    its gradients would lack the sums over ranks.
     """
     tool = "torch.jit.trace" if is_tracing() else ""
     if innermost_transform() is not None:

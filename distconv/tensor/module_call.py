@@ -1,4 +1,4 @@
-"""The call of a parallelized module under way, if there is one."""
+"""The active call of a parallelized module, if there is one."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from distconv.tensor.base import DistTensorBase
 
 
 class ModuleCall:
-    """A call of a parallelized module and all within, with the tensors redistributed in it.
+    """A call of a parallelized module, with the tensors redistributed in it.
 
     Attributes
     ----------
-    of: whose call it is.
-    outer: the call within which this one was begun, or None.
+    of: the object that made the call.
+    outer: the call that was active when this one began, or None.
     """
 
     def __init__(self, of: object, frame: FrameType, outer: ModuleCall | None) -> None:
@@ -27,9 +27,9 @@ class ModuleCall:
 
     @property
     def under_way(self) -> bool:
-        """Return whether the function that has begun the call has not ended yet.
+        """Return whether the function that began the call is still running.
 
-        Who interrupts a call, or takes it apart as torch.export does, leaves it without a word.
+        A call that was interrupted, or taken apart as by torch.export, is never ended explicitly.
         """
         try:
             self._frame.clear()
@@ -39,25 +39,25 @@ class ModuleCall:
 
     @property
     def failed(self) -> bool:
-        """Return whether the exception being handled has come up since the call was begun."""
+        """Return whether the exception being handled was raised after the call began."""
         return sys.exc_info()[1] is not self._handled
 
     @property
     def outermost(self) -> bool:
-        """Return whether the call is within no other call of the same."""
+        """Return whether no enclosing call has the same `of`."""
         call = self.outer
         while call is not None and call.of is not self.of:
             call = call.outer
         return call is None
 
     def note(self, x: DistTensorBase) -> None:
-        """Remember, for as long as it lives, a tensor that keeps what was made of it."""
+        """Remember, for as long as it lives, a tensor that keeps redistributed copies."""
         self._holders.append(ref(x))
 
     def leave(self) -> None:
         """End the call, and those within it.
 
-        Let go of what tensors keep for the rest of the call; inputs may live much longer.
+        Free the redistributed copies of tensors; inputs may live much longer.
         """
         _CALLS.set(self.outer)
         for each in self._holders:
@@ -67,13 +67,13 @@ class ModuleCall:
 
 
 _CALLS: ContextVar[ModuleCall | None] = ContextVar("distconv_in_module", default=None)
-"""The innermost call that has been begun and not been left."""
+"""The innermost call that has begun and has not been left."""
 
 
 def enter_call(of: object = None, depth: int = 1) -> ModuleCall:
-    """Begin a call of a parallelized module, which ends with the function `depth` calls outwards.
+    """Begin a call of a parallelized module, which ends with the function `depth` frames outwards.
 
-    Parameters of the module get parts of their gradients within.
+    Within it, parameters of the module get this rank's part of their gradients.
     """
     call = ModuleCall(of, sys._getframe(depth), innermost_call())
     _CALLS.set(call)
@@ -81,7 +81,7 @@ def enter_call(of: object = None, depth: int = 1) -> ModuleCall:
 
 
 def innermost_call() -> ModuleCall | None:
-    """Return the innermost call of a parallelized module under way, or None."""
+    """Return the innermost active call of a parallelized module, or None."""
     call = _CALLS.get()
     while call is not None and not call.under_way:
         call.leave()
@@ -90,7 +90,7 @@ def innermost_call() -> ModuleCall | None:
 
 
 def outermost_call() -> ModuleCall | None:
-    """Return the outermost call of a parallelized module under way, or None."""
+    """Return the outermost active call of a parallelized module, or None."""
     call = innermost_call()
     while call is not None and call.outer is not None:
         call = call.outer

@@ -22,7 +22,7 @@ def as_list(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:
 def shards_of(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:
     """Return the tensors that autograd knows: the shards of DistTensors, and plain ones.
 
-    Of a merged tensor this is the shard of which all that is made of it is made.
+    For a merged tensor this is the shard of its unmerged form.
     """
     return [x.held if isinstance(x, DistTensorBase) else x for x in as_list(tensors)]
 
@@ -44,7 +44,7 @@ def tensors_in(*arguments: Any) -> list[Tensor]:
 
 
 def replaced(argument: Any, others: Mapping[int, Tensor]) -> Any:
-    """Return an argument with `others` in place of the tensors in it that have their ids."""
+    """Return an argument with tensors replaced by `others`, which are given by the tensors' ids."""
     if isinstance(argument, Tensor):
         return others.get(id(argument), argument)
     if isinstance(argument, (tuple, list)):

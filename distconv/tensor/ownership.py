@@ -1,8 +1,8 @@
-"""Parameters by who adds up their gradients, so that each is the serial one, or an error.
+"""Parameters by who sums their gradients, so that each gradient is the serial one, or an error.
 
 A parameter of a parallelized module gets this rank's part of its gradient wherever it meets
-distributed tensors, and the module adds up the parts. Any other leaf gets the serial gradient at
-once: what depends on it is added up where it meets distributed tensors.
+distributed tensors, and the module sums the parts. Any other leaf gets the serial gradient at
+once: tensors that depend on it are summed where they meet distributed tensors.
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ from distconv.grid.interface import Grid
 from distconv.torch_private import roots_of_backward
 
 _OWNED = "_distconv_owned"
-"""The attribute of a parameter or buffer with the number of ranks of its parallelized module."""
+"""The attribute of a parameter or buffer that holds the number of ranks of its parallelized
+module.
+"""
 
 _SUMMED = "_distconv_summed"
-"""The attribute of a parameter of a module whose hooks get the sum of its gradient."""
+"""The attribute of a module's parameter whose hooks get the sum of its gradient."""
 
 _ORIGINS = "distconv_origins"
-"""Where a node of the graph keeps what `origins` has found."""
+"""The key under which an autograd node caches the result of `origins`."""
 
 _DISTRIBUTED: list[list[Tensor]] = []
-"""The blocks of distributed tensors at which the backward passes under way have started."""
+"""The blocks of distributed tensors at which the active backward passes started."""
 
 
 def own(tensors: Iterable[Tensor], ranks: int) -> None:
@@ -51,13 +53,15 @@ def is_owned(x: Tensor) -> bool:
 
 
 def is_shared(x: Tensor) -> bool:
-    """Return whether several ranks add up the gradient of a parameter of a parallelized module."""
+    """Return whether several ranks sum the gradient of a parameter of a parallelized module."""
     several: bool = x.__dict__.get(_OWNED, 1) > 1
     return several
 
 
 def own_alike(y: Tensor, x: Tensor) -> None:
-    """Note that `y`, made of `x` in another type, belongs to the module of `x`, if there is one."""
+    """Note that `y`, a copy of `x` in another type, belongs to the module of `x`, if there is
+    one.
+    """
     if _OWNED in x.__dict__:
         y.__dict__[_OWNED] = x.__dict__[_OWNED]
 
@@ -71,22 +75,23 @@ def mark_summed(p: Tensor, summed: bool) -> None:
 
 
 def is_summed(p: Tensor) -> bool:
-    """Return what `mark_summed` has noted last; False if nothing."""
+    """Return the flag last set by `mark_summed`; False if none."""
     return _SUMMED in p.__dict__
 
 
 def origins(
     nodes: Iterable[Any], remember: bool = False, beyond: Iterable[Any] = ()
 ) -> dict[str, Any]:
-    """Return what nodes of the graph depend on through plain tensors: an example of each kind.
+    """Return the origins of autograd nodes through plain tensors: an example of each kind.
 
-    "owned" is a parameter of a module over several ranks, "free" any other leaf, "out" the node of
-    a value that a distributed tensor has handed out, and "entered" that of an operand.
+    The kinds are "owned", a parameter of a module over several ranks; "free", any other leaf;
+    "out",
+    the node of a value returned as plain by a distributed tensor; and "entered", an operand's node.
 
     Parameters
     ----------
-    remember: whether the nodes keep what is found, for later calls.
-    beyond: nodes at which the search ends, and which do not count.
+    remember: whether the nodes cache the result for later calls.
+    beyond: nodes at which the search ends, and which are ignored.
     """
     found: dict[str, Any] = {}
     seen: set[Any] = set(beyond)
@@ -116,7 +121,7 @@ def origins(
 def owned_among(roots: Iterable[Tensor]) -> Tensor | None:
     """Return a parameter over several ranks on which `roots` depend through plain tensors, or None.
 
-    The search ends at values that have been handed out as plain tensors by distributed ones.
+    The search ends at values that distributed tensors returned as plain ones.
     """
     nodes = [get_gradient_edge(x).node for x in roots if x.requires_grad]
     p: Tensor | None = origins(nodes).get("owned")
@@ -124,14 +129,16 @@ def owned_among(roots: Iterable[Tensor]) -> Tensor | None:
 
 
 def meets(roots: Iterable[Tensor], x: Tensor) -> bool:
-    """Return whether `roots` depend on `x`, and not by what it was distributed to alone."""
+    """Return whether `roots` depend on `x` other than through a distributed copy of `x`."""
     return reaches(roots, x, replication.is_replicated)
 
 
 def reaches(
     roots: Iterable[Tensor], x: Tensor, ends: Callable[[Any], bool] = lambda node: False
 ) -> bool:
-    """Return whether a path of the graph leads from `roots` to `x` by no node that `ends` it."""
+    """Return whether a path leads from `roots` to `x` in the graph, without nodes for which
+    `ends` holds.
+    """
     edge = get_gradient_edge(x)[:2]
     seen: set[Any] = set()
     waiting: list[Any] = [root.grad_fn for root in roots]
@@ -149,7 +156,7 @@ def reaches(
 def enter(plain: Tensor, grid: Grid) -> Tensor:
     """Return a plain tensor that depends on leaves of no module, as an operand on a grid.
 
-    The gradient of the tensor is the sum over the ranks: all of them call it.
+    The gradient of the tensor is the sum over the ranks. All ranks call it.
     """
     operand = replication.as_replicated(plain, grid)
     operand.register_hook(partial(_check_not_owned, get_gradient_edge(plain).node))
@@ -167,7 +174,7 @@ def _check_not_owned(node: Any, _: Tensor | None) -> None:
 
 
 class started_at:
-    """A context within which it is noted that a backward pass starts at distributed blocks."""
+    """A context that notes the distributed blocks at which a backward pass starts."""
 
     __slots__ = ("_shards",)
 

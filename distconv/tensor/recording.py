@@ -1,4 +1,6 @@
-"""Checks that autograd records what happens to DistTensors, and the gradients it starts with."""
+"""Checks that autograd records operations on DistTensors, and the gradients that passes start
+with.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ _OF_SPARSE: set[Any] = {
     *(torch.Tensor.mm, torch.Tensor.mv, torch.Tensor.matmul, torch.Tensor.__matmul__),
     torch.Tensor.__rmatmul__,
 }
-"""Functions that take plain sparse matrices beside distributed tensors."""
+"""Functions that accept plain sparse matrices beside distributed tensors."""
 
 
 def common_grid(operator: Callable[..., Any] | str, operands: Iterable[Any]) -> Grid:
@@ -63,17 +65,19 @@ def common_grid(operator: Callable[..., Any] | str, operands: Iterable[Any]) -> 
 
 
 def check_recorded(operator: Callable[..., Any] | str, *operands: Any) -> dict[int, Tensor]:
-    """Refuse operands of several grids, or whose gradients would be lost or shared out twice.
+    """Refuse operands of several grids, or whose gradients would be lost or divided twice.
 
-    Return what takes the place of plain operands that depend on leaves of no parallelized module,
-    by their ids: the operands as values whose gradients are added up over the ranks.
+    Return replacements, by their ids, for plain operands that depend on leaves of no parallelized
+    module: the same values with gradients that are summed over the ranks.
 
-    What torch records below its functions is recorded on the DistTensors, and lost: autograd lives
-    on the shards. The wrapper only remembers that they require gradients, so that such a result is
-    found. A user's own torch.autograd.Function is recorded right, by `ops/custom_function.py`.
+    torch records operations below its functions on the DistTensors, where the records are lost:
+    autograd lives on the shards. The wrapper only remembers that they require gradients, so that
+    such a
+    result is found. A user's own torch.autograd.Function is recorded right, by
+    `ops/custom_function.py`.
 
-    A value that was handed out as a plain tensor, with which every rank computes the same, is no
-    parameter, of which every rank computes a part.
+    A value that was returned as a plain tensor, with which every rank computes the same, is no
+    parameter, for which every rank computes a part.
     """
     distributed, lost = [], None
     with without_torch_function():
@@ -119,16 +123,18 @@ def check_recorded(operator: Callable[..., Any] | str, *operands: Any) -> dict[i
 
 
 def recorded(operator: Callable[..., Any] | str, arguments: Any) -> Any:
-    """Return the arguments with which an operator computes that dispatch does not see."""
+    """Return the arguments for an operator that dispatch does not see, checked as by
+    `check_recorded`.
+    """
     entered = check_recorded(operator, *tensors_in(arguments))
     return replaced(arguments, entered) if entered else arguments
 
 
 def _is_free(operator: Callable[..., Any] | str, x: Tensor, operands: tuple[Any, ...]) -> bool:
-    """Return whether the gradient of a plain operand is to be added up here.
+    """Return whether the gradient of a plain operand must be summed here.
 
-    No module does so where it depends on leaves of no parallelized module. Refuse one that depends
-    on both, or on what has been handed out.
+    It must where the operand depends on leaves of no parallelized module. Refuse an operand that
+    depends on such leaves and on parameters, or on a value returned as plain.
     """
     found = origins([x.grad_fn], remember=True) if x.grad_fn is not None else {"free": x}
     if "out" in found:
@@ -166,7 +172,7 @@ def _is_free(operator: Callable[..., Any] | str, x: Tensor, operands: tuple[Any,
 def _check_plain(
     operator: Callable[..., Any] | str, plain: list[Tensor], distributed: list[DistTensorBase]
 ) -> None:
-    """Raise on every rank where plain operands differ between ranks; in some calls only.
+    """In some calls, raise on every rank where plain operands differ between ranks.
 
     Parameters of a parallelized module are compared as a whole, elsewhere.
     """
@@ -229,7 +235,7 @@ def gradient_part(gradient: Tensor, shape: Shape, cuts: Cuts, grid: Grid, operat
 
 
 def whole_gradient(part: Tensor, cuts: Cuts, grid: Grid) -> Tensor:
-    """Return the gradient of a tensor cut by `cuts`, of which every replica has a part.
+    """Return the gradient of a tensor cut by `cuts`, summed over the replicas' parts.
 
     All ranks call it; the sum can be differentiated.
     """

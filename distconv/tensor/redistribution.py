@@ -1,4 +1,4 @@
-"""Move a DistTensor between cuts, and gather the inputs that an operator needs."""
+"""Redistribution between cuts, and gathering of the inputs that an operator needs."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ def gather_inputs(
 ) -> Tensor:
     """Return the inputs that this rank's block of an output cut by `cuts` needs, in one buffer.
 
-    All ranks call it. Where the output is cut otherwise than `x`, the movement is a redistribution,
-    and recorded under the name of `operator`. `fill` stands where windows reach outside the tensor.
+    All ranks call it. Where the output is cut differently from `x`, the movement is a
+    redistribution, and recorded under the name of `operator`. `fill` is used where windows reach
+    outside the tensor.
     """
     grid = x.grid
     plan = plan_to_gather(grid.topology, grid.rank, tuple(x.shape), x.cuts, needs, cuts)
@@ -42,7 +43,7 @@ def plan_to_gather(
     needs: Sequence[IndexMap],
     target: Cuts,
 ) -> Plan | None:
-    """Return the plan of `gather_inputs`; None where every rank has its inputs as its block."""
+    """Return the plan of `gather_inputs`; None where every rank's block is its inputs."""
     if target == source and all(isinstance(need, Same) for need in needs):
         return None
     return make_plan(topology, rank, shape, source, target, tuple(needs))
@@ -51,7 +52,7 @@ def plan_to_gather(
 def gather_by(
     plan: Plan | None, x: DistTensorBase, cuts: Cuts, operator: str, fill: float = 0.0
 ) -> Tensor:
-    """Return what `gather_inputs` does, by its plan; all ranks call it."""
+    """Return the buffer of `gather_inputs`, by its plan. All ranks call it."""
     if plan is None:
         return x.shard
     record_gather(x, plan, cuts, operator)
@@ -69,7 +70,7 @@ def reduce_scatter(
     """Return this rank's block, cut by `target`, of the sum of blocks of `shape` cut by `source`.
 
     All ranks call it, each with its summand. The sum is over the ranks along the axes that only
-    `target` cuts; where there are none, `partial` itself is returned.
+    `target` cuts; without such axes, `partial` itself is returned.
     """
     if source == target:
         return partial
@@ -80,7 +81,7 @@ def reduce_scatter(
 
 
 def record_gather(x: DistTensorBase, plan: Plan, cuts: Cuts, operator: str) -> None:
-    """Record in the ledger what `operator` moves of `x` to an output cut by `cuts`."""
+    """Record in the ledger the movement of `x` for an output of `operator` cut by `cuts`."""
     if cuts != x.cuts or tracing():
         itemsize = x.shard.element_size()
         target = Layout.of(cuts, weight=is_marked_parameter(x))
@@ -88,7 +89,7 @@ def record_gather(x: DistTensorBase, plan: Plan, cuts: Cuts, operator: str) -> N
 
 
 def redistribute(x: Distributed, cuts: Cuts, operator: str) -> Distributed:
-    """Return `x` with other cuts, a redistribution recorded for `operator`; all ranks call it."""
+    """Return `x` with other cuts, a redistribution recorded for `operator`. All ranks call it."""
     if cuts == x.cuts:
         return x
     shard = gather_inputs(x, (Same(),) * x.dim(), cuts, operator)
@@ -96,10 +97,10 @@ def redistribute(x: Distributed, cuts: Cuts, operator: str) -> Distributed:
 
 
 def redistribute_once(x: Distributed, cuts: Cuts, operator: str) -> Distributed:
-    """Return `x` with other cuts for one of several consumers within a parallelized module's call.
+    """Return `x` with other cuts, one tensor for all its consumers within a parallelized module's
+    call.
 
-    The consumers share the tensor that has been made for the first. To the program it is `x`
-    itself, so it counts as a view of `x`. Collective.
+    To the program it is `x` itself, so it is treated as a view of `x`. Collective.
     """
     if cuts == x.cuts:
         return x
@@ -119,7 +120,7 @@ def redistribute_once(x: Distributed, cuts: Cuts, operator: str) -> Distributed:
 
 
 def _recut(x: Distributed, shard: Tensor, cuts: Cuts, operator: str) -> Distributed:
-    """Return a view of the whole of `x`, cut otherwise."""
+    """Return a view of the whole of `x` with other cuts."""
 
     def write(base: DistTensorBase, view: DistTensorBase) -> None:
         overwrite(base, view, operator)
@@ -130,7 +131,7 @@ def _recut(x: Distributed, shard: Tensor, cuts: Cuts, operator: str) -> Distribu
 
 
 def overwrite(x: DistTensorBase, value: DistTensorBase, operator: str) -> None:
-    """Write a tensor of the shape of `x` to `x`, whose view it may be; all ranks call it."""
+    """Write a tensor of the shape of `x` to `x`, and to its base. All ranks call it."""
     own = redistribute(value, x.cuts, operator).shard
     prepare_write(x, operator)
     if not is_view_of(own, x.shard):
@@ -139,15 +140,15 @@ def overwrite(x: DistTensorBase, value: DistTensorBase, operator: str) -> None:
 
 
 def check_grid(grid: Any) -> None:
-    """Raise `TypeError` for what is no grid."""
+    """Raise `TypeError` for an object that is no grid."""
     if not isinstance(grid, Grid):
         raise TypeError(f"grid={grid!r} is not a ProcessGrid; make one by ProcessGrid(height=-1)")
 
 
 def cuts_of_layout(layout: Layout | None, grid: Grid, ndim: int) -> Cuts:
-    """Return how a tensor of `ndim` dimensions is cut in a layout, or by default for None.
+    """Return the cuts of a tensor of `ndim` dimensions in a layout, or in the default one for None.
 
-    Raises `TypeError` for what is no `Layout`, and on no `ProcessGrid`.
+    Raises `TypeError` for objects that are no `Layout` or no `ProcessGrid`.
     """
     check_grid(grid)
     if layout is None:

@@ -1,12 +1,12 @@
-"""How samples and weights lie in memory: with channels last where convolutions gain by that.
+"""The memory format of samples and weights: channels last where convolutions gain by that.
 
-oneDNN's convolutions of planes take channels last on CPUs. With channels first they bring input and
-output of every call into another order, in memory that has left the caches. What distributes or
-loads samples copies them anyway, and so leaves them as convolutions want them. Where either sample
-or weight has channels last, torch's convolutions return them so, and what follows keeps that.
+oneDNN's convolutions of planes take channels last on CPUs. With channels first they reorder input
+and output of every call, in memory that has left the caches. Distributing or loading samples copies
+them anyway, and so puts them in the best format. Where the sample or the weight has channels last,
+torch's convolutions return them so, and later functions keep the format.
 
-Which format an accelerator's library is faster with is not known before it is measured there;
-DISTCONV_CHANNELS_LAST says it, for planes and volumes.
+The faster format on an accelerator is not known before it is measured there; the variable
+DISTCONV_CHANNELS_LAST sets it, for planes and volumes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from distconv.geometry.layout import Cuts, cutting_axes
 from distconv.grid.interface import Grid
 
 FEWEST_ELEMENTS = 2**14
-"""Elements of a rank's block from which convolutions were measured to gain."""
+"""The smallest block, in elements, for which convolutions were measured to gain."""
 
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 """The formats with channels last, by the number of dimensions."""
@@ -51,20 +51,20 @@ def channels_last(
 
 
 def in_sample_format(block: Tensor, shape: Sequence[int], cuts: Cuts, grid: Grid) -> Tensor:
-    """Return a rank's block of samples of a global shape as they are best kept, copied if need be.
+    """Return a rank's block of samples of a global shape in their best format, copied if need be.
 
     Parameters
     ----------
-    block: needs no gradient.
+    block: a tensor that needs no gradient.
     """
     form = channels_last(shape, block.dtype, cuts, grid)
     return block.contiguous(memory_format=form or torch.contiguous_format)
 
 
 def set_weight_formats(module: nn.Module, grid: Grid) -> None:
-    """Lay out the weights of convolutions as samples are laid out, of planes on CPUs by default.
+    """Store the weights of convolutions in the format of samples: by default, planes on CPUs.
 
-    Each parameter stays the same object, of the same values.
+    Each parameter stays the same object, with the same values.
     """
     chosen = asks_for_channels_last()
     if chosen is False or (chosen is None and (grid.computes_on_gpu or not onednn_is_on())):
@@ -85,7 +85,7 @@ def _gains(part: nn.Module, weight: Tensor) -> bool:
 
 
 def onednn_is_on() -> bool:
-    """Return whether torch may take kernels of oneDNN's."""
+    """Return whether torch may use oneDNN's kernels."""
     return bool(torch.backends.mkldnn.enabled) and _onednn_is_there()
 
 

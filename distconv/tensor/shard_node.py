@@ -1,4 +1,4 @@
-"""The autograd node of a block, as a program gets it of a DistTensor."""
+"""The `grad_fn` that a program gets from a DistTensor."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from distconv.tensor.dispatch import refuse
 
 
 class ShardNode:
-    """The node that has made a block, with all that torch says of it, but without its hooks.
+    """The node that made a block, with torch's attributes, but without its hooks.
 
     A hook of the node would get this rank's part of the gradient.
     """

@@ -1,4 +1,4 @@
-"""Which tensors share memory, and which would in serial torch but do not here."""
+"""Tensors that share memory, and tensors that share memory in serial torch but not here."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from weakref import ReferenceType, WeakSet, WeakValueDictionary, ref
 
 
 class SharedMemory:
-    """The memory of some tensors, and the copies of it that serial torch would have made views.
+    """The memory of some tensors, and the copies of it that would be views in serial torch.
 
     Attributes
     ----------
-    newest: whether what was written to this copy is on its way to what it is a copy of.
-    of_parameter: whether a sharded parameter lies here, or what is made of one to initialize it.
+    newest: whether a write to this copy is on its way to its source.
+    of_parameter: whether it is the memory of a sharded parameter, or of a tensor to initialize one.
     """
 
     newest = False
     of_parameter = False
     _source: SharedMemory | None = None
-    """Of a copy what it is a copy of."""
+    """For a copy, the memory that it was copied from."""
     _view: ReferenceType[Any] | None = None
-    """Of a copy the tensor that it was made for."""
+    """For a copy, the tensor that it was made for."""
     _sharing: WeakValueDictionary[int, Any] | None = None
-    """Of a copy the other tensors in it, by their identity."""
+    """For a copy, the other tensors in it, by their identity."""
     _family: WeakSet[SharedMemory] | None = None
-    """The memories in use of which serial torch has made a single one, or may have."""
+    """The memories in use that are, or may be, a single one in serial torch."""
 
     def fork(self) -> SharedMemory:
-        """Return the memory of what serial torch makes a view or a copy, nobody knows which."""
+        """Return the memory of a result that is a view or a copy in serial torch."""
         if self._family is None:
             self._family = WeakSet([self])
         twin = SharedMemory()
@@ -37,7 +37,9 @@ class SharedMemory:
         return twin
 
     def copy(self, view: Any) -> SharedMemory:
-        """Return the memory of a view that lies elsewhere, and follows what is written here."""
+        """Return new memory for a view with elements on other ranks; it follows writes to this
+        one.
+        """
         twin = self.fork()
         twin._source, twin._view = self, ref(view)
         return twin
@@ -51,7 +53,7 @@ class SharedMemory:
 
     @property
     def alone(self) -> bool:
-        """Return whether no tensor in use may lie here in serial torch, or may not."""
+        """Return whether no other tensor in use may share this memory in serial torch."""
         origin = self._origin()
         return all(memory._origin() is origin for memory in self._family or ())
 
@@ -67,7 +69,7 @@ class SharedMemory:
         return [*([] if first is None else [first]), *(self._sharing or {}).values()]
 
     def followers(self) -> Iterator[Any]:
-        """Yield the tensors in copies of this memory, and in copies of those, but the newest."""
+        """Yield the tensors in copies of this memory, and in copies of those, except the newest."""
         for memory in list(self._family or ()):
             source: SharedMemory | None = memory
             while source is not None and source is not self and not source.newest:

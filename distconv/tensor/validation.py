@@ -1,4 +1,4 @@
-"""Checks that the blocks which the ranks bring make one tensor, naming the rank that is off."""
+"""Checks that the ranks' blocks form one tensor, naming the rank whose block does not fit."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from distconv.tensor.nested import tensors_in
 def global_shape(
     local: Tensor, grid: Grid, cuts: Cuts, layout: Layout, operator: str
 ) -> tuple[int, ...]:
-    """Return the shape whose cut by `cuts` gives every rank the tensor it passes; collective.
+    """Return the global shape whose cut by `cuts` gives every rank the block it passes. Collective.
 
-    `layout` is the layout that the ranks intend, and compared with the rest; `operator` is named in
-    errors. Whether ranks that hold the same block pass equal ones is checked now and then (see
-    `checksums`). Raises `ValueError` on every rank, naming the rank that is off.
+    `layout` is the layout that the ranks intend, which is compared too; `operator` is named in
+    errors. Whether ranks that hold the same block pass equal ones is checked in some calls (see
+    `checksums`). Raises `ValueError` on every rank, naming the rank whose block does not fit.
     """
     # A tensor on the CPU moves to the grid's device.
     device = "cpu" if local.device == grid.device else str(local.device)
@@ -101,7 +101,7 @@ def check_block(local: Tensor, grid: Grid, cuts: Cuts, shape: tuple[int, ...]) -
 def _fitting_shape(
     shapes: tuple[tuple[int, ...], ...], cuts: Cuts, topology: Topology
 ) -> tuple[int, ...]:
-    """Return the shape whose cut gives the ranks blocks of these shapes."""
+    """Return the global shape whose cut gives the ranks blocks of these shapes."""
     shape = tuple(_global_size(shapes, d, cuts[d], topology) for d in range(len(cuts)))
     expected = [rank_box(shape, cuts, topology, r).shape for r in range(topology.size)]
     off = [r for r in range(topology.size) if shapes[r] != expected[r]]
@@ -146,7 +146,7 @@ def _global_size(
 
 
 def check_out(operator: Callable[..., Any], out: Any, result: Any, *operands: Tensor) -> None:
-    """Refuse an `out` that cannot take the result of an operator."""
+    """Refuse an `out` that cannot hold the result of an operator."""
     if not (
         isinstance(out, DistTensorBase)
         and isinstance(result, DistTensorBase)

@@ -1,4 +1,4 @@
-"""Whole numbers as torch takes them: Python's, numpy's, and tensors of one integer."""
+"""Integers as torch accepts them: Python's, numpy's, and tensors of one integer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ _INTEGERS = frozenset({int})
 
 
 def whole_number(value: Any, what: str) -> int:
-    """Return `value` as an int; raise TypeError where it is none, even if it could be rounded."""
+    """Return `value` as an int; raise TypeError where it is no integer, even if it could be
+    rounded.
+    """
     try:
         return index(value)
     except TypeError:
@@ -17,7 +19,7 @@ def whole_number(value: Any, what: str) -> int:
 
 
 def whole_numbers(value: Any, what: str) -> tuple[int, ...]:
-    """Return one whole number, or a tuple or list of them, as a tuple."""
+    """Return one integer, or a tuple or list of integers, as a tuple."""
     if type(value) is tuple and _INTEGERS.issuperset(map(type, value)):
         return value
     if isinstance(value, int):

@@ -1,4 +1,4 @@
-"""Command lines that every rank parses, and what they say of grids, shapes and layouts."""
+"""Command lines that every rank parses, with grids, shapes and layouts."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from distconv.geometry.topology import AXES
 from distconv.transport.world import world_if_rank
 
 _Ended: TypeAlias = tuple[Any, list[tuple[bool, str]]]
-"""The exit status of a rank that has not got through, and what it says: on stdout, or stderr."""
+"""The exit status of a rank whose parser has ended, and its texts for stdout and stderr."""
 
 _HEARD: ContextVar[list[tuple[bool, str]] | None] = ContextVar("_HEARD", default=None)
 """The messages of parsers while all ranks parse, so that each is printed once."""
 
 
 class BadArguments(Exception):
-    """The command line asks for something that cannot be done; alike on every rank."""
+    """A command line that asks for something impossible; the same on every rank."""
 
 
 @contextmanager
 def complaining(*kinds: type[Exception]) -> Iterator[None]:
-    """Turn errors of these kinds into complaints about the command line."""
+    """Turn errors of these kinds into error messages about the command line."""
     try:
         yield
     except kinds as error:
@@ -36,16 +36,15 @@ def complaining(*kinds: type[Exception]) -> Iterator[None]:
 
 
 class RankParser(argparse.ArgumentParser):
-    """A parser for every rank: all get through, or all end with the message of the first that
-    fails.
+    """A parser for all ranks: parsing succeeds on all, or all end with the first failing rank's
+    message.
 
     Parsing is collective. A command line that differs between ranks is an error on all of them, and
-    so is one that only one rank complains of, about a file that only others can read, say. Rank 0
-    alone prints.
+    so is an error of one rank alone, such as a file that only others can read. Rank 0 alone prints.
 
     Parameters
     ----------
-    comm: what `ProcessGrid.comm` is; all ranks of the job when not given.
+    comm: the communicator, as `ProcessGrid.comm`; all ranks of the job when not given.
     """
 
     def __init__(self, comm: Any = None, **keywords: Any) -> None:
@@ -53,11 +52,11 @@ class RankParser(argparse.ArgumentParser):
         self._comm = world_if_rank() if comm is None else comm
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Return the parsed arguments, as `argparse` does; all ranks call it."""
+        """Return the parsed arguments, as `argparse` does. All ranks call it."""
         return self._together(super().parse_args, args, namespace)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Return parsed and remaining arguments, as `argparse` does; all ranks call it."""
+        """Return parsed and remaining arguments, as `argparse` does. All ranks call it."""
         return self._together(super().parse_known_args, args, namespace)
 
     def _together(self, parse: Callable[[Any, Any], Any], args: Any, namespace: Any) -> Any:
@@ -143,7 +142,7 @@ def shape(text: str) -> tuple[int, ...]:
 
 
 def layout(text: str) -> Layout:
-    """Parse `height=height+width,sample` into a `Layout`; `whole` is one without cuts."""
+    """Parse `height=height+width,sample` into a `Layout`; `whole` is a layout without cuts."""
     dimensions = {}
     for part in text.split(",") if text != "whole" else ():
         name, equals, axes = part.strip().partition("=")
@@ -169,7 +168,7 @@ def pattern_and_layout(text: str) -> tuple[str, Layout]:
 
 
 def report_file(text: str) -> Path:
-    """Return the file of a report, whose folder has to be there: it is written at the end."""
+    """Return the path of a report, whose folder must exist, as the report is written last."""
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} cannot be written; name a file in a folder")

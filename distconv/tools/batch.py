@@ -1,6 +1,6 @@
 """Batch scripts that start a program on the nodes of a cluster, by Slurm, LSF or Flux.
 
-A job is the parsed command line of `launch`, whose help says what each option is.
+A job is the parsed command line of `launch`, whose help explains each option.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import NamedTuple
 from distconv.planning.machine import ALLOCATOR
 
 LAUNCHERS = ("mpiexec", "mpirun", "srun", "jsrun", "lrun", "flux", "torchrun", "sbatch", "bsub")
-"""Programs that start ranks, or jobs; the script does that."""
+"""Programs that start ranks, or jobs, which the script does itself."""
 
 TRANSPORTS = ("mpi", "torch", "nccl")
 
 
 def check_job(job: Namespace) -> None:
-    """Raise `ValueError` for a job that makes no sense, with the way out."""
+    """Raise `ValueError` for an inconsistent job, with the way out."""
     ranks, gpus, carrier = job.ranks_per_node, job.gpus_per_node, job.transport
     program = PurePath(job.command_line[0]).name if job.command_line else ""
     wrong = [
@@ -98,7 +98,7 @@ def _clock(job: Namespace) -> str:
 
 
 def _named(job: Namespace, **options: str) -> list[str]:
-    """Return the options of these names that the job has a value for."""
+    """Return options for the values that the job has, with their values."""
     values = ((text, getattr(job, name)) for name, text in options.items())
     return [text.format(value) for text, value in values if value not in (None, 0)]
 
@@ -106,13 +106,13 @@ def _named(job: Namespace, **options: str) -> list[str]:
 def _script(
     job: Namespace, prefix: str, directives: Iterable[str], launch: Sequence[str], note: str
 ) -> str:
-    """Return a script: directives of the scheduler, what is set up, and the start of the ranks.
+    """Return a script: directives of the scheduler, the setup, and the start of the ranks.
 
     Parameters
     ----------
     prefix: begins a line that the scheduler reads, such as "#SBATCH".
     launch: the command that starts the ranks, with its options; `$cores` are those of a rank.
-    note: why the options are as they are.
+    note: a comment that explains the options.
     """
     ranks, cores = job.ranks_per_node, [f"cores={job.cores_per_rank}"]
     if job.cores_per_rank is None:
@@ -137,7 +137,7 @@ def _script(
 
 
 def slurm_script(job: Namespace) -> str:
-    """Return the script that `sbatch` takes; `srun` starts the ranks in it."""
+    """Return the script for `sbatch`; `srun` starts the ranks in it."""
     nodes, ranks = job.nodes, job.ranks_per_node
     directives = [
         f"--job-name={title_of(job)}",
@@ -167,7 +167,7 @@ def slurm_script(job: Namespace) -> str:
 
 
 def lsf_script(job: Namespace) -> str:
-    """Return the script that `bsub` takes; `jsrun` starts the ranks in it.
+    """Return the script for `bsub`; `jsrun` starts the ranks in it.
 
     Raises
     ------
@@ -204,7 +204,7 @@ def lsf_script(job: Namespace) -> str:
 
 
 def flux_script(job: Namespace) -> str:
-    """Return the script that `flux batch` takes; `flux run` starts the ranks in it."""
+    """Return the script for `flux batch`; `flux run` starts the ranks in it."""
     title, own = title_of(job), job.gpus_per_node == job.ranks_per_node
     directives = [
         f"--job-name={title}",
@@ -228,7 +228,7 @@ def flux_script(job: Namespace) -> str:
 
 
 class Scheduler(NamedTuple):
-    """How a scheduler's scripts are made, and the command that takes them on its standard input."""
+    """A scheduler's function for scripts, and the command that reads one from standard input."""
 
     script: Callable[[Namespace], str]
     submit: tuple[str, ...]

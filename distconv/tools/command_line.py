@@ -1,4 +1,4 @@
-"""The command line, `python -m distconv COMMAND`: looks at modules, predicts, starts jobs."""
+"""The command line, `python -m distconv COMMAND`: examines modules, predicts, starts jobs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COMMANDS = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command and return its exit status; every rank that MPI has started calls it."""
+    """Run one command and return its exit status. Every rank calls it."""
     parser = RankParser(prog="python -m distconv", description=__doc__)
     parser.add_argument("--version", action="version", version=f"distconv {__version__}")
     parser.set_defaults(command=None)

@@ -1,7 +1,7 @@
-"""Show what a module does on a grid: layouts, halos, redistributions and memory of each layer.
+"""The plan of a module on a grid: layouts, halos, redistributions and memory of each layer.
 
-It is the forward pass of a recording (`planning.recorded_step`), so that it is of the very code
-that will run, and agrees with what `predict` and `plan` count.
+It is the forward pass of a recording (`planning.recorded_step`), made by the same code that will
+run, and agrees with `predict` and `plan`.
 """
 
 from __future__ import annotations
@@ -35,19 +35,20 @@ class Explanation:
     layers: tuple[LayerPlan, ...]
     """In the order of the forward pass; ends with the first layer that is refused."""
     parameter_bytes: int
-    """All parameters that a rank holds."""
+    """Bytes of all parameters of a rank."""
     serial_kept_bytes: int | None
-    """Memory that the serial program keeps for the backward pass; None where the module is written
-    for distributed tensors alone."""
+    """Bytes that the serial program keeps for the backward pass; None where the module runs on
+    distributed tensors only.
+    """
 
     @property
     def kept_bytes(self) -> int:
-        """Return the memory that the rank keeps for the backward pass, without parameters."""
+        """Return the bytes that the rank keeps for the backward pass, without parameters."""
         return sum(layer.kept_bytes for layer in self.layers)
 
     @property
     def refusal(self) -> str | None:
-        """Return why the module cannot run on this grid; None when it can."""
+        """Return the reason why the module cannot run on this grid; None when it can."""
         return self.layers[-1].refusal if self.layers else None
 
     def __str__(self) -> str:
@@ -85,33 +86,36 @@ def explain(
     progress: Callable[[LayerPlan], object] = lambda layer: None,
     **options: Any,
 ) -> Explanation:
-    """Return, and print, the plan of each layer of `module` on one rank of `grid`, without a run.
+    """Return, and print, the plan of each layer of `module` on one rank of `grid`, without running
+    it.
 
-    The forward pass runs on tensors without elements, in the mode the module is in;
-    nothing of the size of the model or its input is allocated, and the module stays as it is. No
-    communication: one process suffices for any grid. Under `torch.no_grad()` layers
-    keep no memory for a backward pass.
+    The forward pass runs on tensors without elements, in the module's current mode; no memory of
+    the
+    size of the model or its input is allocated, and the module is not changed. No communication:
+    one
+    process suffices for any grid. Under `torch.no_grad()` layers keep no memory for a backward
+    pass.
 
     Parameters
     ----------
     module: any torch.nn.Module, before `parallelize`.
-    input_shape: the global shape of its input, or a sequence of one for each input.
+    input_shape: the global shape of its input, or a sequence of shapes for several inputs.
     grid: a grid, or the ranks along its axes, such as {"height": 64, "width": 64}.
     dtype: the type of the input, or one for each input; the type of the parameters by default.
     layout: the layout of the input, or one for each input; by default every dimension is cut over
         the axis of its own name.
     layouts, options: as for `parallelize`, such as `shard_parameters=True`.
-    rank: the rank whose part is shown; by default the rank in the middle of every axis.
+    rank: the rank to show; by default the rank in the middle of every axis.
     show: whether to print the table, on rank 0.
-    progress: is called with each line of the table as it comes.
+    progress: called with each line of the table as it is ready.
 
     Raises
     ------
     TypeError, ValueError
-        For arguments that do not fit: no Module, no shape, or another number of types or layouts
-        than of inputs.
+        For arguments that do not fit: no Module, no shape, or not one type or layout for each
+        input.
     RuntimeError
-        Where the forward pass raises, naming the layer; also where it asks for the elements of a
+        Where the forward pass raises, naming the layer; also where it reads the elements of a
         tensor. A layer that is refused raises nothing: it is the last row of the table.
     """
     if not isinstance(module, nn.Module):
@@ -152,7 +156,7 @@ def layer_table(layers: Sequence[LayerPlan], *more: tuple[Cell, ...]) -> str:
 
 
 def cells_of_layer(layer: LayerPlan) -> tuple[Cell, ...]:
-    """Return the row of the table."""
+    """Return the row of the table for a layer."""
     moved = [
         f"{_cut(r.source)} -> {_cut(r.target)}" + (f" by {how}" if how else "")
         for r in layer.redistributions
@@ -179,18 +183,18 @@ def cells_of_layer(layer: LayerPlan) -> tuple[Cell, ...]:
 
 
 def _operator_suffix(kind: str, operator: str) -> str:
-    """Return the part of an operator's name that the kind of its layer does not say."""
+    """Return the part of an operator's name that is not in the name of its layer's type."""
     return "" if operator in kind else operator.removeprefix(f"{kind}, ")
 
 
 def layout_in_words(layer: LayerPlan) -> str:
-    """Return how a layer's output is cut; "plain" for a plain tensor, nothing for none."""
+    """Return the layout of a layer's output as text; "plain" for a plain tensor, "" for none."""
     if layer.layout is None:
         return "plain" if layer.shape is not None else ""
     return _cut(layer.layout)
 
 
 def _cut(layout: Layout) -> str:
-    """Return a layout in few letters: dimensions, with their grid axes where the names differ."""
+    """Return a short text of a layout: dimensions, with their grid axes where the names differ."""
     text = repr(layout).removeprefix("Layout(").removesuffix(")")
     return re.sub(r"\b(\w+)='\1'", r"\1", text) or "whole"

@@ -1,4 +1,4 @@
-"""The modules that command lines name: `package.module:factory`, or `./file.py:factory`."""
+"""The modules named on command lines: `package.module:factory`, or `./file.py:factory`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from distconv.transport.world import world
 
 
 def module_from(factory: str, seed: int) -> nn.Module:
-    """Return the module that the factory of this name makes."""
+    """Return the module made by the factory of this name."""
     path, colon, name = factory.rpartition(":")
     if not colon or not name:
         raise BadArguments(
@@ -51,7 +51,9 @@ def _imported(path: str) -> Any:
 
 
 def _from_file(path: Path) -> Any:
-    """Import and return the module in a file, which finds its neighbours as a script does."""
+    """Import and return the module in a file, with the file's folder on the path, as for a
+    script.
+    """
     if not path.is_file():
         raise BadArguments(f"there is no file {str(path)!r}")
     sys.path.insert(0, str(path.resolve().parent))
@@ -63,7 +65,7 @@ def _from_file(path: Path) -> Any:
 
 
 def made_everywhere(factory: str, seed: int) -> nn.Module:
-    """Return the module, which every rank makes; all ranks complain where one cannot."""
+    """Return the module, made on every rank; all ranks raise where one cannot make it."""
     module, problem = None, None
     try:
         module = module_from(factory, seed)

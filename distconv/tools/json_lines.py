@@ -11,13 +11,13 @@ from typing import Any
 def as_json(record: Any, **more: object) -> str:
     """Return a dataclass, and `more`, as one line of JSON.
 
-    What has no form of its own there is text; numbers that are not finite are null.
+    Values without a form in JSON become text; numbers that are not finite become null.
     """
     return json.dumps(_plain(asdict(record) | more), allow_nan=False, default=repr)
 
 
 def _plain(value: Any) -> Any:
-    """Return a value without dataclasses and numbers that JSON does not know."""
+    """Return a value without dataclasses and without numbers that JSON lacks."""
     if is_dataclass(value) and not isinstance(value, type):
         return _plain(asdict(value))
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""How far a command has come: a line on the terminal."""
+"""The progress of a command: a line on the terminal."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import threading
 import time
 
 _SOON, _SELDOM = 2.0, 10.0
-"""Seconds until the first line, and from one line to the next, where stderr is no terminal."""
+"""Seconds until the first line, and between lines, where stderr is no terminal."""
 
 
 class StatusLine:
-    """How far a command has come, on stderr: one line that changes, or now and then another one.
+    """The progress of a command on stderr: one line that changes, or new lines from time to time.
 
-    Where stderr is no terminal, what was shown last is repeated with the seconds that have passed,
-    so that a log tells a long computation from one that hangs. A context manager, at whose end
-    nothing is shown any more.
+    Where stderr is no terminal, the last text is repeated with the seconds passed, so that in a log
+    a long computation differs from one that hangs. A context manager, which clears the line at its
+    end.
 
     Parameters
     ----------
     first: whether this is the rank that prints.
-    begin: is shown until something else is.
+    begin: the first text.
     """
 
     def __init__(self, first: bool = True, begin: str = ""):
@@ -29,7 +29,7 @@ class StatusLine:
         self(begin)
 
     def __call__(self, text: str) -> None:
-        """Show a line in place of the one before; none for no text."""
+        """Show a text in place of the one before; "" for none."""
         self._text = text
         if self._terminal:
             print(f"\r\033[K{text[:79]}", end="", file=sys.stderr, flush=True)

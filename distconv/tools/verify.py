@@ -1,4 +1,4 @@
-"""Compare what a module computes on a grid with what it computes serially, layer by layer."""
+"""Comparison of a module's results on a grid with its serial ones, layer by layer."""
 
 from __future__ import annotations
 
@@ -27,20 +27,26 @@ from distconv.tensor.nested import tensors_in
 
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}
 """The largest difference that rounding in another order makes in networks that amplify it
-moderately; a missing halo or a wrong count makes a larger one."""
+moderately; a missing halo or a wrong count makes a larger one.
+"""
 
 _AMPLIFIED = 100
-"""Rounding enters at every addition, and is measured as if it entered at inputs and parameters."""
+"""The factor from the amplification of rounding in inputs and parameters, which is measured, to
+that of rounding in every addition.
+"""
 
 _UNTELLING = 0.2
-"""The difference from which on nothing is taken for rounding, however much the serial program
-amplifies it."""
+"""The difference above which nothing is treated as rounding, however much the serial program
+amplifies it.
+"""
 
 _HALF = 64
 """The tolerance of types shorter than float32, in units of their rounding."""
 
 _NEGLIGIBLE = 1e-3
-"""The share of the largest gradient of all parameters that smaller ones are measured against."""
+"""The fraction of the largest gradient of all parameters against which smaller ones are
+measured.
+"""
 
 _RANDOM = (
     *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
@@ -50,7 +56,7 @@ _RANDOM = (
 
 @dataclass(frozen=True)
 class TensorComparison:
-    """How far one tensor is from its serial twin."""
+    """The difference of one tensor from its serial counterpart."""
 
     layer: str
     """The layer, or the name of a parameter, a buffer, or an input."""
@@ -85,11 +91,11 @@ class Verification:
     rows: tuple[TensorComparison, ...]
     """Outputs in the order of the calls, buffers, and gradients from the last layer backwards."""
     notes: tuple[str, ...]
-    """Remarks without which the rows might be misread."""
+    """Remarks that are needed to read the rows correctly."""
 
     @property
     def first_deviation(self) -> TensorComparison | None:
-        """Return the first row that deviates; later ones may only have inherited it."""
+        """Return the first row that deviates; later ones may be consequences of it."""
         return next((row for row in self.rows if not row.ok), None)
 
     @property
@@ -109,7 +115,7 @@ class Verification:
 
     @property
     def verdict(self) -> str:
-        """Return in words whether all agree, and what deviates first."""
+        """Return a message that says whether all agree, and which row deviates first."""
         first = self.first_deviation
         if first is None:
             largest = max(self.rows, key=lambda row: row.difference, default=None)
@@ -137,17 +143,17 @@ def verify(
     show: bool = True,
     progress: Callable[[TensorComparison], object] = lambda comparison: None,
 ) -> Verification:
-    """Compare, and print, what each layer of `module` computes on `grid` and serially.
+    """Compare, and print, the results of each layer of `module` on `grid` with the serial ones.
 
     Copies of the module run both ways with rank 0's parameters: every rank runs the serial program
     by itself, then all ranks together the distributed one. Compared are the output of every call of
     a layer, the buffers after it and, for a random gradient of the outputs, the gradients of all
-    parameters and inputs. The module and the random state stay as they are. Every rank needs memory
+    parameters and inputs. The module and the random state are not changed. Every rank needs memory
     for the serial run and for a copy of all outputs; use a small input. All ranks of the grid call
     it together.
 
-    Random numbers on a grid are not those of serial torch. Dropout layers therefore run in eval
-    mode, which the result notes, as it does a layer that draws random numbers by itself. float32 is
+    Random numbers on a grid differ from those of serial torch. Dropout layers therefore run in eval
+    mode. The result notes this, and layers that draw random numbers by themselves. float32 is
     computed without TF32.
 
     Parameters
@@ -158,19 +164,20 @@ def verify(
         have been started.
     layout: the layout of the input, or one for each input; by default every dimension is cut over
         the axis of its own name.
-    layouts: layouts for the inputs of modules within, by patterns of names, as for `parallelize`.
-    tolerance: the largest relative difference that counts as rounding. By default 1e-10 in float64,
-        1e-4 in float32, and 64 times the rounding of shorter types; the coarsest type counts. Wrong
-        results stand out best in float64. By default, a tensor that amplifies rounding (behind a
-        batch norm over a few elements, say) may also differ by a hundred times the difference that
-        the serial program shows when its input and parameters are changed in their last place.
+    layouts: layouts for the inputs of submodules, by patterns of names, as for `parallelize`.
+    tolerance: the largest relative difference that is treated as rounding. By default 1e-10 in
+        float64, 1e-4 in float32, and 64 times the rounding of shorter types; the coarsest type
+        decides. Wrong results stand out best in float64. By default, a tensor that amplifies
+        rounding (behind a batch norm over a few elements, say) may also differ by a hundred times
+        the difference that the serial program shows when its input and parameters are changed in
+        their last place.
     backward: whether to compare gradients. Differences in the gradients of a layer's parameters are
         relative to the largest of these gradients, because a bias before a norm has a gradient that
         is zero up to rounding. Buffers are treated likewise: the running mean of values that a norm
         has centred is zero up to rounding, too.
     seed: the seed of the random gradient of the outputs.
     show: whether to print the table, on rank 0.
-    progress: is called with each comparison as it comes, before its difference is judged.
+    progress: called with each comparison as it is ready, before its difference is judged.
 
     Raises
     ------
@@ -323,7 +330,7 @@ def _compare(
 
 
 class _Serial:
-    """A serial run, forward and backward, with which other runs are compared."""
+    """A serial run, forward and backward, to compare other runs with."""
 
     def __init__(self, module: nn.Module, inputs: list[Tensor], generator: torch.Generator):
         self._module = module
@@ -352,7 +359,9 @@ class _Serial:
         last: bool,
         progress: Callable[[TensorComparison], object] = lambda comparison: None,
     ) -> list[TensorComparison]:
-        """Run `model` and compare; collective where that is distributed. `last` forgets outputs."""
+        """Run `model` and compare; collective where it is distributed. `last` frees the serial
+        outputs.
+        """
         leaves = [_leaf(x) for x in inputs]
         expected = self.calls.outputs if last else dict(self.calls.outputs)
         compared = _ComparedCalls(model, expected, progress)
@@ -388,7 +397,7 @@ class _Serial:
 
 
 def _is_continuous(x: Tensor) -> bool:
-    """Return whether the numbers of a tensor are rounded, and may have gradients."""
+    """Return whether a tensor has rounded numbers, and may have gradients."""
     return x.is_floating_point() or x.is_complex()
 
 
@@ -401,7 +410,9 @@ def _shaken(x: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _shaken_input(x: Tensor, generator: torch.Generator) -> Tensor:
-    """Return the same of an input, but for whole numbers: labels and masks are exact."""
+    """Return a floating-point input with every element changed in its last place; others
+    unchanged.
+    """
     shaken = _shaken(x, generator)
     return torch.where(x == x.round(), x, shaken) if x.is_floating_point() else shaken
 
@@ -411,7 +422,7 @@ def _state(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _leaf(x: Tensor) -> Tensor:
-    """Return `x`, with a gradient where it can have one."""
+    """Return `x` as a leaf that requires a gradient, if its type allows one."""
     return x.requires_grad_(_is_continuous(x) and torch.is_grad_enabled())
 
 
@@ -426,7 +437,9 @@ def _without_dropout(module: nn.Module) -> list[str]:
 
 
 def _version(x: Tensor) -> int | None:
-    """Return how often `x` has been written to, which tensors of inference mode do not count."""
+    """Return the number of writes to `x`; None for tensors of inference mode, which do not count
+    them.
+    """
     return None if x.is_inference() else x._version
 
 
@@ -436,10 +449,10 @@ class _SerialCalls(ModuleCalls):
     def __init__(self, module: nn.Module):
         super().__init__(module)
         self.outputs: dict[str, list[Tensor] | None] = {}
-        """Outputs by the name of the call; None where a layer within has just returned the same."""
+        """Outputs by the name of the call; None where an inner layer has just returned the same."""
         self.dtypes: set[torch.dtype] = set()
         self.random: str | None = None
-        """The first layer that has drawn random numbers."""
+        """The first layer that drew random numbers."""
         self._last: list[tuple[Tensor, int | None]] = []
         self._state = torch.get_rng_state()
 
@@ -467,7 +480,7 @@ class _SerialCalls(ModuleCalls):
 
 
 class _ComparedCalls(ModuleCalls):
-    """The results of each call of a layer, compared with the expected ones, which are forgotten."""
+    """The results of each call of a layer, compared with the serial ones, which are then freed."""
 
     def __init__(
         self,
@@ -480,7 +493,7 @@ class _ComparedCalls(ModuleCalls):
         self._expected, self._progress = expected, progress
 
     def add(self, row: TensorComparison) -> None:
-        """Take one more comparison."""
+        """Append a comparison."""
         self.rows.append(row)
         self._progress(row)
 
@@ -499,7 +512,7 @@ class _ComparedCalls(ModuleCalls):
             self.add(_comparison(f"{name}[{i}]" if i else name, "output", x, y))
 
     def complete(self) -> None:
-        """Note the calls that were made serially only as missing."""
+        """Note calls that were made in the serial run only."""
         for name in self._expected:
             self._differ(name, "is called serially only")
 
@@ -533,7 +546,7 @@ def _gradients(
 
 
 def _largest_by_layer(tensors: Mapping[str, Tensor | None]) -> dict[str, float]:
-    """Return the largest entry of the tensors of each layer, of which they have the names."""
+    """Return the largest entry of the tensors of each layer, by the layer's name."""
     largest: dict[str, float] = {}
     for name, x in tensors.items():
         layer = name.rpartition(".")[0]
@@ -550,7 +563,10 @@ def _largest(x: Tensor | None) -> float:
 def _comparison(
     name: str, kind: str, actual: Tensor, expected: Tensor, scale: float = 0.0
 ) -> TensorComparison:
-    """Compare a tensor of which `scale` may be the largest entry; collective where it is cut."""
+    """Return the comparison of a tensor, relative to its largest entry or `scale`.
+
+    Collective where it is cut.
+    """
     whole = actual.detach()
     if isinstance(whole, DistTensor):
         whole = whole.full_tensor()
@@ -564,7 +580,7 @@ def _comparison(
 
 
 def _difference(actual: Tensor, expected: Tensor, scale: float) -> float:
-    """Return the difference relative to the largest entry; of integers, how many differ."""
+    """Return the difference relative to the largest entry; for integers, the number that differ."""
     if not expected.numel():
         return 0.0
     if not _is_continuous(expected):

@@ -1,4 +1,4 @@
-"""Learning at scale: what depends on how many replicas learn together.
+"""Learning at scale: methods that depend on the number of replicas that learn together.
 
 Everything here counts P_N, the replicas of a grid, and never its ranks: a worker is a replica, the
 P_S ranks that share a sample. Models, optimizers and training loops stay those of the program.

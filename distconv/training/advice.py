@@ -1,7 +1,7 @@
-"""How many replicas should learn together: what is known beforehand, in words.
+"""Advice on the number of replicas that learn together.
 
 Batches beyond the square root of the data set, or beyond the gradient noise scale, hardly make a
-step better than smaller ones do. Ranks that are left then serve better within a sample.
+step better than smaller ones do. Further ranks are then better used within a sample.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ def advise(
     *,
     noise_scale: float | None = None,
 ) -> list[str]:
-    """Return what speaks against a grid and a batch size, a sentence each; nothing is refused.
+    """Return warnings about a grid and a batch size, a sentence each. Nothing is refused.
 
-    Needs no communication, and no ranks: the grid may be one that is still to be asked for.
+    No communication. The grid need not exist yet.
 
     Parameters
     ----------
     grid: a grid, or the number of ranks along its axes, such as {"sample": 8, "height": 4}.
-    batch_size: the samples of a step, those of all replicas together.
-    samples: of the training set.
-    noise_scale: the gradient noise scale where it was measured (see `NoiseScale`); NaN says that
-        it is not known.
+    batch_size: the samples of a step, over all replicas.
+    samples: the number of samples of the training set.
+    noise_scale: the gradient noise scale where it was measured (see `NoiseScale`); None or NaN
+        where it is not known.
     """
     check_count("advise", "batch_size", batch_size, 1)
     extents = grid.shape if isinstance(grid, Grid) else dict(grid)

@@ -1,4 +1,4 @@
-"""Elastic averaging by a server that holds the center, whenever a worker comes.
+"""Elastic averaging with a server that holds the center, and workers that visit it at any time.
 
 Zhang, Choromanska, LeCun, "Deep learning with Elastic Averaging SGD", arXiv:1412.6651, algorithm 1.
 `ElasticAveraging` is the synchronous form, without a server.
@@ -22,14 +22,15 @@ from distconv.training.requests import Asking, Kind
 class AsynchronousElastic:
     """Train workers apart, each tied by a spring to a center that a server holds.
 
-    In every `period`-th step of a worker, at x, the server moves the center by d = alpha (x -
-    center), and the worker moves by -d, before its optimizer's step. The center is what is learned.
+    In every `period`-th step of a worker with parameters x, the server moves the center by d =
+    alpha (x - center), and the worker moves by -d, before its optimizer's step. The center is the
+    result of the training.
 
     Parameters
     ----------
-    period: the number of steps of a worker from one pull to the next.
-    alpha: the strength of the springs, above 0 and below 1; 0.9 divided by the clients of a server
-        where it is not given.
+    period: the steps of a worker between two pulls.
+    alpha: the strength of the springs, above 0 and below 1; by default 0.9 divided by the number of
+        clients of a server.
 
     Raises
     ------
@@ -55,7 +56,7 @@ class AsynchronousElastic:
         clients: int,
         above: Asking | None,
     ) -> ElasticRule:
-        """Return what the server does with what its clients bring."""
+        """Return the server's part of the method."""
         alpha = 0.9 / clients if self.alpha is None else self.alpha
         client = self.client(parameters, buffers, None, above, 0) if above else None
         return ElasticRule(parameters, alpha, client)
@@ -68,7 +69,7 @@ class AsynchronousElastic:
         server: Asking,
         steps: int,
     ) -> ElasticClient:
-        """Return what a client does in its steps."""
+        """Return the client's part of the method."""
         return ElasticClient(self, parameters, buffers, optimizer, server, steps)
 
 
@@ -92,7 +93,9 @@ class ElasticClient:
         self.steps = steps
 
     def step(self, samples: int) -> None:
-        """Pull, where that is due, and take a step of the optimizer; no gradients are left."""
+        """Pull in every `period`-th step, and take a step of the optimizer. Gradients are None
+        afterwards.
+        """
         self.steps += 1
         self._samples += samples
         self._pulled = False
@@ -104,7 +107,7 @@ class ElasticClient:
             p.grad = None
 
     def finish(self) -> None:
-        """Pull, where a step has been taken since the last time."""
+        """Pull, unless no step was taken since the last pull."""
         if not self._pulled:
             self._pull()
 
@@ -129,7 +132,9 @@ class ElasticRule:
         self._parameters, self._alpha, self._client = parameters, alpha, client
 
     def update(self, brought: Sequence[tuple[list[Tensor | None], int]]) -> list[Tensor | None]:
-        """Move the center; return by how much, which the client moves against it."""
+        """Move the center towards a client's parameters; return the move, which the client
+        subtracts.
+        """
         [(theirs, samples)] = brought
         pull: list[Tensor | None] = []
         for center, x in zip(self._parameters, theirs, strict=True):
@@ -142,6 +147,6 @@ class ElasticRule:
         return pull
 
     def finish(self) -> None:
-        """Tie the center to that of the server above, where it has moved since the last time."""
+        """Pull at the center of the server above, unless nothing changed since the last pull."""
         if self._client is not None:
             self._client.finish()

@@ -1,4 +1,4 @@
-"""A worker at work: a replica that trains with the parameters of its server."""
+"""Workers: replicas that train with the parameters of a server."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from distconv.transport.link import Message
 
 
 class Worker:
-    """Train a model with the parameters of a server; all ranks of the worker make it together.
+    """Train a model with the parameters of a server. All ranks of the worker make it together.
 
-    It begins with the server's parameters and buffers. Used as a context it tells the server at the
-    end that nothing more will come, or that this worker has failed. Workers may take different
-    numbers of steps.
+    It begins with the server's parameters and buffers. Used as a context, it tells the server at
+    the end that this worker has finished, or has failed. Workers may take different numbers of
+    steps.
 
     Parameters
     ----------
-    team: in which this rank is one of a worker.
-    model: has been parallelized on `team.grid`.
+    team: the team, in which this rank belongs to a worker.
+    model: parallelized on `team.grid`.
     method: the same as the server's.
     optimizer: steps with this worker's own gradients: with Downpour between two fetches, with
-        elastic averaging always.
+        elastic averaging in every step.
 
     Attributes
     ----------
-    steps: how many this worker has taken, also before the server was started again.
-    samples: how many the server had got when it last answered.
+    steps: the steps that this worker has taken, also before the server was restarted.
+    samples: the samples that the server had received when it last answered.
 
     Raises
     ------
@@ -78,24 +78,26 @@ class Worker:
 
     @property
     def steps(self) -> int:
-        """Return how many steps this worker has taken, also before the server started again."""
+        """Return the number of steps this worker has taken, also before the server was
+        restarted.
+        """
         steps: int = self._client.steps
         return steps
 
     def step(self, samples: int = 1) -> None:
-        """Take a step by the method, after `backward()`; no gradients are left afterwards.
+        """Take a step of the method, after `backward()`. Gradients are None afterwards.
 
         All ranks of the worker call it together.
 
         Parameters
         ----------
-        samples: of the mini-batch, over all ranks of this worker; they weight what is averaged.
+        samples: the samples of the mini-batch, over all ranks of this worker: its weight in means.
         """
         self._client.step(samples)
         self.samples = self._server.samples
 
     def meet(self) -> None:
-        """Wait until all workers that are at work have come here, as at the end of an epoch."""
+        """Wait for all active workers, for example at the end of an epoch. They all call it."""
         self._server.ask(Kind.MEET)
         self.samples = self._server.samples
 
@@ -109,17 +111,17 @@ class Worker:
         extra: Mapping[str, Any] | None = None,
         keep: int = 2,
     ) -> None:
-        """Save what this worker holds, when all workers do, and what their servers hold.
+        """Save the state of this worker, together with all workers and servers.
 
-        All workers that are at work call it together, as at the end of an epoch; the servers run
-        by `serve(..., save_every=None)`. What has not been brought is brought before. `load` and
-        `serve(..., resume=...)` go on from there, by `Team.last_saved`.
+        All active workers call it together, for example at the end of an epoch; the servers run
+        `serve(..., save_every=None)`. Updates not sent yet are sent first. `load` and
+        `serve(..., resume=...)` continue from the state that `Team.last_saved` finds.
 
         Parameters
         ----------
         within: a folder, in which each worker has one of its own.
-        number: under which all save; it grows from one time to the next.
-        scheduler, loader, extra, keep: of this worker; see `save_checkpoint`.
+        number: a number that grows from one call to the next, the same on all workers.
+        scheduler, loader, extra, keep: this worker's own; see `save_checkpoint`.
 
         Raises
         ------
@@ -148,17 +150,17 @@ class Worker:
         loader: Stateful | None = None,
         check: Callable[[Checkpoint], object] | None = None,
     ) -> Checkpoint:
-        """Go on from what `save` has saved; all ranks of the worker call it before the first step.
+        """Load a state written by `save`. All ranks of the worker call it before the first step.
 
         Parameters
         ----------
-        path: this worker's part, by `Team.last_saved`; the server goes on from its own.
+        path: the path that `Team.last_saved` returned for this worker; the server loads its own.
         scheduler, loader, check: see `load_checkpoint`.
 
         Raises
         ------
         DataError
-            On every rank of the worker, where the state cannot be read, or is one of another model.
+            On every rank of the worker, where the state cannot be read, or is of another model.
         """
         found = load_checkpoint(path, self._model, self._optimizer, scheduler, loader, check=check)
         assert found is not None
@@ -168,7 +170,7 @@ class Worker:
     def center(self) -> Iterator[None]:
         """Give the model the server's parameters and buffers within the context.
 
-        The worker's own come back afterwards. With elastic averaging they are the center.
+        The worker's own come back afterwards. With elastic averaging the server's are the center.
         """
         answer = self._server.ask(Kind.STATE)
         own = [tensor.detach().clone() for tensor in self._tensors]
@@ -179,7 +181,7 @@ class Worker:
             self._take(own)
 
     def finish(self) -> None:
-        """Bring what has not been brought, and tell the server that nothing more will come."""
+        """Send the updates not sent yet, and tell the server that this worker has finished."""
         if not self._done:
             self._client.finish()
             self._server.ask(Kind.DONE)
@@ -203,9 +205,9 @@ class Worker:
 
 
 class _Together:
-    """The ranks of a worker, of which the first asks the server for all; see `Asking`.
+    """The ranks of a worker; the first asks the server for all of them. See `Asking`.
 
-    Tensors are this rank's blocks. Those of the other ranks are gathered and handed out.
+    Tensors are this rank's blocks: whole ones are gathered for the server, and its answer is cut.
     """
 
     def __init__(
@@ -223,7 +225,7 @@ class _Together:
         samples: int = 0,
         steps: int = 0,
     ) -> Answer:
-        """Bring tensors, and return the blocks of this rank of what the server answers."""
+        """Send tensors to the server, and return this rank's blocks of its answer."""
         whole = None if tensors is None else self._whole(tensors)
         found: list[Message] = []
         if self._grid.rank == 0 and self._lost is None:

@@ -10,27 +10,23 @@ from distconv.model.gradient_reduction import required_reduction
 
 
 class ConcurrentReductions:
-    """A context in which the gradients of several models are under way at once.
+    """A context in which the gradients of several models are reduced at the same time.
 
     The reductions of each model have communicators of their own, as the thread teams of the Cray PE
     ML plug-in do, so that backward passes may come in another order on every rank:
 
-        both = ConcurrentReductions(generator, critic)
-        with both:
-            loss_of_generator.backward()
-            loss_of_critic.backward()
+        both = ConcurrentReductions(generator, critic) with both:
+            loss_of_generator.backward() loss_of_critic.backward()
         # here the gradients are the sums
 
-    Within the context backward passes return before their sums are there: leave gradients alone
-    until its end, where all of them are waited for. Between GPUs they all start there, in the order
-    in which the models were given. Each model takes part in one backward pass. Forward passes come
-    in one order everywhere, as always, and so do backward passes of which more than gradients
-    travels: those of samples that are cut.
+    Within the context backward passes return before the sums are complete: do not use gradients
+    before its end, which waits for all of them. Between GPUs all reductions start at the end, in
+    the order of the models. Each model takes part in one backward pass. Forward passes, and
+    backward passes of models that cut samples, must come in one order on all ranks, as always.
 
     Parameters
     ----------
-    models: have been parallelized, each on its own. All ranks make it together, with the models in
-        one order.
+    models: parallelized modules. All ranks make the context together, with the models in one order.
 
     Raises
     ------

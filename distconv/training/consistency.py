@@ -9,17 +9,17 @@ from distconv.model.consistency import check_in_sync
 
 
 def assert_in_sync(model: nn.Module, optimizer: Optimizer | None = None) -> None:
-    """Raise, on every rank, where the ranks have come to train different models.
+    """Raise, on every rank, where the models of the ranks differ.
 
     All ranks of the grid call it together, between steps, every so often. Each computes a checksum
     of every element and sends a few bytes, more only where one differs. Sharded parameters are
-    compared among the ranks that hold the same block. Differences as small as rounding are
-    accepted: processors of other kinds round otherwise.
+    compared among the ranks that hold the same block. Differences of the size of rounding are
+    accepted, as processors of different kinds round differently.
 
     Parameters
     ----------
-    model: has been parallelized.
-    optimizer: whose state and settings, such as the learning rate, are compared as well.
+    model: a parallelized module.
+    optimizer: its state and settings, such as the learning rate, are compared as well.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""How a learning rate falls after its warm-up: closed forms in the number of the step."""
+"""Decays of a learning rate after its warm-up: closed forms in the number of the step."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ class Decay(ABC):
 
     Attributes
     ----------
-    needs_end: whether the factor depends on how many steps there are in all.
+    needs_end: whether the factor depends on the total number of steps.
     """
 
     needs_end: ClassVar[bool] = False
 
     @abstractmethod
     def factor(self, step: int, steps: int) -> float:
-        """Return the factor in a step, of `steps` after the warm-up; beyond them that of the last.
+        """Return the factor in a step, of `steps` after the warm-up. Later steps have the last
+        one's.
 
-        Without `needs_end`, `steps` says nothing.
+        Without `needs_end`, `steps` is ignored.
         """
 
 
@@ -112,10 +113,10 @@ class Cosine(Decay):
 
 @dataclass(frozen=True)
 class CosineRestarts(Decay):
-    """Let the learning rate fall to a share of it along half a cosine, again and again.
+    """Let the learning rate fall to a fraction along half a cosine, again and again.
 
     The first fall takes `period` steps, and each `growth` times as many as the one before
-    (Loshchilov and Hutter, "SGDR", arXiv:1608.03983). `floor` is the share from 0 up to 1.
+    (Loshchilov and Hutter, "SGDR", arXiv:1608.03983). `floor` is the fraction, from 0 up to 1.
     """
 
     period: int

@@ -1,4 +1,4 @@
-"""Downpour: workers bring gradients to a server that steps, and fetch its parameters.
+"""Downpour: workers send gradients to a server that steps, and fetch its parameters.
 
 Dean et al., "Large Scale Distributed Deep Networks", NIPS 2012.
 """
@@ -21,20 +21,20 @@ MakeOptimizer = Callable[[Iterable[Parameter]], Optimizer]
 
 @dataclass(frozen=True)
 class Downpour:
-    """Train by gradients that workers bring to a server whenever they have some.
+    """Train with a server that steps with the gradients of workers whenever they arrive.
 
-    The server steps with each sum of gradients as it comes. What a worker brings belongs to
-    parameters of some updates before; with n workers alike that acts as a momentum of 1 - 1/n
-    (Mitliagkas et al., "Asynchrony begets momentum", arXiv:1605.09774), so choose less momentum.
+    The gradients of a worker belong to the parameters of some updates before. With n equal workers
+    that acts as a momentum of 1 - 1/n (Mitliagkas et al., "Asynchrony begets momentum",
+    arXiv:1605.09774), so choose less momentum.
 
     Parameters
     ----------
-    optimizer: makes the server's optimizer of its parameters, as
-        `partial(torch.optim.SGD, lr=0.1)`.
-    push: after how many steps a worker brings the sum of their gradients.
-    fetch: after how many it gets the server's parameters.
-    synchronous: whether the server waits for all workers that are at work, and steps with the mean
-        of what they bring, weighted by their samples. push and fetch have to be the same.
+    optimizer: makes the server's optimizer of its parameters, such as `partial(torch.optim.SGD,
+        lr=0.1)`.
+    push: the steps of a worker between two sends of its summed gradients.
+    fetch: the steps of a worker between two fetches of the server's parameters.
+    synchronous: whether the server waits for all active workers, and steps with the mean of their
+        gradients, weighted by their samples. `push` and `fetch` must be equal then.
     schedule: makes a scheduler of the server's optimizer, which steps with it.
 
     Raises
@@ -65,7 +65,7 @@ class Downpour:
         clients: int,
         above: Asking | None,
     ) -> DownpourRule:
-        """Return what the server does with what its clients bring."""
+        """Return the server's part of the method."""
         return DownpourRule(self, parameters, buffers, above)
 
     def client(
@@ -76,20 +76,20 @@ class Downpour:
         server: Asking,
         steps: int,
     ) -> DownpourClient:
-        """Return what a client does in its steps."""
+        """Return the client's part of the method."""
         return DownpourClient(self, parameters, buffers, optimizer, server, steps)
 
 
 class DownpourClient:
-    """The steps of a client, which begin when it has the server's parameters.
+    """The steps of a client, which starts with the server's parameters.
 
     Parameters
     ----------
-    parameters, buffers: of the client, which hold their own gradients.
-    optimizer: steps with the client's own gradients between fetches; without, the parameters stay
-        as they are.
-    server: takes gradients, and gives parameters.
-    steps: how many the client has taken before.
+    parameters, buffers: the client's own; gradients are taken from the parameters.
+    optimizer: steps with the client's own gradients between fetches. Without one, the parameters
+        change only by fetches.
+    server: receives gradients, and sends parameters.
+    steps: the steps that the client took before.
     """
 
     def __init__(
@@ -108,7 +108,9 @@ class DownpourClient:
         self.steps = steps
 
     def step(self, samples: int) -> None:
-        """Take over the gradients, of so many samples, which are None afterwards."""
+        """Add the gradients, of `samples` samples, to those to be sent. They are None
+        afterwards.
+        """
         self.steps += 1
         self._samples += samples
         pushes, fetches = (
@@ -134,7 +136,7 @@ class DownpourClient:
             p.grad = None
 
     def finish(self) -> None:
-        """Bring what has not been brought yet."""
+        """Send the gradients not sent yet."""
         if any(gradient is not None for gradient in self._sums):
             self._fetch(Kind.PUSH_AND_FETCH)
 
@@ -153,7 +155,7 @@ class DownpourClient:
 
 
 class DownpourRule:
-    """The part of a server: it steps with gradients, or brings them to the server above."""
+    """The server's part: it steps with gradients, or sends them on to the server above."""
 
     kinds: tuple[Kind, ...] = (Kind.PUSH, Kind.PUSH_AND_FETCH)
     optimizer: Any
@@ -177,7 +179,7 @@ class DownpourRule:
         )
 
     def update(self, brought: Sequence[tuple[list[Tensor | None], int]]) -> list[Tensor | None]:
-        """Step with the gradients of a client, or the weighted mean of those of several."""
+        """Step with the gradients of one client, or with the weighted mean of those of several."""
         for i, p in enumerate(self._parameters):
             p.grad = _mean([(tensors[i], samples) for tensors, samples in brought])
         samples = sum(samples for _, samples in brought)
@@ -192,13 +194,13 @@ class DownpourRule:
         return []
 
     def finish(self) -> None:
-        """Bring the server above what it has not got yet."""
+        """Send the gradients not sent yet to the server above."""
         if self._client is not None:
             self._client.finish()
 
 
 def _mean(gradients: Sequence[tuple[Tensor | None, int]]) -> Tensor | None:
-    """Return the mean of gradients weighted by samples; those that are missing count as zero."""
+    """Return the mean of gradients weighted by samples; missing ones are zero."""
     if len(gradients) == 1:
         return gradients[0][0]
     there = [(g, n) for g, n in gradients if g is not None]

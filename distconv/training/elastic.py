@@ -1,8 +1,8 @@
 """Elastic averaging: workers that train apart, each tied to a common center by a spring.
 
 Zhang, Choromanska, LeCun, "Deep learning with Elastic Averaging SGD", arXiv:1412.6651. This is the
-synchronous form, in which nobody holds the center for the others: every worker keeps a copy of it,
-and an all-reduce of the pulls moves all copies alike.
+synchronous form, without a server: every worker keeps a copy of the center, and an all-reduce of
+the pulls moves all copies alike.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from distconv.training.checks import check_count
 
 
 class ElasticAveraging:
-    """Tie the models of workers to a center; all ranks of `grid` make it together.
+    """Tie the models of workers to a center. All ranks of `grid` make it together.
 
     In a step each worker i is pulled towards the center, and the center towards all of them:
 
         d_i = alpha (x_i - center);  x_i <- x_i - d_i;  center <- center + sum of all d_i
 
     Called between `backward()` and the optimizer's step, pull and gradient belong to the same
-    weights, as published. Momentum is that of the optimizer, whose velocity the pull does not enter
-    (EAMSGD; with nesterov=True the pull is taken at the weights that torch holds, which are those
-    that the velocity will lead to). Buffers, such as running statistics, stay each worker's own.
+    weights, as published. The pull does not enter the optimizer's momentum (EAMSGD; with
+    nesterov=True the pull is taken at the weights that torch holds, which include the velocity).
+    Buffers, such as running statistics, stay each worker's own.
 
     Parameters
     ----------
-    model: has been parallelized on `worker_grid(grid)`; every worker begins with the parameters and
-        buffers of the first, where the center is as well.
-    grid: all workers, the replicas of it.
-    alpha: the strength of the springs, up to 1 / P_N, beyond which the center would overshoot; by
+    model: parallelized on `worker_grid(grid)`. Every worker begins with the parameters and buffers
+        of the first, and so does the center.
+    grid: the grid of all workers, which are its replicas.
+    alpha: the strength of the springs, at most 1 / P_N, beyond which the center would overshoot; by
         default 0.9 / P_N, as published.
     period: the number of steps from one pull to the next.
 
@@ -83,9 +83,9 @@ class ElasticAveraging:
         self._center = [p.detach().clone() for p in self._parameters]
 
     def step(self) -> None:
-        """Count a step, and pull in every `period`-th; all ranks of the grid call it together.
+        """Count a step, and pull in every `period`-th. All ranks of the grid call it together.
 
-        Each rank sends its blocks of all parameters once, to those of the same blocks in the other
+        Each rank's blocks of all parameters are added up once with the same blocks of other
         workers.
         """
         self._steps += 1
@@ -118,21 +118,21 @@ class ElasticAveraging:
                     x.copy_(value)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the center, each parameter under its name, and the number of steps taken.
+        """Return the center by parameter names, and the number of steps taken.
 
-        Each worker saves the state of its model and optimizer beside it. Of sharded parameters it
-        holds this rank's blocks.
+        Each worker saves the state of its model and optimizer beside it. Of sharded parameters the
+        state holds this rank's blocks.
         """
         blocks = (center.clone() for _, center in self._pairs())
         return {"steps": self._steps, "center": dict(zip(self._names, blocks, strict=True))}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up the center, and the number of steps, that this rank has saved.
+        """Load the center, and the number of steps, that this rank saved.
 
         Raises
         ------
         ValueError
-            Where the parameters saved have other names.
+            Where the saved parameters have other names.
         """
         if list(state["center"]) != self._names:
             raise ValueError(
@@ -144,6 +144,6 @@ class ElasticAveraging:
         self._steps = int(state["steps"])
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield this rank's block of each parameter, and of its center."""
+        """Yield this rank's block of each parameter, with the same block of the center."""
         own = (x.detach() for x in shards_of(self._parameters))
         return zip(own, shards_of(self._center), strict=True)

@@ -1,4 +1,4 @@
-"""Gradients that travel when a backward pass has ended, and not within it."""
+"""Gradients that are sent once a backward pass has ended, and not within it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from distconv.tensor.nested import shards_of
 
 
 class GradientMessage(NamedTuple):
-    """Parts of gradients of one type, that are added up over the same grid axes.
+    """Blocks of gradients of one type that are summed over the same grid axes.
 
     Attributes
     ----------
-    flat: one after the other; and behind them for each whether this rank has one, so that after
-        the sum it is how many ranks have.
-    places: for each, the number of its parameter, and its shape.
+    flat: the blocks, concatenated, followed by one number for each: 1 where this rank has the
+        gradient, else 0. After the sum it is the number of ranks that have it.
+    places: for each block, the number of its parameter, and its shape.
     """
 
     axes: tuple[str, ...]
@@ -31,9 +31,9 @@ class GradientMessage(NamedTuple):
 
 
 class GradientPacking:
-    """How this rank's parts of the gradients of a parallelized module travel.
+    """The packing of this rank's gradients of a parallelized module into messages.
 
-    All ranks of the grid make it together, each purpose with communicators of its own.
+    All ranks of the grid make it together. Each purpose has communicators of its own.
     """
 
     def __init__(self, module: nn.Module, grid: ProcessGrid, purpose: str):
@@ -46,11 +46,13 @@ class GradientPacking:
 
     @property
     def leaves(self) -> list[Tensor]:
-        """Return the parameters as autograd knows them: of sharded ones this rank's blocks."""
+        """Return the parameters as autograd knows them: this rank's blocks of sharded ones."""
         return shards_of(self._parameters)
 
     def pack(self) -> list[GradientMessage]:
-        """Return the gradients in as few messages as can be, copied, zeros for those of None."""
+        """Return copies of the gradients in as few messages as possible; zeros for gradients of
+        None.
+        """
         kinds: dict[tuple[tuple[str, ...], torch.dtype], list[int]] = defaultdict(list)
         leaves = self.leaves
         for i, p in enumerate(leaves):
@@ -66,7 +68,7 @@ class GradientPacking:
         return messages
 
     def unpack(self, messages: Iterable[GradientMessage]) -> list[Tensor | None]:
-        """Return the sums that have come in messages, for each leaf; None where no rank has one."""
+        """Return the sums in the messages, one for each leaf; None where no rank has a gradient."""
         sums: list[Tensor | None] = [None] * len(self._parameters)
         for _, flat, places in messages:
             sizes = [shape.numel() for _, shape in places]

@@ -1,4 +1,4 @@
-"""Gradient lag: a step takes the gradient of the step before, which had a whole step to travel.
+"""Gradient lag: a step takes the gradient of the step before, whose reduction had a whole step.
 
 Kurth et al., "Exascale Deep Learning for Climate Analytics", SC 2018. With a lag of 1 the weights
 follow w(t+1) = w(t) - lr * g(w(t-1)).
@@ -22,19 +22,20 @@ _PURPOSE = "lagged gradients"
 
 
 class GradientLag:
-    """Give the optimizer gradients that are some steps old, and hide their reduction in these.
+    """Give the optimizer gradients of earlier steps, so that their reduction is hidden behind
+    steps.
 
-    On a quadratic the largest stable learning rate is 1/2 of that without lag for a lag of 1, 0.309
-    for 2 and 0.223 for 3; so a lag pays where the reduction is long beside a step. It takes the
-    memory of one gradient more for each step of lag.
+    On a quadratic the largest stable learning rate is 1/2 of the one without lag for a lag of 1,
+    0.309 for 2 and 0.223 for 3; so a lag pays where the reduction is long beside a step. Each step
+    of lag takes the memory of one more gradient.
 
     Parameters
     ----------
-    model: has been parallelized.
-    lag: by how many steps gradients are late.
-    warmup_steps: the steps in the beginning, in which gradients change most, that have no lag.
-    cooldown_steps: the steps at the end that have none, of `total_steps`. Gradients that are under
-        way when they begin are dropped.
+    model: a parallelized module.
+    lag: the number of steps by which gradients are late.
+    warmup_steps: the number of first steps without lag, in which gradients change most.
+    cooldown_steps: the number of last steps without lag, of `total_steps`. Late gradients that have
+        not been used when they begin are dropped.
 
     Raises
     ------
@@ -71,11 +72,13 @@ class GradientLag:
         """The gradients of the last steps, the oldest first."""
 
     def backward(self, loss: Tensor) -> None:
-        """Compute gradients, in place of `loss.backward()`, and give parameters the late ones.
+        """Compute gradients, in place of `loss.backward()`, and set the late ones as the
+        parameters'.
 
         All ranks of the grid call it together, once before each step of the optimizer. Gradients of
-        earlier passes are dropped, as by `zero_grad()`. In the first steps with a lag there is none
-        yet: gradients are None, and optimizers leave the parameters as they are.
+        earlier passes are dropped, as by `zero_grad()`. In the first steps with a lag there is no
+        late
+        gradient yet: gradients are None, and optimizers leave the parameters as they are.
         """
         self._model.zero_grad()
         step, self._steps = self._steps, self._steps + 1
@@ -91,19 +94,19 @@ class GradientLag:
         self._reduction.give(late)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of steps taken, and the gradients under way, when they have arrived.
+        """Return the number of steps taken, and the late gradients, after waiting for their sums.
 
-        Of sharded parameters it holds this rank's blocks.
+        Of sharded parameters the state holds this rank's blocks.
         """
         return {"steps": self._steps, "late": [list(sums.wait()) for sums in self._late]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what this rank has saved.
+        """Load a state that this rank saved.
 
         Raises
         ------
         ValueError
-            Where it was saved of other parameters, or on another grid.
+            Where the state is of other parameters, or of another grid.
         """
         leaves = self._packing.leaves
         saved = []
@@ -121,7 +124,7 @@ class GradientLag:
 
 
 class _Arrived(NamedTuple):
-    """Sums that are there already."""
+    """Sums that are complete."""
 
     sums: list[Tensor | None]
 
@@ -131,7 +134,9 @@ class _Arrived(NamedTuple):
 
 
 class _UnderWay:
-    """Parts of gradients that become sums; they leave when it is made, by all ranks together."""
+    """Gradients on their way to become sums. All ranks make it together, which starts the
+    reduction.
+    """
 
     def __init__(self, packing: GradientPacking, grid: ProcessGrid):
         self._packing, self._messages = packing, packing.pack()
@@ -141,7 +146,7 @@ class _UnderWay:
         ]
 
     def wait(self) -> list[Tensor | None]:
-        """Return the sums, when they have arrived."""
+        """Wait for the sums, and return them."""
         for request in self._requests:
             request.wait()
         self._requests = []

@@ -1,14 +1,14 @@
 """Layer-wise learning rates: LARS and LARC around any optimizer of torch.
 
-A layer's step is held in proportion to its weights. That keeps a large learning rate from tearing
-apart the layers whose gradients are large beside their weights, which limits large batches.
+A layer's step is kept in proportion to its weights. Without this, a large learning rate destroys
+layers whose gradients are large beside their weights, which limits the batch size.
 
 - LARS: You et al., "Large Batch Training of Convolutional Networks", arXiv:1708.03888.
 - LARC limits the rate where LARS sets it: Kurth et al., "Exascale Deep Learning for Climate
   Analytics", SC 2018.
-- On the update of Adam, scaled, it is what LAMB does: You et al., arXiv:1904.00962.
+- Scaling the update of Adam is LAMB: You et al., arXiv:1904.00962.
 
-Parameters with fewer than two dimensions, biases and those of normalisations, keep the optimizer's
+Parameters with fewer than two dimensions, that is biases and normalisations, keep the optimizer's
 own step.
 """
 
@@ -29,16 +29,18 @@ from distconv.tensor.nested import shards_of
 Group = dict[str, Any]
 
 _DECOUPLED = ("AdamW", "Adafactor", "Muon")
-"""Classes of optimizers, of which not every torch has all, that decay weights beside the step."""
+"""Names of torch's optimizers whose weight decay is not part of the gradient; some torch lack
+some.
+"""
 
 
 class LARC(Optimizer):
     """Wrap an optimizer so that no layer moves far beside the size of its weights.
 
-    It is used in place of the optimizer, whose parameter groups and state are its own: schedulers,
+    Use it in place of the optimizer, whose parameter groups and state it shares: schedulers,
     gradient scalers and checkpoints work with it, and a checkpoint may come from the optimizer
-    alone. All ranks of a grid take a step together: norms of sharded parameters are those of the
-    whole, in one message for many. With w the weights of a layer, g their gradient, wd the weight
+    alone. All ranks of a grid take a step together; norms of sharded parameters are summed over
+    ranks in one message for many. With w the weights of a layer, g their gradient, wd the weight
     decay, lr the learning rate and D the optimizer's own update, a step is
 
     - on="gradient": the optimizer's step on r (g + wd w), without its own weight decay, where
@@ -52,15 +54,15 @@ class LARC(Optimizer):
     Parameters
     ----------
     optimizer: any of torch's, except those that compute gradients again within a step (LBFGS).
-    trust: how far a layer moves in a step beside the norm of its weights; for "gradient" and to
-        scale, at a learning rate of 1.
+    trust: the length of a layer's step over the norm of its weights; for "gradient", and to scale,
+        at a learning rate of 1.
     clip: whether to limit the step only, rather than to set it.
     on: "gradient" or "update".
 
     Raises
     ------
     ValueError
-        For a `trust` or `on` that is none.
+        For a `trust` that is not positive, or an unknown `on`.
     TypeError
         For an optimizer that cannot be wrapped.
     """
@@ -84,17 +86,17 @@ class LARC(Optimizer):
 
     @property
     def param_groups(self) -> list[Group]:  # type: ignore[override]
-        """Return the parameter groups of the optimizer within."""
+        """Return the parameter groups of the wrapped optimizer."""
         return self.optimizer.param_groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """Return the state of the optimizer within."""
+        """Return the state of the wrapped optimizer."""
         return self.optimizer.state
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """Return the defaults of the optimizer within."""
+        """Return the defaults of the wrapped optimizer."""
         return self.optimizer.defaults
 
     def __repr__(self) -> str:
@@ -114,23 +116,25 @@ class LARC(Optimizer):
         self.__dict__.update(state)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the optimizer within."""
+        """Return the state_dict of the wrapped optimizer."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Give the optimizer within its state."""
+        """Load a state_dict into the wrapped optimizer."""
         self.optimizer.load_state_dict(dict(state_dict))
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add parameters to the optimizer within."""
+        """Add a parameter group to the wrapped optimizer."""
         self.optimizer.add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Let go of all gradients, or set them to zero."""
+        """Set all gradients to None, or to zero."""
         self.optimizer.zero_grad(set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Take a step; return what `closure` does, which computes the gradients where given."""
+        """Take a step. Return the result of `closure`, where given, which computes the
+        gradients.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -149,7 +153,7 @@ class LARC(Optimizer):
         return loss
 
     def _layers(self) -> Iterator[tuple[Group, Tensor]]:
-        """Yield the parameters that have got a gradient, each with its group."""
+        """Yield the parameters that have a gradient, each with its group."""
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
@@ -194,8 +198,8 @@ class LARC(Optimizer):
 class LARS(LARC):
     """Wrap an optimizer so that the step of each layer is in proportion to the size of its weights.
 
-    This is `LARC` with clip=False. The learning rate of the optimizer is that of all layers
-    together, which the schedule lets grow and fall; published with SGD and momentum.
+    This is `LARC` with clip=False. The learning rate of the optimizer is a factor common to all
+    layers, which a schedule changes; published with SGD and momentum.
     """
 
     def __init__(self, optimizer: Optimizer, trust: float = 0.001, *, on: str = "gradient"):
@@ -207,14 +211,14 @@ def _decay(group: Group) -> float:
 
 
 def _one_where_zero(ratio: Tensor, *norms: Tensor) -> Tensor:
-    """Return the ratio, and 1 where one of the norms is 0; the host need not know which."""
+    """Return `ratio`, or 1 where one of the norms is 0, without a wait for the device."""
     zero = torch.stack(norms).eq(0).any()
     return torch.where(zero, torch.ones_like(ratio), ratio)
 
 
 @contextmanager
 def _without_weight_decay(groups: list[Group]) -> Iterator[None]:
-    """Keep an optimizer from adding the weight decay once more."""
+    """Keep an optimizer from applying its own weight decay within the context."""
     kept = [(group, group["weight_decay"]) for group in groups if "weight_decay" in group]
     for group, _ in kept:
         group["weight_decay"] = 0.0

@@ -1,9 +1,9 @@
-"""The gradient noise scale: how large a batch may be before its gradient has hardly any noise left.
+"""The gradient noise scale: the batch size beyond which the gradient has hardly any noise left.
 
 McCandlish et al., "An Empirical Model of Large-Batch Training", arXiv:1812.06162, appendix A. The
-gradient of n samples has a squared norm of |G|^2 + tr(Sigma) / n in the mean, with G the gradient
-of all data, and Sigma the covariance of those of single samples. Two sizes give both: a replica's
-part of the batch and the whole batch.
+squared norm of the gradient of n samples has the mean |G|^2 + tr(Sigma) / n, with G the gradient
+of all data, and Sigma the covariance of gradients of single samples. Two values of n give both: a
+replica's samples and the whole batch.
 """
 
 from __future__ import annotations
@@ -30,20 +30,21 @@ _PURPOSE = "noise scale"
 class NoiseScale:
     """Measure the gradient noise scale of a parallelized model as it trains.
 
-    At this many samples a batch makes half the progress in a step of one without noise, and takes
-    twice the samples of a very small one. It grows as the loss falls. The units compared are the
-    replicas, or micro-batches, or both; samples have to stay on their replicas throughout the
-    model, and layers that mix them, such as batch normalisation, are seen as if they did not.
+    A batch of this many samples makes half the progress of a noise-free step, and takes twice the
+    samples of a very small batch for the same result. It grows as the loss falls. The units
+    compared are the replicas, or micro-batches, or both. Samples must stay on their replicas
+    throughout the model; layers that mix samples, such as batch normalisation, are treated as if
+    they did not.
 
     Parameters
     ----------
-    model: has been parallelized; the loss is a mean over samples.
-    decay: of the running averages of both estimates, for each step that is measured.
+    model: a parallelized module; the loss is a mean over samples.
+    decay: the decay of the running averages of both estimates, for each measured step.
 
     Attributes
     ----------
-    signal, noise: running averages of |G|^2 and tr(Sigma), both too small by the same factor in the
-        beginning, which their ratio is not.
+    signal, noise: running averages of |G|^2 and tr(Sigma). In the beginning both are too small by
+        the same factor, which cancels in their ratio.
 
     Raises
     ------
@@ -76,23 +77,25 @@ class NoiseScale:
         return {"signal": self.signal, "noise": self.noise}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Take up running averages."""
+        """Load running averages."""
         self.signal, self.noise = float(state["signal"]), float(state["noise"])
 
     def backward(self, losses: Tensor | Iterable[Tensor], samples: int) -> None:
-        """Compute the gradients of a step, and measure, in place of `loss.backward()`.
+        """Compute the gradients of a step and measure, in place of `loss.backward()`.
 
-        All ranks of the grid call it together. Gradients are added up among the ranks that share a
-        sample for each micro-batch, when its backward pass has ended, and then over the replicas:
-        nothing is hidden, so use it every so often. Gradients of earlier passes are dropped, as by
-        `zero_grad()`. With one unit in all, or where `samples` is no multiple of their number,
-        nothing is learned from the step.
+        All ranks of the grid call it together. For each micro-batch, gradients are summed among the
+        ranks that share a sample, once its backward pass has ended, and then over the replicas:
+        nothing
+        is hidden, so use it every so often. Gradients of earlier passes are dropped, as by
+        `zero_grad()`. A step with a single unit, or with `samples` that is no multiple of the
+        number of
+        units, is not measured.
 
         Parameters
         ----------
-        losses: the loss, or those of micro-batches of equal size, which are added up; they may be
-            computed one by one, by a generator.
-        samples: in the whole batch, those of all replicas and micro-batches together.
+        losses: the loss, or the losses of micro-batches of equal size, which are added up; a
+            generator may compute them one by one.
+        samples: the samples of the whole batch, over all replicas and micro-batches.
         """
         check_count("NoiseScale", "samples", samples, 1)
         messages: list[GradientMessage] = []
@@ -117,7 +120,7 @@ class NoiseScale:
         self._learn(squares, whole, samples, count * self._grid.shape["sample"])
 
     def _within_replica(self, message: GradientMessage) -> GradientMessage:
-        """Return a message with the sums over the ranks that share a sample, halves in float32."""
+        """Return the message summed over the ranks that share a sample, with halves as float32."""
         flat = message.flat.to(SUM_TYPES.get(message.flat.dtype, message.flat.dtype))
         wide = message._replace(flat=flat)
         self._add_up(wide, _within(wide))
@@ -137,12 +140,14 @@ class NoiseScale:
         return total
 
     def _learn(self, squares: Tensor, whole: Tensor, samples: int, units: int) -> None:
-        """Take up the estimates of a step from units of samples / units samples each.
+        """Update the running averages with the estimates of a step.
 
         Parameters
         ----------
-        squares, whole: this rank's share of the squared norms of the units' parts of the gradient,
-            added up, and of that of the gradient.
+        squares: this rank's share of the sum of the squared norms of the units' gradients.
+        whole: this rank's share of the squared norm of the whole gradient.
+        samples: the samples of the batch.
+        units: the number of units, each of samples / units samples.
         """
         # A unit's part of the mean is 1 / units of its own gradient.
         both = torch.stack((units * squares, whole))
@@ -165,7 +170,7 @@ def estimates(small: float, large: float, unit: int, batch: int) -> tuple[float,
     Parameters
     ----------
     small: the mean of the squared norms of gradients of `unit` samples each.
-    large: the squared norm of their mean, over `batch` samples.
+    large: the squared norm of the mean of these gradients, over `batch` samples.
     """
     signal = (batch * large - unit * small) / (batch - unit)
     noise = (small - large) / (1 / unit - 1 / batch)
@@ -173,5 +178,7 @@ def estimates(small: float, large: float, unit: int, batch: int) -> tuple[float,
 
 
 def _within(message: GradientMessage) -> tuple[str, ...]:
-    """Return the axes of the ranks that share a sample, and have parts of the same gradients."""
+    """Return the axes of ranks that share a sample and hold different summands of these
+    gradients.
+    """
     return tuple(axis for axis in message.axes if axis != "sample")

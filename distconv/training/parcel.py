@@ -8,18 +8,20 @@ import torch
 from torch import Tensor
 
 _ALIGNMENT = 16
-"""Bytes to which each tensor is aligned, so that it is used where it lies in the message."""
+"""Bytes to which each tensor in a message is aligned, so that it can be used in place."""
 
 
 class Packing:
-    """The layout of tensors in a message: a byte each for which are there, then those."""
+    """The layout of tensors in a message: a byte for each that says whether it is there, then
+    those.
+    """
 
     def __init__(self, tensors: Sequence[Tensor]):
         self._kinds = [(t.shape, t.dtype, t.numel() * t.element_size()) for t in tensors]
         self._begin = _aligned(len(tensors))
 
     def pack(self, tensors: Sequence[Tensor | None]) -> Tensor:
-        """Return the tensors, which may lie on any device, as bytes in host memory, a copy."""
+        """Return the tensors, from any device, as bytes in host memory, a copy."""
         size = self._begin
         for (_, _, nbytes), tensor in zip(self._kinds, tensors, strict=True):
             size += _aligned(nbytes) if tensor is not None else 0
@@ -35,12 +37,12 @@ class Packing:
         return message
 
     def unpack(self, message: Tensor) -> list[Tensor | None]:
-        """Return the tensors of a message, which lie in its memory, on its device.
+        """Return the tensors in a message, as views of its memory.
 
         Raises
         ------
         ValueError
-            Where its size is not that of such tensors.
+            Where the message has not the size of such tensors.
         """
         there = message[: len(self._kinds)].tolist()
         tensors: list[Tensor | None] = []
@@ -63,9 +65,9 @@ def _aligned(size: int) -> int:
 
 
 def dealt_out(sizes: Sequence[int], parts: int) -> list[list[int]]:
-    """Return for each part the places of its items, so that parts are about equally large.
+    """Return for each part the indices of its items, so that parts are about equally large.
 
-    The largest item goes first, each to the part that has least so far, the first of several.
+    The largest item goes first, each to the smallest part so far, the first of equals.
     """
     totals = [(0, part) for part in range(parts)]
     items: list[list[int]] = [[] for _ in range(parts)]

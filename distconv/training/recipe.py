@@ -1,9 +1,9 @@
 """The learning rate of a large batch: scaled, warmed up and let down again.
 
-With B samples in a batch in place of the B0 for which a rate was found, k = B / B0, the rate is
+For B samples in a batch in place of the B0 for which a rate was found, k = B / B0, the rate is
 multiplied by k (Goyal et al., "Accurate, Large Minibatch SGD", arXiv:1706.02677) or by its square
-root, is approached over some steps from the rate found, and decays from there. On a grid B counts
-the samples of all replicas; how many ranks share a sample appears nowhere.
+root. It grows from the rate found to the scaled one over some steps, and decays from there. On a
+grid B counts the samples of all replicas; the number of ranks that share a sample does not matter.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _SCALINGS = {"linear": lambda k: k, "sqrt": sqrt, "none": lambda k: 1.0}
 
 
 def base_rate(optimizer: type[optim.Optimizer]) -> float:
-    """Return a learning rate to begin with, for a class of optimizers and a usual batch size.
+    """Return a usual learning rate to begin with, for a class of optimizers and a usual batch size.
 
     Raises
     ------
     ValueError
-        For a class without one.
+        For a class that has none here.
     """
     for kind in optimizer.__mro__:
         if kind in _BASE_RATES:
@@ -50,7 +50,8 @@ def base_rate(optimizer: type[optim.Optimizer]) -> float:
 def number_of_steps(
     samples: int, epochs: int, batch_size: int, *, as_of_batch_size: int | None = None
 ) -> int:
-    """Return how many optimizer steps a training takes; the last batch of an epoch may be smaller.
+    """Return the number of optimizer steps of a training; the last batch of an epoch may be
+    smaller.
 
     Parameters
     ----------
@@ -67,25 +68,25 @@ def number_of_steps(
 
 @dataclass(frozen=True)
 class Recipe:
-    """The learning rate of every step, from that of an optimizer made for a reference batch size.
+    """The learning rate of every step, from an optimizer's rate for a reference batch size.
 
-    Needs no communication: every rank makes the same one.
+    No communication: every rank makes the same one.
 
     Parameters
     ----------
-    batch_size: the samples of a step, those of all replicas together: b * P_N.
+    batch_size: the samples of a step, over all replicas: b * P_N.
     reference_batch_size: the batch size for which the optimizer's learning rate was found.
-    scaling: by what the rate is multiplied for the larger batch, k = batch_size /
+    scaling: the factor of the rate for the larger batch, with k = batch_size /
         reference_batch_size: "linear" (k, for SGD), "sqrt" (its root, usual for Adam) or "none".
-    warmup_steps: over how many steps the rate goes linearly from the optimizer's to the scaled one.
-    decay: what becomes of the scaled rate after the warm-up.
+    warmup_steps: the steps in which the rate grows linearly from the optimizer's to the scaled one.
+    decay: the decay of the scaled rate after the warm-up.
     total_steps: the steps of the whole training, for decays that depend on its end; see
         `number_of_steps`.
 
     Raises
     ------
     ValueError
-        Where a value is out of its range, or a decay wants to know the end and is not told.
+        Where a value is out of its range, or a decay needs `total_steps` and has none.
     """
 
     batch_size: int
@@ -113,11 +114,11 @@ class Recipe:
 
     @property
     def scale(self) -> float:
-        """Return by what the rate is multiplied for the larger batch."""
+        """Return the factor of the rate for the larger batch."""
         return float(_SCALINGS[self.scaling](self.batch_size / self.reference_batch_size))
 
     def factor(self, step: int) -> float:
-        """Return by what the optimizer's learning rate is multiplied in a step, counted from 0."""
+        """Return the factor of the optimizer's learning rate in a step, counted from 0."""
         if step < self.warmup_steps:
             return 1.0 + (self.scale - 1.0) * step / self.warmup_steps
         left = (self.total_steps or 0) - self.warmup_steps
@@ -127,6 +128,6 @@ class Recipe:
         """Return torch's scheduler of an optimizer, to be stepped after every optimizer step.
 
         Each parameter group keeps its own learning rate as the base. The scheduler's state_dict
-        holds how far it has come; the recipe itself comes from the program again.
+        holds the number of steps; the program makes the recipe itself anew.
         """
         return LambdaLR(optimizer, lambda step: self.factor(step))

@@ -1,4 +1,4 @@
-"""The requests of clients to their server, and how a client asks all shards of it."""
+"""The requests of clients to their server, and a client's connection to all shards of it."""
 
 from __future__ import annotations
 
@@ -28,38 +28,42 @@ from distconv.transport.link import (
 class Kind(IntEnum):
     """The first number of a message.
 
-    Behind it a client says of which version its parameters are, how many samples it has seen since
-    it last said so, and how many steps it has taken. The server says of which version the
-    parameters are that it sends, how many samples it has got in all, and to HELLO how many steps of
-    this client it knew before.
+    In a request it is followed by the version of the client's parameters, the samples since its
+    last update, and its number of steps. In an answer it is followed by the version of the
+    parameters sent, the samples that the server has received in all, and for HELLO the steps of
+    this client that the server knew before.
     """
 
     HELLO = 1
-    """Ask for parameters and buffers, and bring what client and server have to have in common."""
+    """Ask for parameters and buffers, and send the description that client and server must
+    share.
+    """
     PUSH = 2
-    """Bring gradients and buffers; not answered."""
+    """Send gradients and buffers; not answered."""
     FETCH = 3
     """Ask for parameters."""
     PUSH_AND_FETCH = 4
     PULL = 5
-    """Bring parameters and buffers, and ask for the pull on the parameters."""
+    """Send parameters and buffers, and ask for the pull on the parameters."""
     STATE = 6
-    """Ask for parameters and buffers, which the client does not train with."""
+    """Ask for parameters and buffers, but not to train with them."""
     MEET = 7
-    """Ask to be answered when all clients that are at work have asked so."""
+    """Ask for an answer once all active clients have sent MEET."""
     DONE = 8
-    """Say that nothing more will come; answered when all is taken in."""
+    """Say that this client has finished; answered once the server has handled its updates."""
     LEAVE = 9
     """Say that this client has failed; not answered."""
     ANSWER = 10
     FAILED = 11
     """Say, in place of an answer, that the server has failed, and why."""
     SAVE = 12
-    """Ask as by MEET, and for the server to save its state under the number of steps before."""
+    """Ask as by MEET, and ask the server to save its state under the number in place of the
+    steps.
+    """
 
 
 _RENEWING = (Kind.HELLO, Kind.FETCH, Kind.PUSH_AND_FETCH, Kind.PULL)
-"""The requests after which a client has parameters of the version that the answer tells."""
+"""The requests after which a client has parameters of the version in the answer."""
 
 _AWAITED = {
     Kind.HELLO: "the parameters to begin with",
@@ -72,10 +76,10 @@ _AWAITED = {
     Kind.SAVE: "all workers to meet, and the server to save its state",
     Kind.DONE: "the server to take note of its end",
 }
-"""What a client waits for, by its request."""
+"""For each request, the thing that a client waits for, in words."""
 
 _FAREWELL = 5.0
-"""Seconds that a last word may take to leave."""
+"""Seconds allowed for sending a last message."""
 
 
 class ServerLost(RuntimeError):
@@ -90,9 +94,9 @@ class Answer(NamedTuple):
 
     Attributes
     ----------
-    tensors: in the order of the model, parameters and then buffers; None for what does not come.
-    samples: how many the server has got in all.
-    steps: how many of this client the server knew when it came.
+    tensors: in the order of the model, parameters and then buffers; None for tensors not sent.
+    samples: the samples that the server has received in all.
+    steps: the steps of this client that the server knew before.
     """
 
     tensors: list[Tensor | None]
@@ -101,7 +105,7 @@ class Answer(NamedTuple):
 
 
 class Asking(Protocol):
-    """A way to ask a server."""
+    """An interface to ask a server."""
 
     def ask(
         self,
@@ -110,7 +114,7 @@ class Asking(Protocol):
         samples: int = 0,
         steps: int = 0,
     ) -> Answer:
-        """Bring tensors, in the order of the model, and return the answer, if there is to be one.
+        """Send tensors, in the order of the model, and return the answer, if the request has one.
 
         Raises
         ------
@@ -120,20 +124,20 @@ class Asking(Protocol):
 
 
 class Shards:
-    """Which tensors of a model each shard of its server holds; the same on every rank.
+    """The tensors of a model that each shard of its server holds; the same on every rank.
 
-    Parameters are dealt out whole, so that layers keep their norms, to shards of about as many
-    bytes; so are buffers.
+    Parameters are dealt out whole, so that layers keep their norms, to shards of about equal
+    numbers of bytes; so are buffers.
 
     Parameters
     ----------
-    parameters, buffers: of the model, in its order.
-    shards: how many there are.
+    parameters, buffers: those of the model, in its order.
+    shards: the number of shards.
 
     Raises
     ------
     ValueError
-        Where there are fewer parameters.
+        Where there are fewer parameters than shards.
     """
 
     def __init__(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor], shards: int):
@@ -152,11 +156,11 @@ class Shards:
             [*first, *(len(parameters) + i for i in second)]
             for first, second in zip(own, others, strict=True)
         ]
-        """For each shard, the places of its tensors, parameters first."""
+        """For each shard, the indices of its tensors, parameters first."""
         self.packings = [Packing([tensors[i] for i in part]) for part in self.parts]
 
     def joined(self, payloads: Sequence[Tensor]) -> list[Tensor | None]:
-        """Return what all shards have sent in the order of the model."""
+        """Return the tensors in the messages of all shards, in the order of the model."""
         tensors: list[Tensor | None] = [None] * self.tensors
         for part, packing, payload in zip(self.parts, self.packings, payloads, strict=False):
             if payload.numel():
@@ -172,7 +176,7 @@ class Connection:
         self._links, self._shards, self._agreed = links, shards, agreed
         self._limit = time_limit()
         self._versions = [0] * len(links)
-        """For each shard, of which version the parameters are that this client has."""
+        """For each shard, the version of the parameters that this client has."""
 
     def ask(
         self,
@@ -181,7 +185,7 @@ class Connection:
         samples: int = 0,
         steps: int = 0,
     ) -> Answer:
-        """Bring tensors, in the order of the model, and return the answer, if there is to be one.
+        """Send tensors, in the order of the model, and return the answer, if the request has one.
 
         Raises
         ------
@@ -194,7 +198,9 @@ class Connection:
     def answers(
         self, kind: Kind, tensors: Sequence[Tensor | None] | None, samples: int, steps: int
     ) -> list[Message]:
-        """Ask every shard; return its answers as they are, none where there are to be none."""
+        """Send a request to every shard; return the raw answers, none where the request has
+        none.
+        """
         until = time.monotonic() + self._limit
         try:
             for j, link in enumerate(self._links):
@@ -237,7 +243,9 @@ class Connection:
 
 
 def leave(above: Sequence[Link], below: Sequence[Link], why: str) -> None:
-    """Tell servers that their client has failed, and clients that their server has; hang up."""
+    """Tell servers that their client has failed, and clients that their server has; close the
+    links.
+    """
     until = time.monotonic() + _FAREWELL
     for links, last in ((above, message((Kind.LEAVE,))), (below, failed(why))):
         for link in links:
@@ -253,7 +261,7 @@ def failed(why: str) -> Message:
 
 
 def joined(found: Sequence[Message], shards: Shards) -> Answer:
-    """Return the answers of all shards as one; of numbers that differ, as counts do, the least."""
+    """Return the answers of all shards as one; where counts differ, the smallest."""
     if not found:
         return Answer([None] * shards.tensors, 0, 0)
     samples, steps = (min(answer.numbers[i] for answer in found) for i in (2, 3))

@@ -1,4 +1,4 @@
-"""A server: it holds parameters, takes in what clients bring, and decides whom to answer when.
+"""A server: it holds parameters, handles requests of clients, and decides when to answer them.
 
 It knows nothing of links and ranks: a request comes in, and the answers that are due go out.
 """
@@ -19,7 +19,7 @@ from distconv.training.requests import Asking, Kind
 from distconv.transport.link import Message, message
 
 Due = list[tuple[int, Message]]
-"""Clients, and the answers that they are to get now."""
+"""Clients, each with the answer to send now."""
 
 
 @dataclass
@@ -28,12 +28,12 @@ class Report:
 
     Attributes
     ----------
-    updates: how often the parameters have changed.
-    samples: how many the updates stand for.
-    staleness: how many updates have come with how many others in between, since the client had got
-        the parameters that it belongs to.
-    requests: how many updates each client has brought, by its number at this server.
-    lost: the clients that have been dropped, and why.
+    updates: the number of changes of the parameters.
+    samples: the number of samples behind these updates.
+    staleness: a histogram: the number of updates by the number of other updates since their client
+        had received its parameters.
+    requests: the number of updates of each client, by its number at this server.
+    lost: the clients that were dropped, and why.
     """
 
     updates: int = 0
@@ -54,25 +54,27 @@ class Report:
 
 
 class Rule(Protocol):
-    """The part of a method that a server takes: it takes in what clients bring."""
+    """The server's part of a method: it updates the parameters by the requests of clients."""
 
     kinds: tuple[Kind, ...]
-    """The requests that bring something."""
+    """The requests that carry updates."""
     optimizer: Any
     """The server's optimizer, or None."""
     scheduler: Any
-    """That of the optimizer, or None."""
+    """The scheduler of the optimizer, or None."""
     waits: bool
-    """Whether an update takes what all clients at work bring; otherwise each makes one."""
+    """Whether an update waits for requests of all active clients; otherwise each request is an
+    update.
+    """
 
     def update(self, brought: Sequence[tuple[list[Tensor | None], int]]) -> list[Tensor | None]:
-        """Change the parameters by what clients have brought, each with its samples.
+        """Change the parameters by the tensors of one or more clients, each with its samples.
 
-        Return what the client gets that has asked for a PULL, in place of the parameters.
+        Return the tensors to send to a client that asked for a PULL, in place of the parameters.
         """
 
     def finish(self) -> None:
-        """Bring the server above, where there is one, what it has not got yet."""
+        """Send the updates not sent yet to the server above, if there is one."""
 
 
 class Server:
@@ -80,13 +82,13 @@ class Server:
 
     Parameters
     ----------
-    parameters, buffers: what this shard holds, in the order of the model.
-    places: of these in the messages of this shard, where they are mixed.
-    rule: the method.
-    clients: how many there are; they are known by numbers from 0.
-    agreed: what a client has to say in its HELLO.
-    above: the server of which this one is a client, where there is one.
-    save: saves the state of this shard under a number that the clients give.
+    parameters, buffers: the tensors of this shard, in the order of the model.
+    places: the positions of these in the messages of this shard, where they are mixed.
+    rule: the server's part of the method.
+    clients: the number of clients, which are numbered from 0.
+    agreed: the description that a client must send in its HELLO.
+    above: the server of which this one is a client, if there is one.
+    save: saves the state of this shard under a number that the clients choose.
     """
 
     def __init__(
@@ -104,18 +106,18 @@ class Server:
         self._packing = Packing([*parameters, *buffers])
         self._rule, self._agreed, self._above, self._save = rule, agreed, above, save
         self.active = set(range(clients))
-        """The clients at work."""
+        """The active clients."""
         self._met: list[int] = []
         self._numbers: set[int] = set()
-        """Those under which the clients that have met want the state to be saved."""
+        """The numbers under which the clients that have met want the state to be saved."""
         self._pending: dict[int, tuple[Kind, list[Tensor | None], int]] = {}
-        """Requests to an update that waits for those of others, by client."""
+        """Requests, by client, for an update that waits for requests of other clients."""
         self.steps: Counter[int] = Counter()
-        """The number of steps of each client that have been taken in."""
+        """The number of steps of each client whose updates were handled."""
         self.report = Report()
 
     def handle(self, client: int, request: Message) -> Due:
-        """Take in a request, and return the answers that are due.
+        """Handle a request, and return the answers that are due.
 
         Raises
         ------
@@ -143,7 +145,7 @@ class Server:
         raise ValueError(f"client {client} asks for {kind.name}, which this method does not know")
 
     def drop(self, client: int, why: str) -> Due:
-        """Go on without a client; return the answers that the others have waited for."""
+        """Continue without a client; return the answers for which others had waited for it."""
         if client in self.active:
             self.active.discard(client)
             self.report.lost[client] = why
@@ -161,7 +163,7 @@ class Server:
         return self._settled()
 
     def _settled(self) -> Due:
-        """Do what has waited for clients that now need not be waited for any more."""
+        """Do the updates and meetings that no longer wait for any client; return the answers."""
         due: Due = []
         working = self.active.difference(self._met)
         if self._pending and (not self._rule.waits or working <= self._pending.keys()):
@@ -173,7 +175,7 @@ class Server:
         return due
 
     def _meet(self) -> None:
-        """Meet the clients of other servers, and save the state where that is asked for."""
+        """Meet the clients of other servers, and save the state if asked to."""
         if len(self._numbers) > 1:
             numbers = ", ".join(map(str, sorted(self._numbers)))
             raise ValueError(f"workers save under the numbers {numbers}; give all the same")
@@ -187,7 +189,7 @@ class Server:
         self._numbers.clear()
 
     def _update(self) -> Due:
-        """Take in what is pending, and answer those who have asked for parameters."""
+        """Apply the pending requests, and answer clients that asked for parameters."""
         pending, self._pending = self._pending, {}
         # In the order of the clients, so that sums do not depend on who comes first.
         ordered = sorted(pending.items())
@@ -203,7 +205,7 @@ class Server:
         return due
 
     def _average_buffers(self, theirs: Sequence[Tensor | None]) -> None:
-        """Move the buffers towards those of a client, by its share; take over whole numbers."""
+        """Move the buffers towards a client's, by its share of the samples; copy integers."""
         for own, other in zip(self._buffers, theirs, strict=True):
             if other is None:
                 continue

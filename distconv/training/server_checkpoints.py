@@ -1,4 +1,4 @@
-"""The checkpoints of servers: each rank of a server saves what it holds in a folder of its own."""
+"""The checkpoints of servers: each rank of a server saves its shard in a folder of its own."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class ServerCheckpoints:
     Parameters
     ----------
     shard: the part of the model that this rank holds, parallelized on its own.
-    rule, server: whose state goes along.
-    folder: for the checkpoints; None where nothing is saved.
-    save_every: the number of updates from one to the next; None where the workers say when.
-    keep: how many there are at most.
+    rule, server: their state is saved with it.
+    folder: the folder of the checkpoints; None to save nothing.
+    save_every: the number of updates between checkpoints; None where the workers decide.
+    keep: the largest number of checkpoints.
     """
 
     def __init__(
@@ -48,23 +48,23 @@ class ServerCheckpoints:
         self._saved = -1
 
     def save_if_due(self) -> None:
-        """Save the state where enough updates have been made since the last time."""
+        """Save the state if `save_every` updates were made since the last checkpoint."""
         if self._every and self._server.report.updates - max(self._saved, 0) >= self._every:
             self.save()
 
     def save(self) -> None:
-        """Save the state, where it has changed since, under the number of its updates."""
+        """Save the state, unless it is saved already, under the number of its updates."""
         updates = self._server.report.updates
         if self._folder is not None and self._every and updates != self._saved:
             self._save(self._folder, updates)
 
     def save_under(self, number: int) -> None:
-        """Save the state under a number that the workers give.
+        """Save the state under a number that the workers chose.
 
         Raises
         ------
         ValueError
-            Where the server saves nothing, or at other times.
+            Where the server has no folder, or saves by its own count.
         """
         if self._folder is None or self._every:
             raise ValueError(
@@ -93,7 +93,7 @@ class ServerCheckpoints:
         self._saved = report.updates
 
     def check_new(self) -> None:
-        """Raise `FileExistsError` for what another run has learned, which would hide this one's."""
+        """Raise `FileExistsError` where the folder holds checkpoints of another run."""
         for newest in [] if self._folder is None else checkpoints_in(self._folder)[:1]:
             if step_of(newest) > 0:
                 raise FileExistsError(
@@ -102,12 +102,12 @@ class ServerCheckpoints:
                 )
 
     def load(self, chosen: Path | None) -> None:
-        """Go on from a checkpoint, or from the last in the folder, where there is one.
+        """Load a checkpoint, or the last in the folder, if there is one.
 
         Raises
         ------
         DataError
-            Where it cannot be read, or is one of another model or optimizer.
+            Where it cannot be read, or is of another model or optimizer.
         ValueError
             Where there is no folder.
         """
@@ -126,7 +126,7 @@ class ServerCheckpoints:
             server.steps = Counter(found.extra["steps"])
 
     def take(self, tensors: Sequence[Tensor | None]) -> None:
-        """Begin with what the server above has."""
+        """Start with the tensors of the server above."""
         with torch.no_grad():
             own = (*self._shard.parameters(), *self._shard.buffers())
             for tensor, value in zip(own, tensors, strict=True):
@@ -135,7 +135,7 @@ class ServerCheckpoints:
 
 
 def server_state(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Return the last state that a server has saved, of all its shards: a plain state_dict.
+    """Return the last state that a server saved, of all its shards: a plain state_dict.
 
     Raises
     ------

@@ -1,4 +1,6 @@
-"""A server at work: it talks to its clients until the last one has gone, and saves its state."""
+"""The loop of a server: it talks to its clients until the last one has left, and saves its
+state.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ class Method(Protocol):
         clients: int,
         above: Asking | None,
     ) -> Rule:
-        """Return what a server does with what its clients bring."""
+        """Return the server's part of the method."""
 
     def client(
         self,
@@ -47,11 +49,11 @@ class Method(Protocol):
         server: Asking,
         steps: int,
     ) -> Any:
-        """Return what a client does in its steps."""
+        """Return the client's part of the method."""
 
 
 class AllWorkersLost(RuntimeError):
-    """No worker is left, and none has come to its end."""
+    """No worker is left, and none has finished."""
 
 
 def serve(
@@ -64,30 +66,30 @@ def serve(
     keep: int = 2,
     resume: bool | os.PathLike[str] = False,
 ) -> Report:
-    """Serve workers until the last one has come to its end, and return how it went.
+    """Serve workers until the last one has finished, and return a report of the training.
 
-    Every rank of a server calls it, while those of workers train with a `Worker`. A worker that is
-    lost is dropped, with a warning, and the others go on; where ranks are started by MPI, their
-    launcher ends the job instead. A server that is lost ends the job.
+    Every rank of a server calls it, while the ranks of workers train with a `Worker`. A lost worker
+    is dropped with a warning, and the others continue; where ranks are started by MPI, their
+    launcher ends the job instead. A lost server ends the job.
 
     Parameters
     ----------
-    model: the same as the workers', which are given these parameters; it is left as it is.
-    folder: where this rank saves what it holds, in a folder of its own, every so many updates and
-        at the end; see `server_state`. Without, nothing is saved.
-    save_every: the number of updates from one checkpoint to the next; None for saving when the
-        workers do, by `Worker.save`, and at no other time.
-    keep: how many checkpoints there are at most.
-    resume: whether to go on from the last checkpoint in `folder`, where there is one; or the
-        checkpoint to go on from, by `Team.last_saved`.
+    model: the same as the workers', which start with its parameters; it is not changed.
+    folder: the folder in which this rank saves its shard, in a folder of its own; see
+        `server_state`. None to save nothing.
+    save_every: the number of updates between checkpoints, one more is made at the end; None to save
+        only when the workers do, by `Worker.save`.
+    keep: the largest number of checkpoints.
+    resume: whether to load the last checkpoint in `folder`, if there is one; or the path of a
+        checkpoint, from `Team.last_saved`.
 
     Raises
     ------
     AllWorkersLost
-        When the last worker is gone, and none has come to its end; the state is saved before.
+        When the last worker is gone, and none has finished; the state is saved before.
     FileExistsError
-        Where `folder` holds the state of another run, and this one is not to go on from there;
-        clients raise ServerLost with the same words.
+        Where `folder` holds the state of another run and `resume` is not given; clients raise
+        ServerLost with the same words.
     ServerLost
         Where the server above has ended.
     ValueError
@@ -145,7 +147,7 @@ def serve(
 
 
 def shards_of_model(model: nn.Module, team: Team) -> Shards:
-    """Return how a model, which has been parallelized or not, is dealt out to servers."""
+    """Return the division of a model, parallelized or not, over the shards of a server."""
     # Those without elements stand for whole ones, also of sharded parameters.
     like = [
         [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in some]
@@ -155,7 +157,7 @@ def shards_of_model(model: nn.Module, team: Team) -> Shards:
 
 
 def described(model: nn.Module, method: object) -> str:
-    """Return in words what server and clients have to have in common."""
+    """Return a description of model and method, which server and clients must share."""
     named = (*model.named_parameters(), *model.named_buffers())
     sizes = [f"{name} {tuple(t.shape)} {t.dtype}".replace("torch.", "") for name, t in named]
     return f"{method}, {', '.join(sizes)}"
@@ -218,7 +220,9 @@ def _run(server: Server, links: Mapping[int, Link], state: ServerCheckpoints) ->
 
 
 def _only(model: nn.Module, part: Sequence[int]) -> nn.Module:
-    """Return a copy of a model that has some of its parameters and buffers only, on the host."""
+    """Return a copy of a model on the host, with only the parameters and buffers at indices
+    `part`.
+    """
     kept = {
         name
         for i, (name, _) in enumerate((*model.named_parameters(), *model.named_buffers()))

@@ -1,4 +1,4 @@
-"""Servers and workers: which ranks of a job hold the parameters, and which train with them."""
+"""Servers and workers: the ranks of a job that hold the parameters, and those that train."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ from distconv.transport.watched import Wait, Waiting
 _teams = count()
 
 SERVER_FOLDER = "server-{rank}"
-"""The folder of a rank of a server."""
+"""The name of the folder of a rank of a server."""
 
 
 @dataclass(frozen=True)
 class Arrangement:
-    """Who is who among a number of ranks; no communication.
+    """The roles of the ranks of a job. No communication.
 
-    The first ranks are the servers, one for each shard of the parameters; then, with several
-    groups, those of each group, under the first ones; then the workers, group by group, each of so
-    many ranks one after the other.
+    The first ranks are the servers, one for each shard of the parameters. With several groups, the
+    servers of each group follow. The last ranks are the workers, group by group, each with
+    consecutive ranks.
 
     Parameters
     ----------
-    ranks: of the job.
-    shards: over how many ranks each server is spread.
-    groups: of workers. Where there are several, each has a server of its own.
-    of_worker: the ranks of a worker.
+    ranks: the number of ranks of the job.
+    shards: the number of ranks of each server.
+    groups: the number of groups of workers. With several, each has a server of its own.
+    of_worker: the number of ranks of a worker.
 
     Raises
     ------
@@ -70,7 +70,7 @@ class Arrangement:
 
     @property
     def servers(self) -> int:
-        """Return the number of ranks that serve."""
+        """Return the number of ranks that are servers."""
         return self.shards * (self.groups + 1 if self.groups > 1 else 1)
 
     @property
@@ -97,7 +97,9 @@ class Arrangement:
         return (rank - self.servers) // self.of_worker
 
     def above(self, rank: int) -> list[int]:
-        """Return the ranks that a rank sends updates to; none for all but the first of a worker."""
+        """Return the ranks to which a rank sends updates; only the first rank of a worker has
+        some.
+        """
         if rank >= self.servers:
             worker = self.worker_of(rank)
             first = rank == self.ranks_of(worker)[0]
@@ -105,41 +107,42 @@ class Arrangement:
         return [rank % self.shards] if rank >= self.shards else []
 
     def below(self, rank: int) -> list[int]:
-        """Return the ranks that a server gets updates from."""
+        """Return the ranks from which a server receives updates."""
         return [r for r in range(self.ranks) if rank in self.above(r)] if self.serves(rank) else []
 
     def serves(self, rank: int) -> bool:
-        """Return whether a rank is one of a server."""
+        """Return whether a rank belongs to a server."""
         return rank < self.servers
 
 
 class Team:
-    """The ranks of a job as servers and workers; all ranks of the job make it together.
+    """The ranks of a job as servers and workers. All ranks of the job make it together.
 
     A worker is a replica, or several that run in step, on a grid of its own. Workers do not run in
     step with each other: each trains with the parameters of its server (`serve`, `Worker`).
 
     Parameters
     ----------
-    servers: over how many ranks the server is spread, each of which holds some of the parameters,
-        so that no link carries all.
-    groups: of workers. Where there are several, each has a server of its own, of as many ranks,
-        and these are clients of the first, as workers are of theirs.
-    device: as for a `ProcessGrid`, of workers.
+    servers: the number of ranks of the server. Each holds some of the parameters, so that no link
+        carries all.
+    groups: the number of groups of workers. With several, each has a server of its own, with the
+        same number of ranks, and these are clients of the first server, as workers are of theirs.
+    device: the device of the workers' ranks, as for `ProcessGrid`.
     sample, channel, filter, depth, height, width: the ranks of a worker along each axis. With
         `sample` above 1 a worker is a synchronous group (hybrid SGD; Kurth et al., "Deep learning
         at 15PF", SC 2017).
 
     Attributes
     ----------
-    workers: how many there are.
-    worker: the number of this rank's; None for a server.
-    grid: of this rank's worker; None for a server.
+    workers: the number of workers.
+    worker: the number of this rank's worker; None for a server.
+    grid: the grid of this rank's worker; None for a server.
 
     Raises
     ------
     ValueError
-        On every rank, where the ranks of the job are not as many, or pass different arguments.
+        On every rank, where the number of ranks does not fit, or the ranks pass different
+        arguments.
     """
 
     def __init__(
@@ -185,29 +188,29 @@ class Team:
             self.grid = ProcessGrid(members, device=device, **shape)
 
     def folder(self, within: str | os.PathLike[str]) -> Path:
-        """Return where this rank's server or worker saves its state, within a common folder."""
+        """Return the folder of this rank's server or worker within a common folder."""
         own = f"worker-{self.worker}" if self.grid else SERVER_FOLDER.format(rank=self.rank)
         return Path(within) / own
 
     def last_saved(self, within: str | os.PathLike[str]) -> Path | None:
-        """Return this rank's part of the last state that all workers and servers have saved.
+        """Return this rank's checkpoint of the last state that all workers and servers have saved.
 
-        They save it together by `Worker.save`. All ranks of the job call this together, before
-        they serve or make a `Worker`. None where there is no state of which every part is there.
+        They save it together by `Worker.save`. All ranks of the job call this together, before they
+        serve or make a `Worker`. None where no state is complete.
 
         Parameters
         ----------
-        within: the folder in which the state was saved. The first rank of each worker has to see
-            it, and each rank of a server.
+        within: the folder in which the state was saved. The first rank of each worker, and each
+            rank of a server, must see it.
         """
         looks = self.grid is None or self.grid.rank == 0
         with _watched(self.rank, self.arrangement.ranks):
             return last_in_common(self.folder(within), self._comm, looks=looks)
 
     def leave(self, error: BaseException | None = None) -> None:
-        """Hang up, once: in good order, or by an error, of which servers and clients are told.
+        """Close all links, once; after an error, tell servers and clients about it.
 
-        A program that ends without tells them, too.
+        A program that ends without calling it does the same.
         """
         if error is not None and self._leave.detach():
             leave(self.above, self.below, f"{type(error).__name__}: {error}")
@@ -226,7 +229,7 @@ class Team:
 
 @contextmanager
 def _watched(rank: int, size: int) -> Iterator[None]:
-    """Let the ranks of a job wait for each other within the context, as long as others may."""
+    """Watch the ranks of a job that wait for each other within the context."""
     waiting = Waiting()
     watch = Watch(rank, size, waiting)
     try:

@@ -14,8 +14,8 @@ _WITHIN_A_SAMPLE = tuple(axis for axis in AXES if axis != "sample")
 def worker_grid(grid: ProcessGrid) -> ProcessGrid:
     """Return the grid of this rank's replica alone: the ranks of `grid` that share its samples.
 
-    All ranks of `grid` call it together. A model that is parallelized on it is trained by these
-    ranks, on their own samples, apart from the other replicas.
+    All ranks of `grid` call it together. A model parallelized on it is trained by these ranks
+    alone, on their own samples.
     """
     extents: dict[str, Any] = {axis: grid.shape[axis] for axis in _WITHIN_A_SAMPLE}
     peers = grid.topology.peers(grid.rank, _WITHIN_A_SAMPLE)

@@ -1,4 +1,4 @@
-"""Memory of messages, used again for later messages of the same size.
+"""Memory of messages, reused for later messages of the same size.
 
 Fresh memory costs page faults when it is first written, up to several times the message's cost.
 """
@@ -16,20 +16,21 @@ from torch import Tensor
 ByteArray = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 
 KEPT_BYTES = 64 * 2**20
-"""Bytes that are kept for later."""
+"""Bytes kept for later messages."""
 SMALL_BYTES = 64 * 2**10
-"""Bytes of a message up to which malloc uses memory again itself, which takes less than to keep it
-here."""
+"""The largest message, in bytes, whose memory malloc reuses by itself, which is cheaper than
+here.
+"""
 
 
 def release_idle() -> None:
-    """Let go of all memory that is kept for later messages."""
+    """Free all memory that is kept for later messages."""
     for pool in list(_POOLS):
         pool.release_idle()
 
 
 class BufferPool:
-    """Tensors whose memory comes back by itself when nothing refers to it any more."""
+    """Tensors whose memory returns to the pool when nothing refers to it any more."""
 
     def __init__(self) -> None:
         _POOLS.add(self)
@@ -38,7 +39,7 @@ class BufferPool:
         self._lent: dict[int, tuple[ref[ByteArray], ByteArray]] = {}
 
     def empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Return a contiguous tensor of `shape` in the type of `like`, with anything in it.
+        """Return a contiguous tensor of `shape` in the type of `like`, not initialised.
 
         Both are on the CPU.
         """
@@ -61,7 +62,7 @@ class BufferPool:
         return message if len(shape) == 1 else message.view(shape)
 
     def release_idle(self) -> None:
-        """Let go of the memory that is kept for later messages."""
+        """Free the memory that is kept for later messages."""
         self._idle.clear()
         self._idle_bytes = 0
 
@@ -75,4 +76,4 @@ class BufferPool:
 
 
 _POOLS: WeakSet[BufferPool] = WeakSet()
-"""All that there are in the process."""
+"""All pools of the process."""

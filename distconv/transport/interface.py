@@ -1,4 +1,4 @@
-"""Bytes between ranks, and nothing else: the interfaces of carriers and communicators."""
+"""The interfaces of carriers and communicators, which move bytes between ranks."""
 
 from __future__ import annotations
 
@@ -12,36 +12,38 @@ import torch
 from torch import Tensor
 
 SUM_TYPES = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.bool: torch.int32}
-"""For types that are not added up as they are, the type in which they are."""
+"""The types in which other types are summed."""
 
 Message: TypeAlias = tuple[int, Tensor]
-"""Another rank, and the contiguous tensor that leaves for it or arrives from it."""
+"""Another rank, and the contiguous tensor that is sent to it or received from it."""
 
 
 class Request(Protocol):
     """Messages or a reduction under way."""
 
     def wait(self) -> None:
-        """Return when all is complete for what the program does next, which may use the tensors.
+        """Return when the tensors may be used.
 
-        On a GPU that is the work given to the current stream next; the host may return earlier.
+        On a GPU they may be used by the next work on the current stream; the host may return
+        earlier.
         """
 
 
 class Transport(Protocol):
-    """A carrier of messages between the ranks of one grid, which wait for them in one order.
+    """A carrier of messages between the ranks of one grid.
 
     `next_tag` numbers the exchanges. All ranks start them in the order of the program, so an
-    exchange has one number everywhere, and its messages cannot be taken for those of another in
-    flight. A tensor on a GPU is read as the current stream has written it when it comes to the
-    exchange. A group is what `ProcessGrid.communicator` returns; all its ranks call a collective
-    together. Tensors are contiguous.
+    exchange has the same number on all, which keeps its messages apart from others under way. A
+    tensor on a GPU is read after the work queued on the current stream when the exchange starts. A
+    group is a result of `ProcessGrid.communicator`; all its ranks call a collective together.
+    Tensors are contiguous.
     """
 
     name: str
     ordered: bool
-    """Whether all ranks have to start messages of every kind in one order, also those of different
-    groups: a GPU may work them off one after the other, each of which waits for other ranks."""
+    """Whether all ranks must start messages of every kind in one order, also of different groups: a
+    GPU may process them one after the other, each waiting for other ranks.
+    """
 
     def next_tag(self) -> int:
         """Return the tag of the next exchange, the same on all ranks."""
@@ -52,42 +54,44 @@ class Transport(Protocol):
     def exchange(
         self, arriving: Sequence[Message], leaving: Sequence[Message], tag: int
     ) -> Request:
-        """Start the messages of one exchange, none of which waits for another."""
+        """Start the messages of one exchange, which do not wait for each other."""
 
     def all_reduce(self, tensor: Tensor, group: Any) -> Request:
-        """Start adding up a tensor in place over the ranks of `group`.
+        """Start to sum a tensor in place over the ranks of `group`.
 
-        Half types and booleans are added up in float32 and int32, and rounded once.
+        Half types and booleans are summed in float32 and int32, and rounded once.
         """
 
     def all_gather(self, tensor: Tensor, group: Any) -> Tensor:
         """Return the tensors of all ranks of `group`, stacked in rank order."""
 
     def broadcast(self, tensor: Tensor, group: Any) -> None:
-        """Overwrite a tensor by the one of the first rank of `group`."""
+        """Overwrite a tensor by the tensor of the first rank of `group`."""
 
 
 class StreamTransport(Transport, Protocol):
-    """A carrier by which streams of an accelerator wait for messages, and the host does not.
+    """A carrier for which streams of an accelerator wait, and not the host.
 
-    It is `ordered`, and no other is. In a batch of messages those that leave come first.
+    It is `ordered`, and no other is. In a batch of messages sends come first.
     """
 
     device: torch.device
     """The accelerator of this rank."""
 
     def check(self) -> None:
-        """Raise `RuntimeError` where it has met with an error since messages were started.
+        """Raise `RuntimeError` where the carrier has met an error since messages were started.
 
-        A thread other than the one that sends may call it.
+        A thread other than the sending one may call it.
         """
 
     def close(self, abort: bool) -> None:
-        """End all connections, when their work is done, or at once; nothing is sent afterwards."""
+        """Close all connections, when their work is done, or at once; nothing is sent
+        afterwards.
+        """
 
 
 _MOST = 32767
-"""How many tags there are before they begin again; every MPI has as many."""
+"""The number of tags before they repeat; every MPI has as many."""
 
 
 class Tags:
@@ -108,20 +112,21 @@ class Tags:
 
 
 class Comparison:
-    """Numbers that are being compared among ranks.
+    """A comparison of numbers among ranks, under way.
 
     Parameters
     ----------
-    wait: returns when `most` is there.
-    most: the numbers of this rank, followed by the same with the other sign; then, in the same
-        memory, the largest of each over the ranks.
+    wait: waits until `most` is complete.
+    most: this rank's numbers followed by their negatives; after `wait` the maxima over the ranks.
     """
 
     def __init__(self, wait: Callable[[], object], most: array[int]):
         self._wait, self._most = wait, most
 
     def wait(self) -> list[bool]:
-        """Return, when every rank has brought its numbers, which of them are the same on all."""
+        """Return for each number whether it is equal on all ranks, once every rank has sent its
+        numbers.
+        """
         self._wait()
         most = self._most
         half = len(most) // 2
@@ -129,14 +134,16 @@ class Comparison:
 
 
 def with_opposites(numbers: Sequence[int]) -> array[int]:
-    """Return numbers, and the same with the other sign: their maxima over ranks tell extremes."""
+    """Return the numbers followed by their negatives: maxima of both over ranks give the
+    extremes.
+    """
     return array("q", (*numbers, *map(neg, numbers)))
 
 
 class ObjectCommunicator(Protocol):
-    """The part of mpi4py's communicators that `ProcessGrid.comm` has in any case: small objects.
+    """The methods of mpi4py's communicators that `ProcessGrid.comm` always has: small objects.
 
-    All of them call each method together, and in one order.
+    All of its ranks call each method together, and in one order.
     """
 
     @property
@@ -145,20 +152,20 @@ class ObjectCommunicator(Protocol):
 
     @property
     def size(self) -> int:
-        """Return how many they are."""
+        """Return the number of ranks."""
 
     def allgather(self, value: Any, /) -> list[Any]:
-        """Return what every rank passes, in rank order."""
+        """Return the values of all ranks, in rank order."""
 
     def bcast(self, value: Any = None, /) -> Any:
-        """Return what the first rank passes."""
+        """Return the first rank's value."""
 
 
 class Communicator(ObjectCommunicator, Protocol):
     """Ranks of the job that exchange small messages on the host, for one purpose."""
 
     ranks: tuple[int, ...]
-    """All of them by their numbers in the job, in their order."""
+    """The job's numbers of its ranks, in their order."""
     purpose: str
 
     def all_gather_numbers(self, numbers: Sequence[int]) -> np.ndarray:
@@ -168,7 +175,9 @@ class Communicator(ObjectCommunicator, Protocol):
         """Start to compare numbers of fewer than 64 bits with those of the other ranks."""
 
     def subgroup(self, ranks: tuple[int, ...], purpose: str) -> Communicator:
-        """Return a communicator of some of the ranks, in numbers of the job; those call it."""
+        """Return a communicator of some of the ranks, by their numbers in the job; those call
+        it.
+        """
 
     def for_program(self) -> Any:
-        """Return what `ProcessGrid.comm` gives to programs."""
+        """Return the object for `ProcessGrid.comm`."""

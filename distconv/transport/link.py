@@ -1,7 +1,7 @@
-"""Links: messages between two ranks that do not run in step, one to the other at any time.
+"""Links: messages between two ranks that do not run in step, sent at any time.
 
-A `Transport` carries what all ranks of a grid exchange together. A link carries what a server and a
-client tell each other while others compute.
+A `Transport` carries exchanges of all ranks of a grid together. A link carries requests and answers
+of a server and a client while others compute.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 NUMBERS = 6
-"""The number of whole numbers before the bytes of each message."""
+"""The number of integers before the bytes of each message."""
 
 _SHORTEST, _LONGEST = 1e-5, 2e-3
 """Seconds between two looks for a message, which grow while none comes."""
@@ -25,11 +25,11 @@ class LinkLost(ConnectionError):
 
 
 class LinkSilent(LinkLost):
-    """The rank at the other end has not said or taken in time what this one waits for."""
+    """The rank at the other end has not sent or received a message in time."""
 
 
 class Message(NamedTuple):
-    """A message: `NUMBERS` whole numbers, and bytes, a tensor in host memory that may be empty."""
+    """A message: `NUMBERS` integers, and bytes, a tensor in host memory that may be empty."""
 
     numbers: tuple[int, ...]
     payload: Tensor
@@ -42,27 +42,27 @@ class Link(Protocol):
     """The rank at the other end, by its number in the job."""
 
     def send(self, message: Message) -> None:
-        """Start to send a message, whose memory has to stay as it is; raises LinkLost."""
+        """Start to send a message, whose memory must not change; raises LinkLost."""
 
     def poll(self) -> Message | None:
-        """Return the next message if it has arrived, and go on sending; raises LinkLost."""
+        """Return the next message if it has arrived, and continue sending; raises LinkLost."""
 
     @property
     def idle(self) -> bool:
-        """Return whether all that was sent has left."""
+        """Return whether everything has been sent."""
 
     def close(self) -> None:
-        """End the link; what the other end sends is lost from here on."""
+        """End the link; later messages from the other end are lost."""
 
 
 class Pause:
-    """Rest between looks for messages: the longer none has come, the longer."""
+    """Pauses between looks for messages, longer the longer none has come."""
 
     def __init__(self) -> None:
         self._seconds = _SHORTEST
 
     def rest(self) -> None:
-        """Let others compute for a moment."""
+        """Sleep for the current pause."""
         time.sleep(self._seconds)
         self._seconds = min(2 * self._seconds, _LONGEST)
 
@@ -87,9 +87,9 @@ def receive(link: Link, until: float) -> Message:
 
 
 def flush(link: Link, until: float) -> None:
-    """Return when all that was sent has left; nothing may be arriving.
+    """Return when everything has been sent; nothing may be arriving.
 
-    Raises LinkLost, and LinkSilent where the other end does not take it in time; see `receive`.
+    Raises LinkLost, and LinkSilent where the other end does not receive in time; see `receive`.
     """
     pause = Pause()
     while not link.idle:
@@ -101,6 +101,6 @@ def flush(link: Link, until: float) -> None:
 
 
 def message(numbers: Sequence[int], payload: Tensor | None = None) -> Message:
-    """Return a message, with zeros in place of numbers that are not given."""
+    """Return a message, with zeros in place of missing numbers."""
     filled = (*numbers, *(0,) * (NUMBERS - len(numbers)))
     return Message(filled, torch.empty(0, dtype=torch.uint8) if payload is None else payload)

@@ -1,4 +1,4 @@
-"""MPI: its communicators, and messages whose memory is handed to it as it is, without pickling."""
+"""MPI: its communicators, and messages sent from memory in place, without pickling."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from distconv.transport.interface import SUM_TYPES, Comparison, Message, Tags, w
 from distconv.transport.launch import check_is_rank
 
 _ABANDONED: set[MPIRequest] = set()
-"""Requests that nobody waits for any more, with the memory that MPI still works on."""
+"""Abandoned requests, with the memory that MPI still uses."""
 
 
 def release_abandoned() -> None:
-    """Let go of the abandoned requests that have completed, and of their memory.
+    """Free the abandoned requests that are complete, and their memory.
 
     An exception between the start and the end of an exchange, or of a comparison, leaves such
-    requests behind. Their memory must not be used for anything else until MPI is done with it, even
-    when the grid is gone.
+    requests behind. Their memory must not be reused until MPI is done with it, even when the grid
+    is gone.
     """
     for request in tuple(_ABANDONED):
         if MPI.Request.Testall(request.requests):
@@ -31,12 +31,12 @@ def release_abandoned() -> None:
 
 
 class MPIRequest:
-    """Messages or a reduction under way; it keeps the memory alive that MPI works on.
+    """Messages or a reduction under way; it keeps the memory alive that MPI uses.
 
     Parameters
     ----------
-    memory: whatever MPI reads and writes.
-    finish: is called when all is complete, for a reduction in memory of its own.
+    memory: the tensors that MPI reads and writes.
+    finish: called when all is complete, for a reduction in memory of its own.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class MPIRequest:
         self.requests, self._memory, self._finish = requests, memory, finish
 
     def wait(self) -> None:
-        """Return when all has arrived, and what was sent may be overwritten."""
+        """Return when all has arrived, and the sent tensors may be overwritten."""
         try:
             for request in self.requests:
                 request.Wait()
@@ -77,11 +77,11 @@ class MPICommunicator:
         self.ranks = world_ranks(comm)
 
     def allgather(self, value: Any) -> list[Any]:
-        """Return what every rank passes, in rank order."""
+        """Return the values of all ranks, in rank order."""
         return self.mpi.allgather(value)
 
     def bcast(self, value: Any = None) -> Any:
-        """Return what the first rank passes."""
+        """Return the first rank's value."""
         return self.mpi.bcast(value)
 
     def all_gather_numbers(self, numbers: Sequence[int]) -> np.ndarray:
@@ -99,7 +99,9 @@ class MPICommunicator:
         return Comparison(MPIRequest([request], most).wait, most)
 
     def subgroup(self, ranks: tuple[int, ...], purpose: str) -> MPICommunicator:
-        """Return a communicator of some of the ranks, in numbers of the job; those call it."""
+        """Return a communicator of some of the ranks, by their numbers in the job; those call
+        it.
+        """
         check_is_rank()
         group = MPI.COMM_WORLD.group.Incl(ranks)
         return MPICommunicator(self.mpi.Create_group(group), purpose)
@@ -131,7 +133,7 @@ _DATATYPES = {
 
 
 class MPITransport:
-    """Messages over one communicator, which nothing else uses; see `Transport`."""
+    """Messages over one communicator of its own; see `Transport`."""
 
     name, ordered = "mpi", False
 
@@ -153,7 +155,7 @@ class MPITransport:
         return under_way
 
     def all_reduce(self, tensor: torch.Tensor, group: MPICommunicator) -> MPIRequest:
-        """Start adding up a tensor in place over the ranks of `group`."""
+        """Start to sum a tensor in place over the ranks of `group`."""
         if tensor.dtype in _DATATYPES:
             request = group.mpi.Iallreduce(MPI.IN_PLACE, _typed(tensor), MPI.SUM)
             return MPIRequest([request], tensor)
@@ -172,7 +174,7 @@ class MPITransport:
         return gathered
 
     def broadcast(self, tensor: torch.Tensor, group: MPICommunicator) -> None:
-        """Overwrite a tensor by the one of the first rank of `group`."""
+        """Overwrite a tensor by the tensor of the first rank of `group`."""
         group.mpi.Bcast(_bytes(tensor), root=0)
 
 

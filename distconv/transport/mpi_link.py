@@ -11,19 +11,19 @@ from mpi4py import MPI
 from distconv.transport.link import NUMBERS, Message
 
 _HEAD, _BODY = 1, 2
-"""Tags of the numbers, and of the bytes behind them."""
+"""Tags of the integers, and of the bytes after them."""
 
 _KEPT: list[Any] = []
-"""Messages under way whose links have ended: MPI may still read or write their memory."""
+"""Messages under way of ended links: MPI may still use their memory."""
 
 
 class MPILink:
-    """A link to one rank of a communicator, which carries nothing else; see `Link`.
+    """A link to one rank over a communicator of its own; see `Link`.
 
     Parameters
     ----------
     comm: mpi4py's communicator of ranks of the job.
-    rank: that of the other end in it.
+    rank: the rank of the other end in it.
     peer: the same rank's number in the job.
     """
 
@@ -45,7 +45,7 @@ class MPILink:
             self._leaving.append((self._comm.Isend([body, MPI.BYTE], self._rank, _BODY), body))
 
     def poll(self) -> Message | None:
-        """Return the next message if it has arrived, and go on sending."""
+        """Return the next message if it has arrived, and continue sending."""
         self._leaving = [sent for sent in self._leaving if not sent[0].Test()]
         if self._closed:
             return None
@@ -67,7 +67,7 @@ class MPILink:
 
     @property
     def idle(self) -> bool:
-        """Return whether all that was sent has left."""
+        """Return whether everything has been sent."""
         return not self._leaving
 
     def close(self) -> None:

@@ -1,9 +1,8 @@
 """Transport over NCCL, by cupy: to the host, starting an exchange is launching one more kernel.
 
-All communicators of a process work on one stream beside the current one, which waits for the
-current one before it sends or adds up; the current one waits for it when somebody waits, and the
-host never. Messages have no tags: they meet in the order in which ranks start them, which is the
-same on all.
+All communicators of a process work on one side stream. It waits for the current stream before it
+sends or sums; the current stream waits for it in `wait`, and the host never. Messages have no tags:
+they are matched by the order in which ranks start them, which is the same on all.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _TYPES = {
 
 
 class NCCLTransport:
-    """Messages between GPUs of which each belongs to one rank; see `Transport`."""
+    """Messages between GPUs that each belong to one rank; see `Transport`."""
 
     name, ordered = "nccl", True
 
@@ -42,12 +41,12 @@ class NCCLTransport:
         self._messages = self._communicator(comm)
 
     def check(self) -> None:
-        """Raise what NCCL has met with, such as a lost connection."""
+        """Raise an error that NCCL has met, such as a lost connection."""
         for communicator in self._communicators.copy().values():
             communicator.check_async_error()
 
     def close(self, abort: bool) -> None:
-        """End all communicators: when their work is done, or at once."""
+        """Close all communicators: when their work is done, or at once."""
         while self._communicators:
             communicator = self._communicators.popitem()[1]
             with suppress(RuntimeError):
@@ -58,13 +57,13 @@ class NCCLTransport:
         return 0
 
     def empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Return uninitialised memory for a message; torch keeps enough of it for later."""
+        """Return uninitialised memory for a message; torch caches it."""
         return like.new_empty(shape)
 
     def exchange(
         self, arriving: Sequence[Message], leaving: Sequence[Message], tag: int
     ) -> Request:
-        """Start the messages of one exchange, in one kernel, those that leave first."""
+        """Start the messages of one exchange, in one kernel, sends first."""
         nccl, comm, stream = self._nccl, self._messages, self._address
         self._follow(comm)
         nccl.groupStart()
@@ -81,7 +80,7 @@ class NCCLTransport:
         return self._side.mark(tensor for _, tensor in (*arriving, *leaving))
 
     def all_reduce(self, tensor: Tensor, group: Communicator) -> Request:
-        """Start adding up a tensor in place over the ranks of `group`."""
+        """Start to sum a tensor in place over the ranks of `group`."""
         summand = Summand.of(tensor, "NCCL")
         numbers = summand.numbers
         nccl, comm, address = self._nccl, self._communicator(group), numbers.data_ptr()
@@ -101,22 +100,24 @@ class NCCLTransport:
         return gathered
 
     def broadcast(self, tensor: Tensor, group: Communicator) -> None:
-        """Overwrite a tensor by the one of the first rank of `group`."""
+        """Overwrite a tensor by the tensor of the first rank of `group`."""
         nccl, comm, address = self._nccl, self._communicator(group), tensor.data_ptr()
         self._follow(comm)
         comm.broadcast(address, address, tensor.nbytes, nccl.NCCL_UINT8, 0, self._address)
         self._side.mark([tensor]).wait()
 
     def _follow(self, communicator: Any) -> None:
-        """Let the stream of messages go on after all that the current one has been given so far.
+        """Let the stream of messages wait for all work queued on the current stream.
 
-        Raises what NCCL has met with since the last time, such as a lost connection.
+        Raises an error that NCCL has met since the last time, such as a lost connection.
         """
         communicator.check_async_error()
         self._side.follow()
 
     def _communicator(self, group: Communicator) -> Any:
-        """Return the NCCL communicator of `group`, which its ranks make together at first need."""
+        """Return the NCCL communicator of `group`, which its ranks make together at the first
+        call.
+        """
         key = group.purpose, group.ranks
         if key not in self._communicators:
             name = group.bcast(self._nccl.get_unique_id() if group.rank == 0 else None)

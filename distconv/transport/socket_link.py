@@ -1,7 +1,7 @@
-"""The links of a rank: MPI's messages, or TCP for ranks that meet over a store of torch.
+"""The links of a rank: by MPI's messages, or by TCP for ranks that meet over a store of torch.
 
-The end of a process closes its links, so that the other end knows at once. A machine that is lost
-is noticed by TCP's keepalive.
+The end of a process closes its links, so that the other end knows at once. A lost machine is
+noticed by TCP's keepalive.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from distconv.transport.torch_groups import TorchCommunicator
 
 _HEAD = struct.Struct(f"<{NUMBERS + 1}q")
 _GREETING = struct.Struct("<32sq")
-"""The first bytes of a caller: the token of the listener, and its own rank."""
+"""The first bytes from a caller: the token of the listener, and the caller's rank."""
 
 _QUIET, _PROBES = 60, 5
-"""Seconds without a message after which TCP looks whether the other machine is there, and how
-often it looks before it gives up."""
+"""Seconds without a message after which TCP probes the other machine, and the number of probes
+before it gives up.
+"""
 
 
 class Listener:
-    """Takes the calls of other ranks, which find it by a note in a store."""
+    """Accepts connections of other ranks, which find it by a note in a store."""
 
     def __init__(self, store: Any, rank: int):
         self._socket = socket.create_server(("", 0))
@@ -45,7 +46,7 @@ class Listener:
         store.set(_note(rank), json.dumps(where))
 
     def caller(self, rank: int) -> socket.socket | None:
-        """Return the connection to a rank that has called, once."""
+        """Return the connection of a rank that has called, once; None before."""
         with suppress(BlockingIOError):
             while True:
                 connection, _ = self._socket.accept()
@@ -77,10 +78,10 @@ class SocketLink:
     Parameters
     ----------
     peer: the rank at the other end.
-    limit: seconds that the connection may take to come about.
-    listener: of this rank, where the other one calls.
-    store: where the listener of the other rank is found, where this one calls.
-    rank: of this end.
+    limit: seconds allowed for connecting.
+    listener: the listener of this rank, where the other one calls.
+    store: the store with the other rank's listener, where this one calls.
+    rank: the rank of this end.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class SocketLink:
         self._push()
 
     def poll(self) -> Message | None:
-        """Return the next message if it has arrived, and go on sending."""
+        """Return the next message if it has arrived, and continue sending."""
         if not self._is_connected():
             return None
         self._push()
@@ -139,7 +140,7 @@ class SocketLink:
 
     @property
     def idle(self) -> bool:
-        """Return whether all that was sent has left."""
+        """Return whether everything has been sent."""
         return not self._leaving
 
     def close(self) -> None:
@@ -162,7 +163,7 @@ class SocketLink:
         return self._connection is not None
 
     def _push(self) -> None:
-        """Send as much as the connection takes now."""
+        """Send as many bytes as the connection accepts now."""
         if not self._leaving or not self._is_connected():
             return
         try:
@@ -183,9 +184,9 @@ class SocketLink:
 def open_links(
     comm: Communicator, called: Iterable[int], calling: Iterable[int], limit: float
 ) -> dict[int, Link]:
-    """Return a link for each rank that this one is to talk to; all ranks of `comm` call it.
+    """Return a link for each rank that this one talks to. All ranks of `comm` call it.
 
-    No rank waits for one that calls it: such a link is usable at once, and lost where nobody has
+    No rank waits for one that calls it: such a link is usable at once, and lost if nobody has
     called in time.
 
     Parameters
@@ -193,7 +194,7 @@ def open_links(
     comm: all ranks of the job, with a purpose of its own.
     called: the ranks that this one calls, such as servers.
     calling: the ranks that call this one, such as clients.
-    limit: seconds that a connection may take to come about.
+    limit: seconds allowed for connecting.
 
     Raises
     ------
@@ -247,7 +248,7 @@ def _call(store: Any, peer: int, rank: int, limit: float) -> socket.socket:
 
 
 def _prepare(connection: socket.socket) -> None:
-    """Make a connection send at once, wait for nothing, and notice a machine that is lost."""
+    """Configure a connection: send at once, do not block, and notice a lost machine."""
     connection.setblocking(False)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -1,7 +1,7 @@
-"""MPI between tensors on GPUs: through pinned memory of the host, or, where it can, directly.
+"""MPI between tensors on GPUs: through pinned memory of the host, or directly where possible.
 
-MPI knows nothing of streams: it must not read what a GPU has not written yet. So the host waits for
-the GPU before it sends, though not when an exchange is started: only when somebody waits for one.
+MPI knows nothing of streams: it must not read memory that a GPU has yet to write. So the host waits
+for the GPU before it sends; not at the start of an exchange, but at the first wait for one.
 """
 
 from __future__ import annotations
@@ -26,31 +26,34 @@ if TYPE_CHECKING:
 
 
 class Event(Protocol):
-    """A point in what a GPU has been given to do."""
+    """A point in the work queued on a GPU."""
 
     def synchronize(self) -> None:
-        """Let the host wait until the GPU has come that far."""
+        """Wait on the host until the GPU has reached the point."""
 
 
 class LaunchQueue:
-    """Messages and reductions that a process has not given to MPI yet.
+    """Messages and reductions that are not passed to MPI yet.
 
-    Whoever waits for one of them starts all. So ranks may wait for them in different orders, also
-    for those of several grids: a message that another rank waits for has been started here, and
-    collectives are started in the same order on all ranks.
+    A wait for one of them starts all. So ranks may wait for them in different orders, also for
+    those of
+    several grids: a message that another rank waits for has been started here, and collectives
+    start in the same order on all ranks.
     """
 
     def __init__(self) -> None:
         self._waiting: deque[QueuedRequest] = deque()
 
     def add(self, ready: Event, start: Callable[[], Request]) -> QueuedRequest:
-        """Let `start` follow `ready`; MPI must not touch the memory of a GPU before."""
+        """Queue `start`, to be called after `ready`; before, MPI must not touch the GPU's
+        memory.
+        """
         queued = QueuedRequest(self, ready, start)
         self._waiting.append(queued)
         return queued
 
     def start_all(self) -> None:
-        """Give all that is queued to MPI, in the order in which it came."""
+        """Pass everything queued to MPI, in order."""
         while self._waiting:
             self._waiting.popleft().start()
 
@@ -68,7 +71,7 @@ class QueuedRequest:
         self._request = self._start()
 
     def wait(self) -> None:
-        """Return when it is complete; this starts all that is queued."""
+        """Return when it is complete; this starts everything queued."""
         self._queue.start_all()
         assert self._request is not None
         self._request.wait()
@@ -86,7 +89,7 @@ class PinnedCopies:
         return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=True)
 
     def now(self) -> torch.Event:
-        """Return an event after all that the current stream has been given so far."""
+        """Return an event after all work queued on the current stream."""
         if is_capturing(self._device):
             raise RuntimeError(
                 "transport 'mpi' lets the host wait for the GPU, which no captured graph can hold; "
@@ -111,9 +114,9 @@ class PinnedCopies:
         return hosts, leaving.record_event()
 
     def to_device(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Copy from the host into tensors, for which the current stream waits, not the host.
+        """Start copies from the host into tensors; the current stream waits for them, not the host.
 
-        All that has used the memory of the tensors before is done by then.
+        They start after all earlier uses of the tensors' memory.
         """
         arriving = self._arriving.stream
         with using(arriving):
@@ -127,7 +130,7 @@ _VARIABLE = "DISTCONV_GPU_AWARE_MPI"
 
 
 class StagedRequest:
-    """Messages or a reduction under way, and what arrives with them."""
+    """Messages or a reduction under way, with the copies to the GPU that follow."""
 
     def __init__(
         self,
@@ -138,7 +141,7 @@ class StagedRequest:
         self._copies, self._requests, self._arriving = copies, requests, arriving
 
     def wait(self) -> None:
-        """Return when MPI is done; the current stream finds what has arrived."""
+        """Return when MPI is done; the current stream waits for the copies."""
         for request in self._requests:
             request.wait()
         if self._arriving:
@@ -152,9 +155,9 @@ class StagedTransport:
     ----------
     mpi: the transport of messages on the host.
     copies: copies from and to the GPU.
-    queue: messages and reductions not given to MPI yet, of all transports of this process.
-    direct: whether MPI sends from and receives into the memory of GPUs. Reductions go through the
-        host all the same, where MPI adds up.
+    queue: messages and reductions not passed to MPI yet, of all transports of this process.
+    direct: whether MPI reads and writes the memory of GPUs. Reductions go through the host in any
+        case, where MPI sums.
     """
 
     name, ordered = "mpi", False
@@ -169,7 +172,7 @@ class StagedTransport:
         return self._mpi.next_tag()
 
     def empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Return uninitialised memory for a message; torch keeps enough of it for later."""
+        """Return uninitialised memory for a message; torch caches it."""
         return like.new_empty(shape)
 
     def exchange(
@@ -191,7 +194,7 @@ class StagedTransport:
         return StagedRequest(self._copies, (sent, received), pairs)
 
     def all_reduce(self, tensor: Tensor, group: MPICommunicator) -> Request:
-        """Start adding up a tensor in place over the ranks of `group`."""
+        """Start to sum a tensor in place over the ranks of `group`."""
         if group.size == 1:
             return StagedRequest(self._copies)
         (host,), ready = self._copies.to_host([tensor])
@@ -204,7 +207,7 @@ class StagedTransport:
         return self._mpi.all_gather(self._on_host(tensor), group).to(tensor.device)
 
     def broadcast(self, tensor: Tensor, group: MPICommunicator) -> None:
-        """Overwrite a tensor by the one of the first rank of `group`."""
+        """Overwrite a tensor by the tensor of the first rank of `group`."""
         self._queue.start_all()
         host = self._on_host(tensor)
         self._mpi.broadcast(host, group)
@@ -217,9 +220,9 @@ class StagedTransport:
 
 
 def takes_device_memory(comm: Communicator, kind: str) -> bool:
-    """Return whether MPI says that it takes pointers into the memory of accelerators of a kind.
+    """Return whether MPI accepts pointers into the memory of accelerators of a kind.
 
-    Collective over `comm`, on all ranks of which it has to say so. MPI is asked, unless
+    Collective over `comm`; true only if it does on all its ranks. MPI is asked, unless
     DISTCONV_GPU_AWARE_MPI is set to 1 or 0; another value is an error, on all ranks.
     """
     answers = comm.allgather(os.environ.get(_VARIABLE) or _asked(kind))

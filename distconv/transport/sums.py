@@ -1,4 +1,4 @@
-"""Sums of types that a library does not add up itself, in those that it does."""
+"""Sums of types that a library does not sum itself, by types that it does."""
 
 from __future__ import annotations
 
@@ -17,22 +17,24 @@ _ADDED = {
     torch.int32,
     torch.int64,
 }
-"""The types that NCCL and gloo add up."""
+"""The types that NCCL and gloo sum."""
 
 _WIDER = SUM_TYPES | {torch.int16: torch.int32}
 
 
 class Summand(NamedTuple):
-    """The numbers that are added up in place of a tensor."""
+    """A tensor in a form that a library can sum."""
 
     numbers: Tensor
     """The tensor itself, its real and imaginary parts, or a copy in a wider type."""
     into: Tensor | None
-    """The tensor that the sum is copied to, where the numbers do not share its memory."""
+    """The tensor that the sum is copied to, where the numbers do not share its memory; else
+    None.
+    """
 
     @classmethod
     def of(cls, tensor: Tensor, library: str) -> Summand:
-        """Return what `library`, NCCL or gloo, is to add up for a contiguous tensor."""
+        """Return the form of a contiguous tensor that `library`, NCCL or gloo, can sum."""
         if tensor.dtype in _WIDER:
             return cls(tensor.to(_WIDER[tensor.dtype]), tensor)
         numbers = torch.view_as_real(tensor) if tensor.is_complex() else tensor
@@ -43,7 +45,9 @@ class Summand(NamedTuple):
         return cls(numbers, None)
 
     def arriving(self, request: Request) -> Request:
-        """Return the request of a sum of the numbers as one of the sum of the tensor."""
+        """Return a request for the sum of the tensor from the request for the sum of the
+        numbers.
+        """
         return request if self.into is None else _CopiedSum(request, self.numbers, self.into)
 
 
@@ -54,6 +58,6 @@ class _CopiedSum:
         self._request, self._total, self._into = request, total, into
 
     def wait(self) -> None:
-        """Let what follows find the sum in the tensor."""
+        """Wait for the sum, and copy it to the tensor."""
         self._request.wait()
         self._into.copy_(self._total)

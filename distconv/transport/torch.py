@@ -1,9 +1,9 @@
 """Transport over torch's own process groups.
 
-Each group of ranks has a process group of its own for each purpose, so that sums of one purpose
-never meet those of another. Messages of gloo, between hosts, are told apart by tags; those between
-accelerators meet in the order in which ranks start them, the same on all. gloo lets the host wait,
-accelerators the current stream.
+Each group of ranks has a process group for each purpose, so that sums of one purpose never mix with
+those of another. Messages of gloo, between hosts, are told apart by tags; those between
+accelerators are matched by the order in which ranks start them, the same on all. For gloo the host
+waits, for accelerators the current stream.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from distconv.transport.torch_groups import (
 
 
 class TorchRequest:
-    """Messages or a reduction of gloo under way; it keeps the memory alive that torch works on.
+    """Messages or a reduction of gloo under way; it keeps the memory alive that torch uses.
 
     Parameters
     ----------
-    works: what torch.distributed calls a request.
+    works: the `Work` objects of torch.distributed.
     memory: the tensors that are read and written.
     """
 
@@ -51,7 +51,7 @@ class TorchRequest:
         self.works, self._memory = works, memory
 
     def wait(self) -> None:
-        """Return when all has arrived, and what was sent may be overwritten."""
+        """Return when all has arrived, and the sent tensors may be overwritten."""
         try:
             for work in self.works:
                 work.wait()
@@ -70,7 +70,7 @@ class TorchRequest:
 
 
 def _outlive(request: TorchRequest) -> None:
-    """Hold the memory of a request that nobody waits for until it is complete."""
+    """Keep the memory of an abandoned request until it is complete."""
     with suppress(RuntimeError):
         request.wait()
     request.works = []
@@ -82,7 +82,7 @@ class TorchTransport:
     Parameters
     ----------
     comm: the ranks; all of them call it.
-    store: by which they and their groups find each other; None for a single rank.
+    store: the store over which they and their groups meet; None for a single rank.
     """
 
     name, ordered = "torch", False
@@ -111,7 +111,7 @@ class TorchTransport:
         return under_way
 
     def all_reduce(self, tensor: Tensor, group: Communicator) -> Request:
-        """Start adding up a tensor in place over the ranks of `group`."""
+        """Start to sum a tensor in place over the ranks of `group`."""
         summand = Summand.of(tensor, self._library)
         if group.size == 1 or not tensor.numel():
             return TorchRequest([], None)
@@ -128,7 +128,7 @@ class TorchTransport:
         return gathered
 
     def broadcast(self, tensor: Tensor, group: Communicator) -> None:
-        """Overwrite a tensor by the one of the first rank of `group`."""
+        """Overwrite a tensor by the tensor of the first rank of `group`."""
         if group.size > 1 and tensor.numel():
             self._started(self._group_of(group).broadcast, _bytes(tensor), 0).wait()
 
@@ -140,7 +140,7 @@ class TorchTransport:
     def _to_others(
         self, arriving: Sequence[Message], leaving: Sequence[Message]
     ) -> tuple[list[Message], list[Message]]:
-        """Return the bytes of the messages that travel; copy those from this rank to itself."""
+        """Return the bytes of the messages to other ranks; copy those from this rank to itself."""
         _copy_own(self._rank, arriving, leaving)
         arriving, leaving = (
             [(r, _bytes(t)) for r, t in messages if r != self._rank and t.numel()]
@@ -149,7 +149,7 @@ class TorchTransport:
         return arriving, leaving
 
     def _group_of(self, comm: Communicator) -> ProcessGroup:
-        """Return the process group of some ranks, which they make together at first need."""
+        """Return the process group of some ranks, which they make together at the first call."""
         if isinstance(comm, TorchCommunicator):
             return comm.group
         return self._made(comm, lambda name: gloo_group(self._store, name, comm.rank, comm.size))
@@ -162,13 +162,13 @@ class TorchTransport:
 
 
 class TorchStreamTransport(TorchTransport):
-    """Messages between accelerators, of which each has one rank; see `StreamTransport`.
+    """Messages between accelerators that each belong to one rank; see `StreamTransport`.
 
     Parameters
     ----------
     comm, store: as for `TorchTransport`.
-    device: of this rank.
-    limit: after which torch gives a message up.
+    device: the device of this rank.
+    limit: the time after which torch gives up on a message.
     side: the stream on which the process starts all its messages.
     """
 
@@ -188,7 +188,7 @@ class TorchStreamTransport(TorchTransport):
         self.empty = _empty
 
     def check(self) -> None:
-        """Raise what the thread of torch has met with that watches the library.
+        """Raise an error found by torch's thread that watches the library.
 
         That thread ends the process some time later.
         """
@@ -197,7 +197,7 @@ class TorchStreamTransport(TorchTransport):
                 raise RuntimeError(f"torch.distributed reports {error} of {self._library}")
 
     def close(self, abort: bool) -> None:
-        """End all groups: when their work is done, or at once; any error is left to who waits."""
+        """Close all groups: when their work is done, or at once. Errors are left to the waits."""
         while self._groups:
             with suppress(RuntimeError):
                 close_group(self._groups.popitem()[1], abort)
@@ -205,7 +205,7 @@ class TorchStreamTransport(TorchTransport):
     def exchange(
         self, arriving: Sequence[Message], leaving: Sequence[Message], tag: int
     ) -> Request:
-        """Start the messages of one exchange, all at once, those that leave first."""
+        """Start the messages of one exchange, all at once, sends first."""
         receives, sends = self._to_others(arriving, leaving)
         if not (receives or sends):
             return TorchRequest([], None)
@@ -230,16 +230,17 @@ class TorchStreamTransport(TorchTransport):
         return self._side.mark(tensor for _, tensor in (*arriving, *leaving))
 
     def _started(self, collective: Callable[..., Any], *arguments: Any) -> StreamRequest:
-        """Start a collective of a process group behind all that was started before."""
+        """Start a collective of a process group after everything started before."""
         self._side.follow()
         with using(self._side.stream):
             start(collective, *arguments).wait()
         return self._side.mark(a for a in arguments if isinstance(a, Tensor))
 
     def _group_of(self, comm: Communicator) -> ProcessGroup:
-        """Return the process group of some ranks, which they make together at first need.
+        """Return the process group of some ranks, which they make together at the first call.
 
-        The library connects them at once: by a first batch of messages only its ranks would.
+        The library connects all of them at once; by a first batch of messages, only its ranks
+        would.
         """
 
         def make(name: str) -> ProcessGroup:
@@ -252,7 +253,7 @@ class TorchStreamTransport(TorchTransport):
 
 
 def _empty(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Return uninitialised memory for a message; torch keeps enough of it for later."""
+    """Return uninitialised memory for a message; torch caches it."""
     return like.new_empty(shape)
 
 

@@ -1,7 +1,6 @@
-"""Process groups of torch.distributed, made directly for some ranks, and communicators by them.
+"""Process groups of torch.distributed for some ranks, without a default group, and communicators.
 
-No default group is needed. A group is known by a name that its ranks give it alike, under which
-they find each other in a store.
+The ranks of a group find each other in a store by the group's name.
 """
 
 from __future__ import annotations
@@ -34,14 +33,16 @@ ProcessGroup: TypeAlias = Any
 """A backend of torch.distributed, such as `ProcessGroupGloo`."""
 
 NO_LIMIT = timedelta(days=365)
-"""The time-out of gloo, which must not come before DISTCONV_TIMEOUT: that tells more."""
+"""The time limit of gloo, longer than DISTCONV_TIMEOUT, whose report says more."""
 
 _REACH = timedelta(seconds=20)
-"""How long to try to reach the rank that keeps a store."""
+"""The time allowed for reaching the rank that keeps a store."""
 
 
 def why_unavailable(device: str) -> str | None:
-    """Return why torch cannot carry messages between devices of a kind; None where it can."""
+    """Return the reason why torch cannot carry messages between devices of a kind; None if it
+    can.
+    """
     distributed = torch.distributed
     if not distributed.is_available():
         return "this torch is built without torch.distributed"
@@ -51,9 +52,9 @@ def why_unavailable(device: str) -> str | None:
 
 
 def open_store(comm: Communicator) -> Store:
-    """Return a store over TCP that the first rank keeps, or None where that cannot be reached.
+    """Return a store over TCP that the first rank keeps; None where it cannot be reached.
 
-    All ranks of `comm` call it. The first rank has to be the last one that leaves.
+    All ranks of `comm` call it. The first rank must leave last.
     """
     from torch.distributed import TCPStore
 
@@ -94,26 +95,26 @@ def common_store(comm: Communicator) -> Store:
 
 
 def group_name(purpose: str, ranks: tuple[int, ...]) -> str:
-    """Return the name of a group, short however many ranks it has."""
+    """Return the name of a group, of bounded length for any number of ranks."""
     return f"{purpose} {sha256(repr(ranks).encode()).hexdigest()}"
 
 
 def gloo_group(store: Store, name: str, rank: int, size: int) -> ProcessGroup:
-    """Return the group of a name, by which hosts send messages; all its ranks call it."""
+    """Return gloo's process group of this name. All its ranks call it."""
     from torch.distributed import ProcessGroupGloo
 
     return ProcessGroupGloo(prefixed(name, store), rank, size, timeout=NO_LIMIT)
 
 
 def prefixed(name: str, store: Store) -> Store:
-    """Return a part of a store that belongs to one group."""
+    """Return the part of a store for one group."""
     from torch.distributed import PrefixStore
 
     return PrefixStore(name, store)
 
 
 def start(collective: Callable[..., Any], *arguments: Any) -> Any:
-    """Return what torch.distributed calls the work of a collective."""
+    """Start a collective, and return torch.distributed's `Work`."""
     try:
         return collective(*arguments)
     except RuntimeError as error:
@@ -121,7 +122,7 @@ def start(collective: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def finish(work: Any) -> None:
-    """Return when a collective is complete for what is done next."""
+    """Return when a collective is complete for the work queued next."""
     try:
         work.wait()
     except RuntimeError as error:
@@ -129,16 +130,15 @@ def finish(work: Any) -> None:
 
 
 def complete(collective: Callable[..., Any], *arguments: Any) -> None:
-    """Run a collective on contiguous tensors, whose memory is the caller's when this returns."""
+    """Run a collective on contiguous tensors; afterwards the caller may reuse their memory."""
     finish(start(collective, *(lent(a) if isinstance(a, Tensor) else a for a in arguments)))
 
 
 def lent(tensor: Tensor) -> Tensor:
-    """Return a contiguous tensor to be given to a process group.
+    """Return a contiguous tensor to be passed to a process group.
 
-    A thread of gloo holds what it is given for some time after it has let the waiting rank go on.
-    So it gets a tensor that does not own its memory, which whoever calls this keeps until the
-    collective is complete.
+    A thread of gloo holds its tensors for some time after the wait has ended. So it gets a tensor
+    that does not own its memory, which the caller keeps until the collective is complete.
     """
     if not tensor.numel():
         return tensor
@@ -147,7 +147,7 @@ def lent(tensor: Tensor) -> Tensor:
 
 
 def explained(error: RuntimeError) -> RuntimeError:
-    """Return an error of torch.distributed with what the reason may be."""
+    """Return an error of torch.distributed with a possible reason added."""
     return RuntimeError(
         f"torch.distributed could not complete the messages of an operator ({error}). Where it "
         "says that a connection was closed, another rank has ended; where it says that sizes "
@@ -161,8 +161,8 @@ class TorchCommunicator:
 
     Parameters
     ----------
-    store: of all ranks of the job; None where this rank is the only one.
-    me, ranks: this rank's number in the job, and those of all that take part.
+    store: the store of all ranks of the job; None where this rank is the only one.
+    me, ranks: this rank's number in the job, and the numbers of all members.
     """
 
     def __init__(self, store: Store | None, me: int, ranks: tuple[int, ...], purpose: str):
@@ -172,12 +172,12 @@ class TorchCommunicator:
 
     @cached_property
     def group(self) -> ProcessGroup:
-        """Return the process group of several ranks, which make it together at first need."""
+        """Return the process group of several ranks, which make it together at the first call."""
         name = group_name(self.purpose, self.ranks)
         return gloo_group(self.store, name, self.rank, self.size)
 
     def allgather(self, value: Any) -> list[Any]:
-        """Return what every rank passes, in rank order."""
+        """Return the values of all ranks, in rank order."""
         if self.size == 1:
             return [value]
         mine = _pickled(value)
@@ -189,7 +189,7 @@ class TorchCommunicator:
         return [_unpickled(row[:n]) for row, n in zip(together, lengths, strict=True)]
 
     def bcast(self, value: Any = None) -> Any:
-        """Return what the first rank passes."""
+        """Return the first rank's value."""
         if self.size == 1:
             return value
         mine = _pickled(value if self.rank == 0 else None)
@@ -220,7 +220,9 @@ class TorchCommunicator:
         return Comparison(partial(finish, work), most)
 
     def subgroup(self, ranks: tuple[int, ...], purpose: str) -> TorchCommunicator:
-        """Return a communicator of some of the ranks, in numbers of the job; those call it."""
+        """Return a communicator of some of the ranks, by their numbers in the job; those call
+        it.
+        """
         made = TorchCommunicator(self.store, self._me, ranks, purpose)
         if made.size > 1:
             assert made.group is not None  # made now, and not in the middle of an operator

@@ -1,4 +1,4 @@
-"""Any carrier, watched: its waits are visible, and its steps are compared between ranks."""
+"""A watched carrier: its waits are visible, and its steps are compared between ranks."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from distconv.transport.interface import Message, Request, StreamTransport, Tran
 
 
 class Wait:
-    """One wait of the host for other ranks, while the program is within it.
+    """A wait of the host for other ranks, as a context.
 
     Parameters
     ----------
-    peers: returns the ranks that are waited for, in the numbers of the grid; None for all.
+    peers: returns the ranks that are waited for, as numbers in the grid; None for all.
     """
 
     # `seen` is the time in seconds at which the watching thread first saw the wait; 0 before.
@@ -37,14 +37,14 @@ class Wait:
 
 
 class StreamWait:
-    """One wait that a GPU's stream has been given.
+    """A wait that was queued on a GPU's stream.
 
     Attributes
     ----------
     device: the accelerator whose current stream waits.
-    peers: the ranks that are waited for, in the numbers of the grid.
-    step: how many collective steps this rank had taken.
-    operator: the function within which it waits; None outside of any.
+    peers: the ranks that are waited for, as numbers in the grid.
+    step: the number of collective steps that this rank had taken.
+    operator: the function that waits; None outside of any.
     seen: the time in seconds at which the watching thread first saw it; 0 before.
     """
 
@@ -54,19 +54,19 @@ class StreamWait:
 
     @property
     def is_over(self) -> bool:
-        """Return whether the stream has come past it."""
+        """Return whether the stream has passed it."""
         over: bool = self._event.query()
         return over
 
 
 class Waiting:
-    """The waits of this rank under way, for a thread to look at.
+    """The waits of this rank under way, for a thread to watch.
 
     Attributes
     ----------
-    now: the wait of the host that is under way, or None.
-    of_streams: those of a GPU's streams, in the order in which they were given.
-    checks: raise `RuntimeError` where a carrier, for which no host waits, has met with an error.
+    now: the current wait of the host, or None.
+    of_streams: the waits of a GPU's streams, in the order in which they were queued.
+    checks: functions that raise `RuntimeError` where a carrier without host waits has met an error.
     """
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class Waiting:
         self.checks: list[Callable[[], None]] = []
 
     def oldest_of_streams(self) -> StreamWait | None:
-        """Return the first wait of a stream that is not over; one thread alone asks."""
+        """Return the first wait of a stream that is not over; only one thread may call it."""
         given = self.of_streams
         while given and given[0].is_over:
             given.popleft()
@@ -83,14 +83,16 @@ class Waiting:
 
 
 class WrappedTransport:
-    """Hand everything to a carrier; see `Transport`. Subclasses override what they change."""
+    """A carrier that passes everything to another one; see `Transport`. Subclasses override
+    methods.
+    """
 
     def __init__(self, carrier: Transport):
         self.name, self.ordered, self.next_tag = carrier.name, carrier.ordered, carrier.next_tag
         self.carry_by(carrier)
 
     def carry_by(self, carrier: Transport) -> None:
-        """Hand everything to this carrier from now on."""
+        """Pass everything to this carrier from now on."""
         # Every message asks for memory, without a call in between.
         self.carrier, self.empty = carrier, carrier.empty
 
@@ -101,7 +103,7 @@ class WrappedTransport:
         return self.carrier.exchange(arriving, leaving, tag)
 
     def all_reduce(self, tensor: Tensor, group: Any) -> Request:
-        """Start adding up a tensor in place over the ranks of `group`."""
+        """Start to sum a tensor in place over the ranks of `group`."""
         return self.carrier.all_reduce(tensor, group)
 
     def all_gather(self, tensor: Tensor, group: Any) -> Tensor:
@@ -109,12 +111,12 @@ class WrappedTransport:
         return self.carrier.all_gather(tensor, group)
 
     def broadcast(self, tensor: Tensor, group: Any) -> None:
-        """Overwrite a tensor by the one of the first rank of `group`."""
+        """Overwrite a tensor by the tensor of the first rank of `group`."""
         self.carrier.broadcast(tensor, group)
 
 
 class _WatchedRequest(Wait):
-    """A wait for `request`, the carrier's, that may begin later."""
+    """A wait for the carrier's `request`, which may begin later."""
 
     __slots__ = ("request",)
 
@@ -137,7 +139,7 @@ class _WatchedRequest(Wait):
 
 
 class _NotedRequest:
-    """A request for which a stream waits, which is then noted."""
+    """A request whose wait is on a stream, and is noted."""
 
     __slots__ = ("_note", "_request")
 
@@ -151,14 +153,14 @@ class _NotedRequest:
 
 
 class WatchedTransport(WrappedTransport):
-    """A carrier whose waits can be seen, and whose steps are compared; see `Transport`.
+    """A carrier with visible waits and compared steps; see `Transport`.
 
     Parameters
     ----------
     carrier: the transport that carries the messages.
-    journal: takes the steps, and compares them with the other ranks; it shows the wait under way
-        to the watching thread.
-    members: returns the ranks of a group in the numbers of the grid.
+    journal: takes the steps, and compares them with the other ranks; it shows the current wait to
+        the watching thread.
+    members: returns the ranks of a group as numbers in the grid.
     """
 
     def __init__(self, carrier: Transport, journal: Any, members: Callable[[Any], Iterable[int]]):
@@ -186,7 +188,7 @@ class WatchedTransport(WrappedTransport):
         return _WatchedRequest(self._waiting, peers, request)
 
     def all_reduce(self, tensor: Tensor, group: Any) -> Request:
-        """Start adding up a tensor in place over the ranks of `group`."""
+        """Start to sum a tensor in place over the ranks of `group`."""
         self._take("all_reduce")
         watched = _WatchedRequest(self._waiting, partial(self._members, group))
         with watched:  # where the ranks of a group have to connect first
@@ -205,7 +207,7 @@ class WatchedTransport(WrappedTransport):
         return gathered
 
     def broadcast(self, tensor: Tensor, group: Any) -> None:
-        """Overwrite a tensor by the one of the first rank of `group`."""
+        """Overwrite a tensor by the tensor of the first rank of `group`."""
         self._take("broadcast")
         with Wait(self._waiting, partial(self._members, group)):
             self.carrier.broadcast(tensor, group)
@@ -213,9 +215,9 @@ class WatchedTransport(WrappedTransport):
             self._note_stream_wait(self._members(group))
 
     def _note_stream_wait(self, peers: Iterable[int]) -> None:
-        """Note that the current stream has been given a wait.
+        """Note that a wait was queued on the current stream.
 
-        What a graph captures waits when it is replayed, unseen.
+        Waits in a captured graph happen at replay, and are not seen.
         """
         if not is_capturing(self._device):
             journal = self._journal

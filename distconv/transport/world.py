@@ -13,11 +13,11 @@ from distconv.transport.torch_groups import TorchCommunicator
 
 
 def world() -> Communicator:
-    """Return the communicator of all ranks that have been started together.
+    """Return the communicator of all ranks that were started together.
 
-    It is theirs who make grids; a program asks `ProcessGrid.comm`. The first call starts MPI, or
-    connects to the store of torchrun or of the default group of torch.distributed; where there is
-    neither, the process is a rank alone.
+    It is for grids; a program uses `ProcessGrid.comm`. The first call starts MPI, or connects to
+    the store of torchrun or of the default group of torch.distributed; where there is neither, the
+    process is a rank alone.
 
     Raises
     ------
@@ -29,7 +29,7 @@ def world() -> Communicator:
 
 
 def world_if_rank() -> Communicator | None:
-    """Return what `world` does; None in a process that is no rank."""
+    """Return the result of `world`; None in a process that is no rank."""
     try:
         return world()
     except RuntimeError:
@@ -59,7 +59,7 @@ def _by_torch() -> TorchCommunicator:
 
 
 def _meeting() -> tuple[Any, int, int]:
-    """Return the store over which the ranks meet, this rank's number, and how many there are."""
+    """Return the store over which the ranks meet, this rank's number, and the number of ranks."""
     from torch import distributed
 
     if launch.has_default_group():

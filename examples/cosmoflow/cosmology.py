@@ -14,13 +14,15 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 
 RANGES = {"omega_m": (0.2, 0.4), "sigma_8": (0.6, 1.0), "n_s": (0.85, 1.05), "h_0": (55.0, 85.0)}
-"""The parameters and the ranges they are drawn from, around what is measured: H_0 in km/s/Mpc."""
+"""The parameters and the ranges from which they are drawn, around measured values: H_0 in
+km/s/Mpc.
+"""
 
 BARYONS = 0.0224
-"""Omega_b h^2, the same in all: the light elements tell it."""
+"""Omega_b h^2, the same for all cosmologies: it is known from the light elements."""
 
 CMB_TEMPERATURE = 2.7255
-"""Of the microwave background, in K."""
+"""The temperature of the microwave background, in K."""
 
 
 @dataclass(frozen=True)
@@ -40,17 +42,18 @@ class Cosmology:
     h_0: float
 
     def growth(self, redshift: float) -> float:
-        """Return the linear growth of contrasts until a redshift, over that until today.
+        """Return the linear growth of contrasts until a redshift, over the growth until today.
 
         The growing mode of Heath, MNRAS 179 (1977): D(a) ~ E(a) int_0^a da' / (a' E(a'))^3.
         """
         return self._growing_mode(1.0 / (1.0 + redshift)) / self._growing_mode(1.0)
 
     def transfer(self, k: Array) -> Array:
-        """Return by how much waves fall behind very long ones, until matter dominates; 1 for k = 0.
+        """Return the transfer function at wave numbers `k`; 1 for k = 0.
 
-        The fit without acoustic oscillations of Eisenstein and Hu, ApJ 496 (1998), equations 26 and
-        28 to 31.
+        It is the growth of waves until matter dominates, relative to very long waves. The fit
+        without acoustic oscillations of Eisenstein and Hu, ApJ 496 (1998), equations 26 and 28 to
+        31.
         """
         h = self.h_0 / 100.0
         matter = self.omega_m * h**2
@@ -73,7 +76,7 @@ class Cosmology:
 
     @cached_property
     def _amplitude(self) -> float:
-        """Return the factor that gives spheres of 8 Mpc/h their deviation."""
+        """Return the factor with which spheres of 8 Mpc/h have the deviation sigma_8."""
         # ln k by Gauss and Legendre: beyond these bounds nothing is left of the window, or of P.
         nodes, weights = np.polynomial.legendre.leggauss(400)
         low, high = np.log(1e-5), np.log(20.0)
@@ -100,6 +103,6 @@ def sphere_window(x: Array) -> Array:
 
 
 def draw_cosmology(seed: int, index: int) -> Cosmology:
-    """Return the random cosmology of universe `index`: the same whichever others are drawn."""
+    """Return the random cosmology of universe `index`, which does not depend on other draws."""
     random = np.random.default_rng([seed, index, 0])
     return Cosmology(**{name: random.uniform(*RANGES[name]) for name in RANGES})

@@ -16,25 +16,25 @@ from examples.generating.samples import read_facts
 from .cosmology import RANGES
 
 TURNS = (Flip(), Rotate90(("depth", "height")), Rotate90(("height", "width")))
-"""All ways to turn a cube onto itself."""
+"""The 24 rotations of a cube."""
 
 
 class Universes(Dataset):
-    """Densities (samples, 4, W, W, W), logarithmic and normalised, and the place of each parameter
-    in its range, -1 to 1: (samples, 4). Opening it is collective.
+    """Logarithmic, normalised densities (samples, 4, W, W, W), and parameters (samples, 4) as their
+    places in their ranges, -1 to 1. Opening it is collective.
 
     Args:
-        path: the HDF5 file that `generate` has written.
+        path: the HDF5 file written by `generate`.
         grid: the process grid; its axes of the same name cut the dimensions of a mini-batch.
         dtype: the type of the tensors.
-        parts: cut every universe into so many parts along each side; each part is a sample, and
+        parts: the number of parts of every universe along each side; each part is a sample, and
             the parts of a universe follow each other.
-        normalise_as: take the mean and deviation of each channel from these. A validation set has
-            to be normalised as its training set was.
-        augment: flip and rotate samples at random: no direction is special.
+        normalise_as: a dataset whose mean and deviation of each channel are used: normalise a
+            validation set as its training set.
+        augment: flip and rotate samples at random, as no direction is special.
 
     Attributes:
-        size: W, of a sample.
+        size: W, the side of a sample.
         samples_a_universe: parts^3.
 
     Raises:
@@ -88,8 +88,8 @@ class Parts(Source):
     """The equal cubic parts of samples (channels, W, W, W), each a sample of its own.
 
     Args:
-        whole: the samples.
-        parts: along each side; divides W.
+        whole: the whole samples.
+        parts: the number of parts along each side; divides W.
     """
 
     def __init__(self, whole: Source, parts: int) -> None:
@@ -112,12 +112,12 @@ class Parts(Source):
         self._whole.read_into(out, universe, dc.Box(start, stop))
 
     def facts(self) -> dict[str, str]:
-        """Return what ranks agree on: the file, and how it is cut."""
+        """Return the file and the number of parts, which ranks compare."""
         return self._whole.facts() | {f"parts of {self.name}": str(self._parts)}
 
 
 class Repeated(Source):
-    """Samples of which each is there several times, one after the other."""
+    """Samples that are each repeated several times in a row."""
 
     def __init__(self, once: Source, times: int) -> None:
         self._once, self._times = once, times
@@ -129,7 +129,7 @@ class Repeated(Source):
         self._once.read_into(out, sample // self._times, box)
 
     def facts(self) -> dict[str, str]:
-        """Return what ranks agree on: the file."""
+        """Return the name of the file, which ranks compare."""
         return self._once.facts()
 
 
@@ -140,13 +140,15 @@ def place_in_range(block: Tensor, box: dc.Box) -> Tensor:
 
 
 def from_range(places: np.ndarray) -> np.ndarray:
-    """Return the parameters (samples, 4) that stand at these places of their ranges."""
+    """Return the parameters (samples, 4) from their places in their ranges, -1 to 1."""
     low, high = np.array(list(RANGES.values())).T
     return low + (places + 1.0) / 2.0 * (high - low)
 
 
 def _check(path: Path, density: Source, parameters: Source, parts: int) -> None:
-    """Raise `ValueError` for files of other things, and for numbers of parts that do not divide."""
+    """Raise `ValueError` for files with other contents, and for `parts` that do not divide the
+    side.
+    """
     shape = density.shape
     if len(shape) != 4 or len(set(shape[1:])) != 1 or parameters.shape != (len(RANGES),):
         raise ValueError(

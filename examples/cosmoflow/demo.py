@@ -1,7 +1,7 @@
-"""CosmoFlow from start to end on four ranks: generate universes, train, and draw what the network
-estimates of universes that it has not seen.
+"""CosmoFlow from start to end on four ranks: generate universes, train, and draw estimates for
+universes outside the training set.
 
-python -m examples.cosmoflow.demo
+    python -m examples.cosmoflow.demo
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TRAIN = {
 
 
 def main() -> None:
-    """Generate what is missing in the output folder, and train there from the start."""
+    """Generate missing files in the output folder, and train there from the start."""
     run(demo_output("examples.cosmoflow.demo", __doc__ or "", Path("runs/demo-cosmoflow")))
 
 

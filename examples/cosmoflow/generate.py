@@ -1,14 +1,14 @@
-"""Generate universes: the density of matter in periodic boxes at four redshifts, in slabs.
+r"""Generate universes: the density of matter in periodic boxes at four redshifts, in slabs.
 
-    mpiexec -n 4 python -m examples.cosmoflow.generate \\
+    mpiexec -n 4 python -m examples.cosmoflow.generate \
         --samples 256 --size 32 --grid sample=4 --output train.h5
-    mpiexec -n 64 python -m examples.cosmoflow.generate \\
+    mpiexec -n 64 python -m examples.cosmoflow.generate \
         --samples 64 --size 512 --grid sample=4,depth=16 --output train.h5
 
-The ranks along `depth` share a universe, so that none holds a volume; those along `sample` make
-others at the same time. The HDF5 file holds density (samples, 4, W, W, W) in float32, over the mean
-density, at the redshifts among its attributes, and parameters (samples, 4): Omega_m, sigma_8, n_s
-and H_0.
+The ranks along `depth` share a universe, so that no rank holds a whole volume; ranks along `sample`
+make different universes at the same time. The HDF5 file holds density (samples, 4, W, W, W) in
+float32, over the mean density, at the redshifts in its attributes, and parameters (samples, 4):
+Omega_m, sigma_8, n_s and H_0.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from .cosmology import RANGES, draw_cosmology
 from .simulation import SLABS, density_contrast, displaced_density, displacements, white_noise
 
 REDSHIFTS = (3.0, 1.5, 0.5, 0.0)
-"""When the channels are, the oldest first."""
+"""The redshifts of the channels, the oldest first."""
 
 SIDES = (8, 16, 32, 64, 128, 256, 512)
-"""Cells along a side that the networks can take."""
+"""Numbers of cells along a side that the networks accept."""
 
 
 def generate(
@@ -51,9 +51,9 @@ def generate(
     Universe i depends on `seed` and i alone, whatever the grid, but for rounding.
 
     Args:
-        width: cells along a side.
+        width: the number of cells along a side.
         cell: the side of a cell, in Mpc/h.
-        grid: with the axes `sample` and `depth`.
+        grid: a grid with the axes `sample` and `depth`.
 
     Raises:
         DataError: on every rank, where the file cannot be written, or there are more ranks along

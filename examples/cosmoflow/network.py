@@ -15,13 +15,15 @@ from torch import Tensor, nn
 CHANNELS = 4
 PARAMETERS = 4
 BOTTOM = 4
-"""The blocks shrink every volume to 4^3 positions."""
+"""The side of volumes behind all blocks."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """One of the published forms: filters of the first block, which double up to the last, the pool
-    behind each, and the outputs of the linear layers before the last."""
+    """One of the published forms: the filters of the first block, which double in each next one;
+    the pool
+    after each block; and the outputs of the linear layers before the last.
+    """
 
     first: int
     last: int
@@ -41,9 +43,9 @@ class CosmoFlowNet(nn.Module):
     Input (samples, 4, W, W, W), output (samples, 4): each parameter's place in its range, -1 to 1.
 
     Args:
-        form: of the network.
+        form: the form of the network.
         size: W, a power of two from 8; log2(W) - 2 blocks halve it to 4. The sides (D, H, W) of
-            a part of such a volume, the longest of them whole, give the network of that part.
+            a part of such a volume, the longest of them whole, give the network for that part.
         width: multiplies the filters of every block and the outputs of the head.
         batch_norm: whether a batch norm follows each convolution, which then has no bias.
     """

@@ -1,4 +1,4 @@
-"""Estimated against true parameters."""
+"""Pictures of estimated against true parameters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ TITLES = {
 
 
 def plot_loss(path: Path, history: list[dict[str, Any]]) -> None:
-    """Draw the loss of every step and epoch, and the validation loss beside trivial ones."""
+    """Draw the loss of every step and epoch, and the validation loss beside that of trivial
+    estimates.
+    """
     curves = [Curve("loss", "network"), Curve("trivial_loss", "mean of the truth", trivial_style())]
     if any(entry["universe_loss"] != entry["loss"] for entry in history):
         style = {"linestyle": ":", "color": BLUE}
@@ -38,7 +40,7 @@ def plot_estimates(
 
     Args:
         estimated, true: (samples, 4) in -1 to 1 over their ranges.
-        samples_a_universe: where universes are cut into parts, their mean is drawn, too.
+        samples_a_universe: the parts of a universe; for several, their mean is drawn, too.
     """
     estimated, true = from_range(estimated), from_range(true)
     figure = Figure(figsize=(10, 9.5), layout="constrained")

@@ -1,4 +1,4 @@
-"""How close the estimated parameters come to the true ones."""
+"""The errors of the estimated parameters."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ class ParameterScore(Score):
 
     Attributes:
         loss: mean squared error over samples and parameters.
-        universe_loss: the same when the estimates for all parts of a universe are averaged.
-        trivial_loss: of the mean of the true parameters, which is the best that can be had without
-            the data.
+        universe_loss: the same for the mean of the estimates for all parts of a universe.
+        trivial_loss: the same for the mean of the true parameters, the best estimate without data.
         error_omega_m, error_sigma_8, error_n_s, error_h_0: root mean squared errors, in the units
             of the parameters.
     """
@@ -44,7 +43,7 @@ class ParameterScore(Score):
 def estimates(model: nn.Module, batches: Loader) -> tuple[np.ndarray, np.ndarray]:
     """Return the estimated and the true parameters of all samples in order, (samples, 4) each.
 
-    In evaluation mode, -1 to 1 over their ranges, the same on all ranks. Collective.
+    Computed in evaluation mode; -1 to 1 over their ranges, the same on all ranks. Collective.
     """
     model.eval()
     estimated, true = [], []
@@ -56,7 +55,9 @@ def estimates(model: nn.Module, batches: Loader) -> tuple[np.ndarray, np.ndarray
 
 
 def score(estimated: np.ndarray, true: np.ndarray, samples_a_universe: int) -> ParameterScore:
-    """Return the score of estimates, (samples, 4) in -1 to 1, the parts of a universe together."""
+    """Return the score of estimates, (samples, 4) in -1 to 1, with the parts of a universe
+    adjacent.
+    """
     squares = (estimated - true) ** 2
     of_universes = [
         x.reshape(-1, samples_a_universe, x.shape[1]).mean(1) for x in (estimated, true)

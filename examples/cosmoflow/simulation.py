@@ -2,8 +2,8 @@
 
 A field is a DistTensor (universes, 1, W, W, W), cut in universes and depth, and its modes are one
 (universes, 1, W, W, W // 2 + 1), cut in universes and height: a Fourier transform is local along
-two dimensions, then the slabs change hands, an all-to-all, then it is local along the third. No
-rank ever holds a volume, and all numbers but for rounding are those of one rank.
+two dimensions, then an all-to-all exchanges the slabs, then it is local along the third. No rank
+ever holds a volume, and all numbers equal those of one rank up to rounding.
 
 Positions and displacements are in cells.
 """
@@ -23,10 +23,10 @@ from distconv.tensor.redistribution import cuts_of_layout
 from .cosmology import Cosmology
 
 SLABS = dc.Layout(sample="sample", depth="depth")
-"""How fields are cut."""
+"""The layout of fields."""
 
 _TRANSPOSED = dc.Layout(sample="sample", height="depth")
-"""How modes are cut."""
+"""The layout of modes."""
 
 _PARTICLES = 2**19
 """Particles that are assigned to cells at once, so that temporaries stay small."""
@@ -35,7 +35,8 @@ _PARTICLES = 2**19
 def white_noise(
     seed: int, universes: Sequence[int], width: int, grid: dc.ProcessGrid
 ) -> dc.DistTensor:
-    """Return a field of independent normal numbers: a plane's follow from seed, universe and plane.
+    """Return a field of independent normal numbers; a plane depends on seed, universe and plane
+    alone.
 
     Not collective.
     """
@@ -65,8 +66,8 @@ def to_field(modes: dc.DistTensor) -> dc.DistTensor:
 def wave_numbers(modes: dc.DistTensor) -> list[Tensor]:
     """Return the three components of the wave vectors of this rank's modes, in radians a cell.
 
-    Their shapes broadcast to the last three dimensions of the block. The highest of an even number
-    of modes stands for both signs; as a component it counts as 0, as a derivative has to.
+    Their shapes broadcast to the last three dimensions of the block. With an even number of modes
+    the highest one stands for both signs; its component is 0, as required of a derivative.
     """
     width = modes.shape[2]
     box = dc.local_box(modes.shape, modes.grid, modes.layout)
@@ -121,14 +122,14 @@ def displacements(contrast: dc.DistTensor) -> list[dc.DistTensor]:
 
 
 def displaced_density(psi: Sequence[dc.DistTensor], growth: Sequence[float]) -> dc.DistTensor:
-    """Return the density, over its mean, of particles that have left the centres of all cells.
+    """Return the density, over its mean, of particles displaced from the centres of all cells.
 
     Collective. A particle's mass goes to the eight cells around it (cloud-in-cell; Hockney and
     Eastwood, 1981), which may be on other ranks.
 
     Args:
-        psi: displacements of today.
-        growth: of each universe, over that until today.
+        psi: the displacements of today.
+        growth: for each universe the growth, over that until today.
     """
     grid, shape = psi[0].grid, psi[0].shape
     width = shape[2]
@@ -201,11 +202,11 @@ def _assign(psi: Sequence[Tensor], start: int, width: int) -> tuple[int, Tensor]
 
 
 def _like(modes: dc.DistTensor, local: Tensor) -> dc.DistTensor:
-    """Return the DistTensor that is laid out like `modes` and has this block here."""
+    """Return a DistTensor with the layout of `modes` and this block on this rank."""
     return dc.DistTensor(local, modes.shape, modes.cuts, modes.grid)
 
 
 def _block(x: Tensor) -> Tensor:
-    """Return this rank's block of what is known to be a DistTensor."""
+    """Return this rank's block of a tensor that must be a DistTensor."""
     assert isinstance(x, dc.DistTensor)
     return x.to_local()

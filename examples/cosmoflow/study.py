@@ -1,13 +1,13 @@
-"""Does the size of a sample matter? The same universes as whole volumes and as their parts.
+"""The effect of the size of a sample: the same universes as whole volumes and as their parts.
 
     python -m examples.cosmoflow.study --output runs/study
 
-A network is trained on universes of W^3 cells, one on their eighths of (W/2)^3, and one on their
-64ths of (W/4)^3, with the same voxels in the training set, in a mini-batch and in all epochs. Each
-has the blocks that its sample takes. study.png and study.md compare their errors on universes that
-none of them has seen, for one sample, and for all samples of a universe averaged.
+One network is trained on universes of W^3 cells, one on their eighths of (W/2)^3, and one on their
+64ths of (W/4)^3, with the same voxels in the training set, in a mini-batch and in all epochs. The
+number of blocks follows from the size of the sample. study.png and study.md compare their errors on
+new universes, for one sample, and for the mean over all samples of a universe.
 
-Stopped at any moment, it goes on with the same command after the last whole epoch.
+Stopped at any moment, the same command continues after the last whole epoch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from . import generate, train
 from .cosmology import RANGES
 
 LEAST_SIDE = 8
-"""Cells along a side of the smallest samples: the networks take no smaller ones."""
+"""The smallest side of samples, in cells, that the networks accept."""
 
 
 def run(args: argparse.Namespace) -> None:
@@ -73,12 +73,14 @@ def run(args: argparse.Namespace) -> None:
 
 
 def parts_of(size: int) -> list[int]:
-    """Return along how many parts of a side universes are cut, from none to the smallest parts."""
+    """Return the numbers of parts along a side: from 1, the whole universe, to the smallest
+    parts.
+    """
     return [parts for parts in (1, 2, 4) if size // parts >= LEAST_SIDE]
 
 
 def run_folder(output: Path, side: int, seed: int) -> Path:
-    """Return where the run on samples of this side is."""
+    """Return the folder of the run on samples of this side with this seed."""
     return output / f"side-{side}-seed-{seed}"
 
 

@@ -1,12 +1,12 @@
-"""Train a CosmoFlow network on universes cut over many ranks.
+r"""Train a CosmoFlow network on universes cut over many ranks.
 
-    mpiexec -n 4 python -m examples.cosmoflow.train \\
+    mpiexec -n 4 python -m examples.cosmoflow.train \
         --data train.h5 --validation validation.h5 --grid depth=2,height=2 --output run
 
-or without MPI, by `torchrun --nproc-per-node 4 -m examples.cosmoflow.train ...`.
-Interrupted at any moment, it continues after the last whole epoch, on the same grid or another,
-with `--resume run`. `--parts 2` trains on eighths of the universes instead, as has to be done where
-a sample must fit on one device.
+or without MPI, by `torchrun --nproc-per-node 4 -m examples.cosmoflow.train ...`. Interrupted at any
+moment, it continues after the last whole epoch, on the same grid or another, with `--resume run`.
+`--parts 2` trains on eighths of the universes instead, as is necessary where a sample must fit on
+one device.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ USAGE = __doc__ or ""
 
 
 class CosmoFlow(Example[Universes, CosmoFlowNet]):
-    """From the density of matter in a box, the parameters of the universe."""
+    """The task of estimating the parameters of a universe from the density of matter in a box."""
 
     name = "cosmoflow"
     description = USAGE
@@ -48,7 +48,7 @@ class CosmoFlow(Example[Universes, CosmoFlowNet]):
     }
 
     def add_arguments(self, add: Add) -> None:
-        """Add the choice of a network, and of samples."""
+        """Add the options for the network and the samples."""
         add("--network", "by the pooling that it has", choices=FORMS, default="average")
         add("--width", "multiplies the channels of the network", type=positive(float), default=1.0)
         add("--batch-norm", "have a batch norm behind each convolution", action="store_true")
@@ -112,7 +112,7 @@ class CosmoFlow(Example[Universes, CosmoFlowNet]):
 
 
 def main(arguments: Sequence[str] | None = None, comm: ObjectCommunicator | None = None) -> None:
-    """Train on the ranks of `comm`; what is wrong is one line on rank 0, and exit status 2."""
+    """Train on the ranks of `comm`; errors are one line on rank 0, with exit status 2."""
     run(CosmoFlow(), arguments, comm)
 
 

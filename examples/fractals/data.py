@@ -17,14 +17,14 @@ class Fractals(Dataset):
     """Images (samples, 3, W, W, W) in [0, 1] and labels (samples, W, W, W). Opening is collective.
 
     Args:
-        path: the HDF5 file that `generate` has written.
+        path: the HDF5 file written by `generate`.
         grid: the process grid; its axes of the same name cut the dimensions of a mini-batch.
         dtype: the type of the images.
 
     Attributes:
-        facts: how the samples are made: their scale (the sides W are 2^scale voxels), the seed
+        facts: the properties of the samples: their scale (the sides W are 2^scale voxels), the seed
             of their classes, the number of categories, and the fractions of voxels in background
-            and in each.
+            and in each category.
 
     Raises:
         DataError: on every rank, for a file that is missing, truncated or mis-shaped on any, or is

@@ -2,7 +2,7 @@
 the U-Net until its validation Dice is 0.95. Smaller than in the benchmark are the network, a
 quarter as wide, and the number of classes: 3, where the benchmark has 5.
 
-python -m examples.fractals.demo
+    python -m examples.fractals.demo
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TRAIN = {"channels": "16", "grid": "depth=2,height=2", "epochs": "20"}
 
 
 def main() -> None:
-    """Generate what is missing in the output folder, and train there from the start."""
+    """Generate missing files in the output folder, and train there from the start."""
     run(demo_output("examples.fractals.demo", __doc__ or "", Path("runs/demo-fractals")))
 
 

@@ -1,13 +1,13 @@
-"""Generate volumes of fractals with their masks, each rank its box.
+r"""Generate volumes of fractals with their masks, each rank its box.
 
-    mpiexec -n 4 python -m examples.fractals.generate \\
+    mpiexec -n 4 python -m examples.fractals.generate \
         --scale 5 --samples 70 --grid sample=4 --output train.h5
-    mpiexec -n 4 python -m examples.fractals.generate \\
+    mpiexec -n 4 python -m examples.fractals.generate \
         --scale 5 --first 70 --samples 30 --grid depth=2,height=2 --output validation.h5
 
 The HDF5 file holds image (samples, 3, W, W, W) in 8 bits, W = 2^scale, and labels (samples, W, W,
-W) with 0 where no fractal is, and 1 + the class of the uppermost elsewhere. Files of one `--seed`
-have the same classes, and the volumes from `--first` on.
+W): 0 for background, and elsewhere 1 + the class of the uppermost fractal. Files of one `--seed`
+have the same classes; `--first` is the number of the first volume.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def generate(
     Returns the fraction of voxels of each class. The file does not depend on the grid.
 
     Args:
-        grid: its axis `sample` shares out samples, and its spatial axes the voxels of each.
+        grid: a grid whose axis `sample` cuts the samples, and whose spatial axes cut each of them.
 
     Raises:
         DataError: on every rank, where the file cannot be written.

@@ -1,13 +1,13 @@
-"""The figure of merit of the benchmark: seconds and epochs to a validation Dice, of several seeds.
+r"""The figure of merit of the benchmark: seconds and epochs to a validation Dice, over several
+seeds.
 
-    mpiexec -n 4 python -m examples.fractals.merit \\
+    mpiexec -n 4 python -m examples.fractals.merit \
         --seeds 3 --data train.h5 --validation validation.h5 --grid depth=-1 --output runs/merit
 
-Every seed, of initial weights and shuffling, is a run of `examples.fractals.train` with all other
-options as they are given, in a folder of its own. merit.json and merit.md have a line for each and
-their median; a run that does not come to the target within its epochs counts as never.
-Stopped at any moment, it goes on with the same command: runs that are complete are left as they
-are, and others resumed.
+For every seed, of initial weights and shuffling, `examples.fractals.train` runs with the other
+options, in a folder of its own. merit.json and merit.md have a line for each run and their median;
+a run that does not reach the target within its epochs counts as never.
+Stopped at any moment, the same command continues: complete runs are kept, and others resumed.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def run(
     """Train with each seed, and return a row for each: seconds, epochs, loss and Dice. Collective.
 
     Args:
-        output: where a folder for each seed is made, and the results are written.
-        options: of `train`, but for `--output`, `--seed` and `--resume`.
+        output: the folder for the results, and for a folder of each seed.
+        options: options of `train`, except `--output`, `--seed` and `--resume`.
     """
     rows = []
     for seed in range(seeds):
@@ -59,7 +59,9 @@ def run(
 
 
 def merit_of(metrics: dict[str, Any]) -> dict[str, Any]:
-    """Return what a run has come to, from its metrics.json; `seconds` are None for never."""
+    """Return the row of a run, from its metrics.json; `seconds` are None if the target was not
+    reached.
+    """
     history = metrics["history"]
     last = history[-1]
     reached = last["dice"] >= metrics["target"]
@@ -95,7 +97,7 @@ def _line(name: str, row: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None, comm: ObjectCommunicator | None = None) -> None:
-    """Run the command line; what is not of its own is for `examples.fractals.train`."""
+    """Run the command line; unknown options are passed to `examples.fractals.train`."""
     if comm is None:
         comm = world().for_program()
     parser = RankParser(

@@ -12,27 +12,29 @@ from torch.utils.checkpoint import checkpoint
 from distconv.layers import GroupNorm
 
 GROUPS = 8
-"""Of each group norm."""
+"""The number of groups of each group norm."""
 
 STATISTICS = ("global", "local")
-"""Over what group norms take them; see `distconv.layers.GroupNorm`."""
+"""The choices of statistics for group norms; see `distconv.layers.GroupNorm`."""
 
 
 class UNet(nn.Module):
     """Predicts a score of each class for each voxel.
 
     Input (samples, 3, D, H, W), output (samples, classes, D, H, W), for sides of at least
-    2^levels, of any size: maximum pooling drops odd planes, and what is upsampled is padded to its
-    skip.
+    2^levels, of any size: maximum pooling drops odd planes, and upsampled volumes are padded to the
+    size of their skip.
 
     Args:
-        classes: of the output, background included.
-        scale: of the volumes, 2^scale voxels a side; there are `scale - 3` levels, at least one,
-            each with half the side and twice the channels.
-        channels: at full resolution, a multiple of 8; the benchmark has 64.
-        statistics: of group norms, "global" or "local", which is not exact.
-        recompute: keep the input of each double convolution alone, and compute it again in the
-            backward pass.
+        classes: the number of classes, background included.
+        scale: the scale of the volumes, 2^scale voxels a side; there are `scale - 3` levels, at
+        least
+            one, each with half the side and twice the channels.
+        channels: the channels at full resolution, a multiple of 8; the benchmark has 64.
+        statistics: the statistics of group norms, "global" or "local", which is not exact.
+        recompute: whether to keep only the input of each double convolution, and to compute it
+        again in
+            the backward pass.
     """
 
     def __init__(

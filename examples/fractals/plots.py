@@ -1,5 +1,7 @@
-"""A volume of fractals in three dimensions, beside its mask, what the network makes of it, and the
-ranks; and the course of training."""
+"""Pictures: a volume of fractals in three dimensions, beside its mask, the prediction, and the
+ranks;
+and the course of training.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from examples.trainer.ranks import RankBox
 from .volumes import COLOUR
 
 POINTS = 20_000
-"""Voxels that are drawn of a volume at most."""
+"""The most voxels of a volume that are drawn."""
 
 
 def plot_loss(path: Path, history: list[dict[str, Any]], target: float) -> None:
@@ -41,11 +43,11 @@ def plot_volume(
     boxes: Sequence[RankBox],
     title: str,
 ) -> None:
-    """Draw the voxels in which fractals are, or are predicted to be, into a PNG file.
+    """Draw the voxels of fractals, true and predicted, into a PNG file.
 
     Args:
-        truth, predicted: (D, H, W): two labels of each voxel.
-        boxes: of the ranks, in a tensor (N, C, D, H, W).
+        truth, predicted: labels of the voxels, (D, H, W) each.
+        boxes: the boxes of the ranks in a tensor (N, C, D, H, W).
     """
     owner = np.zeros(truth.shape, int)
     for rank, box in boxes:

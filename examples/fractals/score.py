@@ -1,4 +1,4 @@
-"""The loss of the benchmark, and the Dice coefficient that ends it."""
+"""The loss of the benchmark, and the Dice coefficient by which training ends."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ class FractalScore(Score):
 
     Attributes:
         loss: weighted cross entropy plus Dice loss, the mean over samples.
-        dice: the mean over the classes of fractals of their Dice coefficients, of all samples
-            together.
-        dice_worst: of the class that has the lowest.
+        dice: the mean of the Dice coefficients of the fractals' classes, over all samples together.
+        dice_worst: the lowest of these coefficients.
     """
 
     dice: float
@@ -47,8 +46,8 @@ def fractal_loss(scores: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
     """Return cross entropy, weighted by class, plus the Dice loss of the classes of fractals.
 
     Args:
-        scores: of classes, before the softmax: (samples, classes, D, H, W).
-        labels: (samples, D, H, W), whole numbers.
+        scores: the scores of classes, before the softmax: (samples, classes, D, H, W).
+        labels: (samples, D, H, W), integers.
         weights: (classes,).
     """
     weights = weights.to(device=scores.device, dtype=scores.dtype)

@@ -2,9 +2,9 @@
 
 A system is 2 to 8 affine maps, each of 12 numbers, a 3x3 matrix and a translation. The chaos game
 (Barnsley, "Fractals Everywhere", 1988) visits its attractor: a point is mapped again and again, by
-maps chosen at random, each with a probability in proportion to the absolute determinant of its
-matrix. A *class* is a system; its *instances* are the system itself, and those in which one of the
-12 numbers of all its maps is multiplied by a factor.
+maps chosen at random, with probabilities in proportion to the absolute determinants of their
+matrices. A *class* is a system; its *instances* are the system itself, and systems in which one of
+the 12 numbers of all its maps is multiplied by a factor.
 """
 
 from __future__ import annotations
@@ -23,29 +23,32 @@ INSTANCES = 1 + 12 * len(FACTORS)
 """The instances of a class: 145."""
 
 LARGEST_ENTRY = 0.6
-"""Matrices have numbers up to this, and translations up to 1; with larger ones hardly any class
-contracts."""
+"""The largest entry of matrices; translations go up to 1. With larger ones hardly any class
+contracts.
+"""
 
 LEAST_VARIANCE = 0.15
-"""Of all coordinates of a class's cloud in [-1, 1]: less is a heap with a few points around it."""
+"""The least variance of all coordinates of a class's cloud in [-1, 1]: clouds with less are a heap
+with a few points around it.
+"""
 
 SETTLING = 32
-"""Steps after which an orbit counts as on the attractor."""
+"""Steps after which an orbit is treated as on the attractor."""
 
 STEPS = 64
-"""Points that an orbit leaves after that."""
+"""Points of an orbit after these steps."""
 
 _ORBITS = 2**12
-"""Orbits that go on at the same time: the memory of a cloud is that of so many points."""
+"""Orbits computed at the same time; the memory of a cloud is proportional to it."""
 
 _REFERENCE = 2**8
-"""Orbits from which the middle and the extent of an instance are taken, whatever is made of it."""
+"""Orbits from which the middle and the extent of an instance are computed."""
 
 
 def cloud(maps: Array, orbits: int, seed: tuple[int, ...]) -> Iterator[Array]:
     """Yield the points (n, 3) of `orbits` orbits of `maps` (maps, 3, 4), `STEPS` of each.
 
-    They follow from `seed` and the number of the orbit.
+    They depend on `seed` and the number of the orbit alone.
     """
     bounds = np.cumsum(probabilities(maps))
     bounds[-1] = 1.0
@@ -72,9 +75,11 @@ def instance_of(maps: Array, instance: int) -> Array:
 
 @lru_cache(maxsize=1024)
 def middle_and_extent(seed: int, category: int, instance: int) -> tuple[Array, float]:
-    """Return the middle of an instance's box and half its largest side: it fills [-1, 1]^3.
+    """Return the middle of an instance's box and half its largest side, by which it fills [-1,
+    1]^3.
 
-    A smaller cloud than any that is drawn decides it, so that an instance lies alike at all scales.
+    They are computed from a fixed small cloud, so that an instance has the same place at all
+    scales.
     """
     maps = instance_of(draw_class(seed, category), instance)
     return _place(_reference(maps, (seed, category, instance)))
@@ -85,8 +90,8 @@ def draw_class(seed: int, category: int) -> Array:
     """Return the maps (maps, 3, 4) of a class, which depend on `seed` and its number alone.
 
     Systems are drawn until the class and all its instances contract in the mean square, so that
-    their clouds are finite and have a variance however many points there are, and that of the
-    class, in [-1, 1]^3, a variance of `LEAST_VARIANCE`.
+    their clouds are finite and have a variance with any number of points, and until the cloud of
+    the class, in [-1, 1]^3, has a variance of at least `LEAST_VARIANCE`.
     """
     random = np.random.default_rng([seed, category])
     while True:
@@ -113,7 +118,7 @@ def contracts(maps: Array) -> bool:
 
 
 def probabilities(maps: Array) -> Array:
-    """Return how often each of the maps is chosen."""
+    """Return the probability of each of the maps."""
     determinants = np.abs(np.linalg.det(maps[:, :, :3]))
     return np.asarray(determinants / determinants.sum())
 

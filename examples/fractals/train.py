@@ -1,12 +1,12 @@
-"""Train the benchmark's U-Net on volumes of fractals cut over many ranks, to a validation Dice.
+r"""Train the benchmark's U-Net on volumes of fractals cut over many ranks, to a validation Dice.
 
-    mpiexec -n 4 python -m examples.fractals.train \\
+    mpiexec -n 4 python -m examples.fractals.train \
         --data train.h5 --validation validation.h5 --grid depth=2,height=2 --output run
 
-or without MPI, by `torchrun --nproc-per-node 4 -m examples.fractals.train ...`.
-Interrupted at any moment, it continues after the last whole epoch, on the same grid or another,
-with `--resume run`. It ends when the mean Dice coefficient of the classes of fractals reaches
-`--target`; `examples.fractals.merit` says how long that takes, over several seeds.
+or without MPI, by `torchrun --nproc-per-node 4 -m examples.fractals.train ...`. Interrupted at any
+moment, it continues after the last whole epoch, on the same grid or another, with `--resume run`.
+It ends when the mean Dice coefficient of the classes of fractals reaches `--target`;
+`examples.fractals.merit` measures the time to this target, over several seeds.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from .score import FractalScore, class_weights, evaluate, fractal_loss
 USAGE = __doc__ or ""
 
 LARGEST_PICTURE = 2**24
-"""Voxels of a volume that is drawn: rank 0 would have to hold a larger one."""
+"""The most voxels of a volume that is drawn, as rank 0 holds it."""
 
 
 class FractalSegmentation(Example[Fractals, UNet]):
-    """From a volume of points, the fractal that each belongs to."""
+    """The task of finding the fractal of each point in a volume."""
 
     name = "fractals"
     description = USAGE
@@ -53,7 +53,7 @@ class FractalSegmentation(Example[Fractals, UNet]):
     }
 
     def add_arguments(self, add: Add) -> None:
-        """Add the size of the network, how it computes, and when training ends."""
+        """Add the options for the size of the network, its computation, and the end of training."""
         add("--channels", "of the network at full resolution", type=positive(int), default=64)
         add("--autocast", "compute in bfloat16 where torch.autocast does", action="store_true")
         add("--recompute", "compute activations anew in the backward pass", action="store_true")
@@ -102,7 +102,7 @@ class FractalSegmentation(Example[Fractals, UNet]):
         return evaluate(partial(self._predict, model), loss, batches, len(self._weights))
 
     def is_done(self, args: argparse.Namespace, record: Mapping[str, Any]) -> bool:
-        """Return whether the validation Dice has come to the target."""
+        """Return whether the validation Dice has reached the target."""
         return bool(record["dice"] >= args.target)
 
     def draw(
@@ -145,7 +145,7 @@ class FractalSegmentation(Example[Fractals, UNet]):
 
 
 def main(arguments: Sequence[str] | None = None, comm: ObjectCommunicator | None = None) -> None:
-    """Train on the ranks of `comm`; what is wrong is one line on rank 0, and exit status 2."""
+    """Train on the ranks of `comm`; errors are one line on rank 0, with exit status 2."""
     run(FractalSegmentation(), arguments, comm)
 
 

@@ -1,4 +1,4 @@
-"""Volumes in which instances of fractals lie, and the class of each voxel; any box for itself."""
+"""Volumes with instances of fractals, and the class of each voxel; any box can be made alone."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from distconv import Box
 from .systems import INSTANCES, STEPS, cloud, draw_class, instance_of, middle_and_extent
 
 FRACTALS = 3
-"""Instances in a volume."""
+"""The number of instances in a volume."""
 
 COLOUR = (230, 150, 60)
-"""Of all points, in three channels of 8 bits: classes differ in form alone."""
+"""The colour of all points, in three channels of 8 bits: classes differ in form alone."""
 
 DENSITY = 8
 """Points of an instance, over the pixels of a face of the volume."""
@@ -30,9 +30,10 @@ class Volume:
     instances: tuple[tuple[int, int], ...]
 
     def labels(self, box: Box) -> NDArray[np.uint8]:
-        """Return 1 + the class of the voxels with a point, and 0 of others, in a box of (D, H, W).
+        """Return labels in a box of (D, H, W): 1 + the class for voxels with a point, and 0 for
+        others.
 
-        Points are drawn one set of orbits after the other, and those in the box kept.
+        Points are drawn one set of orbits after the other, and those in the box are kept.
         """
         labels = np.zeros(box.shape, np.uint8)
         side = 2**self.scale
@@ -56,7 +57,7 @@ def image_of(labels: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def draw_volume(seed: int, index: int, scale: int, categories: int) -> Volume:
-    """Return volume `index`: instances drawn at random, the same whichever others are drawn."""
+    """Return volume `index`: random instances, which do not depend on other draws."""
     random = np.random.default_rng([seed, index, 2])
     instances = [
         (int(random.integers(categories)), int(random.integers(INSTANCES))) for _ in range(FRACTALS)

@@ -1,4 +1,4 @@
-"""The command line of generators: every rank parses it, and what is wrong is one line."""
+"""The command line of generators, which every rank parses; errors are one line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from distconv.transport.world import world
 from examples.trainer.arguments import Add, natural, positive
 
 Progress = Callable[[int], None]
-"""Is told the number of samples that are done."""
+"""A function that is called with the number of finished samples."""
 
 
 def run(
@@ -30,15 +30,15 @@ def run(
     arguments: Sequence[str] | None = None,
     comm: ObjectCommunicator | None = None,
 ) -> None:
-    """Generate samples on the ranks of `comm`; what is wrong is one line, and exit status 2.
+    """Generate samples on the ranks of `comm`; errors are one line, with exit status 2.
 
     Args:
         name: the folder of the example.
-        description: what `--help` begins with.
+        description: the beginning of `--help`.
         axes: the axes that `--grid` may name.
         add_own: adds the options of the example.
-        generate: makes the samples, on all ranks together, and returns what to say about them.
-        arguments: the command line; that of the program when not given.
+        generate: makes the samples, on all ranks together, and returns a message about them.
+        arguments: the command line; the program's own when not given.
         comm: the ranks; all of the job when not given.
     """
     if comm is None:

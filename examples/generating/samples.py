@@ -1,7 +1,7 @@
 """A file of samples that all ranks write: HDF5, each field of the samples one array in it.
 
 Rank 0 makes the file with room for all, under a fresh name; ranks write boxes that do not overlap;
-when everything is on the disk, the file takes its name. One that is there is whole.
+when everything is on the disk, the file takes its name. So a file under its name is whole.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from distconv.data.sources.hdf5 import open_hdf5
 from distconv.data.writing.contiguous import Description, create_hdf5, write_box
 
 _OVERHEAD = 2**16
-"""Bytes that are sure to be enough for what HDF5 keeps about a few arrays."""
+"""An upper bound for the bytes of HDF5's metadata for a few arrays."""
 
 
 class SampleFile:
-    """The file while it is made; each rank has one of these.
+    """The unfinished file; each rank has one of these.
 
     Attributes:
-        facts: attributes that the file gets in the end, from rank 0.
+        facts: the attributes that the file gets at the end, from rank 0.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class SampleFile:
         self.facts: dict[str, Any] = {}
 
     def write(self, name: str, start: Sequence[int], values: NDArray[Any]) -> None:
-        """Write a box of an array, which begins at `start`, to the disk. Not collective."""
+        """Write the box of an array that begins at `start` to the disk. Not collective."""
         array = self._arrays[name]
         box = dc.Box(tuple(start), tuple(a + n for a, n in zip(start, values.shape, strict=True)))
         values = np.ascontiguousarray(values, array.dtype)
@@ -65,10 +65,10 @@ def create_samples(
     """Make a file in a `with` block, in which all ranks write. Collective.
 
     Args:
-        path: must not exist; folders above it are made. What killed processes have left of it is
+        path: must not exist; folders above it are made. Unfinished files of killed processes are
             removed.
         arrays: shape, samples first, and type of each field by name.
-        facts: how the samples are made: attributes of the file.
+        facts: the properties of the samples: attributes of the file.
 
     Raises:
         DataError: on every rank, where the file exists, or the disk has no room for it.
@@ -113,7 +113,7 @@ def create_samples(
 
 
 def read_facts(path: Path) -> dict[str, Any]:
-    """Return how the samples in a file were made. Not collective.
+    """Return the properties of the samples in a file. Not collective.
 
     Raises:
         OSError: for a file that is missing, damaged, or may not be read.

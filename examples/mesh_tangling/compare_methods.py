@@ -1,10 +1,11 @@
-"""Methods of learning together, compared at equal numbers of samples on the demo's data.
+"""Methods of training with several workers, compared at equal numbers of samples on the demo's
+data.
 
-python -m examples.mesh_tangling.compare_methods
+    python -m examples.mesh_tangling.compare_methods
 
-Each method is a job of its own, one after the other; what has been run before is left as it is, so
-a comparison that was interrupted goes on where it was. In the end the picture of
-docs/reference/methods.md is drawn from all of them, and a table printed.
+Each method is a job of its own, one after the other; finished jobs are not run again, so an
+interrupted comparison continues. At the end the picture of docs/reference/methods.md is drawn from
+all of them, and a table printed.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ PICTURE = Path("docs/reference/training_methods.png")
 
 @dataclass(frozen=True)
 class Method:
-    """A run of the comparison: on so many ranks, with these options."""
+    """A run of the comparison: a number of ranks, and options."""
 
     ranks: int
     options: dict[str, str] = field(default_factory=dict)
@@ -58,12 +59,13 @@ METHODS = {
     "Downpour": Method(5, {"method": "downpour"}),
     "hybrid": Method(5, {"method": "hybrid", "grid": "sample=4"}),
 }
-"""All on four ranks that train, which are two replicas of two but for the hybrid method: there are
-two groups of two replicas. Downpour and hybrid have a server beside them."""
+"""All methods train on four ranks: two replicas of two ranks, or for the hybrid method two groups
+of two replicas of one. Downpour and hybrid have a server as well.
+"""
 
 
 def main() -> None:
-    """Run what has not been run, draw and print."""
+    """Run the jobs that are not finished, draw and print."""
     parser = argparse.ArgumentParser(
         prog="python -m examples.mesh_tangling.compare_methods",
         description=__doc__,
@@ -104,12 +106,12 @@ def folder_of(args: argparse.Namespace, name: str) -> Path:
 
 
 def done(args: argparse.Namespace, name: str) -> bool:
-    """Return whether a method has been run to its end."""
+    """Return whether a method's run is finished."""
     return (folder_of(args, name) / "metrics.json").exists()
 
 
 def run(args: argparse.Namespace, name: str) -> None:
-    """Run a method, or go on with it, unless that has been done."""
+    """Run a method, or continue its run, unless it is finished."""
     if done(args, name):
         print(f"{name}: there already")
         return
@@ -142,7 +144,7 @@ def run(args: argparse.Namespace, name: str) -> None:
 
 def read(folder: Path) -> dict[str, Any]:
     """Return the course of a run: samples, seconds of training and score after each epoch, and the
-    staleness of what a server has got.
+    staleness of the updates that a server received.
     """
     metrics = json.loads((folder / "metrics.json").read_text())
     samples = seconds = 0.0
@@ -161,7 +163,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def draw(path: Path, found: dict[str, dict[str, Any]]) -> None:
-    """Draw the score against samples and against time, and how stale updates were."""
+    """Draw the score against samples and against time, and the staleness of updates."""
     figure = Figure(figsize=(13, 4.2), layout="constrained")
     by_samples, by_time, stale = figure.subplots(1, 3)
     width = 0.8 / max(1, sum(bool(course["staleness"]) for course in found.values()))

@@ -1,4 +1,4 @@
-"""Mesh states from an HDF5 file laid out as `store`, every rank reading its own box."""
+"""Mesh states from an HDF5 file with the layout of `store`, every rank reading its own box."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from . import store
 
 LIMIT = 5.0
 """Normalised states are clipped to this many deviations: a zone that has folded over can be
-hundreds of them away, and would drown all others in a batch norm's statistics."""
+hundreds of them away, and would dominate a batch norm's statistics.
+"""
 
 
 class MeshTanglingData(dc.data.Dataset):
@@ -27,8 +28,8 @@ class MeshTanglingData(dc.data.Dataset):
         path: the HDF5 file; every rank of the grid opens it.
         grid: the process grid; its axes of the same name cut the dimensions of a mini-batch.
         dtype: the type of the tensors.
-        normalise_as: take the mean and deviation of each channel from these data. A validation
-            set has to be normalised as its training set was.
+        normalise_as: data whose mean and deviation of each channel are used: normalise a validation
+            set as its training set.
 
     Attributes:
         size: zones along each side of the mesh.
@@ -68,7 +69,7 @@ class MeshTanglingData(dc.data.Dataset):
         return dc.data.Loader(self, batch_sampler=samples_of_batches)
 
     def channel(self, sample: int, name: str) -> np.ndarray:
-        """Return one channel of one state, whole and as it is in the file: (S, S). Not
+        """Return one channel of one state, whole and in the file's units: (S, S). Not
         collective.
         """
         channel = [channel.name for channel in store.CHANNELS].index(name)

@@ -28,7 +28,7 @@ TRAIN = {
 
 
 def main() -> None:
-    """Generate what is missing in the output folder and train there, from the start."""
+    """Generate missing files in the output folder and train there, from the start."""
     parser = argparse.ArgumentParser(
         prog="python -m examples.mesh_tangling.demo",
         description=__doc__,

@@ -24,7 +24,7 @@ from . import store
 from .simulation import HORIZON, draw_flow, simulate
 
 SMALLEST_SIZE = 8
-"""Zones along a side below which not even the bubble is resolved."""
+"""The smallest number of zones along a side at which the bubble is resolved."""
 
 
 def generate(
@@ -54,9 +54,9 @@ def generate_together(
     seed: int = 0,
     progress: Callable[[int], None] | None = None,
 ) -> float:
-    """Write what `generate` does, each rank of `grid` its share of the samples. Collective.
+    """Generate as `generate` does, each rank of `grid` its share of the samples. Collective.
 
-    Raises DataError on every rank, for what `generate` raises on any.
+    Raises DataError on every rank where `generate` raises on any.
     """
     with ExitStack() as stack:
         writers: list[store.Writer] = []
@@ -95,7 +95,7 @@ def fill(
     seed: int,
     progress: Callable[[int], None] | None,
 ) -> float:
-    """Write the samples of these numbers, and return the sum of their fractions that tangle."""
+    """Write the samples of these numbers, and return the sum of their tangled fractions."""
     tangled = 0.0
     for index in indices:
         sample = simulate(draw_flow(seed, index), size)

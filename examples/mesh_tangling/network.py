@@ -15,7 +15,7 @@ from torch import nn
 
 STATE_CHANNELS = 18
 BOTTOM = 32
-"""Both published networks shrink the mesh to 32 x 32 positions."""
+"""The side of the mesh, in positions, behind all blocks of both published networks."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ BLOCKS_2K = (
 class MeshTanglingNet(nn.Module):
     """Predicts the probability of tangling in every zone of a mesh.
 
-    The network is fully convolutional: any mesh whose sides are multiples of `total_stride`
-    will do. Input (samples, 18, S, S), output (samples, 1, S, S) in [0, 1].
+    The network is fully convolutional: it takes any mesh whose sides are multiples of
+    `total_stride`. Input (samples, 18, S, S), output (samples, 1, S, S) in [0, 1].
 
     Args:
         blocks: the table of the network, top row first.
@@ -80,7 +80,7 @@ class MeshTanglingNet(nn.Module):
         self.shuffle = nn.PixelShuffle(self.total_stride)
 
     def check_mesh(self, height: int, width: int) -> None:
-        """Raise `ValueError` unless this network can take a mesh of height x width zones."""
+        """Raise `ValueError` unless this network takes a mesh of height x width zones."""
         stride = self.total_stride
         if height % stride or width % stride or not height or not width:
             nearest = [max(1, round(side / stride)) * stride for side in (height, width)]
@@ -116,12 +116,12 @@ NETWORKS = {"1k": mesh_tangling_1k, "2k": mesh_tangling_2k}
 
 
 def scaled(blocks: tuple[Block, ...], size: int) -> tuple[Block, ...]:
-    """Return the table for meshes of `size` x `size` zones, which is `blocks` from the published
-    size on.
+    """Return the table for meshes of `size` x `size` zones; from the published size on it is
+    `blocks`.
 
     On a smaller mesh the last blocks open with stride 1, so that the mesh shrinks to no fewer
-    than the published 32 x 32 positions: each of them answers for the same fraction of the
-    domain, in a patch of fewer zones.
+    than the published 32 x 32 positions: each position covers the same fraction of the domain, in a
+    patch of fewer zones.
     """
     stride, fitting = 1, []
     for block in blocks:

@@ -1,4 +1,4 @@
-"""Two pictures of a training run: how the loss fell, and what the network predicts."""
+"""Two pictures of a training run: the loss, and a prediction."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from examples.trainer.ranks import RankBox, draw_boxes
 from .store import CHANNELS
 
 CHANNELS_SHOWN = ("density", "pressure", "scaled Jacobian")
-"""The inputs in the picture of a prediction: the flow, and how far the mesh has sheared."""
+"""The inputs in the picture of a prediction: the flow, and the shear of the mesh."""
 
 
 def plot_loss(path: Path, history: list[dict[str, Any]]) -> None:
@@ -48,9 +48,9 @@ def plot_prediction(
     Args:
         inputs: three channels of the state by name, (S, S) each, in the units of `store`.
         truth: 1 where the mesh tangles and 0 elsewhere, (S, S).
-        probability: what the network predicts, (S, S) in [0, 1].
-        boxes: of the ranks, in a tensor (N, C, S, S).
-        serial: what the network predicts on one rank, where that was run.
+        probability: the prediction, (S, S) in [0, 1].
+        boxes: the boxes of the ranks in a tensor (N, C, S, S).
+        serial: the prediction on one rank, or None.
     """
     figure = Figure(figsize=(17, 8), layout="constrained")
     axes = figure.subplots(2, 4, sharex=True, sharey=True)
@@ -85,7 +85,7 @@ def plot_prediction(
 
 
 def _plot_outcome(axes: Axes, truth: np.ndarray, called: np.ndarray) -> None:
-    """Colour every zone by whether the network is right about it, and how it is wrong."""
+    """Colour every zone by whether the prediction is right, and which kind of error it is."""
     union = np.count_nonzero(truth | called)
     iou = np.count_nonzero(truth & called) / union if union else 1.0
     outcome = np.select([truth & called, truth, called], [1, 2, 3])

@@ -28,7 +28,7 @@ CAP = 100.0
 """Largest magnitude of the unbounded dimensionless metrics (Verdict: VERDICT_DBL_MAX, 1e30)."""
 
 TINY = 1e-30
-"""Lengths, areas and their squares up to this one count as zero (VERDICT_DBL_MIN)."""
+"""Lengths, areas and their squares up to this one are treated as zero (VERDICT_DBL_MIN)."""
 
 
 def corners_of(nodes: Array) -> Array:
@@ -43,7 +43,7 @@ def corners_of(nodes: Array) -> Array:
 
 
 def edges_of(corners: Array) -> Array:
-    """Return the edges L_k = P_{k+1} - P_k, of the shape (2, 4, *zones) of `corners`."""
+    """Return the edges L_k = P_{k+1} - P_k. `corners` and the result have shape (2, 4, *zones)."""
     return np.roll(corners, -1, axis=1) - corners
 
 
@@ -60,7 +60,9 @@ def corner_jacobians(corners: Array) -> Array:
 
 @dataclass(frozen=True)
 class Quadrilaterals:
-    """Zones by their `corners`, of shape (2, 4, *zones), with what several metrics share."""
+    """Zones given by their `corners`, of shape (2, 4, *zones), with quantities that metrics
+    share.
+    """
 
     corners: Array
 
@@ -76,7 +78,7 @@ class Quadrilaterals:
 
     @cached_property
     def corner_dots(self) -> Array:
-        """Return -L_{k-1} . L_k, the dot product of the edges leaving corner k, of shape (4,
+        """Return -L_{k-1} . L_k, the dot product of the edges that leave corner k, of shape (4,
         *zones).
         """
         return -_dot(np.roll(self.edges, 1, axis=1), self.edges)

@@ -1,4 +1,4 @@
-"""How well a model finds the tangled zones, counted on all ranks together."""
+"""The quality of predicted tangled zones, counted on all ranks together."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class MeshScore(Score):
 
     Attributes:
         loss: mean squared error of the probabilities, per zone.
-        iou: intersection over union of the zones called tangled (probability above a half) and
-            those that are; 1 where neither has any.
-        trivial_iou: the same for the better of two predictors that ignore the state, calling all
-            zones tangled or none.
+        iou: intersection over union of the zones predicted to tangle (probability above a half) and
+            those that do; 1 where there are neither.
+        trivial_iou: the same for the better of two predictors that ignore the state, with all zones
+            tangled or none.
     """
 
     iou: float

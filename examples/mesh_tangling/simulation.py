@@ -1,4 +1,4 @@
-"""A shock drives a bubble of gas, and a Lagrangian mesh of S x S zones is carried along.
+"""A shock drives a bubble of gas, and carries along a Lagrangian mesh of S x S zones.
 
 The flow is analytic. A cylindrical shock in air converges towards a focus outside the domain, with
 a rarefaction behind it. Where it crosses the interface of a bubble of another gas, pressure and
@@ -10,9 +10,10 @@ Sources: speeds of shock and gas from the Rankine-Hugoniot relations; the streng
 from the impulsive model of Richtmyer, Comm. Pure Appl. Math. 13 (1960); the blobs from Krasny,
 J. Comput. Phys. 65 (1986). Left out: reflection and refraction of the shock at the bubble.
 
-Units are SI. The flow fills a domain of one metre and knows nothing of the mesh, so a sample looks
-the same at every S. The label does depend on S: a smooth flow tangles no zone that is small enough,
-and the fraction that tangles within the horizon falls by a quarter to a third when S doubles.
+Units are SI. The flow fills a domain of one metre and does not depend on the mesh, so a sample
+looks the same at every S. The label does depend on S: a smooth flow tangles no zone that is small
+enough, and the fraction that tangles within the horizon falls by a quarter to a third when S
+doubles.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ AMBIENT_PRESSURE = 101325.0
 """Pressure of both gases at rest, in Pa."""
 
 HORIZON = 1.25e-3
-"""Time after the snapshot within which a zone has to tangle to be labelled so, in s."""
+"""Seconds after the snapshot within which a zone must tangle to be labelled."""
 
 TIME_STEP = 2.5e-5
 """Longest time step, in s: the shock moves by about half its thickness in one."""
@@ -59,7 +60,7 @@ Zones that are tangled, or nearly, would have a density that is negative or has 
 """
 
 SUBSAMPLES = 4
-"""Points along each side of a zone at which its initial share of bubble gas is sampled."""
+"""Points along each side of a zone at which its initial fraction of bubble gas is sampled."""
 
 BLOCK = 1 << 15
 """Points whose velocity is evaluated at once, so that temporaries stay in the cache."""
@@ -148,8 +149,9 @@ class Bubble:
 class Flow:
     """A shock, and the vortices that it leaves behind on the interface of a bubble.
 
-    `blobs`, of shape (2, blobs), is where the vortices are at time zero, in m; `circulations` are
-    what the shock gives them, in m^2/s; within `core`, in m, they turn nearly rigidly.
+    `blobs`, of shape (2, blobs), are the positions of the vortices at time zero, in m;
+    `circulations`
+    are their circulations after the shock, in m^2/s; within `core`, in m, they turn nearly rigidly.
     """
 
     bubble: Bubble
@@ -181,15 +183,17 @@ class Flow:
 
 @dataclass(frozen=True)
 class Carried:
-    """Mesh and blobs in the flow: `nodes` (2, S + 1, S + 1) and `blobs` (2, blobs), in m."""
+    """The mesh and the blobs in the flow: `nodes` (2, S + 1, S + 1) and `blobs` (2, blobs), in
+    m.
+    """
 
     time: float
     nodes: Array
     blobs: Array
 
     def step(self, flow: Flow, duration: float) -> Carried:
-        """Return where everything is `duration` seconds later, by the midpoint rule (Runge-Kutta
-        2).
+        """Return the mesh and the blobs `duration` seconds later, by the midpoint rule
+        (Runge-Kutta 2).
         """
         points = np.concatenate([self.nodes.reshape(2, -1), self.blobs], axis=1)
         middle = points + 0.5 * duration * flow.velocity(points, self.blobs, self.time)
@@ -199,7 +203,9 @@ class Carried:
         return Carried(self.time + duration, nodes.reshape(self.nodes.shape), blobs)
 
     def steps_until(self, flow: Flow, stop: float) -> Iterator[Carried]:
-        """Return what is carried after each of the equal time steps up to the time `stop`."""
+        """Return the mesh and the blobs after each of the equal time steps up to the time
+        `stop`.
+        """
         steps = int(np.ceil((stop - self.time) / TIME_STEP))
         carried, duration = self, (stop - self.time) / steps
         for _ in range(steps):
@@ -211,8 +217,8 @@ class Carried:
 class Sample:
     """The `fields` at the snapshot by channel name, and the label, each of shape (S, S).
 
-    `tangled` is true for zones that have a corner Jacobian which is not positive, at the snapshot
-    or after a time step within HORIZON of it.
+    `tangled` is true for zones with a corner Jacobian that is not positive, at the snapshot or
+    after a time step within HORIZON of it.
     """
 
     fields: dict[str, Array]
@@ -220,7 +226,7 @@ class Sample:
 
 
 def draw_flow(seed: int, index: int) -> Flow:
-    """Return the random flow of sample `index`: the same whichever other samples are drawn."""
+    """Return the random flow of sample `index`, which does not depend on other draws."""
     random = np.random.default_rng([seed, index])
     bubble = _draw_bubble(random)
     angle = random.uniform(0.0, 2.0 * np.pi)
@@ -282,7 +288,9 @@ def initial_nodes(size: int) -> Array:
 
 
 def volume_fraction(bubble: Bubble, size: int) -> Array:
-    """Return the share of bubble gas in each of the initial zones, of shape (size, size)."""
+    """Return the volume fraction of bubble gas in each of the initial zones, of shape (size,
+    size).
+    """
     fraction = np.zeros((size, size))
     offsets = (np.arange(SUBSAMPLES) + 0.5) / SUBSAMPLES
     for along_x in offsets:
@@ -300,8 +308,7 @@ def rest_density(gas: Gas, fraction: Array) -> Array:
 
 
 def zone_masses(flow: Flow, fraction: Array) -> Array:
-    """Return the mass of every zone, in kg per metre of depth, of the shape (S, S) of
-    `fraction`."""
+    """Return the mass of every zone, in kg per metre of depth, of shape (S, S) as `fraction`."""
     size = len(fraction)
     centres = (np.arange(size) + 0.5) / size
     compression = flow.shock.compression(centres[None, :], centres[:, None])
@@ -309,11 +316,10 @@ def zone_masses(flow: Flow, fraction: Array) -> Array:
 
 
 def adiabatic_pressure(gas: Gas, fraction: Array, density: Array) -> Array:
-    """Return the pressure in Pa at `density`, p_rest (density / rest density)^index, with the
-    mixture's
-    index.
+    """Return the pressure in Pa at `density`: p_rest (density / rest density)^index.
 
-    1 / (index - 1) of a mixture in pressure equilibrium is the mean of the gases' by volume.
+    `index` is that of the mixture: 1 / (index - 1) of a mixture in pressure equilibrium is the mean
+    of the gases' by volume.
     """
     inverse = fraction / (gas.adiabatic_index - 1.0) + (1.0 - fraction) / (
         AIR.adiabatic_index - 1.0
@@ -322,7 +328,7 @@ def adiabatic_pressure(gas: Gas, fraction: Array, density: Array) -> Array:
 
 
 def tangled_zones(nodes: Array) -> NDArray[np.bool_]:
-    """Return which zones have a corner Jacobian that is not positive, of shape (S, S)."""
+    """Return whether each zone has a corner Jacobian that is not positive, of shape (S, S)."""
     return np.concatenate(
         [
             quality.corner_jacobians(quality.corners_of(nodes[:, rows])).min(axis=0) <= 0.0
@@ -372,11 +378,10 @@ def snapshot(flow: Flow, carried: Carried) -> dict[str, Array]:
 
 
 def radial_velocity(flow: Flow, carried: Carried, fraction: Array) -> Array:
-    """Return the mean over a zone's nodes of the velocity away from the bubble's centre, in
-    m/s: (S,
-    S).
+    """Return the mean over a zone's nodes of the velocity away from the bubble's centre, in m/s:
+    (S, S).
 
-    The centre is that of the gas of the bubble, where the flow has carried it.
+    The centre is that of the bubble's gas at the time of the snapshot.
     """
     nodes = carried.nodes
     centre = (quality.corners_of(nodes).mean(axis=1) * fraction).sum(axis=(1, 2)) / fraction.sum()
@@ -388,7 +393,7 @@ def radial_velocity(flow: Flow, carried: Carried, fraction: Array) -> Array:
 
 
 def simulate(flow: Flow, size: int) -> Sample:
-    """Carry `size` x `size` zones to the snapshot, and for the label on to the horizon."""
+    """Move a mesh of `size` x `size` zones to the snapshot, and on to the horizon for the label."""
     start = Carried(0.0, initial_nodes(size), flow.blobs)
     # Only the last step is kept: a mesh of every step would not fit in memory at large S.
     present = deque(start.steps_until(flow, flow.snapshot_time), maxlen=1).pop()

@@ -80,7 +80,7 @@ _CHECKSUM = 4
 _STATISTICS = ("channel_mean", "channel_deviation")
 
 _KINDS = {"state": "f", "tangled": "biu"} | dict.fromkeys(_STATISTICS, "f")
-"""The datasets, and the kinds of numbers, as numpy calls them, that may be in them."""
+"""The datasets, and the kinds of numbers, by numpy's letters, that they may hold."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,8 @@ class Description:
     Attributes:
         samples: number of samples.
         size: zones along each side of the mesh.
-        mean: of every channel, (18,).
-        deviation: likewise.
+        mean: the mean of every channel, (18,).
+        deviation: the deviation of every channel, (18,).
         checksummed: whether damage to states and targets is noticed when they are read.
     """
 
@@ -103,11 +103,11 @@ class Description:
 
 
 def describe(path: Path) -> Description:
-    """Return what is in the file at `path`. Not collective.
+    """Return the description of the file at `path`. Not collective.
 
     Raises:
         OSError: for a file that is missing, damaged, or may not be read.
-        ValueError: for one that is laid out otherwise.
+        ValueError: for a file with another layout.
     """
     with open_hdf5(path) as file:
         try:
@@ -131,11 +131,11 @@ def describe(path: Path) -> Description:
 class Writer:
     """Writes samples of a file that `create` has made, each once; not collective.
 
-    Every process that writes has one, and writes other samples: the chunks have their places in the
-    file already, where the operating system writes them. HDF5 needs no support of MPI for that.
+    Every writing process has one, and writes other samples: the chunks already have their places in
+    the file, and are written by the operating system. HDF5 needs no support of MPI for that.
 
     Args:
-        path: the file under the name that it has while it is made.
+        path: the path of the unfinished file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -162,7 +162,7 @@ class Writer:
         self._write("tangled", index, tangled[np.newaxis])
 
     def merge(self, others: Iterable[tuple[Field, Field]]) -> None:
-        """Take over the means and variances of the samples that others have written."""
+        """Merge the means and variances of the samples that others have written."""
         for means, variances in others:
             written = ~np.isnan(means).any(axis=1)
             self.means[written], self.variances[written] = means[written], variances[written]
@@ -181,7 +181,7 @@ class Writer:
         return self.means.mean(axis=0), np.where(deviation > 0.0, deviation, 1.0)
 
     def close(self) -> None:
-        """Bring to the disk what was written."""
+        """Bring the written samples to the disk."""
         self._file.close()
         self._sample.close()
         try:
@@ -208,9 +208,9 @@ def create(
 ) -> Iterator[Writer]:
     """Make the file at `path`, of `samples` samples of `size` x `size` zones, in a `with` block.
 
-    The file gets its name, replacing one that is there, when the block ends without an error;
-    an error removes what has been written (see `durable.replacing`). Within the block, others may
-    write samples by a `Writer` of their own, whose means and variances are then merged into this.
+    The file gets its name, replacing an earlier one, when the block ends without an error; an error
+    removes the unfinished file (see `durable.replacing`). Within the block, others may write
+    samples by a `Writer` of their own, whose means and variances are then merged into this.
 
     Raises:
         OSError: if the folder cannot be written to, or the disk has no room for the file.
@@ -267,7 +267,7 @@ def _create_datasets(file: h5py.File, samples: int, size: int) -> None:
 
 
 def _allocate(file: h5py.File, samples: int) -> None:
-    """Give every chunk its place in the file, sample by sample; its checksum is still to come."""
+    """Reserve a place in the file for every chunk, sample by sample, without its checksum."""
     for index in range(samples):
         for name in ("state", "tangled"):
             dataset = file[name]
@@ -277,21 +277,21 @@ def _allocate(file: h5py.File, samples: int) -> None:
 
 
 def _chunk_corners(dataset: h5py.Dataset) -> Iterator[tuple[int, ...]]:
-    """Yield where each chunk of the first sample begins."""
+    """Yield the first index of each chunk of the first sample."""
     shape, chunks = (1, *dataset.shape[1:]), dataset.chunks
     for place in np.ndindex(*(-(-n // chunk) for n, chunk in zip(shape, chunks, strict=True))):
         yield tuple(i * chunk for i, chunk in zip(place, chunks, strict=True))
 
 
 def _bytes_at_most(samples: int, size: int) -> int:
-    """Return the size of a file, of whole chunks and of what HDF5 keeps about them, rounded up."""
+    """Return an upper bound for the size of a file, of whole chunks and HDF5's metadata."""
     tile = min(size, TILE)
     tiles = (size + tile - 1) // tile
     return samples * tiles**2 * (tile**2 * (4 * len(CHANNELS) + 1) + 128) + 2**16
 
 
 def _check_layout(datasets: dict[str, h5py.Dataset], path: Path) -> None:
-    """Compare shapes and types with those of `store`."""
+    """Raise `ValueError` where shapes or types differ from the layout of `store`."""
     state = datasets["state"].shape
     if state is None or len(state) != 4:
         raise ValueError(
@@ -319,7 +319,7 @@ def _check_layout(datasets: dict[str, h5py.Dataset], path: Path) -> None:
 
 
 def _check_attributes(file: h5py.File, path: Path) -> None:
-    """Compare what the file says of itself, if it does."""
+    """Raise `ValueError` where attributes of the file contradict the layout of `store`."""
     version = file.attrs.get("format_version", FORMAT_VERSION)
     if version != FORMAT_VERSION:
         raise ValueError(

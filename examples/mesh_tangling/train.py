@@ -39,7 +39,7 @@ USAGE = __doc__ or ""
 
 
 class MeshTangling(Example[MeshTanglingData, MeshTanglingNet]):
-    """From a simulation's state on a mesh, the zones that will tangle."""
+    """The task of finding the zones that will tangle from a simulation's state on a mesh."""
 
     name = "mesh_tangling"
     description = USAGE
@@ -53,7 +53,7 @@ class MeshTangling(Example[MeshTanglingData, MeshTanglingNet]):
     }
 
     def add_arguments(self, add: Add) -> None:
-        """Add the choice of a network and its size."""
+        """Add the options for the network and its size."""
         add("--network", "published for 1024^2 or 2048^2 zones", choices=NETWORKS, default="2k")
         add("--width", "multiplies the channels of the network", type=positive(float), default=1.0)
         add(
@@ -65,7 +65,7 @@ class MeshTangling(Example[MeshTanglingData, MeshTanglingNet]):
     def open(
         self, args: argparse.Namespace, grid: dc.ProcessGrid
     ) -> tuple[MeshTanglingData, MeshTanglingData]:
-        """Open both files, and take the size of the mesh from them where none is given."""
+        """Open both files, and read the size of the mesh from them unless it is given."""
         training = MeshTanglingData(args.data, grid, PRECISIONS[args.precision])
         validation = MeshTanglingData(args.validation, grid, training.dtype, normalise_as=training)
         args.size = args.size or training.size
@@ -82,7 +82,7 @@ class MeshTangling(Example[MeshTanglingData, MeshTanglingNet]):
         training: MeshTanglingData,
         validation: MeshTanglingData,
     ) -> None:
-        """Raise `ValueError` for meshes that do not fit; tell which files have no checksums."""
+        """Raise `ValueError` for meshes that do not fit; print which files have no checksums."""
         for data in (training, validation):
             try:
                 model.check_mesh(data.size, data.size)
@@ -142,7 +142,7 @@ def predict(
 
 
 def main(arguments: Sequence[str] | None = None, comm: ObjectCommunicator | None = None) -> None:
-    """Train on the ranks of `comm`; what is wrong is one line on rank 0, and exit status 2."""
+    """Train on the ranks of `comm`; errors are one line on rank 0, with exit status 2."""
     run(MeshTangling(), arguments, comm)
 
 

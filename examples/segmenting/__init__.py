@@ -1,1 +1,1 @@
-"""Segmenting volumes: what its examples share of losses and scores."""
+"""Segmenting volumes: losses and scores that examples share."""

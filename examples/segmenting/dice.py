@@ -1,4 +1,4 @@
-"""How well a segmentation covers each class: Dice coefficients, counted on all ranks together."""
+"""Dice coefficients of segmentations, counted on all ranks together."""
 
 from __future__ import annotations
 
@@ -6,19 +6,21 @@ import torch
 from torch import Tensor
 
 SMOOTHING = 1.0
-"""Voxels added to both sides of a soft Dice coefficient, for classes that a mini-batch lacks."""
+"""Voxels added to numerator and denominator of a soft Dice coefficient, for classes that a
+mini-batch lacks.
+"""
 
 
 def dice_loss(scores: Tensor, labels: Tensor, first: int = 0) -> Tensor:
     """Return 1 - the mean over classes of the soft Dice coefficient.
 
-    Milletari et al., 3DV 2016, with probabilities not squared. The classes weigh the same, however
-    few voxels they have; cross entropy alone would pass over the smallest.
+    Milletari et al., 3DV 2016, with probabilities not squared. All classes have the same weight,
+    whatever their number of voxels; cross entropy alone would neglect the smallest.
 
     Args:
-        scores: of all classes, before the softmax: (samples, classes, D, H, W).
-        labels: (samples, D, H, W), whole numbers.
-        first: the first class that counts.
+        scores: the scores of all classes, before the softmax: (samples, classes, D, H, W).
+        labels: (samples, D, H, W), integers.
+        first: the first class to include.
     """
     predicted = torch.softmax(scores, 1)[:, first:]
     numbers = torch.arange(first, scores.shape[1], device=scores.device).view(1, -1, 1, 1, 1)
@@ -30,14 +32,15 @@ def dice_loss(scores: Tensor, labels: Tensor, first: int = 0) -> Tensor:
 
 
 def dice_coefficients(counts: Tensor) -> list[float]:
-    """Return 2 |P & T| / (|P| + |T|) of each class from `count` of all samples: of the voxels P
-    predicted for a class and those T that have it. It is 1 where neither has any.
+    """Return 2 |P & T| / (|P| + |T|) of each class, from `count` over all samples.
+
+    P are the voxels predicted for the class, T its true voxels. It is 1 where there are neither.
     """
     return [2 * both / (p + t) if p + t else 1.0 for both, p, t in counts.tolist()]
 
 
 def count(predicted: Tensor, labels: Tensor, classes: int) -> Tensor:
-    """Return for each class the voxels that have it in both, in `predicted`, and in `labels`.
+    """Return for each class the number of its voxels in both, in `predicted`, and in `labels`.
 
     Both are (samples, D, H, W), DistTensors or plain; the result is a plain (classes, 3), the same
     on all ranks. Collective.

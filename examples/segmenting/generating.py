@@ -1,4 +1,4 @@
-"""Files of volumes and their labels, of which each rank writes boxes and counts the classes."""
+"""Files of volumes and their labels; each rank writes boxes and counts the classes."""
 
 from __future__ import annotations
 
@@ -30,16 +30,17 @@ def write_volumes(
 ) -> list[float]:
     """Write images and labels into a new file, each rank its boxes. Collective.
 
-    Returns the fraction of voxels of each class, which the file tells too.
+    Returns the fraction of voxels of each class, which is also an attribute of the file.
 
     Args:
-        shapes: of all images (samples, C, D, H, W), and of all labels (samples, D, H, W).
+        shapes: the shapes of all images (samples, C, D, H, W), and of all labels (samples, D, H,
+        W).
         dtype: the type of the images; labels have 8 bits.
-        facts: how the samples are made.
+        facts: the properties of the samples.
         own: the samples of which this rank writes a box.
-        box: the voxels (D, H, W) that it writes of each.
+        box: the box of voxels (D, H, W) that it writes of each.
         draw: returns image (C, D, H, W) and labels (D, H, W) of a sample in the box.
-        progress: is told how many samples are done.
+        progress: called with the number of finished samples.
 
     Raises:
         DataError: on every rank, where the file cannot be written.

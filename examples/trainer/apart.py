@@ -1,4 +1,4 @@
-"""A run whose workers do not run in step: elastic averaging, or servers."""
+"""Runs whose workers do not run in step: elastic averaging, or servers."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ from .output import KEPT, is_restart, prepare_output
 from .progress import Progress
 
 _ELASTIC_FOLDER = "worker-{worker}"
-"""The folder of a worker that learns by elastic averaging, as those of servers have."""
+"""The name of the folder of an elastic-averaging worker, as for servers."""
 
 
 class Share(Sampler):
-    """The part of each mini-batch that one worker takes; see `Sampler`."""
+    """The part of each mini-batch for one worker; see `Sampler`."""
 
     def __init__(self, worker: int, workers: int, samples: int, batch_size: int, seed: int):
         super().__init__(samples, batch_size, shuffle=True, drop_last=True, seed=seed)
@@ -59,27 +59,27 @@ class Share(Sampler):
 
 
 class Learner(Protocol):
-    """A worker that learns with others."""
+    """The interface of a worker that trains with others."""
 
     def step(self, samples: int = 1) -> None:
-        """Take a step after `backward()`; no gradients are left."""
+        """Take a step after `backward()`. Gradients are None afterwards."""
 
     def meet(self) -> None:
         """Wait for all workers."""
 
     def center(self) -> AbstractContextManager[None]:
-        """Give the model, within the context, what all have learned together."""
+        """Give the model the common parameters of all workers within the context."""
 
     def save(self, within: Path, number: int, *, loader: Loader, extra: Mapping[str, Any]) -> None:
-        """Save, with all workers, what this one holds, in a folder of its own."""
+        """Save this worker's state, in a folder of its own, together with all workers."""
 
     def load(
         self, path: Path, *, loader: Loader, check: Callable[[Checkpoint], object]
     ) -> Checkpoint:
-        """Go on from what has been saved."""
+        """Load a state written by `save`."""
 
     def finish(self) -> None:
-        """Say that this worker has come to its end."""
+        """Say that this worker has finished."""
 
 
 def train_apart(
@@ -124,13 +124,15 @@ def _by_elastic_averaging(
 
 
 def _saved_before(args: argparse.Namespace, find: Callable[[Path], Path | None]) -> Path | None:
-    """Return this rank's part of what to go on from, where that is asked for, or torchrun does.
+    """Return this rank's state to resume from, if `--resume` is given or torchrun has restarted the
+    job.
 
     Args:
-        find: returns it in the folder of a run, on all ranks together; None where there is none.
+        find: returns the state in the folder of a run, on all ranks together; None if there is
+        none.
 
     Raises:
-        DataError: on every rank, where `--resume` names a folder without.
+        DataError: on every rank, where `--resume` names a folder without a state.
     """
     if is_restart() and (saved := find(args.output)) is not None:
         args.resume = args.output
@@ -147,7 +149,7 @@ def _saved_before(args: argparse.Namespace, find: Callable[[Path], Path | None])
 
 @contextmanager
 def speaking_of_divergence(own: dc.ProcessGrid, worker: int) -> Iterator[None]:
-    """Let the first rank of a worker that diverges say so, as no other worker knows of it."""
+    """Let the first rank of a diverging worker print the error, as no other worker knows of it."""
     try:
         yield
     except Diverged as error:
@@ -203,7 +205,7 @@ def _by_servers(
 
 
 def _groups(args: argparse.Namespace, comm: ObjectCommunicator) -> tuple[dict[str, int], int]:
-    """Return the grid of a worker, and how many workers there are; raises DataError everywhere."""
+    """Return the grid of a worker, and the number of workers; raises DataError on all ranks."""
     extents: dict[str, int] = {"sample": 1} | args.grid
     replicas = extents["sample"]
     ranks = 1
@@ -233,12 +235,12 @@ def _learn(
     folder: Path,
     saved: Path | None,
 ) -> None:
-    """Train on the ranks of one worker; the first one validates what all have learned.
+    """Train on the ranks of one worker; the first worker validates the common parameters.
 
     Args:
-        make: makes what learns, of the model and the number of steps in an epoch.
-        folder: for the checkpoints of this worker.
-        saved: the checkpoint to go on from.
+        make: makes the `Learner`, from the model and the number of steps in an epoch.
+        folder: the folder for the checkpoints of this worker.
+        saved: the checkpoint to resume from.
     """
     training, validation = example.open(args, own)
     network = build_model(example, args)
@@ -316,7 +318,7 @@ def _write_metrics(
 
 
 def _write_report(args: argparse.Namespace, report: Report, rank: int) -> None:
-    """Write what a server has seen of staleness, and print it."""
+    """Write a server's report of staleness, and print it."""
     print(report, flush=True)
     staleness = {str(n): report.staleness[n] for n in sorted(report.staleness)}
     facts = {"updates": report.updates, "samples": report.samples, "staleness": staleness}
@@ -345,7 +347,7 @@ class _Elastic:
         self._optimizer, self._scheduler = optimizer, scheduler
 
     def step(self, samples: int = 1) -> None:
-        """Pull where that is due, and step."""
+        """Pull in every `period`-th step, and take a step."""
         self._elastic.step()
         self._optimizer.step()
         self._optimizer.zero_grad()
@@ -383,7 +385,7 @@ class _Elastic:
     def load(
         self, path: Path, *, loader: Loader, check: Callable[[Checkpoint], object]
     ) -> Checkpoint:
-        """Take up this worker's own parameters, and the center."""
+        """Load this worker's own parameters, and the center."""
         found = dc.load_checkpoint(
             path, self._model, self._optimizer, self._scheduler, loader, check=check
         )

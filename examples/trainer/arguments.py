@@ -13,10 +13,10 @@ from distconv.transport.interface import ObjectCommunicator
 
 
 class Add(Protocol):
-    """Adds an option to a command line, whose help tells the default where there is one."""
+    """Adds an option to a command line, with the default in its help."""
 
     def __call__(self, option: str, text: str, **keywords: Any) -> None:
-        """Take the keywords of `argparse.ArgumentParser.add_argument`."""
+        """Add an option; keywords are those of `argparse.ArgumentParser.add_argument`."""
 
 
 def parse_arguments(
@@ -31,15 +31,15 @@ def parse_arguments(
     precisions: Iterable[str],
     defaults: Mapping[str, Any],
 ) -> argparse.Namespace:
-    """Parse the command line on every rank of `comm`: all get through, or none. Collective.
+    """Parse the command line on every rank of `comm`: it succeeds on all, or on none. Collective.
 
     Args:
-        program: how the program is started.
-        description: what `--help` begins with.
+        program: the command that starts the program.
+        description: the beginning of `--help`.
         axes: the axes that `--grid` may name.
         add_own: adds the options of one example.
-        optimizers, precisions: what there is to choose from.
-        defaults: of the shared options, where an example has others.
+        optimizers, precisions: the choices.
+        defaults: defaults of the shared options that an example changes.
     """
     parser = RankParser(
         comm,
@@ -89,14 +89,14 @@ def parse_arguments(
 
 
 def natural(text: str) -> int:
-    """Return a whole number from 0."""
+    """Return a non-negative integer."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0")
     return int(text)
 
 
 def positive(kind: type[int] | type[float]) -> Callable[[str], int | float]:
-    """Return the conversion of a text to a positive number of this kind."""
+    """Return a function that converts a text to a positive number of this kind."""
 
     def convert(text: str) -> int | float:
         try:

@@ -1,4 +1,4 @@
-"""The parts of a run by its command line: the grid, the network, the optimizer."""
+"""The objects of a run, made from its command line: the grid, the network, the optimizer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from .example import PRECISIONS, Example
 
 
 def lars(parameters: Iterable[Any], lr: float) -> Optimizer:
-    """Return SGD with momentum whose steps are in proportion to the weights of each layer."""
+    """Return SGD with momentum whose steps are in proportion to the norms of each layer's
+    weights.
+    """
     return LARS(torch.optim.SGD(parameters, lr=lr, momentum=0.9))
 
 
@@ -34,7 +36,7 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
 
 
 class Diverged(ArithmeticError):
-    """Training that has come to numbers which are not finite. Raised on every rank."""
+    """Training has produced numbers that are not finite. Raised on every rank."""
 
 
 def make_grid(args: argparse.Namespace, comm: ObjectCommunicator) -> dc.ProcessGrid:
@@ -52,16 +54,14 @@ def build_model(example: Example[Any, Any], args: argparse.Namespace) -> nn.Modu
 
 
 def build_optimizer(args: argparse.Namespace, model: nn.Module) -> Optimizer:
-    """Return torch's own optimizer: after `backward()` the gradients on every rank are the serial
-    ones.
-    """
+    """Return torch's own optimizer: after `backward()` every rank has the serial gradients."""
     return OPTIMIZERS[args.optimizer](model.parameters(), lr=args.learning_rate)
 
 
 def check_finite(
     args: argparse.Namespace, name: str, value: float, epochs_done: int, steps: int
 ) -> None:
-    """Raise `Diverged` on every rank, as `value` is the same on all, if it is not finite."""
+    """Raise `Diverged` on every rank unless `value`, the same on all, is finite."""
     if math.isfinite(value):
         return
     kept = (

@@ -1,4 +1,4 @@
-"""The settings and history in a checkpoint of an example, and how large it gets."""
+"""The settings and history in a checkpoint of an example, and its size."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ DECISIVE = (
     "precision",
     *DECISIVE_OF_METHOD,
 )
-"""The shared arguments that determine the numbers of a run, beside those of the example: it can be
-continued only with the same."""
+"""The shared arguments that determine the numbers of a run, beside those of the example. A resumed
+run must have the same ones.
+"""
 
 _OVERHEAD = 2**20
-"""Bytes that are sure to be enough for names, settings and history."""
+"""An upper bound for the bytes of names, settings and history."""
 
 
 def checkpoint_size(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Return the bytes of a checkpoint, at most, before the optimizer has kept anything."""
+    """Return an upper bound for the bytes of a checkpoint, before the optimizer has a state."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     # torch's optimizers keep two tensors of its size for each parameter, or fewer.
     tensors = [*model.state_dict().values(), *2 * parameters]
@@ -41,7 +42,7 @@ def check_checkpoint(found: Checkpoint, settings: dict[str, Any], scores: Sequen
 
     Args:
         settings: the arguments that determine the numbers of this run, by name.
-        scores: the numbers that the history has of every epoch beside its step_losses.
+        scores: the names of the numbers in the history of every epoch, beside step_losses.
     """
     saved, history = found.extra.get("settings"), found.extra.get("history")
     if not isinstance(saved, dict) or not isinstance(history, list):
@@ -69,7 +70,7 @@ def check_checkpoint(found: Checkpoint, settings: dict[str, Any], scores: Sequen
 
 
 def check_finite_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise `ValueError` for a state with which a checkpoint would be of no use."""
+    """Raise `ValueError` for a state that is not finite, from which no run could continue."""
     names: dict[torch.Tensor, str] = {p: name for name, p in model.named_parameters()}
     tensors = {f"model.{name}": value for name, value in model.state_dict().items()} | {
         f"optimizer.{names[parameter]}.{name}": value

@@ -19,9 +19,9 @@ class Difference:
     """The largest relative differences between two runs.
 
     Attributes:
-        loss: over the steps.
-        parameters: after the last step, over the parameters, each relative to the largest
-            magnitude in it.
+        loss: the largest difference of losses over the steps.
+        parameters: the largest difference of parameters after the last step, each relative to the
+            largest magnitude in it.
     """
 
     loss: float
@@ -33,13 +33,13 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """How far a distributed run is from the serial one, and what rounding alone can do.
+    """The difference of a distributed run from the serial one, and the effect of rounding alone.
 
     Attributes:
-        grid: distributed against serial.
-        rounding: serial, with the samples of every mini-batch in reverse order, against serial.
-            The order has no meaning, so this is the noise of the arithmetic, as many steps of a
-            deep network amplify it.
+        grid: the distributed run against the serial one.
+        rounding: a serial run with the samples of every mini-batch in reverse order, against the
+            serial run. The order has no meaning, so this is the noise of the arithmetic, as many
+            steps of a deep network amplify it.
     """
 
     grid: Difference
@@ -47,7 +47,7 @@ class Comparison:
 
 
 Loss = Callable[[nn.Module, Sequence[Tensor]], Tensor]
-"""The loss of a model on the fields of one mini-batch."""
+"""A function from a model and the fields of one mini-batch to the loss."""
 
 
 def compare_with_serial(

@@ -1,4 +1,4 @@
-"""The interface of an example: what it adds to the training run that all of them share."""
+"""The interface of an example: its additions to the shared training run."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ class Score:
 
 
 class Example(ABC, Generic[Data, Network]):
-    """A task to train a network on, by its kinds of samples and of networks.
+    """A task to train a network on: its samples and its networks.
 
     All ranks make it, and call its methods together.
 
     Attributes:
         name: its folder in `examples`.
-        description: what `--help` begins with.
+        description: the beginning of `--help`.
         axes: the axes of the process grid over which its samples can be cut.
-        defaults: of the shared arguments, where they differ from those of the first example.
-        decisive: those of its own arguments that determine the numbers of a run.
+        defaults: defaults of the shared arguments that differ from the first example's.
+        decisive: its own arguments that determine the numbers of a run.
         score: the kind of score that `evaluate` returns.
-        pictures: the files that `draw` writes, and what they show.
+        pictures: the files that `draw` writes, and their contents.
     """
 
     name: ClassVar[str]
@@ -106,7 +106,7 @@ class Example(ABC, Generic[Data, Network]):
 
 
 def check_batch_size(batch_size: int, data: dc.data.Dataset, path: Path) -> None:
-    """Raise `ValueError` unless `data`, from `path`, can be trained on in such mini-batches."""
+    """Raise `ValueError` unless `data`, read from `path`, can be divided into such mini-batches."""
     if batch_size > data.samples:
         raise ValueError(
             f"batch size {batch_size} is larger than the {data.samples} samples of {path}; "

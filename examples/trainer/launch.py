@@ -11,18 +11,18 @@ from pathlib import Path
 from typing import NoReturn
 
 RANKS = 4
-"""The ranks of a demo."""
+"""The number of ranks of a demo."""
 
 
 def demo_output(module: str, description: str, output: Path) -> Path:
-    """Return the folder in which a demo works, on each of its ranks.
+    """Return the output folder of a demo, on each of its ranks.
 
-    A process that is started alone becomes these ranks, by way of a launcher.
+    A process that is started alone is replaced by these ranks, through a launcher.
 
     Args:
-        module: the demo itself.
-        description: what `--help` begins with.
-        output: the folder where `--output` does not say another.
+        module: the demo's module.
+        description: the beginning of `--help`.
+        output: the default of `--output`.
     """
     parser = argparse.ArgumentParser(
         prog=f"python -m {module}",
@@ -44,9 +44,9 @@ def demo_output(module: str, description: str, output: Path) -> Path:
 
 
 def become_ranks(ranks: int, module: str, arguments: Sequence[str]) -> NoReturn:
-    """Run a module on a number of ranks in the place of this process, with cores shared out.
+    """Replace this process by a module on a number of ranks, with the cores divided among them.
 
-    What ends this process, be it SIGKILL, then ends the launcher, and with it the job.
+    An end of this process, even by SIGKILL, ends the launcher, and with it the job.
     """
     command = [mpiexec(), "-n", str(ranks), sys.executable, "-m", module, *arguments]
     print(" ".join(command), flush=True)
@@ -56,12 +56,12 @@ def become_ranks(ranks: int, module: str, arguments: Sequence[str]) -> NoReturn:
 
 
 def words(options: dict[str, str]) -> list[str]:
-    """Return options by name as they stand on a command line."""
+    """Return options by name as words of a command line."""
     return [word for name, value in options.items() for word in (f"--{name}", value)]
 
 
 def mpiexec() -> str:
-    """Return the launcher beside the running Python, as the wheels install it, or that on the
+    """Return the launcher beside the running Python, where wheels install it, or the one on the
     path.
     """
     beside = Path(sys.executable).with_name("mpiexec")

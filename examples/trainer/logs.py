@@ -1,4 +1,4 @@
-"""Logs of a run that other programs read: a table of epochs, and events for TensorBoard."""
+"""Logs of a run for other programs: a table of epochs, and events for TensorBoard."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from distconv.data.durable import write_atomically
 def write_table(path: Path, history: Sequence[dict[str, Any]]) -> None:
     """Write a line for each epoch: its number, the steps so far, the mean loss, and all numbers.
 
-    The file is written anew from the history, so that it is whole at any moment and a run that has
-    been continued has each epoch once.
+    The file is written anew from the history, so that it is whole at any moment, and a resumed run
+    has each epoch once.
     """
     steps = 0
     text = io.StringIO()
@@ -34,11 +34,11 @@ def write_table(path: Path, history: Sequence[dict[str, Any]]) -> None:
 
 
 class TensorBoard:
-    """Writes losses and scores as events that TensorBoard draws. One rank makes it.
+    """Writes losses and scores as events for TensorBoard. One rank makes it.
 
     Args:
-        folder: where the events go.
-        history: the epochs that a run that is continued has behind it; later ones are hidden.
+        folder: the folder of the events.
+        history: the epochs before a resumed run; later ones in the folder are hidden.
 
     Raises:
         ValueError: where tensorboard is not installed.

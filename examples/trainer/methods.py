@@ -1,4 +1,4 @@
-"""Options for how a run learns: with large batches, and by workers that do not run in step."""
+"""Options for methods of training: large batches, and workers that do not run in step."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ RECIPES: dict[str, Callable[[int], Decay]] = {
     "polynomial": lambda epoch: Polynomial(2.0),
     "restarts": lambda epoch: CosineRestarts(10 * epoch, 2, 0.1),
 }
-"""How the rate falls, by the number of updates in an epoch."""
+"""The decays of the learning rate, by the number of updates in an epoch."""
 DECISIVE = ("recipe", "reference_batch_size", "warmup_epochs", "lag", "wire")
-"""The arguments of these that determine the numbers of a run in step."""
+"""The options here that determine the numbers of a run in step."""
 DECISIVE_APART = ("method", "servers", "groups", "period")
-"""Those that do so beside, where workers do not run in step."""
+"""Further options that do so where workers do not run in step."""
 
 
 def add_method_arguments(add: Add) -> None:
-    """Add the options that decide how a run learns."""
+    """Add the options for the method of training."""
     add(
         "--recipe",
         "scale the learning rate by the batch size, warm it up, and let it fall in this way",
@@ -69,7 +69,7 @@ def add_method_arguments(add: Add) -> None:
 
 
 def check_method(args: argparse.Namespace) -> None:
-    """Raise `ValueError` for options that do not go together."""
+    """Raise `ValueError` for options that contradict each other."""
     if args.recipe and RECIPES[args.recipe](1).needs_end and args.warmup_epochs >= args.epochs:
         raise ValueError(
             f"--warmup-epochs {args.warmup_epochs} leave none of --epochs {args.epochs} for "
@@ -90,7 +90,7 @@ def check_method(args: argparse.Namespace) -> None:
 
 
 def recipe_of(args: argparse.Namespace, batch_size: int, epoch: int) -> Recipe | None:
-    """Return the recipe of a run, where it has one.
+    """Return the recipe of a run, or None.
 
     Args:
         batch_size: the samples of an update.
@@ -113,7 +113,7 @@ class Steps:
     """The steps of a synchronous run.
 
     Args:
-        epoch: how many there are in an epoch.
+        epoch: the number of steps in an epoch.
     """
 
     def __init__(
@@ -136,10 +136,10 @@ class Steps:
             self.scheduler.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what goes on beside the optimizer and the scheduler: gradients that are late."""
+        """Return the late gradients; optimizer and scheduler are saved elsewhere."""
         return {} if self._late is None else self._late.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up late gradients, on the same grid."""
+        """Load late gradients, on the same grid."""
         if self._late is not None:
             self._late.load_state_dict(state)

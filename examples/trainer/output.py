@@ -1,4 +1,4 @@
-"""The output folder of a training run: whether it can be used, found out before the first step."""
+"""The output folder of a training run, checked before the first step."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ KEPT = 2
 """The number of checkpoints that are kept."""
 
 RESULTS_SIZE = 2**20
-"""Bytes that are sure to be enough for metrics.json and the pictures."""
+"""An upper bound for the bytes of metrics.json and the pictures."""
 
 
 def is_restart() -> bool:
-    """Return whether torchrun has started the run again, after a rank has been lost."""
+    """Return whether torchrun has restarted the run, after a rank was lost."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
 def restarted_from(args: argparse.Namespace) -> Path | None:
-    """Return what to continue from: what `--resume` says, or the output of a run that torchrun
-    starts again.
+    """Return the checkpoint or folder to resume from: that of `--resume`, or the output of a run
+    that torchrun restarts.
     """
     output: Path = args.output
     resume: Path | None = args.resume
@@ -31,10 +31,10 @@ def restarted_from(args: argparse.Namespace) -> Path | None:
 
 
 def prepare_output(args: argparse.Namespace, saved: Path) -> None:
-    """Make the output folder, and protect the checkpoints of another run that it may hold.
+    """Make the output folder, and refuse to mix its checkpoints with those of another run.
 
     Args:
-        saved: where in the output the checkpoints of this rank are to be.
+        saved: the folder in the output for the checkpoints of this rank.
     """
     if args.output.exists() and not args.output.is_dir():
         raise NotADirectoryError(f"{args.output} is a file; choose a folder as --output")
@@ -53,13 +53,14 @@ def prepare_output(args: argparse.Namespace, saved: Path) -> None:
 
 
 def make_room(args: argparse.Namespace, size: int, epochs_done: int) -> None:
-    """Raise `OSError` unless the output folder takes the checkpoints and results of this run.
+    """Raise `OSError` unless the output folder has room for the checkpoints and results of this
+    run.
 
-    What is left of a run that was killed while it wrote is removed.
+    Unfinished files of a killed run are removed.
 
     Args:
-        size: bytes of a checkpoint.
-        epochs_done: the number of epochs that have been trained before.
+        size: the bytes of a checkpoint.
+        epochs_done: the number of epochs that were trained before.
     """
     remove_partial(args.output, "checkpoint-*.pt")
     # There are the last, the one before it, and the next while it is written.

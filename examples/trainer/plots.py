@@ -1,4 +1,4 @@
-"""The picture of how training went, which all examples draw."""
+"""The picture of the course of training, which all examples draw."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BLUE, RED, GREEN, AMBER, PALE = "#1b6ca8", "#d1495b", "#3a7d44", "#e0a030", "#f2
 
 @dataclass(frozen=True)
 class Curve:
-    """A score by its name in the history, how it is called in the picture, and how it is drawn."""
+    """A score by its name in the history, its label in the picture, and its style."""
 
     name: str
     label: str
@@ -25,12 +25,12 @@ class Curve:
 
 
 def network_style(colour: str = RED) -> dict[str, Any]:
-    """Return how the scores of the network are drawn."""
+    """Return the style of the network's scores."""
     return {"linestyle": "-", "marker": "o", "ms": 3, "color": colour}
 
 
 def trivial_style() -> dict[str, Any]:
-    """Return how what can be had without a network is drawn."""
+    """Return the style of scores that need no network."""
     return {"linestyle": "--", "color": "0.4"}
 
 
@@ -46,9 +46,9 @@ def plot_history(
 
     Args:
         history: the metrics of every epoch: `step_losses`, and the fields of a `Score`.
-        loss, score: what the axes are called.
-        curves: the scores that are drawn.
-        limits: of the scores' axis.
+        loss, score: the labels of the axes.
+        curves: the scores to draw.
+        limits: the limits of the scores' axis.
     """
     epochs = np.arange(1, len(history) + 1)
     steps = [np.asarray(entry["step_losses"]) for entry in history]

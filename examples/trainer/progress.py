@@ -1,4 +1,4 @@
-"""The course of one epoch: a progress bar on rank 0, and the record that is kept of it."""
+"""The course of one epoch: a progress bar on rank 0, and its record."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Progress:
     """Counts the steps of one epoch; a context manager, entered by every rank.
 
     Args:
-        title: what stands before the bar.
+        title: the text before the bar.
         samples: the samples of all mini-batches of the epoch.
         shown: whether this rank draws the bar.
     """

@@ -1,4 +1,4 @@
-"""What cutting a sample means, for pictures: the boxes of the ranks, and the result of one rank."""
+"""The cut of a sample, for pictures: the boxes of the ranks, and the result of one rank."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import distconv as dc
 from distconv.tools.reports.document import COLOURS
 
 LARGEST = 2**22
-"""Numbers of a sample up to which rank 0 runs the network on all of it."""
+"""The most numbers of a sample for which rank 0 runs the network on all of it."""
 
 RankBox: TypeAlias = tuple[int, tuple[slice, ...]]
-"""A rank, and the part of a tensor that it holds."""
+"""A rank, and its box of a tensor."""
 
 
 def boxes_of(x: dc.DistTensor, grid: dc.ProcessGrid) -> list[RankBox]:
@@ -45,13 +45,13 @@ def draw_boxes(axes: Axes, boxes: Sequence[RankBox], dimensions: tuple[int, int]
 def on_one_rank(
     build: Callable[[], nn.Module], model: nn.Module, x: dc.DistTensor
 ) -> Callable[[], Tensor] | None:
-    """Return a function that runs the network in plain torch, on the whole sample; collective.
+    """Return a function that runs the network in plain torch on the whole sample. Collective.
 
-    The function is for rank 0. There is none for samples of more than `LARGEST` numbers, nor on a
-    grid of one rank.
+    The function is for rank 0. None for samples of more than `LARGEST` numbers, and on a grid of
+    one rank.
 
     Args:
-        build: makes the network, whose weights are taken from `model`.
+        build: makes the network, which gets the weights of `model`.
     """
     if x.numel() > LARGEST or x.grid.size == 1:
         return None

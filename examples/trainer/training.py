@@ -39,10 +39,10 @@ def run(
     arguments: Sequence[str] | None = None,
     comm: ObjectCommunicator | None = None,
 ) -> None:
-    """Train on the ranks of `comm`; what is wrong is one line on rank 0, and exit status 2.
+    """Train on the ranks of `comm`; errors are one line on rank 0, with exit status 2.
 
     Args:
-        arguments: the command line; that of the program when not given.
+        arguments: the command line; the program's own when not given.
         comm: the ranks; all of the job when not given.
     """
     if comm is None:
@@ -154,7 +154,9 @@ def train(example: Example[Any, Any], args: argparse.Namespace, comm: ObjectComm
 
 
 def results(example: Example[Any, Any], args: argparse.Namespace, done: bool) -> str:
-    """Return what to look at when a run has ended, and what to do next; `done` ones end there."""
+    """Return a message that names the results of a run, and the next command unless it is
+    `done`.
+    """
     files = {**example.pictures, "metrics.json": "settings, and all numbers of every epoch"}
     program = f"python -m examples.{example.name}.train"
     axis = next(axis for axis in example.axes if axis in ("depth", "height"))
@@ -178,7 +180,7 @@ def results(example: Example[Any, Any], args: argparse.Namespace, done: bool) ->
 
 
 def without(words: Iterable[str], options: Container[str]) -> Iterator[str]:
-    """Yield the words of a command line but for some options, each of which has one value."""
+    """Yield the words of a command line without some options, each of which has one value."""
     rest = iter(words)
     for word in rest:
         name, attached, _ = word.partition("=")
@@ -197,7 +199,7 @@ def resume(
     loader: Loader,
     settings: dict[str, Any],
 ) -> list[dict[str, Any]]:
-    """Return the history of the run that this one continues, whose state it takes. Collective."""
+    """Return the history of the run that this one resumes, after loading its state. Collective."""
     if not args.resume:
         return []
     found = dc.load_checkpoint(
@@ -218,7 +220,7 @@ def resume(
 def open_board(
     args: argparse.Namespace, grid: dc.ProcessGrid, history: list[dict[str, Any]]
 ) -> TensorBoard | None:
-    """Return the log for TensorBoard on rank 0, where it is asked for. Collective."""
+    """Return the log for TensorBoard on rank 0, if it is asked for; else None. Collective."""
     if not args.tensorboard:
         return None
     folder = args.output / "tensorboard"
@@ -228,7 +230,7 @@ def open_board(
 def compare_serial(
     example: Example[Any, Any], args: argparse.Namespace, grid: dc.ProcessGrid
 ) -> dict[str, Any]:
-    """Take the first steps of the run on the grid and on one rank, and print how they differ."""
+    """Take the first steps of the run on the grid and on one rank, and print the differences."""
 
     def training(grid: dc.ProcessGrid) -> dc.data.Dataset:
         return example.open(args, grid)[0]
@@ -255,7 +257,7 @@ def compare_serial(
 
 
 def write_metrics(args: argparse.Namespace, metrics: dict[str, Any]) -> None:
-    """Write metrics.json into the output folder, and say what reading has cost."""
+    """Write metrics.json into the output folder, and print the cost of reading."""
     least, most = min(metrics["bytes_read_by_rank"]), max(metrics["bytes_read_by_rank"])
     waited = max(metrics["seconds_waited_by_rank"])
     print(

@@ -1,4 +1,4 @@
-"""Volumes and their labels, of which every rank reads, or makes, its own box."""
+"""Volumes and their labels; every rank reads, or makes, its own box."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Volumes(Dataset):
     """Images (samples, 1, D, H, W) and their labels (samples, D, H, W). Opening it is collective.
 
     Args:
-        path: the HDF5 file that `generate` has written.
+        path: the HDF5 file written by `generate`.
         grid: the process grid; its axes of the same name cut the dimensions of a mini-batch.
         dtype: the type of the images.
-        augment: flip samples at random.
+        augment: whether to flip samples at random.
 
     Raises:
         DataError: on every rank, for a file that is missing, truncated or mis-shaped on any, or is
@@ -58,7 +58,7 @@ class Volumes(Dataset):
 def made_volume(
     seed: int, index: int, shape: Sequence[int], grid: dc.ProcessGrid, dtype: torch.dtype
 ) -> Dataset:
-    """Return one volume that is nowhere stored: each rank makes its box. Collective."""
+    """Return one synthetic volume that is stored nowhere: each rank makes its box. Collective."""
     scene = draw_scene(seed, index, shape)
     image = Function(_Image(scene), 1, (1, *scene.shape), "float32")
     labels = Function(_Labels(scene), 1, scene.shape, "uint8")

@@ -1,7 +1,7 @@
 """The 3-D U-Net from start to end on four ranks: generate volumes of odd sizes, train, and segment
 a volume that is eight times as large, cut over all of them.
 
-python -m examples.unet3d.demo
+    python -m examples.unet3d.demo
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SEGMENT = {"size": "57,49,53", "grid": "depth=2,height=2"}
 
 
 def main() -> None:
-    """Generate what is missing in the output folder, train there from the start, and segment."""
+    """Generate missing files in the output folder, train there from the start, and segment."""
     output = demo_output("examples.unet3d.demo", __doc__ or "", Path("runs/demo-unet3d"))
     run(output)
 

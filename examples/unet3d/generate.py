@@ -24,11 +24,11 @@ from examples.trainer.arguments import Add
 from .tomography import CLASSES, draw_scene
 
 SMALLEST_SIDE = 8
-"""Voxels along a side below which the network's levels have nothing left."""
+"""The smallest side of a volume, in voxels, for the network's levels."""
 
 
 def side_lengths(text: str) -> tuple[int, int, int]:
-    """Parse `33,37,35` into the sides (D, H, W) of a volume; `33` into three alike."""
+    """Parse `33,37,35` into the sides (D, H, W) of a volume; `33` into three equal ones."""
     words = text.split(",")
     words = 3 * words if len(words) == 1 else words
     if len(words) != 3 or not all(w.strip().isdecimal() for w in words):

@@ -15,12 +15,13 @@ class UNet3d(nn.Module):
     """Predicts a score of each class for each voxel.
 
     Input (samples, channels, D, H, W), output (samples, classes, D, H, W), for sides of any size:
-    an odd plane is pooled with half a window at its end, and what upsampling then has too much is
-    cut off. With sides that are multiples of 8 this is the published network.
+    an odd plane is pooled with half a window at its end, and upsampled volumes are cropped. With
+    sides
+    that are multiples of 8 this is the published network.
 
     Args:
-        channels: of the input.
-        classes: of the output.
+        channels: the channels of the input.
+        classes: the classes of the output.
         width: multiplies the filters of every convolution (rounded, at least one).
     """
 

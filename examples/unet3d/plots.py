@@ -19,7 +19,7 @@ from examples.trainer.ranks import RankBox, draw_boxes
 from .tomography import CLASSES
 
 COLOURS = {"body": BLUE, "organ": GREEN, "lesion": RED}
-"""Of the classes that are drawn over the image."""
+"""The colours of the classes that are drawn over the image."""
 
 
 def plot_loss(path: Path, history: list[dict[str, Any]]) -> None:
@@ -40,12 +40,13 @@ def plot_slices(
 ) -> None:
     """Draw three slices of a volume, across depth, height and width, into `path`.
 
-    They go through where most of the lesions are. Beside the image are the truth and the prediction
-    over it, the voxels in which they differ, and the ranks whose boxes the slice goes through.
+    They go through the place with most lesions. Beside the image are the truth and the prediction
+    over it, the voxels in which they differ, and the boxes of the ranks that the slice meets.
 
     Args:
-        image, truth, predicted: (D, H, W): intensities, and two labels of each voxel.
-        boxes: of the ranks, in a tensor (N, C, D, H, W).
+        image, truth, predicted: (D, H, W): intensities, and the true and predicted label of each
+        voxel.
+        boxes: the boxes of the ranks in a tensor (N, C, D, H, W).
     """
     figure = Figure(figsize=(16, 9.5), layout="constrained")
     figure.suptitle(title)

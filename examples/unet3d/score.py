@@ -1,4 +1,4 @@
-"""The loss of a segmentation, and how well it covers each class, counted on all ranks together."""
+"""The loss of a segmentation, and the Dice coefficients of its classes, counted on all ranks."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def segmentation_loss(scores: Tensor, labels: Tensor) -> Tensor:
     """Return cross entropy plus the Dice loss of all classes.
 
     Args:
-        scores: of classes, before the softmax: (samples, classes, D, H, W).
-        labels: (samples, D, H, W), whole numbers.
+        scores: the scores of classes, before the softmax: (samples, classes, D, H, W).
+        labels: (samples, D, H, W), integers.
     """
     return F.cross_entropy(scores, labels) + dice_loss(scores, labels)
 

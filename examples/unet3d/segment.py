@@ -1,11 +1,11 @@
-"""Segment one volume that is cut over all ranks, larger than any that was trained on.
+r"""Segment one volume that is cut over all ranks, larger than those of the training set.
 
-    mpiexec -n 4 python -m examples.unet3d.segment \\
+    mpiexec -n 4 python -m examples.unet3d.segment \
         --checkpoint run --size 129,131,127 --grid depth=2,height=2 --output segmentation.zarr
 
-Each rank makes its box of a synthetic volume (`--volume` names a file instead, whose boxes it
-reads), computes its box of the labels, and writes that: no rank ever holds a volume. The output is
-zarr, HDF5 or npy, by its suffix.
+Each rank makes its box of a synthetic volume (or reads it from the file of `--volume`), computes
+its box of the labels, and writes it: no rank ever holds a volume. The output is zarr, HDF5 or npy,
+by its suffix.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from .tomography import CLASSES
 from .train import Segmentation
 
 LARGEST_PICTURE = 2**24
-"""Voxels of a volume of which slices are drawn: rank 0 would have to hold a larger one."""
+"""The most voxels of a volume whose slices are drawn, as rank 0 holds it."""
 
 
 def segment(
@@ -52,10 +52,10 @@ def segment(
     """Segment the first volume of a dataset and write the labels, one box a rank. Collective.
 
     Args:
-        checkpoint: what `train` has saved.
+        checkpoint: a checkpoint written by `train`.
         volume: an image (1, D, H, W) and its labels (D, H, W).
         output: the file or folder of the labels, (1, D, H, W) in 8 bits.
-        picture: slices of the result, of volumes that rank 0 can hold.
+        picture: a file for slices of the result, for volumes that rank 0 can hold.
 
     Returns the Dice coefficient of each class. Raises DataError where the checkpoint or the volume
     cannot be read, or the output cannot be written.
@@ -110,7 +110,7 @@ def saved_width(checkpoint: Path) -> float:
 
 
 def main(arguments: Sequence[str] | None = None, comm: ObjectCommunicator | None = None) -> None:
-    """Run the command line; what is wrong is one line on rank 0, and exit status 2."""
+    """Run the command line; errors are one line on rank 0, with exit status 2."""
     if comm is None:
         comm = world().for_program()
     parser = RankParser(
@@ -149,7 +149,7 @@ def main(arguments: Sequence[str] | None = None, comm: ObjectCommunicator | None
 
 
 def run(args: argparse.Namespace, comm: ObjectCommunicator) -> dict[str, float]:
-    """Segment what the command line names. Collective."""
+    """Segment the volume of the command line. Collective."""
     try:
         grid = dc.ProcessGrid(comm, **args.grid)
     except ValueError as error:

@@ -1,10 +1,10 @@
 """Synthetic tomography: organs and lesions as level sets in a body, blurred by the scanner, noisy.
 
 A scene is a list of solids, each where a smooth function of position is positive: ellipsoids whose
-surfaces are rippled by a few plane waves. Any box of a volume can be made for itself, and boxes
-make one volume: solids are evaluated where they are asked for, with a margin for the blur, and the
-noise of a plane follows from its number. Lengths are in voxels, intensities in units of the
-difference between air and bright tissue.
+surfaces are rippled by a few plane waves. Any box of a volume can be made alone, and boxes fit
+together: solids are evaluated in the box and a margin for the blur, and the noise of a plane
+depends on its number. Lengths are in voxels, intensities in units of the difference between air and
+bright tissue.
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ NOISE = 0.06
 """Standard deviation of the noise."""
 
 MARGIN = 3
-"""Voxels around a box from which the blur takes something: 3.75 deviations."""
+"""Voxels around a box that the blur reads: 3.75 deviations."""
 
 VOXELS_AN_ORGAN = 9_000
-"""One organ for so many voxels, and at least two; larger volumes show more, and none larger."""
+"""The voxels of a volume for each organ; there are at least two. Larger volumes have more organs,
+not larger ones.
+"""
 
 
 @dataclass(frozen=True)
@@ -52,11 +54,11 @@ class Solid:
     phases: Array
 
     def reach(self) -> float:
-        """Return a distance from the centre beyond which there is no point of it."""
+        """Return a distance from the centre beyond which the solid has no points."""
         return float(self.radii.max() * (1.0 + np.abs(self.amplitudes).sum()))
 
     def contains(self, points: Array) -> NDArray[np.bool_]:
-        """Return which of the points (3, ...) lie within."""
+        """Return whether each of the points (3, ...) lies within."""
         shift = self.centre.reshape(3, *[1] * (points.ndim - 1))
         turned = np.tensordot(self.turn, points - shift, 1) / self.radii.reshape(shift.shape)
         distance = np.sqrt((turned**2).sum(0))
@@ -105,7 +107,7 @@ class Scene:
         return labels
 
     def _drawn(self, box: Box) -> list[tuple[tuple[slice, ...], NDArray[np.bool_], Solid]]:
-        """Return for each solid the part of the box around it, and which voxels there it has."""
+        """Return for each solid the slices of the box around it, its mask there, and the solid."""
         drawn = []
         for solid, within in self.solids:
             reach = solid.reach()
@@ -129,7 +131,7 @@ class Scene:
 
 
 def draw_scene(seed: int, index: int, shape: Sequence[int]) -> Scene:
-    """Return the random scene of sample `index`: the same whichever other samples are drawn.
+    """Return the random scene of sample `index`, which does not depend on other draws.
 
     `shape` is (D, H, W). Organs and lesions have sizes of their own, so that a larger volume has
     more of them.

@@ -35,7 +35,7 @@ USAGE = __doc__ or ""
 
 
 class Segmentation(Example[Volumes, UNet3d]):
-    """From a tomographic volume, the class of each voxel."""
+    """The task of finding the class of each voxel of a tomographic volume."""
 
     name = "unet3d"
     description = USAGE
@@ -107,7 +107,7 @@ class Segmentation(Example[Volumes, UNet3d]):
 
 
 def main(arguments: Sequence[str] | None = None, comm: ObjectCommunicator | None = None) -> None:
-    """Train on the ranks of `comm`; what is wrong is one line on rank 0, and exit status 2."""
+    """Train on the ranks of `comm`; errors are one line on rank 0, with exit status 2."""
     run(Segmentation(), arguments, comm)
 
 

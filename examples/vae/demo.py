@@ -1,6 +1,6 @@
 """Decode and encode with the autoencoders of image and video generators, cut over four ranks.
 
-python -m examples.vae.demo
+    python -m examples.vae.demo
 
 Each network runs on one rank, cut over two and over four, and in the tiles of diffusers. It needs
 diffusers (`pip install diffusers`) and matplotlib.

@@ -1,4 +1,4 @@
-"""How an autoencoder fares on one rank, cut over several, and in the tiles of diffusers."""
+"""Measurements of an autoencoder on one rank, cut over several, and in the tiles of diffusers."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Way(NamedTuple):
     Attributes
     ----------
     name: "one rank", "n ranks" or "tiles".
-    seconds: of a call, on the slowest rank.
-    bytes: of tensors at their most in a call, beside weights and input, on the rank with most.
-    result: the whole of it, on the first rank.
+    seconds: the seconds of a call, on the slowest rank.
+    bytes: the peak bytes of tensors in a call, without weights and input, on the rank with most.
+    result: the whole result, on the first rank.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Half(NamedTuple):
 
     Attributes
     ----------
-    autoencoder: its name.
+    autoencoder: the name of the autoencoder.
     call: "decode" or "encode".
     pixels: the shape of the images.
     """
@@ -57,9 +57,9 @@ class Half(NamedTuple):
 
 
 def compare(autoencoder: Autoencoder, size: int, comm: Any) -> Iterator[Half]:
-    """Yield decoder and encoder, of images of `size` x `size` pixels; collective.
+    """Yield decoder and encoder, for images of `size` x `size` pixels. Collective.
 
-    Ranks that have no part in a way sleep. Of other ranks than the first the results are empty.
+    Ranks that take no part in a way sleep. On ranks other than the first the results are empty.
     """
     parts = [n for n in (1, 2, 4) if n <= comm.size]
     ranks = {n: comm.Split(comm.rank < n) for n in parts}
@@ -91,7 +91,7 @@ def compare(autoencoder: Autoencoder, size: int, comm: Any) -> Iterator[Half]:
 def _on(
     comm: Any, autoencoder: Autoencoder, run: Callable[[Any, Tensor], Tensor], given: Tensor
 ) -> Way:
-    """Return how a network fares, cut over the ranks of `comm`, which all call it."""
+    """Return the measurement of a network cut over the ranks of `comm`, which all call it."""
     network = autoencoder.build()
     if comm.size == 1:
         return _taken(lambda: run(network, given))
@@ -108,7 +108,7 @@ def _on(
 
 
 def _tiled(autoencoder: Autoencoder, size: int, latents: Tensor) -> Way:
-    """Return how decoding in tiles of half the image's sides fares, as diffusers offers it."""
+    """Return the measurement of decoding in diffusers' tiles of half the image's sides."""
     network = autoencoder.build()
     tile(network, autoencoder, size // 2)
     return _taken(lambda: decoded(network, latents))

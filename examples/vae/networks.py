@@ -27,11 +27,11 @@ class Autoencoder(NamedTuple):
 
     Attributes
     ----------
-    name: of its class in diffusers.
-    channels: of a latent.
-    pixels: how many lie along a side of a latent's.
-    options: of the published model, where they are not the defaults.
-    frames: of latents, 1 at the least; None for images.
+    name: the name of its class in diffusers.
+    channels: the channels of a latent.
+    pixels: the pixels along each side of the patch that one latent stands for.
+    options: the published model's arguments that are not defaults.
+    frames: the fewest frames of latents; None for images.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Autoencoder(NamedTuple):
 
 
 def decoded(network: Any, latents: Tensor) -> Tensor:
-    """Return what the network makes of latents."""
+    """Return the images of latents."""
     made: Tensor = network.decode(latents).sample
     return made
 
@@ -67,7 +67,7 @@ def encoded(network: Any, images: Tensor) -> Tensor:
 
 
 def tile(network: Any, autoencoder: Autoencoder, size: int) -> None:
-    """Let diffusers decode in tiles of `size` x `size` pixels, blended over a quarter of them."""
+    """Let diffusers decode in tiles of `size` x `size` pixels, overlapping by a quarter."""
     network.enable_tiling()
     side, stride, share = size // autoencoder.pixels, size * 3 // 4, 0.25
     kinds = {"sample_min": size, "sample_stride": stride, "latent_min": side}
@@ -79,7 +79,7 @@ def tile(network: Any, autoencoder: Autoencoder, size: int) -> None:
 
 
 def _change(network: nn.Module, name: str, value: float) -> None:
-    """Set one of its names for tiles, which differ from class to class."""
+    """Set an attribute for tiles; its name differs from class to class."""
     if hasattr(network, name):
         setattr(network, name, value)
 

@@ -38,5 +38,5 @@ def plot_seams(path: Path, half: Half) -> None:
 
 
 def _frame(images: Tensor) -> Tensor:
-    """Return the image (3, height, width), of a video its last frame."""
+    """Return the image (3, height, width); for a video its last frame."""
     return images[0] if images.dim() == 4 else images[0, :, -1]

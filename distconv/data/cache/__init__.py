@@ -1,5 +1,5 @@
-"""Samples that stay on the ranks that have read them, and travel between ranks by messages.
+"""Samples that stay on the ranks that read them first, and move between ranks by messages.
 
-The data store of LBANN is the model: Jacobs et al., "Parallelizing training of deep generative
-models on massive scientific datasets", CLUSTER 2019.
+The model is LBANN's data store: Jacobs et al., "Parallelizing training of deep generative models on
+massive scientific datasets", CLUSTER 2019.
 """

@@ -1,4 +1,4 @@
-"""Boxes of samples in memory, or in a file of this rank on a disk nearby."""
+"""Boxes of samples, kept in memory or in a file on a disk of the node."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from distconv.data.writing.contiguous import write_at
 
 
 class Boxes(ABC):
-    """Arrays that are kept under what `add` returns. Any thread may call it."""
+    """Arrays kept under the keys that `add` returns. Any thread may call the methods."""
 
     @abstractmethod
     def add(self, values: NDArray[Any]) -> Any:
-        """Keep an array, which is not changed any more, and return what it is found under."""
+        """Keep an array, which must not change any more, and return its key."""
 
     @abstractmethod
     def get(self, place: Any) -> NDArray[Any]:
-        """Return an array, to be read only."""
+        """Return the array of a key, to be read only."""
 
     @abstractmethod
     def drop(self, place: Any) -> None:
-        """Keep an array no longer."""
+        """Remove an array."""
 
 
 class BoxesInMemory(Boxes):
-    """Arrays as they are."""
+    """Arrays kept as they are: each is its own key."""
 
     def add(self, values: NDArray[Any]) -> NDArray[Any]:
         """Return the array."""
@@ -57,11 +57,11 @@ class _Slot:
 
 
 class BoxesInFolder(Boxes):
-    """Arrays in a file without a name, which is gone when the process ends, however it does.
+    """Arrays in a file without a name, which disappears when the process ends, however it ends.
 
     Parameters
     ----------
-    folder: on a disk of this node; it is made where it is missing.
+    folder: a folder on a disk of this node; it is made where it is missing.
 
     Raises
     ------
@@ -93,11 +93,11 @@ class BoxesInFolder(Boxes):
         return _Slot(offset, values.nbytes, values.shape, values.dtype)
 
     def get(self, place: _Slot) -> NDArray[Any]:
-        """Return the array, of which what is looked at is read."""
+        """Return the array as a memory map: only the elements that are looked at are read."""
         flat = np.memmap(self._file, place.dtype, "r", place.offset, place.shape or (1,))
         return flat.reshape(place.shape)
 
     def drop(self, place: _Slot) -> None:
-        """Let another array of its size take its place."""
+        """Free the place of an array for another of its size."""
         with self._lock:
             self._free.setdefault(place.bytes, []).append(place.offset)

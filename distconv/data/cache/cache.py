@@ -1,4 +1,4 @@
-"""Samples that are read once: each box stays on the rank that has read it first."""
+"""Samples that are read once: each box stays on the rank that read it first."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ from distconv.grid.interface import Grid
 from distconv.transport.interface import Message, Request
 
 Loaded: TypeAlias = dict[tuple[int, int], Any]
-"""For a field and a sample, where its box is kept."""
+"""The key of each box, by field and sample."""
 
 Read: TypeAlias = Callable[[Source, int, Box, NDArray[Any]], None]
 
 
 class Cache:
-    """Boxes of samples, as the sources have them, on the ranks that have read them first.
+    """Boxes of samples, as the sources hold them, kept on the ranks that read them first.
 
-    A mini-batch is planned, loaded, settled and exchanged. Only loading is fit for a thread, as it
-    sends nothing; the rest is done by all ranks together, and in one order.
+    Each mini-batch is planned, loaded, settled and exchanged. Loading sends nothing and may run in
+    a background thread; all ranks do the other three together, in one order.
 
     Parameters
     ----------
-    fields: of the samples.
+    fields: the fields of the samples.
     grid: the process grid.
-    read: reads a box of a sample of a source.
+    read: reads a box of a sample from a source.
     where: "memory", or a folder on a disk of this node.
-    limit: bytes that each rank may keep; None for any number.
+    limit: bytes that each rank may keep; None for no limit.
 
     Attributes
     ----------
-    bytes_received: of samples, from other ranks.
+    bytes_received: bytes of samples that came from other ranks.
     """
 
     def __init__(
@@ -64,9 +64,9 @@ class Cache:
         self.bytes_received = 0
 
     def plan(self, batches: Sequence[Sequence[int]], others: Iterable[int] = ()) -> list[Arrivals]:
-        """Return what each mini-batch brings that is not kept yet.
+        """Return the samples of each mini-batch that no rank keeps yet.
 
-        No communication. Raises ValueError where this rank would keep more than it may.
+        No communication. Raises ValueError where this rank would keep more than the limit.
 
         Parameters
         ----------
@@ -89,7 +89,7 @@ class Cache:
         return arrivals
 
     def load(self, arrivals: Arrivals) -> Loaded:
-        """Read this rank's boxes of samples that it is to keep. No communication."""
+        """Read the boxes of new samples that this rank is to keep. No communication."""
         loaded = {}
         # Sample by sample, as the fields of one may have to be fetched together.
         samples = dict.fromkeys(s for new in arrivals.parts.values() for s, _ in new)
@@ -114,7 +114,7 @@ class Cache:
                 self._boxes.drop(place)
 
     def start(self, values: Values) -> Flight:
-        """Start to bring the values of a mini-batch to the ranks that want them.
+        """Start to send the values of a mini-batch to the ranks that need them.
 
         All ranks call it for the same mini-batch, whose samples are settled.
         """
@@ -149,7 +149,7 @@ class Cache:
         return Flight(self, values, [incoming[peer] for peer, _ in arriving], arriving, request)
 
     def unpack(self, values: Values, parts: Sequence[CachedBox], message: Tensor) -> None:
-        """Copy what another rank has sent to its places in this rank's share."""
+        """Copy the boxes that another rank sent to their places in this rank's share."""
         content, begin = message.cpu().numpy(), 0
         for part in parts:
             size = self._size(part)
@@ -181,7 +181,7 @@ class Cache:
         return box.size * own.source.dtype.itemsize
 
     def _part(self, own: FieldOnGrid) -> int:
-        """Return the part of the samples of a field that this rank has."""
+        """Return the number of this rank's part along the axes that cut the samples of a field."""
         return self._grid.topology.part(self._grid.coords, own.cuts[0])
 
 
@@ -209,6 +209,6 @@ class Flight:
 
 
 def _packed(boxes: Sequence[NDArray[Any]]) -> Tensor:
-    """Return the bytes of all boxes, one after the other."""
+    """Return the bytes of all boxes, concatenated."""
     flat = [np.ascontiguousarray(box).reshape(-1).view(np.uint8) for box in boxes]
     return torch.from_numpy(np.concatenate(flat))

@@ -1,4 +1,4 @@
-"""Who sends which boxes of kept samples to whom: every rank knows it from the same arithmetic."""
+"""The sender and the receiver of each box of a kept sample, which every rank works out alike."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class CachedBox:
     Attributes
     ----------
     field: the number of the field.
-    owner: the rank that keeps it.
-    sample: the sample.
-    place: where in the share the sample is.
-    piece: the box, and where in the sample's view it belongs.
-    order: of that view.
+    owner: the rank that keeps the box.
+    sample: the number of the sample.
+    place: the position of the sample in the share.
+    piece: the box, and its place in the view of the sample.
+    order: the order of the dimensions of that view.
     """
 
     field: int
@@ -42,14 +42,14 @@ def parts_of(
     topology: Topology,
     rank: int,
 ) -> Iterator[CachedBox]:
-    """Yield what makes up the shares of a mini-batch that a rank wants, in an order that all know.
+    """Yield the boxes that make up a rank's share of a mini-batch, in the same order on all ranks.
 
-    A rank takes from that replica of a kept box that has its own coordinates along the grid axes
-    that do not cut the field.
+    A kept box has replicas along the grid axes that do not cut its field; the rank receives from
+    the replica with its own coordinates along these axes.
 
     Parameters
     ----------
-    shares: what the rank wants of each field.
+    shares: the samples and boxes that the rank needs of each field.
     """
     for own, share in zip(fields, shares, strict=True):
         for place, (sample, view) in enumerate(zip(share.samples, share.views, strict=True)):
@@ -68,7 +68,7 @@ def receivers(
     topology: Topology,
     rank: int,
 ) -> list[int]:
-    """Return the ranks, but for itself, that may take boxes from a rank for a mini-batch."""
+    """Return the other ranks that may receive boxes from `rank` for a mini-batch."""
     here = topology.coordinates(rank)
     found: set[int] = set()
     for own in fields:
@@ -89,7 +89,7 @@ def receivers(
 def _owners(
     own: FieldOnGrid, topology: Topology, rank: int, home: int, piece: Piece
 ) -> Iterator[int]:
-    """Yield the ranks whose boxes of a kept sample meet a piece of it."""
+    """Yield the ranks whose boxes of a kept sample intersect a piece of it."""
     here = topology.coordinates(rank) | topology.unravel(home, own.cuts[0])
     meeting = [
         range(owning_part(n, parts, a), owning_part(n, parts, b - 1) + 1)

@@ -1,4 +1,4 @@
-"""Which part of the grid keeps which sample: the same on all ranks, without a message."""
+"""The part of the grid that keeps each sample: the same on all ranks, without a message."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ Axes: TypeAlias = tuple[str, ...]
 
 @dataclass
 class Arrivals:
-    """Samples that are kept from a mini-batch on.
+    """Samples that no rank kept before a mini-batch.
 
     Attributes
     ----------
-    parts: for the grid axes that cut samples, each new sample with the part that keeps it.
+    parts: by grid axes that cut samples, each new sample and the part that is to keep it.
     """
 
     parts: dict[Axes, list[tuple[int, int]]] = field(default_factory=dict)
 
 
 class Homes:
-    """The part of the grid that keeps each sample: the one that has it in its first mini-batch.
+    """The part of the grid that keeps each sample: the part that has it in its first mini-batch.
 
-    All ranks plan and settle the same in the same order.
+    All ranks plan and settle the same arrivals in the same order.
 
     Parameters
     ----------
-    topology: of the grid.
-    axes: those over which samples are cut, for each field.
+    topology: the topology of the grid.
+    axes: for each field, the grid axes over which samples are cut.
     """
 
     def __init__(self, topology: Topology, axes: Iterable[Axes]) -> None:
@@ -45,16 +45,16 @@ class Homes:
         return self._parts[axes][sample]
 
     def kept(self, axes: Axes, part: int) -> int:
-        """Return how many samples a part keeps."""
+        """Return the number of samples that a part keeps."""
         return sum(own == part for own in self._parts[axes].values())
 
     def plan(self, batches: Sequence[Sequence[int]], others: Iterable[int] = ()) -> list[Arrivals]:
-        """Return the samples that each of some mini-batches brings, none of which is kept yet.
+        """Return the samples of each mini-batch that no part keeps yet.
 
         Parameters
         ----------
-        others: samples that later mini-batches may have. Those that are still missing come with the
-            last mini-batch, spread over the parts.
+        others: samples of later mini-batches. Those that no part keeps come with the last
+            mini-batch, spread over the parts.
         """
         arrivals = [Arrivals() for _ in batches]
         for axes, parts in self._parts.items():
@@ -72,7 +72,9 @@ class Homes:
         return arrivals
 
     def settle(self, arrivals: Arrivals) -> set[tuple[Axes, int]]:
-        """Let samples be kept where they were planned; return those that are not kept yet."""
+        """Record that samples are kept where they were planned; return the parts that keep new
+        samples.
+        """
         new = set()
         for axes, samples in arrivals.parts.items():
             for sample, part in samples:
@@ -82,7 +84,7 @@ class Homes:
         return new
 
     def after(self, axes: Axes, part: int, arrivals: Iterable[Arrivals]) -> int:
-        """Return how many samples a part keeps when all of these have come."""
+        """Return the number of samples that a part keeps once all the arrivals are settled."""
         coming = chain.from_iterable(own.parts[axes] for own in arrivals)
         new = {s for s, home in coming if home == part and s not in self._parts[axes]}
         return self.kept(axes, part) + len(new)

@@ -1,1 +1,1 @@
-"""Where samples come from: files of several formats, functions, torch's datasets."""
+"""Sources of samples: files of several formats, functions, torch's datasets."""

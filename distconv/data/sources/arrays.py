@@ -18,15 +18,15 @@ from distconv.geometry.layout import Box
 class ArraySource(Source):
     """An array with `shape`, `dtype` and indexing by slices, samples first.
 
-    Its type is that of what is read, as arrays of other packages scale what is on the disk.
-    `ScaleAndOffset` says which attributes of an array (`attrs`) are applied.
+    Its type is found by reading an element, as arrays of some packages scale the values on the
+    disk. `ScaleAndOffset` says which attributes of an array (`attrs`) are applied.
 
     Parameters
     ----------
     array: the array.
-    name: what errors call it.
+    name: the name for error messages.
     single: the array is one sample, and has no dimension for samples.
-    check: called before and after each read, to raise where what is read cannot be trusted.
+    check: called before and after each read, to raise where the values cannot be trusted.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class ArraySource(Source):
 
 
 def open_npy(path: Path, single: bool = False) -> ArraySource:
-    """Return the samples of a `.npy` file, of which only what is read comes into memory.
+    """Return the samples of a `.npy` file, as a memory map.
 
     Raises OSError for a file that is missing, truncated, or may not be read.
     """
@@ -105,7 +105,7 @@ def open_npy(path: Path, single: bool = False) -> ArraySource:
 def open_zarr(path: Path, name: str | None, single: bool = False) -> ArraySource:
     """Return the samples of an array in a zarr folder, of format 2 or 3.
 
-    Chunks that are not there are zeros, or the array's own fill value, as zarr has it.
+    Missing chunks hold zeros, or the array's own fill value, as in zarr.
 
     Parameters
     ----------
@@ -137,7 +137,10 @@ def open_zarr(path: Path, name: str | None, single: bool = False) -> ArraySource
 
 
 def only_name(path: Path, name: str | None, names: list[str]) -> str:
-    """Return the name of the array to read: that asked for, or the only one that there is."""
+    """Return the name of the array to read: `name`, or the only one there is.
+
+    Raises ValueError where there is no such array, or no single one.
+    """
     if name is None:
         if len(names) != 1:
             raise ValueError(f"{path} holds {names}; say which by inputs= and targets=")
@@ -156,7 +159,7 @@ def check_file(path: Path, kind: str) -> None:
 
 
 def check_unchanged(path: Path, before: os.stat_result, now: os.stat_result) -> None:
-    """Raise `OSError` for a file that has been written to since it was opened."""
+    """Raise `OSError` for a file that was written to after it was opened."""
     # What lies behind the end of a file is taken for zeros, or ends the process. A file of the same
     # size is a mixture of two.
     if (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns):

@@ -15,16 +15,16 @@ from distconv.data.sources.interface import Array, Source
 from distconv.geometry.layout import Box
 
 _OPEN = 16
-"""How many files are kept open."""
+"""The number of files that are kept open."""
 
 
 class FilesSource(Source):
-    """The samples of many files in order, a file a sample, or the samples of one after the other.
+    """The samples of many files in order: a sample in each file, or several.
 
     Parameters
     ----------
     paths: the files.
-    open_file: returns the source that a file is; of one sample, unless `stacked`.
+    open_file: returns the source for a file; of one sample, unless `stacked`.
     stacked: each file holds any number of samples. All are opened at once, to count them.
 
     Raises
@@ -56,14 +56,14 @@ class FilesSource(Source):
         source.read_into(out, sample - (self._ends[place - 1] if place else 0), box)
 
     def facts(self) -> dict[str, str]:
-        """Return what ranks agree on: the names of the files, and what the first is like."""
+        """Return the names of the files and the facts of the first, which ranks compare."""
         return self._facts | {
             f"files with {self.name}": ", ".join(path.name for path in self._paths),
             f"samples of {self.name}": str(self.samples),
         }
 
     def _opened_file(self, place: int) -> Source:
-        """Return the source of a file, which is kept open while it is among the last ones used."""
+        """Return the source for a file, which is kept open while it is among the last ones used."""
         source = self._opened.pop(place, None)
         if source is None:
             path = self._paths[place]

@@ -20,11 +20,12 @@ class Function(Source):
     Parameters
     ----------
     read: `read(sample, box)` returns the values at `box.slices` of one sample, an array of
-        `box.shape`. It is called in a background thread, on each rank for that rank's boxes, and
-        has to be a function of its arguments alone, so that boxes make one sample.
+        `box.shape`. A background thread calls it, on each rank for that rank's boxes. It must
+        depend on its arguments alone, so that the boxes of all ranks make one sample.
     samples: the number of samples.
     shape: the shape of one sample.
-    dtype: the type of the values; the function may return others of their kind, as float64.
+    dtype: the type of the values; the function may return another of the same kind, such as
+        float64.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Function(Source):
 class Items:
     """A torch dataset with `__len__` and `__getitem__`, whose items have several fields.
 
-    The last item is kept, as its fields are asked for one after the other.
+    The last item is kept, as its fields are read one after the other.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -72,7 +73,7 @@ class Items:
         return list(range(len(item))) if isinstance(item, tuple | list) else [None]
 
     def item(self, sample: int) -> Any:
-        """Return an item."""
+        """Return the item of a sample."""
         with self._lock:
             if self._last is None or self._last[0] != sample:
                 self._last = sample, self.dataset[sample]
@@ -94,7 +95,7 @@ class ItemSource(Source):
         self.check_numbers()
 
     def read_into(self, out: Array, sample: int, box: Box) -> None:
-        """Take a box out of an item."""
+        """Copy a box of one item into `out`."""
         values = self._values(sample)
         if (values.shape, values.dtype) != (self.shape, self.dtype):
             raise ValueError(

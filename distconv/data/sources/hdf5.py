@@ -1,4 +1,6 @@
-"""Samples in a dataset of an HDF5 file: checked when it is opened, and whenever it is read."""
+"""Samples in a dataset of an HDF5 file, which is checked when it is opened and whenever it is
+read.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ _ERRORS = (OSError, RuntimeError, KeyError, ValueError, TypeError, AttributeErro
 
 class HDF5Source(Source):
     """A dataset of an HDF5 file, samples first. HDF5 reads whole chunks where they have filters, or
-    are of at most 1 MiB, and otherwise what is asked for. `ScaleAndOffset` says which attributes,
+    are of at most 1 MiB, and otherwise the box alone. `ScaleAndOffset` says which attributes, such
     as those of NetCDF files, are applied.
 
     Parameters
@@ -74,7 +76,7 @@ class HDF5Source(Source):
 
     @property
     def checksummed(self) -> bool:
-        """Return whether damage to the values is noticed when they are read."""
+        """Return whether HDF5 notices damage to the values when they are read."""
         return bool(self._dataset.fletcher32)
 
     def read_into(self, out: Array, sample: int, box: Box) -> None:
@@ -100,7 +102,7 @@ class HDF5Source(Source):
             put(out, self._packing.unpacked(stored), self.name)
 
     def facts(self) -> dict[str, str]:
-        """Return what ranks agree on, a checksum of the first values of two samples included."""
+        """Return facts that ranks compare, with a checksum of the first values of two samples."""
         digest = hashlib.sha256()
         for sample in (0, self.samples - 1):
             corner = Box((0,) * len(self.shape), (*(1,) * len(self.shape[:-1]), *self.shape[-1:]))
@@ -116,7 +118,9 @@ class HDF5Source(Source):
 
 
 def open_hdf5(path: Path) -> h5py.File:
-    """Return an HDF5 file, open for reading. Raises OSError naming it where it cannot be."""
+    """Return an HDF5 file, open for reading. Raises OSError naming the file where it cannot be
+    opened.
+    """
     try:
         import h5py
     except ImportError as error:
@@ -133,7 +137,7 @@ def open_hdf5(path: Path) -> h5py.File:
 
 
 def damaged(path: Path, error: Exception) -> OSError:
-    """Return what to raise for a file that HDF5 stumbles over."""
+    """Return an `OSError` for a file that HDF5 cannot read."""
     if "unable to lock file" in str(error):
         return OSError(
             f"{path}: another program has the file open for writing; read it when that has closed "
@@ -144,7 +148,10 @@ def damaged(path: Path, error: Exception) -> OSError:
 
 
 def dataset_in(file: h5py.File, path: Path, name: str | None) -> h5py.Dataset:
-    """Return a dataset that lies in the file itself; for None, the only one. Raises ValueError."""
+    """Return the dataset `name` of a file; the only one where it is None.
+
+    Raises ValueError where there is none, or its values lie in other files.
+    """
     import h5py
 
     if name is None or name not in file:

@@ -14,7 +14,7 @@ from distconv.geometry.layout import Box
 Array = NDArray[Any]
 
 NUMBERS = "biufc"
-"""The kinds of numbers, as numpy calls them, that may be read."""
+"""The kinds of numbers that may be read, by numpy's letters."""
 
 
 class Source(ABC):
@@ -22,7 +22,7 @@ class Source(ABC):
 
     Attributes
     ----------
-    name: what errors and reports call it.
+    name: the name for error messages and reports.
     samples: the number of samples.
     shape: the shape of one sample, without a dimension for the samples.
     dtype: the type of the values, in the byte order of this machine.
@@ -40,18 +40,18 @@ class Source(ABC):
     def read_into(self, out: Array, sample: int, box: Box) -> None:
         """Read a box of one sample into `out`, which has the shape of the box, and `dtype`.
 
-        Raises an exception that names the source and the sample where it cannot.
+        Raises an exception that names the source and the sample where it cannot be read.
         """
 
     def facts(self) -> dict[str, str]:
-        """Return what ranks that have opened the same source agree on, by name."""
+        """Return facts about the source by name, in which all ranks must agree."""
         return {
             f"shape of {self.name}": str((self.samples, *self.shape)),
             f"type of {self.name}": str(self.dtype),
         }
 
     def fetched(self, box: Box) -> int:
-        """Return the bytes of the pieces that a box of one sample lies in, or of the box itself."""
+        """Return the bytes of the chunks that a box of one sample touches, or of the box itself."""
         if self.chunks is None:
             return box.size * self.dtype.itemsize
         if not box.size:

@@ -1,4 +1,4 @@
-"""Which source is meant by what a user passes: a path, a pattern, an array, a dataset, several."""
+"""Opening the source that a user passes: a path, a pattern, an array, a dataset, several."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from distconv.data.sources.hdf5 import HDF5Source
 from distconv.data.sources.interface import Source
 
 Field: TypeAlias = str | int | None
-"""The name of a field: a dataset of a file, what an item is indexed with; None for a bare one."""
+"""The name of a field: a dataset of a file, an index into items; None for the only field."""
 
 KINDS = {".h5": "hdf5", ".hdf5": "hdf5", ".he5": "hdf5", ".npy": "npy", ".zarr": "zarr"}
 """Kinds of files by their suffixes."""
@@ -26,7 +26,7 @@ ZARR_FILES = ("zarr.json", ".zarray", ".zgroup")
 
 
 def open_sources(source: Any, fields: Sequence[str | int] = ()) -> dict[Field, Source]:
-    """Return the source of each field, in the order asked for; of all of them where none is named.
+    """Return the source of each field, in the order asked for; of all fields where none is named.
 
     Parameters
     ----------
@@ -67,7 +67,7 @@ def open_files(pattern: str | os.PathLike[str], field: Field, stacked: bool = Fa
 
 
 def _of_object(source: Any, field: Field, name: str) -> Source:
-    """Return the source of one field."""
+    """Return the source of one field of an object: an array, a `Source`, or a torch dataset."""
     if isinstance(source, str | os.PathLike):
         text = os.fspath(source)
         path = Path(text)

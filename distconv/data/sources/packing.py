@@ -1,4 +1,4 @@
-"""Values as files hold them, and as they are meant: the CF conventions of NetCDF files."""
+"""Stored values and the values they stand for: the CF conventions of NetCDF files."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from distconv.data.sources.interface import Array
 
 
 class ScaleAndOffset:
-    """Numbers that are stored as others: meant = stored * scale_factor + add_offset.
+    """Packed numbers: value = stored * scale_factor + add_offset.
 
-    Those equal to `_FillValue` or `missing_value`, and stored ones outside `valid_range` or below
-    `valid_min` or above `valid_max`, are missing: not a number where the result is of floating
-    point, and an error in integers. Without such attributes values are as stored.
+    Missing values are those equal to `_FillValue` or `missing_value`, and stored ones outside
+    `valid_range`, below `valid_min` or above `valid_max`. They become NaN where the result is of
+    floating point, and are an error in integers. Without such attributes values are as stored.
 
     Parameters
     ----------
-    attributes: of the array in the file.
-    name: what errors call the array.
+    attributes: the attributes of the array in the file.
+    name: the name of the array for error messages.
 
     Raises
     ------
@@ -49,14 +49,14 @@ class ScaleAndOffset:
         self._most = found["valid_max"][0] if "valid_max" in found else most
 
     def __bool__(self) -> bool:
-        """Return whether values may be others than those stored."""
+        """Return whether the attributes change any values."""
         limits = self._least, self._most
         return bool(self._missing) or any(
             x is not None for x in (self._scale, self._offset, *limits)
         )
 
     def unpacked(self, stored: Any) -> Array:
-        """Return the values that are meant. Raises ValueError for missing integers."""
+        """Return the values that stored ones stand for. Raises ValueError for missing integers."""
         missing: Any = np.ma.getmaskarray(stored) if np.ma.isMaskedArray(stored) else None
         stored = np.asarray(stored)
         values = stored
@@ -79,9 +79,9 @@ class ScaleAndOffset:
         return np.where(missing, values.dtype.type(np.nan), values)
 
     def _as_stored(self, limit: Any, dtype: np.dtype[Any]) -> Any:
-        """Return a limit of validity in the type of what is stored, for which it is meant.
+        """Return a limit of validity in the type of the stored values.
 
-        Raises ValueError for one that is not, as some programs have it for unpacked values.
+        Raises ValueError for a limit of floating point where the stored values are integers.
         """
         if dtype.kind == "f":
             return limit.astype(dtype)
@@ -94,11 +94,11 @@ class ScaleAndOffset:
 
 
 def put(out: Array, values: Any, name: str, casting: Any = "safe") -> None:
-    """Copy values of the same shape, of a type that `out` can hold. Raises ValueError for others.
+    """Copy values of the same shape into `out`. Raises ValueError for types `out` cannot hold.
 
     Parameters
     ----------
-    casting: which types these are, as numpy calls it; integers have to be in range in any case.
+    casting: the permitted conversions, by numpy's names; integers must be in range in any case.
     """
     values = np.asarray(values)
     if values.shape != out.shape or not np.can_cast(values.dtype, out.dtype, casting):
@@ -111,7 +111,7 @@ def put(out: Array, values: Any, name: str, casting: Any = "safe") -> None:
 
 
 def check_range(values: NDArray[Any], dtype: DTypeLike, name: str) -> None:
-    """Raise `ValueError` for integers that another type of integers cannot hold."""
+    """Raise `ValueError` for integers outside the range of an integer type."""
     if values.dtype.kind not in "iu" or np.dtype(dtype).kind not in "iu" or not values.size:
         return
     if not np.can_cast(values.dtype, dtype):

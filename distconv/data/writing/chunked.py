@@ -1,4 +1,4 @@
-"""Arrays in chunks, as zarr keeps them: two ranks must not write parts of one chunk at once."""
+"""Arrays in zarr's chunks: two ranks must not write parts of one chunk at once."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from distconv.geometry.layout import Box, Cuts, block, owning_part
 from distconv.geometry.topology import Topology
 
 _LARGEST = 2**24
-"""Bytes of a chunk by default, at most."""
+"""The largest number of bytes of a chunk by default."""
 
 
 def default_chunks(
     shape: tuple[int, ...], cuts: Cuts, topology: Topology, itemsize: int
 ) -> tuple[int, ...]:
-    """Return extents of chunks of one sample each that lie within the boxes of ranks, where whole
-    parts of them of at most 16 MiB do.
+    """Return the extents of default chunks: of one sample each, at most 16 MiB, and within the
+    boxes of ranks where possible.
     """
     chunks = [block(n, topology.parts(axes), 0)[1] for n, axes in zip(shape, cuts, strict=True)]
     chunks[0] = 1
@@ -37,10 +37,10 @@ def default_chunks(
 def turns(
     shape: tuple[int, ...], cuts: Cuts, topology: Topology, chunks: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Return in how many turns the parts of each dimension have to write.
+    """Return for each dimension the number of turns in which its parts write.
 
-    Parts whose numbers leave the same rest, divided by the turns, have no chunk in common. It is
-    one turn where all parts begin with a chunk.
+    Parts whose numbers are equal modulo the turns have no chunk in common. One turn is enough where
+    all parts begin at the start of a chunk.
     """
     return tuple(
         _turns_along(n, topology.parts(axes), chunk)
@@ -49,7 +49,7 @@ def turns(
 
 
 def turn_of(rank: int, cuts: Cuts, topology: Topology, turns: tuple[int, ...]) -> int:
-    """Return the turn in which a rank writes, of as many as the product of `turns`."""
+    """Return the turn in which a rank writes, below the product of `turns`."""
     coordinates = topology.coordinates(rank)
     turn = 0
     for axes, count in zip(cuts, turns, strict=True):
@@ -73,7 +73,7 @@ def create_zarr(path: Path, arrays: Mapping[str | None, Description]) -> None:
 def write_chunks(path: Path, name: str | None, box: Box, values: NDArray[Any]) -> None:
     """Write a box of an array in a zarr folder, and bring its chunks to the disk.
 
-    Not collective. A chunk that the box has in part is read and written again, so that nobody else
+    Not collective. A chunk that the box covers in part is read and written again, so nobody else
     may write to it at the same time.
     """
     if not path.exists():

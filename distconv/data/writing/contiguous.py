@@ -1,8 +1,8 @@
-"""Arrays whose values stand in a file one after the other: any rank can write its box of them.
+"""Arrays whose values are contiguous in a file: any rank can write its box of them.
 
-HDF5 and numpy both keep an array so. Where the first value stands is known once the file is made,
-and then ranks write to disjoint places of it with the calls of the operating system alone: HDF5
-needs no support of MPI for that.
+HDF5 and numpy both store an array so. The position of the first value is known once the file is
+made. Ranks then write to disjoint places with calls of the operating system alone; HDF5 needs no
+support of MPI for that.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from distconv.geometry.layout import Box
 
 @dataclass(frozen=True)
 class Description:
-    """The shape and the type of an array, and the extents of its chunks where it has them."""
+    """The shape and the type of an array, and the extents of its chunks where it has some."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -31,7 +31,7 @@ class Description:
 
 
 def create_hdf5(path: Path, arrays: Mapping[str, Description]) -> dict[str, int]:
-    """Make an HDF5 file with room for arrays, and return where each begins in it, in bytes."""
+    """Make an HDF5 file with room for arrays, and return the byte at which each begins."""
     try:
         import h5py
     except ImportError as error:
@@ -57,7 +57,7 @@ def create_hdf5(path: Path, arrays: Mapping[str, Description]) -> dict[str, int]
 
 
 def create_npy(path: Path, array: Description) -> int:
-    """Make a `.npy` file with room for an array, and return where it begins, in bytes."""
+    """Make a `.npy` file with room for an array, and return the byte at which it begins."""
     made = np.lib.format.open_memmap(path, "w+", array.dtype, array.shape)
     offset: int = made.offset
     del made
@@ -90,7 +90,7 @@ def write_box(
 
 
 def write_at(descriptor: int, values: NDArray[Any], position: int) -> None:
-    """Write contiguous values, in one dimension, to a place of a file, counted in bytes."""
+    """Write a contiguous, one-dimensional array to a file, `position` bytes from its beginning."""
     left = memoryview(values.view(np.uint8).data)
     while left:
         written = os.pwrite(descriptor, left, position)
@@ -98,7 +98,7 @@ def write_at(descriptor: int, values: NDArray[Any], position: int) -> None:
 
 
 def _runs(shape: tuple[int, ...], box: Box, values: NDArray[Any]) -> Any:
-    """Yield the index in the flattened array of each run of values of a box, and its bytes."""
+    """Yield the flattened start index of each contiguous run of a box, and the run's bytes."""
     # Behind this dimension the box has all that there is.
     last = len(shape) - 1
     while last > 0 and box.shape[last] == shape[last]:

@@ -1,4 +1,4 @@
-"""One file of a tensor that is cut over ranks, written by all of them."""
+"""Writing tensors that are cut over ranks to one file, each rank its own box."""
 
 from __future__ import annotations
 
@@ -31,33 +31,33 @@ def save(
     *,
     chunks: Sequence[int] | Mapping[str, Sequence[int]] | None = None,
 ) -> Path:
-    """Write a tensor to a file that `Dataset`, and any program, reads. Collective.
+    """Write a tensor to a file that `Dataset`, and any program, can read. Collective.
 
-    Each rank writes its own box, from any grid; replicas write once. Nothing is sent between ranks
-    and no rank holds more than its box. All write under a fresh name, on a file system that all of
-    them see; when everything is on the disk, the file takes its name. What had the name before is
-    replaced. A zarr folder is renamed first, as folders cannot be replaced in one step.
+    Each rank writes its own box, from any grid; of replicas one writes. Nothing is sent between
+    ranks and no rank holds more than its box. All ranks write under a fresh name, on a file system
+    that all of them see; when everything is on the disk, the file takes its name and replaces an
+    earlier one. A zarr folder is renamed first, as folders cannot be replaced in one step.
 
     Parameters
     ----------
-    path: its suffix says what is written:
+    path: its suffix chooses the format:
         `.h5`, `.hdf5`: an HDF5 file with one contiguous dataset, "data", without compression. All
             ranks write at once; HDF5 needs no support of MPI.
-        `.npy`: a file of numpy, as well at once.
+        `.npy`: a file of numpy. All ranks write at once.
         `.zarr`: a compressed zarr array, of format 3. Each rank writes whole chunks where its box
             begins and ends with one; ranks that share a chunk write it in turns.
     tensors: a tensor, samples first; or several on one grid, in a dictionary by their names in an
         HDF5 file or zarr group.
     chunks: the extents of zarr's chunks, in a dictionary for several tensors. When not given, a
-        part of one sample of at most 16 MiB that lies within the box of a rank, if there is one.
+        chunk is a part of one sample of at most 16 MiB, within the box of a rank where possible.
 
     Returns the path.
 
     Raises
     ------
     DataError
-        On every rank, where a rank cannot write, or there is no such file or type of values. What
-        was at `path` is then still there.
+        On every rank, where a rank cannot write, or the suffix or the type of values is not
+        supported. An earlier file at `path` remains.
     """
     path = Path(path)
     bare = isinstance(tensors, DistTensor)
@@ -97,7 +97,10 @@ def save(
 
 
 def _kind(path: Path, named: Mapping[Any, DistTensor]) -> str:
-    """Return what kind of file is meant, if there is one that holds such tensors."""
+    """Return the kind of file that the suffix of `path` names.
+
+    Raises ValueError for other suffixes, and where such a file cannot hold the tensors.
+    """
     kind = KINDS.get(path.suffix)
     if kind is None:
         raise ValueError(
@@ -115,7 +118,7 @@ def _kind(path: Path, named: Mapping[Any, DistTensor]) -> str:
 
 
 def _describe(name: Any, x: DistTensor, kind: str, chunks: Any) -> Description:
-    """Return the array that a tensor becomes."""
+    """Return the description of the array that holds a tensor."""
     label = "the tensor" if name is None else f"{name!r}"
     if not isinstance(name, str | None) or (name is not None and (not name or "/" in name)):
         raise ValueError(f"save: {name!r} is no name of a tensor; use a text without slashes")
@@ -148,7 +151,7 @@ def _describe(name: Any, x: DistTensor, kind: str, chunks: Any) -> Description:
 
 
 def _check_place(path: Path, kind: str) -> None:
-    """Raise `OSError` where something else has the name that is to be replaced."""
+    """Raise `OSError` where `path` is something else than a file or folder of this kind."""
     if kind != "zarr" and path.is_dir():
         raise IsADirectoryError(f"{path} is a folder, and would be replaced; choose another name")
     if kind == "zarr" and path.exists():
@@ -158,7 +161,9 @@ def _check_place(path: Path, kind: str) -> None:
 
 
 def _create(partial: Path, kind: str, arrays: Mapping[Any, Description]) -> dict[Any, int]:
-    """Make what the ranks write to; return where in the file the values of each array begin."""
+    """Make the file or folder that the ranks write to; return the byte at which each array
+    begins.
+    """
     if kind == "zarr":
         chunked.create_zarr(partial, arrays)
         return {}
@@ -171,7 +176,7 @@ def _create(partial: Path, kind: str, arrays: Mapping[Any, Description]) -> dict
 def _write(
     partial: Path, name: str | None, x: DistTensor, array: Description, offset: int | None
 ) -> None:
-    """Let every rank that holds a box of its own write it. Collective."""
+    """Write this rank's block, in its turn, unless a replica does. Collective."""
     grid, topology = x.grid, x.grid.topology
     box = rank_box(array.shape, x.cuts, topology, grid.rank)
     replica = any(grid.coords[axis] for axis in replicating_axes(x.cuts, topology))

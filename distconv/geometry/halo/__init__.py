@@ -1,1 +1,1 @@
-"""Halos around a rank's own block, and how an operator makes its outputs of both."""
+"""Halos around a rank's own block, and the computation of outputs from both."""

@@ -2,12 +2,12 @@
 
 The result of a linear windowed operator is the sum of two: one for a rank's own inputs, with zeros
 around them, and one for its halos. The halos lie in slabs along the sides of the own block, and
-touch a few outputs, through a few taps of the kernel. A corner belongs to the first of its
-dimensions, so that no element counts twice.
+contribute to a few outputs, through a few taps of the kernel. A corner belongs to the first of its
+dimensions, so that no element is counted twice.
 
-Which inputs the halos hold, and from which ranks they come, is the plan's (`geometry.index_maps`,
-`geometry.plan`). Index arithmetic only. Positions of inputs are counted in the plan's buffer, which
-begins where the first window does, in the padding if need be.
+The inputs in the halos, and the ranks they come from, are given by the plan
+(`geometry.index_maps`, `geometry.plan`). Index arithmetic only. Positions of inputs are counted in
+the plan's buffer, which begins where the first window does, in the padding if need be.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ def needs_halo(
 ) -> bool | None:
     """Return whether any part's windows reach beyond its own inputs, or None.
 
-    None means that the operator cannot run on the parts' own inputs: it would have to make of them
-    just their own outputs, with some padding equal on both sides, and most of these outputs would
-    have to be right already.
+    None means that the operator cannot run on the parts' own inputs: it must compute exactly a
+    part's own outputs from them, with padding equal on both sides, and most of these outputs must
+    be independent of halos.
 
     Parameters
     ----------
-    sizes, parts: inputs along each spatial dimension, and how many parts they are cut into.
+    sizes, parts: the inputs along each spatial dimension, and the number of parts they are cut
+        into.
     """
     found = False
     for window, size, n in zip(windows, sizes, parts, strict=True):
@@ -65,12 +66,12 @@ def needs_halo(
 
 
 def own_padding(window: Window, own: Interval, made: Interval) -> int:
-    """Return how far the first window begins before the own inputs."""
+    """Return the number of positions by which the first window begins before the own inputs."""
     return window.padding[0] + own[0] - made[0] * window.stride
 
 
 def outputs_without_halo(window: Window, size: int, own: Interval, made: Interval) -> Interval:
-    """Return the outputs that need no halo, counted from the first one that this part has."""
+    """Return the outputs that need no halo, counted from the part's first output."""
     count = made[1] - made[0]
     padding = own_padding(window, own, made)
     low = min(-(-padding // window.stride), count) if own[0] > 0 else 0

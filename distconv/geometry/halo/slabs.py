@@ -1,4 +1,4 @@
-"""Slabs of halos along the sides of a block, and where their elements come from.
+"""Slabs of halos along the sides of a block, and the messages that their elements come from.
 
 Index arithmetic only. Positions of inputs are counted in the plan's buffer, which begins where the
 first window does, in the padding if need be.
@@ -21,27 +21,27 @@ from distconv.geometry.topology import Topology
 
 @dataclass(frozen=True)
 class LocalInput:
-    """Some of the inputs, and how the local operator runs on them.
+    """Some of the inputs, and the arguments of the local operator on them.
 
-    `padding` is on both sides of each spatial dimension; of a transposed convolution, it and
-    `extra` are what torch calls padding and output padding.
+    `padding` is on both sides of each spatial dimension; for a transposed convolution, it and
+    `extra` are torch's padding and output padding.
     """
 
     shape: tuple[int, ...]
     padding: tuple[int, ...]
     extra: tuple[int, ...]
     crop: tuple[Interval, ...] | None = None
-    """How many of the results are too many, before and after; None where there are none."""
+    """The number of surplus results before and after in each dimension; None if there are none."""
     flat: int | None = None
-    """A dimension of a volume that has one element in inputs, outputs and kernel alike."""
+    """A dimension of a volume that has one element in inputs, outputs and kernel alike; or None."""
 
 
 @dataclass(frozen=True)
 class MessagePart:
-    """Elements of a slab that come with one message.
+    """Elements of a slab that arrive in one message.
 
-    The message holds a box of `shape` from its element `start` on, or is that box; `box` of it
-    goes to `place` of the slab.
+    The message holds a box of `shape` at its element `start`, or is that box; the part `box` of it
+    is copied to `place` of the slab.
     """
 
     message: int
@@ -53,7 +53,7 @@ class MessagePart:
     """Whether the message holds nothing else."""
 
     def of(self, messages: Any) -> Any:
-        """Return the array that holds this part's elements, given all messages by number."""
+        """Return the message with this part's elements, from a sequence of all messages."""
         message = messages[self.message]
         if self.alone:
             return message
@@ -64,8 +64,8 @@ class MessagePart:
 class HaloSlab:
     """Halos along one side of the block, as an input of the operator, and the outputs they add to.
 
-    The taps are slices of the kernel, after its first two dimensions. With them the operator makes
-    just these outputs of the halos. Inputs that `halo` does not fill are zero.
+    The taps are slices of the kernel, after its first two dimensions. With these taps the operator
+    computes exactly these outputs from the halos. Inputs that `halo` does not fill are zero.
     """
 
     piece: LocalInput
@@ -75,7 +75,9 @@ class HaloSlab:
 
     @cached_property
     def whole(self) -> MessagePart | None:
-        """Return the one part that is the whole input, and all of its message, if there is one."""
+        """Return the part that is the whole input, and the whole of its message; None if there
+        is none.
+        """
         part, shape = self.halo[0], self.piece.shape
         covered = tuple(s.stop - s.start for s in part.place)
         return part if part.alone and part.shape == covered == shape else None
@@ -83,19 +85,19 @@ class HaloSlab:
 
 @dataclass(frozen=True)
 class Boundary:
-    """The plan of a rank, how an operator runs on its own block, and the slabs that are missing."""
+    """A rank's plan, the local operator on its own block, and the slabs of halos to add."""
 
     plan: Plan
     own: LocalInput
     buffer: LocalInput
-    """The assembled inputs, from which the operator makes the same outputs in one call."""
+    """The assembled inputs, from which the operator computes the same outputs in one call."""
     slabs: tuple[HaloSlab, ...]
     crop: tuple[Interval, ...] | None = None
-    """How much too large the result for the own block is, before and after; see `LocalInput`."""
+    """The surplus results of the own block, before and after; see `LocalInput`."""
 
     @cached_property
     def composed(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """Return the messages that are not one slab's halos as they are, with their shapes."""
+        """Return the messages that are not exactly one slab's halos, with their shapes."""
         whole = {slab.whole.message for slab in self.slabs if slab.whole is not None}
         shapes = enumerate(route.shape for route in self.plan.receives)
         return tuple((i, shape) for i, shape in shapes if i not in whole)
@@ -103,11 +105,13 @@ class Boundary:
 
 @dataclass(frozen=True)
 class SlabExtent:
-    """One dimension of a slab: its inputs in the buffer, and how the operator runs along it."""
+    """One dimension of a slab: its inputs in the buffer, and the local operator's arguments
+    along it.
+    """
 
     inputs: Interval
     halo: Interval
-    """The inputs that halos fill; the others stay zero."""
+    """The inputs that halos fill; the others are zero."""
     outputs: Interval
     taps: Interval
     padding: int = 0
@@ -116,7 +120,7 @@ class SlabExtent:
 
 
 CutDimension = tuple[Any, int, Interval, Interval, bool]
-"""One dimension: its index map, its size, the inputs and outputs of a rank, whether it is cut."""
+"""One dimension: its index map, its size, a rank's inputs and outputs, and whether it is cut."""
 
 
 def plan_with_dimensions(
@@ -127,7 +131,7 @@ def plan_with_dimensions(
     cuts: Cuts,
     maps: Sequence[Any],
 ) -> tuple[Plan, list[CutDimension]]:
-    """Return a rank's plan along the dimensions that are cut, and every spatial dimension."""
+    """Return a rank's plan for the cut dimensions, and a description of every spatial dimension."""
     cut = [bool(axes) for axes in cuts[2:]]
     needs = (m if c else Same() for m, c in zip(maps, cut, strict=True))
     plan = make_plan(topology, rank, shape, cuts, cuts, (Same(), Same(), *needs))
@@ -142,9 +146,9 @@ def halo_slabs(
     every: Sequence[SlabExtent],
     sides: Sequence[Sequence[SlabExtent]],
 ) -> tuple[HaloSlab, ...]:
-    """Return the slabs on each of the sides of each dimension.
+    """Return the slabs on each side of each dimension.
 
-    Along earlier dimensions a slab is as long as the own inputs; along later ones it has the
+    Along earlier dimensions a slab is as long as the own inputs; along later ones it includes the
     corners.
     """
     everything = (slice(None), slice(None))
@@ -167,7 +171,7 @@ def halo_slabs(
 
 
 def local_input(plan: Plan, sides: Sequence[SlabExtent]) -> LocalInput:
-    """Return the input with these extents, and all samples and channels of the rank."""
+    """Return the input with these spatial extents, and all samples and channels of the rank."""
     return LocalInput(
         shape=(*plan.buffer_shape[:2], *(s.inputs[1] - s.inputs[0] for s in sides)),
         padding=tuple(s.padding for s in sides),
@@ -179,7 +183,7 @@ def local_input(plan: Plan, sides: Sequence[SlabExtent]) -> LocalInput:
 def message_parts(
     plan: Plan, filled: Sequence[Interval], covered: Sequence[Interval]
 ) -> tuple[MessagePart, ...]:
-    """Return the parts of messages that fill `filled`, placed in what `covered` spans."""
+    """Return the parts of messages that fill `filled`, with their places in `covered`."""
     found = []
     for message, route in enumerate(plan.receives):
         shapes = [tuple(s.stop - s.start for s in box) for box in route.boxes]
@@ -195,7 +199,7 @@ def message_parts(
 def intersection(
     box: Slices, filled: Sequence[Interval], covered: Sequence[Interval]
 ) -> tuple[Slices, Slices] | None:
-    """Return the part of a box to be filled: its place in the box, and in what `covered` spans."""
+    """Return the part of a box in `filled`: its place in the box, and in `covered`."""
     lead = [(s.start, s.stop) for s in box[:2]]
     pairs = zip(box, [*lead, *filled], [*lead, *covered], strict=True)
     both = [(max(s.start, a, c), min(s.stop, b, e)) for s, (a, b), (c, e) in pairs]

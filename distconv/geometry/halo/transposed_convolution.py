@@ -1,4 +1,4 @@
-"""The boundary of a block of outputs of a transposed convolution: what halos write there.
+"""The boundary of a block of outputs of a transposed convolution: the contributions of halos.
 
 The mirror image of `convolution_boundary`: every input is spread over some outputs. Own inputs and
 halos alike are spread as far as the taps reach, and outputs outside the own block are cropped.
@@ -29,12 +29,13 @@ def transposed_needs_halo(
 ) -> bool | None:
     """Return whether any part's inputs reach beyond its own outputs, or None.
 
-    None means that the operator cannot run on the parts' own inputs: its results would have to
-    contain the own outputs, and most of these would have to be right already.
+    None means that the operator cannot run on the parts' own inputs: its results must contain the
+    own outputs, and most of these must be independent of halos.
 
     Parameters
     ----------
-    sizes, parts: inputs along each spatial dimension, and how many parts they are cut into.
+    sizes, parts: the inputs along each spatial dimension, and the number of parts they are cut
+        into.
     """
     found = False
     for m, size, n in zip(maps, sizes, parts, strict=True):
@@ -54,9 +55,9 @@ def transposed_needs_halo(
 def _crop_arguments(
     m: TransposedWindow, inputs: Interval, outputs: Interval, taps: Interval | None = None
 ) -> tuple[int, int, Interval] | None:
-    """Return how to make just these outputs of these inputs: padding, output padding, and crop.
+    """Return padding, output padding, and crop with which these inputs give exactly these outputs.
 
-    None where it is impossible, as the first of the outputs comes before all that is written.
+    None where it is impossible, as the first output lies before all that the inputs reach.
     """
     first, last = _written_outputs(m, inputs, taps or (0, m.kernel))
     before, after = outputs[0] - first, last - outputs[1]
@@ -145,7 +146,7 @@ def transposed_convolution_boundary(
 
 
 def _shifted(side: SlabExtent, first: int, made: int) -> SlabExtent:
-    """Return an extent with inputs counted from `first` on, and outputs from `made` on."""
+    """Return an extent relative to the input `first` and the output `made`."""
     inputs = side.inputs[0] - first, side.inputs[1] - first
     outputs = side.outputs[0] - made, side.outputs[1] - made
     return replace(side, inputs=inputs, halo=inputs, outputs=outputs)

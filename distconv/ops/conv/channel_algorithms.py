@@ -1,12 +1,12 @@
-"""The division of a layer's channels and filters over ranks: convolutions and fully connected ones.
+"""The division of channels and filters over ranks, for convolutions and fully connected layers.
 
 The three algorithms of Dryden et al., "Channel and Filter Parallelism for Large-Scale CNN Training"
 (SC'19), are cases of one. The weights are cut over some grid axes in channels and over others in
-filters. Each rank gathers its channels of the input, together with the halos; computes what they
-contribute to its filters; and these sums over channels are reduced and scattered over the ranks
+filters. Each rank gathers its channels of the input, together with the halos; computes their
+contribution to its filters; and these sums over channels are reduced and scattered over the ranks
 that share the filters. With only channels cut the input stays (stationary-x), with only filters
 cut there is nothing to reduce (stationary-y), and over several axes the weights can be cut in both
-(stationary-w). Groups of channels that lie on one rank take nothing from others.
+(stationary-w). Groups of channels that lie on one rank receive nothing from other ranks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ _CHOSEN: ContextVar[str] = ContextVar("distconv_parallel", default="auto")
 
 @contextmanager
 def parallel(algorithm: str) -> Iterator[None]:
-    """Divide the channels of layers within by one of `ALGORITHMS`. All ranks choose alike."""
+    """Divide the channels of layers within the context by one of `ALGORITHMS`, the same on all
+    ranks.
+    """
     token = _CHOSEN.set(algorithm)
     try:
         yield
@@ -55,13 +57,15 @@ class Division:
     def output(self) -> Axes:
         """Return the axes over which the filters of the output are cut.
 
-        Blocks of filters are cut further over the ranks that have contributed to them.
+        Blocks of filters are cut further over the ranks that contributed to them.
         """
         return (*self.filters, *self.channels)
 
     @property
     def algorithm(self) -> str:
-        """Return what stays on its rank: x, y or w; empty where nothing is divided."""
+        """Return the operand that stays on its rank: "x", "y" or "w"; "" where nothing is
+        divided.
+        """
         if self.channels and self.filters:
             return "w"
         return "x" if self.channels else "y" if self.filters else ""
@@ -69,15 +73,15 @@ class Division:
 
 @dataclass(frozen=True)
 class _WeightBlock:
-    """A rank's block of a weight or bias; of a plain one, which all ranks hold, it is `slices`."""
+    """A rank's block of a weight or bias: `slices` of a plain tensor, which all ranks hold."""
 
     needs: tuple[IndexMap, ...]
     cuts: Cuts
     slices: Slices | None
-    """None where that is everything."""
+    """The block's index in the plain tensor; None for the whole of it."""
 
     def of(self, operand: Tensor, operator: str) -> Tensor:
-        """Return this rank's block of the operand; all ranks call it, which may gather."""
+        """Return this rank's block of the operand. All ranks call it; it may gather."""
         if isinstance(operand, DistTensor):
             return gather_inputs(operand, self.needs, self.cuts, operator)
         return operand if self.slices is None else operand[self.slices]
@@ -85,17 +89,17 @@ class _WeightBlock:
 
 @dataclass(frozen=True)
 class LayerPart:
-    """A rank's part of a layer: what it gathers and computes, and where the result goes.
+    """A rank's part of a layer: the inputs it gathers, its local operator, and its outputs.
 
     Attributes
     ----------
     operator: the name under which movements are recorded.
-    cuts, needs: how its inputs are gathered.
-    stays: whether they are its own, with halos at most, and no rank is without channels or filters;
-        the same on all ranks.
-    blocks: into how many blocks the weights are cut.
-    box: the box of outputs to compute; with all filters of groups of which it has some.
-    groups: those of the local operator.
+    cuts, needs: the cuts and index maps with which inputs are gathered.
+    stays: whether every rank computes on its own input with halos at most, and has some channels
+        and filters; the same on all ranks.
+    blocks: the number of blocks of the weights.
+    box: the box of outputs to compute, with all filters of every group that it has some of.
+    groups: the groups of the local operator.
     """
 
     operator: str
@@ -106,7 +110,7 @@ class LayerPart:
     box: Box
     groups: int
     _summed: bool
-    """Whether results are sums over channels of which other ranks hold some."""
+    """Whether results must be summed over ranks that hold other channels."""
     _weight: _WeightBlock
     _bias: _WeightBlock
     _shape: tuple[int, ...]
@@ -114,14 +118,14 @@ class LayerPart:
     _made: Cuts
     _dimension: int
     _kept: slice | None = None
-    """The filters to keep of those computed; None for all."""
+    """The slice of the computed filters to keep; None for all."""
 
     def operands(
         self, weight: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return this rank's weight, the bias that it computes with, or else that for `finish`.
+        """Return this rank's weight, its bias for the local operator, and its bias for `finish`.
 
-        All ranks call it.
+        One of the two biases is None. All ranks call it.
         """
         own = self._weight.of(weight, self.operator)
         if bias is None:
@@ -130,10 +134,11 @@ class LayerPart:
         return (own, None, bias) if self._summed else (own, bias, None)
 
     def alone(self, x: Placement) -> tuple[tuple[int, ...], tuple[int, ...], Cuts]:
-        """Return shapes of this rank's channels of inputs that stay, and of its outputs; and their
-        cuts.
+        """Return the shapes of this rank's channels of input and output, and their cuts without
+        channels.
 
-        Ranks that share a block of channels compute it as if there were no others.
+        For inputs that stay: ranks that share a block of channels compute as if there were no
+        others.
         """
         d = self._dimension
         own = rank_box(x.shape, x.cuts, x.topology, x.rank).shape
@@ -146,7 +151,7 @@ class LayerPart:
     def empty_result(self, buffer: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the result without channels or filters, which torch's operators refuse.
 
-        It hangs on all operands in the autograd graph and has the type that autocast gives it.
+        It depends on all operands in the autograd graph, and has autocast's type.
         """
         zero = buffer[:0].reshape(1, 0) @ weight[:0].reshape(0, 1)
         saved: Tensor = _Zero.apply(buffer, weight, bias)
@@ -154,9 +159,9 @@ class LayerPart:
         return block if bias is None else block + self._along(bias, block)
 
     def finish(self, block: Tensor, bias: Tensor | None, grid: Grid) -> DistTensor:
-        """Return the layer's output, to which this rank contributes `block`; all ranks call it.
+        """Return the layer's output from the `block` of every rank. All ranks call it.
 
-        A bias is added when all has been summed, where others contribute as well.
+        A bias is added after the sum over ranks, if there is one.
         """
         shape, made, operator = self._shape, self._made, self.operator
         y = reduce_scatter(block, shape, self._computed, made, grid, operator)
@@ -167,14 +172,14 @@ class LayerPart:
         return DistTensor(y, shape, made, grid)
 
     def _along(self, bias: Tensor, block: Tensor) -> Tensor:
-        """Return a bias as it is broadcast to `block`."""
+        """Return a bias in a shape that broadcasts to `block`."""
         return bias.view(-1, *(1,) * (block.dim() - 1 - self._dimension))
 
 
 class _Zero(ShardFunction):
-    """0, for whose gradient operands are saved, as they are where there is something to compute.
+    """A zero that saves operands for its gradient, as the operator does on ranks with elements.
 
-    So all ranks compute again what a checkpoint has left out, or none.
+    So all ranks recompute the tensors that a checkpoint has dropped, or none.
     """
 
     @staticmethod
@@ -203,15 +208,15 @@ class WeightMeta(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """All that decides how a layer is divided: global metadata, this rank, and the algorithm.
+    """The global metadata, the rank and the algorithm by which a layer is divided.
 
     Attributes
     ----------
-    x: its inputs.
-    outputs: their global shape.
+    x: the placement of its input.
+    outputs: the global shape of its output.
     needs: the inputs that outputs need, for every dimension; `Same` for the channels.
-    algorithm: what `parallel` has chosen.
-    dimension: that of channels in the inputs, and of filters in the outputs.
+    algorithm: the name that `parallel` has set.
+    dimension: the dimension of channels in the input, and of filters in the output.
     transposed: whether the weight is (channel, filter, *kernel).
     """
 
@@ -226,8 +231,8 @@ class Layer(NamedTuple):
     transposed: bool = False
 
     def weight_axes(self, of: int) -> Axes:
-        """Return the axes that cut the weight along its dimension `of`, and of the inputs no more
-        than channels.
+        """Return the axes that cut the weight along its dimension `of`, and the input along
+        channels at most.
         """
         taken = cutting_axes(replaced_at(self.x.cuts, self.dimension, ()))
         return tuple(a for a in self.weights.cuts[of] if a not in taken)
@@ -249,8 +254,9 @@ def algorithm() -> str:
 def layer_part(layer: Layer) -> LayerPart:
     """Return a rank's part of a layer.
 
-    The cuts of a distributed weight say how the layer is divided. Where it is whole, or is not cut
-    over all axes that cut the channels of the inputs, that is as `parallel` says.
+    The cuts of a distributed weight decide how the layer is divided. Where the weight is whole, or
+    not cut over all axes that cut the channels of the input, the algorithm set by `parallel`
+    decides.
     """
     if layer.groups > 1:
         return _grouped_layer_part(layer)
@@ -283,9 +289,10 @@ def layer_part(layer: Layer) -> LayerPart:
 
 
 def _grouped_layer_part(layer: Layer) -> LayerPart:
-    """Let own filters take the channels of their groups; those of groups on several ranks travel.
+    """Return a rank's part of a grouped layer: its own filters, and the channels of their groups.
 
-    Each of these ranks then computes all filters of the group, and keeps its own.
+    The channels of groups on several ranks are sent to all of these. Each computes all filters of
+    the group, and keeps its own.
     """
     x, d, axes = layer.x, layer.dimension, _over_groups(layer)
     made = replaced_at(x.cuts, d, axes)
@@ -323,22 +330,20 @@ def _grouped_layer_part(layer: Layer) -> LayerPart:
 
 
 def _interval(needs: IndexMap, outputs: Interval) -> Interval:
-    """Return the inputs, in one piece, that some outputs need."""
+    """Return the shortest interval of inputs that an interval of outputs needs."""
     start, stop = outputs
     return next(iter(needs.intervals(0, start, stop))) if start < stop else (0, 0)
 
 
 def _over_groups(layer: Layer) -> Axes:
-    """Return the axes over which the filters of a grouped layer are cut, and its groups with
-    them.
-    """
+    """Return the axes over which the filters of a grouped layer, and so its groups, are cut."""
     given, cut = layer.weight_axes(0), layer.x.cuts[layer.dimension]
     axes = (*given, *(a for a in cut if a not in given))
     return cut if len(axes) == len(cut) else axes
 
 
 def _division(layer: Layer, of_filters: int, of_channels: int) -> Division:
-    """Return how a layer without groups is divided; the same on all ranks."""
+    """Return the division of a layer without groups; the same on all ranks."""
     filters, channels = layer.weight_axes(of_filters), layer.weight_axes(of_channels)
     topology, cut = layer.x.topology, layer.x.cuts[layer.dimension]
     rest = tuple(a for a in cut if a not in (*filters, *channels))
@@ -362,8 +367,8 @@ def _division(layer: Layer, of_filters: int, of_channels: int) -> Division:
 
 
 def _communication_in_the_middle(layer: Layer, division: Division) -> int:
-    """Return `communication_volume` of all ranks that share one place in the batch and in space, in
-    the middle.
+    """Return `communication_volume` summed over the ranks in the middle of the sample and
+    spatial axes.
     """
     topology, d = layer.x.topology, layer.dimension
     middle = topology.rank({axis: topology.extent(axis) // 2 for axis in AXES})
@@ -385,15 +390,15 @@ def communication_volume(
     dimension: int,
     division: Division,
 ) -> int:
-    """Return elements that `rank` receives in the forward and backward pass of a layer without
-    groups.
+    """Return the elements that `rank` receives in both passes of a layer without groups.
 
-    What it gathers it gets forward; what others have gathered of it comes back as gradients. The
-    output is scattered by the adjoint of a gathering.
+    Forward it receives the inputs it gathers; backward, the gradients of inputs that others
+    gathered from it. The output is scattered by the adjoint of a gathering.
 
     Parameters
     ----------
-    inputs, cuts, outputs: global shapes of input and output, and how the input is cut.
+    inputs, outputs: the global shapes of input and output.
+    cuts: the cuts of the input.
     """
     d, same = dimension, (Same(),) * len(outputs)
     computed, made = replaced_at(cuts, d, division.filters), replaced_at(cuts, d, division.output)

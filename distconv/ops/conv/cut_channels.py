@@ -1,7 +1,7 @@
-"""Convolution, and transposed convolution, whose channels or filters are cut over ranks.
+"""Convolution, and transposed convolution, with channels or filters cut over ranks.
 
-How the layer is divided is decided in `channel_algorithms`; each rank's part is then computed as in
-`spatial`, and sums over channels that lie on several ranks are completed.
+`channel_algorithms` decides how the layer is divided. Each rank's part is then computed as in
+`spatial`, and partial sums over channels are added up over ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from distconv.tensor.redistribution import gather_by
 def convolve_cut_channels(
     x: DistTensor, weight: Tensor, bias: Tensor | None, spec: ConvolutionSpec
 ) -> DistTensor:
-    """Return the convolution of an input, or by a weight, with cut channels; all ranks call it.
+    """Return the convolution of an input, or by a weight, with cut channels. All ranks call it.
 
     Parameters
     ----------

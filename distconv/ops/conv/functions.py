@@ -73,7 +73,9 @@ def _transposed_convolution(function: Callable[..., Tensor], n: int) -> None:
 
 @lru_cache(maxsize=4096)
 def _specification(kind: Callable[..., ConvolutionSpec], *arguments: Any) -> ConvolutionSpec:
-    """Return one specification for equal arguments, which looks up what follows from it fast."""
+    """Return a specification, one object for equal arguments, so that cached results are found
+    fast.
+    """
     return kind(*arguments)
 
 

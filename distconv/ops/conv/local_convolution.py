@@ -17,11 +17,11 @@ from distconv.ops.conv.volumes import OperandGradients, torch_gradients
 
 @dataclass(frozen=True)
 class LocalConvolution:
-    """The convolution, or the transposed convolution, of a piece of the input.
+    """The convolution, or the transposed convolution, of some of the inputs.
 
     Attributes
     ----------
-    function: torch's function, as torch.conv2d.
+    function: torch's function, such as torch.conv2d.
     """
 
     function: Callable[..., Tensor]
@@ -84,9 +84,12 @@ class LocalConvolution:
 
 
 def crop_outputs(y: Tensor, crop: Sequence[tuple[int, int]] | None) -> Tensor:
-    """Return `y` without the first and last elements of each spatial dimension that `crop` counts.
+    """Return `y` without some first and last elements of each spatial dimension.
 
-    None stands for nothing to leave out.
+    Parameters
+    ----------
+    crop: for each spatial dimension, the numbers of elements to drop before and after; None to drop
+        none.
     """
     if crop is None:
         return y

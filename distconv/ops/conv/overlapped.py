@@ -1,10 +1,10 @@
 """Convolutions that compute while their halos travel, and copy no activation.
 
-The local operator runs on the rank's own block as it is, with zeros in place of what other ranks
-hold. When their halos have arrived, what these contribute is added, side by side
-(`convolution_boundary`). Backward, the gradients of the halos come first and travel while the full
-local pass runs; the weight gradient is the local one and that of the sides. Only the halos are
-saved beside the input.
+The local operator runs on the rank's own block, with zeros in place of the halos. When the halos
+have arrived, their contributions are added, side by side (`convolution_boundary`). Backward, the
+gradients of the halos are computed first and travel while the full local pass runs; the weight
+gradient is the sum of the local one and those of the sides. Only the halos are saved beside the
+input.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from distconv.tensor.redistribution import record_gather
 
 
 def may_overlap(x: Placement, method: str | None, smallest: int) -> bool:
-    """Return whether to compute while halos travel, if blocks line up; the same on all ranks.
+    """Return whether to compute while halos travel, where blocks line up; the same on all ranks.
 
     Parameters
     ----------
-    method: what has been chosen, if anything.
-    smallest: the elements of a rank's block from which that is faster, where nobody has chosen.
+    method: the method set by the user, or None.
+    smallest: the smallest block, in elements, with which overlapping is faster; used where `method`
+        is None.
     """
     # torch breaks complex convolutions up above the level at which they overlap.
     if method == "assembled" or not any(x.cuts[2:]) or x.dtype.is_complex:
@@ -49,7 +50,7 @@ def overlapped_convolution(
     edge: Boundary,
     operator: str,
 ) -> Tensor:
-    """Return this rank's block of the convolution of `x`; all ranks call it."""
+    """Return this rank's block of the convolution of `x`. All ranks call it."""
     record_gather(x, edge.plan, x.cuts, operator)
     transfer = Transfer(edge.plan, x.grid)
     made: Tensor = _OverlappedConvolution.apply(x.shard, weight, bias, local, edge, transfer)

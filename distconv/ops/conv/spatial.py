@@ -1,7 +1,7 @@
 """Convolution, and transposed convolution, where every rank has all channels and filters.
 
-Each rank computes its own block of the output, from its block of the input and the halos that it
-lacks: assembled in one buffer, or overlapped with their exchange.
+Each rank computes its own block of the output from its block of the input and halos of other
+ranks: assembled in one buffer, or overlapped with their exchange.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from distconv.tensor.redistribution import gather_by, plan_to_gather
 
 
 class SpatialPlan(NamedTuple):
-    """How a rank computes a block of outputs; remembered, as global metadata decide it.
+    """A rank's way to compute a block of outputs; cached by global metadata.
 
     Attributes
     ----------
     shape: the global shape of the output.
-    block: the shape of the outputs that the rank computes.
-    cuts: how the gathered input is cut.
-    inputs: gathers the inputs of the block in a buffer; None where every rank has its own.
+    block: the shape of this rank's outputs.
+    cuts: the cuts of the output for which the input is gathered.
+    inputs: the plan that gathers the inputs of the block; None where every rank has its own.
     local: the local operator.
-    buffer: how it runs on the buffer.
-    boundary: how it runs while halos travel; None where the input is assembled.
-    elements: of the rank's inputs or outputs, whichever are more.
+    buffer: the arguments of the local operator on the gathered buffer.
+    boundary: the computation while halos travel; None where the input is assembled.
+    elements: the larger of the numbers of the rank's inputs and outputs.
     """
 
     shape: Shape
@@ -56,7 +56,7 @@ class SpatialPlan(NamedTuple):
 def convolve_whole_channels(
     x: DistTensor, weight: Tensor, bias: Tensor | None, spec: ConvolutionSpec
 ) -> DistTensor:
-    """Return the convolution of an input cut in samples and space; all ranks call it.
+    """Return the convolution of an input cut in samples and space. All ranks call it.
 
     Parameters
     ----------
@@ -70,11 +70,11 @@ def convolve_whole_channels(
 def convolve_block(
     x: DistTensor, weight: Tensor, bias: Tensor | None, plan: SpatialPlan, operator: str
 ) -> Tensor:
-    """Return the block of outputs that `plan` has this rank compute; all ranks call it.
+    """Return this rank's block of outputs by `plan`. All ranks call it.
 
     Parameters
     ----------
-    weight, bias: what the rank holds of them.
+    weight, bias: this rank's blocks of them.
     operator: the name under which movements are recorded.
     """
     if plan.elements > FEWEST_IN_DOUBT:
@@ -112,12 +112,14 @@ def spatial_plan(
     box: Box,
     boundary: Boundary | None,
 ) -> SpatialPlan:
-    """Return how a rank computes the outputs in `box`, of a convolution of this global shape.
+    """Return the plan for the outputs in `box` of a convolution with outputs of global shape
+    `shape`.
 
     Parameters
     ----------
-    maps: from outputs to inputs, for each spatial dimension.
-    needs, cuts: the inputs to gather for outputs cut by `cuts`, where it does not overlap.
+    maps: the index map of each spatial dimension.
+    needs, cuts: the index maps and output cuts with which an assembled computation gathers its
+        inputs.
     """
     inputs = plan_to_gather(x.topology, x.rank, x.shape, x.cuts, needs, cuts)
     buffer = spec.buffer(maps, x, box)
@@ -138,7 +140,8 @@ def boundary_of(
 
     Parameters
     ----------
-    shape, made, cuts: of input and output, as far as the rank's local operator sees them.
+    shape, made: the shapes of input and output, with this rank's channels.
+    cuts: the cuts of both.
     """
     if not spec.needs_halo(maps, x.shape[2:], tuple(map(x.topology.parts, x.cuts[2:]))):
         return None

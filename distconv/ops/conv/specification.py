@@ -1,4 +1,6 @@
-"""Specifications of convolutions, from which all ranks decide alike, without messages."""
+"""Specifications of convolutions, from which all ranks derive the same decisions, without
+messages.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,8 @@ class ConvolutionSpec(ABC):
 
     Attributes
     ----------
-    function: torch's function, as torch.conv2d.
-    padding: as that function takes it; numbers, or "valid" or "same".
+    function: torch's function, such as torch.conv2d.
+    padding: the padding in the form which that function takes; numbers, or "valid" or "same".
     """
 
     function: Callable[..., Tensor]
@@ -39,27 +41,27 @@ class ConvolutionSpec(ABC):
     transposed: ClassVar[bool]
     """Whether the weight is (channel, filter, *kernel), not (filter, channel, *kernel)."""
     needs_halo: ClassVar[Callable[..., bool | None]]
-    """Takes (maps, sizes, parts), and tells whether any rank needs a halo; None where blocks of
-    inputs and outputs do not line up."""
+    """A function (maps, sizes, parts) that returns whether any rank needs a halo; None where blocks
+    of inputs and outputs do not line up.
+    """
     boundary: ClassVar[Callable[..., Boundary]]
-    """Takes (topology, rank, shape, made, cuts, maps), and returns what a rank sends, receives and
-    mends to compute while its halos travel."""
+    """A function (topology, rank, shape, made, cuts, maps) that returns a rank's `Boundary`."""
 
     @cached_property
     def name(self) -> str:
-        """Return the name of the function, as messages and records have it."""
+        """Return the name of the function for messages and records."""
         return self.function.__name__
 
     @cached_property
     def local(self) -> LocalConvolution:
-        """Return the same convolution of a piece of the input."""
+        """Return the local operator of this convolution."""
         return LocalConvolution(
             self.function, self.stride, self.dilation, self.groups, self.transposed
         )
 
     @abstractmethod
     def output_shape(self, x: Shape, weight: Shape, bias: Shape | None) -> Shape:
-        """Return the global shape of the output; raise for what torch does not take.
+        """Return the global shape of the output; raise for arguments that torch refuses.
 
         Called with global shapes, it raises on all ranks or on none.
         """
@@ -70,19 +72,21 @@ class ConvolutionSpec(ABC):
 
     @abstractmethod
     def inputs_to_gather(self, maps: tuple[Any, ...], cuts: Cuts) -> Sequence[IndexMap]:
-        """Return what the assembled computation gathers along each spatial dimension."""
+        """Return the index maps with which an assembled computation gathers, one for each
+        spatial dimension.
+        """
 
     @abstractmethod
     def fewest_to_overlap(self, weight: Shape) -> int:
-        """Return from how many inputs a rank on computing while halos travel is faster."""
+        """Return the smallest number of a rank's inputs with which overlapping is faster."""
 
     @abstractmethod
     def buffer(self, maps: tuple[Any, ...], x: Placement, box: Box) -> LocalInput:
-        """Return how the local operator makes the outputs in `box` of the inputs gathered for them.
+        """Return how the local operator makes the outputs in `box` from their gathered inputs.
 
-        Where there are no outputs, it is how it makes some of the fewest inputs that it takes.
+        Where there are no outputs, it makes some from the fewest inputs that it accepts.
 
         Parameters
         ----------
-        x: the whole input.
+        x: the placement of the whole input.
         """

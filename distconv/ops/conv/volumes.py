@@ -1,14 +1,14 @@
-"""Convolutions of volumes on CPUs, by those of oneDNN's kernels that are fast for them.
+"""Convolutions of volumes on CPUs, by the oneDNN kernels that are fast for them.
 
-torch chooses its kernel by the size of the input, of which it leaves out the last dimension: one
-sample with up to 20,480 channels x depth x height goes through a matrix of all windows, unless the
-kernel is larger than 3 along height and width. That is several times the input and takes up to
-eight times as long. Blocks of a cut volume are below that where the whole is above. And with few
-channels, oneDNN has faster kernels for gradients than the one that it chooses itself.
+torch chooses its kernel by the size of the input without its last dimension: one sample with up to
+20,480 channels x depth x height goes through a matrix of all windows, unless the kernel is larger
+than 3 along height and width. That matrix is several times the input and takes up to eight times as
+long. Blocks of a cut volume are below that size where the whole is above. And with few channels,
+oneDNN has faster kernels for gradients than the one that it chooses itself.
 
 Results differ from torch's by rounding. Weight gradients of some kernels add up all positions one
 by one in the type of the input, as torch's do for planes and large volumes: with 1e5 positions
-of one sign they were found to be right to 2e-5 of the largest.
+of one sign their measured error was 2e-5 of the largest.
 """
 
 from __future__ import annotations
@@ -31,15 +31,17 @@ OperandGradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 """Gradients of input, weight and bias."""
 
 _MOST_ELEMENTS = 20480
-"""Channels x depth x height up to which torch takes no oneDNN for one sample (`use_mkldnn` in
-ATen/native/Convolution.cpp, torch 2.6 to 2.13)."""
+"""The largest channels x depth x height for which torch does not use oneDNN for one sample
+(`use_mkldnn` in ATen/native/Convolution.cpp, torch 2.6 to 2.13).
+"""
 _FEWEST_PRODUCTS = 2**21
-"""Products of an input and a weight from which oneDNN was measured to take no longer."""
+"""The fewest products of an input and a weight with which oneDNN was measured to be no slower."""
 _MANY_CHANNELS = 16
-"""Channels from which oneDNN's gradients are as fast as anything. Below, those of the input were
-measured to take up to four times as long as a convolution with the flipped weight, and those of the
-weight up to three times as long where the depth is padded as with zeros in memory. The zeros cost a
-copy of the input, so they are for inputs of which torch would make the matrix of all windows."""
+"""The fewest channels with which oneDNN's own gradients are fastest. With fewer, its input gradient
+was measured to take up to four times as long as a convolution with the flipped weight, and its
+weight gradient up to three times as long where the depth is padded by zeros in memory. The zeros
+cost a copy of the input, so they are used where torch would make the matrix of all windows.
+"""
 
 _by_onednn: Any = torch.ops.aten.mkldnn_convolution
 torch_gradients: Any = torch.ops.aten.convolution_backward
@@ -47,13 +49,13 @@ torch_gradients: Any = torch.ops.aten.convolution_backward
 
 
 def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
-    """Return `torch.convolution` of a volume; call it where nothing is recorded for gradients.
+    """Return `torch.convolution` of a volume, for use where autograd records nothing.
 
     Parameters
     ----------
     x: (samples, channels, depth, height, width), as in all functions here.
-    arguments: stride, padding, dilation, transposed, output padding and groups, as
-        `torch.convolution` takes them.
+    arguments: stride, padding, dilation, transposed, output padding and groups, in the order of
+        `torch.convolution`.
     """
     # Transposed, oneDNN was measured to take as long or longer.
     if arguments[3] or not _computes(x, weight, *arguments):
@@ -71,12 +73,12 @@ def convolution_gradients(
     bias: Sequence[int] | None,
     *rest: Any,
 ) -> OperandGradients:
-    """Return the gradients of `convolution`; they can be differentiated where that is recorded.
+    """Return the gradients of `convolution`, which can be differentiated in grad mode.
 
     Parameters
     ----------
     bias: the shape of the bias.
-    rest: the arguments of `convolution`, and which gradients to compute.
+    rest: the arguments of `convolution`, and the flags of the gradients to compute.
     """
     *arguments, mask = rest
     if torch.is_grad_enabled() or not _computes(x, weight, *arguments):
@@ -134,12 +136,12 @@ class _Volumes(ShardFunction):
 
 
 def gains(x: Tensor, weight: Tensor, *arguments: Any) -> bool:
-    """Return whether a convolution of any dimensions is one of volumes by kernels chosen here."""
+    """Return whether a convolution is of volumes, and is computed by kernels chosen here."""
     return len(weight.shape) == 5 and _computes(x, weight, *arguments)
 
 
 def _computes(x: Tensor, weight: Tensor, *arguments: Any) -> bool:
-    """Return whether to compute with kernels that are chosen here."""
+    """Return whether to compute with the kernels chosen here."""
     return (
         x.device.type == "cpu"
         and x.dtype == weight.dtype == torch.float32
@@ -165,7 +167,7 @@ def _pays(
     extra: Shape,
     groups: int,
 ) -> bool:
-    """Return whether oneDNN was measured to be no slower than any other kernel of torch's."""
+    """Return whether oneDNN was measured to be no slower than torch's other kernels."""
     if groups > 1 or prod(weight[2:]) == 1:
         return False  # other kernels of oneDNN's, or one product of matrices
     if transposed and any(map(ge, extra, stride)):
@@ -178,7 +180,7 @@ def _pays(
 
 
 def _taken_by_torch(x: Shape, weight: Shape) -> bool:
-    """Return whether torch itself takes oneDNN for these shapes."""
+    """Return whether torch itself uses oneDNN for these shapes."""
     if weight[3:] == (1, 1):
         return False  # not always
     return x[0] > 1 or min(weight[3:]) > 3 or prod(x[:4]) > _MOST_ELEMENTS

@@ -1,4 +1,4 @@
-"""Decompositions, solvers and functions of matrices, which are the last two dimensions.
+"""Decompositions, solvers and functions of matrices, whose dimensions are the last two.
 
 Matrices are made whole on every rank; the dimensions in front of them, a batch, stay cut.
 """
@@ -26,7 +26,7 @@ from distconv.torch_private import only_raises
 def _batchwise(function: Callable[..., Any], names: Sequence[str], inner: Sequence[int]) -> None:
     """Register the rule of a function whose first arguments are batches of matrices or vectors.
 
-    `names` are those of the arguments, `inner` the numbers of dimensions that each is made of.
+    `names` are the names of these arguments, `inner` the number of dimensions of each one's items.
     """
     label = function.__name__.removeprefix("linalg_")
 
@@ -82,9 +82,7 @@ for _home in (torch, torch.Tensor):
 
 
 def _aligned(A: Tensor, B: Tensor) -> tuple[Tensor, bool]:
-    """Return the right-hand sides as matrices with all dimensions of `A`, and whether they are
-    vectors.
-    """
+    """Return the right-hand sides as a batch of matrices like `A`, and whether they are vectors."""
     vectors = B.dim() == 1 or (A.dim() - 1 == B.dim() and A.shape[:-1] == B.shape)
     columns = B.unsqueeze(-1) if vectors else B
     while columns.dim() < A.dim():
@@ -94,9 +92,7 @@ def _aligned(A: Tensor, B: Tensor) -> tuple[Tensor, bool]:
 
 @implements(torch.linalg.solve)
 def solve(A: Tensor, B: Tensor, *, left: bool = True) -> Tensor:
-    """Return the solutions of A X = B, or of X A = B unless `left`; B of matrices, or of
-    vectors.
-    """
+    """Return the solutions X of A X = B, or of X A = B unless `left`, for matrices or vectors B."""
     check_on_meta(torch.linalg.solve, A, B, left=left)
     columns, vectors = _aligned(A, B)
     found: Tensor = apply_to_batches(torch.linalg.solve, "solve", [A, columns], [2, 2], left=left)
@@ -122,7 +118,7 @@ def matrix_norm(
     *,
     dtype: torch.dtype | None = None,
 ) -> Any:
-    """Return the norm of matrices, which two dimensions hold."""
+    """Return the norm of matrices in the two dimensions `dim`."""
     check_on_meta(torch.linalg.matrix_norm, A, ord, tuple(dim), keepdim, dtype=dtype)
     over = normalize_dims(dim, A.dim())
     return apply_along(
@@ -180,7 +176,9 @@ def tensorsolve(A: Tensor, B: Tensor, dims: Sequence[int] | None = None) -> Any:
 def _of_whole(
     function: Callable[..., Any], name: str, operands: Sequence[Tensor], *args: Any
 ) -> Any:
-    """Return a function of tensors that are whole on every rank, as its result is."""
+    """Return the result of a function of tensors that are made whole on every rank; it is whole,
+    too.
+    """
     grid = common_grid(name, operands)
     shapes = check_on_meta(function, *operands, *args)
     wholes = [gather_whole(x, name) for x in operands]

@@ -1,4 +1,4 @@
-"""Products of vectors, of chains of matrices, and what is made of these."""
+"""Products of vectors and of chains of matrices, and functions composed of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ implements(torch.linalg.matmul)(matmul)
 
 @implements(torch.linalg.multi_dot)
 def multi_dot(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the product of a chain of matrices, of which the first and the last may be vectors."""
+    """Return the product of a chain of matrices; the first and the last may be vectors."""
     check_on_meta(_multi_dot, *tensors)
     return reduce(torch.matmul, tensors)
 
@@ -114,8 +114,8 @@ def kron(input: Tensor, other: Tensor) -> Tensor:
 
 @implements(torch.linalg.vander)
 def vander(x: Tensor, N: int | None = None) -> Tensor:
-    """Return the powers 0, 1, ... of every element, as many as the last dimension has unless
-    given.
+    """Return the powers 0, 1, ... of every element: `N`, or as many as the last dimension is
+    long.
     """
     shape = check_on_meta(torch.linalg.vander, x, N=N)
     exponents = torch.arange(shape[-1], device=x.device)
@@ -165,7 +165,7 @@ def cov(
 
 
 def _observations(name: str, input: Tensor) -> Tensor:
-    """Return the observations, the columns, of variables, the rows; a vector is one variable."""
+    """Return the observations as columns; a vector is one variable, a row."""
     if input.dim() > 2 or not input.is_floating_point() and not input.is_complex():
         raise RuntimeError(
             f"{name}: an input {tuple(input.shape)} of {input.dtype}; expected at most two "

@@ -1,4 +1,4 @@
-"""Functions that need one dimension in full and treat all others element by element.
+"""Functions along one dimension, which treat all others element by element.
 
 Where that dimension is cut it is made whole first, which is recorded as a redistribution; for
 cumulative sums the ranks exchange the sums of their blocks instead.
@@ -43,7 +43,7 @@ for _name in ("cummax", "cummin", "cumprod", "logcumsumexp"):
 
 @implements(torch.cumsum, torch.Tensor.cumsum)
 def cumsum(input: DistTensor, dim: int, *, dtype: torch.dtype | None = None) -> DistTensor:
-    """Return the sums of the elements up to each position along one dimension."""
+    """Return the sum of the elements up to each position along one dimension."""
     check_on_meta(torch.cumsum, input, dim, dtype=dtype)
     d = normalize_dim(dim, input.dim())
     x, axes = input.shard, input.cuts[d] if input.dim() else ()
@@ -103,7 +103,9 @@ def frexp(input: DistTensor) -> Any:
 
 @implements(torch.renorm, torch.Tensor.renorm)
 def renorm(input: Any, p: float, dim: int, maxnorm: float) -> Tensor:
-    """Return the slices along one dimension, those whose norm exceeds `maxnorm` scaled to it."""
+    """Return the slices along one dimension, scaled down to `maxnorm` where their norm exceeds
+    it.
+    """
     check_on_meta(torch.renorm, input, p, dim, maxnorm)
     d = normalize_dim(dim, input.dim())
     over = [i for i in range(input.dim()) if i != d]

@@ -20,7 +20,7 @@ from distconv.tensor.redistribution import gather_inputs
 
 
 def _neighbours(x: Tensor, d: int) -> tuple[Tensor, Tensor]:
-    """Return all elements along a dimension that follow another, and those that they follow."""
+    """Return all elements but the first along a dimension, and all but the last."""
     n = x.shape[d]
     return x.narrow(d, 1, n - 1), x.narrow(d, 0, n - 1)
 
@@ -56,7 +56,7 @@ def diff(
 def gradient(
     input: DistTensor, *, spacing: Any = 1, dim: Any = None, edge_order: int = 1
 ) -> tuple[Tensor, ...]:
-    """Return the estimated derivative along each of some dimensions; neighbours send halos."""
+    """Return the estimated derivative along each dimension in `dim`; neighbours send halos."""
     steps = spacing if isinstance(spacing, (list, tuple)) else [spacing]
     if any(isinstance(h, Tensor) for h in steps):
         refuse(
@@ -159,9 +159,7 @@ def dist(input: Tensor, other: Tensor, p: float = 2) -> Tensor:
 def pairwise_distance(
     x1: Tensor, x2: Tensor, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False
 ) -> Tensor:
-    """Return the norms of the differences of vectors, the last dimension, of which each gets
-    `eps`.
-    """
+    """Return the norms of x1 - x2 + eps over the last dimension."""
     check_on_meta(F.pairwise_distance, x1, x2, p, eps, keepdim)
     difference: Any = x1 - x2 + eps
     return norm(difference, p, -1, keepdim)

@@ -25,10 +25,10 @@ def cdist(
     p: float = 2.0,
     compute_mode: str | None = "use_mm_for_euclid_dist_if_necessary",
 ) -> DistTensor:
-    """Return the distances of all (..., P, M) from all (..., R, M) vectors; the second are made
-    whole.
+    """Return the distances of all (..., P, M) from all (..., R, M) vectors.
 
-    So are the elements of all vectors; the dimensions in front, and P, stay cut.
+    The second operand and the elements of all vectors are made whole; leading dimensions and P stay
+    cut.
     """
     grid = common_grid("cdist", (x1, x2))
     shape = check_on_meta(torch.cdist, x1, x2, p, compute_mode)
@@ -47,9 +47,9 @@ def cdist(
 
 
 def _mode(compute_mode: str | None, vectors: Sequence[int]) -> str:
-    """Return the way to compute distances of so many vectors from so many.
+    """Return torch's way to compute distances of `vectors[0]` vectors from `vectors[1]`.
 
-    torch chooses a faster, less accurate way by the size; every rank takes that of the whole.
+    torch chooses a faster, less accurate way by size; every rank takes the way for the global size.
     """
     by_product = compute_mode == "use_mm_for_euclid_dist" or (
         compute_mode in (None, "use_mm_for_euclid_dist_if_necessary") and max(vectors) > 25
@@ -59,8 +59,8 @@ def _mode(compute_mode: str | None, vectors: Sequence[int]) -> str:
 
 @implements(F.pdist, torch.pdist)
 def pdist(input: DistTensor, p: float = 2.0) -> DistTensor:
-    """Return the distances of all pairs of rows of a matrix, which is made whole, as the result
-    is.
+    """Return the distances of all pairs of rows of a matrix. Matrix and result are whole on
+    every rank.
     """
     result: DistTensor = apply_along(F.pdist, "pdist", input, [0, 1], p, dropped=[0, 1])
     return result

@@ -85,10 +85,10 @@ def _torch_rule(function: Callable[..., Any]) -> Callable[..., Any]:
 def pointwise_rule(
     function: Callable[..., Any], in_place: bool = False, takes_inplace: bool = False
 ) -> Callable[..., Any]:
-    """Return the rule on DistTensors of a function that treats every element alone.
+    """Return the rule for DistTensors of an element-wise function.
 
     A plain first argument that is written to, equal on all ranks, becomes distributed under
-    autograd; outside of it, it takes values that are made whole on every rank.
+    autograd; otherwise it receives the whole values on every rank.
 
     Parameters
     ----------
@@ -158,7 +158,7 @@ def pointwise_rule(
 
 
 def _alike(tensors: list[Tensor]) -> bool:
-    """Return whether all are DistTensors of one shape and layout, whose blocks fit as they are."""
+    """Return whether all are DistTensors of one shape and layout, with blocks ready for use."""
     first = tensors[0]
     return isinstance(first, DistTensor) and all(
         isinstance(x, DistTensor)
@@ -185,7 +185,7 @@ _register()
 @implements(torch.detach, torch.Tensor.detach, torch.Tensor.data.__get__)  # type: ignore[attr-defined]
 @keeps_shape
 def detach(input: DistTensor) -> DistTensor:
-    """Return a tensor of the same memory, outside the autograd graph."""
+    """Return a tensor that shares memory, outside the autograd graph."""
     x: Any = input
     make: Any = detach
     recipe, write, writable, place = input.recipe, None, True, None
@@ -234,7 +234,9 @@ def where_method(input: Tensor, condition: Tensor, other: Any) -> DistTensor:
 
 @implements(torch.where)
 def where(condition: Tensor, input: Any = None, other: Any = None) -> Any:
-    """Return one of two values, element by element, as the condition says; its positions alone."""
+    """Return `input` or `other`, element by element, by the condition; of a condition alone, its
+    positions.
+    """
     if input is None and other is None:
         return torch.nonzero(condition, as_tuple=True)
     made = pointwise_rule(torch.where)(condition, input, other)
@@ -247,7 +249,7 @@ def where(condition: Tensor, input: Any = None, other: Any = None) -> Any:
 def contiguous(
     input: DistTensor, memory_format: torch.memory_format = torch.contiguous_format
 ) -> DistTensor:
-    """Return the tensor with blocks contiguous in memory; those that are so are not copied."""
+    """Return the tensor with blocks contiguous in memory, copied where they are not."""
     shard = input.shard.contiguous(memory_format=memory_format)
     return make_fork(input, shard, input.shape, input.cuts)
 
@@ -287,7 +289,7 @@ def cpu(
 
 
 def _require_here(operator: str, input: DistTensor, device: torch.device) -> None:
-    """Refuse to move a block, or to make one, where the grid does not compute."""
+    """Refuse to move or make a block on another device than the grid's."""
     if device.type != input.device.type:
         refuse(
             operator,
@@ -306,7 +308,7 @@ def type_as(input: Tensor, other: Tensor) -> Tensor:
 @implements(torch.Tensor.type)
 @keeps_shape
 def type_(input: DistTensor, dtype: Any = None, non_blocking: bool = False) -> Any:
-    """Return the name of the type, or the tensor in another type."""
+    """Return the name of the type; with `dtype`, the tensor in that type."""
     result = input.shard.type(dtype, non_blocking) if dtype is not None else input.shard.type()
     if isinstance(result, str):
         return result
@@ -321,7 +323,9 @@ def _like(x: Any) -> Any:
 
 
 def _of_parameter_as(input: DistTensor, made: DistTensor) -> DistTensor:
-    """Return what was made of `input`; random numbers fill it as they would fill `input`."""
+    """Return `made`, with the parameter mark of `input`, by which random numbers fill both
+    alike.
+    """
     if is_of_parameter(input):
         mark_of_parameter(made)
     return made
@@ -353,7 +357,7 @@ def _made(
     requires_grad: bool = False,
     **kwargs: Any,
 ) -> DistTensor:
-    """Return a new tensor, cut as `input` if it has as many dimensions, where it is as large."""
+    """Return a new tensor of `shape`, with the cuts of `input` along dimensions of its size."""
     torch.empty(shape, device="meta")  # raises for negative sizes
     cuts: Cuts = ((),) * len(shape)
     if len(shape) == input.dim():
@@ -378,7 +382,7 @@ _new(torch.Tensor.new_empty)
 
 @implements(torch.Tensor.new)
 def new(input: DistTensor, *size: Any) -> DistTensor:
-    """Return `new_empty` by the name that older programs, and torch's LBFGS, have for it."""
+    """Return `new_empty`, under the name that older programs, and torch's LBFGS, use."""
     if not all(type(n) is int for n in size):
         refuse("new", "only sizes are taken", input, way_out="Use distribute_tensor for data")
     return _made(torch.Tensor.new_empty, input, size)
@@ -396,7 +400,7 @@ def new_full(
 def new_tensor(
     input: DistTensor, data: Any, *, requires_grad: bool = False, **kwargs: Any
 ) -> DistTensor:
-    """Return a tensor of these numbers, the same on all ranks, that is whole on each."""
+    """Return a tensor of `data`, the same on all ranks, whole on each."""
     if isinstance(data, DistTensor):
         shard, shape, cuts = data.shard.detach().clone(), data.shape, data.cuts
         shard = shard.to(kwargs.get("dtype") or shard.dtype)

@@ -1,7 +1,8 @@
-"""Products of matrices and tensors: a sum over shared dimensions, which may be cut or not.
+"""Products of matrices and tensors: sums over shared dimensions, cut or not.
 
-Everything is an Einstein sum. Each index is cut as in the largest operand that has it cut, the
-other operands follow, and an index that is summed away while cut adds up the ranks' partial sums.
+Everything is an Einstein sum. Each index is cut as in the largest operand that has it cut; the
+other operands are redistributed to fit. For an index that is cut and summed over, the ranks'
+partial sums are added up.
 """
 
 from __future__ import annotations
@@ -58,9 +59,10 @@ def einsum(equation: str, *operands: Any) -> DistTensor:
 
 
 def _without_ellipsis(left: str, operands: Sequence[Tensor]) -> tuple[list[str], str]:
-    """Return the terms of an equation with letters in place of each ellipsis, and all of these.
+    """Return the terms of an equation with letters in place of each ellipsis, and all these
+    letters.
 
-    The dimensions of an ellipsis are broadcast against those of the others, the last to the last.
+    The dimensions of ellipses are broadcast against each other, the last to the last.
     """
     terms = left.split(",")
     free = [c for c in ascii_letters if c not in left]
@@ -74,11 +76,11 @@ def _without_ellipsis(left: str, operands: Sequence[Tensor]) -> tuple[list[str],
 def contract(
     name: str, terms: Sequence[str], result: str, operands: Sequence[Tensor]
 ) -> DistTensor:
-    """Return the sum of products of operands over the letters that `result` lacks; collective.
+    """Return the sum of products of operands over the letters that `result` lacks. Collective.
 
     Parameters
     ----------
-    name: of the function that is called, for errors.
+    name: the called function, for errors.
     terms: a letter for each dimension of each operand, as in torch.einsum, without ellipses.
     result: the letters of the dimensions of the result.
 
@@ -133,10 +135,10 @@ def contract(
 def _with_runs_joined(
     terms: Sequence[str], result: str, blocks: Sequence[Tensor]
 ) -> tuple[list[str], list[Tensor]]:
-    """Return terms and blocks with one letter for letters that are summed side by side everywhere.
+    """Return terms and blocks in which letters that are summed side by side everywhere are joined.
 
-    Of several, torch.einsum makes one itself, but brings a cut weight into another order for that,
-    which was measured to take several times as long.
+    torch.einsum joins them itself, but transposes a cut weight for that, which was measured to take
+    several times as long.
     """
     terms, blocks = list(terms), list(blocks)
     kept = terms[0][:1]
@@ -160,9 +162,9 @@ def _with_runs_joined(
 def _unmerged(
     terms: Sequence[str], result: str, operands: Sequence[Tensor], sizes: dict[str, int]
 ) -> tuple[list[str], str, list[Tensor]] | None:
-    """Return the terms, the result and the operands of a sum with a letter for each factor.
+    """Return terms, result and operands with a letter for each factor of merged dimensions.
 
-    None where what the operands are merged of does not fit together.
+    None where the factors of the operands do not fit together.
     """
     splits: dict[str, list[tuple[int, ...]]] = {letter: [(n,)] for letter, n in sizes.items()}
     for term, x in zip(terms, operands, strict=True):
@@ -208,9 +210,9 @@ def matmul(input: Tensor, other: Tensor) -> DistTensor:
 
 
 def _by_sparse(left: Tensor, right: Tensor) -> DistTensor:
-    """Return the product with a plain sparse matrix; the other tensor is made whole where summed.
+    """Return the product with a plain sparse matrix.
 
-    Its other dimension stays cut.
+    The summed dimension of the other tensor is made whole; its other dimension stays cut.
     """
     dense, sparse, inner = (right, left, 0) if isinstance(right, DistTensor) else (left, right, -1)
     check_same_types("matmul", left, right)
@@ -241,7 +243,7 @@ def rmatmul(input: Tensor, other: Tensor) -> DistTensor:
 
 
 def _product(name: str, input: Tensor, other: Tensor, dims: tuple[int, int]) -> DistTensor:
-    """Return the matrix product of tensors that must have so many dimensions."""
+    """Return the matrix product of tensors, which must have `dims` dimensions."""
     if (input.dim(), other.dim()) != dims:
         raise RuntimeError(
             f"{name}: expected tensors of {dims[0]} and {dims[1]} dimensions, got "
@@ -287,7 +289,7 @@ def outer(input: Tensor, vec2: Tensor) -> DistTensor:
 def _added(
     function: Any, product: Callable[[Tensor, Tensor], Tensor], first: str, second: str
 ) -> None:
-    """Register (input, first, second) -> beta * input + alpha * product(first, second)."""
+    """Register the function beta * input + alpha * product(first, second)."""
     name = function.__name__
 
     @implements(function, getattr(torch.Tensor, name))
@@ -409,9 +411,9 @@ def scaled_dot_product_attention(
 
 
 def _gathered(x: Tensor, factors: Sequence[tuple[int, ...]], batch: Cuts, grid: Grid) -> Tensor:
-    """Return this rank's batch of keys or values, each batch with all of them; collective.
+    """Return this rank's batch of keys or values, with the whole sequences. Collective.
 
-    `factors` are those of the dimensions of `x`, of which the leading ones are cut by `batch`.
+    `factors` are the factors of the dimensions of `x`; the leading ones are cut by `batch`.
     """
     name = "scaled_dot_product_attention"
     apart = unmerge(x, factors)

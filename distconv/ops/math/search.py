@@ -1,4 +1,4 @@
-"""Where elements stand among others: whether they are members, and in which interval they lie."""
+"""Membership of elements in a set, and the intervals in which they lie."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from distconv.tensor.dist_tensor import DistTensor
 def isin(
     elements: Any, test_elements: Any, *, assume_unique: bool = False, invert: bool = False
 ) -> Any:
-    """Return whether each element is among those of another tensor, which is made whole."""
+    """Return whether each element is among `test_elements`, which are made whole."""
     among = gather_whole(test_elements, "isin")
     if not isinstance(elements, DistTensor):
         grid = test_elements.grid
@@ -33,8 +33,8 @@ def isin(
 def bucketize(
     input: Any, boundaries: Tensor, *, out_int32: bool = False, right: bool = False
 ) -> Any:
-    """Return for each element the interval between boundaries, a vector that is made whole, it is
-    in.
+    """Return for each element the index of its interval between `boundaries`, which are made
+    whole.
     """
     if boundaries.dim() != 1:
         raise RuntimeError(f"bucketize: boundaries {tuple(boundaries.shape)}; expected a vector")
@@ -51,8 +51,9 @@ def searchsorted(
     side: str | None = None,
     sorter: Tensor | None = None,
 ) -> Any:
-    """Return where elements would be inserted in vectors, the last dimension, which are made
-    whole.
+    """Return the indices at which elements would be inserted in sorted vectors.
+
+    The vectors are the last dimension, which is made whole.
     """
     options: Any = dict(out_int32=out_int32, right=right, side=side)
     if sorter is not None:

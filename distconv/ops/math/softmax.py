@@ -26,7 +26,7 @@ from distconv.tensor.dist_tensor import DistTensor
 
 
 def _implicit(ndim: int) -> int:
-    """Return the dimension that torch takes for a softmax without one."""
+    """Return the dimension that torch uses for a softmax without `dim`."""
     return 0 if ndim in (0, 1, 3) else 1
 
 
@@ -57,7 +57,9 @@ def _softmax(function: Callable[..., Tensor], *others: Callable[..., Tensor]) ->
 
 
 def _along_cut(name: str, x: Tensor, d: int, grid: Grid, axes: tuple[str, ...]) -> Tensor:
-    """Return the block of a softmax along dimension `d`, cut over `axes`, whose ranks call it."""
+    """Return the block of a softmax along dimension `d`, cut over `axes`. All ranks along them
+    call it.
+    """
     wide = to_accumulation_type(-x if name == "softmin" else x)
     last = has_channels_last(wide)
     if last:  # torch's kernels work along dimensions in the order of memory
@@ -69,9 +71,9 @@ def _along_cut(name: str, x: Tensor, d: int, grid: Grid, axes: tuple[str, ...]) 
 class _AlongCut(ShardFunction):
     """Softmax along a cut dimension: torch's own of each block, and a correction of its rows.
 
-    Each block tells the largest element of every row, and the sum of its exponentials over that of
-    the largest (Milakov and Gimelshein, Online normalizer calculation for softmax, 2018). Messages
-    have the channels in front, as blocks of other ranks may lie in memory otherwise.
+    Each block sends the largest element m of every row, and the sum of exp(x - m) (Milakov and
+    Gimelshein, Online normalizer calculation for softmax, 2018). Messages have the channels in
+    front, as blocks of other ranks may have another memory format.
     """
 
     @staticmethod

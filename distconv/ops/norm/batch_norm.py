@@ -46,7 +46,7 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> DistTensor:
-    """Normalise a batch by the statistics of the global batch, as serial torch takes them."""
+    """Normalise a batch by the statistics of the global batch, as serial torch does."""
     return batch_norm_over(
         None, input, running_mean, running_var, weight, bias, training, momentum, eps
     )
@@ -132,15 +132,16 @@ def batch_norm_over(
 
 
 _LARGE = 2**18
-"""Elements from which torch's batch norm in training is slower on CPUs, several times with rows
-last, and with channels last adds up too many, one by one, to be right to 1e-5."""
+"""Elements above which torch's batch norm in training is slower on CPUs, several times with rows
+last; with channels last it adds up too many elements one by one to be accurate to 1e-5.
+"""
 
 
 class _Statistics(NamedTuple):
-    """How a rank normalises a batch; remembered, as it follows from metadata."""
+    """A rank's way to normalise a batch; cached by metadata."""
 
     training: bool
-    """Whether the batch's own statistics are used: torch takes none of an empty batch."""
+    """Whether the batch's own statistics are used; torch uses none for an empty batch."""
     group: tuple[str, ...]
     """The grid axes over which the statistics are taken."""
     rest: tuple[str, ...]
@@ -148,7 +149,7 @@ class _Statistics(NamedTuple):
     counts: tuple[int, ...]
     """Elements of each channel on each rank along `group`."""
     groups: int
-    """Groups of ranks that have elements, and so statistics."""
+    """The number of groups of ranks that have elements, and so statistics."""
 
 
 @lru_cache(maxsize=4096)
@@ -185,7 +186,7 @@ def _decide(
 
 
 def own_channels(values: Tensor | None, x: DistTensor, operator: str) -> Tensor | None:
-    """Return the values for this rank's channels, of one value for each channel of `x`."""
+    """Return this rank's channels of `values`, which has one value for each channel of `x`."""
     axes = x.cuts[1] if x.dim() > 1 else ()
     if not axes:
         everything: Tensor | None = gather_whole(values, operator)
@@ -214,7 +215,7 @@ def gather_running_statistics(
 
 
 def _without_elements(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Return an empty result, which torch does not normalise, with its graph of all orders."""
+    """Return an empty result, which torch does not normalise, with a graph of any order."""
     weight, bias = (
         None if p is None else p.view(-1, *(1,) * (x.dim() - 2)) for p in (weight, bias)
     )
@@ -223,8 +224,8 @@ def _without_elements(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> 
 
 
 def _groups_with_elements(x: Placement, group: tuple[str, ...]) -> tuple[int, int]:
-    """Return elements per channel in the smallest group of ranks that has any, and such groups'
-    number.
+    """Return the fewest elements per channel in a non-empty group of ranks, and the number of these
+    groups.
 
     The numbers are the same on every rank.
     """

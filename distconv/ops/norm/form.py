@@ -1,8 +1,9 @@
-"""The dimensions that a norm takes statistics over, and blocks as torch's kernels take them.
+"""The dimensions of a norm's statistics, and the shapes in which torch's kernels take blocks.
 
 The kernels for batch normalisation add up the elements of a channel one by one, in the type of the
-statistics. Here each run of a few hundred elements is a channel to them. They add up few elements
-so, with channels last many runs at once; what they return for runs is added up pairwise.
+statistics. Here each run of a few hundred elements is passed as a channel of its own, so that few
+elements are added one by one, and with channels last many runs at once. The results for runs are
+added up pairwise.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ class Form(NamedTuple):
 
     Attributes
     ----------
-    groups: into how many groups the channels are divided.
+    groups: the number of groups of channels.
     of_each_sample: whether each sample has statistics of its own.
     centered: whether the mean is subtracted; otherwise deviations are from 0.
     weighs_elements: whether weight and bias have a number for each spatial position, not for each
         channel.
-    in_runs: whether sums are those of runs, as on CPUs.
+    in_runs: whether sums are taken over runs, as on CPUs.
     """
 
     groups: int
@@ -39,15 +40,15 @@ class Form(NamedTuple):
 
 
 class Runs(NamedTuple):
-    """How a block (N, C, *spatial) without gaps is divided into runs of elements.
+    """The division of a block (N, C, *spatial) without gaps into runs of elements.
 
     Attributes
     ----------
     numbers: the shape of one number for each run: (samples, runs before, groups, channels of a
         group, runs behind). Samples are 1 where all share their statistics.
-    shape: the shape of the block as kernels take it, in which runs are channels: that of the block
-        itself, (1, runs, elements of a run), or with channels last (matrices, elements, runs).
-    matrices: whether it is the last, of which each matrix is a call of a kernel.
+    shape: the shape of the block for the kernels, in which runs are channels: the block's own,
+        (1, runs, elements of a run), or with channels last (matrices, elements, runs).
+    matrices: whether it is the last form, with a kernel call for each matrix.
     """
 
     numbers: tuple[int, int, int, int, int]
@@ -55,17 +56,17 @@ class Runs(NamedTuple):
     matrices: bool
 
     def of(self, x: Tensor) -> Tensor:
-        """Return a view of a block as kernels take it."""
+        """Return a view of a block in the shape for the kernels."""
         if self.matrices:
             return x.permute(0, *range(2, x.dim()), 1).view(self.shape)
         return x if x.shape == self.shape else x.view(self.shape)
 
     def calls(self, x: Tensor) -> Sequence[Tensor]:
-        """Return the parts of `of` that are each one call of a kernel."""
+        """Return the pieces of `of(x)`, one for each kernel call."""
         return self.of(x).unbind() if self.matrices else (self.of(x),)
 
     def spread(self, numbers: Tensor) -> Tensor:
-        """Return numbers (samples, groups, channels of a group or 1) as broadcast to `of`."""
+        """Return numbers (samples, groups, channels of a group or 1), broadcast to `of(x)`."""
         if numbers.numel() != prod(self.numbers):
             numbers = numbers[:, None, :, :, None].expand(self.numbers)
         if self.matrices:
@@ -73,21 +74,24 @@ class Runs(NamedTuple):
         return numbers.reshape(1, self.shape[1], *(1,) * (len(self.shape) - 2))
 
     def collect(self, parts: Sequence[Sequence[Tensor]]) -> Tensor:
-        """Return what kernels make of runs, from each of `calls`, as (results, *self.numbers)."""
+        """Return the kernels' results for runs, from each of `calls`, as (results,
+        *self.numbers).
+        """
         rows = parts[0] if len(parts) == 1 else [torch.stack(p) for p in zip(*parts, strict=True)]
         return torch.stack(list(rows)).view(len(rows), *self.numbers)
 
 
 def runs_of(x: Tensor, form: Form) -> Runs:
-    """Return how torch's kernels take a block that has elements."""
+    """Return the runs in which torch's kernels take a block that has elements."""
     last = has_channels_last(x) or (not form.of_each_sample and x.shape[1:].numel() == x.shape[1])
     return _divided(tuple(x.shape), form, last)
 
 
 def channels_of(x: Tensor, form: Form) -> Runs:
-    """Return how kernels take a block that add up nothing: channels of one sample are not divided.
+    """Return the form in which kernels without sums take a block: whole channels of one sample as
+    runs.
 
-    Nor are those of a mini-batch whose samples share their statistics.
+    Where samples share their statistics, the channels of the mini-batch are whole, too.
     """
     if form.of_each_sample and x.shape[0] > 1:
         return runs_of(x, form)
@@ -115,27 +119,30 @@ def _divided(shape: tuple[int, ...], form: Form, last: bool) -> Runs:
 
 
 _FEW = 2**10
-"""Elements of a channel that are one run: to join the results of more runs would take longer."""
+"""The most elements of a channel that are one run: joining the results of more runs takes
+longer.
+"""
 
 _ROW = 512
-"""Elements of a run in a row. A register holds 16, and each of its numbers is the sum of 32."""
+"""Elements of a run in a row: a register holds 16 sums, each of 32 elements."""
 
 _COLUMNS, _COLUMN = 1024, 256
-"""Runs beside each other, of which the kernels' sums stay in the first cache, and their elements.
-Such a matrix stays in the second cache while a kernel reads it twice."""
+"""Runs side by side whose sums stay in the first cache, and the elements of each. Such a matrix
+stays in the second cache while a kernel reads it twice.
+"""
 
 
 def _part(n: int, least: int) -> int:
-    """Return the smallest divisor of n that is at least `least`; n if there is none soon."""
+    """Return the smallest divisor of n that is at least `least`; n if there is none nearby."""
     return next((k for k in range(max(least, 1), min(n, 16 * least)) if n % k == 0), n)
 
 
 _FEWEST = 2**13
-"""Elements of a sample from which a call for each sample is faster than a copy of all."""
+"""Elements of a sample above which a call for each sample is faster than a copy of all."""
 
 
 def rows_if_small(x: Tensor, form: Form) -> Tensor:
-    """Return a block whose samples all make up one matrix: `x`, or a copy with rows last."""
+    """Return a block whose samples form one matrix: `x`, or a copy with rows last."""
     each = form.of_each_sample and x.shape[0] > 1 and has_channels_last(x)
     return x.contiguous() if each and not (form.in_runs and x[0].numel() >= _FEWEST) else x
 
@@ -148,10 +155,10 @@ def in_format_of(x: Tensor, other: Tensor) -> Tensor:
 
 
 def with_batch_stride(x: Tensor) -> Tensor:
-    """Return the block in the memory format that torch's kernels take it for.
+    """Return the block with the strides that torch's kernels expect of its memory format.
 
-    The stride of a single sample may be any number, but if it is not that of the format, the
-    kernels read a gradient of the other format in the wrong order.
+    The stride of a single sample may be any number. If it is not the format's own, the kernels read
+    a gradient of the other format in the wrong order.
     """
     if not x.numel() or x.shape[0] != 1 or x.is_contiguous() or x.stride(0) == x.numel():
         return x

@@ -50,7 +50,9 @@ def instance_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> DistTensor:
-    """Normalise each sample and channel over the whole plane; running statistics on request."""
+    """Normalise each sample and channel over the whole plane, with running statistics on
+    request.
+    """
     x = as_distributed(input, common_grid("instance_norm", (input, weight, bias)))
     check_parameter_types("instance_norm", x, weight, bias)
     if not use_input_stats:
@@ -72,7 +74,7 @@ def instance_norm(
     counts = element_counts_of_peers(Placement.of(x), spatial, group)
 
     def update(mean: Tensor, variance: Tensor) -> None:
-        """Let the running statistics follow the mean over the samples."""
+        """Update the running statistics with the mean over the samples."""
         if running_mean is None or running_var is None or not elements:
             return
         sums = torch.stack([mean, variance * (elements / (elements - 1))]).sum(1)

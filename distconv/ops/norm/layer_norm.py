@@ -63,7 +63,9 @@ def _normalize_last(
     eps: float | None,
     name: str,
 ) -> DistTensor:
-    """Normalise over the last dimensions: to the kernels, each row of them is a channel."""
+    """Normalise over the last dimensions, passing each of their rows to the kernels as a
+    channel.
+    """
     block, first = x.shard, x.dim() - len(normalized_shape)
     over = tuple(range(first, x.dim()))
     group = cutting_axes(x.cuts[first:])

@@ -26,7 +26,8 @@ from distconv.ops.support.types import accumulation_type, to_accumulation_type
 def element_counts_of_peers(
     x: Placement, over: tuple[int, ...], group: tuple[str, ...], block: int = 1
 ) -> tuple[int, ...]:
-    """Return how many elements of `x` a statistic takes on each rank along `group`, in rank order.
+    """Return the number of elements in a statistic of `x` on each rank along `group`, in rank
+    order.
 
     `block` multiplies the extents along the dimensions `over`.
     """
@@ -41,7 +42,7 @@ def moments(
     """Return mean and biased variance (samples, groups), in the type in which sums are taken.
 
     They are taken over the block `x` in the dimensions of `form`, and over the ranks along `group`,
-    which all call it; `counts` tells how many elements a statistic takes on each of the ranks.
+    which all call it; `counts` are the elements of a statistic on each of these ranks.
     """
     if x.numel():
         own = _of_block(x, form)
@@ -54,9 +55,9 @@ def moments(
 def combined(
     own: Tensor, grid: Grid, group: tuple[str, ...], counts: tuple[int, ...]
 ) -> tuple[Tensor, Tensor]:
-    """Return mean and biased variance of the elements of all ranks along `group`, which call it.
+    """Return mean and biased variance over the elements of all ranks along `group`, which call it.
 
-    `own` holds both of this rank's elements beside each other, as (2, ...); 0 without elements.
+    `own` holds mean and variance of this rank's elements, as (2, ...); 0 without elements.
     """
     if not group:
         mean, variance = own.unbind()
@@ -73,20 +74,22 @@ def combined(
 def _of_equal_parts(
     means: Tensor, variances: Tensor, over: tuple[int, ...]
 ) -> tuple[Tensor, Tensor]:
-    """Return mean and variance of all elements from those of equal parts along dimensions."""
+    """Return mean and variance over equal parts, from the parts' means and variances along
+    `over`.
+    """
     between, mean = torch.var_mean(means, over, correction=0)
     return mean, between.add_(variances.mean(over))
 
 
 @remembered
 def _shares(device: torch.device, counts: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return the share of all elements that each rank has."""
+    """Return each rank's fraction of all elements."""
     numbers = torch.tensor(counts, dtype=torch.float64, device=device) / max(sum(counts), 1)
     return numbers.to(dtype)
 
 
 def _of_block(x: Tensor, form: Form) -> Tensor:
-    """Return mean and biased variance of a block beside each other, (2, samples, groups)."""
+    """Return mean and biased variance of a block, as (2, samples, groups)."""
     x = to_accumulation_type(rows_if_small(x, form))
     runs = runs_of(x, form)
     parts = runs.collect([_of_runs(part) for part in runs.calls(x)])
@@ -115,7 +118,9 @@ def _of_runs(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 _LITTLE = 2**14
-"""Elements up to which one call is faster than three, although it is slow for rows."""
+"""Elements below which one call is faster than three, although it is slow for rows."""
 
 _PIECE = 2**18
-"""Elements at once: fresh memory of the size of an activation costs more than the arithmetic."""
+"""Elements processed at once: fresh memory of the size of an activation costs more than
+arithmetic.
+"""

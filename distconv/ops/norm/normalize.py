@@ -1,10 +1,9 @@
 """Normalisation of blocks by statistics over dimensions and ranks: one function for all norms.
 
-What it saves is the input, and a mean and a scale for each statistic. Forward, statistics travel in
-one message, backward the sums of gradients. In between torch's kernels for batch normalisation run
-on the block, in its memory format. A tensor is to them one of channels, (N, C, *spatial), of which
-each has numbers of its own; where each sample is normalised alone these are the N * C channels of
-one sample.
+It saves the input, and a mean and a scale for each statistic. Forward, statistics travel in one
+message; backward, the sums of gradients do. In between torch's kernels for batch normalisation run
+on the block, in its memory format. They take a tensor (N, C, *spatial) with numbers for each
+channel; where each sample is normalised alone, the channels are the N * C channels of one sample.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from distconv.tensor.dist_tensor import DistTensor
 
 
 def check_parameter_types(name: str, x: DistTensor, *parameters: Tensor | None) -> None:
-    """Raise on every rank for types that differ, but for float32 parameters of half inputs."""
+    """Raise on every rank for types that differ, except float32 parameters with half inputs."""
     half = accumulation_type(x.dtype) != x.dtype
     if not (half and all(p is None or p.dtype == torch.float32 for p in parameters)):
         check_same_types(name, x, *parameters)
@@ -52,13 +51,13 @@ def normalize(
 ) -> Tensor:
     """Return (x - mean) / sqrt(variance + eps) * weight + bias for the block `x`.
 
-    The ranks along `group` call it, over which statistics are taken.
+    The ranks along `group`, over which statistics are taken, call it.
 
     Parameters
     ----------
-    weight, bias: this rank's part, a number for each channel or for each spatial position.
-    counts: the elements that a statistic takes on each of these ranks.
-    update: is given mean and variance, (samples, groups), in the type in which sums are taken.
+    weight, bias: this rank's numbers, one for each channel or for each spatial position.
+    counts: the elements of a statistic on each of these ranks.
+    update: called with mean and variance, (samples, groups), in the type in which sums are taken.
     """
     if grid.computes_on_gpu:
         form = form._replace(in_runs=False)
@@ -143,10 +142,10 @@ def _gradients(
     group: tuple[str, ...],
     count: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of input, weight and bias, a number for each channel of the latter.
+    """Return the gradients of input, weight and bias; the last two have a number for each channel.
 
     dx = gain * dy - scale * (mean(gain * dy) + standardised x * mean(gain * dy * standardised x)),
-    of which the means are over the `count` elements of a statistic.
+    with means over the `count` elements of a statistic.
     """
     dy = in_format_of(dy, x)
     sums = _sums(dy, x, mean, form)
@@ -199,7 +198,7 @@ def _recorded_gradients(
 
 
 def _of_groups(parameter: Tensor, scale: Tensor) -> Tensor:
-    """Return a weight or bias as (groups, channels of a group), with type and groups of `scale`."""
+    """Return a weight or bias as (groups, channels of a group), with the type of `scale`."""
     groups = scale.shape[1]
     shape = groups, parameter.numel() // max(groups, 1) or 1
     return in_type(parameter, scale.dtype).reshape(shape)
@@ -208,7 +207,7 @@ def _of_groups(parameter: Tensor, scale: Tensor) -> Tensor:
 def _affine(x: Tensor, mean: Tensor, gain: Tensor, bias: Tensor | None, form: Form) -> Tensor:
     """Return (x - mean) * gain + bias, with numbers for samples, groups, and channels of a group.
 
-    torch's kernels multiply and add, with one rounding.
+    torch's kernels do this as one fused multiply-add, with one rounding.
     """
     if not x.numel():
         return torch.empty_like(x)
@@ -229,13 +228,14 @@ def _affine(x: Tensor, mean: Tensor, gain: Tensor, bias: Tensor | None, form: Fo
 
 _MANY_CHANNELS = 16
 _MANY_ELEMENTS = 2**17
-"""Channels and elements from which `addcmul` was measured to normalise a block with channels last
-faster than torch's batch norm: in 0.8 of its time, and in 0.65 with twice as many elements."""
+"""Channels and elements above which `addcmul` normalises a block with channels last faster than
+torch's batch norm: measured 0.8 of its time, and 0.65 with twice as many elements.
+"""
 
 
 @remembered
 def _numbers(device: torch.device, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return n zeros, and n ones."""
+    """Return n zeros and n ones."""
     with torch.inference_mode(False):
         return torch.zeros(n, dtype=dtype, device=device), torch.ones(n, dtype=dtype, device=device)
 
@@ -243,7 +243,7 @@ def _numbers(device: torch.device, n: int, dtype: torch.dtype) -> tuple[Tensor, 
 def _sums(dy: Tensor, x: Tensor, mean: Tensor, form: Form) -> Tensor:
     """Return the sums of dy * (x - mean) and of dy over the rank's elements.
 
-    They are (2, samples, groups, channels of a group).
+    Their shape is (2, samples, groups, channels of a group).
     """
     if not x.numel():
         return mean.new_zeros((2, *mean.shape, x.shape[1] // max(form.groups, 1)))

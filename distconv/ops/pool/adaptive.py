@@ -25,7 +25,7 @@ from distconv.tensor.whole_numbers import whole_number
 from distconv.torch_private import adaptive_max_pool
 
 _MOST = 2**20
-"""How many windows are at most computed one by one."""
+"""The largest number of windows that are computed one by one."""
 
 
 def _adaptive(
@@ -33,8 +33,9 @@ def _adaptive(
 ) -> DistTensor:
     """Pool adaptively, with windows that differ from output to output.
 
-    A dimension with fewer outputs than parts becomes whole on every rank, which are thereby spared
-    empty blocks; in the heads of networks it is about to be flattened anyway.
+    A dimension with fewer outputs than parts becomes whole on every rank. This avoids empty blocks;
+    in
+    the heads of networks the dimension is about to be flattened anyway.
     """
     sizes = tuple(input.shape[2:])
     windows = [AdaptiveWindow(m) for m in _adaptive_sizes(output_size, sizes, n)]
@@ -79,8 +80,9 @@ def _pooled(
 
     Parameters
     ----------
-    runs: along each of the last dimensions.
-    outputs: along the dimensions between them and the channels, of which the buffer has one run.
+    runs: the runs along each of the last dimensions.
+    outputs: the outputs along the dimensions between them and the channels, already divided in
+        runs.
     """
     if not runs:
         return pool(buffer, outputs)
@@ -157,7 +159,7 @@ def _adaptive_max_pool(local: Callable[..., Any], function: Any, n: int) -> None
 def _adaptive_max_pool_with_places(
     local: Callable[..., Any], functions: Sequence[Any], n: int
 ) -> None:
-    """Pool adaptively, and tell where the maxima are, in planes that are made whole."""
+    """Pool adaptively, and return the places of the maxima, in planes that are made whole."""
     name = f"adaptive_max_pool{n}d"
 
     @implements(*functions)

@@ -29,7 +29,7 @@ from distconv.tensor.whole_numbers import whole_number
 
 _AVERAGED = (torch.float64, torch.float32, torch.int64)
 _HALF = (torch.float16, torch.bfloat16)
-"""Half types of which torch has averages, the latter in up to two dimensions."""
+"""Half types that torch averages, the second only in one or two dimensions."""
 
 
 def _avg_pool(local: Callable[..., Tensor], n: int) -> None:
@@ -79,7 +79,9 @@ def _avg_pool(local: Callable[..., Tensor], n: int) -> None:
 
 @lru_cache(maxsize=4096)
 def _counts(window: Window, size: int, start: int, stop: int, include_pad: bool) -> tuple[int, ...]:
-    """Return the elements along one dimension that count in each of the averages start to stop."""
+    """Return the divisors of the averages `start` to `stop` along one dimension: elements that
+    count.
+    """
     counts = []
     for o in range(start, stop):
         first = o * window.stride - window.padding[0]
@@ -90,7 +92,7 @@ def _counts(window: Window, size: int, start: int, stop: int, include_pad: bool)
 
 @lru_cache(maxsize=4096)
 def _uniform(windows: tuple[Window, ...], sizes: tuple[int, ...], include_pad: bool) -> int | None:
-    """Return how many elements count in every average of the plane; None where that differs."""
+    """Return the divisor of every average of the plane; None where divisors differ."""
     every = [
         _counts(w, n, 0, w.output_size(n), include_pad) for w, n in zip(windows, sizes, strict=True)
     ]
@@ -98,7 +100,7 @@ def _uniform(windows: tuple[Window, ...], sizes: tuple[int, ...], include_pad: b
 
 
 def _divisor(x: DistTensor, windows: Sequence[Window], box: Box, include_pad: bool) -> Tensor | int:
-    """Return the divisor of each sum; one number where all windows, of all ranks, have as many."""
+    """Return the divisor of each sum; one number where all windows of all ranks have the same."""
     uniform = _uniform(tuple(windows), tuple(x.shape[2:]), include_pad)
     if uniform is not None:
         return uniform
@@ -116,7 +118,7 @@ def _average(
     ceil_mode: bool,
     divisor: int,
 ) -> Tensor:
-    """Return the sums over windows, divided; in one dimension by way of two, for the divisor."""
+    """Return the sums over windows, divided by `divisor`; one dimension is pooled as two."""
     if len(kernel) == 1:
         flat = (1, *kernel), (1, *stride), (0, *padding)
         # In place, as no autograd function may return a view that others are to change in place.

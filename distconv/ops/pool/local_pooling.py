@@ -10,7 +10,7 @@ from distconv.tensor.dist_tensor import DistTensor
 
 
 def check_pooled_type(name: str, input: DistTensor, implemented: bool) -> None:
-    """Raise for a type that torch does not pool, on ranks without elements too."""
+    """Raise, on ranks without elements too, for a type that torch does not pool."""
     if not implemented:
         raise NotImplementedError(
             f"{name}: not implemented for {input.dtype}; convert it, x.float()"
@@ -18,15 +18,16 @@ def check_pooled_type(name: str, input: DistTensor, implemented: bool) -> None:
 
 
 def with_some_channel(x: Tensor) -> Tensor:
-    """Return `x`, or its empty batch with one channel: torch pools nothing without channels."""
+    """Return `x`, or an empty batch with one channel for `x` without channels, which torch
+    refuses.
+    """
     return x if x.shape[1] else x.reshape(0, 1, *x.shape[2:])
 
 
 def unread_input(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Return a tensor in place of the input of a backward pass of pooling, which reads its shape
-    alone.
+    """Return a stand-in for the input of a backward pass of pooling, which reads only the shape.
 
-    torch takes the order of dimensions from it as well, and on GPUs makes it contiguous first.
+    torch also takes the memory format from it, and on GPUs makes it contiguous first.
     """
     if is_accelerator(like.device) or has_channels_last(like):
         return empty_in_format(shape, like)

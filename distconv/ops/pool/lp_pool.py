@@ -23,7 +23,7 @@ def _power_average(spatial: int, function: Any, average: Any) -> None:
         stride: Sizes | None = None,
         ceil_mode: bool = False,
     ) -> Tensor:
-        """Return the p-norm over windows, by way of an average, as torch computes it."""
+        """Return the p-norm over windows, computed from an average as torch does."""
         if not isinstance(kernel_size, int) and (spatial == 1 or len(kernel_size) != spatial):
             expected = "a number" if spatial == 1 else f"a number or {spatial} of them"
             raise TypeError(f"lp_pool{spatial}d: kernel_size={kernel_size!r}; expected {expected}")

@@ -1,4 +1,4 @@
-"""Max pooling on cut planes, with and without telling where in the global plane the maxima are."""
+"""Max pooling on cut planes, with and without the places of the maxima in the global plane."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _max_pool(local: Callable[..., Any], functions: Sequence[Any], n: int, *, pl
 
 
 class _MaxPool(ShardFunction):
-    """torch's max pooling, after the borders are filled; it keeps places, and not the buffer."""
+    """torch's max pooling of a buffer with filled borders; it saves places, not the buffer."""
 
     @staticmethod
     def forward(

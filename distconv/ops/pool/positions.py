@@ -1,4 +1,4 @@
-"""Positions of maxima in the plane: borders of buffers that are searched, and their numbers."""
+"""Positions of maxima in the plane: borders of the searched buffers, and numbers of positions."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from distconv.tensor.dist_tensor import DistTensor
 
 
 def lowest_value(x: Tensor) -> float:
-    """Return the number that no element of the type of `x` is smaller than."""
+    """Return the smallest number of the type of `x`."""
     return -torch.inf if x.dtype.is_floating_point else torch.iinfo(x.dtype).min
 
 
 def buffer_starts(input: DistTensor, windows: Sequence[Window], box: Box) -> list[int]:
-    """Return where in the plane the buffer of inputs for the block `box` of outputs starts.
+    """Return the position in the plane at which the buffer for the block `box` of outputs starts.
 
     Along a dimension that is not cut the local operator pads by itself, outside the buffer.
     """
@@ -37,21 +37,21 @@ def buffer_starts(input: DistTensor, windows: Sequence[Window], box: Box) -> lis
 class Border(NamedTuple):
     """Positions of a buffer that lie before the plane, along one of its dimensions.
 
-    A position there repeats the first position, within the plane, of the windows that it begins.
-    Maxima are the same, and a window of nothing but `lowest_value` finds its own in the plane, as
-    in torch.
+    Each of them repeats the first position in the plane of the windows that begin there. Maxima are
+    the same, and a window that holds only `lowest_value` finds its own position in the plane, as in
+    torch.
 
     Attributes
     ----------
     dim: the dimension.
-    repeated: for each of the positions, which come first, that which it repeats.
+    repeated: for each of the positions, which come first, the position that it repeats.
     """
 
     dim: int
     repeated: tuple[int, ...]
 
     def fill(self, buffer: Tensor) -> None:
-        """Write elements of the plane in place of the padding before it."""
+        """Write elements of the plane over the padding before it."""
         inner = buffer.index_select(self.dim, constant(buffer.device, self.repeated))
         buffer.narrow(self.dim, 0, len(self.repeated)).copy_(inner)
 
@@ -64,7 +64,7 @@ class Border(NamedTuple):
 def borders(
     searched: Sequence[int], windows: Sequence[Window], starts: Sequence[int]
 ) -> list[Border]:
-    """Return the borders of a buffer whose plane (*spatial) is `searched`, of all dimensions.
+    """Return the borders of a buffer with plane `searched`, in all dimensions.
 
     A block that is its own buffer has none, and is not written to.
     """
@@ -85,7 +85,7 @@ def renumber_positions(
 ) -> Tensor:
     """Return row-major numbers of positions in `searched` as numbers in the global `plane`.
 
-    `starts` says where `searched` begins in the plane; before it, where elements are repeated.
+    `searched` begins at `starts` in the plane, or before it where elements are repeated.
     """
     rows_are_whole = tuple(searched[1:]) == tuple(plane[1:]) and not any(starts[1:])
     if rows_are_whole and starts[0] >= 0:

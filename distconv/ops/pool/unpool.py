@@ -1,7 +1,7 @@
-"""The inverse of max pooling that tells where the maxima are, in the global plane.
+"""The inverse of max pooling with places in the global plane.
 
-Indices that max pooling has made lie within the window of their input, and neighbours exchange
-halos of inputs, as for a transposed convolution. Where any lies elsewhere, the plane is gathered.
+Indices from max pooling lie within the window of their input, and neighbours exchange halos of
+inputs, as for a transposed convolution. Where any index lies elsewhere, the plane is gathered.
 """
 
 from __future__ import annotations
@@ -72,9 +72,10 @@ def _unpool(function: Callable[..., Tensor], n: int) -> None:
 
 
 def _within(windows: list[TransposedWindow], where: DistTensor, plane: Shape) -> bool:
-    """Return whether every index lies in the window of its input; collective, the same everywhere.
+    """Return whether every index lies in the window of its input. Collective, the same on all
+    ranks.
 
-    Without elements, in a dry run, they do.
+    True without elements, in a dry run.
     """
     if where.shard.is_meta:
         return True
@@ -91,7 +92,7 @@ def _within(windows: list[TransposedWindow], where: DistTensor, plane: Shape) ->
 def _from_neighbours(
     x: DistTensor, where: DistTensor, windows: list[TransposedWindow], shape: Shape, name: str
 ) -> DistTensor:
-    """Return the plane of which every rank takes what its own and its neighbours' inputs write."""
+    """Return the plane, each rank's block written from its own and its neighbours' inputs."""
     cut = zip(windows, x.cuts[2:], strict=True)
     needs: list[IndexMap] = [Same(), Same(), *(w if axes else Same() for w, axes in cut)]
     values = gather_inputs(x, needs, x.cuts, name)
@@ -102,7 +103,7 @@ def _from_neighbours(
 
 
 def _scatter(values: Tensor, index: Tensor, box: Box, plane: Shape) -> Tensor:
-    """Return this rank's box of a plane of zeros with `values` at these indices of the plane."""
+    """Return this rank's box of a plane of zeros, with `values` at indices of the plane."""
     inside = index >= 0
     own = torch.zeros_like(index)
     block = box.shape[2:]

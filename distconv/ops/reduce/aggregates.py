@@ -1,4 +1,6 @@
-"""Reductions, such as products and norms, in which the ranks' results are reduced alike."""
+"""Reductions, such as products and norms, in which ranks' results are reduced by the same
+function.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def _aggregate(
     local: Callable[[Tensor, tuple[int, ...]], Tensor],
     among: Callable[[Tensor], Tensor] | None = None,
 ) -> DistTensor:
-    """Reduce the block over dimensions, which stay, and then the ranks' results over the first."""
+    """Reduce the block by `local` over dimensions, which stay, and the stacked ranks' results by
+    `among`.
+    """
     over = normalize_dims(dim, input.dim())
     axes = cutting_axes(input.cuts[d] for d in over)
     own = local(input.shard, over)
@@ -47,7 +51,9 @@ def _aggregate(
 
 
 def _names_nothing(dim: Any) -> bool:
-    """Return whether `dim` is an empty sequence, which some functions do not take for all."""
+    """Return whether `dim` is an empty sequence, which some functions do not treat as all
+    dimensions.
+    """
     return isinstance(dim, Sequence) and not dim
 
 
@@ -63,9 +69,9 @@ def prod(
     *,
     dtype: torch.dtype | None = None,
 ) -> DistTensor:
-    """Return the product over one dimension, or over all, which become whole on every rank.
+    """Return the product over one dimension, or over all, whole on every rank.
 
-    Where an element is 0, its gradient is the product of all others, on other ranks too.
+    The gradient of an element that is 0 is the product of all others, on other ranks too.
     """
     x = input.shard
     if dtype is not None or not (x.is_floating_point() or x.is_complex()):
@@ -79,8 +85,7 @@ def prod(
 class _Product(ShardFunction):
     """The product of the ranks' products over one dimension, or over all.
 
-    Composed of the ranks' gradients, its gradient would be nan beside infinities, where torch's is
-    not.
+    Autograd through the ranks' products would give nan beside infinities, where torch does not.
     """
 
     @staticmethod
@@ -118,7 +123,7 @@ class _Product(ShardFunction):
 
 
 def _product(x: Tensor, over: tuple[int, ...]) -> Tensor:
-    """Return the product over one dimension, or over all; they stay."""
+    """Return the product over one dimension, or over all, with the dimensions kept."""
     if len(over) == 1:
 
         def along(x: Tensor, over: Sequence[int], keepdim: bool) -> Tensor:
@@ -183,8 +188,8 @@ def any_(input: DistTensor, dim: Dims = None, keepdim: bool = False) -> DistTens
 class _Moments(ShardFunction):
     """Mean and biased variance over dimensions, by one message each way.
 
-    As in torch, the gradient leaves out the sum of deviations, which is 0 or, beside infinities,
-    nan.
+    As in torch, the gradient leaves out the sum of deviations, which is 0, or nan beside
+    infinities.
     """
 
     @staticmethod
@@ -256,7 +261,7 @@ def _variance(
 
 
 def _root(variance: Tensor) -> Tensor:
-    """Return the square root, with a gradient of 0 where the variance is 0, as torch's std."""
+    """Return the square root, with gradient 0 where the variance is 0, as in torch.std."""
     zero = variance == 0
     return torch.where(zero, 0.0, torch.where(zero, 1.0, variance).sqrt())
 

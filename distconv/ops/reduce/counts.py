@@ -1,4 +1,4 @@
-"""Counts: of elements that are not 0, or not nan, and of elements by value or by interval.
+"""Counts of elements: those not 0, those not nan, by value, and by interval.
 
 Each rank counts in its own block, and the counts are added up.
 """
@@ -58,7 +58,7 @@ def _require_real(name: str, input: Tensor) -> None:
 
 
 def _added(local: Tensor, x: DistTensor) -> DistTensor:
-    """Return the sum over the parts of `x` of what each rank has counted; whole on every rank."""
+    """Return the sum of the ranks' counts over the parts of `x`; whole on every rank."""
     total = all_reduce_with_grad(local, x.grid, cutting_axes(x.cuts))
     return DistTensor(total, total.shape, ((),) * total.dim(), x.grid)
 
@@ -66,9 +66,9 @@ def _added(local: Tensor, x: DistTensor) -> DistTensor:
 def _bounds(
     name: str, input: DistTensor, given: Sequence[float] | None, widening: float
 ) -> tuple[float, float]:
-    """Return the interval to be divided: that of all elements where none is given.
+    """Return the interval to divide: `given`, or from the smallest to the largest element.
 
-    An interval without length is widened on both sides.
+    An interval of length 0 is widened on both sides.
     """
     low, high = given or (0.0, 1.0 if name == "histogram" else 0.0)
     if given is None and input.numel():
@@ -83,7 +83,7 @@ def _bounds(
 
 
 def _check_type(name: str, input: DistTensor) -> None:
-    """Raise on every rank for a type in which torch does not count, or not as far as is needed."""
+    """Raise on every rank for a type that torch does not count, or not accurately enough."""
     kind = input.dtype
     if not kind.is_floating_point:
         raise NotImplementedError(f"{name}: not implemented for {kind}; convert it, x.double()")
@@ -141,9 +141,7 @@ def histogram(
 
 @implements(torch.bincount, torch.Tensor.bincount)
 def bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> DistTensor:
-    """Return the number, or weight, of each of the whole numbers from 0 to the largest in a
-    vector.
-    """
+    """Return the number, or weight, of each integer from 0 to the largest in a vector."""
     common_grid("bincount", (input, weights))
     if not isinstance(input, DistTensor):
         refuse(

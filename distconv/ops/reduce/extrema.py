@@ -1,4 +1,4 @@
-"""Largest and smallest elements, and where they are, over any dimensions, cut or not."""
+"""Largest and smallest elements, and their indices, over any dimensions, cut or not."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ class ValuesAndIndices(NamedTuple):
 
 
 def _worst(x: Tensor, largest: bool) -> Any:
-    """Return the value that no element is worse than, for ranks that hold none."""
+    """Return the identity of the extremum, for ranks without elements: the worst value of the
+    type.
+    """
     if x.dtype == torch.bool:
         return not largest
     if x.dtype.is_floating_point:
@@ -40,7 +42,7 @@ def _worst(x: Tensor, largest: bool) -> Any:
 
 
 def _attained(x: Tensor, value: Tensor) -> Tensor:
-    """Return which elements are the value, or nan as the value is."""
+    """Return whether each element equals the extreme value, or is nan where that is nan."""
     attained = x == value
     void = value.isnan()
     return attained | (x.isnan() & void) if not void.is_cpu or void.any() else attained
@@ -92,7 +94,7 @@ def extreme(
 ) -> DistTensor:
     """Return the largest or smallest elements of a DistTensor over dimensions.
 
-    The gradient of a nan goes to the elements that are nan, or, unless `nan_attains`, is nan.
+    The gradient of nan goes to the elements that are nan, or, unless `nan_attains`, is nan.
     """
     over = normalize_dims(dim, input.dim())
     if not input.numel() and not (isinstance(dim, int) or dim):
@@ -125,7 +127,7 @@ def _indices_along(input: DistTensor, d: int, largest: bool) -> Tensor:
 
 
 def _first_of_ranks(values: Tensor, indices: Tensor, largest: bool, none: int) -> Tensor:
-    """Return the least index of the best of the ranks' values; `none` is above all indices."""
+    """Return the smallest index of the best of the ranks' values; `none` is above all indices."""
     best = (torch.amax if largest else torch.amin)(values, 0, keepdim=True)
     return torch.where(_attained(values, best), indices, none).amin(0)
 

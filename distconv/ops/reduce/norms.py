@@ -1,4 +1,4 @@
-"""Norms over any dimensions, cut or not, and what is divided by them."""
+"""Norms over any dimensions, cut or not, and functions that divide by them."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ from distconv.tensor.dist_tensor import DistTensor
 
 
 class _VectorNorm(ShardFunction):
-    """The norm of the ranks' norms, whose gradient is torch's formula in the norm of all.
+    """The norm of the ranks' norms, with torch's formula for the gradient in the global norm.
 
-    Composed of the ranks' gradients it would differ beside zeros, infinities and nan, as a rank
-    does not know of those of the others.
+    Autograd through the ranks' norms would differ beside zeros, infinities and nan of other ranks.
     """
 
     @staticmethod
@@ -52,7 +51,7 @@ class _VectorNorm(ShardFunction):
 
 
 def _gradient(x: Tensor, order: float, norm: Tensor, gradient: Tensor) -> Tensor:
-    """Return the gradient of `x` of a norm, as torch's norm_backward has it."""
+    """Return the gradient of `x` from a norm's gradient, as torch's norm_backward does."""
     if order == 1:
         return x.sgn() * gradient
     if order == 2:
@@ -74,7 +73,7 @@ def vector_norm(
     *,
     dtype: torch.dtype | None = None,
 ) -> DistTensor:
-    """Return the norm of given order over dimensions, which is the norm of the ranks' norms."""
+    """Return the norm of order `ord` over dimensions, from the norms of the ranks."""
     if ord < 0:
         refuse(
             "vector_norm",
@@ -102,7 +101,7 @@ def norm(
     keepdim: bool = False,
     dtype: torch.dtype | None = None,
 ) -> DistTensor:
-    """Return the norm of all elements over dimensions; of matrices only the Frobenius norm."""
+    """Return the norm over dimensions; of matrices only the Frobenius norm."""
     if p == "nuc":
         refuse("norm", "the nuclear norm is not supported", input, way_out="Use x.full_tensor()")
     if p == "fro" and isinstance(dim, Sequence) and len(dim) > 2:

@@ -1,4 +1,4 @@
-"""Medians, quantiles and other elements by their rank; what is sorted is made whole first."""
+"""Medians, quantiles and other order statistics; the sorted dimension is made whole first."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _median("nanmedian")
 
 @implements(torch.mode, torch.Tensor.mode)
 def mode(input: DistTensor, dim: int = -1, keepdim: bool = False) -> Any:
-    """Return the most frequent elements along one dimension, and where they are."""
+    """Return the most frequent elements along one dimension, and their indices."""
     d = normalize_dim(dim, input.dim())
     dropped = () if keepdim else (d,)
     return apply_along(torch.mode, "mode", input, [d], d, keepdim, dropped=dropped)
@@ -44,7 +44,7 @@ def mode(input: DistTensor, dim: int = -1, keepdim: bool = False) -> Any:
 
 @implements(torch.kthvalue, torch.Tensor.kthvalue)
 def kthvalue(input: DistTensor, k: int, dim: int = -1, keepdim: bool = False) -> Any:
-    """Return the k-th smallest elements along one dimension, and where they are."""
+    """Return the k-th smallest elements along one dimension, and their indices."""
     d = normalize_dim(dim, input.dim())
     dropped = () if keepdim else (d,)
     return apply_along(torch.kthvalue, "kthvalue", input, [d], k, d, keepdim, dropped=dropped)

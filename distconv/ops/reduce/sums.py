@@ -25,7 +25,7 @@ def reduction_result(
 ) -> DistTensor:
     """Return the result of a reduction of `input` over the dimensions `over`.
 
-    `shard` is this rank's block of it, in which these dimensions have one element.
+    `shard` is this rank's block of it, with these dimensions kept.
     """
     kept = [d for d in range(input.dim()) if keepdim or d not in over]
     return DistTensor(
@@ -52,8 +52,9 @@ def sum_by(
     keepdim: bool,
     dtype: torch.dtype | None,
 ) -> DistTensor:
-    """Return what `function`, such as torch.sum, adds up over dimensions; the ranks along them
-    call it.
+    """Return a sum over dimensions, with `function`, such as torch.sum, on each block.
+
+    The ranks along these dimensions call it together.
     """
     over = normalize_dims(dim, input.dim())
     if over:
@@ -69,7 +70,7 @@ def sum_by(
 def mean(
     input: DistTensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> DistTensor:
-    """Return the mean over dimensions, of as many elements as the global shape has there.
+    """Return the mean of the whole tensor over dimensions; all ranks call it.
 
     The result is whole along them and replicated where they were cut. Raises
     `NotImplementedError` on every rank for a type that is not floating.

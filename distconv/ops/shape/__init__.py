@@ -1,1 +1,1 @@
-"""Changes of shape, parts of tensors, and other orders of their elements."""
+"""Reshapes, parts of tensors, and reordering of elements."""

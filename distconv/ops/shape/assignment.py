@@ -1,4 +1,4 @@
-"""Assignment to slices, positions and masks: each rank writes what lies in its block."""
+"""Assignment to slices, positions and masks: each rank writes to its own block."""
 
 from __future__ import annotations
 
@@ -34,11 +34,12 @@ from distconv.tensor.nested import tensors_in
 
 @implements(torch.Tensor.__setitem__)
 def setitem(input: DistTensor, index: Any, value: Any) -> None:
-    """Assign to slices and positions; each rank writes what lies in its block.
+    """Assign to slices and positions; each rank writes to its own block.
 
     `value` is a number, or a tensor that is broadcast to the slice; a distributed one is made whole
-    along dimensions that are cut and written in part. Where tensors are indices, everything is, but
-    for a single mask beside full slices. A plain tensor becomes distributed under autograd.
+    along dimensions that are cut and written in part. With tensors as indices everything is made
+    whole, except for a single mask beside full slices. A plain `input` becomes distributed under
+    autograd.
     """
     if not isinstance(input, DistTensor):
         _assign_to_plain(input, index, value)
@@ -69,7 +70,7 @@ def setitem(input: DistTensor, index: Any, value: Any) -> None:
 
 @implements(torch.Tensor.data.__set__)  # type: ignore[attr-defined]
 def set_data(input: DistTensor, value: Tensor) -> None:
-    """Copy this rank's block of a tensor of the same shape and type, whatever its layout."""
+    """Copy this rank's block of a tensor of the same shape and type, of any layout."""
     if (value.shape, value.dtype) != (input.shape, input.dtype):
         reason = f"it is set to {tuple(value.shape)} of {value.dtype}, in place of {input.dtype}"
         way_out = "Convert a module before parallelize, or a tensor by x.to(...)"
@@ -79,7 +80,7 @@ def set_data(input: DistTensor, value: Tensor) -> None:
 
 
 def _set_data(x: Tensor, value: Any) -> None:
-    """Set `x.data`; a plain tensor takes all elements of a DistTensor, whose ranks all call it."""
+    """Set `x.data`; a plain tensor gets all elements of a DistTensor, whose ranks all call it."""
     if isinstance(value, DistTensor) and not isinstance(x, DistTensor):
         with torch.no_grad():
             value = value.full_tensor()
@@ -106,7 +107,7 @@ def index_put_(
 
 
 def _assign_slices(input: DistTensor, picks: Sequence[Any], value: Any) -> None:
-    """Assign to an integer or slice of each dimension; each rank writes what lies in its block."""
+    """Assign to an integer or slice of each dimension; each rank writes to its own block."""
     box = input.box
     into: list[Any] = []
     taken: list[slice] = []
@@ -142,7 +143,9 @@ def _assign_slices(input: DistTensor, picks: Sequence[Any], value: Any) -> None:
 
 
 def _assign_unmerged(input: DistTensor, items: tuple[Any, ...], value: Any) -> bool:
-    """Assign to a merged tensor as it lies; return whether its merged dimensions are in full."""
+    """Assign to the unmerged form of a merged tensor; return False if merged dimensions are
+    indexed.
+    """
     if any(map(picks_elements, items)):
         return False
     found = unmerged_picks(input, index_per_dimension(input, items))
@@ -164,7 +167,9 @@ def _assign_unmerged(input: DistTensor, items: tuple[Any, ...], value: Any) -> b
 
 
 def _before_mask(items: tuple[Any, ...]) -> int | None:
-    """Return the number of dimensions before the only mask, beside which all are full, or None."""
+    """Return the number of dimensions before the single mask, beside full slices only; else
+    None.
+    """
     masks = [i for i, item in enumerate(items) if is_mask(item)]
     rest = [item for item in items if not is_mask(item)]
     if len(masks) != 1 or not items[masks[0]].dim():
@@ -177,7 +182,7 @@ def _before_mask(items: tuple[Any, ...]) -> int | None:
 def _assign_to_plain(input: Tensor, index: Any, value: Any) -> None:
     """Assign to a plain tensor, equal on all ranks, which becomes distributed under autograd.
 
-    Outside autograd it takes what is made whole on every rank.
+    Outside autograd the value is made whole on every rank.
     """
     items = indices_of(index)
     operands = tensors_in(items, value)
@@ -196,9 +201,9 @@ def _assign_to_plain(input: Tensor, index: Any, value: Any) -> None:
 
 
 def _cuts_by_index(input: Tensor, items: tuple[Any, ...], value: Any) -> Cuts | None:
-    """Return the cuts of a tensor that is assigned to, by those of the value or of the mask.
+    """Return the cuts that the assigned-to tensor should have, from the value or the mask.
 
-    None where tensors are indices, and no single mask beside full slices.
+    None where tensors are indices, except for a single mask beside full slices.
     """
     cuts: list[tuple[str, ...]] = [()] * input.dim()
     first = _before_mask(items)
@@ -238,9 +243,10 @@ def _assign_where(input: DistTensor, mask: Tensor, value: Any) -> None:
 def _part(
     value: Tensor, shape: list[int], cuts: Cuts, taken: list[slice], input: DistTensor
 ) -> Tensor:
-    """Return this rank's part of a value broadcast to `shape`, where -1 stands for no dimension.
+    """Return this rank's part of a value broadcast to `shape`, where -1 marks a missing dimension.
 
-    It is cut by `cuts`, and `taken` is what the block of `input` takes of each dimension of that.
+    `cuts` are the cuts of the part of `input` that is assigned to, `taken` this rank's slices of
+    it.
     """
     kept = [n for n in shape if n >= 0]
     own_cuts = tuple(axes for n, axes in zip(shape, cuts, strict=True) if n >= 0)

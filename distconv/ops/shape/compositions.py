@@ -1,4 +1,4 @@
-"""Shapes and orders that other functions with rules add up to."""
+"""Changes of shape and order, composed of other functions with rules."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def adjoint(input: Tensor) -> Tensor:
 
 @implements(torch.Tensor.H.__get__)  # type: ignore[attr-defined]
 def hermitian(input: Tensor) -> Tensor:
-    """Return the adjoint of a matrix; of what has no dimensions its conjugate."""
+    """Return the adjoint of a matrix; of a scalar its conjugate."""
     if input.dim() not in (0, 2):
         raise RuntimeError(f"H: expected a matrix, got the shape {tuple(input.shape)}; use mH")
     return adjoint(input) if input.dim() else input.conj()
@@ -75,7 +75,7 @@ def hermitian(input: Tensor) -> Tensor:
 
 @implements(torch.rot90, torch.Tensor.rot90)
 def rot90(input: DistTensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Tensor:
-    """Return the plane of two dimensions turned `k` times by 90 degrees, from the first to the
+    """Return the plane of two dimensions rotated `k` times by 90 degrees, from the first to the
     second.
     """
     check_on_meta(torch.rot90, any_type(input), k, tuple(dims))
@@ -90,13 +90,13 @@ def rot90(input: DistTensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Tensor
 
 @implements(torch.Tensor.__reversed__)
 def reversed_(input: DistTensor) -> DistTensor:
-    """Return the order along the first dimension reversed."""
+    """Return the tensor reversed along the first dimension."""
     return flip(input, 0) if input.dim() else input
 
 
 @implements(F.channel_shuffle, torch.channel_shuffle, torch.native_channel_shuffle)
 def channel_shuffle(input: DistTensor, groups: int) -> DistTensor:
-    """Return the channels in another order: the first of every group, the second of every group,
+    """Return the channels reordered: the first of every group, then the second of every group,
     ...
     """
     check_on_meta(torch.channel_shuffle, any_type(input), groups)
@@ -112,7 +112,9 @@ def repeat_interleave(
     *,
     output_size: int | None = None,
 ) -> DistTensor:
-    """Repeat every position along one dimension in a row, all alike or each its own number."""
+    """Repeat every position along one dimension in place, `repeats` times, or each its own
+    number.
+    """
     if repeats is None:
         refuse(
             "repeat_interleave",

@@ -20,7 +20,7 @@ from distconv.tensor.redistribution import overwrite
 
 
 def _triangle(name: str) -> None:
-    """Return the elements on one side of a diagonal, which lies elsewhere in this rank's block."""
+    """Register a triangle; the diagonal lies at another place in each rank's block."""
     function: Callable[..., Tensor] = getattr(torch, name)
     write: Callable[..., Tensor] = getattr(torch.Tensor, f"{name}_")
 
@@ -49,7 +49,7 @@ _triangle("triu")
 
 @implements(torch.diagonal, torch.Tensor.diagonal)
 def diagonal(input: DistTensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> DistTensor:
-    """Return a diagonal of matrices, which two dimensions hold, as the last dimension."""
+    """Return a diagonal of the matrices in two dimensions, as the last dimension."""
     shape = check_on_meta(torch.diagonal, any_type(input), offset, dim1, dim2)
     pair = normalize_dims((dim1, dim2), input.dim())
     x = uncut(input, pair, "diagonal")
@@ -78,7 +78,7 @@ def linalg_diagonal(
 
 @implements(torch.diag_embed, torch.Tensor.diag_embed)
 def diag_embed(input: DistTensor, offset: int = 0, dim1: int = -2, dim2: int = -1) -> DistTensor:
-    """Return matrices, in two dimensions, that have the last dimension as a diagonal, and 0
+    """Return matrices, in two dimensions, with the last dimension on a diagonal, and 0
     elsewhere.
     """
     shape = check_on_meta(torch.diag_embed, any_type(input), offset, dim1, dim2)
@@ -92,7 +92,7 @@ def diag_embed(input: DistTensor, offset: int = 0, dim1: int = -2, dim2: int = -
 
 @implements(torch.diag, torch.Tensor.diag)
 def diag(input: DistTensor, diagonal: int = 0) -> Tensor:
-    """Return the diagonal of a matrix, or a matrix of which a vector is the diagonal."""
+    """Return the diagonal of a matrix, or a matrix with a vector on the diagonal."""
     check_on_meta(torch.diag, any_type(input), diagonal)
     if input.dim() == 1:
         return diag_embed(input, diagonal)
@@ -101,13 +101,13 @@ def diag(input: DistTensor, diagonal: int = 0) -> Tensor:
 
 @implements(torch.diagflat, torch.Tensor.diagflat)
 def diagflat(input: DistTensor, offset: int = 0) -> DistTensor:
-    """Return a matrix of which all elements are the diagonal."""
+    """Return a matrix with all elements on the diagonal."""
     return diag_embed(flatten(input), offset)
 
 
 @implements(torch.trace, torch.Tensor.trace)
 def trace(input: DistTensor) -> Tensor:
-    """Return the sum of the diagonal of a matrix; each rank adds up what lies in its block."""
+    """Return the sum of the diagonal of a matrix; each rank sums the elements in its block."""
     if input.dim() != 2:
         raise RuntimeError(f"trace: expected a matrix, got the shape {tuple(input.shape)}")
     rows, columns = global_indices(input)
@@ -117,7 +117,9 @@ def trace(input: DistTensor) -> Tensor:
 
 @implements(torch.Tensor.fill_diagonal_)
 def fill_diagonal_(input: DistTensor, fill_value: float, wrap: bool = False) -> DistTensor:
-    """Write a number to the diagonal; with `wrap` it begins anew below a tall matrix's end."""
+    """Write a number to the diagonal; with `wrap` it starts again below the end of a tall
+    matrix.
+    """
     check_on_meta(torch.Tensor.fill_diagonal_, input, fill_value, wrap)
     prepare_write(input, "fill_diagonal_")
     first, *others = global_indices(input)

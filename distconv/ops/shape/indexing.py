@@ -40,8 +40,8 @@ from distconv.tensor.redistribution import gather_inputs
 def getitem(input: Tensor, index: Any) -> DistTensor:
     """Return a part by integers, slices with positive steps, None, an ellipsis, tensors and lists.
 
-    What a mask picks is whole on every rank. Where there are several tensors, everything is made
-    whole first.
+    Elements picked by a mask are whole on every rank. With several tensors as indices, everything
+    is made whole first.
     """
     items = indices_of(index)
     tensors = [i for i, item in enumerate(items) if _is_lookup(item)]
@@ -104,7 +104,7 @@ def getitem(input: Tensor, index: Any) -> DistTensor:
 
 
 def _of_merged(input: DistTensor, picks: Sequence[Any]) -> DistTensor | None:
-    """Return a part of a merged tensor that has its merged dimensions in full, or None."""
+    """Return a part of a merged tensor whose merged dimensions are picked in full; else None."""
     found = unmerged_picks(input, picks)
     if found is None:
         return None
@@ -116,8 +116,7 @@ def _of_merged(input: DistTensor, picks: Sequence[Any]) -> DistTensor | None:
 def unmerged_picks(
     input: DistTensor, picks: Sequence[Any]
 ) -> tuple[tuple[Any, ...], list[Shape]] | None:
-    """Return the indices of the unmerged tensor for those of a merged one, and the factors of
-    each dimension of the part.
+    """Return the indices into the unmerged tensor, and the factors of each dimension of the part.
 
     None where a merged dimension is not picked in full.
     """
@@ -140,7 +139,7 @@ def unmerged_picks(
 
 
 def indices_of(index: Any) -> tuple[Any, ...]:
-    """Return what stands between the brackets as a tuple, with tensors for lists and arrays.
+    """Return an index as a tuple, with tensors in place of lists and arrays.
 
     A short list of anything but numbers is such a tuple, as in torch.
     """
@@ -156,7 +155,7 @@ def is_mask(item: Any) -> bool:
 
 
 def picks_elements(item: Any) -> bool:
-    """Return whether an index is a tensor, of booleans or positions, and no single position."""
+    """Return whether an index is a tensor of booleans, or of more than one position."""
     return is_mask(item) or _is_lookup(item)
 
 
@@ -205,14 +204,18 @@ def _masked(input: DistTensor, items: tuple[Any, ...], at: int) -> DistTensor:
 
 
 def _picked(input: Tensor, items: tuple[Any, ...]) -> DistTensor:
-    """Return what masks, or several tensors, pick out of the whole tensor; it is whole, too."""
+    """Return the elements of the whole tensor at masks, or several tensors of positions; whole,
+    too.
+    """
     grid = common_grid("indexing", (input, *items))
     whole = gather_whole(input, "indexing")[tuple(gather_whole(i, "indexing") for i in items)]
     return as_distributed(whole, grid)
 
 
 def assign_picked(input: DistTensor, items: tuple[Any, ...], value: Any) -> None:
-    """Assign where masks and tensors pick elements of the whole tensor; each rank keeps its box."""
+    """Assign to elements of the whole tensor at masks and positions; each rank keeps its own
+    box.
+    """
     grid = common_grid("assignment", (input, *items, value))
     whole = gather_whole(input, "assignment").clone()
     picked = tuple(gather_whole(i, "assignment") for i in items)
@@ -221,7 +224,7 @@ def assign_picked(input: DistTensor, items: tuple[Any, ...], value: Any) -> None
 
 
 def _listed(item: Any) -> Any:
-    """Return a list, a tuple or an array of integers as the tensor that torch makes of it."""
+    """Return a list, a tuple or an array of integers as a tensor, as torch converts it."""
     if isinstance(item, (list, tuple, range, np.ndarray)):
         tensor = torch.as_tensor(item)
         # No positions at all are no floating-point numbers.
@@ -269,7 +272,7 @@ def strided_run(pick: Any, size: int, dimension: int) -> tuple[int, int, int]:
 
 
 def _slice(first: int, step: int, outputs: int) -> slice:
-    """Return the slice of so many positions, which may be none."""
+    """Return the slice of `outputs` positions, which may be 0."""
     return slice(first, first + (outputs - 1) * step + 1, step) if outputs else slice(0, 0)
 
 
@@ -378,7 +381,9 @@ def cat(tensors: Sequence[Tensor], dim: int = 0) -> DistTensor:
 
 
 def _cat_unmerged(pieces: Sequence[DistTensor], d: int, total: int) -> DistTensor | None:
-    """Return tensors one after the other along a dimension that is merged in none, or None."""
+    """Return the concatenation in unmerged form along a dimension that is merged in none; else
+    None.
+    """
     runs = [factors_of(x) for x in pieces]
     shape = [*pieces[0].shape]
     factors = fitting_factors([(*run[:d], (), *run[d + 1 :]) for run in runs], shape)

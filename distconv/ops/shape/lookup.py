@@ -1,7 +1,7 @@
-"""Elements picked by tensors of positions along one dimension, which is made whole first.
+"""Elements at positions given by tensors along one dimension, which is made whole first.
 
 The result is cut as the input, or as the positions where the input is whole: each rank looks up
-what its own block of positions names. The rank that meets a position out of range raises.
+the positions in its own block of them. The rank that meets a position out of range raises.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def index_select(input: Tensor, dim: int, index: Tensor) -> DistTensor:
 
 @implements(torch.gather, torch.Tensor.gather)
 def gather(input: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> DistTensor:
-    """Return for each position of `index` the element that it names along one dimension."""
+    """Return the element of `input` at each position of `index` along one dimension."""
     grid = common_grid("gather", (input, index))
     x = as_distributed(input, grid)
     shape = check_on_meta(torch.gather, input, dim, index)
@@ -91,9 +91,9 @@ def gather(input: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False)
 
 
 def _shared_factors(input: Tensor, index: Tensor, d: int) -> tuple[Shape, ...] | None:
-    """Return the factors in which input and index are taken apart, but for dimension `d`, or None.
+    """Return the common factors of input and index in all dimensions but `d`; None where none fit.
 
-    That dimension is merged in neither, and the others are of one size.
+    Dimension `d` is merged in neither, and the other sizes are equal.
     """
     runs = [factors_of(input), factors_of(index)]
     if any(len(run[d]) > 1 for run in runs):
@@ -137,7 +137,7 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> DistTensor:
-    """Return a row of the weight, which is whole on every rank, for each position."""
+    """Return the row of the weight, which is whole on every rank, at each position."""
     grid = common_grid("embedding", (input, weight))
     if max_norm is not None or scale_grad_by_freq or sparse:
         refuse(

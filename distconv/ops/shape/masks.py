@@ -1,7 +1,7 @@
-"""Elements that a mask picks, read and written where they lie.
+"""Elements picked by a mask, read and written where they lie.
 
-Each rank picks in its own block. What is read is whole on every rank, as every rank needs its
-number of elements; nothing but these moves. What is written need not move at all.
+Each rank picks in its own block. Elements that are read are made whole, as every rank needs their
+number; nothing else moves. Elements that are written need not move at all.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def picked_by_mask(input: Tensor, mask: Tensor, operator: str) -> DistTensor:
 
 
 def assign_by_mask(input: DistTensor, first: int, mask: Tensor, value: Tensor) -> None:
-    """Assign where a mask of the dimensions from `first` is true; each rank writes to its block.
+    """Assign where a mask of the dimensions from `first` on is true; each rank writes to its block.
 
-    `value` is broadcast to these dimensions' elements, in row-major order, between the others.
+    `value` is broadcast to the picked elements, in row-major order, between the other dimensions.
     """
     operator = "assignment"
     stop = first + mask.dim()
@@ -110,7 +110,7 @@ def masked_select(input: Tensor, mask: Tensor) -> DistTensor:
 
 
 def positions(input: DistTensor, operator: str) -> DistTensor:
-    """Return the positions of the elements that are not 0, a row for each dimension's."""
+    """Return the positions of the elements that are not 0, as (dimensions, elements)."""
     runs = factors_of(input)
     x = input if input.unmerged is None else cast(DistTensor, input.unmerged)
     chosen = x.shard != 0

@@ -1,4 +1,4 @@
-"""Padding of cut planes, in all modes: the owner of the elements that it repeats sends them."""
+"""Padding of cut planes, in all modes: owners send the elements that the padding repeats."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def fold(
     padding: Sizes = 0,
     stride: Sizes = 1,
 ) -> DistTensor:
-    """Add columns up into the windows they stand for; the columns are made whole first."""
+    """Add columns up into windows; the columns are made whole first."""
     if not (input.is_floating_point() or input.is_complex()):
         raise NotImplementedError(f"fold: not implemented for {input.dtype}; convert it, x.float()")
     arguments: Any = (output_size, kernel_size, dilation, padding, stride)

@@ -16,10 +16,10 @@ from distconv.tensor.redistribution import gather_inputs
 
 
 def _planes(function: Callable[..., Tensor], buffer: Tensor, r: int) -> Tensor:
-    """Rearrange the last three dimensions.
+    """Apply `function` to the last three dimensions.
 
-    All others become one: for volumes torch's result depends on the order of the dimensions in
-    memory, which is each rank's own. Four stay as they are, as torch keeps their format.
+    All others become one: for volumes torch's result depends on the memory format, which differs
+    between ranks. Four dimensions stay as they are, as torch keeps their format.
     """
     if buffer.dim() == 4:
         return function(buffer, r)
@@ -28,7 +28,9 @@ def _planes(function: Callable[..., Tensor], buffer: Tensor, r: int) -> Tensor:
 
 
 def _cropped(x: Tensor, d: int, first: int, length: int) -> Tensor:
-    """Return a part along `d`: where it is all, `x`, as a slice's gradient loses its format."""
+    """Return a slice along `d`, or `x` itself where it is all: a slice's gradient loses its
+    format.
+    """
     return x if x.shape[d] == length else x.narrow(d, first, length)
 
 

@@ -1,4 +1,4 @@
-"""Other orders and repetitions of the elements."""
+"""Reordering and repetition of elements."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def flipud(input: DistTensor) -> DistTensor:
 def roll(
     input: DistTensor, shifts: int | Sequence[int], dims: int | Sequence[int] | None = None
 ) -> DistTensor:
-    """Move the elements along dimensions; those that leave at one end enter at the other."""
+    """Shift the elements along dimensions; those that leave at one end enter at the other."""
     if dims is None or (isinstance(dims, (tuple, list)) and not dims):
         flat = input.flatten()
         assert isinstance(flat, DistTensor)
@@ -84,7 +84,7 @@ def roll(
 @implements(torch.tile, torch.Tensor.tile)
 @takes_sequence("dims")
 def tile(input: DistTensor, *dims: Any) -> DistTensor:
-    """Repeat the tensor so many times along each of the last dimensions."""
+    """Repeat the tensor along each of the last dimensions."""
     times = as_sizes(dims)
     return repeat(input, (1,) * (input.dim() - len(times)) + times)
 
@@ -92,7 +92,7 @@ def tile(input: DistTensor, *dims: Any) -> DistTensor:
 @implements(torch.Tensor.repeat)
 @takes_sequence("repeats")
 def repeat(input: DistTensor, *repeats: Any) -> DistTensor:
-    """Repeat the tensor so many times along each dimension."""
+    """Repeat the tensor along each dimension."""
     times = as_sizes(repeats)
     check_on_meta(torch.Tensor.repeat, any_type(input), times)
     x = input

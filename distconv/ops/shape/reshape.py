@@ -1,8 +1,8 @@
-"""Changes of shape. Cut dimensions that lead the way stay cut; neighbours exchange parts of rows
-where the blocks do not fit, and nothing is sent where they do.
+"""Reshapes. A cut dimension that leads stays cut; where blocks do not fit, neighbours exchange
+parts of rows, and otherwise nothing is sent.
 
-Where a cut dimension becomes the inner part of another, the blocks of the result would be none, and
-the tensor stays as it was, until something needs it otherwise: see `ops/support/merged.py`.
+A cut dimension that would become an inner factor of another has no blocks in the result. The
+tensor then stays in its old form until an operator needs the new one (`ops/support/merged.py`).
 """
 
 from __future__ import annotations
@@ -35,12 +35,14 @@ from distconv.tensor.redistribution import gather_inputs, overwrite, redistribut
 
 
 def _inferred(sizes: Shape, shape: Shape) -> Shape:
-    """Return `sizes` with -1 replaced, as torch does it."""
+    """Return `sizes` with -1 replaced, as in torch."""
     return tuple(torch.empty(shape, device="meta").reshape(sizes).shape)
 
 
 class _Regrouping(NamedTuple):
-    """Dimensions that a reshape makes of others of equal product, the first of which are cut."""
+    """Dimensions whose first is cut, and the dimensions of equal product that a reshape turns
+    them into.
+    """
 
     old: range
     into: int
@@ -48,7 +50,7 @@ class _Regrouping(NamedTuple):
     rows: Rows
 
     def crop(self, buffer: Tensor, box: Box) -> Tensor:
-        """Return the rows gathered for `box`, in one dimension, without what is not part of it."""
+        """Return the gathered rows of `box`, flattened, without elements outside of it."""
         first = self.old.start
         start = self.rows.offset(box.start[self.into])
         length = self.rows.after * box.shape[self.into]
@@ -58,12 +60,11 @@ class _Regrouping(NamedTuple):
 def _reshaped_cuts(
     before: Shape, cuts: Cuts, after: Shape, topology: Topology
 ) -> tuple[Cuts, Cuts, list[_Regrouping]]:
-    """Return the cuts that a reshape asks of its input, those of its result, and the uneven runs.
+    """Return the cuts to bring the input to, the cuts of the result, and the uneven runs.
 
-    A dimension that stays as it is keeps any cut. Of a run whose leading dimension is cut, the
-    leading dimension of the result is cut likewise, and over the axes of the run's other dimensions
-    as well, which are asked for there. Where not all parts are equally long, neighbours exchange
-    parts of rows.
+    An unchanged dimension keeps any cut. Of a run whose leading dimension is cut, the leading
+    dimension of the result is cut in the same way, and also over the axes that cut the run's other
+    dimensions. Where parts differ in length, neighbours exchange parts of rows.
     """
     asked: list[tuple[str, ...]] = [()] * len(before)
     made: list[tuple[str, ...]] = [()] * len(after)
@@ -121,9 +122,9 @@ def _write_reshaped(base: DistTensor, view: DistTensor) -> None:
 
 @lru_cache(maxsize=4096)
 def _unmerged_shape(before: Shape, cuts: Cuts, after: Shape, topology: Topology) -> Shape | None:
-    """Return the shape in which the result of a reshape stays cut, short of merging dimensions.
+    """Return the unmerged shape in which the result of a reshape stays cut.
 
-    None where no cut dimension becomes the inner part of another, or its factors do not fit.
+    None where no cut dimension becomes an inner factor of another, or its factors do not fit.
     """
     if not any(cuts) or 0 in before:
         return None
@@ -142,8 +143,7 @@ def _unmerged_shape(before: Shape, cuts: Cuts, after: Shape, topology: Topology)
 def _reshape(input: DistTensor, shape: Shape, operator: str, *, copied: bool = False) -> DistTensor:
     """Return the elements in another shape, merged where cut dimensions become inner factors.
 
-    `copied` says that serial torch copies some tensors, by their strides, in place of a view: some
-    whose dimensions are merged.
+    `copied` says that serial torch may copy here in place of a view, depending on strides.
     """
     before = tuple(input.shape)
     forks = copied and any(sum(before[d] != 1 for d in old) > 1 for old, _ in groups(before, shape))
@@ -166,7 +166,7 @@ def _reshape(input: DistTensor, shape: Shape, operator: str, *, copied: bool = F
 
 
 def _alias(x: DistTensor, *, forks: bool = False) -> DistTensor:
-    """Return the tensor once more, with a node of its own in the autograd graph."""
+    """Return a view of the tensor, with its own node in the autograd graph."""
     shard = x.shard.view_as(x.shard)
     if forks:
         return make_fork(x, shard, x.shape, x.cuts)

@@ -1,7 +1,7 @@
-"""Values written, or added, to the positions that a tensor of indices names along one dimension.
+"""Values written, or added, to positions along one dimension, given by a tensor of indices.
 
-That dimension is made whole first, and the result is cut as the input was. Where more is added than
-there are elements, as in a histogram, each rank adds up its own, and the ranks their sums. One-hot
+That dimension is made whole first, and the result is cut as the input was. Where more values than
+elements are added, as in a histogram, each rank adds up its own, and the ranks their sums. One-hot
 classes, along a new dimension, are written without moving anything. The rank that meets a class out
 of range raises.
 """
@@ -81,7 +81,7 @@ _scatter(torch.scatter_reduce, torch.Tensor.scatter_reduce)
 
 
 def _counts(input: Tensor, d: int, index: Tensor) -> bool:
-    """Return whether more positions along a cut dimension are named than there are elements."""
+    """Return whether there are more indices along a cut dimension than elements."""
     return (
         isinstance(index, DistTensor)
         and index.numel() > input.numel()
@@ -91,9 +91,9 @@ def _counts(input: Tensor, d: int, index: Tensor) -> bool:
 
 
 def _added_up(input: Tensor, d: int, index: Tensor, src: Tensor, grid: Grid) -> DistTensor:
-    """Return what is added to each element of `input`, along whose dimension `d` it is whole.
+    """Return the sums to add to each element of `input`, whole along dimension `d`.
 
-    Each rank adds up what its block of the index names, and the ranks their sums.
+    Each rank adds up the values of its block of the index, and the ranks their sums.
     """
     name = "scatter_add"
     runs = factors_of(index)
@@ -117,7 +117,7 @@ def _added_up(input: Tensor, d: int, index: Tensor, src: Tensor, grid: Grid) -> 
 
 
 def _count_into_plain(input: Tensor, dim: int, index: Tensor, src: Tensor) -> Any:
-    """Add to a plain tensor what each rank has added up, where that is less than the values."""
+    """Add to a plain tensor the sums of each rank, where these are fewer than the values."""
     d = normalize_dim(dim, input.dim()) if input.dim() else 0
     if not input.dim() or input.dim() != index.dim() or not _counts(input, d, index):
         return NotImplemented
@@ -135,9 +135,7 @@ for _name in ("scatter", "scatter_add", "scatter_reduce"):
 
 @implements(F.one_hot)
 def one_hot(tensor: DistTensor, num_classes: int = -1) -> DistTensor:
-    """Return 1 at the class of each element along a new last dimension, which is whole; 0
-    elsewhere.
-    """
+    """Return one-hot vectors of the classes along a new last dimension, which is whole."""
     check_on_meta(F.one_hot, tensor, max(num_classes, 1))
     if num_classes < 0:
         num_classes = int(tensor.max().item()) + 1

@@ -1,7 +1,6 @@
-"""Elements and positions whose number depends on the values; all of them, whole on every rank.
+"""Elements and positions whose number depends on the values, all whole on every rank.
 
-Each rank finds positions in its own block. Elements that are unlike others are looked for in the
-whole tensor.
+Each rank finds positions in its own block. Unique elements are searched in the whole tensor.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from distconv.tensor.dist_tensor import DistTensor
 
 
 def _found(function: Callable[..., Any]) -> None:
-    """Return a function of one tensor, of which it returns one or several."""
+    """Register a function of one tensor, with one or several results."""
 
     def rule(input: DistTensor, *args: Any, **kwargs: Any) -> Any:
         result = function(gather_whole(input, function.__name__), *args, **kwargs)

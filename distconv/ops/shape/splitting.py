@@ -1,4 +1,4 @@
-"""Tensors in consecutive pieces along one dimension, by their number, sizes or bounds."""
+"""Division of tensors into consecutive pieces along one dimension, by number, sizes or bounds."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def tensor_split(
     sections: Sections | None = None,
     indices: Sections | None = None,
 ) -> tuple[DistTensor, ...]:
-    """Return pieces of nearly equal size, so many, or from one position to the next."""
+    """Return pieces of nearly equal size, by their number, or pieces between positions."""
     named = sections if indices is None else indices
     given: Any = _as_numbers(indices_or_sections if named is None else named)
     shapes = check_on_meta(torch.tensor_split, any_type(input), given, dim)

@@ -1,6 +1,6 @@
-"""Tensors of which some positions, named by a dimension and indices, hold something else.
+"""Copies of tensors with some positions, given by a dimension and indices, overwritten.
 
-Each rank writes what lies in its block; what is written is made whole along that dimension first.
+Each rank writes to its block; the new values are made whole along that dimension first.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def index_fill(input: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
 def index_add(
     input: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1
 ) -> DistTensor:
-    """Return the sum with the slices of `source`, each at its position `index` along a
+    """Return the tensor with the slices of `source` added at their positions `index` along a
     dimension.
     """
     check_on_meta(torch.index_add, input, dim, index, source, alpha=alpha)
@@ -112,9 +112,7 @@ def index_reduce(
     *,
     include_self: bool = True,
 ) -> DistTensor:
-    """Return the products, means or extrema with the slices of `source` at their positions
-    `index`.
-    """
+    """Return products, means or extrema with the slices of `source` at their positions `index`."""
     options: Any = dict(reduce=reduce, include_self=include_self)
     check_on_meta(torch.index_reduce, input, dim, index, source, **options)
     return _placed("index_reduce", input, dim, index, source, **options)
@@ -123,7 +121,7 @@ def index_reduce(
 def _places(
     name: str, input: Tensor, dim: int, index: Tensor, *others: Tensor
 ) -> tuple[DistTensor, int, Tensor]:
-    """Return the input, the dimension, and the positions along it, which every rank checks."""
+    """Return the input, the dimension, and the positions along it, after a check on every rank."""
     x = as_distributed(input, common_grid(name, (input, index, *others)))
     if not x.dim():
         refuse(name, "the tensor has no dimensions", x, way_out="Use x.reshape(1)")
@@ -138,8 +136,8 @@ def _places(
 def _placed(
     name: str, input: Tensor, dim: int, index: Tensor, source: Tensor, **options: Any
 ) -> DistTensor:
-    """Return the function of this name on what of the positions and slices belongs to this
-    block.
+    """Return the function `name` of this rank's block, with the positions and slices that lie in
+    it.
     """
     x, d, places = _places(name, input, dim, index, source)
     shape = (*x.shape[:d], len(places), *x.shape[d + 1 :])
@@ -158,7 +156,7 @@ def _placed(
 
 @implements(torch.take, torch.Tensor.take)
 def take(input: Tensor, index: Tensor) -> DistTensor:
-    """Return the elements at positions of the tensor as a vector, which is made whole first."""
+    """Return the elements at positions of the flattened tensor, which is made whole first."""
     grid = common_grid("take", (input, index))
     shape = check_on_meta(torch.take, input, index)
     places = as_distributed(index, grid)

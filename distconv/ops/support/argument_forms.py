@@ -1,4 +1,4 @@
-"""The forms in which torch functions take sizes, dimensions and sequences."""
+"""The argument forms in which torch functions take sizes, dimensions and sequences."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ def normalize_dims(dim: int | Sequence[int] | None, ndim: int) -> tuple[int, ...
 
 
 def normalize_dim(dim: int, ndim: int) -> int:
-    """Return the number from 0 of one dimension; 0 for a scalar, which counts as a vector."""
+    """Return the number from 0 of one dimension; a scalar is treated as a vector."""
     return next(iter(normalize_dims(dim, ndim)), 0)
 
 
 def as_sizes(arguments: tuple[Any, ...]) -> tuple[int, ...]:
-    """Return numbers given one by one, or as one sequence, as a tuple."""
+    """Return integers, given one by one or as one sequence, as a tuple."""
     if len(arguments) == 1 and isinstance(arguments[0], (tuple, list, torch.Size)):
         arguments = tuple(arguments[0])
     return whole_numbers(arguments, "size")
 
 
 def takes_sequence(name: str) -> Callable[[Rule], Rule]:
-    """Let a rule of one sequence, or of its members one by one, take the sequence by its name."""
+    """Let a rule of one sequence also take its members one by one, or the sequence by name."""
 
     def decorate(rule: Rule) -> Rule:
         @wraps(rule)
@@ -63,7 +63,9 @@ Sizes = int | Sequence[int]
 
 
 def to_tuple(value: Sizes, n: int, what: str) -> tuple[int, ...]:
-    """Return one number for each of `n` spatial dimensions; raise for another count of them."""
+    """Return one number for each of `n` spatial dimensions; raise where `value` has another
+    count.
+    """
     numbers = whole_numbers(value, what)
     if len(numbers) == 1:
         return numbers * n
@@ -75,8 +77,8 @@ def to_tuple(value: Sizes, n: int, what: str) -> tuple[int, ...]:
 def accepts_unbatched(name: str, spatial: int) -> Callable[[Rule], Rule]:
     """Let a rule for (sample, channel, *spatial) take one sample without the first dimension.
 
-    As in torch, that is a mini-batch of one; its dimensions are cut as they are. Other numbers of
-    dimensions raise `RuntimeError` on every rank.
+    As in torch, that is a mini-batch of one; the cuts stay. Other numbers of dimensions raise
+    `RuntimeError` on every rank.
     """
 
     def decorate(rule: Rule) -> Rule:

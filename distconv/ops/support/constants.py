@@ -1,6 +1,6 @@
-"""Small tensors of fixed numbers, made once for each device and used again.
+"""Small constant tensors, made once for each device and reused.
 
-A copy from the host to a GPU waits for all that the GPU has been given to do.
+A copy from the host to a GPU waits for all work queued on the GPU.
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ Arguments = ParamSpec("Arguments")
 Made = TypeVar("Made")
 
 LIMIT = 256
-"""How many results of each function are kept on CPUs; the least recently used goes first."""
+"""The number of results of each function that are kept on CPUs; the least recently used goes
+first.
+"""
 
 
 def remembered(
     make: Callable[Concatenate[torch.device, Arguments], Made],
 ) -> Callable[Concatenate[torch.device, Arguments], Made]:
-    """Keep the tensors that a function makes of its arguments, to which nobody writes.
+    """Cache the tensors that a function makes of its arguments; nobody may write to them.
 
-    The last `LIMIT` are kept on CPUs, and on GPUs all of them, for good: a captured graph reads
-    them where they are.
+    The last `LIMIT` are kept on CPUs. On GPUs all are kept for good: a captured graph reads them in
+    place.
     """
     last, every = lru_cache(maxsize=LIMIT)(make), cache(make)
 
@@ -43,6 +45,6 @@ def remembered(
 def constant(
     device: torch.device, numbers: tuple[int, ...], dtype: torch.dtype = torch.int64
 ) -> Tensor:
-    """Return the tensor of these whole numbers."""
+    """Return a tensor of these integers."""
     with torch.inference_mode(False):  # autograd may save it later
         return torch.tensor(numbers, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""Where the elements of a block lie in the global tensor: by dimension, and in row-major order."""
+"""Positions of a block's elements in the global tensor: by dimension, and in row-major order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from distconv.tensor.dist_tensor import DistTensor
 
 
 def global_indices(x: DistTensor) -> list[Tensor]:
-    """Return the global indices along each dimension of this rank's block, to be broadcast to it.
+    """Return the global indices of this rank's block along each dimension, which broadcast to it.
 
     No communication.
     """
@@ -23,7 +23,7 @@ def global_indices(x: DistTensor) -> list[Tensor]:
 
 
 def global_numbers(x: DistTensor, dims: int) -> Tensor:
-    """Return the row-major numbers, in the first `dims` dimensions, of this rank's positions there.
+    """Return the row-major numbers of this rank's positions in the first `dims` dimensions.
 
     No communication.
     """
@@ -38,7 +38,7 @@ def global_numbers(x: DistTensor, dims: int) -> Tensor:
 def unravel(numbers: Tensor, shape: Sequence[int]) -> list[Tensor]:
     """Return the coordinates, by dimension, of row-major numbers in a tensor of this shape.
 
-    Numbers may be negative, of which the coordinates mean nothing.
+    Negative numbers give coordinates without meaning.
     """
     coordinates: list[Tensor] = []
     for size in reversed(shape):

@@ -1,7 +1,7 @@
-"""Writing in place: functions that write what others return, and plain tensors that are written to.
+"""Writing in place: functions that write another function's result, also to plain tensors.
 
-A plain tensor that takes distributed values under autograd becomes a distributed tensor: the Python
-object stays the same one. Outside autograd it stays plain, and takes the whole values.
+A plain tensor to which distributed values are written under autograd becomes a distributed tensor:
+the Python object stays the same one. Outside autograd it stays plain, and gets the whole values.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def implements_in_place(
     rule: Callable[..., Any],
     into_plain: Callable[..., Any] | None = None,
 ) -> None:
-    """Register for `method`, which writes in place, that it writes what `rule` returns.
+    """Register `method` as the in-place form of `rule`: it writes the result of `rule`.
 
     Parameters
     ----------
@@ -73,15 +73,15 @@ def become_distributed(
     write: Callable[[DistTensor], Any],
     cuts: Cuts | None = None,
 ) -> Any:
-    """Let a plain tensor, equal on all ranks, become the distributed one that `write` writes to.
+    """Turn a plain tensor, equal on all ranks, into a distributed one, and let `write` write to it.
 
-    Return what `write` does, with the plain tensor in place of its argument. Where it raises, the
-    plain tensor stays as it is. All ranks call it.
+    Return the result of `write`, with the plain tensor in place of its argument. Where it raises,
+    the plain tensor stays as it is. All ranks call it.
 
     Parameters
     ----------
-    operands: what is written to it, and where; of those some are distributed.
-    cuts: of the distributed tensor; by default those of the operands, the largest first.
+    operands: the written values, and their positions; some of them are distributed.
+    cuts: the cuts of the distributed tensor; by default those of the operands, the largest first.
 
     Raises
     ------
@@ -119,7 +119,7 @@ def become_distributed(
 
 
 def _hindrance(x: Tensor, device: torch.device) -> str | None:
-    """Return why the object of a plain tensor cannot become a distributed tensor, or None."""
+    """Return the reason why a plain tensor cannot become a distributed one, or None."""
     memory = x.untyped_storage()
     if is_owned(x):
         return "it is a parameter or buffer of a parallelized module"

@@ -12,11 +12,11 @@ from distconv.comm.packing import has_channels_last
 
 
 def in_one_format(blocks: Sequence[Any]) -> Sequence[Any]:
-    """Return the operands of an element-wise function, contiguous blocks with channels last if any
-    other has them so.
+    """Return the operands of an element-wise function in one format: with channels last if any has
+    it.
 
-    Of two formats torch takes ten times as long as of two blocks alike, and the result would have
-    that of the first.
+    With two formats torch takes ten times as long, and the result would have the format of the
+    first.
     """
     whole = [x for x in blocks if isinstance(x, Tensor) and x.dim() == 4]
     if len({x.stride() for x in whole}) < 2 or not any(map(has_channels_last, whole)):
@@ -37,8 +37,8 @@ def reduce_in_order_of_memory(
 ) -> Tensor:
     """Return `function(x, over, keepdim=True, **options)`, a reduction over some dimensions.
 
-    With channels last, torch takes up to fifty times as long for some of a plane's dimensions as of
-    the same memory with its dimensions in order.
+    With channels last, torch takes up to fifty times as long for some of a plane's dimensions as
+    for the same memory with its dimensions in order.
     """
     if not has_channels_last(x):
         return function(x, over, keepdim=True, **options)
@@ -47,10 +47,10 @@ def reduce_in_order_of_memory(
 
 
 def in_order_of_memory(blocks: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-    """Return the operands of an element-wise loss with channels as their last dimension, where the
-    first lies so in memory.
+    """Return the operands of an element-wise loss with channels as their last dimension, if the
+    first operand has channels last in memory.
 
-    torch's losses return gradients in the order of dimensions, whatever they are given.
+    torch's losses return gradients in the order of dimensions, whatever their memory format.
     """
     first = blocks[0]
     if first is None or not has_channels_last(first):

@@ -1,9 +1,9 @@
 """Merged tensors: reshapes whose cut dimensions have become inner factors of others.
 
 Of x, (sample, channel, height, width) cut in height, `x.permute(0, 2, 3, 1).flatten(0, 2)` has rows
-of all ranks by turns, of which canonical blocks would have to be moved. It is kept as what it is a
-reshape of, `unmerged`. Whatever treats these rows alike works on that, the result being merged in
-turn; whatever reads the `shard` of a merged tensor brings its blocks to their ranks.
+of all ranks by turns, so canonical blocks would have to be moved. It is kept as the tensor before
+the reshape, `unmerged`. Functions that treat these rows alike work on that, and their results are
+merged, too; reading the `shard` of a merged tensor moves its blocks to their ranks.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def is_merged(x: Any) -> bool:
 
 
 def factors_of(x: Tensor) -> tuple[Shape, ...]:
-    """Return for each dimension the factors of which it is merged, itself alone where it is not."""
+    """Return the factors of each dimension; a dimension that is not merged is its only factor."""
     if isinstance(x, DistTensor) and x.unmerged is not None:
         return merged_runs(tuple(x.unmerged.shape), tuple(x.shape))
     return tuple((n,) for n in x.shape)
 
 
 def places_of_factors(x: DistTensor) -> list[list[int]]:
-    """Return for each dimension the dimensions of `x.unmerged` of which it is merged."""
+    """Return for each dimension the dimensions of `x.unmerged` that are its factors."""
     places, i = [], 0
     for run in factors_of(x):
         places.append(list(range(i, i + len(run))))
@@ -50,13 +50,13 @@ def places_of_factors(x: DistTensor) -> list[list[int]]:
 def fitting_factors(
     operands: Sequence[Sequence[Shape]], shape: Sequence[int]
 ) -> tuple[Shape, ...] | None:
-    """Return for each dimension of `shape` the factors in which it is taken apart for all operands.
+    """Return for each dimension of `shape` the factors into which all operands can be unmerged.
 
-    None where what they are merged of does not fit together.
+    None where their factors do not fit together.
 
     Parameters
     ----------
-    operands: the factors of the dimensions of each, which are broadcast to `shape`.
+    operands: the factors of the dimensions of each operand; operands are broadcast to `shape`.
     """
     splits: list[list[Shape]] = [[(n,)] for n in shape]
     for runs in operands:
@@ -68,7 +68,9 @@ def fitting_factors(
 
 
 def unmerge(x: Tensor, factors: Sequence[Shape]) -> Tensor:
-    """Return an operand with its dimensions taken apart; those of one element are broadcast."""
+    """Return an operand with its dimensions split into factors; dimensions of size 1 are
+    broadcast.
+    """
     own = factors[len(factors) - x.dim() :]
     sizes = zip(x.shape, own, strict=True)
     shape = tuple(chain.from_iterable(f if n == prod(f) else (1,) * len(f) for n, f in sizes))
@@ -78,29 +80,29 @@ def unmerge(x: Tensor, factors: Sequence[Shape]) -> Tensor:
 
 
 def unmerged(x: Tensor) -> DistTensor:
-    """Return the tensor of which a merged one is a reshape."""
+    """Return the tensor before the reshape of a merged one."""
     return cast(DistTensor, cast(DistTensor, x).unmerged)
 
 
 def in_blocks(x: Tensor) -> Tensor:
-    """Return a tensor that is not merged, with the same elements; collective."""
+    """Return a tensor with the same elements that is not merged. Collective."""
     if isinstance(x, DistTensor) and x.unmerged is not None:
         return DistTensor(x.shard, x.shape, x.cuts, x.grid)
     return x
 
 
 def merge_as(result: Any, shape: Sequence[int]) -> Any:
-    """Return a view of a result on unmerged tensors in the shape that it has for the program."""
+    """Return a result on unmerged tensors as a view in the shape that the program expects."""
     return result.view(tuple(shape)) if isinstance(result, Tensor) else result
 
 
 def compute_elementwise(
     name: str, rule: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], written: Any
 ) -> Any:
-    """Return what an element-wise rule makes of operands of which some are merged.
+    """Return an element-wise rule's result for operands of which some are merged.
 
-    `written` is the operand that the rule writes to, or None. `NotImplemented` is returned where
-    they have to be brought to blocks first.
+    `written` is the operand that the rule writes to, or None. Returns `NotImplemented` where the
+    operands must be brought to blocks first.
     """
     operands = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
     shape = broadcast_shape(name, operands)
@@ -126,10 +128,7 @@ def compute_elementwise(
 
 
 def keeps_shape(rule: Rule) -> Rule:
-    """Let a rule of one tensor, whose result has its shape, take merged ones as they lie.
-
-    It treats each element alone, and writes to none.
-    """
+    """Let an element-wise rule of one tensor, which writes to none, take merged tensors."""
 
     @wraps(rule)
     def either(input: Any, *args: Any, **kwargs: Any) -> Any:
@@ -144,7 +143,7 @@ def keeps_shape(rule: Rule) -> Rule:
 def works_on_last(count: Callable[..., int]) -> Callable[[Rule], Rule]:
     """Let a rule that works along the last dimensions take tensors that are merged before them.
 
-    `count` tells from the rule's arguments but the input how many of them there are.
+    `count` returns the number of these dimensions from the rule's arguments after the input.
     """
 
     def decorate(rule: Rule) -> Rule:
@@ -165,7 +164,7 @@ def works_on_last(count: Callable[..., int]) -> Callable[[Rule], Rule]:
 def works_on_channels(*, of_each_sample: bool) -> Callable[[Rule], Rule]:
     """Let a rule of (sample, channel, *space) that treats all positions alike take merged tensors.
 
-    Where it treats all samples alike as well, factors of the samples serve as dimensions of space.
+    Where it treats all samples alike as well, factors of the samples serve as spatial dimensions.
     """
 
     def decorate(rule: Rule) -> Rule:
@@ -186,9 +185,9 @@ def works_on_channels(*, of_each_sample: bool) -> Callable[[Rule], Rule]:
 
 
 def treats_samples_alone(function: Callable[..., Tensor], ndim: int) -> Callable[[Rule], Rule]:
-    """Let a rule for `function`, of tensors of `ndim` dimensions, take samples that are merged.
+    """Let a rule for `function`, of tensors of `ndim` dimensions, take merged samples.
 
-    Where nothing else is cut, each rank has whole samples and calls `function` on its own.
+    Where nothing else is cut, each rank calls `function` on its own whole samples.
     """
 
     def decorate(rule: Rule) -> Rule:
@@ -259,7 +258,7 @@ def works_along(*, reduces: bool, several: bool = True) -> Callable[[Rule], Rule
 
 
 def _dims(dim: Any, ndim: int) -> tuple[int, ...] | None:
-    """Return the dimensions that `dim` names, or None where it does not name dimensions."""
+    """Return the dimensions that `dim` names; None where it is something else."""
     if isinstance(dim, bool) or (isinstance(dim, Sequence) and not dim):
         return None
     return normalize_dims(dim, ndim)

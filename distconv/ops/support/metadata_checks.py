@@ -1,6 +1,6 @@
-"""torch's own checks of arguments, made on global shapes without data, and remembered.
+"""torch's own checks of arguments, made on global shapes without data, and cached.
 
-An error is thereby raised on every rank, before any message, in torch's words.
+So an error is raised on every rank, before any message, with torch's message.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from distconv.torch_private import without_modes
 
 
 class TensorMeta(NamedTuple):
-    """All that matters of a tensor: its global shape, and its type, or None where any will do."""
+    """A tensor's global shape, and its type, or None for any type."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None = None
 
 
 def any_type(x: Tensor | None) -> TensorMeta | None:
-    """Return a tensor whose type does not matter, for `check_on_meta`."""
+    """Return the metadata of a tensor of any type, for `check_on_meta`."""
     return None if x is None else TensorMeta(tuple(x.shape))
 
 
 def check_shapes(
     function: Callable[..., Any], shapes: Sequence[Shape | None], *arguments: Any
 ) -> Any:
-    """Return the shape of `function` of tensors of these shapes, and of arguments after them.
+    """Return the shape of `function(*tensors of these shapes, *arguments)`.
 
-    None stands for a tensor that is not there.
+    A shape of None stands for a missing tensor.
     """
     tensors = (None if shape is None else TensorMeta(shape) for shape in shapes)
     return check_on_meta(function, *tensors, *arguments)
@@ -42,7 +42,7 @@ def check_shapes(
 def check_on_meta(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
     """Return the shape of `function(*arguments, **keywords)`, or the shapes of its results.
 
-    Tensors stand for their global shape and type; `any_type` leaves the type out.
+    Only the global shape and type of tensors are used; `any_type` leaves the type out.
     """
     return _shapes(
         function,

@@ -12,14 +12,14 @@ _FORCED: ContextVar[str | None] = ContextVar("distconv_method", default=None)
 
 @contextmanager
 def method(name: str) -> Iterator[None]:
-    """Compute convolutions in the context by one method, where both apply; to debug.
+    """Compute convolutions in the context by one method, where both apply; for debugging.
 
     "assembled" copies a rank's block and its halos into one buffer and computes on that.
     "overlapped" computes on the block as it is while the halos travel, and mends the boundary.
-    Results are equal to rounding. Without a choice the faster is taken. All ranks have to choose
-    the same. Where torch.utils.checkpoint computes activations again, `backward()` belongs within
-    the context too: outside it torch raises its `CheckpointError`, unless the faster method, which
-    is taken there, is the same. Another name raises `ValueError`.
+    Results are equal to rounding. Outside the context the faster method is taken. All ranks must
+    choose the same. Where torch.utils.checkpoint computes activations again, `backward()` belongs
+    within the context too; outside, torch raises its `CheckpointError` unless the methods agree.
+    Another name raises `ValueError`.
     """
     if name not in METHODS:
         raise ValueError(f"method={name!r} is not known; choose from {', '.join(METHODS)}")
@@ -31,5 +31,5 @@ def method(name: str) -> Iterator[None]:
 
 
 def chosen_method() -> str | None:
-    """Return the method that has been chosen, if any."""
+    """Return the method set by `method`; None outside of it."""
     return _FORCED.get()

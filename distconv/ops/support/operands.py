@@ -26,7 +26,9 @@ from distconv.tensor.redistribution import redistribute
 
 
 class Placement(NamedTuple):
-    """How a tensor lies on a grid, as one rank sees it: all that decisions about it may rest on."""
+    """The shape, cuts, type and grid of a tensor as one rank sees them: the basis of all
+    decisions.
+    """
 
     shape: Shape
     cuts: Cuts
@@ -49,12 +51,12 @@ def as_distributed(x: Tensor, grid: Grid) -> DistTensor:
 
 
 def shard_of(x: Any) -> Any:
-    """Return the shard of a DistTensor; anything else passes unchanged."""
+    """Return the shard of a DistTensor; other values are returned unchanged."""
     return x.shard if isinstance(x, DistTensor) else x
 
 
 def gather_whole(x: Any, operator: str) -> Any:
-    """Return a tensor operand in full on this rank; anything but a DistTensor passes unchanged."""
+    """Return a DistTensor in full on this rank; other values are returned unchanged."""
     if not isinstance(x, DistTensor):
         return x
     return redistribute(x, ((),) * x.dim(), operator).shard
@@ -67,9 +69,9 @@ def uncut(x: DistTensor, dimensions: Iterable[int], operator: str) -> DistTensor
 
 
 def local_operand(x: Any, shape: Shape, cuts: Cuts, grid: Grid, operator: str) -> Any:
-    """Return this rank's part of an operand that is broadcast to `shape` cut by `cuts`.
+    """Return this rank's block of an operand that is broadcast to `shape` cut by `cuts`.
 
-    Numbers pass unchanged, plain tensors (equal on all ranks) are sliced, DistTensors are
+    Numbers are returned unchanged, plain tensors (equal on all ranks) are sliced, DistTensors are
     redistributed where their cuts differ.
     """
     if not isinstance(x, Tensor):
@@ -105,8 +107,8 @@ def _broadcast(shapes: tuple[Shape, ...]) -> Shape:
 def broadcast_cuts(operands: Sequence[DistTensor], shape: Shape) -> Cuts:
     """Return the cuts of a result broadcast from several operands.
 
-    They are the cuts of the largest operand, of the first among equals. A dimension that is whole
-    there is cut as in the next that has it in full, as far as those grid axes are still free.
+    They are the cuts of the largest operand, the first of equals. A dimension that is whole there
+    is cut as in the next operand that has it in full, as far as those grid axes are still free.
     """
     return cuts_of_broadcast(tuple((tuple(x.shape), x.cuts) for x in operands), shape)
 
@@ -119,18 +121,18 @@ def box_on_rank(shape: Sequence[int], cuts: Cuts, grid: Grid) -> Box:
 def filled_block(block: Tensor, shape: Sequence[int] | None = None) -> Tensor:
     """Return ones in place of a block without elements.
 
-    They hang on `block` in the autograd graph. Computed with in its place, they give all ranks the
-    same graph: torch leaves out gradients of what has no elements, and with them the exchanges that
-    other ranks wait for.
+    They depend on `block` in the autograd graph. Computing with them gives all ranks the same
+    graph:
+    torch leaves out gradients of empty tensors, and with them exchanges that other ranks wait for.
 
     Parameters
     ----------
-    shape: by default that of the block, with 1 for 0.
+    shape: the shape of the ones; by default the block's, with 1 for 0.
     """
     ones = block.new_ones([max(n, 1) for n in block.shape] if shape is None else tuple(shape))
     return ones + block.sum().to(block.dtype)
 
 
 def empty_block(buffer: Tensor, shape: Shape) -> Tensor:
-    """Return an empty block of `shape` that hangs on `buffer` in the autograd graph."""
+    """Return an empty block of `shape` that depends on `buffer` in the autograd graph."""
     return buffer.reshape(-1)[:0].reshape(shape)

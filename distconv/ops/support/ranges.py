@@ -12,12 +12,12 @@ from torch import Tensor
 def in_range(
     operator: str, numbers: Tensor, size: int, ignored: int | None = None
 ) -> Iterator[None]:
-    """Name the number out of range where torch refuses one within the context.
+    """Add the number and the range to an error of torch about a number out of range.
 
     Parameters
     ----------
     numbers: the numbers on this rank, each of which should be from 0 to `size` - 1.
-    ignored: a number that stands for none.
+    ignored: a number that is allowed and stands for none.
     """
     try:
         yield

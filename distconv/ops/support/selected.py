@@ -1,7 +1,8 @@
-"""Elements that a mask picks out of the ranks' blocks, brought to all ranks in the serial order.
+"""Elements that masks pick on all ranks, brought to all ranks in the serial order.
 
 In row-major order a block's elements come in runs, one for each position along the dimensions
-before the last that is cut. The ranks tell each other how many each run has, and move no others.
+before the last cut one. The ranks exchange the number of picked elements of each run, and then
+these elements only.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from distconv.tensor.dist_tensor import DistTensor
 
 
 class Selection:
-    """The elements that a mask picks, in all, and the place of each among them; collective.
+    """The elements picked by a mask on all ranks, and the place of each among them. Collective.
 
     All ranks of the grid make one together, and wait for each other.
 
     Attributes
     ----------
     here: this rank's block of the mask.
-    total: the number of elements that it picks on all ranks.
+    total: the number of elements picked on all ranks.
     """
 
     def __init__(self, mask: DistTensor, operator: str):
@@ -55,18 +56,18 @@ class Selection:
 
     @property
     def places(self) -> Tensor:
-        """Return the place of each element of this rank's among all that are picked."""
+        """Return the place of each of this rank's elements among all picked ones."""
         if self._places is None:
             return torch.arange(self.total, device=self.here.device)
         return self._places.split(self._lengths)[self._own]
 
     def bring(self, rows: Tensor, cuts: Cuts = ()) -> Tensor:
-        """Return what all ranks bring for their elements, in row-major order; collective.
+        """Return the `rows` of all ranks, in row-major order of their elements. Collective.
 
         Parameters
         ----------
-        rows: one for each of this rank's elements, in row-major order.
-        cuts: those of the dimensions of a row.
+        rows: one row for each of this rank's elements, in row-major order.
+        cuts: the cuts of the dimensions of a row.
         """
         if self._places is None:
             return rows
@@ -83,9 +84,9 @@ class Selection:
 
 
 def _runs(shape: Shape, box: Box, last: int, device: torch.device) -> Tensor:
-    """Return for each run of a block a number that grows with its place in the whole tensor.
+    """Return for each run of a block a key that grows with its place in the whole tensor.
 
-    A run goes along dimension `last` and those after it, which no other dimension than this cuts.
+    A run goes along dimension `last`, the last cut one, and the dimensions after it.
     """
     keys = torch.zeros((), dtype=torch.int64, device=device)
     for n, start, stop in zip(shape[:last], box.start, box.stop, strict=False):
@@ -94,7 +95,7 @@ def _runs(shape: Shape, box: Box, last: int, device: torch.device) -> Tensor:
 
 
 def _in_order(keys: Tensor, counts: Tensor) -> Tensor:
-    """Return the place of each element in the order of the keys of runs of so many elements."""
+    """Return the places of elements whose runs, of `counts` elements, are ordered by `keys`."""
     order = keys.argsort()
     starts = torch.empty_like(counts)
     starts[order] = counts[order].cumsum(0) - counts[order]

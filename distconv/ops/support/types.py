@@ -1,4 +1,4 @@
-"""Element types: what operands must share, and in which type sums are accurate."""
+"""Element types: the types that operands must share, and the types in which sums are accurate."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def to_accumulation_type(x: Tensor) -> Tensor:
 
 
 def in_type(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `x` in a type: itself where it has it already, faster than `Tensor.to` does."""
+    """Return `x` in a type, itself where it has it already: faster than `Tensor.to`."""
     return x if x.dtype == dtype else x.to(dtype)
 
 
@@ -35,7 +35,7 @@ def check_same_types(name: str, *tensors: Tensor | None) -> None:
 
 
 def distributed_input(name: str, input: Tensor, *parameters: Tensor | None) -> DistTensor:
-    """Return the input, distributed on one grid with its parameters, after a check of types."""
+    """Return the input as a DistTensor on the grid of its parameters, after a check of types."""
     x = as_distributed(input, common_grid(name, (input, *parameters)))
     check_same_types(name, x, *parameters)
     return x

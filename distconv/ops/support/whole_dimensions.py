@@ -1,8 +1,8 @@
 """Functions that work along some dimensions, and treat all others element by element.
 
-What they work along is made whole on every rank first, which is recorded as a redistribution; the
-others stay cut. Where an argument is bad by its values, such as a singular matrix, the rank that
-holds it raises.
+The dimensions they work along are made whole on every rank first, which is recorded as a
+redistribution; the others stay cut. Where the values of an argument are bad, such as a singular
+matrix, the rank that holds them raises.
 """
 
 from __future__ import annotations
@@ -31,9 +31,7 @@ from distconv.tensor.dist_tensor import DistTensor
 def distributed_results(
     result: Any, shapes: Any, cuts_of: Callable[[Shape], Cuts], grid: Grid
 ) -> Any:
-    """Return what a function has made of this rank's blocks, as distributed tensors of these
-    shapes.
-    """
+    """Return the results on this rank's blocks as distributed tensors of these shapes."""
     if isinstance(result, Tensor):
         return DistTensor(result, shapes, cuts_of(shapes), grid)
     return type(result)(
@@ -55,8 +53,8 @@ def apply_along(
 ) -> Any:
     """Return `function(input, *args, **kwargs)`, which works along `dims`.
 
-    Its results have the dimensions of the input without those in `dropped`, and perhaps others
-    after them.
+    Its results have the dimensions of the input without those in `dropped`, and perhaps further
+    ones after them.
     """
     shapes = check_on_meta(function, input, *args, **kwargs)
     x = uncut(input, dims, name)
@@ -97,8 +95,8 @@ def apply_to_batches(
 ) -> Any:
     """Return `function(*operands, *args, **kwargs)`, which works along the last dimensions of each.
 
-    `inner` tells of each operand how many these are. The leading ones are broadcast against each
-    other, and lead the results.
+    `inner` is the number of these dimensions for each operand. The leading dimensions are broadcast
+    against each other, and lead the results.
     """
     grid = common_grid(name, operands)
     shapes = check_on_meta(function, *operands, *args, **kwargs)
@@ -127,7 +125,9 @@ def apply_to_batches(
 
 
 def _matrices(block: Tensor, inner: int) -> Tensor:
-    """Return identities in place of an empty batch of matrices, as ones may have no inverse."""
+    """Return identity matrices in place of an empty batch, as matrices of ones may have no
+    inverse.
+    """
     if block.numel():
         return block
     filled = filled_block(block)

@@ -42,7 +42,7 @@ def window_arguments(windows: Sequence[Window]) -> tuple[tuple[int, ...], ...]:
 
 
 def output_shape(channels: int, x: DistTensor, windows: Sequence[IndexMap]) -> tuple[int, ...]:
-    """Return the global shape that windows over the last dimensions of `x` make."""
+    """Return the global shape of the result of windows over the last dimensions of `x`."""
     spatial = zip(windows, x.shape[2:], strict=True)
     return (x.shape[0], channels, *(w.output_size(n) for w, n in spatial))
 
@@ -58,13 +58,13 @@ def apply_windows(
 ) -> DistTensor:
     """Return a windowed operator over the spatial dimensions of `x`, assembled.
 
-    Each rank gathers the inputs that its block of outputs needs, with `fill` where they are
-    padding, and runs the local operator on them.
+    Each rank gathers the inputs of its block of outputs, with `fill` for padding, and runs the
+    local operator on them.
 
     Parameters
     ----------
     shape: the global shape of the result.
-    compute: takes the buffer and the padding, per dimension, that is left to it.
+    compute: takes the buffer, and the padding per dimension that the local operator must add.
     """
     needs = (Same(), Same(), *window_needs(windows, x.cuts))
     buffer = gather_inputs(x, needs, x.cuts, operator, fill)
@@ -75,8 +75,7 @@ def apply_windows(
 
 
 def window_needs(windows: Sequence[Window], cuts: Cuts) -> list[IndexMap]:
-    """Return the inputs to gather for windows over the last dimensions, which are cut by the last
-    `cuts`.
+    """Return the index maps that gather inputs for windows over the last dimensions, cut by `cuts`.
 
     Along a dimension that is whole on every rank and padded alike on both sides the local operator
     pads by itself, which saves a copy.
@@ -91,9 +90,7 @@ def windowed_block(
     block: tuple[int, ...],
     compute: Callable[[Tensor, tuple[int, ...]], Tensor],
 ) -> Tensor:
-    """Return what the local operator makes of inputs that were gathered by `window_needs`: a
-    block.
-    """
+    """Return the block of outputs from inputs that were gathered by `window_needs`."""
     left = tuple(w.padding[0] if by_itself else 0 for w, by_itself in _padding(windows, cuts))
     if prod(block) == 0:
         window = filled_block(buffer, (1, buffer.shape[1], *(w.extent for w in windows)))
@@ -102,7 +99,7 @@ def windowed_block(
 
 
 def _padding(windows: Sequence[Window], cuts: Cuts) -> list[tuple[Window, bool]]:
-    """Return each window, and whether the local operator pads by itself there."""
+    """Return each window, and whether the local operator adds its padding."""
     last = cuts[len(cuts) - len(windows) :]
     return [
         (w, not axes and w.padding[0] == w.padding[1])

@@ -1,1 +1,1 @@
-"""The commands of `python -m distconv`, a module for those that belong together."""
+"""The commands of `python -m distconv`, related ones in one module."""

@@ -14,7 +14,7 @@ from distconv.tools.batch import SCHEDULERS, TRANSPORTS, check_job, title_of
 from distconv.tools.commands.options import Command, check_alone
 
 MARK = "# Written by: python -m distconv launch"
-"""Begins the line by which a script tells how it was made."""
+"""Begins the line of a script that holds the options it was made with."""
 
 _TOLD = (
     *("scheduler", "nodes", "ranks_per_node", "time", "cores_per_rank", "gpus_per_node"),
@@ -90,7 +90,7 @@ def _as_given(job: argparse.Namespace) -> str:
 
 
 def _write(path: Path, script: str) -> None:
-    """Write a script to where there is none, or one that this command has written."""
+    """Write a script to a new file, or over a file that this command has written."""
     if path.exists() and not (path.is_file() and MARK in path.read_text(errors="replace")):
         raise BadArguments(f"{str(path)!r} exists and is not a script of launch; choose --output")
     try:

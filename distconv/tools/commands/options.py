@@ -1,4 +1,4 @@
-"""Options that several commands have: a module, a grid, a step, a machine, a report."""
+"""Options shared by several commands: a module, a grid, a step, a machine, a report."""
 
 from __future__ import annotations
 
@@ -57,18 +57,18 @@ def add_module_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_grid_option(parser: argparse.ArgumentParser) -> None:
-    """Add `--grid`, which has to be given."""
+    """Add `--grid`, which is required."""
     metavar, text = "AXIS=RANKS,...", "ranks along the axes of the grid"
     parser.add_argument("--grid", type=grid_axes, required=True, metavar=metavar, help=text)
 
 
 def add_dtype_option(parser: argparse.ArgumentParser) -> None:
-    """Add `--dtype`, of the inputs."""
+    """Add `--dtype`, the type of the inputs."""
     parser.add_argument("--dtype", choices=DTYPES, help="of the input (default: as the parameters)")
 
 
 def add_step_options(parser: argparse.ArgumentParser) -> None:
-    """Add the module, its inputs, what is minimised and how, and the machine."""
+    """Add the options for the module, its inputs, loss, optimizer, and the machine."""
     add_module_options(parser)
     add_dtype_option(parser)
     add = parser.add_argument
@@ -82,7 +82,7 @@ def add_step_options(parser: argparse.ArgumentParser) -> None:
 
 
 def step_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of `predict` and `plan` that the command line has given."""
+    """Return the options for `predict` and `plan` given on the command line."""
     return {
         **{name: dtype_named(getattr(arguments, name)) for name in ("dtype", "autocast")},
         **{name: getattr(arguments, name) for name in _AS_GIVEN},
@@ -94,7 +94,7 @@ _AS_GIVEN = ("layout", "loss", "optimizer", "shard_parameters", "wire")
 
 
 def dtype_named(name: str | None) -> torch.dtype | None:
-    """Return the type of this name; None for none."""
+    """Return the type of this name; None for None."""
     return None if name is None else getattr(torch, name)
 
 
@@ -105,7 +105,7 @@ def add_report_option(parser: argparse.ArgumentParser) -> None:
 
 
 def write_report(path: Path | None, page: Callable[[], str]) -> None:
-    """Write a page where a file was given, and say so on stderr; rank 0 calls it."""
+    """Write a page if a file was given, and say so on stderr. Rank 0 calls it."""
     if path is not None:
         with complaining(OSError):
             write_atomically(path, lambda file: file.write(page().encode()))
@@ -113,7 +113,7 @@ def write_report(path: Path | None, page: Callable[[], str]) -> None:
 
 
 def loaded(path: Path) -> Machine:
-    """Return the machine of a file; complain where it holds none."""
+    """Return the machine in a file; raise `BadArguments` where it holds none."""
     with complaining(ValueError):
         return Machine.load(path)
 
@@ -125,7 +125,7 @@ def is_first() -> bool:
 
 
 def check_alone(command: str) -> None:
-    """Complain where several ranks have been started for a command of one process."""
+    """Raise `BadArguments` where several ranks were started for a command of one process."""
     comm = world_if_rank()
     if comm is not None and comm.size > 1:
         raise BadArguments(
@@ -134,7 +134,7 @@ def check_alone(command: str) -> None:
 
 
 def keep_times(machine: Machine, path: Path) -> None:
-    """Write down the local operators that have been timed, where the file can be written."""
+    """Save the timed local operators, if the file can be written."""
     if machine.roofline is None:
         with suppress(OSError):  # somebody else's file: the times are taken again next time
             machine.save(path)

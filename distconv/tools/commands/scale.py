@@ -140,7 +140,7 @@ def _study(given: argparse.Namespace) -> int:
 
 
 def _on_first(work: Callable[[], Any]) -> Any:
-    """Return what a function returns on rank 0, while the others sleep; all raise its complaint."""
+    """Return the result of a function on rank 0, while the others sleep; all raise its error."""
     found = problem = None
     if world().rank == 0:
         try:
@@ -183,7 +183,9 @@ def _asked(given: argparse.Namespace) -> Study:
 
 
 def _facts(given: argparse.Namespace) -> dict[str, str]:
-    """Return what has to be alike in all rounds of a study, as all ranks see it."""
+    """Return the conditions that must be the same in all rounds of a study, as all ranks see
+    them.
+    """
     facts = {
         "host": platform.node(),
         "cores": str(os.cpu_count()),
@@ -201,8 +203,9 @@ def _facts(given: argparse.Namespace) -> dict[str, str]:
 
 
 def _check_module(given: argparse.Namespace, study: Study) -> None:
-    """Complain on all ranks where the module refuses the shape or the grid of a case, as far as
-    that can be seen without elements."""
+    """Raise `BadArguments` on all ranks where the module refuses the shape or the grid of a case,
+    as far as a run without elements can show.
+    """
     module = made_everywhere(given.factory, given.seed)
     cut: dict[str, Any] = {"layout": given.layout, "layouts": dict(given.layouts)}
     try:

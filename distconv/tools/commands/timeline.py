@@ -1,4 +1,4 @@
-"""`python -m distconv timeline`: adds up what a timeline shows."""
+"""`python -m distconv timeline`: adds up the times in a timeline."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(given: argparse.Namespace) -> int:
-    """Print the sums, and draw the page; rank 0 does."""
+    """Print the sums, and write the page, on rank 0."""
     if not is_first():
         return 0
     with complaining(OSError, ValueError):

@@ -1,1 +1,1 @@
-"""Reports for a browser: what commands find, as pages that need nothing else."""
+"""Reports for a browser: results of commands as self-contained pages."""

@@ -13,7 +13,7 @@ from distconv.planning.table import Cell, filled, numeric, text_of
 from distconv.tools.version import __version__
 
 COLOURS = ("#4477aa", "#dd4f63", "#228833", "#b08c00", "#2a93b5", "#aa3377", "#d9662b", "#777f88")
-"""Told apart by all readers, on light and dark ground (after Paul Tol)."""
+"""Colours that all readers can tell apart, on light and dark ground (after Paul Tol)."""
 
 _STYLE = """
 :root { --ink: #1f2328; --quiet: #59636e; --ground: #ffffff; --card: #f6f8fa; --line: #d1d9e0;
@@ -105,8 +105,8 @@ def page(
     Parameters
     ----------
     about: a sentence beneath the title.
-    numbers: the most important ones, each with what it is.
-    sections: markup, such as `section` returns.
+    numbers: the most important numbers, each with its label.
+    sections: markup, such as the results of `section`.
     """
     cards = "".join(f"<div><b>{escape(n)}</b><span>{escape(w)}</span></div>" for n, w in numbers)
     return (
@@ -121,7 +121,7 @@ def page(
 
 
 def section(title: str, body: str, note: str = "") -> str:
-    """Return a part of a page: a heading, a sentence that says how to read it, and markup."""
+    """Return a section of a page: a heading, a sentence on how to read it, and markup."""
     said = f'<p class="quiet">{escape(note)}</p>' if note else ""
     return f"<section><h2>{escape(title)}</h2>{said}{body}</section>"
 
@@ -133,15 +133,15 @@ def charts(parts: Mapping[str, str]) -> str:
 
 
 def alert(text: str, good: bool = False) -> str:
-    """Return a sentence that nobody overlooks."""
+    """Return a sentence in a conspicuous box."""
     return f'<p class="alert{" good" * good}">{escape(text)}</p>'
 
 
 def sortable(rows: Sequence[Sequence[Cell]], marked: Collection[int] = ()) -> str:
     """Return a table that sorts by the column whose heading, in the first row, is clicked.
 
-    Columns that are empty but for their heading are left out. `marked` are numbers of rows that
-    stand out, counted from 0 beneath the headings.
+    Columns that are empty but for their heading are left out. `marked` are the indices of
+    highlighted rows, counted from 0 beneath the headings.
     """
     kept, numbers = filled(rows), numeric(rows)
     head = "".join(
@@ -173,7 +173,7 @@ def _cell(cell: Cell, number: bool) -> str:
 
 
 def legend(colours: Mapping[str, str]) -> str:
-    """Return what colours mean."""
+    """Return the legend of the colours."""
     items = "".join(
         f'<li><svg viewBox="0 0 8 8" aria-hidden="true"><rect width="8" height="8" '
         f'fill="{colour}"/></svg>{escape(name)}</li>'

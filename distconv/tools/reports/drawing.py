@@ -11,7 +11,7 @@ from distconv.geometry.topology import AXES, Topology
 from distconv.tools.reports.document import COLOURS, legend, section
 
 MOST_BARS = 40
-"""The most bars of a chart; of more, the longest are drawn."""
+"""The most bars of a chart; the longest are drawn."""
 
 
 class Bar(NamedTuple):
@@ -24,7 +24,7 @@ class Bar(NamedTuple):
 
 
 Point: TypeAlias = tuple[float, float, float | None, float | None]
-"""Across, up, and the lower and upper end of a whisker if there is one."""
+"""The x and y coordinates, and the lower and upper end of a whisker if there is one."""
 
 
 class Curve(NamedTuple):
@@ -34,7 +34,7 @@ class Curve(NamedTuple):
     points: Sequence[Point]
     colour: str
     line: str = ""
-    """How its points are joined: `solid`, `dashed`, or not at all."""
+    """The style of the line through its points: `solid`, `dashed`, or none."""
     marks: bool = True
 
 
@@ -47,9 +47,9 @@ def bars(
 
     Parameters
     ----------
-    rows: for each bar its name, and amounts by what they are. Bars without length are left out.
-    text: returns the words for an amount.
-    colours: the amounts that are drawn, each with its colour.
+    rows: for each bar its name, and amounts by kind. Bars without length are left out.
+    text: returns the text for an amount.
+    colours: the kinds of amounts that are drawn, each with its colour.
     """
     totals = [(sum(amounts[what] for what in colours), name, amounts) for name, amounts in rows]
     lengths = sorted((total for total, _, _ in totals if total > 0), reverse=True)
@@ -70,7 +70,7 @@ def bars(
 
 
 def _row(name: str, drawn: str, text: str | None = None) -> str:
-    """Return a name, a strip of rectangles, and text behind it; without text a higher strip."""
+    """Return a name, a strip of rectangles, and a text after it; a higher strip without a text."""
     height, lane = (16, " lane") if text is None else (12, "")
     return (
         f'<div class="row{lane}"><span title="{escape(name)}">{escape(name)}</span>'
@@ -89,7 +89,7 @@ def _rect(x: float, width: float, colour: str, title: str, height: float = 12) -
 
 
 def strip(colours: Sequence[str], titles: Sequence[str], heights: Sequence[float]) -> str:
-    """Return a strip of cells along the network, and beneath them a column for each height."""
+    """Return a strip of cells along the network, with a column beneath for each height."""
     width, most = 100 / max(len(colours), 1), max(heights, default=0.0) or 1.0
     cells = "".join(
         _rect(i * width, width, colour, title, 26)
@@ -131,7 +131,7 @@ def lanes(rows: Mapping[str, Sequence[Bar]], begin: float, end: float) -> str:
 
 
 def _joined(spans: Iterable[Bar], least: float) -> Iterator[Bar]:
-    """Yield spans in order; neighbours of one colour that are closer than `least` are one."""
+    """Yield spans in order; spans of one colour that are closer than `least` are joined."""
     last: Bar | None = None
     for span in sorted(spans):
         if last is not None and span.colour == last.colour and span.begin - last.end < least:
@@ -157,7 +157,7 @@ def ticks(low: float, high: float, count: int) -> list[float]:
 def chart(
     curves: Sequence[Curve], x_marks: Mapping[float, str], y_marks: Mapping[float, str], title: str
 ) -> str:
-    """Return points over two axes, whose numbers are those of the drawing, with marks in words."""
+    """Return points over two axes in the coordinates of the drawing, with labels for the marks."""
     width, height, left, bottom = 380.0, 230.0, 58.0, 24.0
     xs = [*x_marks, *(p[0] for c in curves for p in c.points)]
     ys = [*y_marks, *(y for c in curves for p in c.points for y in p[1:] if y is not None)]
@@ -208,7 +208,7 @@ def _curve(curve: Curve, at: Callable[[float, float], tuple[float, float]]) -> I
 
 MOST_NODES = 16
 MOST_RANKS = 32
-"""The most nodes of a drawing, and the most ranks of a node or a replica in it."""
+"""The most nodes of a drawing, and the most ranks drawn for a node or a replica."""
 
 
 def grid_section(grid: Mapping[str, int], ranks_per_node: int | None) -> str:
@@ -223,7 +223,7 @@ def grid_section(grid: Mapping[str, int], ranks_per_node: int | None) -> str:
 def _ranks_on_nodes(topology: Topology, ranks_per_node: int | None) -> str:
     """Return the ranks of a grid, node by node, with their coordinates; a colour for each replica.
 
-    Where nobody knows how many ranks a node has, the ranks of each sample stand together.
+    Where the number of ranks per node is not known, the ranks of each sample are grouped.
     """
     axes = [axis for axis in AXES if topology.extent(axis) > 1]
     spatial = [axis for axis in axes if axis != "sample"]
@@ -259,6 +259,6 @@ def _ranks_on_nodes(topology: Topology, ranks_per_node: int | None) -> str:
 
 
 def _columns(topology: Topology, axes: Sequence[str]) -> int:
-    """Return the ranks in a row of a drawing: those along the last axis that is cut."""
+    """Return the number of ranks in a row of a drawing: those along the last cut axis."""
     last = topology.extent(axes[-1]) if axes else topology.size
     return last if len(axes) > 1 and last <= 5 else min(4, topology.size)

@@ -56,7 +56,7 @@ def explain_page(plan: Explanation, grid: Mapping[str, int]) -> str:
 
 
 def _layouts(layers: Sequence[LayerPlan]) -> str:
-    """Return the layouts along the network as a strip, and what is received beneath it."""
+    """Return the layouts along the network as a strip, with the received bytes beneath it."""
     names = [
         layout_in_words(x) or ("redistribution" if x.redistributions else "no tensor")
         for x in layers
@@ -103,7 +103,7 @@ def verify_page(found: Verification, grid: Mapping[str, int]) -> str:
 
 
 def _differences(rows: Sequence[TensorComparison], tolerance: float) -> str:
-    """Return the differences over a logarithmic axis; those of zero lie at its lower end."""
+    """Return the differences on a logarithmic axis; zero is drawn at its lower end."""
     sizes = [*(r.difference for r in rows), *(r.rounding for r in rows), tolerance]
     finite = [log10(size) for size in sizes if 0 < size < float("inf")] or [-16.0]
     low, high = floor(min(finite)), ceil(max(finite))

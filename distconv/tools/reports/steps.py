@@ -30,7 +30,7 @@ OF_A_LAYER = {
     "host": COLOURS[3],
     "exposed": COLOURS[1],
 }
-"""The times that bars show, with their colours."""
+"""The times of a layer that bars show, with their colours."""
 
 IN_MS = "Times are in milliseconds."
 
@@ -91,7 +91,7 @@ def _grids(found: GridPlan) -> str:
 
 
 def _own_layouts(layers: LayoutPlan | None) -> str:
-    """Return the layouts of layers that gain by one of their own."""
+    """Return the layouts of the layers that gain by a layout of their own."""
     if layers is None:
         return ""
     rows = [(name, repr(layout)) for name, layout in layers.layouts.items()]
@@ -101,7 +101,7 @@ def _own_layouts(layers: LayoutPlan | None) -> str:
 
 
 def _step(found: Prediction, machine: Machine) -> list[str]:
-    """Return the parts of a page that show a predicted step."""
+    """Return the sections of a page that show a predicted step."""
     path: dict[str, list[Bar]] = {}
     for s in found.critical_path:
         what = f"{s.place.layer or 'between layers'}, {s.place.phase}, rank {s.rank}: {s.what}"

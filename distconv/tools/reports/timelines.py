@@ -1,4 +1,4 @@
-"""The page of `timeline`: what every rank does, and what is under way meanwhile."""
+"""The page of `timeline`: the activities of every rank, and the messages under way."""
 
 from __future__ import annotations
 

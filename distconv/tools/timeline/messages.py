@@ -1,4 +1,4 @@
-"""Messages as the profiler sees them, and the events of a rank in the Chrome trace format."""
+"""Messages in the profiler's view, and the events of a rank in the Chrome trace format."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ KINDS = (HALO, REDISTRIBUTION, REDUCTION, GRADIENTS, MESSAGE)
 
 
 class Label(NamedTuple):
-    """A description of messages, known when they leave.
+    """A description of messages, known when they start.
 
     Attributes
     ----------
     phase: "start", "wait", or "all" where the rank waits at once.
-    number: by which start and wait belong together on a rank.
-    bytes: of what this rank receives, or of its summand.
-    operator: for which they travel.
+    number: the number that start and wait of a message share on a rank.
+    bytes: the bytes that this rank receives, or of its summand.
+    operator: the operator that needs the messages.
     """
 
     phase: str
@@ -45,7 +45,7 @@ class Label(NamedTuple):
 
 
 def label_of(name: str) -> Label | None:
-    """Return the label that is the name of a profiler's event; None for other events."""
+    """Return the label encoded in the name of a profiler's event; None for other events."""
     parts = name.split("|", 5)
     if parts[0] != _MARK or len(parts) != 6:
         return None
@@ -53,7 +53,7 @@ def label_of(name: str) -> Label | None:
 
 
 class Kinds(list[Movement]):
-    """The kind of each exchange by its tag, from the movements that are recorded before it.
+    """The kind of each exchange by its tag, from the movement recorded before it.
 
     The adjoint of a movement has the tag of the movement.
     """
@@ -64,7 +64,7 @@ class Kinds(list[Movement]):
         self._of_tag: dict[int, str] = {}
 
     def append(self, movement: Movement) -> None:
-        """Take note of the movement that comes next."""
+        """Note the movement of the next exchange."""
         if not movement.plan.identity:
             self._next = REDISTRIBUTION if movement.redistributes else HALO
 
@@ -86,7 +86,7 @@ class _TimedRequest:
 
 
 class RecordedTransport(WrappedTransport):
-    """A carrier of which the profiler sees what it does; see `Transport`."""
+    """A carrier that marks its messages for the profiler; see `Transport`."""
 
     def __init__(self, carrier: Transport, kind_of: Callable[[int], str]):
         super().__init__(carrier)
@@ -105,7 +105,7 @@ class RecordedTransport(WrappedTransport):
         return _TimedRequest(request, label)
 
     def all_reduce(self, tensor: Tensor, group: Any) -> Request:
-        """Start adding up a tensor in place over the ranks of `group`."""
+        """Start to sum a tensor in place over the ranks of `group`."""
         kind = GRADIENTS if "gradients" in group.purpose else REDUCTION
         label = _label("start", kind, tensor.nbytes)
         with record_function(str(label)):
@@ -118,7 +118,7 @@ class RecordedTransport(WrappedTransport):
             return self.carrier.all_gather(tensor, group)
 
     def broadcast(self, tensor: Tensor, group: Any) -> None:
-        """Overwrite a tensor by the one of the first rank of `group`."""
+        """Overwrite a tensor by the tensor of the first rank of `group`."""
         with record_function(str(_label("all", REDUCTION, tensor.nbytes))):
             self.carrier.broadcast(tensor, group)
 
@@ -141,12 +141,12 @@ _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 def events_of(trace: Mapping[str, Any], rank: int) -> list[Event]:
     """Return the events of a rank, with times in microseconds since 1970 by its own clock.
 
-    Rows have complete events. What is under way has asynchronous events from the start of its
-    messages to the end of the wait for them.
+    Rows have complete events. Messages under way have asynchronous events, from their start to the
+    end of the wait for them.
 
     Parameters
     ----------
-    trace: what torch's profiler has exported.
+    trace: the trace exported by torch's profiler.
     """
     base = trace.get("baseTimeNanoseconds", 0) / 1000
     complete = [e for e in trace["traceEvents"] if e.get("ph") == "X"]

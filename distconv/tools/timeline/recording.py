@@ -1,8 +1,8 @@
 """A timeline of all ranks, on one clock, recorded while a program runs and written to one file.
 
-The clocks of ranks are set by messages that go to and fro between rank 0 and each other rank
-(Mills, "Internet Time Synchronization: the Network Time Protocol", 1991). The way back is taken to
-be as long as the way there, so an offset is wrong by half of the shortest round trip at most.
+The clocks of ranks are compared by messages between rank 0 and each other rank, back and forth
+(Mills, "Internet Time Synchronization: the Network Time Protocol", 1991). Both ways are assumed to
+take equally long, so an offset is wrong by half of the shortest round trip at most.
 """
 
 from __future__ import annotations
@@ -31,20 +31,21 @@ from distconv.torch_private import is_profiling, profiler_refused
 
 @contextmanager
 def timeline(path: str | Path, grid: ProcessGrid | None = None) -> Iterator[None]:
-    """Record what all ranks do within the context, by torch.profiler, and write it to one file.
+    """Record the activities of all ranks within the context, by torch.profiler, and write them to a
+    file.
 
     All ranks enter and leave it together. At the end rank 0 writes the file, whole or not at all.
     After an error within it nothing is written. Open it in Perfetto (https://ui.perfetto.dev) or
     chrome://tracing, or let `python -m distconv timeline FILE` add it up.
 
-    Each rank has rows: `compute`, torch's outermost operators, on a GPU `device` as well, and
-    `wait`; and what is under way: halos, redistributions, reductions and messages, from their start
-    to the end of the wait for them. Times of all ranks are on the clock of rank 0, from round trips
-    of messages at the beginning and at the end.
+    Each rank has the rows `compute`, torch's outermost operators, `wait`, and on a GPU `device`.
+    Halos, redistributions, reductions and messages are shown from their start to the end of the
+    wait for them. Times of all ranks are on the clock of rank 0, from round trips of messages at
+    the beginning and at the end.
 
     Parameters
     ----------
-    path: of the file; with the ending .gz it is compressed.
+    path: the path of the file; a file ending with .gz is compressed.
     grid: the ranks that take part; all of the job when not given.
 
     Raises
@@ -88,7 +89,7 @@ def _refuse_profiler(*_: Any, **__: Any) -> NoReturn:
 
 
 def _on_hosts(grid: ProcessGrid | None) -> ProcessGrid:
-    """Return a grid of the same ranks whose messages lie on the host."""
+    """Return a grid of the same ranks with messages between hosts."""
     return ProcessGrid(None if grid is None else grid.ranks, sample=-1, device="cpu")
 
 
@@ -100,7 +101,7 @@ def _exported(recorded: Any, rank: int) -> list[Event]:
 
 
 def _write(path: Path, grid: ProcessGrid, events: list[Event], offset: Offset) -> None:
-    """Gather the events of all ranks on rank 0, which writes them; all ranks call it together."""
+    """Gather the events of all ranks on rank 0, which writes them. All ranks call it together."""
     mine = zlib.compress(json.dumps(named_rows(grid.rank, events) + events).encode(), 1)
     lengths = grid.all_gather_object(len(mine))
     errors = grid.all_gather_object(offset.error / 1000)
@@ -141,16 +142,17 @@ def _write_trace(path: Path, events: list[Event], errors: list[float]) -> None:
 
 
 _ROUNDS = 10
-"""Round trips with each rank, of which the shortest counts."""
+"""Round trips with each rank; the shortest is used."""
 
 
 class Offset(NamedTuple):
-    """How far a rank's clock is ahead of that of rank 0, in nanoseconds.
+    """The difference of a rank's clock from that of rank 0, in nanoseconds.
 
     Attributes
     ----------
-    error: by how much `ahead` may be wrong.
-    at: when it was measured, by the rank's own clock.
+    ahead: the difference.
+    error: the largest error of `ahead`.
+    at: the time of the measurement, by the rank's own clock.
     """
 
     ahead: float
@@ -159,11 +161,11 @@ class Offset(NamedTuple):
 
 
 def measure_offsets(grid: ProcessGrid, now: Callable[[], int] = time.time_ns) -> list[Offset]:
-    """Return the offset of every rank, in rank order; all ranks of the grid call it together.
+    """Return the offset of every rank, in rank order. All ranks of the grid call it together.
 
     Parameters
     ----------
-    grid: on CPUs.
+    grid: a grid of CPUs.
     now: returns the time of this rank's clock in nanoseconds.
     """
     mine = Offset(0.0, 0.0, now())
@@ -178,7 +180,7 @@ def measure_offsets(grid: ProcessGrid, now: Callable[[], int] = time.time_ns) ->
 def on_clock_of_rank_0(
     events: list[dict[str, Any]], before: Offset, after: Offset
 ) -> list[dict[str, Any]]:
-    """Shift the times of events by the offset, which changes evenly between two measurements.
+    """Shift the times of events by the offset, interpolated between two measurements.
 
     Times, in microseconds under "ts", are overwritten.
     """
@@ -190,9 +192,9 @@ def on_clock_of_rank_0(
 
 
 def _round_trip(grid: ProcessGrid, other: int, now: Callable[[], int]) -> tuple[float, float]:
-    """Return by how much the clock of `other` is ahead, and how long the messages took; there.
+    """Return, on rank `other`, its clock's difference from rank 0's and the time of the round trip.
 
-    All ranks take part, so that their exchanges keep one number everywhere.
+    All ranks take part, so that their exchanges have the same numbers.
     """
     sent, there = _message(now()), torch.zeros(1, dtype=torch.int64)
     _send(grid, 0, other, sent, torch.zeros(1, dtype=torch.int64))

@@ -1,4 +1,6 @@
-"""A timeline added up: how long each rank computes and waits, and how much is hidden."""
+"""The sums of a timeline: compute and waiting time of each rank, and the hidden time of
+messages.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,14 @@ Interval = tuple[float, float]
 
 
 class RankTimes(NamedTuple):
-    """One rank, in seconds.
+    """The times of one rank, in seconds.
 
     Attributes
     ----------
-    compute, wait: in torch's operators, and waiting for other ranks.
-    under_way: for each kind of messages, the seconds in which any were under way.
-    exposed: for each kind, the seconds in which the rank waited for them.
-    bytes: received, for each kind.
+    compute, wait: the time in torch's operators, and the time of waiting for other ranks.
+    under_way: for each kind of messages, the time in which any were under way.
+    exposed: for each kind, the time in which the rank waited for them.
+    bytes: for each kind, the bytes received.
     """
 
     rank: int
@@ -35,7 +37,7 @@ class RankTimes(NamedTuple):
 
 
 def read_trace(path: Path) -> list[Event]:
-    """Return the events of a timeline; raise ValueError for a file that is none."""
+    """Return the events of a timeline; raise ValueError for a file that holds none."""
     content = path.read_bytes()
     try:
         document = json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)
