@@ -217,8 +217,7 @@ its gradients are lost, would not be found."""
 GETTERS_OF_PARTS: dict[str, Callable[[Tensor], Tensor]] = {
     name: _TENSOR[name].__get__ for name in ("real", "imag")
 }
-"""The functions by which `x.real` and `x.imag` reach `__torch_function__`; they would have no
-rule."""
+"""The functions by which `x.real` and `x.imag` reach `__torch_function__`. They get rules."""
 
 set_requires_grad: Callable[[Tensor, bool], Any] = torch._C.TensorBase.requires_grad_
 """Set whether a tensor requires gradients, past a subclass. Results of a Function recorded on
@@ -262,8 +261,7 @@ def users_of_memory(x: Tensor) -> int:
 
 
 users_of: Callable[[Tensor], int] = torch.Tensor._use_count  # type: ignore[attr-defined]
-"""Return how many places in compiled code hold a tensor, such as autograd; see
-`users_of_memory`."""
+"""Return how many places in compiled code hold a tensor; see `users_of_memory`."""
 
 
 def mark_parameter(x: Tensor) -> None:

@@ -79,9 +79,7 @@ def all_gather(local: Tensor, grid: Grid, axes: Iterable[str]) -> Tensor:
 
 
 def broadcast(tensor: Tensor, grid: Grid, axes: Iterable[str] = AXES) -> None:
-    """Overwrite a tensor by the tensor of the first rank along `axes`. All ranks along them call
-    it.
-    """
+    """Overwrite a tensor by the tensor of the first rank along `axes`. All of these call it."""
     axes = tuple(axes)
     if not tensor.numel() or grid.topology.parts(axes) == 1:
         return

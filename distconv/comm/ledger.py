@@ -29,9 +29,7 @@ class Redistribution:
 
 @dataclass(frozen=True)
 class Movement:
-    """One movement for an operator: a redistribution of inputs, a halo exchange, or a sum of
-    results.
-    """
+    """One movement for an operator: a redistribution, a halo exchange, or a sum of results."""
 
     operator: str
     source: Layout

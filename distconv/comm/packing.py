@@ -15,7 +15,7 @@ from distconv.transport.interface import Message
 
 
 def resolved_contiguous(tensor: Tensor) -> Tensor:
-    """Return a tensor whose memory holds exactly its elements, in order: `tensor` itself if
+    """Return a tensor whose memory holds just its elements, in order: `tensor` itself if
     possible.
     """
     if _is_resolved_contiguous(tensor):

@@ -37,9 +37,7 @@ _UNREPLICATED = "distconv_out"
 
 
 def replicate(local: Tensor, grid: Grid, axes: Iterable[str]) -> Tensor:
-    """Return a plain tensor, equal along `axes`, as a replicated value. Its gradients are
-    summed.
-    """
+    """Return a plain tensor, equal along `axes`, as a replicated value with summed gradients."""
     result: Tensor = _Replicate.apply(local, grid, tuple(axes))
     return result
 
@@ -89,9 +87,7 @@ class _Replicate(ShardFunction):
 
 
 class _Enter(_Replicate):
-    """Replicates an operand of a single operation; a separate type, so that its nodes can be
-    recognised.
-    """
+    """Replicates an operand of a single operation; its own type makes its nodes recognisable."""
 
 
 def _alias(tensor: Tensor) -> Tensor:

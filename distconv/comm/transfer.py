@@ -166,9 +166,7 @@ def gather(local: Tensor, plan: Plan, grid: Grid, fill: float = 0.0) -> Tensor:
 
 
 def accumulate(buffer: Tensor, plan: Plan, grid: Grid) -> Tensor:
-    """Return this rank's block, the sum of its elements in all ranks' buffers; the adjoint of
-    `gather`.
-    """
+    """Return this rank's block, the sum of its elements in all buffers; the adjoint of `gather`."""
     transfer = Transfer(plan, grid)
     if plan.identity:
         return buffer

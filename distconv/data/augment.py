@@ -25,9 +25,7 @@ SPACE = ("depth", "height", "width")
 
 
 class Move(ABC):
-    """A random move of the elements of a sample, the same in all fields with the space of the
-    first.
-    """
+    """A random move of a sample's elements, the same in all fields with the space of the first."""
 
     def resulting(self, space: tuple[int, ...]) -> tuple[int, ...]:
         """Return the extents of a sample's space after the move, from the extents before it.
@@ -354,9 +352,7 @@ class Augmentations:
 
 
 def _numbers(dimensions: Sequence[str], space: int, name: str) -> list[int]:
-    """Return the named dimensions as negative indices; all spatial dimensions when none is
-    named.
-    """
+    """Return the named dimensions as negative indices; all spatial ones when none is named."""
     known = SPACE[-space:] if space <= len(SPACE) else dimension_names(space + 2)[2:]
     unknown = [d for d in dimensions if d not in known]
     if unknown:

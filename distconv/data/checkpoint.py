@@ -383,9 +383,7 @@ def _check_loadable(state: dict[Any, Any]) -> None:
 
 
 def _see(shard: Path, checksum: str) -> None:
-    """Raise `OSError` or `DamagedFile` unless this rank sees a shard that another rank has
-    written.
-    """
+    """Raise `OSError` or `DamagedFile` unless this rank sees a shard written by another rank."""
     try:
         check_written(shard, checksum)
     except FileNotFoundError:
@@ -579,7 +577,7 @@ def _check_optimizer(path: Path, saved: dict[str, Any], own: dict[str, Any]) -> 
 
 
 def _check_shapes(optimizer: torch.optim.Optimizer) -> None:
-    """Raise where the optimizer's state, as earlier versions saved it, does not fit its
+    """Raise where the optimizer's state, as saved by earlier versions, does not fit its
     parameters.
     """
     for parameter, kept in optimizer.state.items():

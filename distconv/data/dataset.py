@@ -236,9 +236,7 @@ class Dataset:
         return self.cache.start(prepare(self.on_grid, samples, epoch, self.grid))
 
     def read(self, samples: Sequence[int], epoch: int = 0) -> Blocks:
-        """Read this rank's blocks of a mini-batch. Not collective; a background thread may call
-        it.
-        """
+        """Read this rank's blocks of a mini-batch. Not collective; any thread may call it."""
         values = prepare(self.on_grid, self.numbers(samples), epoch, self.grid)
         # Sample by sample, as the fields of one may have to be fetched together.
         for place in range(len(samples)):
@@ -285,7 +283,7 @@ class Dataset:
         return tuple(batch) if len(batch) > 1 else batch[0]
 
     def numbers(self, samples: Sequence[int]) -> list[int]:
-        """Return the sample numbers as integers from 0. Raises ValueError where there is no such
+        """Return sample numbers as integers from 0. Raises ValueError where there is no such
         sample.
         """
         wrong = [i for i in samples if not 0 <= i < self.samples]
@@ -326,9 +324,7 @@ class Dataset:
         return facts
 
     def _compare_chunks(self) -> dict[Field, float]:
-        """Return how many times the needed bytes each field fetches, and warn if it is much.
-        Collective.
-        """
+        """Return the overhead factor of each field's reads, and warn if it is large. Collective."""
         grid = self.grid
         boxes = {
             name: own.stored_box(grid.topology, grid.rank) for name, own in self._fields.items()

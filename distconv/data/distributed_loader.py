@@ -263,9 +263,7 @@ class _Shares:
         return self._loaded(loading, indices)
 
     def ends(self) -> list[Any]:
-        """Return two indices of the first mini-batch of the current loop; an empty list if it has
-        none.
-        """
+        """Return two indices of the first mini-batch of the current loop; [] if it has none."""
         first = self._sampler.indices.first
         return [first[0], first[-1]] if first else []
 
@@ -300,9 +298,7 @@ class _ShareSampler:
         self._seeded = False
 
     def begin(self, done: int, drawn: int, persistent: bool) -> None:
-        """Let the next loop skip the first `done` mini-batches, and seed its workers if they are
-        new.
-        """
+        """Let the next loop skip the first `done` mini-batches, and seed new workers."""
         self._done = done, drawn
         self._seeded = self._seeded and persistent
 
@@ -388,9 +384,7 @@ def _whole(loader: Iterable[Any], done: int, drawn: int) -> Iterator[_MiniBatch]
 
 
 def _pass(names: Iterator[str], done: int, drawn: int) -> None:
-    """Skip the names of the first `done` mini-batches. Raises DataError if their checksum
-    differs.
-    """
+    """Skip the names of the first `done` mini-batches. Raises DataError for another checksum."""
     found = list(islice(names, done))
     if (len(found), reduce(_with_name, found, 0)) != (done, drawn):
         raise DataError(
@@ -459,9 +453,7 @@ def _refuse_layouts(axes: set[tuple[str, ...]]) -> NoReturn:
 
 
 def _text(tensors: Mapping[Any, Tensor]) -> str:
-    """Return a text of names, shapes and types of the tensors, which all ranks must have in
-    common.
-    """
+    """Return the names, shapes and types of the tensors, which must be equal on all ranks."""
     return ", ".join(f"{name!r} of {(*x.shape[1:],)} {x.dtype}" for name, x in tensors.items())
 
 

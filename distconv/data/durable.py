@@ -54,9 +54,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Call `write` with a new file and let it replace `path`, or leave `path` as it is after an
-    error.
-    """
+    """Let `write` write a new file that replaces `path`; after an error `path` stays as it is."""
     with replacing(path) as file:
         write(file)
 
@@ -137,9 +135,7 @@ def fresh_name(path: Path) -> Path:
 
 
 def remove_partial(folder: Path, pattern: str) -> None:
-    """Remove the unfinished files in a folder that killed processes left, of names that match
-    `pattern`.
-    """
+    """Remove unfinished files of killed processes from a folder; names match `pattern`."""
     for partial in folder.glob(f"{pattern}.*.partial"):
         remove(partial)
 

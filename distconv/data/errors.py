@@ -20,9 +20,7 @@ _PIECE = 2**28
 
 
 class DataError(RuntimeError):
-    """A file, a sample or an argument that cannot be used. Raised on every rank with the same
-    message.
-    """
+    """A file, sample or argument that cannot be used. Raised on every rank, with one message."""
 
 
 def together(grid: Grid, action: Callable[[], Result]) -> Result:
@@ -60,9 +58,7 @@ def on_rank_zero(grid: Grid, action: Callable[[], Result]) -> Result:
 
 
 def bytes_of_rank_zero(grid: Grid, content: bytes) -> bytes:
-    """Return on every rank the content that rank 0 passes; other ranks' argument is ignored.
-    Collective.
-    """
+    """Return the content that rank 0 passes on every rank; others' is ignored. Collective."""
     if grid.size == 1:
         return content
     size = grid.all_gather_object(len(content))[0]

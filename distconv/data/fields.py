@@ -112,9 +112,7 @@ class FieldOnGrid:
 
     @property
     def moves(self) -> bool:
-        """Return whether a rank's box may hold other elements of a sample than its box of the
-        stored one.
-        """
+        """Return whether a rank's box may hold elements outside its box of the stored sample."""
         moved = any(isinstance(one, Move) for one in self.augmentations.chosen)
         return bool(self.halo or (self.space and moved))
 
@@ -159,9 +157,7 @@ class FieldOnGrid:
         return np.empty(wanted.box.shape, self.source.dtype)
 
     def converted(self, values: NDArray[Any], wanted: Wanted, epoch: int) -> Tensor:
-        """Return this rank's values as the tensor that the program gets, converted and
-        transformed.
-        """
+        """Return this rank's values as the program gets them, converted and transformed."""
         if not (self.dtype.is_floating_point or self.dtype.is_complex or self.dtype == torch.bool):
             check_range(values, str(self.dtype).removeprefix("torch."), self.source.name)
         if values.dtype.name in _WIDER:

@@ -168,9 +168,7 @@ class Loader:
             yield self.dataset.assemble(blocks)
 
     def _timed(self, batches: list[list[int]]) -> Generator[tuple[str, Blocks], None, None]:
-        """Yield the name and this rank's blocks of each mini-batch, and add up the time of
-        waiting.
-        """
+        """Yield the name and this rank's blocks of each mini-batch, and add up waiting time."""
         with ExitStack() as closed:
             reading = self._reading(batches, closed)
             while True:

@@ -95,9 +95,7 @@ class Stored:
         self._number, self._places, self._open = number, places, open_shard
 
     def box(self, box: Box | None = None) -> Tensor:
-        """Return a box of the tensor, or all of it. Only the shards that intersect it are
-        opened.
-        """
+        """Return a box of the tensor, or all of it. Only shards that intersect it are opened."""
         wanted = Box((0,) * len(self.shape), self.shape) if box is None else box
         found: Tensor | None = None
         for shard, start, stop in self._places:

@@ -50,9 +50,7 @@ class Piece:
         out[self.target] = values.transpose(order)[backwards]
 
     def within(self, box: Box, order: Sequence[int]) -> Piece | None:
-        """Return the part of the piece in a box of the stored sample; None where they do not
-        meet.
-        """
+        """Return the part of the piece in a box of the stored sample; None if they do not meet."""
         start = tuple(map(max, self.source.start, box.start))
         stop = tuple(map(min, self.source.stop, box.stop))
         if any(a >= b for a, b in zip(start, stop, strict=True)):

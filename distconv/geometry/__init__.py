@@ -1,3 +1,1 @@
-"""Index arithmetic without torch and MPI: the box of each rank, and the boxes it needs of
-others.
-"""
+"""Index arithmetic without torch and MPI: the box of each rank, and the boxes it needs."""

@@ -18,9 +18,7 @@ Interval = tuple[int, int]
 
 
 class IndexMap(Protocol):
-    """A map from outputs to needed inputs along one dimension; hashable, so that plans can be
-    cached.
-    """
+    """A map from outputs to needed inputs along one dimension; hashable, as a key of caches."""
 
     def output_size(self, size: int) -> int:
         """Return the number of outputs along a dimension of `size` inputs."""
@@ -29,15 +27,11 @@ class IndexMap(Protocol):
         """Return the input intervals needed for the outputs [start, stop), start < stop."""
 
     def dependents(self, size: int, start: int, stop: int) -> tuple[Interval, ...]:
-        """Return output intervals that contain every output that needs any of the inputs [start,
-        stop).
-        """
+        """Return output intervals with every output that needs any of the inputs [start, stop)."""
 
 
 class Ascending:
-    """An index map in which later outputs need no earlier inputs, and each output needs one
-    interval.
-    """
+    """An index map in which later outputs need no earlier inputs, and each needs one interval."""
 
     def dependents(self: IndexMap, size: int, start: int, stop: int) -> tuple[Interval, ...]:
         outputs = range(self.output_size(size))
@@ -108,9 +102,7 @@ class Window(Ascending):
 
 
 class Run(NamedTuple):
-    """The elements [start, stop) of a buffer, which adaptive pooling reduces to `outputs`
-    outputs.
-    """
+    """The elements [start, stop) of a buffer, which adaptive pooling reduces to `outputs`."""
 
     start: int
     stop: int
@@ -156,9 +148,7 @@ def _runs(window: AdaptiveWindow, size: int, start: int, stop: int) -> tuple[Run
 
 
 def _pools_alone(window: AdaptiveWindow, size: int, start: int, outputs: int) -> bool:
-    """Return whether adaptive pooling of the inputs of `outputs` outputs gives exactly these
-    outputs.
-    """
+    """Return whether adaptive pooling of the inputs of `outputs` outputs gives just these."""
     ((first, last),) = window.intervals(size, start, start + outputs)
     alone = AdaptiveWindow(outputs)
     return all(
@@ -333,9 +323,7 @@ class Pad:
         return inside[0] - first, last - inside[1]
 
     def order(self, size: int, start: int, stop: int) -> list[int] | None:
-        """Return the position in the buffer of each output in [start, stop); None where they are
-        in order.
-        """
+        """Return each output's position in the buffer, for [start, stop); None if in order."""
         if self.mode == "constant":
             return None
         first, last = start - self.before, stop - self.before
@@ -403,9 +391,7 @@ class TransposedWindow(Ascending):
         return ((min(first, (start + self.padding) // self.stride), last),)
 
     def written(self, size: int, start: int, stop: int) -> Interval:
-        """Return the outputs, first to last, that are reached by the inputs needed for [start,
-        stop).
-        """
+        """Return the outputs, first to last, reached by the inputs needed for [start, stop)."""
         ((first, last),) = self.intervals(size, start, stop)
         offset = -self.padding
         return (

@@ -180,9 +180,7 @@ class _Dimension:
         return tuple(found)
 
     def overlap(self, source: int, target: int) -> int:
-        """Return the number of elements that target part `target` takes from source part
-        `source`.
-        """
+        """Return the number of elements that part `target` takes from source part `source`."""
         start, stop = block(self.size, self.source_parts, source)
         pieces = (min(b, stop) - max(a, start) for a, b in self.intervals(target))
         return sum(n for n in pieces if n > 0)
@@ -201,9 +199,7 @@ class _Dimension:
 
 
 def _parts_meeting(size: int, parts: int, intervals: Iterable[Interval]) -> set[int]:
-    """Return the parts of `size` positions that intersect the intervals, which may reach
-    outside.
-    """
+    """Return the parts of `size` positions that meet the intervals, which may reach outside."""
     meeting: set[int] = set()
     for first, last in intervals:
         a, b = max(first, 0), min(last, size)

@@ -58,9 +58,7 @@ class Topology:
         return sum(coordinates[axis] * self._stride[axis] for axis in AXES)
 
     def part(self, coordinates: Mapping[str, int], axes: Iterable[str]) -> int:
-        """Return the number of the part at `coordinates` of a dimension cut over `axes`, first
-        slowest.
-        """
+        """Return the part at `coordinates` of a dimension cut over `axes`, first slowest."""
         index = 0
         for axis in axes:
             index = index * self.extent(axis) + coordinates[axis]

@@ -1,6 +1,4 @@
-"""Ending the whole job when one rank raises, instead of leaving other ranks waiting for its
-messages.
-"""
+"""Ending the whole job when one rank raises, so that others do not wait for its messages."""
 
 from __future__ import annotations
 
@@ -22,9 +20,7 @@ from typing import Any
 from distconv.transport.launch import is_copy, place_by_torch
 
 _GRACE = 2.5
-"""Seconds that other ranks wait for rank 0 to report, so that an error of all ranks is printed
-once.
-"""
+"""Seconds that other ranks wait for rank 0 to report, so that a common error is printed once."""
 
 _PATIENCE = 5.0
 """Seconds allowed for MPI's abort."""

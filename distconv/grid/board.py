@@ -33,9 +33,7 @@ class Board:
         return None
 
     def count(self, name: str, more: int = 1) -> int:
-        """Add to the counter of that name; return its new value, or -1 if the store cannot be
-        reached.
-        """
+        """Add to the counter of that name; return its new value, or -1 without a store."""
         try:
             if self._store is not None:
                 return int(self._store.add(name, more))

@@ -87,9 +87,7 @@ class Grid(ABC):
         """Return a context for a collective of the grid's communicators, compared between ranks."""
 
     def waiting(self) -> Wait:
-        """Return a context in which this rank is shown as waiting for the other ranks of the
-        grid.
-        """
+        """Return a context in which this rank is shown as waiting for the grid's other ranks."""
         return Wait(self.journal.waiting)
 
     def __copy__(self) -> Grid:

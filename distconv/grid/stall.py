@@ -120,9 +120,7 @@ class Watch:
             self._answer()
 
     def _wrong(self) -> str | None:
-        """Return a message where ranks have waited for too long, or for a rank that is gone;
-        else None.
-        """
+        """Return a message where ranks wait for too long, or for a rank that is gone; else None."""
         try:
             for check in self._waiting.checks:
                 check()
@@ -214,9 +212,7 @@ class Watch:
 
 
 class _State(NamedTuple):
-    """A rank's place in words, the number of its first known entry, and its entries' codes and
-    words.
-    """
+    """A rank's place in words, its first known entry, and the codes and words of its entries."""
 
     what: str
     first: int = 1

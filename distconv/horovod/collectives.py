@@ -84,9 +84,7 @@ def chosen_op(caller: str, op: ReduceOp | None, average: bool | None = None) -> 
 def start_flat_sum(
     flat: Tensor, part: Part, grid: ProcessGrid, purpose: str = PURPOSE
 ) -> Request | None:
-    """Start to sum a vector in place; return None after summing one that is sent in another
-    type.
-    """
+    """Start to sum a vector in place; return None after summing one sent in another type."""
     if part.wire:
         HalfSum(flat, grid, AXES, getattr(torch, part.wire), purpose).wait()
         return None
@@ -484,9 +482,7 @@ def _called(
 
 
 def _shown(results: list[Tensor], several: bool, options: dict[str, Any]) -> Any:
-    """Return results in Horovod's form: one tensor, or several, or with the splits of an
-    all-to-all.
-    """
+    """Return results in Horovod's form: one tensor, several, or with an all-to-all's splits."""
     if several:
         return results
     return tuple(results) if options.get("splits") is not None else results[0]
@@ -610,9 +606,7 @@ def sparse_allreduce_async(
     op: ReduceOp,
     process_set: ProcessSet = global_process_set,
 ) -> Callable[[], Tensor]:
-    """Start to reduce a sparse tensor by Average or Sum; return a function that waits for the
-    result.
-    """
+    """Start to reduce a sparse tensor by Average or Sum; return a function that waits for it."""
     chosen = chosen_op("sparse_allreduce_async", op)
     if chosen not in (Average, Sum):
         raise ValueError(f"sparse_allreduce_async: op={chosen} is none for it; use Average or Sum")

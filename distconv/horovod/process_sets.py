@@ -1,6 +1,4 @@
-"""The process sets of a Horovod program, with the set of all ranks first, and queries about
-ranks.
-"""
+"""The process sets of a Horovod program, the set of all ranks first, and queries about ranks."""
 
 from __future__ import annotations
 

@@ -105,9 +105,7 @@ class _Sum(NamedTuple):
 
     flat: Tensor
     outside: Sequence[tuple[int, Tensor]]
-    """The parameters whose gradients are tensors of their own, or None, each with its part of
-    the sum.
-    """
+    """The parameters whose gradients are not views, or None, each with its part of the sum."""
     used: tuple[bool, ...]
     """Whether this rank has added its part of each gradient."""
     request: Request
@@ -144,9 +142,7 @@ def fill_buckets(
 
 
 def _strides(p: Tensor) -> tuple[int, ...]:
-    """Return the strides of a gradient: the parameter's own if it has no gaps, else row-major
-    ones.
-    """
+    """Return the strides of a gradient: the parameter's own if without gaps, else row-major."""
     own = p.stride()
     dense: Tensor = torch.empty_like(p, device="meta")
     return own if dense.stride() == own else torch.empty(p.shape, device="meta").stride()

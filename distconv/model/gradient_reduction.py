@@ -92,13 +92,9 @@ class GradientReduction:
         """For each parameter's number the number of its bucket."""
         self._laid_out: list[Any] = []
         self._is_part = [False] * len(self._leaves)
-        """For each parameter whether .grad is this rank's part of a sum, rather than equal on
-        all ranks.
-        """
+        """For each parameter whether .grad is this rank's part of a sum, not equal on all ranks."""
         self._missing: list[int] = []
-        """For each bucket, the number of gradients that the current backward pass has not made
-        yet.
-        """
+        """For each bucket, the number of gradients that this backward pass has not made yet."""
         self._made: set[int] = set()
         """The parameters whose gradient the current backward pass has made."""
         self._pass = -1
@@ -159,9 +155,7 @@ class GradientReduction:
         self._end(failed=False)
 
     def give(self, sums: Iterable[Tensor | None]) -> None:
-        """Set the gradient of each parameter to a sum over the ranks that was computed
-        elsewhere.
-        """
+        """Set the gradient of each parameter to a sum over the ranks computed elsewhere."""
         for p, gradient in zip(self._leaves, sums, strict=True):
             p.grad = gradient
         self._is_part = [False] * len(self._leaves)
@@ -224,9 +218,7 @@ class GradientReduction:
         return self._grid.transport.ordered or self._wire is not None
 
     def prepare(self) -> None:
-        """Register hooks on the trainable parameters and lay out the buckets, last parameters
-        first.
-        """
+        """Register hooks on trainable parameters and lay out the buckets, last ones first."""
         trainable = [(n, p) for n, p in enumerate(self._leaves) if p.requires_grad]
         self._hooks.watch([n for n, _ in trainable])
         layout = [(n, p.dtype, p.shape, p.stride()) for n, p in trainable]
@@ -253,9 +245,7 @@ class GradientReduction:
 
     @staticmethod
     def kind(p: Tensor) -> str:
-        """Return a text of everything that decides the place of a parameter's gradient in the
-        buckets.
-        """
+        """Return everything that decides a parameter's place in the buckets, as a text."""
         stride = "" if isinstance(p, DistTensor) else f" of strides {p.stride()}"
         return f"{p.dtype}{stride}, requires_grad={p.requires_grad}"
 
@@ -387,7 +377,5 @@ class _EndOfBackward:
 
 
 def axes_of_sum(p: Tensor, grid: Grid) -> tuple[str, ...]:
-    """Return the axes along which ranks hold the same block of a parameter, and sum its
-    gradient.
-    """
+    """Return the axes along which ranks hold the same block of a parameter, and sum gradients."""
     return replicating_axes(p.cuts if isinstance(p, DistTensor) else (), grid.topology)

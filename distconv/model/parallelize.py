@@ -205,9 +205,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
 
 
 def _compare(mine: dict[str, Any], grid: ProcessGrid, way_out: str) -> list[dict[str, Any]]:
-    """Return the facts of every rank, after a check that raises on all of them where they
-    differ.
-    """
+    """Return the facts of every rank, after a check that raises on all where they differ."""
     everyone: list[dict[str, Any]] = grid.all_gather_object(mine)
     for rank, theirs in enumerate(everyone):
         for name in sorted(everyone[0].keys() | theirs.keys()):

@@ -81,13 +81,9 @@ class ParameterHooks:
         self._stream: int | None = None
         """The number of the stream on which the nodes were made."""
         self._sums: dict[int, RemovableHandle] = {}
-        """For each parameter with hooks of the program, the hook before them that sums the
-        gradient.
-        """
+        """For each parameter with hooks of the program, the hook before them that sums."""
         self._new = False
-        """Whether autograd is making the first gradient of a parameter, rather than adding to
-        one.
-        """
+        """Whether autograd is making the first gradient of a parameter, not adding to one."""
         self._checked = -1
 
     def watch(self, trainable: Sequence[int]) -> None:

@@ -57,9 +57,7 @@ def make_whole(weight: DistTensor) -> None:
 
 
 def _layout_of(name: str, layouts: Mapping[str, Layout], grid: ProcessGrid) -> Layout:
-    """Return the layout of the module of this name, or of the nearest enclosing module that has
-    one.
-    """
+    """Return the layout of the module of this name, or of the nearest enclosing one with one."""
     while name not in layouts:
         if not name:
             return default_layout(grid, 2)

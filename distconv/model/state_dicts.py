@@ -56,9 +56,7 @@ def _whole(x: Any) -> Any:
 
 
 def _cut(x: Any, parameter: DistTensor) -> Any:
-    """Return this rank's block of an optimizer's value, cut as the parameter, or as its first
-    dimension.
-    """
+    """Return this rank's block of an optimizer's value, cut as the parameter or its rows."""
     if not isinstance(x, Tensor) or isinstance(x, DistTensor) or x.dim() != parameter.dim():
         return x
     cuts = operand_cuts(tuple(x.shape), tuple(parameter.shape), parameter.cuts)

@@ -57,9 +57,7 @@ def check_no_active_wrapper() -> None:
 
 @cache
 def refuse_wrappers_around(parallelized: Callable[[nn.Module], object]) -> None:
-    """From now on raise where a wrapper is given a module for one of whose parts `parallelized`
-    is true.
-    """
+    """Raise, from now on, where a wrapper takes a module with a part that is `parallelized`."""
 
     def check(wrapper: nn.Module, name: str, module: nn.Module | None) -> None:
         kind = _among(type(wrapper), _WRAPPERS)

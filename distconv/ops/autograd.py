@@ -35,9 +35,7 @@ GradientArguments = Tensor | Sequence[Tensor | None] | None
 def _seeds(
     tensors: Sequence[Tensor], gradients: GradientArguments, operator: str
 ) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Return the shards at which a backward pass starts, and the gradients of each to start
-    with.
-    """
+    """Return the shards at which a backward pass starts, and their gradients to start with."""
     given: Sequence[Tensor | None]
     if gradients is None:
         given = [None] * len(tensors)
@@ -182,9 +180,7 @@ def _recorded_alike(
 def register_hook(
     self: DistTensor, hook: Callable[[DistTensor | None], Tensor | None]
 ) -> RemovableHandle:
-    """Call `hook` with the gradient of the tensor, which it may replace. All ranks call it
-    together.
-    """
+    """Call `hook` with the gradient of the tensor, which it may replace, on all ranks together."""
     handle = (_hook_block if self.unmerged is None else _hook_unmerged)(self, hook)
     if self.gradient_hook is not None:
         # A gradient is retained as the last hook leaves it.

@@ -41,9 +41,7 @@ from distconv.torch_private import (
 
 
 class _BlockPlace(NamedTuple):
-    """The cuts and shape of a distributed tensor whose shard is known; of a plain tensor, a
-    mark.
-    """
+    """The cuts and shape of a distributed tensor with a known shard; a mark for a plain one."""
 
     shape: Shape
     cuts: Cuts
@@ -66,9 +64,7 @@ class _BlockPlace(NamedTuple):
 
 
 class _Context:
-    """The `ctx` of a user's Function, with torch's methods and the attributes that the user
-    sets.
-    """
+    """The `ctx` of a user's Function, with torch's methods and the user's attributes."""
 
     def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
         self.needs_input_grad = needs_input_grad
@@ -104,9 +100,7 @@ class _Context:
 
 
 class _Call:
-    """One call of a user's Function: its arguments until it has run, then the places of its
-    tensors.
-    """
+    """One call of a user's Function: its arguments until it has run, then its tensors' places."""
 
     def __init__(self, function: Any, arguments: tuple[Any, ...], grid: Grid) -> None:
         self._function, self._arguments, self._grid = function, arguments, grid
@@ -225,9 +219,7 @@ class _OnShards(Function):
 
 
 def _has_setup_context(function: Any) -> bool:
-    """Return whether a Function has a `setup_context`, torch's newer form, with a forward
-    without ctx.
-    """
+    """Return whether a Function has a `setup_context`, so that its forward takes no ctx."""
     return function.setup_context is not Function.setup_context
 
 
@@ -288,9 +280,7 @@ def _apply(cls: Any, *arguments: Any, **keywords: Any) -> Any:
 
 
 def _saved(inputs: tuple[Any, ...]) -> tuple[list[Any], list[_BlockPlace | None]]:
-    """Return the shards of a checkpoint's inputs, to be saved like other tensors, and their
-    places.
-    """
+    """Return the shards of a checkpoint's inputs, saved like other tensors, and their places."""
     places = []
     for x in inputs:
         if isinstance(x, DistTensorBase):

@@ -137,9 +137,7 @@ def _resample(
 
 
 def _select(buffer: Tensor, d: int, index: Tensor) -> Tensor:
-    """Return the rows `index` along the spatial dimension `d`, in the memory format of the
-    buffer.
-    """
+    """Return the rows `index` along spatial dimension `d`, in the memory format of the buffer."""
     if not has_channels_last(buffer):
         return buffer.index_select(d, index)
     return buffer.movedim(1, -1).index_select(d - 1, index).movedim(-1, 1)

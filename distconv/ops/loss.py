@@ -203,9 +203,7 @@ def _check_without_samples(
 
 
 def _warn_of_labels_apart(name: str, x: DistTensor, target: Tensor, cuts: Cuts) -> None:
-    """Warn on rank 0 where labels have another layout than the scores, and are moved in every
-    call.
-    """
+    """Warn on rank 0 where labels have another layout than the scores, and move in every call."""
     apart = isinstance(target, DistTensor) and any(target.cuts) and target.cuts != cuts
     if apart and x.grid.rank == 0:
         warnings.warn(

@@ -41,9 +41,7 @@ def cosine_embedding_loss(
     reduce: bool | None = None,
     reduction: str = "mean",
 ) -> Tensor:
-    """Return 1 - cos of pairs of vectors where the target is 1, max(0, cos - margin) where it is
-    -1.
-    """
+    """Return 1 - cos of pairs of vectors where the target is 1, max(0, cos - margin) where -1."""
     name = "cosine_embedding_loss"
     reduction = reduction_name(size_average, reduce, reduction, name)
     _check_dimensions(name, input1, input2)
@@ -190,9 +188,7 @@ def _of_classes(
     reduction: str,
     **options: Any,
 ) -> Tensor:
-    """Return a loss of scores, with classes last, and of labels with `inner` dimensions per
-    sample.
-    """
+    """Return a loss of scores, classes last, and of labels with `inner` dimensions per sample."""
     if input.dim() == 1:
         # torch's own checks take the loss of a single sample for that of a batch.
         batch = input.unsqueeze(0), target.unsqueeze(0)

@@ -339,9 +339,7 @@ def rrelu(
     training: bool = False,
     inplace: bool = False,
 ) -> Tensor:
-    """Return leaky ReLU with slopes drawn from `lower` to `upper`, or with their mean in
-    evaluation.
-    """
+    """Return leaky ReLU with slopes drawn from `lower` to `upper`, or their mean in evaluation."""
     if not training:
         return F.leaky_relu(input, (lower + upper) / 2, inplace=inplace)
     slopes = lower + (upper - lower) * rand_like(input.detach())
@@ -353,9 +351,7 @@ def rrelu(
 def gumbel_softmax(
     logits: Any, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1
 ) -> Tensor:
-    """Return the softmax of logits with Gumbel noise; if `hard`, in one-hot form with the same
-    gradient.
-    """
+    """Return the softmax of logits with Gumbel noise; one-hot, with its gradient, if `hard`."""
     noise = torch.empty_like(logits.detach()).exponential_().log()
     soft = F.softmax((logits - noise) / tau, dim)
     if not hard:

@@ -31,9 +31,7 @@ COPIED = (2**10, 2**14, 2**18, 2**20, 2**22, 2**24, 2**26)
 """Bytes at which messages, reductions and copies are measured."""
 
 _BUSY = 1e-3
-"""Seconds for a message of 8 bytes within a node above which other programs must be using its
-cores.
-"""
+"""Seconds for 8 bytes within a node above which other programs must be using its cores."""
 
 Progress = Callable[[str], object]
 
@@ -113,9 +111,7 @@ def calibrate(
 
 
 def _pairs(hosts: Sequence[str]) -> Iterator[tuple[str, ProcessGrid, int | None]]:
-    """Yield `within` and `between`, each with a grid of all ranks and this rank's partner, if
-    any.
-    """
+    """Yield `within` and `between`, each with a grid of all ranks and this rank's partner."""
     grid = ProcessGrid(width=-1, device="cpu")
     me, ranks = grid.rank, range(len(hosts))
     neighbour = me ^ 1
@@ -134,9 +130,7 @@ def _pairs(hosts: Sequence[str]) -> Iterator[tuple[str, ProcessGrid, int | None]
 
 
 def _groups(ranks: int) -> Iterator[tuple[int, ProcessGrid]]:
-    """Yield numbers of ranks, each with a grid whose `width` axis has that many neighbouring
-    ranks.
-    """
+    """Yield numbers of ranks, each with a grid whose `width` axis has that many neighbours."""
     sizes = [n for n in (2**i for i in range(1, 13)) if n < ranks and ranks % n == 0]
     for n in (*sizes, ranks):
         yield n, ProcessGrid(sample=ranks // n, width=n, device="cpu")
@@ -212,9 +206,7 @@ def _under_way(
     busy = 2 * once + 2e-4
 
     def go_through(i: int, working: bool) -> tuple[float, float, float]:
-        """Return the seconds of starting, of the final wait, and of the whole, with work
-        between.
-        """
+        """Return the seconds of starting, of the final wait, and of all, with work between."""
         written.fill_(i % 3)
         _meet(grid)
         begun = clock()

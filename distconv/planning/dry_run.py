@@ -170,9 +170,7 @@ class DryRunGrid(Grid):
 
     @contextmanager
     def all_alike(self) -> Iterator[None]:
-        """Let `all_gather_object` work within the context, as if all ranks passed the same
-        object.
-        """
+        """Let `all_gather_object` work within the context, as if all ranks passed one object."""
         self._alike = True
         try:
             yield

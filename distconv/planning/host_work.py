@@ -260,9 +260,7 @@ class _Chain(nn.Module):
 
 
 class _Streaming(Function):
-    """A function that notes the time when the backward pass reaches it, and then fills the
-    caches.
-    """
+    """A function that notes when the backward pass reaches it, and then fills the caches."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, chain: _Chain) -> Tensor:

@@ -27,7 +27,7 @@ class Cost(NamedTuple):
 
 
 def check_ranks(machine: Machine, ranks: int) -> None:
-    """Raise `ValueError` for more ranks than a node has, where the machine has no times between
+    """Raise `ValueError` for ranks on several nodes where the machine has no times between
     nodes.
     """
     if ranks > machine.ranks_per_node:
@@ -119,7 +119,5 @@ def collective_cost(kind: str, ranks: Sequence[int], size: int, machine: Machine
 
 
 def _share(kind: str, ranks: int) -> float:
-    """Return the bytes that a rank sends over its contribution: by Rabenseifner's sum, or a
-    ring.
-    """
+    """Return the bytes a rank sends over its contribution: by Rabenseifner's sum, or a ring."""
     return 2 * (ranks - 1) / ranks if kind == "all_reduce" else ranks - 1

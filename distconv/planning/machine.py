@@ -101,8 +101,8 @@ class Roofline:
     bandwidth: float
     """Bytes of memory read or written a second."""
     efficiency: Mapping[str, float]
-    """The fraction of either that operators reach, by the beginning of their names; "" for the
-    rest.
+    """The fraction of either that operators reach, by the beginning of their names; "" for
+    others.
     """
     smallest: float
     """Seconds of the smallest operator."""
@@ -136,16 +136,12 @@ class Machine:
     not listed.
     """
     skew: Table = NO_TIME
-    """The extra seconds of the slowest rank of a node over the mean for equal work, against the
-    mean.
-    """
+    """The extra seconds of a node's slowest rank over the mean for equal work, against the mean."""
     asynchronous: bool = False
     """Whether the device computes while the host goes on, as GPUs do."""
     roofline: Roofline | None = None
     operators: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Seconds of local operators, by the number of ranks of a node that compute at the same
-    time.
-    """
+    """Seconds of local operators, by the number of a node's ranks that compute at the same time."""
     workspaces: dict[str, int] = field(default_factory=dict)
     """Bytes that local operators allocate beside their results, and free again."""
     memory: int | None = None

@@ -235,9 +235,7 @@ def predicted(
 
 
 def memory_of(recording: Recording, times: OperatorTimes) -> dict[str, int]:
-    """Return the memory of a rank by kind, with the bytes operators allocate beside their
-    results.
-    """
+    """Return the memory of a rank by kind, with the bytes operators allocate beside results."""
     most = recording.peak
     for event in recording.events:
         if isinstance(event, Compute) and "convolution" in event.operator.name:

@@ -33,9 +33,7 @@ OptimizerFactory: TypeAlias = Callable[[Any], torch.optim.Optimizer]
 
 
 def mean_square(output: Any) -> Tensor:
-    """Return the mean squared error between a module's first result and zeros of the same
-    layout.
-    """
+    """Return the mean squared error between a module's first result and zeros of its layout."""
     y = tensors_in(output)[0]
     return F.mse_loss(y, torch.zeros_like(y))
 
@@ -236,9 +234,7 @@ def _each_input(value: Any, count: int, what: str) -> list[Any]:
 
 
 def dtype_of(module: nn.Module) -> torch.dtype:
-    """Return the type of a module's first floating-point parameter; torch's default if it has
-    none.
-    """
+    """Return the type of a module's first floating-point parameter, or torch's default."""
     floating = (p.dtype for p in module.parameters() if p.is_floating_point())
     return next(floating, torch.get_default_dtype())
 

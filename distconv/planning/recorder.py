@@ -353,9 +353,7 @@ _OTHERS = "loss", "gradients", "optimizer"
 
 
 class RuleCalls(TorchFunctionMode):
-    """A mode that passes all calls of functions with rules for distributed tensors to the
-    recorder.
-    """
+    """A mode that passes calls of functions with rules for distributed tensors to the recorder."""
 
     def __init__(self, recorder: Recorder):
         super().__init__()
@@ -429,9 +427,7 @@ _REMEMBERED = 2**16
 
 
 def _result_of(func: Any, args: Any, kwargs: Any, given: Any) -> Any:
-    """Return the result of an operator that makes no view; `given` are its arguments by
-    `spec_of`.
-    """
+    """Return the result of an operator that makes no view; `given` are its arguments' specs."""
     if torch.Tag.inplace_view in func.tags:
         return func(*args, **kwargs)
     # 2 equals 2.0, and makes another type of numbers.

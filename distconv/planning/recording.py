@@ -172,8 +172,8 @@ class LayerPlan:
     """One call of a layer in the forward pass, or of a function between layers, on one rank."""
 
     name: str
-    """The layer's name in the module; for a function, the name of the module whose `forward`
-    calls it.
+    """The layer's name in the module; for a function, that of the module whose `forward` calls
+    it.
     """
     kind: str
     """The type of the layer, or the name of the function."""
@@ -189,9 +189,7 @@ class LayerPlan:
     kept_bytes: int
     """Bytes kept for the backward pass, without parameters and tensors that earlier layers keep."""
     parameter_bytes: int
-    """Bytes of this rank's blocks of the layer's own parameters, counted where they appear
-    first.
-    """
+    """Bytes of this rank's blocks of the layer's own parameters, where they first appear."""
     refusal: str | None = None
     """The reason why the layer cannot run on this grid; None if it can."""
 

@@ -137,9 +137,7 @@ class Study:
         return base.ranks / ranks if self.kind == STRONG else 1.0
 
     def ideal(self, ranks: int) -> float | None:
-        """Return the seconds of the ideal step on `ranks` ranks, from measurement or else
-        prediction.
-        """
+        """Return the seconds of the ideal step on `ranks` ranks, measured or else predicted."""
         base = self.base
         if base is not None:
             return median(base.seconds) * self._share(base, ranks)

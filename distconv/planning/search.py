@@ -316,8 +316,8 @@ class _Search:
     def record(
         self, grid: Mapping[str, int], module: nn.Module | None = None, **more: Any
     ) -> Recording:
-        """Return the recording of one rank that represents a grid: the middle one, or one with a
-        larger block.
+        """Return the recording of a rank that represents a grid: the middle one, or a larger
+        one.
         """
         sizes = dict(zip(dimension_names(len(self.shapes[0])), self.shapes[0], strict=True))
         topology = DryRunGrid(grid).topology

@@ -27,9 +27,7 @@ class Contender:
     run: Callable[[], object]
     threads: int = 1
     ranks: int | None = None
-    """The number of ranks that run it together, from rank 0 on, while the others sleep; by
-    default all.
-    """
+    """The number of ranks that run it, from rank 0 on, while the others sleep; by default all."""
 
 
 class Spread(NamedTuple):

@@ -64,9 +64,7 @@ def make_fork(x: Distributed, shard: Tensor, shape: Sequence[int], cuts: Cuts) -
 
 
 def is_of_parameter(x: DistTensorBase) -> bool:
-    """Return whether `x` is a sharded parameter, a view of one, or an empty tensor made from
-    one.
-    """
+    """Return whether `x` is a sharded parameter, a view, or an empty tensor made from one."""
     memory = x.__dict__.get("_memory")
     return memory is not None and memory.of_parameter
 

@@ -180,9 +180,7 @@ class DistTensorBase(torch.Tensor):
         return block
 
     def outdate(self) -> None:
-        """Mark the block of a view as outdated, to be brought again at the next use; no
-        communication.
-        """
+        """Mark the block of a view as outdated, to be brought again when used; no communication."""
         block = self.__dict__.pop("shard", None)
         self.__dict__.pop("_redistributed", None)
         if block is None or self.recipe is None or self.recipe.write is None:

@@ -42,9 +42,7 @@ def others_look_on() -> bool:
 
 
 def maybe_traced() -> bool:
-    """Return whether anything is active below torch's functions; `check_untraced` finds out
-    what.
-    """
+    """Return whether anything is active below torch's functions; `check_untraced` knows what."""
     return (
         count_modes() != 0
         or is_tracing()

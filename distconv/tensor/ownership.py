@@ -20,9 +20,7 @@ from distconv.grid.interface import Grid
 from distconv.torch_private import roots_of_backward
 
 _OWNED = "_distconv_owned"
-"""The attribute of a parameter or buffer that holds the number of ranks of its parallelized
-module.
-"""
+"""The attribute of a parameter or buffer with the number of ranks of its parallelized module."""
 
 _SUMMED = "_distconv_summed"
 """The attribute of a module's parameter whose hooks get the sum of its gradient."""
@@ -59,9 +57,7 @@ def is_shared(x: Tensor) -> bool:
 
 
 def own_alike(y: Tensor, x: Tensor) -> None:
-    """Note that `y`, a copy of `x` in another type, belongs to the module of `x`, if there is
-    one.
-    """
+    """Note that `y`, a copy of `x` in another type, belongs to the module of `x`, if any."""
     if _OWNED in x.__dict__:
         y.__dict__[_OWNED] = x.__dict__[_OWNED]
 
@@ -136,9 +132,7 @@ def meets(roots: Iterable[Tensor], x: Tensor) -> bool:
 def reaches(
     roots: Iterable[Tensor], x: Tensor, ends: Callable[[Any], bool] = lambda node: False
 ) -> bool:
-    """Return whether a path leads from `roots` to `x` in the graph, without nodes for which
-    `ends` holds.
-    """
+    """Return whether a path leads from `roots` to `x`, past no node for which `ends` holds."""
     edge = get_gradient_edge(x)[:2]
     seen: set[Any] = set()
     waiting: list[Any] = [root.grad_fn for root in roots]

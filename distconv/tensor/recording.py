@@ -1,6 +1,4 @@
-"""Checks that autograd records operations on DistTensors, and the gradients that passes start
-with.
-"""
+"""Checks that autograd records operations on DistTensors, and the first gradients of passes."""
 
 from __future__ import annotations
 
@@ -123,9 +121,7 @@ def check_recorded(operator: Callable[..., Any] | str, *operands: Any) -> dict[i
 
 
 def recorded(operator: Callable[..., Any] | str, arguments: Any) -> Any:
-    """Return the arguments for an operator that dispatch does not see, checked as by
-    `check_recorded`.
-    """
+    """Return the checked arguments of an operator that dispatch does not see."""
     entered = check_recorded(operator, *tensors_in(arguments))
     return replaced(arguments, entered) if entered else arguments
 

@@ -37,9 +37,7 @@ class SharedMemory:
         return twin
 
     def copy(self, view: Any) -> SharedMemory:
-        """Return new memory for a view with elements on other ranks; it follows writes to this
-        one.
-        """
+        """Return new memory for a view with elements elsewhere; it follows writes to this one."""
         twin = self.fork()
         twin._source, twin._view = self, ref(view)
         return twin

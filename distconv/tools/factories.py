@@ -51,9 +51,7 @@ def _imported(path: str) -> Any:
 
 
 def _from_file(path: Path) -> Any:
-    """Import and return the module in a file, with the file's folder on the path, as for a
-    script.
-    """
+    """Import and return the module in a file, with its folder on the path, as for a script."""
     if not path.is_file():
         raise BadArguments(f"there is no file {str(path)!r}")
     sys.path.insert(0, str(path.resolve().parent))

@@ -36,17 +36,13 @@ that of rounding in every addition.
 """
 
 _UNTELLING = 0.2
-"""The difference above which nothing is treated as rounding, however much the serial program
-amplifies it.
-"""
+"""The difference above which nothing is rounding, however much the serial program amplifies."""
 
 _HALF = 64
 """The tolerance of types shorter than float32, in units of their rounding."""
 
 _NEGLIGIBLE = 1e-3
-"""The fraction of the largest gradient of all parameters against which smaller ones are
-measured.
-"""
+"""The fraction of the largest gradient of all parameters that smaller ones are measured by."""
 
 _RANDOM = (
     *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
@@ -359,7 +355,7 @@ class _Serial:
         last: bool,
         progress: Callable[[TensorComparison], object] = lambda comparison: None,
     ) -> list[TensorComparison]:
-        """Run `model` and compare; collective where it is distributed. `last` frees the serial
+        """Run `model` and compare; collective where distributed. `last` frees the serial
         outputs.
         """
         leaves = [_leaf(x) for x in inputs]
@@ -410,9 +406,7 @@ def _shaken(x: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _shaken_input(x: Tensor, generator: torch.Generator) -> Tensor:
-    """Return a floating-point input with every element changed in its last place; others
-    unchanged.
-    """
+    """Return a floating-point input with every element changed in its last place."""
     shaken = _shaken(x, generator)
     return torch.where(x == x.round(), x, shaken) if x.is_floating_point() else shaken
 
@@ -437,9 +431,7 @@ def _without_dropout(module: nn.Module) -> list[str]:
 
 
 def _version(x: Tensor) -> int | None:
-    """Return the number of writes to `x`; None for tensors of inference mode, which do not count
-    them.
-    """
+    """Return the number of writes to `x`; None in inference mode, which does not count them."""
     return None if x.is_inference() else x._version
 
 

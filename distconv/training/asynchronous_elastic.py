@@ -93,9 +93,7 @@ class ElasticClient:
         self.steps = steps
 
     def step(self, samples: int) -> None:
-        """Pull in every `period`-th step, and take a step of the optimizer. Gradients are None
-        afterwards.
-        """
+        """Pull in every `period`-th step, and take an optimizer step. Gradients are then None."""
         self.steps += 1
         self._samples += samples
         self._pulled = False
@@ -132,9 +130,7 @@ class ElasticRule:
         self._parameters, self._alpha, self._client = parameters, alpha, client
 
     def update(self, brought: Sequence[tuple[list[Tensor | None], int]]) -> list[Tensor | None]:
-        """Move the center towards a client's parameters; return the move, which the client
-        subtracts.
-        """
+        """Move the center towards a client's parameters; return the move, for it to subtract."""
         [(theirs, samples)] = brought
         pull: list[Tensor | None] = []
         for center, x in zip(self._parameters, theirs, strict=True):

@@ -78,9 +78,7 @@ class Worker:
 
     @property
     def steps(self) -> int:
-        """Return the number of steps this worker has taken, also before the server was
-        restarted.
-        """
+        """Return the number of steps of this worker, also before the server was restarted."""
         steps: int = self._client.steps
         return steps
 

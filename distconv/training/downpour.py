@@ -108,9 +108,7 @@ class DownpourClient:
         self.steps = steps
 
     def step(self, samples: int) -> None:
-        """Add the gradients, of `samples` samples, to those to be sent. They are None
-        afterwards.
-        """
+        """Add the gradients of `samples` samples to those to send, and set them to None."""
         self.steps += 1
         self._samples += samples
         pushes, fetches = (

@@ -50,9 +50,7 @@ class GradientPacking:
         return shards_of(self._parameters)
 
     def pack(self) -> list[GradientMessage]:
-        """Return copies of the gradients in as few messages as possible; zeros for gradients of
-        None.
-        """
+        """Return copies of the gradients in as few messages as possible; zeros for None."""
         kinds: dict[tuple[tuple[str, ...], torch.dtype], list[int]] = defaultdict(list)
         leaves = self.leaves
         for i, p in enumerate(leaves):

@@ -134,9 +134,7 @@ class _Arrived(NamedTuple):
 
 
 class _UnderWay:
-    """Gradients on their way to become sums. All ranks make it together, which starts the
-    reduction.
-    """
+    """Gradients on their way to become sums. All ranks make it, which starts the reduction."""
 
     def __init__(self, packing: GradientPacking, grid: ProcessGrid):
         self._packing, self._messages = packing, packing.pack()

@@ -29,9 +29,7 @@ from distconv.tensor.nested import shards_of
 Group = dict[str, Any]
 
 _DECOUPLED = ("AdamW", "Adafactor", "Muon")
-"""Names of torch's optimizers whose weight decay is not part of the gradient; some torch lack
-some.
-"""
+"""Names of torch's optimizers whose weight decay is not part of the gradient."""
 
 
 class LARC(Optimizer):
@@ -132,9 +130,7 @@ class LARC(Optimizer):
         self.optimizer.zero_grad(set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Take a step. Return the result of `closure`, where given, which computes the
-        gradients.
-        """
+        """Take a step. Return the result of `closure`, if given, which computes the gradients."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

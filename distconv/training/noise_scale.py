@@ -178,7 +178,5 @@ def estimates(small: float, large: float, unit: int, batch: int) -> tuple[float,
 
 
 def _within(message: GradientMessage) -> tuple[str, ...]:
-    """Return the axes of ranks that share a sample and hold different summands of these
-    gradients.
-    """
+    """Return the axes of ranks that share a sample and hold different summands of gradients."""
     return tuple(axis for axis in message.axes if axis != "sample")

@@ -12,9 +12,7 @@ _ALIGNMENT = 16
 
 
 class Packing:
-    """The layout of tensors in a message: a byte for each that says whether it is there, then
-    those.
-    """
+    """The layout of tensors in a message: a byte for each, whether it is there, then those."""
 
     def __init__(self, tensors: Sequence[Tensor]):
         self._kinds = [(t.shape, t.dtype, t.numel() * t.element_size()) for t in tensors]

@@ -35,9 +35,7 @@ class Kind(IntEnum):
     """
 
     HELLO = 1
-    """Ask for parameters and buffers, and send the description that client and server must
-    share.
-    """
+    """Ask for parameters and buffers, and send the description that both must share."""
     PUSH = 2
     """Send gradients and buffers; not answered."""
     FETCH = 3
@@ -57,9 +55,7 @@ class Kind(IntEnum):
     FAILED = 11
     """Say, in place of an answer, that the server has failed, and why."""
     SAVE = 12
-    """Ask as by MEET, and ask the server to save its state under the number in place of the
-    steps.
-    """
+    """Ask as by MEET, and for the server to save its state under the number for the steps."""
 
 
 _RENEWING = (Kind.HELLO, Kind.FETCH, Kind.PUSH_AND_FETCH, Kind.PULL)
@@ -198,9 +194,7 @@ class Connection:
     def answers(
         self, kind: Kind, tensors: Sequence[Tensor | None] | None, samples: int, steps: int
     ) -> list[Message]:
-        """Send a request to every shard; return the raw answers, none where the request has
-        none.
-        """
+        """Send a request to every shard; return the raw answers, none if the request has none."""
         until = time.monotonic() + self._limit
         try:
             for j, link in enumerate(self._links):
@@ -243,9 +237,7 @@ class Connection:
 
 
 def leave(above: Sequence[Link], below: Sequence[Link], why: str) -> None:
-    """Tell servers that their client has failed, and clients that their server has; close the
-    links.
-    """
+    """Tell servers that their client has failed, and clients their server; close the links."""
     until = time.monotonic() + _FAREWELL
     for links, last in ((above, message((Kind.LEAVE,))), (below, failed(why))):
         for link in links:

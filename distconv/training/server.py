@@ -63,9 +63,7 @@ class Rule(Protocol):
     scheduler: Any
     """The scheduler of the optimizer, or None."""
     waits: bool
-    """Whether an update waits for requests of all active clients; otherwise each request is an
-    update.
-    """
+    """Whether an update waits for requests of all active clients, or each request is one."""
 
     def update(self, brought: Sequence[tuple[list[Tensor | None], int]]) -> list[Tensor | None]:
         """Change the parameters by the tensors of one or more clients, each with its samples.

@@ -1,6 +1,4 @@
-"""The loop of a server: it talks to its clients until the last one has left, and saves its
-state.
-"""
+"""The loop of a server: it talks to its clients until the last has left, and saves its state."""
 
 from __future__ import annotations
 
@@ -220,9 +218,7 @@ def _run(server: Server, links: Mapping[int, Link], state: ServerCheckpoints) ->
 
 
 def _only(model: nn.Module, part: Sequence[int]) -> nn.Module:
-    """Return a copy of a model on the host, with only the parameters and buffers at indices
-    `part`.
-    """
+    """Return a copy of a model on the host, with the parameters and buffers `part` only."""
     kept = {
         name
         for i, (name, _) in enumerate((*model.named_parameters(), *model.named_buffers()))

@@ -97,9 +97,7 @@ class Arrangement:
         return (rank - self.servers) // self.of_worker
 
     def above(self, rank: int) -> list[int]:
-        """Return the ranks to which a rank sends updates; only the first rank of a worker has
-        some.
-        """
+        """Return the ranks to which a rank sends updates; a worker's first rank alone has some."""
         if rank >= self.servers:
             worker = self.worker_of(rank)
             first = rank == self.ranks_of(worker)[0]

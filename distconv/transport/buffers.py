@@ -18,9 +18,7 @@ ByteArray = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 KEPT_BYTES = 64 * 2**20
 """Bytes kept for later messages."""
 SMALL_BYTES = 64 * 2**10
-"""The largest message, in bytes, whose memory malloc reuses by itself, which is cheaper than
-here.
-"""
+"""The largest message, in bytes, whose memory malloc reuses itself, which is cheaper."""
 
 
 def release_idle() -> None:

@@ -85,9 +85,7 @@ class StreamTransport(Transport, Protocol):
         """
 
     def close(self, abort: bool) -> None:
-        """Close all connections, when their work is done, or at once; nothing is sent
-        afterwards.
-        """
+        """Close all connections, when their work is done or at once; nothing is sent afterwards."""
 
 
 _MOST = 32767
@@ -124,9 +122,7 @@ class Comparison:
         self._wait, self._most = wait, most
 
     def wait(self) -> list[bool]:
-        """Return for each number whether it is equal on all ranks, once every rank has sent its
-        numbers.
-        """
+        """Wait for the numbers of all ranks; return for each whether it is equal on all."""
         self._wait()
         most = self._most
         half = len(most) // 2
@@ -134,9 +130,7 @@ class Comparison:
 
 
 def with_opposites(numbers: Sequence[int]) -> array[int]:
-    """Return the numbers followed by their negatives: maxima of both over ranks give the
-    extremes.
-    """
+    """Return the numbers followed by their negatives, whose maxima over ranks are extremes."""
     return array("q", (*numbers, *map(neg, numbers)))
 
 
@@ -175,7 +169,7 @@ class Communicator(ObjectCommunicator, Protocol):
         """Start to compare numbers of fewer than 64 bits with those of the other ranks."""
 
     def subgroup(self, ranks: tuple[int, ...], purpose: str) -> Communicator:
-        """Return a communicator of some of the ranks, by their numbers in the job; those call
+        """Return a communicator of some of the ranks, by their numbers in the job. Those call
         it.
         """
 

@@ -115,9 +115,7 @@ class NCCLTransport:
         self._side.follow()
 
     def _communicator(self, group: Communicator) -> Any:
-        """Return the NCCL communicator of `group`, which its ranks make together at the first
-        call.
-        """
+        """Return the NCCL communicator of `group`, made together by its ranks at the first call."""
         key = group.purpose, group.ranks
         if key not in self._communicators:
             name = group.bcast(self._nccl.get_unique_id() if group.rank == 0 else None)

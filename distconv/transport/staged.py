@@ -45,9 +45,7 @@ class LaunchQueue:
         self._waiting: deque[QueuedRequest] = deque()
 
     def add(self, ready: Event, start: Callable[[], Request]) -> QueuedRequest:
-        """Queue `start`, to be called after `ready`; before, MPI must not touch the GPU's
-        memory.
-        """
+        """Queue `start`, to be called after `ready`; before, MPI must not touch GPU memory."""
         queued = QueuedRequest(self, ready, start)
         self._waiting.append(queued)
         return queued

@@ -28,9 +28,7 @@ class Summand(NamedTuple):
     numbers: Tensor
     """The tensor itself, its real and imaginary parts, or a copy in a wider type."""
     into: Tensor | None
-    """The tensor that the sum is copied to, where the numbers do not share its memory; else
-    None.
-    """
+    """The tensor that the sum is copied to, where the numbers have memory of their own."""
 
     @classmethod
     def of(cls, tensor: Tensor, library: str) -> Summand:
@@ -45,9 +43,7 @@ class Summand(NamedTuple):
         return cls(numbers, None)
 
     def arriving(self, request: Request) -> Request:
-        """Return a request for the sum of the tensor from the request for the sum of the
-        numbers.
-        """
+        """Return a request for the sum of the tensor from that for the sum of the numbers."""
         return request if self.into is None else _CopiedSum(request, self.numbers, self.into)
 
 

@@ -40,9 +40,7 @@ _REACH = timedelta(seconds=20)
 
 
 def why_unavailable(device: str) -> str | None:
-    """Return the reason why torch cannot carry messages between devices of a kind; None if it
-    can.
-    """
+    """Return why torch cannot carry messages between devices of a kind; None if it can."""
     distributed = torch.distributed
     if not distributed.is_available():
         return "this torch is built without torch.distributed"

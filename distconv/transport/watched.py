@@ -83,9 +83,7 @@ class Waiting:
 
 
 class WrappedTransport:
-    """A carrier that passes everything to another one; see `Transport`. Subclasses override
-    methods.
-    """
+    """A carrier that passes everything on; see `Transport`. Subclasses override methods."""
 
     def __init__(self, carrier: Transport):
         self.name, self.ordered, self.next_tag = carrier.name, carrier.ordered, carrier.next_tag

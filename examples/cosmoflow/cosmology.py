@@ -14,9 +14,7 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 
 RANGES = {"omega_m": (0.2, 0.4), "sigma_8": (0.6, 1.0), "n_s": (0.85, 1.05), "h_0": (55.0, 85.0)}
-"""The parameters and the ranges from which they are drawn, around measured values: H_0 in
-km/s/Mpc.
-"""
+"""The parameters and the ranges they are drawn from, around measured values: H_0 in km/s/Mpc."""
 
 BARYONS = 0.0224
 """Omega_b h^2, the same for all cosmologies: it is known from the light elements."""

@@ -146,9 +146,7 @@ def from_range(places: np.ndarray) -> np.ndarray:
 
 
 def _check(path: Path, density: Source, parameters: Source, parts: int) -> None:
-    """Raise `ValueError` for files with other contents, and for `parts` that do not divide the
-    side.
-    """
+    """Raise `ValueError` for files of other contents, and `parts` that do not divide the side."""
     shape = density.shape
     if len(shape) != 4 or len(set(shape[1:])) != 1 or parameters.shape != (len(RANGES),):
         raise ValueError(

@@ -23,9 +23,7 @@ TITLES = {
 
 
 def plot_loss(path: Path, history: list[dict[str, Any]]) -> None:
-    """Draw the loss of every step and epoch, and the validation loss beside that of trivial
-    estimates.
-    """
+    """Draw the loss of every step and epoch, and the validation loss beside trivial ones."""
     curves = [Curve("loss", "network"), Curve("trivial_loss", "mean of the truth", trivial_style())]
     if any(entry["universe_loss"] != entry["loss"] for entry in history):
         style = {"linestyle": ":", "color": BLUE}

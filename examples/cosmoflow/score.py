@@ -55,9 +55,7 @@ def estimates(model: nn.Module, batches: Loader) -> tuple[np.ndarray, np.ndarray
 
 
 def score(estimated: np.ndarray, true: np.ndarray, samples_a_universe: int) -> ParameterScore:
-    """Return the score of estimates, (samples, 4) in -1 to 1, with the parts of a universe
-    adjacent.
-    """
+    """Return the score of estimates, (samples, 4) in -1 to 1, a universe's parts adjacent."""
     squares = (estimated - true) ** 2
     of_universes = [
         x.reshape(-1, samples_a_universe, x.shape[1]).mean(1) for x in (estimated, true)

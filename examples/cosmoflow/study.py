@@ -73,9 +73,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def parts_of(size: int) -> list[int]:
-    """Return the numbers of parts along a side: from 1, the whole universe, to the smallest
-    parts.
-    """
+    """Return numbers of parts along a side: from 1, the whole universe, to the smallest parts."""
     return [parts for parts in (1, 2, 4) if size // parts >= LEAST_SIDE]
 
 

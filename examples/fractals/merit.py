@@ -59,9 +59,7 @@ def run(
 
 
 def merit_of(metrics: dict[str, Any]) -> dict[str, Any]:
-    """Return the row of a run, from its metrics.json; `seconds` are None if the target was not
-    reached.
-    """
+    """Return the row of a run from its metrics.json; `seconds` are None without the target."""
     history = metrics["history"]
     last = history[-1]
     reached = last["dice"] >= metrics["target"]

@@ -23,9 +23,7 @@ INSTANCES = 1 + 12 * len(FACTORS)
 """The instances of a class: 145."""
 
 LARGEST_ENTRY = 0.6
-"""The largest entry of matrices; translations go up to 1. With larger ones hardly any class
-contracts.
-"""
+"""The largest entry of matrices; translations go up to 1. With larger ones few contract."""
 
 LEAST_VARIANCE = 0.15
 """The least variance of all coordinates of a class's cloud in [-1, 1]: clouds with less are a heap

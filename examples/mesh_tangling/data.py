@@ -69,9 +69,7 @@ class MeshTanglingData(dc.data.Dataset):
         return dc.data.Loader(self, batch_sampler=samples_of_batches)
 
     def channel(self, sample: int, name: str) -> np.ndarray:
-        """Return one channel of one state, whole and in the file's units: (S, S). Not
-        collective.
-        """
+        """Return one channel of one state, whole and in its own units: (S, S). Not collective."""
         channel = [channel.name for channel in store.CHANNELS].index(name)
         state = self.fields["state"]
         values = np.empty((1, self.size, self.size), state.dtype)

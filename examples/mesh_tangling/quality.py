@@ -60,9 +60,7 @@ def corner_jacobians(corners: Array) -> Array:
 
 @dataclass(frozen=True)
 class Quadrilaterals:
-    """Zones given by their `corners`, of shape (2, 4, *zones), with quantities that metrics
-    share.
-    """
+    """Zones by their `corners`, of shape (2, 4, *zones), with quantities that metrics share."""
 
     corners: Array
 
@@ -78,9 +76,7 @@ class Quadrilaterals:
 
     @cached_property
     def corner_dots(self) -> Array:
-        """Return -L_{k-1} . L_k, the dot product of the edges that leave corner k, of shape (4,
-        *zones).
-        """
+        """Return -L_{k-1} . L_k, the dot product of corner k's edges, of shape (4, *zones)."""
         return -_dot(np.roll(self.edges, 1, axis=1), self.edges)
 
     @cached_property
@@ -126,9 +122,7 @@ class Quadrilaterals:
 
 
 def area(zones: Quadrilaterals) -> Array:
-    """Return the signed area, (a_0 + a_1 + a_2 + a_3) / 4: the zone's volume. Negative where
-    inverted.
-    """
+    """Return the signed area, (a_0 + a_1 + a_2 + a_3) / 4, a volume; negative if inverted."""
     return zones.corner_jacobians.mean(axis=0)
 
 

@@ -95,9 +95,7 @@ class Shock:
         return speed * (self.focus[0] - x), speed * (self.focus[1] - y)
 
     def compression(self, x: Array, y: Array) -> Array:
-        """Return the density over that at rest at time zero, by conservation of mass across the
-        shock.
-        """
+        """Return the density over that at rest at time zero, by conservation of mass."""
         behind = self._behind(self._distance(x, y), 0.0)
         return self.speed / (self.speed - self._velocity_towards_focus(behind))
 
@@ -129,9 +127,7 @@ class Bubble:
     outline: NDArray[np.complex128]
 
     def interface(self, direction: NDArray[np.complex128]) -> NDArray[np.complex128]:
-        """Return x + iy of the interface, from the centre, in directions given by numbers of
-        modulus 1.
-        """
+        """Return x + iy of the interface, from the centre, in directions of modulus 1."""
         return self._extent(direction) * direction
 
     def contains(self, x: Array, y: Array) -> NDArray[np.bool_]:
@@ -162,9 +158,7 @@ class Flow:
     snapshot_time: float
 
     def velocity(self, points: Array, blobs: Array, time: float) -> Array:
-        """Return the velocity in m/s at `points`, of shape (2, n), while the vortices are at
-        `blobs`.
-        """
+        """Return the velocity in m/s at `points`, (2, n), with the vortices at `blobs`."""
         strengths = self.circulations * self.shock.passed(blobs[0], blobs[1], time)
         strengths /= 2.0 * np.pi
         velocity = np.empty_like(points)
@@ -183,18 +177,14 @@ class Flow:
 
 @dataclass(frozen=True)
 class Carried:
-    """The mesh and the blobs in the flow: `nodes` (2, S + 1, S + 1) and `blobs` (2, blobs), in
-    m.
-    """
+    """Mesh and blobs in the flow: `nodes` (2, S + 1, S + 1) and `blobs` (2, blobs), in m."""
 
     time: float
     nodes: Array
     blobs: Array
 
     def step(self, flow: Flow, duration: float) -> Carried:
-        """Return the mesh and the blobs `duration` seconds later, by the midpoint rule
-        (Runge-Kutta 2).
-        """
+        """Return mesh and blobs `duration` seconds later, by the midpoint rule (Runge-Kutta 2)."""
         points = np.concatenate([self.nodes.reshape(2, -1), self.blobs], axis=1)
         middle = points + 0.5 * duration * flow.velocity(points, self.blobs, self.time)
         count = self.blobs.shape[1]
@@ -203,9 +193,7 @@ class Carried:
         return Carried(self.time + duration, nodes.reshape(self.nodes.shape), blobs)
 
     def steps_until(self, flow: Flow, stop: float) -> Iterator[Carried]:
-        """Return the mesh and the blobs after each of the equal time steps up to the time
-        `stop`.
-        """
+        """Return mesh and blobs after each of the equal time steps up to the time `stop`."""
         steps = int(np.ceil((stop - self.time) / TIME_STEP))
         carried, duration = self, (stop - self.time) / steps
         for _ in range(steps):
@@ -280,17 +268,13 @@ def _draw_shock(random: np.random.Generator, bubble: Bubble, heading: Array) -> 
 
 
 def initial_nodes(size: int) -> Array:
-    """Return the nodes of `size` x `size` equal zones in the unit square: (2, size + 1, size +
-    1).
-    """
+    """Return the nodes of `size` x `size` equal zones in the unit square: (2, size+1, size+1)."""
     ticks = np.linspace(0.0, 1.0, size + 1)
     return np.stack(np.meshgrid(ticks, ticks))
 
 
 def volume_fraction(bubble: Bubble, size: int) -> Array:
-    """Return the volume fraction of bubble gas in each of the initial zones, of shape (size,
-    size).
-    """
+    """Return the volume fraction of bubble gas in the initial zones, of shape (size, size)."""
     fraction = np.zeros((size, size))
     offsets = (np.arange(SUBSAMPLES) + 0.5) / SUBSAMPLES
     for along_x in offsets:
@@ -302,8 +286,7 @@ def volume_fraction(bubble: Bubble, size: int) -> Array:
 
 
 def rest_density(gas: Gas, fraction: Array) -> Array:
-    """Return the density at rest, in kg/m^3, of air with the volume fraction `fraction` of
-    `gas`."""
+    """Return the density at rest, in kg/m^3, of air with a volume fraction of `gas`."""
     return fraction * gas.density + (1.0 - fraction) * AIR.density
 
 
@@ -349,9 +332,7 @@ def zone_metrics(nodes: Array) -> dict[str, Array]:
 
 
 def _node_bands(nodes: Array) -> Iterator[slice]:
-    """Return rows of nodes that bound up to BAND zones each; neighbouring bands share a row of
-    nodes.
-    """
+    """Return rows of nodes that bound up to BAND zones each; neighbours share a row of nodes."""
     size = nodes.shape[-1] - 1
     height = max(1, BAND // size)
     for start in range(0, size, height):
@@ -359,9 +340,7 @@ def _node_bands(nodes: Array) -> Iterator[slice]:
 
 
 def snapshot(flow: Flow, carried: Carried) -> dict[str, Array]:
-    """Return the eighteen fields of the simulation's state by channel name, each of shape (S,
-    S).
-    """
+    """Return the eighteen fields of the state by channel name, each of shape (S, S)."""
     nodes = carried.nodes
     size = nodes.shape[-1] - 1
     gas = flow.bubble.gas

@@ -6,9 +6,7 @@ import torch
 from torch import Tensor
 
 SMOOTHING = 1.0
-"""Voxels added to numerator and denominator of a soft Dice coefficient, for classes that a
-mini-batch lacks.
-"""
+"""Voxels added to both sides of a soft Dice coefficient, for classes that a batch lacks."""
 
 
 def dice_loss(scores: Tensor, labels: Tensor, first: int = 0) -> Tensor:

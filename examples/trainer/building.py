@@ -21,9 +21,7 @@ from .example import PRECISIONS, Example
 
 
 def lars(parameters: Iterable[Any], lr: float) -> Optimizer:
-    """Return SGD with momentum whose steps are in proportion to the norms of each layer's
-    weights.
-    """
+    """Return SGD with momentum, with steps in proportion to the norms of layers' weights."""
     return LARS(torch.optim.SGD(parameters, lr=lr, momentum=0.9))
 
 

@@ -154,9 +154,7 @@ def train(example: Example[Any, Any], args: argparse.Namespace, comm: ObjectComm
 
 
 def results(example: Example[Any, Any], args: argparse.Namespace, done: bool) -> str:
-    """Return a message that names the results of a run, and the next command unless it is
-    `done`.
-    """
+    """Return a message that names a run's results, and the next command unless it is `done`."""
     files = {**example.pictures, "metrics.json": "settings, and all numbers of every epoch"}
     program = f"python -m examples.{example.name}.train"
     axis = next(axis for axis in example.axes if axis in ("depth", "height"))

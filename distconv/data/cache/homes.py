@@ -72,9 +72,7 @@ class Homes:
         return arrivals
 
     def settle(self, arrivals: Arrivals) -> set[tuple[Axes, int]]:
-        """Record that samples are kept where they were planned; return the parts that keep new
-        samples.
-        """
+        """Record that samples are kept where planned; return the parts that keep new ones."""
         new = set()
         for axes, samples in arrivals.parts.items():
             for sample, part in samples:

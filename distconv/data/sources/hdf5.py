@@ -1,6 +1,4 @@
-"""Samples in a dataset of an HDF5 file, which is checked when it is opened and whenever it is
-read.
-"""
+"""Samples in a dataset of an HDF5 file, which is checked when opened and whenever it is read."""
 
 from __future__ import annotations
 
@@ -118,7 +116,7 @@ class HDF5Source(Source):
 
 
 def open_hdf5(path: Path) -> h5py.File:
-    """Return an HDF5 file, open for reading. Raises OSError naming the file where it cannot be
+    """Return an HDF5 file, open for reading. Raises OSError with its name where it cannot be
     opened.
     """
     try:

@@ -161,9 +161,7 @@ def _check_place(path: Path, kind: str) -> None:
 
 
 def _create(partial: Path, kind: str, arrays: Mapping[Any, Description]) -> dict[Any, int]:
-    """Make the file or folder that the ranks write to; return the byte at which each array
-    begins.
-    """
+    """Make the file or folder that ranks write to; return the byte at which each array begins."""
     if kind == "zarr":
         chunked.create_zarr(partial, arrays)
         return {}

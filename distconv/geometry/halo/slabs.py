@@ -75,9 +75,7 @@ class HaloSlab:
 
     @cached_property
     def whole(self) -> MessagePart | None:
-        """Return the part that is the whole input, and the whole of its message; None if there
-        is none.
-        """
+        """Return the part that is the whole input, and its whole message; None if there is none."""
         part, shape = self.halo[0], self.piece.shape
         covered = tuple(s.stop - s.start for s in part.place)
         return part if part.alone and part.shape == covered == shape else None
@@ -105,9 +103,7 @@ class Boundary:
 
 @dataclass(frozen=True)
 class SlabExtent:
-    """One dimension of a slab: its inputs in the buffer, and the local operator's arguments
-    along it.
-    """
+    """One dimension of a slab: its inputs in the buffer, and the local operator's arguments."""
 
     inputs: Interval
     halo: Interval

@@ -36,9 +36,7 @@ _CHOSEN: ContextVar[str] = ContextVar("distconv_parallel", default="auto")
 
 @contextmanager
 def parallel(algorithm: str) -> Iterator[None]:
-    """Divide the channels of layers within the context by one of `ALGORITHMS`, the same on all
-    ranks.
-    """
+    """Divide the channels of layers within the context by one of `ALGORITHMS`, on all ranks."""
     token = _CHOSEN.set(algorithm)
     try:
         yield
@@ -63,9 +61,7 @@ class Division:
 
     @property
     def algorithm(self) -> str:
-        """Return the operand that stays on its rank: "x", "y" or "w"; "" where nothing is
-        divided.
-        """
+        """Return the operand that stays on its rank: "x", "y" or "w"; "" if nothing is divided."""
         if self.channels and self.filters:
             return "w"
         return "x" if self.channels else "y" if self.filters else ""
@@ -231,8 +227,8 @@ class Layer(NamedTuple):
     transposed: bool = False
 
     def weight_axes(self, of: int) -> Axes:
-        """Return the axes that cut the weight along its dimension `of`, and the input along
-        channels at most.
+        """Return the axes that cut dimension `of` of the weight, and at most the input's
+        channels.
         """
         taken = cutting_axes(replaced_at(self.x.cuts, self.dimension, ()))
         return tuple(a for a in self.weights.cuts[of] if a not in taken)
@@ -367,9 +363,7 @@ def _division(layer: Layer, of_filters: int, of_channels: int) -> Division:
 
 
 def _communication_in_the_middle(layer: Layer, division: Division) -> int:
-    """Return `communication_volume` summed over the ranks in the middle of the sample and
-    spatial axes.
-    """
+    """Return `communication_volume`, summed over the ranks in the middle of sample and space."""
     topology, d = layer.x.topology, layer.dimension
     middle = topology.rank({axis: topology.extent(axis) // 2 for axis in AXES})
     elsewhere = cutting_axes(replaced_at(layer.x.cuts, d, ()))

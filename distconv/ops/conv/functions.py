@@ -73,9 +73,7 @@ def _transposed_convolution(function: Callable[..., Tensor], n: int) -> None:
 
 @lru_cache(maxsize=4096)
 def _specification(kind: Callable[..., ConvolutionSpec], *arguments: Any) -> ConvolutionSpec:
-    """Return a specification, one object for equal arguments, so that cached results are found
-    fast.
-    """
+    """Return a specification, one object for equal arguments, to find cached results fast."""
     return kind(*arguments)
 
 

@@ -1,6 +1,4 @@
-"""Specifications of convolutions, from which all ranks derive the same decisions, without
-messages.
-"""
+"""Specifications of convolutions, from which all ranks decide alike, without messages."""
 
 from __future__ import annotations
 
@@ -72,9 +70,7 @@ class ConvolutionSpec(ABC):
 
     @abstractmethod
     def inputs_to_gather(self, maps: tuple[Any, ...], cuts: Cuts) -> Sequence[IndexMap]:
-        """Return the index maps with which an assembled computation gathers, one for each
-        spatial dimension.
-        """
+        """Return the index map with which each spatial dimension is gathered to assemble."""
 
     @abstractmethod
     def fewest_to_overlap(self, weight: Shape) -> int:

@@ -161,9 +161,7 @@ def nuclear_norm(input: Any, dim: Sequence[int] = (-2, -1), keepdim: bool = Fals
 
 @implements(torch.linalg.tensorinv)
 def tensorinv(A: Tensor, ind: int = 2) -> Any:
-    """Return the inverse of a tensor as a matrix of its first `ind` against its other
-    dimensions.
-    """
+    """Return the inverse of a tensor as a matrix of its first `ind` against its other dims."""
     return _of_whole(torch.linalg.tensorinv, "tensorinv", [A], ind)
 
 
@@ -176,9 +174,7 @@ def tensorsolve(A: Tensor, B: Tensor, dims: Sequence[int] | None = None) -> Any:
 def _of_whole(
     function: Callable[..., Any], name: str, operands: Sequence[Tensor], *args: Any
 ) -> Any:
-    """Return the result of a function of tensors that are made whole on every rank; it is whole,
-    too.
-    """
+    """Return a function's result, with operands and result whole on every rank."""
     grid = common_grid(name, operands)
     shapes = check_on_meta(function, *operands, *args)
     wholes = [gather_whole(x, name) for x in operands]

@@ -114,9 +114,7 @@ def kron(input: Tensor, other: Tensor) -> Tensor:
 
 @implements(torch.linalg.vander)
 def vander(x: Tensor, N: int | None = None) -> Tensor:
-    """Return the powers 0, 1, ... of every element: `N`, or as many as the last dimension is
-    long.
-    """
+    """Return the powers 0, 1, ... of every element: `N`, or as many as the last dimension."""
     shape = check_on_meta(torch.linalg.vander, x, N=N)
     exponents = torch.arange(shape[-1], device=x.device)
     return x.unsqueeze(-1) ** exponents
@@ -177,9 +175,7 @@ def _observations(name: str, input: Tensor) -> Tensor:
 
 @implements(torch.corrcoef, torch.Tensor.corrcoef)
 def corrcoef(input: Tensor) -> Tensor:
-    """Return the correlation coefficients of variables, the rows, over observations, the
-    columns.
-    """
+    """Return the correlation coefficients of variables, in rows, over observations, in columns."""
     c = cov(_observations("corrcoef", input))
     if not c.dim():
         return c / c

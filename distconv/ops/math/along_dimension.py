@@ -103,9 +103,7 @@ def frexp(input: DistTensor) -> Any:
 
 @implements(torch.renorm, torch.Tensor.renorm)
 def renorm(input: Any, p: float, dim: int, maxnorm: float) -> Tensor:
-    """Return the slices along one dimension, scaled down to `maxnorm` where their norm exceeds
-    it.
-    """
+    """Return the slices along one dimension, scaled down where their norm exceeds `maxnorm`."""
     check_on_meta(torch.renorm, input, p, dim, maxnorm)
     d = normalize_dim(dim, input.dim())
     over = [i for i in range(input.dim()) if i != d]

@@ -59,8 +59,6 @@ def _mode(compute_mode: str | None, vectors: Sequence[int]) -> str:
 
 @implements(F.pdist, torch.pdist)
 def pdist(input: DistTensor, p: float = 2.0) -> DistTensor:
-    """Return the distances of all pairs of rows of a matrix. Matrix and result are whole on
-    every rank.
-    """
+    """Return the distances of all pairs of rows of a matrix. Both are whole on every rank."""
     result: DistTensor = apply_along(F.pdist, "pdist", input, [0, 1], p, dropped=[0, 1])
     return result

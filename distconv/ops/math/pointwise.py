@@ -234,7 +234,7 @@ def where_method(input: Tensor, condition: Tensor, other: Any) -> DistTensor:
 
 @implements(torch.where)
 def where(condition: Tensor, input: Any = None, other: Any = None) -> Any:
-    """Return `input` or `other`, element by element, by the condition; of a condition alone, its
+    """Return `input` or `other` by the condition, element by element; of it alone, its
     positions.
     """
     if input is None and other is None:
@@ -323,9 +323,7 @@ def _like(x: Any) -> Any:
 
 
 def _of_parameter_as(input: DistTensor, made: DistTensor) -> DistTensor:
-    """Return `made`, with the parameter mark of `input`, by which random numbers fill both
-    alike.
-    """
+    """Return `made` with the parameter mark of `input`; random numbers fill both alike."""
     if is_of_parameter(input):
         mark_of_parameter(made)
     return made

@@ -33,9 +33,7 @@ def isin(
 def bucketize(
     input: Any, boundaries: Tensor, *, out_int32: bool = False, right: bool = False
 ) -> Any:
-    """Return for each element the index of its interval between `boundaries`, which are made
-    whole.
-    """
+    """Return the index of each element's interval between `boundaries`, which are made whole."""
     if boundaries.dim() != 1:
         raise RuntimeError(f"bucketize: boundaries {tuple(boundaries.shape)}; expected a vector")
     return searchsorted(boundaries, input, out_int32=out_int32, right=right)

@@ -57,9 +57,7 @@ def _softmax(function: Callable[..., Tensor], *others: Callable[..., Tensor]) ->
 
 
 def _along_cut(name: str, x: Tensor, d: int, grid: Grid, axes: tuple[str, ...]) -> Tensor:
-    """Return the block of a softmax along dimension `d`, cut over `axes`. All ranks along them
-    call it.
-    """
+    """Return the block of a softmax along dimension `d`, cut over `axes`. Collective along them."""
     wide = to_accumulation_type(-x if name == "softmin" else x)
     last = has_channels_last(wide)
     if last:  # torch's kernels work along dimensions in the order of memory

@@ -74,9 +74,7 @@ class Runs(NamedTuple):
         return numbers.reshape(1, self.shape[1], *(1,) * (len(self.shape) - 2))
 
     def collect(self, parts: Sequence[Sequence[Tensor]]) -> Tensor:
-        """Return the kernels' results for runs, from each of `calls`, as (results,
-        *self.numbers).
-        """
+        """Return the kernels' results for runs, from each of `calls`: (results, *self.numbers)."""
         rows = parts[0] if len(parts) == 1 else [torch.stack(p) for p in zip(*parts, strict=True)]
         return torch.stack(list(rows)).view(len(rows), *self.numbers)
 
@@ -119,9 +117,7 @@ def _divided(shape: tuple[int, ...], form: Form, last: bool) -> Runs:
 
 
 _FEW = 2**10
-"""The most elements of a channel that are one run: joining the results of more runs takes
-longer.
-"""
+"""The most elements of a channel that are one run: joining more runs takes longer."""
 
 _ROW = 512
 """Elements of a run in a row: a register holds 16 sums, each of 32 elements."""

@@ -63,9 +63,7 @@ def _normalize_last(
     eps: float | None,
     name: str,
 ) -> DistTensor:
-    """Normalise over the last dimensions, passing each of their rows to the kernels as a
-    channel.
-    """
+    """Normalise over the last dimensions; each of their rows is a channel to the kernels."""
     block, first = x.shard, x.dim() - len(normalized_shape)
     over = tuple(range(first, x.dim()))
     group = cutting_axes(x.cuts[first:])

@@ -74,9 +74,7 @@ def combined(
 def _of_equal_parts(
     means: Tensor, variances: Tensor, over: tuple[int, ...]
 ) -> tuple[Tensor, Tensor]:
-    """Return mean and variance over equal parts, from the parts' means and variances along
-    `over`.
-    """
+    """Return mean and variance of equal parts together, from their means and variances."""
     between, mean = torch.var_mean(means, over, correction=0)
     return mean, between.add_(variances.mean(over))
 
@@ -121,6 +119,4 @@ _LITTLE = 2**14
 """Elements below which one call is faster than three, although it is slow for rows."""
 
 _PIECE = 2**18
-"""Elements processed at once: fresh memory of the size of an activation costs more than
-arithmetic.
-"""
+"""Elements processed at once: fresh memory of an activation's size costs more than arithmetic."""

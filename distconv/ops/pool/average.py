@@ -79,9 +79,7 @@ def _avg_pool(local: Callable[..., Tensor], n: int) -> None:
 
 @lru_cache(maxsize=4096)
 def _counts(window: Window, size: int, start: int, stop: int, include_pad: bool) -> tuple[int, ...]:
-    """Return the divisors of the averages `start` to `stop` along one dimension: elements that
-    count.
-    """
+    """Return the divisors, the elements that count, of the averages `start` to `stop`."""
     counts = []
     for o in range(start, stop):
         first = o * window.stride - window.padding[0]

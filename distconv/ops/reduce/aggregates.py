@@ -1,6 +1,4 @@
-"""Reductions, such as products and norms, in which ranks' results are reduced by the same
-function.
-"""
+"""Reductions, such as products and norms, in which the same function reduces ranks' results."""
 
 from __future__ import annotations
 
@@ -37,9 +35,7 @@ def _aggregate(
     local: Callable[[Tensor, tuple[int, ...]], Tensor],
     among: Callable[[Tensor], Tensor] | None = None,
 ) -> DistTensor:
-    """Reduce the block by `local` over dimensions, which stay, and the stacked ranks' results by
-    `among`.
-    """
+    """Reduce the block over dimensions, which stay, and the stacked results of the ranks."""
     over = normalize_dims(dim, input.dim())
     axes = cutting_axes(input.cuts[d] for d in over)
     own = local(input.shard, over)
@@ -51,9 +47,7 @@ def _aggregate(
 
 
 def _names_nothing(dim: Any) -> bool:
-    """Return whether `dim` is an empty sequence, which some functions do not treat as all
-    dimensions.
-    """
+    """Return whether `dim` is an empty sequence, which some functions do not take for all."""
     return isinstance(dim, Sequence) and not dim
 
 

@@ -113,9 +113,7 @@ def histogram(
     weight: Tensor | None = None,
     density: bool = False,
 ) -> Any:
-    """Return the number, or weight, of elements in each interval, and the bounds of the
-    intervals.
-    """
+    """Return the number, or weight, of elements in each interval, and the intervals' bounds."""
     _check_type("histogram", input)
     if weight is not None and (weight.shape != input.shape or weight.dtype != input.dtype):
         raise RuntimeError(

@@ -30,9 +30,7 @@ class ValuesAndIndices(NamedTuple):
 
 
 def _worst(x: Tensor, largest: bool) -> Any:
-    """Return the identity of the extremum, for ranks without elements: the worst value of the
-    type.
-    """
+    """Return the worst value of the type, the extremum of ranks without elements."""
     if x.dtype == torch.bool:
         return not largest
     if x.dtype.is_floating_point:

@@ -143,9 +143,7 @@ def _assign_slices(input: DistTensor, picks: Sequence[Any], value: Any) -> None:
 
 
 def _assign_unmerged(input: DistTensor, items: tuple[Any, ...], value: Any) -> bool:
-    """Assign to the unmerged form of a merged tensor; return False if merged dimensions are
-    indexed.
-    """
+    """Assign to the unmerged form of a merged tensor; False if merged dimensions are indexed."""
     if any(map(picks_elements, items)):
         return False
     found = unmerged_picks(input, index_per_dimension(input, items))
@@ -167,9 +165,7 @@ def _assign_unmerged(input: DistTensor, items: tuple[Any, ...], value: Any) -> b
 
 
 def _before_mask(items: tuple[Any, ...]) -> int | None:
-    """Return the number of dimensions before the single mask, beside full slices only; else
-    None.
-    """
+    """Return the number of dimensions before the single mask beside full slices; else None."""
     masks = [i for i, item in enumerate(items) if is_mask(item)]
     rest = [item for item in items if not is_mask(item)]
     if len(masks) != 1 or not items[masks[0]].dim():

@@ -75,9 +75,7 @@ def hermitian(input: Tensor) -> Tensor:
 
 @implements(torch.rot90, torch.Tensor.rot90)
 def rot90(input: DistTensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Tensor:
-    """Return the plane of two dimensions rotated `k` times by 90 degrees, from the first to the
-    second.
-    """
+    """Return the plane of two dimensions rotated by `k` times 90 degrees, first to second."""
     check_on_meta(torch.rot90, any_type(input), k, tuple(dims))
     first, second = dims
     turns = k % 4
@@ -96,9 +94,7 @@ def reversed_(input: DistTensor) -> DistTensor:
 
 @implements(F.channel_shuffle, torch.channel_shuffle, torch.native_channel_shuffle)
 def channel_shuffle(input: DistTensor, groups: int) -> DistTensor:
-    """Return the channels reordered: the first of every group, then the second of every group,
-    ...
-    """
+    """Return the channels reordered: the first of every group, then the second, ..."""
     check_on_meta(torch.channel_shuffle, any_type(input), groups)
     places = torch.arange(input.shape[1], device=input.device)
     return index_select(input, 1, places.view(groups, -1).t().flatten())
@@ -112,9 +108,7 @@ def repeat_interleave(
     *,
     output_size: int | None = None,
 ) -> DistTensor:
-    """Repeat every position along one dimension in place, `repeats` times, or each its own
-    number.
-    """
+    """Repeat every position along one dimension `repeats` times, or each its own number."""
     if repeats is None:
         refuse(
             "repeat_interleave",

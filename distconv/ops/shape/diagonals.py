@@ -78,9 +78,7 @@ def linalg_diagonal(
 
 @implements(torch.diag_embed, torch.Tensor.diag_embed)
 def diag_embed(input: DistTensor, offset: int = 0, dim1: int = -2, dim2: int = -1) -> DistTensor:
-    """Return matrices, in two dimensions, with the last dimension on a diagonal, and 0
-    elsewhere.
-    """
+    """Return matrices, in two dimensions, with the last one on a diagonal, and 0 elsewhere."""
     shape = check_on_meta(torch.diag_embed, any_type(input), offset, dim1, dim2)
     pair = normalize_dims((dim1, dim2), len(shape))
     x = uncut(input, [input.dim() - 1], "diag_embed")
@@ -117,9 +115,7 @@ def trace(input: DistTensor) -> Tensor:
 
 @implements(torch.Tensor.fill_diagonal_)
 def fill_diagonal_(input: DistTensor, fill_value: float, wrap: bool = False) -> DistTensor:
-    """Write a number to the diagonal; with `wrap` it starts again below the end of a tall
-    matrix.
-    """
+    """Write a number to the diagonal; with `wrap` again below the end of a tall matrix."""
     check_on_meta(torch.Tensor.fill_diagonal_, input, fill_value, wrap)
     prepare_write(input, "fill_diagonal_")
     first, *others = global_indices(input)

@@ -204,18 +204,14 @@ def _masked(input: DistTensor, items: tuple[Any, ...], at: int) -> DistTensor:
 
 
 def _picked(input: Tensor, items: tuple[Any, ...]) -> DistTensor:
-    """Return the elements of the whole tensor at masks, or several tensors of positions; whole,
-    too.
-    """
+    """Return the elements of the whole tensor at masks or several tensors of positions, whole."""
     grid = common_grid("indexing", (input, *items))
     whole = gather_whole(input, "indexing")[tuple(gather_whole(i, "indexing") for i in items)]
     return as_distributed(whole, grid)
 
 
 def assign_picked(input: DistTensor, items: tuple[Any, ...], value: Any) -> None:
-    """Assign to elements of the whole tensor at masks and positions; each rank keeps its own
-    box.
-    """
+    """Assign to elements of the whole tensor at masks and positions; each rank keeps its box."""
     grid = common_grid("assignment", (input, *items, value))
     whole = gather_whole(input, "assignment").clone()
     picked = tuple(gather_whole(i, "assignment") for i in items)
@@ -381,9 +377,7 @@ def cat(tensors: Sequence[Tensor], dim: int = 0) -> DistTensor:
 
 
 def _cat_unmerged(pieces: Sequence[DistTensor], d: int, total: int) -> DistTensor | None:
-    """Return the concatenation in unmerged form along a dimension that is merged in none; else
-    None.
-    """
+    """Return the concatenation in unmerged form along a dimension merged in none; else None."""
     runs = [factors_of(x) for x in pieces]
     shape = [*pieces[0].shape]
     factors = fitting_factors([(*run[:d], (), *run[d + 1 :]) for run in runs], shape)

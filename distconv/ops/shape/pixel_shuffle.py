@@ -28,9 +28,7 @@ def _planes(function: Callable[..., Tensor], buffer: Tensor, r: int) -> Tensor:
 
 
 def _cropped(x: Tensor, d: int, first: int, length: int) -> Tensor:
-    """Return a slice along `d`, or `x` itself where it is all: a slice's gradient loses its
-    format.
-    """
+    """Return a slice along `d`; `x` itself where it is all: a slice's gradient loses its format."""
     return x if x.shape[d] == length else x.narrow(d, first, length)
 
 

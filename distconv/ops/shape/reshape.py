@@ -40,9 +40,7 @@ def _inferred(sizes: Shape, shape: Shape) -> Shape:
 
 
 class _Regrouping(NamedTuple):
-    """Dimensions whose first is cut, and the dimensions of equal product that a reshape turns
-    them into.
-    """
+    """Dimensions, the first of them cut, that a reshape turns into others of equal product."""
 
     old: range
     into: int

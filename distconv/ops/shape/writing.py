@@ -88,9 +88,7 @@ def index_fill(input: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
 def index_add(
     input: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1
 ) -> DistTensor:
-    """Return the tensor with the slices of `source` added at their positions `index` along a
-    dimension.
-    """
+    """Return the tensor plus the slices of `source`, each at its position along a dimension."""
     check_on_meta(torch.index_add, input, dim, index, source, alpha=alpha)
     return _placed("index_add", input, dim, index, source, alpha=alpha)
 
@@ -136,9 +134,7 @@ def _places(
 def _placed(
     name: str, input: Tensor, dim: int, index: Tensor, source: Tensor, **options: Any
 ) -> DistTensor:
-    """Return the function `name` of this rank's block, with the positions and slices that lie in
-    it.
-    """
+    """Return the function `name` of this rank's block, and the positions and slices in it."""
     x, d, places = _places(name, input, dim, index, source)
     shape = (*x.shape[:d], len(places), *x.shape[d + 1 :])
     cuts = (*x.cuts[:d], (), *x.cuts[d + 1 :])

@@ -63,9 +63,7 @@ Sizes = int | Sequence[int]
 
 
 def to_tuple(value: Sizes, n: int, what: str) -> tuple[int, ...]:
-    """Return one number for each of `n` spatial dimensions; raise where `value` has another
-    count.
-    """
+    """Return one number for each of `n` spatial dimensions; raise for another count."""
     numbers = whole_numbers(value, what)
     if len(numbers) == 1:
         return numbers * n

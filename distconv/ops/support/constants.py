@@ -18,9 +18,7 @@ Arguments = ParamSpec("Arguments")
 Made = TypeVar("Made")
 
 LIMIT = 256
-"""The number of results of each function that are kept on CPUs; the least recently used goes
-first.
-"""
+"""The number of results of each function kept on CPUs; the least recently used goes first."""
 
 
 def remembered(

@@ -68,9 +68,7 @@ def fitting_factors(
 
 
 def unmerge(x: Tensor, factors: Sequence[Shape]) -> Tensor:
-    """Return an operand with its dimensions split into factors; dimensions of size 1 are
-    broadcast.
-    """
+    """Return an operand with its dimensions split into factors; those of size 1 broadcast."""
     own = factors[len(factors) - x.dim() :]
     sizes = zip(x.shape, own, strict=True)
     shape = tuple(chain.from_iterable(f if n == prod(f) else (1,) * len(f) for n, f in sizes))

@@ -26,9 +26,7 @@ from distconv.tensor.redistribution import redistribute
 
 
 class Placement(NamedTuple):
-    """The shape, cuts, type and grid of a tensor as one rank sees them: the basis of all
-    decisions.
-    """
+    """The shape, cuts, type and grid of a tensor on one rank: the basis of all decisions."""
 
     shape: Shape
     cuts: Cuts

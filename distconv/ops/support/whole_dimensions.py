@@ -125,9 +125,7 @@ def apply_to_batches(
 
 
 def _matrices(block: Tensor, inner: int) -> Tensor:
-    """Return identity matrices in place of an empty batch, as matrices of ones may have no
-    inverse.
-    """
+    """Return identity matrices for an empty batch, as matrices of ones may have no inverse."""
     if block.numel():
         return block
     filled = filled_block(block)

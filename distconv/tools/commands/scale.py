@@ -183,9 +183,7 @@ def _asked(given: argparse.Namespace) -> Study:
 
 
 def _facts(given: argparse.Namespace) -> dict[str, str]:
-    """Return the conditions that must be the same in all rounds of a study, as all ranks see
-    them.
-    """
+    """Return the conditions that must be the same in all rounds of a study, on all ranks."""
     facts = {
         "host": platform.node(),
         "cores": str(os.cpu_count()),

@@ -1,6 +1,4 @@
-"""The sums of a timeline: compute and waiting time of each rank, and the hidden time of
-messages.
-"""
+"""The sums of a timeline: compute and waiting time of each rank, and hidden time of messages."""
 
 from __future__ import annotations
 
