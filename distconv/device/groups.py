@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from datetime import timedelta
 from typing import Any
 
 import torch
 
-from distconv.device.kinds import backend_of
+from distconv.device.kinds import backend_of, library_of
 from distconv.torch_private import end_group, set_limit
 
 
@@ -21,6 +22,22 @@ def why_unavailable(kind: str) -> str | None:
     if not hasattr(distributed, _class_of(backend)):
         return f"torch.distributed makes groups of {backend} by default groups only"
     return None
+
+
+def warn_where_errors_stay_unknown(kind: str) -> None:
+    """Warn where torch does not tell what its groups between accelerators of a kind have met with.
+
+    Python shows it once.
+    """
+    backend = backend_of(kind)
+    made = getattr(torch.distributed, _class_of(backend or ""), None)
+    if made is not None and not hasattr(made, "get_error"):
+        warnings.warn(
+            f"ProcessGrid: the groups of {library_of(kind)} of torch {torch.__version__} do not "
+            "tell of errors before torch itself ends the job, later and in fewer words; torch 2.7 "
+            "or newer does for NCCL",
+            stacklevel=2,
+        )
 
 
 def make_group(store: Any, rank: int, size: int, device: torch.device, limit: timedelta) -> Any:
@@ -40,10 +57,7 @@ def make_group(store: Any, rank: int, size: int, device: torch.device, limit: ti
 
 
 def error_of(group: Any) -> str | None:
-    """Return what the thread of torch has met with that watches a group.
-
-    torch before 2.7 does not tell.
-    """
+    """Return what the thread of torch has met with that watches a group, where it tells."""
     error: str = group.get_error().name if hasattr(group, "get_error") else "SUCCESS"
     return None if error == "SUCCESS" else error
 

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import torch
 
+from distconv.device.groups import warn_where_errors_stay_unknown
 from distconv.device.kinds import is_accelerator
 from distconv.device.streams import SideStream
 from distconv.grid.abort import ABANDONED
@@ -162,6 +163,8 @@ def _connected(comm: Communicator, name: str, devices: tuple[str, ...]) -> Trans
         return TorchTransport(comm, store_of(comm))
     if name == "torch":
         limit = timedelta(seconds=min(time_limit() + _LONGER, _LONGEST.total_seconds()))
+        if comm.rank == 0 and comm.size > 1:
+            warn_where_errors_stay_unknown(device.type)
         return TorchStreamTransport(comm, store_of(comm), device, limit, _side_stream(device))
     if name == "nccl":
         return NCCLTransport(comm, device, _side_stream(device))

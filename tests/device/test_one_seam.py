@@ -115,6 +115,18 @@ def test_groups_are_those_of_the_backend_of_the_kind(
     assert made[0][:3] == ("store", 1, 2) and made[0][3]._timeout == limit
 
 
+@pytest.mark.parametrize("tells", [True, False])
+def test_a_torch_whose_groups_do_not_tell_of_errors_says_so(
+    tells: bool, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    of_group = {"get_error": lambda self: None} if tells else {}
+    monkeypatch.setattr(distributed, "ProcessGroupXCCL", type("Group", (), of_group), raising=False)
+    groups.warn_where_errors_stay_unknown("xpu")
+    assert [str(w.message).split(" of torch")[0] for w in recwarn] == [
+        "ProcessGrid: the groups of oneCCL"
+    ] * (not tells)
+
+
 def test_a_torch_without_the_backend_says_so() -> None:
     if not distributed.is_backend_available("nccl"):
         assert groups.why_unavailable("cuda") == "this torch has no NCCL"

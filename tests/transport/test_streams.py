@@ -1,7 +1,10 @@
 """Whoever uses memory that a stream of messages uses, waits for it: found without a GPU.
 
 A step of training runs by NCCL, for which MPI stands in, while torch's sanitizer for CUDA looks at
-the order of all uses of memory. It finds the waits that are left out on purpose.
+the order of all uses of memory. It finds the waits that are left out on purpose, and gradients
+that are summed on a stream of their own. Not run here: autograd's engine, which on a GPU lets each
+node work on the stream of its forward pass, and accumulates a gradient on the stream on which its
+node was made; on a CPU it knows one stream.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import distconv as dc
 from distconv.device import streams
 from distconv.device.streams import SideStream, StreamRequest
 from distconv.grid import communicators
+from distconv.model.buckets import Bucket
 from distconv.transport.interface import Request, Transport
 from distconv.transport.mpi import MPICommunicator, MPITransport
 from distconv.transport.nccl import NCCLTransport
@@ -197,6 +201,28 @@ def test_messages_that_do_not_wait_for_what_they_send_are_found(
     assert any(
         "(messages) does not wait for writing to on stream 0 (aten::" in report for report in found
     )
+
+
+@pytest.mark.parallel([2])
+@pytest.mark.parametrize("name", ["torch", "nccl", "mpi"])
+@pytest.mark.parametrize("method", ["start", "finish"])
+def test_gradients_that_are_summed_on_another_stream_are_found(
+    sanitizer: Sanitizer, monkeypatch: pytest.MonkeyPatch, method: str, name: str
+) -> None:
+    right: Any = getattr(Bucket, method)
+
+    def wrong(*given: Any) -> Any:
+        with streams.using(torch.Stream()):
+            return right(*given)
+
+    monkeypatch.setattr(Bucket, method, wrong)
+    # They are read before the backward pass has written them, or used before they are summed.
+    early = {
+        "start": "(aten::copy_) does not wait for writing to on stream 0",
+        "finish": "on stream 0",
+    }
+    found = reports(sanitizer, monkeypatch, name=name)
+    assert any(early[method] in report for report in found)
 
 
 class _Forgetful(StreamRequest):
