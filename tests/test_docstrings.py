@@ -51,8 +51,9 @@ def undocumented(sources: Mapping[str, ast.Module]) -> list[str]:
     found = []
     for module, tree in sources.items():
         for name, node in definitions(tree, module):
-            setter = any(ast.unparse(d).endswith(".setter") for d in node.decorator_list)
-            public = not setter and not any(map(is_internal, name.split(".")))
+            decorators = (ast.unparse(d).rpartition(".")[2] for d in node.decorator_list)
+            again = not {"setter", "overload"}.isdisjoint(decorators)
+            public = not again and not any(map(is_internal, name.split(".")))
             if public and node.name not in known and not ast.get_docstring(node):
                 found.append(name)
     return found

@@ -89,6 +89,10 @@ def step(optimizer: Optimizer, arguments: tuple[Any, ...], options: dict[str, An
     optimizer.step(*arguments, **options)
 
 
+def turn() -> None:
+    """Stand between a forward and a backward pass."""
+
+
 class Trace:
     """A step as it is traced.
 
@@ -123,6 +127,11 @@ class Trace:
         if x is not None:
             self._seen[x] = Value(self._count)
         return self._count
+
+    def go_on(self, gradients: Sequence[Tensor]) -> None:
+        """Go on with a backward pass that is given these gradients, whatever came between."""
+        self.inputs += [self.new(x) for x in gradients]
+        self._random = random_states()
 
     def standing_for(self, x: Any) -> Any:
         """Return an argument with values and constants in place of its tensors."""
@@ -320,10 +329,26 @@ class _TracedCarrier(WrappedTransport):
         return result
 
 
+_under_way = 0
+
+
+def is_under_way() -> bool:
+    """Return whether anything is being traced."""
+    return _under_way > 0
+
+
+def _leave() -> None:
+    global _under_way
+    _under_way -= 1
+
+
 @contextmanager
 def traced(trace: Trace) -> Iterator[None]:
     """Trace the calls and messages of this thread in the context."""
+    global _under_way
+    _under_way += 1
     with ExitStack() as left:
+        left.callback(_leave)
         left.enter_context(carried_by(lambda transport: _TracedCarrier(transport, trace)))
         for handle in (
             register_optimizer_step_pre_hook(trace.before_optimizer),

@@ -132,6 +132,13 @@ class GradientReduction:
         """Return the module of this reduction; None where it was deleted."""
         return self._module()
 
+    def keep_for(self, blocks: Iterable[Tensor]) -> None:
+        """Stay for the backward passes of these tensors, also where the module is dropped."""
+        for node in {x.grad_fn for x in blocks}:
+            if node is not None:
+                notes: Any = node.metadata
+                notes[REDUCTION_ATTRIBUTE] = self
+
     def release(self) -> None:
         """Remove the hooks from the parameters, whose gradients must be sums."""
         self.settle()

@@ -13,7 +13,6 @@ from distconv.comm.agreement import Agreement, differences
 from distconv.comm.checksums import due, unequal
 from distconv.model.consistency import checked_state
 from distconv.model.gradient_reduction import (
-    REDUCTION_ATTRIBUTE,
     GradientReduction,
     reduction_of,
 )
@@ -119,11 +118,7 @@ class ModuleGuard:
         for x in results:
             if isinstance(x, DistTensor):
                 # What is handed out has its block: who looks at it alone waits for nobody.
-                for node in {x.shard.grad_fn, x.held.grad_fn}:
-                    if node is not None:
-                        # A backward pass may come when the program has dropped the module.
-                        notes: Any = node.metadata
-                        notes[REDUCTION_ATTRIBUTE] = self._reduction
+                self._reduction.keep_for((x.shard, x.held))
             elif x.requires_grad:
                 raise TypeError(
                     "a parallelized module has returned a plain tensor that requires gradients; "

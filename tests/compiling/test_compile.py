@@ -565,10 +565,8 @@ def test_a_step_goes_on_after_an_error_in_any_call() -> None:
         assert identical(step(*batch), eager(*batch))
 
 
-@pytest.mark.parallel([4])
-@pytest.mark.parametrize("seed", examples(20))
-def test_random_stacks_are_replayed_with_the_same_bits(seed: int) -> None:
-    rng = random.Random(seed)
+def random_network(rng: random.Random) -> Callable[[], nn.Module]:
+    """Return what makes a random classifier, the same each time."""
     kinds: list[Callable[[int], nn.Module]] = [
         lambda c: nn.Conv2d(c, c, rng.choice([1, 3, 5]), padding="same"),
         lambda c: nn.Conv2d(c, c, 3, 2, 1, groups=rng.choice([1, c])),
@@ -592,5 +590,13 @@ def test_random_stacks_are_replayed_with_the_same_bits(seed: int) -> None:
         head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2)]
         return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), *deepcopy(layers), *head)
 
+    return network
+
+
+@pytest.mark.parallel([4])
+@pytest.mark.parametrize("seed", examples(20))
+def test_random_stacks_are_replayed_with_the_same_bits(seed: int) -> None:
+    rng = random.Random(seed)
+    network = random_network(rng)
     rng.shuffle(axes := ["height", "width"])
     assert check(plain, network, **{axes[0]: -1}).replays == CALLS - 3

@@ -19,6 +19,7 @@ from mpi4py import MPI
 from torch import Tensor, nn
 
 import distconv as dc
+from distconv.tensor.nested import shards_of, tensors_in
 from tests.networks.cases import Case
 from tests.networks.losses import LOSSES
 from tests.networks.networks import NETWORKS
@@ -93,7 +94,54 @@ def outcome(case: Case) -> dict[str, Any]:
         row = first or largest
         why = f"{row.layer} ({row.kind}) by {row.difference:.1e}, rounding {row.rounding:.1e}"
         return {"result": "wrong", "why": " ".join((why, row.note, *verification.notes))}
+    try:
+        differs = difference_of_replays(module, inputs, arranged, grid)
+    except Exception as error:
+        return {"result": "error", "why": f"compiled: {type(error).__name__}: {error}"}
+    if differs:
+        return {"result": "wrong", "why": f"a replay differs in {differs}"}
     return {"result": "right", **moved(module, inputs, arranged, grid)}
+
+
+CALLS = 5
+"""The number of calls of a compiled network, of which the last two are replays."""
+
+
+def difference_of_replays(
+    module: nn.Module,
+    inputs: list[Tensor],
+    arranged: list[dc.Layout | None],
+    grid: dc.ProcessGrid,
+) -> str:
+    """Return the name of a tensor of which a compiled network does not make the same bits as the
+    network itself, in training mode; "" if there is none. Collective.
+    """
+
+    def run(compiled: bool) -> dict[str, Tensor]:
+        model = dc.parallelize(copy.deepcopy(module), grid)
+        called = dc.compile(model) if compiled else model
+        cut = [dc.distribute_tensor(x, grid, how) for x, how in zip(inputs, arranged, strict=True)]
+        torch.manual_seed(0)
+        for _ in range(CALLS):
+            results = tensors_in(called(*cut))
+            roots = [x.abs().mean() for x in results if x.requires_grad]
+            if roots:
+                sum(roots[1:], roots[0]).backward()
+        found = {f"result {i}": x for i, x in enumerate(results)}
+        found |= model.state_dict()
+        found |= {
+            f"gradient of {name}": p.grad
+            for name, p in model.named_parameters()
+            if p.grad is not None
+        }
+        return {name: shards_of(x)[0].detach() for name, x in found.items()}
+
+    expected, actual = run(False), run(True)
+    return next((name for name, x in expected.items() if not _equal(x, actual[name])), "")
+
+
+def _equal(x: Tensor, y: Tensor) -> bool:
+    return torch.equal(x, y) or torch.allclose(x, y, rtol=0, atol=0, equal_nan=True)
 
 
 def moved(

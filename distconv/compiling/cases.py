@@ -1,0 +1,202 @@
+"""What traced calls of a program have in common: their cases, results, and differences."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from distconv.compiling.program import Existing, Program, TracedCall, TracedStep
+from distconv.device.kinds import KINDS
+from distconv.grid.interface import Grid
+from distconv.tensor.dist_tensor import DistTensor
+from distconv.tensor.nested import replaced, shards_of, tensors_in
+from distconv.torch_private import parts_and_parameters
+
+MOST_CASES = 16
+"""The number of cases, shapes of a last mini-batch for instance, that are traced at most."""
+
+_DEVICES = ("cpu", *KINDS)
+"""The kinds of devices on which a program may run by autocast."""
+
+_PLACE: Any = ...
+"""Stands for a tensor among the arguments that tell cases apart."""
+
+_FEW = 4096
+"""The number of elements up to which a constant is compared by its elements."""
+
+
+def key_of_call(args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
+    """Return the part of a case's key that follows from arguments and modes."""
+    if not any(isinstance(x, DistTensor) for x in tensors):
+        raise TypeError("compile: no DistTensor is among the arguments; pass the batch")
+    about = tuple(
+        (
+            x.shape,
+            x.dtype,
+            x.requires_grad,
+            (x.cuts, x.grid) if isinstance(x, DistTensor) else x.stride(),
+        )
+        for x in tensors
+    )
+    rest = replaced((args, kwargs), dict.fromkeys(map(id, tensors), _PLACE))
+    modes = (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_default_dtype(),
+        *((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _DEVICES),
+    )
+    return about, repr(rest), modes
+
+
+def parameters_of(modules: Iterable[nn.Module]) -> list[Tensor]:
+    """Return the parameters of the modules themselves, without their parts."""
+    # By m.parameters() it would take many times as long.
+    tables = (parts_and_parameters(m)[0] for m in modules)
+    return [p for table in tables for p in table.values() if p is not None]
+
+
+def key_of_modules(modules: Iterable[nn.Module], parameters: Iterable[Tensor]) -> Any:
+    """Return the part of a case's key that follows from the state of modules."""
+    return (
+        tuple(m.training for m in modules),
+        tuple((id(p), p.requires_grad) for p in parameters),
+    )
+
+
+class Results:
+    """Describes what a call returns: tensors, and the structure in which they lie."""
+
+    def __init__(self, returned: Any) -> None:
+        tensors = tensors_in(returned)
+        self.blocks = shards_of(tensors)
+        """The tensors, by this rank's blocks."""
+        self._places = [torch.empty(0) for _ in tensors]
+        others = {id(x): place for x, place in zip(tensors, self._places, strict=True)}
+        self._structure = replaced(returned, others)
+        self._made = [_description(x) for x in tensors]
+        self.words = repr(self._structure)
+        """The structure, to compare."""
+
+    def of(self, blocks: Iterable[Tensor]) -> Any:
+        """Return what a call returns whose tensors have these blocks."""
+        made = map(_distributed, blocks, self._made)
+        return replaced(self._structure, dict(zip(map(id, self._places), made, strict=True)))
+
+
+def _description(x: Tensor) -> Any:
+    """Return what tells, with its block, of a DistTensor; None of a plain tensor."""
+    if not isinstance(x, DistTensor):
+        return None
+    y = x if x.unmerged is None else x.unmerged
+    return tuple(y.shape), y.cuts, y.grid, x.shape
+
+
+def _distributed(block: Tensor, described: Any) -> Tensor:
+    if described is None:
+        return block
+    *about, shape = described
+    x = DistTensor(block, *about)
+    return x if x.shape == shape else x.reshape(shape)
+
+
+def are_merged(tensors: Iterable[Tensor]) -> bool:
+    """Return whether a tensor has merged dimensions, whose blocks tell too little of it."""
+    return any(isinstance(x, DistTensor) and x.unmerged is not None for x in tensors)
+
+
+def difference(mine: TracedStep, theirs: TracedStep) -> str:
+    """Return in words how two traces of one case differ; "" where they do not."""
+    for a, b in zip(mine.calls, theirs.calls, strict=False):
+        if a != b:
+            return f"it is not the same each time: {_told(a)}, and then {_told(b)}"
+    rest = len(mine.calls), mine.results, mine.gradients
+    if rest != (len(theirs.calls), theirs.results, theirs.gradients):
+        return "it is not the same each time"
+    written = {
+        x.number
+        for call in theirs.calls
+        if not call.is_pure
+        for x in call.used
+        if isinstance(x, Existing)
+    }
+    for n, x in mine.constants.items():
+        y = theirs.constants[n]
+        if x is not y and (n in written or x.numel() > _FEW or not _equal(x, y)):
+            return (
+                f"it uses another tensor of shape {tuple(y.shape)} each time, which is not "
+                "among its arguments"
+            )
+    return ""
+
+
+def _told(call: TracedCall) -> str:
+    return f"{call.function.__name__}{call.arguments}"
+
+
+def _equal(x: Tensor, y: Tensor) -> bool:
+    return x.dtype == y.dtype and x.stride() == y.stride() and torch.equal(x, y)
+
+
+def grid_of(tensors: Iterable[Tensor]) -> Grid:
+    """Return the grid of the first DistTensor."""
+    return next(x.grid for x in tensors if isinstance(x, DistTensor))
+
+
+def warn_of_many(name: str, stacklevel: int) -> None:
+    """Tell the program that so many cases are not worth their traces."""
+    warnings.warn(
+        f"compile: {name} is called in more than {MOST_CASES} cases, and runs as it is in others; "
+        "pass numbers that change as tensors",
+        stacklevel=stacklevel + 1,
+    )
+
+
+def obstacle_on_any_rank(why: str, grid: Grid, name: str, stacklevel: int) -> bool:
+    """Return whether a program cannot be replayed on some rank of the grid; warn once.
+
+    All ranks call it together.
+
+    Parameters
+    ----------
+    why: the reason on this rank; "" where there is none.
+    name: of the program, for the warning.
+    stacklevel: of the warning, as from the caller.
+    """
+    reasons = grid.all_gather_object(why)
+    found = next(filter(None, reasons), "")
+    if found and grid.rank == reasons.index(found):
+        warnings.warn(f"compile: {name} runs as it is, as {found}", stacklevel=stacklevel + 1)
+    return bool(found)
+
+
+def program_of(step: TracedStep, backend: str | None) -> Program:
+    """Return a step as a function that Python, or a compiler of torch.compile, runs."""
+    if backend is not None:
+        from distconv.compiling.graph import compiled  # which most programs do without
+
+        step = compiled(step, backend)
+    return Program(step)
+
+
+@contextmanager
+def as_traced() -> Iterator[None]:
+    """Run a trace in the context: what autograd and autocast did is part of it."""
+    with torch.no_grad(), ExitStack() as stack:
+        for device in _DEVICES:
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+def restrided(x: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """Return a tensor with these strides, the same memory if it has them already."""
+    if x.stride() == strides:
+        return x.detach()
+    copy = torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
+    return copy.copy_(x)

@@ -1,0 +1,317 @@
+"""A module whose forward and backward passes are traced, and replayed as one autograd function."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from distconv.comm.shard_function import ShardFunction
+from distconv.compiling import cases, tracing
+from distconv.compiling.cases import MOST_CASES, Results
+from distconv.compiling.program import Existing, TracedCall, TracedStep, Value
+from distconv.compiling.tracing import Trace, modules_called, traced
+from distconv.model.gradient_reduction import reduction_of
+from distconv.tensor.nested import replaced, shards_of, tensors_in
+from distconv.torch_private import hooks_of
+
+_MOST_TRACES = 8
+"""The number of calls that are traced for two of which the backward pass follows."""
+
+
+class CompiledModule:
+    """A module that is replayed; see `compile`.
+
+    Parameters
+    ----------
+    evaluated: the same where nobody records gradients.
+
+    Attributes
+    ----------
+    replays: how many calls with gradients have been replays.
+    """
+
+    def __init__(self, module: nn.Module, evaluated: Any, backend: str | None) -> None:
+        self._module, self._evaluated, self._backend = module, evaluated, backend
+        self._called: dict[nn.Module, None] = {}
+        """All modules that have been called within it."""
+        self._cases: dict[Any, _Replayed | None] = {}
+        """The cases that are decided: None for those that are not replayed."""
+        self._traces: dict[Any, list[_Traced]] = {}
+        self.replays = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the module returns."""
+        if tracing.is_under_way():
+            return self._module(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            return self._evaluated(*args, **kwargs)
+        tensors = tensors_in(args, kwargs)
+        key = self._key(args, kwargs, tensors)
+        if key not in self._cases and key in self._traces:
+            self._decide(key, tensors)
+        if key in self._cases:
+            case = self._cases[key]
+            if case is None:
+                return self._module(*args, **kwargs)
+            self.replays += 1
+            return self._replay(case, tensors)
+        if key in self._traces:
+            return self._trace(self._traces[key], tensors, args, kwargs)
+        if len(self._traces) == MOST_CASES:
+            self._cases[key] = None
+            cases.warn_of_many("the module", stacklevel=2)
+        with modules_called(self._called):
+            result = self._module(*args, **kwargs)
+        # As it will be the next time, with the modules that are known now.
+        self._traces.setdefault(self._key(args, kwargs, tensors), [])
+        return result
+
+    @property
+    def source(self) -> str:
+        """Return the functions that are replayed, in Python."""
+        return "\n\n".join(case.source for case in self._cases.values() if case is not None)
+
+    def _key(self, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
+        parameters = cases.parameters_of(self._called)
+        return (
+            cases.key_of_call(args, kwargs, tensors),
+            cases.key_of_modules(self._called, parameters),
+        )
+
+    def _decide(self, key: Any, tensors: Sequence[Tensor]) -> None:
+        """Decide with all ranks whether a case is replayed, once two of its calls are traced."""
+        traces, grid = self._traces[key], cases.grid_of(tensors)
+        complete = [x for x in traces if x.complete][:2]
+        number = min(grid.all_gather_object(len(complete)))
+        why = next((x.trace.obstacle for x in traces if x.trace.obstacle), "")
+        if cases.are_merged(tensors):
+            why = "a tensor among its arguments has merged dimensions"
+        elif not why and number == 2:
+            why = complete[0].difference(complete[1])
+        elif not why and len(traces) == _MOST_TRACES:
+            why = "no backward pass has followed; call it under torch.no_grad() where none will"
+        if cases.obstacle_on_any_rank(why, grid, "the module", stacklevel=3):
+            self._cases[key] = None
+        elif number == 2:
+            self._cases[key] = _Replayed(complete[1], self._backend)
+        if key in self._cases:
+            traces.clear()
+
+    def _trace(self, traces: list[_Traced], tensors: Sequence[Tensor], args: Any, kw: Any) -> Any:
+        """Return what the module returns, as a function of autograd of its own."""
+        # The graph within begins at these, and ends at what the module returns.
+        inner = [x.detach().requires_grad_(x.requires_grad) for x in tensors]
+        call = _Traced(inner)
+        traces.append(call)
+        args, kw = replaced((args, kw), dict(zip(map(id, tensors), inner, strict=True)))
+        with traced(call.trace), modules_called(self._called):
+            returned = self._module(*args, **kw)
+        call.finish_forward(returned)
+        live = _Live(call, shards_of(inner))
+        return self._applied(live, call.results, shards_of(tensors), call.leaves)
+
+    def _replay(self, case: _Replayed, tensors: Sequence[Tensor]) -> Any:
+        reduction = reduction_of(self._module)
+        if reduction is not None:
+            reduction.prepare()
+        given = shards_of(tensors)
+        return self._applied(_Once(case, given), case.results, given, case.leaves)
+
+    def _applied(
+        self, passes: _Passes, results: Results, given: Sequence[Tensor], leaves: Sequence[Tensor]
+    ) -> Any:
+        blocks = _Apart.apply(passes, *(x for x in (*given, *leaves) if x.requires_grad))
+        reduction = reduction_of(self._module)
+        if reduction is not None:
+            reduction.keep_for(blocks)
+        return results.of(blocks)
+
+
+class _Passes(Protocol):
+    """A forward and a backward pass on blocks."""
+
+    def forward(self, ctx: Any) -> Sequence[Tensor]:
+        """Return the blocks of the results, of which autograd differentiates the ones noted."""
+
+    def backward(self, ctx: Any, gradients: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        """Return the gradients of arguments and leaves that require some."""
+
+
+class _Apart(ShardFunction):
+    """A module as one function of autograd, of the blocks and leaves that require gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, passes: _Passes, *_: Tensor) -> tuple[Tensor, ...]:
+        ctx.passes = passes
+        return tuple(passes.forward(ctx))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return (None, *ctx.passes.backward(ctx, gradients))
+
+
+class _Traced:
+    """One traced call of a module.
+
+    Parameters
+    ----------
+    tensors: among the arguments.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._given = shards_of(tensors)
+        self._versions = [x._version for x in self._given]
+        self.trace = Trace(self._given)
+        self.strides = [x.stride() for x in self._given]
+        self.results = Results(())
+        self.differentiable: list[bool] = []
+        """For each tensor of the results whether it has a gradient to compute."""
+        self.leaves: list[Tensor] = []
+        """The parameters, and other leaves, whose gradients the backward pass makes."""
+        self.gradient_strides: list[tuple[int, ...]] = []
+        self.step = TracedStep([], [], [], {}, [])
+        """Both passes, with the call of `tracing.turn` between them."""
+        self.complete = False
+
+    def finish_forward(self, returned: Any) -> None:
+        """Take what the module has returned."""
+        trace, self.results = self.trace, Results(returned)
+        blocks = self.results.blocks
+        self.differentiable = [x.requires_grad for x in blocks]
+        self.leaves = [leaf for leaf, _ in trace.leaves.values()]
+        if self._versions != [x._version for x in self._given]:
+            trace.hinder("it writes to a tensor among its arguments")
+        if any(isinstance(x, Existing) for x in trace.standing_for(blocks)):
+            trace.hinder("it returns a parameter or a buffer")
+        self._made = trace.standing_for(blocks)
+        self._given = []
+        trace.calls.append(TracedCall(tracing.turn, ()))
+
+    def finish_backward(self, gradients: Sequence[Tensor], found: Sequence[Tensor | None]) -> None:
+        """Take the gradients that were given and those that were found."""
+        trace = self.trace
+        self.gradient_strides = [x.stride() for x in gradients]
+        results = [*self._made, *trace.standing_for(list(found))]
+        step = TracedStep(trace.inputs, trace.calls, results, trace.constants, [])
+        self.step = step.reduced()
+        self.complete = True
+
+    def difference(self, later: _Traced) -> str:
+        """Return in words how a later call of the same case differs; "" where it does not."""
+        if self.results.words != later.results.words:
+            return "its results differ each time"
+        return cases.difference(self.step, later.step)
+
+
+class _Live:
+    """The passes of a call that is traced: autograd's graph of the module, within `_Apart`."""
+
+    def __init__(self, call: _Traced, given: Sequence[Tensor]) -> None:
+        self._call = call
+        self._results = call.results.blocks
+        self._ends = [x for x in (*given, *call.leaves) if x.requires_grad]
+        call.results.blocks = []
+
+    def forward(self, ctx: Any) -> list[Tensor]:
+        made = [x.detach() for x in self._results]
+        fixed = zip(made, self._call.differentiable, strict=True)
+        ctx.mark_non_differentiable(*(x for x, differentiable in fixed if not differentiable))
+        # torch refuses a second backward pass where something has been saved.
+        ctx.save_for_backward(torch.empty(0))
+        return made
+
+    def backward(self, ctx: Any, gradients: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        _ = ctx.saved_tensors
+        call, trace = self._call, self._call.trace
+        given = _chosen(gradients, call.differentiable)
+        if call.complete:
+            return self._gradients(given)
+        with traced(trace):
+            trace.go_on(given)
+            found = self._gradients(given)
+        call.finish_backward(given, found)
+        return found
+
+    def _gradients(self, given: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+        roots = _chosen(self._results, self._call.differentiable)
+        # Hooks of leaves are called where `_Apart` hands out their gradients.
+        hooks = [(of, dict(of)) for x in self._call.leaves if (of := hooks_of(x))]
+        for of, _ in hooks:
+            of.clear()
+        try:
+            return torch.autograd.grad(
+                roots, self._ends, given, retain_graph=True, allow_unused=True
+            )
+        finally:
+            for of, before in hooks:
+                of.update(before)
+
+
+class _Replayed:
+    """A module as it is replayed."""
+
+    def __init__(self, call: _Traced, backend: str | None) -> None:
+        self.results, self.strides = call.results, call.strides
+        self.differentiable, self.gradient_strides = call.differentiable, call.gradient_strides
+        self.leaves = call.leaves
+        step, given = call.step, len(call.strides)
+        turn = next(i for i, x in enumerate(step.calls) if x.function is tracing.turn)
+        first, second = step.calls[:turn], step.calls[turn + 1 :]
+        number = len(self.differentiable)
+        results, found = step.results[:number], step.results[number:]
+        inputs, gradients = step.inputs[:given], step.inputs[given:]
+        there = {*inputs, *(n for x in first for n in x.made)}
+        used = dict.fromkeys(x for call in second for x in call.used)
+        used |= dict.fromkeys(x for x in found if x is not None)
+        kept = [x for x in used if isinstance(x, Value) and x.number in there]
+        self.constants = [step.constants[x.number] for x in used if isinstance(x, Existing)]
+        """The tensors that the backward pass reads, which have to stay as they are till then."""
+        forward = cases.program_of(
+            TracedStep(inputs, first, [*results, *kept], step.constants, []), backend
+        )
+        numbers = [*(x.number for x in kept), *gradients]
+        backward = cases.program_of(TracedStep(numbers, second, found, step.constants, []), backend)
+        self.run_forward, self.run_backward = forward.run, backward.run
+        self.source = f"{forward.source}\n\n{backward.source}"
+
+
+class _Once:
+    """The passes of one replay."""
+
+    def __init__(self, case: _Replayed, given: Sequence[Tensor]) -> None:
+        self._case, self._given = case, given
+        self._kept = 0
+
+    def forward(self, ctx: Any) -> list[Tensor]:
+        case = self._case
+        with cases.as_traced():
+            blocks = map(cases.restrided, self._given, case.strides)
+            made = case.run_forward(*blocks)
+        self._given = []
+        number = len(case.differentiable)
+        results, kept = made[:number], made[number:]
+        self._kept = len(kept)
+        # Autograd knows each result once.
+        apart = [
+            x.detach() if any(x is y for y in results[:i]) else x for i, x in enumerate(results)
+        ]
+        fixed = zip(apart, case.differentiable, strict=True)
+        ctx.mark_non_differentiable(*(x for x, differentiable in fixed if not differentiable))
+        ctx.save_for_backward(*kept, *case.constants)
+        return apart
+
+    def backward(self, ctx: Any, gradients: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        case = self._case
+        kept = ctx.saved_tensors[: self._kept]
+        given = map(cases.restrided, _chosen(gradients, case.differentiable), case.gradient_strides)
+        with cases.as_traced():
+            return case.run_backward(*kept, *given)
+
+
+def _chosen(tensors: Sequence[Tensor], which: Sequence[bool]) -> list[Tensor]:
+    return [x for x, chosen in zip(tensors, which, strict=True) if chosen]

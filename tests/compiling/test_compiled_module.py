@@ -1,0 +1,361 @@
+"""A compiled module gives what the module gives, and its backward pass the same gradients."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from mpi4py import MPI
+from torch import Tensor, nn
+
+import distconv as dc
+from tests.compiling.test_compile import (
+    CALLS,
+    batches,
+    classifier,
+    identical,
+    random_network,
+    volume,
+)
+from tests.support.serial import examples, raised_everywhere
+
+Loop = Callable[[Any, nn.Module, dc.ProcessGrid], list[Any]]
+"""Trains a module by the calls of another one, which is compiled or not."""
+
+
+def compared(loop: Loop, network: Callable[[], nn.Module] = classifier, **axes: int) -> Any:
+    """Check that a loop has the same bits with the compiled module; return it."""
+    grid = dc.ProcessGrid(**(axes or {"height": -1}))
+
+    def run(compiled: bool) -> tuple[list[Any], Any]:
+        torch.manual_seed(0)
+        model = dc.parallelize(network(), grid)
+        called: Any = dc.compile(model) if compiled else model
+        torch.manual_seed(1)
+        found = loop(called, model, grid)
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        return [*found, *model.state_dict().values(), *gradients], called
+
+    expected, (actual, compiled) = run(False)[0], run(True)
+    assert identical(actual, expected)
+    return compiled
+
+
+def plain(f: Any, model: nn.Module, grid: dc.ProcessGrid) -> list[Any]:
+    """Train as most programs do, which zero gradients before the backward pass."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for x, y in batches(grid):
+        loss = F.cross_entropy(f(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        dc.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses
+
+
+def with_accumulation(f: Any, model: nn.Module, grid: dc.ProcessGrid) -> list[Any]:
+    """Train with two forward passes before the first of their backward passes."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    losses = []
+    for x, y in batches(grid):
+        with dc.no_sync(model):
+            first, second = F.cross_entropy(f(x), y), F.cross_entropy(f(x * 0.5), y)
+            first.backward()
+        second.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses += [first.detach(), second.detach()]
+    return losses
+
+
+def with_autocast(f: Any, model: nn.Module, grid: dc.ProcessGrid) -> list[Any]:
+    """Train in bfloat16."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for x, y in batches(grid):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = F.cross_entropy(f(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+def differentiating_inputs(f: Any, model: nn.Module, grid: dc.ProcessGrid) -> list[Any]:
+    """Compute the gradients of the inputs, and go through some graphs twice."""
+    found = []
+    for x, y in batches(grid):
+        x.requires_grad_()
+        loss = F.cross_entropy(f(x), y)
+        (loss * 2).backward(retain_graph=True)
+        loss.backward()
+        found.append(x.grad)
+    return found
+
+
+def evaluating_between(f: Any, model: nn.Module, grid: dc.ProcessGrid) -> list[Any]:
+    """Train, evaluate and freeze in turns."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for turn in range(3):
+        for x, y in batches(grid):
+            loss = F.cross_entropy(f(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            model.eval()
+            with torch.no_grad():
+                found += [loss.detach(), f(x)]
+            model.train()
+        next(model.children()).requires_grad_(turn == 1)
+    return found
+
+
+def with_hooks(f: Any, model: nn.Module, grid: dc.ProcessGrid) -> list[Any]:
+    """Train with hooks of parameters, of which one comes later."""
+    first, *_, last = model.parameters()
+    first.register_hook(lambda g: g * 2)
+    found = plain(f, model, grid)
+    last.register_hook(lambda g: g.abs())
+    return found + plain(f, model, grid)
+
+
+def of_volumes(f: Any, model: nn.Module, grid: dc.ProcessGrid) -> list[Any]:
+    """Train on volumes."""
+    found = []
+    for x, _ in batches(grid, (2, 1, 8, 12, 8)):
+        loss = f(x).square().mean()
+        loss.backward()
+        found.append(loss.detach())
+    return found
+
+
+LOOPS = (
+    plain,
+    with_accumulation,
+    with_autocast,
+    differentiating_inputs,
+    evaluating_between,
+    with_hooks,
+)
+
+
+@pytest.mark.parallel([1, 2])
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda f: f.__name__)
+def test_a_replayed_module_has_the_same_bits(loop: Loop) -> None:
+    assert compared(loop).replays >= CALLS - 3
+
+
+@pytest.mark.parallel([2])
+def test_a_replayed_module_of_volumes_has_the_same_bits() -> None:
+    assert compared(of_volumes, volume).replays == CALLS - 3
+
+
+@pytest.mark.parallel(4)
+@pytest.mark.parametrize(
+    "axes",
+    [{"height": 2, "width": 2}, {"sample": 2, "height": 2}, {"height": 2, "filter": 2}],
+    ids=str,
+)
+def test_a_module_is_replayed_on_any_grid(axes: Mapping[str, int]) -> None:
+    assert compared(plain, **axes).replays == CALLS - 3
+
+
+class Several(nn.Module):
+    """Returns tensors in a dictionary: one twice, and one without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 2, 3, padding=1)
+
+    def forward(self, x: Tensor, *, scale: float) -> dict[str, Any]:
+        y = self.conv(x) * scale
+        return {"y": y, "again": [y, x], "largest": y.detach().amax(1)}
+
+
+@pytest.mark.parallel([2])
+def test_results_are_found_in_their_structure() -> None:
+    def loop(f: Any, model: nn.Module, grid: dc.ProcessGrid) -> list[Any]:
+        found = []
+        for x, _ in batches(grid):
+            result = f(x, scale=0.5)
+            again, same = result["again"]
+            assert not result["largest"].requires_grad and not same.requires_grad
+            result["y"].mul_(2.0)  # as other programs do
+            (result["y"].square().mean() + again.mean()).backward()
+            found += [result["y"].detach(), again.detach(), same, result["largest"]]
+        return found
+
+    assert compared(loop, Several).replays == CALLS - 3
+
+
+class Flattens(nn.Module):
+    """Returns positions in one dimension, of which no rank has a block, and takes such."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.linear = nn.Conv2d(3, 4, 3, padding=1), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dim() == 3:
+            return self.linear(x)
+        return self.conv(x).flatten(2).transpose(1, 2)
+
+
+@pytest.mark.parallel([2])
+def test_merged_dimensions_are_returned_and_taken() -> None:
+    def loop(f: Any, model: nn.Module, grid: dc.ProcessGrid) -> list[Any]:
+        found = []
+        for x, _ in batches(grid):
+            loss = f(f(x.requires_grad_())).square().mean()
+            loss.backward()
+            found += [loss.detach(), x.grad]
+        return found
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        # The modules of the second call are news to the case of the first.
+        assert compared(loop, Flattens, width=2).replays == CALLS - 4
+    everyone = MPI.COMM_WORLD.allgather([str(w.message) for w in told])
+    assert sum("arguments has merged" in m for each in everyone for m in each) == 1
+
+
+@pytest.mark.parallel([2])
+def test_a_backward_pass_does_not_use_what_has_changed() -> None:
+    """A replay refuses what autograd refuses, in the same words."""
+    grid = dc.ProcessGrid(height=2)
+    model = dc.parallelize(
+        nn.Sequential(nn.Conv2d(3, 2, 3), nn.Sigmoid(), nn.Conv2d(2, 2, 3)), grid
+    )
+    compiled = dc.compile(model)
+
+    def change(x: Tensor) -> None:
+        loss = compiled(x).square().mean()
+        with torch.no_grad():
+            model[2].weight.mul_(2.0)
+        loss.backward()
+
+    def repeat(x: Tensor) -> None:
+        loss = compiled(x).square().mean()
+        loss.backward()
+        loss.backward()
+
+    for x, _ in batches(grid):
+        compiled(x).square().mean().backward()
+    assert compiled.replays == CALLS - 3
+    assert "modified by an inplace operation" in raised_everywhere(RuntimeError, change, x)
+    assert "second time" in raised_everywhere(RuntimeError, repeat, x)
+
+
+@pytest.mark.parallel([2])
+def test_a_compiled_module_within_a_compiled_step_is_part_of_it() -> None:
+    grid = dc.ProcessGrid(height=2)
+
+    def run(compiled: bool) -> list[Any]:
+        torch.manual_seed(0)
+        model = dc.parallelize(nn.Sequential(nn.Conv2d(3, 2, 3), nn.ReLU()), grid)
+        f: Any = dc.compile(model) if compiled else model
+
+        def step(x: Tensor) -> Tensor:
+            loss = f(x).square().mean()
+            loss.backward()
+            return loss
+
+        whole: Any = dc.compile(step) if compiled else step
+        found = [whole(x) for x, _ in batches(grid)]
+        assert not compiled or whole.replays == CALLS - 3
+        return [*found, *(p.grad for p in model.parameters())]
+
+    assert identical(run(True), run(False))
+
+
+# Modules that go on as they are
+
+
+class Reads(nn.Module):
+    """Does as the elements say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        return y if y.mean() > 0 else -y
+
+
+class Writes(Reads):
+    """Writes to its argument."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x.mul_(1.0))
+
+
+class Returns(Reads):
+    """Returns a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("kept", torch.ones(2))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.conv(x), self.kept
+
+
+def step_of(f: Any, x: Tensor) -> None:
+    """Run both passes."""
+    y = f(x)
+    (y[0] if isinstance(y, tuple) else y).square().mean().backward()
+
+
+@pytest.mark.parallel([2])
+@pytest.mark.parametrize(
+    ("network", "why"),
+    [(Reads, "reads elements"), (Writes, "writes to a tensor"), (Returns, "or a buffer")],
+)
+def test_other_modules_go_on_as_they_are_and_say_why(
+    network: Callable[[], nn.Module], why: str
+) -> None:
+    def loop(f: Any, model: nn.Module, grid: dc.ProcessGrid) -> list[Any]:
+        for x, _ in batches(grid):
+            step_of(f, x)
+        return []
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert compared(loop, network).replays == 0
+    everyone = MPI.COMM_WORLD.allgather([str(w.message) for w in told])
+    [said] = {m for each in everyone for m in each if m.startswith("compile: ")}
+    assert why in said
+
+
+@pytest.mark.parallel([2])
+def test_a_module_without_a_backward_pass_goes_on_as_it_is() -> None:
+    grid = dc.ProcessGrid(height=2)
+    model = dc.parallelize(nn.Conv2d(3, 2, 3), grid)
+    compiled = dc.compile(model)
+    x = dc.distribute_tensor(torch.randn(1, 3, 8, 8), grid)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = [compiled(x) for _ in range(12)]
+    assert all(identical(y.detach(), found[0].detach()) for y in found)
+    everyone = MPI.COMM_WORLD.allgather([str(w.message) for w in told])
+    assert sum("no backward pass has followed" in m for each in everyone for m in each) == 1
+    found[-1].sum().backward()
+
+
+@pytest.mark.parallel([4])
+@pytest.mark.parametrize("seed", examples(10))
+def test_random_stacks_are_replayed_with_the_same_bits(seed: int) -> None:
+    rng = random.Random(seed)
+    network = random_network(rng)
+    rng.shuffle(axes := ["height", "width"])
+    assert compared(plain, network, **{axes[0]: -1}).replays == CALLS - 3
