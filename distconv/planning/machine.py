@@ -108,6 +108,26 @@ class Roofline:
     """Seconds of the smallest operator."""
 
 
+@dataclass(frozen=True)
+class Launch:
+    """How jobs are started on a machine.
+
+    Attributes
+    ----------
+    scheduler: by its name for the command `launch`.
+    gpus_per_node: the devices of a node, each with a rank of its own.
+    directives: options of the scheduler.
+    options: further options of the command that starts the ranks.
+    setup: lines of shell that come first.
+    """
+
+    scheduler: str
+    gpus_per_node: int = 0
+    directives: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+    setup: tuple[str, ...] = ()
+
+
 @dataclass
 class Machine:
     """The numbers of a machine from which steps are predicted.
@@ -147,7 +167,10 @@ class Machine:
     memory: int | None = None
     """Bytes of memory of a rank."""
     environment: dict[str, str] = field(default_factory=dict)
-    """The environment variables under which operators are timed, such as the allocator's."""
+    """The variables with which operators are timed, such as the allocator's, and jobs run. The
+    shell of a job replaces `$NAME` in them."""
+    launch: Launch | None = None
+    """How jobs start there, if the file says so."""
     sources: dict[str, str] = field(default_factory=dict)
     """The source of the numbers of each part."""
 
@@ -238,6 +261,10 @@ def _from_dict(given: Mapping[str, Any]) -> Machine:
     host = {name: _table(table) for name, table in given["host"].items()}
     more: dict[str, Any] = {"roofline": roofline, "links": links, "reductions": reductions}
     more |= {"host": host, "skew": _table(given.get("skew", 0.0)), "sources": given["sources"]}
+    if given.get("launch") is not None:
+        items = given["launch"].items()
+        launch: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in items}
+        more["launch"] = Launch(**launch)
     return Machine(**({"threads": 1} | known | tables | more))
 
 

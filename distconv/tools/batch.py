@@ -1,6 +1,7 @@
-"""Batch scripts that start a program on the nodes of a cluster, by Slurm, LSF or Flux.
+"""Batch scripts that start a program on the nodes of a cluster, by Slurm, LSF, Flux or PBS.
 
-A job is the parsed command line of `launch`, whose help explains each option.
+A job is the parsed command line of `launch`, whose help explains each option. A machine adds its
+`variables`, and `options` of the command that starts the ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ from typing import NamedTuple
 
 from distconv.planning.machine import ALLOCATOR
 
-LAUNCHERS = ("mpiexec", "mpirun", "srun", "jsrun", "lrun", "flux", "torchrun", "sbatch", "bsub")
+LAUNCHERS = (
+    *("mpiexec", "mpirun", "srun", "jsrun", "lrun", "flux", "torchrun"),
+    *("sbatch", "bsub", "qsub"),
+)
 """Programs that start ranks, or jobs, which the script does itself."""
 
 TRANSPORTS = ("mpi", "torch", "nccl")
@@ -124,16 +128,22 @@ def _script(
             "exit 1; }",
         ]
     variables = {"DISTCONV_TRANSPORT": _carrier(job), **({} if job.gpus_per_node else ALLOCATOR)}
+    variables |= job.variables
     lines = [
         "#!/bin/bash",
         *(f"{prefix} {directive}" for directive in (*directives, *job.directive)),
         *("", job.origin, "set -e", *job.setup),
         *("", *cores, "export OMP_NUM_THREADS=$cores"),
-        *(f"export {name}={value}" for name, value in variables.items()),
+        *(f"export {name}={_word(value)}" for name, value in variables.items()),
         *("", *(f"# {line}" for line in note.splitlines())),
-        " \\\n    ".join([*launch, shlex.join(job.command_line)]),
+        " \\\n    ".join([*launch, *job.options, shlex.join(job.command_line)]),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _word(value: str) -> str:
+    """Return a value as a word of the shell, which puts in the variables that it names."""
+    return value if re.fullmatch(r"[\w./:,=+@-]+", value) else f'"{value}"'
 
 
 def slurm_script(job: Namespace) -> str:
@@ -227,6 +237,27 @@ def flux_script(job: Namespace) -> str:
     return _script(job, "# flux:", directives, launch, note)
 
 
+def pbs_script(job: Namespace) -> str:
+    """Return the script that `qsub` takes; the `mpiexec` of Cray's PALS starts the ranks in it."""
+    nodes, ranks = job.nodes, job.ranks_per_node
+    directives = [
+        f"-N {title_of(job)}",
+        f"-l select={nodes}",
+        "-l place=scatter",
+        f"-l walltime={_clock(job)}:00",
+        "-j oe",
+        *_named(job, account="-A {}", queue="-q {}"),
+    ]
+    launch = [f"mpiexec -n {nodes * ranks} -ppn {ranks}"]
+    if not any("--cpu-bind" in option for option in job.options):
+        launch.append("--depth=$cores --cpu-bind depth")
+    note = "Ranks are numbered node by node, so that those of a sample are neighbours."
+    if job.gpus_per_node:
+        note += "\nEvery rank sees the GPUs of its node and takes its own."
+    job.setup = ['cd "$PBS_O_WORKDIR"', *job.setup]
+    return _script(job, "#PBS", directives, launch, note)
+
+
 class Scheduler(NamedTuple):
     """A scheduler's function for scripts, and the command that reads one from standard input."""
 
@@ -238,4 +269,5 @@ SCHEDULERS = {
     "slurm": Scheduler(slurm_script, ("sbatch",)),
     "lsf": Scheduler(lsf_script, ("bsub",)),
     "flux": Scheduler(flux_script, ("flux", "batch")),
+    "pbs": Scheduler(pbs_script, ("qsub",)),
 }

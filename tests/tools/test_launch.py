@@ -10,9 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from distconv.planning import Machine
+from distconv.tools.batch import SCHEDULERS
 from distconv.tools.command_line import main
 
-EXAMPLES = Path(__file__).parents[2] / "examples" / "launch"
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples" / "launch"
+PAGE = ROOT / "docs" / "reference" / "machines.md"
 JOB = ("--nodes=2", "--ranks-per-node=4", "--time=90")
 PROGRAM = ("--", "python", "train.py")
 
@@ -30,9 +34,11 @@ DOCUMENTED = {
         "-o --cores-per-task --exclusive --gpus-per-task --job-name --nodes --ntasks --output "
         "--queue --setattr --time-limit"
     },
+    "pbs": {"-A -N -j -k -l -n -ppn -q --cpu-bind --depth"},
 }
-"""Options of sbatch and srun (Slurm 22.05), bsub (LSF 10.1) and jsrun (JSM 10.3), and of `flux
-batch` and `flux run` (flux-core 0.60), as their manuals list them."""
+"""Options of sbatch and srun (Slurm 22.05), bsub (LSF 10.1) and jsrun (JSM 10.3), of `flux batch`
+and `flux run` (flux-core 0.60), and of qsub (PBS Pro) and the mpiexec of PALS, as their manuals
+list them; those of Cray's network are in HPE's notes on Slingshot."""
 
 
 def script(capsys: pytest.CaptureFixture[str], scheduler: str, *options: str) -> str:
@@ -69,27 +75,31 @@ def test_each_example_is_what_its_own_command_line_writes(
 
 
 def test_there_is_an_example_for_every_scheduler() -> None:
-    assert {path.suffix for path in EXAMPLES.glob("*.*")} == {".slurm", ".lsf", ".flux"}
+    assert {path.suffix for path in EXAMPLES.glob("*.*")} == {f".{s}" for s in SCHEDULERS}
 
 
-@pytest.mark.parametrize("scheduler", ["slurm", "lsf", "flux"])
+def options_of(scheduler: str, text: str) -> set[str]:
+    """Return the options of the scheduler and its launcher in a script, which is shell."""
+    assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
+    launch = commands(text)[-1].replace("$(( cores * 4 ))", "40").replace('"-gpu"', "gpu")
+    prefixes = ("#SBATCH ", "#BSUB ", "# flux: ", "#PBS ")
+    directives = " ".join(t.split(p)[1] for t in text.splitlines() for p in prefixes if p in t)
+    asked = f"{directives} {launch.removesuffix('python train.py')}"
+    return set(re.findall(r"(?<!\S)--?[A-Za-z][\w-]*", asked))
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("gpus", [(), ("--gpus-per-node=4",), ("--gpus-per-node=2",)])
 def test_scripts_are_shell_with_documented_options_and_all_ranks(
     scheduler: str, gpus: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     more = ("--cores-per-rank=10", "--account=bank", "--queue=batch", *gpus)
     text = script(capsys, scheduler, *more)
-    assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
-    launch = commands(text)[-1].replace("$(( cores * 4 ))", "40").replace('"-gpu"', "gpu")
-    prefixes = ("#SBATCH ", "#BSUB ", "# flux: ")
-    directives = " ".join(t.split(p)[1] for t in text.splitlines() for p in prefixes if p in t)
-    asked = f"{directives} {launch.removesuffix('python train.py')}"
-    options = set(re.findall(r"(?<!\S)--?[A-Za-z][\w-]*", asked))
     (documented,) = DOCUMENTED[scheduler]
-    assert options <= set(documented.split())
-    ranks = {"slurm": "--ntasks=8 ", "lsf": "--tasks_per_rs 4 ", "flux": "--ntasks=8 "}
-    nodes = {"slurm": "--nodes=2 ", "lsf": "--nrs 2 ", "flux": "--nodes=2 "}
-    assert ranks[scheduler] in launch and nodes[scheduler] in launch
+    assert options_of(scheduler, text) <= set(documented.split())
+    ranks = {"lsf": "--tasks_per_rs 4 ", "pbs": "-n 8 "}.get(scheduler, "--ntasks=8 ")
+    nodes = {"lsf": "--nrs 2 ", "pbs": "-ppn 4 "}.get(scheduler, "--nodes=2 ")
+    assert ranks in commands(text)[-1] and nodes in commands(text)[-1]
     assert "export OMP_NUM_THREADS=$cores" in commands(text) and "cores=10" in commands(text)
 
 
@@ -97,6 +107,94 @@ def test_time_is_written_as_each_scheduler_reads_it(capsys: pytest.CaptureFixtur
     assert "#SBATCH --time=01:30:00\n" in script(capsys, "slurm")
     assert "#BSUB -W 01:30\n" in script(capsys, "lsf", "--cores-per-rank=1")
     assert "# flux: --time-limit=90m\n" in script(capsys, "flux")
+    assert "#PBS -l walltime=01:30:00\n" in script(capsys, "pbs")
+    clock = ("--nodes=2", "--ranks-per-node=4", "--time=26:30:01", *PROGRAM)
+    assert "#SBATCH --time=26:31:00\n" in script(capsys, "slurm", *clock)
+    assert "give minutes, or HH:MM:SS" in refusal(capsys, *clock[:2], "--time=soon", *PROGRAM)
+
+
+SAYS = {
+    "el-capitan": [
+        *("# flux: --setattr=rdzv_get_en=0", "flux run --nodes=16 --ntasks=64", "cores=21"),
+        *("-o fastload=on", "--gpus-per-task=1", "FI_CXI_RDZV_PROTO=alt_read"),
+        'MIOPEN_USER_DB_PATH="${TMPDIR:-/tmp}/miopen-$USER"',
+    ],
+    "frontier": [
+        *("#SBATCH --gpus-per-node=8", "--ntasks=128", "cores=7", "--gpu-bind=none"),
+        *("ROCR_VISIBLE_DEVICES=4,5,2,3,6,7,0,1", "#SBATCH --network=disable_rdzv_get"),
+    ],
+    "aurora": [
+        *("#PBS -l select=16", "mpiexec -n 192 -ppn 12", "--cpu-bind list:1-8:9-16:"),
+        *(
+            "#PBS -l filesystems=home:flare",
+            'CCL_CONFIGURATION_PATH=""',
+            "DISTCONV_TRANSPORT=torch",
+        ),
+    ],
+    "jupiter": ["#SBATCH --partition=booster", "--ntasks=64", "cores=72"],
+    "alps": ['NCCL_NET="AWS Libfabric"', "MPICH_GPU_SUPPORT_ENABLED=0", 'NCCL_PROTO="^LL128"'],
+    "perlmutter": ["#SBATCH --constraint=gpu", "FI_MR_CACHE_MONITOR=userfaultfd", "cores=16"],
+}
+"""Words of the script of each machine."""
+
+
+def machine_command(name: str) -> list[str]:
+    """Return the command line of `launch` for a machine, as the page has it."""
+    text = PAGE.read_text().replace("\\\n", " ")
+    found = [line for line in text.splitlines() if f"--machine machines/{name}.json" in line]
+    (line,) = found
+    return shlex.split(line)[3:]
+
+
+@pytest.mark.parametrize("name", SAYS)
+def test_scripts_for_machines_are_bound_and_have_their_variables(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert main(machine_command(name)) == 0
+    text = capsys.readouterr().out
+    machine = Machine.load(f"machines/{name}.json")
+    assert machine.launch is not None
+    assert machine.sources["launch"]
+    assert machine.sources.get("environment") or not machine.environment
+    assert [word for word in SAYS[name] if word not in text] == []
+    assert "02:00:00" in text or "--time-limit=120m" in text
+    (documented,) = DOCUMENTED[machine.launch.scheduler]
+    more = {"--network", "--constraint", "--uenv", "--view"}
+    assert options_of(machine.launch.scheduler, text) <= set(documented.split()) | more
+    shown = subprocess.run(
+        ["bash", "-uc", "\n".join([*exports(text), "env"])],
+        env={"USER": "me", "PATH": "/usr/bin:/bin", "cores": "1"},
+        capture_output=True,
+        text=True,
+    )
+    got = dict(line.split("=", 1) for line in shown.stdout.splitlines() if "=" in line)
+    for variable, value in machine.environment.items():
+        wanted = value.replace("${TMPDIR:-/tmp}", "/tmp").replace("$USER", "me")
+        assert got[variable] == wanted
+
+
+def exports(text: str) -> list[str]:
+    return [line for line in commands(text) if line.startswith("export ")]
+
+
+def test_options_go_before_those_of_a_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    of = f"--machine={ROOT}/machines/perlmutter.json"
+    one = ("--nodes=1", "--time=5", "--ranks-per-node=2", "--gpus-per-node=2", *PROGRAM)
+    assert main(["launch", "--dry-run", of, *one]) == 0
+    text = capsys.readouterr().out
+    assert "--ntasks=2 " in text and "--gpus-per-node=2 " in text and "lscpu" in text
+    assert main(["launch", "--dry-run", of, "--scheduler=flux", *one]) == 0
+    other = capsys.readouterr().out
+    assert "flux run" in other and "constraint" not in other
+
+
+def test_what_no_machine_says_has_to_be_given(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--scheduler is missing" in refusal(capsys, "--nodes=1", "--time=5", *PROGRAM)
+    rest = ("--nodes=1", "--time=5", *PROGRAM)
+    assert "--ranks-per-node is missing" in refusal(capsys, "--scheduler=slurm", *rest)
+    lassen = f"--machine={ROOT}/machines/lassen.json"
+    assert "does not say how jobs start there" in refusal(capsys, lassen, *rest)
 
 
 def test_the_environment_follows_the_devices(capsys: pytest.CaptureFixture[str]) -> None:

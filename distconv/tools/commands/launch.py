@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 import shutil
 import subprocess
@@ -11,13 +12,14 @@ from pathlib import Path
 from distconv.data.durable import write_atomically
 from distconv.tools.arguments import BadArguments, complaining
 from distconv.tools.batch import SCHEDULERS, TRANSPORTS, check_job, title_of
-from distconv.tools.commands.options import Command, check_alone
+from distconv.tools.commands.options import Command, check_alone, loaded
 
 MARK = "# Written by: python -m distconv launch"
 """Begins the line of a script that holds the options it was made with."""
 
 _TOLD = (
-    *("scheduler", "nodes", "ranks_per_node", "time", "cores_per_rank", "gpus_per_node"),
+    *("machine", "scheduler", "nodes", "ranks_per_node", "time", "cores_per_rank"),
+    "gpus_per_node",
     *("transport", "name", "account", "queue", "mpi", "setup", "directive"),
 )
 """Options that make the same script again."""
@@ -26,13 +28,17 @@ _TOLD = (
 def _options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("command_line", nargs="*", metavar="-- COMMAND", help="the program of a rank, behind --")
-    add("--scheduler", choices=SCHEDULERS, required=True, help="what runs the job")
+    text = "a machine's, such as machines/frontier.json: what runs jobs there, and with what"
+    add("--machine", type=Path, metavar="FILE", help=text)
+    add("--scheduler", choices=SCHEDULERS, help="what runs the job (default: the machine's)")
     add("--nodes", type=int, required=True, help="how many the job gets, all to itself")
-    add("--ranks-per-node", type=int, required=True, help="one for each GPU, or socket")
-    add("--time", type=int, required=True, metavar="MINUTES", help="when the job is ended")
-    text = "what a rank is bound to and computes with (default: the node's cores in equal parts)"
-    add("--cores-per-rank", type=int, help=text)
-    add("--gpus-per-node", type=int, default=0, help="of each node (default: none)")
+    text = "one for each GPU, or socket (default: the machine's)"
+    add("--ranks-per-node", type=int, help=text)
+    text = "when the job is ended: minutes, or HH:MM:SS"
+    add("--time", type=_minutes, required=True, metavar="TIME", help=text)
+    text = "what a rank is bound to and computes with (default: the machine's, or the node's cores "
+    add("--cores-per-rank", type=int, help=f"{text}in equal parts)")
+    add("--gpus-per-node", type=int, help="of each node (default: the machine's, or none)")
     text = "how messages travel (default: torch, by NCCL, with a GPU for each rank, else mpi)"
     add("--transport", choices=TRANSPORTS, help=text)
     add("--name", help="of the job (default: that of the program)")
@@ -53,10 +59,11 @@ def _run(job: argparse.Namespace) -> int:
     check_alone("launch")
     if job.submit and job.dry_run:
         raise BadArguments("--dry-run submits nothing; leave one of --submit and --dry-run out")
+    job.origin = f"{MARK} {_as_given(job)}"
+    _complete(job)
     if job.mpi is not None and job.scheduler != "slurm":
         raise BadArguments(f"--mpi {job.mpi} is an option of Slurm's srun; leave it out")
     scheduler = SCHEDULERS[job.scheduler]
-    job.origin = f"{MARK} {_as_given(job)}"
     with complaining(ValueError):
         check_job(job)
         script = scheduler.script(job)
@@ -76,6 +83,52 @@ def _run(job: argparse.Namespace) -> int:
             f"cluster, with {' '.join(scheduler.submit)} < FILE"
         )
     return subprocess.run(scheduler.submit, input=script, text=True).returncode
+
+
+def _minutes(text: str) -> int:
+    """Return a time in minutes, which is given so or as HH:MM:SS."""
+    clock = re.fullmatch(r"(\d+):([0-5]\d):([0-5]\d)", text)
+    if clock is None and not text.lstrip("-").isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no time; give minutes, or HH:MM:SS")
+    if clock is None:
+        return int(text)
+    hours, minutes, seconds = map(int, clock.groups())
+    return 60 * hours + minutes + (seconds > 0)
+
+
+def _complete(job: argparse.Namespace) -> None:
+    """Take from the machine what the command line leaves open.
+
+    Its cores are for as many ranks as it has; its options and variables come first.
+    """
+    job.variables, job.options = {}, ()
+    if job.machine is not None:
+        machine = loaded(job.machine)
+        launch = machine.launch
+        if launch is None:
+            raise BadArguments(f"{str(job.machine)!r} does not say how jobs start there")
+        if launch.scheduler not in SCHEDULERS:
+            names = " or ".join(SCHEDULERS)
+            raise BadArguments(
+                f"{machine.name} has the scheduler {launch.scheduler!r}, not {names}"
+            )
+        whole = job.ranks_per_node in (None, machine.ranks_per_node)
+        if whole and job.cores_per_rank is None:
+            job.cores_per_rank = machine.threads
+        if whole and job.gpus_per_node is None:
+            job.gpus_per_node = launch.gpus_per_node
+        if job.ranks_per_node is None:
+            job.ranks_per_node = machine.ranks_per_node
+        if job.scheduler in (None, launch.scheduler):
+            job.directive = [*launch.directives, *job.directive]
+            job.options = launch.options
+        job.scheduler = job.scheduler or launch.scheduler
+        job.setup, job.variables = [*launch.setup, *job.setup], machine.environment
+    job.gpus_per_node = job.gpus_per_node or 0
+    for option in ("scheduler", "ranks_per_node"):
+        if getattr(job, option) is None:
+            name = f"--{option.replace('_', '-')}"
+            raise BadArguments(f"{name} is missing; give it, or a machine by --machine FILE")
 
 
 def _as_given(job: argparse.Namespace) -> str:
