@@ -97,9 +97,7 @@ def _place() -> tuple[int, int]:
     if MPI := _running():
         return MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
     try:
-        os.fstat(
-            int(os.environ["PMI_FD"])
-        )  # which is not open in processes that ranks have started
+        os.fstat(int(os.environ["PMI_FD"]))  # raises in processes that ranks have started
         return int(os.environ["PMI_RANK"]), int(os.environ["PMI_SIZE"])
     except (KeyError, ValueError, OSError):
         return 0, 1
@@ -123,13 +121,6 @@ ABANDONED = threading.Event()
 """Set when the job is about to be aborted, so that nobody waits for other ranks any more."""
 
 
-def _leave() -> None:
-    """Run Python's exit functions, but not MPI's, which waits for other ranks."""
-    ABANDONED.set()
-    with contextlib.suppress(BaseException):
-        atexit._run_exitfuncs()
-
-
 def abort_job(report: Callable[[], None] | None = None) -> None:
     """End all ranks, after printed and written data are on their way; this process does not return.
 
@@ -139,7 +130,9 @@ def abort_job(report: Callable[[], None] | None = None) -> None:
     sys.stderr.flush()
     limit = threading.Timer(_LAST, _abort, (report,))
     limit.start()
-    _leave()
+    ABANDONED.set()
+    with contextlib.suppress(BaseException):
+        atexit._run_exitfuncs()  # but not MPI's, which waits for other ranks
     limit.cancel()
     _abort(report)
 

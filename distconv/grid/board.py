@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from distconv.transport.torch_groups import Store
 
 
@@ -16,27 +19,20 @@ class Board:
 
     def post(self, name: str, text: str) -> None:
         """Leave a note, which replaces the earlier one of that name."""
-        try:
-            if self._store is not None:
-                self._store.set(name, text)
-        except RuntimeError:
-            self._store = None
+        self._ask(lambda store: store.set(name, text))
 
     def read(self, name: str) -> str | None:
         """Return the note of that name; None where there is none."""
-        try:
-            if self._store is not None and self._store.check([name]):
-                text: bytes = self._store.get(name)
-                return text.decode()
-        except RuntimeError:
-            self._store = None
-        return None
+        note = self._ask(lambda store: store.get(name) if store.check([name]) else None)
+        return None if note is None else note.decode()
 
     def count(self, name: str, more: int = 1) -> int:
         """Add to the counter of that name; return its new value, or -1 without a store."""
+        value = self._ask(lambda store: store.add(name, more))
+        return -1 if value is None else int(value)
+
+    def _ask(self, question: Callable[[Store], Any]) -> Any:
         try:
-            if self._store is not None:
-                return int(self._store.add(name, more))
+            return None if self._store is None else question(self._store)
         except RuntimeError:
             self._store = None
-        return -1

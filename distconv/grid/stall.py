@@ -85,7 +85,9 @@ class Watch:
     def connect(self, comm: Any, journal: Journal) -> None:
         """Begin to share notes with all ranks, about this rank's journal. All ranks call it."""
         self._board, self._journal = Board(open_store(comm)), journal
-        _LEAVING.add(self)
+        if not _WATCHES:
+            atexit.register(_leave_together, os.getpid())
+        _WATCHES.append(self)
 
     def leave(self) -> None:
         """Tell the others that this rank's program has ended."""
@@ -261,26 +263,14 @@ def _seconds(wait: Wait | StreamWait | None) -> float:
     return now - wait.seen
 
 
-class _Leaving:
-    """The watches of this process, which leave together when its program ends."""
-
-    def __init__(self) -> None:
-        self._watches: list[Watch] = []
-        self._process = 0
-
-    def add(self, watch: Watch) -> None:
-        if not self._watches:
-            self._process = os.getpid()
-            atexit.register(self._leave)
-        self._watches.append(watch)
-
-    def _leave(self) -> None:
-        if os.getpid() != self._process or ABANDONED.is_set():
-            return  # a forked child is none of the ranks, and an aborted job has none left
-        for watch in self._watches:
-            watch.leave()
-        for watch in self._watches:
-            watch.wait_for_others()
+_WATCHES: list[Watch] = []
+"""The watches of this process, which leave together when its program ends."""
 
 
-_LEAVING = _Leaving()
+def _leave_together(process: int) -> None:
+    if os.getpid() != process or ABANDONED.is_set():
+        return  # a forked child is none of the ranks, and an aborted job has none left
+    for watch in _WATCHES:
+        watch.leave()
+    for watch in _WATCHES:
+        watch.wait_for_others()

@@ -56,7 +56,6 @@ class AsynchronousElastic:
         clients: int,
         above: Asking | None,
     ) -> ElasticRule:
-        """Return the server's part of the method."""
         alpha = 0.9 / clients if self.alpha is None else self.alpha
         client = self.client(parameters, buffers, None, above, 0) if above else None
         return ElasticRule(parameters, alpha, client)
@@ -69,7 +68,6 @@ class AsynchronousElastic:
         server: Asking,
         steps: int,
     ) -> ElasticClient:
-        """Return the client's part of the method."""
         return ElasticClient(self, parameters, buffers, optimizer, server, steps)
 
 

@@ -65,7 +65,6 @@ class Downpour:
         clients: int,
         above: Asking | None,
     ) -> DownpourRule:
-        """Return the server's part of the method."""
         return DownpourRule(self, parameters, buffers, above)
 
     def client(
@@ -76,7 +75,6 @@ class Downpour:
         server: Asking,
         steps: int,
     ) -> DownpourClient:
-        """Return the client's part of the method."""
         return DownpourClient(self, parameters, buffers, optimizer, server, steps)
 
 

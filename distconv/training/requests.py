@@ -181,13 +181,6 @@ class Connection:
         samples: int = 0,
         steps: int = 0,
     ) -> Answer:
-        """Send tensors, in the order of the model, and return the answer, if the request has one.
-
-        Raises
-        ------
-        ServerLost
-            Where the server has ended, or has not answered within DISTCONV_TIMEOUT.
-        """
         found = self.answers(kind, tensors, samples, steps)
         return joined(found, self._shards)
 

@@ -77,21 +77,17 @@ class MPICommunicator:
         self.ranks = world_ranks(comm)
 
     def allgather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, in rank order."""
         return self.mpi.allgather(value)
 
     def bcast(self, value: Any = None) -> Any:
-        """Return the first rank's value."""
         return self.mpi.bcast(value)
 
     def all_gather_numbers(self, numbers: Sequence[int]) -> np.ndarray:
-        """Return the numbers of every rank, of shape (size, len(numbers)), in 64 bits."""
         together = np.empty((self.size, len(numbers)), dtype=np.int64)
         self.mpi.Allgather(np.array(numbers, dtype=np.int64), together)
         return together
 
     def compare(self, numbers: Sequence[int]) -> Comparison:
-        """Start to compare numbers of fewer than 64 bits with those of the other ranks."""
         check_is_rank()
         release_abandoned()
         most = with_opposites(numbers)
@@ -144,7 +140,6 @@ class MPITransport:
     def exchange(
         self, arriving: Sequence[Message], leaving: Sequence[Message], tag: int
     ) -> MPIRequest:
-        """Start the messages of one exchange."""
         receive, send, requests = self._comm.Irecv, self._comm.Isend, list[MPI.Request]()
         release_abandoned()
         under_way = MPIRequest(requests, (arriving, leaving))
@@ -155,7 +150,6 @@ class MPITransport:
         return under_way
 
     def all_reduce(self, tensor: torch.Tensor, group: MPICommunicator) -> MPIRequest:
-        """Start to sum a tensor in place over the ranks of `group`."""
         if tensor.dtype in _DATATYPES:
             request = group.mpi.Iallreduce(MPI.IN_PLACE, _typed(tensor), MPI.SUM)
             return MPIRequest([request], tensor)
@@ -168,13 +162,11 @@ class MPITransport:
         return MPIRequest([request], wide, lambda: tensor.copy_(wide))
 
     def all_gather(self, tensor: torch.Tensor, group: MPICommunicator) -> torch.Tensor:
-        """Return the tensors of all ranks of `group`, stacked in rank order."""
         gathered = tensor.new_empty((group.size, *tensor.shape))
         group.mpi.Allgather(_bytes(tensor), _bytes(gathered))
         return gathered
 
     def broadcast(self, tensor: torch.Tensor, group: MPICommunicator) -> None:
-        """Overwrite a tensor by the tensor of the first rank of `group`."""
         group.mpi.Bcast(_bytes(tensor), root=0)
 
 

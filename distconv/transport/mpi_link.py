@@ -37,7 +37,6 @@ class MPILink:
         self._closed = False
 
     def send(self, message: Message) -> None:
-        """Start to send a message."""
         head = np.array((*message.numbers, message.payload.numel()), dtype=np.int64)
         self._leaving.append((self._comm.Isend(head, self._rank, _HEAD), head))
         if message.payload.numel():
@@ -45,7 +44,6 @@ class MPILink:
             self._leaving.append((self._comm.Isend([body, MPI.BYTE], self._rank, _BODY), body))
 
     def poll(self) -> Message | None:
-        """Return the next message if it has arrived, and continue sending."""
         self._leaving = [sent for sent in self._leaving if not sent[0].Test()]
         if self._closed:
             return None
@@ -67,11 +65,9 @@ class MPILink:
 
     @property
     def idle(self) -> bool:
-        """Return whether everything has been sent."""
         return not self._leaving
 
     def close(self) -> None:
-        """End the link."""
         if self._closed:
             return
         self._closed = True

@@ -80,7 +80,6 @@ class NCCLTransport:
         return self._side.mark(tensor for _, tensor in (*arriving, *leaving))
 
     def all_reduce(self, tensor: Tensor, group: Communicator) -> Request:
-        """Start to sum a tensor in place over the ranks of `group`."""
         summand = Summand.of(tensor, "NCCL")
         numbers = summand.numbers
         nccl, comm, address = self._nccl, self._communicator(group), numbers.data_ptr()
@@ -90,7 +89,6 @@ class NCCLTransport:
         return summand.arriving(self._side.mark([numbers]))
 
     def all_gather(self, tensor: Tensor, group: Communicator) -> Tensor:
-        """Return the tensors of all ranks of `group`, stacked in rank order."""
         gathered = tensor.new_empty((group.size, *tensor.shape))
         nccl, comm = self._nccl, self._communicator(group)
         self._follow(comm)
@@ -100,7 +98,6 @@ class NCCLTransport:
         return gathered
 
     def broadcast(self, tensor: Tensor, group: Communicator) -> None:
-        """Overwrite a tensor by the tensor of the first rank of `group`."""
         nccl, comm, address = self._nccl, self._communicator(group), tensor.data_ptr()
         self._follow(comm)
         comm.broadcast(address, address, tensor.nbytes, nccl.NCCL_UINT8, 0, self._address)

@@ -106,7 +106,6 @@ class SocketLink:
             _prepare(self._connection)
 
     def send(self, message: Message) -> None:
-        """Start to send a message."""
         head = _HEAD.pack(*message.numbers, message.payload.numel())
         self._leaving.append(memoryview(head))
         if message.payload.numel():
@@ -114,7 +113,6 @@ class SocketLink:
         self._push()
 
     def poll(self) -> Message | None:
-        """Return the next message if it has arrived, and continue sending."""
         if not self._is_connected():
             return None
         self._push()
@@ -140,11 +138,9 @@ class SocketLink:
 
     @property
     def idle(self) -> bool:
-        """Return whether everything has been sent."""
         return not self._leaving
 
     def close(self) -> None:
-        """End the link."""
         if self._connection is not None:
             self._connection.close()
 

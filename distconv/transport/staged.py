@@ -166,7 +166,6 @@ class StagedTransport:
         self._mpi, self._copies, self._queue, self._direct = mpi, copies, queue, direct
 
     def next_tag(self) -> int:
-        """Return the tag of the next exchange, the same on all ranks."""
         return self._mpi.next_tag()
 
     def empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
@@ -176,7 +175,6 @@ class StagedTransport:
     def exchange(
         self, arriving: Sequence[Message], leaving: Sequence[Message], tag: int
     ) -> Request:
-        """Start the messages of one exchange."""
         if not (arriving or leaving):
             return StagedRequest(self._copies)
         if self._direct:
@@ -192,7 +190,6 @@ class StagedTransport:
         return StagedRequest(self._copies, (sent, received), pairs)
 
     def all_reduce(self, tensor: Tensor, group: MPICommunicator) -> Request:
-        """Start to sum a tensor in place over the ranks of `group`."""
         if group.size == 1:
             return StagedRequest(self._copies)
         (host,), ready = self._copies.to_host([tensor])
@@ -200,12 +197,10 @@ class StagedTransport:
         return StagedRequest(self._copies, (reduced,), [(host, tensor)])
 
     def all_gather(self, tensor: Tensor, group: MPICommunicator) -> Tensor:
-        """Return the tensors of all ranks of `group`, stacked in rank order."""
         self._queue.start_all()
         return self._mpi.all_gather(self._on_host(tensor), group).to(tensor.device)
 
     def broadcast(self, tensor: Tensor, group: MPICommunicator) -> None:
-        """Overwrite a tensor by the tensor of the first rank of `group`."""
         self._queue.start_all()
         host = self._on_host(tensor)
         self._mpi.broadcast(host, group)

@@ -97,7 +97,6 @@ class TorchTransport:
     def exchange(
         self, arriving: Sequence[Message], leaving: Sequence[Message], tag: int
     ) -> Request:
-        """Start the messages of one exchange."""
         receives, sends = self._to_others(arriving, leaving)
         group, works = self._messages, list[Any]()
         under_way = TorchRequest(works, (arriving, leaving))
@@ -111,14 +110,12 @@ class TorchTransport:
         return under_way
 
     def all_reduce(self, tensor: Tensor, group: Communicator) -> Request:
-        """Start to sum a tensor in place over the ranks of `group`."""
         summand = Summand.of(tensor, self._library)
         if group.size == 1 or not tensor.numel():
             return TorchRequest([], None)
         return summand.arriving(self._started(self._group_of(group).allreduce, summand.numbers))
 
     def all_gather(self, tensor: Tensor, group: Communicator) -> Tensor:
-        """Return the tensors of all ranks of `group`, stacked in rank order."""
         gathered = tensor.new_empty((group.size, *tensor.shape))
         if group.size == 1:
             gathered[0] = tensor
@@ -128,7 +125,6 @@ class TorchTransport:
         return gathered
 
     def broadcast(self, tensor: Tensor, group: Communicator) -> None:
-        """Overwrite a tensor by the tensor of the first rank of `group`."""
         if group.size > 1 and tensor.numel():
             self._started(self._group_of(group).broadcast, _bytes(tensor), 0).wait()
 

@@ -175,7 +175,6 @@ class TorchCommunicator:
         return gloo_group(self.store, name, self.rank, self.size)
 
     def allgather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, in rank order."""
         if self.size == 1:
             return [value]
         mine = _pickled(value)
@@ -187,7 +186,6 @@ class TorchCommunicator:
         return [_unpickled(row[:n]) for row, n in zip(together, lengths, strict=True)]
 
     def bcast(self, value: Any = None) -> Any:
-        """Return the first rank's value."""
         if self.size == 1:
             return value
         mine = _pickled(value if self.rank == 0 else None)
@@ -198,7 +196,6 @@ class TorchCommunicator:
         return _unpickled(message)
 
     def all_gather_numbers(self, numbers: Sequence[int]) -> np.ndarray:
-        """Return the numbers of every rank, of shape (size, len(numbers)), in 64 bits."""
         mine = torch.tensor(numbers, dtype=torch.int64)
         together = mine.new_empty((self.size, len(numbers)))
         if self.size == 1:
@@ -208,7 +205,6 @@ class TorchCommunicator:
         return together.numpy()
 
     def compare(self, numbers: Sequence[int]) -> Comparison:
-        """Start to compare numbers of fewer than 64 bits with those of the other ranks."""
         from torch.distributed import ReduceOp
 
         most = with_opposites(numbers)
@@ -227,7 +223,6 @@ class TorchCommunicator:
         return made
 
     def for_program(self) -> TorchCommunicator:
-        """Return this communicator."""
         return self
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -97,19 +98,15 @@ class WrappedTransport:
     def exchange(
         self, arriving: Sequence[Message], leaving: Sequence[Message], tag: int
     ) -> Request:
-        """Start the messages of one exchange."""
         return self.carrier.exchange(arriving, leaving, tag)
 
     def all_reduce(self, tensor: Tensor, group: Any) -> Request:
-        """Start to sum a tensor in place over the ranks of `group`."""
         return self.carrier.all_reduce(tensor, group)
 
     def all_gather(self, tensor: Tensor, group: Any) -> Tensor:
-        """Return the tensors of all ranks of `group`, stacked in rank order."""
         return self.carrier.all_gather(tensor, group)
 
     def broadcast(self, tensor: Tensor, group: Any) -> None:
-        """Overwrite a tensor by the tensor of the first rank of `group`."""
         self.carrier.broadcast(tensor, group)
 
 
@@ -124,16 +121,9 @@ class _WatchedRequest(Wait):
         self._waiting, self.peers, self.request = waiting, peers, request
 
     def wait(self) -> None:
-        """Wait for the carrier's request."""
-        # As in `with self`, which takes longer.
-        waiting = self._waiting
         assert self.request is not None
-        self.seen = 0.0
-        before, waiting.now = waiting.now, self
-        try:
+        with self:
             self.request.wait()
-        finally:
-            waiting.now = before
 
 
 class _NotedRequest:
@@ -174,7 +164,6 @@ class WatchedTransport(WrappedTransport):
     def exchange(
         self, arriving: Sequence[Message], leaving: Sequence[Message], tag: int
     ) -> Request:
-        """Start the messages of one exchange."""
         self._take("exchange", tag)
         request = self.carrier.exchange(arriving, leaving, tag)
 
@@ -186,7 +175,6 @@ class WatchedTransport(WrappedTransport):
         return _WatchedRequest(self._waiting, peers, request)
 
     def all_reduce(self, tensor: Tensor, group: Any) -> Request:
-        """Start to sum a tensor in place over the ranks of `group`."""
         self._take("all_reduce")
         watched = _WatchedRequest(self._waiting, partial(self._members, group))
         with watched:  # where the ranks of a group have to connect first
@@ -196,19 +184,19 @@ class WatchedTransport(WrappedTransport):
         return watched
 
     def all_gather(self, tensor: Tensor, group: Any) -> Tensor:
-        """Return the tensors of all ranks of `group`, stacked in rank order."""
-        self._take("all_gather")
-        with Wait(self._waiting, partial(self._members, group)):
-            gathered = self.carrier.all_gather(tensor, group)
-        if self._by_streams:
-            self._note_stream_wait(self._members(group))
-        return gathered
+        with self._at_once("all_gather", group):
+            return self.carrier.all_gather(tensor, group)
 
     def broadcast(self, tensor: Tensor, group: Any) -> None:
-        """Overwrite a tensor by the tensor of the first rank of `group`."""
-        self._take("broadcast")
-        with Wait(self._waiting, partial(self._members, group)):
+        with self._at_once("broadcast", group):
             self.carrier.broadcast(tensor, group)
+
+    @contextmanager
+    def _at_once(self, kind: str, group: Any) -> Iterator[None]:
+        """Take a step that the host, or the current stream, waits for within it."""
+        self._take(kind)
+        with Wait(self._waiting, partial(self._members, group)):
+            yield
         if self._by_streams:
             self._note_stream_wait(self._members(group))
 

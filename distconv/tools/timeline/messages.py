@@ -80,7 +80,6 @@ class _TimedRequest:
         self._request, self._label = request, label
 
     def wait(self) -> None:
-        """Wait for the carrier's request."""
         with record_function(str(self._label._replace(phase="wait"))):
             self._request.wait()
 
@@ -95,7 +94,6 @@ class RecordedTransport(WrappedTransport):
     def exchange(
         self, arriving: Sequence[Message], leaving: Sequence[Message], tag: int
     ) -> Request:
-        """Start the messages of one exchange."""
         kind = self._kind_of(tag)
         if not arriving and not leaving:
             return self.carrier.exchange(arriving, leaving, tag)
@@ -105,7 +103,6 @@ class RecordedTransport(WrappedTransport):
         return _TimedRequest(request, label)
 
     def all_reduce(self, tensor: Tensor, group: Any) -> Request:
-        """Start to sum a tensor in place over the ranks of `group`."""
         kind = GRADIENTS if "gradients" in group.purpose else REDUCTION
         label = _label("start", kind, tensor.nbytes)
         with record_function(str(label)):
@@ -113,12 +110,10 @@ class RecordedTransport(WrappedTransport):
         return _TimedRequest(request, label)
 
     def all_gather(self, tensor: Tensor, group: Any) -> Tensor:
-        """Return the tensors of all ranks of `group`, stacked in rank order."""
         with record_function(str(_label("all", REDUCTION, tensor.nbytes * (group.size - 1)))):
             return self.carrier.all_gather(tensor, group)
 
     def broadcast(self, tensor: Tensor, group: Any) -> None:
-        """Overwrite a tensor by the tensor of the first rank of `group`."""
         with record_function(str(_label("all", REDUCTION, tensor.nbytes))):
             self.carrier.broadcast(tensor, group)
 
