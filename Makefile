@@ -134,9 +134,10 @@ OLD ?= HEAD
 compare: $(VENV)/ready
 	$(RUN) $(KEEP) $(BIN)/python -m benchmarks.commits $(OLD)
 
-# On a machine with a GPU, in its own Python, with nothing from the network. The ranks share one GPU.
-# Tests marked `gpu` run there; what is serial runs on the CPU. The limits add up to less than 8
-# minutes; the benchmarks begin nothing that would exceed theirs.
+# On a machine with a GPU that torch finds, of any vendor, in its own Python, with nothing from the
+# network. Ranks share GPUs where there are fewer. The first lines say what cannot be done there. Tests
+# marked `gpu` run there; what is serial runs on the CPU. The limits add up to less than 8 minutes;
+# the benchmarks begin nothing that would exceed theirs.
 GPU_PYTHON ?= python3
 gpu:
 	@$(GPU_PYTHON) -m benchmarks.gpu.needs

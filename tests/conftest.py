@@ -15,6 +15,7 @@ import torch
 from hypothesis import HealthCheck, Phase, settings
 from mpi4py import MPI
 
+from distconv.device.kinds import accelerator
 from distconv.grid.process_grid import ProcessGrid
 from distconv.ops.conv import convolution
 from tests.support.rank_numbers import rank_numbers
@@ -102,8 +103,8 @@ def same_numbers_on_all_ranks() -> None:
     """Let a test draw the same numbers on all ranks, whatever an earlier one has drawn."""
     # Without a GPU torch.manual_seed keeps each seed, and who gave it, for one that may come.
     torch.default_generator.manual_seed(0)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed_all(0)
+    if accelerator() and torch.get_device_module().is_initialized():
+        torch.get_device_module().manual_seed_all(0)
 
 
 @pytest.fixture
@@ -118,7 +119,8 @@ def first_calls(monkeypatch: pytest.MonkeyPatch) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Let rank 0 report; another rank's report is shown when it has seen a failure."""
     if not config.getoption("--gpu"):
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+        os.environ |= hidden | {"ONEAPI_DEVICE_SELECTOR": "*:cpu"}
     # Rounded as on the CPU.
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     # One GPU is enough to test with.

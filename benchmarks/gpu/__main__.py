@@ -18,15 +18,26 @@ import torch
 from mpi4py import MPI
 
 from benchmarks.gpu import packing
-from benchmarks.gpu.alone import alone, on_grid
-from benchmarks.gpu.cases import COSMOFLOW_512, LAYERS, MESH_1K, MESH_2K, NETWORKS, UNET, plain
+from benchmarks.gpu.alone import alone, formats, on_grid
+from benchmarks.gpu.cases import (
+    COSMOFLOW_512,
+    LAYERS,
+    MESH_1K,
+    MESH_1K_HALF,
+    MESH_2K,
+    NETWORKS,
+    UNET,
+    plain,
+)
 from benchmarks.gpu.messages import SIZES, TRANSPORTS, by_transport, messages, step
+from benchmarks.gpu.needs import name_of
 from benchmarks.gpu.page import Page, Part
 from benchmarks.gpu.shards import PLANE, VOLUME, shards
 from benchmarks.gpu.waits import waits
 from benchmarks.measuring.report import Row
 from benchmarks.record import machine
 from distconv import ProcessGrid
+from distconv.device.kinds import accelerator, rehearsed
 
 SECONDS = 1.5
 """Seconds that the rounds of a part, or of a cut, take about."""
@@ -43,6 +54,9 @@ def on_one_rank(grid: ProcessGrid) -> dict[str, list[Part]]:
         "One rank": [
             *(Part(case.name, partial(alone, case, grid, SECONDS)) for case in NETWORKS),
             *(Part(case.name, partial(alone, case, grid, of_layer)) for case in LAYERS),
+        ],
+        "Channels last": [
+            Part(case.name, partial(formats, case, grid, SECONDS)) for case in (MESH_1K_HALF, UNET)
         ],
         "Where the host waits": [Part("1 rank", partial(_waits, grid))],
         "Packing": [
@@ -76,7 +90,7 @@ def on_two_ranks(device: str | None) -> dict[str, list[Part]]:
 def record(folder: Path, device: torch.device, sections: dict[str, list[Part]]) -> list[str]:
     """Write the results of all sections, and return what has failed; all ranks call it."""
     ranks = MPI.COMM_WORLD.size
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    name = name_of(device)
     path = folder / f"gpu-{re.sub('[^a-z0-9]+', '-', name.lower())}.md"
     page = Page(path, path.read_text() if ranks > 1 and path.exists() else _head(name))
     end = time.perf_counter() + BUDGET[ranks]
@@ -87,7 +101,8 @@ def record(folder: Path, device: torch.device, sections: dict[str, list[Part]]) 
 
 def _head(name: str) -> str:
     precision = "TF32" if torch.backends.cudnn.allow_tf32 else "IEEE"
-    facts = f"GPU       {name}, CUDA {torch.version.cuda}\nfloat32   {precision} in convolutions"
+    runtime = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"HIP {torch.version.hip}"
+    facts = f"GPU       {name}, {runtime}\nfloat32   {precision} in convolutions"
     note = "Written by `make gpu`; what the columns mean is in `benchmarks/README.md`."
     return f"# Benchmarks on one GPU\n\n{note}\n\n```\n{machine()}\n{facts}\n```\n"
 
@@ -97,14 +112,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("folder", type=Path, help="that of the page")
     folder: Path = parser.parse_args(arguments).folder
-    if not torch.cuda.is_available():
+    if accelerator() is None:
         print("benchmarks.gpu: torch sees no GPU", file=sys.stderr)
         return 1
     if MPI.COMM_WORLD.size == 1:
         grid = ProcessGrid()
         device, sections = grid.device, on_one_rank(grid)
     else:
-        device, sections = torch.device("cuda"), on_two_ranks(None)
+        device, sections = torch.device(rehearsed()), on_two_ranks(None)
     return 1 if record(folder, device, sections) else 0
 
 

@@ -96,9 +96,10 @@ UNET = Case(
     *(trained(F.cross_entropy), classes),
 )
 _HALF = trained(F.mse_loss, torch.bfloat16)
+MESH_1K_HALF = MESH_1K._replace(name="mesh-tangling 1K, bfloat16", step=_HALF)
 NETWORKS = (
     MESH_1K,
-    MESH_1K._replace(name="mesh-tangling 1K, bfloat16", step=_HALF),
+    MESH_1K_HALF,
     MESH_2K,
     MESH_2K._replace(name="mesh-tangling 2K, bfloat16", step=_HALF),
     *(

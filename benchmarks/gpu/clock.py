@@ -6,7 +6,7 @@ import gc
 import time
 from collections.abc import Callable, Sequence
 from math import ceil
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -49,12 +49,12 @@ def timed(device: torch.device, run: Run, repeats: int) -> tuple[float, float]:
     if device.type == "cpu":
         elapsed = _on_host(run, repeats)
         return elapsed, elapsed
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize(device)
+    start, stop = (torch.Event(device=device, enable_timing=True) for _ in range(2))
+    torch.accelerator.synchronize(device)
     start.record()
     host = _on_host(run, repeats)
     stop.record()
-    torch.cuda.synchronize(device)
+    torch.accelerator.synchronize(device)
     return start.elapsed_time(stop) * 1e-3 / repeats, host
 
 
@@ -70,9 +70,11 @@ def peak_of(device: torch.device, make: Callable[[], Run]) -> int:
     if device.type == "cpu":
         return peak_on_cpu(make).whole
     gc.collect()
-    before = torch.cuda.memory_allocated(device)
+    memory: Any = torch.get_device_module(device)
+    before = memory.memory_allocated(device)
     step = make()
     step()
-    torch.cuda.reset_peak_memory_stats(device)
+    memory.reset_peak_memory_stats(device)
     step()
-    return torch.cuda.max_memory_allocated(device) - before
+    peak: int = memory.max_memory_allocated(device)
+    return peak - before

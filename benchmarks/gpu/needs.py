@@ -1,17 +1,20 @@
-"""Say which wheels `make gpu` misses, and fetch none: `python -m benchmarks.gpu.needs`."""
+"""Say what `make gpu` finds, misses, and cannot do here: `python -m benchmarks.gpu.needs`.
+
+Nothing is fetched. The exit status tells whether it can run at all.
+"""
 
 from __future__ import annotations
 
 import importlib
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 WHEELS = {
     "torch": "torch",
     "numpy": "numpy",
     "mpi4py.MPI": "mpi4py, and mpich for its library",
-    "cupy": "cupy-cuda13x (or -cuda12x, as torch.version.cuda says)",
     "pytest": "pytest",
     "pytest_timeout": "pytest-timeout",
     "pytest_mpi": "mpi-pytest",
@@ -32,8 +35,69 @@ def missing(wheels: Mapping[str, str] = WHEELS) -> list[str]:
     return lines
 
 
-if __name__ == "__main__":
+def name_of(device: Any) -> str:
+    """Return the name of an accelerator, as its vendor calls it."""
+    import torch
+
+    if device.type == "cpu":
+        return "CPU"
+    name: str = torch.get_device_module(device).get_device_name(device)
+    return name
+
+
+def found() -> tuple[str | None, int]:
+    """Return the kind of accelerator that torch finds, None without any, and how many there are."""
+    import torch
+
+    from distconv.device.kinds import accelerator
+
+    kind = accelerator()
+    return kind, torch.accelerator.device_count() if kind else 0
+
+
+def left_out(kind: str, count: int) -> Iterator[str]:
+    """Yield what cannot be done on so many accelerators of a kind, and why."""
+    from distconv.device import cupy_nccl, groups
+    from distconv.device.kinds import library_of
+
+    library = library_of(kind)
+    if why := groups.why_unavailable(kind):
+        yield f"transport torch: {why}"
+    elif count < 4:
+        seen = "one GPU" if count == 1 else f"{count} GPUs"
+        yield (
+            f"{library} on more than {seen}: it takes one rank on each; the other ranks share, and "
+            "send by MPI"
+        )
+    if why := cupy_nccl.why_unavailable(kind):
+        yield f"transport nccl, and packing by one kernel: {why}"
+    if kind != "cuda":
+        yield "streams that sleep, and errors where the host waits: torch has both for CUDA and HIP"
+        yield "where the host waits: torch's profiler names no such calls"
+
+
+def main() -> int:
+    """Print all of it, and return the exit status."""
     lines = missing()
     for line in lines:
         print(f"make gpu: {line}", file=sys.stderr)
-    sys.exit(1 if lines else 0)
+    if lines:
+        return 1
+    import torch
+
+    from distconv.device.kinds import library_of, version_of_library
+
+    kind, count = found()
+    if kind is None:
+        print("make gpu: torch sees no GPU", file=sys.stderr)
+        return 1
+    library = f"{library_of(kind)} {version_of_library(kind)}"
+    name = name_of(torch.device(kind, 0))
+    print(f"make gpu: {count} x {name} ({kind}), torch {torch.__version__}, {library}")
+    for line in left_out(kind, count):
+        print(f"make gpu: not done here: {line}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -14,6 +14,7 @@ from benchmarks.halo import plan_of
 from benchmarks.measuring.report import Row, over
 from benchmarks.measuring.settings import by
 from distconv import DistTensor
+from distconv.device import cupy_nccl
 from distconv.geometry.layout import default_cuts
 from distconv.planning.dry_run import DryRunGrid
 from distconv.planning.table import byte_size
@@ -77,7 +78,8 @@ class OneKernel:
         import cupy
 
         self._pack = cupy.RawKernel(SOURCE.replace("WORD", WORDS[message.element_size()]), "pack")
-        self._stream = cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream)
+        stream = torch.accelerator.current_stream()
+        self._stream = cupy.cuda.ExternalStream(cupy_nccl.address_of(stream))
         boxes = torch.from_numpy(described(block, places)).to(message.device)
         self._tensors = block, message, boxes
         largest = max(place.numel() for place in places)
@@ -114,7 +116,7 @@ def packings(
     ways: dict[str, Callable[[], Run]] = {
         "torch._foreach_copy_": lambda: partial(torch._foreach_copy_, parts, places)
     }
-    if device.type == "cuda":
+    if cupy_nccl.why_unavailable(device.type) is None:
         ways["one kernel"] = lambda: OneKernel(shard, places, message)
     for name, make in ways.items():
         pack = make()

@@ -13,6 +13,7 @@ import torch
 from mpi4py import MPI
 
 from benchmarks.measuring.report import Row, as_table
+from distconv.device.kinds import accelerator
 
 
 class Part(NamedTuple):
@@ -66,7 +67,8 @@ class Page:
                 notes.append(f"FAILED {failure}")
                 self.failures.append(failure)
             gc.collect()
-            torch.cuda.empty_cache()
+            if accelerator():
+                torch.get_device_module().empty_cache()
         self._text = self._write(name, rows, notes)
 
     def _write(self, name: str, rows: list[Row], notes: list[str]) -> str:

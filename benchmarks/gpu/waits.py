@@ -1,4 +1,7 @@
-"""The calls of a step at which the host waits for the GPU, as CUPTI tells torch's profiler."""
+"""The calls of a step at which the host waits for the GPU, as torch's profiler hears of them.
+
+It hears of the runtimes of Nvidia, by CUPTI, and of AMD, whose calls are named alike.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +9,21 @@ import re
 from collections import Counter
 from collections.abc import Callable
 
-import torch
 from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import profile, record_function
+
+from distconv.device.kinds import profiler_activities
 
 _STEP = "distconv.benchmarks.gpu.step"
-_CALL = re.compile(r"cu(da)?[A-Z]")
+_CALL = re.compile(r"(cu|cuda|hip)[A-Z]")
 _WAITS = re.compile(
-    r"cu(da)?(\w*Synchronize|(Mem(cpy|(Host)?Alloc|Free)|Malloc|HostAlloc|Free)(?!\w*Async))"
+    r"(?:cu|cuda|hip)(\w*Synchronize|(Mem(cpy|(Host)?Alloc|Free)|Malloc|HostAlloc|Free)(?!\w*Async))"
 )
 
 
 def calls_of(step: Callable[[], object]) -> Counter[str]:
-    """Count the calls of CUDA's runtime and driver within a step, by any thread."""
-    kinds = [ProfilerActivity.CPU]
-    if torch.cuda.is_available():
-        kinds.append(ProfilerActivity.CUDA)
-    with profile(activities=kinds) as record:
+    """Count the calls of the GPU's runtime and driver within a step, by any thread."""
+    with profile(activities=profiler_activities()) as record:
         with record_function(_STEP):
             step()
     # An annotation is shown on the GPU as well.
@@ -49,7 +50,9 @@ def waits(name: str, step: Callable[[], object]) -> str:
         step()
     calls = calls_of(step)
     if not calls:
-        raise RuntimeError("torch's profiler hears of no CUDA calls; CUPTI is missing or in use")
+        raise RuntimeError(
+            "torch's profiler hears of no calls of CUDA or HIP; CUPTI is missing or in use"
+        )
     found = waits_in(calls)
     told = ", ".join(f"{n} {call}" for call, n in found.items()) or "nowhere"
-    return f"{name}: the host waits {'at ' if found else ''}{told}; {calls.total()} CUDA calls"
+    return f"{name}: the host waits {'at ' if found else ''}{told}; {calls.total()} calls in all"

@@ -17,11 +17,11 @@ from torch.profiler import record_function
 
 import benchmarks.gpu.__main__ as command
 import distconv as dc
-from benchmarks.gpu import cases, clock, packing
+from benchmarks.gpu import cases, clock, needs, packing
 from benchmarks.gpu.alone import alone, on_grid
 from benchmarks.gpu.cases import Case, cut, module, plain, trained
 from benchmarks.gpu.messages import messages
-from benchmarks.gpu.needs import missing
+from benchmarks.gpu.needs import left_out, missing
 from benchmarks.gpu.page import Page, Part
 from benchmarks.gpu.shards import PLANE, VOLUME, Shard, network_alone, predict, shards
 from benchmarks.gpu.shards import packing as packing_of
@@ -224,8 +224,8 @@ def test_calls_are_those_within_the_step() -> None:
             pass
 
     assert calls_of(step) == {"cudaLaunchKernel": 1, "cudaStreamSynchronize": 1}
-    assert waits("step", step) == "step: the host waits at 1 cudaStreamSynchronize; 2 CUDA calls"
-    with pytest.raises(RuntimeError, match="hears of no CUDA calls"):
+    assert waits("step", step) == "step: the host waits at 1 cudaStreamSynchronize; 2 calls in all"
+    with pytest.raises(RuntimeError, match="hears of no calls of CUDA or HIP"):
         waits("nothing", lambda: x * 2)
 
 
@@ -271,9 +271,42 @@ def test_what_is_missing_is_named_by_its_wheel(monkeypatch, tmp_path: Path) -> N
     ]
 
 
+@pytest.mark.parametrize(
+    ("kind", "count", "said"),
+    [
+        ("cuda", 1, ["NCCL on more than one GPU", "transport nccl, and packing"]),
+        ("cuda", 4, ["transport nccl, and packing"]),
+        ("xpu", 4, ["transport nccl", "streams that sleep", "where the host waits"]),
+    ],
+)
+def test_the_first_lines_say_what_cannot_be_done(
+    kind: str, count: int, said: list[str], monkeypatch
+) -> None:
+    monkeypatch.setattr("distconv.device.groups.why_unavailable", lambda kind: None)
+    lines = list(left_out(kind, count))
+    assert len(lines) == len(said) and all(map(str.startswith, lines, said))
+
+
+def test_without_an_accelerator_nothing_begins(capsys, monkeypatch) -> None:
+    monkeypatch.setattr(needs, "missing", lambda: [])
+    assert needs.main() == 1 and "torch sees no GPU" in capsys.readouterr().err
+    monkeypatch.setattr(needs, "found", lambda: ("cuda", 2))
+    monkeypatch.setattr(needs, "name_of", lambda device: "a GPU")
+    monkeypatch.setattr("distconv.device.kinds.version_of_library", lambda kind: "2.30")
+    assert needs.main() == 0
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert first.startswith("make gpu: 2 x a GPU (cuda), torch ") and "NCCL 2.30" in first
+    assert rest and all(line.startswith("make gpu: not done here: ") for line in rest)
+
+
 def test_all_of_one_rank_is_recorded(tmp_path: Path, grid, monkeypatch) -> None:
     tiny = {"MESH_1K": LAYER, "MESH_2K": PUBLISHED, "UNET": VOLUMES, "COSMOFLOW_512": VOLUMES}
-    tiny |= {"NETWORKS": (MESH, HALF), "LAYERS": (LAYER, LAYER), "SECONDS": 0.0}
+    tiny |= {
+        "MESH_1K_HALF": HALF,
+        "NETWORKS": (MESH, HALF),
+        "LAYERS": (LAYER, LAYER),
+        "SECONDS": 0.0,
+    }
     for name, value in tiny.items():
         monkeypatch.setattr(command, name, value)
     # Each profile takes its time.
@@ -282,9 +315,10 @@ def test_all_of_one_rank_is_recorded(tmp_path: Path, grid, monkeypatch) -> None:
     monkeypatch.setattr(packing, "CASES", shapes)
     assert not command.record(tmp_path, CPU, command.on_one_rank(grid))
     text = (tmp_path / "gpu-cpu.md").read_text()
-    assert text.count("\n## ") == 4 and "IEEE in convolutions" in text
-    assert "layer, plain torch: the host waits nowhere; 1 CUDA calls" in text
+    assert text.count("\n## ") == 5 and "IEEE in convolutions" in text
+    assert "layer, plain torch: the host waits nowhere; 1 calls in all" in text
     assert "published: much" in text
+    assert text.count("channels last over first") == 2
 
 
 @pytest.mark.parallel(2)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 import distconv as dc
+from distconv.device.kinds import accelerator
 
 
 @pytest.fixture(autouse=True)
 def _gpu() -> None:
-    if not torch.cuda.is_available():
+    if accelerator() is None:
         pytest.skip("needs a GPU, and to be let see it: make gpu")
 
 

@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from distconv.device.kinds import accelerator
+
 RANKS = [1, 2, 4]
+
+only_with_cuda = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="torch has this for CUDA and HIP alone"
+)
+
+
+def sleep(cycles: int) -> None:
+    """Keep the current stream busy for about so many cycles of a GPU."""
+    if torch.cuda.is_available():
+        torch.cuda._sleep(cycles)
+        return
+    x = torch.ones(1024, 1024, device=accelerator())
+    for _ in range(cycles // 10**6 + 1):
+        x = x @ x * 0
 
 
 def net() -> nn.Sequential:

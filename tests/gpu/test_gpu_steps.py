@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import distconv as dc
-from tests.gpu.steps import RANKS, batch, net, step
+from tests.gpu.steps import RANKS, batch, net, only_with_cuda, step
 from tests.support.serial import deviation
 
 pytestmark = pytest.mark.gpu
@@ -62,9 +62,10 @@ def test_gradients_share_memory_that_zero_grad_frees(grid: dc.ProcessGrid) -> No
     model.zero_grad(set_to_none=False)
     model(x).sum().backward()
     assert addresses == [p.grad.data_ptr() for p in model.parameters() if p.grad is not None]
-    before = torch.cuda.memory_allocated()
+    memory = torch.get_device_module(grid.device)
+    before = memory.memory_allocated()
     model.zero_grad()
-    assert before - torch.cuda.memory_allocated() >= size
+    assert before - memory.memory_allocated() >= size
 
 
 @pytest.mark.parallel(RANKS)
@@ -76,7 +77,7 @@ def test_autocast_and_channels_last_train(grid: dc.ProcessGrid, dtype: torch.dty
     cut = [
         dc.distribute_tensor(t.contiguous(memory_format=torch.channels_last), grid) for t in (x, y)
     ]
-    with torch.autocast("cuda", dtype):
+    with torch.autocast(grid.device.type, dtype):
         expected = F.mse_loss(serial(x.to(grid.device)), y.to(grid.device))
         loss = F.mse_loss(model(cut[0]), cut[1])
     expected.backward()
@@ -99,6 +100,7 @@ def waiting_is_an_error() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(before)
 
 
+@only_with_cuda
 @pytest.mark.parallel(RANKS)
 def test_no_step_lets_the_host_wait(grid: dc.ProcessGrid) -> None:
     if grid.transport.name == "mpi":
@@ -112,6 +114,7 @@ def test_no_step_lets_the_host_wait(grid: dc.ProcessGrid) -> None:
         step(model, optimizer, x, y)
 
 
+@only_with_cuda
 @pytest.mark.parallel([1])
 def test_a_wait_would_be_noticed() -> None:
     with waiting_is_an_error(), pytest.raises(RuntimeError, match="synchroniz"):

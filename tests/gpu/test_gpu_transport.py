@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 import distconv as dc
+from distconv.device.kinds import accelerator
+from distconv.device.streams import using
 from distconv.geometry.topology import AXES
 from distconv.transport.interface import Request
+from tests.gpu.steps import RANKS, sleep
 
 pytestmark = pytest.mark.gpu
 
-RANKS = [1, 2, 4]
 SIZE = 2**18
 SLOWLY = 2 * 10**7
 """Cycles of a GPU, about 10 ms."""
@@ -22,7 +24,7 @@ SLOWLY = 2 * 10**7
 
 def wait_a_while(rng: random.Random) -> None:
     """Let the current stream sleep for up to a quarter of `SLOWLY`."""
-    torch.cuda._sleep(rng.randrange(SLOWLY // 4))
+    sleep(rng.randrange(SLOWLY // 4))
 
 
 def exchange(grid: dc.ProcessGrid, value: Tensor) -> tuple[Tensor, Request]:
@@ -36,7 +38,7 @@ def exchange(grid: dc.ProcessGrid, value: Tensor) -> tuple[Tensor, Request]:
 @pytest.mark.parallel(RANKS)
 def test_what_a_stream_writes_late_is_what_is_sent(grid: dc.ProcessGrid) -> None:
     value = torch.full((SIZE,), -1.0, device=grid.device)
-    torch.cuda._sleep(SLOWLY)
+    sleep(SLOWLY)
     value.fill_(grid.rank)
     landing, request = exchange(grid, value)
     request.wait()
@@ -59,7 +61,7 @@ def test_what_is_sent_may_be_overwritten_and_freed_after_waiting(grid: dc.Proces
 @pytest.mark.parallel(RANKS)
 def test_streams_and_ranks_that_are_late_change_nothing(grid: dc.ProcessGrid) -> None:
     rng, mine = random.Random(0), random.Random(grid.rank)
-    side = torch.cuda.Stream(grid.device)
+    side = torch.Stream(device=grid.device)
     for i in range(30):
         size = rng.randrange(1, SIZE)
         wait_a_while(mine)
@@ -68,7 +70,7 @@ def test_streams_and_ranks_that_are_late_change_nothing(grid: dc.ProcessGrid) ->
         del values
         # What the allocator takes for free is written to, on this stream and on another.
         noise = [torch.full((size,), -1, device=grid.device) for _ in range(3)]
-        with torch.cuda.stream(side):
+        with using(side):
             noise += [torch.full((size,), -1, device=grid.device) for _ in range(3)]
         before = (grid.rank - 1) % grid.size
         for j in mine.sample(range(3), 3):
@@ -87,7 +89,7 @@ def test_streams_and_ranks_that_are_late_change_nothing(grid: dc.ProcessGrid) ->
 )
 def test_reductions_add_up_what_is_written_late(grid: dc.ProcessGrid, dtype: torch.dtype) -> None:
     total = torch.zeros(SIZE, dtype=dtype, device=grid.device)
-    torch.cuda._sleep(SLOWLY)
+    sleep(SLOWLY)
     total.copy_(torch.arange(SIZE, device=grid.device) % 7 + grid.rank)
     group = grid.communicator(AXES)
     grid.transport.all_reduce(total, group).wait()
@@ -105,5 +107,5 @@ def test_reductions_add_up_what_is_written_late(grid: dc.ProcessGrid, dtype: tor
 @pytest.mark.parallel(RANKS)
 def test_the_gpu_of_a_rank_becomes_the_current_one() -> None:
     grid = dc.ProcessGrid(height=-1)
-    assert grid.device.type == "cuda" and "with GPUs" in repr(grid)
-    assert grid.device.index == torch.cuda.current_device()
+    assert grid.device.type == accelerator() and "with GPUs" in repr(grid)
+    assert grid.device.index == torch.accelerator.current_device_index()
