@@ -260,6 +260,7 @@ REASONS = {
     **dict.fromkeys(("diff", "gradient", "roll of height"), _HALO),
     **dict.fromkeys(("max_pool{}d, 3, stride 2", "avg_pool{}d, 3, stride 1"), _HALO),
     **dict.fromkeys(("sgn", "prelu", "nearest, 1/2", "linear, 1/2"), _HOST),
+    **dict.fromkeys(("max_pool{}d, 2", "adaptive_avg_pool{}d, a quarter", "area, 1/2"), _HOST),
     **dict.fromkeys(("conv{}d, 3", "conv{}d, 3, stride 2"), _COPIED),
     "conv{}d, 3, depthwise": _STRIPS,
     **dict.fromkeys(("batch_norm", "group_norm", "layer_norm"), _STATISTICS),
