@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +33,8 @@ from distconv.tensor.dist_tensor import DistTensor
 from distconv.tensor.recording import recorded
 from distconv.torch_private import dropped_weight, reduction_of_flags
 
+Loss = TypeVar("Loss", bound=Callable[..., Tensor])
+
 
 def reduction_name(
     size_average: bool | None, reduce: bool | None, reduction: str, operator: str
@@ -50,6 +53,29 @@ def reduction_name(
             f"{operator}: reduction={reduction!r} is not valid; choose 'none', 'mean' or 'sum'"
         )
     return reduction
+
+
+def terms_of(function: Callable[..., Tensor]) -> Callable[[Loss], Loss]:
+    """Register a loss of torch, of which the decorated function returns the terms.
+
+    It takes torch's arguments by their names, without those of the reduction.
+    """
+    signature = inspect.signature(function)
+
+    def register(terms: Loss) -> Loss:
+        @implements(function)
+        def rule(*args: Any, **options: Any) -> Tensor:
+            given = signature.bind(*args, **options).arguments
+            flags = given.pop("size_average", None), given.pop("reduce", None)
+            name = reduction_name(*flags, given.pop("reduction", "mean"), function.__name__)
+            found = terms(**given)
+            if name == "none":
+                return found
+            return found.mean() if name == "mean" else found.sum()
+
+        return terms
+
+    return register
 
 
 def _total(local: Tensor, over: Any, cuts: Cuts, grid: Grid, kind: torch.dtype) -> DistTensor:
@@ -308,20 +334,14 @@ def kl_div(
     return _total(local, over, cuts, grid, torch.promote_types(input.dtype, target.dtype))
 
 
-@implements(F.gaussian_nll_loss)
+@terms_of(F.gaussian_nll_loss)
 def gaussian_nll_loss(
-    input: Tensor,
-    target: Tensor,
-    var: Any,
-    full: bool = False,
-    eps: float = 1e-6,
-    reduction: str = "mean",
+    input: Tensor, target: Tensor, var: Any, full: bool = False, eps: float = 1e-6
 ) -> Tensor:
     """Return the negative logarithm of a Gaussian density of given variance, at least `eps`.
 
     The rank that holds a negative variance raises.
     """
-    reduction = reduction_name(None, None, reduction, "gaussian_nll_loss")
     if isinstance(var, Tensor) and var.shape != input.shape:
         if var.shape == input.shape[:-1]:
             var = var.unsqueeze(-1)
@@ -339,9 +359,7 @@ def gaussian_nll_loss(
     terms = 0.5 * (torch.log(var) + (input - target) ** 2 / var)
     if full:
         terms = terms + 0.5 * math.log(2 * math.pi)
-    if reduction == "none":
-        return terms
-    return terms.mean() if reduction == "mean" else terms.sum()
+    return terms
 
 
 _regression(F.mse_loss)

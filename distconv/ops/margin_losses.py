@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distconv.ops.loss import reduction_name
+from distconv.ops.loss import terms_of
 from distconv.ops.support.operands import gather_whole
 from distconv.ops.support.whole_dimensions import apply_to_batches
 from distconv.tensor.dispatch import implements
@@ -19,31 +20,21 @@ REDUCTIONS = ("none", "mean", "sum")
 """Reductions in the order of the numbers for them below torch.nn.functional."""
 
 
-def _reduced(terms: Tensor, reduction: str) -> Tensor:
-    if reduction == "none":
-        return terms
-    return terms.mean() if reduction == "mean" else terms.sum()
-
-
 def _check_dimensions(name: str, *tensors: Tensor) -> None:
     if len({t.dim() for t in tensors}) > 1:
         shapes = ", ".join(str(tuple(t.shape)) for t in tensors)
         raise RuntimeError(f"{name}: the shapes {shapes} differ in their number of dimensions")
 
 
-@implements(F.cosine_embedding_loss)
+@terms_of(F.cosine_embedding_loss)
 def cosine_embedding_loss(
     input1: Tensor,
     input2: Tensor,
     target: Tensor,
     margin: float = 0,
-    size_average: bool | None = None,
-    reduce: bool | None = None,
-    reduction: str = "mean",
 ) -> Tensor:
     """Return 1 - cos of pairs of vectors where the target is 1, max(0, cos - margin) where -1."""
     name = "cosine_embedding_loss"
-    reduction = reduction_name(size_average, reduce, reduction, name)
     _check_dimensions(name, input1, input2)
     if target.dim() > 1 or input1.dim() != target.dim() + 1:
         raise RuntimeError(
@@ -54,55 +45,41 @@ def cosine_embedding_loss(
     squares = [(x * x).sum(dim) + 1e-12 for x in (input1, input2)]
     cosine = (input1 * input2).sum(dim) / (squares[0] * squares[1]).sqrt()
     alike = torch.where(target == 1, 1 - cosine, 0.0)
-    return _reduced(
-        alike + torch.where(target == -1, (cosine - margin).clamp_min(0), 0.0), reduction
-    )
+    return alike + torch.where(target == -1, (cosine - margin).clamp_min(0), 0.0)
 
 
-@implements(F.hinge_embedding_loss)
+@terms_of(F.hinge_embedding_loss)
 def hinge_embedding_loss(
     input: Tensor,
     target: Tensor,
     margin: float = 1.0,
-    size_average: bool | None = None,
-    reduce: bool | None = None,
-    reduction: str = "mean",
 ) -> Tensor:
     """Return the distance where the target is 1, max(0, margin - distance) where it is -1."""
-    reduction = reduction_name(size_average, reduce, reduction, "hinge_embedding_loss")
     lacking = torch.where(target != 1, (margin - input).clamp_min(0), 0.0)
-    return _reduced(lacking + torch.where(target != -1, input, 0.0), reduction)
+    return lacking + torch.where(target != -1, input, 0.0)
 
 
-@implements(F.margin_ranking_loss)
+@terms_of(F.margin_ranking_loss)
 def margin_ranking_loss(
     input1: Tensor,
     input2: Tensor,
     target: Tensor,
     margin: float = 0,
-    size_average: bool | None = None,
-    reduce: bool | None = None,
-    reduction: str = "mean",
 ) -> Tensor:
     """Return max(0, margin - target * (input1 - input2))."""
-    reduction = reduction_name(size_average, reduce, reduction, "margin_ranking_loss")
     _check_dimensions("margin_ranking_loss", input1, input2, target)
-    return _reduced((-target * (input1 - input2) + margin).clamp_min(0), reduction)
+    return (-target * (input1 - input2) + margin).clamp_min(0)
 
 
-@implements(F.poisson_nll_loss)
+@terms_of(F.poisson_nll_loss)
 def poisson_nll_loss(
     input: Tensor,
     target: Tensor,
     log_input: bool = True,
     full: bool = False,
-    size_average: bool | None = None,
     eps: float = 1e-8,
-    reduce: bool | None = None,
-    reduction: str = "mean",
 ) -> Tensor:
     """Return the negative logarithm of Poisson densities; `input` is the mean, or its logarithm."""
-    reduction = reduction_name(size_average, reduce, reduction, "poisson_nll_loss")
     if log_input:
         terms = input.exp() - target * input
     else:
@@ -110,97 +87,75 @@ def poisson_nll_loss(
     if full:
         stirling = target * target.log() - target + 0.5 * (2 * math.pi * target).log()
         terms = terms + stirling.masked_fill(target <= 1, 0)
-    return _reduced(terms, reduction)
+    return terms
 
 
-@implements(F.soft_margin_loss)
+@terms_of(F.soft_margin_loss)
 def soft_margin_loss(
     input: Tensor,
     target: Tensor,
-    size_average: bool | None = None,
-    reduce: bool | None = None,
-    reduction: str = "mean",
 ) -> Tensor:
     """Return the logistic loss of classes 1 and -1."""
-    reduction = reduction_name(size_average, reduce, reduction, "soft_margin_loss")
-    return _reduced((-target * input).exp().log1p(), reduction)
+    return (-target * input).exp().log1p()
 
 
-@implements(F.multilabel_soft_margin_loss)
+@terms_of(F.multilabel_soft_margin_loss)
 def multilabel_soft_margin_loss(
     input: Tensor,
     target: Tensor,
     weight: Tensor | None = None,
-    size_average: bool | None = None,
-    reduce: bool | None = None,
-    reduction: str = "mean",
 ) -> Tensor:
     """Return the mean over the classes, the last dimension, of their logistic losses."""
-    reduction = reduction_name(size_average, reduce, reduction, "multilabel_soft_margin_loss")
     terms = -(target * F.logsigmoid(input) + (1 - target) * F.logsigmoid(-input))
     if weight is not None:
         terms = terms * weight
-    return _reduced(terms.sum(-1) / input.shape[-1], reduction)
+    return terms.sum(-1) / input.shape[-1]
 
 
-@implements(F.multi_margin_loss)
+@terms_of(F.multi_margin_loss)
 def multi_margin_loss(
     input: Tensor,
     target: Tensor,
     p: int = 1,
     margin: float = 1.0,
     weight: Tensor | None = None,
-    size_average: bool | None = None,
-    reduce: bool | None = None,
-    reduction: str = "mean",
 ) -> Tensor:
     """Return the sum of max(0, margin - right score + other score)^p over the last dimension's
     classes.
 
     The classes are made whole on every rank.
     """
-    reduction = reduction_name(size_average, reduce, reduction, "multi_margin_loss")
     options: Any = dict(p=p, margin=margin, weight=gather_whole(weight, "multi_margin_loss"))
-    return _of_classes(F.multi_margin_loss, input, target, 0, reduction, **options)
+    return _of_classes(F.multi_margin_loss, input, target, 0, **options)
 
 
-@implements(F.multilabel_margin_loss)
+@terms_of(F.multilabel_margin_loss)
 def multilabel_margin_loss(
     input: Tensor,
     target: Tensor,
-    size_average: bool | None = None,
-    reduce: bool | None = None,
-    reduction: str = "mean",
 ) -> Tensor:
     """Return the sum of max(0, 1 - right score + other score) over the last dimension's classes.
 
     The classes are made whole on every rank.
     """
-    reduction = reduction_name(size_average, reduce, reduction, "multilabel_margin_loss")
-    return _of_classes(F.multilabel_margin_loss, input, target, 1, reduction)
+    return _of_classes(F.multilabel_margin_loss, input, target, 1)
 
 
 def _of_classes(
-    function: Callable[..., Tensor],
-    input: Tensor,
-    target: Tensor,
-    inner: int,
-    reduction: str,
-    **options: Any,
+    function: Callable[..., Tensor], input: Tensor, target: Tensor, inner: int, **options: Any
 ) -> Tensor:
     """Return a loss of scores, classes last, and of labels with `inner` dimensions per sample."""
     if input.dim() == 1:
         # torch's own checks take the loss of a single sample for that of a batch.
         batch = input.unsqueeze(0), target.unsqueeze(0)
-        terms = _of_classes(function, *batch, inner, "none", **options)
-        return _reduced(terms.squeeze(0), reduction)
-    terms = apply_to_batches(
+        return _of_classes(function, *batch, inner, **options).squeeze(0)
+    terms: Tensor = apply_to_batches(
         function, function.__name__, [input, target], [1, inner], reduction="none", **options
     )
-    return _reduced(terms, reduction)
+    return terms
 
 
-@implements(F.triplet_margin_loss)
+@terms_of(F.triplet_margin_loss)
 def triplet_margin_loss(
     anchor: Tensor,
     positive: Tensor,
@@ -209,39 +164,29 @@ def triplet_margin_loss(
     p: float = 2,
     eps: float = 1e-6,
     swap: bool = False,
-    size_average: bool | None = None,
-    reduce: bool | None = None,
-    reduction: str = "mean",
 ) -> Tensor:
     """Return max(0, distance to the positive - distance to the negative + margin)."""
-    reduction = reduction_name(size_average, reduce, reduction, "triplet_margin_loss")
     _check_dimensions("triplet_margin_loss", anchor, positive, negative)
-
-    def distance(x: Tensor, y: Tensor) -> Tensor:
-        return F.pairwise_distance(x, y, p, eps)
-
-    return _triplet(anchor, positive, negative, distance, margin, swap, reduction)
+    distance = partial(F.pairwise_distance, p=p, eps=eps)
+    return _triplet(anchor, positive, negative, distance, margin, swap)
 
 
-@implements(F.triplet_margin_with_distance_loss)
+@terms_of(F.triplet_margin_with_distance_loss)
 def triplet_margin_with_distance_loss(
     anchor: Tensor,
     positive: Tensor,
     negative: Tensor,
-    *,
     distance_function: Callable[[Tensor, Tensor], Tensor] | None = None,
     margin: float = 1.0,
     swap: bool = False,
-    reduction: str = "mean",
 ) -> Tensor:
     """Return `triplet_margin_loss` with a distance of the user's."""
     name = "triplet_margin_with_distance_loss"
-    reduction = reduction_name(None, None, reduction, name)
     if margin <= 0:
         raise ValueError(f"{name}: margin={margin} is not positive")
     _check_dimensions(name, anchor, positive, negative)
     distance = distance_function or F.pairwise_distance
-    return _triplet(anchor, positive, negative, distance, margin, swap, reduction)
+    return _triplet(anchor, positive, negative, distance, margin, swap)
 
 
 def _triplet(
@@ -251,12 +196,11 @@ def _triplet(
     distance: Callable[[Tensor, Tensor], Tensor],
     margin: float,
     swap: bool,
-    reduction: str,
 ) -> Tensor:
     near, far = distance(anchor, positive), distance(anchor, negative)
     if swap:
         far = torch.minimum(far, distance(positive, negative))
-    return _reduced((margin + near - far).clamp_min(0), reduction)
+    return (margin + near - far).clamp_min(0)
 
 
 def _numbered(function: Any, loss: Callable[..., Tensor], names: str) -> None:
