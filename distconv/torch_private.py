@@ -255,7 +255,7 @@ def address_of_memory(x: Tensor) -> int:
 def users_of_memory(x: Tensor) -> int:
     """Return how many tensors and Python objects hold the memory of `x`. A plain tensor would
     become distributed while a view of it goes on with the old elements."""
-    memory: Any = x.untyped_storage()  # the object counts, whether it was there or not
+    memory: Any = x.untyped_storage()  # the object holds a use, whether it existed before or not
     count: int = torch._C._storage_Use_Count(memory._cdata)  # type: ignore[attr-defined]
     return count
 

@@ -47,7 +47,7 @@ class ErrorFeedback:
     def keep(self, left_out: Tensor, elements: int) -> None:
         """Keep the rounding errors of a vector of `elements` elements and padding."""
         left_out[elements - self._exact :] = 0.0
-        # A value that is too large for the halves is lost, and not carried on as infinite.
+        # A value too large for the halves is lost: as a rounding error it would be infinite.
         self._left_out = left_out.nan_to_num_(0.0, 0.0, 0.0)
 
 
@@ -83,7 +83,7 @@ class HalfSum:
         if feedback is not None:
             feedback.add_to(padded)
         self._leaving = padded.to(wire).view(len(ranks), length)
-        # Without feedback nobody asks for what rounding leaves out, so that its memory goes here.
+        # Without feedback nobody needs the rounding errors, so their memory is freed here.
         self._left_out = None if feedback is None else padded.sub_(self._leaving.view(-1))
         self._arriving = transport.empty((len(ranks), length), self._leaving)
         others = [i for i in range(len(ranks)) if i != self._own]

@@ -53,7 +53,7 @@ def pack_messages(tensor: Tensor, routes: Iterable[Route], grid: Grid) -> list[M
         if len(route.boxes) == 1:
             message = tensor[route.boxes[0]]
             if not _is_resolved_contiguous(message):
-                # No memory is kept for small ones.
+                # The pool keeps no memory for small messages.
                 if message.nbytes <= SMALL_BYTES:
                     message = message.clone(memory_format=torch.contiguous_format)
                 else:

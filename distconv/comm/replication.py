@@ -69,7 +69,7 @@ class _Unreplicate(ShardFunction):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        # The gradient comes from the plain world, which matters to second derivatives.
+        # The gradient comes from plain tensors, which matters to second derivatives.
         grid, axes = ctx.movement
         return replicate(grads[0], grid, axes) / grid.topology.parts(axes), None, None
 
@@ -82,7 +82,7 @@ class _Replicate(ShardFunction):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        # The gradient goes to the plain world.
+        # The gradient goes to plain tensors.
         return unreplicate(all_reduce_with_grad(grads[0], *ctx.movement), *ctx.movement), None, None
 
 

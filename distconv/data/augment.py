@@ -133,7 +133,7 @@ class Rotate90(Move):
         quarters = int(generator.integers(4))
         if quarters % 2:
             view = view.swapped(d, e)
-        # From the first dimension towards the second, as numpy has it.
+        # From the first dimension towards the second, as in numpy.
         if quarters in (1, 2):
             view = view.flipped(d)
         if quarters in (2, 3):
@@ -263,7 +263,7 @@ class Noise(Change):
         key = torch.tensor(int(generator.integers(-(2**63), 2**63)))
         numbers = torch.zeros((), dtype=torch.int64)
         for start, stop, n in zip(box.start, box.stop, shape, strict=True):
-            # What a periodic halo has beyond the border is the same element as at the other end.
+            # A periodic halo beyond the border holds the elements of the other end.
             numbers = numbers.unsqueeze(-1) * n + torch.arange(start, stop).remainder(n)
         return block + self.deviation * normal_at(numbers, key).to(block.dtype)
 
@@ -280,7 +280,7 @@ class Augmentations:
 
     def __str__(self) -> str:
         """Return a description of the changes that is the same on all ranks."""
-        # An object that says nothing of itself would be told by where it lies in memory.
+        # An object without a __repr__ of its own is described by its address in memory.
         words = [str(x) if is_dataclass(x) else type(x).__qualname__ for x in self.chosen]
         return f"{', '.join(words)} from seed {self.seed}"
 

@@ -206,8 +206,9 @@ def save_checkpoint(
                 }
                 on_rank_zero(grid, write)
             except DataError:
-                # All ranks know that there is no such checkpoint. A rank that is interrupted does
-                # not: rank 0 may have written it. `clean` removes a shard without one.
+                # All ranks know that there is no such checkpoint, except where a rank is
+                # interrupted: rank 0 may have written it. `clean` removes a shard without a
+                # checkpoint.
                 with suppress(OSError):
                     shard.unlink()
                 raise
@@ -286,7 +287,7 @@ def load_checkpoint(
             _load_learned(found, state, model, optimizer)
         except (DataError, OSError):
             raise
-        except Exception as error:  # torch trusts the types of what it is given
+        except Exception as error:  # torch does not check the types of its arguments
             raise ValueError(f"{found} is the checkpoint of another model: {error!r}") from error
         for name, part in (("scheduler", scheduler), ("loader", loader)):
             if part is not None:
@@ -374,7 +375,7 @@ def _check_loadable(state: dict[Any, Any]) -> None:
     try:
         torch.save(map_state(state, small), file)
         torch.load(io.BytesIO(file.getvalue()), weights_only=True)
-    except Exception as error:  # torch raises whatever its pickler stumbles over
+    except Exception as error:  # torch raises any error of its pickler
         words = str(error).strip().splitlines() or [type(error).__name__]
         raise ValueError(
             "the state holds objects that cannot be loaded safely; save plain numbers, texts, "
@@ -454,7 +455,7 @@ def _check_shards(grid: Grid, path: Path, state: dict[str, Any]) -> None:
     if not path.exists():
         raise OSError(str(unseen(path)))
     shards = state["shards"]
-    # Earlier versions have saved no checksums.
+    # Earlier versions saved no checksums.
     checksums = shards.get("checksums", [None] * shards["count"])
     for number in range(grid.rank, shards["count"], grid.size):
         read_checksummed(_shard(path, shards["token"], number), checksums[number])
@@ -522,7 +523,7 @@ def _state(path: Path, content: bytes) -> dict[str, Any]:
         raise DamagedFile(
             f"{path} is not a checkpoint that can be loaded safely: {error}"
         ) from error
-    except Exception as error:  # torch raises whatever its unpickler stumbles over
+    except Exception as error:  # torch raises any error of its unpickler
         raise ValueError(f"{path} is not a checkpoint: {error}") from error
     if not isinstance(state, dict):
         raise ValueError(
@@ -555,7 +556,7 @@ def _described(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, 
     """Return the class of an optimizer, and the names of the parameters of each of its groups."""
     inner: Any = optimizer
     while isinstance(getattr(inner, "optimizer", None), torch.optim.Optimizer):
-        inner = inner.optimizer  # LARC and its like keep no state of their own
+        inner = inner.optimizer  # LARC and similar wrappers keep no state of their own
     names = {p: name for name, p in model.named_parameters()}
     return {
         "class": type(inner).__name__,

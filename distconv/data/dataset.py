@@ -238,7 +238,7 @@ class Dataset:
     def read(self, samples: Sequence[int], epoch: int = 0) -> Blocks:
         """Read this rank's blocks of a mini-batch. Not collective; any thread may call it."""
         values = prepare(self.on_grid, self.numbers(samples), epoch, self.grid)
-        # Sample by sample, as the fields of one may have to be fetched together.
+        # Sample by sample, as fields of one sample may have to be fetched together.
         for place in range(len(samples)):
             for own, wanted, array in zip(self.on_grid, values.wanted, values.arrays, strict=True):
                 here = place - wanted.box.start[0]

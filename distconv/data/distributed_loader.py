@@ -155,7 +155,7 @@ class DistributedLoader:
             box = rank_box(shape, cuts, self.grid.topology, self.grid.rank)
             if axes and cuts[0] != tuple(axis for axis in axes if self.grid.shape[axis] > 1):
                 _refuse_layouts({cuts[0], axes})
-            # What this rank has loaded begins at its first sample, if not at that of all.
+            # Where samples are cut, this rank has loaded its own alone.
             first = slice(0, box.shape[0]) if axes else box.slices[0]
             mine = in_sample_format(own[(first, *box.slices[1:])], shape, cuts, self.grid)
             made[name] = DistTensor.from_local(mine, self.grid, Layout.of(cuts))
@@ -195,7 +195,7 @@ class DistributedLoader:
         mine = together(self.grid, lambda: loaded(1)[0] if ends else {})
         facts = str(ends), _text(mine)
         if any(other != facts for other in self.grid.all_gather_object(facts)):
-            return  # They draw other samples, or load other shapes: the loop says so.
+            return  # Ranks that draw other samples, or load other shapes, are reported by the loop.
         ranks = self._unequal(mine, ())
         if not ranks:
             return
@@ -303,7 +303,7 @@ class _ShareSampler:
         self._seeded = self._seeded and persistent
 
     def __iter__(self) -> _Indices:
-        # A DataLoader asks for this, draws the seed of its workers, and then asks for indices.
+        # A DataLoader calls this, draws the seed of its workers, and then asks for indices.
         batches = map(_listed, self._drawing)
         if not self._seeded:
             self._seed_workers()
@@ -358,7 +358,7 @@ class _Indices:
     def __next__(self) -> list[Any]:
         batch = self._next.pop() if self._next else next(self._batches)
         start, stop = block(len(batch), self._parts, self._part)
-        # A rank without samples loads one, for the sake of its shape.
+        # A rank without samples loads one to know its shape.
         own = batch[start:stop] or batch[:1]
         self.first = self.first or batch
         self.drawn.append((batch, len(own)))

@@ -70,7 +70,7 @@ def write_checksummed(path: Path, write: Callable[[BinaryIO], object]) -> str:
         try:
             write(summing)  # type: ignore[arg-type]
         finally:
-            # Whatever `write` makes of a full disk or an interrupt, that is what is to be told.
+            # Any error of `write`, such as a full disk or an interrupt, is the one to report.
             if summing.error is not None:
                 raise summing.error
         file.write(_trailer(summing.checksum))
@@ -182,7 +182,7 @@ def reserve(file: BinaryIO, size: int) -> None:
     try:
         os.posix_fallocate(file.fileno(), 0, size)
     except OSError as error:
-        # A file system that cannot reserve will say later whether it is full.
+        # A file system that cannot reserve space reports a full disk later.
         if error.errno != errno.EOPNOTSUPP:
             raise
 
@@ -212,7 +212,7 @@ class _Summing:
         self.error: BaseException | None = None
 
     def write(self, data: bytes) -> int:
-        # torch.save puts a complaint of its own in the place of what a file raises.
+        # torch.save replaces the errors of a file by its own.
         if self.error is None:
             try:
                 self._file.write(data)
@@ -282,7 +282,8 @@ def only_writer(folder: Path) -> Iterator[None]:
             yield
         finally:
             with suppress(OSError):
-                # A forked process may have the descriptor, too, and closing it here frees nothing.
+                # A forked process may hold the descriptor, too, so closing it here would not free
+                # the lock.
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
     finally:
         os.close(descriptor)

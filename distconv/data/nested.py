@@ -17,7 +17,7 @@ def mapped(content: Any, change: Callable[[Any, Any], Any], path: tuple[Any, ...
         made = {key: mapped(value, change, (*path, key)) for key, value in content.items()}
         if type(content) is dict or not isinstance(content, MutableMapping):
             return made
-        # A subclass may want other arguments than a dictionary.
+        # A subclass may need other arguments than a dictionary.
         like = copy(content)
         like.update(made)
         return like

@@ -69,7 +69,7 @@ def divide(state: Any, grid: Grid) -> Divided:
             places, own = [(writer, (0,) * len(shape), shape)], plain(x)
         divided.table.append((shape, places))
         if any(rank == grid.rank for rank, _, _ in places):
-            # A copy, or the whole memory that a view looks at would be written.
+            # A copy: of a view, the whole underlying memory would be written.
             divided.mine[index] = own.detach().to("cpu", copy=True).contiguous()
         return _MARK, index
 

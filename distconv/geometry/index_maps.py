@@ -46,7 +46,7 @@ class Ascending:
 
         low = min(bisect_right(outputs, start, key=last), len(outputs) - 1)
         high = max(bisect_left(outputs, stop, key=first) - 1, 0)
-        # Inputs that windows leave out belong to what contains the outputs on both sides.
+        # Inputs between windows belong to the interval between the outputs on both sides.
         return ((min(low, high), max(low, high) + 1),)
 
 
@@ -295,7 +295,7 @@ class Pad:
         inside = (max(first, 0), min(last, size))
         repeated = _mirror(self.mode, inputs, *low), inside, _mirror(self.mode, inputs, *high)
         pieces = tuple(piece for piece in repeated if piece[0] < piece[1])
-        # Reflections and the border lie beside the inputs inside, or among them.
+        # Reflections and the border are near the inputs inside, or among them.
         return pieces if self.mode == "circular" else (_hull(pieces),)
 
     def dependents(self, size: int, start: int, stop: int) -> tuple[Interval, ...]:
@@ -386,8 +386,8 @@ class TransposedWindow(Ascending):
         reach = self.dilation * (self.kernel - 1)
         last = (stop - 1 + self.padding) // self.stride + 1
         first = -((reach - start - self.padding) // self.stride)
-        # Where stride exceeds the kernel the first outputs may take from no input; the buffer
-        # starts no later all the same.
+        # Where the stride exceeds the kernel the first outputs may need no input; the buffer starts
+        # no later for that.
         return ((min(first, (start + self.padding) // self.stride), last),)
 
     def written(self, size: int, start: int, stop: int) -> Interval:

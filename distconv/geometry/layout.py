@@ -237,7 +237,7 @@ class Layout:
         return other is self.dense
 
     def __hash__(self) -> int:
-        # Equal to that of `dense`, and so of all layouts; there are few in a program.
+        # Equal to the hash of `dense`, and so of all layouts; a program has few of them.
         return hash(self.dense)
 
     def __reduce__(self) -> tuple[object, ...]:

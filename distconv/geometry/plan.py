@@ -154,10 +154,10 @@ class _Dimension:
             return True
         steps = self.needs.steps if isinstance(self.needs, Window | TransposedWindow) else None
         if steps is not None:
-            # Windows that cover each part, as those of pooling by 2.
+            # Windows that cover each part, such as pooling by 2.
             parts = distinct_parts(self.size, self.outputs, self.source_parts, steps)
         elif self.size == self.outputs or self.source_parts <= 2:
-            # The first part tells of most other maps that they are not.
+            # The first part shows of most other maps that they are not the identity.
             parts = iter(range(min(self.source_parts, max(self.size, self.outputs))))
         else:
             return False

@@ -98,7 +98,7 @@ def _ambiguous(r: Resampled, size: int) -> bool:
 def _intervals(r: Resampled, size: int, start: int, stop: int) -> tuple[Interval, ...]:
     positions, _ = _taps(r, size, start, stop)
     first, ratio = int(positions.min()), r.ratio(size)
-    # From an input on at whose edge an output begins, positions are those in the whole.
+    # From an input on whose edge is the edge of an output, positions are those in the whole.
     return ((first - (first % ratio.denominator if ratio else 0), int(positions.max()) + 1),)
 
 
@@ -111,7 +111,7 @@ def _alone(r: Resampled, size: int, start: int, stop: int) -> tuple[int, float] 
     before, scale, window = start - int(first * ratio), float(ratio), last - first
     local = replace(r, outputs=before + stop - start, scale=scale)
     if local.outputs == window and ratio != 1:
-        return None  # torch takes equal sizes for no resampling at all, whatever the scale
+        return None  # torch does not resample equal sizes, whatever the scale
     if r.mode.startswith("nearest"):  # where rounding decides
         found = _nearest(local, window, np.arange(before, local.outputs)) + first
         wanted = _nearest(r, size, np.arange(start, stop))
@@ -128,7 +128,7 @@ def _taps(r: Resampled, size: int, start: int, stop: int) -> tuple[NDArray, NDAr
     if r.antialias:
         return _antialiased(r, size, outputs)
     if r.mode == "linear" and r.outputs == size:
-        # torch takes the same input twice, which tells where that is infinite.
+        # torch reads the same input twice, which shows where that is infinite.
         return np.stack([outputs, outputs], 1), np.tile([1.0, 0.0], (len(outputs), 1))
     real = np.dtype(r.precision).type
     step, half = r.step(size), real(0.5)

@@ -65,7 +65,8 @@ class _Abort:
             print(f"distconv: rank {rank} of {ranks} raised", file=sys.stderr)
             self._report(kind, error, traceback)  # type: ignore[operator]
             if isinstance(sys.stderr, StringIO) and sys.__stderr__ is not None:
-                # The hook of torch.distributed collects the report, and would print it after this.
+                # The hook of torch.distributed buffers the report, and would print it after this
+                # line.
                 print(sys.stderr.getvalue(), file=sys.__stderr__, flush=True)
 
         try:
@@ -143,7 +144,7 @@ def _abort(report: Callable[[], None] | None) -> None:
     if report is not None:
         with contextlib.suppress(Exception):
             report()
-    # MPI may be busy with a wait of another thread; the launcher ends the others all the same.
+    # MPI may be busy in another thread's wait; the launcher ends the other ranks in any case.
     killer = threading.Timer(_PATIENCE, os._exit, (1,))
     killer.daemon = True
     killer.start()
@@ -152,5 +153,5 @@ def _abort(report: Callable[[], None] | None) -> None:
         os._exit(1)  # and torchrun ends the others, or starts all anew
     if MPI := _running():
         MPI.COMM_WORLD.Abort(1)
-    # Before MPI has started MPICH's launcher takes an exit status for a result, but no signal.
+    # Before MPI has started, MPICH's launcher treats any exit status as success, but no signal.
     os.kill(os.getpid(), signal.SIGKILL)

@@ -95,7 +95,7 @@ def _end(why: str) -> None:
 def _leave_signals_to_the_rank() -> None:
     """Detach a forked process from the rank's pipe of signals."""
     if _watched_in is not None:
-        with contextlib.suppress(ValueError):  # raised where not the main thread has forked
+        with contextlib.suppress(ValueError):  # raised in other threads than the main one
             signal.set_wakeup_fd(-1)
 
 

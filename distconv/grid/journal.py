@@ -140,16 +140,16 @@ class Journal:
         function = CURRENT.call[0]
         outside = function is None or function in _BACKWARD
         if outside and kind == "all_reduce":
-            # Gradients are reduced as they become ready, which is not everywhere in one order.
+            # Gradients are reduced as they become ready, in orders that differ between ranks.
             return
-        # The count alone decides, which is the same on all ranks: what is new to one rank may be
-        # known to another, which would send its messages while the first waits to compare.
+        # Only the count decides, as it is the same on all ranks: a key that is new to one rank may
+        # be known to another, which would send its messages while the first waits to compare.
         count = self._steps[function] = self._steps.get(function, 0) + 1
         compared = self.debug or count <= _FIRST
         if not outside and (compared or not count % _EVERY):
             key = full_key(CURRENT.call, self._known_from)
         else:
-            # Blocks of the ranks' own may be among the arguments of autograd's functions.
+            # Arguments of autograd's functions may be blocks, which differ between ranks.
             key = short_key(CURRENT.call)
             backward = function is not None or backward_pass() != -1
             compared = self.debug or (compared and not backward)
@@ -232,13 +232,13 @@ class Journal:
             number = first_difference(ranks)
             told = (self.entry(number), place_of(self._thread), self._tags.last)
             steps, places, tags = zip(*self._comm.allgather(told), strict=True)
-        # A program that catches the error goes on with the same numbers on all ranks.
+        # A program that catches the error continues with the same numbers on all ranks.
         self._tags.last = max(tags)
         self._summed = self._since = 0
         for known in (self._calls, self._steps, self._counts, self._last):
             known.clear()
         self.written = self._folded = max(begin + len(codes) - 1 for begin, codes in ranks)
-        # Tensors made since the ranks differ have places that differ.
+        # Tensors made after the ranks diverged have different entries.
         self._known_from, self.place = self.written + 1, None
         begin = max(begin for begin, _ in ranks)
         found = (
@@ -257,7 +257,7 @@ class Journal:
     def _change_thread(self) -> None:
         """Let the calling thread take the steps from now on, unless another one is about to."""
         if backward_pass() != -1:
-            return  # autograd computes for the thread that has called backward()
+            return  # autograd computes on behalf of the thread that called backward()
         if not is_parked(self._thread):
             raise RuntimeError(
                 f"two threads use one grid, or grids over the same ranks, at once: one is at "

@@ -90,6 +90,6 @@ _WAYS_OUT = {
 
 def __getattr__(name: str) -> _Any:
     if name in _WAYS_OUT:
-        # No AttributeError: `from distconv.horovod import name` would drop its message.
+        # Not an AttributeError: `from distconv.horovod import name` would drop its message.
         raise NotImplementedError(f"distconv.horovod has no {name}; {_WAYS_OUT[name]}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -161,7 +161,7 @@ def join(device: int = -1) -> int:
     def add_zeros(announced: Announcement) -> None:
         purpose = GRADIENTS if announced.kind == GRADIENTS else PURPOSE
         if purpose == GRADIENTS:
-            # These may end later than what is announced next; but not than the gradients next.
+            # These may end after the next announced collective; but not after the next gradients.
             wait()
         for part in announced.parts:
             grid = job.on(torch.device(part.device))

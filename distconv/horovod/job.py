@@ -202,7 +202,7 @@ class Job:
         ]
         if not ready and _WAITING in everyone and {JOINED, _WAITING}.issuperset(everyone):
             self._refuse({r: a for ones in self._announced.values() for r, a in ones.items()})
-        # In one order on all ranks, whichever has named them first.
+        # In one order on all ranks, whichever rank named them first.
         for key in sorted(ready, key=str):
             by_rank = self._announced.pop(key)
             first = self._checked(by_rank, joined)

@@ -85,7 +85,7 @@ def DistributedOptimizer(
         _check_names(list(named_parameters), optimizer)
     kind = type(optimizer)
     made: Any = object.__new__(type(kind.__name__, (_DistributedOptimizer, kind), {}))
-    # A scheduler that was made before has put a step of the instance there.
+    # An earlier scheduler has put its own step into the instance.
     made.__dict__.update({k: v for k, v in optimizer.__dict__.items() if k != "step"})
     made._reduction = _Reduction(
         process_set, chosen, gradient_predivide_factor, compression, sparse_as_dense, bucket_bytes

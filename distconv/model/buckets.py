@@ -37,7 +37,7 @@ class Bucket:
         """
         self._strides = [_strides(p) for p in parameters]
         *self._starts, end = accumulate((p.numel() for p in parameters), initial=0)
-        # A number for each parameter, behind all of them, says how many ranks have a gradient.
+        # A number for each parameter, after all elements, counts the ranks that have a gradient.
         self.elements = end + len(parameters)
         """The number of elements in the message."""
         self.uneven: dict[int, int] = {}

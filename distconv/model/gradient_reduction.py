@@ -79,7 +79,7 @@ class GradientReduction:
         for p in self._parameters:
             if isinstance(p, DistTensor):
                 p.mark_summed_when_accumulated()
-        # Of a sharded parameter autograd knows this rank's block.
+        # For a sharded parameter autograd knows this rank's block.
         self._leaves = shards_of(self._parameters)
         own((*self._parameters, *self._leaves, *module.buffers()), grid.size)
         self._axes = [axes_of_sum(p, grid) for p in self._parameters]
@@ -201,7 +201,7 @@ class GradientReduction:
 
     def _make_communicators(self) -> None:
         for axes in dict.fromkeys(self._axes):
-            # All ranks make it together, whatever each of them trains first.
+            # All ranks make it together, whichever parameters each of them trains first.
             self._grid.communicator(axes, self._purpose)
 
     def _connect(self) -> None:
@@ -277,7 +277,7 @@ class GradientReduction:
         grid, wire = self._grid, self._wire
         if wire is None or parameters[0].dtype not in WIDE or grid.topology.parts(axes) == 1:
             return None
-        # The counts behind the gradients have no remainder.
+        # The counts after the gradients are not rounded.
         feedback = ErrorFeedback(len(parameters)) if self._error_feedback else None
         return partial(
             HalfSum, grid=grid, axes=axes, wire=wire, purpose=self._purpose, feedback=feedback
@@ -287,7 +287,7 @@ class GradientReduction:
         first: bool = self._buckets[self._bucket_of[n]].comm.rank == 0
         gradient = self._leaves[n].grad
         if gradient is not None and not self._is_part[n] and not first:
-            # A sum of an earlier backward pass becomes a part again, all of it on one rank.
+            # A sum of an earlier backward pass becomes a part again, the whole of it on one rank.
             gradient.zero_()
         self._is_part[n] = True
         return first
@@ -347,7 +347,7 @@ class GradientReduction:
         not read the counts.
         """
         ranks, kind = bucket.comm.size, self._wire or bucket.parameters[0].dtype
-        # Counts travel with the gradients, and larger ones are rounded as these are.
+        # Counts are sent with the gradients, and large ones are rounded as these are.
         exact = ranks <= 2 / torch.finfo(kind).eps
         if not exact or (bucket.comm.rank and not self._grid.computes_on_gpu):
             return

@@ -99,7 +99,7 @@ class ModuleGuard:
                 "parallelize(distconv.unparallelize(model), grid) after the last change of its "
                 "structure, and load states without assign=True, which makes new parameters"
             )
-        # To go through all parts takes torch long.
+        # torch takes long to walk through all submodules.
         self._tables = [t for m in module.modules() for t in parts_and_parameters(m)]
         self._entries = [x for table in self._tables for x in table.values()]
 
@@ -117,7 +117,8 @@ class ModuleGuard:
         results = tensors_in(result)
         for x in results:
             if isinstance(x, DistTensor):
-                # What is handed out has its block: who looks at it alone waits for nobody.
+                # Outputs get their blocks here: a rank that later looks at one alone waits for
+                # nobody.
                 self._reduction.keep_for((x.shard, x.held))
             elif x.requires_grad:
                 raise TypeError(
@@ -142,7 +143,7 @@ class ModuleGuard:
         """Raise where the ranks have not begun the forward pass in the same state."""
         alike, in_mode = self._agreement.answer() or (True, True)
         if not in_mode:
-            # The other ranks may wait within the forward pass, and hear no more than this.
+            # The other ranks may wait within the forward pass, and see only this message.
             raise RuntimeError(
                 f"the parallelized module is in {'training' if module.training else 'evaluation'} "
                 f"mode on rank {self._grid.rank}, and not on all others; call train() or eval() on "

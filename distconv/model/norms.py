@@ -37,7 +37,7 @@ def tensor_norms(tensors: Sequence[Tensor], order: float = 2.0) -> list[Tensor]:
 
 
 def _norm(block: Tensor, order: float) -> Tensor:
-    # Blocks may be empty, of which torch takes no maximum.
+    # Blocks may be empty, and torch has no maximum of those.
     if not block.numel():
         return block.new_zeros((), dtype=block.dtype.to_real())
     return torch.linalg.vector_norm(block, order)

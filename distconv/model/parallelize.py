@@ -163,7 +163,7 @@ def unparallelize(module: Module) -> Module:
     """
     parts = list(module.modules())
     found = {part: part.__dict__.get(REDUCTION_ATTRIBUTE) for part in parts}
-    # A copy has the reduction of the original, which stays as it is.
+    # A copy holds the reduction of the original, which must stay as it is.
     own = {
         r for part, r in found.items() if r is not None and (r.covers(part) or r.whole() is None)
     }

@@ -90,8 +90,8 @@ class ParameterHooks:
         """Put hooks on these parameters, also where torch has made their nodes anew."""
         stream = number_of_stream(self._grid.device)
         if stream != self._stream:
-            # A node accumulates on the stream on which it was made, for as long as it is held here.
-            # A capture on another stream may not wait for that one: let torch make the node anew.
+            # A node that is held here accumulates on the stream on which it was made. A capture on
+            # another stream may not wait for that one: let torch make the node anew.
             self._nodes, self._stream = dict.fromkeys(self._nodes), stream
         nodes = _accumulating([self._leaves[n] for n in trainable])
         for n, node in zip(trainable, nodes, strict=True):
@@ -121,10 +121,10 @@ class ParameterHooks:
         """Give hooks of the program the sum of a parameter's gradient, not this rank's part."""
         hooks = torch_private.hooks_of(p)
         if isinstance(self._parameters[n], DistTensor) or self._grid.size == 1:
-            return  # the hooks of a DistTensor add up by themselves
+            return  # the hooks of a DistTensor sum by themselves
         if n not in self._sums:
             others = dict(hooks)
-            hooks.clear()  # hooks run in the order in which they have come
+            hooks.clear()  # hooks run in the order of their registration
             self._sums[n] = p.register_hook(partial(self._sum, ref(self), n))
             hooks.update(others)
             mark_summed(p, True)
@@ -173,7 +173,7 @@ class ParameterHooks:
                 f"a parameter of shape {tuple(p.shape)} has got a hook since the forward pass, "
                 "which has seen this rank's part of the gradient; register it before"
             )
-        # What hooks have made of the sum is the same on all ranks.
+        # Results of hooks on the sum are the same on all ranks.
         return None if first else (torch.zeros_like(gradients[0]),)
 
     @staticmethod
@@ -217,6 +217,6 @@ def _accumulating(parameters: list[Tensor]) -> list[Node]:
     if not torch.is_grad_enabled():
         with torch.enable_grad():
             return _accumulating(parameters)
-    # Earlier versions of torch keep the node no longer than its result.
+    # Earlier versions of torch keep the node only as long as its result.
     result = _Edges.apply(*parameters)
     return [node for node, _ in result.grad_fn.next_functions]

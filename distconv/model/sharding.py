@@ -39,11 +39,11 @@ def shard_weights(module: nn.Module, layouts: Mapping[str, Layout], grid: Proces
         if weight is None or not isinstance(part, (*_CONVOLUTIONS, *_TRANSPOSED, nn.Linear)):
             continue
         if isinstance(weight, DistTensor):
-            # Another layer shares it, and has come first.
+            # Another layer shares the weight, and was handled first.
             continue
         cuts = _cuts(part, weight, _layout_of(name, layouts, grid), grid.topology)
         if any(cuts):
-            # Whoever holds the parameter, as an optimizer may, holds its block from now on.
+            # Other holders of the parameter, such as an optimizer, hold its block from now on.
             swap_tensors(weight, _sharded(weight, cuts, grid))
 
 
@@ -86,7 +86,7 @@ def _cuts(layer: nn.Module, weight: Tensor, layout: Layout, topology: Topology) 
             inputs *= stride
         algorithm = "x" if outputs < inputs else "y"
     if getattr(layer, "groups", 1) > 1:
-        # The dimension that holds all groups.
+        # The dimension that contains all groups.
         algorithm = "x" if transposed else "y"
     if algorithm == "w" and len(axes) == 1:
         axes += idle_axes(layout.cutting_axes, topology)

@@ -74,7 +74,7 @@ def plain(x: Any) -> Any:
     if not isinstance(x, Tensor) or type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return x
     with torch_private.without_torch_function():
-        x = x.detach()  # which leaves attributes behind; sparse tensors know nothing of subclasses
+        x = x.detach()  # which drops attributes; sparse tensors have no subclasses
         return x if type(x) is Tensor else x.as_subclass(Tensor)
 
 
@@ -89,8 +89,7 @@ def map_state(state: Any, function: Callable[[Any], Any]) -> Any:
         kind: Any = type(state) if type(state) in (OrderedDict, Counter) else dict
         new = kind({key: map_state(value, function) for key, value in state.items()})
         if kind is OrderedDict and (versions := torch_private.versions_in_state(state)) is not None:
-            # The versions in it tell a module how to read a state that an earlier release has
-            # written.
+            # Its versions tell a module how to read a state of an earlier release.
             torch_private.set_versions_in_state(new, versions)
         return new
     if isinstance(state, list):

@@ -119,7 +119,7 @@ def grad(
         """Return the gradient on all ranks, or None on all, as their graphs are the same."""
         if part is not None:
             return part
-        # Of blocks without elements torch may leave out gradients that other ranks have.
+        # torch may leave out gradients of blocks without elements that other ranks have.
         if reaches(shards, leaf):
             return torch.zeros_like(leaf)
         if not allow_unused:
@@ -140,13 +140,13 @@ def grad(
             if x.unmerged is not None:
                 gradient = whole(x.unmerged, part, met)
                 return None if gradient is None else gradient.reshape(x.shape)
-            # A replicated leaf adds up its gradient by itself.
+            # A replicated leaf sums its gradient by itself.
             total = part if x.sums_gradient else whole_gradient(part, x.cuts, grid)
             return DistTensor(total, x.shape, x.cuts, grid)
-        # Others have added up the gradient where they met distributed tensors, or became one.
+        # Others were summed where they met distributed tensors, or became one.
         cuts: Cuts = ((),) * x.dim()
         if owned_among([x]) is not None:
-            # What its hooks get has been added up.
+            # Its hooks get the sum.
             total = part if is_summed(x) else whole_gradient(part, cuts, grid)
         elif met:
             total = replicate(part, grid, replicating_axes(cuts, grid.topology))
@@ -170,7 +170,7 @@ def _recorded_alike(
     counts = torch.tensor(recorded, dtype=torch.float64, device=grid.device)
     somewhere = all_reduce(counts, grid, AXES).tolist()
     return [
-        # No elements of the leaf add up to zero, whatever the others are.
+        # The sum over no elements is zero, whatever the other factors are.
         part + leaf.reshape(-1)[:0].sum() if part is not None and ranks and not own else part
         for part, leaf, ranks, own in zip(parts, leaves, somewhere, recorded, strict=True)
     ]
@@ -183,7 +183,7 @@ def register_hook(
     """Call `hook` with the gradient of the tensor, which it may replace, on all ranks together."""
     handle = (_hook_block if self.unmerged is None else _hook_unmerged)(self, hook)
     if self.gradient_hook is not None:
-        # A gradient is retained as the last hook leaves it.
+        # The retained gradient is the result of the last hook.
         self.gradient_hook.remove()
         self.gradient_hook = None
         self.gradient_hook = _keep(self)
@@ -194,14 +194,14 @@ def _hook_block(
     self: DistTensor, hook: Callable[[DistTensor | None], Tensor | None]
 ) -> RemovableHandle:
     """Call `hook` with the gradient of a tensor that is cut in blocks."""
-    # No reference to the tensor itself: the graph that it keeps alive would keep it alive.
+    # No reference to the tensor itself: its graph would keep it alive.
     shape, cuts, grid, replicas = self.shape, self.cuts, self.grid, self.replicas
     block, dtype, device = self.shard.shape, self.dtype, self.device
-    # A replicated leaf adds up its gradient by itself, before.
+    # A replicated leaf has summed its gradient by itself before.
     leaf = self.sums_gradient
 
     def on_shard(part: Tensor | None) -> Tensor | None:
-        # A rank without a part takes part in the sum, for the sake of the others.
+        # A rank without a part takes part in the sum, as others wait for it.
         own = torch.zeros(block, dtype=dtype, device=device) if part is None else part
         total = own if leaf else whole_gradient(own, cuts, grid)
         changed = hook(None if part is None else DistTensor(total, shape, cuts, grid))

@@ -275,7 +275,7 @@ def _apply(cls: Any, *arguments: Any, **keywords: Any) -> Any:
         )
     grid = common_grid(name, tensors)
     given = recorded(name, _by_position(cls, arguments, keywords))
-    # The gradient of a merged tensor has its shape, which only its blocks have, too.
+    # The gradient of a merged tensor has its shape, as only its blocks do, too.
     return _Call(cls, tuple(map(in_blocks, given)), grid).run()
 
 
@@ -284,7 +284,7 @@ def _saved(inputs: tuple[Any, ...]) -> tuple[list[Any], list[_BlockPlace | None]
     places = []
     for x in inputs:
         if isinstance(x, DistTensorBase):
-            x.settle()  # the function gets the same the first time and again
+            x.settle()  # the function gets the same values in both runs
         places.append(_BlockPlace.of(x, x.grid) if isinstance(x, DistTensorBase) else None)
     return [shard_of(x) for x in inputs], places
 

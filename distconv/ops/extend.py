@@ -142,14 +142,14 @@ def windowed(
             args = tuple(gather_whole(a, name) for a in args)
             kwargs = {key: gather_whole(a, name) for key, a in kwargs.items()}
             if prod(block):
-                # A function may write to what on plain tensors is a copy with padding.
+                # A function may write to its argument, which on plain tensors is a padded copy.
                 inputs = buffer.contiguous()
                 inputs = inputs.clone() if inputs is x.shard else inputs
                 result = function(inputs, *args, **kwargs)
                 _check_shape(function, result, block)
                 _check_closed(function, result, inputs, args, kwargs)
             else:
-                # Of a single window, for the type and the graph, which all ranks have alike.
+                # The result for a single window has the type and the graph, the same on all ranks.
                 window = (1, max(buffer.shape[1], 1), *(w.extent for w in windows))
                 zeros = torch.cat([buffer.reshape(-1)[:0], buffer.new_zeros(prod(window))])
                 inputs = zeros.reshape(window)

@@ -65,7 +65,7 @@ def _of_optimizer(function: Callable[..., None]) -> Callable[..., None]:
     def rule(parameters: list[Tensor], *lists: list[Tensor], **options: Any) -> None:
         columns = [parameters, *(column for column in lists if column)]
         for p, *others in zip(*columns, strict=True):
-            # The number of steps is one element.
+            # The number of steps has one element.
             for x in (x for x in others if x.dim() and isinstance(p, DistTensor)):
                 if not isinstance(x, DistTensor) or (x.cuts, x.grid) != (p.cuts, p.grid):
                     way_out = "Load its state by distconv.load_full_state_dict(optimizer, state)"
@@ -96,5 +96,5 @@ for _name in ("adam", "adamw", "adagrad", "sgd"):
     _function = torch_private.fused_step(_name)
     RULES[_function] = _of_optimizer(_function)
 
-# The methods check what belongs together; the lists may be of several grids.
+# The methods check operands pair by pair; the lists may be of several grids.
 UNCHECKED.update(f for f in RULES if f.__name__.startswith(("_foreach_", "_fused_")))

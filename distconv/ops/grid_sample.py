@@ -47,7 +47,7 @@ def grid_sample(
     plane = uncut(x, range(2, x.dim()), "grid_sample").shard
     block = box_on_rank(shape, cuts, x.grid).shape
     if 0 in block:
-        # Part of the graph of both operands, as on the ranks that have elements.
+        # Depends on both operands in the graph, as on the ranks that have elements.
         shard = empty_block(plane, block) + empty_block(own, block)
     else:
         shard = F.grid_sample(plane, own, *options)

@@ -42,7 +42,7 @@ def interpolate(
             f"interpolate: mode={mode!r} is not implemented for {input.dtype}; convert it, "
             "x.float()"
         )
-    # The check stumbles over a batch of none.
+    # The check fails for an empty batch.
     sample = TensorMeta((1, *input.shape[1:]))
     shape = (
         input.shape[0],
@@ -109,7 +109,7 @@ def interpolate(
         corners = () if mode.startswith("nearest") else (bool(align_corners),)
         buffer = kernel(buffer, made, *corners, *scales)
     if any(surplus):
-        # Unlike that of a slice, the gradient of negative padding keeps the memory format.
+        # The gradient of negative padding keeps the memory format, unlike a slice's.
         buffer = F.pad(buffer, [n for before in reversed(surplus) for n in (-before, 0)])
     return DistTensor(buffer.to(input.dtype), shape, input.cuts, input.grid)
 

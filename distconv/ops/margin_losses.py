@@ -146,7 +146,7 @@ def _of_classes(
 ) -> Tensor:
     """Return a loss of scores, classes last, and of labels with `inner` dimensions per sample."""
     if input.dim() == 1:
-        # torch's own checks take the loss of a single sample for that of a batch.
+        # torch's own checks treat the loss of a single sample as that of a batch.
         batch = input.unsqueeze(0), target.unsqueeze(0)
         return _of_classes(function, *batch, inner, **options).squeeze(0)
     terms: Tensor = apply_to_batches(

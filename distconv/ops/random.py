@@ -56,7 +56,7 @@ def uniform_at(numbers: Tensor, key: Tensor) -> Tensor:
 
     No communication.
     """
-    # Integer arithmetic wraps around modulo 2^64, as the generator wants it.
+    # Integer arithmetic wraps around modulo 2^64, as the generator requires.
     bits = (numbers + 1) * _GOLDEN + key
     for shift, factor in _MIX:
         bits = (bits ^ _right(bits, shift)) * factor
@@ -140,7 +140,7 @@ def _dropout(
         if not training or p == 0:
             return input
         if is_merged(input) and dims is None and not inplace:
-            # The row-major numbers of the elements are those of any reshape.
+            # The elements' row-major numbers are those of any reshape.
             return cast(DistTensor, merge_as(rule(unmerged(input), p), input.shape))
         shard = drop(input.shard, (_uniform(input, dims) >= p).to(input.dtype), p)
         if inplace:
@@ -239,7 +239,7 @@ def _probabilities(p: Any, name: str) -> Any:
 def bernoulli(input: DistTensor, p: float | None = None) -> DistTensor:
     """Return 1 with the probability of the element, or `p`, else 0."""
     _check(torch.bernoulli, input.dtype, *([] if p is None else [p]))
-    # All ranks draw before one of them may raise, and stay in step.
+    # All ranks draw before one of them may raise, so that they stay in step.
     drawn = _uniform(input)
     limit = _probabilities(input.shard.detach() if p is None else p, "bernoulli")
     return _new(input, drawn < limit, input.dtype)

@@ -249,7 +249,7 @@ def _skew(seconds: float) -> Table:
     memory, so each round takes other memory.
     """
     weight = torch.rand(16, 16, 3, 3)
-    places = random.Random()  # others on each rank, whatever the program has seeded
+    places = random.Random()  # others on each rank, whatever the program's seed
     comm = world()
     clock = time.perf_counter
     points = [(0.0, 0.0)]

@@ -108,7 +108,7 @@ class DryTransport:
         leaving: tuple[tuple[int, int], ...],
         memory: Any,
     ) -> DryRequest:
-        # All ranks count alike, also those that have nothing to send.
+        # All ranks count alike, also those without anything to send.
         self._number = number = self._number + 1
         if not arriving and not leaving:
             return DryRequest(lambda: None, None)

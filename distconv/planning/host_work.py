@@ -189,7 +189,7 @@ def _passes(
     chain = [copy.deepcopy(module) for _ in range(layers)]
     own((p for layer in chain for p in layer.parameters()), x.grid.size)
     found: dict[str, list[float]] = {"forward": [], "backward": []}
-    for size in (0, *STREAMED):  # the first time makes what the others find
+    for size in (0, *STREAMED):  # the first run fills the caches of the others
         forward, backward, outputs = [], [], []
         for layer in chain:
             scope = enter_call()

@@ -221,7 +221,7 @@ def _is_chain(calls: Sequence[Sequence[tuple[Any, Any]]], args: Any, result: Any
         if len(several) != 1 or len(inputs) != 1 or inputs[0] is not tensors_in(comes)[0]:
             return False
         comes = several[0][1]
-    # What a module makes of its last layer's result stays in one piece with it.
+    # Work of a module on its last layer's result stays with that layer.
     return len(tensors_in(result)) == 1
 
 
@@ -278,7 +278,7 @@ class _Costs:
             return inf
         if comes == cuts:
             return 0.0
-        # The gradient of an input that nobody trains does not go back.
+        # An input that needs no gradient is not redistributed backward.
         passes = 1 if i == 0 else 2
         return max(self._moved(chain[i], comes, cuts, rank, passes) for rank in self._ranks)
 

@@ -106,10 +106,11 @@ def collective_cost(kind: str, ranks: Sequence[int], size: int, machine: Machine
             link = _link_of(machine, level)
             latency = link.total.at(0)
             if kind == "all_reduce":
-                # Inside a node first; between nodes each rank then carries its share of the bytes.
+                # Within a node first; between nodes each rank then carries its share of the bytes.
                 part, passes = size / inside if level == "between" else size, 2
             else:
-                # Between nodes first; inside, each rank then passes on what has come from all.
+                # Between nodes first; within a node each rank then passes on the bytes of all
+                # nodes.
                 part, passes = size * nodes if level == "within" else size, 1
             total += passes * log2(many) * latency
             total += _share(kind, many) * (link.total.at(part) - latency)

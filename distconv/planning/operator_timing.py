@@ -154,7 +154,7 @@ def times_of(
             start = clock()
             result = run()
             seconds = clock() - start
-            if turn >= 0:  # the first run makes what the others find
+            if turn >= 0:  # the first run fills the caches of the others
                 taken.append(seconds)
             size = sum(made.nbytes for made in operator.made)
             held.append((size, result))

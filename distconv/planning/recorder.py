@@ -91,7 +91,7 @@ class ModuleCalls:
         self.entered(module)
 
     def _leave(self, module: nn.Module, _: Any, output: Any) -> None:
-        # Calls whose exception has been caught on the way are still there.
+        # Calls whose exception was caught on the way are still there.
         while self.stack[-1][1] is not module:
             self.stack.pop()
         name, _ = self.stack.pop()
@@ -223,7 +223,7 @@ class Recorder(ModuleCalls, torch_private.DispatchMode):
                 node: Any = p.view_as(p).grad_fn
                 ((accumulates, _),) = node.next_functions
                 accumulates.register_prehook(comes)
-                self._nodes.append(accumulates)  # which lives no longer than it is held
+                self._nodes.append(accumulates)  # which lives only as long as it is held
 
     def _where(self) -> Place:
         if not self._backward:
@@ -242,7 +242,7 @@ class Recorder(ModuleCalls, torch_private.DispatchMode):
             self.work(f"{stretch.function} backward", place)
         return place
 
-    # Functions and layers, and what has been moved, reduced and kept since the one before.
+    # Functions and layers, and the movements, reductions and kept bytes since the one before.
 
     def keep(self, x: Tensor) -> Tensor:
         """Count a tensor that autograd keeps for the backward pass, and return it."""
@@ -430,13 +430,13 @@ def _result_of(func: Any, args: Any, kwargs: Any, given: Any) -> Any:
     """Return the result of an operator that makes no view; `given` are its arguments' specs."""
     if torch.Tag.inplace_view in func.tags:
         return func(*args, **kwargs)
-    # 2 equals 2.0, and makes another type of numbers.
+    # 2 equals 2.0, but gives another type of result.
     key = func, given, _kinds(args), _kinds(tuple(kwargs.items()))
     made = _RESULTS.get(key)
     if made is None:
         result = func(*args, **kwargs)
         if func is torch.ops.aten.convolution.default:
-            # Kernels keep channels last, torch's stand-in does not.
+            # Kernels keep channels last, torch's meta kernels do not.
             result = empty_in_format(tuple(result.shape), args[0])
         several = result if isinstance(result, (tuple, list)) else (result,)
         if all(isinstance(x, Tensor) and x.is_meta for x in several):

@@ -79,7 +79,7 @@ def spec_of(value: Any) -> Any:
     if isinstance(value, Tensor):
         return TensorSpec(tuple(value.shape), tuple(value.stride()), value.dtype)
     if isinstance(value, (tuple, list)):
-        # Most of what operators take are numbers, which are asked for by the million.
+        # Most arguments of operators are numbers, read by the million.
         return tuple([x if type(x) in _PLAIN else spec_of(x) for x in value])
     return value
 

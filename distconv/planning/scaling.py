@@ -292,7 +292,7 @@ def usual_grid(kind: str, shape: Sequence[int], ranks: int) -> dict[str, int]:
         blocks = [n / e for n, e in zip(sizes, parts, strict=True)]
         # Faces towards neighbours, of which an inner block has two in each dimension.
         sent = sum(prod(blocks) / b * min(e - 1, 2) for b, e in zip(blocks, parts, strict=True))
-        # Of equal ones, that which cuts the first dimension most: rows are contiguous.
+        # Of equal ones, the grid that cuts the first dimension most: rows are contiguous.
         return sent, [-e for e in parts]
 
     return min(grids_of(ranks, (1, 1, *[ranks] * len(names)), names), key=surface)
@@ -374,7 +374,7 @@ def training_step(
     taken = OPTIMIZERS[optimizer](parameters) if parameters else None
     inputs = []
     for shape in case.shapes:
-        # The same numbers in every block, as ranks may hold copies of one.
+        # The same numbers in every block, as ranks may be replicas.
         numbers = torch.Generator().manual_seed(0)
         mine = torch.randn(local_box(shape, grid, layout).shape, dtype=dtype, generator=numbers)
         mine = in_sample_format(mine, shape, cuts_of_layout(layout, grid, len(shape)), grid)

@@ -214,7 +214,7 @@ def grids_of(
                     yield ({axis: n} if n > 1 else {}) | more
 
     for grid in split(ranks, allowed):
-        # Filters are cut beside channels, or by nobody.
+        # Filters are cut beside channels, or not at all.
         if "filter" not in grid or "channel" in grid:
             yield grid
 
@@ -364,7 +364,7 @@ class _Search:
         for factor in (2, 4, 8, 16):
             found = []
             for wider in grids_of(ranks * factor, self.shapes[0], axes):
-                # Those that cut as the smallest does, and one axis further.
+                # Grids that cut as the smallest does, and along one more axis.
                 kept = all(wider.get(axis, 1) >= n for axis, n in grid.items())
                 if kept and "filter" not in wider:
                     with suppress(RuntimeError):

@@ -108,7 +108,7 @@ class Timeline(NamedTuple):
                 path.append(segment)
                 moment = segment.start
                 continue
-            # Another rank has sent late; from there on the messages themselves take their time.
+            # Another rank has sent late; from then on the messages take their own time.
             rank, moment = segment.follows
             if segment.what == "communication":
                 path.append(segment._replace(start=moment))
@@ -208,7 +208,7 @@ def _finish(rank: _Rank, event: Completion, ranks: Mapping[int, _Rank], machine:
     stop, moment, cause = max(*latest, (rank.now, rank.now, me))
     waited = stop - rank.now
     follows = None if cause == me else (cause, moment)
-    # What the messages themselves take comes after what another rank lets wait.
+    # The time of the messages themselves follows the wait for another rank.
     own = min(waited, cost.total)
     rank.add(rank.now, stop - own, "wait", event.place, follows)
     rank.add(stop - own, stop, "communication", event.place, follows if own == waited else None)
@@ -223,7 +223,7 @@ def host_seconds(work: HostWork, machine: Machine) -> float:
     function = work.function
     across = " across ranks" if " across ranks" in function else ""
     back = " backward" if function.endswith(" backward") else ""
-    assembled = function.replace(" overlapped", "")  # all that earlier machines know
+    assembled = function.replace(" overlapped", "")  # the only entry in files of earlier versions
     for name in (function, assembled, f"*{across}{back}", "*"):
         if name in machine.host:
             return machine.host[name].at(work.streamed)

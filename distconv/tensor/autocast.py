@@ -197,7 +197,7 @@ def _seen(
     for x in operands:
         used = next(iter(x.uses)) if len(x.uses) == 1 and not others else None
         if widens and used == x.dtype and used in _HALF:
-            # Some functions are asked to add up in the type of the result.
+            # Some functions take the type in which they sum from the result.
             used = result
         types.append(used if used and used.is_floating_point and used != x.dtype else None)
     return _Types(tuple(types), result, others)

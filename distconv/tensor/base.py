@@ -129,7 +129,7 @@ class DistTensorBase(torch.Tensor):
             self.made_after = grid.journal.latest()
         return self
 
-    # Few tensors need these, and one is made by every operator.
+    # Few tensors need these, but every operator makes a tensor.
 
     @cached_property
     def _memory(self) -> SharedMemory:
@@ -185,7 +185,7 @@ class DistTensorBase(torch.Tensor):
         self.__dict__.pop("_redistributed", None)
         if block is None or self.recipe is None or self.recipe.write is None:
             return
-        # What autograd has saved of it is no longer what the serial program has there.
+        # Values that autograd saved are no longer those of the serial program.
         if not block.is_inference() and not is_view_of(block, self.recipe.base.held):
             increment_version(block)
 
@@ -214,7 +214,7 @@ class DistTensorBase(torch.Tensor):
             self.shard = self.shard
             self.unmerged = None
 
-    # Asked for so often that torch's way to them would tell.
+    # Read so often that torch's slower path would show.
 
     shape: torch.Size = property(  # type: ignore[assignment]
         attrgetter("_shape"), doc="Return the global shape."

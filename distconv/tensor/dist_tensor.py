@@ -84,7 +84,7 @@ class DistTensor(DistTensorBase):
         rule = RULES.get(func)
         if rule is not None:
             if maybe_traced():
-                check_untraced(func, args, kwargs)  # before anything is noted of the call
+                check_untraced(func, args, kwargs)  # before the call is noted anywhere
             if CURRENT.call is not NO_CALL:
                 return _run(rule, func, args, kwargs)
             CURRENT.call = func, args, kwargs
@@ -122,7 +122,7 @@ class DistTensor(DistTensorBase):
             ),
         )
 
-    # Into and out of the distributed world
+    # From and to plain tensors
 
     @classmethod
     @run_eagerly
@@ -171,7 +171,7 @@ class DistTensor(DistTensorBase):
             check_brought("from_local", local)
         own = local.to(grid.device)
         shard = replication.replicate(own, grid, axes)
-        # Autograd forbids to write in place to a tensor that a Function has passed on.
+        # Autograd forbids in-place writes to a tensor that a Function has returned unchanged.
         return cls(shard.clone() if shard.requires_grad else shard, shape, cuts, grid)
 
     @classmethod
@@ -296,7 +296,7 @@ class DistTensor(DistTensorBase):
             dtype, device = self.dtype, self.shard.device
 
             def add_up(part: Tensor | None) -> Tensor | None:
-                # A rank without a part takes part in the sum, for the sake of the others.
+                # A rank without a part takes part in the sum, as others wait for it.
                 own = torch.zeros(shape, dtype=dtype, device=device) if part is None else part
                 total = collectives.all_reduce_with_grad(own, grid, axes)
                 return None if part is None else total
@@ -416,7 +416,7 @@ def distribute_tensor(x: Tensor, grid: ProcessGrid, layout: Layout | None = None
         global_shape(x, grid, ((),) * x.dim(), Layout.of(cuts), "distribute_tensor")
     box = rank_box(tuple(x.shape), cuts, grid.topology, grid.rank)
     check_brought("distribute_tensor", x)
-    # Gradients are added up where the grid computes.
+    # Gradients are summed on the grid's device.
     whole = x.to(grid.device) if x.requires_grad else x
     whole = replication.replicate(whole, grid, replicating_axes((), grid.topology))
     form = None if x.requires_grad else channels_last(x.shape, x.dtype, cuts, grid)
@@ -510,7 +510,7 @@ def _run_with(
     """Return the result of a rule that gets `entered` in place of plain tensors, by their ids."""
     name = func.__name__
     if name == "__setitem__" or name.startswith("__i") or name.rstrip("_") + "_" == name:
-        # The tensor that is written to is the program's own, and no view of it may stay in use.
+        # The written tensor is the program's own, and no view of it may stay in use.
         others, named = replaced(args[1:], entered), replaced(named, entered)
         entered.clear()
         return rule(*args[:1], *others, **named)

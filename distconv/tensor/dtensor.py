@@ -41,7 +41,8 @@ def to_dtensor(x: DistTensorBase) -> DTensor:
     ]
     odd = _odd_dimensions(x.shape, x.cuts, axes, topology)
     whole = redistribute(x, _without(x.cuts, odd), "to_dtensor") if odd else x
-    # Along the axes of the odd dimensions each rank takes another piece, whose gradients add up.
+    # Along the axes of the odd dimensions each rank takes another piece, whose gradients are
+    # summed.
     local = replication.unreplicate(whole.shard, grid, replicating_axes(x.cuts, topology))
     here = topology.coordinates(grid.rank)
     for d in odd:
@@ -83,7 +84,7 @@ def block_of_dtensor(d: DTensor, axes: Sequence[str], grid: ProcessGrid) -> tupl
     whole = [Replicate() if dim in odd else p for p, dim in zip(placements, dims, strict=True)]
     if whole != list(d.placements):
         d = d.redistribute(placements=whole)
-    # What each rank takes another piece of has a gradient that is the sum of theirs.
+    # Ranks take different pieces of this tensor, so its gradient is the sum of theirs.
     parts = [Partial() if dim in odd else p for p, dim in zip(whole, dims, strict=True)]
     local = d.to_local(grad_placements=parts)
     box = rank_box(tuple(d.shape), cuts, grid.topology, grid.rank)

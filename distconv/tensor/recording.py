@@ -113,7 +113,7 @@ def check_recorded(operator: Callable[..., Any] | str, *operands: Any) -> dict[i
         if x.requires_grad and _is_free(operator, x, operands):
             grid = distributed[0].grid if distributed else None
             if grid is not None and grid.size > 1 and torch.is_grad_enabled():
-                # Torch lets a number on the CPU meet tensors on a GPU.
+                # torch allows a scalar on the CPU beside tensors on a GPU.
                 entered[id(x)] = enter(x if x.dim() else x.to(grid.device), grid)
     if plain:
         _check_plain(operator, plain, distributed)

@@ -105,7 +105,8 @@ def redistribute_once(x: Distributed, cuts: Cuts, operator: str) -> Distributed:
     if cuts == x.cuts:
         return x
     call, state = outermost_call(), None
-    # Inference tensors count no versions; a copy made without gradients serves without them only.
+    # Inference tensors count no versions; a copy made without gradients is of use without them
+    # only.
     if call is not None and not x.shard.is_inference():
         state = call, torch.is_grad_enabled(), x.shard.requires_grad, x.shard._version
         made = x._redistributed.get(cuts)

@@ -70,7 +70,7 @@ def set_weight_formats(module: nn.Module, grid: Grid) -> None:
     if chosen is False or (chosen is None and (grid.computes_on_gpu or not onednn_is_on())):
         return
     for part in module.modules():
-        # Not `part.weight`, which a parametrization would compute, and change by that.
+        # Not `part.weight`, which a parametrization would compute, so that a change would be lost.
         p = dict(part.named_parameters(recurse=False)).get("weight")
         if p is not None and isinstance(part, _Convolution) and (chosen or _gains(part, p)):
             p.data = p.data.contiguous(memory_format=_FORMATS[p.dim()])
@@ -78,7 +78,7 @@ def set_weight_formats(module: nn.Module, grid: Grid) -> None:
 
 def _gains(part: nn.Module, weight: Tensor) -> bool:
     """Return whether oneDNN's kernels for a convolution on CPUs take its weight so."""
-    # A kernel of one element makes a product of matrices, which takes the format of the input.
+    # A kernel of one element is a product of matrices, which keeps the format of the input.
     one = prod(weight.shape[2:]) == 1
     planes = isinstance(part, nn.Conv2d) and part.groups == 1
     return planes and weight.dtype == torch.float32 and not one

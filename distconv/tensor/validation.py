@@ -34,7 +34,7 @@ def global_shape(
     device = "cpu" if local.device == grid.device else str(local.device)
     line = user_line()
     replicated = grid.topology.parts(cutting_axes(cuts)) < grid.size
-    # Of a block it would be a rank's own, and ranks would count different uses.
+    # A use counted by block would differ between ranks.
     whole = None if any(cuts) else local.shape
     check = replicated and due((operator, line, whole), grid)
     held = grid.all_gather_object(

@@ -208,7 +208,7 @@ def lsf_script(job: Namespace) -> str:
     )
     note += ", see the GPUs of their node, and take one each." if job.gpus_per_node else "."
     if job.gpus_per_node and _carrier(job) == "mpi":
-        # Spectrum MPI takes messages that lie on a GPU only where it is told so.
+        # Spectrum MPI accepts messages on a GPU only if told so.
         launch.append('--smpiargs="-gpu"')
     return _script(job, "#BSUB", directives, launch, note)
 

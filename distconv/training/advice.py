@@ -70,7 +70,7 @@ def advise(
             f"The batch size {batch_size} is no multiple of {replicas} replicas: those with "
             f"{batch_size // replicas} samples wait for those with one more"
         )
-    # As many replicas as the batch feeds with what each computes now.
+    # As many replicas as the batch can feed at the present samples per replica.
     each = max(1, batch_size // replicas)
     fewer = max(1, min(batch_size, *limits.values()) // each)
     while ranks % fewer:

@@ -232,9 +232,9 @@ class _Together:
             except ServerLost as error:
                 self._lost = str(error)
         if kind == Kind.PUSH:
-            return joined([], self._shards)  # where it was lost is told in the next answer
+            return joined([], self._shards)  # the next answer says where it was lost
         heads = [(answer.numbers, len(answer.payload)) for answer in found]
-        # A server may let workers wait for long, which the watch over the grid must not see.
+        # A server may let workers wait for long, which must not look like a stall of the grid.
         self._lost, heads = self._comm.bcast((self._lost, heads))
         if self._lost is not None:
             raise ServerLost(self._lost)

@@ -54,7 +54,7 @@ class ConcurrentReductions:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # After an error, too: other ranks may have started what this one has not.
+        # After an error, too: other ranks may have started reductions that this one has not.
         for reduction in self._reductions:
             reduction.start_held()
         for reduction in self._reductions:

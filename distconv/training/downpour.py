@@ -167,7 +167,7 @@ class DownpourRule:
         self.waits = method.synchronous
         self._parameters = parameters
         self.optimizer = method.optimizer(parameters)
-        # Under a server from which it always fetches it takes no steps of its own.
+        # Under a server from which it fetches in every step, it takes no steps of its own.
         steps = above is None or method.fetch > 1
         self.scheduler = method.schedule(self.optimizer) if method.schedule and steps else None
         self._client = (

@@ -41,7 +41,7 @@ class GradientPacking:
         self._axes = [axes_of_sum(p, grid) for p in self._parameters]
         self._grid = grid
         for axes in dict.fromkeys(self._axes):
-            # All ranks make it together, whatever each of them trains first.
+            # All ranks make it together, whichever parameters each of them trains first.
             grid.communicator(axes, purpose)
 
     @property

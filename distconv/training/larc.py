@@ -78,7 +78,7 @@ class LARC(Optimizer):
             raise ValueError(f"{kind}: trust={trust!r} is not positive; give 0.02, say")
         if on not in ("gradient", "update"):
             raise ValueError(f'{kind}: on={on!r} is unknown; choose "gradient" or "update"')
-        # Not Optimizer's: groups and state are those of the optimizer within.
+        # Not Optimizer.__init__: groups and state are those of the wrapped optimizer.
         self.optimizer = optimizer
         self.trust, self.clip, self.on = trust, clip, on
 
@@ -102,7 +102,7 @@ class LARC(Optimizer):
         return f"{type(self).__name__}({self.optimizer!r}, {how})"
 
     def __getattr__(self, name: str) -> Any:
-        # torch's methods that register hooks look here for the lists of them.
+        # torch's methods for hooks look here for their lists.
         if name.startswith("_optimizer_") and "optimizer" in self.__dict__:
             return getattr(self.optimizer, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")

@@ -189,7 +189,7 @@ class Server:
     def _update(self) -> Due:
         """Apply the pending requests, and answer clients that asked for parameters."""
         pending, self._pending = self._pending, {}
-        # In the order of the clients, so that sums do not depend on who comes first.
+        # In the order of the clients, so that sums do not depend on the order of arrival.
         ordered = sorted(pending.items())
         pull = self._rule.update([(tensors, samples) for _, (_, tensors, samples) in ordered])
         self.report.updates += 1

@@ -146,7 +146,7 @@ def serve(
 
 def shards_of_model(model: nn.Module, team: Team) -> Shards:
     """Return the division of a model, parallelized or not, over the shards of a server."""
-    # Those without elements stand for whole ones, also of sharded parameters.
+    # Tensors without elements stand for whole ones, also of sharded parameters.
     like = [
         [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in some]
         for some in (model.parameters(), model.buffers())
@@ -168,7 +168,7 @@ def _run(server: Server, links: Mapping[int, Link], state: ServerCheckpoints) ->
     def lose(client: int, why: str) -> Due:
         open_links.pop(client).close()
         if client not in server.active:
-            return []  # it has come to its end
+            return []  # it has finished
         warnings.warn(f"serve: client {client} is dropped: {why}", stacklevel=3)
         return server.drop(client, why)
 
@@ -207,7 +207,7 @@ def _run(server: Server, links: Mapping[int, Link], state: ServerCheckpoints) ->
             pause.rest()
     until = time.monotonic() + time_limit()
     for link in open_links.values():
-        with suppress(LinkLost):  # it has come to its end
+        with suppress(LinkLost):  # it has finished
             flush(link, until)
     lost = server.report.lost
     if len(lost) == len(links):

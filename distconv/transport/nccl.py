@@ -74,7 +74,7 @@ class NCCLTransport:
                 comm.recv(t.data_ptr(), t.nbytes, nccl.NCCL_UINT8, rank, stream)
         except BaseException:
             with suppress(Exception):
-                nccl.groupEnd()  # an open group would take in all that comes later
+                nccl.groupEnd()  # an open group would include all later calls
             raise
         nccl.groupEnd()
         return self._side.mark(tensor for _, tensor in (*arriving, *leaving))

@@ -67,7 +67,7 @@ class Listener:
             elif more and (greeting := _GREETING.unpack(said))[0] == self._token.encode():
                 self._callers[greeting[1]] = connection
             else:
-                connection.close()  # a stranger, or gone already
+                connection.close()  # a stranger, or already gone
         self._greeting = waiting
         return self._callers.pop(rank, None)
 

@@ -107,7 +107,7 @@ class PinnedCopies:
         with using(leaving):
             for host, tensor in zip(hosts, tensors, strict=True):
                 host.copy_(tensor, non_blocking=True)
-                # Nobody else may get its memory before.
+                # Other copies must not reuse its memory before.
                 tensor.record_stream(leaving)
         return hosts, leaving.record_event()
 

@@ -60,8 +60,8 @@ class TorchRequest:
         self.works, self._memory = [], None
 
     def __del__(self) -> None:
-        # An exception may leave messages behind, which arrive in their memory all the same. gloo
-        # does not tell whether they have but to who waits.
+        # An exception may leave messages behind, which still arrive in their memory. gloo reports
+        # their completion only to a wait.
         if not self.works or sys.is_finalizing():
             return
         abandoned = TorchRequest(self.works, self._memory)
@@ -216,7 +216,7 @@ class TorchStreamTransport(TorchTransport):
                     for rank, message in receives:
                         group.recv([message], rank, tag)
                 except BaseException:
-                    # An open batch would take in all that comes later.
+                    # An open batch would include all later messages.
                     with suppress(Exception):
                         end_batch(group, self.device)
                     raise

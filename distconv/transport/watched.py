@@ -92,7 +92,7 @@ class WrappedTransport:
 
     def carry_by(self, carrier: Transport) -> None:
         """Pass everything to this carrier from now on."""
-        # Every message asks for memory, without a call in between.
+        # Every message allocates memory, without a call in between.
         self.carrier, self.empty = carrier, carrier.empty
 
     def exchange(

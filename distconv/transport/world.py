@@ -52,7 +52,7 @@ def _by_torch() -> TorchCommunicator:
     store, rank, size = _meeting()
     from torch.distributed import PrefixStore
 
-    # torchrun keeps its store when it starts ranks anew, with the addresses of those that are gone.
+    # torchrun keeps its store when it restarts ranks, with the addresses of lost ones.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     own = PrefixStore(f"distconv {attempt} {size}", store)
     return TorchCommunicator(own, rank, tuple(range(size)), "world")

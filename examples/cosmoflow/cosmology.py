@@ -75,7 +75,7 @@ class Cosmology:
     @cached_property
     def _amplitude(self) -> float:
         """Return the factor with which spheres of 8 Mpc/h have the deviation sigma_8."""
-        # ln k by Gauss and Legendre: beyond these bounds nothing is left of the window, or of P.
+        # ln k by Gauss and Legendre: beyond these bounds the window, or P, is negligible.
         nodes, weights = np.polynomial.legendre.leggauss(400)
         low, high = np.log(1e-5), np.log(20.0)
         k = np.exp(0.5 * (high - low) * nodes + 0.5 * (high + low))

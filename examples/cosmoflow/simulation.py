@@ -136,7 +136,7 @@ def displaced_density(psi: Sequence[dc.DistTensor], growth: Sequence[float]) -> 
     box = dc.local_box(shape, grid, SLABS)
     parts, own = grid.shape["depth"], grid.coords["depth"]
     thickest = block(width, parts, 0)[1]
-    # What goes to the rank that is so many parts further on, for each universe of this rank.
+    # The planes for the rank `parts` further on, for each universe of this rank.
     outgoing: dict[int, Tensor] = {}
     blocks = [field.to_local()[:, 0] for field in psi]
     for place, sample in enumerate(range(box.start[0], box.stop[0])):

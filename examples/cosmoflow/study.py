@@ -91,7 +91,7 @@ def compare(args: argparse.Namespace) -> None:
             json.loads((run_folder(args.output, side, seed) / "metrics.json").read_text())
             for seed in range(args.seeds)
         ]
-        # By what a program would keep: the epoch with the lowest validation loss.
+        # The epoch with the lowest validation loss, which a program would keep.
         best = [min(found["history"], key=lambda record: record["loss"]) for found in runs]
         names = ["loss", "universe_loss", "trivial_loss", *(f"error_{name}" for name in RANGES)]
         rows.append(

@@ -74,7 +74,8 @@ class UNet(nn.Module):
             x = upsample(x)
             lacking = [n - m for n, m in zip(skip.shape[2:], x.shape[2:], strict=True)]
             if any(lacking):
-                # torch wants the last dimension first; half before, the rest behind.
+                # torch pads the last dimension first; half of the padding is before, the rest
+                # behind.
                 x = F.pad(x, [n for d in reversed(lacking) for n in (d // 2, d - d // 2)])
             x = self._run(level, torch.cat([skip, x], 1))
         scores: Tensor = self.head(x)

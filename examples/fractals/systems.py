@@ -96,7 +96,7 @@ def draw_class(seed: int, category: int) -> Array:
         count = random.integers(2, MOST_MAPS + 1)
         matrices = random.uniform(-LARGEST_ENTRY, LARGEST_ENTRY, (count, 3, 3))
         maps = np.concatenate([matrices, random.uniform(-1.0, 1.0, (count, 3, 1))], 2)
-        # Where the class itself does not, its instances need not be looked at.
+        # If the class itself does not contract, its instances need no check.
         if not all(contracts(instance_of(maps, number)) for number in range(INSTANCES)):
             continue
         points = _reference(maps, (seed, category, 0))

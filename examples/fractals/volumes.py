@@ -42,7 +42,7 @@ class Volume:
             maps = instance_of(draw_class(self.seed, category), instance)
             middle, extent = middle_and_extent(self.seed, category, instance)
             orbits = max(1, DENSITY * side**2 // STEPS)
-            # Other orbits than those from which the place is taken.
+            # Other orbits than those that determine the place.
             for points in cloud(maps, orbits, (self.seed, category, instance, 1)):
                 places = np.floor((points - middle) * (side / 2 / extent) + side / 2)
                 within = ((places >= start) & (places < stop)).all(1)

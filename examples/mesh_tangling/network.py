@@ -73,9 +73,9 @@ class MeshTanglingNet(nn.Module):
             layers.append(_block(channels, filters, block.kernel, block.stride))
             channels = filters[-1]
         self.blocks = nn.Sequential(*layers)
-        # Every position of the small mesh answers for a patch of total_stride^2 zones. Shuffling
-        # its channels into that patch keeps a zone on the rank that computed it; the published
-        # reshape in memory order would scatter neighbours over the whole mesh.
+        # Every position of the small mesh stands for a patch of total_stride^2 zones. Shuffling its
+        # channels into that patch keeps a zone on the rank that computed it; the published reshape
+        # in memory order would scatter neighbours over the whole mesh.
         self.head = nn.Conv2d(channels, self.total_stride**2, kernel_size=1, bias=False)
         self.shuffle = nn.PixelShuffle(self.total_stride)
 

@@ -275,7 +275,7 @@ def _dot(first: Array, second: Array) -> Array:
 def _ratio(numerator: Array, denominator: Array, *, if_zero: float) -> Array:
     """Return the quotient, cut off at +-CAP; `if_zero` where the denominator is not above TINY."""
     quotient = np.full(np.shape(denominator), if_zero)
-    # Overflow is no accident here: an infinite quotient is one that the cap cuts off.
+    # Overflow is expected here: the cap cuts off an infinite quotient.
     with np.errstate(over="ignore"):
         np.divide(numerator, denominator, out=quotient, where=denominator > TINY)
     return np.clip(quotient, -CAP, CAP)

@@ -142,7 +142,7 @@ class Writer:
         self.path = path
         self._file = h5py.File(path, "r")
         self._descriptor = os.open(path, os.O_WRONLY)
-        # A sample of its own in memory, by which HDF5 makes chunks of values, with their checksums.
+        # A sample of its own in memory, from which HDF5 makes chunks of values, with checksums.
         self._sample = h5py.File(f"{path}.sample", "w", driver="core", backing_store=False)
         samples, _, size, _ = self._file["state"].shape
         _create_datasets(self._sample, 1, size)
@@ -151,7 +151,7 @@ class Writer:
 
     def write(self, index: int, fields: Mapping[str, Field], tangled: NDArray[np.bool_]) -> None:
         """Store sample `index`: its fields by channel name and its label, each of shape (S, S)."""
-        # All channels at once: a chunk holds them all, and is summed up whenever it is written.
+        # All channels at once: a chunk holds them all, and its checksum is computed at every write.
         state = np.empty(self._sample["state"].shape[1:], np.float32)
         for place, channel in enumerate(CHANNELS):
             field = fields[channel.name]
@@ -218,7 +218,7 @@ def create(
     path = Path(path)
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder; name a file in it: {path / 'data.h5'}")
-    # HDF5 may crash where it finds the disk full, so that it must not.
+    # HDF5 may crash where it finds the disk full, so this must not happen.
     needed = _bytes_at_most(samples, size)
     check_room(path, needed)
     version = (HDF5_VERSION, HDF5_VERSION)

@@ -86,7 +86,7 @@ def train_apart(
     example: Example[Any, Any], args: argparse.Namespace, comm: ObjectCommunicator
 ) -> None:
     """Train, validate and write the results, on all ranks; errors end the program in one line."""
-    # Of errors that all have met with; of a worker's own it speaks itself.
+    # Of errors of all workers; a worker's own error it prints itself.
     speaks = comm.rank == (0 if args.method == "easgd" else args.servers)
     try:
         if args.method == "easgd":

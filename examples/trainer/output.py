@@ -63,6 +63,6 @@ def make_room(args: argparse.Namespace, size: int, epochs_done: int) -> None:
         epochs_done: the number of epochs that were trained before.
     """
     remove_partial(args.output, "checkpoint-*.pt")
-    # There are the last, the one before it, and the next while it is written.
+    # The last, the one before it, and the next one while it is written.
     checkpoints = min(args.epochs - epochs_done, KEPT + 1 - len(checkpoints_in(args.output)))
     check_room(args.output / "checkpoint", max(0, checkpoints) * size + RESULTS_SIZE)

@@ -100,7 +100,7 @@ def saved_width(checkpoint: Path) -> float:
         try:
             state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
             return float(state["extra"]["settings"]["width"])
-        except Exception as error:  # torch raises whatever its unpickler stumbles over
+        except Exception as error:  # torch raises any error of its unpickler
             raise ValueError(
                 f"{path} is not a checkpoint of examples.unet3d.train: it has no width"
             ) from error

@@ -161,7 +161,7 @@ def draw_scene(seed: int, index: int, shape: Sequence[int]) -> Scene:
         )
         solids.append((organ, body))
         for _ in range(random.integers(0, 3)):
-            # Darker or brighter than its organ, by which alone it can be told.
+            # Darker or brighter than its organ, which is the only difference.
             contrast = random.choice([-1.0, 1.0]) * random.uniform(0.3, 0.4)
             lesion = Solid(
                 label=3,

@@ -91,7 +91,7 @@ class Cache:
     def load(self, arrivals: Arrivals) -> Loaded:
         """Read the boxes of new samples that this rank is to keep. No communication."""
         loaded = {}
-        # Sample by sample, as the fields of one may have to be fetched together.
+        # Sample by sample, as fields of one sample may have to be fetched together.
         samples = dict.fromkeys(s for new in arrivals.parts.values() for s, _ in new)
         keepers = {axes: dict(new) for axes, new in arrivals.parts.items()}
         for sample in samples:

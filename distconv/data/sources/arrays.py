@@ -45,12 +45,13 @@ class ArraySource(Source):
         attributes = dict(getattr(array, "attrs", {}))
         fill = getattr(array, "fill_value", None)
         if "_ARRAY_DIMENSIONS" in attributes and fill is not None:
-            # In zarr's format 2 xarray and NetCDF keep it there, and mark their arrays so.
+            # In zarr's format 2, xarray and NetCDF keep the fill value there, and mark their arrays
+            # so.
             attributes.setdefault("_FillValue", fill)
         self._packing = ScaleAndOffset(attributes, name)
         self.dtype = self._type()
         chunks = getattr(array, "chunks", None)
-        # Those of dask are tuples of extents, and need not be equal.
+        # Chunks of dask are tuples of extents, which may differ.
         if chunks and all(isinstance(extent, int) for extent in chunks):
             self.chunks = (1, *chunks) if single else tuple(chunks)
         self.check_numbers()
@@ -73,7 +74,7 @@ class ArraySource(Source):
     def read_into(self, out: Array, sample: int, box: Box) -> None:
         """Copy a box of one sample."""
         if self._check is not None:
-            # To look behind the end of a mapped file ends the process.
+            # A read beyond the end of a mapped file ends the process.
             self._check()
         put(out, self._packing.unpacked(self._read(sample, box)), self.name)
         if self._check is not None:
@@ -160,8 +161,8 @@ def check_file(path: Path, kind: str) -> None:
 
 def check_unchanged(path: Path, before: os.stat_result, now: os.stat_result) -> None:
     """Raise `OSError` for a file that was written to after it was opened."""
-    # What lies behind the end of a file is taken for zeros, or ends the process. A file of the same
-    # size is a mixture of two.
+    # Reads beyond the end of a file return zeros, or end the process. A file that was overwritten
+    # in place is a mixture of two.
     if (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
         later = (now.st_mtime_ns - before.st_mtime_ns) / 1e9
         raise OSError(

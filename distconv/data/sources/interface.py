@@ -56,7 +56,7 @@ class Source(ABC):
             return box.size * self.dtype.itemsize
         if not box.size:
             return 0
-        # Samples are taken in any order, so that of a piece of several only one is of use.
+        # Samples are read in any order, so of a chunk with several samples only one is used.
         touched = [min(self.chunks[0], self.samples)]
         for start, stop, size, chunk in zip(
             box.start, box.stop, self.shape, self.chunks[1:], strict=True

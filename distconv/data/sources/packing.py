@@ -133,11 +133,11 @@ def _numbers(attributes: Mapping[str, Any], key: str, name: str) -> NDArray[Any]
     """Return the value, or values, of an attribute, in the type that it has in the file."""
     value = attributes[key]
     if isinstance(value, str):
-        # xarray writes those of floating-point arrays into zarr's JSON like this.
+        # xarray writes values of floating-point arrays into zarr's JSON like this.
         with suppress(ValueError, struct.error):
             value = struct.unpack("<d", b64decode(value, validate=True))
     found = np.atleast_1d(np.asarray(value))
     if found.dtype.kind not in "iuf":
         raise ValueError(f"{name} has the attribute {key}={attributes[key]!r}; expected a number")
-    # Integers would overflow in the type of those stored.
+    # Integers would overflow in the stored type.
     return found if key in _KEYS[2:] or found.dtype.kind == "f" else found.astype(np.float64)

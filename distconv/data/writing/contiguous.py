@@ -77,7 +77,8 @@ def write_box(
     values: contiguous, of the shape of the box.
     """
     try:
-        # Without reading: a page of a remote file that is known in part is written in part.
+        # Without reading: of a page on a remote disk that is known in part, only that part is
+        # written.
         descriptor = os.open(path, os.O_WRONLY)
     except FileNotFoundError as error:
         raise unseen(path) from error
@@ -99,7 +100,7 @@ def write_at(descriptor: int, values: NDArray[Any], position: int) -> None:
 
 def _runs(shape: tuple[int, ...], box: Box, values: NDArray[Any]) -> Any:
     """Yield the flattened start index of each contiguous run of a box, and the run's bytes."""
-    # Behind this dimension the box has all that there is.
+    # Beyond this dimension the box covers the whole array.
     last = len(shape) - 1
     while last > 0 and box.shape[last] == shape[last]:
         last -= 1

@@ -61,7 +61,7 @@ def _crop_arguments(
     """
     first, last = _written_outputs(m, inputs, taps or (0, m.kernel))
     before, after = outputs[0] - first, last - outputs[1]
-    # As much as the operator crops by itself, both sides alike, and can add at the end.
+    # The operator crops equally on both sides by itself, and can add outputs at the end.
     padding = min(before, after + max(m.stride, m.dilation) - 1)
     if padding < 0:
         return None
@@ -85,8 +85,8 @@ def _halo_extents(
     for inputs in ((max(first, 0), own[0]), (own[1], min(last, size))):
         if inputs[0] >= inputs[1]:
             continue
-        # The taps through which the last input reaches the own outputs or beyond, and the first
-        # reaches them or outputs before them.
+        # The taps through which the last input reaches the own outputs or beyond, and through which
+        # the first reaches them or earlier ones.
         low = -(((inputs[1] - 1) * m.stride - m.padding - made[0]) // m.dilation)
         high = (made[1] - 1 - inputs[0] * m.stride + m.padding) // m.dilation + 1
         taps = max(low, 0), min(high, m.kernel)

@@ -43,7 +43,7 @@ class Convolution(ConvolutionSpec):
             )
         arguments = self.stride, padding, self.dilation, groups
         made: Shape = check_shapes(self.function, (x, weight, bias), *arguments)
-        # Without elements, torch looks at this in some versions alone.
+        # Without elements, only some versions of torch check this.
         for window, size in zip(self.index_maps(weight[2:]), x[2:], strict=True):
             if window.extent > size + sum(window.padding):
                 raise RuntimeError(
@@ -60,9 +60,9 @@ class Convolution(ConvolutionSpec):
         return window_needs(maps, cuts)
 
     def fewest_to_overlap(self, weight: Shape) -> int:
-        # Every side of the block costs another convolution, which handles the weights once more.
-        # Where a rank has fewer inputs than there are weights, or few at all, assembling them was
-        # measured to cost less.
+        # Every side of the block costs another convolution, which reads the weights once more.
+        # Where a rank has fewer inputs than weights, or few inputs, assembling was measured to be
+        # faster.
         return max(prod(weight), FEWEST_TO_OVERLAP)
 
     def buffer(self, maps: tuple[Window, ...], x: Placement, box: Box) -> LocalInput:

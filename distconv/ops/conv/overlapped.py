@@ -35,7 +35,7 @@ def may_overlap(x: Placement, method: str | None, smallest: int) -> bool:
     smallest: the smallest block, in elements, with which overlapping is faster; used where `method`
         is None.
     """
-    # torch breaks complex convolutions up above the level at which they overlap.
+    # torch decomposes complex convolutions above the level at which they overlap.
     if method == "assembled" or not any(x.cuts[2:]) or x.dtype.is_complex:
         return False
     ranks = x.topology.parts(cutting_axes(x.cuts))
@@ -88,7 +88,7 @@ class _OverlappedConvolution(ShardFunction):
             y[slab.outputs].add_(local.forward(slab.piece, inputs, taps, None))
         ctx.save_for_backward(x, weight, *halos)
         ctx.context = local, edge, transfer, None if bias is None else bias.shape
-        # Not `y`: a view that an autograd function has made cannot be changed in place.
+        # Not `y`: a view made by an autograd function cannot be changed in place.
         return made
 
     @staticmethod
@@ -105,7 +105,7 @@ class _OverlappedConvolution(ShardFunction):
                 dx = accumulate(dx, plan, transfer.grid)
             return dx, dw, db, None, None, None
 
-        # Gradients of halos first: they travel while the rest is computed.
+        # Gradients of halos first: they travel during the remaining computation.
         leaving = {i: dy.new_zeros(shape) for i, shape in edge.composed} if of_input else {}
         of_taps = []
         for slab in edge.slabs:

@@ -39,7 +39,7 @@ class TransposedConvolution(ConvolutionSpec):
             )
         arguments = strides, self.padding, extras, self.groups, dilations
         made: Shape = check_shapes(self.function, (x, weight, bias), *arguments)
-        # The check does not look at these, nor do ranks whose block is empty.
+        # The check does not see these, nor do ranks whose block is empty.
         if any(e >= max(s, d) for e, s, d in zip(extras, strides, dilations, strict=True)):
             raise RuntimeError(
                 f"{name}: output_padding={extras} has to be smaller than stride={strides} or "
@@ -61,8 +61,8 @@ class TransposedConvolution(ConvolutionSpec):
         return [m if axes else Same() for m, axes in zip(maps, cuts[2:], strict=True)]
 
     def fewest_to_overlap(self, weight: Shape) -> int:
-        # As for convolution, the sides handle the weights again. Assembling saves less here, as it
-        # makes outputs that are cropped, and was measured to cost less with few inputs alone.
+        # As for convolution, the sides read the weights again. Assembling saves less here, as it
+        # computes outputs that are cropped, and was measured to be faster with few inputs only.
         return prod(weight) // 4
 
     def buffer(self, maps: tuple[TransposedWindow, ...], x: Placement, box: Box) -> LocalInput:

@@ -57,7 +57,7 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any)
     arguments: stride, padding, dilation, transposed, output padding and groups, in the order of
         `torch.convolution`.
     """
-    # Transposed, oneDNN was measured to take as long or longer.
+    # Transposed, oneDNN was measured to be no faster.
     if arguments[3] or not _computes(x, weight, *arguments):
         return torch.convolution(x, weight, bias, *arguments)
     stride, padding, dilation, *_, groups = arguments
@@ -99,7 +99,7 @@ def convolution_gradients(
             if few and not together and padding[0]:
                 zeros = x.new_zeros(*x.shape[:2], padding[0], *x.shape[3:])
                 inputs, arguments[1] = torch.cat([zeros, x, zeros], 2), (0, *padding[1:])
-            # For tensors in oneDNN's own layout torch always takes oneDNN's gradients.
+            # For tensors in oneDNN's own layout torch always uses oneDNN's gradients.
             inputs, outputs = inputs.to_mkldnn(), dy.to_mkldnn()
         mask = [together, of_weight, of_bias]
         given, dw, sums = torch_gradients(outputs, inputs, weight, bias, *arguments, mask)
@@ -171,7 +171,7 @@ def _pays(
     if groups > 1 or prod(weight[2:]) == 1:
         return False  # other kernels of oneDNN's, or one product of matrices
     if transposed and any(map(ge, extra, stride)):
-        return False  # which oneDNN has not
+        return False  # which oneDNN lacks
     places = x[2:]
     if not transposed:
         rows = zip(x[2:], weight[2:], stride, padding, dilation, strict=True)

@@ -190,7 +190,7 @@ def detach(input: DistTensor) -> DistTensor:
     make: Any = detach
     recipe, write, writable, place = input.recipe, None, True, None
     if recipe is not None:
-        # What is written to it goes to the base's elements, and not into the base's history.
+        # A write reaches the elements of the base, but not its history.
         x = torch.detach(recipe.base)
         _, make, write, writable, place, *_ = recipe
         if write is None:
@@ -240,7 +240,7 @@ def where(condition: Tensor, input: Any = None, other: Any = None) -> Any:
     if input is None and other is None:
         return torch.nonzero(condition, as_tuple=True)
     made = pointwise_rule(torch.where)(condition, input, other)
-    # torch.nn.init.trunc_normal_ draws again, for what is made here.
+    # torch.nn.init.trunc_normal_ draws again, into this tensor.
     return _of_parameter_as(other, made) if isinstance(other, DistTensor) else made
 
 
@@ -269,12 +269,12 @@ def to(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     _require_here("to", input, shard.device)
     if kwargs.get("memory_format", torch.preserve_format) != torch.preserve_format:
         if shard.dtype == input.dtype and not kwargs.get("copy"):
-            # Whether a block is copied depends on how it lies on its rank.
+            # Whether a block is copied depends on its memory format on each rank.
             return make_fork(input, shard, input.shape, input.cuts)
     if shard is input.shard:
         return input
     result = DistTensor(shard, input.shape, input.cuts, input.grid)
-    # A block without elements may have the format already: on that rank nothing is made.
+    # A block without elements may have the format already, so that nothing is copied there.
     result.made_after = input.made_after
     return result
 

@@ -109,7 +109,7 @@ def contract(
         if apart is not None:
             return cast(DistTensor, merge_as(contract(name, *apart), [sizes[c] for c in result]))
     cuts: dict[str, tuple[str, ...]] = dict.fromkeys(sizes, ())
-    # A letter that occurs twice in a term is a diagonal, which no block contains.
+    # A letter that occurs twice in a term is a diagonal, which does not lie within one block.
     fixed = {c for term in terms for c in term if term.count(c) > 1}
     ranked = sorted(zip(terms, operands, strict=True), key=lambda pair: -pair[1].numel())
     for term, x in ranked:
@@ -399,7 +399,7 @@ def scaled_dot_product_attention(
     made = (*q.shape[:-1], value.shape[-1])
     block = box_on_rank(made, q.cuts, grid).shape
     if 0 in block:
-        # Part of the graph of all operands, as on the ranks that have elements.
+        # Depends on all operands in the graph, as on the ranks that have elements.
         operands = [q.shard, keys, values, *([] if mask is None or is_causal else [mask])]
         sums = [t.sum() for t in operands if t.is_floating_point()]
         shard = torch.stack(sums).sum().expand(block)

@@ -82,7 +82,7 @@ class _AlongCut(ShardFunction):
         if x.shape[d]:
             largest, top = x.amax(d, keepdim=True), y.amax(d, keepdim=True)
             total = (-top).exp() if logarithm else top.reciprocal()
-            # A row of nothing but -inf has no softmax alone.
+            # A row of -inf in one block has no softmax of its own.
             void = largest == -torch.inf
             if not void.is_cpu or void.any():
                 total.masked_fill_(void, 0)

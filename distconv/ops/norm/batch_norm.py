@@ -100,7 +100,7 @@ def batch_norm_over(
             own_channels(t, x, "batch_norm") for t in parameters
         )
         if any(x.cuts[1:2]) and running_mean is not None and running_var is not None:
-            # The backward pass wants them as they are now.
+            # The backward pass needs their current values.
             running_mean, running_var = running_mean.clone(), running_var.clone()
     block = with_batch_stride(x.shard)
     if not training or not (group or rest or block.numel() > _LARGE):

@@ -62,8 +62,8 @@ def group_norm_over(
     group = tuple(a for a in cutting_axes(cuts[2:]) if axes is None or a in axes)
     block = x.shard
     if not group and block.numel() and not has_channels_last(block):
-        # torch.nn.functional would look at the size of this block once more. With channels last
-        # torch takes several times as long, and E[x^2] - E[x]^2 for the variance.
+        # torch.nn.functional would check the size of this block once more. With channels last torch
+        # takes several times as long, and computes the variance as E[x^2] - E[x]^2.
         shard = torch.group_norm(block, groups, weight, bias, eps)
         return DistTensor(shard, x.shape, cuts, x.grid)
     counts = element_counts_of_peers(Placement.of(x), spatial, group, block=channels)

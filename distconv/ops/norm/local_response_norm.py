@@ -21,7 +21,7 @@ def local_response_norm(
     if x.shard.numel():
         shard = F.local_response_norm(x.shard, size, alpha, beta, k)
     else:
-        # torch has integers divided, unless there are none.
+        # torch divides integers here, unless there are none.
         shard = x.shard / 1 if x.numel() else x.shard.clone()
     y = DistTensor(shard, x.shape, x.cuts, x.grid)
     return redistribute(y, input.cuts, "local_response_norm")

@@ -100,7 +100,7 @@ def _of_block(x: Tensor, form: Form) -> Tensor:
 def _of_runs(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return mean and biased variance of each run, which is a channel of `x`."""
     over = (0, *range(2, x.dim()))
-    if not x.is_cpu:  # torch has no stand-in of what follows for tensors without elements
+    if not x.is_cpu:  # torch has no meta kernel for the following functions
         variance, mean = torch.var_mean(x, over, correction=0)
         return mean, variance
     if x.stride(1) == 1 or x.numel() <= _LITTLE:

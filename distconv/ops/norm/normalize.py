@@ -83,7 +83,7 @@ class _Normalize(ShardFunction):
     ) -> Tensor:
         mean, variance = moments(x, form, grid, group, counts)
         if update is not None:
-            # Before anything is saved: there a checkpoint stops to compute again.
+            # Before anything is saved: a checkpoint stops recomputation at that point.
             update(mean, variance)
         if not form.centered:
             variance, mean = variance + mean.square(), torch.zeros_like(mean)

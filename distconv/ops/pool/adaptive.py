@@ -52,7 +52,7 @@ def _adaptive(
         axes if m >= input.grid.topology.parts(axes) else ()
         for m, axes in zip(shape, input.cuts, strict=True)
     )
-    # A plan sees of windows that do not overlap whether they stay within the blocks.
+    # For windows without overlap, a plan shows whether they stay within the blocks.
     needs = [
         Window(size // m, size // m) if m and size % m == 0 else window
         for window, size, m in zip(windows, sizes, shape[2:], strict=True)

@@ -61,7 +61,8 @@ def _avg_pool(local: Callable[..., Tensor], n: int) -> None:
             shard = local(with_some_channel(input.shard), *arguments).reshape(box.shape)
             return DistTensor(shard, shape, input.cuts, input.grid)
         divisor = divisor_override or _divisor(input, windows, box, count_include_pad)
-        # As much as the pooling can divide by itself, so that sums of small types stay in range.
+        # The largest divisor that the pooling can apply by itself, so that sums of small types stay
+        # in range.
         first = divisor if isinstance(divisor, int) else prod(kernels)
         if not input.is_floating_point():
             first = 1
@@ -119,7 +120,7 @@ def _average(
     """Return the sums over windows, divided by `divisor`; one dimension is pooled as two."""
     if len(kernel) == 1:
         flat = (1, *kernel), (1, *stride), (0, *padding)
-        # In place, as no autograd function may return a view that others are to change in place.
+        # In place: an autograd function may not return a view that callers change in place.
         return _average(x.unsqueeze(2), *flat, ceil_mode, divisor).squeeze_(2)
     pool = F.avg_pool2d if len(kernel) == 2 else F.avg_pool3d
     return pool(x, kernel, stride, padding, ceil_mode, divisor_override=divisor)

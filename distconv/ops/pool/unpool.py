@@ -111,7 +111,7 @@ def _scatter(values: Tensor, index: Tensor, box: Box, plane: Shape) -> Tensor:
         local = position - box.start[d + 2]
         inside &= (local >= 0) & (local < block[d])
         own = own * block[d] + local
-    # What lies elsewhere goes behind the block.
+    # Indices outside the block are written to a place after it.
     beyond = prod(block)
     places = torch.where(inside, own, beyond).flatten(2)
     made = values.new_zeros((*values.shape[:2], beyond + 1))

@@ -149,10 +149,10 @@ def logsumexp(input: DistTensor, dim: Dims, keepdim: bool = False) -> DistTensor
     x = input.shard
     if not (input.is_floating_point() or input.is_complex()):
         x = x.to(torch.get_default_dtype())
-    # A block that is -inf throughout adds nothing, and its gradient is 0.
+    # A block of -inf only contributes nothing, and its gradient is 0.
     largest = torch.zeros((), dtype=x.dtype, device=x.device)
     if all(input.shape[d] for d in over):
-        # torch.real is the tensor itself where it is real.
+        # torch.real returns a real tensor itself.
         real = torch.real(input.detach())
         largest = extreme("logsumexp", real, over, True, True).shard.to(x.dtype)
         largest = torch.where(largest.isfinite(), largest, 0)
@@ -229,7 +229,7 @@ def _variance(
         correction = 1 if unbiased is None else int(unbiased)
     over = normalize_dims(dim, input.dim())
     count = product(input.shape[d] for d in over)
-    # Of all elements, and of less than none, the gradients of torch do not fit the infinite values.
+    # torch's gradients over all elements, and over no elements, do not fit the infinite values.
     infinite = count == correction > 1 and (dim is None or not input.dim())
     if _names_nothing(dim) or infinite or (count and not correction <= count):
         refuse(

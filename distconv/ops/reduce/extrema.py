@@ -138,7 +138,7 @@ def _along(
         return _along(name, unsqueeze(input, 0), d, False, largest)
     _require_elements(name, input, (d,))
     index = _indices_along(input, d, largest)
-    # The rank that holds the element gives it, the others nothing.
+    # The rank that holds the element contributes it, the others nothing.
     here = index - input.box.start[d]
     x = input.shard
     mine = (here >= 0) & (here < x.shape[d])
@@ -198,7 +198,7 @@ def _register(largest: bool, short: str, arg: str, full: str) -> None:
 
     @works_along(reduces=True)
     def all_of(input: DistTensor, dim: Dims = (), keepdim: bool = False) -> DistTensor:
-        # To torch a nan is the maximum of its group here, but not an element that attains it.
+        # To torch nan is the maximum of its group here, but no element attains it.
         return extreme(full, input, dim, keepdim, largest, nan_attains=False)
 
     @works_along(reduces=True, several=False)

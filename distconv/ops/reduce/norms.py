@@ -122,7 +122,7 @@ def cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -
     directions = []
     for x in (x1.expand(shape), x2.expand(shape)):
         length = torch.linalg.vector_norm(x, 2, dim, keepdim=True)
-        # As in torch, the limit is not seen by the gradient.
+        # As in torch, the gradient ignores the limit.
         bounded = length.clone()
         with torch.no_grad():
             bounded.clamp_(min=eps)

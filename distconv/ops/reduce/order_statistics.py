@@ -73,7 +73,7 @@ def _quantile(name: str) -> None:
         fractions = gather_whole(q, name)
         if not isinstance(fractions, Tensor):
             fractions = torch.full((), fractions, dtype=input.dtype, device=input.device)
-        # The quantiles of a vector of fractions are in front; they go last to fit the cuts.
+        # torch puts the quantiles of a vector of fractions first; they go last to fit the cuts.
         last = apply_along(
             _with_quantiles_last, name, input, [d], function, fractions, d, interpolation,
             dropped=[d],

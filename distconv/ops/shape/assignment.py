@@ -63,7 +63,7 @@ def setitem(input: DistTensor, index: Any, value: Any) -> None:
         return
     picks = index_per_dimension(input, items)
     recipe = value.recipe if isinstance(value, DistTensor) else None
-    # What Python assigns at the end of x[i] += y is the view, which has written itself to x.
+    # At the end of x[i] += y Python assigns the view, which has already been written to x.
     if recipe is None or recipe.base is not input or recipe.place != tuple(picks):
         _assign_slices(input, picks, value)
 
@@ -122,7 +122,7 @@ def _assign_slices(input: DistTensor, picks: Sequence[Any], value: Any) -> None:
             cuts.append(())
             continue
         first, step, outputs = strided_run(pick, input.shape[d], d)
-        # Positions low to high of the run lie in this rank's block.
+        # The positions low to high of the run lie in this rank's block.
         low = max(0, -((first - box.start[d]) // step))
         high = max(low, min(outputs, -((first - box.stop[d]) // step)))
         begin = first + low * step - box.start[d]
@@ -130,10 +130,10 @@ def _assign_slices(input: DistTensor, picks: Sequence[Any], value: Any) -> None:
             slice(begin, begin + max(high - low, 0) * step, step) if high > low else slice(0, 0)
         )
         full = (first, step, outputs) == (0, 1, input.shape[d]) and not isinstance(pick, int)
-        # The part of a value that is cut likewise is taken already.
+        # A value that is cut in the same way already has only this part.
         taken.append(slice(None) if full else slice(low, high))
         cuts.append(input.cuts[d] if full else ())
-        # The dimension of an integer is not one of the value's; it is written as a slice of one.
+        # The value has no dimension for an integer; it is written as a slice of one element.
         shape.append(-1 if isinstance(pick, int) else outputs)
         d += 1
     if isinstance(value, Tensor):

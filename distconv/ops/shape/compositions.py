@@ -154,7 +154,7 @@ def _unraveled(indices: Tensor, sizes: tuple[int, ...]) -> Any:
     return [indices for _ in sizes]
 
 
-# Functions that return a copy of what the function without `_copy` returns as a view.
+# Functions that return a copy where the function without `_copy` returns a view.
 
 
 def _copied(function: Callable[..., Any], view: Callable[..., Any]) -> None:

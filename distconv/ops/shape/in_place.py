@@ -28,7 +28,7 @@ def _in_place(method: Callable[..., Any], view: Callable[..., Any]) -> None:
                 way_out=f"Use the view that x.{name.removesuffix('_')}(...) returns",
             )
         made = rule(input, *args, **kwargs)
-        # Below torch's functions there is a tensor without elements that knows the shape, too.
+        # Below torch's functions, a tensor without elements holds the shape, too.
         with (
             torch.no_grad(),
             without_torch_function(),

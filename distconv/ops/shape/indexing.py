@@ -176,7 +176,7 @@ def index_per_dimension(input: Tensor, index: tuple[Any, ...]) -> list[Any]:
     ellipses = [i for i, item in enumerate(index) if item is Ellipsis]
     at = ellipses[0] if ellipses else len(index)
     items = [*index[:at], *rest, *(item for item in index[at:] if item is not Ellipsis)]
-    # torch takes each ellipsis for as many dimensions.
+    # torch treats every ellipsis as the same number of dimensions.
     if rest and len(ellipses) > 1 and ellipses[1] < len(index) - len(ellipses) + 1:
         refuse(
             "indexing",
@@ -223,7 +223,7 @@ def _listed(item: Any) -> Any:
     """Return a list, a tuple or an array of integers as a tensor, as torch converts it."""
     if isinstance(item, (list, tuple, range, np.ndarray)):
         tensor = torch.as_tensor(item)
-        # No positions at all are no floating-point numbers.
+        # An empty list of positions is not a list of floating-point numbers.
         return tensor if tensor.numel() else tensor.long()
     return item
 
@@ -348,7 +348,7 @@ def cat(tensors: Sequence[Tensor], dim: int = 0) -> DistTensor:
     if not pieces:
         pieces, skipped = skipped, []
     given = [x for x in pieces if any(x is t for t in tensors)] or pieces
-    # To cut what is whole moves nothing.
+    # Cutting a whole tensor moves nothing.
     largest = max(given, key=lambda x: (any(x.cuts), x.numel()))
     d = normalize_dim(dim, largest.dim())
     rest = {tuple(n for i, n in enumerate(x.shape) if i != d) for x in pieces}
@@ -371,7 +371,7 @@ def cat(tensors: Sequence[Tensor], dim: int = 0) -> DistTensor:
     shape = (*largest.shape[:d], total, *largest.shape[d + 1 :])
     if len(shape) > 1 or skipped:
         return DistTensor(torch.cat(buffers, d), shape, cuts, grid)
-    # As rows: of a vector without elements torch would leave the graph of gradients out.
+    # As rows: torch would leave out the graph of gradients for a vector without elements.
     row = torch.cat([x.unsqueeze(0) for x in buffers], 1)
     return DistTensor(row.squeeze(0), shape, cuts, grid)
 

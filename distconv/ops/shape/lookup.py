@@ -76,11 +76,11 @@ def gather(input: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False)
         place = sum(len(run) for run in factors[:d])
         named = unmerge(index, (*factors[:d], (index.shape[d],), *factors[d + 1 :]))
         return cast(DistTensor, merge_as(gather(unmerge(input, factors), place, named), shape))
-    # Where the index is shorter than the input their blocks do not line up.
+    # Where the index is shorter than the input their blocks do not match.
     shorter = [i for i, n in enumerate(shape) if i != d and n != x.shape[i]]
     table = uncut(x, [d, *shorter], "gather")
     cuts = list(table.cuts)
-    # Where the input is whole, each rank looks up what its block of the index names.
+    # Where the input is whole, each rank looks up its own block of the index.
     for i, axes in enumerate(as_distributed(index, grid).cuts):
         if not cuts[i] and i not in shorter and not set(axes) & set(cutting_axes(cuts)):
             cuts[i] = axes

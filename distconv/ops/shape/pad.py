@@ -31,7 +31,7 @@ def pad(
     for i in range(len(pad) // 2):
         amounts[input.dim() - 1 - i] = (int(pad[2 * i]), int(pad[2 * i + 1]))
     sent = any(axes and any(amount) for amount, axes in zip(amounts, input.cuts, strict=True))
-    # Constants are written around the block as it is copied, along all dimensions at once.
+    # Constants are written around the block during the copy, along all dimensions at once.
     around = sent and mode == "constant"
     needs: list[IndexMap] = [
         Pad(*amount, mode) if any(amount) and (axes or around) else Same()
@@ -50,9 +50,9 @@ def pad(
             if order is not None:
                 buffer = buffer.index_select(d, constant(buffer.device, tuple(order)))
     if any(map(any, amounts)):
-        # torch pads as many dimensions at a time as the caller has named, also by nothing.
+        # torch pads the number of dimensions that the caller has named, also by 0.
         named = amounts[input.dim() - len(pad) // 2 :]
         buffer = F.pad(buffer, [n for amount in reversed(named) for n in amount], mode, value)
-    # Padding by nothing copies all the same.
+    # Padding by 0 copies all the same.
     shard = buffer.clone() if buffer is input.shard else buffer
     return DistTensor(shard, shape, input.cuts, input.grid)

@@ -72,7 +72,7 @@ def _reshaped_cuts(
     for old, new in groups(before, after):
         if not old or not new:
             continue
-        # Dimensions of one element in front belong to nobody.
+        # Leading dimensions of one element belong to no run.
         first = next((d for d in old if before[d] != 1), old[0])
         into = next((d for d in new if after[d] != 1), new[0])
         elements = prod(before[d] for d in old)
@@ -145,7 +145,7 @@ def _reshape(input: DistTensor, shape: Shape, operator: str, *, copied: bool = F
     """
     before = tuple(input.shape)
     forks = copied and any(sum(before[d] != 1 for d in old) > 1 for old, _ in groups(before, shape))
-    # What has been merged is split again.
+    # Merged dimensions are split again.
     x = input if input.unmerged is None else input.unmerged
     topology = x.grid.topology
     unmerged = _unmerged_shape(tuple(x.shape), x.cuts, shape, topology)

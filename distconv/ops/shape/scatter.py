@@ -55,7 +55,7 @@ def _scatter(function: Callable[..., Tensor], *others: Callable[..., Tensor]) ->
         if name == "scatter_add" and _counts(x, d, index):
             given = (*values, *options.values())
             return as_distributed(x + _added_up(x, d, index, given[0], grid), grid)
-        # Where the index is shorter than the input their blocks do not line up.
+        # Where the index is shorter than the input their blocks do not match.
         shorter = [i for i, n in enumerate(index.shape) if i != d and n != x.shape[i]]
         whole = uncut(x, [d, *shorter], name)
 
@@ -65,7 +65,7 @@ def _scatter(function: Callable[..., Tensor], *others: Callable[..., Tensor]) ->
             for i, n in enumerate(value.shape):
                 if i == d or i in shorter:
                     continue
-                # Of the values, torch reads no more than there are indices.
+                # torch reads only as many values as there are indices.
                 value = value.narrow(i, 0, index.shape[i]) if n != index.shape[i] else value
             return local_operand(value, tuple(value.shape), whole.cuts, grid, name)
 
@@ -99,7 +99,7 @@ def _added_up(input: Tensor, d: int, index: Tensor, src: Tensor, grid: Grid) -> 
     runs = factors_of(index)
     shape = tuple(index.shape)
     own = as_distributed(unmerge(index, runs), grid)
-    # Of the values, torch reads no more than there are indices.
+    # torch reads only as many values as there are indices.
     for i, n in enumerate(shape):
         src = src.narrow(i, 0, n) if src.shape[i] != n else src
     values = local_operand(unmerge(src, runs), tuple(own.shape), own.cuts, grid, name)

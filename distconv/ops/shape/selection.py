@@ -41,7 +41,7 @@ def _positions(function: Callable[..., Any]) -> None:
         found = positions(input, "nonzero")
         if not as_tuple:
             return found
-        if not input.dim():  # torch takes it for a vector
+        if not input.dim():  # torch treats it as a vector
             return (as_distributed(found.shard.new_zeros(len(found)), input.grid),)
         return found.unbind(1)
 

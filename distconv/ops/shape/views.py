@@ -60,7 +60,7 @@ def view_as_complex(input: DistTensor) -> DistTensor:
     """Return pairs of real numbers, in the last dimension, as complex ones."""
     shape = check_on_meta(torch.view_as_complex, input)
     x = uncut(input, [input.dim() - 1], "view_as_complex")
-    # Whether a block's numbers lie in pairs is each rank's own affair.
+    # Whether the numbers of a block are stored in pairs may differ between ranks.
     shard = torch.view_as_complex(x.shard.contiguous())
 
     def write(base: DistTensor, view: DistTensor) -> None:

@@ -140,7 +140,7 @@ def _placed(
     cuts = (*x.cuts[:d], (), *x.cuts[d + 1 :])
     slices = local_operand(source, shape, cuts, x.grid, name)
     start, stop = x.box.start[d], x.box.stop[d]
-    # What belongs elsewhere goes to one more slice, so that nobody waits to count it.
+    # Values for other blocks go to an extra slice, so that nobody waits to count them.
     here = torch.where((places >= start) & (places < stop), places - start, stop - start)
     spare = x.shard.new_ones([1 if i == d else m for i, m in enumerate(x.shard.shape)])
     function: Callable[..., Tensor] = getattr(torch, name)

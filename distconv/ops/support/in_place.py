@@ -56,7 +56,7 @@ def implements_in_place(
             return result
         prepare_write(input, name)
         recorded = torch.is_grad_enabled() and input.requires_grad
-        # The backward pass may want what is overwritten here.
+        # The backward pass may need the overwritten values.
         before = input.clone() if recorded else input
         return input.copy_(rule(before, *args, **kwargs))
 
@@ -131,7 +131,7 @@ def _hindrance(x: Tensor, device: torch.device) -> str | None:
         return "it is a view"
     if not memory.resizable():
         return "it shares its memory with NumPy, or with other processes"
-    # Of a tensor alone these are the tensor and the object of its memory; and the Python object.
+    # A tensor without other users has three: itself, its storage object, and the Python object.
     if torch_private.users_of_memory(x) > 2 or torch_private.users_of(x) > 1:
         return "views of it are in use, or autograd has saved it for the backward pass"
     if x.retains_grad or getweakrefcount(x):

@@ -68,13 +68,13 @@ def _shapes(
     function: Callable[..., Any], arguments: tuple[Any, ...], keywords: tuple[Any, ...]
 ) -> Any:
     try:
-        # Whoever records what a rank computes would take it for that.
+        # A recorder would mistake this for work of the rank.
         with without_modes():
             result = function(*map(_empty, arguments), **{name: _empty(a) for name, a in keywords})
     except ZeroDivisionError:
         given = [a for a in (*arguments, *keywords) if not isinstance(a, TensorMeta)]
         raise RuntimeError(f"{function.__name__}: {given} has a 0 that must be positive") from None
-    except AssertionError as error:  # what the stand-ins raise where kernels raise the other
+    except AssertionError as error:  # meta kernels raise this where other kernels raise the first
         raise RuntimeError(f"{function.__name__}: {error}") from None
     except RuntimeError as error:
         if "cannot be called on meta tensors" not in str(error):

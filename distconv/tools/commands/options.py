@@ -136,5 +136,5 @@ def check_alone(command: str) -> None:
 def keep_times(machine: Machine, path: Path) -> None:
     """Save the timed local operators, if the file can be written."""
     if machine.roofline is None:
-        with suppress(OSError):  # somebody else's file: the times are taken again next time
+        with suppress(OSError):  # another user's file: the times are taken again next time
             machine.save(path)
