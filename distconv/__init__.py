@@ -72,8 +72,7 @@ _OF_ARRAYS: dict[str, _Any] = {
     "transpose": _torch.permute,
 }
 """Functions that opt_einsum looks up, by numpy's names, in the package of an array's type. Without
-them it uses numpy's.
-"""
+them it uses numpy's."""
 
 
 def __getattr__(name: str) -> _ModuleType | _Any:

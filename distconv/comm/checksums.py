@@ -30,8 +30,7 @@ CURE = (
 
 _WHOLE, _BLOCK, _BLOCKS = 2**18, 2**11, 128
 """The most bytes of a tensor that are read in full, and the size and number of blocks of larger
-ones.
-"""
+ones."""
 
 _JUMP = 2**31 - 1
 """A prime; blocks are shifted by its multiples, as samples often begin alike."""

@@ -39,8 +39,7 @@ from distconv.tensor.sample_format import in_sample_format
 
 Batch: TypeAlias = Any
 """One mini-batch: a DistTensor for samples of one field, a tuple for several; `HaloBlock`s where
-boxes have halos.
-"""
+boxes have halos."""
 
 _TOO_MUCH = 2.0
 """Warn where the ranks fetch this many times the bytes of a sample."""

@@ -37,8 +37,7 @@ from distconv.transport.world import world
 
 _LONGER = 60.0
 """Seconds by which the time limit of torch's groups between accelerators exceeds DISTCONV_TIMEOUT,
-whose report says more.
-"""
+whose report says more."""
 
 _LONGEST = timedelta(days=365)
 

@@ -36,8 +36,7 @@ from distconv.transport.watched import Wait, Waiting
 _VARIABLE = "DISTCONV_DEBUG"
 _FIRST, _EVERY = 16, 64
 """The number of first calls of a kind that are compared, and the distance of later ones. Every 64
-steps the ranks take the result of one comparison, and start the next without waiting.
-"""
+steps the ranks take the result of one comparison, and start the next without waiting."""
 _KEPT = 1024
 """The number of latest entries that are kept, to be named where ranks differ."""
 _KINDS = 4096

@@ -48,8 +48,7 @@ Min, Max, Product = ReduceOp.Min, ReduceOp.Max, ReduceOp.Product
 
 GRADIENTS = "horovod gradients"
 """The kind of announcement, and the purpose of the communicators, of optimizers' gradients, which
-overlap other collectives.
-"""
+overlap other collectives."""
 
 _OF_ALL: dict[ReduceOp, Callable[[Tensor], Tensor]] = {
     Min: lambda stacked: stacked.amin(0),

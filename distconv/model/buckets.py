@@ -33,8 +33,7 @@ class Bucket:
         """The communicator of the ranks over which the gradients are summed."""
         self._start_sum = start_sum
         """A function that starts the sum of a vector, in place of the carrier's all-reduce; or
-        None.
-        """
+        None."""
         self._strides = [_strides(p) for p in parameters]
         *self._starts, end = accumulate((p.numel() for p in parameters), initial=0)
         # A number for each parameter, after all elements, counts the ranks that have a gradient.
@@ -42,8 +41,7 @@ class Bucket:
         """The number of elements in the message."""
         self.uneven: dict[int, int] = {}
         """The indices of parameters to whose last sum some ranks added nothing, each with the
-        number of ranks that did. On a GPU only where this rank had to read the counts.
-        """
+        number of ranks that did. On a GPU only where this rank had to read the counts."""
         self._under_way: _Sum | None = None
 
     @property

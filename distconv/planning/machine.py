@@ -21,8 +21,7 @@ ALLOCATOR = {
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
 }
 """Environment variables with which freed memory stays with the process, and lies in huge pages
-where Linux gives them on request (glibc 2.35 or later).
-"""
+where Linux gives them on request (glibc 2.35 or later)."""
 
 FORMAT = 2
 """The version of the files. Since 2, operators on volumes are timed as distconv computes them."""
@@ -102,8 +101,7 @@ class Roofline:
     """Bytes of memory read or written a second."""
     efficiency: Mapping[str, float]
     """The fraction of either that operators reach, by the beginning of their names; "" for
-    others.
-    """
+    others."""
     smallest: float
     """Seconds of the smallest operator."""
 
@@ -153,8 +151,7 @@ class Machine:
     host: dict[str, Table]
     """Seconds of Python for each function on distributed tensors, beside its local operators,
     against the bytes that operators read and wrote since the function before; `*` is for functions
-    not listed.
-    """
+    not listed."""
     skew: Table = NO_TIME
     """The extra seconds of a node's slowest rank over the mean for equal work, against the mean."""
     asynchronous: bool = False

@@ -31,8 +31,7 @@ from distconv.torch_private import is_mutable
 
 _POOL = 2**24
 """Elements of the memory from which operands are taken in turn, so large that an operand has left
-the caches when it is used again, as in a step.
-"""
+the caches when it is used again, as in a step."""
 
 SECONDS = 0.02
 """Approximate seconds of timing for one operator, after its first runs."""

@@ -30,8 +30,7 @@ _MEMORY = 2**30
 """Bytes of a rank's memory where the machine does not say."""
 _PARTS = 16
 """An operator whose operands and results take more than this fraction (1 / `_PARTS`) of a rank's
-memory is estimated, as the process that times it holds many of them.
-"""
+memory is estimated, as the process that times it holds many of them."""
 
 
 class OperatorTimes:

@@ -26,8 +26,7 @@ from distconv.planning.timeline import Segment, Timeline, play
 
 PLAYED = 4
 """The largest grid that is simulated rank by rank; of larger ones the first rank, the middle one
-and the last are.
-"""
+and the last are."""
 
 
 @dataclass(frozen=True)

@@ -420,8 +420,7 @@ _FREE = frozenset(
 
 _RESULTS: dict[Any, Any] = {}
 """Cached results of operators, at most `_REMEMBERED`: torch's meta kernels are slow, and a
-recording would take twice as long.
-"""
+recording would take twice as long."""
 
 _REMEMBERED = 2**16
 

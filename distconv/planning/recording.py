@@ -21,8 +21,7 @@ PHASES = ("forward", "backward", "optimizer")
 
 KINDS = ("parameters", "gradients", "optimizer state", "activations", "halos", "other")
 """The kinds of memory. Halos are messages sent and received; others are inputs, and results that
-live for a moment.
-"""
+live for a moment."""
 
 
 class TensorSpec(NamedTuple):
@@ -173,8 +172,7 @@ class LayerPlan:
 
     name: str
     """The layer's name in the module; for a function, that of the module whose `forward` calls
-    it.
-    """
+    it."""
     kind: str
     """The type of the layer, or the name of the function."""
     shape: tuple[int, ...] | None

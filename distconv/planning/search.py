@@ -36,8 +36,7 @@ from distconv.planning.table import Cell, byte_size, size_cell, table, time_cell
 
 MOST_WITH_FILTER = 256
 """The largest number of ranks for which grids with a `filter` axis are tried by default: with them
-there are several times as many grids.
-"""
+there are several times as many grids."""
 
 REFINED = 4
 """The number of best grids that are predicted from several ranks, not from the middle one alone."""

@@ -98,13 +98,11 @@ class DistTensorBase(torch.Tensor):
     cuts: Cuts
     unmerged: DistTensorBase | None = None
     """For a merged tensor, the tensor of which it is a reshape; None for any other. Cut dimensions
-    of that tensor are inner factors of this one's, which therefore has no blocks.
-    """
+    of that tensor are inner factors of this one's, which therefore has no blocks."""
     recipe: ViewRecipe | None = None
     """For a view whose block may have to be made anew, its recipe; None for any other tensor. Such
     views have elements on other ranks than their base, or are views of such views or of merged
-    tensors.
-    """
+    tensors."""
     made_after: int | None = None
     """The journal entry with arguments after which it was made, where known."""
     _shape: torch.Size

@@ -38,8 +38,7 @@ class Explanation:
     """Bytes of all parameters of a rank."""
     serial_kept_bytes: int | None
     """Bytes that the serial program keeps for the backward pass; None where the module runs on
-    distributed tensors only.
-    """
+    distributed tensors only."""
 
     @property
     def kept_bytes(self) -> int:

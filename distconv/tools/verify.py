@@ -27,13 +27,11 @@ from distconv.tensor.nested import tensors_in
 
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}
 """The largest difference that rounding in another order makes in networks that amplify it
-moderately; a missing halo or a wrong count makes a larger one.
-"""
+moderately; a missing halo or a wrong count makes a larger one."""
 
 _AMPLIFIED = 100
 """The factor from the amplification of rounding in inputs and parameters, which is measured, to
-that of rounding in every addition.
-"""
+that of rounding in every addition."""
 
 _UNTELLING = 0.2
 """The difference above which nothing is rounding, however much the serial program amplifies."""

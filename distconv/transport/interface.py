@@ -42,8 +42,7 @@ class Transport(Protocol):
     name: str
     ordered: bool
     """Whether all ranks must start messages of every kind in one order, also of different groups: a
-    GPU may process them one after the other, each waiting for other ranks.
-    """
+    GPU may process them one after the other, each waiting for other ranks."""
 
     def next_tag(self) -> int:
         """Return the tag of the next exchange, the same on all ranks."""

@@ -29,8 +29,7 @@ _GREETING = struct.Struct("<32sq")
 
 _QUIET, _PROBES = 60, 5
 """Seconds without a message after which TCP probes the other machine, and the number of probes
-before it gives up.
-"""
+before it gives up."""
 
 
 class Listener:

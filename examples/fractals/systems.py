@@ -27,8 +27,7 @@ LARGEST_ENTRY = 0.6
 
 LEAST_VARIANCE = 0.15
 """The least variance of all coordinates of a class's cloud in [-1, 1]: clouds with less are a heap
-with a few points around it.
-"""
+with a few points around it."""
 
 SETTLING = 32
 """Steps after which an orbit is treated as on the attractor."""

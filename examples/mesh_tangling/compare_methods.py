@@ -60,8 +60,7 @@ METHODS = {
     "hybrid": Method(5, {"method": "hybrid", "grid": "sample=4"}),
 }
 """All methods train on four ranks: two replicas of two ranks, or for the hybrid method two groups
-of two replicas of one. Downpour and hybrid have a server as well.
-"""
+of two replicas of one. Downpour and hybrid have a server as well."""
 
 
 def main() -> None:

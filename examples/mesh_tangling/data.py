@@ -16,8 +16,7 @@ from . import store
 
 LIMIT = 5.0
 """Normalised states are clipped to this many deviations: a zone that has folded over can be
-hundreds of them away, and would dominate a batch norm's statistics.
-"""
+hundreds of them away, and would dominate a batch norm's statistics."""
 
 
 class MeshTanglingData(dc.data.Dataset):

@@ -56,8 +56,7 @@ TIME_STEP = 2.5e-5
 LEAST_AREA = 0.1
 """Floor on a zone's area, as a fraction of its initial area, where its mass becomes a density.
 
-Zones that are tangled, or nearly, would have a density that is negative or has no bound.
-"""
+Zones that are tangled, or nearly, would have a density that is negative or has no bound."""
 
 SUBSAMPLES = 4
 """Points along each side of a zone at which its initial fraction of bubble gas is sampled."""

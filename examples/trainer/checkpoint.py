@@ -22,8 +22,7 @@ DECISIVE = (
     *DECISIVE_OF_METHOD,
 )
 """The shared arguments that determine the numbers of a run, beside those of the example. A resumed
-run must have the same ones.
-"""
+run must have the same ones."""
 
 _OVERHEAD = 2**20
 """An upper bound for the bytes of names, settings and history."""

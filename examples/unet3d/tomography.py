@@ -33,8 +33,7 @@ MARGIN = 3
 
 VOXELS_AN_ORGAN = 9_000
 """The voxels of a volume for each organ; there are at least two. Larger volumes have more organs,
-not larger ones.
-"""
+not larger ones."""
 
 
 @dataclass(frozen=True)

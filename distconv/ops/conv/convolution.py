@@ -18,8 +18,7 @@ from distconv.ops.windowed.assembled import window_needs
 FEWEST_TO_OVERLAP = 2**15 + 1
 """The smallest block, in elements, with which a convolution overlaps, whatever its weights are.
 Assembled, a network of 8 small layers took 0.91 of the time with blocks of 2**14 elements, 0.98
-with 2**15 and 1.015 with 2**16.
-"""
+with 2**15 and 1.015 with 2**16."""
 
 
 @dataclass(frozen=True)

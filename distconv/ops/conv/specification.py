@@ -40,8 +40,7 @@ class ConvolutionSpec(ABC):
     """Whether the weight is (channel, filter, *kernel), not (filter, channel, *kernel)."""
     needs_halo: ClassVar[Callable[..., bool | None]]
     """A function (maps, sizes, parts) that returns whether any rank needs a halo; None where blocks
-    of inputs and outputs do not line up.
-    """
+    of inputs and outputs do not line up."""
     boundary: ClassVar[Callable[..., Boundary]]
     """A function (topology, rank, shape, made, cuts, maps) that returns a rank's `Boundary`."""
 

@@ -32,16 +32,14 @@ OperandGradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 _MOST_ELEMENTS = 20480
 """The largest channels x depth x height for which torch does not use oneDNN for one sample
-(`use_mkldnn` in ATen/native/Convolution.cpp, torch 2.6 to 2.13).
-"""
+(`use_mkldnn` in ATen/native/Convolution.cpp, torch 2.6 to 2.13)."""
 _FEWEST_PRODUCTS = 2**21
 """The fewest products of an input and a weight with which oneDNN was measured to be no slower."""
 _MANY_CHANNELS = 16
 """The fewest channels with which oneDNN's own gradients are fastest. With fewer, its input gradient
 was measured to take up to four times as long as a convolution with the flipped weight, and its
 weight gradient up to three times as long where the depth is padded by zeros in memory. The zeros
-cost a copy of the input, so they are used where torch would make the matrix of all windows.
-"""
+cost a copy of the input, so they are used where torch would make the matrix of all windows."""
 
 _by_onednn: Any = torch.ops.aten.mkldnn_convolution
 torch_gradients: Any = torch.ops.aten.convolution_backward

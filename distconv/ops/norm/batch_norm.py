@@ -133,8 +133,7 @@ def batch_norm_over(
 
 _LARGE = 2**18
 """Elements above which torch's batch norm in training is slower on CPUs, several times with rows
-last; with channels last it adds up too many elements one by one to be accurate to 1e-5.
-"""
+last; with channels last it adds up too many elements one by one to be accurate to 1e-5."""
 
 
 class _Statistics(NamedTuple):

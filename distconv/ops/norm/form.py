@@ -124,8 +124,7 @@ _ROW = 512
 
 _COLUMNS, _COLUMN = 1024, 256
 """Runs side by side whose sums stay in the first cache, and the elements of each. Such a matrix
-stays in the second cache while a kernel reads it twice.
-"""
+stays in the second cache while a kernel reads it twice."""
 
 
 def _part(n: int, least: int) -> int:
